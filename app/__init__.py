@@ -1,0 +1,1 @@
+"""Rooms of the training pipeline: rollout -> reward -> score -> advantage -> update."""

@@ -1,0 +1,1 @@
+"""floats -> credit: advantages of each sample and token."""

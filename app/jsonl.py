@@ -1,0 +1,96 @@
+"""JSON Lines files: read with the line named in every error, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from settings.errors import InputError
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (line number from 1, object) for every line that is not blank.
+
+    A byte-order mark and CRLF line ends are accepted.
+
+    Raises:
+        InputError: the file cannot be read, or a line is not UTF-8, not JSON, or not an object.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if number == 1:
+                    raw = raw.removeprefix(b"\xef\xbb\xbf")
+                if raw.strip():
+                    yield number, _parse_object(raw, f"{path}:{number}")
+    except FileNotFoundError:
+        raise InputError(f"{path.absolute()}: no such file") from None
+    except OSError as error:
+        raise InputError(f"{path.absolute()}: cannot be read: {error.strerror}") from error
+
+
+def _parse_object(raw: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start + 1}") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not usable JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def check_output(path: str | Path) -> None:
+    """Passes when a file could be written at `path`; meant to be called before any long work.
+
+    Raises:
+        InputError: `path` is a folder or a device, or its folder is absent or not writable.
+    """
+    path = Path(path).absolute()
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: expected a file name, got a {'folder' if path.is_dir() else 'device'}")
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: the folder {path.parent} does not exist; create it first")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise InputError(f"{path}: the folder {path.parent} is not writable")
+
+
+def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Writes one object a line under a temporary name, then renames it to `path`.
+
+    Floats are written with the digits that read back as the same float64.
+
+    Raises:
+        InputError: `path` cannot be a file (see `check_output`).
+        ValueError: a record holds NaN or an infinity, which JSON cannot say.
+    """
+    check_output(path)
+    path = Path(path).absolute()
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="ascii", newline="\n") as file:
+            for number, record in enumerate(records, start=1):
+                file.write(_to_line(record, f"{path}: record {number}"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _to_line(record: Mapping[str, Any], where: str) -> str:
+    try:
+        return json.dumps(record, allow_nan=False) + "\n"
+    except ValueError as error:
+        raise ValueError(f"{where} ({record.get('uid', 'no uid')}): {error}") from error

@@ -1,0 +1,90 @@
+"""Host rows <-> global arrays, and the few numbers that hosts must agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from app.mesh.axis_rules import ROW_AXES, axis_size
+from settings.errors import InputError
+
+
+def num_row_shards(mesh: Mesh) -> int:
+    """Devices that hold different rows of a batch, over all hosts."""
+    return axis_size(mesh, ROW_AXES)
+
+
+def num_local_row_shards(mesh: Mesh) -> int:
+    """Row shards that one host feeds."""
+    return num_row_shards(mesh) // jax.process_count()
+
+
+def check_rows_per_host(mesh: Mesh) -> None:
+    """Each host must own whole rows.
+
+    Raises:
+        InputError: tp spans hosts.
+    """
+    if num_row_shards(mesh) % jax.process_count() != 0:
+        raise InputError(
+            f"mesh.shape: dp x fsdp = {num_row_shards(mesh)} cannot be split over {jax.process_count()} hosts; "
+            "every host must own whole rows, so keep tp inside a host"
+        )
+
+
+def to_global(mesh: Mesh, rows: Any, *, row_dim: int = 0) -> Any:
+    """A tree of this host's rows -> the global arrays of all hosts' rows, split over the row axes."""
+    spec = PartitionSpec(*[None] * row_dim, ROW_AXES)
+    sharding = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), rows)
+
+
+def local_row_indices(mesh: Mesh, num_rows: int) -> np.ndarray:
+    """Which rows of a global array of `num_rows` rows this host holds, in the order of `to_local`."""
+    sharding = NamedSharding(mesh, PartitionSpec(ROW_AXES))
+    spans = {index[0].indices(num_rows)[:2] for index in sharding.addressable_devices_indices_map((num_rows,)).values()}
+    return np.concatenate([np.arange(start, stop) for start, stop in sorted(spans)])
+
+
+def to_local(array: Array, *, row_dim: int = 0) -> np.ndarray:
+    """This host's rows of a global array, as numpy, in order."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    # Shards that only differ in tp hold the same rows: keep one of each.
+    by_start = {shard.index[row_dim].start or 0: shard for shard in array.addressable_shards}
+    return np.concatenate([np.asarray(by_start[start].data) for start in sorted(by_start)], axis=row_dim)
+
+
+def replicate(mesh: Mesh, tree: Any) -> Any:
+    """The tree, whole on every device."""
+    return jax.tree.map(lambda x: to_replicated(mesh, x), tree)
+
+
+def to_replicated(mesh: Mesh, value: Any) -> Array:
+    value = np.asarray(value)
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def gather_over_hosts(values: np.ndarray) -> np.ndarray:
+    """[hosts, ...]: every host's array of the same shape. Float64 and int64 pass unrounded."""
+    values = np.asarray(values)
+    if jax.process_count() == 1:
+        return values[None]
+    # JAX would narrow 64-bit numbers; bytes it leaves alone.
+    raw = np.frombuffer(values.tobytes(), np.uint8)
+    gathered = np.asarray(multihost_utils.process_allgather(raw))
+    return np.frombuffer(gathered.tobytes(), values.dtype).reshape(jax.process_count(), *values.shape)
+
+
+def sum_over_hosts(values: np.ndarray) -> np.ndarray:
+    return gather_over_hosts(values).sum(axis=0)
+
+
+def max_over_hosts(values: np.ndarray) -> np.ndarray:
+    return gather_over_hosts(values).max(axis=0)

@@ -1,0 +1,65 @@
+"""The device mesh: how many devices, on which axes, on how many hosts."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from jax.sharding import AxisType, Mesh as DeviceMesh
+
+from app.mesh.axis_rules import AXES
+from settings.errors import InputError
+from settings.schema import Mesh as MeshSettings
+
+
+def start(settings: MeshSettings) -> None:
+    """Sets up the backend and joins the other hosts. Must run before any other use of JAX.
+
+    On Cloud TPU hosts `jax.distributed` finds its peers by itself, when asked; elsewhere the three
+    coordinator settings name them.
+    """
+    if settings.cpu_devices is not None:
+        jax.config.update("jax_num_cpu_devices", settings.cpu_devices)
+    if settings.coordinator_address is not None:
+        jax.distributed.initialize(
+            settings.coordinator_address,
+            num_processes=settings.num_processes,
+            process_id=settings.process_id,
+        )
+
+
+def parse_shape(text: str, *, num_devices: int, num_processes: int) -> tuple[int, int, int]:
+    """(dp, fsdp, tp) whose product is `num_devices`.
+
+    `auto` puts dp across hosts and fsdp inside a host, so that weights are gathered over fast links.
+
+    Raises:
+        InputError: not three numbers, more than one -1, or a product that does not fit.
+    """
+    if text.strip() == "auto":
+        return num_processes, num_devices // num_processes, 1
+    parts = [part.strip() for part in text.split(",")]
+    try:
+        sizes = [int(part) for part in parts]
+    except ValueError:
+        sizes = []
+    if len(sizes) != len(AXES) or any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
+        raise InputError(
+            f"mesh.shape: got {text!r}; expected `auto` or three comma-separated sizes dp,fsdp,tp, "
+            "each at least 1, at most one of them -1 (takes what is left), such as `1,-1,1`"
+        )
+    known = math.prod(size for size in sizes if size != -1)
+    if num_devices % known != 0 or (-1 not in sizes and known != num_devices):
+        divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
+        raise InputError(
+            f"mesh.shape: {text!r} asks for {'a multiple of ' if -1 in sizes else ''}{known} devices and there "
+            f"are {num_devices}; sizes that fit divide {num_devices}: {', '.join(map(str, divisors))}"
+        )
+    dp, fsdp, tp = (num_devices // known if size == -1 else size for size in sizes)
+    return dp, fsdp, tp
+
+
+def make_mesh(settings: MeshSettings) -> DeviceMesh:
+    """The mesh over all devices of all hosts. Axes are Auto: XLA places what we do not constrain."""
+    shape = parse_shape(settings.shape, num_devices=jax.device_count(), num_processes=jax.process_count())
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))

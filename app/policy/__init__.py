@@ -1,0 +1,1 @@
+"""The network: its shape, its weights, its forward pass and what training needs of it."""

@@ -1,0 +1,201 @@
+"""The network: one pre-norm decoder for every family, described with Flax NNX, run as plain pytrees.
+
+Each weight is declared once, with its shape and logical dims; `app.mesh.axis_rules` turns dims into
+shardings. Layers are stacked on a leading L dim and scanned, so compile time does not grow with
+depth. A family differs only in its `Architecture`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int32
+
+from app.mesh.axis_rules import constrain, sharding_tree
+from app.policy.architecture import Architecture, rope_frequencies
+from app.policy.attention import packed_attention, rotate
+
+Params = dict[str, Any]
+"""A nested dict of arrays: the form in which weights move between rooms."""
+
+INITIAL_STDDEV = 0.02
+
+
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], dims: tuple[str, ...], *, init: str = "normal") -> nnx.Param:
+    """A float32 parameter that knows its logical dims."""
+    initializers = {
+        "normal": nnx.initializers.normal(INITIAL_STDDEV),
+        "ones": nnx.initializers.ones,
+        "zeros": nnx.initializers.zeros,
+    }
+    return nnx.Param(initializers[init](rngs.params(), shape, jnp.float32), dims=dims)
+
+
+class Norm(nnx.Module):
+    """Root-mean-square layer norm: x / sqrt(mean(x^2) + eps) * scale. Source: Zhang & Sennrich 2019."""
+
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs, *, stack: tuple[int, ...] = ()):
+        self.epsilon = arch.norm_epsilon
+        self.scale = weight(rngs, (*stack, arch.model_dim), (*("layers",) * len(stack), "embed"), init="ones")
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        x32 = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+        return (x32 * inverse).astype(x.dtype) * self.scale[...].astype(x.dtype)
+
+
+class Projection(nnx.Module):
+    """A product with a kernel whose input dims come first, and a bias where the family has one."""
+
+    def __init__(
+        self, rngs: nnx.Rngs, inputs: dict[str, int], outputs: dict[str, int], *, bias: bool, stack: dict[str, int]
+    ):
+        self.num_inputs = len(inputs)
+        sizes = {**stack, **inputs, **outputs}
+        self.kernel = weight(rngs, tuple(sizes.values()), tuple(sizes))
+        if bias:
+            sizes = {**stack, **outputs}
+            self.bias = weight(rngs, tuple(sizes.values()), tuple(sizes), init="zeros")
+
+    def __call__(self, x: Float[Array, "R T *inputs"]) -> Float[Array, "R T *outputs"]:
+        kernel = self.kernel[...].astype(x.dtype)
+        contracted = tuple(range(x.ndim - self.num_inputs, x.ndim)), tuple(range(self.num_inputs))
+        y = jax.lax.dot_general(x, kernel, (contracted, ((), ())))
+        return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
+
+
+Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+"""(query [R,T,Q,H], keys [R,K,T,H], values [R,K,T,H]) -> (mixed [R,T,Q,H], whatever the caller keeps)."""
+
+
+class Block(nnx.Module):
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs):
+        stack = {"layers": arch.num_layers}
+        embed = {"embed": arch.model_dim}
+        heads = {"query_heads": arch.num_query_heads, "head": arch.head_dim}
+        kv_heads = {"kv_heads": arch.num_kv_heads, "head": arch.head_dim}
+        mlp = {"mlp": arch.mlp_dim}
+        project = functools.partial(Projection, rngs, stack=stack)
+        self.attention_norm = Norm(arch, rngs, stack=(arch.num_layers,))
+        self.query = project(embed, heads, bias=arch.qkv_bias)
+        self.key = project(embed, kv_heads, bias=arch.qkv_bias)
+        self.value = project(embed, kv_heads, bias=arch.qkv_bias)
+        self.attention_output = project(heads, embed, bias=arch.attention_output_bias)
+        self.mlp_norm = Norm(arch, rngs, stack=(arch.num_layers,))
+        self.gate = project(embed, mlp, bias=arch.mlp_bias)
+        self.up = project(embed, mlp, bias=arch.mlp_bias)
+        self.down = project(mlp, embed, bias=arch.mlp_bias)
+
+    def __call__(
+        self, x: Float[Array, "R T D"], angles: Float[Array, "R T half"], attend: Attend
+    ) -> tuple[Float[Array, "R T D"], Any]:
+        y = self.attention_norm(x)
+        query, key, value = rotate(self.query(y), angles), rotate(self.key(y), angles), self.value(y)
+        # The cache and every attention kernel want heads before tokens.
+        mixed, kept = attend(query, key.swapaxes(1, 2), value.swapaxes(1, 2))
+        x = x + self.attention_output(mixed)
+        y = self.mlp_norm(x)
+        return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y)), kept
+
+
+class Decoder(nnx.Module):
+    """Token embedding, L blocks, final norm, and the head (the embedding itself where they are tied)."""
+
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs):
+        self.architecture = arch
+        table = (arch.vocab_size, arch.model_dim)
+        self.embedding = weight(rngs, table, ("vocab", "embed"))
+        self.blocks = Block(arch, rngs)
+        self.final_norm = Norm(arch, rngs)
+        if not arch.tied_embeddings:
+            self.output = weight(rngs, table, ("vocab", "embed"))
+
+    @property
+    def head(self) -> Float[Array, "V D"]:
+        """Logits are hidden @ head^T."""
+        return self.embedding[...] if self.architecture.tied_embeddings else self.output[...]
+
+    def embed(self, token_ids: Int32[Array, "R T"], dtype: jnp.dtype) -> Float[Array, "R T D"]:
+        # Whole along its model dim before the look-up: else the result would lie along fsdp twice.
+        table = constrain(self.embedding[...].astype(dtype), "vocab", "activation")
+        return constrain(table[token_ids], "rows", "tokens", "activation")
+
+    def angles(self, positions: Int32[Array, "R T"]) -> Float[Array, "R T half"]:
+        frequencies = rope_frequencies(self.architecture.rope, self.architecture.head_dim)
+        return positions[..., None].astype(jnp.float32) * frequencies
+
+    def hidden(
+        self,
+        token_ids: Int32[Array, "R T"],
+        positions: Int32[Array, "R T"],
+        segment_ids: Int32[Array, "R T"],
+        *,
+        dtype: jnp.dtype,
+        remat: str = "none",
+    ) -> Float[Array, "R T D"]:
+        """Final hidden states of packed rows: what the head multiplies. hidden[:, t] predicts token t+1.
+
+        Args:
+            dtype: compute type; softmax, norms and rotations stay float32.
+            remat: `none` keeps every activation for the backward pass, `block` only each layer's input.
+        """
+        graph, stacked = nnx.split(self.blocks)
+        angles = self.angles(positions)
+
+        def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
+            return packed_attention(query, key, value, segment_ids), None
+
+        def layer(x: Array, one: nnx.State) -> tuple[Array, None]:
+            x, _ = nnx.merge(graph, one)(x, angles, attend)
+            return constrain(x, "rows", "tokens", "activation"), None
+
+        body = jax.checkpoint(layer) if remat == "block" else layer
+        x, _ = jax.lax.scan(body, self.embed(token_ids, dtype), stacked)
+        return self.final_norm(x)
+
+
+@dataclass(frozen=True)
+class DecoderDefinition:
+    """A decoder without weights: its graph, and the shape and dims of each parameter.
+
+    The one place that crosses between NNX modules and plain pytrees.
+    """
+
+    architecture: Architecture
+    graph: Any
+    shapes: Params
+    """Nested dict of `jax.ShapeDtypeStruct`."""
+    dims: Params
+    """The same tree, with a tuple of logical dims at each leaf."""
+
+    @classmethod
+    def of(cls, arch: Architecture) -> DecoderDefinition:
+        graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(arch, nnx.Rngs(0))))
+        shapes = nnx.to_pure_dict(state)
+        dims = unflatten_dict({path: variable.get_metadata()["dims"] for path, variable in nnx.to_flat_state(state)})
+        return cls(arch, graph, shapes, dims)
+
+    def bind(self, params: Params) -> Decoder:
+        """The module over these weights; for use inside a jitted function."""
+        return nnx.merge(self.graph, params)
+
+    def shardings(self, mesh: Mesh) -> Params:
+        return sharding_tree(mesh, self.shapes, self.dims)
+
+    def initialise(self, seed: int) -> Params:
+        """Random float32 weights."""
+        return nnx.to_pure_dict(nnx.split(Decoder(self.architecture, nnx.Rngs(seed)))[1])
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.shapes))

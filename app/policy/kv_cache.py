@@ -1,0 +1,123 @@
+"""Incremental decoding: keys and values kept per layer, one new token per slot at a time.
+
+Cache slot s of a row holds the token at position s. A right-padded prompt leaves rubbish behind its
+last token; decoding overwrites it before it can be seen, because only slots up to a token's own
+position are visible.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from app.mesh.axis_rules import constrain
+from app.policy.attention import cached_attention, packed_attention
+from app.policy.decoder import DecoderDefinition, Params
+
+
+class LayerCache(NamedTuple):
+    keys: Float[Array, "B K S H"]
+    values: Float[Array, "B K S H"]
+
+
+Cache = tuple[LayerCache, ...]
+"""One per layer: separate buffers that a decode step updates in place."""
+
+
+class DecodeWeights(NamedTuple):
+    """The policy's weights in the form that decodes fastest.
+
+    One array per layer, because slicing a stacked one copies it at every token, and already in the
+    compute type, because casting does too.
+    """
+
+    params: Params
+    """Everything but the blocks."""
+    blocks: tuple[Params, ...]
+
+
+def decode_weights(definition: DecoderDefinition, params: Params, dtype: jnp.dtype) -> DecodeWeights:
+    """Unstacks, casts and gathers; once per policy version, under jit.
+
+    Rows alone are split over dp and fsdp while decoding: gathering fsdp shards at every token would
+    move all weights once per token.
+    """
+
+    def laid_out(x: Array, dims: tuple[str, ...]) -> Array:
+        return constrain(x.astype(dtype), *("activation" if dim == "embed" else dim for dim in dims))
+
+    params = jax.tree.map(laid_out, params, definition.dims)
+    layers = range(definition.architecture.num_layers)
+    return DecodeWeights(
+        # The stacked blocks stay in the tree as empty leaves so that the graph still fits it.
+        {**params, "blocks": jax.tree.map(lambda x: x[:0], params["blocks"])},
+        tuple(jax.tree.map(lambda x: x[i], params["blocks"]) for i in layers),
+    )
+
+
+def constrain_cache(cache: Cache) -> Cache:
+    return jax.tree.map(lambda x: constrain(x, "rows", "kv_heads", "tokens", "head"), cache)
+
+
+def _run_layers(
+    definition: DecoderDefinition, weights: DecodeWeights, x: Array, angles: Array, attends: list[Any]
+) -> tuple[Array, Cache]:
+    decoder = definition.bind(weights.params)
+    block_graph, _ = nnx.split(decoder.blocks)
+    cache = []
+    for params, attend in zip(weights.blocks, attends, strict=True):
+        x, kept = nnx.merge(block_graph, params)(x, angles, attend)
+        cache.append(kept)
+    return decoder.final_norm(x), tuple(cache)
+
+
+def prefill(
+    definition: DecoderDefinition,
+    weights: DecodeWeights,
+    token_ids: Int32[Array, "P S"],
+    lengths: Int32[Array, "P"],
+) -> tuple[Float[Array, "P D"], Cache]:
+    """Reads right-padded prompts. Returns the hidden state of each last token, and the cache."""
+    decoder = definition.bind(weights.params)
+    slots = jnp.arange(token_ids.shape[1])[None, :]
+    segment_ids = (slots < lengths[:, None]).astype(jnp.int32)
+    positions = jnp.broadcast_to(slots, token_ids.shape)
+
+    def attend(query: Array, keys: Array, values: Array) -> tuple[Array, LayerCache]:
+        return packed_attention(query, keys, values, segment_ids), LayerCache(keys, values)
+
+    x = decoder.embed(token_ids, weights.params["embedding"].dtype)
+    attends = [attend] * len(weights.blocks)
+    hidden, cache = _run_layers(definition, weights, x, decoder.angles(positions), attends)
+    last = jnp.maximum(lengths - 1, 0)[:, None, None]
+    return jnp.take_along_axis(hidden, last, axis=1)[:, 0], constrain_cache(cache)
+
+
+def decode_step(
+    definition: DecoderDefinition,
+    weights: DecodeWeights,
+    cache: Cache,
+    token_ids: Int32[Array, "B"],
+    positions: Int32[Array, "B"],
+) -> tuple[Float[Array, "B D"], Cache]:
+    """Feeds one token per slot at its position. Returns its hidden state and the updated cache."""
+    decoder = definition.bind(weights.params)
+    # vmap tells the partitioner that slots are independent, so no slot ever crosses a device.
+    write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
+
+    def attend_with(layer: LayerCache) -> Any:
+        def attend(query: Array, key: Array, value: Array) -> tuple[Array, LayerCache]:
+            keys = write(layer.keys, key[:, :, 0], positions)
+            values = write(layer.values, value[:, :, 0], positions)
+            return cached_attention(query, keys, values, positions), LayerCache(keys, values)
+
+        return attend
+
+    x = decoder.embed(token_ids[:, None], weights.params["embedding"].dtype)
+    attends = [attend_with(layer) for layer in cache]
+    hidden, cache = _run_layers(definition, weights, x, decoder.angles(positions[:, None]), attends)
+    return hidden[:, 0], cache

@@ -1,0 +1,273 @@
+"""Where a model comes from: a Hugging Face directory, a hub id, a GGUF file or the built-in one.
+
+Opening reads JSON and headers only; tensors are read one at a time, by name. Pickles and remote
+code are never touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
+
+from app.policy.gguf_file import GgufFile
+from settings.errors import InputError
+
+BUILTIN_PREFIX = "builtin:"
+BUILTIN_DIRECTORY = Path(__file__).parent / "builtin"
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+HUB_FILES = (
+    CONFIG_FILE,
+    "generation_config.json",
+    WEIGHTS_FILE,
+    INDEX_FILE,
+    "model-*.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+"""What is fetched from the hub: no pickles, no code."""
+
+# safetensors finds bfloat16 by name once ml_dtypes has registered it with numpy.
+NUMPY_TYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F64": np.dtype(np.float64),
+}
+
+DERIVED_TENSOR_SUFFIX = ".rotary_emb.inv_freq"
+"""Old llama checkpoints store this buffer; it follows from the configuration."""
+
+FINGERPRINT_BLOCKS = 32
+FINGERPRINT_BLOCK_BYTES = 64 * 1024
+
+
+class WeightFile(Protocol):
+    """Named tensors on disk."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Hugging Face tensor name -> shape."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """One whole tensor in the file's own float type; quantised ones come back as float32."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """An opened model: everything about it but the tensors' values."""
+
+    name: str
+    """For people: directory name, hub id, file stem or `builtin:<name>`."""
+    path: Path
+    """The Hugging Face directory, or the .gguf file."""
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    """Empty where the model has none."""
+    weights: WeightFile
+    fingerprint: str
+    """Hex SHA-256 of the configuration and a sample of every weight file: the same on every host that
+    has the same model, different after any training. Not proof against forgery.
+    """
+
+
+class SafetensorsFiles:
+    """One `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
+
+    Raises: InputError for a missing, truncated or foreign file, or one that the index does not fit.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        index = directory / INDEX_FILE
+        if (directory / WEIGHTS_FILE).is_file():
+            shard = directory / WEIGHTS_FILE
+            handle = _open_safetensors(shard)
+            self.paths = [shard]
+            self._handles: dict[str, Any] = dict.fromkeys(handle.keys(), handle)
+        elif index.is_file():
+            self.paths, self._handles = _open_shards(directory, index)
+        else:
+            raise _no_weights(directory)
+        self._shapes = {
+            name: _checked_shape(directory, name, handle)
+            for name, handle in self._handles.items()
+            if not name.endswith(DERIVED_TENSOR_SUFFIX)
+        }
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor as float32, float16, float64 or `ml_dtypes.bfloat16`, as stored."""
+        return self._handles[name].get_tensor(name)
+
+
+def open_model(path: str, *, revision: str | None = None) -> ModelFiles:
+    """Opens `model.path`. An existing file or directory is taken before a hub id of the same spelling.
+
+    `revision` pins a hub id and means nothing to the other kinds.
+
+    Raises: InputError where the model cannot be found, fetched, or used.
+    """
+    local = Path(path).expanduser()
+    if path.startswith(BUILTIN_PREFIX):
+        return _open_directory(_builtin_directory(path), name=path)
+    if local.is_dir():
+        return _open_directory(local, name=local.resolve().name)
+    if local.suffix == ".gguf":
+        return _open_gguf(local)
+    if local.is_file():
+        raise InputError(f"model.path: {path} is a file, but not a .gguf file; give the model's directory")
+    return _open_directory(_fetched_from_hub(path, revision), name=path)
+
+
+def _open_directory(directory: Path, *, name: str) -> ModelFiles:
+    if not (directory / CONFIG_FILE).is_file():
+        found = sorted(file.name for file in directory.glob("*.gguf"))
+        hint = f"; to use {found[0]}, name that file" if found else ""
+        raise InputError(
+            f"model.path: {directory} has no {CONFIG_FILE}, so it is not a Hugging Face model{hint}"
+        )
+    config = _read_json(directory / CONFIG_FILE)
+    generation = directory / "generation_config.json"
+    weights = SafetensorsFiles(directory)
+    return ModelFiles(
+        name=name,
+        path=directory,
+        config=config,
+        generation_config=_read_json(generation) if generation.is_file() else {},
+        weights=weights,
+        fingerprint=_fingerprint(config, weights.paths),
+    )
+
+
+def _open_gguf(path: Path) -> ModelFiles:
+    if not path.is_file():
+        raise InputError(f"model.path: there is no file {path}")
+    weights = GgufFile(path)
+    config = weights.config()
+    return ModelFiles(
+        name=path.stem,
+        path=path,
+        config=config,
+        generation_config=weights.generation_config(),
+        weights=weights,
+        fingerprint=_fingerprint(config, [path]),
+    )
+
+
+def _builtin_directory(path: str) -> Path:
+    known = sorted(file.parent.name for file in BUILTIN_DIRECTORY.glob(f"*/{CONFIG_FILE}"))
+    name = path.removeprefix(BUILTIN_PREFIX)
+    if name not in known:
+        listed = ", ".join(BUILTIN_PREFIX + each for each in known) or "none in this installation"
+        raise InputError(f"model.path: there is no built-in model {path!r}; known: {listed}")
+    return BUILTIN_DIRECTORY / name
+
+
+def _fetched_from_hub(hub_id: str, revision: str | None) -> Path:
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(HUB_FILES)))
+    except HFValidationError as error:
+        raise InputError(
+            f"model.path: {hub_id!r} is neither an existing directory or file nor a hub id"
+        ) from error
+    except OSError as error:  # the hub's own errors, being offline among them, are all OSErrors
+        reason = " ".join(str(error).split())
+        at = f" at revision {revision!r}" if revision else ""
+        raise InputError(
+            f"model.path: {hub_id!r} is not a local path, and fetching it from the hub{at} failed: {reason}"
+        ) from error
+
+
+def _open_shards(directory: Path, index: Path) -> tuple[list[Path], dict[str, Any]]:
+    """The shard files, and for each tensor the open shard that holds it."""
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{index}: there is no weight_map in it")
+    shards = {}
+    for shard in sorted(set(map(str, weight_map.values()))):
+        if Path(shard).name != shard:
+            raise InputError(
+                f"{index}: shard {shard!r} is not a plain file name of its own directory; refused"
+            )
+        if not (directory / shard).is_file():
+            raise InputError(f"{index}: shard {shard!r} is missing from {directory}; fetch the model again")
+        shards[shard] = _open_safetensors(directory / shard)
+    held = {shard: set(handle.keys()) for shard, handle in shards.items()}
+    for name, shard in weight_map.items():
+        if name not in held[shard]:
+            raise InputError(f"{index}: tensor {name!r} is not in shard {shard!r}, where the index puts it")
+    return [directory / shard for shard in shards], {
+        name: shards[shard] for name, shard in weight_map.items()
+    }
+
+
+def _open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path}: truncated, or not a safetensors file ({error}); fetch it again") from error
+
+
+def _checked_shape(directory: Path, name: str, handle: Any) -> tuple[int, ...]:
+    header = handle.get_slice(name)
+    if header.get_dtype() not in NUMPY_TYPES:
+        raise InputError(
+            f"{directory}: tensor {name!r} has type {header.get_dtype()}, "
+            f"supported: {', '.join(NUMPY_TYPES)}; use the unquantised weights"
+        )
+    return tuple(header.get_shape())
+
+
+def _no_weights(directory: Path) -> InputError:
+    pickles = sorted(file.name for pattern in PICKLE_PATTERNS for file in directory.glob(pattern))
+    if pickles:
+        return InputError(
+            f"model.path: {directory} holds weights only as pickles ({', '.join(pickles[:3])}); opening "
+            "a pickle can run any code, so it is refused. Save the model as safetensors"
+        )
+    return InputError(f"model.path: {directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not readable as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _fingerprint(config: Mapping[str, Any], paths: Iterable[Path]) -> str:
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            for block in range(FINGERPRINT_BLOCKS):
+                file.seek(max(0, size - FINGERPRINT_BLOCK_BYTES) * block // (FINGERPRINT_BLOCKS - 1))
+                digest.update(file.read(FINGERPRINT_BLOCK_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,170 @@
+"""Weights in: Hugging Face tensors -> our stacked parameters, one tensor at a time, onto their shardings.
+
+Strict in both directions: a missing, extra or mis-shaped tensor is an error that names it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from app.policy.architecture import Architecture
+from app.policy.decoder import DecoderDefinition, Params
+from settings.errors import InputError
+
+
+class TensorSource(Protocol):
+    """Named tensors of a model file, in Hugging Face's names and layout."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    def read(self, name: str) -> np.ndarray: ...
+
+
+Path = tuple[str, ...]
+
+LAYER_TENSORS: dict[str, Path] = {
+    "input_layernorm.weight": ("attention_norm", "scale"),
+    "self_attn.q_proj": ("query",),
+    "self_attn.k_proj": ("key",),
+    "self_attn.v_proj": ("value",),
+    "self_attn.o_proj": ("attention_output",),
+    "post_attention_layernorm.weight": ("mlp_norm", "scale"),
+    "mlp.gate_proj": ("gate",),
+    "mlp.up_proj": ("up",),
+    "mlp.down_proj": ("down",),
+}
+"""Tensors of `model.layers.<i>.`; projections stand for their `.weight` and, where there is one, `.bias`."""
+
+TOP_TENSORS: dict[str, Path] = {
+    "model.embed_tokens.weight": ("embedding",),
+    "model.norm.weight": ("final_norm", "scale"),
+    "lm_head.weight": ("output",),
+}
+
+IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+"""Old checkpoints store this constant; it follows from the config."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the file and where it goes."""
+
+    name: str
+    path: Path
+    layer: int | None
+    """Index along the leading L dim; None for weights that are not stacked."""
+    file_shape: tuple[int, ...]
+
+
+def file_layout(path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the file's tensor for one layer's parameter: `[out, in]` for kernels, flat for biases."""
+    if path[-1] == "kernel":
+        outputs = shape[-1:] if path[-2] in ("attention_output", "gate", "up", "down") else shape[-2:]
+        inputs = shape[: len(shape) - len(outputs)]
+        return (int(np.prod(outputs)), int(np.prod(inputs)))
+    return (int(np.prod(shape)),) if path[-1] == "bias" else shape
+
+
+def from_file_layout(tensor: np.ndarray, path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """The file's `[out, in]` matrix as our `[*in, *out]` kernel; everything else reshaped."""
+    return (tensor.T if path[-1] == "kernel" else tensor).reshape(shape)
+
+
+def expected_entries(definition: DecoderDefinition) -> list[Entry]:
+    """Every tensor the architecture needs, in the order of the layers."""
+    flat = flatten_dict(definition.shapes)
+    entries = [
+        Entry(name, path, None, file_layout(path, flat[path].shape)) for name, path in TOP_TENSORS.items() if path in flat
+    ]
+    for layer in range(definition.architecture.num_layers):
+        for suffix, tail in LAYER_TENSORS.items():
+            for leaf, ending in (("scale", ""), ("kernel", ".weight"), ("bias", ".bias")):
+                path = ("blocks", *tail) if tail[-1] == "scale" and leaf == "scale" else ("blocks", *tail, leaf)
+                if path in flat:
+                    file_shape = file_layout(path, flat[path].shape[1:])
+                    entries.append(Entry(f"model.layers.{layer}.{suffix}{ending}", path, layer, file_shape))
+    return entries
+
+
+def check_tensors(entries: list[Entry], shapes: dict[str, tuple[int, ...]], architecture: Architecture) -> None:
+    """Raises InputError naming what is missing, extra or mis-shaped."""
+    expected = {entry.name: entry.file_shape for entry in entries}
+    # A tied model's file may still repeat the embedding as the head.
+    optional = {"lm_head.weight"} if architecture.tied_embeddings else set()
+    missing = [name for name in expected if name not in shapes]
+    extra = [n for n in shapes if n not in expected and n not in optional and not n.endswith(IGNORED_SUFFIX)]
+    if missing:
+        near = difflib.get_close_matches(missing[0], extra, n=1)
+        hint = f"; the file has {near[0]!r}, which is not expected" if near else ""
+        raise InputError(
+            f"model.path: {len(missing)} tensors are missing, first {missing[0]!r}{hint}. "
+            f"config.json describes a {architecture.family} model that these weights do not fit"
+        )
+    if extra:
+        raise InputError(
+            f"model.path: {len(extra)} tensors do not belong to a {architecture.family} model, first {extra[0]!r}. "
+            "Loading without them would give another network; check config.json"
+        )
+    for name, shape in expected.items():
+        if tuple(shapes[name]) != shape:
+            raise InputError(
+                f"model.path: tensor {name!r} has shape {tuple(shapes[name])}, expected {shape} from config.json"
+            )
+
+
+def load_weights(definition: DecoderDefinition, source: TensorSource, mesh: Mesh) -> Params:
+    """Reads every tensor once and writes it into its sharded float32 place; the host holds one at a time.
+
+    Raises:
+        InputError: missing, extra or mis-shaped tensors; nothing has been put on a device by then.
+    """
+    entries = expected_entries(definition)
+    check_tensors(entries, source.shapes, definition.architecture)
+    shapes, shardings = flatten_dict(definition.shapes), flatten_dict(definition.shardings(mesh))
+    params: dict[Path, Array] = {}
+    for entry in entries:
+        shape, sharding = shapes[entry.path].shape, shardings[entry.path]
+        tensor = np.asarray(source.read(entry.name)).astype(np.float32, copy=False)
+        if entry.layer is None:
+            params[entry.path] = place(from_file_layout(tensor, entry.path, shape), sharding)
+            continue
+        if entry.path not in params:
+            params[entry.path] = empty(shape, sharding)()
+        layer = place(from_file_layout(tensor, entry.path, shape[1:]), without_layers(sharding))
+        params[entry.path] = write_layer(sharding)(params[entry.path], layer, entry.layer)
+    return unflatten_dict(params)
+
+
+def place(tensor: np.ndarray, sharding: NamedSharding) -> Array:
+    return jax.make_array_from_callback(tensor.shape, sharding, lambda index: tensor[index])
+
+
+def without_layers(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+
+@functools.cache
+def empty(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[], Array]:
+    return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=sharding)
+
+
+@functools.cache
+def write_layer(sharding: NamedSharding) -> Callable[[Array, Array, int], Array]:
+    """stacked[layer] = value, in place."""
+    return jax.jit(
+        lambda stacked, value, layer: jax.lax.dynamic_update_index_in_dim(stacked, value, layer, 0),
+        donate_argnums=0,
+        out_shardings=sharding,
+    )

@@ -1,0 +1,230 @@
+"""Text <-> token ids, with the chat template that came with the model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from app.flow import Messages
+from app.policy.gguf_file import GgufFile
+from app.policy.weight_files import ModelFiles
+from settings.errors import InputError
+
+TOKENIZER_FILE = "tokenizer.json"
+
+TEMPLATE_DATE = "26 Jul 2024"
+"""What Llama 3's templates print as today when they know no clock: a prompt must not change overnight."""
+
+MAX_TEMPLATE_CHARACTERS = 100_000
+"""What a template may add to twice the text of its messages before it counts as a text bomb."""
+
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# GGUF `tokenizer.ggml.token_type`
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+
+
+class Tokenizer:
+    """A thin face over a transformers fast tokenizer and its chat template.
+
+    Raises: InputError where the tokenizer names no end-of-sequence token, has no chat template, or its ids
+    do not fit the model.
+    """
+
+    def __init__(self, fast: PreTrainedTokenizerFast, files: ModelFiles) -> None:
+        eos_id, pad_id = fast.eos_token_id, fast.pad_token_id
+        if not isinstance(eos_id, int):
+            raise InputError(
+                f"{files.path}: the tokenizer names no end-of-sequence token, so no completion could end; "
+                "set eos_token in tokenizer_config.json"
+            )
+        if not fast.chat_template:
+            raise InputError(
+                f"{files.path}: the tokenizer has no chat template; add chat_template.jinja "
+                "or use an instruct model"
+            )
+        fast.model_max_length = 2**31  # prompt length is a setting of ours; without this transformers warns
+        self._fast = fast
+        self.vocab_size: int = max(fast.get_vocab().values()) + 1
+        """One more than the largest id. The model may have more rows, never fewer."""
+        self.eos_ids: tuple[int, ...] = _eos_ids(files, eos_id)
+        """Every id that ends a completion: the generation configuration's and the tokenizer's own."""
+        self.pad_id: int = pad_id if isinstance(pad_id, int) else eos_id
+        """What fills a row. It may equal an end id, so masks must come from lengths."""
+        if self.vocab_size > _num_rows(files):
+            raise InputError(
+                f"{files.path}: the tokenizer has ids up to {self.vocab_size - 1}, "
+                f"but the model's vocab_size is {_num_rows(files)}"
+            )
+        parts = (fast.backend_tokenizer.to_str(), str(fast.chat_template), str(self.eos_ids))
+        self.fingerprint: str = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        """Hex SHA-256 of vocabulary, merges, splitting rules, chat template and end ids."""
+
+    def chat_ids(self, messages: Messages) -> list[int]:
+        """The ids of a chat up to where the assistant's next turn begins.
+
+        Control tokens come from the template alone: where a message spells one (`<|im_end|>`), it is
+        encoded as ordinary text.
+
+        Raises: InputError where the template refuses the messages or never stops writing.
+        """
+        allowed = MAX_TEMPLATE_CHARACTERS + 2 * sum(
+            len(text) for message in messages for text in message.values()
+        )
+        length = len(self._apply_template(messages, tokenize=False))
+        if length > allowed:
+            raise InputError(
+                f"the chat template turns a prompt into {length} characters (at most {allowed}); mend it"
+            )
+        return self._apply_template(messages, tokenize=True, return_dict=False, sanitize_control_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of plain text: nothing is added, and a spelled control token stays text."""
+        return self._fast.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids; control tokens, and ids that no token has, write nothing."""
+        plain = [int(token_id) for token_id in ids]
+        text = self._fast.decode(plain, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def _apply_template(self, messages: Messages, **how: Any) -> Any:
+        try:
+            return self._fast.apply_chat_template(
+                messages, add_generation_prompt=True, date_string=TEMPLATE_DATE, **how
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
+            roles = [message.get("role") for message in messages]
+            raise InputError(f"the model's chat template cannot render a chat of {roles}: {error}") from error
+
+
+def load_tokenizer(files: ModelFiles) -> Tokenizer:
+    """The tokenizer of an opened model: `tokenizer.json` of its directory, or the GGUF file's own.
+
+    Raises: InputError where there is none, or none that can be used.
+    """
+    if isinstance(files.weights, GgufFile):
+        return Tokenizer(_from_gguf(files.weights), files)
+    return Tokenizer(_from_directory(files.path), files)
+
+
+def _from_directory(directory: Path) -> PreTrainedTokenizerFast:
+    """`tokenizer.json` as it stands.
+
+    Not through AutoTokenizer: for SmolLM2, whose tokenizer_config.json says GPT2Tokenizer, it rebuilds
+    the pre-tokenizer from that class and so loses the digit splitting of tokenizer.json.
+    """
+    if not (directory / TOKENIZER_FILE).is_file():
+        raise InputError(
+            f"{directory}: there is no {TOKENIZER_FILE}; save the model's fast tokenizer beside it"
+        )
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise InputError(f"{directory}: the tokenizer files cannot be read: {error}") from error
+
+
+def _from_gguf(gguf: GgufFile) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer from GGUF metadata.
+
+    Source: llama.cpp, `convert_hf_to_gguf.py` (token types) and `llama-vocab.cpp` (pre-tokenizer names).
+    """
+    if (model := gguf.metadata("tokenizer.ggml.model")) != "gpt2":
+        raise InputError(
+            f"{gguf.path}: tokenizer model {model!r} is not supported; supported: 'gpt2' (byte-level BPE)"
+        )
+    tokens = gguf.metadata("tokenizer.ggml.tokens")
+    types = gguf.metadata("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    merges = [tuple(merge.split(" ")) for merge in gguf.metadata("tokenizer.ggml.merges")]
+    # llama.cpp fills a padded vocabulary with made-up tokens of type "unused".
+    kept = {NORMAL, CONTROL, USER_DEFINED}
+    vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind in kept}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
+    backend.normalizer, backend.pre_tokenizer = _splitting(gguf)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(
+        [
+            AddedToken(token, special=kind == CONTROL, normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (CONTROL, USER_DEFINED)
+        ]
+    )
+    eos_id = gguf.metadata("tokenizer.ggml.eos_token_id", -1)
+    pad_id = gguf.metadata("tokenizer.ggml.padding_token_id", eos_id)
+    bos_id = gguf.metadata("tokenizer.ggml.bos_token_id", -1)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=_token_named(gguf, tokens, eos_id),
+        pad_token=_token_named(gguf, tokens, pad_id),
+        bos_token=_token_named(gguf, tokens, bos_id),
+        chat_template=gguf.metadata("tokenizer.chat_template", ""),
+    )
+
+
+def _splitting(gguf: GgufFile) -> tuple[Any, Any]:
+    """Normalizer and pre-tokenizer of the model that llama.cpp names in `tokenizer.ggml.pre`."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    known = {
+        "gpt-2": (None, byte_level),
+        "smollm": (
+            None,
+            pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level]),
+        ),
+        "qwen2": (
+            normalizers.NFC(),
+            pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+                ]
+            ),
+        ),
+    }
+    name = gguf.metadata("tokenizer.ggml.pre")
+    if name not in known:
+        raise InputError(
+            f"{gguf.path}: pre-tokenizer {name!r} is not supported; supported: {', '.join(known)}"
+        )
+    return known[name]
+
+
+def _token_named(gguf: GgufFile, tokens: list[str], token_id: int) -> str | None:
+    """The token of an id; None for -1, "there is none"."""
+    if token_id == -1:
+        return None
+    if not 0 <= token_id < len(tokens):
+        raise InputError(
+            f"{gguf.path}: special token id {token_id} is outside the vocabulary of {len(tokens)}"
+        )
+    return tokens[token_id]
+
+
+def _eos_ids(files: ModelFiles, tokenizer_eos_id: int) -> tuple[int, ...]:
+    named = files.generation_config.get("eos_token_id")
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    for token_id in ids:
+        if not isinstance(token_id, int) or not 0 <= token_id < _num_rows(files):
+            raise InputError(
+                f"{files.path}: generation_config.json: eos_token_id={named!r} is not an id, "
+                f"or a list of ids, below vocab_size={_num_rows(files)}"
+            )
+    return tuple(sorted({*ids, tokenizer_eos_id}))
+
+
+def _num_rows(files: ModelFiles) -> int:
+    """Rows of the embedding matrix; `app.policy.architecture` is who complains of a missing vocab_size."""
+    rows = files.config.get("vocab_size")
+    return rows if isinstance(rows, int) else 2**31

@@ -1,0 +1,1 @@
+"""Samples to floats, on the host, without jax."""

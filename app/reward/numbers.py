@@ -1,0 +1,62 @@
+r"""Numbers as people and models write them, read exactly.
+
+`1,234`  `-5`  `+3.50`  `.5`  `3/4`  `\frac{3}{4}`  `$18.00`  `25%`
+
+Signs of currency and percent are dropped: `25%` is 25. Only ASCII digits count, commas
+only between groups of three. Quantifiers are bounded or possessive, so that reading takes time
+linear in the text, whatever it holds. Nothing is ever evaluated.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+MAX_NUMBER_CHARACTERS = 200
+"""A longer number is no answer: exact arithmetic on it would only cost time."""
+
+WINDOW_CHARACTERS = 100_000
+"""An answer is looked for in the end of a completion of this length (some 25,000 tokens)."""
+
+_UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3}){1,40}+|[0-9]++)(?:\.[0-9]++)?|\.[0-9]++)"
+
+NUMBER_PATTERN = (
+    r"(?P<sign>[-+\u2212]?)(?:\\?[$€£¥₹][ ]?)?(?P<inner_sign>[-+\u2212]?)"
+    rf"(?:\\[dt]?frac\{{(?P<frac_over>-?{_UNSIGNED})\}}\{{(?P<frac_under>{_UNSIGNED})\}}"
+    rf"|(?P<over>{_UNSIGNED})(?:[ ]?/[ ]?(?P<under>{_UNSIGNED}))?)"
+    r"(?!,?[0-9])"
+)
+"""One number, to stand at most once in a larger pattern."""
+
+_ALONE = re.compile(rf"{NUMBER_PATTERN}[ ]?(?:\\?%)?\.?")
+# A sign right after a letter, a digit or a bracket is a minus between two terms; digits inside a
+# word (`x2`), or after a point that belongs to a number already read (`1.2.3`), are no number.
+_IN_TEXT = re.compile(rf"(?<![\w)])(?<![0-9]\.){NUMBER_PATTERN}")
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The exact value of a text that is one number; None when it is anything else, or divides by zero."""
+    text = text.strip()
+    if len(text) > MAX_NUMBER_CHARACTERS:
+        return None
+    match = _ALONE.fullmatch(text)
+    if match is None or (match["sign"] and match["inner_sign"]):
+        return None
+    numerator = _exact(match["over"] or match["frac_over"])
+    denominator = _exact(match["under"] or match["frac_under"] or "1")
+    if denominator == 0:
+        return None
+    value = numerator / denominator
+    return value if (match["sign"] or match["inner_sign"]) in ("", "+") else -value
+
+
+def last_number(text: str) -> str | None:
+    """The last number in `text` as it is written there, or None. Reads `WINDOW_CHARACTERS` at most."""
+    last = None
+    for match in _IN_TEXT.finditer(text[-WINDOW_CHARACTERS:]):
+        last = match
+    return last.group() if last else None
+
+
+def _exact(digits: str) -> Fraction:
+    return Fraction(digits.replace(",", ""))

@@ -1,0 +1,1 @@
+"""token ids -> samples: the sampling rules and the synchronous generation engine."""

@@ -1,0 +1,264 @@
+"""Synchronous generation: prefill each prompt once, share its cache, decode until every row is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Float32, Int32, Key
+
+from app.batching.ladder import rung
+from app.flow import Prompt, Sample
+from app.mesh.axis_rules import constrain
+from app.mesh.placement import (
+    local_row_indices,
+    max_over_hosts,
+    num_local_row_shards,
+    num_row_shards,
+    to_global,
+    to_local,
+)
+from app.policy.decoder import DecoderDefinition, Params
+from app.policy.kv_cache import Cache, DecodeWeights, constrain_cache, decode_step, decode_weights, prefill
+from app.policy.token_logprobs import scaled_logits
+from app.rollout.sampling import (
+    Drawn,
+    Sampler,
+    SamplingRules,
+    draw,
+    draw_truncated,
+    effective_temperature,
+    sample_keys,
+    uid_words,
+)
+
+
+class Slots(NamedTuple):
+    """Everything one decode loop carries. A row is done after its end-of-sequence token or its last allowed one."""
+
+    cache: Cache
+    token_ids: Int32[Array, "B C"]
+    logprobs: Float32[Array, "B C"]
+    kept_mass_logs: Float32[Array, "B C"]
+    lengths: Int32[Array, "B"]
+    """Tokens drawn so far."""
+    done: Bool[Array, "B"]
+    stopped: Bool[Array, "B"]
+    """Done because of an end-of-sequence token."""
+
+
+class Rows(NamedTuple):
+    """What is constant for a row while it decodes."""
+
+    prompt: Int32[Array, "B"]
+    """Index of its prompt among the prefilled ones."""
+    prompt_lengths: Int32[Array, "B"]
+    keys: Key[Array, "B"]
+    max_new_tokens: Int32[Array, "B"]
+
+
+class Engine:
+    """Compiled generation for one decoder on one mesh. Holds no weights.
+
+    Args:
+        eos_ids: every token id that ends a sequence.
+        decode_text: token ids -> text, for the record.
+        prefill_length_min: smallest prompt bucket, in tokens.
+    """
+
+    def __init__(
+        self,
+        definition: DecoderDefinition,
+        mesh: Mesh,
+        *,
+        eos_ids: Sequence[int],
+        decode_text: Callable[[Sequence[int]], str],
+        dtype: jnp.dtype,
+        prefill_length_min: int,
+    ):
+        self.mesh = mesh
+        self.decode_text = decode_text
+        self.prefill_length_min = prefill_length_min
+        self._eos_ids = np.asarray(eos_ids, np.int32)
+        self._weights = jax.jit(lambda params: decode_weights(definition, params, dtype))
+        self._prefill = jax.jit(lambda weights, ids, lengths: prefill(definition, weights, ids, lengths))
+        self._keys = jax.jit(sample_keys)
+        self._open = jax.jit(open_slots, static_argnames=("cache_length", "num_new"))
+        self._decode = {
+            sampler: jax.jit(_decode_loop(definition, sampler), donate_argnames="slots")
+            for sampler in (draw, draw_truncated)
+        }
+
+    def weights(self, params: Params) -> DecodeWeights:
+        """The policy in decoding form; make it once per policy version and drop it before the update."""
+        with jax.set_mesh(self.mesh):
+            return self._weights(params)
+
+    def generate(
+        self,
+        weights: DecodeWeights,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        max_new_tokens: int,
+        rules: SamplingRules,
+        seed: int,
+        policy_version: int,
+        first_group_id: int = 0,
+    ) -> list[Sample]:
+        """`group_size` samples of each of this host's prompts, in order, as ragged records.
+
+        Every host calls it with the same number of prompts. `policy_version` keys the noise, so
+        that the same prompt gives new samples at every training step.
+        """
+        rows = self._place_rows(prompts, group_size, max_new_tokens)
+        with jax.set_mesh(self.mesh):
+            hidden, cache = self._prefill(weights, rows.prompt_ids, rows.prompt_lengths_of_prompts)
+            keys = self._keys(seed, policy_version, rows.uid_words, rows.sample_index)
+            constants = Rows(rows.prompt, rows.prompt_lengths, keys, rows.max_new_tokens)
+            row_hidden, slots = self._open(
+                hidden, cache, constants, cache_length=rows.cache_length, num_new=rows.num_new
+            )
+            del hidden, cache
+            sampler: Sampler = draw_truncated if rules.truncates else draw
+            slots = self._decode[sampler](weights, row_hidden, constants, slots=slots, rules=rules, eos_ids=self._eos_ids)
+        token_ids, logprobs, kept = map(to_local, (slots.token_ids, slots.logprobs, slots.kept_mass_logs))
+        lengths, stopped = to_local(slots.lengths), to_local(slots.stopped)
+        samples = []
+        for row in range(len(prompts) * group_size):
+            ids = token_ids[row, : lengths[row]]
+            samples.append(
+                Sample(
+                    prompt=prompts[row // group_size],
+                    sample_index=row % group_size,
+                    group_id=first_group_id + row // group_size,
+                    completion_ids=ids,
+                    completion=self.decode_text(ids.tolist()),
+                    behavior_logprobs=logprobs[row, : lengths[row]],
+                    finish_reason="stop" if stopped[row] else "length",
+                    policy_version=policy_version,
+                    worker=str(jax.process_index()),
+                    kept_mass_logs=kept[row, : lengths[row]] if rules.truncates else None,
+                )
+            )
+        return samples
+
+    def _place_rows(self, prompts: Sequence[Prompt], group_size: int, max_new_tokens: int) -> PlacedRows:
+        """Right-pads prompts to a bucket, and prompts and rows to whole devices."""
+        shards = num_local_row_shards(self.mesh)
+        num_prompts, num_rows = (-(-n // shards) * shards for n in (len(prompts), len(prompts) * group_size))
+        longest = int(max_over_hosts(np.asarray(max(len(p.token_ids) for p in prompts))))
+        ids = np.zeros((num_prompts, rung(longest, smallest=self.prefill_length_min)), np.int32)
+        lengths = np.zeros(num_prompts, np.int32)
+        for i, prompt in enumerate(prompts):
+            ids[i, : len(prompt.token_ids)] = prompt.token_ids
+            lengths[i] = len(prompt.token_ids)
+        # Padding rows repeat the last prompt and may draw nothing.
+        prompt_of_row = np.minimum(np.arange(num_rows) // group_size, len(prompts) - 1)
+        budget = np.where(np.arange(num_rows) < len(prompts) * group_size, max_new_tokens, 0).astype(np.int32)
+        global_prompts = num_prompts // shards * num_row_shards(self.mesh)
+        place = lambda x: to_global(self.mesh, x)  # noqa: E731
+        return PlacedRows(
+            prompt_ids=place(ids),
+            prompt_lengths_of_prompts=place(lengths),
+            prompt=place(local_row_indices(self.mesh, global_prompts)[prompt_of_row].astype(np.int32)),
+            prompt_lengths=place(lengths[prompt_of_row]),
+            uid_words=place(uid_words([p.uid for p in prompts])[prompt_of_row]),
+            sample_index=place((np.arange(num_rows) % group_size).astype(np.int32)),
+            max_new_tokens=place(budget),
+            cache_length=rung(longest + max_new_tokens, smallest=self.prefill_length_min),
+            num_new=max_new_tokens,
+        )
+
+
+class PlacedRows(NamedTuple):
+    """One batch of prompts and the rows of their samples, on the mesh."""
+
+    prompt_ids: Int32[Array, "P S"]
+    prompt_lengths_of_prompts: Int32[Array, "P"]
+    prompt: Int32[Array, "B"]
+    prompt_lengths: Int32[Array, "B"]
+    uid_words: Array
+    sample_index: Int32[Array, "B"]
+    max_new_tokens: Int32[Array, "B"]
+    cache_length: int
+    num_new: int
+
+
+def open_slots(
+    hidden: Float[Array, "P D"], cache: Cache, rows: Rows, *, cache_length: int, num_new: int
+) -> tuple[Float[Array, "B D"], Slots]:
+    """Inserts each prompt's cache into the slots of its samples, with room for `cache_length` tokens."""
+
+    def insert(x: Array) -> Array:
+        grown = jnp.pad(x, ((0, 0), (0, 0), (0, cache_length - x.shape[2]), (0, 0)))
+        return grown[rows.prompt]
+
+    cache = constrain_cache(jax.tree.map(insert, cache))
+    num_rows = rows.prompt.shape[0]
+    empty = rows.max_new_tokens == 0
+    buffer = constrain(jnp.zeros((num_rows, num_new), jnp.float32), "rows", "tokens")
+    slots = Slots(
+        cache=cache,
+        token_ids=buffer.astype(jnp.int32),
+        logprobs=buffer,
+        kept_mass_logs=jnp.zeros_like(buffer),
+        lengths=jnp.zeros_like(rows.prompt),
+        done=empty,
+        stopped=jnp.zeros_like(empty),
+    )
+    return constrain(hidden[rows.prompt], "rows", "activation"), slots
+
+
+def _decode_loop(definition: DecoderDefinition, sampler: Sampler) -> Callable[..., Slots]:
+    """The on-device loop over tokens, for one kind of sampler."""
+
+    def loop(
+        weights: DecodeWeights,
+        hidden: Float[Array, "B D"],
+        rows: Rows,
+        *,
+        slots: Slots,
+        rules: SamplingRules,
+        eos_ids: Int32[Array, "E"],
+    ) -> Slots:
+        head = definition.bind(weights.params).head
+
+        def draw_next(hidden: Array, slots: Slots) -> Slots:
+            logits = scaled_logits(hidden, head, effective_temperature(rules.temperature))
+            positions = rows.prompt_lengths + slots.lengths
+            drawn = sampler(logits, rules, jax.vmap(jax.random.fold_in)(rows.keys, positions))
+            return record(slots, drawn, max_new_tokens=rows.max_new_tokens, eos_ids=eos_ids)
+
+        def step(slots: Slots) -> Slots:
+            last = jnp.maximum(slots.lengths - 1, 0)
+            token_ids = jnp.take_along_axis(slots.token_ids, last[:, None], axis=1)[:, 0]
+            hidden, cache = decode_step(
+                definition, weights, slots.cache, token_ids, rows.prompt_lengths + last
+            )
+            return draw_next(hidden, slots._replace(cache=constrain_cache(cache)))
+
+        slots = draw_next(hidden, slots)
+        return jax.lax.while_loop(lambda slots: ~jnp.all(slots.done), step, slots)
+
+    return loop
+
+
+def record(slots: Slots, drawn: Drawn, *, max_new_tokens: Int32[Array, "B"], eos_ids: Int32[Array, "E"]) -> Slots:
+    """Appends the drawn tokens to rows that are not done, and decides which rows now are."""
+    at = jnp.arange(slots.token_ids.shape[1]) == slots.lengths[:, None]
+    writes = at & ~slots.done[:, None]
+    lengths = slots.lengths + ~slots.done
+    ends = ~slots.done & jnp.any(drawn.token_ids[:, None] == eos_ids, axis=1)
+    return slots._replace(
+        token_ids=jnp.where(writes, drawn.token_ids[:, None], slots.token_ids),
+        logprobs=jnp.where(writes, drawn.logprobs[:, None], slots.logprobs),
+        kept_mass_logs=jnp.where(writes, drawn.kept_mass_logs[:, None], slots.kept_mass_logs),
+        lengths=lengths,
+        done=slots.done | ends | (lengths >= max_new_tokens),
+        stopped=slots.stopped | ends,
+    )

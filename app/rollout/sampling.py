@@ -1,0 +1,102 @@
+"""How a token is drawn from logits, and where its randomness comes from.
+
+Noise is keyed by (run seed, policy version, prompt uid, sample index, position) and by nothing else:
+not by batch row, device, host or order. So the same sample is drawn whatever is generated beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int32, Key, UInt32
+
+
+class SamplingRules(NamedTuple):
+    """Traced scalars: new values never recompile."""
+
+    temperature: float
+    """0 = greedy."""
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether any token can be cut; decides between the two compiled samplers."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class Drawn(NamedTuple):
+    token_ids: Int32[Array, "B"]
+    logprobs: Float32[Array, "B"]
+    """Of the untruncated distribution at the sampling temperature (1 when greedy)."""
+    kept_mass_logs: Float32[Array, "B"]
+
+
+Sampler = Callable[[Array, SamplingRules, Array], Drawn]
+
+
+def uid_words(uids: Sequence[str]) -> UInt32[np.ndarray, "B 2"]:
+    """64 stable bits of each uid."""
+    digests = b"".join(hashlib.blake2b(uid.encode(), digest_size=8).digest() for uid in uids)
+    return np.frombuffer(digests, np.uint32).reshape(-1, 2)
+
+
+def sample_keys(
+    seed: Int32[Array, ""], policy_version: Int32[Array, ""], words: UInt32[Array, "B 2"], sample_index: Int32[Array, "B"]
+) -> Key[Array, "B"]:
+    """One key per sample; `fold_in` of a position gives the key of that token."""
+    root = jax.random.fold_in(jax.random.key(seed), policy_version)
+
+    def of_sample(words: Array, index: Array) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(root, words[0]), words[1]), index)
+
+    return jax.vmap(of_sample)(words, sample_index)
+
+
+def effective_temperature(temperature: Array | float) -> Array:
+    """What logits are divided by: logprobs of greedy sampling are those at temperature 1."""
+    return jnp.where(jnp.asarray(temperature) == 0, 1.0, temperature)
+
+
+def gumbel_noise(keys: Key[Array, "B"], rules: SamplingRules, num_tokens: int) -> Float32[Array, "B V"]:
+    """argmax(logits + noise) is a draw from softmax(logits); no noise when greedy. Source: Gumbel 1954."""
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (num_tokens,), jnp.float32))(keys)
+    return jnp.where(jnp.asarray(rules.temperature) == 0, 0.0, noise)
+
+
+def draw(logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]) -> Drawn:
+    """Draws from the whole distribution softmax(logits); `logits` are already divided by the temperature."""
+    token_ids = jnp.argmax(logits + gumbel_noise(keys, rules, logits.shape[-1]), axis=-1).astype(jnp.int32)
+    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
+    return Drawn(token_ids, chosen - jax.nn.logsumexp(logits, axis=-1), jnp.zeros_like(chosen))
+
+
+def draw_truncated(logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]) -> Drawn:
+    """Draws after top-k, then top-p of what is left, then min-p.
+
+    Sources: Fan et al. 2018 (top-k), Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p).
+    """
+    vocab_size = logits.shape[-1]
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(logits, order, axis=-1)
+    log_normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    probabilities = jnp.exp(ranked - log_normalizer)
+    in_top_k = jnp.arange(vocab_size) < jnp.where(jnp.asarray(rules.top_k) > 0, rules.top_k, vocab_size)
+    mass_before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    mass_of_top_k = jnp.sum(jnp.where(in_top_k, probabilities, 0.0), axis=-1, keepdims=True)
+    in_top_p = (mass_before < rules.top_p * mass_of_top_k) | (jnp.asarray(rules.top_p) >= 1)
+    kept = in_top_k & in_top_p & (probabilities >= rules.min_p * probabilities[:, :1])
+    kept = kept.at[:, 0].set(True)
+    noise = jnp.take_along_axis(gumbel_noise(keys, rules, vocab_size), order, axis=-1)
+    rank = jnp.argmax(jnp.where(kept, ranked + noise, -jnp.inf), axis=-1)[:, None]
+    return Drawn(
+        jnp.take_along_axis(order, rank, axis=-1)[:, 0].astype(jnp.int32),
+        (jnp.take_along_axis(ranked, rank, axis=-1) - log_normalizer)[:, 0],
+        jnp.log(jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1)),
+    )

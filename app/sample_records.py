@@ -1,0 +1,210 @@
+"""Samples as JSON objects: what the verbs write for each other, and read back.
+
+Every float32 is written as the float64 of the same value, so it comes back bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from app.flow import Prompt, Sample
+from settings.errors import InputError
+
+REQUIRED = (
+    "uid",
+    "group_id",
+    "sample_index",
+    "prompt",
+    "completion",
+    "prompt_token_ids",
+    "completion_token_ids",
+    "behavior_logprobs",
+    "finish_reason",
+    "policy_version",
+)
+SCALARS: dict[str, tuple[type, ...]] = {"worker": (str,), "segments": (int,), "elapsed_s": (int, float)}
+"""Optional fields with a default in `Sample`."""
+PER_TOKEN = (
+    "kept_mass_logs",
+    "policy_logprobs",
+    "reference_logprobs",
+    "values",
+    "advantages",
+    "returns",
+)
+"""Optional floats, one per completion token (`values` may have one more)."""
+KNOWN = {*REQUIRED, *SCALARS, *PER_TOKEN, "answer", "columns", "loss_mask", "reward", "rewards"}
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def sample_to_record(sample: Sample) -> dict[str, Any]:
+    """The sample as a JSON object; fields whose room has not run are absent.
+
+    `columns` holds the other columns of the data set's row; unknown fields of the file that the
+    sample came from stand at the end, as they were.
+    """
+    prompt = sample.prompt
+    record: dict[str, Any] = {
+        "uid": sample.uid,
+        "group_id": sample.group_id,
+        "sample_index": sample.sample_index,
+        "prompt": prompt.source,
+        "completion": sample.completion,
+        "answer": prompt.answer,
+        "prompt_token_ids": prompt.token_ids.tolist(),
+        "completion_token_ids": sample.completion_ids.tolist(),
+        "behavior_logprobs": sample.behavior_logprobs.tolist(),
+        "finish_reason": sample.finish_reason,
+        "policy_version": sample.policy_version,
+        "worker": sample.worker,
+        "segments": sample.segments,
+        "elapsed_s": sample.elapsed_s,
+    }
+    for name in ("loss_mask", *PER_TOKEN):
+        if (array := getattr(sample, name)) is not None:
+            record[name] = array.tolist()
+    if sample.rewards is not None:
+        record["rewards"] = dict(sample.rewards)
+    if sample.reward is not None:
+        record["reward"] = sample.reward
+    if prompt.extra:
+        record["columns"] = dict(prompt.extra)
+    assert not record.keys() & sample.extra.keys(), "a known field stands in Sample.extra"
+    return record | dict(sample.extra)
+
+
+def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
+    """The sample that a JSON object describes; fields it does not know go to `Sample.extra`.
+
+    `where` opens every error, for example `rollouts.jsonl:12`.
+
+    Raises:
+        InputError: a required field is absent, or a field has the wrong type, length or range.
+    """
+    missing = [name for name in REQUIRED if name not in record]
+    if missing:
+        raise InputError(
+            f"{where}: missing {', '.join(missing)}; a sample needs {', '.join(REQUIRED)}"
+            " (`grpo rollout` writes such files)"
+        )
+    fields = _Fields(record, where)
+    prompt, sample_index = _read_prompt(fields)
+    completion_ids = fields.token_ids("completion_token_ids")
+    num_tokens = len(completion_ids)
+    optional = {name: fields.floats(name, num_tokens) for name in PER_TOKEN if record.get(name) is not None}
+    for name, types in SCALARS.items():
+        if record.get(name) is not None:
+            optional[name] = fields.scalar(name, *types)
+    if record.get("loss_mask") is not None:
+        optional["loss_mask"] = fields.booleans("loss_mask", num_tokens)
+    if record.get("rewards") is not None:
+        optional["rewards"] = fields.rewards()
+    if record.get("reward") is not None:
+        optional["reward"] = float(fields.scalar("reward", int, float))
+    unknown = {name: value for name, value in record.items() if name not in KNOWN}
+    if "columns" in record and not isinstance(record["columns"], dict):
+        unknown["columns"] = record["columns"]
+    return Sample(
+        prompt=prompt,
+        sample_index=sample_index,
+        group_id=fields.scalar("group_id", int),
+        completion_ids=completion_ids,
+        completion=fields.scalar("completion", str),
+        behavior_logprobs=fields.floats("behavior_logprobs", num_tokens),
+        finish_reason=fields.scalar("finish_reason", str),
+        policy_version=fields.scalar("policy_version", int),
+        extra=unknown,
+        **optional,
+    )
+
+
+def _read_prompt(fields: _Fields) -> tuple[Prompt, int]:
+    record, where = fields.record, fields.where
+    uid, sample_index = fields.scalar("uid", str), fields.scalar("sample_index", int)
+    suffix = f"/s{sample_index}"
+    if not uid.endswith(suffix) or uid == suffix:
+        raise InputError(f"{where}: uid: expected `<prompt uid>{suffix}`, got {uid!r}")
+    source = record["prompt"]
+    if not isinstance(source, (str, list)):
+        raise InputError(f"{where}: prompt: expected text or chat messages, got {type(source).__name__}")
+    token_ids = fields.token_ids("prompt_token_ids")
+    if not len(token_ids):
+        raise InputError(f"{where}: prompt_token_ids is empty; a completion needs a token before it")
+    columns = record.get("columns")
+    prompt = Prompt(
+        uid=uid.removesuffix(suffix),
+        token_ids=token_ids,
+        source=source,
+        answer=fields.scalar("answer", str) if record.get("answer") is not None else None,
+        extra=columns if isinstance(columns, dict) else {},
+    )
+    return prompt, sample_index
+
+
+class _Fields:
+    """Typed access to one record; every method raises InputError naming the field."""
+
+    def __init__(self, record: Mapping[str, Any], where: str) -> None:
+        self.record = record
+        self.where = where
+
+    def scalar(self, name: str, *types: type) -> Any:
+        value = self.record[name]
+        # type() and not isinstance: JSON's true is an int to Python.
+        if type(value) not in types or (type(value) is float and not math.isfinite(value)):
+            expected = " or ".join(kind.__name__ for kind in types)
+            raise InputError(f"{self.where}: {name}: expected {expected}, got {_shown(value)}")
+        return value
+
+    def token_ids(self, name: str) -> np.ndarray:
+        def is_id(value: Any) -> bool:
+            return type(value) is int and 0 <= value <= INT32_MAX
+
+        return np.array(self._array(name, "token ids (integers >= 0)", is_id), np.int32)
+
+    def floats(self, name: str, num_tokens: int) -> np.ndarray:
+        def is_float32(value: Any) -> bool:
+            return type(value) in (int, float) and abs(value) <= FLOAT32_MAX
+
+        values = self._array(name, "finite float32 numbers", is_float32)
+        allowed = (num_tokens, num_tokens + 1) if name == "values" else (num_tokens,)
+        self._check_length(name, len(values), allowed)
+        return np.array(values, np.float32)
+
+    def booleans(self, name: str, num_tokens: int) -> np.ndarray:
+        values = self._array(name, "booleans", lambda value: type(value) is bool)
+        self._check_length(name, len(values), (num_tokens,))
+        return np.array(values, bool)
+
+    def rewards(self) -> dict[str, float]:
+        value = self.record["rewards"]
+        if not isinstance(value, dict):
+            raise InputError(f"{self.where}: rewards: expected an object, got {_shown(value)}")
+        fields = _Fields(value, f"{self.where}: rewards")
+        return {name: float(fields.scalar(name, int, float)) for name in value}
+
+    def _array(self, name: str, expected: str, accepts: Callable[[Any], bool]) -> list[Any]:
+        values = self.record[name]
+        if not isinstance(values, list):
+            raise InputError(f"{self.where}: {name}: expected a list of {expected}, got {_shown(values)}")
+        for index, value in enumerate(values):
+            if not accepts(value):
+                raise InputError(f"{self.where}: {name}[{index}]: expected {expected}, got {_shown(value)}")
+        return values
+
+    def _check_length(self, name: str, length: int, allowed: tuple[int, ...]) -> None:
+        if length not in allowed:
+            raise InputError(
+                f"{self.where}: {name} has {length} entries, expected {' or '.join(map(str, allowed))}:"
+                " one per completion token"
+            )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:40] + '...'}"

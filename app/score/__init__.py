@@ -1,0 +1,1 @@
+"""samples -> per-token logprobs for one role, through batching and policy."""

@@ -1,0 +1,1 @@
+"""credit -> gradients -> new weights."""

@@ -1,0 +1,88 @@
+"""AdamW with a schedule and a global-norm clip, and the state that training carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int32
+
+from app.policy.decoder import Params
+from settings.schema import Optimizer as OptimizerSettings
+
+DECAYED = ("kernel", "embedding", "output")
+"""Leaf names of matrices; norms and biases are not decayed."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that the optimizer changes."""
+
+    params: Params
+    optimizer: Any
+    """optax state: moments and their own counts."""
+    num_updates: Int32[Array, ""]
+    """Updates applied; skipped ones do not count."""
+    nonfinite_in_a_row: Int32[Array, ""]
+    nonfinite_total: Int32[Array, ""]
+
+
+def make_schedule(settings: OptimizerSettings, *, num_updates: int) -> optax.Schedule:
+    """Learning rate as a function of applied updates: linear warm-up, then the chosen decay to the last update."""
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+    decay_steps = max(num_updates - warmup, 1)
+    after = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, peak * settings.final_fraction, decay_steps),
+        "cosine": optax.cosine_decay_schedule(peak, decay_steps, alpha=settings.final_fraction),
+    }[settings.schedule]
+    if warmup == 0:
+        return after
+    # The first update already moves: the ramp is 1/w, 2/w, ..., 1.
+    ramp = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+    return optax.join_schedules([ramp, after], [warmup])
+
+
+def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Clip by global norm, then AdamW. Source: Loshchilov & Hutter 2019."""
+
+    def decayed(params: Params) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in DECAYED, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(settings.max_grad_norm),
+        optax.adamw(
+            schedule,
+            b1=settings.beta1,
+            b2=settings.beta2,
+            eps=settings.epsilon,
+            weight_decay=settings.weight_decay,
+            mask=decayed,
+        ),
+    )
+
+
+def state_shardings(optimizer: optax.GradientTransformation, shapes: Params, shardings: Params, mesh: Mesh) -> TrainState:
+    """Shardings of a whole TrainState: moments lie where their weights lie, counters everywhere."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    optimizer_shapes = jax.eval_shape(optimizer.init, shapes)
+    optimizer_shardings = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        optimizer_shapes,
+        shardings,
+        transform_non_params=lambda _: everywhere,
+    )
+    return TrainState(shardings, optimizer_shardings, everywhere, everywhere, everywhere)
+
+
+def initial_state(optimizer: optax.GradientTransformation, params: Params, shardings: TrainState) -> TrainState:
+    """Fresh moments beside given weights."""
+    init = jax.jit(optimizer.init, out_shardings=shardings.optimizer)
+    counters = [jax.device_put(jnp.zeros((), jnp.int32), shardings.num_updates) for _ in range(3)]
+    return TrainState(params, init(params), *counters)

@@ -1,0 +1,46 @@
+"""The clipped policy surrogate."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32
+
+LOG_RATIO_LIMIT = 20.0
+"""exp of more overflows the loss long before clipping could help."""
+
+
+class Surrogate(NamedTuple):
+    loss: Float32[Array, "*tokens"]
+    ratio: Float32[Array, "*tokens"]
+    clipped_low: Bool[Array, "*tokens"]
+    """The gradient was cut because a disadvantaged token had already become too unlikely."""
+    clipped_high: Bool[Array, "*tokens"]
+    """The gradient was cut because an advantaged token had already become too likely."""
+
+
+def clipped_surrogate(
+    current_logprobs: Float32[Array, "*tokens"],
+    proximal_logprobs: Float32[Array, "*tokens"],
+    advantages: Float32[Array, "*tokens"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Surrogate:
+    """Per-token loss max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(current - proximal).
+
+    At r = 1 its gradient is REINFORCE's: -A * grad(current_logprobs).
+
+    Sources: Schulman et al. 2017, eq. 7; separate bounds: Yu et al. 2025 (DAPO), eq. 10.
+    """
+    log_ratio = jnp.clip(current_logprobs - proximal_logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = jnp.exp(log_ratio)
+    clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
+    return Surrogate(
+        loss,
+        ratio,
+        clipped_low=(ratio < 1.0 - clip_low) & (advantages < 0),
+        clipped_high=(ratio > 1.0 + clip_high) & (advantages > 0),
+    )

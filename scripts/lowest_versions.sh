@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Installs the oldest version of every dependency that pyproject.toml allows, in an environment of its own, and
+# runs the suite there: what makes the lower bounds true. To raise or lower one, edit it and run this.
+#
+#   bash scripts/lowest_versions.sh [options of pytest]
+set -euo pipefail
+GRPO_VENV=${GRPO_VENV:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv-lowest}
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+constraints=$(mktemp)
+trap 'rm -f "$constraints"' EXIT
+python=$(find_python)
+"$python" - "$REPOSITORY/pyproject.toml" >"$constraints" <<'PYTHON'
+import re
+import sys
+import tomllib
+
+with open(sys.argv[1], "rb") as file:
+    project = tomllib.load(file)["project"]
+for requirement in [*project["dependencies"], *project["optional-dependencies"]["test"]]:
+    # "name[extra]>=1.2; marker" becomes "name==1.2; marker".
+    print(re.sub(r"^([\w.-]+)(\[.*?\])?>=", r"\1==", requirement))
+PYTHON
+
+make_environment test "$constraints"
+cd "$REPOSITORY"
+echo "Running the tests with the oldest versions allowed"
+"$VENV/bin/python" -m pytest -q "$@"

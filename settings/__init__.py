@@ -1,0 +1,1 @@
+"""Settings: schema, layers with provenance, historic names, secrets, presets."""

@@ -1,0 +1,172 @@
+"""The layers of settings: YAML, `--set`, environment; each a table of leaves that know where they were written.
+
+One rule for all: a setting may be set once in a layer, by its own name or a historic one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from settings.errors import InputError
+from settings.fields import FIELDS, SECTIONS, did_you_mean, is_text, nearest_fields
+from settings.historic import HISTORIC
+from settings.strict_yaml import Node, parse
+
+ENV_PREFIX = "GRPO__"
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A value for one field."""
+
+    value: Any
+    origin: str
+    """Provenance: `yaml:FILE:LINE`, `set`, `env:NAME` or `derived`."""
+    node: Node | None = None
+    """Lines of what is listed in the value; None when derived."""
+
+
+Layer = dict[str, Leaf]
+"""Dotted field -> its leaf."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A name and value as somebody wrote them, before the name is known to be a setting."""
+
+    name: str
+    node: Node
+    origin: str
+    written: str
+    """The name as it was spelled there: `NUM_PRE_Q`."""
+
+
+def yaml_layer(root: Node, *, file: str) -> Layer:
+    """What a settings file sets."""
+    return _layer(
+        _Entry(name, node, f"yaml:{file}:{node.line}", name) for name, node in _leaves(root.value, prefix="")
+    )
+
+
+def set_layer(overrides: Iterable[str]) -> Layer:
+    """What `--set NAME=VALUE` options set; values are YAML."""
+    return _layer(_set_entries(overrides))
+
+
+def environment_layer(environ: Mapping[str, str]) -> Layer:
+    """What GRPO__SECTION__FIELD and upper-case historic names set; values are YAML."""
+    return _layer(_environment_entries(environ))
+
+
+def env_name(field: str) -> str:
+    """`rollout.group_size` as GRPO__ROLLOUT__GROUP_SIZE."""
+    return ENV_PREFIX + field.upper().replace(".", "__")
+
+
+def spoken(origin: str) -> str:
+    """A provenance inside a sentence."""
+    return {"set": "--set", "default": "the default"}.get(origin, origin)
+
+
+def environment_notices(environment: Layer, overrides: Layer) -> list[str]:
+    """Lines for stderr: bare historic names in use, and `--set` values that the environment overrides."""
+    notices = []
+    for field, leaf in environment.items():
+        name = leaf.origin.removeprefix("env:")
+        if not name.startswith(ENV_PREFIX):
+            notices.append(f"environment variable {name} sets {field} = {leaf.value!r}")
+        if field in overrides:
+            notices.append(
+                f"environment variable {name} overrides --set {field}: "
+                f"{leaf.value!r} instead of {overrides[field].value!r}"
+            )
+    return notices
+
+
+def _leaves(section: Any, *, prefix: str) -> Iterator[tuple[str, Node]]:
+    """Every dotted name below a mapping; a section without content sets nothing."""
+    for key, node in section.items():
+        name = prefix + key
+        if name in SECTIONS and isinstance(node.value, dict):
+            yield from _leaves(node.value, prefix=f"{name}.")
+        elif name not in SECTIONS or node.value is not None:
+            yield name, node
+
+
+def _set_entries(overrides: Iterable[str]) -> Iterator[_Entry]:
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            raise InputError(f"--set {override}: expected NAME=VALUE, as in --set run.steps=20")
+        if not value.strip():
+            raise InputError(f"--set {name}= has no value; write {name}=null for none")
+        yield _Entry(name, parse(value, name=f"--set {name}"), "set", name)
+
+
+def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
+    ours = {env_name(field): field for field in FIELDS} | {name.upper(): name for name in HISTORIC}
+    for variable in sorted(environ):
+        if variable not in ours and not variable.startswith(ENV_PREFIX):
+            continue
+        if not environ[variable].strip():
+            raise InputError(f"environment variable {variable} is empty; unset it, or write null for none")
+        dotted = variable.removeprefix(ENV_PREFIX).replace("__", ".").lower()
+        node = parse(environ[variable], name=f"environment variable {variable}")
+        yield _Entry(ours.get(variable, dotted), node, f"env:{variable}", variable)
+
+
+def _layer(entries: Iterable[_Entry]) -> Layer:
+    """The entries by field.
+
+    Raises: InputError listing every unknown name and every field that is set twice.
+    """
+    layer: dict[str, tuple[_Entry, Leaf]] = {}
+    problems = []
+    for entry in entries:
+        field = HISTORIC.get(entry.name, entry.name)
+        if not _is_setting(entry):
+            problems.append(_unknown(entry))
+        elif field in layer:
+            first, _ = layer[field]
+            problems.append(f"{field} is set twice: {_source(first)} and {_source(entry)}; keep one of them")
+        else:
+            layer[field] = entry, Leaf(_value(entry.node, field), entry.origin, entry.node)
+    if problems:
+        raise InputError("\n".join(problems))
+    return {field: leaf for field, (_, leaf) in layer.items()}
+
+
+def _is_setting(entry: _Entry) -> bool:
+    """Whether the name exists and, in the environment, is spelled in its one way."""
+    if entry.name in HISTORIC:
+        return True
+    return entry.name in FIELDS and (
+        not entry.origin.startswith("env:") or entry.written == env_name(entry.name)
+    )
+
+
+def _value(node: Node, field: str) -> Any:
+    """The plain value; free text stays as it was written: the revision `12e4567` is no number."""
+    if is_text(field) and node.spelling is not None and node.value is not None:
+        return node.spelling
+    return node.plain()
+
+
+def _source(entry: _Entry) -> str:
+    return f"{entry.written} ({spoken(entry.origin)})"
+
+
+def _unknown(entry: _Entry) -> str:
+    if entry.name in SECTIONS:
+        inside = next(field for field in FIELDS if field.startswith(f"{entry.name}."))
+        return f"{_source(entry)} is a section of settings; set what is in it, such as {inside}"
+    if entry.name in FIELDS and entry.origin.startswith("yaml:"):
+        section, _, name = entry.name.rpartition(".")
+        return f"{_source(entry)} must be nested in a file: `{name}` indented under `{section}:`"
+    nearest = nearest_fields(entry.name)
+    if entry.origin.startswith("env:"):
+        nearest = [env_name(field) for field in nearest if field in FIELDS]
+    return f"unknown setting {_source(entry)}{did_you_mean(nearest)}"

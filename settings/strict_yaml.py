@@ -1,0 +1,172 @@
+"""YAML with every value's line, and without YAML's traps.
+
+Scalars follow YAML 1.2: `1e-6` is a number and `yes`, `off`, `010`, `1:30` are not booleans, octals
+or base-60 numbers. Tags, repeated keys and documents after the first are refused, and size, depth
+and alias expansion are bounded, so that a hostile file can neither run code nor exhaust memory.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, ScalarNode, SequenceNode
+
+from settings.errors import InputError
+
+MAX_BYTES = 256 * 1024
+MAX_VALUES = 10_000
+"""Values after aliases are expanded."""
+MAX_DEPTH = 20
+"""Levels of nesting; also ends a value that contains itself by an alias."""
+
+_NULL = re.compile(r"~|null|Null|NULL|")
+_TRUE = re.compile(r"true|True|TRUE")
+_FALSE = re.compile(r"false|False|FALSE")
+_INTEGER = re.compile(r"[-+]?[0-9]+")
+_PREFIXED_INTEGER = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_INFINITY = re.compile(r"[-+]?\.(inf|Inf|INF)")
+_NAN = re.compile(r"\.(nan|NaN|NAN)")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One YAML value and where it stands."""
+
+    value: bool | int | float | str | list[Node] | dict[str, Node] | None
+    line: int
+    """1-based; the line of the key for a value in a mapping."""
+    spelling: str | None = None
+    """How an unquoted scalar was written: `1e3` for 1000.0."""
+
+    def plain(self) -> Any:
+        """The value in Python's own types."""
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+
+def parse(text: str, *, name: str) -> Node:
+    """The document in `text`; `name` says in errors where it came from.
+
+    Raises: InputError with line and column.
+    """
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise InputError(f"{name}{_position(mark)}: not valid YAML: {_problem(error, text)}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise InputError(f"{name}: values are nested more than {MAX_DEPTH} deep") from None
+    if root is None:
+        return Node(None, 1, "")
+    return _Conversion(name).node(root, line=root.start_mark.line + 1, depth=0)
+
+
+def parse_file(content: bytes, *, name: str) -> Node:
+    """The mapping at the top of a settings file.
+
+    Raises: InputError for a file that is too large, not UTF-8, empty, or no mapping.
+    """
+    if len(content) > MAX_BYTES:
+        raise InputError(f"{name}: settings files are limited to {MAX_BYTES // 1024} KiB")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise InputError(f"{name}:{line}: not UTF-8 text (byte 0x{content[error.start]:02x})") from None
+    root = parse(text, name=name)
+    if root.value is None:
+        raise InputError(f"{name}: the file is empty; expected sections such as `run:` with settings in them")
+    if not isinstance(root.value, dict):
+        kind = "a list" if isinstance(root.value, list) else "a single value"
+        raise InputError(f"{name}: expected sections such as `run:` at the top, got {kind}")
+    return root
+
+
+def plain_scalar(text: str) -> bool | int | float | str | None:
+    """What an unquoted scalar means in YAML 1.2's core schema."""
+    if _NULL.fullmatch(text):
+        return None
+    if _TRUE.fullmatch(text) or _FALSE.fullmatch(text):
+        return text.lower() == "true"
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _PREFIXED_INTEGER.fullmatch(text):
+        return int(text, base=0)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if _INFINITY.fullmatch(text) or _NAN.fullmatch(text):
+        return float(text.replace(".", "", 1))
+    return text
+
+
+class _Loader(yaml.BaseLoader):
+    """Leaves every scalar a string (`plain_scalar` decides) and refuses tags before they mean anything."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        if getattr(event, "tag", None) is not None:
+            raise yaml.composer.ComposerError(
+                None, None, f"tags such as {event.tag!r} are not allowed", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+
+class _Conversion:
+    """Turns PyYAML's nodes into ours, counting them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._num_values = 0
+
+    def node(self, raw: MappingNode | SequenceNode | ScalarNode, *, line: int, depth: int) -> Node:
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            raise InputError(f"{self._name}: more than {MAX_VALUES} values once aliases are expanded")
+        if depth > MAX_DEPTH:
+            raise InputError(f"{self._name}:{line}: values are nested more than {MAX_DEPTH} deep")
+        if isinstance(raw, MappingNode):
+            return Node(self._mapping(raw, depth=depth + 1), line)
+        if isinstance(raw, SequenceNode):
+            items = [self.node(item, line=item.start_mark.line + 1, depth=depth + 1) for item in raw.value]
+            return Node(items, line)
+        if raw.style is not None:  # quoted, or a block scalar
+            return Node(raw.value, line)
+        try:
+            return Node(plain_scalar(raw.value), line, raw.value)
+        except ValueError:  # CPython's limit on the digits of an integer
+            raise InputError(f"{self._name}:{line}: the number has too many digits") from None
+
+    def _mapping(self, raw: MappingNode, *, depth: int) -> dict[str, Node]:
+        mapping: dict[str, Node] = {}
+        for key, value in raw.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, ScalarNode):
+                raise InputError(f"{self._name}:{line}: keys must be names")
+            if key.value in mapping:
+                first = mapping[key.value].line
+                raise InputError(f"{self._name}:{line}: `{key.value}` is already set on line {first}")
+            mapping[key.value] = self.node(value, line=line, depth=depth)
+        return mapping
+
+
+def _position(mark: yaml.Mark | None) -> str:
+    return f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+
+
+def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
+    mark = error.problem_mark
+    if mark is not None and text.splitlines()[mark.line : mark.line + 1]:
+        rest = text.splitlines()[mark.line][mark.column :]
+        if rest.startswith("\t"):
+            return "found a tab; YAML is indented with spaces"
+    return " ".join(part for part in (error.context, error.problem) if part)

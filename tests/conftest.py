@@ -1,0 +1,69 @@
+"""One process with eight virtual CPU devices, no network, and none of the caller's settings.
+
+A test of a single device builds its mesh from `jax.devices()[:1]`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from settings.historic import HISTORIC
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# Settings and secrets of whoever runs the suite, and what makes typer colour its errors.
+FOREIGN = {name.upper() for name in HISTORIC} | {
+    "WANDB_API_KEY",
+    "HF_TOKEN",
+    "FORCE_COLOR",
+    "PY_COLORS",
+    "GITHUB_ACTIONS",
+}
+
+for name in [name for name in os.environ if name in FOREIGN or name.startswith("GRPO__")]:
+    del os.environ[name]
+
+# For this process and the ones it starts. Not WANDB_MODE: that is a historic name of `logging.wandb_mode` and
+# would be a setting of every test; wandb is not used while `logging.wandb_project` is null.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+import jax  # noqa: E402  (reads the variables above)
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+# No deadline: the first example of a property may compile. CI tries the same examples every time.
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=os.environ.get("CI") == "true")
+hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session")
+def gsm8k_dir() -> Path:
+    """Folder with GSM8K's own `train.jsonl` and `test.jsonl`."""
+    folder = REPOSITORY.parent / "shared" / "data" / "gsm8k"
+    if not (folder / "train.jsonl").is_file():
+        pytest.skip(f"GSM8K is not at {folder}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file: $GRPO_TEST_SMOLLM2, or what scripts/fetch_smollm2.sh brought."""
+    named = os.environ.get("GRPO_TEST_SMOLLM2")
+    if named:
+        assert Path(named).is_file(), f"GRPO_TEST_SMOLLM2 names {named}, which is not a file"
+        return Path(named)
+    found = sorted(
+        path
+        for path in (REPOSITORY / "models").glob("**/*.gguf")
+        if path.name.lower().startswith("smollm2-135m")
+    )
+    if not found:
+        pytest.skip("no SmolLM2 in models/: bash scripts/fetch_smollm2.sh, or set GRPO_TEST_SMOLLM2")
+    return found[0]

@@ -1,0 +1,267 @@
+"""The house plan's walls: who may import whom, and what nobody may use. Read from the source, never run."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"cli"}),
+    frozenset({"app.training"}),
+    frozenset(
+        {"app.rollout", "app.reward", "app.score", "app.advantage", "app.update", "app.prompts", "app.report"}
+    ),
+    frozenset({"app.batching"}),
+    frozenset({"app.policy"}),
+    frozenset({"app.mesh"}),
+    frozenset({"app.jsonl", "app.sample_records"}),
+    frozenset({"app.flow", "app.masked"}),
+    frozenset({"settings"}),
+)
+"""Left may import right. Rooms of one layer never import each other."""
+
+DEPTH = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
+
+JAX_FAMILY = {"jax", "jaxlib", "flax", "optax", "orbax"}
+
+FORBIDDEN_MODULES = {"torch", "pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+FORBIDDEN_NAMES = {
+    *("eval", "exec", "__import__", "os.system", "os.popen"),
+    *("yaml.load", "yaml.load_all", "yaml.full_load", "yaml.full_load_all"),
+    *("yaml.unsafe_load", "yaml.unsafe_load_all"),
+    *("flax.nnx.jit", "flax.nnx.grad", "flax.nnx.value_and_grad", "flax.nnx.scan", "flax.nnx.Optimizer"),
+}
+FORBIDDEN_UNLESS_FALSE = {"shell", "allow_pickle", "trust_remote_code"}
+
+
+@dataclass(frozen=True)
+class Import:
+    line: int
+    target: str
+    """`a.b.c` for both `import a.b.c` and `from a.b import c`."""
+    when_loaded: bool
+    """False inside a function and under `if TYPE_CHECKING`."""
+
+
+def find_imports(tree: ast.Module) -> Iterator[Import]:
+    def visit(node: ast.AST, when_loaded: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            yield from (Import(node.lineno, alias.name, when_loaded) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield from (Import(node.lineno, f"{base}.{alias.name}", when_loaded) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else "?"
+            yield Import(node.lineno, str(name), when_loaded)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            yield from (found for child in node.body for found in visit(child, False))
+            yield from (found for child in node.orelse for found in visit(child, when_loaded))
+            return
+        inside_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, when_loaded and not inside_function)
+
+    return visit(tree, True)
+
+
+def room_of(dotted: str) -> str | None:
+    """`app.mesh` for `app.mesh.topology.make_mesh`; None for what is not ours."""
+    first, *rest = dotted.split(".")
+    if first == "app":
+        return ".".join(["app", *rest[:1]])
+    return first if first in {"cli", "settings", "tests", "scripts", ""} else None
+
+
+def wrong_direction(module: str, source: str) -> list[str]:
+    """Imports of `module` that the layers do not allow."""
+    if module == "app":
+        return [f"line {found.line}: app/__init__.py imports" for found in find_imports(ast.parse(source))]
+    here = room_of(module)
+    if here not in DEPTH:
+        return [f"{here} has no place in LAYERS"]
+    problems = []
+    for found in find_imports(ast.parse(source)):
+        there = room_of(found.target)
+        if there is None or there == here:
+            continue
+        if there not in DEPTH:
+            problems.append(f"line {found.line}: {found.target} is no room, written in full")
+        elif DEPTH[there] <= DEPTH[here]:
+            problems.append(f"line {found.line}: {here} must not import {there}")
+    return problems
+
+
+def forbidden_uses(source: str) -> list[str]:
+    """Uses of what no part of the program may use, whatever name it was imported under."""
+    tree = ast.parse(source)
+    full_names = {}
+    problems = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            full_names |= {alias.asname: base + alias.name for alias in node.names if alias.asname}
+            if base:
+                full_names |= {alias.name: base + alias.name for alias in node.names if not alias.asname}
+    for found in find_imports(tree):
+        if found.target.split(".")[0] in FORBIDDEN_MODULES or found.target in FORBIDDEN_NAMES:
+            problems.append(f"line {found.line}: import of {found.target}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            first, dot, rest = ast.unparse(node).partition(".")
+            name = full_names.get(first, first) + dot + rest
+            if name in FORBIDDEN_NAMES:
+                problems.append(f"line {node.lineno}: {name}")
+        elif isinstance(node, ast.Call):
+            problems += [
+                f"line {node.lineno}: {keyword.arg}={ast.unparse(keyword.value)}"
+                for keyword in node.keywords
+                if keyword.arg in FORBIDDEN_UNLESS_FALSE and ast.unparse(keyword.value) != "False"
+            ]
+    return problems
+
+
+def reached(modules: set[str], sources: Mapping[str, str], *, lazily: bool) -> set[str]:
+    """Foreign top-level modules that importing `modules` loads; with `lazily`, or their functions may load."""
+    foreign: set[str] = set()
+    seen: set[str] = set()
+    waiting = list(modules)
+    while waiting:
+        parts = waiting.pop().split(".")
+        prefixes = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+        if not prefixes & sources.keys():
+            foreign.add(parts[0])
+        for module in prefixes & sources.keys() - seen:
+            seen.add(module)
+            found = find_imports(ast.parse(sources[module]))
+            waiting += [item.target for item in found if lazily or item.when_loaded]
+    return foreign
+
+
+def program_sources() -> dict[str, str]:
+    files = [
+        *REPOSITORY.glob("cli.py"),
+        *REPOSITORY.glob("app/**/*.py"),
+        *REPOSITORY.glob("settings/**/*.py"),
+    ]
+    return {
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path.read_text()
+        for path in sorted(files)
+    }
+
+
+SOURCES = program_sources()
+HOST_ONLY = {module for module in SOURCES if room_of(module) in {"app.reward", "settings"}}
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_follow_the_house_plan(module: str) -> None:
+    assert wrong_direction(module, SOURCES[module]) == []
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_nothing_forbidden_is_used(module: str) -> None:
+    assert forbidden_uses(SOURCES[module]) == []
+
+
+def test_rewards_and_settings_never_reach_jax() -> None:
+    assert reached(HOST_ONLY, SOURCES, lazily=True) & JAX_FAMILY == set()
+
+
+def test_loading_the_command_line_does_not_reach_jax() -> None:
+    assert reached({"cli"}, SOURCES, lazily=False) & JAX_FAMILY == set()
+
+
+def test_python_agrees_that_jax_stays_out() -> None:
+    program = f"import sys, {', '.join(sorted(HOST_ONLY | {'cli'}))}; print(sorted(sys.modules))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout
+    assert not [name for name in JAX_FAMILY if f"'{name}'" in loaded]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("app.reward.gsm8k", "import app.training.loop"),
+        ("app.score.scorer", "from app.update.step import update"),
+        ("app.policy.decoder", "def build():\n    from app.batching import pack"),
+        ("app.mesh.topology", "if TYPE_CHECKING:\n    import app.policy.decoder"),
+        ("app.mesh.topology", "importlib.import_module('app.policy')"),
+        ("app.flow", "import cli"),
+        ("settings.schema", "from app import flow"),
+        ("app.training.loop", "from tests.conftest import REPOSITORY"),
+        ("app.training.loop", "from . import journal"),
+        ("app.training.loop", "import app"),
+        ("app.attic.box", ""),
+        ("app", "from app.flow import Sample"),
+    ],
+)
+def test_the_checker_sees_an_import_against_the_plan(module: str, source: str) -> None:
+    assert len(wrong_direction(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("cli", "from app.training.loop import train\nimport settings"),
+        ("app.training.loop", "from app.rollout.engine import Engine\nfrom app.flow import Sample"),
+        ("app.score.scorer", "import app.batching.pack, app.score.roles, numpy"),
+    ],
+)
+def test_the_checker_lets_imports_along_the_plan_pass(module: str, source: str) -> None:
+    assert wrong_direction(module, source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch",
+        "def lazy():\n    from torch.nn import Linear",
+        "import pickle",
+        "from cloudpickle import loads",
+        "value = eval(text)",
+        "exec(text)",
+        "import yaml as y\ny.load(text, Loader=y.FullLoader)",
+        "import os\nos.system('ls')",
+        "subprocess.run(command, shell=True)",
+        "subprocess.run(command, shell=flag)",
+        "import numpy as np\nnp.load(path, allow_pickle=True)",
+        "AutoTokenizer.from_pretrained(path, trust_remote_code=setting)",
+        "from flax import nnx\n@nnx.jit\ndef step(): ...",
+        "import flax.nnx as nn\nnn.Optimizer(model, tx)",
+        "import flax\nflax.nnx.scan(body)",
+        "from flax.nnx import grad",
+    ],
+)
+def test_the_checker_sees_what_is_forbidden(source: str) -> None:
+    assert forbidden_uses(source)
+
+
+def test_the_checker_lets_lookalikes_pass() -> None:
+    source = (
+        "import jax, numpy as np, yaml\nfrom flax import nnx\n"
+        "jax.eval_shape(f)\njax.jit(f)\nmodel.eval()\nyaml.safe_load(text)\n"
+        "np.load(path, allow_pickle=False)\njax.lax.scan(f, a, b)\nnnx.split(model)\nloader.load(path)"
+    )
+    assert forbidden_uses(source) == []
+
+
+def test_the_checker_follows_imports_through_the_program() -> None:
+    sources = {
+        "app": "",
+        "app.reward": "import re",
+        "app.reward.gsm8k": "from app.jsonl import read",
+        "app.jsonl": "def read():\n    import jax\nif TYPE_CHECKING:\n    import flax",
+    }
+    assert reached({"app.reward.gsm8k"}, sources, lazily=False) == {"re"}
+    assert reached({"app.reward.gsm8k"}, sources, lazily=True) == {"re", "jax", "flax"}
