@@ -56,7 +56,7 @@ make_environment() {
     key="$REPOSITORY $(cat "$REPOSITORY/pyproject.toml" ${constraints:+"$constraints"} | cksum)"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$key" ]; then
         echo "Installing the package${extras:+ with [$extras]} (a few minutes the first time)"
-        [ -t 1 ] || pip_options+=(--quiet)
+        [ -t 1 ] || pip_options+=(--quiet --quiet)
         [ -z "$constraints" ] || pip_options+=(--constraint "$constraints")
         "$VENV/bin/python" -m pip install --disable-pip-version-check ${pip_options[@]+"${pip_options[@]}"} \
             --editable "$REPOSITORY${extras:+[$extras]}" ||

@@ -76,7 +76,7 @@ def _nearest(unknown: str, known: list[tuple[str, str]]) -> list[str]:
 
 
 def _similarity(unknown: str, known: str) -> float:
-    """Of two dotted names, the mean over section and field, so that a right section does not outvote the field."""
+    """Of two dotted names, the mean over section and field: a right section must not outvote the field."""
     section, dot, name = unknown.rpartition(".")
     known_section, known_dot, known_name = known.rpartition(".")
     if dot and known_dot:

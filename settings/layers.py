@@ -1,4 +1,4 @@
-"""The layers of settings: YAML, `--set`, environment; each a table of leaves that know where they were written.
+"""The layers of settings: YAML, `--set`, environment; tables of leaves that know where they were written.
 
 One rule for all: a setting may be set once in a layer, by its own name or a historic one.
 """
@@ -12,6 +12,7 @@ from typing import Any
 from settings.errors import InputError
 from settings.fields import FIELDS, SECTIONS, did_you_mean, is_text, nearest_fields
 from settings.historic import HISTORIC
+from settings.secrets import SECRETS
 from settings.strict_yaml import Node, parse
 
 ENV_PREFIX = "GRPO__"
@@ -75,13 +76,9 @@ def environment_notices(environment: Layer, overrides: Layer) -> list[str]:
     notices = []
     for field, leaf in environment.items():
         name = leaf.origin.removeprefix("env:")
-        if not name.startswith(ENV_PREFIX):
-            notices.append(f"environment variable {name} sets {field} = {leaf.value!r}")
-        if field in overrides:
-            notices.append(
-                f"environment variable {name} overrides --set {field}: "
-                f"{leaf.value!r} instead of {overrides[field].value!r}"
-            )
+        instead = f", instead of {overrides[field].value!r} from --set" if field in overrides else ""
+        if instead or not name.startswith(ENV_PREFIX):
+            notices.append(f"environment variable {name} sets {field} to {leaf.value!r}{instead}")
     return notices
 
 
@@ -111,11 +108,17 @@ def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
     for variable in sorted(environ):
         if variable not in ours and not variable.startswith(ENV_PREFIX):
             continue
+        if variable not in ours:
+            dotted = variable.removeprefix(ENV_PREFIX).replace("__", ".").lower()
+            nearest = [env_name(field) for field in nearest_fields(dotted) if field in FIELDS]
+            raise InputError(
+                f"unknown environment variable {variable} (names are {ENV_PREFIX}SECTION__FIELD)"
+                f"{did_you_mean(nearest)}"
+            )
         if not environ[variable].strip():
             raise InputError(f"environment variable {variable} is empty; unset it, or write null for none")
-        dotted = variable.removeprefix(ENV_PREFIX).replace("__", ".").lower()
         node = parse(environ[variable], name=f"environment variable {variable}")
-        yield _Entry(ours.get(variable, dotted), node, f"env:{variable}", variable)
+        yield _Entry(ours[variable], node, f"env:{variable}", variable)
 
 
 def _layer(entries: Iterable[_Entry]) -> Layer:
@@ -127,7 +130,7 @@ def _layer(entries: Iterable[_Entry]) -> Layer:
     problems = []
     for entry in entries:
         field = HISTORIC.get(entry.name, entry.name)
-        if not _is_setting(entry):
+        if field not in FIELDS:
             problems.append(_unknown(entry))
         elif field in layer:
             first, _ = layer[field]
@@ -137,15 +140,6 @@ def _layer(entries: Iterable[_Entry]) -> Layer:
     if problems:
         raise InputError("\n".join(problems))
     return {field: leaf for field, (_, leaf) in layer.items()}
-
-
-def _is_setting(entry: _Entry) -> bool:
-    """Whether the name exists and, in the environment, is spelled in its one way."""
-    if entry.name in HISTORIC:
-        return True
-    return entry.name in FIELDS and (
-        not entry.origin.startswith("env:") or entry.written == env_name(entry.name)
-    )
 
 
 def _value(node: Node, field: str) -> Any:
@@ -163,10 +157,8 @@ def _unknown(entry: _Entry) -> str:
     if entry.name in SECTIONS:
         inside = next(field for field in FIELDS if field.startswith(f"{entry.name}."))
         return f"{_source(entry)} is a section of settings; set what is in it, such as {inside}"
-    if entry.name in FIELDS and entry.origin.startswith("yaml:"):
-        section, _, name = entry.name.rpartition(".")
-        return f"{_source(entry)} must be nested in a file: `{name}` indented under `{section}:`"
-    nearest = nearest_fields(entry.name)
-    if entry.origin.startswith("env:"):
-        nearest = [env_name(field) for field in nearest if field in FIELDS]
-    return f"unknown setting {_source(entry)}{did_you_mean(nearest)}"
+    if entry.name.upper() in SECRETS:
+        return (
+            f"{_source(entry)} is a secret; it belongs in the environment or a .env as {entry.name.upper()}"
+        )
+    return f"unknown setting {_source(entry)}{did_you_mean(nearest_fields(entry.name))}"

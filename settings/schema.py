@@ -61,95 +61,106 @@ def _distinct_rewards(value: tuple[RewardFunction, ...]) -> tuple[RewardFunction
 
 class Run(Section):
     name: Annotated[str, AfterValidator(_run_name)] | None = Field(
-        None, description="Names the run directory. Derived when null: `<config>-seed<seed>`."
+        default=None, description="Names the run directory. Derived when null: `<config>-seed<seed>`."
     )
-    dir: str = Field("runs", min_length=1, description="Folder that holds the run directories.")
-    seed: int = Field(0, ge=0, lt=2**31, description="Root of all randomness: data order and sampling noise.")
-    steps: int = Field(100, ge=1, description="Training steps: rollout, reward, score, advantage, update.")
+    dir: str = Field(default="runs", min_length=1, description="Folder that holds the run directories.")
+    seed: int = Field(
+        default=0, ge=0, lt=2**31, description="Root of all randomness: data order and sampling noise."
+    )
+    steps: int = Field(
+        default=100, ge=1, description="Training steps: rollout, reward, score, advantage, update."
+    )
 
 
 class Model(Section):
     path: str = Field(
-        "builtin:tiny",
+        default="builtin:tiny",
         min_length=1,
         description="Hugging Face directory, hub id, `.gguf` file, or `builtin:tiny`.",
     )
     revision: str | None = Field(
-        None, description="Commit, tag or branch of a hub id; its newest commit when null."
+        default=None, description="Commit, tag or branch of a hub id; its newest commit when null."
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Compute type. Weights, optimizer, softmax and losses stay float32."
+        default="float32", description="Compute type. Weights, optimizer, softmax and losses stay float32."
     )
     remat: Literal["none", "block"] = Field(
-        "none", description="What the backward pass recomputes: nothing, or each decoder block (less memory)."
+        default="none",
+        description="What the backward pass recomputes: nothing, or each decoder block (less memory).",
     )
     logits_chunk: int = Field(
-        128, ge=1, description="Tokens of a row that pass the LM head at once when scoring and training."
+        default=128,
+        ge=1,
+        description="Tokens of a row that pass the LM head at once when scoring and training.",
     )
 
 
 class Data(Section):
     source: str = Field(
-        "builtin:arithmetic",
+        default="builtin:arithmetic",
         min_length=1,
         description="`builtin:arithmetic`, `hf:<hub id>[:<config>]`, or a .jsonl / .parquet file.",
     )
-    split: str = Field("train", description="Split of a hub data set or of the generator.")
-    revision: str | None = Field(None, description="Commit of a hub data set; its newest when null.")
+    split: str = Field(default="train", description="Split of a hub data set or of the generator.")
+    revision: str | None = Field(default=None, description="Commit of a hub data set; its newest when null.")
     eval_source: str | None = Field(
-        None, description="Where evaluation prompts come from; `data.source` when null."
+        default=None, description="Where evaluation prompts come from; `data.source` when null."
     )
-    eval_split: str | None = Field(None, description="`test` when null; not used for a file.")
+    eval_split: str | None = Field(default=None, description="`test` when null; not used for a file.")
     prompt_column: str | None = Field(
-        None, description="Found among prompt, question, problem, messages when null."
+        default=None, description="Found among prompt, question, problem, messages when null."
     )
     answer_column: str | None = Field(
-        None, description="Found among answer, ground_truth, solution when null."
+        default=None, description="Found among answer, ground_truth, solution when null."
     )
-    system_prompt: str | None = Field(None, description="System message put before every prompt.")
-    max_prompt_length: int = Field(128, ge=1, description="Tokens, chat template included.")
+    system_prompt: str | None = Field(default=None, description="System message put before every prompt.")
+    max_prompt_length: int = Field(default=128, ge=1, description="Tokens, chat template included.")
     overlong_prompts: Literal["drop", "error", "truncate_left"] = Field(
-        "drop", description="What happens to longer prompts. Counted and reported either way."
+        default="drop", description="What happens to longer prompts. Counted and reported either way."
     )
-    shuffle: bool = Field(True, description="A new order every epoch, decided by `run.seed`.")
+    shuffle: bool = Field(default=True, description="A new order every epoch, decided by `run.seed`.")
     difficulty: Annotated[
         tuple[Annotated[int, Field(ge=1, le=6)], ...], Field(min_length=1, strict=False)
     ] = Field(
-        (1, 2), description="Levels of the arithmetic generator: level n asks for numbers of up to n digits."
+        default=(1, 2),
+        description="Levels of the arithmetic generator: level n asks for numbers of up to n digits.",
     )
     operators: Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=1, strict=False)] = Field(
-        ("+",), description="Operators of the arithmetic generator."
+        default=("+",), description="Operators of the arithmetic generator."
     )
     num_problems: int = Field(
-        20_000,
+        default=20_000,
         ge=1,
         description="Rows the arithmetic generator makes for training (fewer where fewer exist).",
     )
 
 
 class Rollout(Section):
-    prompts_per_step: int = Field(8, ge=1, description="Prompts of a step, per host.")
-    group_size: int = Field(8, ge=1, description="Samples per prompt.")
-    max_new_tokens: int = Field(64, ge=1, description="Longest completion, in tokens.")
+    prompts_per_step: int = Field(default=8, ge=1, description="Prompts of a step, per host.")
+    group_size: int = Field(default=8, ge=1, description="Samples per prompt.")
+    max_new_tokens: int = Field(default=64, ge=1, description="Longest completion, in tokens.")
     max_length_total: int | None = Field(
-        None,
+        default=None,
         ge=2,
         description="Prompt + completion, in tokens; max_new_tokens + max(128, max_prompt_length) when null.",
     )
-    prefill_length_min: int = Field(16, ge=1, description="Smallest prefill bucket, in tokens.")
-    temperature: float = Field(1.0, ge=0, description="0 = greedy (refused in training).")
-    top_k: int = Field(0, ge=0, description="Keep the k likeliest tokens; 0 = all.")
+    prefill_length_min: int = Field(default=16, ge=1, description="Smallest prefill bucket, in tokens.")
+    temperature: float = Field(default=1.0, ge=0, description="0 = greedy (refused in training).")
+    top_k: int = Field(default=0, ge=0, description="Keep the k likeliest tokens; 0 = all.")
     top_p: float = Field(
-        1.0, gt=0, le=1, description="Keep the likeliest tokens that hold this mass; 1 = all."
+        default=1.0, gt=0, le=1, description="Keep the likeliest tokens that hold this mass; 1 = all."
     )
     min_p: float = Field(
-        0.0, ge=0, lt=1, description="Keep tokens at least this likely relative to the likeliest; 0 = all."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Keep tokens at least this likely relative to the likeliest; 0 = all.",
     )
 
 
 class RewardFunction(Section):
     name: Literal["gsm8k", "arithmetic", "gsm8k_format", "arithmetic_format"]
-    weight: float = Field(1.0, description="Factor in the weighted sum; 0 = shown but not counted.")
+    weight: float = Field(default=1.0, description="Factor in the weighted sum; 0 = shown but not counted.")
 
 
 def _named_alone(value: Any) -> Any:
@@ -163,98 +174,107 @@ class Reward(Section):
         Field(min_length=1, strict=False),
         AfterValidator(_distinct_rewards),
     ] = Field(
-        (RewardFunction(name="arithmetic"),),
+        default=(RewardFunction(name="arithmetic"),),
         description="Weighted sum. The first one decides what `eval/accuracy` counts.",
     )
 
 
 class ScoreRole(Section):
     rows_per_device: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="Rows of a scoring micro-batch on each device; `score.rows_per_device` when null.",
     )
 
 
 class Score(Section):
-    rows_per_device: int = Field(8, ge=1, description="Rows of a scoring micro-batch on each device.")
+    rows_per_device: int = Field(default=8, ge=1, description="Rows of a scoring micro-batch on each device.")
     policy: ScoreRole = ScoreRole()
     reference: ScoreRole = ScoreRole()
 
 
 class Algorithm(Section):
-    name: Literal["grpo"] = Field("grpo", description="Advantage estimator and objective.")
-    beta: float = Field(0.0, ge=0, description="Weight of the KL penalty; 0 = no reference model in memory.")
+    name: Literal["grpo"] = Field(default="grpo", description="Advantage estimator and objective.")
+    beta: float = Field(
+        default=0.0, ge=0, description="Weight of the KL penalty; 0 = no reference model in memory."
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="Schulman's estimators of KL(policy || reference)."
+        default="k3", description="Schulman's estimators of KL(policy || reference)."
     )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio is clipped below 1 - clip_low.")
-    clip_high: float = Field(0.2, gt=0, description="Ratio is clipped above 1 + clip_high.")
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description="Ratio is clipped below 1 - clip_low.")
+    clip_high: float = Field(default=0.2, gt=0, description="Ratio is clipped above 1 + clip_high.")
     loss_aggregation: Literal["token-mean", "sequence-mean-token-mean"] = Field(
-        "token-mean", description="Mean over all tokens, or over samples of their own means."
+        default="token-mean", description="Mean over all tokens, or over samples of their own means."
     )
-    epochs: int = Field(1, ge=1, description="Passes over each rollout.")
+    epochs: int = Field(default=1, ge=1, description="Passes over each rollout.")
     mini_batch_prompts: int | None = Field(
-        None, ge=1, description="Prompts of one optimizer step, per host; all of the step's when null."
+        default=None,
+        ge=1,
+        description="Prompts of one optimizer step, per host; all of the step's when null.",
     )
     rows_per_device: int = Field(
-        8, ge=1, description="Rows of an update micro-batch on each device; gradients accumulate over them."
+        default=8,
+        ge=1,
+        description="Rows of an update micro-batch on each device; gradients accumulate over them.",
     )
 
 
 class Optimizer(Section):
-    learning_rate: float = Field(1e-6, gt=0, description="Peak rate of AdamW.")
+    learning_rate: float = Field(default=1e-6, gt=0, description="Peak rate of AdamW.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="After warm-up: flat, or falling to `final_fraction` at the last step."
+        default="constant",
+        description="After warm-up: flat, or falling to `final_fraction` at the last step.",
     )
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up from 0.")
+    warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps of linear warm-up from 0.")
     final_fraction: float = Field(
-        0.0, ge=0, le=1, description="Rate at the end of linear / cosine, as part of the peak."
+        default=0.0, ge=0, le=1, description="Rate at the end of linear / cosine, as part of the peak."
     )
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    epsilon: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled; matrices only.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Global-norm clip.")
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    epsilon: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled; matrices only.")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Global-norm clip.")
     max_nonfinite_steps: int = Field(
-        3, ge=1, description="Abort after this many optimizer steps in a row with a NaN or infinite gradient."
+        default=3,
+        ge=1,
+        description="Abort after this many optimizer steps in a row with a NaN or infinite gradient.",
     )
 
 
 class Mesh(Section):
     shape: Annotated[str, AfterValidator(_mesh_shape)] = Field(
-        "auto",
-        description="`dp,fsdp,tp` as in `1,-1,1` (-1: what is left), or `auto`: dp across hosts, fsdp inside one.",
+        default="auto",
+        description="`dp,fsdp,tp`, -1 takes what is left; `auto`: dp across hosts, fsdp inside one.",
     )
-    cpu_devices: int | None = Field(None, ge=1, le=64, description="Virtual devices of a CPU host.")
+    cpu_devices: int | None = Field(default=None, ge=1, le=64, description="Virtual devices of a CPU host.")
     coordinator_address: Annotated[str, AfterValidator(_host_and_port)] | None = Field(
-        None, description="`host:port` of process 0, where the platform does not know."
+        default=None, description="`host:port` of process 0, where the platform does not know."
     )
-    num_processes: int | None = Field(None, ge=1)
-    process_id: int | None = Field(None, ge=0)
+    num_processes: int | None = Field(default=None, ge=1)
+    process_id: int | None = Field(default=None, ge=0)
 
 
 class Checkpoint(Section):
     every_steps: int = Field(
-        50, ge=1, description="Steps between checkpoints; the last step is always saved."
+        default=50, ge=1, description="Steps between checkpoints; the last step is always saved."
     )
-    keep: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    keep: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
 
 
 class Eval(Section):
     every_steps: int = Field(
-        25, ge=0, description="Also before step 1 and after the last; 0 = no evaluation at all."
+        default=25, ge=0, description="Also before step 1 and after the last; 0 = no evaluation at all."
     )
-    num_prompts: int = Field(128, ge=1, description="Held-out prompts, always the same ones.")
-    temperature: float = Field(0.0, ge=0, description="0 = greedy.")
+    num_prompts: int = Field(default=128, ge=1, description="Held-out prompts, always the same ones.")
+    temperature: float = Field(default=0.0, ge=0, description="0 = greedy.")
 
 
 class Logging(Section):
-    wandb_project: str | None = Field(None, description="wandb is used only when this is set.")
+    wandb_project: str | None = Field(default=None, description="wandb is used only when this is set.")
     wandb_mode: Literal["online", "offline", "disabled"] = Field(
-        "online", description="Offline is taken instead of online when no key is known."
+        default="online", description="Offline is taken instead of online when no key is known."
     )
-    save_rollouts: bool = Field(True, description="Write every step's samples to rollouts/.")
+    save_rollouts: bool = Field(default=True, description="Write every step's samples to rollouts/.")
 
 
 class Settings(BaseSettings):

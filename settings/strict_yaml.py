@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
+from yaml.composer import ComposerError
 from yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
 from settings.errors import InputError
@@ -115,9 +116,7 @@ class _Loader(yaml.BaseLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
         if getattr(event, "tag", None) is not None:
-            raise yaml.composer.ComposerError(
-                None, None, f"tags such as {event.tag!r} are not allowed", event.start_mark
-            )
+            raise ComposerError(None, None, f"tags such as {event.tag!r} are not allowed", event.start_mark)
         return super().compose_node(parent, index)
 
 
@@ -128,7 +127,7 @@ class _Conversion:
         self._name = name
         self._num_values = 0
 
-    def node(self, raw: MappingNode | SequenceNode | ScalarNode, *, line: int, depth: int) -> Node:
+    def node(self, raw: yaml.Node, *, line: int, depth: int) -> Node:
         self._num_values += 1
         if self._num_values > MAX_VALUES:
             raise InputError(f"{self._name}: more than {MAX_VALUES} values once aliases are expanded")
@@ -139,6 +138,7 @@ class _Conversion:
         if isinstance(raw, SequenceNode):
             items = [self.node(item, line=item.start_mark.line + 1, depth=depth + 1) for item in raw.value]
             return Node(items, line)
+        assert isinstance(raw, ScalarNode)
         if raw.style is not None:  # quoted, or a block scalar
             return Node(raw.value, line)
         try:

@@ -81,7 +81,7 @@ class GgufFile:
             ) from error
         values = np.ascontiguousarray(values).reshape(_shape(tensor))
         if self._family == "llama" and ".attn_q." in tensor.name:
-            return self._unpermute(values, self._fact("attention.head_count"))
+            return self._unpermute(values, self._count("attention.head_count"))
         if self._family == "llama" and ".attn_k." in tensor.name:
             return self._unpermute(values, self._num_kv_heads())
         return values
@@ -99,8 +99,8 @@ class GgufFile:
 
     def config(self) -> dict[str, Any]:
         """The fields of `config.json` that decide the architecture."""
-        num_heads, model_dim = self._fact("attention.head_count"), self._fact("embedding_length")
-        head_dim = self._fact("attention.key_length", model_dim // num_heads)
+        num_heads, model_dim = self._count("attention.head_count"), self._count("embedding_length")
+        head_dim = self._count("attention.key_length", model_dim // num_heads)
         scaling = self._fact("rope.scaling.type", "none")
         return {
             "architectures": [HUGGING_FACE_CLASSES[self._family]],
@@ -135,12 +135,21 @@ class GgufFile:
     def _fact(self, key: str, default: Any = None) -> Any:
         return self.metadata(f"{self._family}.{key}", default)
 
+    def _count(self, key: str, default: int | None = None) -> int:
+        value = self._fact(key, default)
+        if not isinstance(value, int) or value < 1:
+            raise InputError(
+                f"{self.path}: GGUF metadata '{self._family}.{key}' must be one positive integer, "
+                f"got {value!r}"
+            )
+        return value
+
     def _float32(self, key: str, default: float | None = None) -> float:
         """Through the shortest decimal that names the float32: 1e-05, not 9.99999974e-06."""
         return float(str(np.float32(self._fact(key, default))))
 
     def _num_kv_heads(self) -> int:
-        return self._fact("attention.head_count_kv", self._fact("attention.head_count"))
+        return self._count("attention.head_count_kv", self._count("attention.head_count"))
 
     def _unpermute(self, values: np.ndarray, num_heads: int) -> np.ndarray:
         """Rows (H/2, 2) of each head become rows (2, H/2).

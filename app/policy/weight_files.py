@@ -248,7 +248,10 @@ def _no_weights(directory: Path) -> InputError:
             f"model.path: {directory} holds weights only as pickles ({', '.join(pickles[:3])}); opening "
             "a pickle can run any code, so it is refused. Save the model as safetensors"
         )
-    return InputError(f"model.path: {directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}")
+    return InputError(
+        f"model.path: {directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; "
+        "no other kind of weight file is read, or fetched from the hub"
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def make_update_step(
             "policy/grad_norm": gradient_norm,
             "policy/learning_rate": rate,
             "policy/nonfinite_updates": new_state.nonfinite_total,
+            "policy/nonfinite_in_a_row": new_state.nonfinite_in_a_row,
         }
         return new_state, metrics
 

@@ -1,0 +1,111 @@
+"""Arithmetic problems made on the spot: `47 + 38 = ?`.
+
+Level n asks for two numbers of up to n digits, at least one of exactly n. Which split a problem
+belongs to is a fixed hash of the problem itself, so training and test can never share one,
+whatever the seed; `38 + 47` goes where `47 + 38` goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int64, UInt64
+
+from app.prompts.dataset import Dataset, Row
+from settings.errors import InputError
+
+SPLITS = ("train", "test")
+OPERATORS = ("+", "-", "*")
+TEST_ONE_IN = 5
+"""One problem in five is held out."""
+ENUMERATED_LEVEL = 3
+"""Up to this level (990,000 problems per operator) all problems are listed; beyond it they are drawn."""
+
+Problems = Int64[np.ndarray, "P 3"]
+"""Columns: index in `OPERATORS`, left operand, right operand."""
+
+
+def make_problems(
+    *, difficulty: Sequence[int], operators: Sequence[str], num_problems: int, split: str, seed: int
+) -> Dataset:
+    """Up to `num_problems` different problems, spread evenly over the levels, in random order.
+
+    A level that has fewer problems than its share gives them all, and the harder ones fill in.
+
+    Raises:
+        InputError: `split` is neither `train` nor `test`.
+    """
+    if split not in SPLITS:
+        raise InputError(f"data.split: builtin:arithmetic has {' and '.join(SPLITS)}, got {split!r}")
+    rng = np.random.default_rng([seed, SPLITS.index(split)])
+    codes = np.array(sorted({OPERATORS.index(operator) for operator in operators}))
+    levels = sorted(set(difficulty))
+    rows: list[Row] = []
+    for index, level in enumerate(levels):
+        share = (num_problems - len(rows)) // (len(levels) - index)
+        draw = _choose_listed if level <= ENUMERATED_LEVEL else _draw
+        rows += [_to_row(problem, level) for problem in draw(rng, level, codes, share, split).tolist()]
+    order = rng.permutation(len(rows))
+    return Dataset(
+        rows=[rows[i] for i in order],
+        mapping={"prompt": "prompt", "answer": "answer"},
+        source="builtin:arithmetic",
+    )
+
+
+def _to_row(problem: list[int], level: int) -> Row:
+    code, left, right = problem
+    operator = OPERATORS[code]
+    answer = {"+": left + right, "-": left - right, "*": left * right}[operator]
+    return Row(
+        uid=f"arithmetic/{left}{operator}{right}",
+        prompt=f"{left} {operator} {right} = ?",
+        answer=str(answer),
+        extra={"difficulty": level, "operator": operator},
+    )
+
+
+def _choose_listed(
+    rng: np.random.Generator, level: int, codes: np.ndarray, count: int, split: str
+) -> Problems:
+    operands = np.arange(10**level)
+    grid = np.stack(np.meshgrid(codes, operands, operands, indexing="ij"), axis=-1).reshape(-1, 3)
+    problems = grid[_is_of_level(grid, level) & _is_in_split(grid, split)]
+    return problems[rng.permutation(len(problems))[:count]]
+
+
+def _draw(rng: np.random.Generator, level: int, codes: np.ndarray, count: int, split: str) -> Problems:
+    problems = np.zeros((0, 3), np.int64)
+    while len(problems) < count:
+        size = 2 * count + 16
+        operands = rng.integers(10**level, size=(size, 2))
+        drawn = np.column_stack([rng.choice(codes, size), operands])
+        drawn = drawn[_is_of_level(drawn, level) & _is_in_split(drawn, split)]
+        problems = np.concatenate([problems, drawn])
+        _, first = np.unique(problems, axis=0, return_index=True)
+        problems = problems[np.sort(first)]
+    return problems[:count]
+
+
+def _is_of_level(problems: Problems, level: int) -> Bool[np.ndarray, "P"]:
+    smallest = 10 ** (level - 1) if level > 1 else 0
+    return problems[:, 1:].max(axis=1) >= smallest
+
+
+def _is_in_split(problems: Problems, split: str) -> Bool[np.ndarray, "P"]:
+    code, left, right = problems.T
+    commutes = code != OPERATORS.index("-")
+    swap = commutes & (left > right)
+    left, right = np.where(swap, right, left), np.where(swap, left, right)
+    key = ((code * 10**6 + left) * 10**6 + right).astype(np.uint64)
+    is_test = _splitmix64(key) % np.uint64(TEST_ONE_IN) == 0
+    return is_test if split == "test" else ~is_test
+
+
+def _splitmix64(key: UInt64[np.ndarray, "P"]) -> UInt64[np.ndarray, "P"]:
+    """A fixed hash. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014."""
+    key = key + np.uint64(0x9E3779B97F4A7C15)
+    key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return key ^ (key >> np.uint64(31))

@@ -1,0 +1,236 @@
+"""Rows of questions and reference answers: JSON Lines, Parquet, or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from app.flow import Messages
+from app.jsonl import read_jsonl
+from settings.errors import InputError
+
+PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
+ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "reward_model.ground_truth")
+"""Looked for in this order; a dot steps into a nested object (verl's Parquet files nest the answer)."""
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+DEFAULT_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
+"""Configuration of a hub data set that has several and no default of its own."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One question as the data set states it, before any chat template."""
+
+    uid: str
+    prompt: str | Messages
+    answer: str | None
+    """As the data set spells it; a grader parses it."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns, where JSON can hold them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Rows, and how they were read."""
+
+    rows: Sequence[Row]
+    mapping: Mapping[str, str]
+    """`prompt` and `answer` to the columns they were read from; no `answer` where there is none."""
+    source: str
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over uid, prompt and answer of every row, in order."""
+        digest = hashlib.sha256()
+        for row in self.rows:
+            digest.update(json.dumps([row.uid, row.prompt, row.answer]).encode() + b"\n")
+        return digest.hexdigest()
+
+    def to_text(self) -> str:
+        """One line for a person: where the rows came from and which columns were read."""
+        columns = ", ".join(f"{role} from {column}" for role, column in self.mapping.items())
+        return f"{self.source}: {len(self.rows):,} rows ({columns})"
+
+
+@dataclass(frozen=True, slots=True)
+class _RawRow:
+    where: str
+    """Opens every error about the row."""
+    columns: Mapping[str, Any]
+
+
+def load_dataset(
+    source: str,
+    *,
+    split: str = "train",
+    revision: str | None = None,
+    prompt_column: str | None = None,
+    answer_column: str | None = None,
+) -> Dataset:
+    """Reads a data set and finds its prompt and answer columns.
+
+    Args:
+        source: `hf:<hub id>[:<config>]`, or the path of a .jsonl, .json (lines) or .parquet file.
+        split: of a hub data set; a file is one split.
+        revision: of a hub data set; its newest commit when None.
+        prompt_column: found among `PROMPT_COLUMNS` when None.
+        answer_column: found among `ANSWER_COLUMNS` when None; a data set may have none.
+
+    Raises:
+        InputError: the source is absent, empty or malformed, or a row has no usable prompt.
+    """
+    if source.startswith("hf:"):
+        stem, raw_rows = _read_hub(source, split, revision)
+    else:
+        stem, raw_rows = Path(source).stem, _read_file(source)
+    if not raw_rows:
+        raise InputError(f"data.source: {source} holds no rows")
+    mapping = _choose_columns(source, raw_rows, prompt_column, answer_column)
+    rows = [_to_row(f"{stem}/{index}", raw, mapping) for index, raw in enumerate(raw_rows)]
+    return Dataset(rows=rows, mapping=mapping, source=source)
+
+
+def _read_file(source: str) -> list[_RawRow]:
+    path = Path(source)
+    if not path.exists():
+        hint = f"; for the hub write hf:{source}" if source.count("/") == 1 and not path.suffix else ""
+        raise InputError(f"data.source: {path.absolute()}: no such file{hint}")
+    if path.suffix.lower() not in FILE_SUFFIXES or not path.is_file():
+        raise InputError(
+            f"data.source: {path.absolute()}: expected a file ending in {', '.join(FILE_SUFFIXES)},"
+            " `hf:<hub id>` or `builtin:arithmetic`"
+        )
+    if path.suffix.lower() == ".parquet":
+        return _read_parquet(path)
+    return [_RawRow(f"{path}:{line}", record) for line, record in read_jsonl(path)]
+
+
+def _read_parquet(path: Path) -> list[_RawRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        records = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"data.source: {path.absolute()}: not a readable Parquet file: {error}") from error
+    return [_RawRow(f"{path} row {index}", record) for index, record in enumerate(records)]
+
+
+def _read_hub(source: str, split: str, revision: str | None) -> tuple[str, list[_RawRow]]:
+    import datasets
+
+    hub_id, _, config = source.removeprefix("hf:").partition(":")
+    if not hub_id:
+        raise InputError(f"data.source: expected hf:<hub id>[:<config>], got {source!r}")
+    config = config or DEFAULT_CONFIGS.get(hub_id)
+    try:
+        table = datasets.load_dataset(hub_id, config, split=split, revision=revision)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise InputError(
+            f"data.source: {source} (split {split!r}) cannot be loaded: {error}. Without a network, give the"
+            " path of a .jsonl or .parquet file, or use builtin:arithmetic"
+        ) from error
+    rows = [_RawRow(f"{source} {split} row {i}", record) for i, record in enumerate(table.to_list())]
+    return f"{Path(hub_id).name}/{split}", rows
+
+
+def _choose_columns(
+    source: str, raw_rows: Sequence[_RawRow], prompt_column: str | None, answer_column: str | None
+) -> dict[str, str]:
+    found = _list_columns(raw_rows)
+    mapping = {}
+    for role, chosen, candidates in (
+        ("prompt", prompt_column, PROMPT_COLUMNS),
+        ("answer", answer_column, ANSWER_COLUMNS),
+    ):
+        column = chosen or next((name for name in candidates if name in found), None)
+        if column in found:
+            mapping[role] = column
+        elif chosen or role == "prompt":
+            raise InputError(
+                f"data.{role}_column: {source} has no column {chosen or ' | '.join(candidates)};"
+                f" it has: {', '.join(found)}"
+            )
+    return mapping
+
+
+def _list_columns(raw_rows: Sequence[_RawRow]) -> list[str]:
+    """Every column of any row, and the keys of nested objects as `outer.inner`, in order of appearance."""
+    names: dict[str, None] = {}
+    for raw in raw_rows:
+        for name, value in raw.columns.items():
+            names[name] = None
+            if isinstance(value, Mapping):
+                names |= {f"{name}.{inner}": None for inner in value}
+    return list(names)
+
+
+def _to_row(uid: str, raw: _RawRow, mapping: Mapping[str, str]) -> Row:
+    used = set(mapping.values())
+    return Row(
+        uid=uid,
+        prompt=_read_prompt(_look_up(raw.columns, mapping["prompt"]), f"{raw.where}: {mapping['prompt']}"),
+        answer=_read_answer(_look_up(raw.columns, mapping["answer"]), f"{raw.where}: {mapping['answer']}")
+        if "answer" in mapping
+        else None,
+        extra={name: v for name, v in raw.columns.items() if name not in used and _is_json(v)},
+    )
+
+
+def _look_up(columns: Mapping[str, Any], name: str) -> Any:
+    if name in columns:
+        return columns[name]
+    outer, _, inner = name.partition(".")
+    nested = columns.get(outer)
+    return nested.get(inner) if isinstance(nested, Mapping) else None
+
+
+def _read_prompt(value: Any, where: str) -> str | Messages:
+    if value is None or (isinstance(value, (str, list)) and not value):
+        raise InputError(f"{where}: the prompt is empty")
+    if isinstance(value, str):
+        if not value.strip():
+            raise InputError(f"{where}: the prompt is blank")
+        return value
+    if isinstance(value, list):
+        return _read_messages(value, where)
+    raise InputError(f"{where}: expected text or a list of chat messages, got {type(value).__name__}")
+
+
+def _read_messages(values: list[Any], where: str) -> Messages:
+    messages = []
+    for value in values:
+        role, content = (
+            (value.get("role"), value.get("content")) if isinstance(value, Mapping) else (None, None)
+        )
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise InputError(
+                f"{where}: a chat message needs `role` and `content`, both text; got {value!r:.80}"
+            )
+        messages.append({"role": role, "content": content})
+    if messages[-1]["role"] == "assistant":
+        raise InputError(
+            f"{where}: the chat ends with the assistant's turn; leave that turn out of the prompt"
+        )
+    return messages
+
+
+def _read_answer(value: Any, where: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    raise InputError(f"{where}: expected text, a number or null, got {type(value).__name__}")
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,116 @@
+"""Rows to token ids: chat template, system prompt, and what happens to prompts that are too long."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from app.flow import Messages, Prompt
+from app.prompts.dataset import Row
+from settings.errors import InputError
+
+
+class ChatTokenizer(Protocol):
+    """What this room needs of a tokenizer."""
+
+    def chat_ids(self, messages: Messages) -> list[int]:
+        """Token ids of the chat, up to where the assistant's answer begins."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeReport:
+    """What became of the rows. Lengths are in tokens, before anything was dropped or cut."""
+
+    kept: int
+    """Prompts that came out, the truncated ones included."""
+    dropped: int
+    truncated: int
+    longest: int
+    max_prompt_length: int
+    histogram: Mapping[int, int]
+    """Number of rows whose length is at most this power of two, and above the one before."""
+
+    def to_text(self) -> str:
+        """One line for a person."""
+        lengths = ", ".join(f"<={bound}: {count:,}" for bound, count in self.histogram.items())
+        return (
+            f"prompts: {self.kept:,} kept, {self.dropped:,} dropped, {self.truncated:,} truncated"
+            f" (data.max_prompt_length {self.max_prompt_length}); longest {self.longest} tokens; {lengths}"
+        )
+
+
+def encode_prompts(
+    rows: Sequence[Row],
+    tokenizer: ChatTokenizer,
+    *,
+    system_prompt: str | None,
+    max_prompt_length: int,
+    overlong: Literal["drop", "error", "truncate_left"],
+) -> tuple[list[Prompt], EncodeReport]:
+    """The rows as prompts, in order, none longer than `max_prompt_length` tokens.
+
+    A prompt that is text becomes one user message. `system_prompt` stands first, in the place of a
+    system message that the row may bring. `truncate_left` keeps a prompt's last tokens, so the
+    question's end and the template's opening of the answer survive.
+
+    Raises:
+        InputError: a prompt is too long and `overlong` is `error`, or no prompt is left.
+    """
+    encoded = [tokenizer.chat_ids(_to_messages(row.prompt, system_prompt)) for row in rows]
+    lengths = [len(ids) for ids in encoded]
+    num_overlong = sum(length > max_prompt_length for length in lengths)
+    if num_overlong and overlong == "error":
+        first = next(i for i, length in enumerate(lengths) if length > max_prompt_length)
+        raise InputError(
+            f"{num_overlong:,} of {len(rows):,} prompts are longer than data.max_prompt_length ="
+            f" {max_prompt_length} tokens; the first is {rows[first].uid} with {lengths[first]}, the longest"
+            f" has {max(lengths)}. Raise it, or set data.overlong_prompts to drop or truncate_left"
+        )
+    keeps_overlong = overlong == "truncate_left"
+    prompts = [
+        _to_prompt(row, ids[-max_prompt_length:])
+        for row, ids in zip(rows, encoded, strict=True)
+        if keeps_overlong or len(ids) <= max_prompt_length
+    ]
+    if not prompts:
+        raise InputError(
+            f"no prompt is left: {num_overlong:,} of {len(rows):,} are longer than data.max_prompt_length ="
+            f" {max_prompt_length} tokens (the shortest has {min(lengths, default=0)}, template included)."
+            " Raise it, or set data.overlong_prompts to truncate_left"
+        )
+    report = EncodeReport(
+        kept=len(prompts),
+        dropped=len(rows) - len(prompts),
+        truncated=num_overlong if keeps_overlong else 0,
+        longest=max(lengths),
+        max_prompt_length=max_prompt_length,
+        histogram=_count_lengths(lengths),
+    )
+    return prompts, report
+
+
+def _to_messages(prompt: str | Messages, system_prompt: str | None) -> Messages:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system_prompt is None:
+        return messages
+    if messages[0]["role"] == "system":
+        messages = messages[1:]
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def _to_prompt(row: Row, ids: list[int]) -> Prompt:
+    if not ids:
+        raise InputError(f"{row.uid}: the tokenizer makes no tokens of this prompt")
+    return Prompt(
+        uid=row.uid, token_ids=np.array(ids, np.int32), source=row.prompt, answer=row.answer, extra=row.extra
+    )
+
+
+def _count_lengths(lengths: Sequence[int]) -> dict[int, int]:
+    bounds = Counter(1 << max(length - 1, 0).bit_length() for length in lengths)
+    return dict(sorted(bounds.items()))

@@ -1,0 +1,65 @@
+"""The data sets that the settings name: one to train on, one to evaluate on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from app.prompts.arithmetic import make_problems
+from app.prompts.dataset import Dataset, load_dataset
+from settings.errors import InputError
+from settings.schema import Data
+
+ARITHMETIC = "builtin:arithmetic"
+HELD_OUT_SEED = 0
+"""Evaluation asks every run the same problems, whatever its seed."""
+
+
+def load_training_data(data: Data, *, seed: int) -> Dataset:
+    """The rows of `data.source`; `seed` decides which arithmetic problems are made.
+
+    Raises:
+        InputError: the data set cannot be used (see `load_dataset` and `make_problems`).
+    """
+    return _load(data, data.source, split=data.split, num_problems=data.num_problems, seed=seed)
+
+
+def load_held_out_data(data: Data, *, num_prompts: int) -> Dataset:
+    """Up to `num_prompts` rows to evaluate on, spread evenly over the data set; always the same ones.
+
+    Raises:
+        InputError: the data set cannot be used, or nothing says what is held out of a file.
+    """
+    source, split = data.eval_source or data.source, data.eval_split or "test"
+    if data.eval_source is None and source != ARITHMETIC and not source.startswith("hf:"):
+        raise InputError(
+            f"data.eval_source is not set, and the file data.source = {source} is what training reads;"
+            " name a file to evaluate on, or set eval.every_steps to 0"
+        )
+    dataset = _load(data, source, split=split, num_problems=num_prompts, seed=HELD_OUT_SEED)
+    num_rows = len(dataset.rows)
+    chosen = (
+        [i * num_rows // num_prompts for i in range(num_prompts)]
+        if num_rows > num_prompts
+        else range(num_rows)
+    )
+    return replace(dataset, rows=[dataset.rows[i] for i in chosen])
+
+
+def _load(data: Data, source: str, *, split: str, num_problems: int, seed: int) -> Dataset:
+    if source == ARITHMETIC:
+        return make_problems(
+            difficulty=data.difficulty,
+            operators=data.operators,
+            num_problems=num_problems,
+            split=split,
+            seed=seed,
+        )
+    if source.startswith("builtin:"):
+        raise InputError(f"data.source: unknown {source!r}, the built-in data set is {ARITHMETIC}")
+    return load_dataset(
+        source,
+        split=split,
+        revision=data.revision if source == data.source else None,
+        prompt_column=data.prompt_column,
+        answer_column=data.answer_column,
+    )

@@ -1,0 +1,1 @@
+"""The only stateful room: the loop and what it keeps on disk."""

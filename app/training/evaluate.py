@@ -1,0 +1,60 @@
+"""Held-out accuracy, always on the same prompts: before training, during it and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from app.flow import Prompt, Sample
+from app.policy.kv_cache import DecodeWeights
+from app.reward.weighing import FORMAT_SUFFIX, is_formatted, score_rewards
+from app.rollout.sampling import SamplingRules
+from app.training.metrics import over_hosts
+from app.training.session import Session
+
+def host_share(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """This host's part of the evaluation prompts; every host gets equally many, at least one."""
+    per_host = max(len(prompts) // jax.process_count(), 1)
+    first = per_host * jax.process_index() % len(prompts)
+    return list(prompts[first : first + per_host])
+
+
+def evaluate(session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]) -> tuple[dict[str, float], list[Sample]]:
+    """One sample per prompt at `eval.temperature`. Returns metrics under `eval/` and the graded samples."""
+    settings = session.settings
+    task = settings.reward.functions[0].name.removesuffix(FORMAT_SUFFIX)
+    batch = min(len(prompts), settings.rollout.prompts_per_step * settings.rollout.group_size)
+    samples: list[Sample] = []
+    for first in range(0, len(prompts), batch):
+        # The last batch is filled up with repeats, so that every batch has the shape of the first.
+        part = [prompts[i % len(prompts)] for i in range(first, first + batch)]
+        samples += session.engine.generate(
+            weights,
+            part,
+            group_size=1,
+            max_new_tokens=settings.rollout.max_new_tokens,
+            rules=SamplingRules(settings.eval.temperature),
+            seed=settings.run.seed,
+            policy_version=0,
+            first_group_id=first,
+        )
+    samples = score_rewards([replace(s, rewards=None) for s in samples[: len(prompts)]], [(task, 1.0)])
+    return evaluation_metrics(samples, task), samples
+
+
+def evaluation_metrics(samples: Sequence[Sample], task: str) -> dict[str, float]:
+    """Accuracy, format and truncation rates and mean length; accuracy by difficulty where the data names one."""
+    correct = over_hosts([s.reward or 0.0 for s in samples])
+    metrics = {
+        "eval/accuracy": correct.mean(),
+        "eval/format_rate": over_hosts([is_formatted(task, s.completion) for s in samples]).mean(),
+        "eval/truncated_fraction": over_hosts([s.finish_reason == "length" for s in samples]).mean(),
+        "eval/mean_length": over_hosts([len(s.completion_ids) for s in samples]).mean(),
+    }
+    difficulties = over_hosts([s.prompt.extra.get("difficulty", np.nan) for s in samples])
+    for level in np.unique(difficulties[~np.isnan(difficulties)]):
+        metrics[f"eval/accuracy/difficulty_{level:g}"] = correct[difficulties == level].mean()
+    return {name: float(value) for name, value in metrics.items()}

@@ -1,0 +1,112 @@
+"""The record of a run: metrics.jsonl, saved samples, wandb. Only process 0 writes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from app.flow import Sample
+from app.jsonl import write_jsonl
+from app.sample_records import sample_to_record
+from app.training.run_directory import RunDirectory
+from settings import Resolved
+
+log = logging.getLogger(__name__)
+
+Metrics = Mapping[str, float | int | None]
+
+WANDB_SECTIONS = (
+    "run", "model", "data", "rollout", "reward", "score", "algorithm", "optimizer", "mesh", "checkpoint", "eval",
+)  # fmt: skip
+"""What of the settings is uploaded: an allow-list, so that a new section stays private until named here."""
+
+
+def kept_lines(path: Path, *, last_step: int) -> list[str]:
+    """The whole lines of a metrics file up to a step: what a resumed run continues from."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [line for line in lines if json.loads(line)["step"] <= last_step]
+
+
+class Journal:
+    """Appends one object per step; on resume, drops what was written after the checkpoint."""
+
+    def __init__(self, run: RunDirectory, resolved: Resolved, *, last_step: int | None, wandb_id: str | None):
+        self.run = run
+        kept = kept_lines(run.metrics, last_step=last_step) if last_step is not None else []
+        self.history: list[dict[str, Any]] = [json.loads(line) for line in kept]
+        temporary = run.metrics.with_suffix(".tmp")
+        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        temporary.replace(run.metrics)
+        self._file = run.metrics.open("a", encoding="utf-8", buffering=1)
+        self._wandb = open_wandb(run, resolved, wandb_id)
+
+    @property
+    def wandb_id(self) -> str | None:
+        return self._wandb.id if self._wandb is not None else None
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """One line, whole or not at all: it goes out in a single write."""
+        record = {"step": step, **metrics}
+        self.history.append(record)
+        self._file.write(json.dumps(record, allow_nan=False, default=float) + "\n")
+        if self._wandb is not None:
+            self._wandb.log({k: v for k, v in metrics.items() if v is not None}, step=step)
+
+    def write_samples(self, path: Path, samples: Sequence[Sample]) -> None:
+        path.parent.mkdir(exist_ok=True)
+        write_jsonl(path, (sample_to_record(sample) for sample in samples))
+
+    def close(self) -> None:
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> Any:
+    """A wandb run when `logging.wandb_project` asks for one, offline without a key; None otherwise.
+
+    A wandb that cannot start costs its charts, never the training run.
+    """
+    logging_settings = resolved.settings.logging
+    if logging_settings.wandb_project is None or logging_settings.wandb_mode == "disabled":
+        return None
+    import wandb
+
+    online = logging_settings.wandb_mode == "online" and bool(os.environ.get("WANDB_API_KEY"))
+    if not online and logging_settings.wandb_mode == "online":
+        log.warning("WANDB_API_KEY is not set: wandb writes to %s only; `wandb sync` uploads it later", run.path / "wandb")
+    try:
+        return wandb.init(
+            project=logging_settings.wandb_project,
+            name=resolved.settings.run.name,
+            id=wandb_id,
+            resume="allow",
+            dir=run.path,
+            mode="online" if online else "offline",
+            config=resolved.settings.model_dump(include=set(WANDB_SECTIONS), mode="json"),
+            # No command line, no source code: neither is ours to upload.
+            settings=wandb.Settings(x_disable_meta=True, save_code=False, init_timeout=60, silent=True),
+        )
+    except (wandb.Error, OSError) as error:
+        log.warning("wandb did not start (%s); metrics go to %s", type(error).__name__, run.metrics)
+        return None
+
+
+class NoJournal:
+    """What every process but the first keeps: nothing."""
+
+    history: Sequence[dict[str, Any]] = ()
+    wandb_id: str | None = None
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        pass
+
+    def write_samples(self, path: Path, samples: Sequence[Sample]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

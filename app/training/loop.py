@@ -1,0 +1,280 @@
+"""The corridor: rollout -> reward -> score -> advantage -> update, step after step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from app.advantage.group import credit_by_group
+from app.flow import Prompt, Sample
+from app.mesh import topology
+from app.mesh.placement import max_over_hosts
+from app.policy.decoder import Params
+from app.prompts.encode import encode_prompts
+from app.prompts.order import PromptOrder, host_slice
+from app.prompts.source import load_held_out_data, load_training_data
+from app.reward.weighing import check_answers, score_rewards
+from app.training.checkpoint import Checkpoints, Progress, check_fingerprints
+from app.training.evaluate import evaluate, host_share
+from app.training.interrupts import Interrupts
+from app.training.journal import Journal, NoJournal
+from app.training.metrics import CompilationCounter, model_flops_utilization, peak_memory_bytes, sample_metrics
+from app.training.progress import Board, evaluation_line
+from app.training.run_directory import Resume, RunDirectory, check_claim, claim
+from app.training.session import ModelInput, Session, check_context, read_model_input
+from app.training.summary import summary_text
+from app.training.wiring import Learning, check_rows, wire_learning
+from app.update.optimizer import TrainState, initial_state
+from settings import Resolved, Settings
+
+
+@dataclass(frozen=True)
+class TrainingInput:
+    """Everything a run reads, checked before any device is touched."""
+
+    model: ModelInput
+    prompts: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    fingerprints: dict[str, str]
+    report: str
+    """What a person should know of the data: column mapping, prompts kept and dropped."""
+
+
+def read_training_input(settings: Settings) -> TrainingInput:
+    """Model files, tokenizer, training and evaluation prompts.
+
+    Raises:
+        InputError: for whatever about them cannot be used.
+    """
+    model = read_model_input(settings)
+    check_context(model.architecture, settings)
+    functions = [(f.name, f.weight) for f in settings.reward.functions]
+    dataset = load_training_data(settings.data, seed=settings.run.seed)
+    check_answers(dataset.rows, functions)
+    encode = {
+        "system_prompt": settings.data.system_prompt,
+        "max_prompt_length": settings.data.max_prompt_length,
+        "overlong": settings.data.overlong_prompts,
+    }
+    prompts, report = encode_prompts(dataset.rows, model.tokenizer, **encode)
+    held_out: Sequence[Prompt] = ()
+    if settings.eval.every_steps:
+        rows = load_held_out_data(settings.data, num_prompts=settings.eval.num_prompts).rows
+        check_answers(rows, functions[:1])
+        held_out, _ = encode_prompts(rows, model.tokenizer, **encode)
+    fingerprints = {
+        "model": model.files.fingerprint,
+        "tokenizer": model.tokenizer.fingerprint,
+        "data": dataset.fingerprint,
+    }
+    return TrainingInput(model, prompts, held_out, fingerprints, f"{dataset.to_text()}\n{report.to_text()}")
+
+
+@dataclass
+class Timer:
+    """Wall-clock seconds of each phase of a step."""
+
+    board: Board
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.board.phase(name)
+        start = time.perf_counter()
+        yield
+        self.seconds[f"time/{name}_s"] = time.perf_counter() - start
+
+
+@dataclass
+class Trainer:
+    """The rooms of one run and the order of its prompts."""
+
+    settings: Settings
+    session: Session
+    learning: Learning
+    prompts: Sequence[Prompt]
+    reference: Params | None
+    """Frozen weights of the KL penalty; None, and no memory, when `algorithm.beta` is 0."""
+
+    def step(
+        self, state: TrainState, *, step: int, position: int, timer: Timer
+    ) -> tuple[TrainState, list[Sample], dict[str, float]]:
+        """One walk down the corridor. `position` counts the prompts taken before this step."""
+        settings = self.settings
+        functions = [(f.name, f.weight) for f in settings.reward.functions]
+        with timer.phase("rollout"):
+            weights = self.session.engine.weights(state.params)
+            samples = self.session.sample(weights, self.take_prompts(position), policy_version=step)
+            del weights
+        samples = [replace(s, elapsed_s=timer.seconds["time/rollout_s"]) for s in samples]
+        with timer.phase("reward"):
+            samples = score_rewards(samples, functions)
+        with timer.phase("score"):
+            samples = self.score(state.params, samples)
+        with timer.phase("advantage"):
+            samples = credit_by_group(samples)
+        with timer.phase("update"):
+            temperature = settings.rollout.temperature
+            state, metrics = self.learning.updater.update(state, samples, temperature=temperature)
+        return state, samples, {**sample_metrics(samples), **metrics}
+
+    def take_prompts(self, position: int) -> list[Prompt]:
+        """This host's prompts of the step that starts at a position of the global order."""
+        order = PromptOrder(self.settings.run.seed, len(self.prompts), self.settings.data.shuffle)
+        indices = order.take(position, self.prompts_per_step)
+        own = host_slice(indices, process_index=jax.process_index(), process_count=jax.process_count())
+        return [self.prompts[i] for i in own]
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Over all hosts."""
+        return self.settings.rollout.prompts_per_step * jax.process_count()
+
+    def score(self, params: Params, samples: list[Sample]) -> list[Sample]:
+        """Proximal logprobs where several updates follow, reference logprobs where a KL penalty needs them."""
+        temperature, score = self.settings.rollout.temperature, self.settings.score
+        if self.learning.several_updates:
+            rows = score.policy.rows_per_device or score.rows_per_device
+            scored = self.session.scorer.logprobs(params, samples, temperature=temperature, rows_per_device=rows)
+            samples = [replace(s, policy_logprobs=x) for s, x in zip(samples, scored, strict=True)]
+        if self.reference is not None:
+            rows = score.reference.rows_per_device or score.rows_per_device
+            scored = self.session.scorer.logprobs(self.reference, samples, temperature=temperature, rows_per_device=rows)
+            samples = [replace(s, reference_logprobs=x) for s, x in zip(samples, scored, strict=True)]
+        return samples
+
+    def performance(self, samples: Sequence[Sample], seconds: float, compilations: int) -> dict[str, float | int | None]:
+        """Speed and memory of a step, under `perf/`."""
+        completion = sum(len(s.completion_ids) for s in samples) * jax.process_count()
+        prompt = sum(len(s.prompt.token_ids) for s in samples) * jax.process_count()
+        trained = (prompt + completion) * self.settings.algorithm.epochs
+        scored = (prompt + completion) * (self.learning.several_updates + (self.reference is not None))
+        forward = completion + prompt / self.settings.rollout.group_size + scored
+        return {
+            "perf/tokens_per_s": completion / seconds,
+            "perf/mfu": model_flops_utilization(
+                self.session.input.definition.num_parameters, {"forward": forward, "trained": trained}, seconds
+            ),
+            "perf/peak_memory_bytes": peak_memory_bytes(),
+            "perf/compilations": compilations,
+        }
+
+
+def train(resolved: Resolved, *, resume: Resume) -> int:
+    """`grpo train`: trains to `run.steps` and returns the exit code (0, 75 or 130).
+
+    Raises:
+        InputError: input that cannot be used; nothing on disk has changed by then.
+        RuntimeError: too many non-finite updates in a row.
+    """
+    settings = resolved.settings
+    run = RunDirectory.of(settings.run)
+    check_claim(run, resume)
+    training_input = read_training_input(settings)
+    topology.start(settings.mesh)
+    session = Session.open(settings, training_input.model)
+    check_rows(settings, session)
+    with ExitStack() as stack:
+        if jax.process_index() == 0:
+            stack.enter_context(claim(run))
+        return _train_in(run, resolved, session, training_input, stack)
+
+
+def _train_in(
+    run: RunDirectory, resolved: Resolved, session: Session, training_input: TrainingInput, stack: ExitStack
+) -> int:
+    settings, is_first = resolved.settings, jax.process_index() == 0
+    learning = wire_learning(settings, session)
+    compilations = CompilationCounter()
+    checkpoints = Checkpoints(run.checkpoints, keep=settings.checkpoint.keep)
+    stack.callback(checkpoints.close)
+    state, reference, progress = _open_state(checkpoints, session, learning, training_input)
+    trainer = Trainer(settings, session, learning, training_input.prompts, reference)
+    board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
+    board.say(training_input.report)
+    if is_first:
+        run.write_settings(resolved)
+    last_step = progress.step if progress.step else None
+    journal = Journal(run, resolved, last_step=last_step, wandb_id=progress.wandb_id) if is_first else NoJournal()
+    stack.callback(journal.close)
+    progress = replace(progress, wandb_id=journal.wandb_id)
+    interrupts = stack.enter_context(Interrupts())
+    held_out = host_share(training_input.held_out) if training_input.held_out else []
+    if progress.step:
+        board.say(f"continuing after step {progress.step} of {settings.run.steps}")
+    elif held_out:
+        journal.write(0, _evaluate(trainer, state.params, held_out, 0, run, journal, board))
+    for step in range(progress.step + 1, settings.run.steps + 1):
+        start, timer = time.perf_counter(), Timer(board)
+        state, samples, metrics = trainer.step(state, step=step, position=progress.position, timer=timer)
+        _stop_if_diverged(metrics, settings)
+        if settings.logging.save_rollouts:
+            journal.write_samples(run.rollouts(step), samples)
+        is_last, stopping = step == settings.run.steps, bool(max_over_hosts(np.asarray(interrupts.exit_code or 0)))
+        seconds = time.perf_counter() - start
+        record = {
+            **metrics,
+            **timer.seconds,
+            "time/step_s": seconds,
+            **trainer.performance(samples, seconds, compilations.take()),
+        }
+        if held_out and (is_last or step % settings.eval.every_steps == 0):
+            record |= _evaluate(trainer, state.params, held_out, step, run, journal, board)
+        progress = replace(progress, step=step, position=progress.position + trainer.prompts_per_step)
+        journal.write(step, record)
+        board.step(step, record)
+        if is_last or stopping or step % settings.checkpoint.every_steps == 0:
+            board.phase("save")
+            checkpoints.save(state, progress)
+        if stopping:
+            break
+    checkpoints.finish()
+    board.say(summary_text(journal.history, path=str(run.path)))
+    return interrupts.exit_code or 0
+
+
+def _open_state(
+    checkpoints: Checkpoints, session: Session, learning: Learning, training_input: TrainingInput
+) -> tuple[TrainState, Params | None, Progress]:
+    """The newest good checkpoint's state, or a fresh one; the reference weights are always the model's own."""
+    needs_reference = session.settings.algorithm.beta > 0
+    reference = session.load_params() if needs_reference else None
+    restored = checkpoints.restore(learning.shapes, learning.shardings)
+    if restored is not None:
+        state, progress = restored
+        check_fingerprints(progress.fingerprints, training_input.fingerprints)
+        return state, reference, progress
+    params = session.load_params()
+    state = initial_state(learning.optimizer, params, learning.shardings)
+    return state, reference, Progress(step=0, position=0, fingerprints=training_input.fingerprints)
+
+
+def _evaluate(
+    trainer: Trainer,
+    params: Params,
+    prompts: Sequence[Prompt],
+    step: int,
+    run: RunDirectory,
+    journal: Journal | NoJournal,
+    board: Board,
+) -> dict[str, Any]:
+    board.phase("evaluate")
+    start = time.perf_counter()
+    metrics, samples = evaluate(trainer.session, trainer.session.engine.weights(params), prompts)
+    journal.write_samples(run.evaluation(step), samples)
+    board.say(evaluation_line(step, metrics))
+    return {**metrics, "time/eval_s": time.perf_counter() - start}
+
+
+def _stop_if_diverged(metrics: dict[str, float], settings: Settings) -> None:
+    if metrics["policy/nonfinite_in_a_row"] >= settings.optimizer.max_nonfinite_steps:
+        raise RuntimeError(
+            f"{int(metrics['policy/nonfinite_in_a_row'])} optimizer steps in a row had a NaN or infinite loss or "
+            "gradient; the weights are those before them. Lower optimizer.learning_rate, or train in float32"
+        )

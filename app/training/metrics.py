@@ -1,0 +1,95 @@
+"""A step's samples -> the numbers of `metrics.jsonl`, over all hosts."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from app.advantage.group import zero_variance_fraction
+from app.flow import Sample
+from app.mesh.placement import gather_over_hosts
+
+
+def over_hosts(values: Sequence[float]) -> np.ndarray:
+    """Every host's values, host after host. Hosts hold equally many samples."""
+    return gather_over_hosts(np.asarray(values, np.float64)).reshape(-1)
+
+
+def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Rewards, lengths and advantages. Population statistics (ddof = 0) over samples, tokens for advantages."""
+    rewards = over_hosts([s.reward or 0.0 for s in samples])
+    lengths = over_hosts([len(s.completion_ids) for s in samples])
+    truncated = over_hosts([s.finish_reason == "length" for s in samples])
+    group_ids = over_hosts([s.group_id for s in samples])
+    metrics = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        "reward/zero_variance_fraction": zero_variance_fraction(rewards, group_ids),
+        "completions/mean_length": lengths.mean(),
+        "completions/min_length": lengths.min(),
+        "completions/max_length": lengths.max(),
+        "completions/truncated_fraction": truncated.mean(),
+    }
+    for name in samples[0].rewards or {}:
+        metrics[f"reward/{name}/mean"] = over_hosts([(s.rewards or {})[name] for s in samples]).mean()
+    # Each sample's advantage is one number on all its tokens: weight it by how many there are.
+    tokens = over_hosts([s.mask.sum() for s in samples])
+    means = over_hosts([float(s.advantages[s.mask].mean()) if s.mask.any() else 0.0 for s in samples])
+    mean = float((means * tokens).sum() / max(tokens.sum(), 1))
+    metrics["advantage/mean"] = mean
+    metrics["advantage/std"] = float(np.sqrt((tokens * (means - mean) ** 2).sum() / max(tokens.sum(), 1)))
+    return {name: float(value) for name, value in metrics.items()}
+
+
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+}
+"""Dense bfloat16 peak of one device, by the start of its kind's name. Source: the vendors' data sheets."""
+
+
+def model_flops_utilization(num_parameters: int, tokens: dict[str, float], seconds: float) -> float | None:
+    """Share of the devices' peak spent on 2 N FLOPs a token forward and 6 N forward and backward; None where
+    the peak is not known. Source: Chowdhery et al. 2022 (PaLM), appendix B."""
+    kind = jax.devices()[0].device_kind
+    peak = next((flops for start, flops in PEAK_FLOPS.items() if kind.startswith(start)), None)
+    if peak is None:
+        return None
+    flops = num_parameters * (2 * tokens["forward"] + 6 * tokens["trained"])
+    return flops / (seconds * peak * jax.device_count())
+
+
+def peak_memory_bytes() -> int:
+    """Of the fullest local device; of the whole process where devices do not count (the CPU)."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if all(stats):
+        return max(s["peak_bytes_in_use"] for s in stats)
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class CompilationCounter:
+    """Counts XLA compilations of this process from the moment it is made."""
+
+    EVENT = "/jax/core/compile/backend_compile_duration"
+
+    def __init__(self) -> None:
+        self._count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration: float, **_: object) -> None:
+        self._count += event == self.EVENT
+
+    def take(self) -> int:
+        """Compilations since the last call."""
+        count, self._count = self._count, 0
+        return count

@@ -1,0 +1,100 @@
+"""The folder of one run: who may claim it, and where its files lie."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from settings import Resolved
+from settings.errors import InputError
+from settings.schema import Run
+
+Resume = Literal["auto", "never", "must"]
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of a run: `<run.dir>/<run.name>/`."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, settings: Run) -> RunDirectory:
+        assert settings.name is not None, "derived when null"
+        return cls(Path(settings.dir).expanduser() / settings.name)
+
+    @property
+    def settings(self) -> Path:
+        return self.path / "settings.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def rollouts(self, step: int) -> Path:
+        return self.path / "rollouts" / f"step_{step:06d}.jsonl"
+
+    def evaluation(self, step: int) -> Path:
+        return self.path / "eval" / f"step_{step:06d}.jsonl"
+
+    def write_settings(self, resolved: Resolved) -> None:
+        """The resolved settings with provenance; whole or not at all."""
+        temporary = self.settings.with_suffix(".tmp")
+        temporary.write_text(resolved.to_yaml(), encoding="utf-8")
+        temporary.replace(self.settings)
+
+    @property
+    def is_occupied(self) -> bool:
+        """A run wrote its settings here."""
+        return self.settings.exists()
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return self.checkpoints.is_dir() and any(child.name.isdigit() for child in self.checkpoints.iterdir())
+
+
+def check_claim(run: RunDirectory, resume: Resume) -> None:
+    """Whether this process may run here; writes nothing.
+
+    Raises:
+        InputError: occupied without leave to resume, nothing to resume where it is a must, or not writable.
+    """
+    if run.path.exists() and not run.path.is_dir():
+        raise InputError(f"run.dir / run.name: {run.path} is a file; choose another run.name")
+    if resume == "never" and run.is_occupied:
+        raise InputError(
+            f"run.name: {run.path} already holds a run. Choose another run.name, or continue it with --resume auto"
+        )
+    if resume == "never" and run.path.is_dir() and any(run.path.iterdir()):
+        raise InputError(f"run.name: {run.path} exists and is not empty, and is no run. Choose another run.name")
+    if resume == "must" and not run.has_checkpoint:
+        raise InputError(f"--resume must: {run.path} has no checkpoint; use --resume auto to start there")
+    parent = next(p for p in (run.path, *run.path.parents) if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(f"run.dir: {parent} is not a folder that this user may write to; choose another run.dir")
+
+
+def claim(run: RunDirectory) -> IO[str]:
+    """Makes the folder and locks it for the life of the returned handle.
+
+    Raises:
+        InputError: another process is running there.
+    """
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        lock = (run.path / ".lock").open("w")
+    except OSError as error:
+        raise InputError(f"run.dir: cannot write to {run.path}: {error.strerror}; choose another run.dir") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise InputError(f"run.name: another process is running in {run.path}; choose another run.name") from error
+    return lock

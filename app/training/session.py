@@ -1,0 +1,111 @@
+"""What every verb that runs a model shares: the mesh, the decoder, its tokenizer, its compiled rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from app.flow import Prompt, Sample
+from app.mesh import placement, topology
+from app.policy.architecture import Architecture, architecture_from_config
+from app.policy.decoder import DecoderDefinition, Params
+from app.policy.kv_cache import DecodeWeights
+from app.policy.weight_files import ModelFiles, open_model
+from app.policy.weights import check_tensors, expected_entries, load_weights
+from app.prompts.tokenizer import Tokenizer, load_tokenizer
+from app.rollout.engine import Engine
+from app.rollout.sampling import SamplingRules
+from app.score.scorer import Scorer
+from settings import Settings
+from settings.errors import InputError
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """A model that has been looked at but not yet loaded: no device has been touched."""
+
+    files: ModelFiles
+    architecture: Architecture
+    definition: DecoderDefinition
+    tokenizer: Tokenizer
+
+
+def read_model_input(settings: Settings) -> ModelInput:
+    """Opens model files and tokenizer and checks that they fit each other.
+
+    Raises:
+        InputError: anything about them that would only fail later, on the device.
+    """
+    files = open_model(settings.model.path, revision=settings.model.revision)
+    architecture = architecture_from_config(files.config)
+    definition = DecoderDefinition.of(architecture)
+    check_tensors(expected_entries(definition), dict(files.weights.shapes), architecture)
+    tokenizer = load_tokenizer(files)
+    if tokenizer.vocab_size > architecture.vocab_size:
+        raise InputError(
+            f"model.path: the tokenizer has {tokenizer.vocab_size} tokens and the model's embedding only "
+            f"{architecture.vocab_size}; they do not belong together"
+        )
+    return ModelInput(files, architecture, definition, tokenizer)
+
+
+def check_context(architecture: Architecture, settings: Settings) -> None:
+    """Raises InputError where prompt and completion do not fit the model's positions."""
+    longest = settings.data.max_prompt_length + settings.rollout.max_new_tokens
+    if longest > architecture.max_positions:
+        raise InputError(
+            f"data.max_prompt_length + rollout.max_new_tokens = {settings.data.max_prompt_length} + "
+            f"{settings.rollout.max_new_tokens} = {longest} tokens, but the context of {settings.model.path} holds "
+            f"{architecture.max_positions}; lower one of the two"
+        )
+
+
+@dataclass
+class Session:
+    """A model on a mesh, with its engine and scorer."""
+
+    settings: Settings
+    input: ModelInput
+    mesh: Mesh
+    engine: Engine
+    scorer: Scorer
+
+    @classmethod
+    def open(cls, settings: Settings, model: ModelInput) -> Session:
+        """The first thing that touches a device. `topology.start` must have run."""
+        mesh = topology.make_mesh(settings.mesh)
+        placement.check_rows_per_host(mesh)
+        dtype = jnp.dtype(settings.model.dtype)
+        engine = Engine(
+            model.definition,
+            mesh,
+            eos_ids=model.tokenizer.eos_ids,
+            decode_text=model.tokenizer.decode,
+            dtype=dtype,
+            prefill_length_min=settings.rollout.prefill_length_min,
+        )
+        scorer = Scorer(model.definition, mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
+        return cls(settings, model, mesh, engine, scorer)
+
+    def load_params(self) -> Params:
+        """The weights of `model.path`, float32, on their shardings."""
+        return load_weights(self.input.definition, self.input.files.weights, self.mesh)
+
+    def sample(
+        self, weights: DecodeWeights, prompts: Sequence[Prompt], *, policy_version: int, first_group_id: int = 0
+    ) -> list[Sample]:
+        """A rollout under `rollout.*`."""
+        rollout = self.settings.rollout
+        return self.engine.generate(
+            weights,
+            prompts,
+            group_size=rollout.group_size,
+            max_new_tokens=rollout.max_new_tokens,
+            rules=SamplingRules(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p),
+            seed=self.settings.run.seed,
+            policy_version=policy_version,
+            first_group_id=first_group_id,
+        )

@@ -1,0 +1,119 @@
+"""A step's samples -> one or more optimizer steps: mini-batches, epochs, packing, placement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from app.batching.micro_batches import common_row_shape, plan_micro_batches
+from app.batching.pack import RowShape, pack_per_token, pack_tokens
+from app.flow import Sample
+from app.mesh.placement import sum_over_hosts, to_global
+from app.update.aggregation import Totals, Weights, token_mean
+from app.update.objective import UpdateBatch
+from app.update.optimizer import TrainState
+from app.update.step import UpdateStep
+
+FIRST_UPDATE_ONLY = "rollout/"
+"""Metrics under this prefix compare with the sampler: they mean something only before weights move."""
+
+
+class Updater:
+    """Feeds credited samples to a compiled update step.
+
+    Args:
+        num_mini_batches: optimizer steps per pass over a step's groups.
+        epochs: passes.
+        aggregation: what each token's loss counts; see `app.update.aggregation`.
+    """
+
+    def __init__(
+        self,
+        step: UpdateStep,
+        mesh: Mesh,
+        *,
+        aggregation: Weights,
+        num_mini_batches: int,
+        epochs: int,
+        rows_per_device: int,
+    ):
+        self.step = step
+        self.mesh = mesh
+        self.aggregation = aggregation
+        self.num_mini_batches = num_mini_batches
+        self.epochs = epochs
+        self.rows_per_device = rows_per_device
+
+    def update(
+        self, state: TrainState, samples: Sequence[Sample], *, temperature: float
+    ) -> tuple[TrainState, dict[str, float]]:
+        """The state after every mini-batch of every epoch, and the step's metrics.
+
+        Metrics are means over the updates, except maxima, the last learning rate, and those that
+        compare with the sampler, which are the first update's.
+        """
+        shape = common_row_shape(samples)
+        placed = [self._place(part, shape) for part in split_by_group(samples, self.num_mini_batches)]
+        history = []
+        for batch in placed * self.epochs:
+            with jax.set_mesh(self.mesh):
+                state, metrics = self.step(state, batch, jnp.float32(temperature))
+            history.append(metrics)
+        metrics = summarise([{k: float(v) for k, v in m.items()} for m in jax.device_get(history)])
+        return state, {**metrics, "batching/fill": fill(samples, placed)}
+
+    def _place(self, samples: Sequence[Sample], shape: RowShape) -> UpdateBatch:
+        own = Totals.of(samples)
+        totals = Totals(*sum_over_hosts(np.asarray(own)).tolist())
+        plan = plan_micro_batches(len(samples), self.mesh, rows_per_device=self.rows_per_device)
+
+        def packed(value_of) -> np.ndarray:
+            return pack_per_token(samples, plan, shape, value_of)
+
+        batch = UpdateBatch(
+            tokens=pack_tokens(samples, plan, shape),
+            behavior_logprobs=packed(lambda s: s.behavior_logprobs),
+            advantages=packed(lambda s: s.advantages),
+            loss_weights=packed(lambda s: self.aggregation(s, totals)),
+            token_weights=packed(lambda s: token_mean(s, totals)),
+            policy_logprobs=packed(lambda s: s.policy_logprobs) if samples[0].policy_logprobs is not None else None,
+            reference_logprobs=(
+                packed(lambda s: s.reference_logprobs) if samples[0].reference_logprobs is not None else None
+            ),
+        )
+        return to_global(self.mesh, batch, row_dim=1)
+
+
+def split_by_group(samples: Sequence[Sample], num_parts: int) -> Iterator[list[Sample]]:
+    """Whole groups, in order, in `num_parts` parts whose counts of groups differ by at most one."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_id, []).append(sample)
+    for part in np.array_split(np.asarray(list(groups)), num_parts):
+        yield [sample for group in part.tolist() for sample in groups[group]]
+
+
+def summarise(history: Sequence[dict[str, float]]) -> dict[str, float]:
+    """One value per metric over the updates of a training step."""
+    last = {"policy/learning_rate", "policy/nonfinite_updates", "policy/nonfinite_in_a_row"}
+
+    def over_updates(name: str) -> float:
+        values = [metrics[name] for metrics in history]
+        if name.startswith(FIRST_UPDATE_ONLY):
+            return values[0]
+        if name in last:
+            return values[-1]
+        return max(values) if name.endswith("_max") else float(np.mean(values))
+
+    return {name: over_updates(name) for name in history[0]}
+
+
+def fill(samples: Sequence[Sample], batches: Sequence[UpdateBatch]) -> float:
+    """Share of the update's token positions that hold a real token; the rest is padding. This host's rows."""
+    real = sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
+    padded = sum(batch.tokens.token_ids.size for batch in batches) // jax.process_count()
+    return real / padded

@@ -1,0 +1,255 @@
+"""The command line: parse, load settings, open one room, print.
+
+Rooms are imported inside the verbs, so that `--help`, `--version`, `--print-config` and every error
+in the settings answer without starting JAX.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TextIO
+
+import typer
+
+from settings import InputError, Resolved, load
+from settings.checks import check_for_mesh, check_for_rollout, check_for_score, check_for_train
+
+EXIT_FAILURE = 1
+EXIT_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Trains language models with GRPO on a JAX mesh.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+Config = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|PRESET", help="YAML file or preset.  [default: quickstart]", show_default=False
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="a.b=c", help="Set one setting; the value is YAML. Repeatable."),
+]
+PrintConfig = Annotated[
+    bool, typer.Option("--print-config", help="Print the resolved settings with what set each, and stop.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback with errors.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        _write(f"grpo {_version()}", sys.stdout)
+        raise typer.Exit
+
+
+@app.callback()
+def _grpo(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and stop.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None: ...
+
+
+@app.command()
+def train(
+    config: Config = None,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    resume: Annotated[
+        Literal["auto", "never", "must"],
+        typer.Option(
+            help="Continue the run directory's newest checkpoint: if there is one (auto), "
+            "refuse a used directory (never), refuse one without (must)."
+        ),
+    ] = "never",
+    debug: Debug = False,
+) -> None:
+    """Train a model: rollout, reward, score, advantage, update, again and again."""
+    with _errors_for_people(debug):
+        resolved = _resolve(config, overrides, print_config=print_config, check=check_for_train)
+        from app.training import loop
+
+        code = loop.train(resolved, resume=resume)
+    raise typer.Exit(code)
+
+
+@app.command()
+def rollout(
+    config: Config = None,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, help="JSON Lines of prompts instead of data.source."
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Take only the first prompts.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.jsonl", help="Where the samples go. Required.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Sample completions and write them as JSON Lines."""
+    with _errors_for_people(debug):
+        resolved = _resolve(config, overrides, print_config=print_config, check=check_for_rollout)
+        out = _required(out, "--out")
+        from app.training import stages
+
+        summary = stages.rollout(resolved, prompts=prompts, limit=limit, out=out)
+        _write(_as_text(summary, as_json=as_json), sys.stdout)
+
+
+@app.command()
+def score(
+    config: Config = None,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    samples: Annotated[
+        Path | None,
+        typer.Option(
+            "--input", metavar="FILE.jsonl", exists=True, dir_okay=False, help="Samples to score. Required."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.jsonl", help="Where the scored samples go. Required.")
+    ] = None,
+    role: Annotated[
+        Literal["policy", "reference", "reward"],
+        typer.Option(help="Whose logprobs to add; `reward` runs reward.functions."),
+    ] = "policy",
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Add logprobs or rewards to the samples of a file."""
+    with _errors_for_people(debug):
+        resolved = _resolve(config, overrides, print_config=print_config, check=check_for_score)
+        samples, out = _required(samples, "--input"), _required(out, "--out")
+        from app.training import stages
+
+        summary = stages.score(resolved, input=samples, out=out, role=role)
+        _write(_as_text(summary, as_json=as_json), sys.stdout)
+
+
+@app.command()
+def inspect_mesh(
+    config: Config = None,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show the devices, the mesh over them, and where weights and batches lie."""
+    with _errors_for_people(debug):
+        resolved = _resolve(config, overrides, print_config=print_config, check=check_for_mesh)
+        from app.mesh import inspect
+
+        report = inspect.report(resolved.settings)
+        _write(_as_json(report.to_dict()) if as_json else report.to_text(), sys.stdout)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="grpo")
+
+
+def _resolve(
+    config: str | None,
+    overrides: list[str] | None,
+    *,
+    print_config: bool,
+    check: Callable[[Resolved], None],
+) -> Resolved:
+    """Checked settings, with secrets in place; stops after printing them when that is all that was asked."""
+    resolved = load(config, overrides or [], os.environ)
+    _tell(resolved.notices)
+    if print_config:
+        _write(resolved.to_yaml(), sys.stdout)
+        raise typer.Exit
+    check(resolved)
+    from settings.secrets import load_secrets
+
+    _tell(load_secrets(Path.cwd()))
+    return resolved
+
+
+def _required(path: Path | None, option: str) -> Path:
+    """An option that only `--print-config` can do without."""
+    if path is None:
+        raise InputError(f"missing option {option}")
+    return path
+
+
+@contextmanager
+def _errors_for_people(debug: bool) -> Iterator[None]:
+    """Turns exceptions into a message on stderr and the exit code of its kind."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _fail("interrupted", EXIT_INTERRUPTED, debug=debug)
+    except InputError as error:
+        _fail(f"error: {error}", EXIT_INPUT, debug=debug)
+    except typer.Exit:
+        raise
+    except Exception as error:
+        hint = "" if debug else " (--debug shows the traceback)"
+        _fail(f"error: {type(error).__name__}: {error}{hint}", EXIT_FAILURE, debug=debug)
+
+
+def _fail(message: str, code: int, *, debug: bool) -> NoReturn:
+    from settings.secrets import redacted
+
+    _write(redacted(f"{traceback.format_exc()}{message}" if debug else message), sys.stderr)
+    raise typer.Exit(code)
+
+
+def _tell(notices: Sequence[str]) -> None:
+    for notice in notices:
+        _write(f"note: {notice}", sys.stderr)
+
+
+def _write(text: str, stream: TextIO) -> None:
+    """Writes lines; a reader that has seen enough (`| head`) is no error."""
+    try:
+        print(text.rstrip("\n"), file=stream, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _as_text(summary: dict[str, Any], *, as_json: bool) -> str:
+    if as_json:
+        return _as_json(summary)
+    width = max(map(len, summary), default=0)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in summary.items())
+
+
+def _as_json(result: Any) -> str:
+    return json.dumps(result, indent=2, ensure_ascii=False)
+
+
+def _version() -> str:
+    try:
+        return version("grpo")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    main()

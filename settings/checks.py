@@ -1,0 +1,147 @@
+"""What must hold between settings before a verb starts: each check a function, each verb a list of them.
+
+A check returns what is wrong and what would be right, or None. Checks that need a model file, a data
+set or a device live with whoever opens it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from settings.errors import InputError
+from settings.fields import value_of
+from settings.resolve import Resolved
+
+Check = Callable[[Resolved], str | None]
+
+
+def check_for_train(resolved: Resolved) -> None:
+    """Raises InputError listing everything that keeps these settings from being trained with."""
+    _run(
+        resolved,
+        (
+            _groups_have_siblings,
+            _siblings_differ,
+            _some_reward_counts,
+            _mini_batches_divide_the_step,
+            _longest_sample_fits,
+            _warmup_ends,
+            _processes_are_known,
+        ),
+    )
+
+
+def check_for_rollout(resolved: Resolved) -> None:
+    """Raises InputError listing everything that keeps these settings from being sampled with."""
+    _run(resolved, (_longest_sample_fits, _processes_are_known))
+
+
+def check_for_score(resolved: Resolved) -> None:
+    """Raises InputError; lengths are not checked, because scoring takes its shapes from its input."""
+    _run(resolved, (_processes_are_known,))
+
+
+def check_for_mesh(resolved: Resolved) -> None:
+    """Raises InputError when the processes of the mesh are half described."""
+    _run(resolved, (_processes_are_known,))
+
+
+def _run(resolved: Resolved, checks: Sequence[Check]) -> None:
+    problems = [problem for check in checks if (problem := check(resolved))]
+    if problems:
+        raise InputError("\n".join(problems))
+
+
+def _named(resolved: Resolved, field: str) -> str:
+    """`rollout.group_size = 1 (from env:NUM_PRE_Q)`."""
+    return f"{field} = {value_of(resolved.settings, field)!r} (from {resolved.origin(field)})"
+
+
+def _groups_have_siblings(resolved: Resolved) -> str | None:
+    if resolved.settings.rollout.group_size >= 2:
+        return None
+    return (
+        f"{_named(resolved, 'rollout.group_size')}: {resolved.settings.algorithm.name} compares the samples "
+        "of a prompt with each other, so it needs at least 2; 8 is usual"
+    )
+
+
+def _siblings_differ(resolved: Resolved) -> str | None:
+    if resolved.settings.rollout.temperature > 0:
+        return None
+    return (
+        f"{_named(resolved, 'rollout.temperature')}: greedy samples of a prompt are all alike, which leaves "
+        f"{resolved.settings.algorithm.name} nothing to compare; set it above 0, 1.0 is usual"
+    )
+
+
+def _some_reward_counts(resolved: Resolved) -> str | None:
+    if any(function.weight != 0 for function in resolved.settings.reward.functions):
+        return None
+    return (
+        f"reward.functions (from {resolved.origin('reward.functions')}): every weight is 0, so every sample "
+        "would have reward 0; give one a weight such as 1.0"
+    )
+
+
+def _mini_batches_divide_the_step(resolved: Resolved) -> str | None:
+    step = resolved.settings.rollout.prompts_per_step
+    mini_batch = resolved.settings.algorithm.mini_batch_prompts or step
+    if step % mini_batch == 0:
+        return None
+    divisors = [size for size in range(1, step + 1) if step % size == 0]
+    below = [size for size in divisors if size < mini_batch][-1:]
+    above = [size for size in divisors if size > mini_batch][:1]
+    return (
+        f"{_named(resolved, 'algorithm.mini_batch_prompts')} does not divide "
+        f"{_named(resolved, 'rollout.prompts_per_step')}; the nearest that does: "
+        f"{' or '.join(map(str, below + above))}"
+    )
+
+
+def _longest_sample_fits(resolved: Resolved) -> str | None:
+    rollout, data = resolved.settings.rollout, resolved.settings.data
+    longest = data.max_prompt_length + rollout.max_new_tokens
+    if rollout.max_length_total is None or longest <= rollout.max_length_total:
+        return None
+    room = rollout.max_length_total - data.max_prompt_length
+    lower = f", or lower rollout.max_new_tokens to {room}" if room >= 1 else ""
+    return (
+        f"{_named(resolved, 'data.max_prompt_length')} and {_named(resolved, 'rollout.max_new_tokens')} make "
+        f"{longest} tokens, more than {_named(resolved, 'rollout.max_length_total')}; "
+        f"raise that to {longest} (or null){lower}"
+    )
+
+
+def _warmup_ends(resolved: Resolved) -> str | None:
+    settings = resolved.settings
+    step = settings.rollout.prompts_per_step
+    mini_batches = step // (settings.algorithm.mini_batch_prompts or step)
+    updates = settings.run.steps * settings.algorithm.epochs * mini_batches
+    if settings.optimizer.warmup_steps < max(updates, 1):
+        return None
+    return (
+        f"{_named(resolved, 'optimizer.warmup_steps')}: {_named(resolved, 'run.steps')} make {updates} "
+        f"optimizer steps, so the warm-up would not end; lower it to at most {updates - 1}"
+    )
+
+
+def _processes_are_known(resolved: Resolved) -> str | None:
+    mesh = resolved.settings.mesh
+    trio = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
+    missing = [field for field in trio if value_of(resolved.settings, field) is None]
+    if missing and len(missing) < len(trio):
+        present = " and ".join(_named(resolved, field) for field in trio if field not in missing)
+        return (
+            f"{present}: also set {' and '.join(missing)}, or none of the three where the platform knows them"
+        )
+    if (
+        mesh.num_processes is not None
+        and mesh.process_id is not None
+        and mesh.process_id >= mesh.num_processes
+    ):
+        return (
+            f"{_named(resolved, 'mesh.process_id')} is too large for "
+            f"{_named(resolved, 'mesh.num_processes')}; ids go from 0 to {mesh.num_processes - 1}"
+        )
+    return None

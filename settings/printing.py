@@ -1,0 +1,47 @@
+"""Settings as YAML for people, which `--config` also takes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from settings.schema import Settings
+from settings.strict_yaml import plain_scalar
+
+
+def to_yaml(settings: Settings, provenance: Mapping[str, str]) -> str:
+    """Every setting on a line of its own, with what set it as a comment."""
+    return "\n".join(_lines(settings.model_dump(mode="json"), provenance, prefix="")) + "\n"
+
+
+def _lines(section: dict[str, Any], provenance: Mapping[str, str], *, prefix: str) -> list[str]:
+    lines = []
+    indent = "  " * prefix.count(".")
+    for name, value in section.items():
+        field = prefix + name
+        if field in provenance:
+            lines.append(f"{indent}{name}: {_on_one_line(value)}  # {provenance[field]}")
+        else:
+            lines += [f"{indent}{name}:", *_lines(value, provenance, prefix=f"{field}.")]
+    return lines
+
+
+def _on_one_line(value: Any) -> str:
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False
+    )
+    return text.removesuffix("...\n").strip()
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `strict_yaml` would not read back as the same text, and keeps text on one line."""
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    quoted = not text.isprintable() or plain_scalar(text) is not text
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if quoted else None)
+
+
+_Dumper.add_representer(str, _represent_text)

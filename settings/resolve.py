@@ -1,0 +1,166 @@
+"""Joins the layers into settings: defaults, then YAML, `--set`, environment, derived; later wins."""
+
+from __future__ import annotations
+
+import re
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import InitSettingsSource
+
+from settings.config_file import find
+from settings.errors import InputError
+from settings.fields import FIELDS, ITEM_KEYS, did_you_mean, nearest_of, nested
+from settings.layers import (
+    Layer,
+    Leaf,
+    environment_layer,
+    environment_notices,
+    set_layer,
+    spoken,
+    yaml_layer,
+)
+from settings.printing import to_yaml
+from settings.schema import HISTORIC_PROMPT_ALLOWANCE, Settings
+from settings.strict_yaml import Node, parse_file
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Settings, and what set each of them."""
+
+    settings: Settings
+    provenance: Mapping[str, str]
+    """Dotted field -> `default`, `yaml:FILE:LINE`, `set`, `env:NAME` or `derived`."""
+    notices: tuple[str, ...] = ()
+    """What the user should be told on stderr."""
+
+    def to_yaml(self) -> str:
+        """The settings as YAML that `--config` takes, each value with its provenance as a comment."""
+        return to_yaml(self.settings, self.provenance)
+
+    def origin(self, field: str) -> str:
+        """What set a field, for the inside of a sentence."""
+        return spoken(self.provenance[field])
+
+
+def load(config: str | None, overrides: Sequence[str], environ: Mapping[str, str]) -> Resolved:
+    """The settings of a run.
+
+    `config` is a path or a preset's name (None: the embedded default), `overrides` the `--set` options.
+
+    Raises: InputError for whatever is wrong with any of the three.
+    """
+    file = find(config)
+    in_yaml = yaml_layer(parse_file(file.content, name=file.name), file=file.name)
+    in_set = set_layer(overrides)
+    in_environment = environment_layer(environ)
+    layers = [in_environment, in_set, in_yaml]
+    given = _validated(layers)
+    layers.insert(0, _derived(given, _provenance(layers), config_stem=file.stem))
+    return Resolved(
+        settings=_validated(layers),
+        provenance=_provenance(layers),
+        notices=tuple(environment_notices(in_environment, in_set)),
+    )
+
+
+def _validated(layers: Sequence[Layer]) -> Settings:
+    """Settings from layers, the strongest first: pydantic-settings merges and validates them."""
+    sources = tuple(
+        InitSettingsSource(Settings, nested({field: leaf.value for field, leaf in layer.items()}))
+        for layer in layers
+    )
+    try:
+        return Settings(_build_sources=(sources, {}))
+    except ValidationError as error:
+        leaves = ChainMap(*layers)
+        # pydantic counts only the valid items of a list, so each invalid one would be reported twice.
+        problems = [d for d in error.errors() if not (d["type"] == "too_short" and d["input"])]
+        raise InputError("\n".join(_explained(details, leaves) for details in problems)) from None
+
+
+def _provenance(layers: Sequence[Layer]) -> dict[str, str]:
+    leaves = ChainMap(*layers)
+    return {field: leaves[field].origin if field in leaves else "default" for field in FIELDS}
+
+
+def _derived(given: Settings, provenance: Mapping[str, str], *, config_stem: str) -> Layer:
+    """Values for fields left null: from other settings alone, never from a device or a model file."""
+    rollout, data = given.rollout, given.data
+    prompt_allowance = max(HISTORIC_PROMPT_ALLOWANCE, data.max_prompt_length)
+    inherited = Leaf(given.score.rows_per_device, provenance["score.rows_per_device"])
+    layer: Layer = {}
+    if given.run.name is None:
+        layer["run.name"] = Leaf(f"{_as_run_name(config_stem)}-seed{given.run.seed}", "derived")
+    if data.eval_source is None:
+        layer["data.eval_source"] = Leaf(data.source, "derived")
+    if data.eval_split is None:
+        layer["data.eval_split"] = Leaf("test", "derived")
+    if rollout.max_length_total is None:
+        layer["rollout.max_length_total"] = Leaf(rollout.max_new_tokens + prompt_allowance, "derived")
+    if given.score.policy.rows_per_device is None:
+        layer["score.policy.rows_per_device"] = inherited
+    if given.score.reference.rows_per_device is None:
+        layer["score.reference.rows_per_device"] = inherited
+    if given.algorithm.mini_batch_prompts is None:
+        layer["algorithm.mini_batch_prompts"] = Leaf(rollout.prompts_per_step, "derived")
+    return layer
+
+
+def _as_run_name(stem: str) -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)[:80]
+    return name if name[:1].isalnum() else f"run{name}"
+
+
+def _explained(details: ErrorDetails, leaves: Mapping[str, Leaf]) -> str:
+    """One line for one of pydantic's errors: field, reason, value, and where it was set."""
+    location = details["loc"]
+    depth = next(n for n in range(len(location), 0, -1) if n == 1 or _dotted(location[:n]) in FIELDS)
+    field, inside = _dotted(location[:depth]), location[depth:]
+    leaf = leaves.get(field)
+    name = field + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in inside)
+    origin = f" (from {spoken(_origin_inside(leaf, inside))})" if leaf else ""
+    if details["type"] == "extra_forbidden":
+        known = list(ITEM_KEYS.get(field, ()))
+        suggestion = did_you_mean(nearest_of(str(location[-1]), known)) or f"; known: {', '.join(known)}"
+        return f"unknown setting {name}{origin}{suggestion}"
+    return f"{name}: {_reason(details)}, got {_shortened(details['input'])}{origin}"
+
+
+def _reason(details: ErrorDetails) -> str:
+    reason = details["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ")
+    value = details["input"]
+    if details["type"] == "int_type" and isinstance(value, float) and value.is_integer():
+        reason += f" (write {value:.0f})"
+    return reason[0].lower() + reason[1:]
+
+
+def _origin_inside(leaf: Leaf, keys: Sequence[int | str]) -> str:
+    """The leaf's provenance, with the line of the item that `keys` leads to."""
+    file, _, line = leaf.origin.rpartition(":")
+    if leaf.node is None or not file.startswith("yaml:"):
+        return leaf.origin
+    return f"{file}:{_line_inside(leaf.node, keys) if keys else line}"
+
+
+def _line_inside(node: Node, keys: Sequence[int | str]) -> int:
+    for key in keys:
+        if isinstance(node.value, list) and isinstance(key, int):
+            node = node.value[key]
+        elif isinstance(node.value, dict) and isinstance(key, str):
+            node = node.value.get(key, node)
+    return node.line
+
+
+def _dotted(location: Sequence[int | str]) -> str:
+    return ".".join(map(str, location))
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

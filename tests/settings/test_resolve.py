@@ -1,0 +1,420 @@
+"""Layers, precedence, provenance, derived values and the errors of settings."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from settings import InputError, Resolved, Settings, load
+from settings.config_file import presets
+from settings.fields import FIELDS, value_of
+from settings.historic import HISTORIC
+from settings.layers import env_name
+
+EXAMPLES = {
+    "run.steps": 7,
+    "rollout.prompts_per_step": 6,
+    "rollout.group_size": 5,
+    "rollout.max_new_tokens": 33,
+    "rollout.max_length_total": 999,
+    "rollout.prefill_length_min": 48,
+    "mesh.shape": "1,-1,1",
+    "model.path": "some/where",
+    "logging.wandb_project": "a-project",
+    "run.name": "a-name",
+    "logging.wandb_mode": "offline",
+    "score.policy.rows_per_device": 3,
+    "score.reference.rows_per_device": 2,
+    "algorithm.mini_batch_prompts": 4,
+}
+"""A value other than the default for the field of every historic name."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load_text(folder: Path, text: str, *overrides: str, **environ: str) -> Resolved:
+    (folder / "c.yaml").write_text(text)
+    return load("c.yaml", overrides, environ)
+
+
+def with_sets(*overrides: str, **environ: str) -> Resolved:
+    return load(None, overrides, environ)
+
+
+# Precedence
+
+
+def test_later_layers_win_and_provenance_names_the_winner(folder: Path) -> None:
+    text = "optimizer:\n  beta1: 0.1\n  beta2: 0.1\n  epsilon: 0.1\n"
+    resolved = load_text(
+        folder,
+        text,
+        "optimizer.beta2=0.2",
+        "optimizer.epsilon=0.2",
+        GRPO__OPTIMIZER__EPSILON="0.3",
+    )
+    optimizer = resolved.settings.optimizer
+    assert (optimizer.weight_decay, optimizer.beta1, optimizer.beta2, optimizer.epsilon) == (0, 0.1, 0.2, 0.3)
+    assert resolved.provenance["optimizer.weight_decay"] == "default"
+    assert resolved.provenance["optimizer.beta1"] == "yaml:c.yaml:2"
+    assert resolved.provenance["optimizer.beta2"] == "set"
+    assert resolved.provenance["optimizer.epsilon"] == "env:GRPO__OPTIMIZER__EPSILON"
+    assert resolved.provenance["run.name"] == "derived"
+
+
+def test_every_field_has_a_provenance() -> None:
+    assert list(with_sets().provenance) == list(FIELDS)
+
+
+def test_the_environment_overriding_a_set_is_announced() -> None:
+    (notice,) = with_sets("run.steps=3", GRPO__RUN__STEPS="4").notices
+    assert notice == "environment variable GRPO__RUN__STEPS sets run.steps to 4, instead of 3 from --set"
+
+
+def test_a_bare_historic_variable_is_announced_once() -> None:
+    resolved = with_sets("num_pre_q=3", NUM_PRE_Q="4", PATH="/bin")
+    assert resolved.notices == (
+        "environment variable NUM_PRE_Q sets rollout.group_size to 4, instead of 3 from --set",
+    )
+    assert with_sets(GRPO__ROLLOUT__GROUP_SIZE="4").notices == ()
+
+
+def test_variables_of_other_programs_are_left_alone() -> None:
+    assert with_sets(MODEL="x", RUN="y", EVAL="1", steps="9", GRPO="z").settings == with_sets().settings
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_field_can_be_set_from_the_environment(field: str) -> None:
+    resolved = load(None, [], {env_name(field): "wrong\ttype" if "name" not in field else "good"})
+    assert resolved.provenance[field] == f"env:{env_name(field)}"
+
+
+def test_null_takes_back_what_a_lower_layer_set(folder: Path) -> None:
+    resolved = load_text(folder, "rollout: {max_length_total: 500}", "rollout.max_length_total=null")
+    assert resolved.provenance["rollout.max_length_total"] == "derived"
+
+
+def test_a_section_without_content_sets_nothing(folder: Path) -> None:
+    resolved = load_text(folder, "rollout:\n  # group_size: 4\nscore:\n  policy: null\n")
+    assert set(resolved.provenance.values()) == {"default", "derived"}
+
+
+# Historic names
+
+
+def test_every_historic_name_has_an_example() -> None:
+    assert set(HISTORIC.values()) == set(EXAMPLES)
+
+
+@pytest.mark.parametrize(("name", "field"), HISTORIC.items())
+def test_historic_names_work_in_every_layer(folder: Path, name: str, field: str) -> None:
+    value = EXAMPLES[field]
+    assert value_of(load_text(folder, "run: {seed: 1}").settings, field) != value
+    for resolved, origin in [
+        (load_text(folder, f"{name}: {value}"), "yaml:c.yaml:1"),
+        (with_sets(f"{name}={value}"), "set"),
+        (with_sets(**{name.upper(): str(value)}), f"env:{name.upper()}"),
+    ]:
+        assert value_of(resolved.settings, field) == value
+        assert resolved.provenance[field] == origin
+
+
+# Derived values
+
+
+def test_the_total_length_leaves_room_for_the_prompt(folder: Path) -> None:
+    total = "rollout.max_length_total"
+    short = load_text(folder, "rollout: {max_new_tokens: 1024}\ndata: {max_prompt_length: 16}")
+    assert (value_of(short.settings, total), short.provenance[total]) == (1024 + 128, "derived")
+    long = load_text(folder, "rollout: {max_new_tokens: 1024}\ndata: {max_prompt_length: 512}")
+    assert value_of(long.settings, total) == 1024 + 512
+
+
+def test_a_run_is_named_after_its_config_and_seed(folder: Path) -> None:
+    assert with_sets("run.seed=3").settings.run.name == "quickstart-seed3"
+    (folder / "_my config!.yaml").write_text("run: {seed: 5}")
+    assert load("_my config!.yaml", [], {}).settings.run.name == "run_my-config--seed5"
+
+
+def test_score_roles_inherit_and_show_where_the_value_came_from(folder: Path) -> None:
+    resolved = load_text(folder, "score:\n  rows_per_device: 3\n  reference:\n    rows_per_device: 2\n")
+    score = resolved.settings.score
+    assert (score.policy.rows_per_device, score.reference.rows_per_device) == (3, 2)
+    assert resolved.provenance["score.policy.rows_per_device"] == "yaml:c.yaml:2"
+    assert resolved.provenance["score.reference.rows_per_device"] == "yaml:c.yaml:4"
+
+
+def test_the_rest_is_derived_from_other_settings(folder: Path) -> None:
+    settings = load_text(folder, "batch_size: 6\ndata: {source: 'rows.jsonl'}").settings
+    assert settings.algorithm.mini_batch_prompts == 6
+    assert (settings.data.eval_source, settings.data.eval_split) == ("rows.jsonl", "test")
+    assert settings.mesh.shape == "auto"
+
+
+# Printing
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_what_is_printed_can_be_loaded_again(folder: Path, preset: str) -> None:
+    resolved = load(preset, ["run.seed=3"], {})
+    again = load_text(folder, resolved.to_yaml())
+    assert again.settings == resolved.settings
+    assert not {"default", "derived"} & set(again.provenance.values())
+
+
+def test_every_printed_value_says_what_set_it() -> None:
+    text = with_sets("run.steps=3", WANDB_MODE="offline").to_yaml()
+    lines = [line.strip() for line in text.splitlines() if not line.endswith(":")]
+    assert len(lines) == len(FIELDS)
+    assert "steps: 3  # set" in lines
+    assert "wandb_mode: offline  # env:WANDB_MODE" in lines
+    assert "name: quickstart-seed0  # derived" in lines
+    assert "beta1: 0.9  # default" in lines
+
+
+@given(st.text(), st.floats(min_value=0, exclude_min=True, allow_infinity=False))
+def test_any_text_and_number_survives_printing(
+    tmp_path_factory: pytest.TempPathFactory, text: str, rate: float
+) -> None:
+    if not text.isprintable() and any(0xD800 <= ord(letter) < 0xE000 for letter in text):
+        return  # a lone surrogate cannot be written as UTF-8
+    resolved = with_sets()
+    settings = resolved.settings.model_copy(
+        update={
+            "data": resolved.settings.data.model_copy(update={"system_prompt": text}),
+            "optimizer": resolved.settings.optimizer.model_copy(update={"learning_rate": rate}),
+        }
+    )
+    path = tmp_path_factory.getbasetemp() / "printed.yaml"
+    path.write_text(Resolved(settings, resolved.provenance).to_yaml(), encoding="utf-8")
+    again = load(str(path), [], {}).settings
+    assert (again.data.system_prompt, again.optimizer.learning_rate) == (text, rate)
+
+
+# Values
+
+
+@pytest.mark.parametrize("value", ["12e4567", "007", "true", "1.50"])
+def test_free_text_stays_as_it_was_written(folder: Path, value: str) -> None:
+    assert with_sets(f"model.revision={value}").settings.model.revision == value
+    assert with_sets(GRPO__MODEL__REVISION=value).settings.model.revision == value
+    assert load_text(folder, f"model: {{revision: {value}}}").settings.model.revision == value
+
+
+def test_a_small_number_is_a_number_in_every_layer(folder: Path) -> None:
+    rate = "optimizer.learning_rate"
+    assert value_of(load_text(folder, "optimizer: {learning_rate: 3e-6}").settings, rate) == 3e-6
+    assert value_of(with_sets(f"{rate}=3e-6").settings, rate) == 3e-6
+    assert value_of(with_sets(GRPO__OPTIMIZER__LEARNING_RATE="3e-6").settings, rate) == 3e-6
+
+
+def test_lists_and_mappings_can_be_set() -> None:
+    settings = with_sets("reward.functions=[gsm8k, {name: gsm8k_format, weight: 0.5}]").settings
+    assert [(function.name, function.weight) for function in settings.reward.functions] == [
+        ("gsm8k", 1.0),
+        ("gsm8k_format", 0.5),
+    ]
+
+
+def test_the_mesh_shape_loses_its_spaces() -> None:
+    assert with_sets("mesh.shape=1, -1, 1").settings.mesh.shape == "1,-1,1"
+
+
+def test_defaults_alone_are_valid_and_need_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL", "{}")
+    monkeypatch.setenv("RUN", "nonsense")
+    assert Settings().run.steps == 100
+
+
+# Errors
+
+BAD_SETS = [
+    ("steps", "expected NAME=VALUE"),
+    ("=3", "expected NAME=VALUE"),
+    ("run.steps=", "has no value"),
+    ("run.steps=abc", "run.steps: expected a valid integer, got 'abc' (from --set)"),
+    ("run.steps=1e3", "expected a valid integer (write 1000), got 1000.0"),
+    ("run.steps=10.5", "run.steps: expected a valid integer, got 10.5"),
+    ("run.steps='10'", "expected a valid integer, got '10'"),
+    ("run.steps=yes", "expected a valid integer, got 'yes'"),
+    ("run.steps=true", "expected a valid integer, got True"),
+    ("run.steps=null", "expected a valid integer, got None"),
+    ("run.steps=[1]", "expected a valid integer, got [1]"),
+    ("run.steps=0", "expected greater than or equal to 1, got 0"),
+    ("run.steps=-1", "expected greater than or equal to 1, got -1"),
+    ("run.seed=-1", "expected greater than or equal to 0"),
+    ("run.seed=1180591620717411303424", "expected less than 2147483648"),
+    ("optimizer.learning_rate=-1e-6", "expected greater than 0, got -1e-06"),
+    ("optimizer.learning_rate=.nan", "expected a finite number, got nan"),
+    ("optimizer.learning_rate=.inf", "expected a finite number, got inf"),
+    ("optimizer.learning_rate=1e999", "expected a finite number, got inf"),
+    ("optimizer.learning_rate=true", "expected a valid number, got True"),
+    ("optimizer.max_grad_norm=0", "expected greater than 0"),
+    ("algorithm.beta=-0.1", "expected greater than or equal to 0"),
+    ("algorithm.clip_low=0", "expected greater than 0"),
+    ("algorithm.clip_low=1.5", "expected less than 1"),
+    ("algorithm.mini_batch_prompts=0", "expected greater than or equal to 1"),
+    ("algorithm.loss_aggregation=sum", "expected 'token-mean' or 'sequence-mean-token-mean', got 'sum'"),
+    ("rollout.temperature=-1", "expected greater than or equal to 0"),
+    ("rollout.top_k=-5", "expected greater than or equal to 0"),
+    ("rollout.top_p=0", "expected greater than 0"),
+    ("rollout.top_p=1.2", "expected less than or equal to 1"),
+    ("rollout.group_size=0", "expected greater than or equal to 1"),
+    ("checkpoint.every_steps=0", "expected greater than or equal to 1"),
+    ("checkpoint.keep=0", "expected greater than or equal to 1"),
+    ("model.dtype=fp17", "expected 'float32' or 'bfloat16', got 'fp17'"),
+    ("logging.wandb_mode=dryrun", "expected 'online', 'offline' or 'disabled'"),
+    ("data.shuffle=1", "expected a valid boolean, got 1"),
+    ("data.difficulty=[]", "at least 1 item"),
+    ("data.difficulty=[1, 9]", "data.difficulty[1]: expected less than or equal to 6, got 9"),
+    ("data.system_prompt={a: b}", "expected a valid string"),
+    ("reward.functions=[gsm8]", "reward.functions[0].name: expected 'gsm8k'"),
+    ("reward.functions=[gsm8k, gsm8k]", "`gsm8k` stands there 2 times"),
+    ("reward.functions=[{name: gsm8k, wieght: 2}]", "reward.functions[0].wieght (from --set); did you mean weight?"),
+    ("mesh.shape=2,4", "three sizes `dp,fsdp,tp`"),
+    ("mesh.shape=-1,-1,1", "at most one -1"),
+    ("mesh.shape=0,8,1", "three sizes `dp,fsdp,tp`"),
+    ("mesh.shape=a,b,c", "three sizes `dp,fsdp,tp`"),
+    ("mesh.coordinator_address=localhost", "expected `host:port`"),
+    ("run.name=../../etc/x", "expected at most 100 letters"),
+    ("run.name=/tmp/x", "expected at most 100 letters"),
+    ("run.name=a/b", "expected at most 100 letters"),
+    ("run.name=-rf", "expected at most 100 letters"),
+    ("run.name=$(touch x)", "expected at most 100 letters"),
+    ("run.name=''", "expected at most 100 letters"),
+    ('run.name="a\\0b"', "expected at most 100 letters"),
+    ('run.name="a\\n"', "expected at most 100 letters"),
+    (f"run.name={'a' * 101}", "expected at most 100 letters"),
+    ("run=3", "run (--set) is a section of settings"),
+    ("optimizer.learning_rat=1", "unknown setting optimizer.learning_rat (--set); did you mean optimizer.learning_rate?"),
+    ("learning_rat=1", "did you mean optimizer.learning_rate?"),
+    ("temperature=1", "did you mean eval.temperature or rollout.temperature?"),
+    ("score.polcy.rows_per_device=1", "did you mean score.policy.rows_per_device?"),
+    ("num_preq=1", "did you mean num_pre_q?"),
+    ("a.b.c=1", "unknown setting a.b.c (--set)"),
+    ("critic.max_tokens_per_device=1", "unknown setting critic.max_tokens_per_device"),
+    ("use_dynamic_bsz=true", "unknown setting use_dynamic_bsz"),
+    ("wandb_api_key=x", "is a secret; it belongs in the environment or a .env as WANDB_API_KEY"),
+    ("run.steps=[1", "--set run.steps:1:3: not valid YAML"),
+    ("run.steps=!!python/name:os.system", "tags such as"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "message"), BAD_SETS)
+def test_a_bad_set_is_refused(override: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        with_sets(override)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run:\n  steps: abc\n", "run.steps: expected a valid integer, got 'abc' (from yaml:c.yaml:2)"),
+        ("# x\nnum_pre_q: 0\n", "rollout.group_size: expected greater than or equal to 1, got 0 (from yaml:c.yaml:2)"),
+        ("reward:\n  functions:\n    - gsm8k\n    - name: x\n", "reward.functions[1].name: expected 'gsm8k'"),
+        ("reward:\n  functions:\n    - gsm8k\n    - name: x\n", "(from yaml:c.yaml:4)"),
+        ("rollout:\n  groop_size: 4\n", "rollout.groop_size (yaml:c.yaml:2); did you mean rollout.group_size?"),
+        ("score:\n  policy:\n    row_per_device: 4\n", "score.policy.row_per_device (yaml:c.yaml:3); did you mean"),
+        ("rolout:\n  group_size: 4\n", "unknown setting rolout (yaml:c.yaml:1); did you mean rollout?"),
+        ("group_size: 4\n", "unknown setting group_size (yaml:c.yaml:1); did you mean rollout.group_size?"),
+        ("run: 3\n", "run (yaml:c.yaml:1) is a section of settings; set what is in it, such as run.name"),
+        ("run: [1]\n", "is a section of settings"),
+        ("score:\n  policy: 3\n", "score.policy (yaml:c.yaml:2) is a section of settings"),
+        ("batch_size: 4\nrollout:\n  prompts_per_step: 4\n", "rollout.prompts_per_step is set twice: batch_size (yaml:c.yaml:1) and rollout.prompts_per_step (yaml:c.yaml:3)"),
+        ("steps: 4\ntraining_steps: 4\n", "run.steps is set twice"),
+        ("<<: {run: {steps: 3}}\n", "unknown setting <<"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_is_refused_with_its_line(folder: Path, text: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_text(folder, text)
+    assert message in str(caught.value)
+
+
+def test_all_unknown_names_of_a_file_are_listed_at_once(folder: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        load_text(folder, "run: {stepz: 1}\nmodel: {pth: x}\n")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_all_wrong_values_are_listed_at_once() -> None:
+    with pytest.raises(InputError) as caught:
+        with_sets("run.steps=a", "model.dtype=b", "data.difficulty=[x]")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"STEPS": "abc"}, "run.steps: expected a valid integer, got 'abc' (from env:STEPS)"),
+        ({"STEPS": ""}, "environment variable STEPS is empty"),
+        ({"GRPO__RUN__STEPS": " "}, "environment variable GRPO__RUN__STEPS is empty"),
+        ({"STEPS": "1", "GRPO__RUN__STEPS": "1"}, "run.steps is set twice"),
+        ({"GRPO__ROLOUT__GROUP_SIZE": "1"}, "GRPO__ROLOUT__GROUP_SIZE (names are GRPO__SECTION__FIELD); did you mean GRPO__ROLLOUT__GROUP_SIZE?"),
+        ({"GRPO__GROUP_SIZE": "1"}, "did you mean GRPO__ROLLOUT__GROUP_SIZE?"),
+        ({"GRPO__run__steps": "1"}, "did you mean GRPO__RUN__STEPS?"),
+        ({"GRPO__RUN": "{steps: 3}"}, "unknown environment variable GRPO__RUN"),
+        ({"GRPO__STEPS": "3"}, "unknown environment variable GRPO__STEPS"),
+        ({"BATCH_SIZE": "[1"}, "environment variable BATCH_SIZE:1:3: not valid YAML"),
+    ],
+)  # fmt: skip
+def test_a_bad_environment_is_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load(None, [], environ)
+    assert message in str(caught.value)
+
+
+def test_a_setting_may_be_set_only_once_on_the_command_line() -> None:
+    with pytest.raises(
+        InputError, match=r"run\.steps is set twice: steps \(--set\) and run\.steps \(--set\)"
+    ):
+        with_sets("steps=1", "run.steps=2")
+
+
+# Config files
+
+
+def test_a_missing_config_is_named_in_full_beside_the_presets(folder: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        load("quikstart", [], {})
+    assert str(folder / "quikstart") in str(caught.value)
+    assert "did you mean quickstart?" in str(caught.value)
+    assert all(preset in str(caught.value) for preset in presets())
+
+
+@pytest.mark.parametrize("config", ["missing.yaml", "a\0b", "c.yaml/x", ""])
+def test_a_config_that_is_no_file_is_refused(folder: Path, config: str) -> None:
+    (folder / "c.yaml").write_text("run: {seed: 1}")
+    with pytest.raises(InputError, match=r"config file (not found|.*cannot be read)"):
+        load(config, [], {})
+
+
+def test_a_directory_is_no_config(folder: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read: Is a directory"):
+        load(str(folder), [], {})
+
+
+def test_a_preset_is_found_from_any_directory(folder: Path) -> None:
+    (folder / "quickstart").mkdir()
+    resolved = load("quickstart", [], {})
+    assert resolved.provenance["model.path"].startswith("yaml:settings/presets/quickstart.yaml:")
+
+
+def test_the_historic_runner_keeps_its_numbers() -> None:
+    settings = load("gsm8k_qwen2_5_3b_v4_16", [], {}).settings
+    assert (settings.mesh.shape, settings.rollout.group_size, settings.rollout.prompts_per_step) == (
+        "1,-1,1",
+        8,
+        16,
+    )
+    assert (settings.rollout.max_new_tokens, settings.model.path) == (1024, "Qwen/Qwen2.5-3B-Instruct")
+    assert math.isclose(settings.optimizer.learning_rate, 1e-6)

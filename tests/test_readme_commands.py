@@ -1,0 +1,98 @@
+"""The commands people are told to type, tried as written.
+
+Every line of a ```bash block counts. A script must exist and parse. A `grpo` command runs with
+`--print-config` added, which resolves its settings and stops; with `--help` or `--version` it runs as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DOCUMENTS = [
+    path
+    for pattern in ("README.md", "CONTRIBUTING.md", "sops/**/*.md")
+    for path in sorted(REPOSITORY.glob(pattern))
+]
+CONSOLE_SCRIPT = "import sys; from cli import main; sys.exit(main())"
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+SHELL_OPERATOR = re.compile(r"\d?[<>|&;]")
+
+
+def bash_commands(markdown: str) -> Iterator[str]:
+    """Each command of each ```bash block, continued lines joined, comments and blank lines left out."""
+    for block in re.findall(r"^```bash\n(.*?)^```", markdown, flags=re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            if shlex.split(line, comments=True):
+                yield line.strip()
+
+
+def words_and_environment(command: str) -> tuple[list[str], dict[str, str]]:
+    """Arguments up to the first pipe, redirection or `&&`, and the assignments that stand before them."""
+    words = shlex.split(command, comments=True)
+    words = list(itertools.takewhile(lambda word: not SHELL_OPERATOR.match(word), words))
+    environment = {}
+    while words and ASSIGNMENT.match(words[0]):
+        name, _, environment[name] = words.pop(0).partition("=")
+    return words, environment
+
+
+COMMANDS = [
+    pytest.param(command, id=f"{path.name}: {command}")
+    for path in DOCUMENTS
+    for command in dict.fromkeys(bash_commands(path.read_text(encoding="utf-8")))
+]
+
+
+def test_readme_and_contributing_show_commands() -> None:
+    for name in ("README.md", "CONTRIBUTING.md"):
+        assert list(bash_commands((REPOSITORY / name).read_text(encoding="utf-8"))), (
+            f"{name} shows no command"
+        )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_works_as_written(command: str) -> None:
+    words, environment = words_and_environment(command)
+    for word in words:
+        if re.fullmatch(r"(\./)?(scripts/[\w/-]+\.sh|\.ci/run)", word):
+            subprocess.run(["bash", "-n", REPOSITORY / word], check=True)
+    if words[0].split("/")[-1] != "grpo":
+        return
+    if not {"--help", "--version", "--print-config"} & set(words):
+        words.append("--print-config")
+    answer = subprocess.run(
+        [sys.executable, "-c", CONSOLE_SCRIPT, *words[1:]],
+        cwd=REPOSITORY,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout
+
+
+def test_commands_are_found_in_bash_blocks_only() -> None:
+    markdown = (
+        "```bash\n# a comment\ngrpo train \\\n    --set a.b=1  # why\n\nbash scripts/test.sh\n```\n"
+        "```yaml\nrun: {}\n```\n```\ngrpo nothing\n```\n"
+    )
+    assert [shlex.split(line, comments=True) for line in bash_commands(markdown)] == [
+        ["grpo", "train", "--set", "a.b=1"],
+        ["bash", "scripts/test.sh"],
+    ]
+
+
+def test_arguments_end_where_the_shell_takes_over() -> None:
+    words, environment = words_and_environment("STEPS=3 grpo train --set 'run.name=a b' 2>&1 | tee log.txt")
+    assert environment == {"STEPS": "3"}
+    assert words == ["grpo", "train", "--set", "run.name=a b"]

@@ -1,0 +1,148 @@
+import json
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from app.flow import Prompt, Sample
+from app.sample_records import REQUIRED, sample_from_record, sample_to_record
+from settings.errors import InputError
+
+RECORD: dict[str, Any] = {
+    "uid": "gsm8k/train/17/s3",
+    "group_id": 5,
+    "sample_index": 3,
+    "prompt": "What is 1 + 1?",
+    "completion": "2",
+    "answer": "#### 2",
+    "prompt_token_ids": [1, 2, 3],
+    "completion_token_ids": [7, 0],
+    "behavior_logprobs": [-0.5, -0.25],
+    "finish_reason": "stop",
+    "policy_version": 4,
+}
+FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def through_json(record):
+    return json.loads(json.dumps(record, allow_nan=False))
+
+
+def assert_same(left, right):
+    for field in fields(left):
+        a, b = getattr(left, field.name), getattr(right, field.name)
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype and a.tobytes() == b.tobytes(), field.name
+        elif isinstance(a, Prompt):
+            assert_same(a, b)
+        else:
+            assert a == b, field.name
+
+
+@st.composite
+def samples(draw):
+    length = draw(st.integers(0, 6))
+    floats = arrays(np.float32, length, elements=FLOAT32)
+    maybe = st.none() | floats
+    return Sample(
+        prompt=Prompt(
+            uid=draw(st.text(min_size=1)),
+            token_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=1)), np.int32),
+            source=draw(st.text() | st.just([{"role": "user", "content": "hi"}])),
+            answer=draw(st.none() | st.text()),
+            extra=draw(st.just({}) | st.just({"difficulty": 2, "tags": ["a"]})),
+        ),
+        sample_index=draw(st.integers(0, 9)),
+        group_id=draw(st.integers(0, 99)),
+        completion_ids=draw(arrays(np.int32, length, elements=st.integers(0, 2**31 - 1))),
+        completion=draw(st.text()),
+        behavior_logprobs=draw(floats),
+        finish_reason=draw(st.sampled_from(["stop", "length", "dropped:late"])),
+        policy_version=draw(st.integers(0, 99)),
+        worker=draw(st.text()),
+        segments=draw(st.integers(1, 9)),
+        elapsed_s=draw(st.floats(0, 1e6)),
+        kept_mass_logs=draw(maybe),
+        loss_mask=draw(st.none() | arrays(bool, length)),
+        rewards=draw(st.none() | st.just({"gsm8k": 1.0, "gsm8k_format": 0.0})),
+        reward=draw(st.none() | st.floats(-9, 9)),
+        policy_logprobs=draw(maybe),
+        reference_logprobs=draw(maybe),
+        values=draw(maybe | arrays(np.float32, length + 1, elements=FLOAT32)),
+        advantages=draw(maybe),
+        returns=draw(maybe),
+        extra=draw(st.just({}) | st.just({"token_rewards": [0.1], "note": None})),
+    )
+
+
+@given(samples())
+def test_every_sample_comes_back_bit_for_bit(sample):
+    assert_same(sample, sample_from_record(through_json(sample_to_record(sample)), where="f:1"))
+
+
+@given(samples())
+def test_a_written_record_comes_back_unchanged(sample):
+    record = through_json(sample_to_record(sample))
+    assert sample_to_record(sample_from_record(record, where="f:1")) == record
+
+
+@pytest.mark.parametrize("columns", [None, "a,b", ["a"], {"difficulty": 1}])
+def test_unknown_fields_are_carried_through_untouched(columns):
+    unknown = {"my_note": {"x": [1, None]}, "token_rewards": [0.0, 1.0], "columns": columns}
+    written = sample_to_record(sample_from_record({**RECORD, **unknown}, where="f:1"))
+    assert {name: written[name] for name in unknown} == unknown
+
+
+def test_the_prompt_uid_is_the_uid_without_the_sample_index():
+    assert sample_from_record(RECORD, where="f:1").prompt.uid == "gsm8k/train/17"
+
+
+def test_fields_of_rooms_that_have_not_run_are_absent():
+    written = sample_to_record(sample_from_record(RECORD, where="f:1"))
+    assert not {"values", "reward", "rewards", "loss_mask", "columns", "advantages"} & written.keys()
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_missing_required_field_is_named_with_the_line(name):
+    record = {key: value for key, value in RECORD.items() if key != name}
+    with pytest.raises(InputError, match=rf"^samples.jsonl:12: missing {name};"):
+        sample_from_record(record, where="samples.jsonl:12")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"behavior_logprobs": [-0.5]}, "behavior_logprobs has 1 entries, expected 2"),
+        ({"values": [0.0] * 4}, "values has 4 entries, expected 2 or 3"),
+        ({"advantages": [0.0] * 3}, "advantages has 3 entries"),
+        ({"loss_mask": [True]}, "loss_mask has 1 entries"),
+        ({"loss_mask": [1, 0]}, r"loss_mask\[0\]: expected booleans, got int 1"),
+        ({"completion_token_ids": [1, -1]}, r"completion_token_ids\[1\].*got int -1"),
+        ({"completion_token_ids": [1, True]}, r"completion_token_ids\[1\].*got bool"),
+        ({"completion_token_ids": [2**31, 1]}, "completion_token_ids"),
+        ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
+        ({"prompt_token_ids": "1 2"}, "prompt_token_ids: expected a list"),
+        ({"behavior_logprobs": [1e39, 0.0]}, r"behavior_logprobs\[0\]"),
+        ({"behavior_logprobs": [None, 0.0]}, r"behavior_logprobs\[0\]"),
+        ({"behavior_logprobs": [10**400, 0.0]}, r"behavior_logprobs\[0\]"),
+        ({"uid": "gsm8k/train/17"}, "uid: expected `<prompt uid>/s3`"),
+        ({"uid": "/s3"}, "uid"),
+        ({"uid": 17}, "uid: expected str, got int"),
+        ({"group_id": "5"}, "group_id: expected int"),
+        ({"group_id": True}, "group_id: expected int"),
+        ({"answer": 2}, "answer: expected str"),
+        ({"prompt": 2}, "prompt: expected text or chat messages"),
+        ({"completion": None}, "completion: expected str"),
+        ({"reward": float("inf")}, "reward: expected int or float"),
+        ({"rewards": [1.0]}, "rewards: expected an object"),
+        ({"rewards": {"gsm8k": "1"}}, "rewards: gsm8k: expected int or float"),
+    ],
+)
+def test_a_wrong_field_is_named_with_the_line(change, message):
+    with pytest.raises(InputError, match=message) as raised:
+        sample_from_record({**RECORD, **change}, where="samples.jsonl:12")
+    assert str(raised.value).startswith("samples.jsonl:12: ")
