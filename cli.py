@@ -159,9 +159,9 @@ def inspect_mesh(
     """Show the devices, the mesh over them, and where weights and batches lie."""
     with _errors_for_people(debug):
         resolved = _resolve(config, overrides, print_config=print_config, check=check_for_mesh)
-        from app.mesh import inspect
+        from app.training import stages
 
-        report = inspect.report(resolved.settings)
+        report = stages.inspect_mesh(resolved)
         _write(_as_json(report.to_dict()) if as_json else report.to_text(), sys.stdout)
 
 

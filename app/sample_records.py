@@ -96,16 +96,6 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
     prompt, sample_index = _read_prompt(fields)
     completion_ids = fields.token_ids("completion_token_ids")
     num_tokens = len(completion_ids)
-    optional = {name: fields.floats(name, num_tokens) for name in PER_TOKEN if record.get(name) is not None}
-    for name, types in SCALARS.items():
-        if record.get(name) is not None:
-            optional[name] = fields.scalar(name, *types)
-    if record.get("loss_mask") is not None:
-        optional["loss_mask"] = fields.booleans("loss_mask", num_tokens)
-    if record.get("rewards") is not None:
-        optional["rewards"] = fields.rewards()
-    if record.get("reward") is not None:
-        optional["reward"] = float(fields.scalar("reward", int, float))
     unknown = {name: value for name, value in record.items() if name not in KNOWN}
     if "columns" in record and not isinstance(record["columns"], dict):
         unknown["columns"] = record["columns"]
@@ -119,8 +109,25 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
         finish_reason=fields.scalar("finish_reason", str),
         policy_version=fields.scalar("policy_version", int),
         extra=unknown,
-        **optional,
+        **_read_optional(fields, num_tokens),
     )
+
+
+def _read_optional(fields: _Fields, num_tokens: int) -> dict[str, Any]:
+    record = fields.record
+    optional: dict[str, Any] = {
+        name: fields.floats(name, num_tokens) for name in PER_TOKEN if record.get(name) is not None
+    }
+    for name, types in SCALARS.items():
+        if record.get(name) is not None:
+            optional[name] = fields.scalar(name, *types)
+    if record.get("loss_mask") is not None:
+        optional["loss_mask"] = fields.booleans("loss_mask", num_tokens)
+    if record.get("rewards") is not None:
+        optional["rewards"] = fields.rewards()
+    if record.get("reward") is not None:
+        optional["reward"] = float(fields.scalar("reward", int, float))
+    return optional
 
 
 def _read_prompt(fields: _Fields) -> tuple[Prompt, int]:

@@ -168,5 +168,5 @@ def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
     if mark is not None and text.splitlines()[mark.line : mark.line + 1]:
         rest = text.splitlines()[mark.line][mark.column :]
         if rest.startswith("\t"):
-            return "found a tab; YAML is indented with spaces"
+            return "found a tab; YAML wants spaces here"
     return " ".join(part for part in (error.context, error.problem) if part)

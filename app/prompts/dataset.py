@@ -123,6 +123,7 @@ def _read_parquet(path: Path) -> list[_RawRow]:
 
 def _read_hub(source: str, split: str, revision: str | None) -> tuple[str, list[_RawRow]]:
     import datasets
+    from datasets.exceptions import DatasetsError
 
     hub_id, _, config = source.removeprefix("hf:").partition(":")
     if not hub_id:
@@ -130,7 +131,7 @@ def _read_hub(source: str, split: str, revision: str | None) -> tuple[str, list[
     config = config or DEFAULT_CONFIGS.get(hub_id)
     try:
         table = datasets.load_dataset(hub_id, config, split=split, revision=revision)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise InputError(
             f"data.source: {source} (split {split!r}) cannot be loaded: {error}. Without a network, give the"
             " path of a .jsonl or .parquet file, or use builtin:arithmetic"

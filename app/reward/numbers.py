@@ -24,7 +24,7 @@ NUMBER_PATTERN = (
     r"(?P<sign>[-+\u2212]?)(?:\\?[$€£¥₹][ ]?)?(?P<inner_sign>[-+\u2212]?)"
     rf"(?:\\[dt]?frac\{{(?P<frac_over>-?{_UNSIGNED})\}}\{{(?P<frac_under>{_UNSIGNED})\}}"
     rf"|(?P<over>{_UNSIGNED})(?:[ ]?/[ ]?(?P<under>{_UNSIGNED}))?)"
-    r"(?!,?[0-9])"
+    r"(?!,?\d)"
 )
 """One number, to stand at most once in a larger pattern."""
 

@@ -6,9 +6,6 @@ import pytest
 from app.prompts.dataset import load_dataset
 from settings.errors import InputError
 
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
-needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K files in ../shared/data/gsm8k")
-
 
 def write_lines(path, *records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -23,10 +20,9 @@ def write_parquet(path, records):
     return str(path)
 
 
-@needs_gsm8k
 @pytest.mark.parametrize(("split", "size"), [("train", 7473), ("test", 1319)])
-def test_gsm8k_files_work_as_they_are(split, size):
-    dataset = load_dataset(str(GSM8K / f"{split}.jsonl"))
+def test_gsm8k_files_work_as_they_are(gsm8k_dir, split, size):
+    dataset = load_dataset(str(gsm8k_dir / f"{split}.jsonl"))
     assert len(dataset.rows) == size
     assert dataset.mapping == {"prompt": "question", "answer": "answer"}
     assert dataset.rows[17].uid == f"{split}/17"
@@ -84,9 +80,7 @@ def test_verl_parquet_files_are_understood(tmp_path):
 
 
 def test_a_hub_data_set_is_read_through_datasets(tmp_path, monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "sums"
     folder.mkdir()
     write_parquet(

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -23,7 +25,7 @@ def row(prompt, uid="d/0", **columns):
     return Row(uid=uid, prompt=prompt, answer="1", extra=columns)
 
 
-def encode(rows, system_prompt=None, max_prompt_length=4, overlong="drop"):
+def encode(rows, system_prompt=None, max_prompt_length=4, overlong: Any = "drop"):
     return encode_prompts(
         rows,
         WordTokenizer(),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from gguf import GGUFWriter
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+from transformers import Qwen2Tokenizer
 
 from app.policy.weight_files import open_model
 from app.prompts.tokenizer import MAX_TEMPLATE_CHARACTERS, Tokenizer, load_tokenizer
@@ -21,13 +23,14 @@ from settings.errors import InputError
 
 CONVERTER = Path(__file__).resolve().parents[3] / "shared" / "tools" / "convert_smollm2.py"
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCABULARY = [*CONTROL_TOKENS, *BYTES, "ĊĊ", "Ġ1", "12", "Ġa"]
-MERGES = ["Ċ Ċ", "Ġ 1", "1 2", "Ġ a"]
+MERGES: Any = [("Ċ", "Ċ"), ("Ġ", "1"), ("1", "2"), ("Ġ", "a")]  # transformers declares list[str], takes pairs
 GGUF_TYPES = {"normal": 1, "control": 3, "user": 4, "unused": 5}
 
 
@@ -37,7 +40,7 @@ def write_directory(
     """A model directory whose tokenizer has one token per byte and four merges."""
     directory.mkdir(exist_ok=True)
     vocabulary = {token: i for i, token in enumerate(VOCABULARY)}
-    backend = Backend(models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in MERGES]))
+    backend = Backend(models.BPE(vocab=vocabulary, merges=MERGES))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS])
@@ -58,20 +61,17 @@ def write_gguf(path: Path, *, pre="smollm", model="gpt2", eos_id=2, template=TEM
     tokens = [*VOCABULARY, *(f"[PAD{i}]" for i in range(padding))]
     types = [GGUF_TYPES["control" if token in CONTROL_TOKENS else "normal"] for token in VOCABULARY]
     writer = GGUFWriter(path, "llama")
-    for add, value in (
-        (writer.add_embedding_length, 4),
-        (writer.add_feed_forward_length, 4),
-        (writer.add_head_count, 1),
-        (writer.add_context_length, 64),
-        (writer.add_block_count, 1),
-        (writer.add_layer_norm_rms_eps, 1e-5),
-        (writer.add_tokenizer_model, model),
-        (writer.add_tokenizer_pre, pre),
-        (writer.add_token_list, tokens),
-        (writer.add_token_types, types + [GGUF_TYPES["unused"]] * padding),
-        (writer.add_token_merges, MERGES),
-    ):
-        add(value)
+    writer.add_embedding_length(4)
+    writer.add_feed_forward_length(4)
+    writer.add_head_count(1)
+    writer.add_context_length(64)
+    writer.add_block_count(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model(model)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types + [GGUF_TYPES["unused"]] * padding)
+    writer.add_token_merges([" ".join(pair) for pair in MERGES])
     if eos_id is not None:
         writer.add_eos_token_id(eos_id)
     if template is not None:
@@ -247,21 +247,21 @@ def test_the_fingerprint_follows_splitting_template_and_end_ids(tmp_path, tiny):
 @pytest.mark.parametrize(
     ("pre", "expected"),
     [
-        ("smollm", ["ĊĊ", "1", "2", "Ġa"]),
-        ("gpt-2", ["Ċ", "Ċ", "12", "Ġa"]),
-        ("qwen2", ["ĊĊ", "1", "2", "Ġa"]),
+        ("smollm", ["ĊĊ", "1", "2", "Ġa", "Ġ", "1"]),
+        ("gpt-2", ["Ċ", "Ċ", "12", "Ġa", "Ġ1"]),
+        ("qwen2", ["ĊĊ", "1", "2", "Ġa", "Ġ", "1"]),
     ],
 )
 def test_gguf_text_is_split_as_its_pre_tokenizer_says(tmp_path, pre, expected):
-    assert pieces(tokenizer_at(write_gguf(tmp_path / "a.gguf", pre=pre)), "\n\n12 a") == expected
+    assert pieces(tokenizer_at(write_gguf(tmp_path / "a.gguf", pre=pre)), "\n\n12 a 1") == expected
 
 
-def test_smollm_and_qwen2_differ_where_a_space_precedes_a_digit(tmp_path):
-    smollm, qwen2 = (
-        tokenizer_at(write_gguf(tmp_path / f"{pre}.gguf", pre=pre)) for pre in ("smollm", "qwen2")
-    )
-    assert pieces(smollm, "a  1") == ["a", "Ġ", "Ġ", "1"]
-    assert pieces(qwen2, "e\u0301") == pieces(qwen2, "é") != pieces(smollm, "e\u0301")
+def test_the_qwen2_pre_tokenizer_equals_transformers_own(tmp_path):
+    ours = tokenizer_at(write_gguf(tmp_path / "a.gguf", pre="qwen2"))
+    vocabulary = {token: i for i, token in enumerate(VOCABULARY)}
+    theirs = Qwen2Tokenizer(vocab=vocabulary, merges=MERGES)
+    for text in ("I'LL  pay $12.50\n\n  1 2\r\n", "e\u0301 = é", "a\n\n12 a 1", "数12:\t\n\n a"):
+        assert ours.encode(text) == theirs.encode(text)
 
 
 def test_a_gguf_tokenizer_equals_the_directory_it_came_from(tmp_path, tiny):

@@ -1,7 +1,7 @@
 import json
 import time
-from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,13 +10,10 @@ from app.flow import Prompt
 from app.reward import arithmetic, gsm8k
 from app.reward.weighing import TASKS, evaluate
 
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K files in ../shared/data/gsm8k")
-def test_every_gsm8k_answer_parses_and_grades_itself_correct():
+def test_every_gsm8k_answer_parses_and_grades_itself_correct(gsm8k_dir):
     count = 0
-    for path in (GSM8K / "train.jsonl", GSM8K / "test.jsonl"):
+    for path in (gsm8k_dir / "train.jsonl", gsm8k_dir / "test.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines():
             answer = json.loads(line)["answer"]
             final = answer.rpartition("#### ")[2]
@@ -92,7 +89,7 @@ def test_a_mark_without_one_plain_number_is_no_mark(completion):
 
 
 def test_without_a_mark_the_last_number_counts_for_correctness_only():
-    prompt = Prompt(uid="q", token_ids=None, source="?", answer="so\n#### 18")  # pyright: ignore[reportArgumentType]
+    prompt = Prompt(uid="q", token_ids=np.array([1], np.int32), source="?", answer="so\n#### 18")
     assert evaluate("gsm8k", "16 + 2 = 18 eggs.", prompt) == 1.0
     assert evaluate("gsm8k_format", "16 + 2 = 18 eggs.", prompt) == 0.0
     assert evaluate("gsm8k", "it is 18, no: #### 17. Or 18", prompt) == 0.0
@@ -139,7 +136,7 @@ def test_a_hostile_completion_of_ten_megabytes_costs_nothing(piece):
     for task in TASKS.values():
         task.extract(completion)
         task.is_formatted(completion)
-    assert time.perf_counter() - start < 1.0  # measured: 0.1 s at worst
+    assert time.perf_counter() - start < 5.0  # measured: 0.1 s at worst; quadratic time would be minutes
 
 
 def test_the_answer_at_the_end_of_ten_megabytes_is_found():

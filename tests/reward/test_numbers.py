@@ -57,7 +57,7 @@ def test_numbers_are_read_exactly(text, value):
             r"\frac{1}{0}",
             r"\frac{1}{}",
         ),
-        *("٣", "３", "²", "½", "1٣", "1" * 201, "__import__('os')"),
+        *("٣", "\uff13", "²", "½", "1٣", "1" * 201, "__import__('os')"),
     ],
 )
 def test_anything_else_is_no_number(text):
@@ -94,7 +94,7 @@ def test_a_number_after_a_space_at_the_end_is_the_last_one(text, value):
         ("=-3", "-3"),
         ("it costs $1,250.50.", "$1,250.50"),
         ("half: 1/2 of it", "1/2"),
-        (r"so $\frac{3}{4}$.", r"\frac{3}{4}"),
+        (r"so $\frac{3}{4}$.", r"$\frac{3}{4}"),
         ("1, 2, 3", "3"),
         ("1,2,3", "3"),
         ("release 1.2.3", "1.2"),

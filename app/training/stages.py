@@ -1,0 +1,191 @@
+"""One room at a time: what `grpo rollout`, `grpo score` and `grpo inspect-mesh` do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from app.flow import Prompt, Sample
+from app.jsonl import check_output, read_jsonl, write_jsonl
+from app.mesh import topology
+from app.mesh.inspect import MeshReport, mesh_report
+from app.mesh.placement import num_row_shards
+from app.policy.architecture import Architecture
+from app.policy.kv_cache import DecodeWeights
+from app.prompts.dataset import load_dataset
+from app.prompts.encode import encode_prompts
+from app.prompts.source import load_training_data
+from app.reward.weighing import check_answers, score_rewards
+from app.sample_records import sample_from_record, sample_to_record
+from app.training.session import ModelInput, Session, check_context, read_model_input
+from settings import Resolved, Settings
+from settings.errors import InputError
+
+
+def rollout(resolved: Resolved, *, prompts: Path | None, limit: int | None, out: Path) -> dict[str, Any]:
+    """Samples every prompt (the first `limit`) `rollout.group_size` times and writes the records to `out`.
+
+    Raises:
+        InputError: settings, model, prompts or output file that cannot be used.
+    """
+    settings = resolved.settings
+    check_output(out)
+    model = read_model_input(settings)
+    check_context(model.architecture, settings)
+    if prompts is None:
+        dataset = load_training_data(settings.data, seed=settings.run.seed)
+    else:
+        dataset = load_dataset(
+            str(prompts),
+            split=settings.data.split,
+            revision=None,
+            prompt_column=settings.data.prompt_column,
+            answer_column=settings.data.answer_column,
+        )
+    encoded, report = encode_prompts(
+        dataset.rows[:limit],
+        model.tokenizer,
+        system_prompt=settings.data.system_prompt,
+        max_prompt_length=settings.data.max_prompt_length,
+        overlong=settings.data.overlong_prompts,
+    )
+    session = _open_on_one_host(settings, model)
+    weights = session.engine.weights(session.load_params())
+    tally = Tally()
+    start = time.perf_counter()
+    write_jsonl(out, (sample_to_record(s) for s in tally.count(_sampled(session, weights, encoded))))
+    seconds = time.perf_counter() - start
+    return {
+        "prompts": len(encoded),
+        "dropped prompts": report.dropped,
+        **tally.figures(),
+        "seconds": round(seconds, 2),
+        "tokens per second": round(tally.num_tokens / seconds, 1),
+        "written to": str(out),
+    }
+
+
+def _sampled(session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]) -> Iterator[Sample]:
+    """Batches of `rollout.prompts_per_step` prompts, one after another."""
+    size = session.settings.rollout.prompts_per_step
+    for first in range(0, len(prompts), size):
+        start = time.perf_counter()
+        samples = session.sample(weights, prompts[first : first + size], policy_version=0, first_group_id=first)
+        seconds = time.perf_counter() - start
+        yield from (replace(s, elapsed_s=seconds) for s in samples)
+
+
+class Tally:
+    """Counts samples as they stream past."""
+
+    def __init__(self) -> None:
+        self.num_samples = self.num_tokens = self.num_truncated = 0
+
+    def count(self, samples: Iterator[Sample]) -> Iterator[Sample]:
+        for sample in samples:
+            self.num_samples += 1
+            self.num_tokens += len(sample.completion_ids)
+            self.num_truncated += sample.finish_reason == "length"
+            yield sample
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "samples": self.num_samples,
+            "completion tokens": self.num_tokens,
+            "mean length": round(self.num_tokens / max(self.num_samples, 1), 1),
+            "truncated": self.num_truncated,
+        }
+
+
+def score(resolved: Resolved, *, input: Path, out: Path, role: str) -> dict[str, Any]:
+    """Adds one role's field to every sample of a file: `policy_logprobs`, `reference_logprobs` or rewards.
+
+    Shapes follow from the file and the model's context alone; `rollout.temperature` is the sampler's.
+
+    Raises:
+        InputError: settings, model or samples that cannot be used.
+    """
+    check_output(out)
+    samples = [sample_from_record(record, where=f"{input}:{line}") for line, record in read_jsonl(input)]
+    if not samples:
+        raise InputError(f"--input: {input} holds no samples")
+    scored, figures = _with_rewards(resolved, samples) if role == "reward" else _with_logprobs(resolved, samples, role)
+    write_jsonl(out, map(sample_to_record, scored))
+    return {"samples": len(scored), **figures, "written to": str(out)}
+
+
+def _with_rewards(resolved: Resolved, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, Any]]:
+    functions = [(f.name, f.weight) for f in resolved.settings.reward.functions]
+    check_answers([s.prompt for s in samples], functions)
+    scored = score_rewards(samples, functions)
+    means = {f"reward/{name}/mean": np.mean([(s.rewards or {})[name] for s in scored]) for name, _ in functions}
+    means["reward/mean"] = np.mean([s.reward for s in scored])
+    return scored, {name: round(float(value), 4) for name, value in means.items()}
+
+
+def _with_logprobs(resolved: Resolved, samples: Sequence[Sample], role: str) -> tuple[list[Sample], dict[str, Any]]:
+    settings = resolved.settings
+    model = read_model_input(settings)
+    check_samples(samples, model.architecture)
+    session = _open_on_one_host(settings, model)
+    own = settings.score.policy if role == "policy" else settings.score.reference
+    logprobs = session.scorer.logprobs(
+        session.load_params(),
+        samples,
+        temperature=settings.rollout.temperature,
+        rows_per_device=own.rows_per_device or settings.score.rows_per_device,
+    )
+    scored = [replace(s, **{f"{role}_logprobs": x}) for s, x in zip(samples, logprobs, strict=True)]
+    differences = np.abs(np.concatenate([x - s.behavior_logprobs for s, x in zip(samples, logprobs, strict=True)]))
+    return scored, {
+        "tokens": int(differences.size),
+        "mean |logprob - behavior|": float(differences.mean()) if differences.size else 0.0,
+        "max |logprob - behavior|": float(differences.max(initial=0.0)),
+    }
+
+
+def check_samples(samples: Sequence[Sample], architecture: Architecture) -> None:
+    """Raises InputError where a sample cannot have come from this model."""
+    for sample in samples:
+        ids = np.concatenate([sample.prompt.token_ids, sample.completion_ids])
+        if len(ids) > architecture.max_positions:
+            raise InputError(
+                f"--input: sample {sample.uid} has {len(ids)} tokens, the model's context {architecture.max_positions}"
+            )
+        if ids.max(initial=0) >= architecture.vocab_size:
+            raise InputError(
+                f"--input: sample {sample.uid} holds token {ids.max()}, the model's vocabulary ends at "
+                f"{architecture.vocab_size - 1}; was it sampled with another tokenizer?"
+            )
+
+
+def _open_on_one_host(settings: Settings, model: ModelInput) -> Session:
+    topology.start(settings.mesh)
+    if jax.process_count() > 1:
+        raise InputError(
+            f"mesh.num_processes: rollout and score work on one host, and {jax.process_count()} have joined; "
+            "leave mesh.coordinator_address unset"
+        )
+    return Session.open(settings, model)
+
+
+def inspect_mesh(resolved: Resolved) -> MeshReport:
+    """Where the weights of `model.path` and the samples of a step lie on the mesh. Loads no weights."""
+    settings = resolved.settings
+    definition = read_model_input(settings).definition
+    topology.start(settings.mesh)
+    mesh = topology.make_mesh(settings.mesh)
+    shapes, dims = flatten_dict(definition.shapes, sep="."), flatten_dict(definition.dims, sep=".")
+    return mesh_report(
+        mesh,
+        {name: (shapes[name].shape, dims[name]) for name in shapes},
+        samples_per_step=settings.rollout.prompts_per_step * settings.rollout.group_size * jax.process_count(),
+        num_row_shards=num_row_shards(mesh),
+    )

@@ -1,0 +1,102 @@
+"""What must hold between settings, verb by verb."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from settings import InputError, Resolved, load
+from settings.checks import check_for_mesh, check_for_rollout, check_for_score, check_for_train
+from settings.config_file import presets
+
+
+@pytest.fixture
+def resolve(tmp_path: Path):
+    """Loads `--set` overrides over the schema's defaults."""
+    path = tmp_path / "c.yaml"
+    path.write_text("run: {seed: 0}")
+
+    def resolve(*overrides: str) -> Resolved:
+        return load(str(path), overrides, {})
+
+    return resolve
+
+
+def refusal(check, resolved: Resolved) -> str:
+    with pytest.raises(InputError) as caught:
+        check(resolved)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_every_preset_can_be_trained_with(preset: str) -> None:
+    check_for_train(load(preset, [], {}))
+
+
+def test_a_group_of_one_has_nobody_to_compare_with() -> None:
+    message = refusal(check_for_train, load(None, [], {"NUM_PRE_Q": "1"}))
+    assert "rollout.group_size = 1 (from env:NUM_PRE_Q)" in message
+    assert "at least 2" in message
+
+
+def test_greedy_sampling_is_refused_by_train_alone(resolve) -> None:
+    resolved = resolve("rollout.temperature=0", "rollout.group_size=1")
+    assert "rollout.temperature = 0.0 (from --set)" in refusal(check_for_train, resolved)
+    check_for_rollout(resolved)
+    check_for_score(resolved)
+
+
+def test_rewards_that_all_weigh_nothing_are_refused(resolve) -> None:
+    message = refusal(check_for_train, resolve("reward.functions=[{name: gsm8k, weight: 0}]"))
+    assert "every weight is 0" in message
+
+
+@pytest.mark.parametrize(
+    ("mini_batch", "nearest"), [(3, "2 or 4"), (5, "4 or 6"), (7, "6 or 12"), (13, "12"), (500, "12")]
+)
+def test_a_mini_batch_that_does_not_divide_the_step_is_told_its_neighbours(
+    resolve, mini_batch: int, nearest: str
+) -> None:
+    resolved = resolve("batch_size=12", f"ppo_mini_batch_size={mini_batch}")
+    message = refusal(check_for_train, resolved) if 12 % mini_batch else ""
+    assert message == "" or message.endswith(f"the nearest that does: {nearest}")
+    assert bool(message) == (mini_batch != 3)
+
+
+def test_a_total_length_without_room_says_what_fits(resolve) -> None:
+    resolved = resolve("data.max_prompt_length=100", "max_length_sample=50", "max_length_total=120")
+    for check in (check_for_train, check_for_rollout):
+        assert refusal(check, resolved).endswith(
+            "more than rollout.max_length_total = 120 (from --set); "
+            "raise that to 150 (or null), or lower rollout.max_new_tokens to 20"
+        )
+    check_for_score(resolved)
+
+
+def test_a_total_length_that_the_prompt_alone_fills_can_only_be_raised(resolve) -> None:
+    resolved = resolve("data.max_prompt_length=100", "max_length_sample=50", "max_length_total=100")
+    assert refusal(check_for_rollout, resolved).endswith("raise that to 150 (or null)")
+
+
+def test_a_warmup_must_end_within_the_run(resolve) -> None:
+    steps = ("run.steps=3", "algorithm.epochs=2", "batch_size=8", "ppo_mini_batch_size=4")
+    check_for_train(resolve(*steps, "optimizer.warmup_steps=11"))
+    message = refusal(check_for_train, resolve(*steps, "optimizer.warmup_steps=12"))
+    assert message.endswith("make 12 optimizer steps, so the warm-up would not end; lower it to at most 11")
+
+
+@pytest.mark.parametrize("check", [check_for_train, check_for_rollout, check_for_score, check_for_mesh])
+def test_processes_are_described_whole_or_not_at_all(resolve, check) -> None:
+    check(resolve("mesh.coordinator_address=h:1", "mesh.num_processes=2", "mesh.process_id=1"))
+    message = refusal(check, resolve("mesh.num_processes=2"))
+    assert "also set mesh.coordinator_address and mesh.process_id" in message
+    message = refusal(
+        check, resolve("mesh.coordinator_address=h:1", "mesh.num_processes=2", "mesh.process_id=2")
+    )
+    assert message.endswith("ids go from 0 to 1")
+
+
+def test_all_problems_are_told_at_once(resolve) -> None:
+    message = refusal(check_for_train, resolve("rollout.temperature=0", "rollout.group_size=1"))
+    assert len(message.splitlines()) == 2

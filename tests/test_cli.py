@@ -1,0 +1,215 @@
+"""The command line as a stranger meets it: output, exit codes, and no JAX before it is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CANARY = "CANARY-0123456789abcdef"
+VERBS = ("train", "rollout", "score", "inspect-mesh")
+
+
+def grpo(
+    *arguments: str, cwd: Path = REPOSITORY, environ: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cli", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(environ or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+QUICK = [("--version",), ("--help",), *((verb, "--help") for verb in VERBS)]
+QUICK += [(verb, "--print-config") for verb in VERBS]
+
+
+@pytest.mark.parametrize("arguments", QUICK, ids=" ".join)
+def test_questions_are_answered_without_jax(arguments: tuple[str, ...]) -> None:
+    program = (
+        "import sys, cli\nsys.argv[0] = 'grpo'\n"
+        "try: cli.main()\n"
+        "finally: print([m for m in ('jax', 'flax', 'numpy', 'transformers') if m in sys.modules], file=sys.stderr)"
+    )
+    start = time.perf_counter()
+    answer = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert answer.stderr == "[]\n"
+    assert answer.stdout
+    assert time.perf_counter() - start < 5  # under a second alone; the suite may share its cores
+
+
+def test_help_names_every_verb() -> None:
+    text = grpo("--help").stdout
+    assert all(verb in text for verb in VERBS)
+
+
+def test_print_config_shows_all_layers_and_announces_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("batch_size: 4\n")
+    answer = grpo(
+        *("train", "--config", "c.yaml", "--set", "run.seed=3", "--set", "num_pre_q=6", "--print-config"),
+        cwd=tmp_path,
+        environ={"NUM_PRE_Q": "5"},
+    )
+    assert answer.returncode == 0
+    for line in (
+        "  name: c-seed3  # derived",
+        "  seed: 3  # set",
+        "  dir: runs  # default",
+        "  prompts_per_step: 4  # yaml:c.yaml:1",
+        "  group_size: 5  # env:NUM_PRE_Q",
+    ):
+        assert line in answer.stdout.splitlines()
+    assert answer.stderr == (
+        "note: environment variable NUM_PRE_Q sets rollout.group_size to 5, instead of 6 from --set\n"
+    )
+
+
+def test_what_print_config_prints_is_a_config(tmp_path: Path) -> None:
+    first = grpo("train", "--set", "run.seed=3", "--print-config", cwd=tmp_path)
+    (tmp_path / "printed.yaml").write_text(first.stdout)
+    second = grpo("train", "--config", "printed.yaml", "--print-config", cwd=tmp_path)
+
+    def values(text: str) -> list[str]:
+        return [line.split("  # ")[0] for line in text.splitlines()]
+
+    assert values(second.stdout) == values(first.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "--config", "missing.yaml"), "error: config file not found: /"),
+        (("train", "--set", "run.stepz=3"), "did you mean run.steps?"),
+        (("train", "--set", "num_pre_q=1"), "rollout.group_size = 1 (from --set)"),
+        (("train", "--set", "rollout.temperature=0"), "rollout.temperature = 0.0"),
+        (("rollout", "--set", "rollout.top_p=2", "--out", "o.jsonl"), "rollout.top_p: expected"),
+        (("rollout",), "missing option --out"),
+        (("score",), "missing option --input"),
+        (("inspect-mesh", "--set", "mesh.shape=2,4"), "mesh.shape: expected"),
+        (("inspect-mesh", "--set", "mesh.process_id=0"), "also set mesh.coordinator_address"),
+    ],
+)
+def test_bad_input_is_one_message_on_stderr_and_exit_code_2(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    answer = grpo(*arguments, cwd=tmp_path)
+    assert answer.returncode == 2
+    assert answer.stdout == ""
+    assert answer.stderr.startswith("error: ")
+    assert message in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert len(answer.stderr.splitlines()) <= 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("trian",),
+        ("train", "--sett", "a=b"),
+        ("train", "--resume", "maybe"),
+        ("rollout", "--limit", "0"),
+        ("rollout", "--prompts", "missing.jsonl"),
+        ("score", "--input", "missing.jsonl"),
+        ("score", "--role", "critic"),
+        ("train", "--json"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    answer = grpo(*arguments, cwd=tmp_path)
+    assert answer.returncode == 2
+    assert "Traceback" not in answer.stderr
+
+
+def test_debug_shows_the_traceback_of_an_input_error() -> None:
+    answer = grpo("train", "--debug", "--set", "run.steps=abc")
+    assert answer.returncode == 2
+    assert "Traceback" in answer.stderr
+    assert answer.stderr.splitlines()[-1].startswith("error: run.steps")
+
+
+def in_process(verb: str, statement: str) -> subprocess.CompletedProcess[str]:
+    """What the command line makes of a statement that runs in the middle of a verb."""
+    program = (
+        "import sys, typer, cli\n"
+        f"sys.argv = {['grpo', verb]!r}\n"
+        "@cli.app.command()\n"
+        f"def {verb}() -> None:\n"
+        f"    with cli._errors_for_people(debug=False):\n        {statement}\n"
+        "cli.main()\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        env={**os.environ, "HF_TOKEN": CANARY},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "stderr"),
+    [
+        ("raise RuntimeError('out of luck')", 1, "error: RuntimeError: out of luck (--debug shows the traceback)\n"),
+        (f"raise OSError('401 for {CANARY}')", 1, "error: OSError: 401 for <HF_TOKEN> (--debug shows the traceback)\n"),
+        ("raise cli.InputError('line 3: no answer')", 2, "error: line 3: no answer\n"),
+        ("raise KeyboardInterrupt", 130, "interrupted\n"),
+        ("raise typer.Exit(75)", 75, ""),
+        ("pass", 0, ""),
+    ],
+)  # fmt: skip
+def test_every_ending_has_its_exit_code(statement: str, code: int, stderr: str) -> None:
+    answer = in_process("stumble", statement)
+    assert (answer.returncode, answer.stderr) == (code, stderr)
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as closed, open(tmp_path / "stderr", "w+") as stderr:
+        answer = subprocess.run(
+            [sys.executable, "-m", "cli", "train", "--print-config"],
+            cwd=REPOSITORY,
+            stdout=closed,
+            stderr=stderr,
+            check=False,
+            timeout=60,
+        )
+        stderr.seek(0)
+        assert (answer.returncode, stderr.read()) == (0, "")
+
+
+def test_secrets_are_never_printed(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text(f"WANDB_API_KEY={CANARY}\nGRPO__RUN__STEPS=7\n")
+    (tmp_path / ".env").chmod(0o600)
+    for arguments in (("train", "--print-config"), ("train", "--debug", "--set", "run.steps=abc")):
+        answer = grpo(*arguments, cwd=tmp_path, environ={"HF_TOKEN": CANARY})
+        assert CANARY not in answer.stdout + answer.stderr
+    assert "env:GRPO__RUN__STEPS" not in grpo("train", "--print-config", cwd=tmp_path).stdout
+
+
+def test_json_keeps_letters_readable() -> None:
+    import cli
+
+    assert json.loads(cli._as_text({"naïve": 1.5}, as_json=True)) == {"naïve": 1.5}
+    assert cli._as_text({"samples": 8, "out": "é"}, as_json=False) == "samples  8\nout      é"
