@@ -76,7 +76,8 @@ def _validated(layers: Sequence[Layer]) -> Settings:
         for layer in layers
     )
     try:
-        return Settings(_build_sources=(sources, {}))
+        # pyright sees only the fields as arguments of a pydantic class.
+        return Settings(_build_sources=(sources, {}))  # pyright: ignore[reportCallIssue]
     except ValidationError as error:
         leaves = ChainMap(*layers)
         # pydantic counts only the valid items of a list, so each invalid one would be reported twice.
@@ -97,7 +98,8 @@ def _derived(given: Settings, provenance: Mapping[str, str], *, config_stem: str
     layer: Layer = {}
     if given.run.name is None:
         layer["run.name"] = Leaf(f"{_as_run_name(config_stem)}-seed{given.run.seed}", "derived")
-    if data.eval_source is None:
+    # Left null for a file: what is held out of it nobody knows.
+    if data.eval_source is None and data.source.startswith(("builtin:", "hf:")):
         layer["data.eval_source"] = Leaf(data.source, "derived")
     if data.eval_split is None:
         layer["data.eval_split"] = Leaf("test", "derived")

@@ -104,7 +104,7 @@ class Data(Section):
     split: str = Field(default="train", description="Split of a hub data set or of the generator.")
     revision: str | None = Field(default=None, description="Commit of a hub data set; its newest when null.")
     eval_source: str | None = Field(
-        default=None, description="Where evaluation prompts come from; `data.source` when null."
+        default=None, description="Where evaluation prompts come from. Derived when null: `data.source`; required beside a file."
     )
     eval_split: str | None = Field(default=None, description="`test` when null; not used for a file.")
     prompt_column: str | None = Field(
@@ -131,6 +131,7 @@ class Data(Section):
     num_problems: int = Field(
         default=20_000,
         ge=1,
+        le=1_000_000,
         description="Rows the arithmetic generator makes for training (fewer where fewer exist).",
     )
 

@@ -17,8 +17,13 @@ def group_moments(
     rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]
 ) -> tuple[Float[np.ndarray, "N"], Float[np.ndarray, "N"]]:
     """Mean and standard deviation (ddof = 1) of each sample's own group. The deviation of a group of one is 0."""
-    _, member_of, sizes = np.unique(group_ids, return_inverse=True, return_counts=True)
-    means = np.bincount(member_of, rewards) / sizes
+    _, first, member_of, sizes = np.unique(
+        group_ids, return_index=True, return_inverse=True, return_counts=True
+    )
+    # Measured from one of the group's own rewards, so that equal ones deviate by exactly 0: Adam would turn
+    # the rounding error of a plain mean into a step.
+    origins = rewards[first]
+    means = origins + np.bincount(member_of, rewards - origins[member_of]) / sizes
     squares = np.bincount(member_of, (rewards - means[member_of]) ** 2)
     deviations = np.sqrt(squares / np.maximum(sizes - 1, 1))
     return means[member_of], deviations[member_of]

@@ -1,0 +1,183 @@
+"""Every wrong setting gets one clear error: what, got, expected, where it was set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from settings import InputError, Resolved, load
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load_text(folder: Path, text: str, *overrides: str, **environ: str) -> Resolved:
+    (folder / "c.yaml").write_text(text)
+    return load("c.yaml", overrides, environ)
+
+
+def with_sets(*overrides: str, **environ: str) -> Resolved:
+    return load(None, overrides, environ)
+
+
+BAD_SETS = [
+    ("steps", "expected NAME=VALUE"),
+    ("=3", "expected NAME=VALUE"),
+    ("run.steps=", "has no value"),
+    ("run.steps=abc", "run.steps: expected a valid integer, got 'abc' (from --set)"),
+    ("run.steps=1e3", "expected a valid integer (write 1000), got 1000.0"),
+    ("run.steps=10.5", "run.steps: expected a valid integer, got 10.5"),
+    ("run.steps='10'", "expected a valid integer, got '10'"),
+    ("run.steps=yes", "expected a valid integer, got 'yes'"),
+    ("run.steps=true", "expected a valid integer, got True"),
+    ("run.steps=null", "expected a valid integer, got None"),
+    ("run.steps=[1]", "expected a valid integer, got [1]"),
+    ("run.steps=0", "expected greater than or equal to 1, got 0"),
+    ("run.steps=-1", "expected greater than or equal to 1, got -1"),
+    ("run.seed=-1", "expected greater than or equal to 0"),
+    ("run.seed=1180591620717411303424", "expected less than 2147483648"),
+    ("optimizer.learning_rate=-1e-6", "expected greater than 0, got -1e-06"),
+    ("optimizer.learning_rate=.nan", "expected a finite number, got nan"),
+    ("optimizer.learning_rate=.inf", "expected a finite number, got inf"),
+    ("optimizer.learning_rate=1e999", "expected a finite number, got inf"),
+    ("optimizer.learning_rate=true", "expected a valid number, got True"),
+    ("optimizer.max_grad_norm=0", "expected greater than 0"),
+    ("algorithm.beta=-0.1", "expected greater than or equal to 0"),
+    ("algorithm.clip_low=0", "expected greater than 0"),
+    ("algorithm.clip_low=1.5", "expected less than 1"),
+    ("algorithm.mini_batch_prompts=0", "expected greater than or equal to 1"),
+    ("algorithm.loss_aggregation=sum", "expected 'token-mean' or 'sequence-mean-token-mean', got 'sum'"),
+    ("rollout.temperature=-1", "expected greater than or equal to 0"),
+    ("rollout.top_k=-5", "expected greater than or equal to 0"),
+    ("rollout.top_p=0", "expected greater than 0"),
+    ("rollout.top_p=1.2", "expected less than or equal to 1"),
+    ("rollout.group_size=0", "expected greater than or equal to 1"),
+    ("checkpoint.every_steps=0", "expected greater than or equal to 1"),
+    ("checkpoint.keep=0", "expected greater than or equal to 1"),
+    ("model.dtype=fp17", "expected 'float32' or 'bfloat16', got 'fp17'"),
+    ("logging.wandb_mode=dryrun", "expected 'online', 'offline' or 'disabled'"),
+    ("data.shuffle=1", "expected a valid boolean, got 1"),
+    ("data.difficulty=[]", "at least 1 item"),
+    ("data.difficulty=[1, 9]", "data.difficulty[1]: expected less than or equal to 6, got 9"),
+    ("data.system_prompt={a: b}", "expected a valid string"),
+    ("reward.functions=[gsm8]", "reward.functions[0].name: expected 'gsm8k'"),
+    ("reward.functions=[gsm8k, gsm8k]", "`gsm8k` stands there 2 times"),
+    ("reward.functions=[{name: gsm8k, wieght: 2}]", "functions[0].wieght (from --set); did you mean weight?"),
+    ("mesh.shape=2,4", "three sizes `dp,fsdp,tp`"),
+    ("mesh.shape=-1,-1,1", "at most one -1"),
+    ("mesh.shape=0,8,1", "three sizes `dp,fsdp,tp`"),
+    ("mesh.shape=a,b,c", "three sizes `dp,fsdp,tp`"),
+    ("mesh.coordinator_address=localhost", "expected `host:port`"),
+    ("run.name=../../etc/x", "expected at most 100 letters"),
+    ("run.name=/tmp/x", "expected at most 100 letters"),
+    ("run.name=a/b", "expected at most 100 letters"),
+    ("run.name=-rf", "expected at most 100 letters"),
+    ("run.name=$(touch x)", "expected at most 100 letters"),
+    ("run.name=''", "expected at most 100 letters"),
+    ('run.name="a\\0b"', "expected at most 100 letters"),
+    ('run.name="a\\n"', "expected at most 100 letters"),
+    (f"run.name={'a' * 101}", "expected at most 100 letters"),
+    ("run=3", "run (--set) is a section of settings"),
+    ("optimizer.learning_rat=1", "(--set); did you mean optimizer.learning_rate?"),
+    ("learning_rat=1", "did you mean optimizer.learning_rate?"),
+    ("temperature=1", "did you mean eval.temperature or rollout.temperature?"),
+    ("score.polcy.rows_per_device=1", "did you mean score.policy.rows_per_device?"),
+    ("num_preq=1", "did you mean num_pre_q?"),
+    ("a.b.c=1", "unknown setting a.b.c (--set)"),
+    ("critic.max_tokens_per_device=1", "unknown setting critic.max_tokens_per_device"),
+    ("use_dynamic_bsz=true", "unknown setting use_dynamic_bsz"),
+    ("wandb_api_key=x", "is a secret; it belongs in the environment or a .env as WANDB_API_KEY"),
+    ("run.steps=[1", "--set run.steps:1:3: not valid YAML"),
+    ("run.steps=!!python/name:os.system", "tags such as"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), BAD_SETS)
+def test_a_bad_set_is_refused(override: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        with_sets(override)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run:\n  steps: abc\n", "run.steps: expected a valid integer, got 'abc' (from yaml:c.yaml:2)"),
+        (
+            "# x\nnum_pre_q: 0\n",
+            "rollout.group_size: expected greater than or equal to 1, got 0 (from yaml:c.yaml:2)",
+        ),
+        ("reward:\n  functions:\n    - gsm8k\n    - name: x\n", "reward.functions[1].name: expected 'gsm8k'"),
+        ("reward:\n  functions:\n    - gsm8k\n    - name: x\n", "(from yaml:c.yaml:4)"),
+        (
+            "rollout:\n  groop_size: 4\n",
+            "rollout.groop_size (yaml:c.yaml:2); did you mean rollout.group_size?",
+        ),
+        (
+            "score:\n  policy:\n    row_per_device: 4\n",
+            "score.policy.row_per_device (yaml:c.yaml:3); did you mean",
+        ),
+        ("rolout:\n  group_size: 4\n", "unknown setting rolout (yaml:c.yaml:1); did you mean rollout?"),
+        ("group_size: 4\n", "unknown setting group_size (yaml:c.yaml:1); did you mean rollout.group_size?"),
+        ("run: 3\n", "run (yaml:c.yaml:1) is a section of settings; set what is in it, such as run.name"),
+        ("run: [1]\n", "is a section of settings"),
+        ("score:\n  policy: 3\n", "score.policy (yaml:c.yaml:2) is a section of settings"),
+        (
+            "batch_size: 4\nrollout:\n  prompts_per_step: 4\n",
+            "is set twice: batch_size (yaml:c.yaml:1) and rollout.prompts_per_step (yaml:c.yaml:3)",
+        ),
+        ("steps: 4\ntraining_steps: 4\n", "run.steps is set twice"),
+        ("<<: {run: {steps: 3}}\n", "unknown setting <<"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_line(folder: Path, text: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_text(folder, text)
+    assert message in str(caught.value)
+
+
+def test_all_unknown_names_of_a_file_are_listed_at_once(folder: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        load_text(folder, "run: {stepz: 1}\nmodel: {pth: x}\n")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_all_wrong_values_are_listed_at_once() -> None:
+    with pytest.raises(InputError) as caught:
+        with_sets("run.steps=a", "model.dtype=b", "data.difficulty=[x]")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"STEPS": "abc"}, "run.steps: expected a valid integer, got 'abc' (from env:STEPS)"),
+        ({"STEPS": ""}, "environment variable STEPS is empty"),
+        ({"GRPO__RUN__STEPS": " "}, "environment variable GRPO__RUN__STEPS is empty"),
+        ({"STEPS": "1", "GRPO__RUN__STEPS": "1"}, "run.steps is set twice"),
+        (
+            {"GRPO__ROLOUT__GROUP_SIZE": "1"},
+            "(names are GRPO__SECTION__FIELD); did you mean GRPO__ROLLOUT__GROUP_SIZE?",
+        ),
+        ({"GRPO__GROUP_SIZE": "1"}, "did you mean GRPO__ROLLOUT__GROUP_SIZE?"),
+        ({"GRPO__run__steps": "1"}, "did you mean GRPO__RUN__STEPS?"),
+        ({"GRPO__RUN": "{steps: 3}"}, "unknown environment variable GRPO__RUN"),
+        ({"GRPO__STEPS": "3"}, "unknown environment variable GRPO__STEPS"),
+        ({"BATCH_SIZE": "[1"}, "environment variable BATCH_SIZE:1:3: not valid YAML"),
+    ],
+)
+def test_a_bad_environment_is_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load(None, [], environ)
+    assert message in str(caught.value)
+
+
+def test_a_setting_may_be_set_only_once_on_the_command_line() -> None:
+    with pytest.raises(
+        InputError, match=r"run\.steps is set twice: steps \(--set\) and run\.steps \(--set\)"
+    ):
+        with_sets("steps=1", "run.steps=2")

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.update.kl import DIFFERENCE_LIMIT, ESTIMATORS, k1, k2, k3
+
+LOGPROB = st.floats(-15, 0, width=32)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [
+        (k1, 0.5, 1.0),
+        (k2, 0.125, 0.5),
+        (k3, np.exp(-0.5) + 0.5 - 1, 1 - np.exp(-0.5)),
+    ],
+)
+def test_values_and_gradients_by_hand_at_a_difference_of_one_half(estimator, value, slope):
+    assert float(estimator(jnp.float32(-1.0), jnp.float32(-1.5))) == pytest.approx(value, rel=1e-6)
+    assert float(jax.grad(estimator)(jnp.float32(-1.0), jnp.float32(-1.5))) == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_equal_logprobs_cost_nothing(name):
+    assert float(ESTIMATORS[name](jnp.float32(-3.3), jnp.float32(-3.3))) == 0.0
+
+
+def test_k1_can_be_negative():
+    assert float(k1(jnp.float32(-2.0), jnp.float32(-1.0))) == -1.0
+
+
+@pytest.mark.parametrize("name", ["k2", "k3"])
+@given(policy=LOGPROB, reference=LOGPROB)
+def test_k2_and_k3_are_never_negative(name, policy, reference):
+    assert float(ESTIMATORS[name](jnp.float32(policy), jnp.float32(reference))) >= 0.0
+
+
+def test_k1_and_k3_average_to_the_kl_of_two_distributions():
+    logits = np.random.default_rng(0).normal(size=(2, 11))
+    policy, reference = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))
+    kl = float(jnp.sum(jnp.exp(policy) * (policy - reference)))
+    for estimator in (k1, k3):
+        assert float(jnp.sum(jnp.exp(policy) * estimator(policy, reference))) == pytest.approx(kl, rel=1e-5)
+
+
+@pytest.mark.parametrize("difference", [-1e4, -DIFFERENCE_LIMIT - 1, DIFFERENCE_LIMIT + 1, 1e4])
+def test_k3_of_a_hopeless_token_is_finite_and_no_longer_pulls(difference):
+    value, slope = jax.value_and_grad(k3)(jnp.float32(difference), jnp.float32(0))
+    limited = np.clip(difference, -DIFFERENCE_LIMIT, DIFFERENCE_LIMIT)
+    assert float(value) == pytest.approx(np.exp(-limited) + limited - 1, rel=1e-5)
+    assert float(slope) == 0.0
+
+
+def test_k3_keeps_the_digits_of_small_differences():
+    # exp(-d) + d - 1 = d^2 / 2 - d^3 / 6 + ...; in plain float32 it would round to 0 or to an eps.
+    d = 1e-3
+    assert float(k3(jnp.float32(d), jnp.float32(0))) == pytest.approx(d**2 / 2 - d**3 / 6, rel=1e-3)

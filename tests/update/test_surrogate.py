@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.update.surrogate import LOG_RATIO_LIMIT, Surrogate, clipped_surrogate
+
+LOW, HIGH = 0.2, 0.3
+
+
+def surrogate(ratio, advantage) -> Surrogate:
+    return clipped_surrogate(
+        jnp.log(jnp.asarray(ratio, jnp.float32)),
+        jnp.zeros(np.shape(ratio)),
+        jnp.asarray(advantage, jnp.float32),
+        clip_low=LOW,
+        clip_high=HIGH,
+    )
+
+
+def gradient(ratio: float, advantage: float) -> float:
+    """Of the loss, by the current logprob."""
+    loss = lambda current: clipped_surrogate(  # noqa: E731
+        current, jnp.float32(0), jnp.float32(advantage), clip_low=LOW, clip_high=HIGH
+    ).loss
+    return float(jax.grad(loss)(jnp.log(jnp.float32(ratio))))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (1.1, 2.0, -2.2, -2.2),
+        (0.9, 2.0, -1.8, -1.8),
+        (1.1, -2.0, 2.2, 2.2),
+        (0.9, -2.0, 1.8, 1.8),
+        (1.5, 2.0, -2.6, 0.0),
+        (0.5, 2.0, -1.0, -1.0),
+        (1.5, -2.0, 3.0, 3.0),
+        (0.5, -2.0, 1.6, 0.0),
+        (1.25, 2.0, -2.5, -2.5),
+        (0.79, -2.0, 1.6, 0.0),
+        (1.5, 0.0, 0.0, 0.0),
+    ],
+)
+def test_loss_and_gradient_in_every_region(ratio, advantage, loss, slope):
+    assert float(surrogate(ratio, advantage).loss) == pytest.approx(loss, rel=1e-6)
+    assert gradient(ratio, advantage) == pytest.approx(slope, rel=1e-6)
+
+
+def test_the_two_clips_are_separate_and_only_cut_gradients_are_counted():
+    ratio = jnp.array([0.79, 0.81, 1.29, 1.31, 0.79, 0.81, 1.29, 1.31])
+    advantages = jnp.array([1.0] * 4 + [-1.0] * 4)
+    result = surrogate(ratio, advantages)
+    np.testing.assert_array_equal(result.clipped_high, [False] * 3 + [True] + [False] * 4)
+    np.testing.assert_array_equal(result.clipped_low, [False] * 4 + [True] + [False] * 3)
+    np.testing.assert_allclose(result.ratio, ratio, rtol=1e-6)
+
+
+@given(st.floats(-20, 0, width=32), st.floats(-100, 100, width=32))
+def test_at_ratio_one_the_gradient_is_reinforce(logprob, advantage):
+    def loss(current):
+        return clipped_surrogate(
+            current, jnp.float32(logprob), jnp.float32(advantage), clip_low=LOW, clip_high=HIGH
+        ).loss
+
+    assert float(jax.grad(loss)(jnp.float32(logprob))) == pytest.approx(-advantage, rel=1e-6)
+
+
+def test_gradient_of_a_softmax_policy_at_ratio_one_is_reinforce():
+    logits, chosen, advantage = jnp.array([0.3, -1.0, 2.0]), 1, 0.7
+
+    def loss(logits):
+        current = jax.nn.log_softmax(logits)[chosen]
+        proximal = jax.lax.stop_gradient(current)
+        return clipped_surrogate(current, proximal, jnp.float32(advantage), clip_low=LOW, clip_high=HIGH).loss
+
+    # -A grad log pi(a) = -A (onehot(a) - pi)
+    expected = -advantage * (jnp.eye(3)[chosen] - jax.nn.softmax(logits))
+    np.testing.assert_allclose(jax.grad(loss)(logits), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("difference", [-1e4, -LOG_RATIO_LIMIT - 1, LOG_RATIO_LIMIT + 1, 1e4])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_hopeless_ratios_stay_finite(difference, advantage):
+    def loss(current):
+        return clipped_surrogate(
+            current, jnp.float32(0), jnp.float32(advantage), clip_low=LOW, clip_high=HIGH
+        ).loss
+
+    value, slope = jax.value_and_grad(loss)(jnp.float32(difference))
+    assert np.isfinite(value)
+    assert slope == 0.0
