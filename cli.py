@@ -36,9 +36,7 @@ app = typer.Typer(
 
 Config = Annotated[
     str | None,
-    typer.Option(
-        metavar="FILE|PRESET", help="YAML file or preset.  [default: quickstart]", show_default=False
-    ),
+    typer.Option(metavar="FILE|PRESET", help="YAML file or preset.  [default: quickstart]", show_default=False),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -96,14 +94,10 @@ def rollout(
     print_config: PrintConfig = False,
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", exists=True, dir_okay=False, help="JSON Lines of prompts instead of data.source."
-        ),
+        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="JSON Lines of prompts instead of data.source."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Take only the first prompts.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE.jsonl", help="Where the samples go. Required.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Where the samples go. Required.")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -124,9 +118,7 @@ def score(
     print_config: PrintConfig = False,
     samples: Annotated[
         Path | None,
-        typer.Option(
-            "--input", metavar="FILE.jsonl", exists=True, dir_okay=False, help="Samples to score. Required."
-        ),
+        typer.Option("--input", metavar="FILE.jsonl", exists=True, dir_okay=False, help="Samples to score. Required."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.jsonl", help="Where the scored samples go. Required.")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import ml_dtypes
 import numpy as np
 import optax
 from flax.traverse_util import flatten_dict
-from jaxtyping import Array, Int32, Key
+from jaxtyping import Array, Int
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -37,7 +36,8 @@ from app.policy.token_logprobs import completion_logprobs
 from app.policy.weights import expected_entries
 from app.prompts.arithmetic import make_problems
 
-LEVELS = (1, 2)
+SHARES = {1: 0.1, 2: 0.9}
+"""Difficulty level -> its share of a batch. Level 1 has one problem in a hundred and would be seen too rarely."""
 OPERATORS = ("+",)
 ALL_PROBLEMS = 10**6
 
@@ -54,12 +54,12 @@ CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": len(CONTROL_TOKENS) + len(CHARACTERS),
-    "hidden_size": 96,
-    "intermediate_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 192,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "head_dim": 24,
+    "head_dim": 16,
     "hidden_act": "silu",
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-6,
@@ -91,10 +91,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def training_rows(tokenizer: PreTrainedTokenizerFast) -> TokenBatch:
-    """Every problem of the training split with its right answer: one micro-batch, one problem a row."""
+def training_rows(tokenizer: PreTrainedTokenizerFast) -> tuple[TokenBatch, Int[np.ndarray, "R"]]:
+    """Every problem of the training split with its right answer, one a row, and the level of each."""
     problems = make_problems(
-        difficulty=LEVELS, operators=OPERATORS, num_problems=ALL_PROBLEMS, split="train", seed=0
+        difficulty=tuple(SHARES), operators=OPERATORS, num_problems=ALL_PROBLEMS, split="train", seed=0
     )
     samples = []
     for row in problems.rows:
@@ -116,11 +116,19 @@ def training_rows(tokenizer: PreTrainedTokenizerFast) -> TokenBatch:
     tokens = max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
     shape = RowShape(tokens, max(len(s.completion_ids) for s in samples))
     batch = pack_tokens(samples, fixed_micro_batches(len(samples), rows_per_micro_batch=len(samples)), shape)
-    return jax.tree.map(lambda x: x[0], batch)
+    levels = np.array([s.prompt.extra["difficulty"] for s in samples])
+    return jax.tree.map(lambda x: x[0], batch), levels
 
 
 def train(
-    definition: DecoderDefinition, rows: TokenBatch, *, seed: int, steps: int, batch_rows: int, learning_rate: float
+    definition: DecoderDefinition,
+    rows: TokenBatch,
+    levels: np.ndarray,
+    *,
+    seed: int,
+    steps: int,
+    batch_rows: int,
+    learning_rate: float,
 ) -> Params:
     """Weights after `steps` of AdamW on the mean negative logprob of the right answers' tokens."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 10, steps)
@@ -142,8 +150,7 @@ def train(
         return -jnp.sum(logprobs * batch.mask) / jnp.sum(batch.mask)
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Params, moments: optax.OptState, chosen: Int32[Array, "R"]) -> tuple:
-        batch = jax.tree.map(lambda x: jnp.asarray(x)[chosen], rows)
+    def step(params: Params, moments: optax.OptState, batch: TokenBatch) -> tuple[Params, optax.OptState, Array]:
         value, gradients = jax.value_and_grad(loss)(params, batch)
         updates, moments = optimizer.update(gradients, moments, params)
         return optax.apply_updates(params, updates), moments, value
@@ -151,8 +158,48 @@ def train(
     params = definition.initialise(seed)
     moments = optimizer.init(params)
     rng = np.random.default_rng(seed)
+    share = {level: SHARES[level] / np.sum(levels == level) for level in SHARES}
+    likelihood = np.array([share[level] for level in levels])
     for index in range(1, steps + 1):
-        params, moments, value = step(params, moments, rng.integers(len(rows.mask), size=batch_rows))
-        if index % 100 == 0 or index == steps:
+        chosen = rng.choice(len(levels), size=batch_rows, p=likelihood)
+        params, moments, value = step(params, moments, jax.tree.map(lambda x: x[chosen], rows))
+        if index % 20 == 0 or index == steps:
             print(f"step {index} of {steps}: loss {float(value):.3f}", flush=True)
     return params
+
+
+def write_model(directory: Path, definition: DecoderDefinition, params: Params) -> None:
+    """A Hugging Face directory, weights in bfloat16: the inverse of `app.policy.weights.load_weights`."""
+    flat = flatten_dict(jax.device_get(params))
+    tensors = {}
+    for entry in expected_entries(definition):
+        value = flat[entry.path] if entry.layer is None else flat[entry.path][entry.layer]
+        if entry.path[-1] == "kernel":
+            value = value.reshape(entry.file_shape[::-1]).T
+        tensors[entry.name] = np.ascontiguousarray(value.reshape(entry.file_shape)).astype(ml_dtypes.bfloat16)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    generation = {name: CONFIG[name] for name in ("eos_token_id", "pad_token_id")}
+    for name, content in (("config.json", CONFIG), ("generation_config.json", generation)):
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Makes the starting weights of the quickstart.")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=260)
+    arguments = parser.parse_args()
+    tokenizer = make_tokenizer()
+    rows, levels = training_rows(tokenizer)
+    definition = DecoderDefinition.of(architecture_from_config(CONFIG))
+    params = train(
+        definition, rows, levels, seed=arguments.seed, steps=arguments.steps, batch_rows=256, learning_rate=4e-3
+    )
+    write_model(arguments.out, definition, params)
+    tokenizer.save_pretrained(arguments.out)
+    print(f"{definition.num_parameters:,} weights in {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -132,14 +132,8 @@ def _processes_are_known(resolved: Resolved) -> str | None:
     missing = [field for field in trio if value_of(resolved.settings, field) is None]
     if missing and len(missing) < len(trio):
         present = " and ".join(_named(resolved, field) for field in trio if field not in missing)
-        return (
-            f"{present}: also set {' and '.join(missing)}, or none of the three where the platform knows them"
-        )
-    if (
-        mesh.num_processes is not None
-        and mesh.process_id is not None
-        and mesh.process_id >= mesh.num_processes
-    ):
+        return f"{present}: also set {' and '.join(missing)}, or none of the three where the platform knows them"
+    if mesh.num_processes is not None and mesh.process_id is not None and mesh.process_id >= mesh.num_processes:
         return (
             f"{_named(resolved, 'mesh.process_id')} is too large for "
             f"{_named(resolved, 'mesh.num_processes')}; ids go from 0 to {mesh.num_processes - 1}"

@@ -25,9 +25,7 @@ class ConfigFile:
 def presets() -> list[str]:
     """Names of the settings files that come with the package."""
     folder = files("settings") / "presets"
-    return sorted(
-        entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
-    )
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
 def find(config: str | None) -> ConfigFile:

@@ -46,9 +46,7 @@ class _Entry:
 
 def yaml_layer(root: Node, *, file: str) -> Layer:
     """What a settings file sets."""
-    return _layer(
-        _Entry(name, node, f"yaml:{file}:{node.line}", name) for name, node in _leaves(root.value, prefix="")
-    )
+    return _layer(_Entry(name, node, f"yaml:{file}:{node.line}", name) for name, node in _leaves(root.value, prefix=""))
 
 
 def set_layer(overrides: Iterable[str]) -> Layer:
@@ -112,8 +110,7 @@ def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
             dotted = variable.removeprefix(ENV_PREFIX).replace("__", ".").lower()
             nearest = [env_name(field) for field in nearest_fields(dotted) if field in FIELDS]
             raise InputError(
-                f"unknown environment variable {variable} (names are {ENV_PREFIX}SECTION__FIELD)"
-                f"{did_you_mean(nearest)}"
+                f"unknown environment variable {variable} (names are {ENV_PREFIX}SECTION__FIELD){did_you_mean(nearest)}"
             )
         if not environ[variable].strip():
             raise InputError(f"environment variable {variable} is empty; unset it, or write null for none")
@@ -158,7 +155,5 @@ def _unknown(entry: _Entry) -> str:
         inside = next(field for field in FIELDS if field.startswith(f"{entry.name}."))
         return f"{_source(entry)} is a section of settings; set what is in it, such as {inside}"
     if entry.name.upper() in SECRETS:
-        return (
-            f"{_source(entry)} is a secret; it belongs in the environment or a .env as {entry.name.upper()}"
-        )
+        return f"{_source(entry)} is a secret; it belongs in the environment or a .env as {entry.name.upper()}"
     return f"unknown setting {_source(entry)}{did_you_mean(nearest_fields(entry.name))}"

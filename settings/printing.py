@@ -29,9 +29,7 @@ def _lines(section: dict[str, Any], provenance: Mapping[str, str], *, prefix: st
 
 
 def _on_one_line(value: Any) -> str:
-    text = yaml.dump(
-        value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False
-    )
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False)
     return text.removesuffix("...\n").strip()
 
 

@@ -72,8 +72,7 @@ def load(config: str | None, overrides: Sequence[str], environ: Mapping[str, str
 def _validated(layers: Sequence[Layer]) -> Settings:
     """Settings from layers, the strongest first: pydantic-settings merges and validates them."""
     sources = tuple(
-        InitSettingsSource(Settings, nested({field: leaf.value for field, leaf in layer.items()}))
-        for layer in layers
+        InitSettingsSource(Settings, nested({field: leaf.value for field, leaf in layer.items()})) for layer in layers
     )
     try:
         # pyright sees only the fields as arguments of a pydantic class.

@@ -19,16 +19,12 @@ HISTORIC_PROMPT_ALLOWANCE = 128
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
 
 def _run_name(value: str) -> str:
     if len(value) > 100 or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
-        raise ValueError(
-            "expected at most 100 letters, digits, `.`, `_`, `-`, starting with a letter or digit"
-        )
+        raise ValueError("expected at most 100 letters, digits, `.`, `_`, `-`, starting with a letter or digit")
     return value
 
 
@@ -53,9 +49,7 @@ def _host_and_port(value: str) -> str:
 def _distinct_rewards(value: tuple[RewardFunction, ...]) -> tuple[RewardFunction, ...]:
     names = [function.name for function in value]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(
-            f"expected each function once, `{repeated[0]}` stands there {names.count(repeated[0])} times"
-        )
+        raise ValueError(f"expected each function once, `{repeated[0]}` stands there {names.count(repeated[0])} times")
     return value
 
 
@@ -64,12 +58,8 @@ class Run(Section):
         default=None, description="Names the run directory. Derived when null: `<config>-seed<seed>`."
     )
     dir: str = Field(default="runs", min_length=1, description="Folder that holds the run directories.")
-    seed: int = Field(
-        default=0, ge=0, lt=2**31, description="Root of all randomness: data order and sampling noise."
-    )
-    steps: int = Field(
-        default=100, ge=1, description="Training steps: rollout, reward, score, advantage, update."
-    )
+    seed: int = Field(default=0, ge=0, lt=2**31, description="Root of all randomness: data order and sampling noise.")
+    steps: int = Field(default=100, ge=1, description="Training steps: rollout, reward, score, advantage, update.")
 
 
 class Model(Section):
@@ -104,24 +94,21 @@ class Data(Section):
     split: str = Field(default="train", description="Split of a hub data set or of the generator.")
     revision: str | None = Field(default=None, description="Commit of a hub data set; its newest when null.")
     eval_source: str | None = Field(
-        default=None, description="Where evaluation prompts come from. Derived when null: `data.source`; required beside a file."
+        default=None,
+        description="Where evaluation prompts come from. Derived when null: `data.source`; required beside a file.",
     )
     eval_split: str | None = Field(default=None, description="`test` when null; not used for a file.")
     prompt_column: str | None = Field(
         default=None, description="Found among prompt, question, problem, messages when null."
     )
-    answer_column: str | None = Field(
-        default=None, description="Found among answer, ground_truth, solution when null."
-    )
+    answer_column: str | None = Field(default=None, description="Found among answer, ground_truth, solution when null.")
     system_prompt: str | None = Field(default=None, description="System message put before every prompt.")
     max_prompt_length: int = Field(default=128, ge=1, description="Tokens, chat template included.")
     overlong_prompts: Literal["drop", "error", "truncate_left"] = Field(
         default="drop", description="What happens to longer prompts. Counted and reported either way."
     )
     shuffle: bool = Field(default=True, description="A new order every epoch, decided by `run.seed`.")
-    difficulty: Annotated[
-        tuple[Annotated[int, Field(ge=1, le=6)], ...], Field(min_length=1, strict=False)
-    ] = Field(
+    difficulty: Annotated[tuple[Annotated[int, Field(ge=1, le=6)], ...], Field(min_length=1, strict=False)] = Field(
         default=(1, 2),
         description="Levels of the arithmetic generator: level n asks for numbers of up to n digits.",
     )
@@ -148,9 +135,7 @@ class Rollout(Section):
     prefill_length_min: int = Field(default=16, ge=1, description="Smallest prefill bucket, in tokens.")
     temperature: float = Field(default=1.0, ge=0, description="0 = greedy (refused in training).")
     top_k: int = Field(default=0, ge=0, description="Keep the k likeliest tokens; 0 = all.")
-    top_p: float = Field(
-        default=1.0, gt=0, le=1, description="Keep the likeliest tokens that hold this mass; 1 = all."
-    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Keep the likeliest tokens that hold this mass; 1 = all.")
     min_p: float = Field(
         default=0.0,
         ge=0,
@@ -196,9 +181,7 @@ class Score(Section):
 
 class Algorithm(Section):
     name: Literal["grpo"] = Field(default="grpo", description="Advantage estimator and objective.")
-    beta: float = Field(
-        default=0.0, ge=0, description="Weight of the KL penalty; 0 = no reference model in memory."
-    )
+    beta: float = Field(default=0.0, ge=0, description="Weight of the KL penalty; 0 = no reference model in memory.")
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         default="k3", description="Schulman's estimators of KL(policy || reference)."
     )
@@ -256,9 +239,7 @@ class Mesh(Section):
 
 
 class Checkpoint(Section):
-    every_steps: int = Field(
-        default=50, ge=1, description="Steps between checkpoints; the last step is always saved."
-    )
+    every_steps: int = Field(default=50, ge=1, description="Steps between checkpoints; the last step is always saved.")
     keep: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
 
 

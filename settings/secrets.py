@@ -48,6 +48,4 @@ def redacted(text: str) -> str:
 
 def _nearest_dotenv(directory: Path) -> Path | None:
     resolved = directory.resolve()
-    return next(
-        (path for folder in (resolved, *resolved.parents) if (path := folder / ".env").is_file()), None
-    )
+    return next((path for folder in (resolved, *resolved.parents) if (path := folder / ".env").is_file()), None)

@@ -38,8 +38,14 @@ import jax  # noqa: E402  (reads the variables above)
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# No deadline: the first example of a property may compile. CI tries the same examples every time.
-hypothesis.settings.register_profile("suite", deadline=None, derandomize=os.environ.get("CI") == "true")
+# No clocks: the first example of a property may compile, and the machine may be busy with something else.
+# CI tries the same examples every time.
+hypothesis.settings.register_profile(
+    "suite",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    derandomize=os.environ.get("CI") == "true",
+)
 hypothesis.settings.load_profile("suite")
 
 
@@ -60,9 +66,7 @@ def smollm2_gguf() -> Path:
         assert Path(named).is_file(), f"GRPO_TEST_SMOLLM2 names {named}, which is not a file"
         return Path(named)
     found = sorted(
-        path
-        for path in (REPOSITORY / "models").glob("**/*.gguf")
-        if path.name.lower().startswith("smollm2-135m")
+        path for path in (REPOSITORY / "models").glob("**/*.gguf") if path.name.lower().startswith("smollm2-135m")
     )
     if not found:
         pytest.skip("no SmolLM2 in models/: bash scripts/fetch_smollm2.sh, or set GRPO_TEST_SMOLLM2")

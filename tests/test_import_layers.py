@@ -16,9 +16,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
     frozenset({"app.training"}),
-    frozenset(
-        {"app.rollout", "app.reward", "app.score", "app.advantage", "app.update", "app.prompts", "app.report"}
-    ),
+    frozenset({"app.rollout", "app.reward", "app.score", "app.advantage", "app.update", "app.prompts", "app.report"}),
     frozenset({"app.batching"}),
     frozenset({"app.policy"}),
     frozenset({"app.mesh"}),
@@ -152,9 +150,7 @@ def program_sources() -> dict[str, str]:
         *REPOSITORY.glob("settings/**/*.py"),
     ]
     return {
-        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(
-            ".__init__"
-        ): path.read_text()
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
         for path in sorted(files)
     }
 

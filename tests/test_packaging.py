@@ -91,9 +91,7 @@ def test_the_wheel_holds_the_program_and_its_data_and_no_more(unpacked_wheel: Pa
     assert {"app/py.typed", "settings/py.typed", "settings/presets/quickstart.yaml"} <= packed
 
 
-def test_an_installed_program_finds_its_presets_from_any_directory(
-    unpacked_wheel: Path, tmp_path: Path
-) -> None:
+def test_an_installed_program_finds_its_presets_from_any_directory(unpacked_wheel: Path, tmp_path: Path) -> None:
     name, function = PROJECT["scripts"]["grpo"].split(":")
     presets = [path.stem for path in (unpacked_wheel / "settings" / "presets").glob("*.yaml")]
     assert "quickstart" in presets

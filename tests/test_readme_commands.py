@@ -19,9 +19,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
-    path
-    for pattern in ("README.md", "CONTRIBUTING.md", "sops/**/*.md")
-    for path in sorted(REPOSITORY.glob(pattern))
+    path for pattern in ("README.md", "CONTRIBUTING.md", "sops/**/*.md") for path in sorted(REPOSITORY.glob(pattern))
 ]
 CONSOLE_SCRIPT = "import sys; from cli import main; sys.exit(main())"
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
@@ -55,9 +53,7 @@ COMMANDS = [
 
 def test_readme_and_contributing_show_commands() -> None:
     for name in ("README.md", "CONTRIBUTING.md"):
-        assert list(bash_commands((REPOSITORY / name).read_text(encoding="utf-8"))), (
-            f"{name} shows no command"
-        )
+        assert list(bash_commands((REPOSITORY / name).read_text(encoding="utf-8"))), f"{name} shows no command"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

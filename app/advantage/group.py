@@ -17,9 +17,7 @@ def group_moments(
     rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]
 ) -> tuple[Float[np.ndarray, "N"], Float[np.ndarray, "N"]]:
     """Mean and standard deviation (ddof = 1) of each sample's own group. The deviation of a group of one is 0."""
-    _, first, member_of, sizes = np.unique(
-        group_ids, return_index=True, return_inverse=True, return_counts=True
-    )
+    _, first, member_of, sizes = np.unique(group_ids, return_index=True, return_inverse=True, return_counts=True)
     # Measured from one of the group's own rewards, so that equal ones deviate by exactly 0: Adam would turn
     # the rounding error of a plain mean into a step.
     origins = rewards[first]
@@ -29,9 +27,7 @@ def group_moments(
     return means[member_of], deviations[member_of]
 
 
-def grpo_advantages(
-    rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]
-) -> Float[np.ndarray, "N"]:
+def grpo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
     """A_i = (r_i - mean(group)) / (std(group) + 1e-6), std with ddof = 1.
 
     Groups may differ in size. A group of one has nothing to compare with: its advantage is 0, and so

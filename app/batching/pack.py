@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Bool, Float32, Int32
 
 from app.batching.plan import Plan
 from app.flow import Sample
+
+HostOrDevice = Any
+"""numpy while it is packed, `jax.Array` once it is placed."""
 
 
 @jax.tree_util.register_dataclass
@@ -22,15 +26,15 @@ from app.flow import Sample
 class TokenBatch:
     """Micro-batches of packed rows: what a forward pass reads. numpy on the host, global arrays on devices."""
 
-    token_ids: Int32[Array, "M R T"]
-    positions: Int32[Array, "M R T"]
+    token_ids: Int32[HostOrDevice, "M R T"]
+    positions: Int32[HostOrDevice, "M R T"]
     """Within the sample, starting at 0."""
-    segment_ids: Int32[Array, "M R T"]
+    segment_ids: Int32[HostOrDevice, "M R T"]
     """1, 2, ... per sample of a row; 0 is padding."""
-    score_index: Int32[Array, "M R C"]
+    score_index: Int32[HostOrDevice, "M R C"]
     """Where in the row the hidden state stands that predicts each target: one token before it."""
-    targets: Int32[Array, "M R C"]
-    mask: Bool[Array, "M R C"]
+    targets: Int32[HostOrDevice, "M R C"]
+    mask: Bool[HostOrDevice, "M R C"]
     """True on completion tokens that the policy wrote."""
 
 

@@ -49,9 +49,7 @@ def partition_spec(dims: Sequence[str], shape: Sequence[int], mesh: Mesh | Abstr
     """
     assert len(dims) == len(shape), f"{dims} does not name the dims of {shape}"
     axes = [AXIS_OF_DIM[dim] for dim in dims]
-    return PartitionSpec(
-        *(a if size % axis_size(mesh, a) == 0 else None for a, size in zip(axes, shape, strict=True))
-    )
+    return PartitionSpec(*(a if size % axis_size(mesh, a) == 0 else None for a, size in zip(axes, shape, strict=True)))
 
 
 def replicated_dims(dims: Sequence[str], shape: Sequence[int], mesh: Mesh) -> list[str]:

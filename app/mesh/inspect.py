@@ -85,7 +85,11 @@ def weight_placement(name: str, shape: Sequence[int], dims: Sequence[str], mesh:
 
 
 def mesh_report(
-    mesh: Mesh, weights: dict[str, tuple[tuple[int, ...], tuple[str, ...]]], *, samples_per_step: int, num_row_shards: int
+    mesh: Mesh,
+    weights: dict[str, tuple[tuple[int, ...], tuple[str, ...]]],
+    *,
+    samples_per_step: int,
+    num_row_shards: int,
 ) -> MeshReport:
     """The report of a mesh and a model's parameters: name -> (shape, dims)."""
     placements = [weight_placement(name, *weight, mesh) for name, weight in weights.items()]

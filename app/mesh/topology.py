@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import jax
-from jax.sharding import AxisType, Mesh as DeviceMesh
+from jax.sharding import AxisType
+from jax.sharding import Mesh as DeviceMesh
 
 from app.mesh.axis_rules import AXES
 from settings.errors import InputError

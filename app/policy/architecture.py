@@ -131,9 +131,7 @@ def _family(config: Mapping[str, Any]) -> str:
         )
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise InputError(
-            f"config.json: model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}"
-        )
+        raise InputError(f"config.json: model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}")
     declared = config.get("architectures") or [FAMILIES[family]]
     if list(declared) != [FAMILIES[family]]:
         raise InputError(
@@ -141,17 +139,11 @@ def _family(config: Mapping[str, Any]) -> str:
             f"supported: {', '.join(FAMILIES.values())}"
         )
     if config.get("quantization_config"):
-        raise InputError(
-            "config.json has `quantization_config`: quantised weights cannot be trained; use the original"
-        )
+        raise InputError("config.json has `quantization_config`: quantised weights cannot be trained; use the original")
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
-        raise InputError(
-            "config.json: use_sliding_window=true is not supported yet; use a full-attention model"
-        )
+        raise InputError("config.json: use_sliding_window=true is not supported yet; use a full-attention model")
     if config.get("hidden_act", "silu") != "silu":
-        raise InputError(
-            f"config.json: hidden_act={config['hidden_act']!r} is not supported; supported: 'silu'"
-        )
+        raise InputError(f"config.json: hidden_act={config['hidden_act']!r} is not supported; supported: 'silu'")
     return family
 
 
@@ -164,9 +156,7 @@ def _head_dim(config: Mapping[str, Any], num_query_heads: int) -> int:
         )
     head_dim = _positive_int(config, "head_dim", default=model_dim // num_query_heads)
     if head_dim % 2:
-        raise InputError(
-            f"config.json: head_dim={head_dim} is odd; rotary embedding turns pairs, so it must be even"
-        )
+        raise InputError(f"config.json: head_dim={head_dim} is odd; rotary embedding turns pairs, so it must be even")
     return head_dim
 
 

@@ -6,6 +6,8 @@ digits that decide the softmax.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
@@ -63,10 +65,12 @@ def packed_attention(
         visible = causal & (own[:, :, None] == segment_ids[:, None, :]) & (own[:, :, None] != 0)
         return attend(query, keys, values, visible)
 
-    if num_tokens <= QUERY_BLOCK or num_tokens % QUERY_BLOCK != 0:
+    if num_tokens <= QUERY_BLOCK:
         return block(query, 0)
-    blocks = jnp.moveaxis(query.reshape(query.shape[0], -1, QUERY_BLOCK, *query.shape[2:]), 1, 0)
-    firsts = jnp.arange(blocks.shape[0]) * QUERY_BLOCK
+    # The rung 1536, for one, is no multiple of QUERY_BLOCK.
+    size = math.gcd(num_tokens, QUERY_BLOCK)
+    blocks = jnp.moveaxis(query.reshape(query.shape[0], -1, size, *query.shape[2:]), 1, 0)
+    firsts = jnp.arange(blocks.shape[0]) * size
     mixed = jax.lax.map(lambda args: jax.checkpoint(block)(*args), (blocks, firsts))
     return jnp.moveaxis(mixed, 0, 1).reshape(query.shape)
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
@@ -26,7 +26,14 @@ from app.policy.attention import packed_attention, rotate
 Params = dict[str, Any]
 """A nested dict of arrays: the form in which weights move between rooms."""
 
+Path = tuple[str, ...]
+
 INITIAL_STDDEV = 0.02
+
+
+def by_path(tree: Params) -> dict[Path, Any]:
+    """The leaves of a nested dict by their path of keys."""
+    return dict(flatten_dict(tree))
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], dims: tuple[str, ...], *, init: str = "normal") -> nnx.Param:
@@ -56,7 +63,13 @@ class Projection(nnx.Module):
     """A product with a kernel whose input dims come first, and a bias where the family has one."""
 
     def __init__(
-        self, rngs: nnx.Rngs, inputs: dict[str, int], outputs: dict[str, int], *, bias: bool, stack: dict[str, int]
+        self,
+        rngs: nnx.Rngs,
+        inputs: dict[str, int],
+        outputs: dict[str, int],
+        *,
+        bias: bool,
+        stack: dict[str, int],
     ):
         self.num_inputs = len(inputs)
         sizes = {**stack, **inputs, **outputs}

@@ -61,9 +61,7 @@ class GgufFile:
             )
         self._tensors = {self._hugging_face_name(tensor.name): tensor for tensor in self._reader.tensors}
         if "model.embed_tokens.weight" not in self._tensors:
-            raise InputError(
-                f"{path}: tensor 'token_embd.weight' is missing; this GGUF file holds no language model"
-            )
+            raise InputError(f"{path}: tensor 'token_embd.weight' is missing; this GGUF file holds no language model")
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -76,9 +74,7 @@ class GgufFile:
         try:
             values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         except NotImplementedError as error:
-            raise InputError(
-                f"{self.path}: tensor {tensor.name!r}: {error}; use another quantisation"
-            ) from error
+            raise InputError(f"{self.path}: tensor {tensor.name!r}: {error}; use another quantisation") from error
         values = np.ascontiguousarray(values).reshape(_shape(tensor))
         if self._family == "llama" and ".attn_q." in tensor.name:
             return self._unpermute(values, self._count("attention.head_count"))
@@ -139,8 +135,7 @@ class GgufFile:
         value = self._fact(key, default)
         if not isinstance(value, int) or value < 1:
             raise InputError(
-                f"{self.path}: GGUF metadata '{self._family}.{key}' must be one positive integer, "
-                f"got {value!r}"
+                f"{self.path}: GGUF metadata '{self._family}.{key}' must be one positive integer, got {value!r}"
             )
         return value
 
@@ -158,9 +153,7 @@ class GgufFile:
         """
         rows = values.shape[0]
         if rows % (2 * num_heads):
-            raise InputError(
-                f"{self.path}: {rows} rows of a q or k projection do not split into {num_heads} heads"
-            )
+            raise InputError(f"{self.path}: {rows} rows of a q or k projection do not split into {num_heads} heads")
         by_pair = values.reshape(num_heads, rows // num_heads // 2, 2, -1)
         return np.ascontiguousarray(by_pair.swapaxes(1, 2)).reshape(values.shape)
 

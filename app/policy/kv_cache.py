@@ -50,13 +50,13 @@ def decode_weights(definition: DecoderDefinition, params: Params, dtype: jnp.dty
     def laid_out(x: Array, dims: tuple[str, ...]) -> Array:
         return constrain(x.astype(dtype), *("activation" if dim == "embed" else dim for dim in dims))
 
-    params = jax.tree.map(laid_out, params, definition.dims)
-    layers = range(definition.architecture.num_layers)
-    return DecodeWeights(
-        # The stacked blocks stay in the tree as empty leaves so that the graph still fits it.
-        {**params, "blocks": jax.tree.map(lambda x: x[:0], params["blocks"])},
-        tuple(jax.tree.map(lambda x: x[i], params["blocks"]) for i in layers),
-    )
+    def of_layer(layer: int) -> Params:
+        return jax.tree.map(lambda x: x[layer], laid["blocks"])
+
+    laid = jax.tree.map(laid_out, params, definition.dims)
+    # The stacked blocks stay in the tree as empty leaves so that the graph still fits it.
+    rest = {**laid, "blocks": jax.tree.map(lambda x: x[:0], laid["blocks"])}
+    return DecodeWeights(rest, tuple(of_layer(i) for i in range(definition.architecture.num_layers)))
 
 
 def constrain_cache(cache: Cache) -> Cache:

@@ -146,9 +146,7 @@ def _open_directory(directory: Path, *, name: str) -> ModelFiles:
     if not (directory / CONFIG_FILE).is_file():
         found = sorted(file.name for file in directory.glob("*.gguf"))
         hint = f"; to use {found[0]}, name that file" if found else ""
-        raise InputError(
-            f"model.path: {directory} has no {CONFIG_FILE}, so it is not a Hugging Face model{hint}"
-        )
+        raise InputError(f"model.path: {directory} has no {CONFIG_FILE}, so it is not a Hugging Face model{hint}")
     config = _read_json(directory / CONFIG_FILE)
     generation = directory / "generation_config.json"
     weights = SafetensorsFiles(directory)
@@ -190,9 +188,7 @@ def _fetched_from_hub(hub_id: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(HUB_FILES)))
     except HFValidationError as error:
-        raise InputError(
-            f"model.path: {hub_id!r} is neither an existing directory or file nor a hub id"
-        ) from error
+        raise InputError(f"model.path: {hub_id!r} is neither an existing directory or file nor a hub id") from error
     except OSError as error:  # the hub's own errors, being offline among them, are all OSErrors
         reason = " ".join(str(error).split())
         at = f" at revision {revision!r}" if revision else ""
@@ -209,9 +205,7 @@ def _open_shards(directory: Path, index: Path) -> tuple[list[Path], dict[str, An
     shards = {}
     for shard in sorted(set(map(str, weight_map.values()))):
         if Path(shard).name != shard:
-            raise InputError(
-                f"{index}: shard {shard!r} is not a plain file name of its own directory; refused"
-            )
+            raise InputError(f"{index}: shard {shard!r} is not a plain file name of its own directory; refused")
         if not (directory / shard).is_file():
             raise InputError(f"{index}: shard {shard!r} is missing from {directory}; fetch the model again")
         shards[shard] = _open_safetensors(directory / shard)
@@ -219,9 +213,7 @@ def _open_shards(directory: Path, index: Path) -> tuple[list[Path], dict[str, An
     for name, shard in weight_map.items():
         if name not in held[shard]:
             raise InputError(f"{index}: tensor {name!r} is not in shard {shard!r}, where the index puts it")
-    return [directory / shard for shard in shards], {
-        name: shards[shard] for name, shard in weight_map.items()
-    }
+    return [directory / shard for shard in shards], {name: shards[shard] for name, shard in weight_map.items()}
 
 
 def _open_safetensors(path: Path) -> Any:

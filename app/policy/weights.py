@@ -7,32 +7,20 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from app.policy.architecture import Architecture
-from app.policy.decoder import DecoderDefinition, Params
+from app.policy.decoder import DecoderDefinition, Params, Path, by_path
+from app.policy.weight_files import WeightFile
 from settings.errors import InputError
-
-
-class TensorSource(Protocol):
-    """Named tensors of a model file, in Hugging Face's names and layout."""
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]: ...
-
-    def read(self, name: str) -> np.ndarray: ...
-
-
-Path = tuple[str, ...]
 
 LAYER_TENSORS: dict[str, Path] = {
     "input_layernorm.weight": ("attention_norm", "scale"),
@@ -84,9 +72,11 @@ def from_file_layout(tensor: np.ndarray, path: Path, shape: tuple[int, ...]) -> 
 
 def expected_entries(definition: DecoderDefinition) -> list[Entry]:
     """Every tensor the architecture needs, in the order of the layers."""
-    flat = flatten_dict(definition.shapes)
+    flat = by_path(definition.shapes)
     entries = [
-        Entry(name, path, None, file_layout(path, flat[path].shape)) for name, path in TOP_TENSORS.items() if path in flat
+        Entry(name, path, None, file_layout(path, flat[path].shape))
+        for name, path in TOP_TENSORS.items()
+        if path in flat
     ]
     for layer in range(definition.architecture.num_layers):
         for suffix, tail in LAYER_TENSORS.items():
@@ -98,7 +88,7 @@ def expected_entries(definition: DecoderDefinition) -> list[Entry]:
     return entries
 
 
-def check_tensors(entries: list[Entry], shapes: dict[str, tuple[int, ...]], architecture: Architecture) -> None:
+def check_tensors(entries: list[Entry], shapes: Mapping[str, tuple[int, ...]], architecture: Architecture) -> None:
     """Raises InputError naming what is missing, extra or mis-shaped."""
     expected = {entry.name: entry.file_shape for entry in entries}
     # A tied model's file may still repeat the embedding as the head.
@@ -124,7 +114,7 @@ def check_tensors(entries: list[Entry], shapes: dict[str, tuple[int, ...]], arch
             )
 
 
-def load_weights(definition: DecoderDefinition, source: TensorSource, mesh: Mesh) -> Params:
+def load_weights(definition: DecoderDefinition, source: WeightFile, mesh: Mesh) -> Params:
     """Reads every tensor once and writes it into its sharded float32 place; the host holds one at a time.
 
     Raises:
@@ -132,7 +122,7 @@ def load_weights(definition: DecoderDefinition, source: TensorSource, mesh: Mesh
     """
     entries = expected_entries(definition)
     check_tensors(entries, source.shapes, definition.architecture)
-    shapes, shardings = flatten_dict(definition.shapes), flatten_dict(definition.shardings(mesh))
+    shapes, shardings = by_path(definition.shapes), by_path(definition.shardings(mesh))
     params: dict[Path, Array] = {}
     for entry in entries:
         shape, sharding = shapes[entry.path].shape, shardings[entry.path]

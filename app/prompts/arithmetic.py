@@ -66,9 +66,7 @@ def _to_row(problem: list[int], level: int) -> Row:
     )
 
 
-def _choose_listed(
-    rng: np.random.Generator, level: int, codes: np.ndarray, count: int, split: str
-) -> Problems:
+def _choose_listed(rng: np.random.Generator, level: int, codes: np.ndarray, count: int, split: str) -> Problems:
     operands = np.arange(10**level)
     grid = np.stack(np.meshgrid(codes, operands, operands, indexing="ij"), axis=-1).reshape(-1, 3)
     problems = grid[_is_of_level(grid, level) & _is_in_split(grid, split)]

@@ -206,18 +206,12 @@ def _read_prompt(value: Any, where: str) -> str | Messages:
 def _read_messages(values: list[Any], where: str) -> Messages:
     messages = []
     for value in values:
-        role, content = (
-            (value.get("role"), value.get("content")) if isinstance(value, Mapping) else (None, None)
-        )
+        role, content = (value.get("role"), value.get("content")) if isinstance(value, Mapping) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
-            raise InputError(
-                f"{where}: a chat message needs `role` and `content`, both text; got {value!r:.80}"
-            )
+            raise InputError(f"{where}: a chat message needs `role` and `content`, both text; got {value!r:.80}")
         messages.append({"role": role, "content": content})
     if messages[-1]["role"] == "assistant":
-        raise InputError(
-            f"{where}: the chat ends with the assistant's turn; leave that turn out of the prompt"
-        )
+        raise InputError(f"{where}: the chat ends with the assistant's turn; leave that turn out of the prompt")
     return messages
 
 

@@ -106,9 +106,7 @@ def _to_messages(prompt: str | Messages, system_prompt: str | None) -> Messages:
 def _to_prompt(row: Row, ids: list[int]) -> Prompt:
     if not ids:
         raise InputError(f"{row.uid}: the tokenizer makes no tokens of this prompt")
-    return Prompt(
-        uid=row.uid, token_ids=np.array(ids, np.int32), source=row.prompt, answer=row.answer, extra=row.extra
-    )
+    return Prompt(uid=row.uid, token_ids=np.array(ids, np.int32), source=row.prompt, answer=row.answer, extra=row.extra)
 
 
 def _count_lengths(lengths: Sequence[int]) -> dict[int, int]:

@@ -37,11 +37,7 @@ def load_held_out_data(data: Data, *, num_prompts: int) -> Dataset:
         )
     dataset = _load(data, source, split=split, num_problems=num_prompts, seed=HELD_OUT_SEED)
     num_rows = len(dataset.rows)
-    chosen = (
-        [i * num_rows // num_prompts for i in range(num_prompts)]
-        if num_rows > num_prompts
-        else range(num_rows)
-    )
+    chosen = [i * num_rows // num_prompts for i in range(num_prompts)] if num_rows > num_prompts else range(num_rows)
     return replace(dataset, rows=[dataset.rows[i] for i in chosen])
 
 

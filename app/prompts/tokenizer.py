@@ -50,8 +50,7 @@ class Tokenizer:
             )
         if not fast.chat_template:
             raise InputError(
-                f"{files.path}: the tokenizer has no chat template; add chat_template.jinja "
-                "or use an instruct model"
+                f"{files.path}: the tokenizer has no chat template; add chat_template.jinja or use an instruct model"
             )
         fast.model_max_length = 2**31  # prompt length is a setting of ours; without this transformers warns
         self._fast = fast
@@ -78,14 +77,10 @@ class Tokenizer:
 
         Raises: InputError where the template refuses the messages or never stops writing.
         """
-        allowed = MAX_TEMPLATE_CHARACTERS + 2 * sum(
-            len(text) for message in messages for text in message.values()
-        )
+        allowed = MAX_TEMPLATE_CHARACTERS + 2 * sum(len(text) for message in messages for text in message.values())
         length = len(self._apply_template(messages, tokenize=False))
         if length > allowed:
-            raise InputError(
-                f"the chat template turns a prompt into {length} characters (at most {allowed}); mend it"
-            )
+            raise InputError(f"the chat template turns a prompt into {length} characters (at most {allowed}); mend it")
         return self._apply_template(messages, tokenize=True, return_dict=False, sanitize_control_tokens=True)
 
     def encode(self, text: str) -> list[int]:
@@ -126,13 +121,9 @@ def _from_directory(directory: Path) -> PreTrainedTokenizerFast:
     the pre-tokenizer from that class and so loses the digit splitting of tokenizer.json.
     """
     if not (directory / TOKENIZER_FILE).is_file():
-        raise InputError(
-            f"{directory}: there is no {TOKENIZER_FILE}; save the model's fast tokenizer beside it"
-        )
+        raise InputError(f"{directory}: there is no {TOKENIZER_FILE}; save the model's fast tokenizer beside it")
     try:
-        return PreTrainedTokenizerFast.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception
         raise InputError(f"{directory}: the tokenizer files cannot be read: {error}") from error
 
@@ -143,9 +134,7 @@ def _from_gguf(gguf: GgufFile) -> PreTrainedTokenizerFast:
     Source: llama.cpp, `convert_hf_to_gguf.py` (token types) and `llama-vocab.cpp` (pre-tokenizer names).
     """
     if (model := gguf.metadata("tokenizer.ggml.model")) != "gpt2":
-        raise InputError(
-            f"{gguf.path}: tokenizer model {model!r} is not supported; supported: 'gpt2' (byte-level BPE)"
-        )
+        raise InputError(f"{gguf.path}: tokenizer model {model!r} is not supported; supported: 'gpt2' (byte-level BPE)")
     tokens = gguf.metadata("tokenizer.ggml.tokens")
     types = gguf.metadata("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     merges = [tuple(merge.split(" ")) for merge in gguf.metadata("tokenizer.ggml.merges")]
@@ -195,9 +184,7 @@ def _splitting(gguf: GgufFile) -> tuple[Any, Any]:
     }
     name = gguf.metadata("tokenizer.ggml.pre")
     if name not in known:
-        raise InputError(
-            f"{gguf.path}: pre-tokenizer {name!r} is not supported; supported: {', '.join(known)}"
-        )
+        raise InputError(f"{gguf.path}: pre-tokenizer {name!r} is not supported; supported: {', '.join(known)}")
     return known[name]
 
 
@@ -206,9 +193,7 @@ def _token_named(gguf: GgufFile, tokens: list[str], token_id: int) -> str | None
     if token_id == -1:
         return None
     if not 0 <= token_id < len(tokens):
-        raise InputError(
-            f"{gguf.path}: special token id {token_id} is outside the vocabulary of {len(tokens)}"
-        )
+        raise InputError(f"{gguf.path}: special token id {token_id} is outside the vocabulary of {len(tokens)}")
     return tokens[token_id]
 
 

@@ -125,7 +125,9 @@ class Engine:
             )
             del hidden, cache
             sampler: Sampler = draw_truncated if rules.truncates else draw
-            slots = self._decode[sampler](weights, row_hidden, constants, slots=slots, rules=rules, eos_ids=self._eos_ids)
+            slots = self._decode[sampler](
+                weights, row_hidden, constants, slots=slots, rules=rules, eos_ids=self._eos_ids
+            )
         token_ids, logprobs, kept = map(to_local, (slots.token_ids, slots.logprobs, slots.kept_mass_logs))
         lengths, stopped = to_local(slots.lengths), to_local(slots.stopped)
         samples = []
@@ -237,9 +239,7 @@ def _decode_loop(definition: DecoderDefinition, sampler: Sampler) -> Callable[..
         def step(slots: Slots) -> Slots:
             last = jnp.maximum(slots.lengths - 1, 0)
             token_ids = jnp.take_along_axis(slots.token_ids, last[:, None], axis=1)[:, 0]
-            hidden, cache = decode_step(
-                definition, weights, slots.cache, token_ids, rows.prompt_lengths + last
-            )
+            hidden, cache = decode_step(definition, weights, slots.cache, token_ids, rows.prompt_lengths + last)
             return draw_next(hidden, slots._replace(cache=constrain_cache(cache)))
 
         slots = draw_next(hidden, slots)

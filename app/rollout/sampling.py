@@ -48,7 +48,10 @@ def uid_words(uids: Sequence[str]) -> UInt32[np.ndarray, "B 2"]:
 
 
 def sample_keys(
-    seed: Int32[Array, ""], policy_version: Int32[Array, ""], words: UInt32[Array, "B 2"], sample_index: Int32[Array, "B"]
+    seed: Int32[Array, ""],
+    policy_version: Int32[Array, ""],
+    words: UInt32[Array, "B 2"],
+    sample_index: Int32[Array, "B"],
 ) -> Key[Array, "B"]:
     """One key per sample; `fold_in` of a position gives the key of that token."""
     root = jax.random.fold_in(jax.random.key(seed), policy_version)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -63,7 +62,8 @@ class Checkpoints:
         for step in steps:
             try:
                 restored = self._manager.restore(
-                    step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target), progress=ocp.args.JsonRestore())
+                    step,
+                    args=ocp.args.Composite(state=ocp.args.StandardRestore(target), progress=ocp.args.JsonRestore()),
                 )
             # Orbax and TensorStore report damage as any of these; what it was stands in the warning.
             except (ValueError, KeyError, OSError, TypeError) as error:

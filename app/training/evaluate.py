@@ -15,6 +15,7 @@ from app.rollout.sampling import SamplingRules
 from app.training.metrics import over_hosts
 from app.training.session import Session
 
+
 def host_share(prompts: Sequence[Prompt]) -> list[Prompt]:
     """This host's part of the evaluation prompts; every host gets equally many, at least one."""
     per_host = max(len(prompts) // jax.process_count(), 1)
@@ -22,7 +23,9 @@ def host_share(prompts: Sequence[Prompt]) -> list[Prompt]:
     return list(prompts[first : first + per_host])
 
 
-def evaluate(session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]) -> tuple[dict[str, float], list[Sample]]:
+def evaluate(
+    session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]
+) -> tuple[dict[str, float], list[Sample]]:
     """One sample per prompt at `eval.temperature`. Returns metrics under `eval/` and the graded samples."""
     settings = session.settings
     task = settings.reward.functions[0].name.removesuffix(FORMAT_SUFFIX)

@@ -24,7 +24,9 @@ class Interrupts:
             self._before[number] = signal.signal(number, self._asked)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
@@ -33,4 +35,8 @@ class Interrupts:
             # The second time a person means it: no clean-up, nothing half-written survives a rename.
             os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED_EARLY)
         self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED_EARLY
-        print("\nstopping after this step, with a checkpoint; once more stops at once", file=sys.stderr, flush=True)
+        print(
+            "\nstopping after this step, with a checkpoint; once more stops at once",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -78,7 +78,10 @@ def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> A
 
     online = logging_settings.wandb_mode == "online" and bool(os.environ.get("WANDB_API_KEY"))
     if not online and logging_settings.wandb_mode == "online":
-        log.warning("WANDB_API_KEY is not set: wandb writes to %s only; `wandb sync` uploads it later", run.path / "wandb")
+        log.warning(
+            "WANDB_API_KEY is not set: wandb writes to %s only; `wandb sync` uploads it later",
+            run.path / "wandb",
+        )
     try:
         return wandb.init(
             project=logging_settings.wandb_project,

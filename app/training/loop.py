@@ -24,7 +24,12 @@ from app.training.checkpoint import Checkpoints, Progress, check_fingerprints
 from app.training.evaluate import evaluate, host_share
 from app.training.interrupts import Interrupts
 from app.training.journal import Journal, NoJournal
-from app.training.metrics import CompilationCounter, model_flops_utilization, peak_memory_bytes, sample_metrics
+from app.training.metrics import (
+    CompilationCounter,
+    model_flops_utilization,
+    peak_memory_bytes,
+    sample_metrics,
+)
 from app.training.progress import Board, evaluation_line
 from app.training.run_directory import Resume, RunDirectory, check_claim, claim
 from app.training.session import ModelInput, Session, check_context, read_model_input
@@ -145,11 +150,15 @@ class Trainer:
             samples = [replace(s, policy_logprobs=x) for s, x in zip(samples, scored, strict=True)]
         if self.reference is not None:
             rows = score.reference.rows_per_device or score.rows_per_device
-            scored = self.session.scorer.logprobs(self.reference, samples, temperature=temperature, rows_per_device=rows)
+            scored = self.session.scorer.logprobs(
+                self.reference, samples, temperature=temperature, rows_per_device=rows
+            )
             samples = [replace(s, reference_logprobs=x) for s, x in zip(samples, scored, strict=True)]
         return samples
 
-    def performance(self, samples: Sequence[Sample], seconds: float, compilations: int) -> dict[str, float | int | None]:
+    def performance(
+        self, samples: Sequence[Sample], seconds: float, compilations: int
+    ) -> dict[str, float | int | None]:
         """Speed and memory of a step, under `perf/`."""
         completion = sum(len(s.completion_ids) for s in samples) * jax.process_count()
         prompt = sum(len(s.prompt.token_ids) for s in samples) * jax.process_count()
@@ -159,7 +168,9 @@ class Trainer:
         return {
             "perf/tokens_per_s": completion / seconds,
             "perf/mfu": model_flops_utilization(
-                self.session.input.definition.num_parameters, {"forward": forward, "trained": trained}, seconds
+                self.session.input.definition.num_parameters,
+                {"forward": forward, "trained": trained},
+                seconds,
             ),
             "perf/peak_memory_bytes": peak_memory_bytes(),
             "perf/compilations": compilations,
@@ -216,7 +227,10 @@ def _train_in(
         _stop_if_diverged(metrics, settings)
         if settings.logging.save_rollouts:
             journal.write_samples(run.rollouts(step), samples)
-        is_last, stopping = step == settings.run.steps, bool(max_over_hosts(np.asarray(interrupts.exit_code or 0)))
+        is_last, stopping = (
+            step == settings.run.steps,
+            bool(max_over_hosts(np.asarray(interrupts.exit_code or 0))),
+        )
         seconds = time.perf_counter() - start
         record = {
             **metrics,

@@ -38,11 +38,16 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         metrics[f"reward/{name}/mean"] = over_hosts([(s.rewards or {})[name] for s in samples]).mean()
     # Each sample's advantage is one number on all its tokens: weight it by how many there are.
     tokens = over_hosts([s.mask.sum() for s in samples])
-    means = over_hosts([float(s.advantages[s.mask].mean()) if s.mask.any() else 0.0 for s in samples])
+    means = over_hosts([_mean_advantage(s) for s in samples])
     mean = float((means * tokens).sum() / max(tokens.sum(), 1))
     metrics["advantage/mean"] = mean
     metrics["advantage/std"] = float(np.sqrt((tokens * (means - mean) ** 2).sum() / max(tokens.sum(), 1)))
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _mean_advantage(sample: Sample) -> float:
+    assert sample.advantages is not None
+    return float(sample.advantages[sample.mask].mean()) if sample.mask.any() else 0.0
 
 
 PEAK_FLOPS = {
@@ -58,8 +63,10 @@ PEAK_FLOPS = {
 
 
 def model_flops_utilization(num_parameters: int, tokens: dict[str, float], seconds: float) -> float | None:
-    """Share of the devices' peak spent on 2 N FLOPs a token forward and 6 N forward and backward; None where
-    the peak is not known. Source: Chowdhery et al. 2022 (PaLM), appendix B."""
+    """Share of the devices' peak spent on 2 N FLOPs a token forward and 6 N forward and backward.
+
+    None where the peak is not known. Source: Chowdhery et al. 2022 (PaLM), appendix B.
+    """
     kind = jax.devices()[0].device_kind
     peak = next((flops for start, flops in PEAK_FLOPS.items() if kind.startswith(start)), None)
     if peak is None:
@@ -86,7 +93,7 @@ class CompilationCounter:
         self._count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **_: object) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: object) -> None:
         self._count += event == self.EVENT
 
     def take(self) -> int:

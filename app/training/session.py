@@ -42,7 +42,7 @@ def read_model_input(settings: Settings) -> ModelInput:
     files = open_model(settings.model.path, revision=settings.model.revision)
     architecture = architecture_from_config(files.config)
     definition = DecoderDefinition.of(architecture)
-    check_tensors(expected_entries(definition), dict(files.weights.shapes), architecture)
+    check_tensors(expected_entries(definition), files.weights.shapes, architecture)
     tokenizer = load_tokenizer(files)
     if tokenizer.vocab_size > architecture.vocab_size:
         raise InputError(
@@ -95,7 +95,12 @@ class Session:
         return load_weights(self.input.definition, self.input.files.weights, self.mesh)
 
     def sample(
-        self, weights: DecodeWeights, prompts: Sequence[Prompt], *, policy_version: int, first_group_id: int = 0
+        self,
+        weights: DecodeWeights,
+        prompts: Sequence[Prompt],
+        *,
+        policy_version: int,
+        first_group_id: int = 0,
     ) -> list[Sample]:
         """A rollout under `rollout.*`."""
         rollout = self.settings.rollout

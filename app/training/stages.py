@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict
 
 from app.flow import Prompt, Sample
 from app.jsonl import check_output, read_jsonl, write_jsonl
@@ -18,6 +17,7 @@ from app.mesh import topology
 from app.mesh.inspect import MeshReport, mesh_report
 from app.mesh.placement import num_row_shards
 from app.policy.architecture import Architecture
+from app.policy.decoder import by_path
 from app.policy.kv_cache import DecodeWeights
 from app.prompts.dataset import load_dataset
 from app.prompts.encode import encode_prompts
@@ -126,7 +126,7 @@ def _with_rewards(resolved: Resolved, samples: Sequence[Sample]) -> tuple[list[S
     check_answers([s.prompt for s in samples], functions)
     scored = score_rewards(samples, functions)
     means = {f"reward/{name}/mean": np.mean([(s.rewards or {})[name] for s in scored]) for name, _ in functions}
-    means["reward/mean"] = np.mean([s.reward for s in scored])
+    means["reward/mean"] = np.mean([s.reward or 0.0 for s in scored])
     return scored, {name: round(float(value), 4) for name, value in means.items()}
 
 
@@ -182,10 +182,10 @@ def inspect_mesh(resolved: Resolved) -> MeshReport:
     definition = read_model_input(settings).definition
     topology.start(settings.mesh)
     mesh = topology.make_mesh(settings.mesh)
-    shapes, dims = flatten_dict(definition.shapes, sep="."), flatten_dict(definition.dims, sep=".")
+    shapes, dims = by_path(definition.shapes), by_path(definition.dims)
     return mesh_report(
         mesh,
-        {name: (shapes[name].shape, dims[name]) for name in shapes},
+        {".".join(path): (shapes[path].shape, dims[path]) for path in shapes},
         samples_per_step=settings.rollout.prompts_per_step * settings.rollout.group_size * jax.process_count(),
         num_row_shards=num_row_shards(mesh),
     )

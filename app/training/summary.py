@@ -27,5 +27,7 @@ def summary_text(history: Sequence[Mapping[str, Any]], *, path: str) -> str:
         first, last = (np.mean([m["reward/mean"] for m in part]) for part in (steps[:edge], steps[-edge:]))
         lines.append(f"{f'reward, mean of {edge} steps':<28}{first:>12.3f}{last:>12.3f}")
         seconds = sorted(m["time/step_s"] for m in steps)
-        lines.append(f"{len(steps)} steps, median {seconds[len(seconds) // 2]:.2f} s a step, {sum(seconds):.0f} s in all")
+        lines.append(
+            f"{len(steps)} steps, median {seconds[len(seconds) // 2]:.2f} s a step, {sum(seconds):.0f} s in all"
+        )
     return "\n".join([*lines, f"everything is in {path}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,9 @@ class Learning:
 
 
 def num_mini_batches(settings: Settings) -> int:
-    return settings.rollout.prompts_per_step // (settings.algorithm.mini_batch_prompts or settings.rollout.prompts_per_step)
+    return settings.rollout.prompts_per_step // (
+        settings.algorithm.mini_batch_prompts or settings.rollout.prompts_per_step
+    )
 
 
 def updates_per_step(settings: Settings) -> int:
@@ -47,7 +50,7 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
     schedule = make_schedule(settings.optimizer, num_updates=settings.run.steps * updates_per_step(settings))
     optimizer = make_optimizer(settings.optimizer, schedule)
     shardings = state_shardings(optimizer, definition.shapes, definition.shardings(session.mesh), session.mesh)
-    counter = jax.ShapeDtypeStruct((), jnp.int32)
+    counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
     shapes = TrainState(definition.shapes, jax.eval_shape(optimizer.init, definition.shapes), counter, counter, counter)
     objective = make_objective(
         definition,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from app.batching.pack import TokenBatch
+from app.batching.pack import HostOrDevice, TokenBatch
 from app.policy.decoder import DecoderDefinition, Params
 from app.policy.token_logprobs import completion_logprobs
 from app.update.kl import Estimator
@@ -22,15 +22,15 @@ class UpdateBatch:
     """Micro-batches of one optimizer step. Per-token fields stand beside the targets of `tokens`."""
 
     tokens: TokenBatch
-    behavior_logprobs: Float32[Array, "M R C"]
-    advantages: Float32[Array, "M R C"]
-    loss_weights: Float32[Array, "M R C"]
+    behavior_logprobs: Float32[HostOrDevice, "M R C"]
+    advantages: Float32[HostOrDevice, "M R C"]
+    loss_weights: Float32[HostOrDevice, "M R C"]
     """What each token's loss counts in the sum; see `app.update.aggregation`."""
-    token_weights: Float32[Array, "M R C"]
+    token_weights: Float32[HostOrDevice, "M R C"]
     """1 / (tokens of the step) on tokens the policy wrote: sums of it are means for the metrics."""
-    policy_logprobs: Float32[Array, "M R C"] | None
+    policy_logprobs: Float32[HostOrDevice, "M R C"] | None
     """None when the step has one update: its own logprobs are then the proximal ones."""
-    reference_logprobs: Float32[Array, "M R C"] | None
+    reference_logprobs: Float32[HostOrDevice, "M R C"] | None
     """None when there is no KL penalty."""
 
 

@@ -67,9 +67,11 @@ def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> opt
     )
 
 
-def state_shardings(optimizer: optax.GradientTransformation, shapes: Params, shardings: Params, mesh: Mesh) -> TrainState:
+def state_shardings(
+    optimizer: optax.GradientTransformation, shapes: Params, shardings: Params, mesh: Mesh
+) -> TrainState:
     """Shardings of a whole TrainState: moments lie where their weights lie, counters everywhere."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    everywhere: Any = NamedSharding(mesh, PartitionSpec())
     optimizer_shapes = jax.eval_shape(optimizer.init, shapes)
     optimizer_shardings = optax.tree_utils.tree_map_params(
         optimizer,

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from app.mesh.placement import (
+    check_rows_per_host,
+    gather_over_hosts,
+    local_row_indices,
+    max_over_hosts,
+    num_local_row_shards,
+    num_row_shards,
+    replicate,
+    sum_over_hosts,
+    to_global,
+    to_local,
+)
+from tests.tiny import make_mesh
+
+SHAPES = [(1, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (1, 1, 8)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("row_dim", [0, 1])
+def test_rows_come_back_as_they_went(shape, row_dim):
+    mesh = make_mesh(shape)
+    rows = np.arange(8 * 16 * 3).reshape((16, 8, 3) if row_dim == 0 else (8, 16, 3))
+    tree = to_global(mesh, {"rows": rows}, row_dim=row_dim)
+    np.testing.assert_array_equal(to_local(tree["rows"], row_dim=row_dim), rows)
+    part = tree["rows"].sharding.shard_shape(rows.shape)
+    assert part[row_dim] == 16 // num_row_shards(mesh)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_host_holds_every_row_in_order(shape):
+    mesh = make_mesh(shape)
+    assert num_local_row_shards(mesh) == num_row_shards(mesh) == shape[0] * shape[1]
+    np.testing.assert_array_equal(local_row_indices(mesh, 16), np.arange(16))
+    check_rows_per_host(mesh)
+
+
+def test_replicated_values_are_whole_on_every_device():
+    tree = replicate(make_mesh((2, 2, 2)), {"x": np.arange(6.0, dtype=np.float32), "n": np.int32(3)})
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(tree))
+    np.testing.assert_array_equal(tree["x"].addressable_data(5), np.arange(6.0))
+    assert int(tree["n"]) == 3
+
+
+def test_one_host_agrees_with_itself():
+    values = np.array([1.0 + 2**-50, 3.0])
+    np.testing.assert_array_equal(gather_over_hosts(values), values[None])
+    np.testing.assert_array_equal(sum_over_hosts(values), values)
+    np.testing.assert_array_equal(max_over_hosts(values), values)
