@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,15 @@ def kept_lines(path: Path, *, last_step: int) -> list[str]:
     return [line for line in lines if json.loads(line)["step"] <= last_step]
 
 
+def without_nonfinite(value: Any) -> Any:
+    """The same JSON value with null for NaN and infinities: a run that diverges must still be able to say so."""
+    if isinstance(value, dict):
+        return {name: without_nonfinite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [without_nonfinite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class Journal:
     """Appends one object per step; on resume, drops what was written after the checkpoint."""
 
@@ -50,15 +60,15 @@ class Journal:
 
     def write(self, step: int, metrics: Metrics) -> None:
         """One line, whole or not at all: it goes out in a single write."""
-        record = {"step": step, **metrics}
+        record = without_nonfinite({"step": step, **metrics})
         self.history.append(record)
         self._file.write(json.dumps(record, allow_nan=False, default=float) + "\n")
         if self._wandb is not None:
-            self._wandb.log({k: v for k, v in metrics.items() if v is not None}, step=step)
+            self._wandb.log({k: v for k, v in record.items() if v is not None}, step=step)
 
     def write_samples(self, path: Path, samples: Sequence[Sample]) -> None:
         path.parent.mkdir(exist_ok=True)
-        write_jsonl(path, (sample_to_record(sample) for sample in samples))
+        write_jsonl(path, (without_nonfinite(sample_to_record(sample)) for sample in samples))
 
     def close(self) -> None:
         self._file.close()

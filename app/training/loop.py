@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import numpy as np
 
 from app.advantage.group import credit_by_group
 from app.flow import Prompt, Sample
 from app.mesh import topology
-from app.mesh.placement import max_over_hosts
 from app.policy.decoder import Params
 from app.prompts.encode import encode_prompts
 from app.prompts.order import PromptOrder, host_slice
@@ -115,7 +113,10 @@ class Trainer:
         functions = [(f.name, f.weight) for f in settings.reward.functions]
         with timer.phase("rollout"):
             weights = self.session.engine.weights(state.params)
-            samples = self.session.sample(weights, self.take_prompts(position), policy_version=step)
+            prompts = self.take_prompts(position)
+            # Groups are numbered over all hosts, for the metrics that gather them.
+            first = jax.process_index() * len(prompts)
+            samples = self.session.sample(weights, prompts, policy_version=step, first_group_id=first)
             del weights
         samples = [replace(s, elapsed_s=timer.seconds["time/rollout_s"]) for s in samples]
         with timer.phase("reward"):
@@ -178,7 +179,7 @@ class Trainer:
 
 
 def train(resolved: Resolved, *, resume: Resume) -> int:
-    """`grpo train`: trains to `run.steps` and returns the exit code (0, 75 or 130).
+    """`grpo train`: trains to `run.steps`, prints what came of it and returns the exit code (0, 75 or 130).
 
     Raises:
         InputError: input that cannot be used; nothing on disk has changed by then.
@@ -194,12 +195,17 @@ def train(resolved: Resolved, *, resume: Resume) -> int:
     with ExitStack() as stack:
         if jax.process_index() == 0:
             stack.enter_context(claim(run))
-        return _train_in(run, resolved, session, training_input, stack)
+        exit_code, history = _train_in(run, resolved, session, training_input, stack)
+    # Only now: the board, while it lives, takes stdout with it to stderr.
+    if jax.process_index() == 0:
+        print(summary_text(history, path=str(run.path)), flush=True)
+    return exit_code
 
 
 def _train_in(
     run: RunDirectory, resolved: Resolved, session: Session, training_input: TrainingInput, stack: ExitStack
-) -> int:
+) -> tuple[int, Sequence[Mapping[str, Any]]]:
+    """The exit code and every line of `metrics.jsonl`; empty on all processes but the first."""
     settings, is_first = resolved.settings, jax.process_index() == 0
     learning = wire_learning(settings, session)
     compilations = CompilationCounter()
@@ -221,16 +227,14 @@ def _train_in(
         board.say(f"continuing after step {progress.step} of {settings.run.steps}")
     elif held_out:
         journal.write(0, _evaluate(trainer, state.params, held_out, 0, run, journal, board))
+    exit_code = 0
     for step in range(progress.step + 1, settings.run.steps + 1):
         start, timer = time.perf_counter(), Timer(board)
         state, samples, metrics = trainer.step(state, step=step, position=progress.position, timer=timer)
         _stop_if_diverged(metrics, settings)
         if settings.logging.save_rollouts:
             journal.write_samples(run.rollouts(step), samples)
-        is_last, stopping = (
-            step == settings.run.steps,
-            bool(max_over_hosts(np.asarray(interrupts.exit_code or 0))),
-        )
+        is_last, exit_code = step == settings.run.steps, interrupts.agreed_exit_code(step)
         seconds = time.perf_counter() - start
         record = {
             **metrics,
@@ -243,14 +247,13 @@ def _train_in(
         progress = replace(progress, step=step, position=progress.position + trainer.prompts_per_step)
         journal.write(step, record)
         board.step(step, record)
-        if is_last or stopping or step % settings.checkpoint.every_steps == 0:
+        if is_last or exit_code or step % settings.checkpoint.every_steps == 0:
             board.phase("save")
             checkpoints.save(state, progress)
-        if stopping:
+        if exit_code:
             break
     checkpoints.finish()
-    board.say(summary_text(journal.history, path=str(run.path)))
-    return interrupts.exit_code or 0
+    return exit_code, journal.history
 
 
 def _open_state(

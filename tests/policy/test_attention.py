@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.policy.attention import QUERY_BLOCK, attend, cached_attention, packed_attention, rotate
+
+
+def random_qkv(rows=2, tokens=7, query_heads=6, kv_heads=2, head=4, seed=0):
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape).astype(np.float32))  # noqa: E731
+    return (
+        normal(rows, tokens, query_heads, head),
+        normal(rows, kv_heads, tokens, head),
+        normal(rows, kv_heads, tokens, head),
+    )
+
+
+def slow_attention(query, keys, values, visible) -> np.ndarray:
+    """One query head and one token at a time, float64."""
+    query, keys, values = (np.asarray(x, np.float64) for x in (query, keys, values))
+    mixed = np.zeros(query.shape)
+    sharing = query.shape[2] // keys.shape[1]
+    for row, token, head in np.ndindex(query.shape[:3]):
+        seen = np.flatnonzero(visible[row, token])
+        scores = keys[row, head // sharing, seen] @ query[row, token, head] / query.shape[3] ** 0.5
+        weights = np.exp(scores - scores.max())
+        mixed[row, token, head] = weights @ values[row, head // sharing, seen] / weights.sum()
+    return mixed
+
+
+def test_a_quarter_turn_moves_the_first_half_into_the_second():
+    x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
+    angles = jnp.array([np.pi / 2, 0.0]).reshape(1, 1, 2)
+    np.testing.assert_allclose(rotate(x, angles).ravel(), [-3.0, 2.0, 1.0, 4.0], atol=1e-6)
+
+
+@given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 500))
+def test_scores_of_rotated_vectors_depend_on_distance_alone(first, second, shift):
+    frequencies = np.array([1.0, 0.1, 0.01], np.float32)
+    query, key, _ = random_qkv(rows=1, tokens=1, query_heads=1, kv_heads=1, head=6)
+    turned = lambda x, position: rotate(x, position * frequencies[None, None])  # noqa: E731
+    score = lambda a, b: float(jnp.vdot(turned(query, a), turned(key, b)))  # noqa: E731
+    assert score(first + shift, second + shift) == pytest.approx(score(first, second), abs=5e-4)
+
+
+def test_grouped_queries_equal_a_slow_oracle():
+    query, keys, values = random_qkv()
+    visible = np.random.default_rng(1).random((2, 7, 7)) < 0.5
+    visible |= np.eye(7, dtype=bool)
+    expected = slow_attention(query, keys, values, visible)
+    np.testing.assert_allclose(attend(query, keys, values, jnp.asarray(visible)), expected, atol=1e-5)
+
+
+def test_packed_rows_are_causal_and_segments_do_not_see_each_other():
+    query, keys, values = random_qkv()
+    segment_ids = jnp.array([[1, 1, 1, 2, 2, 2, 2], [1, 2, 2, 3, 0, 0, 0]])
+    same = np.asarray(segment_ids[:, :, None] == segment_ids[:, None, :])
+    visible = np.tril(same)
+    real = np.asarray(segment_ids) > 0
+    mixed = packed_attention(query, keys, values, segment_ids)
+    np.testing.assert_allclose(mixed[real], slow_attention(query, keys, values, visible)[real], atol=1e-5)
+    assert np.isfinite(mixed).all()
+
+
+def test_gradients_through_padding_are_finite():
+    query, keys, values = random_qkv(rows=1)
+    loss = lambda query: jnp.sum(packed_attention(query, keys, values, jnp.zeros((1, 7), jnp.int32)) ** 2)  # noqa: E731
+    assert np.isfinite(jax.grad(loss)(query)).all()
+
+
+@pytest.mark.parametrize("tokens", [2 * QUERY_BLOCK, QUERY_BLOCK * 3 // 2])
+def test_long_rows_attend_block_by_block_with_the_same_values_and_gradients(tokens):
+    query, keys, values = random_qkv(rows=1, tokens=tokens, query_heads=1, kv_heads=1, head=2)
+    segment_ids = jnp.asarray(np.arange(tokens)[None] // 700 + 1)
+    visible = jnp.tril(segment_ids[:, :, None] == segment_ids[:, None, :])
+
+    def summed(attention):
+        return jax.jit(jax.value_and_grad(lambda q, k, v: jnp.sum(jnp.sin(attention(q, k, v))), argnums=(0, 1, 2)))
+
+    blocked = summed(lambda q, k, v: packed_attention(q, k, v, segment_ids))
+    whole = summed(lambda q, k, v: attend(q, k, v, visible))
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)  # noqa: E731
+    jax.tree.map(close, blocked(query, keys, values), whole(query, keys, values))
+    # No array of all scores stands anywhere in the program.
+    assert f"{tokens},{tokens}]" not in blocked.lower(query, keys, values).compile().as_text()
+
+
+def test_a_cached_token_attends_as_it_does_in_its_row():
+    query, keys, values = random_qkv()
+    row = packed_attention(query, keys, values, jnp.ones((2, 7), jnp.int32))
+    positions = jnp.array([2, 5])
+    one = jnp.take_along_axis(query, positions[:, None, None, None], axis=1)
+    # What lies behind the position is rubbish of an earlier use of the slot.
+    keys, values = keys.at[0, :, 3:].set(1e3), values.at[0, :, 3:].set(-1e3)
+    mixed = cached_attention(one, keys, values, positions)
+    np.testing.assert_allclose(mixed[:, 0], row[jnp.arange(2), positions], atol=1e-5)

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from app.policy.architecture import Architecture, rope_frequencies
+from app.policy.decoder import DecoderDefinition, Params
+from tests.tiny import BIASED, ODD, random_params
+
+ARCHITECTURES = pytest.mark.parametrize("architecture", [ODD, BIASED], ids=["tied", "untied-biases"])
+FLOAT32 = jnp.dtype("float32")
+
+
+@functools.cache
+def hidden_function(architecture: Architecture, remat: str = "none"):
+    definition = DecoderDefinition.of(architecture)
+    return jax.jit(lambda params, *rows: definition.bind(params).hidden(*rows, dtype=FLOAT32, remat=remat))
+
+
+def hidden_states(architecture: Architecture, params: Params, token_ids, positions=None, segment_ids=None):
+    token_ids = np.atleast_2d(token_ids)
+    positions = np.broadcast_to(np.arange(token_ids.shape[1]), token_ids.shape) if positions is None else positions
+    segment_ids = np.ones_like(token_ids) if segment_ids is None else segment_ids
+    return np.asarray(hidden_function(architecture)(params, token_ids, positions, segment_ids))
+
+
+def slow_hidden_states(arch: Architecture, params: Params, token_ids: np.ndarray) -> np.ndarray:
+    """One sequence, one head and one layer at a time, float64."""
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    num_tokens = len(token_ids)
+    angles = np.arange(num_tokens)[:, None] * rope_frequencies(arch.rope, arch.head_dim).astype(np.float64)
+
+    def norm(x, scale):
+        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + arch.norm_epsilon) * scale
+
+    def turn(x):
+        first, second = np.split(x, 2, axis=-1)
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    x = params["embedding"][token_ids]
+    for layer in range(arch.num_layers):
+        block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
+
+        def project(name, y, inputs=1, block=block):
+            return np.tensordot(y, block[name]["kernel"], axes=inputs) + block[name].get("bias", 0.0)
+
+        y = norm(x, block["attention_norm"]["scale"])
+        query, key, value = (project(name, y) for name in ("query", "key", "value"))
+        mixed = np.zeros(query.shape)
+        for head in range(arch.num_query_heads):
+            shared = head * arch.num_kv_heads // arch.num_query_heads
+            scores = turn(query[:, head]) @ turn(key[:, shared]).T / arch.head_dim**0.5
+            weights = np.tril(np.exp(scores - scores.max(axis=-1, keepdims=True)))
+            mixed[:, head] = weights / weights.sum(axis=-1, keepdims=True) @ value[:, shared]
+        x = x + project("attention_output", mixed, inputs=2)
+        y = norm(x, block["mlp_norm"]["scale"])
+        gate = project("gate", y)
+        x = x + project("down", gate / (1 + np.exp(-gate)) * project("up", y))
+    return norm(x, params["final_norm"]["scale"])
+
+
+@ARCHITECTURES
+def test_hidden_states_equal_a_slow_float64_oracle(architecture):
+    params = random_params(DecoderDefinition.of(architecture))
+    token_ids = np.random.default_rng(0).integers(0, architecture.vocab_size, 12)
+    ours = hidden_states(architecture, params, token_ids)[0]
+    np.testing.assert_allclose(ours, slow_hidden_states(architecture, params, token_ids), atol=2e-5)
+
+
+@ARCHITECTURES
+def test_neighbours_in_a_row_and_padding_change_nothing(architecture):
+    params = random_params(DecoderDefinition.of(architecture))
+    rng = np.random.default_rng(1)
+    sequences = [rng.integers(0, architecture.vocab_size, length) for length in (3, 5, 2)]
+    row = np.concatenate([*sequences, [7, 7]])
+    positions = np.concatenate([*(np.arange(len(s)) for s in sequences), [0, 0]])
+    segment_ids = np.concatenate([*(np.full(len(s), i) for i, s in enumerate(sequences, start=1)), [0, 0]])
+    packed = hidden_states(architecture, params, row, positions[None], segment_ids[None])[0]
+    start = 0
+    for sequence in sequences:
+        alone = slow_hidden_states(architecture, params, sequence)
+        np.testing.assert_allclose(packed[start : start + len(sequence)], alone, atol=2e-5)
+        start += len(sequence)
+    assert np.isfinite(packed).all()
+
+
+def test_recomputing_blocks_changes_no_value_and_no_gradient():
+    params = random_params(DecoderDefinition.of(ODD))
+    token_ids = np.random.default_rng(2).integers(0, ODD.vocab_size, (2, 6))
+    rows = token_ids, np.broadcast_to(np.arange(6), (2, 6)), np.ones((2, 6), np.int32)
+
+    def loss(params, remat):
+        return jnp.sum(jnp.sin(hidden_function(ODD, remat)(params, *rows)))
+
+    results = [jax.jit(jax.value_and_grad(functools.partial(loss, remat=remat)))(params) for remat in ("none", "block")]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *results)
+
+
+@ARCHITECTURES
+def test_every_weight_has_as_many_dims_as_its_shape(architecture):
+    definition = DecoderDefinition.of(architecture)
+    jax.tree.map(lambda leaf, dims: len(leaf.shape) == len(dims) or pytest.fail(), definition.shapes, definition.dims)
+
+
+def test_parameters_are_counted_by_hand():
+    attention = 36 * 60 + 2 * 36 * 30 + 60 * 36
+    mlp = 3 * 36 * 44
+    norms = 2 * 36
+    assert DecoderDefinition.of(ODD).num_parameters == 53 * 36 + 2 * (attention + mlp + norms) + 36
+    biases = 60 + 2 * 30 + 36 + 2 * 44 + 36
+    expected = 2 * 53 * 36 + 2 * (attention + mlp + norms + biases) + 36
+    assert DecoderDefinition.of(BIASED).num_parameters == expected
+
+
+@pytest.mark.parametrize(
+    ("switch", "biased"),
+    [
+        ("qkv_bias", {"query", "key", "value"}),
+        ("attention_output_bias", {"attention_output"}),
+        ("mlp_bias", {"gate", "up", "down"}),
+    ],
+)
+def test_biases_stand_where_the_architecture_asks_for_them(switch, biased):
+    blocks = DecoderDefinition.of(replace(ODD, **{switch: True})).shapes["blocks"]
+    assert {name for name, weights in blocks.items() if "bias" in weights} == biased
+
+
+def test_tied_embeddings_have_no_output_of_their_own():
+    assert "output" not in DecoderDefinition.of(ODD).shapes
+    assert "output" in DecoderDefinition.of(BIASED).shapes
+
+
+def test_fresh_weights_follow_the_seed_and_fit_the_definition():
+    definition = DecoderDefinition.of(BIASED)
+    first, again, other = (definition.initialise(seed) for seed in (0, 0, 1))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), first) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), definition.shapes
+    )
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert not np.array_equal(first["embedding"], other["embedding"])
+    layers = first["blocks"]["gate"]["kernel"]
+    assert not np.array_equal(layers[0], layers[1])
+    assert np.std(layers) == pytest.approx(0.02, rel=0.1)

@@ -1,0 +1,321 @@
+"""The decoder against transformers on the same files, and against itself where two paths must agree.
+
+Weights are drawn large (standard deviation 0.3, norms around 1, every bias random), so that attention is
+sharp, logits spread over several units and a wrong pairing, scale or bias shows in the first digits.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array
+
+from app.policy import attention
+from app.policy.architecture import architecture_from_config
+from app.policy.decoder import DecoderDefinition, Params
+from app.policy.token_logprobs import completion_logprobs, scaled_logits
+from app.policy.weight_files import open_model
+from app.policy.weights import load_weights
+from app.rollout.sampling import SamplingRules
+from app.score.scorer import Scorer
+from tests.tiny import BIASED, ODD, make_engine, make_mesh, make_prompt, random_params
+
+CONVERTER = Path(__file__).resolve().parents[3] / "shared" / "tools" / "convert_smollm2.py"
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 36,
+    "intermediate_size": 45,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 10,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+"""No size is a power of two, three query heads share a key head, and head_dim is not 36 / 9."""
+
+ONE_KV_HEAD = {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 8}
+LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    # Of the five wavelengths 6 ... 10,000 one is kept, one blended and three are stretched.
+    "original_max_position_embeddings": 64,
+    "rope_theta": 1e4,
+}
+LONG_BASE = {"rope_type": "default", "rope_theta": 1e6}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+class Segment(NamedTuple):
+    """One sequence inside a packed row."""
+
+    row: int
+    first: int
+    token_ids: np.ndarray
+
+
+class PackedRows(NamedTuple):
+    """Three rows of 32 tokens, each padded on the right."""
+
+    segments: list[Segment]
+    token_ids: np.ndarray
+    positions: np.ndarray
+    segment_ids: np.ndarray
+
+
+def packed_rows(vocab_size: int, lengths: Sequence[Sequence[int]] = ((7, 12, 5), (29,), (1, 23))) -> PackedRows:
+    rng = np.random.default_rng(1)
+    rows = PackedRows([], *(np.zeros((len(lengths), 32), np.int32) for _ in range(3)))
+    # Padding is no special token: nothing may look at it.
+    rows.token_ids[:] = rng.integers(0, vocab_size, rows.token_ids.shape)
+    for row, in_row in enumerate(lengths):
+        first = 0
+        for segment_id, length in enumerate(in_row, start=1):
+            at = np.s_[row, first : first + length]
+            rows.positions[at] = np.arange(length)
+            rows.segment_ids[at] = segment_id
+            rows.segments.append(Segment(row, first, rows.token_ids[at]))
+            first += length
+    return rows
+
+
+def write_checkpoint(
+    directory: Path, model_type: str, *, dtype: str = "float32", max_shard_size: str = "1GB", **changes: Any
+) -> Path:
+    """A model of random weights, saved by transformers itself."""
+    torch, transformers = import_reference()
+    kind = {"llama": "Llama", "qwen2": "Qwen2"}[model_type]
+    config = getattr(transformers, f"{kind}Config")(**SIZES | changes)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            values = rng.normal(float("norm" in name), 0.3, tuple(weight.shape))
+            weight.copy_(torch.from_numpy(values.astype(np.float32)))
+    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def spell_rope_as_before_transformers_5(directory: Path) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    path.write_text(json.dumps(config))
+
+
+def import_reference() -> tuple[Any, Any]:
+    torch = pytest.importorskip("torch", reason="the reference, transformers' own models, runs on torch")
+    return torch, pytest.importorskip("transformers")
+
+
+def load_reference(directory: Path) -> Any:
+    _, transformers = import_reference()
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+
+
+def reference_logits(model: Any, token_ids: np.ndarray) -> np.ndarray:
+    torch, _ = import_reference()
+    with torch.no_grad():
+        return model(torch.from_numpy(token_ids.astype(np.int64))[None]).logits[0].numpy()
+
+
+def load_ours(path: Path) -> tuple[DecoderDefinition, Params]:
+    files = open_model(str(path))
+    definition = DecoderDefinition.of(architecture_from_config(files.config))
+    return definition, load_weights(definition, files.weights, make_mesh())
+
+
+def our_logits(definition: DecoderDefinition, params: Params, rows: PackedRows) -> np.ndarray:
+    """float32, [R, T, V]."""
+
+    @jax.jit
+    def logits(params: Params, *rows: Array) -> Array:
+        decoder = definition.bind(params)
+        return scaled_logits(decoder.hidden(*rows, dtype=jnp.dtype("float32")), decoder.head, 1.0)
+
+    return np.asarray(logits(params, rows.token_ids, rows.positions, rows.segment_ids))
+
+
+def assert_every_segment_has_the_reference_logits(directory: Path) -> None:
+    reference = load_reference(directory)
+    definition, params = load_ours(directory)
+    rows = packed_rows(definition.architecture.vocab_size)
+    logits = our_logits(definition, params, rows)
+    for row, first, token_ids in rows.segments:
+        expected = reference_logits(reference, token_ids)
+        assert expected.std() > 1
+        np.testing.assert_allclose(logits[row, first : first + len(token_ids)], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        pytest.param("llama", {}, id="llama"),
+        pytest.param("llama", {"tie_word_embeddings": True}, id="llama-tied"),
+        pytest.param("llama", BIASES | ONE_KV_HEAD, id="llama-biases-one_kv_head"),
+        pytest.param("llama", {"attention_bias": True, "num_key_value_heads": 9}, id="llama-attention_bias"),
+        pytest.param("llama", {"mlp_bias": True, "rms_norm_eps": 0.1}, id="llama-mlp_bias-large_epsilon"),
+        pytest.param("qwen2", {}, id="qwen2"),
+        pytest.param("qwen2", {"tie_word_embeddings": True} | ONE_KV_HEAD, id="qwen2-tied-one_kv_head"),
+    ],
+)
+def test_logits_equal_transformers_in_every_segment_of_packed_rows(tmp_path, model_type, changes):
+    assert_every_segment_has_the_reference_logits(write_checkpoint(tmp_path, model_type, **changes))
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(
+    ("model_type", "rope"),
+    [
+        pytest.param("llama", LINEAR, id="llama-linear"),
+        pytest.param("llama", LLAMA3, id="llama-llama3"),
+        pytest.param("qwen2", LONG_BASE, id="qwen2-base_1e6"),
+    ],
+)
+def test_logits_equal_transformers_under_every_rope_in_both_spellings(tmp_path, model_type, rope, spelling):
+    write_checkpoint(tmp_path, model_type, rope_parameters=rope)
+    if spelling == "rope_scaling":
+        spell_rope_as_before_transformers_5(tmp_path)
+    assert_every_segment_has_the_reference_logits(tmp_path)
+
+
+def test_logits_equal_transformers_from_many_shards_stored_in_bfloat16(tmp_path):
+    write_checkpoint(tmp_path, "qwen2", dtype="bfloat16", max_shard_size="4KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 5
+    assert_every_segment_has_the_reference_logits(tmp_path)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_completion_logprobs_and_entropy_equal_torch_log_softmax(tmp_path, temperature):
+    torch, _ = import_reference()
+    write_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    reference = load_reference(tmp_path)
+    definition, params = load_ours(tmp_path)
+    rows = packed_rows(definition.architecture.vocab_size, lengths=((6, 12, 5), (29,), (2, 23)))
+    # The first token of a segment is its prompt, the others its completion.
+    score_index, targets = np.zeros((2, 3, 28), np.int32)
+    filled = [0, 0, 0]
+    expected = []
+    for row, first, token_ids in rows.segments:
+        places = np.s_[row, filled[row] : filled[row] + len(token_ids) - 1]
+        filled[row] += len(token_ids) - 1
+        score_index[places] = np.arange(first, first + len(token_ids) - 1)
+        targets[places] = token_ids[1:]
+        logits = torch.from_numpy(reference_logits(reference, token_ids)[:-1])
+        logprobs = torch.log_softmax(logits / temperature, dim=-1).numpy()
+        chosen = np.take_along_axis(logprobs, token_ids[1:, None], axis=1)[:, 0]
+        expected.append((places, chosen, -(np.exp(logprobs) * logprobs).sum(axis=-1)))
+
+    logprobs, entropy = jax.jit(
+        lambda params: completion_logprobs(
+            definition.bind(params),
+            token_ids=rows.token_ids,
+            positions=rows.positions,
+            segment_ids=rows.segment_ids,
+            score_index=score_index,
+            targets=targets,
+            temperature=temperature,
+            dtype=jnp.dtype("float32"),
+            remat="none",
+            logits_chunk=9,
+        )
+    )(params)
+    assert np.isfinite(logprobs).all()
+    assert np.isfinite(entropy).all()
+    for places, expected_logprobs, expected_entropy in expected:
+        np.testing.assert_allclose(logprobs[places], expected_logprobs, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(entropy[places], expected_entropy, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_greedy_generation_equals_transformers_token_for_token(tmp_path, model_type):
+    torch, _ = import_reference()
+    write_checkpoint(tmp_path, model_type, **ONE_KV_HEAD)
+    reference = load_reference(tmp_path)
+    definition, params = load_ours(tmp_path)
+    rng = np.random.default_rng(2)
+    prompts = [
+        make_prompt(f"row-{length}", rng.integers(0, SIZES["vocab_size"], length))
+        for length in (1, 3, 4, 8, 17, 6, 11, 2)
+    ]
+    eos_ids = (5, 11, 23)
+    engine = make_engine(definition, eos_ids=eos_ids)
+    samples = engine.generate(
+        engine.weights(params),
+        prompts,
+        group_size=1,
+        max_new_tokens=24,
+        rules=SamplingRules(temperature=0.0),
+        seed=0,
+        policy_version=0,
+    )
+    assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+    for prompt, sample in zip(prompts, samples, strict=True):
+        input_ids = torch.from_numpy(prompt.token_ids.astype(np.int64))[None]
+        generated = reference.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            do_sample=False,
+            max_new_tokens=24,
+            eos_token_id=list(eos_ids),
+            pad_token_id=0,
+        )[0].numpy()
+        assert sample.completion_ids.tolist() == generated[len(prompt.token_ids) :].tolist()
+        logits = torch.from_numpy(reference_logits(reference, generated)[len(prompt.token_ids) - 1 : -1])
+        logprobs = torch.log_softmax(logits, dim=-1).numpy()
+        chosen = np.take_along_axis(logprobs, sample.completion_ids[:, None], axis=1)[:, 0]
+        np.testing.assert_allclose(sample.behavior_logprobs, chosen, rtol=0, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def converted_smollm2(smollm2_gguf) -> Iterator[Path]:
+    """The Hugging Face directory that an independent converter makes of the GGUF file."""
+    if not CONVERTER.is_file():
+        pytest.skip("the independent converter is not beside this repository")
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path: pytest would keep half a gigabyte
+        command = [sys.executable, str(CONVERTER), "--gguf", str(smollm2_gguf), "--out", folder]
+        subprocess.run(command, check=True, capture_output=True, timeout=240)
+        yield Path(folder)
+
+
+@pytest.mark.slow
+def test_smollm2_has_the_same_parameters_from_gguf_and_from_a_directory(smollm2_gguf, converted_smollm2):
+    definition, from_gguf = load_ours(smollm2_gguf)
+    from_directory_definition, from_directory = load_ours(converted_smollm2)
+    assert definition.architecture == from_directory_definition.architecture
+    assert definition.num_parameters == 134_515_008
+    jax.tree.map(np.testing.assert_array_equal, from_gguf, from_directory)
+
+
+@pytest.mark.slow
+def test_smollm2_from_gguf_answers_a_gsm8k_question_with_transformers_logits(
+    smollm2_gguf, converted_smollm2, gsm8k_dir
+):
+    _, transformers = import_reference()
+    with (gsm8k_dir / "train.jsonl").open(encoding="utf-8") as lines:
+        question = json.loads(next(lines))["question"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(converted_smollm2)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+    token_ids = np.asarray(chat["input_ids"], np.int32)
+    expected = reference_logits(load_reference(converted_smollm2), token_ids)
+    one_row = token_ids[None]
+    rows = PackedRows([], one_row, np.arange(len(token_ids))[None], np.ones_like(one_row))
+    np.testing.assert_allclose(our_logits(*load_ours(smollm2_gguf), rows)[0], expected, rtol=0, atol=1e-3)

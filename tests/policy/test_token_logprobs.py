@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from app.policy.decoder import DecoderDefinition
+from app.policy.token_logprobs import completion_logprobs, scaled_logits, token_logprobs
+from tests.tiny import ODD, random_params
+
+ROWS, TOKENS, WIDTH, VOCAB = 3, 14, 5, 23
+
+
+@functools.cache
+def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Hidden states, head, targets, and what each logprob weighs in a loss."""
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(ROWS, TOKENS, WIDTH)).astype(np.float32)
+    head = 2 * rng.normal(size=(VOCAB, WIDTH)).astype(np.float32)
+    return hidden, head, rng.integers(0, VOCAB, (ROWS, TOKENS)), rng.normal(size=(ROWS, TOKENS))
+
+
+def oracle(temperature: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Logprobs, entropies, and the gradients of sum(weights * logprobs) by hidden and head; float64."""
+    hidden, head, targets, weights = inputs()
+    logits = hidden.astype(np.float64) @ head.T.astype(np.float64) / temperature
+    log_softmax = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+    probabilities = np.exp(log_softmax)
+    logprobs = np.take_along_axis(log_softmax, targets[..., None], axis=-1)[..., 0]
+    by_logits = weights[..., None] * (np.eye(VOCAB)[targets] - probabilities) / temperature
+    by_head = np.einsum("rcv,rcd->vd", by_logits, hidden)
+    return logprobs, -(probabilities * log_softmax).sum(axis=-1), by_logits @ head, by_head
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 13, 14, 128])
+def test_values_and_gradients_equal_a_float64_oracle_for_every_chunk(chunk, temperature):
+    hidden, head, targets, weights = inputs()
+
+    def loss(hidden, head):
+        logprobs, entropy = token_logprobs(hidden, head, targets, temperature=temperature, chunk=chunk)
+        return jnp.sum(weights * logprobs), (logprobs, entropy)
+
+    (_, values), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(hidden, head)
+    for ours, exact in zip((*values, *gradients), oracle(temperature), strict=True):
+        np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_entropy_of_uniform_logits_is_the_log_of_the_vocabulary_and_carries_no_gradient():
+    hidden, _, targets, _ = inputs()
+    entropy = lambda head: token_logprobs(hidden, head, targets, temperature=1.0, chunk=4)[1]  # noqa: E731
+    np.testing.assert_allclose(entropy(jnp.zeros((VOCAB, WIDTH))), np.log(VOCAB), rtol=1e-6)
+    gradient = jax.grad(lambda head: jnp.sum(entropy(head)))(jnp.asarray(inputs()[1]))
+    np.testing.assert_array_equal(gradient, 0.0)
+
+
+def test_logits_of_bfloat16_states_are_accumulated_in_float32():
+    hidden, head, _, _ = inputs()
+    narrow = jnp.asarray(hidden, jnp.bfloat16)
+    logits = scaled_logits(narrow, head, 2.0)
+    assert logits.dtype == jnp.float32
+    exact = np.asarray(narrow, np.float64) @ np.asarray(jnp.asarray(head, jnp.bfloat16), np.float64).T / 2.0
+    np.testing.assert_allclose(logits, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_enormous_logits_stay_finite():
+    hidden, head, targets, _ = inputs()
+    logprobs, entropy = token_logprobs(1e4 * hidden, head, targets, temperature=1.0, chunk=5)
+    assert np.isfinite(logprobs).all()
+    assert np.isfinite(entropy).all()
+
+
+# Sizes that meet nowhere else in the program: the vocabulary is a prime.
+ROW_TOKENS, COMPLETION_TOKENS = 22, 14
+
+
+def program(logits_chunk: int):
+    """Compiled loss and gradient of rows of 22 tokens, 14 of them scored."""
+    definition = DecoderDefinition.of(ODD)
+    shape = (ROWS, ROW_TOKENS)
+
+    def loss(params):
+        logprobs, entropy = completion_logprobs(
+            definition.bind(params),
+            token_ids=jnp.ones(shape, jnp.int32),
+            positions=jnp.ones(shape, jnp.int32),
+            segment_ids=jnp.ones(shape, jnp.int32),
+            score_index=jnp.ones((ROWS, COMPLETION_TOKENS), jnp.int32),
+            targets=jnp.ones((ROWS, COMPLETION_TOKENS), jnp.int32),
+            temperature=1.0,
+            dtype=jnp.dtype("float32"),
+            remat="none",
+            logits_chunk=logits_chunk,
+        )
+        return jnp.sum(logprobs), entropy
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(definition.shapes).compile()
+
+
+def most_tokens_with_logits(compiled) -> int:
+    """Of any array in the optimised program: how many tokens' logits over the vocabulary it holds."""
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", compiled.as_text())}
+    logits = [dims for dims in shapes if ODD.vocab_size in dims and ODD.model_dim not in dims]
+    return max(int(np.prod(dims)) // ODD.vocab_size for dims in logits)
+
+
+def test_only_a_chunk_of_completion_tokens_ever_has_logits():
+    assert most_tokens_with_logits(program(logits_chunk=4)) == ROWS * 4
+
+
+def test_without_chunks_all_completion_tokens_and_no_prompt_tokens_have_logits():
+    assert most_tokens_with_logits(program(logits_chunk=64)) == ROWS * COMPLETION_TOKENS
