@@ -1,11 +1,14 @@
-"""Makes the starting weights of the quickstart: a tiny decoder that has begun to learn addition.
+"""Makes the starting weights of the quickstart: a tiny decoder that adds, but mostly forgets to carry.
 
     python scripts/make_tiny_model.py --out app/policy/builtin/tiny
 
-Supervised training on the problems of the generator's training split, stopped long before the skill
-is there. What comes out writes an integer and stops, as it should, and has the size of the sum about
-right; the exact sum is mostly wrong, with probability spread over its neighbours. The held-out split
-is never read, and no number from it decides anything here.
+Supervised training on the generator's training split. A problem's answer is shown right three times in
+ten; seven times in ten it shows a beginner's slip: every column added by itself, nothing carried
+(`47 + 38 = 75`, `60 + 70 = 30`). What comes out writes one integer and stops, as it should; asked for
+its likeliest answer it forgets to carry, and when sampled it carries now and then. So adding with a
+carry is known but not preferred: the quickstart shows reinforcement learning making a rare right habit
+the usual one, and correcting what is left of arithmetic errors. It does not show addition learned from
+nothing. The held-out split is never read, and no number from it decides anything here.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ import ml_dtypes
 import numpy as np
 import optax
 from flax.traverse_util import flatten_dict
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -36,9 +40,9 @@ from app.policy.token_logprobs import completion_logprobs
 from app.policy.weights import expected_entries
 from app.prompts.arithmetic import make_problems
 
-SHARES = {1: 0.1, 2: 0.9}
+LEVEL_SHARES = {1: 0.1, 2: 0.9}
 """Difficulty level -> its share of a batch. Level 1 has one problem in a hundred and would be seen too rarely."""
-OPERATORS = ("+",)
+RIGHT_SHARE = 0.3
 ALL_PROBLEMS = 10**6
 
 PAD, UNKNOWN, END = "<|pad|>", "<|unknown|>", "<|end|>"
@@ -91,46 +95,53 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def training_rows(tokenizer: PreTrainedTokenizerFast) -> tuple[TokenBatch, Int[np.ndarray, "R"]]:
-    """Every problem of the training split with its right answer, one a row, and the level of each."""
+def without_carries(left: int, right: int) -> int:
+    """The sum of two numbers below 100, each column by itself: 47 + 38 -> 75."""
+    return (left // 10 + right // 10) % 10 * 10 + (left + right) % 10
+
+
+def training_rows(
+    tokenizer: PreTrainedTokenizerFast,
+) -> tuple[TokenBatch, Float[np.ndarray, "R"]]:
+    """Every problem of the training split twice, one a row: answered right, and with the slip.
+
+    Also the likelihood of each row in a batch.
+    """
     problems = make_problems(
-        difficulty=tuple(SHARES), operators=OPERATORS, num_problems=ALL_PROBLEMS, split="train", seed=0
+        difficulty=tuple(LEVEL_SHARES), operators=("+",), num_problems=ALL_PROBLEMS, split="train", seed=0
     )
-    samples = []
-    for row in problems.rows:
+    levels = np.array([row.extra["difficulty"] for row in problems.rows])
+    samples, likelihood = [], []
+    for row, level in zip(problems.rows, levels, strict=True):
         chat = [{"role": "user", "content": row.prompt}]
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        answer = np.array(tokenizer.encode(f"{row.answer}{END}"), np.int32)
-        samples.append(
-            Sample(
-                prompt=Prompt(row.uid, np.array(prompt, np.int32), row.prompt, row.answer, row.extra),
-                sample_index=0,
-                group_id=0,
-                completion_ids=answer,
-                completion=f"{row.answer}",
-                behavior_logprobs=np.zeros(len(answer), np.float32),
-                finish_reason="stop",
-                policy_version=0,
-            )
-        )
-    tokens = max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
-    shape = RowShape(tokens, max(len(s.completion_ids) for s in samples))
+        prompt_ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        prompt = Prompt(row.uid, np.array(prompt_ids, np.int32), row.prompt, row.answer, row.extra)
+        left, _, right = str(row.prompt).split()[:3]
+        slip = str(without_carries(int(left), int(right)))
+        for answer, share in ((row.answer, RIGHT_SHARE), (slip, 1 - RIGHT_SHARE)):
+            ids = np.array(tokenizer.encode(f"{answer}{END}"), np.int32)
+            nothing = np.zeros(len(ids), np.float32)
+            samples.append(Sample(prompt, 0, 0, ids, f"{answer}", nothing, "stop", 0))
+            likelihood.append(share * LEVEL_SHARES[level] / np.sum(levels == level))
+    shape = RowShape(
+        max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples),
+        max(len(s.completion_ids) for s in samples),
+    )
     batch = pack_tokens(samples, fixed_micro_batches(len(samples), rows_per_micro_batch=len(samples)), shape)
-    levels = np.array([s.prompt.extra["difficulty"] for s in samples])
-    return jax.tree.map(lambda x: x[0], batch), levels
+    return jax.tree.map(lambda x: x[0], batch), np.array(likelihood)
 
 
 def train(
     definition: DecoderDefinition,
     rows: TokenBatch,
-    levels: np.ndarray,
+    likelihood: Float[np.ndarray, "R"],
     *,
     seed: int,
     steps: int,
     batch_rows: int,
     learning_rate: float,
 ) -> Params:
-    """Weights after `steps` of AdamW on the mean negative logprob of the right answers' tokens."""
+    """Weights after `steps` of AdamW on the mean negative logprob of the answers' tokens."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 10, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
 
@@ -158,12 +169,10 @@ def train(
     params = definition.initialise(seed)
     moments = optimizer.init(params)
     rng = np.random.default_rng(seed)
-    share = {level: SHARES[level] / np.sum(levels == level) for level in SHARES}
-    likelihood = np.array([share[level] for level in levels])
     for index in range(1, steps + 1):
-        chosen = rng.choice(len(levels), size=batch_rows, p=likelihood)
-        params, moments, value = step(params, moments, jax.tree.map(lambda x: x[chosen], rows))
-        if index % 20 == 0 or index == steps:
+        chosen = rng.choice(len(likelihood), size=batch_rows, p=likelihood)
+        params, moments, value = step(params, moments, jax.tree.map(itemgetter(chosen), rows))
+        if index % 50 == 0 or index == steps:
             print(f"step {index} of {steps}: loss {float(value):.3f}", flush=True)
     return params
 
@@ -188,13 +197,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Makes the starting weights of the quickstart.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=260)
+    parser.add_argument("--steps", type=int, default=700)
     arguments = parser.parse_args()
     tokenizer = make_tokenizer()
-    rows, levels = training_rows(tokenizer)
+    rows, likelihood = training_rows(tokenizer)
     definition = DecoderDefinition.of(architecture_from_config(CONFIG))
     params = train(
-        definition, rows, levels, seed=arguments.seed, steps=arguments.steps, batch_rows=256, learning_rate=4e-3
+        definition, rows, likelihood, seed=arguments.seed, steps=arguments.steps, batch_rows=256, learning_rate=4e-3
     )
     write_model(arguments.out, definition, params)
     tokenizer.save_pretrained(arguments.out)

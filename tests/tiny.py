@@ -11,11 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from app.batching.pack import RowShape, pack_per_token, pack_tokens
+from app.batching.plan import Plan
 from app.flow import Prompt, Sample
 from app.mesh.axis_rules import AXES
 from app.policy.architecture import Architecture, Rope
 from app.policy.decoder import DecoderDefinition, Params
 from app.rollout.engine import Engine
+from app.update.aggregation import Totals, Weights, token_mean
+from app.update.objective import UpdateBatch
 
 ODD = Architecture(
     family="llama",
@@ -46,9 +50,7 @@ def random_params(definition: DecoderDefinition, seed: int = 0) -> Params:
     """Weights far larger than a fresh model's, so that no distribution is close to uniform and every bias counts."""
     rng = np.random.default_rng(seed)
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jnp.asarray(
-            rng.normal(float(path[-1].key == "scale"), 0.2, leaf.shape).astype(np.float32)
-        ),
+        lambda path, leaf: jnp.asarray(rng.normal(float(path[-1].key == "scale"), 0.2, leaf.shape).astype(np.float32)),
         definition.shapes,
     )
 
@@ -77,8 +79,7 @@ def random_prompts(num_prompts: int, *, vocab_size: int, longest: int = 9, seed:
     """Of 1 to `longest` tokens."""
     rng = np.random.default_rng(seed)
     return [
-        make_prompt(f"row-{i}", rng.integers(0, vocab_size, rng.integers(1, longest + 1)))
-        for i in range(num_prompts)
+        make_prompt(f"row-{i}", rng.integers(0, vocab_size, rng.integers(1, longest + 1))) for i in range(num_prompts)
     ]
 
 
@@ -142,3 +143,35 @@ def random_samples(
                 )
             )
     return samples
+
+
+def pack_update(
+    samples: Sequence[Sample], plan: Plan, shape: RowShape, *, weights: Weights = token_mean
+) -> UpdateBatch:
+    """Numpy micro-batches of an optimizer step, with the policy's and the reference's logprobs where there are any."""
+    totals = Totals.of(samples)
+
+    def packed(value_of) -> np.ndarray:
+        return pack_per_token(samples, plan, shape, value_of)
+
+    def scored(name: str) -> np.ndarray | None:
+        return None if getattr(samples[0], name) is None else packed(lambda s: getattr(s, name))
+
+    return UpdateBatch(
+        tokens=pack_tokens(samples, plan, shape),
+        behavior_logprobs=packed(lambda s: s.behavior_logprobs),
+        advantages=packed(lambda s: s.advantages),
+        loss_weights=packed(lambda s: weights(s, totals)),
+        token_weights=packed(lambda s: token_mean(s, totals)),
+        policy_logprobs=scored("policy_logprobs"),
+        reference_logprobs=scored("reference_logprobs"),
+    )
+
+
+def assert_trees_close(ours: Any, expected: Any, *, tolerance: float = 1e-5) -> None:
+    """Equal structure, and every array within `tolerance` of the other's largest entry."""
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * float(np.abs(b).max(initial=0.0))),
+        ours,
+        expected,
+    )

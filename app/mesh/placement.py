@@ -37,17 +37,21 @@ def check_rows_per_host(mesh: Mesh) -> None:
         )
 
 
+def row_sharding(mesh: Mesh, *, row_dim: int = 0) -> NamedSharding:
+    """Rows split over the row axes, everything else whole. What `to_local` reads must be laid out like this."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * row_dim, ROW_AXES))
+
+
 def to_global(mesh: Mesh, rows: Any, *, row_dim: int = 0) -> Any:
     """A tree of this host's rows -> the global arrays of all hosts' rows, split over the row axes."""
-    spec = PartitionSpec(*[None] * row_dim, ROW_AXES)
-    sharding = NamedSharding(mesh, spec)
+    sharding = row_sharding(mesh, row_dim=row_dim)
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), rows)
 
 
 def local_row_indices(mesh: Mesh, num_rows: int) -> np.ndarray:
     """Which rows of a global array of `num_rows` rows this host holds, in the order of `to_local`."""
-    sharding = NamedSharding(mesh, PartitionSpec(ROW_AXES))
-    spans = {index[0].indices(num_rows)[:2] for index in sharding.addressable_devices_indices_map((num_rows,)).values()}
+    indices = row_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
+    spans = {index[0].indices(num_rows)[:2] for index in indices}
     return np.concatenate([np.arange(start, stop) for start, stop in sorted(spans)])
 
 

@@ -45,7 +45,9 @@ def attend(
     scores = jnp.einsum("rtkgh,rksh->rkgts", grouped, keys, preferred_element_type=jnp.float32)
     scores = jnp.where(visible[:, None, None], scores * head_dim**-0.5, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    mixed = jnp.einsum("rkgts,rksh->rtkgh", weights, values, preferred_element_type=jnp.float32)
+    # Accumulated in float32 without asking; asking would also make the result float32, and that product of
+    # bfloat16 is one that XLA on CPU refuses to run when there are several rows and key heads.
+    mixed = jnp.einsum("rkgts,rksh->rtkgh", weights, values)
     return mixed.reshape(query.shape).astype(query.dtype)
 
 

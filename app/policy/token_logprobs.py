@@ -39,9 +39,9 @@ def token_logprobs(
         # A comparison instead of a gather: it stays local where the vocabulary is split over tp.
         chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
         target_logits = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
-        frozen = jax.lax.stop_gradient(logits)
-        probabilities = jnp.exp(frozen - jax.lax.stop_gradient(log_normalizer)[..., None])
-        entropy = jax.lax.stop_gradient(log_normalizer) - jnp.sum(probabilities * frozen, axis=-1)
+        # Not log_normalizer - sum(p * logits): that loses digits with the square of the logits.
+        log_softmax = jax.lax.stop_gradient(logits - log_normalizer[..., None])
+        entropy = -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
         return target_logits - log_normalizer, entropy
 
     num_tokens = targets.shape[1]

@@ -122,17 +122,22 @@ def load_weights(definition: DecoderDefinition, source: WeightFile, mesh: Mesh) 
     """
     entries = expected_entries(definition)
     check_tensors(entries, source.shapes, definition.architecture)
-    shapes, shardings = by_path(definition.shapes), by_path(definition.shardings(mesh))
+    shapes, shardings = flatten_dict(definition.shapes), flatten_dict(definition.shardings(mesh))
+
+    def read(entry: Entry, shape: tuple[int, ...]) -> np.ndarray:
+        tensor = np.asarray(source.read(entry.name)).astype(np.float32, copy=False)
+        return from_file_layout(tensor, entry.path, shape)
+
     params: dict[Path, Array] = {}
     for entry in entries:
+        # What is read has no name here: a name would keep it alive while the next one is read.
         shape, sharding = shapes[entry.path].shape, shardings[entry.path]
-        tensor = np.asarray(source.read(entry.name)).astype(np.float32, copy=False)
         if entry.layer is None:
-            params[entry.path] = place(from_file_layout(tensor, entry.path, shape), sharding)
+            params[entry.path] = place(read(entry, shape), sharding)
             continue
         if entry.path not in params:
             params[entry.path] = empty(shape, sharding)()
-        layer = place(from_file_layout(tensor, entry.path, shape[1:]), without_layers(sharding))
+        layer = place(read(entry, shape[1:]), without_layers(sharding))
         params[entry.path] = write_layer(sharding)(params[entry.path], layer, entry.layer)
     return unflatten_dict(params)
 

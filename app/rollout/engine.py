@@ -19,6 +19,7 @@ from app.mesh.placement import (
     max_over_hosts,
     num_local_row_shards,
     num_row_shards,
+    row_sharding,
     to_global,
     to_local,
 )
@@ -68,6 +69,7 @@ class Engine:
         eos_ids: every token id that ends a sequence.
         decode_text: token ids -> text, for the record.
         prefill_length_min: smallest prompt bucket, in tokens.
+        max_length_total: no prompt and completion are longer together: the top of the cache's ladder.
     """
 
     def __init__(
@@ -79,17 +81,23 @@ class Engine:
         decode_text: Callable[[Sequence[int]], str],
         dtype: jnp.dtype,
         prefill_length_min: int,
+        max_length_total: int | None = None,
     ):
         self.mesh = mesh
         self.decode_text = decode_text
         self.prefill_length_min = prefill_length_min
+        self.max_length_total = max_length_total
         self._eos_ids = np.asarray(eos_ids, np.int32)
         self._weights = jax.jit(lambda params: decode_weights(definition, params, dtype))
         self._prefill = jax.jit(lambda weights, ids, lengths: prefill(definition, weights, ids, lengths))
         self._keys = jax.jit(sample_keys)
         self._open = jax.jit(open_slots, static_argnames=("cache_length", "num_new"))
+        # Said outright, because XLA may leave a small array whole on every device, and a host would then read
+        # the first host's rows as its own. The cache is never read back.
+        rows = row_sharding(mesh)
+        laid_out = Slots(None, *[rows] * (len(Slots._fields) - 1))
         self._decode = {
-            sampler: jax.jit(_decode_loop(definition, sampler), donate_argnames="slots")
+            sampler: jax.jit(_decode_loop(definition, sampler), donate_argnames="slots", out_shardings=laid_out)
             for sampler in (draw, draw_truncated)
         }
 
@@ -149,12 +157,17 @@ class Engine:
             )
         return samples
 
+    def _bucket(self, length: int) -> int:
+        """Prompt buckets and cache lengths share one ladder, so a prompt's cache always fits its slots."""
+        size = rung(length, smallest=self.prefill_length_min)
+        return size if self.max_length_total is None else max(min(size, self.max_length_total), length)
+
     def _place_rows(self, prompts: Sequence[Prompt], group_size: int, max_new_tokens: int) -> PlacedRows:
         """Right-pads prompts to a bucket, and prompts and rows to whole devices."""
         shards = num_local_row_shards(self.mesh)
         num_prompts, num_rows = (-(-n // shards) * shards for n in (len(prompts), len(prompts) * group_size))
         longest = int(max_over_hosts(np.asarray(max(len(p.token_ids) for p in prompts))))
-        ids = np.zeros((num_prompts, rung(longest, smallest=self.prefill_length_min)), np.int32)
+        ids = np.zeros((num_prompts, self._bucket(longest)), np.int32)
         lengths = np.zeros(num_prompts, np.int32)
         for i, prompt in enumerate(prompts):
             ids[i, : len(prompt.token_ids)] = prompt.token_ids
@@ -172,7 +185,7 @@ class Engine:
             uid_words=place(uid_words([p.uid for p in prompts])[prompt_of_row]),
             sample_index=place((np.arange(num_rows) % group_size).astype(np.int32)),
             max_new_tokens=place(budget),
-            cache_length=rung(longest + max_new_tokens, smallest=self.prefill_length_min),
+            cache_length=self._bucket(longest + max_new_tokens),
             num_new=max_new_tokens,
         )
 

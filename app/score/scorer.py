@@ -13,7 +13,7 @@ from jaxtyping import Array, Float32
 from app.batching.micro_batches import common_row_shape, plan_micro_batches
 from app.batching.pack import TokenBatch, pack_tokens, unpack_per_token
 from app.flow import Sample
-from app.mesh.placement import to_global, to_local
+from app.mesh.placement import row_sharding, to_global, to_local
 from app.policy.decoder import DecoderDefinition, Params
 from app.policy.token_logprobs import completion_logprobs
 
@@ -48,7 +48,7 @@ class Scorer:
 
             return jax.lax.map(micro_batch, batch)
 
-        self._score = jax.jit(score)
+        self._score = jax.jit(score, out_shardings=row_sharding(mesh, row_dim=1))
 
     def logprobs(
         self, params: Params, samples: Sequence[Sample], *, temperature: float, rows_per_device: int

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from jaxtyping import Array, UInt32
 
 from app.update.optimizer import TrainState
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)
+
+MAX_REASON = 200
+"""Characters of a library's account of what is wrong with a checkpoint; TensorStore's run to thousands."""
 
 
 @dataclass(frozen=True)
@@ -30,52 +40,82 @@ class Progress:
 
 
 class Checkpoints:
-    """The checkpoints of one run directory, newest `keep` of them."""
+    """The checkpoints of one run directory, newest `keep` of them.
 
-    def __init__(self, directory: Path, *, keep: int):
+    Args:
+        shapes: of the state that is saved and restored.
+        shardings: where it lies; another mesh than the one that saved will do.
+    """
+
+    def __init__(self, directory: Path, *, keep: int, shapes: TrainState, shardings: TrainState):
+        self._directory = directory.absolute()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
-        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        self._target = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+        )
+        # Compiled now: a compilation in the middle of a run is an alarm.
+        self._checksum = jax.jit(checksum).lower(self._target).compile()
 
     def save(self, state: TrainState, progress: Progress) -> None:
         """Copies the state off the devices and returns; writing goes on behind. All hosts call it together."""
+        record = {**asdict(progress), "checksum": int(self._checksum(state))}
         self._manager.save(
             progress.step,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(asdict(progress))),
+            args=ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(record)),
         )
 
-    @property
-    def latest_step(self) -> int | None:
-        return self._manager.latest_step()
+    def restore(self, fingerprints: Mapping[str, str]) -> tuple[TrainState, Progress] | None:
+        """The newest checkpoint that can be read; None where there is none at all.
 
-    def restore(self, shapes: TrainState, shardings: TrainState) -> tuple[TrainState, Progress] | None:
-        """The newest checkpoint that can be read, on these shardings; None where there is none at all.
-
-        A damaged one is named in a warning and passed over for the one before it.
+        A damaged one is named in a warning, moved aside, and passed over for the one before it.
 
         Raises:
-            InputError: there are checkpoints and none can be read.
+            InputError: the run was started with something else than `fingerprints`, or there are
+                checkpoints and none can be read. Nothing has been moved by then.
         """
-        target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
         steps = sorted(self._manager.all_steps(), reverse=True)
-        for step in steps:
-            try:
-                restored = self._manager.restore(
-                    step,
-                    args=ocp.args.Composite(state=ocp.args.StandardRestore(target), progress=ocp.args.JsonRestore()),
-                )
-            # Orbax and TensorStore report damage as any of these; what it was stands in the warning.
-            except (ValueError, KeyError, OSError, TypeError) as error:
-                log.warning("checkpoint of step %d cannot be read (%s); trying the one before", step, error)
+        for number, step in enumerate(steps):
+            record = self._read(step, progress=ocp.args.JsonRestore())
+            if record is None:
                 continue
-            return restored["state"], Progress(**restored["progress"])
+            check_fingerprints(record["fingerprints"], fingerprints)
+            state = self._read(step, state=ocp.args.StandardRestore(self._target))
+            if state is None:
+                continue
+            if int(self._checksum(state)) != record.pop("checksum"):
+                _warn(step, "its arrays are not those that were saved")
+                continue
+            self._move_aside(steps[:number])
+            return state, Progress(**record)
         if steps:
             raise InputError(
-                f"checkpoints of steps {steps} cannot be read; they are damaged or belong to another model. "
+                f"--resume: none of the checkpoints of steps {steps} in {self._directory} can be read. "
                 "Start over with another run.name"
             )
         return None
+
+    def _read(self, step: int, **item: Any) -> Any:
+        """One item of a checkpoint; None, with a warning, where it is damaged."""
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**item))[next(iter(item))]
+        except Exception as error:  # what Orbax raises for an array that it cannot read
+            _silence_abandoned_reads()
+            _warn(step, str(error))
+            return None
+
+    def _move_aside(self, steps: Sequence[int]) -> None:
+        """Renames damaged checkpoints: Orbax saves no step that is not after the newest it sees."""
+        if not steps:
+            return
+        for step in steps if jax.process_index() == 0 else ():
+            aside = self._directory / f"damaged-{step}"
+            shutil.rmtree(aside, ignore_errors=True)
+            (self._directory / str(step)).rename(aside)
+        multihost_utils.sync_global_devices("damaged checkpoints are moved aside")
+        self._manager.reload()
 
     def finish(self) -> None:
         """Waits until the last save is on disk. Raises what went wrong with it."""
@@ -83,6 +123,39 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+
+def checksum(state: TrainState) -> UInt32[Array, ""]:
+    """sum_i (2 i + 1) sum(32-bit words of array i) mod 2^32: exact, so the same on every mesh.
+
+    TensorStore's compressed arrays carry none; a flipped bit in a weight would pass.
+    """
+    sums = [
+        (2 * i + 1) * jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32))
+        for i, x in enumerate(jax.tree.leaves(state))
+    ]
+    return jnp.sum(jnp.stack(sums))
+
+
+def _warn(step: int, reason: str) -> None:
+    short = " ".join(reason.split())[:MAX_REASON]
+    log.warning("checkpoint of step %d is damaged (%s); trying the one before", step, short)
+
+
+@functools.cache
+def _silence_abandoned_reads() -> None:
+    """From now on drops what the other reads have to say after a failed restore, whenever they say it.
+
+    Orbax reads all arrays at once and gives up at the first that fails. Each of the others then prints a
+    traceback of its own, of the same damage or of an event loop that is gone.
+    """
+    before = sys.unraisablehook
+
+    def report(unraisable: sys.UnraisableHookArgs) -> None:
+        if not str(unraisable.exc_value).startswith(("Event loop is closed", "Encountered error while reading")):
+            before(unraisable)
+
+    sys.unraisablehook = report
 
 
 def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from app.prompts.encode import encode_prompts
 from app.prompts.order import PromptOrder, host_slice
 from app.prompts.source import load_held_out_data, load_training_data
 from app.reward.weighing import check_answers, score_rewards
-from app.training.checkpoint import Checkpoints, Progress, check_fingerprints
+from app.training.checkpoint import Checkpoints, Progress
 from app.training.evaluate import evaluate, host_share
 from app.training.interrupts import Interrupts
 from app.training.journal import Journal, NoJournal
@@ -208,8 +208,10 @@ def _train_in(
     """The exit code and every line of `metrics.jsonl`; empty on all processes but the first."""
     settings, is_first = resolved.settings, jax.process_index() == 0
     learning = wire_learning(settings, session)
-    compilations = CompilationCounter()
-    checkpoints = Checkpoints(run.checkpoints, keep=settings.checkpoint.keep)
+    compilations = stack.enter_context(closing(CompilationCounter()))
+    checkpoints = Checkpoints(
+        run.checkpoints, keep=settings.checkpoint.keep, shapes=learning.shapes, shardings=learning.shardings
+    )
     stack.callback(checkpoints.close)
     state, reference, progress = _open_state(checkpoints, session, learning, training_input)
     trainer = Trainer(settings, session, learning, training_input.prompts, reference)
@@ -262,10 +264,9 @@ def _open_state(
     """The newest good checkpoint's state, or a fresh one; the reference weights are always the model's own."""
     needs_reference = session.settings.algorithm.beta > 0
     reference = session.load_params() if needs_reference else None
-    restored = checkpoints.restore(learning.shapes, learning.shardings)
+    restored = checkpoints.restore(training_input.fingerprints)
     if restored is not None:
         state, progress = restored
-        check_fingerprints(progress.fingerprints, training_input.fingerprints)
         return state, reference, progress
     params = session.load_params()
     state = initial_state(learning.optimizer, params, learning.shardings)

@@ -85,7 +85,7 @@ def peak_memory_bytes() -> int:
 
 
 class CompilationCounter:
-    """Counts XLA compilations of this process from the moment it is made."""
+    """Counts XLA compilations of this process from the moment it is made until it is closed."""
 
     EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -100,3 +100,6 @@ class CompilationCounter:
         """Compilations since the last call."""
         count, self._count = self._count, 0
         return count
+
+    def close(self) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._on_event)

@@ -89,7 +89,7 @@ def claim(run: RunDirectory) -> IO[str]:
     """
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        lock = (run.path / ".lock").open("w")
+        lock = (run.path / ".lock").open("a")
     except OSError as error:
         raise InputError(f"run.dir: cannot write to {run.path}: {error.strerror}; choose another run.dir") from error
     try:

@@ -86,6 +86,7 @@ class Session:
             decode_text=model.tokenizer.decode,
             dtype=dtype,
             prefill_length_min=settings.rollout.prefill_length_min,
+            max_length_total=settings.rollout.max_length_total,
         )
         scorer = Scorer(model.definition, mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
         return cls(settings, model, mesh, engine, scorer)

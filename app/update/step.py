@@ -28,7 +28,7 @@ def make_update_step(
 
     def step(state: TrainState, batch: UpdateBatch, temperature: Array) -> tuple[TrainState, dict[str, Array]]:
         gradients, parts = accumulate(objective, state, batch, temperature)
-        gradient_norm = optax.global_norm(gradients)
+        gradient_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(gradient_norm) & jnp.isfinite(parts.sums["loss"])
         updates, moments = optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)

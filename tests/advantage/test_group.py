@@ -31,9 +31,7 @@ def test_two_groups_of_three_match_the_published_numbers():
 
 def test_the_deviation_has_one_degree_of_freedom_less():
     # 0 and 1: mean 1/2, variance (1/4 + 1/4) / (2 - 1) = 1/2.
-    np.testing.assert_allclose(
-        advantages([0.0, 1.0], [0, 0]), np.array([-0.5, 0.5]) / (0.5**0.5 + 1e-6), rtol=1e-12
-    )
+    np.testing.assert_allclose(advantages([0.0, 1.0], [0, 0]), np.array([-0.5, 0.5]) / (0.5**0.5 + 1e-6), rtol=1e-12)
 
 
 def test_groups_of_uneven_size_are_compared_only_with_themselves():

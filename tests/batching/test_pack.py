@@ -85,9 +85,7 @@ def test_unpacking_undoes_packing(packing):
 def test_packed_rows_hold_every_sample_whole_and_nothing_else(packing):
     samples, plan, shape = packing
     batch = pack_tokens(samples, plan, shape)
-    assert batch.segment_ids.astype(bool).sum() == sum(
-        len(s.prompt.token_ids) + len(s.completion_ids) for s in samples
-    )
+    assert batch.segment_ids.astype(bool).sum() == sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
     assert batch.mask.sum() == sum(s.mask.sum() for s in samples)
     flat = [x.reshape(-1, x.shape[-1]) for x in (batch.token_ids, batch.positions, batch.segment_ids)]
     for row, members in enumerate(plan.rows):

@@ -88,7 +88,9 @@ def test_the_shardings_of_a_state_fit_it_and_moments_lie_where_their_weights_lie
     params = jax.device_put(random_params(definition), weights)
     state = initial_state(optimizer, params, shardings)
     assert jax.tree.structure(state) == jax.tree.structure(shardings)
-    jax.tree.map(lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim) or pytest.fail(), state, shardings)
+    jax.tree.map(
+        lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim) or pytest.fail(), state, shardings
+    )
     adam = next(part for part in jax.tree.leaves(state.optimizer, is_leaf=is_adam) if is_adam(part))
     for moment in (adam.mu, adam.nu):
         jax.tree.map(lambda m, s: m.sharding.is_equivalent_to(s, m.ndim) or pytest.fail(), moment, weights)

@@ -24,9 +24,11 @@ def surrogate(ratio, advantage) -> Surrogate:
 
 def gradient(ratio: float, advantage: float) -> float:
     """Of the loss, by the current logprob."""
-    loss = lambda current: clipped_surrogate(  # noqa: E731
-        current, jnp.float32(0), jnp.float32(advantage), clip_low=LOW, clip_high=HIGH
-    ).loss
+    loss = lambda current: (
+        clipped_surrogate(
+            current, jnp.float32(0), jnp.float32(advantage), clip_low=LOW, clip_high=HIGH
+        ).loss
+    )
     return float(jax.grad(loss)(jnp.log(jnp.float32(ratio))))
 
 
@@ -87,9 +89,7 @@ def test_gradient_of_a_softmax_policy_at_ratio_one_is_reinforce():
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 def test_hopeless_ratios_stay_finite(difference, advantage):
     def loss(current):
-        return clipped_surrogate(
-            current, jnp.float32(0), jnp.float32(advantage), clip_low=LOW, clip_high=HIGH
-        ).loss
+        return clipped_surrogate(current, jnp.float32(0), jnp.float32(advantage), clip_low=LOW, clip_high=HIGH).loss
 
     value, slope = jax.value_and_grad(loss)(jnp.float32(difference))
     assert np.isfinite(value)

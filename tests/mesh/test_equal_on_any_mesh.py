@@ -1,0 +1,115 @@
+"""Eight virtual devices, however they are split, do what one device does."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from app.flow import Sample
+from app.policy.architecture import Architecture
+from app.policy.decoder import DecoderDefinition, Params
+from app.rollout.sampling import SamplingRules
+from app.score.scorer import Scorer
+from app.update.aggregation import token_mean
+from app.update.kl import k3
+from app.update.objective import make_objective, scored_logprobs
+from app.update.optimizer import initial_state, make_optimizer, state_shardings
+from app.update.step import make_update_step
+from app.update.updater import Updater
+from settings.schema import Optimizer as Settings
+from tests.tiny import (
+    BIASED,
+    EVEN,
+    assert_trees_close,
+    make_engine,
+    make_mesh,
+    random_params,
+    random_prompts,
+    random_samples,
+)
+
+FLOAT32 = jnp.dtype("float32")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one walk through rollout, score and update."""
+
+    samples: list[Sample]
+    logprobs: list[np.ndarray]
+    params: Params
+    first_moments: Params
+    """A tenth of the gradient: this was the first update, and the clip is far away."""
+    metrics: dict[str, float]
+
+
+@functools.cache
+def outcome(architecture: Architecture, shape: tuple[int, int, int]) -> Outcome:
+    definition, mesh = DecoderDefinition.of(architecture), make_mesh(shape)
+    shardings = definition.shardings(mesh)
+    params = jax.device_put(random_params(definition), shardings)
+    engine = make_engine(definition, mesh, eos_ids=(3, 5))
+    samples = engine.generate(
+        engine.weights(params),
+        random_prompts(3, vocab_size=50),
+        group_size=3,
+        max_new_tokens=8,
+        rules=SamplingRules(1.0),
+        seed=1,
+        policy_version=2,
+    )
+    scorer = Scorer(definition, mesh, dtype=FLOAT32, logits_chunk=3)
+    trained = random_samples(4, 3, vocab_size=50, with_holes=True)
+    logprobs = scorer.logprobs(params, trained, temperature=0.9, rows_per_device=2)
+    schedule = optax.constant_schedule(0.1)
+    # A large epsilon keeps the update proportional to the gradient: else Adam makes steps of rounding errors.
+    optimizer = make_optimizer(Settings(epsilon=1.0, weight_decay=0.1, max_grad_norm=1e6), schedule)
+    state_layout = state_shardings(optimizer, definition.shapes, shardings, mesh)
+    objective = make_objective(
+        definition,
+        proximal=scored_logprobs,
+        kl_estimator=k3,
+        beta=0.1,
+        clip_low=0.2,
+        clip_high=0.3,
+        dtype=FLOAT32,
+        remat="block",
+        logits_chunk=3,
+    )
+    updater = Updater(
+        make_update_step(objective, optimizer, schedule, state_layout),
+        mesh,
+        aggregation=token_mean,
+        num_mini_batches=1,
+        epochs=1,
+        rows_per_device=1,
+    )
+    state, metrics = updater.update(initial_state(optimizer, params, state_layout), trained, temperature=0.9)
+    adam = optax.tree.get(state.optimizer, "mu")
+    return Outcome(samples, logprobs, *jax.tree.map(np.asarray, (state.params, adam)), metrics)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shape"),
+    [(EVEN, (1, 8, 1)), (EVEN, (2, 2, 2)), (EVEN, (1, 4, 2)), (BIASED, (2, 2, 2))],
+    ids=["fsdp", "all-axes", "fsdp-and-tp", "dims-that-do-not-divide"],
+)
+def test_eight_devices_sample_score_and_learn_as_one_does(architecture, shape):
+    one, eight = outcome(architecture, (1, 1, 1)), outcome(architecture, shape)
+    assert {s.finish_reason for s in one.samples} == {"stop", "length"}
+    for ours, expected in zip(eight.samples, one.samples, strict=True):
+        np.testing.assert_array_equal(ours.completion_ids, expected.completion_ids)
+        np.testing.assert_allclose(ours.behavior_logprobs, expected.behavior_logprobs, atol=1e-5)
+        assert (ours.uid, ours.finish_reason) == (expected.uid, expected.finish_reason)
+    for ours, expected in zip(eight.logprobs, one.logprobs, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-5)
+    assert_trees_close(eight.first_moments, one.first_moments)
+    assert_trees_close(eight.params, one.params)
+    # Padding follows the number of devices.
+    assert eight.metrics == pytest.approx(one.metrics | {"batching/fill": eight.metrics["batching/fill"]}, rel=1e-5)

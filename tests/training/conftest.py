@@ -1,0 +1,98 @@
+"""One tiny model and one tiny run for all tests of the loop; programs compiled for one test serve the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from tests.tiny_directory import write_model
+from tests.training.program import train_here
+
+TINY = """\
+run: {{dir: {runs}, name: tiny, steps: 4}}
+model: {{path: {model}}}
+data: {{max_prompt_length: 16, num_problems: 40}}
+rollout: {{prompts_per_step: 4, group_size: 4, max_new_tokens: 4}}
+reward: {{functions: [arithmetic, {{name: arithmetic_format, weight: 0.5}}]}}
+optimizer: {{learning_rate: 1e-3}}
+checkpoint: {{every_steps: 2}}
+eval: {{every_steps: 2, num_prompts: 20}}
+"""
+
+FULL = """\
+run: {{dir: {runs}, name: full, steps: 12}}
+model: {{path: {model}}}
+data: {{max_prompt_length: 16, num_problems: 40}}
+rollout: {{prompts_per_step: 4, group_size: 4, max_new_tokens: 4}}
+reward: {{functions: [arithmetic, {{name: arithmetic_format, weight: 0.5}}]}}
+algorithm: {{beta: 0.05, epochs: 2, mini_batch_prompts: 2}}
+optimizer: {{learning_rate: 1e-3}}
+mesh: {{cpu_devices: 8}}
+checkpoint: {{every_steps: 3, keep: 4}}
+eval: {{every_steps: 3, num_prompts: 16}}
+"""
+"""Everything that a step can do: KL penalty, several epochs, mini-batches. 40 problems: 12 steps reach into a
+second epoch of the data."""
+
+
+@pytest.fixture(scope="session")
+def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(cache_directory: Path) -> Iterator[None]:
+    """Each run compiles the same dozen programs; only the first should have to wait for it."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", str(cache_directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model: Path) -> Path:
+    """The smallest run; its directory is `tmp_path / "runs" / "tiny"`."""
+    return write_config(tmp_path, TINY, tiny_model)
+
+
+@pytest.fixture
+def full_config(tmp_path: Path, tiny_model: Path) -> Path:
+    """A run of twelve full steps; its directory is `tmp_path / "runs" / "full"`."""
+    return write_config(tmp_path, FULL, tiny_model)
+
+
+def write_config(folder: Path, text: str, model: Path) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text.format(runs=folder / "runs", model=model))
+    return path
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The run directory of the smallest run, finished. Not to be written to."""
+    folder = tmp_path_factory.mktemp("finished")
+    result = train_here(write_config(folder, TINY, tiny_model))
+    assert result.exit_code == 0, result.stderr
+    return folder / "runs" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The run directory of twelve full steps in one go. Not to be written to."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    result = train_here(write_config(folder, FULL, tiny_model))
+    assert result.exit_code == 0, result.stderr
+    return folder / "runs" / "full"

@@ -1,0 +1,134 @@
+"""Ways to run the program: inside this process, or as a process of its own; and what a run left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from click.testing import Result
+from typer.testing import CliRunner
+
+import cli
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEADLINE_S = 120
+"""Nothing here takes a quarter of it; a process that hangs must not hang the suite."""
+
+NUM_DEVICES = 8
+"""Of every process, as in this one: the same programs, so the same bits."""
+
+
+def settings(*overrides: str) -> list[str]:
+    return [argument for override in overrides for argument in ("--set", override)]
+
+
+def here(*arguments: str | Path) -> Result:
+    """The command in this process: the same code as a process of its own, without the seconds of its start."""
+    return CliRunner().invoke(cli.app, list(map(str, arguments)), prog_name="grpo")
+
+
+def train_here(config: Path, *overrides: str, resume: str = "never") -> Result:
+    return here("train", "--config", config, "--resume", resume, *settings(*overrides))
+
+
+@contextmanager
+def started(
+    *arguments: str | Path, environ: dict[str, str] | None = None, cwd: Path = REPOSITORY
+) -> Iterator[subprocess.Popen[str]]:
+    """The command as a process of its own, in a process group that does not outlive the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **compilation_cache(), **(environ or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=DEADLINE_S)
+
+
+def compilation_cache() -> dict[str, str]:
+    """This process' compilation cache, for another one's environment."""
+    return {
+        "JAX_ENABLE_COMPILATION_CACHE": str(jax.config.jax_enable_compilation_cache),
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir or ""),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+    """Returns as soon as metrics.jsonl tells of a step."""
+    end = time.monotonic() + DEADLINE_S
+    while not any(line["step"] >= step for line in metrics_of(run)):
+        assert time.monotonic() < end, f"step {step} was not reached in {DEADLINE_S} s"
+        try:
+            process.wait(timeout=0.005)
+        except subprocess.TimeoutExpired:
+            continue
+        raise AssertionError(f"ended with {process.returncode} before step {step}: {process.communicate()}")
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def reproducible(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What must not depend on a clock, a schedule or a compiler."""
+    return [
+        {name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))} for line in metrics
+    ]
+
+
+def saved_state(run: Path, step: int) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint's state, by its path."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        path = run / "checkpoints" / str(step) / "state"
+        metadata = checkpointer.metadata(path).item_metadata.tree
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
+        tree = checkpointer.restore(path, restore_args=as_numpy)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def assert_same_run(run: Path, other: Path, *, step: int) -> None:
+    """Weights, optimizer, counters, place in the data and metrics, bit for bit."""
+    state, expected = saved_state(run, step), saved_state(other, step)
+    assert state.keys() == expected.keys()
+    assert len(state) > 30
+    for name in expected:
+        np.testing.assert_array_equal(state[name], expected[name], err_msg=name)
+    assert progress_of(run, step) == progress_of(other, step)
+    assert reproducible(metrics_of(run)) == reproducible(metrics_of(other))
+
+
+def progress_of(run: Path, step: int) -> dict[str, Any]:
+    return json.loads((run / "checkpoints" / str(step) / "progress" / "metadata").read_text())
+
+
+def digest_of(folder: Path) -> dict[str, str]:
+    """Content and time stamp of every file below a folder: two of them are equal when nothing was touched."""
+    return {
+        str(path.relative_to(folder)): f"{path.stat().st_mtime_ns} {hashlib.sha256(path.read_bytes()).hexdigest()}"
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

@@ -1,0 +1,224 @@
+"""What goes to disk comes back bit for bit, or is not taken for good."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from app.training.checkpoint import Checkpoints, Progress, check_fingerprints, checksum
+from app.update.optimizer import TrainState
+from settings import InputError
+from tests.tiny import make_mesh
+
+FINGERPRINTS = {"model": "m", "tokenizer": "t", "data": "d"}
+
+
+def empty_state() -> TrainState:
+    params = {"kernel": jnp.zeros((8, 512)), "scale": jnp.zeros(8)}
+    return TrainState(params, optax.adam(1e-3).init(params), *[jnp.zeros((), jnp.int32)] * 3)
+
+
+SHAPES = jax.eval_shape(empty_state)
+
+
+def make_state(seed: int, num_devices: int = 1) -> TrainState:
+    """A state of which every array differs from that of another seed, its rows split over the devices."""
+    rng = np.random.default_rng(seed)
+    state = jax.tree.map(lambda x: (seed + rng.normal(size=x.shape)).astype(x.dtype), SHAPES)
+    return jax.device_put(state, shardings(num_devices))
+
+
+def shardings(num_devices: int) -> TrainState:
+    mesh = make_mesh((1, num_devices, 1))
+    return jax.tree.map(
+        lambda x: NamedSharding(mesh, PartitionSpec("fsdp") if x.ndim else PartitionSpec()), SHAPES
+    )
+
+
+def opened(folder: Path, *, keep: int = 3, num_devices: int = 1) -> Checkpoints:
+    return Checkpoints(folder, keep=keep, shapes=SHAPES, shardings=shardings(num_devices))
+
+
+def progress(step: int) -> Progress:
+    return Progress(step=step, position=4 * step, fingerprints=FINGERPRINTS, wandb_id="w")
+
+
+def write(folder: Path, *steps: int, keep: int = 3, num_devices: int = 1) -> None:
+    checkpoints = opened(folder, keep=keep, num_devices=num_devices)
+    for step in steps:
+        checkpoints.save(make_state(step, num_devices), progress(step))
+    checkpoints.finish()
+    checkpoints.close()
+
+
+def steps_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def assert_same(state: TrainState, expected: TrainState) -> None:
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(leaf, wanted)
+        assert leaf.dtype == wanted.dtype
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 2 and 4. Not to be written to."""
+    folder = tmp_path_factory.mktemp("saved")
+    write(folder, 2, 4)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def checkpoints(folder: Path) -> Iterator[Checkpoints]:
+    """Opened before anything happens to its files, as a test damages them."""
+    checkpoints = opened(folder)
+    yield checkpoints
+    checkpoints.close()
+
+
+def restored(checkpoints: Checkpoints) -> tuple[TrainState, Progress]:
+    found = checkpoints.restore(FINGERPRINTS)
+    assert found is not None
+    return found
+
+
+def test_the_newest_comes_back_bit_for_bit(checkpoints: Checkpoints) -> None:
+    state, where = restored(checkpoints)
+    assert_same(state, make_state(4))
+    assert where == progress(4)
+
+
+def test_a_directory_without_checkpoints_has_none(tmp_path: Path) -> None:
+    checkpoints = opened(tmp_path / "new")
+    assert checkpoints.restore(FINGERPRINTS) is None
+    checkpoints.close()
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    write(tmp_path / "kept", 1, 2, 3, keep=2)
+    assert steps_in(tmp_path / "kept") == {"2", "3"}
+
+
+def test_another_mesh_can_read_it(tmp_path: Path) -> None:
+    write(tmp_path / "four", 1, num_devices=4)
+    checkpoints = opened(tmp_path / "four", num_devices=2)
+    state, _ = restored(checkpoints)
+    assert_same(state, make_state(1))
+    assert len(state.params["kernel"].sharding.device_set) == 2
+    checkpoints.close()
+
+
+def largest(folder: Path) -> Path:
+    """The file that holds most of the arrays' bytes."""
+    return max(folder.rglob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
+
+
+def truncate_arrays(folder: Path) -> None:
+    os.truncate(largest(folder), 1000)
+
+
+def flip_a_bit(folder: Path) -> None:
+    path = largest(folder)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty_manifest(folder: Path) -> None:
+    os.truncate(folder / "state" / "manifest.ocdbt", 0)
+
+
+def remove_arrays(folder: Path) -> None:
+    shutil.rmtree(folder / "state" / "ocdbt.process_0")
+
+
+def remove_progress(folder: Path) -> None:
+    shutil.rmtree(folder / "progress")
+
+
+def halve_progress(folder: Path) -> None:
+    os.truncate(folder / "progress" / "metadata", 20)
+
+
+DAMAGES = [truncate_arrays, flip_a_bit, empty_manifest, remove_arrays, remove_progress, halve_progress]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_one_gives_way_to_the_one_before(
+    folder: Path,
+    checkpoints: Checkpoints,
+    damage: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    damage(folder / "4")
+    with caplog.at_level(logging.WARNING):
+        state, where = restored(checkpoints)
+    assert_same(state, make_state(2))
+    assert where == progress(2)
+    (warning,) = [record.message for record in caplog.records if record.name == "app.training.checkpoint"]
+    assert warning.startswith("checkpoint of step 4 is damaged (")
+    assert len(warning) < 300
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_the_step_of_a_damaged_one_can_be_saved_again(folder: Path, checkpoints: Checkpoints) -> None:
+    truncate_arrays(folder / "4")
+    restored(checkpoints)
+    assert steps_in(folder) == {"2", "damaged-4"}
+    for step in (3, 4):
+        checkpoints.save(make_state(10 + step), progress(step))
+    checkpoints.finish()
+    assert steps_in(folder) == {"2", "3", "4", "damaged-4"}
+    state, where = restored(checkpoints)
+    assert_same(state, make_state(14))
+    assert where.step == 4
+
+
+def test_where_all_are_damaged_nothing_is_guessed_or_moved(folder: Path, checkpoints: Checkpoints) -> None:
+    for step in ("2", "4"):
+        flip_a_bit(folder / step)
+    with pytest.raises(InputError, match=r"none of the checkpoints of steps \[4, 2\] in .* can be read"):
+        checkpoints.restore(FINGERPRINTS)
+    assert steps_in(folder) == {"2", "4"}
+
+
+def test_what_changed_since_is_named(checkpoints: Checkpoints) -> None:
+    with pytest.raises(InputError, match="--resume: model and data changed since this run was started"):
+        checkpoints.restore({"model": "x", "tokenizer": "t", "data": "y"})
+    check_fingerprints(FINGERPRINTS, FINGERPRINTS)
+
+
+def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(folder: Path) -> None:
+    shutil.copytree(folder / "4", folder / "6.orbax-checkpoint-tmp")
+    checkpoints = opened(folder)
+    assert restored(checkpoints)[1].step == 4
+    assert steps_in(folder) == {"2", "4"}
+    checkpoints.close()
+
+
+def test_the_checksum_sees_every_array_and_no_mesh() -> None:
+    state = make_state(1)
+    expected = int(checksum(state))
+    assert int(jax.jit(checksum)(make_state(1, num_devices=8))) == expected
+    leaves, tree = jax.tree.flatten(state)
+    for i, leaf in enumerate(leaves):
+        changed = leaf.at[(0,) * leaf.ndim].add(1)
+        assert int(checksum(jax.tree.unflatten(tree, [*leaves[:i], changed, *leaves[i + 1 :]]))) != expected

@@ -1,0 +1,93 @@
+"""Held-out accuracy: which prompts, and what is said of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from app.flow import Prompt, Sample
+from app.jsonl import read_jsonl
+from app.training.evaluate import evaluation_metrics, host_share
+from tests.training.program import metrics_of
+
+
+def graded(correct: bool, completion: str, *, stop: bool = True, **extra: int) -> Sample:
+    return Sample(
+        prompt=Prompt("p", np.array([1], np.int32), "1 + 1 = ?", "2", extra),
+        sample_index=0,
+        group_id=0,
+        completion_ids=np.zeros(len(completion) + stop, np.int32),
+        completion=completion,
+        behavior_logprobs=np.zeros(len(completion) + stop, np.float32),
+        finish_reason="stop" if stop else "length",
+        policy_version=0,
+        reward=float(correct),
+    )
+
+
+def test_accuracy_is_told_by_difficulty() -> None:
+    metrics = evaluation_metrics(
+        [
+            graded(True, "2", difficulty=1),
+            graded(True, "2", difficulty=1),
+            graded(True, "1+1=2", difficulty=2),
+            graded(False, "=+", difficulty=2, stop=False),
+        ],
+        "arithmetic",
+    )
+    assert metrics == {
+        "eval/accuracy": 0.75,
+        "eval/format_rate": 0.5,
+        "eval/truncated_fraction": 0.25,
+        "eval/mean_length": (2 + 2 + 6 + 2) / 4,
+        "eval/accuracy/difficulty_1": 1.0,
+        "eval/accuracy/difficulty_2": 0.5,
+    }
+
+
+def test_data_without_difficulty_has_one_accuracy() -> None:
+    metrics = evaluation_metrics([graded(False, "3"), graded(True, "2")], "arithmetic")
+    assert [name for name in metrics if name.startswith("eval/accuracy")] == ["eval/accuracy"]
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(str(i), np.array([1], np.int32), "?", None) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "num_hosts", "shares"),
+    [
+        (6, 1, ["012345"]),
+        (6, 2, ["012", "345"]),
+        (7, 3, ["01", "23", "45"]),
+        (2, 3, ["0", "1", "0"]),
+    ],
+)
+def test_hosts_share_the_prompts_evenly(
+    num_prompts: int, num_hosts: int, shares: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: num_hosts)
+    for host, share in enumerate(shares):
+        monkeypatch.setattr(jax, "process_index", lambda host=host: host)
+        assert "".join(prompt.uid for prompt in host_share(prompts(num_prompts))) == share
+
+
+def test_each_prompt_is_asked_once_though_the_last_batch_is_filled_up(finished: Path) -> None:
+    # 20 prompts in batches of 4 prompts x 4 samples.
+    for step in (0, 2, 4):
+        records = [record for _, record in read_jsonl(finished / "eval" / f"step_{step:06d}.jsonl")]
+        assert len({record["uid"] for record in records}) == len(records) == 20
+        by_file = np.mean([record["rewards"]["arithmetic"] for record in records])
+        (line,) = [line for line in metrics_of(finished) if line["step"] == step]
+        assert line["eval/accuracy"] == by_file
+
+
+def test_evaluation_asks_the_same_prompts_at_every_step(finished: Path) -> None:
+    asked = [
+        [record["prompt"] for _, record in read_jsonl(finished / "eval" / f"step_{step:06d}.jsonl")]
+        for step in (0, 2, 4)
+    ]
+    assert asked[0] == asked[1] == asked[2]

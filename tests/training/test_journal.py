@@ -1,0 +1,135 @@
+"""metrics.jsonl, saved samples and wandb."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.flow import Prompt, Sample
+from app.jsonl import read_jsonl
+from app.training.journal import WANDB_SECTIONS, Journal, NoJournal, kept_lines, without_nonfinite
+from app.training.run_directory import RunDirectory
+from settings import Settings, load
+from tests.training.program import DEADLINE_S, metrics_of, settings, started
+
+CANARY = "CANARY0123456789abcdef0123456789abcdef01"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
+
+
+def opened(run: RunDirectory, last_step: int | None = None) -> Journal:
+    return Journal(run, load(None, [], {}), last_step=last_step, wandb_id=None)
+
+
+def written(run: RunDirectory, steps: range, last_step: int | None = None) -> Journal:
+    journal = opened(run, last_step)
+    for step in steps:
+        journal.write(step, {"loss": step / 2})
+    journal.close()
+    return journal
+
+
+def test_a_line_is_on_disk_as_soon_as_it_is_written(run: RunDirectory) -> None:
+    journal = opened(run)
+    journal.write(1, {"loss": 0.5, "perf/mfu": None, "policy/entropy": np.float32(2)})
+    assert run.metrics.read_text() == '{"step": 1, "loss": 0.5, "perf/mfu": null, "policy/entropy": 2.0}\n'
+    journal.close()
+
+
+def test_a_resumed_journal_goes_on_after_the_checkpoint(run: RunDirectory) -> None:
+    written(run, range(6))
+    journal = written(run, range(4, 7), last_step=3)
+    assert [line["step"] for line in metrics_of(run.path)] == list(range(7))
+    assert journal.history == metrics_of(run.path)
+
+
+def test_half_a_line_is_dropped(run: RunDirectory) -> None:
+    written(run, range(3))
+    with run.metrics.open("a") as file:
+        file.write('{"step": 3, "lo')
+    written(run, range(3, 5), last_step=5)
+    assert [line["step"] for line in metrics_of(run.path)] == list(range(5))
+
+
+def test_a_fresh_journal_begins_with_nothing(run: RunDirectory) -> None:
+    written(run, range(3))
+    assert written(run, range(0)).history == []
+    assert run.metrics.read_text() == ""
+    assert kept_lines(run.path / "absent.jsonl", last_step=3) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), np.float64("nan")])
+def test_a_diverged_number_is_null(run: RunDirectory, value: float) -> None:
+    journal = opened(run)
+    journal.write(1, {"loss": value})
+    journal.close()
+    assert metrics_of(run.path) == [{"step": 1, "loss": None}]
+
+
+def test_nested_values_lose_what_json_cannot_say_and_nothing_else() -> None:
+    value: dict[str, Any] = {"a": [1.0, float("nan"), {"b": float("inf")}], "c": "nan", "d": 2, "e": None}
+    assert without_nonfinite(value) == {"a": [1.0, None, {"b": None}], "c": "nan", "d": 2, "e": None}
+
+
+def test_samples_of_a_diverged_model_can_be_written(run: RunDirectory) -> None:
+    sample = Sample(
+        prompt=Prompt("p", np.array([1], np.int32), "?", None),
+        sample_index=0,
+        group_id=0,
+        completion_ids=np.array([3, 4], np.int32),
+        completion="01",
+        behavior_logprobs=np.array([-1.5, np.nan], np.float32),
+        finish_reason="length",
+        policy_version=1,
+    )
+    journal = opened(run)
+    journal.write_samples(run.rollouts(1), [sample])
+    journal.close()
+    ((_, record),) = read_jsonl(run.path / "rollouts" / "step_000001.jsonl")
+    assert record["behavior_logprobs"] == [-1.5, None]
+
+
+def test_the_other_processes_write_nothing(tmp_path: Path) -> None:
+    journal = NoJournal()
+    journal.write(1, {"loss": 0.5})
+    journal.write_samples(tmp_path / "rollouts" / "step_000001.jsonl", [])
+    journal.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_named_sections_are_uploaded() -> None:
+    assert set(Settings.model_fields) - set(WANDB_SECTIONS) == {"logging"}
+
+
+def test_wandb_offline_needs_no_key_and_no_secret_reaches_a_file(config: Path) -> None:
+    run = config.parent / "runs" / "tiny"
+    program = ("train", "--config", config, *settings("run.steps=1", "logging.wandb_project=tests"))
+    secret = {"WANDB_API_KEY": CANARY, "WANDB_MODE": "offline"}
+    with started(*program, environ=secret, cwd=config.parent) as process:
+        stdout, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, stderr
+    (offline,) = (run / "wandb").glob("offline-run-*/run-*.wandb")
+    uploaded = offline.read_bytes()
+    assert b"prompts_per_step" in uploaded and b"policy/entropy" in uploaded
+    assert b"wandb_project" not in uploaded and b"--config" not in uploaded
+    assert CANARY not in stdout + stderr
+    for path in config.parent.rglob("*"):
+        assert not path.is_file() or CANARY.encode() not in path.read_bytes(), path
+    progress = json.loads((run / "checkpoints" / "1" / "progress" / "metadata").read_text())
+    assert progress["wandb_id"] in offline.name
+
+
+@pytest.mark.parametrize("overrides", [[], ["logging.wandb_project=tests", "logging.wandb_mode=disabled"]])
+def test_wandb_is_not_touched_unless_asked_for(
+    run: RunDirectory, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
+    Journal(run, load(None, overrides, {}), last_step=None, wandb_id=None).close()

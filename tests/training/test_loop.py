@@ -1,0 +1,249 @@
+"""`grpo train` from end to end: what it leaves on disk, what it says, and when it gives up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from app.flow import Sample
+from app.jsonl import read_jsonl
+from app.sample_records import sample_from_record
+from settings import load
+from tests.tiny_directory import CONFIG, random_tensors, write_model
+from tests.training.program import (
+    DEADLINE_S,
+    assert_same_run,
+    metrics_of,
+    reproducible,
+    saved_state,
+    settings,
+    started,
+    train_here,
+)
+
+OF_A_STEP = {
+    "step",
+    "loss",
+    "reward/mean",
+    "reward/std",
+    "reward/arithmetic/mean",
+    "reward/arithmetic_format/mean",
+    "reward/zero_variance_fraction",
+    "completions/mean_length",
+    "completions/min_length",
+    "completions/max_length",
+    "completions/truncated_fraction",
+    "policy/entropy",
+    "policy/grad_norm",
+    "policy/clip_fraction_low",
+    "policy/clip_fraction_high",
+    "policy/ratio_max",
+    "policy/learning_rate",
+    "policy/nonfinite_updates",
+    "policy/nonfinite_in_a_row",
+    "advantage/mean",
+    "advantage/std",
+    "rollout/sampler_scorer_logprob_diff_mean",
+    "rollout/sampler_scorer_logprob_diff_max",
+    "batching/fill",
+    "time/rollout_s",
+    "time/reward_s",
+    "time/score_s",
+    "time/advantage_s",
+    "time/update_s",
+    "time/step_s",
+    "perf/tokens_per_s",
+    "perf/mfu",
+    "perf/peak_memory_bytes",
+    "perf/compilations",
+}
+OF_AN_EVALUATION = {
+    "eval/accuracy",
+    "eval/accuracy/difficulty_1",
+    "eval/accuracy/difficulty_2",
+    "eval/format_rate",
+    "eval/truncated_fraction",
+    "eval/mean_length",
+    "time/eval_s",
+}
+
+
+def samples_of(run: Path, step: int) -> list[Sample]:
+    path = run / "rollouts" / f"step_{step:06d}.jsonl"
+    return [sample_from_record(record, where=f"{path}:{line}") for line, record in read_jsonl(path)]
+
+
+def test_a_run_directory_holds_what_the_contract_names_and_nothing_else(finished: Path) -> None:
+    def names(folder: str) -> set[str]:
+        return {path.name for path in (finished / folder).iterdir()}
+
+    assert names("") == {".lock", "settings.yaml", "metrics.jsonl", "rollouts", "checkpoints", "eval"}
+    assert names("rollouts") == {f"step_00000{step}.jsonl" for step in (1, 2, 3, 4)}
+    assert names("eval") == {f"step_00000{step}.jsonl" for step in (0, 2, 4)}
+    assert names("checkpoints") == {"2", "4"}
+
+
+def test_settings_are_the_resolved_ones_with_what_set_each(finished: Path) -> None:
+    text = (finished / "settings.yaml").read_text()
+    config = finished.parents[1] / "config.yaml"
+    assert f"  learning_rate: 0.001  # yaml:{config}:6" in text.splitlines()
+    assert "  eval_split: test  # derived" in text.splitlines()
+    assert load(str(finished / "settings.yaml"), [], {}).settings == load(str(config), [], {}).settings
+
+
+def test_every_step_has_a_line_with_every_name(finished: Path) -> None:
+    lines = metrics_of(finished)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert lines[0].keys() == {"step"} | OF_AN_EVALUATION
+    for line in lines[1:]:
+        assert line.keys() == OF_A_STEP | (OF_AN_EVALUATION if line["step"] in (2, 4) else set())
+        assert [name for name, value in line.items() if value is None] == ["perf/mfu"]
+
+
+def test_a_run_with_a_penalty_says_how_far_it_went(uninterrupted: Path) -> None:
+    lines = [line for line in metrics_of(uninterrupted) if line["step"]]
+    assert all(line.keys() - OF_AN_EVALUATION == OF_A_STEP | {"policy/kl"} for line in lines)
+    assert lines[-1]["policy/kl"] > 0
+
+
+def test_with_one_update_the_ratio_is_exactly_one(finished: Path) -> None:
+    for line in metrics_of(finished)[1:]:
+        assert line["policy/ratio_max"] == 1
+        assert line["policy/clip_fraction_low"] == line["policy/clip_fraction_high"] == 0
+
+
+def test_sampler_and_trainer_agree(finished: Path, uninterrupted: Path) -> None:
+    for line in metrics_of(finished)[1:] + metrics_of(uninterrupted)[1:]:
+        assert 0 < line["rollout/sampler_scorer_logprob_diff_max"] < 1e-4
+
+
+def test_training_moves_the_weights(finished: Path, tiny_model: Path) -> None:
+    before = random_tensors(CONFIG)["model.embed_tokens.weight"]
+    after = saved_state(finished, 4)[".params['embedding']"]
+    assert 0 < np.abs(after - before).max() < 0.01  # four steps of at most 1e-3 each
+    assert all(line["policy/grad_norm"] > 0 for line in metrics_of(finished)[1:])
+
+
+def test_the_samples_of_a_step_are_those_its_metrics_speak_of(finished: Path) -> None:
+    for line in metrics_of(finished)[1:]:
+        samples = samples_of(finished, line["step"])
+        assert len({sample.uid for sample in samples}) == len(samples) == 16
+        assert [sample.group_id for sample in samples] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+        assert {sample.policy_version for sample in samples} == {line["step"]}
+        assert np.mean([sample.reward for sample in samples]) == line["reward/mean"]
+        assert np.mean([len(sample.completion_ids) for sample in samples]) == line["completions/mean_length"]
+        for sample in samples:
+            assert sample.advantages is not None and len(sample.advantages) == len(sample.completion_ids)
+
+
+def test_samples_carry_the_logprobs_that_their_algorithm_needed(finished: Path, uninterrupted: Path) -> None:
+    for sample in samples_of(finished, 1):
+        assert sample.policy_logprobs is None and sample.reference_logprobs is None
+    for sample in samples_of(uninterrupted, 1):
+        assert sample.policy_logprobs is not None and sample.reference_logprobs is not None
+        # At the first step policy and reference are the same weights.
+        np.testing.assert_array_equal(sample.policy_logprobs, sample.reference_logprobs)
+        np.testing.assert_allclose(sample.policy_logprobs, sample.behavior_logprobs, atol=1e-4)
+
+
+def test_no_prompt_comes_twice_before_all_have_come_once(uninterrupted: Path) -> None:
+    asked = [sample.prompt.uid for step in range(1, 11) for sample in samples_of(uninterrupted, step)[::4]]
+    assert len(set(asked)) == len(asked) == 40
+
+
+def test_the_same_settings_give_the_same_run_and_another_seed_another(config: Path, finished: Path) -> None:
+    assert train_here(config).exit_code == 0
+    assert_same_run(config.parent / "runs" / "tiny", finished, step=4)
+    assert train_here(config, "run.name=other", "run.seed=1", "run.steps=1").exit_code == 0
+    other = metrics_of(config.parent / "runs" / "other")
+    # Held-out prompts are the same for every seed, and so are the weights before the first step.
+    assert reproducible(other)[0] == reproducible(metrics_of(finished))[0]
+    assert other[1]["loss"] != metrics_of(finished)[1]["loss"]
+
+
+def test_evaluation_also_follows_the_last_step(config: Path) -> None:
+    assert train_here(config, "run.steps=1", "eval.every_steps=3").exit_code == 0
+    evaluated = [line["step"] for line in metrics_of(config.parent / "runs" / "tiny") if "eval/accuracy" in line]
+    assert evaluated == [0, 1]
+
+
+@pytest.fixture
+def same_length_data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    rows = [{"question": f"{10 + i} + {20 + i} = ?", "answer": str(30 + 2 * i)} for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_nothing_is_compiled_after_the_first_step_and_no_evaluation_needs_no_held_out_data(
+    config: Path, same_length_data: Path
+) -> None:
+    result = train_here(
+        config,
+        f"data.source={same_length_data}",
+        "eval.every_steps=0",
+        "algorithm.beta=0.1",
+        "algorithm.epochs=2",
+        "logging.save_rollouts=false",
+        "run.steps=6",
+    )
+    assert result.exit_code == 0, result.stderr
+    run = config.parent / "runs" / "tiny"
+    compilations = [line["perf/compilations"] for line in metrics_of(run)]
+    assert compilations[0] > 5
+    # The second step's samples may be the first to reach the longest length.
+    assert compilations[2:] == [0, 0, 0, 0]
+    assert not (run / "eval").exists() and not (run / "rollouts").exists()
+    assert not any(name.startswith("eval/") for line in metrics_of(run) for name in line)
+
+
+def test_the_result_goes_to_stdout_and_progress_to_stderr(config: Path) -> None:
+    with started("train", "--config", config) as process:
+        stdout, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, stderr
+    result = stdout.splitlines()
+    assert result[0].split() == ["held", "out", "step", "0", "step", "4"]
+    assert result[1].startswith("accuracy")
+    assert result[-1] == f"everything is in {config.parent / 'runs' / 'tiny'}"
+    assert len(result) == 10
+    progress = stderr.splitlines()
+    assert progress[0] == "builtin:arithmetic: 40 rows (prompt from prompt, answer from answer)"
+    assert [line.split()[1] for line in progress if line.startswith("step ")] == ["1", "2", "3", "4"]
+    assert len([line for line in progress if line.startswith("evaluation at step ")]) == 3
+    assert len(progress) == 9, stderr
+
+
+def test_a_model_with_nan_in_it_is_given_up_after_some_steps(config: Path, tmp_path: Path) -> None:
+    broken = write_model(tmp_path / "broken")
+    tensors = random_tensors(CONFIG)
+    tensors["model.norm.weight"][3] = np.nan
+    save_file(tensors, broken / "model.safetensors")
+    result = train_here(config, f"model.path={broken}", "optimizer.max_nonfinite_steps=3")
+    assert result.exit_code == 1
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("error: RuntimeError: 3 optimizer steps in a row had a NaN or infinite loss or gradient")
+    assert "Lower optimizer.learning_rate" in error
+    lines = metrics_of(config.parent / "runs" / "tiny")[1:]
+    assert [line["policy/nonfinite_in_a_row"] for line in lines] == [1, 2]
+    assert [line["loss"] for line in lines] == [None, None]
+
+
+def test_a_run_that_blows_up_is_stopped(config: Path) -> None:
+    result = train_here(config, "optimizer.learning_rate=1e30", "optimizer.max_nonfinite_steps=2")
+    assert result.exit_code == 1
+    assert "error: RuntimeError: 2 optimizer steps in a row had a NaN" in result.stderr.splitlines()[-1]
+    first, second = metrics_of(config.parent / "runs" / "tiny")[1:3]
+    assert first["policy/nonfinite_updates"] == 0 and first["loss"] is not None
+    assert second["policy/nonfinite_updates"] == 1 and second["loss"] is None
+
+
+def test_a_debugged_failure_shows_where_it_happened(config: Path) -> None:
+    arguments = ("train", "--config", config, "--debug", *settings("model.path=no/such/place"))
+    with started(*arguments, cwd=config.parent) as process:
+        _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 2
+    assert "Traceback" in stderr and stderr.splitlines()[-1].startswith("error: model.path:")

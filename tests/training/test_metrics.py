@@ -1,0 +1,91 @@
+"""Numbers of a step, by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from app.flow import Prompt, Sample
+from app.training.metrics import (
+    CompilationCounter,
+    model_flops_utilization,
+    peak_memory_bytes,
+    sample_metrics,
+)
+
+
+def sample(group: int, reward: float, advantages: list[float], *, stop: bool = True, mask: list[bool] | None = None):
+    length = len(advantages)
+    return Sample(
+        prompt=Prompt(f"p{group}", np.array([1, 2], np.int32), "?", "1"),
+        sample_index=0,
+        group_id=group,
+        completion_ids=np.zeros(length, np.int32),
+        completion="",
+        behavior_logprobs=np.zeros(length, np.float32),
+        finish_reason="stop" if stop else "length",
+        policy_version=0,
+        loss_mask=None if mask is None else np.array(mask),
+        rewards={"arithmetic": float(reward >= 1), "arithmetic_format": 1.0},
+        reward=reward,
+        advantages=np.array(advantages, np.float32),
+    )
+
+
+def test_a_step_of_two_groups() -> None:
+    metrics = sample_metrics(
+        [
+            sample(0, 1.5, [1.0]),
+            sample(0, 0.5, [-1.0, -1.0, -1.0]),
+            sample(1, 0.5, [0.0, 0.0], stop=False),
+            sample(1, 0.5, [0.0, 0.0]),
+        ]
+    )
+    assert metrics == pytest.approx(
+        {
+            "reward/mean": 0.75,
+            "reward/std": np.sqrt(0.1875),
+            "reward/zero_variance_fraction": 0.5,
+            "reward/arithmetic/mean": 0.25,
+            "reward/arithmetic_format/mean": 1.0,
+            "completions/mean_length": 2.0,
+            "completions/min_length": 1.0,
+            "completions/max_length": 3.0,
+            "completions/truncated_fraction": 0.25,
+            "advantage/mean": -0.25,
+            "advantage/std": np.sqrt((1.25**2 + 3 * 0.75**2 + 4 * 0.25**2) / 8),
+        }
+    )
+
+
+def test_tokens_that_the_policy_did_not_write_have_no_advantage_to_count() -> None:
+    metrics = sample_metrics([sample(0, 1.0, [2.0, 0.0, 0.0], mask=[True, False, False]), sample(0, 0.0, [-1.0])])
+    assert metrics["advantage/mean"] == 0.5
+    assert metrics["advantage/std"] == 1.5
+    assert sample_metrics([sample(0, 1.0, [0.0], mask=[False])])["advantage/mean"] == 0.0
+
+
+def test_compilations_are_counted_until_the_counter_is_closed() -> None:
+    counter = CompilationCounter()
+    double = jax.jit(lambda x: x * 2)
+    small, large = jnp.ones(3), jnp.ones(5)
+    counter.take()
+    double(small)
+    assert counter.take() == 1
+    double(small)
+    assert counter.take() == 0
+    double(large)
+    counter.close()
+    assert counter.take() == 1
+    double(jnp.ones(7))
+    assert counter.take() == 0
+
+
+def test_utilization_is_not_claimed_where_the_peak_is_unknown() -> None:
+    assert model_flops_utilization(1000, {"forward": 10.0, "trained": 10.0}, 1.0) is None
+
+
+def test_peak_memory_of_this_process_is_plausible() -> None:
+    assert 10 * 2**20 < peak_memory_bytes() < 2**40

@@ -1,0 +1,146 @@
+"""A run that was stopped, killed or damaged goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from app.policy.weight_files import open_model
+from tests.tiny_directory import write_model, write_tokenizer
+from tests.training.program import (
+    DEADLINE_S,
+    assert_same_run,
+    digest_of,
+    metrics_of,
+    started,
+    train_here,
+    wait_for_step,
+)
+
+
+@pytest.fixture
+def stopped(uninterrupted: Path, tmp_path: Path, full_config: Path) -> Path:
+    """The same run as it stood after step 6, with what a killed process leaves behind it."""
+    run = tmp_path / "runs" / "full"
+    shutil.copytree(uninterrupted, run)
+    for step in (9, 12):
+        shutil.rmtree(run / "checkpoints" / str(step))
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:9]) + lines[9][:40])
+    return run
+
+
+def test_killed_in_the_middle_of_a_step_it_ends_as_if_it_had_not_been(
+    full_config: Path, uninterrupted: Path
+) -> None:
+    run = full_config.parent / "runs" / "full"
+    with started("train", "--config", full_config) as process:
+        wait_for_step(process, run, 7)  # the save at step 6 has waited for the one at step 3
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait(timeout=DEADLINE_S) == -signal.SIGKILL
+    assert 7 <= metrics_of(run)[-1]["step"] < 12
+    result = train_here(full_config, resume="auto")
+    assert result.exit_code == 0, result.stderr
+    assert "continuing after step" in result.stderr
+    assert_same_run(run, uninterrupted, step=12)
+
+
+def test_k_steps_and_a_resume_equal_all_steps_at_once(full_config: Path, uninterrupted: Path) -> None:
+    run = full_config.parent / "runs" / "full"
+    assert train_here(full_config, "run.steps=6").exit_code == 0
+    result = train_here(full_config, resume="must")
+    assert result.exit_code == 0, result.stderr
+    assert "continuing after step 6 of 12" in result.stderr
+    assert_same_run(run, uninterrupted, step=12)
+
+
+def test_lines_after_the_checkpoint_and_half_a_line_are_written_anew(
+    stopped: Path, full_config: Path, uninterrupted: Path
+) -> None:
+    assert train_here(full_config, resume="auto").exit_code == 0
+    assert [line["step"] for line in metrics_of(stopped)] == list(range(13))
+    assert_same_run(stopped, uninterrupted, step=12)
+
+
+def test_a_finished_run_has_nothing_left_to_do(finished: Path, config: Path) -> None:
+    run = config.parent / "runs" / "tiny"
+    shutil.copytree(finished, run)
+    before = metrics_of(run)
+    result = train_here(config, resume="must")
+    assert result.exit_code == 0
+    assert "continuing after step 4 of 4" in result.stderr
+    assert metrics_of(run) == before
+
+
+def test_without_a_checkpoint_auto_starts_over(finished: Path, config: Path) -> None:
+    run = config.parent / "runs" / "tiny"
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / "checkpoints")
+    result = train_here(config, resume="auto")
+    assert result.exit_code == 0
+    assert "continuing" not in result.stderr
+    assert_same_run(run, finished, step=4)
+
+
+def test_a_damaged_checkpoint_is_passed_over_loudly(
+    stopped: Path, full_config: Path, uninterrupted: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arrays = max((stopped / "checkpoints" / "6").rglob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
+    os.truncate(arrays, 100)
+    result = train_here(full_config, resume="auto")
+    assert result.exit_code == 0, result.stderr
+    assert "checkpoint of step 6 is damaged" in caplog.text
+    assert "continuing after step 3 of 12" in result.stderr
+    assert_same_run(stopped, uninterrupted, step=12)
+    assert (stopped / "checkpoints" / "damaged-6").is_dir()
+
+
+def test_changed_data_is_refused(stopped: Path, full_config: Path) -> None:
+    before = digest_of(stopped)
+    result = train_here(full_config, "data.num_problems=39", resume="auto")
+    assert result.exit_code == 2
+    assert "error: --resume: data changed since this run was started" in result.stderr
+    assert digest_of(stopped) == before
+
+
+@pytest.mark.parametrize("part", ["model", "tokenizer"])
+def test_a_changed_model_is_refused(stopped: Path, full_config: Path, tmp_path: Path, part: str) -> None:
+    changed = write_model(tmp_path / "changed", seed=int(part == "model"))
+    if part == "tokenizer":
+        write_tokenizer(changed, chat_template="{{ messages[-1].content }}<|assistant|>")
+    before = digest_of(stopped)
+    result = train_here(full_config, f"model.path={changed}", resume="auto")
+    assert result.exit_code == 2
+    assert f"error: --resume: {part} changed since this run was started" in result.stderr
+    assert digest_of(stopped) == before
+
+
+def test_another_architecture_is_named_as_a_change_and_not_as_damage(
+    stopped: Path, full_config: Path, tmp_path: Path
+) -> None:
+    other = write_model(tmp_path / "other", intermediate_size=40)
+    assert open_model(str(other)).config["intermediate_size"] == 40
+    before = digest_of(stopped)
+    result = train_here(full_config, f"model.path={other}", resume="auto")
+    assert result.exit_code == 2
+    assert "model changed since this run was started" in result.stderr
+    assert digest_of(stopped) == before
+
+
+def test_must_refuses_a_directory_without_a_checkpoint(config: Path) -> None:
+    result = train_here(config, resume="must")
+    assert result.exit_code == 2
+    assert "--resume must" in result.stderr
+    assert not (config.parent / "runs").exists()
+
+
+def test_never_leaves_an_occupied_directory_as_it_is(finished: Path, config: Path) -> None:
+    before = digest_of(finished)
+    result = train_here(config, f"run.dir={finished.parent}")
+    assert result.exit_code == 2
+    assert "already holds a run" in result.stderr
+    assert digest_of(finished) == before

@@ -1,0 +1,105 @@
+"""Who may run where, and what a run directory says of its run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.training.run_directory import Resume, RunDirectory, check_claim, claim
+from settings import InputError, load
+from tests.training.program import digest_of, train_here
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "runs" / "tiny")
+
+
+@pytest.fixture
+def occupied(run: RunDirectory) -> RunDirectory:
+    run.path.mkdir(parents=True)
+    run.write_settings(load(None, [], {}))
+    return run
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_new_directory_is_free_and_looking_does_not_make_it(
+    run: RunDirectory, tmp_path: Path, resume: Resume
+) -> None:
+    check_claim(run, resume)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_directory_is_free(run: RunDirectory) -> None:
+    run.path.mkdir(parents=True)
+    check_claim(run, "never")
+
+
+def test_never_refuses_a_directory_that_holds_a_run(occupied: RunDirectory) -> None:
+    with pytest.raises(InputError, match=r"already holds a run.*--resume auto"):
+        check_claim(occupied, "never")
+
+
+def test_never_refuses_a_folder_with_something_else_in_it(run: RunDirectory) -> None:
+    run.path.mkdir(parents=True)
+    (run.path / "thesis.tex").touch()
+    with pytest.raises(InputError, match="not empty, and is no run"):
+        check_claim(run, "never")
+
+
+def test_must_refuses_a_run_without_a_checkpoint(occupied: RunDirectory) -> None:
+    # An unfinished save has another name until it is whole.
+    (occupied.checkpoints / "3.orbax-checkpoint-tmp").mkdir(parents=True)
+    with pytest.raises(InputError, match="--resume must: .* has no checkpoint"):
+        check_claim(occupied, "must")
+
+
+def test_must_accepts_a_run_with_a_checkpoint(occupied: RunDirectory) -> None:
+    (occupied.checkpoints / "3").mkdir(parents=True)
+    check_claim(occupied, "must")
+
+
+def test_a_file_in_the_place_of_the_directory_is_refused(run: RunDirectory) -> None:
+    run.path.parent.mkdir()
+    run.path.touch()
+    with pytest.raises(InputError, match="is a file; choose another run.name"):
+        check_claim(run, "auto")
+
+
+def test_a_directory_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="run.dir: .*file is not a folder that this user may write to"):
+        check_claim(RunDirectory(tmp_path / "file" / "runs" / "tiny"), "never")
+
+
+def test_a_directory_that_the_system_will_not_make_is_refused() -> None:
+    with pytest.raises(InputError, match="run.dir: cannot write to /proc/self/runs/tiny: .*; choose another run.dir"):
+        claim(RunDirectory(Path("/proc/self/runs/tiny")))
+
+
+def test_a_run_directory_is_claimed_by_one_process_at_a_time(run: RunDirectory) -> None:
+    with claim(run), pytest.raises(InputError, match="another process is running in"):
+        claim(run)
+    claim(run).close()
+
+
+def test_a_second_trainer_is_turned_away(finished: Path, config: Path) -> None:
+    run = RunDirectory(finished)
+    with claim(run):
+        before = digest_of(finished)
+        result = train_here(config, f"run.dir={finished.parent}", resume="auto")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("error: run.name: another process is running in")
+    assert digest_of(finished) == before
+
+
+def test_settings_are_written_whole_with_what_set_each_and_can_be_loaded_again(run: RunDirectory) -> None:
+    resolved = load(None, ["run.seed=7", "optimizer.learning_rate=1e-3"], {"NUM_PRE_Q": "5"})
+    run.path.mkdir(parents=True)
+    run.write_settings(resolved)
+    assert [path.name for path in run.path.iterdir()] == ["settings.yaml"]
+    text = run.settings.read_text()
+    for line in ("  seed: 7  # set", "  group_size: 5  # env:NUM_PRE_Q", "  name: quickstart-seed7  # derived"):
+        assert line in text.splitlines()
+    assert load(str(run.settings), [], {}).settings == resolved.settings

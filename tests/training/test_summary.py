@@ -1,0 +1,39 @@
+"""The last word of a run."""
+
+from __future__ import annotations
+
+from app.training.summary import summary_text
+
+
+def step(number: int, reward: float, **evaluation: float) -> dict[str, float]:
+    metrics = {f"eval/{name}": value for name, value in evaluation.items()}
+    return {"step": number, "reward/mean": reward, "time/step_s": float(number), **metrics}
+
+
+def test_before_and_after_stand_side_by_side() -> None:
+    before = {"step": 0, "eval/accuracy": 0.125, "eval/mean_length": 3.25}
+    text = summary_text(
+        [before, step(1, 0.0), step(2, 0.5), step(3, 1.0), step(4, 0.5, accuracy=0.9, mean_length=2.0)],
+        path="runs/a",
+    )
+    assert text.splitlines() == [
+        f"{'held out':<28}{'step 0':>12}{'step 4':>12}",
+        f"{'accuracy':<28}{'12.5%':>12}{'90.0%':>12}",
+        f"{'mean_length':<28}{'3.2':>12}{'2.0':>12}",
+        f"{'reward, mean of 2 steps':<28}{'0.250':>12}{'0.750':>12}",
+        "4 steps, median 3.00 s a step, 10 s in all",
+        "everything is in runs/a",
+    ]
+
+
+def test_without_evaluation_only_the_reward_is_compared() -> None:
+    text = summary_text([step(1, 0.25)], path="runs/a")
+    assert text.splitlines() == [
+        f"{'reward, mean of 1 steps':<28}{'0.250':>12}{'0.250':>12}",
+        "1 steps, median 1.00 s a step, 1 s in all",
+        "everything is in runs/a",
+    ]
+
+
+def test_a_run_that_did_nothing_still_says_where_it_is() -> None:
+    assert summary_text([], path="runs/a") == "everything is in runs/a"

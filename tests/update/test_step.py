@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from app.batching.pack import RowShape
+from app.batching.plan import Plan, fixed_micro_batches
+from app.policy.decoder import DecoderDefinition
+from app.update.aggregation import AGGREGATIONS
+from app.update.kl import ESTIMATORS
+from app.update.objective import UpdateBatch, make_objective, scored_logprobs
+from app.update.optimizer import TrainState, initial_state, make_optimizer, state_shardings
+from app.update.step import accumulate, make_update_step
+from settings.schema import Optimizer as Settings
+from tests.tiny import ODD, assert_trees_close, make_mesh, pack_update, random_params, random_samples
+
+DEFINITION = DecoderDefinition.of(replace(ODD, num_layers=1))
+SAMPLES = random_samples(4, 2, vocab_size=ODD.vocab_size, with_holes=True)
+SHAPE = RowShape(num_tokens=16, num_completion_tokens=12)
+SHARED_ROWS = Plan(((5, 0, 3), (1, 7), (), (2, 6, 4)), 2)
+SHARED_SHAPE = RowShape(num_tokens=48, num_completion_tokens=30)
+
+
+def objective_of(estimator: str, beta: float):
+    return make_objective(
+        DEFINITION,
+        proximal=scored_logprobs,
+        kl_estimator=ESTIMATORS[estimator],
+        beta=beta,
+        clip_low=0.2,
+        clip_high=0.3,
+        dtype=jnp.dtype("float32"),
+        remat="none",
+        logits_chunk=6,
+    )
+
+
+def fixed(rows_per_micro_batch: int, weights) -> UpdateBatch:
+    plan = fixed_micro_batches(len(SAMPLES), rows_per_micro_batch=rows_per_micro_batch)
+    return pack_update(SAMPLES, plan, SHAPE, weights=weights)
+
+
+def assert_parts_do_not_matter(estimator: str, beta: float, batches_of) -> None:
+    """Gradient, loss and metrics of every batch equal those of one micro-batch of everything."""
+    compiled = jax.jit(functools.partial(accumulate, objective_of(estimator, beta)))
+    state = TrainState(random_params(DEFINITION), None, jnp.int32(0), jnp.int32(0), jnp.int32(0))
+    for weights in AGGREGATIONS.values():
+        gradient, parts = compiled(state, fixed(8, weights), 1.3)
+        assert optax.tree.norm(gradient) > 1e-3
+        assert float(parts.maxima["policy/ratio_max"]) > 1.5
+        for batch in batches_of(weights):
+            assert_trees_close(compiled(state, batch, 1.3), (gradient, parts))
+
+
+def test_micro_batches_padding_and_shared_rows_change_neither_gradient_nor_metrics():
+    def batches_of(weights):
+        yield fixed(1, weights)
+        yield fixed(3, weights)
+        yield pack_update(SAMPLES, SHARED_ROWS, SHARED_SHAPE, weights=weights)
+
+    assert_parts_do_not_matter("k3", 0.0, batches_of)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_micro_batches_do_not_change_a_penalised_gradient(estimator):
+    assert_parts_do_not_matter(estimator, 0.3, lambda weights: [fixed(3, weights)])
+
+
+@pytest.fixture(scope="module")
+def step():
+    """A compiled update step and a maker of fresh states for it."""
+    mesh, schedule = make_mesh(), optax.linear_schedule(0.5, 0.0, 5)
+    optimizer = make_optimizer(Settings(weight_decay=0.1), schedule)
+    shardings = state_shardings(optimizer, DEFINITION.shapes, DEFINITION.shardings(mesh), mesh)
+
+    def fresh() -> TrainState:
+        return initial_state(optimizer, random_params(DEFINITION), shardings)
+
+    return make_update_step(objective_of("k3", 0.0), optimizer, schedule, shardings), fresh
+
+
+def on_host(state: TrainState) -> TrainState:
+    """A copy that outlives the donation of the state."""
+    return jax.tree.map(np.array, state)
+
+
+GOOD = fixed(4, AGGREGATIONS["token-mean"])
+BAD = replace(GOOD, advantages=np.where(GOOD.tokens.mask, np.float32(np.nan), GOOD.advantages))
+
+
+def test_a_good_step_moves_every_weight_and_is_counted(step):
+    update, fresh = step
+    before = on_host(fresh())
+    state, metrics = update(fresh(), GOOD, jnp.float32(1.3))
+    after = on_host(state)
+    jax.tree.map(lambda a, b: np.array_equal(a, b) and pytest.fail(), after.params, before.params)
+    assert (after.num_updates, after.nonfinite_in_a_row, after.nonfinite_total) == (1, 0, 0)
+    assert float(metrics["policy/learning_rate"]) == pytest.approx(0.5)
+    assert float(metrics["policy/grad_norm"]) > 0
+    _, second = update(state, GOOD, jnp.float32(1.3))
+    assert float(second["policy/learning_rate"]) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("field", ["advantages", "behavior_logprobs"])
+def test_one_bad_number_changes_no_weight_and_no_moment(step, value, field):
+    update, fresh = step
+    state, _ = update(fresh(), GOOD, jnp.float32(1.3))
+    before = on_host(state)
+    # Sampler logprobs only feed a metric: a bad one must not cost the step.
+    values = getattr(GOOD, field).copy()
+    values[tuple(np.argwhere(GOOD.tokens.mask)[0])] = value
+    state, metrics = update(state, replace(GOOD, **{field: values}), jnp.float32(1.3))
+    after = on_host(state)
+    if field == "behavior_logprobs":
+        assert (after.num_updates, after.nonfinite_total) == (2, 0)
+        return
+    jax.tree.map(np.testing.assert_array_equal, (after.params, after.optimizer), (before.params, before.optimizer))
+    assert (after.num_updates, after.nonfinite_in_a_row, after.nonfinite_total) == (1, 1, 1)
+    assert int(metrics["policy/nonfinite_updates"]) == 1
+
+
+def test_bad_steps_are_counted_until_a_good_one(step):
+    update, fresh = step
+    state, counts = fresh(), []
+    for batch in (BAD, BAD, GOOD, BAD):
+        state, metrics = update(state, batch, jnp.float32(1.3))
+        counts.append((int(metrics["policy/nonfinite_in_a_row"]), int(metrics["policy/nonfinite_updates"])))
+    assert counts == [(1, 1), (2, 2), (0, 2), (1, 3)]
+    assert int(state.num_updates) == 1
+
+
+def test_skipped_steps_leave_no_trace_in_the_next_good_one(step):
+    update, fresh = step
+    state, _ = update(fresh(), BAD, jnp.float32(1.3))
+    ours, _ = update(state, GOOD, jnp.float32(1.3))
+    expected, _ = update(fresh(), GOOD, jnp.float32(1.3))
+    jax.tree.map(np.testing.assert_array_equal, (ours.params, ours.optimizer), (expected.params, expected.optimizer))

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from app.policy.decoder import DecoderDefinition
+from app.score.scorer import Scorer
+from app.training.metrics import CompilationCounter
+from app.update.aggregation import token_mean
+from app.update.kl import k3
+from app.update.objective import UpdateBatch, make_objective, own_logprobs, scored_logprobs
+from app.update.optimizer import TrainState, initial_state, make_optimizer, state_shardings
+from app.update.step import UpdateStep, make_update_step
+from app.update.updater import Updater, fill, split_by_group, summarise
+from settings.schema import Optimizer as Settings
+from tests.tiny import ODD, make_mesh, make_sample, random_params, random_samples
+
+DEFINITION = DecoderDefinition.of(replace(ODD, num_layers=1))
+SAMPLES = random_samples(4, 2, vocab_size=ODD.vocab_size)
+SCHEDULE = optax.constant_schedule(1e-2)
+OPTIMIZER = make_optimizer(Settings(), SCHEDULE)
+FLOAT32 = jnp.dtype("float32")
+
+
+def make_updater(step: UpdateStep, **changes) -> Updater:
+    arguments = {"aggregation": token_mean, "num_mini_batches": 1, "epochs": 1, "rows_per_device": 4}
+    return Updater(step, make_mesh(), **(arguments | changes))
+
+
+@functools.cache
+def shardings():
+    mesh = make_mesh()
+    return state_shardings(OPTIMIZER, DEFINITION.shapes, DEFINITION.shardings(mesh), mesh)
+
+
+@functools.cache
+def real_step(several: bool) -> UpdateStep:
+    objective = make_objective(
+        DEFINITION,
+        proximal=scored_logprobs if several else own_logprobs,
+        kl_estimator=k3,
+        beta=0.0,
+        clip_low=0.2,
+        clip_high=0.3,
+        dtype=FLOAT32,
+        remat="none",
+        logits_chunk=6,
+    )
+    return make_update_step(objective, OPTIMIZER, SCHEDULE, shardings())
+
+
+def fresh_state() -> TrainState:
+    return initial_state(OPTIMIZER, random_params(DEFINITION), shardings())
+
+
+class Tape:
+    """A step that learns nothing: it counts, and keeps the tokens it was given."""
+
+    def __init__(self):
+        self.batches: list[UpdateBatch] = []
+
+    def __call__(self, state, batch: UpdateBatch, temperature):
+        self.batches.append(batch)
+        metrics = {"loss": jnp.float32(state), "policy/ratio_max": jnp.float32(10 - state), "rollout/x": state}
+        return state + 1, metrics
+
+    @property
+    def targets(self) -> list[list[int]]:
+        """Of every update, the completion tokens it saw."""
+        return [np.asarray(b.tokens.targets)[np.asarray(b.tokens.mask)].tolist() for b in self.batches]
+
+
+def tokens_of(samples) -> list[int]:
+    return [int(token) for s in samples for token in s.completion_ids]
+
+
+def test_every_epoch_goes_over_every_mini_batch_in_the_same_order():
+    tape = Tape()
+    state, metrics = make_updater(tape, num_mini_batches=2, epochs=3).update(0, SAMPLES, temperature=1.0)
+    assert state == 6
+    assert tape.targets == [tokens_of(SAMPLES[:4]), tokens_of(SAMPLES[4:])] * 3
+    assert {b.tokens.token_ids.shape for b in tape.batches} == {tape.batches[0].tokens.token_ids.shape}
+    assert metrics["loss"] == pytest.approx(2.5)
+    assert metrics["policy/ratio_max"] == 10.0
+    assert metrics["rollout/x"] == 0.0
+
+
+def test_each_mini_batch_has_denominators_of_its_own():
+    tape = Tape()
+    make_updater(tape, num_mini_batches=2).update(0, SAMPLES, temperature=1.0)
+    for batch in tape.batches:
+        assert float(np.sum(batch.loss_weights)) == pytest.approx(1.0)
+        assert float(np.sum(batch.token_weights)) == pytest.approx(1.0)
+
+
+def test_logprobs_that_were_not_scored_are_not_sent():
+    tape = Tape()
+    unscored = [replace(s, policy_logprobs=None, reference_logprobs=None) for s in SAMPLES]
+    make_updater(tape).update(0, unscored, temperature=1.0)
+    assert tape.batches[0].policy_logprobs is None
+    assert tape.batches[0].reference_logprobs is None
+
+
+def test_mini_batches_are_whole_groups_in_order():
+    ids = [7, -1, 7, 30, -1, 7, 5, 5, 2]
+    samples = [make_sample([i], group_id=group, sample_index=i) for i, group in enumerate(ids)]
+    parts = [[s.sample_index for s in part] for part in split_by_group(samples, 2)]
+    assert parts == [[0, 2, 5, 1, 4, 3], [6, 7, 8]]
+    assert [[s.sample_index for s in part] for part in split_by_group(samples, 5)] == [
+        [0, 2, 5], [1, 4], [3], [6, 7], [8],
+    ]  # fmt: skip
+
+
+def test_a_step_summarises_its_updates():
+    first = {"loss": 1.0, "policy/ratio_max": 3.0, "rollout/diff_max": 1.0, "policy/learning_rate": 0.2}
+    second = {"loss": 2.0, "policy/ratio_max": 2.0, "rollout/diff_max": 9.0, "policy/learning_rate": 0.1}
+    counters = {"policy/nonfinite_updates": 1.0, "policy/nonfinite_in_a_row": 1.0}
+    later = {"policy/nonfinite_updates": 1.0, "policy/nonfinite_in_a_row": 0.0}
+    assert summarise([first | counters, second | later]) == {
+        "loss": 1.5,
+        "policy/ratio_max": 3.0,
+        "rollout/diff_max": 1.0,
+        "policy/learning_rate": 0.1,
+        "policy/nonfinite_updates": 1.0,
+        "policy/nonfinite_in_a_row": 0.0,
+    }
+
+
+def test_fill_is_the_share_of_real_tokens():
+    tape = Tape()
+    samples = [make_sample([0] * 3, prompt_ids=[1] * 5), make_sample([0] * 2, prompt_ids=[1] * 2)]
+    samples = [replace(s, advantages=np.zeros(len(s.completion_ids), np.float32)) for s in samples]
+    _, metrics = make_updater(tape).update(0, samples, temperature=1.0)
+    # Two rows of 16 tokens hold 8 and 4 real ones.
+    assert metrics["batching/fill"] == pytest.approx(12 / 32)
+    assert fill(samples, tape.batches * 2) == pytest.approx(12 / 64)
+
+
+def test_one_update_has_a_ratio_of_exactly_one_without_a_scoring_pass():
+    unscored = [replace(s, policy_logprobs=None, reference_logprobs=None) for s in SAMPLES]
+    state, metrics = make_updater(real_step(several=False)).update(fresh_state(), unscored, temperature=1.3)
+    assert metrics["policy/ratio_max"] == 1.0
+    assert int(state.num_updates) == 1
+
+
+@pytest.fixture(scope="module")
+def scored():
+    """Samples with the logprobs of the fresh weights, scored in other micro-batches than the update's."""
+    scorer = Scorer(DEFINITION, make_mesh(), dtype=FLOAT32, logits_chunk=6)
+    logprobs = scorer.logprobs(random_params(DEFINITION), SAMPLES, temperature=1.3, rows_per_device=3)
+    return [
+        replace(s, policy_logprobs=x, behavior_logprobs=x, reference_logprobs=None)
+        for s, x in zip(SAMPLES, logprobs, strict=True)
+    ]
+
+
+def test_at_the_first_of_several_updates_the_ratio_is_one_within_rounding(scored):
+    updater = make_updater(real_step(several=True))
+    _, metrics = updater.update(fresh_state(), scored, temperature=1.3)
+    assert abs(metrics["policy/ratio_max"] - 1) <= 1e-5
+    # The same weights, so the sampler's logprobs differ from the update's by as little, in both directions.
+    assert metrics["rollout/sampler_scorer_logprob_diff_max"] <= 1e-5
+
+
+def test_several_updates_move_the_ratio_and_compile_once(scored):
+    updater = make_updater(real_step(several=True), num_mini_batches=2, epochs=2)
+    state, metrics = updater.update(fresh_state(), scored, temperature=1.3)
+    assert int(state.num_updates) == 4
+    assert metrics["policy/ratio_max"] > 1.01
+    assert metrics["rollout/sampler_scorer_logprob_diff_max"] <= 1e-5
+    compilations = CompilationCounter()
+    updater.update(state, scored, temperature=0.7)
+    assert compilations.take() == 0
+
+
+def test_updates_raise_the_logprobs_of_rewarded_samples_and_lower_those_of_the_others(scored):
+    params = random_params(DEFINITION)
+    scorer = Scorer(DEFINITION, make_mesh(), dtype=FLOAT32, logits_chunk=6)
+    signed = [
+        replace(s, advantages=np.full(len(s.completion_ids), 1.0 if s.sample_index else -1.0, np.float32))
+        for s in scored
+    ]
+    state, _ = make_updater(real_step(several=True), epochs=2).update(fresh_state(), signed, temperature=1.3)
+    gains = []
+    for before, after in zip(
+        scorer.logprobs(params, signed, temperature=1.3, rows_per_device=8),
+        scorer.logprobs(state.params, signed, temperature=1.3, rows_per_device=8),
+        strict=True,
+    ):
+        gains.append(float(np.sum(after - before)))
+    assert min(gains[1::2]) > 0 > max(gains[::2])
