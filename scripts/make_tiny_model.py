@@ -40,17 +40,17 @@ from app.policy.token_logprobs import completion_logprobs
 from app.policy.weights import expected_entries
 from app.prompts.arithmetic import make_problems
 
-LEVEL_SHARES = {1: 0.1, 2: 0.9}
-"""Difficulty level -> its share of a batch. Level 1 has one problem in a hundred and would be seen too rarely."""
+LEVEL_SHARES = {2: 0.4, 3: 0.6}
+"""Difficulty level -> its share of a batch."""
 RIGHT_SHARE = 0.3
-ALL_PROBLEMS = 10**6
+NUM_PROBLEMS = 40_000
 
 PAD, UNKNOWN, END = "<|pad|>", "<|unknown|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 CONTROL_TOKENS = (PAD, UNKNOWN, END, *ROLES)
 CHARACTERS = "0123456789+-*=?"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
@@ -96,8 +96,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def without_carries(left: int, right: int) -> int:
-    """The sum of two numbers below 100, each column by itself: 47 + 38 -> 75."""
-    return (left // 10 + right // 10) % 10 * 10 + (left + right) % 10
+    """The sum of two numbers, each column by itself: 47 + 38 -> 75, 60 + 70 -> 30."""
+    columns = zip(f"{left:03}", f"{right:03}", strict=True)
+    return int("".join(str((int(a) + int(b)) % 10) for a, b in columns))
 
 
 def training_rows(
@@ -108,7 +109,7 @@ def training_rows(
     Also the likelihood of each row in a batch.
     """
     problems = make_problems(
-        difficulty=tuple(LEVEL_SHARES), operators=("+",), num_problems=ALL_PROBLEMS, split="train", seed=0
+        difficulty=tuple(LEVEL_SHARES), operators=("+",), num_problems=NUM_PROBLEMS, split="train", seed=0
     )
     levels = np.array([row.extra["difficulty"] for row in problems.rows])
     samples, likelihood = [], []
@@ -196,14 +197,19 @@ def write_model(directory: Path, definition: DecoderDefinition, params: Params) 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Makes the starting weights of the quickstart.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=700)
     arguments = parser.parse_args()
+    w = arguments.width
+    CONFIG.update(hidden_size=w, intermediate_size=3 * w, head_dim=w // 4, num_hidden_layers=arguments.layers)
     tokenizer = make_tokenizer()
     rows, likelihood = training_rows(tokenizer)
     definition = DecoderDefinition.of(architecture_from_config(CONFIG))
     params = train(
-        definition, rows, likelihood, seed=arguments.seed, steps=arguments.steps, batch_rows=256, learning_rate=4e-3
+        definition, rows, likelihood, seed=arguments.seed, steps=arguments.steps, batch_rows=256, learning_rate=arguments.lr
     )
     write_model(arguments.out, definition, params)
     tokenizer.save_pretrained(arguments.out)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
+from numpy.typing import ArrayLike
 
 from app.batching.pack import RowShape, pack_per_token, pack_tokens
 from app.batching.plan import Plan
@@ -71,8 +72,9 @@ def spell(token_ids: Sequence[int]) -> str:
     return " ".join(map(str, token_ids))
 
 
-def make_prompt(uid: str, token_ids: Sequence[int]) -> Prompt:
-    return Prompt(uid, np.asarray(token_ids, np.int32), spell(token_ids), None)
+def make_prompt(uid: str, token_ids: ArrayLike) -> Prompt:
+    token_ids = np.asarray(token_ids, np.int32)
+    return Prompt(uid, token_ids, spell(token_ids.tolist()), None)
 
 
 def random_prompts(num_prompts: int, *, vocab_size: int, longest: int = 9, seed: int = 0) -> list[Prompt]:
@@ -84,22 +86,22 @@ def random_prompts(num_prompts: int, *, vocab_size: int, longest: int = 9, seed:
 
 
 def make_sample(
-    completion_ids: Sequence[int],
+    completion_ids: ArrayLike,
     *,
-    prompt_ids: Sequence[int] = (1, 2),
+    prompt_ids: ArrayLike = (1, 2),
     group_id: int = 0,
     sample_index: int = 0,
     **fields: Any,
 ) -> Sample:
     """Fields that are not given hold what the sampler would not write: zeros or nothing."""
-    completion_ids = np.asarray(completion_ids, np.int32)
-    fields.setdefault("behavior_logprobs", np.zeros(len(completion_ids), np.float32))
+    ids = np.asarray(completion_ids, np.int32)
+    fields.setdefault("behavior_logprobs", np.zeros(len(ids), np.float32))
     return Sample(
         prompt=make_prompt(f"row-{group_id}", prompt_ids),
         sample_index=sample_index,
         group_id=group_id,
-        completion_ids=completion_ids,
-        completion=spell(completion_ids.tolist()),
+        completion_ids=ids,
+        completion=spell(ids.tolist()),
         finish_reason="length",
         policy_version=0,
         **fields,

@@ -51,7 +51,7 @@ def to_global(mesh: Mesh, rows: Any, *, row_dim: int = 0) -> Any:
 def local_row_indices(mesh: Mesh, num_rows: int) -> np.ndarray:
     """Which rows of a global array of `num_rows` rows this host holds, in the order of `to_local`."""
     indices = row_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
-    spans = {index[0].indices(num_rows)[:2] for index in indices}
+    spans = {index[0].indices(num_rows)[:2] for index in indices if index is not None}
     return np.concatenate([np.arange(start, stop) for start, stop in sorted(spans)])
 
 

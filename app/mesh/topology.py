@@ -16,8 +16,7 @@ from settings.schema import Mesh as MeshSettings
 def start(settings: MeshSettings) -> None:
     """Sets up the backend and joins the other hosts. Must run before any other use of JAX.
 
-    On Cloud TPU hosts `jax.distributed` finds its peers by itself, when asked; elsewhere the three
-    coordinator settings name them.
+    Several hosts are joined by the three coordinator settings; without them this host works alone.
     """
     if settings.cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", settings.cpu_devices)

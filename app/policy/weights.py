@@ -122,7 +122,7 @@ def load_weights(definition: DecoderDefinition, source: WeightFile, mesh: Mesh) 
     """
     entries = expected_entries(definition)
     check_tensors(entries, source.shapes, definition.architecture)
-    shapes, shardings = flatten_dict(definition.shapes), flatten_dict(definition.shardings(mesh))
+    shapes, shardings = by_path(definition.shapes), by_path(definition.shardings(mesh))
 
     def read(entry: Entry, shape: tuple[int, ...]) -> np.ndarray:
         tensor = np.asarray(source.read(entry.name)).astype(np.float32, copy=False)

@@ -95,7 +95,7 @@ class Engine:
         # Said outright, because XLA may leave a small array whole on every device, and a host would then read
         # the first host's rows as its own. The cache is never read back.
         rows = row_sharding(mesh)
-        laid_out = Slots(None, *[rows] * (len(Slots._fields) - 1))
+        laid_out = Slots._make(None if field == "cache" else rows for field in Slots._fields)
         self._decode = {
             sampler: jax.jit(_decode_loop(definition, sampler), donate_argnames="slots", out_shardings=laid_out)
             for sampler in (draw, draw_truncated)

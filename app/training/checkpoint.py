@@ -53,9 +53,7 @@ class Checkpoints:
             max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
-        self._target = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-        )
+        self._target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
         # Compiled now: a compilation in the middle of a run is an alarm.
         self._checksum = jax.jit(checksum).lower(self._target).compile()
 
@@ -131,8 +129,7 @@ def checksum(state: TrainState) -> UInt32[Array, ""]:
     TensorStore's compressed arrays carry none; a flipped bit in a weight would pass.
     """
     sums = [
-        (2 * i + 1) * jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32))
-        for i, x in enumerate(jax.tree.leaves(state))
+        (2 * i + 1) * jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32)) for i, x in enumerate(jax.tree.leaves(state))
     ]
     return jnp.sum(jnp.stack(sums))
 

@@ -45,7 +45,7 @@ SIZES: dict[str, Any] = {
 }
 """No size is a power of two, three query heads share a key head, and head_dim is not 36 / 9."""
 
-ONE_KV_HEAD = {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 8}
+ONE_KV_HEAD: dict[str, Any] = {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 8}
 LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -231,14 +231,17 @@ def test_completion_logprobs_and_entropy_equal_torch_log_softmax(tmp_path, tempe
         chosen = np.take_along_axis(logprobs, token_ids[1:, None], axis=1)[:, 0]
         expected.append((places, chosen, -(np.exp(logprobs) * logprobs).sum(axis=-1)))
 
+    batch: dict[str, Any] = {
+        "token_ids": rows.token_ids,
+        "positions": rows.positions,
+        "segment_ids": rows.segment_ids,
+        "score_index": score_index,
+        "targets": targets,
+    }
     logprobs, entropy = jax.jit(
         lambda params: completion_logprobs(
             definition.bind(params),
-            token_ids=rows.token_ids,
-            positions=rows.positions,
-            segment_ids=rows.segment_ids,
-            score_index=score_index,
-            targets=targets,
+            **batch,
             temperature=temperature,
             dtype=jnp.dtype("float32"),
             remat="none",
@@ -326,17 +329,19 @@ def test_recomputing_blocks_changes_neither_logprobs_nor_gradients_and_saves_mem
     params = random_params(definition)
     token_ids = np.random.default_rng(4).integers(0, BIASED.vocab_size, (2, 40)).astype(np.int32)
     weights = np.random.default_rng(5).normal(size=(2, 39)).astype(np.float32)
-    before = np.broadcast_to(np.arange(39), (2, 39))
+    batch: dict[str, Any] = {
+        "token_ids": token_ids,
+        "positions": np.broadcast_to(np.arange(40), (2, 40)),
+        "segment_ids": np.ones_like(token_ids),
+        "score_index": np.broadcast_to(np.arange(39), (2, 39)),
+        "targets": token_ids[:, 1:],
+    }
 
     def compiled(remat: str) -> Any:
         def loss(params: Params) -> Array:
             logprobs, _ = completion_logprobs(
                 definition.bind(params),
-                token_ids=token_ids,
-                positions=np.broadcast_to(np.arange(40), (2, 40)),
-                segment_ids=np.ones_like(token_ids),
-                score_index=before,
-                targets=token_ids[:, 1:],
+                **batch,
                 temperature=1.0,
                 dtype=jnp.dtype("float32"),
                 remat=remat,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array
 
 from app.policy.decoder import DecoderDefinition
 from app.policy.token_logprobs import completion_logprobs, scaled_logits, token_logprobs
@@ -17,18 +18,20 @@ ROWS, TOKENS, WIDTH, VOCAB = 3, 14, 5, 23
 
 
 @functools.cache
-def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def inputs() -> tuple[Array, ...]:
     """Hidden states, head, targets, and what each logprob weighs in a loss."""
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(ROWS, TOKENS, WIDTH)).astype(np.float32)
     head = 2 * rng.normal(size=(VOCAB, WIDTH)).astype(np.float32)
-    return hidden, head, rng.integers(0, VOCAB, (ROWS, TOKENS)), rng.normal(size=(ROWS, TOKENS))
+    weights = rng.normal(size=(ROWS, TOKENS)).astype(np.float32)
+    return tuple(map(jnp.asarray, (hidden, head, rng.integers(0, VOCAB, (ROWS, TOKENS)), weights)))
 
 
 def oracle(temperature: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Logprobs, entropies, and the gradients of sum(weights * logprobs) by hidden and head; float64."""
-    hidden, head, targets, weights = inputs()
-    logits = hidden.astype(np.float64) @ head.T.astype(np.float64) / temperature
+    hidden, head, targets, weights = map(np.asarray, inputs())
+    hidden, head = hidden.astype(np.float64), head.astype(np.float64)
+    logits = hidden @ head.T / temperature
     log_softmax = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
     probabilities = np.exp(log_softmax)
     logprobs = np.take_along_axis(log_softmax, targets[..., None], axis=-1)[..., 0]
@@ -61,16 +64,16 @@ def test_entropy_of_uniform_logits_is_the_log_of_the_vocabulary_and_carries_no_g
     hidden, _, targets, _ = inputs()
     entropy = lambda head: token_logprobs(hidden, head, targets, temperature=1.0, chunk=4)[1]  # noqa: E731
     np.testing.assert_allclose(entropy(jnp.zeros((VOCAB, WIDTH))), np.log(VOCAB), rtol=1e-6)
-    gradient = jax.grad(lambda head: jnp.sum(entropy(head)))(jnp.asarray(inputs()[1]))
+    gradient = jax.grad(lambda head: jnp.sum(entropy(head)))(inputs()[1])
     np.testing.assert_array_equal(gradient, 0.0)
 
 
 def test_logits_of_bfloat16_states_are_accumulated_in_float32():
     hidden, head, _, _ = inputs()
-    narrow = jnp.asarray(hidden, jnp.bfloat16)
+    narrow = hidden.astype(jnp.bfloat16)
     logits = scaled_logits(narrow, head, 2.0)
     assert logits.dtype == jnp.float32
-    exact = np.asarray(narrow, np.float64) @ np.asarray(jnp.asarray(head, jnp.bfloat16), np.float64).T / 2.0
+    exact = np.asarray(narrow, np.float64) @ np.asarray(head.astype(jnp.bfloat16), np.float64).T / 2.0
     np.testing.assert_allclose(logits, exact, rtol=1e-5, atol=1e-5)
 
 
@@ -110,7 +113,7 @@ def program(logits_chunk: int):
 
 def most_tokens_with_logits(compiled) -> int:
     """Of any array in the optimised program: how many tokens' logits over the vocabulary it holds."""
-    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", compiled.as_text())}
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", str(compiled.as_text()))}
     logits = [dims for dims in shapes if ODD.vocab_size in dims and ODD.model_dim not in dims]
     return max(int(np.prod(dims)) // ODD.vocab_size for dims in logits)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
 
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params
@@ -59,7 +59,6 @@ class Watched(Held):
 
 def in_hugging_face_names(architecture: Architecture, params: Params) -> Tensors:
     """The inverse of loading, spelt out weight by weight: Hugging Face stores `[out, in]` matrices."""
-    heads_to_rows: Callable[[np.ndarray], np.ndarray] = lambda x: x.reshape(len(x), -1).T  # noqa: E731
     blocks = jax.tree.map(np.asarray, params["blocks"])
     tensors = {
         "model.embed_tokens.weight": np.asarray(params["embedding"]),
@@ -72,7 +71,9 @@ def in_hugging_face_names(architecture: Architecture, params: Params) -> Tensors
         tensors[f"{layer}.input_layernorm.weight"] = blocks["attention_norm"]["scale"][i]
         tensors[f"{layer}.post_attention_layernorm.weight"] = blocks["mlp_norm"]["scale"][i]
         for name, ours in (("q", "query"), ("k", "key"), ("v", "value")):
-            tensors[f"{layer}.self_attn.{name}_proj.weight"] = heads_to_rows(blocks[ours]["kernel"][i])
+            tensors[f"{layer}.self_attn.{name}_proj.weight"] = (
+                blocks[ours]["kernel"][i].reshape(architecture.model_dim, -1).T
+            )
             if architecture.qkv_bias:
                 tensors[f"{layer}.self_attn.{name}_proj.bias"] = blocks[ours]["bias"][i].reshape(-1)
         output = blocks["attention_output"]
@@ -118,7 +119,9 @@ def test_weights_come_back_bit_for_bit_on_every_mesh_each_read_once_and_alone(ar
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {np.dtype(np.float32)}
     assert source.num_reads == dict.fromkeys(tensors, 1)
-    assert max(source.num_alive) == 0
+    # JAX itself lets go of a large array only at its next call; behind a layer's there is one, behind these none.
+    num_unstacked_matrices = 1 if architecture.tied_embeddings else 2
+    assert sum(source.num_alive) <= num_unstacked_matrices
 
 
 def test_weights_lie_where_the_rule_table_puts_them():
@@ -196,7 +199,7 @@ def test_a_missing_tensor_is_named_beside_the_unexpected_one_that_looks_like_it(
     _, tensors = random_file(ODD)
     renamed = without(tensors, QUERY_0) | {QUERY_0.replace("q_proj", "qq_proj"): tensors[QUERY_0]}
     hint = "; the file has 'model.layers.0.self_attn.qq_proj.weight', which is not expected"
-    assert_refused_unread(ODD, renamed, f"first '{QUERY_0}'{hint}")
+    assert_refused_unread(ODD, renamed, f"first '{re.escape(QUERY_0)}'{re.escape(hint)}")
 
 
 @pytest.mark.parametrize(
@@ -214,13 +217,39 @@ def test_a_tensor_that_the_architecture_has_no_place_for_is_named(name):
     assert_refused_unread(ODD, more, f"1 tensors do not belong to a llama model, first '{name}'")
 
 
-def test_a_head_without_a_place_is_extra_when_the_model_is_not_tied_to_it():
-    """An untied checkpoint under a config that says tied is accepted; the reverse lacks its head."""
+def test_an_untied_model_needs_a_head_of_its_own():
     _, tensors = random_file(ODD)
-    untied = BIASED.__class__(**{**vars(ODD), "tied_embeddings": False})
-    assert_refused_unread(untied, tensors, "first 'lm_head.weight'")
+    assert_refused_unread(replace(ODD, tied_embeddings=False), tensors, "first 'lm_head.weight'")
 
 
-@pytest.mark.parametrize("name", [QUERY_0, "model.embed_tokens.weight", "model.layers.1.mlp_norm"])
-def test_x(name):
-    pass
+def test_a_tied_model_may_repeat_its_embedding_as_the_head_which_is_not_read():
+    params, tensors = random_file(ODD)
+    source = Watched(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    jax.tree.map(np.testing.assert_array_equal, load(ODD, source), params)
+    assert "lm_head.weight" not in source.num_reads
+
+
+def test_rotary_frequencies_of_old_checkpoints_are_ignored():
+    params, tensors = random_file(ODD)
+    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    source = Watched(tensors | {name: np.zeros(5, np.float32)})
+    jax.tree.map(np.testing.assert_array_equal, load(ODD, source), params)
+    assert name not in source.num_reads
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("model.embed_tokens.weight", (54, 36), (53, 36)),
+        ("model.norm.weight", (36, 1), (36,)),
+        # The same number of values, and still another matrix: [in, out] instead of [out, in].
+        (QUERY_0, (36, 60), (60, 36)),
+        ("model.layers.1.mlp.down_proj.weight", (44, 36), (36, 44)),
+        ("model.layers.1.self_attn.k_proj.bias", (3, 10), (30,)),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(name, shape, expected):
+    _, tensors = random_file(BIASED)
+    other = tensors | {name: np.zeros(shape, np.float32)}
+    message = f"tensor '{name}' has shape {shape}, expected {expected} from config.json"
+    assert_refused_unread(BIASED, other, re.escape(message))

@@ -41,6 +41,11 @@ def engine_of(
     return engine, engine.weights(params_of(architecture))
 
 
+@functools.cache
+def scorer_of(architecture: Architecture) -> Scorer:
+    return Scorer(definition_of(architecture), make_mesh(), dtype=FLOAT32, logits_chunk=5)
+
+
 def generate(
     prompts: Sequence[Prompt] = PROMPTS,
     *,
@@ -98,8 +103,9 @@ def test_records_say_whose_they_are():
 )
 def test_the_sampler_and_the_scorer_agree_on_every_logprob(architecture, rules):
     samples = generate(architecture=architecture, rules=rules)
-    scorer = Scorer(definition_of(architecture), make_mesh(), dtype=FLOAT32, logits_chunk=5)
-    scored = scorer.logprobs(params_of(architecture), samples, temperature=rules.temperature, rows_per_device=16)
+    scored = scorer_of(architecture).logprobs(
+        params_of(architecture), samples, temperature=rules.temperature, rows_per_device=16
+    )
     for sample, logprobs in zip(samples, scored, strict=True):
         np.testing.assert_allclose(sample.behavior_logprobs, logprobs, atol=1e-4)
 
@@ -198,7 +204,7 @@ def test_the_only_token_allowed_may_be_the_end():
 
 def test_truncating_rules_record_the_mass_they_kept():
     samples = generate(rules=SamplingRules(1.0, top_k=5))
-    kept = np.concatenate([s.kept_mass_logs for s in samples])
+    kept = np.concatenate([np.asarray(s.kept_mass_logs) for s in samples])
     logprobs = np.concatenate([s.behavior_logprobs for s in samples])
     assert len(kept) == len(logprobs)
     assert np.all((kept < 0) & (kept > np.log(5 / ODD.vocab_size)) & (kept >= logprobs))
@@ -223,11 +229,12 @@ def test_decoding_stops_when_every_row_is_done_and_rows_without_a_budget_draw_no
     rows = Rows(
         prompt=jnp.zeros(4, jnp.int32),
         prompt_lengths=jnp.full(4, 2, jnp.int32),
-        keys=sample_keys(0, 0, np.repeat(uid_words(["row"]), 4, axis=0), np.arange(4)),
+        keys=jax.jit(sample_keys)(0, 0, np.repeat(uid_words(["row"]), 4, axis=0), np.arange(4)),
         max_new_tokens=jnp.asarray(budgets),
     )
-    hidden, cache = prefill(definition, weights, np.array([[5, 6]]), np.array([2]))
-    hidden, slots = open_slots(hidden, cache, rows, cache_length=16, num_new=12)
+    hidden, cache = jax.jit(lambda *args: prefill(definition, *args))(weights, np.array([[5, 6]]), np.array([2]))
+    fill = jax.jit(open_slots, static_argnames=("cache_length", "num_new"))
+    hidden, slots = fill(hidden, cache, rows, cache_length=16, num_new=12)
     loop = jax.jit(_decode_loop(definition, counting))
     slots = loop(weights, hidden, rows, slots=slots, rules=SamplingRules(1.0), eos_ids=np.zeros(0, np.int32))
     jax.effects_barrier()

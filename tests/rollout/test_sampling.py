@@ -36,7 +36,7 @@ def keys_of(num_rows: int, *, seed=0, policy_version=0, uid="row") -> jax.Array:
 def draw_rows(sampler, logits, rules: SamplingRules, num_rows: int = ROWS) -> Drawn:
     """Many draws from the same logits."""
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (num_rows, len(logits)))
-    return Drawn(*map(np.asarray, compiled(sampler)(rows, rules, keys_of(num_rows))))
+    return Drawn._make(map(np.asarray, compiled(sampler)(rows, rules, keys_of(num_rows))))
 
 
 def slow_softmax(logits) -> np.ndarray:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,14 +76,19 @@ def compilation_cache() -> dict[str, str]:
 
 def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
     """Returns as soon as metrics.jsonl tells of a step."""
+    wait_until(process, lambda: any(line["step"] >= step for line in metrics_of(run)))
+
+
+def wait_until(process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
+    """Returns as soon as something has happened that a living process is to bring about."""
     end = time.monotonic() + DEADLINE_S
-    while not any(line["step"] >= step for line in metrics_of(run)):
-        assert time.monotonic() < end, f"step {step} was not reached in {DEADLINE_S} s"
+    while not happened():
+        assert time.monotonic() < end, f"it did not happen in {DEADLINE_S} s"
         try:
             process.wait(timeout=0.005)
         except subprocess.TimeoutExpired:
             continue
-        raise AssertionError(f"ended with {process.returncode} before step {step}: {process.communicate()}")
+        raise AssertionError(f"ended too early, with {process.returncode}: {process.communicate()}")
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:

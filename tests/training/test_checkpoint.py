@@ -40,9 +40,7 @@ def make_state(seed: int, num_devices: int = 1) -> TrainState:
 
 def shardings(num_devices: int) -> TrainState:
     mesh = make_mesh((1, num_devices, 1))
-    return jax.tree.map(
-        lambda x: NamedSharding(mesh, PartitionSpec("fsdp") if x.ndim else PartitionSpec()), SHAPES
-    )
+    return jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec("fsdp") if x.ndim else PartitionSpec()), SHAPES)
 
 
 def opened(folder: Path, *, keep: int = 3, num_devices: int = 1) -> Checkpoints:

@@ -34,9 +34,7 @@ def stopped(uninterrupted: Path, tmp_path: Path, full_config: Path) -> Path:
     return run
 
 
-def test_killed_in_the_middle_of_a_step_it_ends_as_if_it_had_not_been(
-    full_config: Path, uninterrupted: Path
-) -> None:
+def test_killed_in_the_middle_of_a_step_it_ends_as_if_it_had_not_been(full_config: Path, uninterrupted: Path) -> None:
     run = full_config.parent / "runs" / "full"
     with started("train", "--config", full_config) as process:
         wait_for_step(process, run, 7)  # the save at step 6 has waited for the one at step 3

@@ -3,11 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from app.flow import Sample
 from app.update.aggregation import AGGREGATIONS, Totals, sequence_mean_token_mean, token_mean
 from tests.tiny import make_sample
 
 
-def masked(mask) -> object:
+def masked(mask) -> Sample:
     mask = np.asarray(mask, bool)
     return make_sample(np.zeros(len(mask)), loss_mask=mask)
 

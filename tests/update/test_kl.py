@@ -25,6 +25,11 @@ def test_values_and_gradients_by_hand_at_a_difference_of_one_half(estimator, val
     assert float(jax.grad(estimator)(jnp.float32(-1.0), jnp.float32(-1.5))) == pytest.approx(slope, rel=1e-6)
 
 
+def test_a_uniform_policy_over_32_tokens_pays_the_published_penalty():
+    policy, reference = jnp.full(4, -np.log(32)), jnp.array([-0.1, -0.1, -1.1, -1.1])
+    assert float(0.1 * jnp.mean(k1(policy, reference))) == pytest.approx(-0.2865736, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
 def test_equal_logprobs_cost_nothing(name):
     assert float(ESTIMATORS[name](jnp.float32(-3.3), jnp.float32(-3.3))) == 0.0

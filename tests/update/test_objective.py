@@ -152,29 +152,31 @@ def test_metrics_are_means_over_the_tokens_that_the_policy_wrote():
 
 def test_the_penalty_adds_beta_times_the_weighted_estimate():
     batch = with_reference(SAMPLES, weights=sequence_mean_token_mean)
-    mask = np.asarray(batch.tokens.mask)
+    mask, reference = np.asarray(batch.tokens.mask), jnp.asarray(batch.reference_logprobs)
 
     def penalty(params):
         logprobs, _ = logprobs_of(params, batch)
-        return jnp.sum(batch.loss_weights * jnp.where(mask, k3(logprobs, batch.reference_logprobs), 0.0))
+        return jnp.sum(batch.loss_weights * jnp.where(mask, k3(logprobs, reference), 0.0))
 
     (without, _), plain = loss_and_gradient()(params(), replace(batch, reference_logprobs=None), 1.3)
     (loss, parts), gradient = loss_and_gradient(beta=0.25)(params(), batch, 1.3)
     extra, slope = jax.jit(jax.value_and_grad(penalty))(params())
     assert float(loss) == pytest.approx(float(without + 0.25 * extra), rel=1e-5)
     assert_trees_close(gradient, jax.tree.map(lambda a, b: a + 0.25 * b, plain, slope))
-    estimates = np.asarray(k3(logprobs_of(params(), batch)[0], batch.reference_logprobs))[mask]
+    estimates = np.asarray(k3(logprobs_of(params(), batch)[0], reference))[mask]
     assert float(parts.sums["policy/kl"]) == pytest.approx(estimates.mean(), rel=1e-4)
 
 
 def test_tokens_outside_the_mask_say_nothing():
     def spoil(sample: Sample) -> Sample:
-        hidden = ~sample.mask
+        def spoiled(values, rubbish: float) -> np.ndarray:
+            return np.where(sample.mask, values, np.float32(rubbish))
+
         return replace(
             sample,
-            advantages=np.where(hidden, np.float32(99), sample.advantages),
-            behavior_logprobs=np.where(hidden, np.float32(-77), sample.behavior_logprobs),
-            reference_logprobs=np.where(hidden, np.float32(-55), sample.reference_logprobs),
+            advantages=spoiled(sample.advantages, 99),
+            behavior_logprobs=spoiled(sample.behavior_logprobs, -77),
+            reference_logprobs=spoiled(sample.reference_logprobs, -55),
         )
 
     spoiled = [spoil(s) for s in SAMPLES]

@@ -17,7 +17,7 @@ CONSTANT = optax.constant_schedule(0.1)
 def rates(num_updates: int, **fields) -> list[float]:
     """Of every update, and the one that would follow the last."""
     schedule = make_schedule(Settings(learning_rate=2.0, **fields), num_updates=num_updates)
-    return [float(schedule(jnp.int32(i))) for i in range(num_updates + 1)]
+    return [float(jnp.asarray(schedule(jnp.int32(i)))) for i in range(num_updates + 1)]
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,11 @@ def test_the_shardings_of_a_state_fit_it_and_moments_lie_where_their_weights_lie
     params = jax.device_put(random_params(definition), weights)
     state = initial_state(optimizer, params, shardings)
     assert jax.tree.structure(state) == jax.tree.structure(shardings)
-    jax.tree.map(
-        lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim) or pytest.fail(), state, shardings
-    )
+    lies_at = lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim)  # noqa: E731
+    assert all(jax.tree.leaves(jax.tree.map(lies_at, state, shardings)))
     adam = next(part for part in jax.tree.leaves(state.optimizer, is_leaf=is_adam) if is_adam(part))
     for moment in (adam.mu, adam.nu):
-        jax.tree.map(lambda m, s: m.sharding.is_equivalent_to(s, m.ndim) or pytest.fail(), moment, weights)
+        assert all(jax.tree.leaves(jax.tree.map(lies_at, moment, weights)))
     assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(adam.mu))
 
 

@@ -24,11 +24,11 @@ def surrogate(ratio, advantage) -> Surrogate:
 
 def gradient(ratio: float, advantage: float) -> float:
     """Of the loss, by the current logprob."""
-    loss = lambda current: (
-        clipped_surrogate(
-            current, jnp.float32(0), jnp.float32(advantage), clip_low=LOW, clip_high=HIGH
-        ).loss
-    )
+
+    def loss(current):
+        advantages = jnp.float32(advantage)
+        return clipped_surrogate(current, jnp.float32(0), advantages, clip_low=LOW, clip_high=HIGH).loss
+
     return float(jax.grad(loss)(jnp.log(jnp.float32(ratio))))
 
 

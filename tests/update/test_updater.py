@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -54,17 +55,26 @@ def real_step(several: bool) -> UpdateStep:
     return make_update_step(objective, OPTIMIZER, SCHEDULE, shardings())
 
 
+@functools.cache
+def scorer() -> Scorer:
+    return Scorer(DEFINITION, make_mesh(), dtype=FLOAT32, logits_chunk=6)
+
+
 def fresh_state() -> TrainState:
     return initial_state(OPTIMIZER, random_params(DEFINITION), shardings())
 
 
+COUNT: Any = 0
+"""The state of a `Tape` before its first update."""
+
+
 class Tape:
-    """A step that learns nothing: it counts, and keeps the tokens it was given."""
+    """A step that learns nothing: its state is a count, and it keeps the batches it was given."""
 
     def __init__(self):
         self.batches: list[UpdateBatch] = []
 
-    def __call__(self, state, batch: UpdateBatch, temperature):
+    def __call__(self, state: Any, batch: UpdateBatch, temperature: Any) -> tuple[Any, dict[str, Any]]:
         self.batches.append(batch)
         metrics = {"loss": jnp.float32(state), "policy/ratio_max": jnp.float32(10 - state), "rollout/x": state}
         return state + 1, metrics
@@ -81,7 +91,7 @@ def tokens_of(samples) -> list[int]:
 
 def test_every_epoch_goes_over_every_mini_batch_in_the_same_order():
     tape = Tape()
-    state, metrics = make_updater(tape, num_mini_batches=2, epochs=3).update(0, SAMPLES, temperature=1.0)
+    state, metrics = make_updater(tape, num_mini_batches=2, epochs=3).update(COUNT, SAMPLES, temperature=1.0)
     assert state == 6
     assert tape.targets == [tokens_of(SAMPLES[:4]), tokens_of(SAMPLES[4:])] * 3
     assert {b.tokens.token_ids.shape for b in tape.batches} == {tape.batches[0].tokens.token_ids.shape}
@@ -92,7 +102,7 @@ def test_every_epoch_goes_over_every_mini_batch_in_the_same_order():
 
 def test_each_mini_batch_has_denominators_of_its_own():
     tape = Tape()
-    make_updater(tape, num_mini_batches=2).update(0, SAMPLES, temperature=1.0)
+    make_updater(tape, num_mini_batches=2).update(COUNT, SAMPLES, temperature=1.0)
     for batch in tape.batches:
         assert float(np.sum(batch.loss_weights)) == pytest.approx(1.0)
         assert float(np.sum(batch.token_weights)) == pytest.approx(1.0)
@@ -101,7 +111,7 @@ def test_each_mini_batch_has_denominators_of_its_own():
 def test_logprobs_that_were_not_scored_are_not_sent():
     tape = Tape()
     unscored = [replace(s, policy_logprobs=None, reference_logprobs=None) for s in SAMPLES]
-    make_updater(tape).update(0, unscored, temperature=1.0)
+    make_updater(tape).update(COUNT, unscored, temperature=1.0)
     assert tape.batches[0].policy_logprobs is None
     assert tape.batches[0].reference_logprobs is None
 
@@ -135,7 +145,7 @@ def test_fill_is_the_share_of_real_tokens():
     tape = Tape()
     samples = [make_sample([0] * 3, prompt_ids=[1] * 5), make_sample([0] * 2, prompt_ids=[1] * 2)]
     samples = [replace(s, advantages=np.zeros(len(s.completion_ids), np.float32)) for s in samples]
-    _, metrics = make_updater(tape).update(0, samples, temperature=1.0)
+    _, metrics = make_updater(tape).update(COUNT, samples, temperature=1.0)
     # Two rows of 16 tokens hold 8 and 4 real ones.
     assert metrics["batching/fill"] == pytest.approx(12 / 32)
     assert fill(samples, tape.batches * 2) == pytest.approx(12 / 64)
@@ -151,8 +161,7 @@ def test_one_update_has_a_ratio_of_exactly_one_without_a_scoring_pass():
 @pytest.fixture(scope="module")
 def scored():
     """Samples with the logprobs of the fresh weights, scored in other micro-batches than the update's."""
-    scorer = Scorer(DEFINITION, make_mesh(), dtype=FLOAT32, logits_chunk=6)
-    logprobs = scorer.logprobs(random_params(DEFINITION), SAMPLES, temperature=1.3, rows_per_device=3)
+    logprobs = scorer().logprobs(random_params(DEFINITION), SAMPLES, temperature=1.3, rows_per_device=3)
     return [
         replace(s, policy_logprobs=x, behavior_logprobs=x, reference_logprobs=None)
         for s, x in zip(SAMPLES, logprobs, strict=True)
@@ -180,7 +189,6 @@ def test_several_updates_move_the_ratio_and_compile_once(scored):
 
 def test_updates_raise_the_logprobs_of_rewarded_samples_and_lower_those_of_the_others(scored):
     params = random_params(DEFINITION)
-    scorer = Scorer(DEFINITION, make_mesh(), dtype=FLOAT32, logits_chunk=6)
     signed = [
         replace(s, advantages=np.full(len(s.completion_ids), 1.0 if s.sample_index else -1.0, np.float32))
         for s in scored
@@ -188,8 +196,8 @@ def test_updates_raise_the_logprobs_of_rewarded_samples_and_lower_those_of_the_o
     state, _ = make_updater(real_step(several=True), epochs=2).update(fresh_state(), signed, temperature=1.3)
     gains = []
     for before, after in zip(
-        scorer.logprobs(params, signed, temperature=1.3, rows_per_device=8),
-        scorer.logprobs(state.params, signed, temperature=1.3, rows_per_device=8),
+        scorer().logprobs(params, signed, temperature=1.3, rows_per_device=3),
+        scorer().logprobs(state.params, signed, temperature=1.3, rows_per_device=3),
         strict=True,
     ):
         gains.append(float(np.sum(after - before)))

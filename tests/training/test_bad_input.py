@@ -1,0 +1,241 @@
+"""Input that cannot be trained with: one clear error, exit code 2, and nothing on disk is made or changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from app.mesh.placement import num_local_row_shards
+from tests.tiny import make_mesh
+from tests.tiny_directory import CONFIG, random_tensors, write_model, write_tokenizer
+from tests.training.program import digest_of, train_here
+
+
+def refused(config: Path, *overrides: str) -> str:
+    """What `grpo train` says, once it is clear that this was all it did."""
+    before = digest_of(config.parent)
+    folders = {path for path in config.parent.rglob("*") if path.is_dir()}
+    result = train_here(config, *overrides)
+    assert result.exit_code == 2, result.stderr
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("error: ") == 1
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.splitlines()) <= 2, "a settings check may find two things wrong"
+    assert digest_of(config.parent) == before
+    assert {path for path in config.parent.rglob("*") if path.is_dir()} == folders
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.stepz=3", "did you mean run.steps?"),
+        ("run.steps=many", "run.steps: expected a valid integer, got 'many'"),
+        ("run.name=../elsewhere", "run.name: expected at most 100 letters"),
+        ("rollout.group_size=1", "rollout.group_size = 1 (from --set): grpo compares the samples"),
+        ("rollout.temperature=0", "rollout.temperature = 0.0 (from --set): greedy samples of a prompt are all alike"),
+        ("algorithm.mini_batch_prompts=3", "does not divide rollout.prompts_per_step = 4"),
+        ("data.max_prompt_length=200", "200 + 4 = 204 tokens, but the context of"),
+        ("rollout.max_new_tokens=120", "data.max_prompt_length + rollout.max_new_tokens = 16 + 120 = 136 tokens"),
+        ("rollout.max_length_total=19", "make 20 tokens, more than rollout.max_length_total = 19"),
+        ("optimizer.warmup_steps=4", "so the warm-up would not end"),
+        ("mesh.shape='3,1,1'", "mesh.shape: '3,1,1' asks for 3 devices and there are 8"),
+        ("mesh.num_processes=2", "also set mesh.coordinator_address and mesh.process_id"),
+        ("model.path=builtin:huge", "model.path: there is no built-in model 'builtin:huge'"),
+        ("data.source=builtin:algebra", "data.source: unknown 'builtin:algebra'"),
+    ],
+)
+def test_a_setting_that_cannot_be(config: Path, override: str, message: str) -> None:
+    assert message in refused(config, override)
+
+
+def test_a_configuration_that_is_not_there(tmp_path: Path) -> None:
+    result = train_here(tmp_path / "missing.yaml")
+    assert result.exit_code == 2
+    assert f"error: config file not found: {tmp_path / 'missing.yaml'}" in result.stderr
+
+
+def test_samples_that_do_not_divide_over_the_devices(config: Path) -> None:
+    assert num_local_row_shards(make_mesh((1, 8, 1))) == 8
+    message = refused(config, "rollout.prompts_per_step=5")
+    assert "rollout.prompts_per_step: 5 prompts x rollout.group_size 4 = 20 samples" in message
+    assert "the nearest values of rollout.prompts_per_step that fit: 4 or 6" in message
+    message = refused(config, "algorithm.mini_batch_prompts=1")
+    assert "the nearest values of algorithm.mini_batch_prompts that fit: 2" in message
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{i} + 1 = ?", "answer": str(i + 1)}) + "\n" for i in range(5)))
+    return path
+
+
+def refused_data(config: Path, path: Path, *overrides: str) -> str:
+    return refused(config, f"data.source={path}", "eval.every_steps=0", *overrides)
+
+
+def test_data_that_is_not_there(config: Path, tmp_path: Path) -> None:
+    assert f"data.source: {tmp_path / 'no.jsonl'}: no such file" in refused_data(config, tmp_path / "no.jsonl")
+
+
+def test_data_without_rows(config: Path, rows: Path) -> None:
+    rows.write_text("\n")
+    assert f"data.source: {rows} holds no rows" in refused_data(config, rows)
+
+
+def test_data_with_a_line_that_is_not_json(config: Path, rows: Path) -> None:
+    lines = rows.read_text().splitlines()
+    rows.write_text("\n".join([*lines[:2], '{"question": "1 + 1', *lines[2:]]))
+    assert f"{rows}:3: not JSON" in refused_data(config, rows)
+
+
+def test_data_without_the_columns(config: Path, rows: Path) -> None:
+    rows.write_text('{"text": "1 + 1 = ?", "label": 2}\n')
+    message = refused_data(config, rows)
+    assert "has no column prompt | question | problem | messages; it has: text, label" in message
+    assert "data.prompt_column" in message
+
+
+def test_data_without_reference_answers(config: Path, rows: Path) -> None:
+    rows.write_text('{"question": "1 + 1 = ?"}\n')
+    assert "arithmetic compares with a reference number, but rows/0 has no answer" in refused_data(config, rows)
+
+
+def test_data_of_which_every_row_is_too_long(config: Path, rows: Path) -> None:
+    message = refused_data(config, rows, "data.max_prompt_length=3")
+    assert "no prompt is left: 5 of 5 are longer than data.max_prompt_length = 3" in message
+
+
+def test_data_of_which_one_row_is_too_long_where_that_is_an_error(config: Path, rows: Path) -> None:
+    rows.write_text(rows.read_text() + '{"question": "111111 + 222222 = ?", "answer": "333333"}\n')
+    message = refused_data(config, rows, "data.overlong_prompts=error")
+    assert "1 of 6 prompts are longer than data.max_prompt_length = 16 tokens; the first is rows/5" in message
+
+
+def test_a_file_to_train_on_and_nothing_to_evaluate_on(config: Path, rows: Path) -> None:
+    assert "data.eval_source is not set" in refused(config, f"data.source={rows}")
+
+
+def remove_config(model: Path) -> None:
+    (model / "config.json").unlink()
+
+
+def halve_config(model: Path) -> None:
+    os.truncate(model / "config.json", 20)
+
+
+def use_another_family(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(CONFIG | {"model_type": "mamba"}))
+
+
+def bring_code(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(CONFIG | {"auto_map": {"AutoModelForCausalLM": "x.Y"}}))
+
+
+def forget_a_size(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "hidden_size"}))
+
+
+def keep_only_a_pickle(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+
+
+def keep_no_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+
+def truncate_weights(model: Path) -> None:
+    size = (model / "model.safetensors").stat().st_size
+    os.truncate(model / "model.safetensors", size - 100)
+
+
+def transpose_a_tensor(model: Path) -> None:
+    tensors = random_tensors(CONFIG)
+    tensors["model.layers.1.mlp.down_proj.weight"] = np.zeros((48, 32), np.float32)
+    save_file(tensors, model / "model.safetensors")
+
+
+def lose_a_tensor(model: Path) -> None:
+    tensors = random_tensors(CONFIG)
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, model / "model.safetensors")
+
+
+def add_a_tensor(model: Path) -> None:
+    bias = {"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)}
+    save_file(random_tensors(CONFIG) | bias, model / "model.safetensors")
+
+
+def forget_the_end(model: Path) -> None:
+    write_tokenizer(model, eos_token=None)
+
+
+def forget_the_template(model: Path) -> None:
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    write_tokenizer(model, chat_template=None)
+
+
+def remove_the_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+def take_a_smaller_embedding(model: Path) -> None:
+    write_model(model, vocab_size=20)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (remove_config, "has no config.json, so it is not a Hugging Face model"),
+        (halve_config, "config.json: not readable as JSON"),
+        (use_another_family, "config.json: model_type='mamba' is not supported; supported: llama, qwen2"),
+        (bring_code, "config.json has `auto_map`"),
+        (forget_a_size, "config.json: hidden_size is missing"),
+        (keep_only_a_pickle, "holds weights only as pickles (pytorch_model.bin)"),
+        (keep_no_weights, "has neither model.safetensors nor model.safetensors.index.json"),
+        (truncate_weights, "model.safetensors: truncated, or not a safetensors file"),
+        (
+            transpose_a_tensor,
+            "'model.layers.1.mlp.down_proj.weight' has shape (48, 32), expected (32, 48) from config.json",
+        ),
+        (lose_a_tensor, "1 tensors are missing, first 'model.layers.1.mlp.down_proj.weight'"),
+        (add_a_tensor, "first 'model.layers.0.self_attn.q_proj.bias'"),
+        (forget_the_end, "names no end-of-sequence token"),
+        (forget_the_template, "the tokenizer has no chat template"),
+        (remove_the_tokenizer, "there is no tokenizer.json"),
+        (take_a_smaller_embedding, "the tokenizer has ids up to 21, but the model's vocab_size is 20"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_model_that_is_not_whole(config: Path, tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
+    model = write_model(tmp_path / "spoilt")
+    spoil(model)
+    assert message in refused(config, f"model.path={model}")
+
+
+def test_a_run_directory_below_a_file(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "is not a folder that this user may write to" in refused(config, f"run.dir={tmp_path / 'file'}")
+
+
+def test_a_run_directory_that_the_system_refuses(config: Path) -> None:
+    message = refused(config, "run.dir=/proc/self")
+    assert "run.dir: /proc/self is not a folder that this user may write to" in message
+
+
+def test_a_run_directory_in_the_place_of_a_file(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "tiny").write_text("mine")
+    assert "is a file; choose another run.name" in refused(config, f"run.dir={tmp_path}")
+
+
+def test_a_folder_that_holds_something_else(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "thesis.tex").write_text("mine")
+    assert "not empty, and is no run" in refused(config, f"run.dir={tmp_path}")
