@@ -62,7 +62,7 @@ class Journal:
         """One line, whole or not at all: it goes out in a single write."""
         record = without_nonfinite({"step": step, **metrics})
         self.history.append(record)
-        self._file.write(json.dumps(record, allow_nan=False, default=float) + "\n")
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
         if self._wandb is not None:
             self._wandb.log({k: v for k, v in record.items() if v is not None}, step=step)
 

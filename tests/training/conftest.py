@@ -47,13 +47,12 @@ def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(cache_directory: Path) -> Iterator[None]:
     """Each run compiles the same dozen programs; only the first should have to wait for it."""
-    before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(cache_directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()
     yield
-    jax.config.update("jax_enable_compilation_cache", before)
+    jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
 
 

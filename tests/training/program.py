@@ -17,8 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import cli
 
@@ -68,8 +67,8 @@ def started(
 def compilation_cache() -> dict[str, str]:
     """This process' compilation cache, for another one's environment."""
     return {
-        "JAX_ENABLE_COMPILATION_CACHE": str(jax.config.jax_enable_compilation_cache),
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir or ""),
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,  # pyright: ignore[reportAttributeAccessIssue]
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 

@@ -39,7 +39,7 @@ def written(run: RunDirectory, steps: range, last_step: int | None = None) -> Jo
 
 def test_a_line_is_on_disk_as_soon_as_it_is_written(run: RunDirectory) -> None:
     journal = opened(run)
-    journal.write(1, {"loss": 0.5, "perf/mfu": None, "policy/entropy": np.float32(2)})
+    journal.write(1, {"loss": 0.5, "perf/mfu": None, "policy/entropy": np.float64(2)})
     assert run.metrics.read_text() == '{"step": 1, "loss": 0.5, "perf/mfu": null, "policy/entropy": 2.0}\n'
     journal.close()
 

@@ -51,7 +51,7 @@ def test_never_refuses_a_folder_with_something_else_in_it(run: RunDirectory) -> 
 def test_must_refuses_a_run_without_a_checkpoint(occupied: RunDirectory) -> None:
     # An unfinished save has another name until it is whole.
     (occupied.checkpoints / "3.orbax-checkpoint-tmp").mkdir(parents=True)
-    with pytest.raises(InputError, match="--resume must: .* has no checkpoint"):
+    with pytest.raises(InputError, match=r"--resume must: .* has no checkpoint"):
         check_claim(occupied, "must")
 
 
@@ -63,18 +63,20 @@ def test_must_accepts_a_run_with_a_checkpoint(occupied: RunDirectory) -> None:
 def test_a_file_in_the_place_of_the_directory_is_refused(run: RunDirectory) -> None:
     run.path.parent.mkdir()
     run.path.touch()
-    with pytest.raises(InputError, match="is a file; choose another run.name"):
+    with pytest.raises(InputError, match=r"is a file; choose another run\.name"):
         check_claim(run, "auto")
 
 
 def test_a_directory_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="run.dir: .*file is not a folder that this user may write to"):
+    with pytest.raises(InputError, match=r"run\.dir: .*file is not a folder that this user may write to"):
         check_claim(RunDirectory(tmp_path / "file" / "runs" / "tiny"), "never")
 
 
 def test_a_directory_that_the_system_will_not_make_is_refused() -> None:
-    with pytest.raises(InputError, match="run.dir: cannot write to /proc/self/runs/tiny: .*; choose another run.dir"):
+    with pytest.raises(
+        InputError, match=r"run\.dir: cannot write to /proc/self/runs/tiny: .*; choose another run\.dir"
+    ):
         claim(RunDirectory(Path("/proc/self/runs/tiny")))
 
 

@@ -1,0 +1,113 @@
+"""The embedded default: small, weak at sums but not at format, and good at sums after training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.mesh import topology
+from app.policy.architecture import architecture_from_config
+from app.policy.decoder import DecoderDefinition, by_path
+from app.policy.weight_files import open_model
+from app.policy.weights import load_weights
+from app.prompts.arithmetic import make_problems
+from app.prompts.tokenizer import load_tokenizer
+from app.training.evaluate import evaluate
+from app.training.loop import read_training_input
+from app.training.session import Session
+from scripts import make_tiny_model
+from settings import load
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TINY = REPOSITORY / "app" / "policy" / "builtin" / "tiny"
+LEVELS = make_tiny_model.LEVEL_SHARES
+
+
+def test_the_default_settings_need_no_network() -> None:
+    settings = load(None, [], {}).settings
+    assert settings == load("quickstart", [], {}).settings
+    assert settings.model.path == "builtin:tiny"
+    assert settings.data.source == "builtin:arithmetic"
+    assert settings.data.eval_source is None
+    assert set(settings.data.difficulty) == set(LEVELS)
+
+
+def test_the_packaged_model_is_small() -> None:
+    assert sum(path.stat().st_size for path in TINY.iterdir()) < 1_000_000
+
+
+def test_the_packaged_config_and_tokenizer_are_what_the_script_writes(tmp_path: Path) -> None:
+    files = open_model("builtin:tiny")
+    make_tiny_model.write_tokenizer_and_config(tmp_path)
+    for path in tmp_path.iterdir():
+        assert json.loads(path.read_text()) == json.loads((TINY / path.name).read_text())
+    tokenizer = load_tokenizer(files)
+    ids = tokenizer.encode("47 + 38 = ?")
+    assert len(ids) == 7
+    assert tokenizer.decode(ids) == "47+38=?"
+
+
+def test_starting_weights_are_trained_on_the_training_split_only() -> None:
+    tokenizer = make_tiny_model.make_tokenizer()
+    rows, probabilities = make_tiny_model.training_rows(tokenizer, num_problems=400)
+    prompts = {tokenizer.decode(ids, skip_special_tokens=True).split("?")[0] for ids in np.asarray(rows.token_ids)}
+    held_out = make_problems(difficulty=tuple(LEVELS), operators=("+",), num_problems=10**6, split="test", seed=0)
+    assert len(prompts) == 400
+    assert not prompts & {str(row.prompt).replace(" ", "").split("?")[0] for row in held_out.rows}
+    assert probabilities.sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("left", "right", "total"), [(47, 38, 75), (60, 70, 30), (12, 34, 46), (999, 1, 990)])
+def test_the_slip_adds_every_column_by_itself(left: int, right: int, total: int) -> None:
+    assert make_tiny_model.without_carries(left, right) == total
+
+
+def test_written_weights_are_those_that_are_read_back(tmp_path: Path) -> None:
+    definition = DecoderDefinition.of(architecture_from_config(make_tiny_model.CONFIG))
+    params = definition.initialise(seed=1)
+    make_tiny_model.write_weights(tmp_path, definition, params)
+    make_tiny_model.write_tokenizer_and_config(tmp_path)
+    mesh = topology.make_mesh(load(None, [], {}).settings.mesh)
+    read = by_path(load_weights(definition, open_model(str(tmp_path)).weights, mesh))
+    for path, leaf in by_path(params).items():
+        np.testing.assert_allclose(read[path], leaf, rtol=2**-8, err_msg="/".join(path))
+
+
+def test_the_starting_model_has_the_format_but_not_the_skill() -> None:
+    settings = load(None, ["data.num_problems=64"], {}).settings
+    training_input = read_training_input(settings)
+    session = Session.open(settings, training_input.model)
+    weights = session.engine.weights(session.load_params())
+    metrics, _ = evaluate(session, weights, training_input.held_out)
+    assert 0.1 <= metrics["eval/accuracy"] <= 0.4
+    for level in LEVELS:
+        assert 0.05 <= metrics[f"eval/accuracy/difficulty_{level}"] <= 0.5
+    assert metrics["eval/format_rate"] >= 0.9
+    assert metrics["eval/truncated_fraction"] <= 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_training_raises_held_out_accuracy_to_nine_in_ten(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "cli", "train", "--set", f"run.dir={tmp_path}", "--set", "run.name=quickstart"],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        check=True,
+        capture_output=True,
+    )
+    lines = (tmp_path / "quickstart" / "metrics.jsonl").read_text().splitlines()
+    evaluations = [record for record in map(json.loads, lines) if "eval/accuracy" in record]
+    before, after = evaluations[0], evaluations[-1]
+    assert before["eval/accuracy"] <= 0.4
+    assert after["eval/accuracy"] >= 0.9
+    for level in LEVELS:
+        name = f"eval/accuracy/difficulty_{level}"
+        assert after[name] > before[name] + 0.3
+    assert after["eval/format_rate"] >= 0.99
