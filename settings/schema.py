@@ -207,7 +207,7 @@ class Optimizer(Section):
     learning_rate: float = Field(default=1e-6, gt=0, description="Peak rate of AdamW.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
-        description="After warm-up: flat, or falling to `final_fraction` at the last step.",
+        description="After warm-up: flat, or falling so that `final_fraction` comes right after the last step.",
     )
     warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps of linear warm-up from 0.")
     final_fraction: float = Field(

@@ -19,8 +19,8 @@ from app.policy.weights import load_weights
 from app.prompts.arithmetic import make_problems
 from app.prompts.tokenizer import load_tokenizer
 from app.training.evaluate import evaluate
-from app.training.loop import read_training_input
 from app.training.session import Session
+from app.training.training_input import read_training_input
 from scripts import make_tiny_model
 from settings import load
 

@@ -210,8 +210,7 @@ def open_slots(
     """Inserts each prompt's cache into the slots of its samples, with room for `cache_length` tokens."""
 
     def insert(x: Array) -> Array:
-        grown = jnp.pad(x, ((0, 0), (0, 0), (0, cache_length - x.shape[2]), (0, 0)))
-        return grown[rows.prompt]
+        return jnp.pad(x[rows.prompt], ((0, 0), (0, 0), (0, cache_length - x.shape[2]), (0, 0)))
 
     cache = constrain_cache(jax.tree.map(insert, cache))
     num_rows = rows.prompt.shape[0]

@@ -14,69 +14,21 @@ from app.advantage.group import credit_by_group
 from app.flow import Prompt, Sample
 from app.mesh import topology
 from app.policy.decoder import Params
-from app.prompts.encode import encode_prompts
 from app.prompts.order import PromptOrder, host_slice
-from app.prompts.source import load_held_out_data, load_training_data
-from app.reward.weighing import check_answers, score_rewards
+from app.reward.weighing import score_rewards
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.evaluate import evaluate, host_share
 from app.training.interrupts import Interrupts
 from app.training.journal import Journal, NoJournal
-from app.training.metrics import (
-    CompilationCounter,
-    model_flops_utilization,
-    peak_memory_bytes,
-    sample_metrics,
-)
+from app.training.metrics import CompilationCounter, Work, sample_metrics, step_performance
 from app.training.progress import Board, evaluation_line
 from app.training.run_directory import Resume, RunDirectory, check_claim, claim
-from app.training.session import ModelInput, Session, check_context, read_model_input
+from app.training.session import Session
 from app.training.summary import summary_text
+from app.training.training_input import TrainingInput, read_training_input
 from app.training.wiring import Learning, check_rows, wire_learning
 from app.update.optimizer import TrainState, initial_state
 from settings import Resolved, Settings
-
-
-@dataclass(frozen=True)
-class TrainingInput:
-    """Everything a run reads, checked before any device is touched."""
-
-    model: ModelInput
-    prompts: Sequence[Prompt]
-    held_out: Sequence[Prompt]
-    fingerprints: dict[str, str]
-    report: str
-    """What a person should know of the data: column mapping, prompts kept and dropped."""
-
-
-def read_training_input(settings: Settings) -> TrainingInput:
-    """Model files, tokenizer, training and evaluation prompts.
-
-    Raises:
-        InputError: for whatever about them cannot be used.
-    """
-    model = read_model_input(settings)
-    check_context(model.architecture, settings)
-    functions = [(f.name, f.weight) for f in settings.reward.functions]
-    dataset = load_training_data(settings.data, seed=settings.run.seed)
-    check_answers(dataset.rows, functions)
-    encode = {
-        "system_prompt": settings.data.system_prompt,
-        "max_prompt_length": settings.data.max_prompt_length,
-        "overlong": settings.data.overlong_prompts,
-    }
-    prompts, report = encode_prompts(dataset.rows, model.tokenizer, **encode)
-    held_out: Sequence[Prompt] = ()
-    if settings.eval.every_steps:
-        rows = load_held_out_data(settings.data, num_prompts=settings.eval.num_prompts).rows
-        check_answers(rows, functions[:1])
-        held_out, _ = encode_prompts(rows, model.tokenizer, **encode)
-    fingerprints = {
-        "model": model.files.fingerprint,
-        "tokenizer": model.tokenizer.fingerprint,
-        "data": dataset.fingerprint,
-    }
-    return TrainingInput(model, prompts, held_out, fingerprints, f"{dataset.to_text()}\n{report.to_text()}")
 
 
 @dataclass
@@ -142,6 +94,16 @@ class Trainer:
         """Over all hosts."""
         return self.settings.rollout.prompts_per_step * jax.process_count()
 
+    @property
+    def work(self) -> Work:
+        """What a step's tokens go through."""
+        return Work(
+            num_parameters=self.session.input.definition.num_parameters,
+            group_size=self.settings.rollout.group_size,
+            scoring_passes=self.learning.several_updates + (self.reference is not None),
+            epochs=self.settings.algorithm.epochs,
+        )
+
     def score(self, params: Params, samples: list[Sample]) -> list[Sample]:
         """Proximal logprobs where several updates follow, reference logprobs where a KL penalty needs them."""
         temperature, score = self.settings.rollout.temperature, self.settings.score
@@ -156,26 +118,6 @@ class Trainer:
             )
             samples = [replace(s, reference_logprobs=x) for s, x in zip(samples, scored, strict=True)]
         return samples
-
-    def performance(
-        self, samples: Sequence[Sample], seconds: float, compilations: int
-    ) -> dict[str, float | int | None]:
-        """Speed and memory of a step, under `perf/`."""
-        completion = sum(len(s.completion_ids) for s in samples) * jax.process_count()
-        prompt = sum(len(s.prompt.token_ids) for s in samples) * jax.process_count()
-        trained = (prompt + completion) * self.settings.algorithm.epochs
-        scored = (prompt + completion) * (self.learning.several_updates + (self.reference is not None))
-        forward = completion + prompt / self.settings.rollout.group_size + scored
-        return {
-            "perf/tokens_per_s": completion / seconds,
-            "perf/mfu": model_flops_utilization(
-                self.session.input.definition.num_parameters,
-                {"forward": forward, "trained": trained},
-                seconds,
-            ),
-            "perf/peak_memory_bytes": peak_memory_bytes(),
-            "perf/compilations": compilations,
-        }
 
 
 def train(resolved: Resolved, *, resume: Resume) -> int:
@@ -242,7 +184,8 @@ def _train_in(
             **metrics,
             **timer.seconds,
             "time/step_s": seconds,
-            **trainer.performance(samples, seconds, compilations.take()),
+            **step_performance(samples, trainer.work, seconds=seconds),
+            "perf/compilations": compilations.take(),
         }
         if held_out and (is_last or step % settings.eval.every_steps == 0):
             record |= _evaluate(trainer, state.params, held_out, step, run, journal, board)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -62,17 +63,35 @@ PEAK_FLOPS = {
 """Dense bfloat16 peak of one device, by the start of its kind's name. Source: the vendors' data sheets."""
 
 
-def model_flops_utilization(num_parameters: int, tokens: dict[str, float], seconds: float) -> float | None:
-    """Share of the devices' peak spent on 2 N FLOPs a token forward and 6 N forward and backward.
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What each token of a step goes through, for counting FLOPs."""
 
-    None where the peak is not known. Source: Chowdhery et al. 2022 (PaLM), appendix B.
-    """
+    num_parameters: int
+    group_size: int
+    """A prompt is prefilled once for so many samples."""
+    scoring_passes: int
+    epochs: int
+
+    def flops(self, *, prompt_tokens: int, completion_tokens: int) -> float:
+        """2 N a token forward, 6 N forward and backward. Source: Chowdhery et al. 2022 (PaLM), appendix B."""
+        tokens = prompt_tokens + completion_tokens
+        sampled = completion_tokens + prompt_tokens / self.group_size
+        return self.num_parameters * (2 * (sampled + tokens * self.scoring_passes) + 6 * tokens * self.epochs)
+
+
+def step_performance(samples: Sequence[Sample], work: Work, *, seconds: float) -> dict[str, float | int | None]:
+    """Speed over the whole step and peak memory, under `perf/`. `perf/mfu` is None where the peak is not known."""
+    completion_tokens = int(over_hosts([len(s.completion_ids) for s in samples]).sum())
+    prompt_tokens = int(over_hosts([len(s.prompt.token_ids) for s in samples]).sum())
     kind = jax.devices()[0].device_kind
     peak = next((flops for start, flops in PEAK_FLOPS.items() if kind.startswith(start)), None)
-    if peak is None:
-        return None
-    flops = num_parameters * (2 * tokens["forward"] + 6 * tokens["trained"])
-    return flops / (seconds * peak * jax.device_count())
+    flops = work.flops(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
+    return {
+        "perf/tokens_per_s": completion_tokens / seconds,
+        "perf/mfu": None if peak is None else flops / (seconds * peak * jax.device_count()),
+        "perf/peak_memory_bytes": peak_memory_bytes(),
+    }
 
 
 def peak_memory_bytes() -> int:

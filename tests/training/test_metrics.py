@@ -10,9 +10,10 @@ import pytest
 from app.flow import Prompt, Sample
 from app.training.metrics import (
     CompilationCounter,
-    model_flops_utilization,
+    Work,
     peak_memory_bytes,
     sample_metrics,
+    step_performance,
 )
 
 
@@ -83,8 +84,17 @@ def test_compilations_are_counted_until_the_counter_is_closed() -> None:
     assert counter.take() == 0
 
 
+def test_flops_count_a_prompt_once_per_group_when_sampling_and_once_per_sample_after() -> None:
+    work = Work(num_parameters=10, group_size=4, scoring_passes=1, epochs=2)
+    sampled, scored, trained = 2 * (6 + 8 / 4), 2 * (6 + 8), 2 * 6 * (6 + 8)
+    assert work.flops(prompt_tokens=8, completion_tokens=6) == 10 * (sampled + scored + trained)
+
+
 def test_utilization_is_not_claimed_where_the_peak_is_unknown() -> None:
-    assert model_flops_utilization(1000, {"forward": 10.0, "trained": 10.0}, 1.0) is None
+    work = Work(num_parameters=10, group_size=1, scoring_passes=0, epochs=1)
+    performance = step_performance([sample(0, 1.0, [0.0, 0.0])], work, seconds=4.0)
+    assert performance["perf/mfu"] is None
+    assert performance["perf/tokens_per_s"] == 0.5
 
 
 def test_peak_memory_of_this_process_is_plausible() -> None:

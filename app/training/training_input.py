@@ -1,0 +1,55 @@
+"""Everything a run reads: model files, tokenizer, training and evaluation prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from app.flow import Prompt
+from app.prompts.encode import encode_prompts
+from app.prompts.source import load_held_out_data, load_training_data
+from app.reward.weighing import check_answers
+from app.training.session import ModelInput, check_context, read_model_input
+from settings import Settings
+
+
+@dataclass(frozen=True)
+class TrainingInput:
+    """Everything a run reads, checked before any device is touched."""
+
+    model: ModelInput
+    prompts: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    fingerprints: dict[str, str]
+    report: str
+    """What a person should know of the data: column mapping, prompts kept and dropped."""
+
+
+def read_training_input(settings: Settings) -> TrainingInput:
+    """Model files, tokenizer, training and evaluation prompts.
+
+    Raises:
+        InputError: for whatever about them cannot be used.
+    """
+    model = read_model_input(settings)
+    check_context(model.architecture, settings)
+    functions = [(f.name, f.weight) for f in settings.reward.functions]
+    dataset = load_training_data(settings.data, seed=settings.run.seed)
+    check_answers(dataset.rows, functions)
+    encode = {
+        "system_prompt": settings.data.system_prompt,
+        "max_prompt_length": settings.data.max_prompt_length,
+        "overlong": settings.data.overlong_prompts,
+    }
+    prompts, report = encode_prompts(dataset.rows, model.tokenizer, **encode)
+    held_out: Sequence[Prompt] = ()
+    if settings.eval.every_steps:
+        rows = load_held_out_data(settings.data, num_prompts=settings.eval.num_prompts).rows
+        check_answers(rows, functions[:1])
+        held_out, _ = encode_prompts(rows, model.tokenizer, **encode)
+    fingerprints = {
+        "model": model.files.fingerprint,
+        "tokenizer": model.tokenizer.fingerprint,
+        "data": dataset.fingerprint,
+    }
+    return TrainingInput(model, prompts, held_out, fingerprints, f"{dataset.to_text()}\n{report.to_text()}")
