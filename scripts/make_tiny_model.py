@@ -18,7 +18,7 @@ import json
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +152,7 @@ def train(
     def step(params: Params, moments: optax.OptState, batch: TokenBatch) -> tuple[Params, optax.OptState, Array]:
         value, gradients = jax.value_and_grad(loss)(params, batch)
         updates, moments = optimizer.update(gradients, moments, params)
-        return optax.apply_updates(params, updates), moments, value
+        return cast(Params, optax.apply_updates(params, updates)), moments, value
 
     params = definition.initialise(seed)
     moments = optimizer.init(params)
