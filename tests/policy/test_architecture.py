@@ -100,9 +100,7 @@ def test_both_spellings_of_rope_mean_the_same(old, new):
 
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config])
-@pytest.mark.parametrize(
-    "rope", [{"rope_type": "default", "rope_theta": 3e4}, {**LLAMA3_SCALING, "rope_theta": 3e4}]
-)
+@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 3e4}, {**LLAMA3_SCALING, "rope_theta": 3e4}])
 def test_what_transformers_saves_is_read(config_class, rope, tmp_path):
     saved = config_class(**SIZES, rope_parameters=dict(rope), tie_word_embeddings=True)
     saved.save_pretrained(tmp_path)

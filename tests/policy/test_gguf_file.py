@@ -132,9 +132,7 @@ def test_the_rebuilt_config_describes_the_architecture(tmp_path):
 
 
 def test_float32_metadata_reads_as_the_decimal_that_was_meant(tmp_path):
-    config = open_model(
-        str(write_gguf(tmp_path / "a.gguf", "llama", random_checkpoint(biases=False, tied=True)))
-    )
+    config = open_model(str(write_gguf(tmp_path / "a.gguf", "llama", random_checkpoint(biases=False, tied=True))))
     assert config.config["rms_norm_eps"] == 1e-5
     assert config.config["rope_theta"] == 1e5
 
@@ -163,9 +161,7 @@ def test_an_unknown_architecture_is_refused(tmp_path):
         open_model(str(path))
 
 
-@pytest.mark.parametrize(
-    "name", ["rope_freqs.weight", "blk.0.ffn_gate_exps.weight", "blk.0.token_embd.weight"]
-)
+@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.ffn_gate_exps.weight", "blk.0.token_embd.weight"])
 def test_an_unknown_tensor_is_named(tmp_path, name):
     path = write_gguf(
         tmp_path / "a.gguf",
@@ -178,9 +174,7 @@ def test_an_unknown_tensor_is_named(tmp_path, name):
 
 
 def test_missing_metadata_is_named(tmp_path):
-    path = write_gguf(
-        tmp_path / "a.gguf", "llama", random_checkpoint(biases=False, tied=True), skip=("block_count",)
-    )
+    path = write_gguf(tmp_path / "a.gguf", "llama", random_checkpoint(biases=False, tied=True), skip=("block_count",))
     with pytest.raises(InputError, match=r"'llama\.block_count' is missing"):
         open_model(str(path))
 

@@ -40,9 +40,7 @@ OPERATORS = st.sets(st.sampled_from("+-*"), min_size=1).map(tuple)
 @settings(max_examples=25, deadline=None)
 @given(LEVELS, OPERATORS, st.integers(1, 500), st.sampled_from(["train", "test"]), st.integers(0, 2**31 - 1))
 def test_problems_are_right_unique_and_of_their_level(difficulty, operators, num_problems, split, seed):
-    rows = make(
-        difficulty=difficulty, operators=operators, num_problems=num_problems, split=split, seed=seed
-    ).rows
+    rows = make(difficulty=difficulty, operators=operators, num_problems=num_problems, split=split, seed=seed).rows
     assert len({row.uid for row in rows}) == len(rows) <= num_problems
     for row in rows:
         left, operator, right = parse(row)

@@ -40,9 +40,7 @@ def test_usual_column_names_are_found(tmp_path, prompt_column, answer_column):
 
 
 def test_chosen_columns_win_over_usual_names(tmp_path):
-    path = write_lines(
-        tmp_path / "d.jsonl", {"prompt": "p", "text": "t", "answer": "a", "meta": {"key": 1.5}}
-    )
+    path = write_lines(tmp_path / "d.jsonl", {"prompt": "p", "text": "t", "answer": "a", "meta": {"key": 1.5}})
     dataset = load_dataset(path, prompt_column="text", answer_column="meta.key")
     assert (dataset.rows[0].prompt, dataset.rows[0].answer) == ("t", "1.5")
     assert dataset.to_text() == f"{path}: 1 rows (prompt from text, answer from meta.key)"
@@ -83,9 +81,7 @@ def test_a_hub_data_set_is_read_through_datasets(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "sums"
     folder.mkdir()
-    write_parquet(
-        folder / "train.parquet", [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(3)]
-    )
+    write_parquet(folder / "train.parquet", [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(3)])
     write_parquet(folder / "test.parquet", [{"question": "9 + 1?", "answer": "10"}])
     dataset = load_dataset(f"hf:{folder}", split="train")
     assert [row.uid for row in dataset.rows] == ["sums/train/0", "sums/train/1", "sums/train/2"]

@@ -68,9 +68,7 @@ def test_truncation_keeps_the_last_tokens_and_is_counted():
 
 def test_an_overlong_prompt_is_an_error_where_that_is_asked_for():
     rows = [row("a"), row("a b c d", "d/1"), row("a b c d e f", "d/2")]
-    with pytest.raises(
-        InputError, match=r"2 of 3 .*max_prompt_length = 4 .*first is d/1 with 5.*longest has 7"
-    ):
+    with pytest.raises(InputError, match=r"2 of 3 .*max_prompt_length = 4 .*first is d/1 with 5.*longest has 7"):
         encode(rows, overlong="error")
     assert len(encode(rows[:1], overlong="error")[0]) == 1
 
@@ -80,9 +78,7 @@ def test_a_prompt_of_exactly_the_limit_is_kept():
 
 
 def test_all_rows_dropped_is_an_error_with_counts_and_the_way_out():
-    with pytest.raises(
-        InputError, match=r"2 of 2 .*data.max_prompt_length = 4.*shortest has 5.*truncate_left"
-    ):
+    with pytest.raises(InputError, match=r"2 of 2 .*data.max_prompt_length = 4.*shortest has 5.*truncate_left"):
         encode([row("a b c d"), row("a b c d e")])
 
 

@@ -56,9 +56,7 @@ def test_no_step_asks_a_prompt_twice(drawn):
 def test_order_equals_walking_the_stream_with_a_queue(drawn):
     order, count = drawn
     num_steps = 6 * order.num_rows // count + 2
-    assert [step.tolist() for step in take_steps(order, count, num_steps)] == ask_in_turn(
-        order, count, num_steps
-    )
+    assert [step.tolist() for step in take_steps(order, count, num_steps)] == ask_in_turn(order, count, num_steps)
 
 
 @given(orders(), st.integers(0, 1000))

@@ -34,9 +34,7 @@ MERGES: Any = [("Ċ", "Ċ"), ("Ġ", "1"), ("1", "2"), ("Ġ", "a")]  # transforme
 GGUF_TYPES = {"normal": 1, "control": 3, "user": 4, "unused": 5}
 
 
-def write_directory(
-    directory: Path, *, tokenizer_config=None, generation_config=None, vocab_size=300
-) -> Path:
+def write_directory(directory: Path, *, tokenizer_config=None, generation_config=None, vocab_size=300) -> Path:
     """A model directory whose tokenizer has one token per byte and four merges."""
     directory.mkdir(exist_ok=True)
     vocabulary = {token: i for i, token in enumerate(VOCABULARY)}

@@ -17,9 +17,7 @@ def test_every_gsm8k_answer_parses_and_grades_itself_correct(gsm8k_dir):
         for line in path.read_text(encoding="utf-8").splitlines():
             answer = json.loads(line)["answer"]
             final = answer.rpartition("#### ")[2]
-            assert (
-                gsm8k.parse_reference(answer) == gsm8k.parse_reference(final) == int(final.replace(",", ""))
-            )
+            assert gsm8k.parse_reference(answer) == gsm8k.parse_reference(final) == int(final.replace(",", ""))
             assert gsm8k.parse_reference(gsm8k.extract(answer) or "") == gsm8k.parse_reference(answer)
             assert gsm8k.is_formatted(answer)
             count += 1
@@ -143,9 +141,7 @@ def test_the_answer_at_the_end_of_ten_megabytes_is_found():
     assert gsm8k.extract("9**9**9 {" * 1_000_000 + "\n#### 18") == "18"
 
 
-@pytest.mark.parametrize(
-    ("completion", "number"), [("85", "85"), ("47 + 38 = 85", "85"), ("-3.", "-3"), ("", None)]
-)
+@pytest.mark.parametrize(("completion", "number"), [("85", "85"), ("47 + 38 = 85", "85"), ("-3.", "-3"), ("", None)])
 def test_arithmetic_reads_the_last_number(completion, number):
     assert arithmetic.extract(completion) == number
 

@@ -177,7 +177,5 @@ def test_a_bad_environment_is_refused(environ: dict[str, str], message: str) -> 
 
 
 def test_a_setting_may_be_set_only_once_on_the_command_line() -> None:
-    with pytest.raises(
-        InputError, match=r"run\.steps is set twice: steps \(--set\) and run\.steps \(--set\)"
-    ):
+    with pytest.raises(InputError, match=r"run\.steps is set twice: steps \(--set\) and run\.steps \(--set\)"):
         with_sets("steps=1", "run.steps=2")

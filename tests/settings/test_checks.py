@@ -93,9 +93,7 @@ def test_processes_are_described_whole_or_not_at_all(resolve, check) -> None:
     check(resolve("mesh.coordinator_address=h:1", "mesh.num_processes=2", "mesh.process_id=1"))
     message = refusal(check, resolve("mesh.num_processes=2"))
     assert "also set mesh.coordinator_address and mesh.process_id" in message
-    message = refusal(
-        check, resolve("mesh.coordinator_address=h:1", "mesh.num_processes=2", "mesh.process_id=2")
-    )
+    message = refusal(check, resolve("mesh.coordinator_address=h:1", "mesh.num_processes=2", "mesh.process_id=2"))
     assert message.endswith("ids go from 0 to 1")
 
 

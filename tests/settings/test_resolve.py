@@ -84,9 +84,7 @@ def test_the_environment_overriding_a_set_is_announced() -> None:
 
 def test_a_bare_historic_variable_is_announced_once() -> None:
     resolved = with_sets("num_pre_q=3", NUM_PRE_Q="4", PATH="/bin")
-    assert resolved.notices == (
-        "environment variable NUM_PRE_Q sets rollout.group_size to 4, instead of 3 from --set",
-    )
+    assert resolved.notices == ("environment variable NUM_PRE_Q sets rollout.group_size to 4, instead of 3 from --set",)
     assert with_sets(GRPO__ROLLOUT__GROUP_SIZE="4").notices == ()
 
 
