@@ -94,7 +94,7 @@ def rollout(
     print_config: PrintConfig = False,
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="JSON Lines of prompts instead of data.source."),
+        typer.Option(metavar="FILE", help="JSON Lines of prompts instead of data.source."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Take only the first prompts.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Where the samples go. Required.")] = None,
@@ -118,7 +118,7 @@ def score(
     print_config: PrintConfig = False,
     samples: Annotated[
         Path | None,
-        typer.Option("--input", metavar="FILE.jsonl", exists=True, dir_okay=False, help="Samples to score. Required."),
+        typer.Option("--input", metavar="FILE.jsonl", help="Samples to score. Required."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.jsonl", help="Where the scored samples go. Required.")

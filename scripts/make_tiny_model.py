@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -113,21 +113,14 @@ def training_rows(tokenizer: PreTrainedTokenizerFast, *, num_problems: int) -> t
             ids = np.array(tokenizer.encode(f"{answer}{END}"), np.int32)
             samples.append(Sample(prompt, 0, 0, ids, f"{answer}", np.zeros(len(ids), np.float32), "stop", 0))
             probabilities.append(share * LEVEL_SHARES[level] / np.sum(levels == level))
-    shape = RowShape(
-        max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples),
-        max(len(s.completion_ids) for s in samples),
-    )
+    longest = max(len(s.completion_ids) for s in samples)
+    shape = RowShape(max(len(s.prompt.token_ids) for s in samples) + longest, longest)
     plan = fixed_micro_batches(len(samples), rows_per_micro_batch=len(samples))
     return jax.tree.map(itemgetter(0), pack_tokens(samples, plan, shape)), np.array(probabilities)
 
 
 def train(
-    definition: DecoderDefinition,
-    rows: TokenBatch,
-    probabilities: Float[np.ndarray, "R"],
-    *,
-    seed: int,
-    num_steps: int,
+    definition: DecoderDefinition, rows: TokenBatch, probabilities: np.ndarray, *, seed: int, num_steps: int
 ) -> Params:
     """Weights after `num_steps` of AdamW on the mean negative logprob of the answers' tokens."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, num_steps // 10, num_steps)

@@ -10,6 +10,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 make_environment ""
 cd "$REPOSITORY"
-arguments=(train --set "run.name=quickstart-$(date +%Y%m%d-%H%M%S)" "$@")
+arguments=(train "$@")
+case " $* " in
+    *run.name=* | *--config* | *--resume*) ;; # the caller knows which run
+    *) arguments+=(--set "run.name=quickstart-$(date +%Y%m%d-%H%M%S)") ;;
+esac
 echo "Running: grpo ${arguments[*]}"
 exec "$VENV/bin/grpo" "${arguments[@]}"

@@ -7,7 +7,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-lint=${CI:-false}
+case ${CI:-} in true | 1) lint=true ;; *) lint=false ;; esac
 if [ "${1:-}" = --lint ]; then
     lint=true
     shift

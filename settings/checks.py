@@ -130,9 +130,15 @@ def _processes_are_known(resolved: Resolved) -> str | None:
     mesh = resolved.settings.mesh
     trio = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
     missing = [field for field in trio if value_of(resolved.settings, field) is None]
+    if mesh.coordinator_address == "auto":
+        given = " and ".join(_named(resolved, field) for field in trio[1:] if field not in missing)
+        return f"{given}: leave it null, mesh.coordinator_address is auto" if given else None
     if missing and len(missing) < len(trio):
         present = " and ".join(_named(resolved, field) for field in trio if field not in missing)
-        return f"{present}: also set {' and '.join(missing)}, or none of the three where the platform knows them"
+        return (
+            f"{present}: also set {' and '.join(missing)}, or only mesh.coordinator_address: auto where the "
+            "platform knows its hosts"
+        )
     if mesh.num_processes is not None and mesh.process_id is not None and mesh.process_id >= mesh.num_processes:
         return (
             f"{_named(resolved, 'mesh.process_id')} is too large for "

@@ -41,8 +41,8 @@ def _mesh_shape(value: str) -> str:
 
 
 def _host_and_port(value: str) -> str:
-    if not re.fullmatch(r"\S+:[0-9]{1,5}", value):
-        raise ValueError("expected `host:port`, as in `10.0.0.2:8476`")
+    if value != "auto" and not re.fullmatch(r"\S+:[0-9]{1,5}", value):
+        raise ValueError("expected `host:port`, as in `10.0.0.2:8476`, or `auto`")
     return value
 
 
@@ -232,7 +232,8 @@ class Mesh(Section):
     )
     cpu_devices: int | None = Field(default=None, ge=1, le=64, description="Virtual devices of a CPU host.")
     coordinator_address: Annotated[str, AfterValidator(_host_and_port)] | None = Field(
-        default=None, description="`host:port` of process 0, where the platform does not know."
+        default=None,
+        description="`host:port` of process 0, or `auto` where the platform knows its hosts; null: one host.",
     )
     num_processes: int | None = Field(default=None, ge=1)
     process_id: int | None = Field(default=None, ge=0)

@@ -34,7 +34,7 @@ def test_the_default_settings_need_no_network() -> None:
     assert settings == load("quickstart", [], {}).settings
     assert settings.model.path == "builtin:tiny"
     assert settings.data.source == "builtin:arithmetic"
-    assert settings.data.eval_source is None
+    assert (settings.data.eval_source, settings.data.eval_split) == ("builtin:arithmetic", "test")
     assert set(settings.data.difficulty) == set(LEVELS)
 
 

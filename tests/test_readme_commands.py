@@ -92,3 +92,23 @@ def test_arguments_end_where_the_shell_takes_over() -> None:
     words, environment = words_and_environment("STEPS=3 grpo train --set 'run.name=a b' 2>&1 | tee log.txt")
     assert environment == {"STEPS": "3"}
     assert words == ["grpo", "train", "--set", "run.name=a b"]
+
+
+def test_the_verbs_of_the_readme_chain_as_written(tmp_path: Path) -> None:
+    """Rollout, score and inspect-mesh really run, in the order in which README shows them."""
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    chain = [c for c in bash_commands(readme) if re.match(r"grpo (rollout|score|inspect-mesh) ", c)]
+    assert [words_and_environment(c)[0][1] for c in chain] == ["rollout", "score", "inspect-mesh"]
+    for command in chain:
+        words, environment = words_and_environment(command)
+        done = subprocess.run(
+            [sys.executable, "-c", CONSOLE_SCRIPT, *words[1:]],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+    assert len((tmp_path / "scored.jsonl").read_text().splitlines()) == 4 * 16

@@ -64,17 +64,6 @@ def to_local(array: Array, *, row_dim: int = 0) -> np.ndarray:
     return np.concatenate([np.asarray(by_start[start].data) for start in sorted(by_start)], axis=row_dim)
 
 
-def replicate(mesh: Mesh, tree: Any) -> Any:
-    """The tree, whole on every device."""
-    return jax.tree.map(lambda x: to_replicated(mesh, x), tree)
-
-
-def to_replicated(mesh: Mesh, value: Any) -> Array:
-    value = np.asarray(value)
-    sharding = NamedSharding(mesh, PartitionSpec())
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
-
-
 def gather_over_hosts(values: np.ndarray) -> np.ndarray:
     """[hosts, ...]: every host's array of the same shape. Float64 and int64 pass unrounded."""
     values = np.asarray(values)

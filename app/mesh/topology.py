@@ -16,11 +16,14 @@ from settings.schema import Mesh as MeshSettings
 def start(settings: MeshSettings) -> None:
     """Sets up the backend and joins the other hosts. Must run before any other use of JAX.
 
-    Several hosts are joined by the three coordinator settings; without them this host works alone.
+    Several hosts are joined by the three coordinator settings, or by `mesh.coordinator_address: auto` where the
+    platform knows its hosts (Cloud TPU, Slurm, ...); without them this host works alone.
     """
     if settings.cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", settings.cpu_devices)
-    if settings.coordinator_address is not None:
+    if settings.coordinator_address == "auto":
+        jax.distributed.initialize()
+    elif settings.coordinator_address is not None:
         jax.distributed.initialize(
             settings.coordinator_address,
             num_processes=settings.num_processes,

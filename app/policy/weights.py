@@ -41,9 +41,6 @@ TOP_TENSORS: dict[str, Path] = {
     "lm_head.weight": ("output",),
 }
 
-IGNORED_SUFFIX = ".rotary_emb.inv_freq"
-"""Old checkpoints store this constant; it follows from the config."""
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -94,7 +91,7 @@ def check_tensors(entries: list[Entry], shapes: Mapping[str, tuple[int, ...]], a
     # A tied model's file may still repeat the embedding as the head.
     optional = {"lm_head.weight"} if architecture.tied_embeddings else set()
     missing = [name for name in expected if name not in shapes]
-    extra = [n for n in shapes if n not in expected and n not in optional and not n.endswith(IGNORED_SUFFIX)]
+    extra = [n for n in shapes if n not in expected and n not in optional]
     if missing:
         near = difflib.get_close_matches(missing[0], extra, n=1)
         hint = f"; the file has {near[0]!r}, which is not expected" if near else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import jax
 import numpy as np
@@ -14,6 +13,7 @@ from app.reward.weighing import FORMAT_SUFFIX, is_formatted, score_rewards
 from app.rollout.sampling import SamplingRules
 from app.training.metrics import over_hosts
 from app.training.session import Session
+from settings import Settings
 
 
 def host_share(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -23,12 +23,17 @@ def host_share(prompts: Sequence[Prompt]) -> list[Prompt]:
     return list(prompts[first : first + per_host])
 
 
+def evaluated_task(settings: Settings) -> str:
+    """What `eval/accuracy` counts: the correctness function of the first reward's task."""
+    return settings.reward.functions[0].name.removesuffix(FORMAT_SUFFIX)
+
+
 def evaluate(
     session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]
 ) -> tuple[dict[str, float], list[Sample]]:
     """One sample per prompt at `eval.temperature`. Returns metrics under `eval/` and the graded samples."""
     settings = session.settings
-    task = settings.reward.functions[0].name.removesuffix(FORMAT_SUFFIX)
+    task = evaluated_task(settings)
     batch = min(len(prompts), settings.rollout.prompts_per_step * settings.rollout.group_size)
     samples: list[Sample] = []
     for first in range(0, len(prompts), batch):
@@ -44,7 +49,7 @@ def evaluate(
             policy_version=0,
             first_group_id=first,
         )
-    samples = score_rewards([replace(s, rewards=None) for s in samples[: len(prompts)]], [(task, 1.0)])
+    samples = score_rewards(samples[: len(prompts)], [(task, 1.0)])
     return evaluation_metrics(samples, task), samples
 
 

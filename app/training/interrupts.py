@@ -71,7 +71,7 @@ class Interrupts:
             return
         if self.exit_code:
             # The second time a person means it: no clean-up, nothing half-written survives a rename.
-            os._exit(self._numbers[signal.Signals(number)])
+            os._exit(EXIT_CODES[signal.SIGINT])
         self.exit_code = self._numbers[signal.Signals(number)]
         print("\nstopping after this step, with a checkpoint; once more stops at once", file=sys.stderr, flush=True)
 

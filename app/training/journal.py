@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 Metrics = Mapping[str, float | int | None]
 
 WANDB_SECTIONS = (
-    "run", "model", "data", "rollout", "reward", "score", "algorithm", "optimizer", "mesh", "checkpoint", "eval",
+    "run", "model", "data", "rollout", "reward", "score", "algorithm", "optimizer", "checkpoint", "eval",
 )  # fmt: skip
 """What of the settings is uploaded: an allow-list, so that a new section stays private until named here."""
 
@@ -101,8 +101,8 @@ def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> A
             dir=run.path,
             mode="online" if online else "offline",
             config=resolved.settings.model_dump(include=set(WANDB_SECTIONS), mode="json"),
-            # No command line, no source code: neither is ours to upload.
-            settings=wandb.Settings(x_disable_meta=True, save_code=False, init_timeout=60, silent=True),
+            # No command line, no source code, no console: none of them is ours to upload.
+            settings=wandb.Settings(x_disable_meta=True, save_code=False, init_timeout=60, silent=True, console="off"),
         )
     except (wandb.Error, OSError) as error:
         log.warning("wandb did not start (%s); metrics go to %s", type(error).__name__, run.metrics)

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from app.advantage.group import credit_by_group
 from app.flow import Prompt, Sample
 from app.mesh import topology
 from app.policy.decoder import Params
@@ -68,7 +67,7 @@ class Trainer:
             prompts = self.take_prompts(position)
             # Groups are numbered over all hosts, for the metrics that gather them.
             first = jax.process_index() * len(prompts)
-            samples = self.session.sample(weights, prompts, policy_version=step, first_group_id=first)
+            samples = self.session.sample(weights, prompts, policy_version=step - 1, first_group_id=first)
             del weights
         samples = [replace(s, elapsed_s=timer.seconds["time/rollout_s"]) for s in samples]
         with timer.phase("reward"):
@@ -76,7 +75,7 @@ class Trainer:
         with timer.phase("score"):
             samples = self.score(state.params, samples)
         with timer.phase("advantage"):
-            samples = credit_by_group(samples)
+            samples = self.learning.credit(samples)
         with timer.phase("update"):
             temperature = settings.rollout.temperature
             state, metrics = self.learning.updater.update(state, samples, temperature=temperature)
@@ -155,7 +154,9 @@ def _train_in(
         run.checkpoints, keep=settings.checkpoint.keep, shapes=learning.shapes, shardings=learning.shardings
     )
     stack.callback(checkpoints.close)
-    state, reference, progress = _open_state(checkpoints, session, learning, training_input)
+    state, progress = _open_state(checkpoints, session, learning, training_input)
+    # Whatever the checkpoint holds, the reference is the model that `model.path` names.
+    reference = session.load_params() if settings.algorithm.beta > 0 else None
     trainer = Trainer(settings, session, learning, training_input.prompts, reference)
     board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
     board.say(training_input.report)
@@ -175,12 +176,14 @@ def _train_in(
     for step in range(progress.step + 1, settings.run.steps + 1):
         start, timer = time.perf_counter(), Timer(board)
         state, samples, metrics = trainer.step(state, step=step, position=progress.position, timer=timer)
-        _stop_if_diverged(metrics, settings)
         if settings.logging.save_rollouts:
             journal.write_samples(run.rollouts(step), samples)
-        is_last, exit_code = step == settings.run.steps, interrupts.agreed_exit_code(step)
+        is_last, asked = step == settings.run.steps, interrupts.agreed_exit_code(step)
+        # A signal during the last step changes nothing: the run is complete.
+        exit_code = 0 if is_last else asked
         seconds = time.perf_counter() - start
         record = {
+            "policy/kl": None,  # until a penalty measures it
             **metrics,
             **timer.seconds,
             "time/step_s": seconds,
@@ -192,6 +195,7 @@ def _train_in(
         progress = replace(progress, step=step, position=progress.position + trainer.prompts_per_step)
         journal.write(step, record)
         board.step(step, record)
+        _stop_if_diverged(metrics, settings)
         if is_last or exit_code or step % settings.checkpoint.every_steps == 0:
             board.phase("save")
             checkpoints.save(state, progress)
@@ -203,17 +207,15 @@ def _train_in(
 
 def _open_state(
     checkpoints: Checkpoints, session: Session, learning: Learning, training_input: TrainingInput
-) -> tuple[TrainState, Params | None, Progress]:
-    """The newest good checkpoint's state, or a fresh one; the reference weights are always the model's own."""
-    needs_reference = session.settings.algorithm.beta > 0
-    reference = session.load_params() if needs_reference else None
-    restored = checkpoints.restore(training_input.fingerprints)
+) -> tuple[TrainState, Progress]:
+    """The newest good checkpoint's state, or the model's own weights with fresh moments."""
+    per_step = session.settings.rollout.prompts_per_step * jax.process_count()
+    fingerprints = {**training_input.fingerprints, "rollout.prompts_per_step over all hosts": str(per_step)}
+    restored = checkpoints.restore(fingerprints)
     if restored is not None:
-        state, progress = restored
-        return state, reference, progress
-    params = session.load_params()
-    state = initial_state(learning.optimizer, params, learning.shardings)
-    return state, reference, Progress(step=0, position=0, fingerprints=training_input.fingerprints)
+        return restored
+    state = initial_state(learning.optimizer, session.load_params(), learning.shardings)
+    return state, Progress(step=0, position=0, fingerprints=fingerprints)
 
 
 def _evaluate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -79,6 +80,8 @@ class Session:
         mesh = topology.make_mesh(settings.mesh)
         placement.check_rows_per_host(mesh)
         dtype = jnp.dtype(settings.model.dtype)
+        # float32 means float32: by default GPUs take TF32 and TPUs bfloat16 passes for its products.
+        jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)
         engine = Engine(
             model.definition,
             mesh,

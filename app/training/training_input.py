@@ -9,6 +9,7 @@ from app.flow import Prompt
 from app.prompts.encode import encode_prompts
 from app.prompts.source import load_held_out_data, load_training_data
 from app.reward.weighing import check_answers
+from app.training.evaluate import evaluated_task
 from app.training.session import ModelInput, check_context, read_model_input
 from settings import Settings
 
@@ -45,11 +46,14 @@ def read_training_input(settings: Settings) -> TrainingInput:
     held_out: Sequence[Prompt] = ()
     if settings.eval.every_steps:
         rows = load_held_out_data(settings.data, num_prompts=settings.eval.num_prompts).rows
-        check_answers(rows, functions[:1])
+        check_answers(rows, [(evaluated_task(settings), 1.0)])
         held_out, _ = encode_prompts(rows, model.tokenizer, **encode)
     fingerprints = {
         "model": model.files.fingerprint,
         "tokenizer": model.tokenizer.fingerprint,
         "data": dataset.fingerprint,
+        "order (run.seed, data.shuffle, data.max_prompt_length)": (
+            f"seed {settings.run.seed}, shuffle {settings.data.shuffle}, {len(prompts)} prompts"
+        ),
     }
     return TrainingInput(model, prompts, held_out, fingerprints, f"{dataset.to_text()}\n{report.to_text()}")

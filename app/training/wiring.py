@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from app.advantage.group import credit_by_group
+from app.flow import Sample
 from app.mesh.placement import num_local_row_shards
 from app.training.session import Session
 from app.update.aggregation import AGGREGATIONS
@@ -20,11 +24,15 @@ from app.update.updater import Updater
 from settings import Settings
 from settings.errors import InputError
 
+ADVANTAGES: Mapping[str, Callable[[Sequence[Sample]], list[Sample]]] = MappingProxyType({"grpo": credit_by_group})
+"""`algorithm.name` -> how samples get their credit."""
+
 
 @dataclass(frozen=True)
 class Learning:
     """The update room, wired for one run."""
 
+    credit: Callable[[Sequence[Sample]], list[Sample]]
     updater: Updater
     optimizer: optax.GradientTransformation
     shapes: TrainState
@@ -71,7 +79,7 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
         epochs=algorithm.epochs,
         rows_per_device=algorithm.rows_per_device,
     )
-    return Learning(updater, optimizer, shapes, shardings, several)
+    return Learning(ADVANTAGES[algorithm.name], updater, optimizer, shapes, shardings, several)
 
 
 def check_rows(settings: Settings, session: Session) -> None:

@@ -113,7 +113,7 @@ def summarise(history: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def fill(samples: Sequence[Sample], batches: Sequence[UpdateBatch]) -> float:
-    """Share of the update's token positions that hold a real token; the rest is padding. This host's rows."""
+    """Share of the update's token positions, over all hosts, that hold a real token; the rest is padding."""
     real = sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
-    padded = sum(batch.tokens.token_ids.size for batch in batches) // jax.process_count()
-    return real / padded
+    padded = sum(batch.tokens.token_ids.size for batch in batches)
+    return int(sum_over_hosts(np.asarray(real))) / padded
