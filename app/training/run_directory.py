@@ -59,26 +59,42 @@ class RunDirectory:
     def has_checkpoint(self) -> bool:
         return self.checkpoints.is_dir() and any(child.name.isdigit() for child in self.checkpoints.iterdir())
 
+    @property
+    def is_foreign(self) -> bool:
+        """Something lies here that no run left, not even one that failed before it wrote its settings."""
+        if self.is_occupied or self.has_checkpoint or not self.path.is_dir():
+            return False
+        ours = {".lock", self.checkpoints.name} if self.checkpoints.is_dir() else {".lock"}
+        return any(child.name not in ours for child in self.path.iterdir())
+
 
 def check_claim(run: RunDirectory, resume: Resume) -> None:
     """Whether this process may run here; writes nothing.
 
     Raises:
-        InputError: occupied without leave to resume, nothing to resume where it is a must, or not writable.
+        InputError: occupied without leave to resume, nothing to resume where it is a must, not a run's, or not
+            readable and writable.
     """
+    try:
+        _check_content(run, resume)
+        parent = next(p for p in (run.path, *run.path.parents) if p.exists())
+    except OSError as error:
+        raise InputError(f"run.dir: cannot read {run.path}: {error.strerror}; choose another run.dir") from error
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(f"run.dir: {parent} is not a folder that this user may write to; choose another run.dir")
+
+
+def _check_content(run: RunDirectory, resume: Resume) -> None:
     if run.path.exists() and not run.path.is_dir():
         raise InputError(f"run.dir / run.name: {run.path} is a file; choose another run.name")
-    if resume == "never" and run.is_occupied:
+    if resume == "never" and (run.is_occupied or run.has_checkpoint):
         raise InputError(
             f"run.name: {run.path} already holds a run. Choose another run.name, or continue it with --resume auto"
         )
-    if resume == "never" and run.path.is_dir() and any(run.path.iterdir()):
-        raise InputError(f"run.name: {run.path} exists and is not empty, and is no run. Choose another run.name")
     if resume == "must" and not run.has_checkpoint:
         raise InputError(f"--resume must: {run.path} has no checkpoint; use --resume auto to start there")
-    parent = next(p for p in (run.path, *run.path.parents) if p.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise InputError(f"run.dir: {parent} is not a folder that this user may write to; choose another run.dir")
+    if run.is_foreign:
+        raise InputError(f"run.name: {run.path} exists and is not empty, and is no run. Choose another run.name")
 
 
 def claim(run: RunDirectory) -> IO[str]:

@@ -52,8 +52,9 @@ def read_training_input(settings: Settings) -> TrainingInput:
         "model": model.files.fingerprint,
         "tokenizer": model.tokenizer.fingerprint,
         "data": dataset.fingerprint,
-        "order (run.seed, data.shuffle, data.max_prompt_length)": (
-            f"seed {settings.run.seed}, shuffle {settings.data.shuffle}, {len(prompts)} prompts"
+        "the order of prompts (run.seed, data.shuffle, data.max_prompt_length, data.overlong_prompts)": (
+            f"{settings.run.seed}, {settings.data.shuffle}, {settings.data.max_prompt_length}, "
+            f"{settings.data.overlong_prompts}"
         ),
     }
     return TrainingInput(model, prompts, held_out, fingerprints, f"{dataset.to_text()}\n{report.to_text()}")

@@ -229,14 +229,6 @@ def test_a_tied_model_may_repeat_its_embedding_as_the_head_which_is_not_read():
     assert "lm_head.weight" not in source.num_reads
 
 
-def test_rotary_frequencies_of_old_checkpoints_are_ignored():
-    params, tensors = random_file(ODD)
-    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
-    source = Watched(tensors | {name: np.zeros(5, np.float32)})
-    jax.tree.map(np.testing.assert_array_equal, load(ODD, source), params)
-    assert name not in source.num_reads
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [

@@ -91,6 +91,8 @@ def test_a_warmup_must_end_within_the_run(resolve) -> None:
 @pytest.mark.parametrize("check", [check_for_train, check_for_rollout, check_for_score, check_for_mesh])
 def test_processes_are_described_whole_or_not_at_all(resolve, check) -> None:
     check(resolve("mesh.coordinator_address=h:1", "mesh.num_processes=2", "mesh.process_id=1"))
+    check(resolve("mesh.coordinator_address=auto"))
+    assert "leave it null" in refusal(check, resolve("mesh.coordinator_address=auto", "mesh.num_processes=2"))
     message = refusal(check, resolve("mesh.num_processes=2"))
     assert "also set mesh.coordinator_address and mesh.process_id" in message
     message = refusal(check, resolve("mesh.coordinator_address=h:1", "mesh.num_processes=2", "mesh.process_id=2"))

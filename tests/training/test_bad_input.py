@@ -239,3 +239,17 @@ def test_a_folder_that_holds_something_else(config: Path, tmp_path: Path) -> Non
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "thesis.tex").write_text("mine")
     assert "not empty, and is no run" in refused(config, f"run.dir={tmp_path}")
+
+
+def test_a_format_reward_on_rows_that_evaluation_cannot_grade(config: Path) -> None:
+    rows = config.parent / "questions.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"{n} + 1 = ?"}) + "\n" for n in range(20)))
+    held_out = config.parent / "held_out.jsonl"
+    held_out.write_text(rows.read_text())
+    message = refused(
+        config,
+        f"data.source={rows}",
+        f"data.eval_source={held_out}",
+        "reward.functions=[arithmetic_format]",
+    )
+    assert "arithmetic compares with a reference number" in message

@@ -26,6 +26,7 @@ from tests.training.program import (
 
 OF_A_STEP = {
     "step",
+    "policy/kl",
     "loss",
     "reward/mean",
     "reward/std",
@@ -100,12 +101,12 @@ def test_every_step_has_a_line_with_every_name(finished: Path) -> None:
     assert lines[0].keys() == {"step"} | OF_AN_EVALUATION
     for line in lines[1:]:
         assert line.keys() == OF_A_STEP | (OF_AN_EVALUATION if line["step"] in (2, 4) else set())
-        assert [name for name, value in line.items() if value is None] == ["perf/mfu"]
+        assert [name for name, value in line.items() if value is None] == ["policy/kl", "perf/mfu"]
 
 
 def test_a_run_with_a_penalty_says_how_far_it_went(uninterrupted: Path) -> None:
     lines = [line for line in metrics_of(uninterrupted) if line["step"]]
-    assert all(line.keys() - OF_AN_EVALUATION == OF_A_STEP | {"policy/kl"} for line in lines)
+    assert all(line.keys() - OF_AN_EVALUATION == OF_A_STEP for line in lines)
     assert lines[-1]["policy/kl"] > 0
 
 
@@ -132,7 +133,7 @@ def test_the_samples_of_a_step_are_those_its_metrics_speak_of(finished: Path) ->
         samples = samples_of(finished, line["step"])
         assert len({sample.uid for sample in samples}) == len(samples) == 16
         assert [sample.group_id for sample in samples] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
-        assert {sample.policy_version for sample in samples} == {line["step"]}
+        assert {sample.policy_version for sample in samples} == {line["step"] - 1}
         assert np.mean([sample.reward or 0.0 for sample in samples]) == line["reward/mean"]
         assert np.mean([len(sample.completion_ids) for sample in samples]) == line["completions/mean_length"]
         for sample in samples:
@@ -227,8 +228,8 @@ def test_a_model_with_nan_in_it_is_given_up_after_some_steps(config: Path, tmp_p
     assert error.startswith("error: RuntimeError: 3 optimizer steps in a row had a NaN or infinite loss or gradient")
     assert "Lower optimizer.learning_rate" in error
     lines = metrics_of(config.parent / "runs" / "tiny")[1:]
-    assert [line["policy/nonfinite_in_a_row"] for line in lines] == [1, 2]
-    assert [line["loss"] for line in lines] == [None, None]
+    assert [line["policy/nonfinite_in_a_row"] for line in lines] == [1, 2, 3]
+    assert [line["loss"] for line in lines] == [None, None, None]
 
 
 def test_a_run_that_blows_up_is_stopped(config: Path) -> None:
