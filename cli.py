@@ -159,6 +159,8 @@ def inspect_mesh(
 
 def main() -> None:
     """Entry point of the console script."""
+    # The tokenizer's library advises to install PyTorch, which this program has no use for.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     app(prog_name="grpo")
 
 

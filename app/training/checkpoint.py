@@ -13,10 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import Array, UInt32
 
+from app.mesh.placement import gather_over_hosts, max_over_hosts
 from app.update.optimizer import TrainState
 from settings.errors import InputError
 
@@ -24,6 +26,12 @@ log = logging.getLogger(__name__)
 
 MAX_REASON = 200
 """Characters of a library's account of what is wrong with a checkpoint; TensorStore's run to thousands."""
+
+NOT_DAMAGE = (
+    "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED",
+    "PERMISSION_DENIED", "UNAUTHENTICATED", "INTERNAL", "UNIMPLEMENTED",
+)  # fmt: skip
+"""How TensorStore's errors begin where the files may be whole; it raises ValueError for these, too."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,11 @@ class Checkpoints:
             max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
+        # The manager's own restore ends in a barrier, which a host that cannot read would never reach.
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=jax.process_index(), active_processes={jax.process_index()}
+        )
+        self._reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone)
         self._target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
         # Compiled now: a compilation in the middle of a run is an alarm.
         self._checksum = jax.jit(checksum).lower(self._target).compile()
@@ -71,10 +84,10 @@ class Checkpoints:
         A damaged one is named in a warning, moved aside, and passed over for the one before it.
 
         Raises:
-            InputError: the run was started with something else than `fingerprints`, or there are
-                checkpoints and none can be read. Nothing has been moved by then.
+            InputError: the run was started with something else than `fingerprints`, hosts see different
+                checkpoints, or there are checkpoints and none can be read. Nothing has been moved by then.
         """
-        steps = sorted(self._manager.all_steps(), reverse=True)
+        steps = self._agreed_steps()
         for number, step in enumerate(steps):
             record = self._read(step, progress=ocp.args.JsonRestore())
             if record is None:
@@ -95,14 +108,41 @@ class Checkpoints:
             )
         return None
 
+    def _agreed_steps(self) -> list[int]:
+        """The steps that there are checkpoints of, newest first.
+
+        Raises:
+            InputError: hosts see different ones.
+        """
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        most = int(max_over_hosts(np.asarray(len(steps))))
+        if most == 0:
+            return []
+        padded = np.full(most, -1, np.int64)
+        padded[: len(steps)] = steps
+        seen = gather_over_hosts(padded)
+        if (seen != seen[0]).any():
+            by_host = "; ".join(f"host {i}: {[int(step) for step in row if step >= 0]}" for i, row in enumerate(seen))
+            raise InputError(
+                f"run.dir: the hosts see checkpoints of different steps in {self._directory} ({by_host}); "
+                "set run.dir to a folder that all hosts share"
+            )
+        return steps
+
     def _read(self, step: int, **item: Any) -> Any:
-        """One item of a checkpoint; None, with a warning, where it is damaged."""
+        """One item of a checkpoint; None on all hosts, with a warning, where any host finds it damaged."""
+        value, reason = None, "another host cannot read it"
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**item))[next(iter(item))]
-        except Exception as error:  # what Orbax raises for an array that it cannot read
+            value = self._reader.restore(self._directory / str(step), args=ocp.args.Composite(**item))[next(iter(item))]
+        except Exception as error:
+            if not is_damage(error):
+                raise
             _silence_abandoned_reads()
-            _warn(step, str(error))
+            reason = str(error)
+        if max_over_hosts(np.asarray(value is None)):
+            _warn(step, reason)
             return None
+        return value
 
     def _move_aside(self, steps: Sequence[int]) -> None:
         """Renames damaged checkpoints: Orbax saves no step that is not after the newest it sees."""
@@ -120,6 +160,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def close(self) -> None:
+        self._reader.close()
         self._manager.close()
 
 
@@ -132,6 +173,16 @@ def checksum(state: TrainState) -> UInt32[Array, ""]:
         (2 * i + 1) * jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32)) for i, x in enumerate(jax.tree.leaves(state))
     ]
     return jnp.sum(jnp.stack(sums))
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether the files are to blame, rather than memory, the network, a permission or a bug.
+
+    A good checkpoint that is taken for a damaged one is moved aside, and its steps are trained again.
+    """
+    # Orbax wraps whatever goes wrong while it reads an array, out of memory too, in a bare Exception.
+    cause = error.__cause__ if type(error) is Exception else error
+    return isinstance(cause, (ValueError, KeyError, FileNotFoundError)) and not str(cause).startswith(NOT_DAMAGE)
 
 
 def _warn(step: int, reason: str) -> None:

@@ -46,9 +46,12 @@ class RunDirectory:
 
     def write_settings(self, resolved: Resolved) -> None:
         """The resolved settings with provenance; whole or not at all."""
-        temporary = self.settings.with_suffix(".tmp")
-        temporary.write_text(resolved.to_yaml(), encoding="utf-8")
-        temporary.replace(self.settings)
+        self._unfinished_settings.write_text(resolved.to_yaml(), encoding="utf-8")
+        self._unfinished_settings.replace(self.settings)
+
+    @property
+    def _unfinished_settings(self) -> Path:
+        return self.settings.with_suffix(".tmp")
 
     @property
     def is_occupied(self) -> bool:
@@ -61,10 +64,12 @@ class RunDirectory:
 
     @property
     def is_foreign(self) -> bool:
-        """Something lies here that no run left, not even one that failed before it wrote its settings."""
+        """Something lies here that no run left, not even one that failed before its settings were written."""
         if self.is_occupied or self.has_checkpoint or not self.path.is_dir():
             return False
-        ours = {".lock", self.checkpoints.name} if self.checkpoints.is_dir() else {".lock"}
+        ours = {".lock", self._unfinished_settings.name}
+        if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
+            ours.add(self.checkpoints.name)
         return any(child.name not in ours for child in self.path.iterdir())
 
 

@@ -17,11 +17,11 @@ from tests.tiny_directory import CONFIG, random_tensors, write_model, write_toke
 from tests.training.program import digest_of, train_here
 
 
-def refused(config: Path, *overrides: str) -> str:
+def refused(config: Path, *overrides: str, resume: str = "never") -> str:
     """What `grpo train` says, once it is clear that this was all it did."""
     before = digest_of(config.parent)
     folders = {path for path in config.parent.rglob("*") if path.is_dir()}
-    result = train_here(config, *overrides)
+    result = train_here(config, *overrides, resume=resume)
     assert result.exit_code == 2, result.stderr
     assert result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("error: ") == 1
@@ -235,10 +235,16 @@ def test_a_run_directory_in_the_place_of_a_file(config: Path, tmp_path: Path) ->
     assert "is a file; choose another run.name" in refused(config, f"run.dir={tmp_path}")
 
 
-def test_a_folder_that_holds_something_else(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_folder_that_holds_something_else(config: Path, tmp_path: Path, resume: str) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "thesis.tex").write_text("mine")
-    assert "not empty, and is no run" in refused(config, f"run.dir={tmp_path}")
+    assert "not empty, and is no run" in refused(config, f"run.dir={tmp_path}", resume=resume)
+
+
+def test_a_run_directory_that_cannot_be_looked_into(config: Path, tmp_path: Path) -> None:
+    message = refused(config, f"run.dir={tmp_path / ('x' * 300)}")
+    assert "run.dir: cannot read" in message and "File name too long" in message
 
 
 def test_a_format_reward_on_rows_that_evaluation_cannot_grade(config: Path) -> None:

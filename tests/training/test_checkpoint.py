@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,10 +18,11 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from app.training.checkpoint import Checkpoints, Progress, check_fingerprints, checksum
+from app.training.checkpoint import Checkpoints, Progress, check_fingerprints, checksum, is_damage
 from app.update.optimizer import TrainState
 from settings import InputError
 from tests.tiny import make_mesh
+from tests.training.program import DEADLINE_S, REPOSITORY
 
 FINGERPRINTS = {"model": "m", "tokenizer": "t", "data": "d"}
 
@@ -195,6 +199,104 @@ def test_where_all_are_damaged_nothing_is_guessed_or_moved(folder: Path, checkpo
         flip_a_bit(folder / step)
     with pytest.raises(InputError, match=r"none of the checkpoints of steps \[4, 2\] in .* can be read"):
         checkpoints.restore(FINGERPRINTS)
+    assert steps_in(folder) == {"2", "4"}
+
+
+def test_a_good_one_that_cannot_be_read_now_stays_where_it_is(folder: Path, checkpoints: Checkpoints) -> None:
+    metadata = folder / "4" / "progress" / "metadata"
+    content = metadata.read_bytes()
+    metadata.unlink()
+    metadata.symlink_to("/proc/self/mem")  # at its beginning, a read is an I/O error
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoints.restore(FINGERPRINTS)
+    assert steps_in(folder) == {"2", "4"}
+    metadata.unlink()
+    metadata.write_bytes(content)
+    assert restored(checkpoints)[1].step == 4
+
+
+def wrapped(cause: Exception) -> Exception:
+    """As Orbax does."""
+    error = Exception("Encountered error while reading array")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 512 bytes"),
+        ValueError('PERMISSION_DENIED: Error opening "zarr" driver'),
+        ValueError("UNAVAILABLE: Connection reset by peer"),
+        OSError(5, "Input/output error"),
+        AttributeError("a bug"),
+        Exception("of which nothing is known"),
+    ],
+    ids=repr,
+)
+def test_what_is_wrong_with_the_machine_or_the_program_is_no_damage(error: Exception) -> None:
+    assert not is_damage(error)
+    assert not is_damage(wrapped(error))
+
+
+HOST = """
+import sys
+from pathlib import Path
+import jax
+address, process_id, folder = sys.argv[1:]
+jax.config.update("jax_num_cpu_devices", 1)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(address, 2, int(process_id))
+from settings import InputError
+from tests.training.test_checkpoint import FINGERPRINTS, opened
+checkpoints = opened(Path(folder), num_devices=2)
+try:
+    found = checkpoints.restore(FINGERPRINTS)
+    print("\\nfound", found and found[1].step)
+except InputError as error:
+    print("\\nerror", error)
+checkpoints.close()
+"""
+
+
+def found_by_hosts(*folders: Path) -> list[str]:
+    """What each of two processes, of one device each, finds in its folder."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOST, address, str(i), str(folder)],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i, folder in enumerate(folders)
+    ]
+    try:
+        outputs = [host.communicate(timeout=DEADLINE_S) for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
+    assert [host.returncode for host in hosts] == [0, 0], outputs
+    return [stdout.splitlines()[-1] for stdout, _ in outputs]
+
+
+@pytest.mark.parametrize("damage", [truncate_arrays, remove_progress], ids=lambda damage: damage.__name__)
+def test_what_one_host_cannot_read_all_pass_over(folder: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    damage(other / "4")
+    assert found_by_hosts(folder, other) == ["found 2", "found 2"]
+
+
+def test_hosts_that_see_different_checkpoints_are_told_to_share(folder: Path, tmp_path: Path) -> None:
+    first, second = found_by_hosts(folder, tmp_path / "not_shared")
+    for line in (first, second):
+        assert line.startswith("error run.dir: the hosts see checkpoints of different steps")
+        assert "(host 0: [4, 2]; host 1: [])" in line
     assert steps_in(folder) == {"2", "4"}
 
 

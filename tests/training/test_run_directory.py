@@ -41,11 +41,45 @@ def test_never_refuses_a_directory_that_holds_a_run(occupied: RunDirectory) -> N
         check_claim(occupied, "never")
 
 
-def test_never_refuses_a_folder_with_something_else_in_it(run: RunDirectory) -> None:
-    run.path.mkdir(parents=True)
-    (run.path / "thesis.tex").touch()
+@pytest.mark.parametrize("resume", ["never", "auto"])
+@pytest.mark.parametrize("name", ["thesis.tex", "metrics.jsonl", "checkpoints/model.safetensors"])
+def test_a_folder_with_something_else_in_it_is_refused(run: RunDirectory, resume: Resume, name: str) -> None:
+    (run.path / name).parent.mkdir(parents=True)
+    (run.path / name).touch()
     with pytest.raises(InputError, match="not empty, and is no run"):
-        check_claim(run, "never")
+        check_claim(run, resume)
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_what_a_failed_start_leaves_does_not_take_the_name(run: RunDirectory, resume: Resume) -> None:
+    claim(run).close()
+    run.checkpoints.mkdir()
+    run.settings.with_suffix(".tmp").touch()
+    check_claim(run, resume)
+
+
+def test_a_start_that_failed_can_be_tried_again_as_it_was(config: Path) -> None:
+    run = RunDirectory(config.parent / "runs" / "tiny")
+    claim(run).close()
+    run.checkpoints.mkdir()
+    result = train_here(config, "run.steps=1", "optimizer.warmup_steps=0", "eval.every_steps=0")
+    assert result.exit_code == 0, result.stderr
+    assert run.is_occupied and run.has_checkpoint
+
+
+def test_auto_accepts_a_run_with_or_without_a_checkpoint(occupied: RunDirectory) -> None:
+    check_claim(occupied, "auto")
+    (occupied.checkpoints / "3").mkdir(parents=True)
+    check_claim(occupied, "auto")
+    occupied.settings.unlink()
+    check_claim(occupied, "auto")
+
+
+@pytest.mark.parametrize("resume", ["never", "auto", "must"])
+def test_a_directory_that_cannot_be_looked_into_is_refused(tmp_path: Path, resume: Resume) -> None:
+    too_long = tmp_path / ("x" * 300)  # not a matter of who runs the tests, as a permission is
+    with pytest.raises(InputError, match=r"run\.dir: cannot read .*: File name too long; choose another run\.dir"):
+        check_claim(RunDirectory(too_long / "tiny"), resume)
 
 
 def test_must_refuses_a_run_without_a_checkpoint(occupied: RunDirectory) -> None:
