@@ -33,10 +33,10 @@ from transformers import PreTrainedTokenizerFast
 
 from app.batching.pack import RowShape, TokenBatch, pack_tokens
 from app.batching.plan import fixed_micro_batches
+from app.batching.row_logprobs import row_logprobs
 from app.flow import Prompt, Sample
 from app.policy.architecture import architecture_from_config
 from app.policy.decoder import DecoderDefinition, Params, by_path
-from app.policy.token_logprobs import completion_logprobs
 from app.policy.weights import expected_entries
 from app.prompts.arithmetic import make_problems
 
@@ -128,13 +128,9 @@ def train(
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
 
     def loss(params: Params, batch: TokenBatch) -> Array:
-        logprobs, _ = completion_logprobs(
+        logprobs, _ = row_logprobs(
             definition.bind(params),
-            token_ids=batch.token_ids,
-            positions=batch.positions,
-            segment_ids=batch.segment_ids,
-            score_index=batch.score_index,
-            targets=batch.targets,
+            batch,
             temperature=1.0,
             dtype=jnp.dtype(jnp.float32),
             remat="none",

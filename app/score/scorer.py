@@ -12,10 +12,10 @@ from jaxtyping import Array, Float32
 
 from app.batching.micro_batches import common_row_shape, plan_micro_batches
 from app.batching.pack import TokenBatch, pack_tokens, unpack_per_token
+from app.batching.row_logprobs import row_logprobs
 from app.flow import Sample
 from app.mesh.placement import row_sharding, to_global, to_local
 from app.policy.decoder import DecoderDefinition, Params
-from app.policy.token_logprobs import completion_logprobs
 
 
 class Scorer:
@@ -32,17 +32,8 @@ class Scorer:
             decoder = definition.bind(params)
 
             def micro_batch(rows: TokenBatch) -> Array:
-                logprobs, _ = completion_logprobs(
-                    decoder,
-                    token_ids=rows.token_ids,
-                    positions=rows.positions,
-                    segment_ids=rows.segment_ids,
-                    score_index=rows.score_index,
-                    targets=rows.targets,
-                    temperature=temperature,
-                    dtype=dtype,
-                    remat="none",
-                    logits_chunk=logits_chunk,
+                logprobs, _ = row_logprobs(
+                    decoder, rows, temperature=temperature, dtype=dtype, remat="none", logits_chunk=logits_chunk
                 )
                 return logprobs
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from app.batching.pack import HostOrDevice, TokenBatch
+from app.batching.row_logprobs import row_logprobs
 from app.policy.decoder import DecoderDefinition, Params
-from app.policy.token_logprobs import completion_logprobs
 from app.update.kl import Estimator
 from app.update.surrogate import clipped_surrogate
 
@@ -79,13 +79,9 @@ def make_objective(
 
     def objective(params: Params, batch: UpdateBatch, temperature: Array) -> tuple[Array, LossParts]:
         tokens = batch.tokens
-        logprobs, entropy = completion_logprobs(
+        logprobs, entropy = row_logprobs(
             definition.bind(params),
-            token_ids=tokens.token_ids,
-            positions=tokens.positions,
-            segment_ids=tokens.segment_ids,
-            score_index=tokens.score_index,
-            targets=tokens.targets,
+            tokens,
             temperature=temperature,
             dtype=dtype,
             remat=remat,

@@ -11,9 +11,9 @@ import pytest
 
 from app.batching.pack import RowShape
 from app.batching.plan import Plan, fixed_micro_batches
+from app.batching.row_logprobs import row_logprobs
 from app.flow import Sample
 from app.policy.decoder import DecoderDefinition
-from app.policy.token_logprobs import completion_logprobs
 from app.update.aggregation import Weights, sequence_mean_token_mean, token_mean
 from app.update.kl import k3
 from app.update.objective import UpdateBatch, make_objective, own_logprobs, scored_logprobs
@@ -62,17 +62,7 @@ def loss_and_gradient(beta: float = 0.0, several: bool = False):
 
 @jax.jit
 def logprobs_of(params, batch: UpdateBatch):
-    tokens = batch.tokens
-    return completion_logprobs(
-        DEFINITION.bind(params),
-        token_ids=tokens.token_ids,
-        positions=tokens.positions,
-        segment_ids=tokens.segment_ids,
-        score_index=tokens.score_index,
-        targets=tokens.targets,
-        temperature=1.3,
-        **FORWARD,
-    )
+    return row_logprobs(DEFINITION.bind(params), batch.tokens, temperature=1.3, **FORWARD)
 
 
 def test_two_samples_in_one_row_lose_minus_two_and_a_quarter():

@@ -1,0 +1,38 @@
+"""Packed rows -> logprobs: the forward pass that scoring, the update and the tiny model's script share."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from app.batching.pack import TokenBatch
+from app.policy.decoder import Decoder
+from app.policy.token_logprobs import completion_logprobs
+
+
+def row_logprobs(
+    decoder: Decoder,
+    rows: TokenBatch,
+    *,
+    temperature: Float32[Array, ""] | float,
+    dtype: jnp.dtype,
+    remat: str,
+    logits_chunk: int,
+) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
+    """`completion_logprobs` of one micro-batch: logprob and entropy of each target, rubbish on padding.
+
+    Args:
+        rows: one micro-batch of a `TokenBatch`, its fields without the leading M.
+    """
+    return completion_logprobs(
+        decoder,
+        token_ids=rows.token_ids,
+        positions=rows.positions,
+        segment_ids=rows.segment_ids,
+        score_index=rows.score_index,
+        targets=rows.targets,
+        temperature=temperature,
+        dtype=dtype,
+        remat=remat,
+        logits_chunk=logits_chunk,
+    )
