@@ -115,9 +115,7 @@ def _longest_sample_fits(resolved: Resolved) -> str | None:
 
 def _warmup_ends(resolved: Resolved) -> str | None:
     settings = resolved.settings
-    step = settings.rollout.prompts_per_step
-    mini_batches = step // (settings.algorithm.mini_batch_prompts or step)
-    updates = settings.run.steps * settings.algorithm.epochs * mini_batches
+    updates = settings.run.steps * settings.updates_per_step
     if settings.optimizer.warmup_steps < max(updates, 1):
         return None
     return (

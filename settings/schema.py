@@ -278,6 +278,17 @@ class Settings(BaseSettings):
     eval: Eval = Eval()
     logging: Logging = Logging()
 
+    @property
+    def num_mini_batches(self) -> int:
+        """Optimizer steps of one pass over a step's prompts."""
+        step = self.rollout.prompts_per_step
+        return step // (self.algorithm.mini_batch_prompts or step)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a training step."""
+        return self.num_mini_batches * self.algorithm.epochs
+
     @classmethod
     def settings_customise_sources(
         cls,

@@ -41,21 +41,11 @@ class Learning:
     """More than one optimizer step per rollout: the policy must be scored before the first."""
 
 
-def num_mini_batches(settings: Settings) -> int:
-    return settings.rollout.prompts_per_step // (
-        settings.algorithm.mini_batch_prompts or settings.rollout.prompts_per_step
-    )
-
-
-def updates_per_step(settings: Settings) -> int:
-    return num_mini_batches(settings) * settings.algorithm.epochs
-
-
 def wire_learning(settings: Settings, session: Session) -> Learning:
     """Objective, optimizer and compiled update step of `algorithm.*` and `optimizer.*`."""
     algorithm, model, definition = settings.algorithm, settings.model, session.input.definition
-    several = updates_per_step(settings) > 1
-    schedule = make_schedule(settings.optimizer, num_updates=settings.run.steps * updates_per_step(settings))
+    several = settings.updates_per_step > 1
+    schedule = make_schedule(settings.optimizer, num_updates=settings.run.steps * settings.updates_per_step)
     optimizer = make_optimizer(settings.optimizer, schedule)
     shardings = state_shardings(optimizer, definition.shapes, definition.shardings(session.mesh), session.mesh)
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
@@ -75,7 +65,7 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
         make_update_step(objective, optimizer, schedule, shardings),
         session.mesh,
         aggregation=AGGREGATIONS[algorithm.loss_aggregation],
-        num_mini_batches=num_mini_batches(settings),
+        num_mini_batches=settings.num_mini_batches,
         epochs=algorithm.epochs,
         rows_per_device=algorithm.rows_per_device,
     )
@@ -88,7 +78,7 @@ def check_rows(settings: Settings, session: Session) -> None:
     group_size = settings.rollout.group_size
     for field, prompts in (
         ("rollout.prompts_per_step", settings.rollout.prompts_per_step),
-        ("algorithm.mini_batch_prompts", settings.rollout.prompts_per_step // num_mini_batches(settings)),
+        ("algorithm.mini_batch_prompts", settings.rollout.prompts_per_step // settings.num_mini_batches),
     ):
         if prompts * group_size % devices != 0:
             fitting = [n for n in range(1, prompts + devices + 1) if n * group_size % devices == 0]

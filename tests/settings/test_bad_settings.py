@@ -6,23 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from settings import InputError, Resolved, load
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def load_text(folder: Path, text: str, *overrides: str, **environ: str) -> Resolved:
-    (folder / "c.yaml").write_text(text)
-    return load("c.yaml", overrides, environ)
-
-
-def with_sets(*overrides: str, **environ: str) -> Resolved:
-    return load(None, overrides, environ)
-
+from settings import InputError, load
+from tests.settings.loading import load_text, with_sets
 
 BAD_SETS = [
     ("steps", "expected NAME=VALUE"),

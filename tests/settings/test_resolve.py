@@ -17,6 +17,7 @@ from settings.config_file import presets
 from settings.fields import FIELDS, value_of
 from settings.historic import HISTORIC
 from settings.layers import env_name
+from tests.settings.loading import load_text, with_sets
 
 EXAMPLES = {
     "run.steps": 7,
@@ -35,21 +36,6 @@ EXAMPLES = {
     "algorithm.mini_batch_prompts": 4,
 }
 """A value other than the default for the field of every historic name."""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def load_text(folder: Path, text: str, *overrides: str, **environ: str) -> Resolved:
-    (folder / "c.yaml").write_text(text)
-    return load("c.yaml", overrides, environ)
-
-
-def with_sets(*overrides: str, **environ: str) -> Resolved:
-    return load(None, overrides, environ)
 
 
 # Precedence
