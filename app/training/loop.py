@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from app.flow import Prompt, Sample
 from app.mesh import topology
@@ -155,8 +156,7 @@ def _train_in(
     )
     stack.callback(checkpoints.close)
     state, progress = _open_state(checkpoints, session, learning, training_input)
-    # Whatever the checkpoint holds, the reference is the model that `model.path` names.
-    reference = session.load_params() if settings.algorithm.beta > 0 else None
+    reference = _reference(state, progress, session) if settings.algorithm.beta > 0 else None
     trainer = Trainer(settings, session, learning, training_input.prompts, reference)
     board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
     board.say(training_input.report)
@@ -216,6 +216,11 @@ def _open_state(
         return restored
     state = initial_state(learning.optimizer, session.load_params(), learning.shardings)
     return state, Progress(step=0, position=0, fingerprints=fingerprints)
+
+
+def _reference(state: TrainState, progress: Progress, session: Session) -> Params:
+    """The weights of `model.path`: a fresh state still holds them, a restored one has moved on."""
+    return session.load_params() if progress.step else jax.tree.map(jnp.copy, state.params)
 
 
 def _evaluate(

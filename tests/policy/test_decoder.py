@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from app.policy.architecture import Architecture, rope_frequencies
-from app.policy.decoder import DecoderDefinition, Params
+from app.policy.decoder import DecoderDefinition, Params, by_path
 from tests.tiny import BIASED, ODD, random_params
 
 ARCHITECTURES = pytest.mark.parametrize("architecture", [ODD, BIASED], ids=["tied", "untied-biases"])
@@ -105,7 +105,8 @@ def test_recomputing_blocks_changes_no_value_and_no_gradient():
 @ARCHITECTURES
 def test_every_weight_has_as_many_dims_as_its_shape(architecture):
     definition = DecoderDefinition.of(architecture)
-    jax.tree.map(lambda leaf, dims: len(leaf.shape) == len(dims) or pytest.fail(), definition.shapes, definition.dims)
+    shapes, dims = by_path(definition.shapes), by_path(definition.dims)
+    assert {path: len(dims[path]) for path in shapes} == {path: len(leaf.shape) for path, leaf in shapes.items()}
 
 
 def test_parameters_are_counted_by_hand():

@@ -132,4 +132,6 @@ def test_wandb_is_not_touched_unless_asked_for(
     run: RunDirectory, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
-    Journal(run, load(None, overrides, {}), last_step=None, wandb_id=None).close()
+    journal = Journal(run, load(None, overrides, {}), last_step=None, wandb_id=None)
+    journal.close()
+    assert journal.wandb_id is None
