@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import jax
@@ -12,6 +13,11 @@ from app.mesh.axis_rules import AXES
 from settings.errors import InputError
 from settings.schema import Mesh as MeshSettings
 
+M_MMAP_THRESHOLD = -3
+"""glibc's name for it, in `man 3 mallopt`."""
+
+MAPPED_BYTES = 1 << 20
+
 
 def start(settings: MeshSettings) -> None:
     """Sets up the backend and joins the other hosts. Must run before any other use of JAX.
@@ -19,6 +25,7 @@ def start(settings: MeshSettings) -> None:
     Several hosts are joined by the three coordinator settings, or by `mesh.coordinator_address: auto` where the
     platform knows its hosts (Cloud TPU, Slurm, ...); without them this host works alone.
     """
+    _return_freed_arrays_to_the_system()
     if settings.cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", settings.cpu_devices)
     if settings.coordinator_address == "auto":
@@ -29,6 +36,17 @@ def start(settings: MeshSettings) -> None:
             num_processes=settings.num_processes,
             process_id=settings.process_id,
         )
+
+
+def _return_freed_arrays_to_the_system() -> None:
+    """Arrays of a MiB and up get memory of their own, where the C library lets us ask (glibc).
+
+    Its own threshold rises to 32 MiB once a larger array was freed. One policy's decoding weights, an array per
+    layer, then leave holes that no later array fits, and stay resident through the update.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 def parse_shape(text: str, *, num_devices: int, num_processes: int) -> tuple[int, int, int]:

@@ -100,17 +100,17 @@ class SafetensorsFiles:
     def __init__(self, directory: Path) -> None:
         index = directory / INDEX_FILE
         if (directory / WEIGHTS_FILE).is_file():
-            shard = directory / WEIGHTS_FILE
-            handle = _open_safetensors(shard)
-            self.paths = [shard]
-            self._handles: dict[str, Any] = dict.fromkeys(handle.keys(), handle)
+            handle = _open_safetensors(directory / WEIGHTS_FILE)
+            handles = dict.fromkeys(handle.keys(), (directory / WEIGHTS_FILE, handle))
         elif index.is_file():
-            self.paths, self._handles = _open_shards(directory, index)
+            handles = _open_shards(directory, index)
         else:
             raise _no_weights(directory)
+        self.paths = sorted({shard for shard, _ in handles.values()})
+        self._shards = {name: shard for name, (shard, _) in handles.items()}
         self._shapes = {
             name: _checked_shape(directory, name, handle)
-            for name, handle in self._handles.items()
+            for name, (_, handle) in handles.items()
             if not name.endswith(DERIVED_TENSOR_SUFFIX)
         }
 
@@ -120,7 +120,9 @@ class SafetensorsFiles:
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as float32, float16, float64 or `ml_dtypes.bfloat16`, as stored."""
-        return self._handles[name].get_tensor(name)
+        # Opened for each tensor: an open file stays mapped, and what was read of it counts as this process's memory.
+        with safe_open(self._shards[name], framework="numpy") as shard:
+            return shard.get_tensor(name)
 
 
 def open_model(path: str, *, revision: str | None = None) -> ModelFiles:
@@ -197,8 +199,8 @@ def _fetched_from_hub(hub_id: str, revision: str | None) -> Path:
         ) from error
 
 
-def _open_shards(directory: Path, index: Path) -> tuple[list[Path], dict[str, Any]]:
-    """The shard files, and for each tensor the open shard that holds it."""
+def _open_shards(directory: Path, index: Path) -> dict[str, tuple[Path, Any]]:
+    """For each tensor the shard that holds it, and that shard opened."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index}: there is no weight_map in it")
@@ -213,7 +215,7 @@ def _open_shards(directory: Path, index: Path) -> tuple[list[Path], dict[str, An
     for name, shard in weight_map.items():
         if name not in held[shard]:
             raise InputError(f"{index}: tensor {name!r} is not in shard {shard!r}, where the index puts it")
-    return [directory / shard for shard in shards], {name: shards[shard] for name, shard in weight_map.items()}
+    return {name: (directory / shard, shards[shard]) for name, shard in weight_map.items()}
 
 
 def _open_safetensors(path: Path) -> Any:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import ctypes
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -50,3 +53,30 @@ def test_the_mesh_holds_every_device_on_three_named_axes():
     mesh = make_mesh(Settings(shape="2,-1,2"))
     assert dict(mesh.shape) == {"dp": 2, "fsdp": 2, "tp": 2}
     assert set(mesh.devices.flat) == set(jax.devices())
+
+
+FREED_ARRAYS = """
+import resource
+import numpy as np
+from app.mesh import topology
+from settings.schema import Mesh
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+topology.start(Mesh())
+del_first = np.ones(24 << 20, np.uint8)
+del del_first  # glibc now keeps arrays up to this size in its heap, unless told otherwise
+before = resident()
+arrays = [np.ones(2 << 20, np.uint8) for _ in range(64)]
+last = arrays.pop()  # pins the top of the heap
+del arrays
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_freed_arrays_go_back_to_the_system():
+    process = subprocess.run([sys.executable, "-c", FREED_ARRAYS], capture_output=True, text=True, check=True)
+    assert int(process.stdout) < 16 << 20
