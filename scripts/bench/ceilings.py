@@ -1,0 +1,51 @@
+"""What this machine can do at most, measured: float32 products and memory traffic.
+
+python scripts/bench/ceilings.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+SIZE = 2048
+COPIED_BYTES = 1 << 30
+RUNS = 7
+
+
+def median_seconds(call: Callable[[], jax.Array]) -> float:
+    """Of `RUNS` calls after one that compiles."""
+    call().block_until_ready()
+    seconds = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        call().block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def matmul_flops_per_s(size: int = SIZE) -> float:
+    """Of a square float32 product: 2 size^3 operations."""
+    x = jax.random.normal(jax.random.key(0), (size, size), jnp.float32)
+    product = jax.jit(lambda a, b: jnp.matmul(a, b, precision="highest"))
+    return 2 * size**3 / median_seconds(lambda: product(x, x))
+
+
+def read_bytes_per_s(num_bytes: int = COPIED_BYTES) -> float:
+    """Of a sum over an array too large for any cache. Decoding reads every weight for every token."""
+    x = jnp.ones(num_bytes // 4, jnp.float32)
+    total = jax.jit(jnp.sum)
+    return num_bytes / median_seconds(lambda: total(x))
+
+
+def main() -> None:
+    print(f"float32 product of {SIZE} x {SIZE} matrices: {matmul_flops_per_s() / 1e9:.0f} GFLOP/s")
+    print(f"reading {COPIED_BYTES >> 20} MiB: {read_bytes_per_s() / 1e9:.1f} GB/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""One side of `train_step.py`: seconds of each phase of our training step, through the trainer itself.
+
+python scripts/bench/step_of_grpo.py --model DIR --rows FILE.jsonl --beta 0 --steps 3 --warmup 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import workload
+
+import settings
+from app.mesh import topology
+from app.rollout.engine import Engine
+from app.training import loop
+from app.training.progress import Board
+from app.training.session import Session
+from app.training.training_input import read_training_input
+from app.training.wiring import wire_learning
+from app.update.optimizer import initial_state
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--beta", type=float, default=0.0)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        steps, facts = measured(options, folder)
+    workload.report(steps, **facts, beta=options.beta, versions={"jax": jax.__version__})
+
+
+def measured(options: argparse.Namespace, folder: str) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """Seconds of each step after the warm-up, and what the work of a step is."""
+    chosen = resolved(options, folder).settings
+    inputs = read_training_input(chosen)
+    topology.start(chosen.mesh)
+    session = Session.open(chosen, inputs.model)
+    session.engine = endless(session)
+    learning = wire_learning(chosen, session)
+    state = initial_state(learning.optimizer, session.load_params(), learning.shardings)
+    reference = session.load_params() if chosen.algorithm.beta > 0 else None
+    trainer = loop.Trainer(chosen, session, learning, inputs.prompts, reference)
+    steps, samples = [], []
+    for step in range(1, chosen.run.steps + 1):
+        timer = loop.Timer(Board(num_steps=chosen.run.steps, first_step=0, shown=False))
+        start = time.perf_counter()
+        position = workload.NUM_PROMPTS * (step - 1)
+        state, samples, _ = trainer.step(state, step=step, position=position, timer=timer)
+        seconds = {name: timer.seconds[f"time/{name}_s"] for name in workload.PHASES}
+        seconds["step"] = time.perf_counter() - start
+        assert all(len(sample.completion_ids) == workload.NEW_TOKENS for sample in samples)
+        print(f"step {step}", {name: round(value, 2) for name, value in seconds.items()}, flush=True)
+        if step > options.warmup:
+            steps.append(seconds)
+    return steps, {
+        "num_parameters": inputs.model.definition.num_parameters,
+        "prompt_tokens_per_step": sum(len(s.prompt.token_ids) for s in samples) / workload.GROUP_SIZE,
+        "tokens_per_step": sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples),
+    }
+
+
+def resolved(options: argparse.Namespace, folder: str) -> settings.Resolved:
+    lines = {
+        "run.steps": options.warmup + options.steps,
+        "run.dir": folder,
+        "model.path": options.model,
+        "data.source": options.rows,
+        "data.shuffle": "false",
+        "data.max_prompt_length": workload.MAX_PROMPT_LENGTH,
+        "eval.every_steps": 0,
+        "rollout.prompts_per_step": workload.NUM_PROMPTS,
+        "rollout.group_size": workload.GROUP_SIZE,
+        "rollout.max_new_tokens": workload.NEW_TOKENS,
+        "reward.functions": "[gsm8k]",
+        "algorithm.beta": options.beta,
+        "optimizer.learning_rate": workload.LEARNING_RATE,
+    }
+    return settings.load("quickstart", [*(f"{k}={v}" for k, v in lines.items()), *options.overrides], os.environ)
+
+
+def endless(session: Session) -> Engine:
+    """The session's engine without an end-of-sequence token: every completion has its full length."""
+    chosen, model = session.settings, session.input
+    return Engine(
+        model.definition,
+        session.mesh,
+        eos_ids=(),
+        decode_text=model.tokenizer.decode,
+        dtype=jax.numpy.dtype(chosen.model.dtype),
+        prefill_length_min=chosen.rollout.prefill_length_min,
+        max_length_total=chosen.rollout.max_length_total,
+    )
+
+
+if __name__ == "__main__":
+    main()

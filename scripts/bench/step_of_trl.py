@@ -1,0 +1,128 @@
+"""The other side of `train_step.py`: seconds of each phase of TRL's GRPO step on the same work. Needs TRL, not grpo.
+
+    python scripts/bench/step_of_trl.py --model DIR --rows FILE.jsonl --beta 0 --steps 3 --warmup 1
+
+Set otherwise than TRL's defaults, so that both sides do the same: float32, no gradient checkpointing (faster here, and
+what ours does), all sixteen samples in one update, completions of exactly `workload.NEW_TOKENS` tokens.
+"""
+
+# TRL is not among the packages of this project's environment.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+import workload
+from datasets import Dataset
+
+
+class Stopwatch(transformers.TrainerCallback):
+    """Seconds of each step, and of the trainer's methods inside it."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._inside: dict[str, float] = defaultdict(float)
+        self._start = 0.0
+
+    def watch(self, trainer: Any, method: str) -> None:
+        """Times every call of a method of the trainer."""
+        original: Callable[..., Any] = getattr(trainer, method)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return original(*args, **options)
+            finally:
+                self._inside[method] += time.perf_counter() - start
+
+        setattr(trainer, method, timed)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._inside.clear()
+        self._start = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        step, inside = time.perf_counter() - self._start, self._inside
+        # TRL calls the same method for the reference's logprobs, while it prepares, and for the policy's, in the loss.
+        score = max(inside["_get_per_token_logps_and_entropies"] - inside["compute_loss"], 0.0)
+        update = step - inside["_prepare_inputs"]
+        self.steps.append({"rollout": inside["_generate_single_turn"], "score": score, "update": update, "step": step})
+        print(f"step {len(self.steps)}", {k: round(v, 2) for k, v in self.steps[-1].items()}, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--beta", type=float, default=0.0)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=1)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    stopwatch = Stopwatch()
+    with tempfile.TemporaryDirectory() as folder:
+        train(options, stopwatch, folder)
+    workload.report(
+        stopwatch.steps[options.warmup :],
+        versions={"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        threads=torch.get_num_threads(),
+    )
+
+
+def train(options: argparse.Namespace, stopwatch: Stopwatch, folder: str) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, padding_side="left")
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    rows = workload.read_rows(options.rows)
+    conversations = [
+        {"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows
+    ]
+    samples = workload.NUM_PROMPTS * workload.GROUP_SIZE
+    settings = trl.GRPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        beta=options.beta,
+        learning_rate=workload.LEARNING_RATE,
+        per_device_train_batch_size=samples,
+        num_generations=workload.GROUP_SIZE,
+        gradient_accumulation_steps=1,
+        steps_per_generation=1,
+        max_completion_length=workload.NEW_TOKENS,
+        generation_kwargs={"min_new_tokens": workload.NEW_TOKENS},
+        max_steps=options.warmup + options.steps,
+        shuffle_dataset=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=settings,
+        train_dataset=Dataset.from_list(conversations),
+        processing_class=tokenizer,
+        callbacks=[stopwatch],
+    )
+    for method in ("_generate_single_turn", "_get_per_token_logps_and_entropies", "_prepare_inputs", "compute_loss"):
+        stopwatch.watch(trainer, method)
+    trainer.train()
+
+
+def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    return [workload.reward_of(c[0]["content"], a) for c, a in zip(completions, answer, strict=True)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Our GRPO step against TRL's: the same model, prompts, lengths and precision, in turn on the same machine.
+
+    python scripts/bench/train_step.py --model DIR --data train.jsonl --peer-python PYTHON [--beta 0.04]
+        [--steps 3] [--warmup 1] [--rounds 2] [--out FILE.json]
+
+DIR is a Hugging Face directory, PYTHON the interpreter of an environment with TRL in it; without it only our side runs.
+Each round starts one process of each side, one after the other, so that a machine that slows down slows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import ceilings
+import workload
+
+from app.policy.weight_files import open_model
+from app.prompts.dataset import load_dataset
+from app.prompts.encode import encode_prompts
+from app.prompts.tokenizer import load_tokenizer
+
+HERE = Path(__file__).parent
+OURS, PEER = "grpo", "TRL"
+
+
+@dataclass
+class Side:
+    """What the processes of one side reported."""
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    peak_memory_bytes: list[int] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, reported: dict[str, Any]) -> None:
+        self.steps += reported.pop("steps")
+        self.peak_memory_bytes.append(reported.pop("peak_memory_bytes"))
+        self.facts = reported
+
+    def seconds(self, phase: str) -> list[float]:
+        return [step[phase] for step in self.steps]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="Hugging Face directory")
+    parser.add_argument("--data", type=Path, required=True, help="GSM8K's train.jsonl")
+    parser.add_argument("--peer-python", help="interpreter with TRL")
+    parser.add_argument("--beta", type=float, default=0.0, help="above 0: with a reference model")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each process")
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    sides = run_in_turn(options)
+    measured = {
+        "matmul_flops_per_s": ceilings.matmul_flops_per_s(),
+        "read_bytes_per_s": ceilings.read_bytes_per_s(),
+    }
+    print(table(sides))
+    print(against_ceilings(sides[OURS], measured))
+    if options.out:
+        options.out.write_text(json.dumps(record(options, sides, measured), indent=1) + "\n", encoding="utf-8")
+
+
+def run_in_turn(options: argparse.Namespace) -> dict[str, Side]:
+    commands = {OURS: [sys.executable, str(HERE / "step_of_grpo.py")]}
+    if options.peer_python:
+        commands[PEER] = [options.peer_python, str(HERE / "step_of_trl.py")]
+    sides = {name: Side() for name in commands}
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.jsonl"
+        choose_rows(options, rows, workload.NUM_PROMPTS * (options.warmup + options.steps))
+        work = ["--model", options.model, "--rows", str(rows), "--beta", str(options.beta)]
+        work += ["--steps", str(options.steps), "--warmup", str(options.warmup)]
+        for number in range(1, options.rounds + 1):
+            for name, command in commands.items():
+                print(f"round {number}: {name}", file=sys.stderr, flush=True)
+                sides[name].add(last_line([*command, *work]))
+    return sides
+
+
+def choose_rows(options: argparse.Namespace, out: Path, num_rows: int) -> None:
+    """The first rows whose templated prompt has `MIN_PROMPT_LENGTH` to `MAX_PROMPT_LENGTH` tokens."""
+    dataset = load_dataset(str(options.data), split="train", revision=None, prompt_column=None, answer_column=None)
+    some = dataset.rows[: 10 * num_rows]
+    tokenizer = load_tokenizer(open_model(options.model))
+    prompts, _ = encode_prompts(
+        some, tokenizer, system_prompt=None, max_prompt_length=workload.MAX_PROMPT_LENGTH, overlong="drop"
+    )
+    chosen = [p for p in prompts if len(p.token_ids) >= workload.MIN_PROMPT_LENGTH][:num_rows]
+    if len(chosen) < num_rows:
+        raise SystemExit(f"--data: {len(chosen)} prompts of the right length, {num_rows} needed")
+    lines = [json.dumps({"question": p.source, "answer": p.answer}) for p in chosen]
+    out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def last_line(command: Sequence[str]) -> dict[str, Any]:
+    """What a side reports. Its progress goes to stderr."""
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    *progress, report = process.stdout.strip().splitlines()
+    print(*progress, sep="\n", file=sys.stderr, flush=True)
+    return json.loads(report)
+
+
+def table(sides: Mapping[str, Side]) -> str:
+    """Medians (least..most) of each side, and how many times the peer's ours takes."""
+    lines = [f"{'':<22}" + "".join(f"{name:>26}" for name in sides) + (f"{'ratio':>10}" if PEER in sides else "")]
+    rows = [
+        (f"{phase}, s", {name: side.seconds(phase) for name, side in sides.items()})
+        for phase in (*workload.PHASES, "step")
+    ]
+    rows.append(
+        ("peak memory, GiB", {name: [b / 2**30 for b in side.peak_memory_bytes] for name, side in sides.items()})
+    )
+    for title, values in rows:
+        cells = [f"{statistics.median(v):.2f} ({min(v):.2f}..{max(v):.2f})" for v in values.values()]
+        line = f"{title:<22}" + "".join(f"{cell:>26}" for cell in cells)
+        if PEER in sides and statistics.median(values[PEER]) > 0.01:
+            line += f"{statistics.median(values[OURS]) / statistics.median(values[PEER]):>9.2f}x"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def against_ceilings(side: Side, measured: Mapping[str, float]) -> str:
+    """Where our time goes: each phase beside what the machine's measured ceilings would allow."""
+    flops_rate, read_rate = measured["matmul_flops_per_s"], measured["read_bytes_per_s"]
+    parameters, tokens = side.facts["num_parameters"], side.facts["tokens_per_step"]
+    samples = workload.NUM_PROMPTS * workload.GROUP_SIZE
+    read = 4 * parameters * workload.NEW_TOKENS / read_rate
+    computed = 2 * parameters * (side.facts["prompt_tokens_per_step"] + samples * workload.NEW_TOKENS) / flops_rate
+    floors = {"rollout": max(read, computed), "update": 6 * parameters * tokens / flops_rate}
+    if side.facts["beta"] > 0:
+        floors["score"] = 2 * parameters * tokens / flops_rate
+    lines = [
+        f"ceilings: {flops_rate / 1e9:.0f} GFLOP/s (float32 product), {read_rate / 1e9:.1f} GB/s (reading)",
+        f"decoding reads the weights in {read:.1f} s and computes in {computed:.1f} s",
+    ]
+    for phase, floor in floors.items():
+        seconds = statistics.median(side.seconds(phase))
+        lines.append(f"{phase:<8} {seconds:6.2f} s, floor {floor:6.2f} s: {floor / seconds:.0%} of the ceiling")
+    return "\n".join(lines)
+
+
+def record(options: argparse.Namespace, sides: Mapping[str, Side], measured: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "beta": options.beta,
+        "ceilings": dict(measured),
+        "sides": {
+            name: {
+                "median_s": {phase: statistics.median(side.seconds(phase)) for phase in (*workload.PHASES, "step")},
+                "steps": side.steps,
+                "peak_memory_bytes": side.peak_memory_bytes,
+                **side.facts,
+            }
+            for name, side in sides.items()
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What both sides of `train_step.py` do: GSM8K prompts, four samples each, exactly 64 new tokens, one AdamW update.
+
+Standard library only: it is imported in the peer's environment, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import sys
+from pathlib import Path
+
+NUM_PROMPTS = 4
+GROUP_SIZE = 4
+NEW_TOKENS = 64
+MIN_PROMPT_LENGTH = 64
+MAX_PROMPT_LENGTH = 128
+"""Tokens, chat template included."""
+LEARNING_RATE = 1e-6
+
+PHASES = ("rollout", "score", "update")
+"""Seconds that both sides report, besides the whole `step`."""
+
+_NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Questions and solutions, as `train_step.py` chose them."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def reward_of(completion: str, answer: str) -> float:
+    """1 for the right last number, 0.1 for any, and a little for length, so that siblings differ."""
+    numbers = _NUMBER.findall(completion)
+    gold = answer.split("####")[-1].strip().replace(",", "")
+    right = bool(numbers) and numbers[-1].replace(",", "").rstrip(".") == gold
+    return (1.0 if right else 0.1 if numbers else 0.0) + 0.001 * (len(completion) % 50)
+
+
+def peak_memory_bytes() -> int:
+    """Of this process, from its start. Linux counts in KiB, macOS in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def report(steps: list[dict[str, float]], **facts: object) -> None:
+    """The last line of a side's output: what `train_step.py` reads."""
+    print(json.dumps({"steps": steps, "peak_memory_bytes": peak_memory_bytes(), **facts}), flush=True)
