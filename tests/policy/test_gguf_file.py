@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors import safe_open
 
-from app.policy.architecture import architecture_from_config
+from app.policy.families import architecture_from_config
 from app.policy.weight_files import open_model
 from settings.errors import InputError
 

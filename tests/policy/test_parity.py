@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
-from app.policy.architecture import architecture_from_config
 from app.policy.attention import QUERY_BLOCK
 from app.policy.decoder import DecoderDefinition, Params
-from app.policy.token_logprobs import completion_logprobs, scaled_logits
+from app.policy.families import architecture_from_config
+from app.policy.token_logprobs import completion_logprobs
 from app.policy.weight_files import open_model
 from app.policy.weights import load_weights
 from app.rollout.sampling import SamplingRules
@@ -58,6 +58,31 @@ LLAMA3 = {
 }
 LONG_BASE = {"rope_type": "default", "rope_theta": 1e6}
 BIASES = {"attention_bias": True, "mlp_bias": True}
+SWITCHES: dict[str, dict[str, Any]] = {
+    # Every cap bends what goes through it, every window is shorter than most segments.
+    "mistral": {"sliding_window": 4},
+    "gemma2": {
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 7,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "tie_word_embeddings": False,
+    },
+    # More layers than a period of two layers with a window and one without.
+    "gemma3_text": {
+        "num_hidden_layers": 5,
+        "sliding_window": 5,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 7,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        },
+        "tie_word_embeddings": False,
+    },
+}
+"""What each family must have to differ from Llama; untied, unless a test ties."""
+QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 
 
 class Segment(NamedTuple):
@@ -100,13 +125,13 @@ def write_checkpoint(
 ) -> Path:
     """A model of random weights, saved by transformers itself."""
     torch, transformers = import_reference()
-    kind = {"llama": "Llama", "qwen2": "Qwen2"}[model_type]
-    config = getattr(transformers, f"{kind}Config")(**SIZES | changes)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    config = transformers.AutoConfig.for_model(model_type, **SIZES | SWITCHES.get(model_type, {}) | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     rng = np.random.default_rng(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            values = rng.normal(float("norm" in name), 0.3, tuple(weight.shape))
+            factor_of_norm = 0.0 if model_type.startswith("gemma") else 1.0  # which multiplies by 1 + weight
+            values = rng.normal(factor_of_norm if "norm" in name else 0.0, 0.3, tuple(weight.shape))
             weight.copy_(torch.from_numpy(values.astype(np.float32)))
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
@@ -150,7 +175,7 @@ def our_logits(definition: DecoderDefinition, params: Params, rows: PackedRows) 
     @jax.jit
     def logits(params: Params, *rows: Array) -> Array:
         decoder = definition.bind(params)
-        return scaled_logits(decoder.hidden(*rows, dtype=jnp.dtype("float32")), decoder.head, 1.0)
+        return decoder.head.logits(decoder.hidden(*rows, dtype=jnp.dtype("float32")))
 
     return np.asarray(logits(params, rows.token_ids, rows.positions, rows.segment_ids))
 
@@ -175,6 +200,30 @@ def assert_every_segment_has_the_reference_logits(directory: Path, rows: PackedR
         pytest.param("llama", {"mlp_bias": True, "rms_norm_eps": 0.1}, id="llama-mlp_bias-large_epsilon"),
         pytest.param("qwen2", {}, id="qwen2"),
         pytest.param("qwen2", {"tie_word_embeddings": True} | ONE_KV_HEAD, id="qwen2-tied-one_kv_head"),
+        pytest.param("qwen2", QWEN_WINDOWS, id="qwen2-windows"),
+        pytest.param("qwen3", {}, id="qwen3"),
+        pytest.param("qwen3", {"tie_word_embeddings": True, "attention_bias": True}, id="qwen3-tied-biases"),
+        pytest.param("qwen3", QWEN_WINDOWS | ONE_KV_HEAD, id="qwen3-windows-one_kv_head"),
+        pytest.param("mistral", {}, id="mistral"),
+        pytest.param("mistral", {"sliding_window": None, "tie_word_embeddings": True}, id="mistral-tied-no_window"),
+        pytest.param("gemma2", {}, id="gemma2"),
+        pytest.param("gemma2", {"num_hidden_layers": 4} | ONE_KV_HEAD, id="gemma2-one_kv_head"),
+        pytest.param(
+            "gemma2",
+            {
+                "attn_logit_softcapping": None,
+                "final_logit_softcapping": None,
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+            },
+            id="gemma2-tied-biases-no_caps",
+        ),
+        pytest.param("gemma3_text", {}, id="gemma3_text"),
+        pytest.param(
+            "gemma3_text",
+            {"tie_word_embeddings": True, "final_logit_softcapping": 5.0, "attention_bias": True} | ONE_KV_HEAD,
+            id="gemma3_text-tied-biases-cap-one_kv_head",
+        ),
     ],
 )
 def test_logits_equal_transformers_in_every_segment_of_packed_rows(tmp_path, model_type, changes):
