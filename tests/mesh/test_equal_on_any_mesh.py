@@ -37,7 +37,7 @@ from tests.tiny import (
 
 # One layer: the mesh never splits them.
 EVEN, BIASED = replace(EVEN, num_layers=1), replace(BIASED, num_layers=1)
-SWITCHED = replace(EVEN, **SWITCHES, num_layers=2, windows=(3, None))
+SWITCHED = replace(EVEN, **SWITCHES, windows=(3,))
 FLOAT32 = jnp.dtype("float32")
 
 
