@@ -71,7 +71,7 @@ def serve() -> Iterator[LocalHub]:
             if self.command == "GET":
                 self.wfile.write(body)
 
-        do_HEAD = do_GET
+        do_HEAD = do_GET  # noqa: N815 - http.server looks for this name
 
         def log_message(self, format: str, *args: object) -> None: ...
 

@@ -32,6 +32,8 @@ class Family(NamedTuple):
     causal_lm: str
     """The `architectures` entry that goes with the `model_type`."""
     read: Callable[[Config], Architecture]
+    example: str
+    """A text-only checkpoint of the hub."""
 
 
 def architecture_from_config(config: Config) -> Architecture:
@@ -139,12 +141,12 @@ def gemma3_text(config: Config) -> Architecture:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", llama),
-    "mistral": Family("MistralForCausalLM", mistral),
-    "qwen2": Family("Qwen2ForCausalLM", qwen2),
-    "qwen3": Family("Qwen3ForCausalLM", qwen3),
-    "gemma2": Family("Gemma2ForCausalLM", gemma2),
-    "gemma3_text": Family("Gemma3ForCausalLM", gemma3_text),
+    "llama": Family("LlamaForCausalLM", llama, "meta-llama/Llama-3.2-1B-Instruct"),
+    "mistral": Family("MistralForCausalLM", mistral, "mistralai/Mistral-7B-Instruct-v0.3"),
+    "qwen2": Family("Qwen2ForCausalLM", qwen2, "Qwen/Qwen2.5-0.5B-Instruct"),
+    "qwen3": Family("Qwen3ForCausalLM", qwen3, "Qwen/Qwen3-0.6B"),
+    "gemma2": Family("Gemma2ForCausalLM", gemma2, "google/gemma-2-2b-it"),
+    "gemma3_text": Family("Gemma3ForCausalLM", gemma3_text, "google/gemma-3-1b-it"),
 }
 """By `model_type`."""
 
@@ -322,7 +324,8 @@ def _check_gemma_activation(config: Config) -> None:
 def _wrapper(config: Config) -> InputError:
     inner = config.get("text_config")
     inner_type = inner.get("model_type") if isinstance(inner, dict) else None
-    text_only = f", whose model_type is {inner_type!r}" if inner_type in FAMILIES else ""
+    family = FAMILIES.get(inner_type) if isinstance(inner_type, str) else None
+    text_only = f" of model_type {inner_type!r}, such as {family.example}" if family else ""
     return InputError(
         f"config.json: model_type={config.get('model_type')!r} wraps a language model together with an image or sound "
         f"encoder, which is not supported; use a text-only checkpoint{text_only}"

@@ -274,13 +274,10 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(change, message):
         (
             "gemma3",
             {"text_config": {"model_type": "gemma3_text"}, "vision_config": {}},
-            r"model_type='gemma3' wraps .*text-only checkpoint, whose model_type is 'gemma3_text'",
+            r"'gemma3' wraps .*text-only checkpoint of model_type 'gemma3_text', such as google/gemma-3-1b-it",
         ),
-        (
-            "mistral3",
-            {"text_config": {"model_type": "mistral"}},
-            r"text-only checkpoint, whose model_type is 'mistral'",
-        ),
+        ("mistral3", {"text_config": {"model_type": "mistral"}}, r"text-only checkpoint of model_type 'mistral'"),
+        ("llava", {"text_config": "none", "vision_config": {}}, r"model_type='llava' .*text-only checkpoint$"),
     ],
 )
 def test_what_a_family_cannot_do_is_refused_by_name(model_type, change, message):

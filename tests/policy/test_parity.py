@@ -28,7 +28,7 @@ from app.policy.weight_files import open_model
 from app.policy.weights import load_weights
 from app.rollout.sampling import SamplingRules
 from app.score.scorer import Scorer
-from tests.tiny import BIASED, make_engine, make_mesh, make_prompt, random_params, random_prompts
+from tests.tiny import BIASED, SWITCHED, make_engine, make_mesh, make_prompt, random_params, random_prompts
 
 CONVERTER = Path(__file__).resolve().parents[3] / "shared" / "tools" / "convert_smollm2.py"
 
@@ -137,10 +137,16 @@ def write_checkpoint(
     return directory
 
 
-def spell_rope_as_before_transformers_5(directory: Path) -> None:
+def spell_as_before_transformers_5(directory: Path) -> None:
     path = directory / "config.json"
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
+    if "sliding_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if "layer_types" in config:
+        del config["layer_types"]
+        config["sliding_window_pattern"] = config.pop("_sliding_window_pattern", None)
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     path.write_text(json.dumps(config))
@@ -230,19 +236,22 @@ def test_logits_equal_transformers_in_every_segment_of_packed_rows(tmp_path, mod
     assert_every_segment_has_the_reference_logits(write_checkpoint(tmp_path, model_type, **changes))
 
 
-@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
 @pytest.mark.parametrize(
-    ("model_type", "rope"),
+    ("model_type", "rope", "spelling"),
     [
-        pytest.param("llama", LINEAR, id="llama-linear"),
-        pytest.param("llama", LLAMA3, id="llama-llama3"),
-        pytest.param("qwen2", LONG_BASE, id="qwen2-base_1e6"),
+        pytest.param("llama", LINEAR, "new", id="llama-linear"),
+        pytest.param("llama", LLAMA3, "new", id="llama-llama3"),
+        pytest.param("qwen2", LONG_BASE, "new", id="qwen2-base_1e6"),
+        pytest.param("llama", LINEAR, "old", id="llama-linear-old_spelling"),
+        pytest.param("llama", LLAMA3, "old", id="llama-llama3-old_spelling"),
+        pytest.param("qwen2", LONG_BASE, "old", id="qwen2-base_1e6-old_spelling"),
+        pytest.param("gemma3_text", SWITCHES["gemma3_text"]["rope_parameters"], "old", id="gemma3_text-old_spelling"),
     ],
 )
 def test_logits_equal_transformers_under_every_rope_in_both_spellings(tmp_path, model_type, rope, spelling):
     write_checkpoint(tmp_path, model_type, rope_parameters=rope)
-    if spelling == "rope_scaling":
-        spell_rope_as_before_transformers_5(tmp_path)
+    if spelling == "old":
+        spell_as_before_transformers_5(tmp_path)
     assert_every_segment_has_the_reference_logits(tmp_path)
 
 
@@ -252,17 +261,31 @@ def test_logits_equal_transformers_from_many_shards_stored_in_bfloat16(tmp_path)
     assert_every_segment_has_the_reference_logits(tmp_path)
 
 
-@pytest.mark.parametrize("num_tokens", [2 * QUERY_BLOCK, 3 * QUERY_BLOCK // 2])
-def test_logits_of_rows_longer_than_a_query_block_equal_transformers(tmp_path, num_tokens):
-    write_checkpoint(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=2048)
+@pytest.mark.parametrize(
+    ("model_type", "num_tokens", "changes"),
+    [
+        ("llama", 2 * QUERY_BLOCK, {"num_hidden_layers": 1}),
+        ("llama", 3 * QUERY_BLOCK // 2, {"num_hidden_layers": 1}),
+        # The window is wider than the blocks of 512 and narrower than the first segment.
+        ("gemma2", 3 * QUERY_BLOCK // 2, {"num_hidden_layers": 2, "sliding_window": 700}),
+    ],
+)
+def test_logits_of_rows_longer_than_a_query_block_equal_transformers(tmp_path, model_type, num_tokens, changes):
+    write_checkpoint(tmp_path, model_type, max_position_embeddings=2048, **changes)
     rows = packed_rows((1100, num_tokens - 1150), num_tokens=num_tokens)
     assert_every_segment_has_the_reference_logits(tmp_path, rows)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_completion_logprobs_and_entropy_equal_torch_log_softmax(tmp_path, temperature):
+@pytest.mark.parametrize(
+    ("model_type", "temperature"),
+    [
+        *(("llama", temperature) for temperature in (0.7, 1.0, 1.3)),
+        *((family, 0.7) for family in ("mistral", "qwen3", "gemma2", "gemma3_text")),
+    ],
+)
+def test_completion_logprobs_and_entropy_equal_torch_log_softmax(tmp_path, model_type, temperature):
     torch, _ = import_reference()
-    write_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    write_checkpoint(tmp_path, model_type, tie_word_embeddings=True)
     reference = load_reference(tmp_path)
     definition, params = load_ours(tmp_path)
     rows = packed_rows(*SHORT_ROWS)
@@ -304,7 +327,7 @@ def test_completion_logprobs_and_entropy_equal_torch_log_softmax(tmp_path, tempe
         np.testing.assert_allclose(entropy[places], expected_entropy, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "gemma2", "gemma3_text"])
 def test_greedy_generation_equals_transformers_token_for_token(tmp_path, model_type):
     torch, _ = import_reference()
     write_checkpoint(tmp_path, model_type, **ONE_KV_HEAD)
@@ -344,10 +367,11 @@ def test_greedy_generation_equals_transformers_token_for_token(tmp_path, model_t
         np.testing.assert_allclose(sample.behavior_logprobs, chosen, rtol=0, atol=1e-4)
 
 
-def test_bfloat16_stays_near_float32_and_sampler_and_scorer_agree_in_it():
-    definition = DecoderDefinition.of(BIASED)
+@pytest.mark.parametrize("architecture", [BIASED, SWITCHED], ids=["biases", "every-switch"])
+def test_bfloat16_stays_near_float32_and_sampler_and_scorer_agree_in_it(architecture):
+    definition = DecoderDefinition.of(architecture)
     params = random_params(definition)
-    prompts = random_prompts(6, vocab_size=BIASED.vocab_size)
+    prompts = random_prompts(6, vocab_size=architecture.vocab_size)
     engine = make_engine(definition, dtype=jnp.dtype("bfloat16"))
     samples = engine.generate(
         engine.weights(params),
