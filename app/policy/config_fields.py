@@ -10,13 +10,16 @@ from settings.errors import InputError
 Config = Mapping[str, Any]
 """A parsed `config.json`, or an object inside it."""
 
+MAX_INT = 2**30
+"""Sizes and positions are int32 on the devices, and no real one comes near."""
+
 T = TypeVar("T")
 
 
 def positive_int(fields: Config, name: str, default: int | None = None) -> int:
     value = _present(fields, name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"config.json: {name} must be a positive integer, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < MAX_INT:
+        raise InputError(f"config.json: {name} must be a positive integer below 2**30, got {value!r}")
     return value
 
 

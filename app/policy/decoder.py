@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.policy.architecture import Architecture
 from app.policy.attention import ScoreRule, packed_attention, rotate, soft_capped
+from app.policy.config_fields import MAX_INT
 from app.policy.rope import rope_frequencies
 
 Params = dict[str, Any]
@@ -32,7 +33,7 @@ Path = tuple[str, ...]
 
 INITIAL_STDDEV = 0.02
 
-NO_WINDOW = 2**30
+NO_WINDOW = MAX_INT
 """Wider than any row: what a layer without a window gets where another one of the scan has one."""
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}

@@ -83,8 +83,7 @@ def llama(config: Config) -> Architecture:
 def mistral(config: Config) -> Architecture:
     """Llama with the same sliding window on every layer. Source: Jiang et al. 2023."""
     _check_activation(config)
-    window = unless_null(positive_int, config, "sliding_window", absent=4096)
-    return _architecture(config, windows=_uniform_windows(config, window))
+    return _architecture(config, windows=_uniform_windows(config, _sliding_window(config)))
 
 
 def qwen2(config: Config) -> Architecture:
@@ -114,7 +113,7 @@ def gemma2(config: Config) -> Architecture:
     """
     return _gemma(
         config,
-        windows=_windows(config, lambda layer: layer % 2 == 0, _gemma_window(config)),
+        windows=_windows(config, lambda layer: layer % 2 == 0, _sliding_window(config)),
         attention_soft_cap=unless_null(positive_float, config, "attn_logit_softcapping", absent=50.0),
         logit_soft_cap=unless_null(positive_float, config, "final_logit_softcapping", absent=30.0),
     )
@@ -132,7 +131,7 @@ def gemma3_text(config: Config) -> Architecture:
     rope, windowed_rope = _ropes_by_layer_type(config)
     return _gemma(
         config,
-        windows=_windows(config, lambda layer: (layer + 1) % pattern != 0, _gemma_window(config)),
+        windows=_windows(config, lambda layer: (layer + 1) % pattern != 0, _sliding_window(config)),
         rope=rope,
         windowed_rope=windowed_rope,
         query_key_norms=True,
@@ -238,12 +237,10 @@ def _ropes_by_layer_type(config: Config) -> tuple[Rope, Rope]:
             f"config.json: rope_parameters of model_type={config['model_type']!r} has {extra[0]!r}; expected "
             f"an object for {FULL!r} and one for {SLIDING!r}"
         )
-    whole = {
-        "rope_theta": config.get("rope_theta"),
-        **json_object(by_type, FULL),
-        **json_object(config, "rope_scaling"),
-    }
-    windowed = {"rope_theta": config.get("rope_local_base_freq"), **json_object(by_type, SLIDING)}
+    partial = {"partial_rotary_factor": config.get("partial_rotary_factor")}
+    scaling = json_object(config, "rope_scaling")
+    whole = {**partial, "rope_theta": config.get("rope_theta"), **json_object(by_type, FULL), **scaling}
+    windowed = {**partial, "rope_theta": config.get("rope_local_base_freq"), **json_object(by_type, SLIDING)}
     max_positions = positive_int(config, "max_position_embeddings")
     return (
         read_rope(whole, max_positions=max_positions, default_theta=1_000_000.0),
@@ -279,16 +276,14 @@ def _uniform_windows(config: Config, window: int | None) -> tuple[int | None, ..
 
 def _qwen_windows(config: Config) -> tuple[int | None, ...]:
     """Off unless asked for; then on the layers from `max_window_layers` on."""
-    window = None
-    if boolean(config, "use_sliding_window"):
-        window = unless_null(positive_int, config, "sliding_window", absent=4096)
+    window = _sliding_window(config) if boolean(config, "use_sliding_window") else None
     first = config.get("max_window_layers", 28)
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
         raise InputError(f"config.json: max_window_layers must be an integer of at least 0, got {first!r}")
     return _windows(config, lambda layer: window is not None and layer >= first, window)
 
 
-def _gemma_window(config: Config) -> int | None:
+def _sliding_window(config: Config) -> int | None:
     return unless_null(positive_int, config, "sliding_window", absent=4096)
 
 

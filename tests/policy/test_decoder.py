@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array
 
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params, by_path
 from app.policy.rope import rope_frequencies
+from app.policy.token_logprobs import completion_logprobs
 from tests.tiny import BIASED, ODD, SWITCHED, random_params
 
 ARCHITECTURES = pytest.mark.parametrize(
@@ -118,6 +121,43 @@ def test_recomputing_blocks_changes_no_value_and_no_gradient(architecture):
 
     results = [jax.jit(jax.value_and_grad(functools.partial(loss, remat=remat)))(params) for remat in ("none", "block")]
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *results)
+
+
+def test_recomputing_blocks_changes_neither_logprobs_nor_gradients_and_saves_memory():
+    definition = DecoderDefinition.of(BIASED)
+    params = random_params(definition)
+    token_ids = np.random.default_rng(4).integers(0, BIASED.vocab_size, (2, 40)).astype(np.int32)
+    weights = np.random.default_rng(5).normal(size=(2, 39)).astype(np.float32)
+    batch: dict[str, Any] = {
+        "token_ids": token_ids,
+        "positions": np.broadcast_to(np.arange(40), (2, 40)),
+        "segment_ids": np.ones_like(token_ids),
+        "score_index": np.broadcast_to(np.arange(39), (2, 39)),
+        "targets": token_ids[:, 1:],
+    }
+
+    def compiled(remat: str) -> Any:
+        def loss(params: Params) -> Array:
+            logprobs, _ = completion_logprobs(
+                definition.bind(params),
+                **batch,
+                temperature=1.0,
+                dtype=jnp.dtype("float32"),
+                remat=remat,
+                logits_chunk=10,
+            )
+            return jnp.sum(logprobs * weights)
+
+        return jax.jit(jax.value_and_grad(loss)).lower(params).compile()
+
+    kept, recomputed = compiled("none"), compiled("block")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(a).max()),
+        kept(params),
+        recomputed(params),
+    )
+    temporary_bytes = [program.memory_analysis().temp_size_in_bytes for program in (recomputed, kept)]
+    assert temporary_bytes[0] < 0.7 * temporary_bytes[1]
 
 
 @ARCHITECTURES

@@ -253,7 +253,13 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(change, message):
         ("qwen3", {"use_sliding_window": True, "sliding_window": 0}, r"sliding_window must be a positive integer"),
         ("qwen3", {"max_window_layers": -1}, r"max_window_layers must be an integer of at least 0, got -1"),
         ("mistral", {"hidden_act": "gelu"}, r"hidden_act='gelu'.*'silu'"),
-        ("mistral", {"sliding_window": "4096"}, r"sliding_window must be a positive integer, got '4096'"),
+        (
+            "mistral",
+            {"sliding_window": 2**40},
+            r"positive integer below 2\*\*30, got 1099511627776",
+        ),
+        ("gemma3_text", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5"),
+        ("mistral", {"sliding_window": "4096"}, r"sliding_window must be a positive integer below 2.*, got '4096'"),
         (
             "mistral",
             {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
@@ -270,7 +276,7 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(change, message):
         ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, r"has 'rope_theta'; expected an object for"),
         ("gemma3_text", {"rope_parameters": {"sliding_attention": 3}}, r"sliding_attention must be an object, got 3"),
         ("gemma3_text", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, r"'yarn'.*default, linear, llama3"),
-        ("gemma3_text", {"sliding_window_pattern": 0}, r"sliding_window_pattern must be a positive integer, got 0"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, r"sliding_window_pattern must be a positive integer.*, got 0"),
         (
             "gemma3",
             {"text_config": {"model_type": "gemma3_text"}, "vision_config": {}},
