@@ -35,8 +35,8 @@ from app.batching.pack import RowShape, TokenBatch, pack_tokens
 from app.batching.plan import fixed_micro_batches
 from app.batching.row_logprobs import row_logprobs
 from app.flow import Prompt, Sample
-from app.policy.architecture import architecture_from_config
 from app.policy.decoder import DecoderDefinition, Params, by_path
+from app.policy.families import architecture_from_config
 from app.policy.weights import expected_entries
 from app.prompts.arithmetic import make_problems
 

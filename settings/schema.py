@@ -69,7 +69,8 @@ class Model(Section):
         description="Hugging Face directory, hub id, `.gguf` file, or `builtin:tiny`.",
     )
     revision: str | None = Field(
-        default=None, description="Commit, tag or branch of a hub id; its newest commit when null."
+        default=None,
+        description="Commit, tag or branch of a hub id; its newest commit when null. A resumed run keeps its commit.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Compute type. Weights, optimizer, softmax and losses stay float32."

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from app.mesh import topology
-from app.policy.architecture import architecture_from_config
 from app.policy.decoder import DecoderDefinition, by_path
+from app.policy.families import architecture_from_config
 from app.policy.weight_files import open_model
 from app.policy.weights import load_weights
 from app.prompts.arithmetic import make_problems

@@ -16,8 +16,9 @@ from app.batching.pack import RowShape, pack_per_token, pack_tokens
 from app.batching.plan import Plan
 from app.flow import Prompt, Sample
 from app.mesh.axis_rules import AXES
-from app.policy.architecture import Architecture, Rope
+from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params
+from app.policy.rope import Rope
 from app.rollout.engine import Engine
 from app.update.aggregation import Totals, Weights, token_mean
 from app.update.objective import UpdateBatch
@@ -43,6 +44,22 @@ ODD = Architecture(
 
 BIASED = replace(ODD, tied_embeddings=False, qkv_bias=True, attention_output_bias=True, mlp_bias=True)
 
+SWITCHES: dict[str, Any] = {
+    "family": "gemma3_text",
+    "query_scale": 0.4,
+    "attention_soft_cap": 2.0,
+    "logit_soft_cap": 5.0,
+    "query_key_norms": True,
+    "post_norms": True,
+    "centered_norms": True,
+    "activation": "gelu_tanh",
+    "scaled_embeddings": True,
+    "windowed_rope": Rope(theta=50.0),
+}
+"""All that can differ from Llama, but for `windows`, which count layers."""
+
+SWITCHED = replace(ODD, num_layers=3, windows=(3, None, 4), **SWITCHES)
+
 EVEN = replace(ODD, vocab_size=64, model_dim=32, mlp_dim=48, num_query_heads=4, num_kv_heads=2, head_dim=8)
 """Every weight can be split over 8 devices along fsdp, or 2 along tp."""
 
@@ -50,10 +67,13 @@ EVEN = replace(ODD, vocab_size=64, model_dim=32, mlp_dim=48, num_query_heads=4, 
 def random_params(definition: DecoderDefinition, seed: int = 0) -> Params:
     """Weights far larger than a fresh model's, so that no distribution is close to uniform and every bias counts."""
     rng = np.random.default_rng(seed)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jnp.asarray(rng.normal(float(path[-1].key == "scale"), 0.2, leaf.shape).astype(np.float32)),
-        definition.shapes,
-    )
+    center_of_scales = 0.0 if definition.architecture.centered_norms else 1.0
+
+    def draw(path: Any, leaf: Any) -> jax.Array:
+        center = center_of_scales if path[-1].key == "scale" else 0.0
+        return jnp.asarray(rng.normal(center, 0.2, leaf.shape).astype(np.float32))
+
+    return jax.tree_util.tree_map_with_path(draw, definition.shapes)
 
 
 def make_mesh(shape: tuple[int, int, int] = (1, 1, 1)) -> Mesh:

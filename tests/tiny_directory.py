@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from app.policy.architecture import architecture_from_config
 from app.policy.decoder import DecoderDefinition
+from app.policy.families import architecture_from_config
 from app.policy.weights import expected_entries
 
 END, UNKNOWN = "<|end|>", "<|unknown|>"

@@ -7,6 +7,7 @@ digits that decide the softmax.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,18 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Finite, so that a row with nothing to see gets a harmless uniform softmax instead of NaN."""
 
 
+class ScoreRule(NamedTuple):
+    """How q k^T becomes the scores of the softmax."""
+
+    scale: float | None = None
+    """1 / sqrt(H) when None."""
+    soft_cap: float | None = None
+    """See `soft_capped`."""
+
+
+PLAIN = ScoreRule()
+
+
 def rotate(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"]) -> Float[Array, "R T heads H"]:
     """Rotary position embedding, halves convention: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
 
@@ -29,21 +42,28 @@ def rotate(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"]) -> 
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
 
 
+def soft_capped(x: Float[Array, "*dims"], cap: float | None) -> Float[Array, "*dims"]:
+    """Cap tanh(x / cap): close to x while it is small, never beyond the cap. x itself when there is none."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 def attend(
     query: Float[Array, "R T Q H"],
     keys: Float[Array, "R K S H"],
     values: Float[Array, "R K S H"],
     visible: Bool[Array, "R T S"],
+    rule: ScoreRule = PLAIN,
 ) -> Float[Array, "R T Q H"]:
-    """softmax(q k^T / sqrt(H)) v over the visible keys; Q / K query heads share a key head.
+    """softmax(cap(scale q k^T)) v over the visible keys; Q / K query heads share a key head.
 
-    Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023.
+    Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; soft caps: Riviere et al. 2024 (Gemma 2).
     """
     rows, num_tokens, num_query_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]
     grouped = query.reshape(rows, num_tokens, num_kv_heads, num_query_heads // num_kv_heads, head_dim)
     scores = jnp.einsum("rtkgh,rksh->rkgts", grouped, keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible[:, None, None], scores * head_dim**-0.5, MASKED)
+    scores = soft_capped(scores * (rule.scale or head_dim**-0.5), rule.soft_cap)
+    scores = jnp.where(visible[:, None, None], scores, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     # Accumulated in float32 without asking; asking would also make the result float32, and that product of
     # bfloat16 is one that XLA on CPU refuses to run when there are several rows and key heads.
@@ -56,16 +76,26 @@ def packed_attention(
     keys: Float[Array, "R K T H"],
     values: Float[Array, "R K T H"],
     segment_ids: Int32[Array, "R T"],
+    *,
+    window: int | Int32[Array, ""] | None = None,
+    rule: ScoreRule = PLAIN,
 ) -> Float[Array, "R T Q H"]:
-    """Causal attention inside each segment of a packed row. Segment 0 is padding and sees nothing."""
+    """Causal attention inside each segment of a packed row. Segment 0 is padding and sees nothing.
+
+    Args:
+        window: how many tokens a token sees, itself included; all before it when None. Inside a segment the
+            distance along the row is that of the positions.
+    """
     num_tokens = query.shape[1]
 
     def block(query: Array, first: Array | int) -> Array:
         at = first + jnp.arange(query.shape[1])
         own = jax.lax.dynamic_slice_in_dim(segment_ids, first, query.shape[1], axis=1)
         causal = at[:, None] >= jnp.arange(num_tokens)[None, :]
+        if window is not None:
+            causal &= at[:, None] - jnp.arange(num_tokens)[None, :] < window
         visible = causal & (own[:, :, None] == segment_ids[:, None, :]) & (own[:, :, None] != 0)
-        return attend(query, keys, values, visible)
+        return attend(query, keys, values, visible, rule)
 
     if num_tokens <= QUERY_BLOCK:
         return block(query, 0)
@@ -82,7 +112,17 @@ def cached_attention(
     keys: Float[Array, "B K S H"],
     values: Float[Array, "B K S H"],
     positions: Int32[Array, "B"],
+    *,
+    window: int | None = None,
+    rule: ScoreRule = PLAIN,
 ) -> Float[Array, "B 1 Q H"]:
-    """One new token per slot, at `positions`, over the cache entries up to and including its own."""
-    visible = jnp.arange(keys.shape[2])[None, :] <= positions[:, None]
-    return attend(query, keys, values, visible[:, None, :])
+    """One new token per slot, at `positions`, over the cache entries up to and including its own.
+
+    Args:
+        window: how many of them it sees, its own included; all when None.
+    """
+    slots = jnp.arange(keys.shape[2])[None, :]
+    visible = slots <= positions[:, None]
+    if window is not None:
+        visible &= slots > positions[:, None] - window
+    return attend(query, keys, values, visible[:, None, :], rule)

@@ -14,14 +14,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from app.mesh.axis_rules import constrain, sharding_tree
-from app.policy.architecture import Architecture, rope_frequencies
-from app.policy.attention import packed_attention, rotate
+from app.policy.architecture import Architecture
+from app.policy.attention import ScoreRule, packed_attention, rotate, soft_capped
+from app.policy.config_fields import MAX_INT
+from app.policy.rope import rope_frequencies
 
 Params = dict[str, Any]
 """A nested dict of arrays: the form in which weights move between rooms."""
@@ -29,6 +32,11 @@ Params = dict[str, Any]
 Path = tuple[str, ...]
 
 INITIAL_STDDEV = 0.02
+
+NO_WINDOW = MAX_INT
+"""Wider than any row: what a layer without a window gets where another one of the scan has one."""
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 def by_path(tree: Params) -> dict[Path, Any]:
@@ -47,16 +55,30 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], dims: tuple[str, ...], *, ini
 
 
 class Norm(nnx.Module):
-    """Root-mean-square layer norm: x / sqrt(mean(x^2) + eps) * scale. Source: Zhang & Sennrich 2019."""
+    """Root-mean-square layer norm over the last dim: x / sqrt(mean(x^2) + eps) * scale. Source: Zhang & Sennrich 2019.
 
-    def __init__(self, arch: Architecture, rngs: nnx.Rngs, *, stack: tuple[int, ...] = ()):
+    Centered, it multiplies by 1 + scale, and rounds to the compute type only after that. The scale stays as the
+    checkpoint has it: adding the 1 beforehand would not come back bit for bit.
+    """
+
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs, size: dict[str, int], *, stack: dict[str, int]):
         self.epsilon = arch.norm_epsilon
-        self.scale = weight(rngs, (*stack, arch.model_dim), (*("layers",) * len(stack), "embed"), init="ones")
+        self.centered = arch.centered_norms
+        sizes = {**stack, **size}
+        self.scale = weight(rngs, tuple(sizes.values()), tuple(sizes), init="zeros" if self.centered else "ones")
 
-    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+    def __call__(self, x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
         x32 = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
-        return (x32 * inverse).astype(x.dtype) * self.scale[...].astype(x.dtype)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+        scale = self.scale[...].astype(x.dtype)
+        if self.centered:
+            return (normed * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+        return normed.astype(x.dtype) * scale
+
+
+def unchanged(x: Array) -> Array:
+    """Stands where another family has a norm."""
+    return x
 
 
 class Projection(nnx.Module):
@@ -90,35 +112,62 @@ Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 
 
 class Block(nnx.Module):
-    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Where the family has them, query and key are normed per head, and what is added is normed, too.
+    """
 
     def __init__(self, arch: Architecture, rngs: nnx.Rngs):
         stack = {"layers": arch.num_layers}
         embed = {"embed": arch.model_dim}
-        heads = {"query_heads": arch.num_query_heads, "head": arch.head_dim}
-        kv_heads = {"kv_heads": arch.num_kv_heads, "head": arch.head_dim}
+        head = {"head": arch.head_dim}
+        heads = {"query_heads": arch.num_query_heads, **head}
+        kv_heads = {"kv_heads": arch.num_kv_heads, **head}
         mlp = {"mlp": arch.mlp_dim}
         project = functools.partial(Projection, rngs, stack=stack)
-        self.attention_norm = Norm(arch, rngs, stack=(arch.num_layers,))
+        norm = functools.partial(Norm, arch, rngs, stack=stack)
+        self.activation = arch.activation
+        self.attention_norm = norm(embed)
         self.query = project(embed, heads, bias=arch.qkv_bias)
         self.key = project(embed, kv_heads, bias=arch.qkv_bias)
         self.value = project(embed, kv_heads, bias=arch.qkv_bias)
+        self.query_norm = norm(head) if arch.query_key_norms else unchanged
+        self.key_norm = norm(head) if arch.query_key_norms else unchanged
         self.attention_output = project(heads, embed, bias=arch.attention_output_bias)
-        self.mlp_norm = Norm(arch, rngs, stack=(arch.num_layers,))
+        self.attention_post_norm = norm(embed) if arch.post_norms else unchanged
+        self.mlp_norm = norm(embed)
         self.gate = project(embed, mlp, bias=arch.mlp_bias)
         self.up = project(embed, mlp, bias=arch.mlp_bias)
         self.down = project(mlp, embed, bias=arch.mlp_bias)
+        self.mlp_post_norm = norm(embed) if arch.post_norms else unchanged
 
     def __call__(
         self, x: Float[Array, "R T D"], angles: Float[Array, "R T half"], attend: Attend
     ) -> tuple[Float[Array, "R T D"], Any]:
         y = self.attention_norm(x)
-        query, key, value = rotate(self.query(y), angles), rotate(self.key(y), angles), self.value(y)
+        query = rotate(self.query_norm(self.query(y)), angles)
+        key = rotate(self.key_norm(self.key(y)), angles)
         # The cache and every attention kernel want heads before tokens.
-        mixed, kept = attend(query, key.swapaxes(1, 2), value.swapaxes(1, 2))
-        x = x + self.attention_output(mixed)
+        mixed, kept = attend(query, key.swapaxes(1, 2), self.value(y).swapaxes(1, 2))
+        x = x + self.attention_post_norm(self.attention_output(mixed))
         y = self.mlp_norm(x)
-        return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y)), kept
+        gated = ACTIVATIONS[self.activation](self.gate(y)) * self.up(y)
+        return x + self.mlp_post_norm(self.down(gated)), kept
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["soft_cap"])
+@dataclass(frozen=True)
+class Head:
+    """From final hidden states to logits."""
+
+    table: Float[Array, "V D"]
+    soft_cap: float | None = None
+
+    def logits(self, hidden: Float[Array, "*rows D"]) -> Float32[Array, "*rows V"]:
+        """hidden @ table^T, soft-capped where the family does so; float32."""
+        table = self.table.astype(hidden.dtype)
+        logits = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
+        return soft_capped(logits, self.soft_cap)
 
 
 class Decoder(nnx.Module):
@@ -129,23 +178,33 @@ class Decoder(nnx.Module):
         table = (arch.vocab_size, arch.model_dim)
         self.embedding = weight(rngs, table, ("vocab", "embed"))
         self.blocks = Block(arch, rngs)
-        self.final_norm = Norm(arch, rngs)
+        self.final_norm = Norm(arch, rngs, {"embed": arch.model_dim}, stack={})
         if not arch.tied_embeddings:
             self.output = weight(rngs, table, ("vocab", "embed"))
 
     @property
-    def head(self) -> Float[Array, "V D"]:
-        """Logits are hidden @ head^T."""
-        return self.embedding[...] if self.architecture.tied_embeddings else self.output[...]
+    def head(self) -> Head:
+        table = self.embedding[...] if self.architecture.tied_embeddings else self.output[...]
+        return Head(table, self.architecture.logit_soft_cap)
+
+    @property
+    def score_rule(self) -> ScoreRule:
+        return ScoreRule(self.architecture.query_scale, self.architecture.attention_soft_cap)
 
     def embed(self, token_ids: Int32[Array, "R T"], dtype: jnp.dtype) -> Float[Array, "R T D"]:
         # Whole along its model dim before the look-up: else the result would lie along fsdp twice.
         table = constrain(self.embedding[...].astype(dtype), "vocab", "activation")
-        return constrain(table[token_ids], "rows", "tokens", "activation")
+        x = table[token_ids]
+        if self.architecture.scaled_embeddings:
+            x = x * jnp.asarray(np.float32(self.architecture.model_dim**0.5), dtype)
+        return constrain(x, "rows", "tokens", "activation")
 
-    def angles(self, positions: Int32[Array, "R T"]) -> Float[Array, "R T half"]:
-        frequencies = rope_frequencies(self.architecture.rope, self.architecture.head_dim)
-        return positions[..., None].astype(jnp.float32) * frequencies
+    def angles(self, positions: Int32[Array, "R T"]) -> tuple[Float[Array, "R T half"], Float[Array, "R T half"]]:
+        """Rotary angles of the layers that see everything before them, and of those with a window."""
+        arch = self.architecture
+        ropes = (arch.rope,) if arch.windowed_rope is None else (arch.rope, arch.windowed_rope)
+        angles = [positions[..., None].astype(jnp.float32) * rope_frequencies(rope, arch.head_dim) for rope in ropes]
+        return angles[0], angles[-1]
 
     def hidden(
         self,
@@ -162,18 +221,25 @@ class Decoder(nnx.Module):
             dtype: compute type; softmax, norms and rotations stay float32.
             remat: `none` keeps every activation for the backward pass, `block` only each layer's input.
         """
+        arch = self.architecture
         graph, stacked = nnx.split(self.blocks)
-        angles = self.angles(positions)
+        whole, windowed = self.angles(positions)
+        # Scanned beside the weights: one body serves the layers with a window and those without.
+        windows = jnp.array([w or NO_WINDOW for w in arch.windows], jnp.int32) if arch.windows else None
 
-        def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-            return packed_attention(query, key, value, segment_ids), None
+        def layer(x: Array, one: tuple[nnx.State, Array | None]) -> tuple[Array, None]:
+            weights, window = one
+            two_ropes = arch.windowed_rope is not None and window is not None
+            angles = jnp.where(window == NO_WINDOW, whole, windowed) if two_ropes else whole
 
-        def layer(x: Array, one: nnx.State) -> tuple[Array, None]:
-            x, _ = nnx.merge(graph, one)(x, angles, attend)
+            def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
+                return packed_attention(query, key, value, segment_ids, window=window, rule=self.score_rule), None
+
+            x, _ = nnx.merge(graph, weights)(x, angles, attend)
             return constrain(x, "rows", "tokens", "activation"), None
 
         body = jax.checkpoint(layer) if remat == "block" else layer
-        x, _ = jax.lax.scan(body, self.embed(token_ids, dtype), stacked)
+        x, _ = jax.lax.scan(body, self.embed(token_ids, dtype), (stacked, windows))
         return self.final_norm(x)
 
 

@@ -23,6 +23,8 @@ from settings.errors import InputError
 HUGGING_FACE_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 """`general.architecture` -> the class whose `config.json` is rebuilt."""
 
+WAY_OUT = "use the model's safetensors checkpoint, as a directory or a hub id"
+
 OUTER_TENSORS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -57,7 +59,7 @@ class GgufFile:
         if self._family not in HUGGING_FACE_CLASSES:
             raise InputError(
                 f"{path}: GGUF architecture {self._family!r} is not supported; "
-                f"supported: {', '.join(HUGGING_FACE_CLASSES)}"
+                f"supported: {', '.join(HUGGING_FACE_CLASSES)}. For others, {WAY_OUT}"
             )
         self._tensors = {self._hugging_face_name(tensor.name): tensor for tensor in self._reader.tensors}
         if "model.embed_tokens.weight" not in self._tensors:
@@ -98,6 +100,11 @@ class GgufFile:
         num_heads, model_dim = self._count("attention.head_count"), self._count("embedding_length")
         head_dim = self._count("attention.key_length", model_dim // num_heads)
         scaling = self._fact("rope.scaling.type", "none")
+        if window := self._fact("attention.sliding_window", 0):
+            raise InputError(
+                f"{self.path}: GGUF metadata '{self._family}.attention.sliding_window' = {window} is not supported; "
+                f"{WAY_OUT}"
+            )
         return {
             "architectures": [HUGGING_FACE_CLASSES[self._family]],
             "model_type": self._family,
@@ -115,7 +122,6 @@ class GgufFile:
             if scaling == "none"
             else {"rope_type": scaling, "factor": self._float32("rope.scaling.factor", 1.0)},
             "partial_rotary_factor": self._fact("rope.dimension_count", head_dim) / head_dim,
-            "use_sliding_window": self._fact("attention.sliding_window", 0) > 0,
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self._tensors,
             "mlp_bias": "model.layers.0.mlp.up_proj.bias" in self._tensors,
@@ -164,7 +170,8 @@ class GgufFile:
             return f"{OUTER_TENSORS[stem]}.{leaf}"
         if layer is not None and stem in BLOCK_TENSORS:
             return f"model.layers.{layer}.{BLOCK_TENSORS[stem]}.{leaf}"
-        raise InputError(f"{self.path}: GGUF tensor {name!r} has no place in a {self._family} model")
+        why = "scales rotary frequencies one by one" if stem == "rope_freqs" else "has no place in this architecture"
+        raise InputError(f"{self.path}: GGUF tensor {name!r} {why}, which is not supported; {WAY_OUT}")
 
 
 def _shape(tensor: ReaderTensor) -> tuple[int, ...]:

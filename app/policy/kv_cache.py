@@ -7,7 +7,8 @@ position are visible.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 
 from app.mesh.axis_rules import constrain
 from app.policy.attention import cached_attention, packed_attention
-from app.policy.decoder import DecoderDefinition, Params
+from app.policy.decoder import Attend, Decoder, DecoderDefinition, Params
 
 
 class LayerCache(NamedTuple):
@@ -64,13 +65,19 @@ def constrain_cache(cache: Cache) -> Cache:
 
 
 def _run_layers(
-    definition: DecoderDefinition, weights: DecodeWeights, x: Array, angles: Array, attends: list[Any]
-) -> tuple[Array, Cache]:
-    decoder = definition.bind(weights.params)
+    decoder: Decoder,
+    weights: DecodeWeights,
+    token_ids: Int32[Array, "B T"],
+    positions: Int32[Array, "B T"],
+    attends: Sequence[Attend],
+) -> tuple[Float[Array, "B T D"], Cache]:
     block_graph, _ = nnx.split(decoder.blocks)
+    whole, windowed = decoder.angles(positions)
+    x = decoder.embed(token_ids, weights.params["embedding"].dtype)
     cache = []
-    for params, attend in zip(weights.blocks, attends, strict=True):
-        x, kept = nnx.merge(block_graph, params)(x, angles, attend)
+    layers = zip(weights.blocks, decoder.architecture.layer_windows, attends, strict=True)
+    for params, window, attend in layers:
+        x, kept = nnx.merge(block_graph, params)(x, whole if window is None else windowed, attend)
         cache.append(kept)
     return decoder.final_norm(x), tuple(cache)
 
@@ -87,12 +94,15 @@ def prefill(
     segment_ids = (slots < lengths[:, None]).astype(jnp.int32)
     positions = jnp.broadcast_to(slots, token_ids.shape)
 
-    def attend(query: Array, keys: Array, values: Array) -> tuple[Array, LayerCache]:
-        return packed_attention(query, keys, values, segment_ids), LayerCache(keys, values)
+    def attend_within(window: int | None) -> Attend:
+        def attend(query: Array, keys: Array, values: Array) -> tuple[Array, LayerCache]:
+            mixed = packed_attention(query, keys, values, segment_ids, window=window, rule=decoder.score_rule)
+            return mixed, LayerCache(keys, values)
 
-    x = decoder.embed(token_ids, weights.params["embedding"].dtype)
-    attends = [attend] * len(weights.blocks)
-    hidden, cache = _run_layers(definition, weights, x, decoder.angles(positions), attends)
+        return attend
+
+    attends = [attend_within(window) for window in definition.architecture.layer_windows]
+    hidden, cache = _run_layers(decoder, weights, token_ids, positions, attends)
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     return jnp.take_along_axis(hidden, last, axis=1)[:, 0], constrain_cache(cache)
 
@@ -109,15 +119,15 @@ def decode_step(
     # vmap tells the partitioner that slots are independent, so no slot ever crosses a device.
     write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
 
-    def attend_with(layer: LayerCache) -> Any:
+    def attend_with(layer: LayerCache, window: int | None) -> Attend:
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, LayerCache]:
             keys = write(layer.keys, key[:, :, 0], positions)
             values = write(layer.values, value[:, :, 0], positions)
-            return cached_attention(query, keys, values, positions), LayerCache(keys, values)
+            mixed = cached_attention(query, keys, values, positions, window=window, rule=decoder.score_rule)
+            return mixed, LayerCache(keys, values)
 
         return attend
 
-    x = decoder.embed(token_ids[:, None], weights.params["embedding"].dtype)
-    attends = [attend_with(layer) for layer in cache]
-    hidden, cache = _run_layers(definition, weights, x, decoder.angles(positions[:, None]), attends)
+    attends = [attend_with(*one) for one in zip(cache, definition.architecture.layer_windows, strict=True)]
+    hidden, cache = _run_layers(decoder, weights, token_ids[:, None], positions[:, None], attends)
     return hidden[:, 0], cache

@@ -7,20 +7,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from app.mesh.axis_rules import constrain
-from app.policy.decoder import Decoder
+from app.policy.decoder import Decoder, Head
 
 
 def scaled_logits(
-    hidden: Float[Array, "*rows D"], head: Float[Array, "V D"], temperature: Float32[Array, ""] | float
+    hidden: Float[Array, "*rows D"], head: Head, temperature: Float32[Array, ""] | float
 ) -> Float32[Array, "*rows V"]:
-    """hidden @ head^T / temperature, in float32: the one definition that sampler and scorer share."""
-    logits = jnp.einsum("...d,vd->...v", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
-    return logits / temperature
+    """The head's logits / temperature, in float32: the one definition that sampler and scorer share."""
+    return head.logits(hidden) / temperature
 
 
 def token_logprobs(
     hidden: Float[Array, "R C D"],
-    head: Float[Array, "V D"],
+    head: Head,
     targets: Int32[Array, "R C"],
     *,
     temperature: Float32[Array, ""] | float,
@@ -28,7 +27,7 @@ def token_logprobs(
 ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
     """Natural logprob of each target, and the entropy in nats of the distribution it was drawn from.
 
-    log_softmax(hidden @ head^T / temperature)[target] over the whole vocabulary. `chunk` tokens of
+    log_softmax(logits / temperature)[target] over the whole vocabulary. `chunk` tokens of
     every row pass the head at once, forward and backward; the result does not depend on it.
     """
 

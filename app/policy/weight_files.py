@@ -15,11 +15,10 @@ from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
 from app.policy.gguf_file import GgufFile
+from app.policy.hub import fetch_from_hub
 from settings.errors import InputError
 
 BUILTIN_PREFIX = "builtin:"
@@ -89,6 +88,8 @@ class ModelFiles:
     """Hex SHA-256 of the configuration and a sample of every weight file: the same on every host that
     has the same model, different after any training. Not proof against forgery.
     """
+    commit: str | None = None
+    """Of the hub repository; None for files that did not come from there."""
 
 
 class SafetensorsFiles:
@@ -141,10 +142,11 @@ def open_model(path: str, *, revision: str | None = None) -> ModelFiles:
         return _open_gguf(local)
     if local.is_file():
         raise InputError(f"model.path: {path} is a file, but not a .gguf file; give the model's directory")
-    return _open_directory(_fetched_from_hub(path, revision), name=path)
+    snapshot = fetch_from_hub(path, revision, files=HUB_FILES)
+    return _open_directory(snapshot, name=path, commit=snapshot.name)
 
 
-def _open_directory(directory: Path, *, name: str) -> ModelFiles:
+def _open_directory(directory: Path, *, name: str, commit: str | None = None) -> ModelFiles:
     if not (directory / CONFIG_FILE).is_file():
         found = sorted(file.name for file in directory.glob("*.gguf"))
         hint = f"; to use {found[0]}, name that file" if found else ""
@@ -159,6 +161,7 @@ def _open_directory(directory: Path, *, name: str) -> ModelFiles:
         generation_config=_read_json(generation) if generation.is_file() else {},
         weights=weights,
         fingerprint=_fingerprint(config, weights.paths),
+        commit=commit,
     )
 
 
@@ -184,19 +187,6 @@ def _builtin_directory(path: str) -> Path:
         listed = ", ".join(BUILTIN_PREFIX + each for each in known) or "none in this installation"
         raise InputError(f"model.path: there is no built-in model {path!r}; known: {listed}")
     return BUILTIN_DIRECTORY / name
-
-
-def _fetched_from_hub(hub_id: str, revision: str | None) -> Path:
-    try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(HUB_FILES)))
-    except HFValidationError as error:
-        raise InputError(f"model.path: {hub_id!r} is neither an existing directory or file nor a hub id") from error
-    except OSError as error:  # the hub's own errors, being offline among them, are all OSErrors
-        reason = " ".join(str(error).split())
-        at = f" at revision {revision!r}" if revision else ""
-        raise InputError(
-            f"model.path: {hub_id!r} is not a local path, and fetching it from the hub{at} failed: {reason}"
-        ) from error
 
 
 def _open_shards(directory: Path, index: Path) -> dict[str, tuple[Path, Any]]:

@@ -24,16 +24,25 @@ from settings.errors import InputError
 
 LAYER_TENSORS: dict[str, Path] = {
     "input_layernorm.weight": ("attention_norm", "scale"),
+    "self_attn.q_norm.weight": ("query_norm", "scale"),
+    "self_attn.k_norm.weight": ("key_norm", "scale"),
     "self_attn.q_proj": ("query",),
     "self_attn.k_proj": ("key",),
     "self_attn.v_proj": ("value",),
     "self_attn.o_proj": ("attention_output",),
-    "post_attention_layernorm.weight": ("mlp_norm", "scale"),
     "mlp.gate_proj": ("gate",),
     "mlp.up_proj": ("up",),
     "mlp.down_proj": ("down",),
 }
 """Tensors of `model.layers.<i>.`; projections stand for their `.weight` and, where there is one, `.bias`."""
+
+PRE_NORM_TENSORS: dict[str, Path] = {"post_attention_layernorm.weight": ("mlp_norm", "scale")}
+POST_NORM_TENSORS: dict[str, Path] = {
+    "post_attention_layernorm.weight": ("attention_post_norm", "scale"),
+    "pre_feedforward_layernorm.weight": ("mlp_norm", "scale"),
+    "post_feedforward_layernorm.weight": ("mlp_post_norm", "scale"),
+}
+"""The same name is another norm in a family that has norms behind attention and MLP, too."""
 
 TOP_TENSORS: dict[str, Path] = {
     "model.embed_tokens.weight": ("embedding",),
@@ -75,8 +84,9 @@ def expected_entries(definition: DecoderDefinition) -> list[Entry]:
         for name, path in TOP_TENSORS.items()
         if path in flat
     ]
+    layer_tensors = LAYER_TENSORS | (POST_NORM_TENSORS if definition.architecture.post_norms else PRE_NORM_TENSORS)
     for layer in range(definition.architecture.num_layers):
-        for suffix, tail in LAYER_TENSORS.items():
+        for suffix, tail in layer_tensors.items():
             for leaf, ending in (("scale", ""), ("kernel", ".weight"), ("bias", ".bias")):
                 path = ("blocks", *tail) if tail[-1] == "scale" and leaf == "scale" else ("blocks", *tail, leaf)
                 if path in flat:

@@ -101,7 +101,8 @@ class Tokenizer:
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             roles = [message.get("role") for message in messages]
-            raise InputError(f"the model's chat template cannot render a chat of {roles}: {error}") from error
+            way_out = "; without a system message (data.system_prompt: null) it may" if "system" in roles else ""
+            raise InputError(f"the model's chat template cannot render a chat of {roles}: {error}{way_out}") from error
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
@@ -210,6 +211,6 @@ def _eos_ids(files: ModelFiles, tokenizer_eos_id: int) -> tuple[int, ...]:
 
 
 def _num_rows(files: ModelFiles) -> int:
-    """Rows of the embedding matrix; `app.policy.architecture` is who complains of a missing vocab_size."""
+    """Rows of the embedding matrix; `app.policy.families` is who complains of a missing vocab_size."""
     rows = files.config.get("vocab_size")
     return rows if isinstance(rows, int) else 2**31

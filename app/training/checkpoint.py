@@ -212,5 +212,5 @@ def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str]) -> 
     if changed:
         raise InputError(
             f"--resume: {' and '.join(changed)} changed since this run was started, so it cannot be continued as "
-            "the same run. Restore the old files, or start another run.name"
+            "the same run. Restore the old files (of a hub id: the old revision), or start another run.name"
         )

@@ -21,6 +21,7 @@ from app.training.evaluate import evaluate, host_share
 from app.training.interrupts import Interrupts
 from app.training.journal import Journal, NoJournal
 from app.training.metrics import CompilationCounter, Work, sample_metrics, step_performance
+from app.training.pinned_model import pinned, record_commit
 from app.training.progress import Board, evaluation_line
 from app.training.run_directory import Resume, RunDirectory, check_claim, claim
 from app.training.session import Session
@@ -130,7 +131,7 @@ def train(resolved: Resolved, *, resume: Resume) -> int:
     settings = resolved.settings
     run = RunDirectory.of(settings.run)
     check_claim(run, resume)
-    training_input = read_training_input(settings)
+    training_input = read_training_input(pinned(settings, run))
     topology.start(settings.mesh)
     session = Session.open(settings, training_input.model)
     check_rows(settings, session)
@@ -162,6 +163,7 @@ def _train_in(
     board.say(training_input.report)
     if is_first:
         run.write_settings(resolved)
+        record_commit(run, settings, training_input.model.files.commit)
     last_step = progress.step if progress.step else None
     journal = Journal(run, resolved, last_step=last_step, wandb_id=progress.wandb_id) if is_first else NoJournal()
     stack.callback(journal.close)

@@ -35,6 +35,11 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def model(self) -> Path:
+        """Which commit of a hub model this is a run of."""
+        return self.path / "model.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 
 from app.flow import Prompt, Sample
 from app.mesh import placement, topology
-from app.policy.architecture import Architecture, architecture_from_config
+from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params
+from app.policy.families import architecture_from_config
 from app.policy.kv_cache import DecodeWeights
 from app.policy.weight_files import ModelFiles, open_model
 from app.policy.weights import check_tensors, expected_entries, load_weights

@@ -26,6 +26,7 @@ from settings.schema import Optimizer as Settings
 from tests.tiny import (
     BIASED,
     EVEN,
+    SWITCHES,
     assert_trees_close,
     make_engine,
     make_mesh,
@@ -36,6 +37,7 @@ from tests.tiny import (
 
 # One layer: the mesh never splits them.
 EVEN, BIASED = replace(EVEN, num_layers=1), replace(BIASED, num_layers=1)
+SWITCHED = replace(EVEN, **SWITCHES, windows=(3,))
 FLOAT32 = jnp.dtype("float32")
 
 
@@ -99,8 +101,8 @@ def outcome(architecture: Architecture, shape: tuple[int, int, int]) -> Outcome:
 
 @pytest.mark.parametrize(
     ("architecture", "shape"),
-    [(EVEN, (1, 8, 1)), (EVEN, (2, 2, 2)), (EVEN, (1, 4, 2)), (BIASED, (2, 2, 2))],
-    ids=["fsdp", "all-axes", "fsdp-and-tp", "dims-that-do-not-divide"],
+    [(EVEN, (1, 8, 1)), (EVEN, (2, 2, 2)), (EVEN, (1, 4, 2)), (BIASED, (2, 2, 2)), (SWITCHED, (2, 2, 2))],
+    ids=["fsdp", "all-axes", "fsdp-and-tp", "dims-that-do-not-divide", "every-switch"],
 )
 def test_eight_devices_sample_score_and_learn_as_one_does(architecture, shape):
     one, eight = outcome(architecture, (1, 1, 1)), outcome(architecture, shape)

@@ -2,17 +2,23 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array
 
-from app.policy.architecture import Architecture, rope_frequencies
+from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params, by_path
-from tests.tiny import BIASED, ODD, random_params
+from app.policy.rope import rope_frequencies
+from app.policy.token_logprobs import completion_logprobs
+from tests.tiny import BIASED, ODD, SWITCHED, random_params
 
-ARCHITECTURES = pytest.mark.parametrize("architecture", [ODD, BIASED], ids=["tied", "untied-biases"])
+ARCHITECTURES = pytest.mark.parametrize(
+    "architecture", [ODD, BIASED, SWITCHED], ids=["tied", "untied-biases", "every-switch"]
+)
 FLOAT32 = jnp.dtype("float32")
 
 
@@ -32,37 +38,51 @@ def hidden_states(architecture: Architecture, params: Params, token_ids, positio
 def slow_hidden_states(arch: Architecture, params: Params, token_ids: np.ndarray) -> np.ndarray:
     """One sequence, one head and one layer at a time, float64."""
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    num_tokens = len(token_ids)
-    angles = np.arange(num_tokens)[:, None] * rope_frequencies(arch.rope, arch.head_dim).astype(np.float64)
+    positions = np.arange(len(token_ids))
 
-    def norm(x, scale):
+    def norm(x, weights):
+        if weights is None:
+            return x
+        scale = weights["scale"] + arch.centered_norms
         return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + arch.norm_epsilon) * scale
 
-    def turn(x):
+    def turn(x, rope):
+        angles = positions[:, None] * rope_frequencies(rope, arch.head_dim).astype(np.float64)
         first, second = np.split(x, 2, axis=-1)
         cos, sin = np.cos(angles), np.sin(angles)
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
-    x = params["embedding"][token_ids]
-    for layer in range(arch.num_layers):
+    def activate(x):
+        if arch.activation == "silu":
+            return x / (1 + np.exp(-x))
+        return x / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+    x = params["embedding"][token_ids] * (arch.model_dim**0.5 if arch.scaled_embeddings else 1.0)
+    for layer, window in enumerate(arch.layer_windows):
         block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
+        rope = arch.rope if window is None else arch.windowed_rope or arch.rope
+        distance = positions[:, None] - positions[None, :]
+        visible = (distance >= 0) & (distance < (window or len(token_ids)))
 
         def project(name, y, inputs=1, block=block):
             return np.tensordot(y, block[name]["kernel"], axes=inputs) + block[name].get("bias", 0.0)
 
-        y = norm(x, block["attention_norm"]["scale"])
+        y = norm(x, block["attention_norm"])
         query, key, value = (project(name, y) for name in ("query", "key", "value"))
+        query, key = norm(query, block.get("query_norm")), norm(key, block.get("key_norm"))
         mixed = np.zeros(query.shape)
         for head in range(arch.num_query_heads):
             shared = head * arch.num_kv_heads // arch.num_query_heads
-            scores = turn(query[:, head]) @ turn(key[:, shared]).T / arch.head_dim**0.5
-            weights = np.tril(np.exp(scores - scores.max(axis=-1, keepdims=True)))
+            scores = turn(query[:, head], rope) @ turn(key[:, shared], rope).T
+            scores *= arch.query_scale or arch.head_dim**-0.5
+            if arch.attention_soft_cap:
+                scores = arch.attention_soft_cap * np.tanh(scores / arch.attention_soft_cap)
+            weights = np.where(visible, np.exp(scores - scores.max(axis=-1, keepdims=True)), 0)
             mixed[:, head] = weights / weights.sum(axis=-1, keepdims=True) @ value[:, shared]
-        x = x + project("attention_output", mixed, inputs=2)
-        y = norm(x, block["mlp_norm"]["scale"])
-        gate = project("gate", y)
-        x = x + project("down", gate / (1 + np.exp(-gate)) * project("up", y))
-    return norm(x, params["final_norm"]["scale"])
+        x = x + norm(project("attention_output", mixed, inputs=2), block.get("attention_post_norm"))
+        y = norm(x, block["mlp_norm"])
+        x = x + norm(project("down", activate(project("gate", y)) * project("up", y)), block.get("mlp_post_norm"))
+    return norm(x, params["final_norm"])
 
 
 @ARCHITECTURES
@@ -90,16 +110,54 @@ def test_neighbours_in_a_row_and_padding_change_nothing(architecture):
     assert np.isfinite(packed).all()
 
 
-def test_recomputing_blocks_changes_no_value_and_no_gradient():
-    params = random_params(DecoderDefinition.of(ODD))
-    token_ids = np.random.default_rng(2).integers(0, ODD.vocab_size, (2, 6))
+@pytest.mark.parametrize("architecture", [ODD, SWITCHED], ids=["tied", "every-switch"])
+def test_recomputing_blocks_changes_no_value_and_no_gradient(architecture):
+    params = random_params(DecoderDefinition.of(architecture))
+    token_ids = np.random.default_rng(2).integers(0, architecture.vocab_size, (2, 6))
     rows = token_ids, np.broadcast_to(np.arange(6), (2, 6)), np.ones((2, 6), np.int32)
 
     def loss(params, remat):
-        return jnp.sum(jnp.sin(hidden_function(ODD, remat)(params, *rows)))
+        return jnp.sum(jnp.sin(hidden_function(architecture, remat)(params, *rows)))
 
     results = [jax.jit(jax.value_and_grad(functools.partial(loss, remat=remat)))(params) for remat in ("none", "block")]
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *results)
+
+
+def test_recomputing_blocks_changes_neither_logprobs_nor_gradients_and_saves_memory():
+    definition = DecoderDefinition.of(BIASED)
+    params = random_params(definition)
+    token_ids = np.random.default_rng(4).integers(0, BIASED.vocab_size, (2, 40)).astype(np.int32)
+    weights = np.random.default_rng(5).normal(size=(2, 39)).astype(np.float32)
+    batch: dict[str, Any] = {
+        "token_ids": token_ids,
+        "positions": np.broadcast_to(np.arange(40), (2, 40)),
+        "segment_ids": np.ones_like(token_ids),
+        "score_index": np.broadcast_to(np.arange(39), (2, 39)),
+        "targets": token_ids[:, 1:],
+    }
+
+    def compiled(remat: str) -> Any:
+        def loss(params: Params) -> Array:
+            logprobs, _ = completion_logprobs(
+                definition.bind(params),
+                **batch,
+                temperature=1.0,
+                dtype=jnp.dtype("float32"),
+                remat=remat,
+                logits_chunk=10,
+            )
+            return jnp.sum(logprobs * weights)
+
+        return jax.jit(jax.value_and_grad(loss)).lower(params).compile()
+
+    kept, recomputed = compiled("none"), compiled("block")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(a).max()),
+        kept(params),
+        recomputed(params),
+    )
+    temporary_bytes = [program.memory_analysis().temp_size_in_bytes for program in (recomputed, kept)]
+    assert temporary_bytes[0] < 0.7 * temporary_bytes[1]
 
 
 @ARCHITECTURES
@@ -117,6 +175,9 @@ def test_parameters_are_counted_by_hand():
     biases = 60 + 2 * 30 + 36 + 2 * 44 + 36
     expected = 2 * 53 * 36 + 2 * (attention + mlp + norms + biases) + 36
     assert DecoderDefinition.of(BIASED).num_parameters == expected
+    norms = 4 * 36 + 2 * 10
+    expected = 53 * 36 + 3 * (attention + mlp + norms) + 36
+    assert DecoderDefinition.of(SWITCHED).num_parameters == expected
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors import safe_open
 
-from app.policy.architecture import architecture_from_config
+from app.policy.families import architecture_from_config
 from app.policy.weight_files import open_model
 from settings.errors import InputError
 
@@ -156,20 +156,27 @@ def test_all_end_ids_are_handed_on(tmp_path):
 
 
 def test_an_unknown_architecture_is_refused(tmp_path):
-    path = write_gguf(tmp_path / "a.gguf", "mamba", random_checkpoint(biases=False, tied=True))
-    with pytest.raises(InputError, match="'mamba' is not supported; supported: llama, qwen2"):
+    path = write_gguf(tmp_path / "a.gguf", "gemma3", random_checkpoint(biases=False, tied=True))
+    with pytest.raises(InputError, match=r"'gemma3' is not supported; supported: llama, qwen2\. For others, use"):
         open_model(str(path))
 
 
-@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.ffn_gate_exps.weight", "blk.0.token_embd.weight"])
-def test_an_unknown_tensor_is_named(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("rope_freqs.weight", "scales rotary frequencies one by one"),
+        ("blk.0.ffn_gate_exps.weight", "has no place in this architecture"),
+        ("blk.0.token_embd.weight", "has no place in this architecture"),
+    ],
+)
+def test_an_unknown_tensor_is_named_with_the_way_out(tmp_path, name, why):
     path = write_gguf(
         tmp_path / "a.gguf",
         "llama",
         random_checkpoint(biases=False, tied=True),
         extra=[lambda writer: writer.add_tensor(name, np.ones(4, np.float32))],
     )
-    with pytest.raises(InputError, match=f"'{name}' has no place in a llama model"):
+    with pytest.raises(InputError, match=f"'{name}' {why}, which is not supported; use the model's safetensors"):
         open_model(str(path))
 
 
@@ -196,7 +203,6 @@ def test_head_counts_that_differ_by_layer_are_refused(tmp_path):
     ("add", "message"),
     [
         (lambda writer: writer.add_rope_dimension_count(16), "partial_rotary_factor=0.5"),
-        (lambda writer: writer.add_sliding_window(256), "sliding_window"),
         (lambda writer: writer.add_string("llama.rope.scaling.type", "yarn"), "'yarn' is not supported"),
     ],
 )
@@ -205,6 +211,13 @@ def test_what_the_decoder_cannot_do_is_refused_by_the_architecture(tmp_path, add
     model = open_model(str(write_gguf(tmp_path / "a.gguf", "llama", checkpoint, extra=[add])))
     with pytest.raises(InputError, match=message):
         architecture_from_config(model.config)
+
+
+def test_a_sliding_window_is_refused(tmp_path):
+    window = [lambda writer: writer.add_sliding_window(256)]
+    path = write_gguf(tmp_path / "a.gguf", "llama", random_checkpoint(biases=False, tied=True), extra=window)
+    with pytest.raises(InputError, match=r"llama\.attention\.sliding_window' = 256 is not supported; use the model's"):
+        open_model(str(path))
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 3, 100, 700, -1])

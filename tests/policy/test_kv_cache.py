@@ -10,9 +10,11 @@ import pytest
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition
 from app.policy.kv_cache import decode_step, decode_weights, prefill
-from tests.tiny import BIASED, ODD, random_params
+from tests.tiny import BIASED, ODD, SWITCHED, random_params
 
-ARCHITECTURES = pytest.mark.parametrize("architecture", [ODD, BIASED], ids=["tied", "untied-biases"])
+ARCHITECTURES = pytest.mark.parametrize(
+    "architecture", [ODD, BIASED, SWITCHED], ids=["tied", "untied-biases", "every-switch"]
+)
 FLOAT32 = jnp.dtype("float32")
 LENGTHS = np.array([1, 5, 4])
 """Of the prompts; every row goes on to 9 tokens."""

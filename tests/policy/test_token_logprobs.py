@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
-from app.policy.decoder import DecoderDefinition
+from app.policy.decoder import DecoderDefinition, Head
 from app.policy.token_logprobs import completion_logprobs, scaled_logits, token_logprobs
 from tests.tiny import ODD
 
@@ -46,7 +46,7 @@ def values_and_gradients(chunk: int):
     _, _, targets, weights = inputs()
 
     def loss(hidden, head, temperature):
-        logprobs, entropy = token_logprobs(hidden, head, targets, temperature=temperature, chunk=chunk)
+        logprobs, entropy = token_logprobs(hidden, Head(head), targets, temperature=temperature, chunk=chunk)
         return jnp.sum(weights * logprobs), (logprobs, entropy)
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
@@ -62,7 +62,7 @@ def test_values_and_gradients_equal_a_float64_oracle_for_every_chunk(chunk, temp
 
 def test_entropy_of_uniform_logits_is_the_log_of_the_vocabulary_and_carries_no_gradient():
     hidden, _, targets, _ = inputs()
-    entropy = lambda head: token_logprobs(hidden, head, targets, temperature=1.0, chunk=4)[1]  # noqa: E731
+    entropy = lambda head: token_logprobs(hidden, Head(head), targets, temperature=1.0, chunk=4)[1]  # noqa: E731
     np.testing.assert_allclose(entropy(jnp.zeros((VOCAB, WIDTH))), np.log(VOCAB), rtol=1e-6)
     gradient = jax.grad(lambda head: jnp.sum(entropy(head)))(inputs()[1])
     np.testing.assert_array_equal(gradient, 0.0)
@@ -71,15 +71,23 @@ def test_entropy_of_uniform_logits_is_the_log_of_the_vocabulary_and_carries_no_g
 def test_logits_of_bfloat16_states_are_accumulated_in_float32():
     hidden, head, _, _ = inputs()
     narrow = hidden.astype(jnp.bfloat16)
-    logits = scaled_logits(narrow, head, 2.0)
+    logits = scaled_logits(narrow, Head(head), 2.0)
     assert logits.dtype == jnp.float32
     exact = np.asarray(narrow, np.float64) @ np.asarray(head.astype(jnp.bfloat16), np.float64).T / 2.0
     np.testing.assert_allclose(logits, exact, rtol=1e-5, atol=1e-5)
 
 
+def test_logits_are_capped_before_the_temperature_divides_them():
+    hidden, head, _, _ = inputs()
+    exact = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T
+    assert np.abs(exact).max() > 10
+    capped = scaled_logits(hidden, Head(head, soft_cap=3.0), 0.5)
+    np.testing.assert_allclose(capped, 3 * np.tanh(exact / 3) / 0.5, rtol=1e-5, atol=1e-5)
+
+
 def test_enormous_logits_stay_finite():
     hidden, head, targets, _ = inputs()
-    logprobs, entropy = token_logprobs(1e4 * hidden, head, targets, temperature=1.0, chunk=5)
+    logprobs, entropy = token_logprobs(1e4 * hidden, Head(head), targets, temperature=1.0, chunk=5)
     assert np.isfinite(logprobs).all()
     assert np.isfinite(entropy).all()
 

@@ -191,7 +191,7 @@ def test_a_malformed_config_is_refused(tmp_path, text):
     [
         ("./nowhere/model", "neither an existing directory or file nor a hub id"),
         ("nowhere.gguf", r"no file nowhere\.gguf"),
-        ("owner/model", r"'owner/model' is not a local path, and fetching it from the hub failed"),
+        ("owner/model", r"'owner/model' is not a local path, and its newest revision.*HF_HUB_OFFLINE is set"),
     ],
 )
 def test_a_model_that_cannot_be_found_is_one_plain_error(tmp_path, monkeypatch, path, message):

@@ -17,7 +17,7 @@ from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params
 from app.policy.weights import load_weights
 from settings.errors import InputError
-from tests.tiny import BIASED, EVEN, ODD, make_mesh, random_params
+from tests.tiny import BIASED, EVEN, ODD, SWITCHED, SWITCHES, make_mesh, random_params
 
 Tensors = dict[str, np.ndarray]
 
@@ -69,7 +69,14 @@ def in_hugging_face_names(architecture: Architecture, params: Params) -> Tensors
     for i in range(architecture.num_layers):
         layer = f"model.layers.{i}"
         tensors[f"{layer}.input_layernorm.weight"] = blocks["attention_norm"]["scale"][i]
-        tensors[f"{layer}.post_attention_layernorm.weight"] = blocks["mlp_norm"]["scale"][i]
+        mlp_norm = "pre_feedforward_layernorm" if architecture.post_norms else "post_attention_layernorm"
+        tensors[f"{layer}.{mlp_norm}.weight"] = blocks["mlp_norm"]["scale"][i]
+        if architecture.post_norms:
+            tensors[f"{layer}.post_attention_layernorm.weight"] = blocks["attention_post_norm"]["scale"][i]
+            tensors[f"{layer}.post_feedforward_layernorm.weight"] = blocks["mlp_post_norm"]["scale"][i]
+        if architecture.query_key_norms:
+            tensors[f"{layer}.self_attn.q_norm.weight"] = blocks["query_norm"]["scale"][i]
+            tensors[f"{layer}.self_attn.k_norm.weight"] = blocks["key_norm"]["scale"][i]
         for name, ours in (("q", "query"), ("k", "key"), ("v", "value")):
             tensors[f"{layer}.self_attn.{name}_proj.weight"] = (
                 blocks[ours]["kernel"][i].reshape(architecture.model_dim, -1).T
@@ -111,7 +118,11 @@ MESHES = pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (1, 8, 1), (2, 2, 2)]
 
 
 @MESHES
-@pytest.mark.parametrize("architecture", [ODD, BIASED, EVEN], ids=["odd-tied", "odd-untied-biases", "even-tied"])
+@pytest.mark.parametrize(
+    "architecture",
+    [ODD, BIASED, EVEN, SWITCHED],
+    ids=["odd-tied", "odd-untied-biases", "even-tied", "every-switch"],
+)
 def test_weights_come_back_bit_for_bit_on_every_mesh_each_read_once_and_alone(architecture, mesh_shape):
     params, tensors = random_file(architecture)
     source = Watched(tensors)
@@ -140,6 +151,15 @@ def test_weights_lie_where_the_rule_table_puts_them():
         "blocks.up.kernel": axes(None, "fsdp", "tp"),
         "blocks.down.kernel": axes(None, "tp", "fsdp"),
     }
+
+
+def test_norms_of_heads_are_whole_on_every_device_and_norms_of_the_width_are_split():
+    architecture = replace(EVEN, **SWITCHES)
+    _, tensors = random_file(architecture)
+    specs = shardings(load(architecture, Held(tensors), (2, 2, 2)))
+    assert specs["blocks.query_norm.scale"] == specs["blocks.key_norm.scale"] == PartitionSpec()
+    for norm in ("attention_post_norm", "mlp_norm", "mlp_post_norm"):
+        assert specs[f"blocks.{norm}.scale"] == PartitionSpec(None, "fsdp")
 
 
 def test_every_device_holds_its_eighth_of_a_weight_and_no_more():
@@ -193,6 +213,24 @@ def test_a_missing_tensor_is_named(name):
     _, tensors = random_file(BIASED)
     missing = without(tensors, name)
     assert_refused_unread(BIASED, missing, rf"model\.path: 1 tensors are missing, first '{name}'\.")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.2.self_attn.q_norm.weight",
+        "model.layers.0.pre_feedforward_layernorm.weight",
+        "model.layers.1.post_feedforward_layernorm.weight",
+    ],
+)
+def test_a_norm_that_only_some_families_have_is_missed_where_it_is_due_and_refused_elsewhere(name):
+    _, tensors = random_file(SWITCHED)
+    missing = rf"1 tensors are missing, first '{name}'\..*describes a gemma3_text model"
+    assert_refused_unread(SWITCHED, without(tensors, name), missing)
+    plain = replace(ODD, num_layers=3)
+    assert_refused_unread(plain, random_file(plain)[1] | {name: tensors[name]}, f"not belong to a llama .*'{name}'")
+    flat = tensors | {name: tensors[name][:-1]}
+    assert_refused_unread(SWITCHED, flat, rf"'{name}' has shape \(\d+,\), expected \(\d+,\) from config.json")
 
 
 def test_a_missing_tensor_is_named_beside_the_unexpected_one_that_looks_like_it():

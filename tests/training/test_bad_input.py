@@ -195,7 +195,7 @@ def take_a_smaller_embedding(model: Path) -> None:
     [
         (remove_config, "has no config.json, so it is not a Hugging Face model"),
         (halve_config, "config.json: not readable as JSON"),
-        (use_another_family, "config.json: model_type='mamba' is not supported; supported: llama, qwen2"),
+        (use_another_family, "config.json: model_type='mamba' is not supported; supported: llama, mistral, qwen2"),
         (bring_code, "config.json has `auto_map`"),
         (forget_a_size, "config.json: hidden_size is missing"),
         (keep_only_a_pickle, "holds weights only as pickles (pytorch_model.bin)"),
