@@ -165,7 +165,7 @@ def test_a_penalty_in_the_reward_is_paid_before_siblings_are_compared(config: Pa
     assert abs(first["policy/kl"]) < 1e-6 < abs(last["policy/kl"])
     for step in (1, 3):
         samples = samples_of(run, step)
-        penalties = np.array([0.5 * np.sum(s.policy_logprobs - s.reference_logprobs) for s in samples])
+        penalties = np.array([0.5 * np.sum(np.subtract(s.policy_logprobs, s.reference_logprobs)) for s in samples])
         assert bool(penalties.any()) == (step == 3)
         by_group = (np.array([s.reward for s in samples]) - penalties).reshape(4, 4)
         expected = (by_group - (by_group.sum(1, keepdims=True) - by_group) / 3).ravel()

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 from app.advantage.group import ADVANTAGES, credit_by_group, penalised_rewards, task_rewards
-from app.batching.pack import RowShape, pack_per_token
+from app.batching.pack import RowShape
 from app.batching.plan import Plan, fixed_micro_batches
 from app.flow import Sample
-from app.update.aggregation import Totals, aggregations
+from app.update.aggregation import Totals, Weights, aggregations
 from app.update.kl import ESTIMATORS
-from app.update.objective import LossParts, PolicyLoss, UpdateBatch
+from app.update.objective import PolicyLoss
 from app.update.surrogate import clipped_surrogate, dual_clipped_surrogate
-from tests.tiny import PLAIN_LOSS, assert_trees_close, pack_update, random_samples
+from tests.tiny import PLAIN_LOSS, assert_trees_close, random_samples
+from tests.update.table_policy import Layout, loss_and_gradient
 
 VOCAB, LONGEST = 5, 9
 CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
@@ -36,12 +37,11 @@ SAMPLES = random_samples(4, 3, vocab_size=VOCAB, longest_completion=LONGEST, wit
 SAMPLES[4] = replace(SAMPLES[4], loss_mask=np.zeros(len(SAMPLES[4].completion_ids), bool))
 STARTS = np.cumsum([0, *(len(s.completion_ids) for s in SAMPLES)])
 TABLE = RNG.normal(0, 1.5, (STARTS[-1], VOCAB)).astype(np.float32)
-"""Logits of every completion token of every sample, one after another."""
-WHOLE = fixed_micro_batches(len(SAMPLES), rows_per_micro_batch=len(SAMPLES)), RowShape(16, 9)
-LAYOUTS = {
-    "padded": (fixed_micro_batches(len(SAMPLES), rows_per_micro_batch=3), RowShape(24, 12)),
-    "packed": (Plan(((5, 0, 3), (1, 7), (), (9, 2, 6, 4, 8)), 2), RowShape(80, 45)),
-}
+WHOLE = Layout(fixed_micro_batches(len(SAMPLES), rows_per_micro_batch=len(SAMPLES)), RowShape(16, 9))
+LAYOUTS = (
+    Layout(fixed_micro_batches(len(SAMPLES), rows_per_micro_batch=3), RowShape(24, 12)),
+    Layout(Plan(((5, 0, 3), (1, 7), (), (9, 2, 6, 4, 8)), 2), RowShape(80, 45)),
+)
 
 
 @dataclass(frozen=True)
@@ -75,39 +75,16 @@ COMBINATIONS = [
 ]
 
 
-def loss_and_gradient(loss: PolicyLoss, samples: Sequence[Sample], plan: Plan, shape: RowShape, weights):
-    """Summed over the micro-batches of a layout."""
-    batches = pack_update(samples, plan, shape, weights=weights)
-    starts = {s.uid: start for s, start in zip(samples, STARTS[:-1], strict=True)}
-    places = pack_per_token(samples, plan, shape, lambda s: starts[s.uid] + np.arange(len(s.completion_ids)))
-
-    def share(table, batch: UpdateBatch, place) -> tuple[jax.Array, LossParts]:
-        log_softmax = jax.nn.log_softmax(table[place])
-        chosen = jnp.take_along_axis(log_softmax, batch.tokens.targets[..., None], axis=-1)[..., 0]
-        return loss(chosen, -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1), batch)
-
-    gradient, parts = jnp.zeros_like(TABLE), None
-    for i in range(plan.num_micro_batches):
-        batch, place = jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), (batches, places.astype(np.int32)))
-        (_, more), slope = jax.value_and_grad(share, has_aux=True)(jnp.asarray(TABLE), batch, place)
-        gradient, parts = gradient + slope, more if parts is None else parts + more
-    assert parts is not None
-    return gradient, parts
-
-
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
 def test_micro_batches_padding_and_packing_change_neither_loss_nor_gradient_nor_metrics(combination: Combination):
-    # Advantages only change numbers, so each aggregation meets one kind here; over all combinations it meets all.
-    kinds = itertools.islice(itertools.cycle(ADVANTAGES), COMBINATIONS.index(combination) % 3, None)
-    for (name, weights), kind in zip(AGGREGATIONS.items(), kinds, strict=False):
-        samples = combination.credited(kind)
-        gradient, parts = loss_and_gradient(combination.loss, samples, *WHOLE, weights)
+    for i, (name, weights) in enumerate(AGGREGATIONS.items(), start=COMBINATIONS.index(combination)):
+        # Advantages only change numbers: an aggregation meets one kind here, and every kind over all combinations.
+        samples = combination.credited(list(ADVANTAGES)[i % len(ADVANTAGES)])
+        expected = gradient, parts = of_layout(combination, samples, WHOLE, weights)
         assert float(jnp.abs(gradient).max()) > 1e-3
         assert float(parts.sums["loss"]) == pytest.approx(oracle(combination, samples, name), rel=1e-5, abs=1e-6)
-        for layout in LAYOUTS.values():
-            assert_trees_close(
-                loss_and_gradient(combination.loss, samples, *layout, weights), (gradient, parts), tolerance=1e-5
-            )
+        for layout in LAYOUTS:
+            assert_trees_close(of_layout(combination, samples, layout, weights), expected)
 
 
 def oracle(combination: Combination, samples: Sequence[Sample], aggregation: str) -> float:
@@ -115,16 +92,19 @@ def oracle(combination: Combination, samples: Sequence[Sample], aggregation: str
     by_sample = []
     for sample, start in zip(samples, STARTS[:-1], strict=True):
         losses = []
+        policy, reference, advantages = map(
+            np.asarray, (sample.policy_logprobs, sample.reference_logprobs, sample.advantages)
+        )
         for t in np.flatnonzero(sample.mask):
             logits = TABLE[start + t].astype(np.float64)
             probabilities = np.exp(logits) / np.exp(logits).sum()
             current = np.log(probabilities[sample.completion_ids[t]])
-            ratio, advantage = np.exp(current - sample.policy_logprobs[t]), sample.advantages[t]
+            ratio, advantage = np.exp(current - policy[t]), advantages[t]
             loss = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.3))
             if combination.surrogate == "dual" and advantage < 0:
                 loss = min(loss, -advantage * DUAL_CLIP)
             if combination.estimator and combination.place == "loss":
-                d = current - sample.reference_logprobs[t]
+                d = current - reference[t]
                 loss += BETA * {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[combination.estimator]
             losses.append(loss + combination.entropy_coef * (probabilities * np.log(probabilities)).sum())
         if losses:
@@ -139,27 +119,32 @@ def oracle(combination: Combination, samples: Sequence[Sample], aggregation: str
     )
 
 
+def of_layout(combination: Combination, samples: Sequence[Sample], layout: Layout, weights: Weights):
+    """Gradient, and loss and metrics."""
+    return loss_and_gradient(combination.loss, TABLE, samples, layout, weights=weights)
+
+
+def metrics_of(combination: Combination) -> dict[str, float]:
+    _, parts = of_layout(combination, combination.credited("grpo"), WHOLE, AGGREGATIONS["token-mean"])
+    return {name: float(value) for name, value in parts.sums.items()}
+
+
 def test_the_kl_is_reported_alike_whether_loss_or_reward_pays_for_it():
-    combinations = [Combination("clip", "k1", place, 0.0) for place in ("loss", "reward")]
-    weights = AGGREGATIONS["token-mean"]
-    reports = [loss_and_gradient(c.loss, c.credited("grpo"), *WHOLE, weights)[1] for c in combinations]
-    assert float(reports[0].sums["policy/kl"]) == float(reports[1].sums["policy/kl"]) != 0.0
+    in_loss, in_reward = (metrics_of(Combination("clip", "k1", place, 0.0)) for place in ("loss", "reward"))
+    assert in_loss["policy/kl"] == in_reward["policy/kl"] != 0.0
 
 
 def test_the_second_clip_is_counted_where_it_cuts_and_zero_where_it_is_off():
-    weights, samples = AGGREGATIONS["token-mean"], Combination("dual", None, "loss", 0.0).credited("grpo")
-    on, off = (
-        loss_and_gradient(Combination(s, None, "loss", 0.0).loss, samples, *WHOLE, weights)[1] for s in ("dual", "clip")
-    )
-    assert float(on.sums["policy/clip_fraction_dual"]) > 0.05
-    assert float(off.sums["policy/clip_fraction_dual"]) == 0.0
-    assert on.sums.keys() == off.sums.keys()
+    on, off = (metrics_of(Combination(surrogate, None, "loss", 0.0)) for surrogate in ("dual", "clip"))
+    assert on["policy/clip_fraction_dual"] > 0.05
+    assert off["policy/clip_fraction_dual"] == 0.0
+    assert on.keys() == off.keys()
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS[::5], ids=str)
 def test_samples_without_an_advantage_are_moved_by_penalty_and_bonus_alone(combination: Combination):
     samples = [replace(s, advantages=np.zeros(len(s.completion_ids), np.float32)) for s in SAMPLES]
-    gradient, parts = loss_and_gradient(combination.loss, samples, *WHOLE, AGGREGATIONS["constant-length"])
+    gradient, parts = of_layout(combination, samples, WHOLE, AGGREGATIONS["constant-length"])
     moved = combination.loss.beta > 0 or combination.entropy_coef > 0
     assert bool(jnp.any(gradient != 0)) == moved
     assert float(parts.sums["loss"]) == pytest.approx(oracle(combination, samples, "constant-length"), abs=1e-6)
@@ -169,6 +154,6 @@ def test_a_step_without_a_single_token_has_neither_loss_nor_gradient():
     empty = [replace(s, loss_mask=np.zeros(len(s.completion_ids), bool)) for s in SAMPLES]
     assert Totals.of(empty) == (0, 0)
     for combination in COMBINATIONS[-3:]:
-        gradient, parts = loss_and_gradient(combination.loss, empty, *WHOLE, AGGREGATIONS["sequence-mean-token-sum"])
+        gradient, parts = of_layout(combination, empty, WHOLE, AGGREGATIONS["sequence-mean-token-sum"])
         assert not gradient.any()
         assert all(float(x) == 0.0 for x in jax.tree.leaves(parts))
