@@ -151,6 +151,9 @@ def test_samples_carry_the_logprobs_that_their_algorithm_needed(finished: Path, 
         np.testing.assert_allclose(sample.policy_logprobs, sample.behavior_logprobs, atol=1e-4)
 
 
+SCORED = ("policy_logprobs", "reference_logprobs")
+
+
 def test_a_penalty_in_the_reward_is_paid_before_siblings_are_compared(config: Path) -> None:
     result = train_here(
         config,
@@ -165,7 +168,8 @@ def test_a_penalty_in_the_reward_is_paid_before_siblings_are_compared(config: Pa
     assert abs(first["policy/kl"]) < 1e-6 < abs(last["policy/kl"])
     for step in (1, 3):
         samples = samples_of(run, step)
-        penalties = np.array([0.5 * np.sum(np.subtract(s.policy_logprobs, s.reference_logprobs)) for s in samples])
+        policy, reference = ([np.asarray(getattr(s, name)) for s in samples] for name in SCORED)
+        penalties = np.array([0.5 * np.sum(p - r) for p, r in zip(policy, reference, strict=True)])
         assert bool(penalties.any()) == (step == 3)
         by_group = (np.array([s.reward for s in samples]) - penalties).reshape(4, 4)
         expected = (by_group - (by_group.sum(1, keepdims=True) - by_group) / 3).ravel()
