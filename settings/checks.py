@@ -23,6 +23,7 @@ def check_for_train(resolved: Resolved) -> None:
             _groups_have_siblings,
             _siblings_differ,
             _some_reward_counts,
+            _penalty_weighs_something,
             _mini_batches_divide_the_step,
             _longest_sample_fits,
             _warmup_ends,
@@ -57,6 +58,11 @@ def _named(resolved: Resolved, field: str) -> str:
     return f"{field} = {value_of(resolved.settings, field)!r} (from {resolved.origin(field)})"
 
 
+def _layer_of(resolved: Resolved, field: str) -> int:
+    """Place of a field's layer in their order; of two, the larger was said later."""
+    return ("default", "yaml", "set", "env").index(resolved.provenance[field].partition(":")[0])
+
+
 def _groups_have_siblings(resolved: Resolved) -> str | None:
     if resolved.settings.rollout.group_size >= 2:
         return None
@@ -81,6 +87,19 @@ def _some_reward_counts(resolved: Resolved) -> str | None:
     return (
         f"reward.functions (from {resolved.origin('reward.functions')}): every weight is 0, so every sample "
         "would have reward 0; give one a weight such as 1.0"
+    )
+
+
+def _penalty_weighs_something(resolved: Resolved) -> str | None:
+    algorithm = resolved.settings.algorithm
+    if algorithm.beta > 0 or algorithm.kl_in != "reward":
+        return None
+    # Turned off by a later layer than the one that placed it: that choice wins.
+    if _layer_of(resolved, "algorithm.beta") > _layer_of(resolved, "algorithm.kl_in"):
+        return None
+    return (
+        f"{_named(resolved, 'algorithm.kl_in')}: {_named(resolved, 'algorithm.beta')}, so the reward would lose "
+        "nothing; set algorithm.beta above 0, 0.05 is usual, or leave algorithm.kl_in null"
     )
 
 

@@ -24,8 +24,9 @@ from settings.layers import (
     spoken,
     yaml_layer,
 )
+from settings.papers import KL_ESTIMATORS, PAPERS
 from settings.printing import to_yaml
-from settings.schema import HISTORIC_PROMPT_ALLOWANCE, Settings
+from settings.schema import HISTORIC_PROMPT_ALLOWANCE, Algorithm, Settings
 from settings.strict_yaml import Node, parse_file
 
 
@@ -110,7 +111,19 @@ def _derived(given: Settings, provenance: Mapping[str, str], *, config_stem: str
         layer["score.reference.rows_per_device"] = inherited
     if given.algorithm.mini_batch_prompts is None:
         layer["algorithm.mini_batch_prompts"] = Leaf(rollout.prompts_per_step, "derived")
-    return layer
+    return layer | _derived_algorithm(given.algorithm)
+
+
+def _derived_algorithm(given: Algorithm) -> Layer:
+    """What the name fixes of the fields left null. Without a penalty it has neither place nor estimator."""
+    paper = PAPERS[given.name]
+    kl_in = given.kl_in or paper.kl_in
+    values = {"loss_aggregation": paper.loss_aggregation}
+    if given.beta > 0:
+        values |= {"kl_in": kl_in, "kl_estimator": KL_ESTIMATORS[kl_in]}
+    return {
+        f"algorithm.{field}": Leaf(value, "derived") for field, value in values.items() if getattr(given, field) is None
+    }
 
 
 def _as_run_name(stem: str) -> str:

@@ -181,15 +181,38 @@ class Score(Section):
 
 
 class Algorithm(Section):
-    name: Literal["grpo"] = Field(default="grpo", description="Advantage estimator and objective.")
+    name: Literal["grpo", "dr_grpo", "rloo"] = Field(
+        default="grpo",
+        description="How siblings are compared. Also decides `loss_aggregation` and `kl_in` where they are null.",
+    )
     beta: float = Field(default=0.0, ge=0, description="Weight of the KL penalty; 0 = no reference model in memory.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        default="k3", description="Schulman's estimators of KL(policy || reference)."
+    kl_in: Literal["loss", "reward"] | None = Field(
+        default=None,
+        description="Where the penalty goes. Derived when null and beta > 0: `loss` for grpo and dr_grpo, `reward` for "
+        "rloo. In the reward it is summed over the sample, before samples are compared.",
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+        default=None,
+        description="Schulman's estimators of KL(policy || reference). Derived when null and beta > 0: k3 in the loss, "
+        "k1 in the reward.",
     )
     clip_low: float = Field(default=0.2, gt=0, lt=1, description="Ratio is clipped below 1 - clip_low.")
     clip_high: float = Field(default=0.2, gt=0, description="Ratio is clipped above 1 + clip_high.")
-    loss_aggregation: Literal["token-mean", "sequence-mean-token-mean"] = Field(
-        default="token-mean", description="Mean over all tokens, or over samples of their own means."
+    dual_clip: float | None = Field(
+        default=None,
+        gt=1,
+        description="Ratio above which tokens with a negative advantage stop counting, 3.0 is usual; null = off.",
+    )
+    entropy_coef: float = Field(
+        default=0.0, ge=0, description="Weight of an entropy bonus, aggregated like the loss; 0 = off."
+    )
+    loss_aggregation: (
+        Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant-length"] | None
+    ) = Field(
+        default=None,
+        description="Mean over all tokens; mean over samples of their own means, sums, or sums divided by "
+        "`rollout.max_new_tokens`. Derived when null: token-mean for grpo, constant-length for dr_grpo, "
+        "sequence-mean-token-sum for rloo.",
     )
     epochs: int = Field(default=1, ge=1, description="Passes over each rollout.")
     mini_batch_prompts: int | None = Field(
@@ -202,6 +225,11 @@ class Algorithm(Section):
         ge=1,
         description="Rows of an update micro-batch on each device; gradients accumulate over them.",
     )
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Samples are compared by rewards from which a KL penalty has been taken."""
+        return self.beta > 0 and self.kl_in == "reward"
 
 
 class Optimizer(Section):

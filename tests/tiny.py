@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,8 @@ from app.policy.decoder import DecoderDefinition, Params
 from app.policy.rope import Rope
 from app.rollout.engine import Engine
 from app.update.aggregation import Totals, Weights, token_mean
-from app.update.objective import UpdateBatch
+from app.update.objective import PolicyLoss, UpdateBatch, scored_logprobs
+from app.update.surrogate import clipped_surrogate
 
 ODD = Architecture(
     family="llama",
@@ -62,6 +64,16 @@ SWITCHED = replace(ODD, num_layers=3, windows=(3, None, 4), **SWITCHES)
 
 EVEN = replace(ODD, vocab_size=64, model_dim=32, mlp_dim=48, num_query_heads=4, num_kv_heads=2, head_dim=8)
 """Every weight can be split over 8 devices along fsdp, or 2 along tp."""
+
+
+PLAIN_LOSS = PolicyLoss(
+    proximal=scored_logprobs,
+    surrogate=functools.partial(clipped_surrogate, clip_low=0.2, clip_high=0.3),
+    kl_estimator=None,
+    beta=0.0,
+    entropy_coef=0.0,
+)
+"""The clipped surrogate alone, its ratio to the scored logprobs."""
 
 
 def random_params(definition: DecoderDefinition, seed: int = 0) -> Params:

@@ -1,9 +1,15 @@
-"""Group-relative advantages: a sample is as good as its reward stands out among its siblings."""
+"""Group-relative advantages: a sample is as good as its reward stands out among its siblings.
+
+Groups are ids and may differ in size: members can be lost on the way. A group of one has nothing to compare with:
+its advantage is 0, and so is exactly that of every member of a group whose rewards are all equal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -12,11 +18,23 @@ from app.flow import Sample
 
 EPSILON = 1e-6
 
+GroupAdvantages = Callable[[Float[np.ndarray, "N"], Int[np.ndarray, "N"]], Float[np.ndarray, "N"]]
+"""(rewards, group ids) -> one advantage a sample."""
+Rewards = Callable[[Sequence[Sample]], Float[np.ndarray, "N"]]
+"""What the samples of a group are compared by."""
 
-def group_moments(
-    rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]
-) -> tuple[Float[np.ndarray, "N"], Float[np.ndarray, "N"]]:
-    """Mean and standard deviation (ddof = 1) of each sample's own group. The deviation of a group of one is 0."""
+
+class GroupMoments(NamedTuple):
+    """Of each sample's own group, beside the sample."""
+
+    sizes: Int[np.ndarray, "N"]
+    means: Float[np.ndarray, "N"]
+    deviations: Float[np.ndarray, "N"]
+    """Standard deviation (ddof = 1); 0 in a group of one."""
+
+
+def group_moments(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> GroupMoments:
+    """Size, mean and standard deviation of each sample's own group."""
     _, first, member_of, sizes = np.unique(group_ids, return_index=True, return_inverse=True, return_counts=True)
     # Measured from one of the group's own rewards, so that equal ones deviate by exactly 0: Adam would turn
     # the rounding error of a plain mean into a step.
@@ -24,19 +42,41 @@ def group_moments(
     means = origins + np.bincount(member_of, rewards - origins[member_of]) / sizes
     squares = np.bincount(member_of, (rewards - means[member_of]) ** 2)
     deviations = np.sqrt(squares / np.maximum(sizes - 1, 1))
-    return means[member_of], deviations[member_of]
+    return GroupMoments(sizes[member_of], means[member_of], deviations[member_of])
 
 
 def grpo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
     """A_i = (r_i - mean(group)) / (std(group) + 1e-6), std with ddof = 1.
 
-    Groups may differ in size. A group of one has nothing to compare with: its advantage is 0, and so
-    is that of every member of a group whose rewards are all equal.
-
     Source: Shao et al. 2024, DeepSeekMath, section 4.1.2.
     """
-    means, deviations = group_moments(rewards.astype(np.float64), group_ids)
-    return (rewards - means) / (deviations + EPSILON)
+    group = group_moments(rewards.astype(np.float64), group_ids)
+    return (rewards - group.means) / (group.deviations + EPSILON)
+
+
+def dr_grpo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
+    """A_i = r_i - mean(group): no division, so that very easy and very hard questions weigh no more than others.
+
+    Source: Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2.
+    """
+    return rewards - group_moments(rewards.astype(np.float64), group_ids).means
+
+
+def rloo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
+    """A_i = r_i - mean(the others' rewards) = n / (n - 1) * (r_i - mean(group)), n the group's size.
+
+    The baseline does not depend on the sample it is taken from, so the gradient is unbiased.
+
+    Sources: Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. 2024, "Back to
+    Basics", section 2.
+    """
+    group = group_moments(rewards.astype(np.float64), group_ids)
+    return group.sizes / np.maximum(group.sizes - 1, 1) * (rewards - group.means)
+
+
+ADVANTAGES: Mapping[str, GroupAdvantages] = MappingProxyType(
+    {"grpo": grpo_advantages, "dr_grpo": dr_grpo_advantages, "rloo": rloo_advantages}
+)
 
 
 def zero_variance_fraction(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> float:
@@ -45,12 +85,37 @@ def zero_variance_fraction(rewards: Float[np.ndarray, "N"], group_ids: Int[np.nd
     return float(np.mean([span == 0 for span in spans.values()])) if spans else 0.0
 
 
-def credit_by_group(samples: Sequence[Sample]) -> list[Sample]:
+def task_rewards(samples: Sequence[Sample]) -> Float[np.ndarray, "N"]:
+    """What the reward functions said."""
+    return np.asarray([s.reward for s in samples], np.float64)
+
+
+def penalised_rewards(
+    samples: Sequence[Sample], *, kl_estimator: Callable[[np.ndarray, np.ndarray], np.ndarray], beta: float
+) -> Float[np.ndarray, "N"]:
+    """r_i - beta * sum over the tokens that the policy wrote of KL(policy || reference), estimated at each.
+
+    Policy and reference are scored by one program, not by the sampler and a scorer: where they are equal the
+    penalty is then exactly 0, and no rounding difference is left for a group's statistics to magnify.
+
+    Source: Ahmadian et al. 2024, section 2 (with k1).
+    """
+
+    def kl(sample: Sample) -> float:
+        policy, reference = sample.policy_logprobs, sample.reference_logprobs
+        assert policy is not None and reference is not None
+        return float(np.sum(kl_estimator(policy.astype(np.float64), reference.astype(np.float64))[sample.mask]))
+
+    return task_rewards(samples) - beta * np.asarray([kl(s) for s in samples], np.float64)
+
+
+def credit_by_group(
+    samples: Sequence[Sample], *, advantages: GroupAdvantages, rewards: Rewards = task_rewards
+) -> list[Sample]:
     """The samples with their advantage on every token that the policy wrote, 0 elsewhere."""
-    rewards = np.asarray([s.reward for s in samples], np.float64)
     group_ids = np.asarray([s.group_id for s in samples])
-    advantages = grpo_advantages(rewards, group_ids)
+    by_sample = advantages(rewards(samples), group_ids)
     return [
         replace(s, advantages=np.where(s.mask, np.float32(a), np.float32(0)))
-        for s, a in zip(samples, advantages, strict=True)
+        for s, a in zip(samples, by_sample, strict=True)
     ]

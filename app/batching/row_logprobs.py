@@ -7,7 +7,7 @@ from jaxtyping import Array, Float32
 
 from app.batching.pack import TokenBatch
 from app.policy.decoder import Decoder
-from app.policy.token_logprobs import completion_logprobs
+from app.policy.token_logprobs import Entropy, completion_logprobs, measured_entropy
 
 
 def row_logprobs(
@@ -18,6 +18,7 @@ def row_logprobs(
     dtype: jnp.dtype,
     remat: str,
     logits_chunk: int,
+    entropy_of: Entropy = measured_entropy,
 ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
     """`completion_logprobs` of one micro-batch: logprob and entropy of each target, rubbish on padding.
 
@@ -35,4 +36,5 @@ def row_logprobs(
         dtype=dtype,
         remat=remat,
         logits_chunk=logits_chunk,
+        entropy_of=entropy_of,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
@@ -17,6 +19,21 @@ def scaled_logits(
     return head.logits(hidden) / temperature
 
 
+Entropy = Callable[[Array], Array]
+"""log_softmax over the last dim -> entropy in nats."""
+
+
+def entropy(log_softmax: Float32[Array, "*rows V"]) -> Float32[Array, "*rows"]:
+    """-sum(p log p)."""
+    # Not log_normalizer - sum(p * logits): that loses digits with the square of the logits.
+    return -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
+
+
+def measured_entropy(log_softmax: Float32[Array, "*rows V"]) -> Float32[Array, "*rows"]:
+    """`entropy` as a measurement: without a gradient, so that the backward pass holds nothing for it."""
+    return entropy(jax.lax.stop_gradient(log_softmax))
+
+
 def token_logprobs(
     hidden: Float[Array, "R C D"],
     head: Head,
@@ -24,6 +41,7 @@ def token_logprobs(
     *,
     temperature: Float32[Array, ""] | float,
     chunk: int,
+    entropy_of: Entropy = measured_entropy,
 ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
     """Natural logprob of each target, and the entropy in nats of the distribution it was drawn from.
 
@@ -38,10 +56,7 @@ def token_logprobs(
         # A comparison instead of a gather: it stays local where the vocabulary is split over tp.
         chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
         target_logits = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
-        # Not log_normalizer - sum(p * logits): that loses digits with the square of the logits.
-        log_softmax = jax.lax.stop_gradient(logits - log_normalizer[..., None])
-        entropy = -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
-        return target_logits - log_normalizer, entropy
+        return target_logits - log_normalizer, entropy_of(logits - log_normalizer[..., None])
 
     num_tokens = targets.shape[1]
     if num_tokens <= chunk:
@@ -53,11 +68,11 @@ def token_logprobs(
         jnp.moveaxis(hidden.reshape(hidden.shape[0], -1, chunk, hidden.shape[2]), 1, 0),
         jnp.moveaxis(targets.reshape(targets.shape[0], -1, chunk), 1, 0),
     )
-    logprobs, entropy = jax.lax.map(lambda pair: of_chunk(*pair), by_chunk)
+    logprobs, entropies = jax.lax.map(lambda pair: of_chunk(*pair), by_chunk)
     rows = targets.shape[0]
     return (
         jnp.moveaxis(logprobs, 0, 1).reshape(rows, -1)[:, :num_tokens],
-        jnp.moveaxis(entropy, 0, 1).reshape(rows, -1)[:, :num_tokens],
+        jnp.moveaxis(entropies, 0, 1).reshape(rows, -1)[:, :num_tokens],
     )
 
 
@@ -73,6 +88,7 @@ def completion_logprobs(
     dtype: jnp.dtype,
     remat: str,
     logits_chunk: int,
+    entropy_of: Entropy = measured_entropy,
 ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
     """Logprob and entropy of each completion token of packed rows: one forward pass for every role.
 
@@ -81,4 +97,6 @@ def completion_logprobs(
     """
     hidden = decoder.hidden(token_ids, positions, segment_ids, dtype=dtype, remat=remat)
     at_targets = jnp.take_along_axis(hidden, score_index[:, :, None], axis=1)
-    return token_logprobs(at_targets, decoder.head, targets, temperature=temperature, chunk=logits_chunk)
+    return token_logprobs(
+        at_targets, decoder.head, targets, temperature=temperature, chunk=logits_chunk, entropy_of=entropy_of
+    )

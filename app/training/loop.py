@@ -101,14 +101,14 @@ class Trainer:
         return Work(
             num_parameters=self.session.input.definition.num_parameters,
             group_size=self.settings.rollout.group_size,
-            scoring_passes=self.learning.several_updates + (self.reference is not None),
+            scoring_passes=self.learning.scores_policy + (self.reference is not None),
             epochs=self.settings.algorithm.epochs,
         )
 
     def score(self, params: Params, samples: list[Sample]) -> list[Sample]:
-        """Proximal logprobs where several updates follow, reference logprobs where a KL penalty needs them."""
+        """The policy's logprobs where several updates or a penalised reward need them, the reference's for any KL."""
         temperature, score = self.settings.rollout.temperature, self.settings.score
-        if self.learning.several_updates:
+        if self.learning.scores_policy:
             rows = score.policy.rows_per_device or score.rows_per_device
             scored = self.session.scorer.logprobs(params, samples, temperature=temperature, rows_per_device=rows)
             samples = [replace(s, policy_logprobs=x) for s, x in zip(samples, scored, strict=True)]

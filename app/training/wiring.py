@@ -2,48 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from app.advantage.group import credit_by_group
+from app.advantage.group import ADVANTAGES, credit_by_group, penalised_rewards, task_rewards
 from app.flow import Sample
 from app.mesh.placement import num_local_row_shards
 from app.training.session import Session
-from app.update.aggregation import AGGREGATIONS
-from app.update.kl import ESTIMATORS
-from app.update.objective import make_objective, own_logprobs, scored_logprobs
+from app.update.aggregation import aggregations
+from app.update.kl import ESTIMATORS, Estimator
+from app.update.objective import PolicyLoss, make_objective, own_logprobs, scored_logprobs
 from app.update.optimizer import TrainState, make_optimizer, make_schedule, state_shardings
 from app.update.step import make_update_step
+from app.update.surrogate import SurrogateLoss, clipped_surrogate, dual_clipped_surrogate
 from app.update.updater import Updater
 from settings import Settings
 from settings.errors import InputError
+from settings.schema import Algorithm
 
-ADVANTAGES: Mapping[str, Callable[[Sequence[Sample]], list[Sample]]] = MappingProxyType({"grpo": credit_by_group})
-"""`algorithm.name` -> how samples get their credit."""
+Credit = Callable[[Sequence[Sample]], list[Sample]]
+"""Samples -> the same with their advantages."""
 
 
 @dataclass(frozen=True)
 class Learning:
     """The update room, wired for one run."""
 
-    credit: Callable[[Sequence[Sample]], list[Sample]]
+    credit: Credit
     updater: Updater
     optimizer: optax.GradientTransformation
     shapes: TrainState
     shardings: TrainState
-    several_updates: bool
-    """More than one optimizer step per rollout: the policy must be scored before the first."""
+    scores_policy: bool
+    """The policy is scored before the first update: several updates follow, or the KL goes into the reward."""
 
 
 def wire_learning(settings: Settings, session: Session) -> Learning:
     """Objective, optimizer and compiled update step of `algorithm.*` and `optimizer.*`."""
     algorithm, model, definition = settings.algorithm, settings.model, session.input.definition
+    assert algorithm.loss_aggregation is not None
     several = settings.updates_per_step > 1
     schedule = make_schedule(settings.optimizer, num_updates=settings.run.steps * settings.updates_per_step)
     optimizer = make_optimizer(settings.optimizer, schedule)
@@ -52,11 +55,7 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
     shapes = TrainState(definition.shapes, jax.eval_shape(optimizer.init, definition.shapes), counter, counter, counter)
     objective = make_objective(
         definition,
-        proximal=scored_logprobs if several else own_logprobs,
-        kl_estimator=ESTIMATORS[algorithm.kl_estimator],
-        beta=algorithm.beta,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
+        wire_loss(algorithm, several_updates=several),
         dtype=jnp.dtype(model.dtype),
         remat=model.remat,
         logits_chunk=model.logits_chunk,
@@ -64,12 +63,46 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
     updater = Updater(
         make_update_step(objective, optimizer, schedule, shardings),
         session.mesh,
-        aggregation=AGGREGATIONS[algorithm.loss_aggregation],
+        aggregation=aggregations(max_new_tokens=settings.rollout.max_new_tokens)[algorithm.loss_aggregation],
         num_mini_batches=settings.num_mini_batches,
         epochs=algorithm.epochs,
         rows_per_device=algorithm.rows_per_device,
     )
-    return Learning(ADVANTAGES[algorithm.name], updater, optimizer, shapes, shardings, several)
+    scores_policy = several or algorithm.kl_in_reward
+    return Learning(wire_credit(algorithm), updater, optimizer, shapes, shardings, scores_policy)
+
+
+def wire_credit(algorithm: Algorithm) -> Credit:
+    """What samples are compared by, and how."""
+    rewards = task_rewards
+    if algorithm.kl_in_reward:
+        rewards = functools.partial(penalised_rewards, kl_estimator=wire_kl(algorithm), beta=algorithm.beta)
+    return functools.partial(credit_by_group, advantages=ADVANTAGES[algorithm.name], rewards=rewards)
+
+
+def wire_loss(algorithm: Algorithm, *, several_updates: bool) -> PolicyLoss:
+    """The loss of every token, before aggregation."""
+    return PolicyLoss(
+        proximal=scored_logprobs if several_updates else own_logprobs,
+        surrogate=wire_surrogate(algorithm),
+        kl_estimator=wire_kl(algorithm) if algorithm.beta > 0 else None,
+        beta=0.0 if algorithm.kl_in_reward else algorithm.beta,
+        entropy_coef=algorithm.entropy_coef,
+    )
+
+
+def wire_kl(algorithm: Algorithm) -> Estimator:
+    """The estimator of the penalty, wherever it goes."""
+    assert algorithm.kl_estimator is not None
+    return ESTIMATORS[algorithm.kl_estimator]
+
+
+def wire_surrogate(algorithm: Algorithm) -> SurrogateLoss:
+    """One clip or two."""
+    clips = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    if algorithm.dual_clip is None:
+        return functools.partial(clipped_surrogate, **clips)
+    return functools.partial(dual_clipped_surrogate, dual_clip=algorithm.dual_clip, **clips)
 
 
 def check_rows(settings: Settings, session: Session) -> None:

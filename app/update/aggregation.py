@@ -7,8 +7,8 @@ rows or spread over devices: the parts just add.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +45,28 @@ def sequence_mean_token_mean(sample: Sample, totals: Totals) -> Float32[np.ndarr
     return mask / max(float(mask.sum()), 1.0) / max(totals.num_samples, 1)
 
 
-AGGREGATIONS: Mapping[str, Weights] = MappingProxyType(
-    {"token-mean": token_mean, "sequence-mean-token-mean": sequence_mean_token_mean}
-)
+def sequence_mean_token_sum(sample: Sample, totals: Totals) -> Float32[np.ndarray, "C"]:
+    """Every token weighs 1 / (samples of the step): a completion is one action, its logprob the sum of its tokens'.
+
+    Source: Ahmadian et al. 2024 (RLOO), section 2.
+    """
+    return sample.mask.astype(np.float32) / max(totals.num_samples, 1)
+
+
+def constant_length(sample: Sample, totals: Totals, *, num_tokens: int) -> Float32[np.ndarray, "C"]:
+    """Every token weighs 1 / (samples of the step * num_tokens), however long its sample became.
+
+    `num_tokens` is a constant of the run, the longest completion allowed: never a length of this step, which would
+    bring the bias back. Source: Liu et al. 2025 (Dr. GRPO), section 3.2.
+    """
+    return sequence_mean_token_sum(sample, totals) / np.float32(num_tokens)
+
+
+def aggregations(*, max_new_tokens: int) -> Mapping[str, Weights]:
+    """`algorithm.loss_aggregation` -> what each token's loss counts."""
+    return {
+        "token-mean": token_mean,
+        "sequence-mean-token-mean": sequence_mean_token_mean,
+        "sequence-mean-token-sum": sequence_mean_token_sum,
+        "constant-length": functools.partial(constant_length, num_tokens=max_new_tokens),
+    }

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch: clipped surrogate plus a KL penalty, weighted token by token."""
+"""The loss of one micro-batch: surrogate, KL penalty and entropy bonus, weighted token by token."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from jaxtyping import Array, Float32
 from app.batching.pack import HostOrDevice, TokenBatch
 from app.batching.row_logprobs import row_logprobs
 from app.policy.decoder import DecoderDefinition, Params
+from app.policy.token_logprobs import entropy, measured_entropy
 from app.update.kl import Estimator
-from app.update.surrogate import clipped_surrogate
+from app.update.surrogate import SurrogateLoss
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +32,7 @@ class UpdateBatch:
     policy_logprobs: Float32[HostOrDevice, "M R C"] | None
     """None when the step has one update: its own logprobs are then the proximal ones."""
     reference_logprobs: Float32[HostOrDevice, "M R C"] | None
-    """None when there is no KL penalty."""
+    """None when there is no KL penalty, in the loss or in the reward."""
 
 
 @jax.tree_util.register_dataclass
@@ -63,56 +64,75 @@ def scored_logprobs(current_logprobs: Array, batch: UpdateBatch) -> Array:
     return batch.policy_logprobs
 
 
-def make_objective(
-    definition: DecoderDefinition,
-    *,
-    proximal: Proximal,
-    kl_estimator: Estimator,
-    beta: float,
-    clip_low: float,
-    clip_high: float,
-    dtype: jnp.dtype,
-    remat: str,
-    logits_chunk: int,
-) -> Objective:
-    """(params, one micro-batch, temperature) -> (its share of the loss, its share of the metrics)."""
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Per-token losses of one micro-batch, weighted into its share of the step's loss.
 
-    def objective(params: Params, batch: UpdateBatch, temperature: Array) -> tuple[Array, LossParts]:
-        tokens = batch.tokens
-        logprobs, entropy = row_logprobs(
-            definition.bind(params),
-            tokens,
-            temperature=temperature,
-            dtype=dtype,
-            remat=remat,
-            logits_chunk=logits_chunk,
-        )
+    sum(w * (surrogate + beta * KL - entropy_coef * H)), w the step's `loss_weights`.
+    """
+
+    proximal: Proximal
+    surrogate: SurrogateLoss
+    kl_estimator: Estimator | None
+    """Also measures `policy/kl` where the penalty is in the reward; None without a reference."""
+    beta: float
+    """Weight of the penalty in this loss; 0 where it is in the reward."""
+    entropy_coef: float
+
+    def __call__(
+        self, logprobs: Float32[Array, "R C"], entropy: Float32[Array, "R C"], batch: UpdateBatch
+    ) -> tuple[Array, LossParts]:
+        """(its share of the loss, its share of the metrics). Logprobs may hold finite rubbish outside the mask."""
+        mask = batch.tokens.mask
         # Padding holds rubbish; equal logprobs there keep ratios at 1 and differences at 0.
-        current = jnp.where(tokens.mask, logprobs, batch.behavior_logprobs)
-        proximal_logprobs = jnp.where(tokens.mask, proximal(current, batch), batch.behavior_logprobs)
-        surrogate = clipped_surrogate(
-            current, proximal_logprobs, batch.advantages, clip_low=clip_low, clip_high=clip_high
-        )
-        loss = jnp.sum(batch.loss_weights * surrogate.loss)
+        current = jnp.where(mask, logprobs, batch.behavior_logprobs)
+        proximal_logprobs = jnp.where(mask, self.proximal(current, batch), batch.behavior_logprobs)
+        surrogate = self.surrogate(current, proximal_logprobs, batch.advantages)
 
         def mean(x: Array) -> Array:
             return jnp.sum(batch.token_weights * x)
 
         difference = jnp.abs(current - batch.behavior_logprobs)
+        per_token = surrogate.loss
         sums = {
             "policy/entropy": mean(entropy),
             "policy/clip_fraction_low": mean(surrogate.clipped_low),
             "policy/clip_fraction_high": mean(surrogate.clipped_high),
+            "policy/clip_fraction_dual": mean(surrogate.clipped_dual),
             "rollout/sampler_scorer_logprob_diff_mean": mean(difference),
         }
-        if batch.reference_logprobs is not None:
-            penalty = kl_estimator(current, jnp.where(tokens.mask, batch.reference_logprobs, current))
-            loss = loss + beta * jnp.sum(batch.loss_weights * penalty)
-            sums["policy/kl"] = mean(penalty)
+        if self.kl_estimator is not None:
+            assert batch.reference_logprobs is not None
+            kl = self.kl_estimator(current, jnp.where(mask, batch.reference_logprobs, current))
+            sums["policy/kl"] = mean(kl)
+            if self.beta:
+                per_token += self.beta * kl
+        if self.entropy_coef:
+            per_token -= self.entropy_coef * entropy
+        loss = jnp.sum(batch.loss_weights * per_token)
         maxima = {
-            "policy/ratio_max": jnp.max(jnp.where(tokens.mask, surrogate.ratio, 0.0)),
+            "policy/ratio_max": jnp.max(jnp.where(mask, surrogate.ratio, 0.0)),
             "rollout/sampler_scorer_logprob_diff_max": jnp.max(difference),
         }
         return loss, jax.lax.stop_gradient(LossParts({"loss": loss, **sums}, maxima))
+
+
+def make_objective(
+    definition: DecoderDefinition, policy_loss: PolicyLoss, *, dtype: jnp.dtype, remat: str, logits_chunk: int
+) -> Objective:
+    """(params, one micro-batch, temperature) -> (its share of the loss, its share of the metrics)."""
+    entropy_of = entropy if policy_loss.entropy_coef else measured_entropy
+
+    def objective(params: Params, batch: UpdateBatch, temperature: Array) -> tuple[Array, LossParts]:
+        logprobs, entropies = row_logprobs(
+            definition.bind(params),
+            batch.tokens,
+            temperature=temperature,
+            dtype=dtype,
+            remat=remat,
+            logits_chunk=logits_chunk,
+            entropy_of=entropy_of,
+        )
+        return policy_loss(logprobs, entropies, batch)
 
     return objective

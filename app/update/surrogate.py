@@ -1,7 +1,8 @@
-"""The clipped policy surrogate."""
+"""The clipped policy surrogates."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -18,6 +19,12 @@ class Surrogate(NamedTuple):
     """The gradient was cut because a disadvantaged token had already become too unlikely."""
     clipped_high: Bool[Array, "*tokens"]
     """The gradient was cut because an advantaged token had already become too likely."""
+    clipped_dual: Bool[Array, "*tokens"]
+    """The gradient was cut because a disadvantaged token had become so likely that it would rule the step."""
+
+
+SurrogateLoss = Callable[[Array, Array, Array], Surrogate]
+"""(current logprobs, proximal logprobs, advantages) -> per-token losses."""
 
 
 def clipped_surrogate(
@@ -43,4 +50,26 @@ def clipped_surrogate(
         ratio,
         clipped_low=(ratio < 1.0 - clip_low) & (advantages < 0),
         clipped_high=(ratio > 1.0 + clip_high) & (advantages > 0),
+        clipped_dual=jnp.zeros_like(ratio, bool),
     )
+
+
+def dual_clipped_surrogate(
+    current_logprobs: Float32[Array, "*tokens"],
+    proximal_logprobs: Float32[Array, "*tokens"],
+    advantages: Float32[Array, "*tokens"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+) -> Surrogate:
+    """`clipped_surrogate`, and where A < 0 at most -A c, with c = `dual_clip` > 1.
+
+    A token that was nearly impossible and is now likely has a ratio without bound; a positive advantage meets the
+    clip above, a negative one only this.
+
+    Source: Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", eq. 5.
+    """
+    once = clipped_surrogate(current_logprobs, proximal_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
+    beyond = (once.ratio > dual_clip) & (advantages < 0)
+    return once._replace(loss=jnp.where(beyond, -advantages * dual_clip, once.loss), clipped_dual=beyond)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from statistics import fmean, stdev
 
 import numpy as np
@@ -7,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.advantage.group import credit_by_group, group_moments, grpo_advantages, zero_variance_fraction
+from app.advantage.group import (
+    ADVANTAGES,
+    credit_by_group,
+    dr_grpo_advantages,
+    group_moments,
+    grpo_advantages,
+    penalised_rewards,
+    rloo_advantages,
+    task_rewards,
+    zero_variance_fraction,
+)
+from app.update.kl import ESTIMATORS, k1
 from tests.tiny import make_sample
 
 GRADED = st.lists(st.tuples(st.floats(-100, 100), st.integers(-3, 3)), min_size=1, max_size=30)
@@ -40,20 +52,40 @@ def test_groups_of_uneven_size_are_compared_only_with_themselves():
     np.testing.assert_allclose(advantages([1, 2, 3, 10, 20], [0, 0, 0, 1, 1]), expected, atol=2e-6)
 
 
-def test_a_group_of_one_has_advantage_zero():
-    assert advantages([7.5, 0.0, 1.0], [4, 5, 5])[0] == 0.0
+def test_without_the_deviation_only_the_mean_is_taken_away():
+    ours = dr_grpo_advantages(np.array([1.0, 0.0, 0.0, 0.0, 10.0, 20.0]), np.array([0, 0, 0, 0, 1, 1]))
+    np.testing.assert_allclose(ours, [0.75, -0.25, -0.25, -0.25, -5, 5], rtol=1e-12)
 
 
+def test_the_baseline_of_a_sample_is_the_mean_of_the_others():
+    # 1 against (2 + 6) / 2, 2 against (1 + 6) / 2, 6 against (1 + 2) / 2; 10 and 20 against each other.
+    ours = rloo_advantages(np.array([1.0, 2.0, 6.0, 10.0, 20.0]), np.array([0, 0, 0, 1, 1]))
+    np.testing.assert_allclose(ours, [-3, -1.5, 4.5, -10, 10], rtol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGES.values(), ids=ADVANTAGES)
+def test_a_group_of_one_has_advantage_zero(estimator):
+    assert estimator(np.array([7.5, 0.0, 1.0]), np.array([4, 5, 5]))[0] == 0.0
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGES.values(), ids=ADVANTAGES)
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1e6 / 3])
 @pytest.mark.parametrize("size", [2, 3, 7])
-def test_equal_rewards_give_exactly_zero(reward, size):
-    assert np.all(advantages([reward] * size, [0] * size) == 0.0)
+def test_equal_rewards_give_exactly_zero(estimator, reward, size):
+    assert np.all(estimator(np.full(size, reward), np.zeros(size, int)) == 0.0)
 
 
-def test_members_of_a_group_need_not_stand_together_nor_ids_start_at_zero():
-    together = advantages([1, 2, 3, 10, 20], [0, 0, 0, 1, 1])
-    apart = advantages([10, 1, 2, 20, 3], [900, -7, -7, 900, -7])
+@pytest.mark.parametrize("estimator", ADVANTAGES.values(), ids=ADVANTAGES)
+def test_members_of_a_group_need_not_stand_together_nor_ids_start_at_zero(estimator):
+    together = estimator(np.array([1.0, 2, 3, 10, 20]), np.array([0, 0, 0, 1, 1]))
+    apart = estimator(np.array([10.0, 1, 2, 20, 3]), np.array([900, -7, -7, 900, -7]))
     np.testing.assert_allclose(apart, together[[3, 0, 1, 4, 2]], rtol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGES.values(), ids=ADVANTAGES)
+def test_no_samples_have_no_advantages(estimator):
+    assert estimator(np.zeros(0), np.zeros(0, int)).shape == (0,)
+    assert credit_by_group([], advantages=estimator) == []
 
 
 @given(GRADED)
@@ -63,6 +95,17 @@ def test_advantages_equal_a_slow_oracle_in_float64(graded):
         siblings = [r for r, g in graded if g == group]
         deviation = stdev(siblings) if len(siblings) > 1 else 0.0
         assert advantage == pytest.approx((reward - fmean(siblings)) / (deviation + 1e-6), rel=1e-6, abs=1e-6)
+
+
+@given(GRADED)
+def test_the_others_are_related_as_their_papers_say(graded):
+    rewards, group_ids = arrays(graded)
+    without_deviation, leave_one_out = dr_grpo_advantages(rewards, group_ids), rloo_advantages(rewards, group_ids)
+    for i, (reward, group) in enumerate(graded):
+        siblings = [r for r, g in graded if g == group]
+        others = [r for j, (r, g) in enumerate(graded) if g == group and j != i]
+        assert without_deviation[i] == pytest.approx(reward - fmean(siblings), rel=1e-9, abs=1e-9)
+        assert leave_one_out[i] == pytest.approx(reward - fmean(others) if others else 0.0, rel=1e-9, abs=1e-9)
 
 
 @given(GRADED, st.randoms())
@@ -75,15 +118,17 @@ def test_shuffling_samples_shuffles_their_advantages(graded, random):
     )
 
 
-@given(GRADED)
-def test_advantages_of_every_group_sum_to_zero(graded):
+@pytest.mark.parametrize("estimator", ADVANTAGES.values(), ids=ADVANTAGES)
+@given(graded=GRADED)
+def test_advantages_of_every_group_sum_to_zero(estimator, graded):
     rewards, group_ids = arrays(graded)
-    credit = advantages(rewards, group_ids)
+    credit = estimator(rewards, group_ids)
     assert np.abs([credit[group_ids == group].sum() for group in np.unique(group_ids)]).max() < 1e-6
 
 
 def test_moments_stand_beside_every_member():
-    means, deviations = group_moments(np.array([1.0, 5.0, 3.0]), np.array([2, 0, 2]))
+    sizes, means, deviations = group_moments(np.array([1.0, 5.0, 3.0]), np.array([2, 0, 2]))
+    np.testing.assert_array_equal(sizes, [2, 1, 2])
     np.testing.assert_allclose(means, [2, 5, 2])
     np.testing.assert_allclose(deviations, [2**0.5, 0, 2**0.5])
 
@@ -99,9 +144,43 @@ def test_credit_lies_on_every_token_that_the_policy_wrote_and_on_no_other():
         make_sample([5, 6, 7], reward=1.0, loss_mask=np.array([True, False, True])),
         make_sample([5], reward=0.0, sample_index=1),
     ]
-    credited = credit_by_group(samples)
+    credited = credit_by_group(samples, advantages=grpo_advantages)
     advantage = np.float32(0.5 / (0.5**0.5 + 1e-6))
     np.testing.assert_array_equal(credited[0].advantages, [advantage, 0, advantage])
     np.testing.assert_array_equal(credited[1].advantages, [-advantage])
     assert np.asarray(credited[0].advantages).dtype == np.float32
     assert samples[0].advantages is None
+
+
+def scored(policy, reference, **fields):
+    policy, reference = np.asarray(policy, np.float32), np.asarray(reference, np.float32)
+    return make_sample(np.zeros(len(policy)), policy_logprobs=policy, reference_logprobs=reference, **fields)
+
+
+def test_the_penalty_is_summed_over_the_tokens_that_the_policy_wrote():
+    samples = [
+        scored([-1.0, -2.0, -3.0], [-1.5, -9.0, -2.0], reward=1.0, loss_mask=np.array([True, False, True])),
+        scored([-1.0], [-3.0], reward=0.5, sample_index=1),
+        scored([], [], reward=0.25, sample_index=2),
+    ]
+    # 0.5 - 1.0 over the first and the third token; 2.0.
+    ours = penalised_rewards(samples, kl_estimator=k1, beta=0.1)
+    np.testing.assert_allclose(ours, [1.0 + 0.05, 0.5 - 0.2, 0.25], rtol=1e-6)
+
+
+def test_samples_are_compared_by_their_penalised_rewards_and_keep_the_reward_they_got():
+    samples = [scored([-1.0], [-2.0], reward=1.0), scored([-2.0], [-1.0], reward=1.0, sample_index=1)]
+    rewards = partial(penalised_rewards, kl_estimator=k1, beta=0.25)
+    credited = credit_by_group(samples, advantages=rloo_advantages, rewards=rewards)
+    # 0.75 and 1.25.
+    assert [np.asarray(s.advantages).tolist() for s in credited] == [[-0.5], [0.5]]
+    assert [s.reward for s in credited] == [1.0, 1.0]
+    unpenalised = credit_by_group(samples, advantages=rloo_advantages)
+    assert [np.asarray(s.advantages).tolist() for s in unpenalised] == [[0.0], [0.0]]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS.values(), ids=ESTIMATORS)
+def test_a_policy_that_is_still_the_reference_pays_exactly_nothing(estimator):
+    logprobs = -np.random.default_rng(0).exponential(2.0, 40)
+    samples = [scored(logprobs, logprobs, reward=0.1)]
+    assert penalised_rewards(samples, kl_estimator=estimator, beta=0.5) == task_rewards(samples)

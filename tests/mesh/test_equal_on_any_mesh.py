@@ -16,16 +16,18 @@ from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params
 from app.rollout.sampling import SamplingRules
 from app.score.scorer import Scorer
-from app.update.aggregation import token_mean
+from app.update.aggregation import aggregations
 from app.update.kl import k3
-from app.update.objective import make_objective, scored_logprobs
+from app.update.objective import make_objective
 from app.update.optimizer import initial_state, make_optimizer, state_shardings
 from app.update.step import make_update_step
+from app.update.surrogate import dual_clipped_surrogate
 from app.update.updater import Updater
 from settings.schema import Optimizer as Settings
 from tests.tiny import (
     BIASED,
     EVEN,
+    PLAIN_LOSS,
     SWITCHES,
     assert_trees_close,
     make_engine,
@@ -39,6 +41,13 @@ from tests.tiny import (
 EVEN, BIASED = replace(EVEN, num_layers=1), replace(BIASED, num_layers=1)
 SWITCHED = replace(EVEN, **SWITCHES, windows=(3,))
 FLOAT32 = jnp.dtype("float32")
+EVERYTHING = replace(
+    PLAIN_LOSS,
+    surrogate=functools.partial(dual_clipped_surrogate, clip_low=0.2, clip_high=0.3, dual_clip=2.0),
+    kl_estimator=k3,
+    beta=0.1,
+    entropy_coef=0.1,
+)
 
 
 @dataclass(frozen=True)
@@ -75,21 +84,11 @@ def outcome(architecture: Architecture, shape: tuple[int, int, int]) -> Outcome:
     # A large epsilon keeps the update proportional to the gradient: else Adam makes steps of rounding errors.
     optimizer = make_optimizer(Settings(epsilon=1.0, weight_decay=0.1, max_grad_norm=1e6), schedule)
     state_layout = state_shardings(optimizer, definition.shapes, shardings, mesh)
-    objective = make_objective(
-        definition,
-        proximal=scored_logprobs,
-        kl_estimator=k3,
-        beta=0.1,
-        clip_low=0.2,
-        clip_high=0.3,
-        dtype=FLOAT32,
-        remat="block",
-        logits_chunk=3,
-    )
+    objective = make_objective(definition, EVERYTHING, dtype=FLOAT32, remat="block", logits_chunk=3)
     updater = Updater(
         make_update_step(objective, optimizer, schedule, state_layout),
         mesh,
-        aggregation=token_mean,
+        aggregation=aggregations(max_new_tokens=9)["constant-length"],
         num_mini_batches=1,
         epochs=1,
         rows_per_device=1,

@@ -11,8 +11,8 @@ import pytest
 from jaxtyping import Array
 
 from app.policy.decoder import DecoderDefinition, Head
-from app.policy.token_logprobs import completion_logprobs, scaled_logits, token_logprobs
-from tests.tiny import ODD
+from app.policy.token_logprobs import completion_logprobs, entropy, measured_entropy, scaled_logits, token_logprobs
+from tests.tiny import ODD, assert_trees_close
 
 ROWS, TOKENS, WIDTH, VOCAB = 3, 14, 5, 23
 
@@ -66,6 +66,42 @@ def test_entropy_of_uniform_logits_is_the_log_of_the_vocabulary_and_carries_no_g
     np.testing.assert_allclose(entropy(jnp.zeros((VOCAB, WIDTH))), np.log(VOCAB), rtol=1e-6)
     gradient = jax.grad(lambda head: jnp.sum(entropy(head)))(inputs()[1])
     np.testing.assert_array_equal(gradient, 0.0)
+
+
+@pytest.mark.parametrize("chunk", [3, 14])
+@pytest.mark.parametrize("temperature", [0.3, 1.7])
+def test_gradients_of_an_entropy_that_is_learned_from_equal_a_float64_oracle(chunk, temperature):
+    targets = inputs()[2]
+    hidden, head, _, weights = map(np.asarray, inputs())
+
+    def loss(hidden, head):
+        _, entropies = token_logprobs(
+            hidden, Head(head), targets, temperature=temperature, chunk=chunk, entropy_of=entropy
+        )
+        return jnp.sum(weights * entropies)
+
+    logits = hidden.astype(np.float64) @ head.astype(np.float64).T / temperature
+    log_softmax = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+    probabilities = np.exp(log_softmax)
+    entropies = -(probabilities * log_softmax).sum(axis=-1, keepdims=True)
+    # dH / dlogits = -p (log p + H)
+    by_logits = -weights[..., None] * probabilities * (log_softmax + entropies) / temperature
+    exact = by_logits @ head, np.einsum("rcv,rcd->vd", by_logits, hidden)
+    assert_trees_close(jax.jit(jax.grad(loss, argnums=(0, 1)))(hidden, head), exact)
+
+
+def test_a_measured_entropy_is_the_same_number():
+    log_softmax = jax.nn.log_softmax(inputs()[0])
+    np.testing.assert_array_equal(measured_entropy(log_softmax), entropy(log_softmax))
+
+
+def test_enormous_logits_keep_the_gradient_of_the_entropy_finite():
+    hidden, head, targets, _ = inputs()
+
+    def total(hidden):
+        return jnp.sum(token_logprobs(hidden, Head(head), targets, temperature=1.0, chunk=5, entropy_of=entropy)[1])
+
+    assert np.isfinite(jax.grad(total)(1e4 * hidden)).all()
 
 
 def test_logits_of_bfloat16_states_are_accumulated_in_float32():

@@ -52,6 +52,23 @@ def test_rewards_that_all_weigh_nothing_are_refused(resolve) -> None:
     assert "every weight is 0" in message
 
 
+def test_a_penalty_of_weight_zero_has_no_place_in_the_reward(resolve) -> None:
+    message = refusal(check_for_train, resolve("algorithm.kl_in=reward"))
+    assert message.startswith("algorithm.kl_in = 'reward' (from --set): algorithm.beta = 0.0 (from the default)")
+    assert "set algorithm.beta above 0" in message
+    refusal(check_for_train, resolve("algorithm.kl_in=reward", "algorithm.beta=0"))
+    check_for_train(resolve("algorithm.kl_in=reward", "algorithm.beta=0.05"))
+    check_for_train(resolve("algorithm.name=rloo"))
+
+
+def test_a_penalty_may_be_turned_off_by_a_later_layer_than_the_one_that_placed_it(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("algorithm: {kl_in: reward, beta: 0.05}")
+    check_for_train(load(str(path), ["algorithm.beta=0"], {}))
+    path.write_text("algorithm: {beta: 0}")
+    refusal(check_for_train, load(str(path), ["algorithm.kl_in=reward"], {}))
+
+
 @pytest.mark.parametrize(("mini_batch", "nearest"), [(5, "4 or 6"), (7, "6 or 12"), (13, "12"), (500, "12")])
 def test_a_mini_batch_that_does_not_divide_the_step_is_told_its_neighbours(
     resolve, mini_batch: int, nearest: str

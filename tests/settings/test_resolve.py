@@ -7,6 +7,7 @@ import math
 from functools import reduce
 from operator import getitem
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from settings.config_file import presets
 from settings.fields import FIELDS, value_of
 from settings.historic import HISTORIC
 from settings.layers import env_name
+from settings.papers import PAPERS
 from tests.settings.loading import load_text, with_sets
 
 EXAMPLES = {
@@ -146,6 +148,40 @@ def test_the_rest_is_derived_from_other_settings(folder: Path) -> None:
     assert settings.algorithm.mini_batch_prompts == 6
     assert (settings.data.eval_source, settings.data.eval_split) == (None, "test")
     assert settings.mesh.shape == "auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "aggregation", "kl_in", "estimator"),
+    [
+        ("grpo", "token-mean", "loss", "k3"),
+        ("dr_grpo", "constant-length", "loss", "k3"),
+        ("rloo", "sequence-mean-token-sum", "reward", "k1"),
+    ],
+)
+def test_an_algorithm_decides_what_its_paper_fixes_and_no_one_else_did(name, aggregation, kl_in, estimator) -> None:
+    resolved = with_sets(f"algorithm.name={name}", "algorithm.beta=0.1")
+    ours = resolved.settings.algorithm
+    assert (ours.loss_aggregation, ours.kl_in, ours.kl_estimator) == (aggregation, kl_in, estimator)
+    assert {resolved.provenance[f"algorithm.{f}"] for f in ("loss_aggregation", "kl_in", "kl_estimator")} == {"derived"}
+    mixed = with_sets(f"algorithm.name={name}", "algorithm.beta=0.1", "algorithm.loss_aggregation=token-mean")
+    assert mixed.settings.algorithm.loss_aggregation == "token-mean"
+    assert mixed.provenance["algorithm.loss_aggregation"] == "set"
+
+
+def test_the_estimator_follows_the_place_of_the_penalty() -> None:
+    ours = with_sets("algorithm.beta=0.1", "algorithm.kl_in=reward").settings.algorithm
+    assert (ours.kl_estimator, ours.kl_in_reward) == ("k1", True)
+    ours = with_sets("algorithm.name=rloo", "algorithm.beta=0.1", "algorithm.kl_in=loss").settings.algorithm
+    assert (ours.kl_estimator, ours.kl_in_reward) == ("k3", False)
+
+
+def test_a_penalty_of_weight_zero_has_neither_place_nor_estimator() -> None:
+    ours = with_sets("algorithm.name=rloo").settings.algorithm
+    assert (ours.kl_in, ours.kl_estimator, ours.kl_in_reward) == (None, None, False)
+
+
+def test_every_name_of_an_algorithm_is_known_to_the_table_of_papers() -> None:
+    assert set(PAPERS) == set(get_args(FIELDS["algorithm.name"].annotation))
 
 
 # Printing

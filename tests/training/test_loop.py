@@ -41,6 +41,7 @@ OF_A_STEP = {
     "policy/grad_norm",
     "policy/clip_fraction_low",
     "policy/clip_fraction_high",
+    "policy/clip_fraction_dual",
     "policy/ratio_max",
     "policy/learning_rate",
     "policy/nonfinite_updates",
@@ -148,6 +149,33 @@ def test_samples_carry_the_logprobs_that_their_algorithm_needed(finished: Path, 
         # At the first step policy and reference are the same weights.
         np.testing.assert_array_equal(sample.policy_logprobs, sample.reference_logprobs)
         np.testing.assert_allclose(sample.policy_logprobs, sample.behavior_logprobs, atol=1e-4)
+
+
+SCORED = ("policy_logprobs", "reference_logprobs")
+
+
+def test_a_penalty_in_the_reward_is_paid_before_siblings_are_compared(config: Path) -> None:
+    result = train_here(
+        config,
+        *("algorithm.name=rloo", "algorithm.beta=0.5", "algorithm.dual_clip=3.0", "algorithm.entropy_coef=0.01"),
+        *("optimizer.learning_rate=1e-2", "run.steps=3", "eval.every_steps=0"),
+    )
+    assert result.exit_code == 0, result.stderr
+    run = config.parent / "runs" / "tiny"
+    first, *_, last = lines = metrics_of(run)
+    # One update a step: its ratio is taken to itself, although the reward had the policy scored.
+    assert [line["policy/ratio_max"] for line in lines] == [1.0] * 3
+    assert abs(first["policy/kl"]) < 1e-6 < abs(last["policy/kl"])
+    for step in (1, 3):
+        samples = samples_of(run, step)
+        policy, reference = ([np.asarray(getattr(s, name)) for s in samples] for name in SCORED)
+        penalties = np.array([0.5 * np.sum(p - r) for p, r in zip(policy, reference, strict=True)])
+        assert bool(penalties.any()) == (step == 3)
+        by_group = (np.array([s.reward for s in samples]) - penalties).reshape(4, 4)
+        expected = (by_group - (by_group.sum(1, keepdims=True) - by_group) / 3).ravel()
+        for sample, advantage in zip(samples, expected, strict=True):
+            assert sample.advantages is not None
+            np.testing.assert_allclose(sample.advantages, advantage, atol=1e-5)
 
 
 def test_no_prompt_comes_twice_before_all_have_come_once(uninterrupted: Path) -> None:

@@ -65,3 +65,54 @@ def test_k3_keeps_the_digits_of_small_differences():
     # exp(-d) + d - 1 = d^2 / 2 - d^3 / 6 + ...; in plain float32 it would round to 0 or to an eps.
     d = 1e-3
     assert float(k3(jnp.float32(d), jnp.float32(0))) == pytest.approx(d**2 / 2 - d**3 / 6, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_host_arrays_give_host_arrays_of_the_same_estimates(name):
+    rng = np.random.default_rng(1)
+    policy, reference = -rng.exponential(2.0, (2, 50))
+    on_host = ESTIMATORS[name](policy, reference)
+    assert isinstance(on_host, np.ndarray) and on_host.dtype == np.float64
+    on_device = ESTIMATORS[name](jnp.asarray(policy, jnp.float32), jnp.asarray(reference, jnp.float32))
+    np.testing.assert_allclose(on_device, on_host, rtol=1e-5, atol=1e-6)
+
+
+LOGITS, REFERENCE = np.random.default_rng(3).normal(size=(2, 7)).astype(np.float32)
+
+
+def forward_kl(logits):
+    policy, reference = jax.nn.log_softmax(logits), jax.nn.log_softmax(jnp.asarray(REFERENCE))
+    return jnp.sum(jnp.exp(reference) * (reference - policy))
+
+
+def reverse_kl(logits):
+    policy, reference = jax.nn.log_softmax(logits), jax.nn.log_softmax(jnp.asarray(REFERENCE))
+    return jnp.sum(jnp.exp(policy) * (policy - reference))
+
+
+def expected_gradient(name: str, *, place: str):
+    """Over all tokens that the policy may draw: of the estimate as a loss, of REINFORCE with it as a cost."""
+
+    def loss(logits):
+        policy, reference = jax.nn.log_softmax(logits), jax.nn.log_softmax(jnp.asarray(REFERENCE))
+        drawn, estimates = jax.lax.stop_gradient(jnp.exp(policy)), ESTIMATORS[name](policy, reference)
+        in_reward = jax.lax.stop_gradient(estimates) * policy
+        return jnp.sum(drawn * (estimates if place == "loss" else in_reward))
+
+    return jax.grad(loss)(jnp.asarray(LOGITS))
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "descends"),
+    [
+        ("k1", "reward", reverse_kl),
+        ("k3", "reward", lambda logits: reverse_kl(logits) - forward_kl(logits)),
+        ("k1", "loss", lambda logits: 0.0 * jnp.sum(logits)),
+        ("k2", "loss", reverse_kl),
+        ("k3", "loss", forward_kl),
+    ],
+)
+def test_an_estimator_descends_what_the_table_of_its_place_says(name, place, descends):
+    np.testing.assert_allclose(
+        expected_gradient(name, place=place), jax.grad(descends)(jnp.asarray(LOGITS)), rtol=1e-4, atol=1e-6
+    )

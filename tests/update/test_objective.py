@@ -14,10 +14,11 @@ from app.batching.plan import Plan, fixed_micro_batches
 from app.batching.row_logprobs import row_logprobs
 from app.flow import Sample
 from app.policy.decoder import DecoderDefinition
+from app.policy.token_logprobs import entropy
 from app.update.aggregation import Weights, sequence_mean_token_mean, token_mean
-from app.update.kl import k3
+from app.update.kl import Estimator, k1, k3
 from app.update.objective import UpdateBatch, make_objective, own_logprobs, scored_logprobs
-from tests.tiny import ODD, assert_trees_close, make_sample, pack_update, random_params, random_samples
+from tests.tiny import ODD, PLAIN_LOSS, assert_trees_close, make_sample, pack_update, random_params, random_samples
 
 DEFINITION = DecoderDefinition.of(replace(ODD, num_layers=1))
 SAMPLES = random_samples(2, 2, vocab_size=ODD.vocab_size, with_holes=True)
@@ -43,21 +44,18 @@ def with_reference(samples: Sequence[Sample], *, weights: Weights = token_mean) 
 
 
 @functools.cache
-def objective(beta: float = 0.0, several: bool = False):
-    return make_objective(
-        DEFINITION,
+def loss_and_gradient(
+    beta: float = 0.0, several: bool = False, kl_estimator: Estimator | None = None, entropy_coef: float = 0.0
+):
+    """A penalty in the loss where `beta` is given; one that is only measured with a `kl_estimator` alone."""
+    loss = replace(
+        PLAIN_LOSS,
         proximal=scored_logprobs if several else own_logprobs,
-        kl_estimator=k3,
+        kl_estimator=k3 if beta else kl_estimator,
         beta=beta,
-        clip_low=0.2,
-        clip_high=0.3,
-        **FORWARD,
+        entropy_coef=entropy_coef,
     )
-
-
-@functools.cache
-def loss_and_gradient(beta: float = 0.0, several: bool = False):
-    return jax.jit(jax.value_and_grad(objective(beta, several), has_aux=True))
+    return jax.jit(jax.value_and_grad(make_objective(DEFINITION, loss, **FORWARD), has_aux=True))
 
 
 @jax.jit
@@ -157,6 +155,34 @@ def test_the_penalty_adds_beta_times_the_weighted_estimate():
     assert float(parts.sums["policy/kl"]) == pytest.approx(estimates.mean(), rel=1e-4)
 
 
+def test_a_penalty_that_the_reward_holds_is_measured_and_changes_nothing():
+    batch = with_reference(SAMPLES)
+    (loss, parts), gradient = loss_and_gradient(kl_estimator=k1)(params(), batch, 1.3)
+    (plain_loss, _), plain = loss_and_gradient()(params(), replace(batch, reference_logprobs=None), 1.3)
+    assert float(loss) == float(plain_loss)
+    assert_trees_close(gradient, plain)
+    mask = np.asarray(batch.tokens.mask)
+    estimates = (np.asarray(logprobs_of(params(), batch)[0]) - batch.reference_logprobs)[mask]
+    assert float(parts.sums["policy/kl"]) == pytest.approx(estimates.mean(), rel=1e-5)
+
+
+def test_the_bonus_takes_the_weighted_entropy_from_the_loss():
+    batch = micro_batch(SAMPLES, weights=sequence_mean_token_mean)
+
+    def bonus(params):
+        tokens = batch.tokens
+        _, entropies = row_logprobs(DEFINITION.bind(params), tokens, temperature=1.3, entropy_of=entropy, **FORWARD)
+        return jnp.sum(batch.loss_weights * entropies)
+
+    (without, _), plain = loss_and_gradient()(params(), batch, 1.3)
+    (loss, parts), gradient = loss_and_gradient(entropy_coef=0.5)(params(), batch, 1.3)
+    extra, slope = jax.jit(jax.value_and_grad(bonus))(params())
+    assert float(extra) > 0.1
+    assert float(loss) == pytest.approx(float(without - 0.5 * extra), rel=1e-5)
+    assert_trees_close(gradient, jax.tree.map(lambda a, b: a - 0.5 * b, plain, slope))
+    assert float(parts.sums["loss"]) == float(loss)
+
+
 def test_tokens_outside_the_mask_say_nothing():
     def spoil(sample: Sample) -> Sample:
         def spoiled(values, rubbish: float) -> np.ndarray:
@@ -172,6 +198,7 @@ def test_tokens_outside_the_mask_say_nothing():
     spoiled = [spoil(s) for s in SAMPLES]
     assert any(not s.mask.all() for s in SAMPLES)
     expected, ours = (
-        loss_and_gradient(beta=0.25)(params(), with_reference(samples), 1.3) for samples in (SAMPLES, spoiled)
+        loss_and_gradient(beta=0.25, entropy_coef=0.5)(params(), with_reference(samples), 1.3)
+        for samples in (SAMPLES, spoiled)
     )
     jax.tree.map(np.testing.assert_array_equal, ours, expected)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.update.surrogate import LOG_RATIO_LIMIT, Surrogate, clipped_surrogate
+from app.update.surrogate import LOG_RATIO_LIMIT, Surrogate, clipped_surrogate, dual_clipped_surrogate
 
-LOW, HIGH = 0.2, 0.3
+LOW, HIGH, DUAL = 0.2, 0.3, 3.0
 
 
 def surrogate(ratio, advantage) -> Surrogate:
@@ -94,3 +94,57 @@ def test_hopeless_ratios_stay_finite(difference, advantage):
     value, slope = jax.value_and_grad(loss)(jnp.float32(difference))
     assert np.isfinite(value)
     assert slope == 0.0
+
+
+def dual(ratio, advantage) -> Surrogate:
+    return dual_clipped_surrogate(
+        jnp.log(jnp.asarray(ratio, jnp.float32)),
+        jnp.zeros(np.shape(ratio)),
+        jnp.asarray(advantage, jnp.float32),
+        clip_low=LOW,
+        clip_high=HIGH,
+        dual_clip=DUAL,
+    )
+
+
+def dual_gradient(ratio: float, advantage: float) -> float:
+    return float(jax.grad(lambda x: dual(jnp.exp(x), advantage).loss)(jnp.log(jnp.float32(ratio))))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (2.9, -2.0, 5.8, 5.8),  # below the second clip: as without it
+        (3.1, -2.0, 6.0, 0.0),  # beyond it: -A c, and no pull
+        (50.0, -0.5, 1.5, 0.0),
+        (50.0, 2.0, -2.6, 0.0),  # advantaged: the first clip
+        (0.5, -2.0, 1.6, 0.0),
+        (0.5, 2.0, -1.0, -1.0),
+        (50.0, 0.0, 0.0, 0.0),
+    ],
+)
+def test_the_second_clip_bounds_what_a_disadvantaged_token_costs(ratio, advantage, loss, slope):
+    assert float(dual(ratio, advantage).loss) == pytest.approx(loss, rel=1e-6)
+    assert dual_gradient(ratio, advantage) == pytest.approx(slope, rel=1e-6)
+
+
+def test_only_gradients_that_the_second_clip_cut_are_counted_as_such():
+    ratio, advantages = jnp.array([2.9, 3.1, 2.9, 3.1, 0.5]), jnp.array([1.0, 1.0, -1.0, -1.0, -1.0])
+    result = dual(ratio, advantages)
+    np.testing.assert_array_equal(result.clipped_dual, [False, False, False, True, False])
+    np.testing.assert_array_equal(result.clipped_high, [True, True, False, False, False])
+    np.testing.assert_array_equal(result.clipped_low, [False] * 4 + [True])
+    assert not surrogate(ratio, advantages).clipped_dual.any()
+
+
+@given(st.floats(-30, 30, width=32), st.floats(-100, 100, width=32))
+def test_both_surrogates_equal_a_float64_oracle(log_ratio, advantage):
+    ratio = np.exp(np.clip(np.float64(log_ratio), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    once = max(-advantage * ratio, -advantage * min(max(ratio, 1 - LOW), 1 + HIGH))
+    twice = min(once, -advantage * DUAL) if advantage < 0 else once
+    arguments = (jnp.float32(log_ratio), jnp.float32(0), jnp.float32(advantage))
+    clips = {"clip_low": LOW, "clip_high": HIGH}
+    assert float(clipped_surrogate(*arguments, **clips).loss) == pytest.approx(once, rel=1e-5, abs=1e-20)
+    ours = dual_clipped_surrogate(*arguments, **clips, dual_clip=DUAL)
+    assert float(ours.loss) == pytest.approx(twice, rel=1e-5, abs=1e-20)
+    assert abs(float(ours.loss)) <= max(DUAL, 1 + HIGH) * abs(advantage) * (1 + 1e-6)

@@ -13,13 +13,12 @@ from app.policy.decoder import DecoderDefinition
 from app.score.scorer import Scorer
 from app.training.metrics import CompilationCounter
 from app.update.aggregation import token_mean
-from app.update.kl import k3
 from app.update.objective import UpdateBatch, make_objective, own_logprobs, scored_logprobs
 from app.update.optimizer import TrainState, initial_state, make_optimizer, state_shardings
 from app.update.step import UpdateStep, make_update_step
 from app.update.updater import Updater, fill, split_by_group, summarise
 from settings.schema import Optimizer as Settings
-from tests.tiny import ODD, make_mesh, make_sample, random_params, random_samples
+from tests.tiny import ODD, PLAIN_LOSS, make_mesh, make_sample, random_params, random_samples
 
 DEFINITION = DecoderDefinition.of(replace(ODD, num_layers=1))
 SAMPLES = random_samples(4, 2, vocab_size=ODD.vocab_size)
@@ -41,17 +40,8 @@ def shardings():
 
 @functools.cache
 def real_step(several: bool) -> UpdateStep:
-    objective = make_objective(
-        DEFINITION,
-        proximal=scored_logprobs if several else own_logprobs,
-        kl_estimator=k3,
-        beta=0.0,
-        clip_low=0.2,
-        clip_high=0.3,
-        dtype=FLOAT32,
-        remat="none",
-        logits_chunk=6,
-    )
+    loss = replace(PLAIN_LOSS, proximal=scored_logprobs if several else own_logprobs)
+    objective = make_objective(DEFINITION, loss, dtype=FLOAT32, remat="none", logits_chunk=6)
     return make_update_step(objective, OPTIMIZER, SCHEDULE, shardings())
 
 

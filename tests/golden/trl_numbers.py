@@ -1,0 +1,235 @@
+"""What TRL's own trainers make of a few small tensors.
+
+`python -m tests.golden.trl_numbers`, where TRL is installed, writes trl_numbers.json anew; the tests compare with it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import importlib.metadata
+import json
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+PATH = Path(__file__).with_name("trl_numbers.json")
+SEED = 0
+ROWS, TOKENS, VOCAB, LONGEST = 4, 6, 5, 8
+LENGTHS = (6, 2, 5, 3)
+
+CASES: tuple[dict[str, Any], ...] = (
+    {"loss_type": "grpo", "old": False},
+    {"loss_type": "grpo"},
+    {"loss_type": "grpo", "beta": 0.04, "epsilon_high": 0.28},
+    {"loss_type": "grpo", "delta": 1.5, "beta": 0.04},
+    {"loss_type": "dr_grpo", "old": False},
+    {"loss_type": "dr_grpo", "beta": 0.04},
+    {"loss_type": "dapo", "old": False, "beta": 0.04},
+    {"loss_type": "dapo", "epsilon_high": 0.28},
+    {"loss_type": "dapo", "delta": 1.5},
+    {"loss_type": "dapo", "entropy_coef": 0.1},
+    {"loss_type": "luspo", "beta": 0.04},
+)
+"""Settings of GRPOTrainer. `old` says whether the step is one of several on its rollout, which has `old` logprobs."""
+DEFAULTS = {"old": True, "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.2, "delta": None, "entropy_coef": 0.0}
+
+
+def make_inputs(seed: int) -> dict[str, Any]:
+    """Lists of numbers: logits, what was drawn from them, and logprobs near and far from theirs."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 1.5, (ROWS, TOKENS, VOCAB)).astype(np.float32)
+    completion_ids = rng.integers(0, VOCAB, (ROWS, TOKENS))
+    mask = np.arange(TOKENS) < np.asarray(LENGTHS)[:, None]
+    mask[0, 2] = mask[2, 1] = False  # written by a tool
+    log_softmax = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    chosen = np.take_along_axis(log_softmax, completion_ids[..., None], -1)[..., 0]
+    inputs = {
+        "logits": logits,
+        "completion_ids": completion_ids,
+        "mask": mask,
+        "advantages": np.asarray([1.2, -0.7, 0.4, -0.5], np.float32),
+        "old_logprobs": chosen + rng.normal(0, 0.6, chosen.shape).astype(np.float32),
+        "reference_logprobs": chosen + rng.normal(0, 0.6, chosen.shape).astype(np.float32),
+        "rewards": np.asarray([1.0, 0.0, 0.25, 1.0], np.float32),
+    }
+    return {name: value.tolist() for name, value in inputs.items()}
+
+
+def grpo_numbers(case: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """Loss, gradient by the logits and metrics of `GRPOTrainer._compute_loss`."""
+    import torch
+
+    settings = DEFAULTS | case
+    mask = torch.tensor(inputs["mask"]).int()
+    trainer = _stand_in(settings)
+    batch = _batch(inputs) | {
+        "advantages": torch.tensor(inputs["advantages"]),
+        "ref_per_token_logps": torch.tensor(inputs["reference_logprobs"]),
+        "num_items_in_batch": mask.sum(),
+    }
+    if settings["old"]:
+        batch["old_per_token_logps"] = torch.tensor(inputs["old_logprobs"])
+    model = _Table(inputs["logits"])
+    loss = _trl("grpo").GRPOTrainer._compute_loss(trainer, model, batch)
+    loss.backward()
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    names = {"kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean"} & metrics.keys()
+    return {
+        "settings": case,
+        "loss": loss.item(),
+        "gradient": model.logits.grad.tolist(),
+        "metrics": {name: metrics[name] for name in sorted(names)},
+    }
+
+
+def rloo_numbers(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Loss and gradient of `RLOOTrainer._compute_loss` at the first of its updates."""
+    import torch
+
+    model, mask = _Table(inputs["logits"]), torch.tensor(inputs["mask"]).int()
+    logprobs, _, _ = _logprobs(model, torch.tensor(inputs["completion_ids"]))
+    batch = _batch(inputs) | {
+        "advantages": torch.tensor(inputs["advantages"]),
+        "old_logps": (logprobs.detach() * mask).sum(1),
+    }
+    loss = _trl("rloo").RLOOTrainer._compute_loss(_stand_in(DEFAULTS | {"loss_type": ""}), model, batch)
+    loss.backward()
+    return {"loss": loss.item(), "gradient": model.logits.grad.tolist()}
+
+
+def rloo_advantages(inputs: dict[str, Any], *, beta: float) -> dict[str, Any]:
+    """Advantages that RLOOTrainer gives four samples of one prompt, the penalty in their rewards."""
+    import torch
+
+    trl = _trl("rloo")
+    trainer: Any = object.__new__(trl.RLOOTrainer)
+    completions = [ids[:length] for ids, length in zip(inputs["completion_ids"], LENGTHS, strict=True)]
+    policy, reference = torch.tensor(inputs["old_logprobs"]), torch.tensor(inputs["reference_logprobs"])
+    trainer.__dict__ |= vars(_stand_in(DEFAULTS | {"beta": beta, "loss_type": ""}))
+    trainer.model = SimpleNamespace(training=True, is_gradient_checkpointing=False)
+    trainer.ref_model = SimpleNamespace()
+    trainer.num_generations, trainer.normalize_advantages, trainer.reward_clip_range = ROWS, False, None
+    trainer.mask_truncated_completions, trainer.pad_to_multiple_of = False, None
+    trainer._tokenizer = SimpleNamespace(pad_token_id=0)
+    trainer.reward_func_names, trainer.reward_weights = ["reward"], torch.ones(1)
+    trainer._logs = {"rewards": defaultdict(list), "extra": defaultdict(list)} | {
+        name: [] for name in ("prompt", "completion", "advantages")
+    }
+    trainer._pending_extra_logs, trainer._pending_metrics = {}, {}
+    trainer._generate = lambda prompts: ([[1]] * ROWS, completions, [""] * ROWS)
+    trainer._calculate_rewards = lambda *_: torch.tensor(inputs["rewards"])[:, None]
+    trainer._get_per_token_logps_and_entropies = lambda model, *_, **__: (
+        policy if model is trainer.model else reference,
+        None,
+        None,
+    )
+    output = trainer._generate_and_score_completions([{"prompt": ""}] * ROWS)
+    return {"beta": beta, "advantages": output["advantages"].tolist()}
+
+
+def _trl(trainer: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(f"trl.trainer.{trainer}_trainer")
+
+
+def _batch(inputs: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    return {
+        "prompt_ids": torch.zeros((ROWS, 1), dtype=torch.long),
+        "prompt_mask": torch.ones((ROWS, 1), dtype=torch.int),
+        "completion_ids": torch.tensor(inputs["completion_ids"]),
+        "completion_mask": torch.tensor(inputs["mask"]).int(),
+    }
+
+
+class _Table:
+    """A model whose logits are its parameters."""
+
+    training = True
+
+    def __init__(self, logits: Any):
+        import torch
+
+        self.logits: Any = torch.tensor(logits, requires_grad=True)
+
+
+def _logprobs(model: _Table, completion_ids: Any) -> tuple[Any, Any, None]:
+    import torch
+
+    log_softmax = torch.log_softmax(model.logits, -1)
+    chosen = torch.gather(log_softmax, -1, completion_ids[..., None])[..., 0]
+    return chosen, -(log_softmax.exp() * log_softmax).sum(-1), None
+
+
+def _stand_in(settings: dict[str, Any]) -> Any:
+    """What the trainers' loss reads of `self`: settings, an accelerator of one process, and a forward pass."""
+    import torch
+
+    accelerator = SimpleNamespace(
+        num_processes=1,
+        process_index=0,
+        device=torch.device("cpu"),
+        sync_gradients=True,
+        gather=lambda x: x,
+        reduce=lambda x, reduction: x,
+    )
+    return SimpleNamespace(
+        accelerator=accelerator,
+        args=SimpleNamespace(
+            delta=settings["delta"],
+            use_bias_correction_kl=False,
+            steps_per_generation=1,
+            per_device_train_batch_size=ROWS,
+            gradient_checkpointing_kwargs=None,
+        ),
+        model=SimpleNamespace(training=True),
+        loss_type=settings["loss_type"],
+        beta=settings["beta"],
+        epsilon_low=settings["epsilon_low"],
+        epsilon_high=settings["epsilon_high"],
+        entropy_coef=settings["entropy_coef"],
+        _entropy_bonus_enabled=settings["entropy_coef"] > 0,
+        use_adaptive_entropy=False,
+        max_completion_length=LONGEST,
+        importance_sampling_level="token",
+        current_gradient_accumulation_steps=1,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        aux_loss_enabled=False,
+        use_vllm=False,
+        _metrics={"train": defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda model, ids, *_, **__: _logprobs(model, ids[:, 1:]),
+    )
+
+
+def numbers(seed: int) -> dict[str, Any]:
+    """All of it, from inputs of this seed."""
+    inputs = make_inputs(seed)
+    return {
+        "inputs": inputs,
+        "grpo": [grpo_numbers(case, inputs) for case in CASES],
+        "rloo": rloo_numbers(inputs),
+        "rloo_advantages": [rloo_advantages(inputs, beta=beta) for beta in (0.0, 0.05)],
+    }
+
+
+def main() -> None:
+    provenance = {
+        "script": "python -m tests.golden.trl_numbers",
+        "trl": importlib.metadata.version("trl"),
+        "torch": importlib.metadata.version("torch"),
+        "date": datetime.date.today().isoformat(),
+        "seed": SEED,
+    }
+    PATH.write_text(json.dumps({"provenance": provenance, **numbers(SEED)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

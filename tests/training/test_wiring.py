@@ -1,0 +1,67 @@
+"""Settings choose functions: each name its own, and nothing twice."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from app.advantage.group import dr_grpo_advantages, grpo_advantages, penalised_rewards, rloo_advantages, task_rewards
+from app.training.wiring import wire_credit, wire_loss
+from app.update.kl import k1, k2, k3
+from app.update.objective import own_logprobs, scored_logprobs
+from app.update.surrogate import clipped_surrogate, dual_clipped_surrogate
+from settings import load
+from settings.schema import Algorithm
+
+
+def algorithm(*overrides: str) -> Algorithm:
+    return load(None, [f"algorithm.{override}" for override in overrides], {}).settings.algorithm
+
+
+def partial_of(function: Any) -> functools.partial:
+    assert isinstance(function, functools.partial)
+    return function
+
+
+@pytest.mark.parametrize(
+    ("name", "advantages"),
+    [("grpo", grpo_advantages), ("dr_grpo", dr_grpo_advantages), ("rloo", rloo_advantages)],
+)
+def test_a_name_chooses_how_siblings_are_compared(name, advantages):
+    credit = partial_of(wire_credit(algorithm(f"name={name}")))
+    assert credit.keywords == {"advantages": advantages, "rewards": task_rewards}
+
+
+def test_a_penalty_is_paid_once_in_the_loss_or_in_the_reward():
+    in_loss, in_reward = algorithm("beta=0.1"), algorithm("beta=0.1", "kl_in=reward")
+    loss = wire_loss(in_loss, several_updates=False)
+    assert (loss.beta, loss.kl_estimator) == (0.1, k3)
+    assert partial_of(wire_credit(in_loss)).keywords["rewards"] is task_rewards
+    loss = wire_loss(in_reward, several_updates=False)
+    assert (loss.beta, loss.kl_estimator) == (0.0, k1)
+    rewards = partial_of(partial_of(wire_credit(in_reward)).keywords["rewards"])
+    assert (rewards.func, rewards.keywords) == (penalised_rewards, {"kl_estimator": k1, "beta": 0.1})
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_without_a_weight_no_penalty_is_wired_whatever_else_was_said_of_it(place):
+    unpaid = algorithm(f"kl_in={place}", "kl_estimator=k2")
+    assert wire_loss(unpaid, several_updates=True).kl_estimator is None
+    assert partial_of(wire_credit(unpaid)).keywords["rewards"] is task_rewards
+    assert wire_loss(algorithm("beta=1", "kl_estimator=k2"), several_updates=True).kl_estimator is k2
+
+
+def test_a_second_clip_is_another_surrogate():
+    once = partial_of(wire_loss(algorithm("clip_high=0.28"), several_updates=False).surrogate)
+    assert (once.func, once.keywords) == (clipped_surrogate, {"clip_low": 0.2, "clip_high": 0.28})
+    twice = partial_of(wire_loss(algorithm("dual_clip=3.0"), several_updates=False).surrogate)
+    assert twice.func is dual_clipped_surrogate
+    assert twice.keywords == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+
+
+def test_the_ratio_is_taken_to_scored_logprobs_only_where_several_updates_follow():
+    assert wire_loss(algorithm(), several_updates=True).proximal is scored_logprobs
+    # A penalised reward has the policy scored, too, but with one update the ratio stays exactly 1.
+    assert wire_loss(algorithm("beta=0.1", "kl_in=reward"), several_updates=False).proximal is own_logprobs

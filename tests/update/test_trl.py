@@ -1,0 +1,134 @@
+"""Losses, gradients, metrics and advantages against TRL: its stored numbers always, itself where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.advantage.group import credit_by_group, penalised_rewards, rloo_advantages
+from app.batching.pack import RowShape
+from app.batching.plan import fixed_micro_batches
+from app.flow import Sample
+from app.update.aggregation import aggregations
+from app.update.kl import k1, k3
+from app.update.objective import own_logprobs, scored_logprobs
+from app.update.surrogate import clipped_surrogate, dual_clipped_surrogate
+from tests.golden.trl_numbers import CASES, DEFAULTS, LENGTHS, LONGEST, PATH, ROWS, numbers
+from tests.tiny import PLAIN_LOSS, assert_trees_close, make_sample
+from tests.update.table_policy import Layout, loss_and_gradient
+
+GOLDEN = json.loads(PATH.read_text())
+AGGREGATIONS = {
+    "grpo": "sequence-mean-token-mean",
+    "dr_grpo": "constant-length",
+    "dapo": "token-mean",
+    "luspo": "sequence-mean-token-sum",
+}
+METRICS = {
+    "kl": "policy/kl",
+    "entropy": "policy/entropy",
+    "clip_ratio/low_mean": "policy/clip_fraction_low",
+    "clip_ratio/high_mean": "policy/clip_fraction_high",
+}
+
+
+def samples_of(inputs: dict[str, Any]) -> list[Sample]:
+    """One group of four."""
+
+    def sample(i: int) -> Sample:
+        def per_token(name: str) -> np.ndarray:
+            return np.asarray(inputs[name][i][: LENGTHS[i]], np.float32)
+
+        mask = np.asarray(inputs["mask"][i][: LENGTHS[i]])
+        return make_sample(
+            inputs["completion_ids"][i][: LENGTHS[i]],
+            sample_index=i,
+            loss_mask=mask,
+            reward=inputs["rewards"][i],
+            policy_logprobs=per_token("old_logprobs"),
+            reference_logprobs=per_token("reference_logprobs"),
+            advantages=np.where(mask, np.float32(inputs["advantages"][i]), np.float32(0)),
+        )
+
+    return [sample(i) for i in range(ROWS)]
+
+
+def ours(case: dict[str, Any], inputs: dict[str, Any], aggregation: str):
+    settings = DEFAULTS | case
+    clips = {"clip_low": settings["epsilon_low"], "clip_high": settings["epsilon_high"]}
+    surrogate = partial(clipped_surrogate, **clips)
+    if settings["delta"] is not None:
+        surrogate = partial(dual_clipped_surrogate, dual_clip=settings["delta"], **clips)
+    loss = replace(
+        PLAIN_LOSS,
+        proximal=scored_logprobs if settings["old"] else own_logprobs,
+        surrogate=surrogate,
+        kl_estimator=k3 if settings["beta"] else None,
+        beta=settings["beta"],
+        entropy_coef=settings["entropy_coef"],
+    )
+    return loss_and_gradient(
+        loss,
+        rows_of(inputs["logits"]),
+        samples_of(inputs),
+        Layout(fixed_micro_batches(ROWS, rows_per_micro_batch=3), RowShape(16, 9)),
+        weights=aggregations(max_new_tokens=LONGEST)[aggregation],
+    )
+
+
+def rows_of(padded: list) -> np.ndarray:
+    """Of [B, C, V] the rows of real tokens."""
+    return np.concatenate([np.asarray(row[:length], np.float32) for row, length in zip(padded, LENGTHS, strict=True)])
+
+
+def assert_all_equal_to_trl(expected: dict[str, Any]) -> None:
+    inputs = expected["inputs"]
+    for case in expected["grpo"]:
+        gradient, parts = ours(case["settings"], inputs, AGGREGATIONS[case["settings"]["loss_type"]])
+        assert float(parts.sums["loss"]) == pytest.approx(case["loss"], rel=1e-5, abs=1e-6)
+        assert_gradient(gradient, case["gradient"])
+        for name, theirs in case["metrics"].items():
+            assert float(parts.sums[METRICS[name]]) == pytest.approx(theirs, rel=1e-5)
+    # Its loss has one ratio a sample, ours one a token: at ratio 1 other numbers of the same gradient.
+    gradient, _ = ours({"old": False}, inputs, "sequence-mean-token-sum")
+    assert_gradient(gradient, expected["rloo"]["gradient"])
+    for case in expected["rloo_advantages"]:
+        samples = [replace(s, loss_mask=None) for s in samples_of(inputs)]
+        rewards = partial(penalised_rewards, kl_estimator=k1, beta=case["beta"])
+        credited = credit_by_group(samples, advantages=rloo_advantages, rewards=rewards)
+        np.testing.assert_allclose(
+            [np.asarray(s.advantages)[0] for s in credited], case["advantages"], rtol=1e-5, atol=1e-6
+        )
+
+
+def assert_gradient(gradient, theirs: list) -> None:
+    expected = rows_of(theirs)
+    assert np.abs(expected).max() > 1e-2
+    assert_trees_close(gradient, expected)
+
+
+def test_every_case_has_stored_numbers_that_say_where_they_come_from():
+    assert [case["settings"] for case in GOLDEN["grpo"]] == list(CASES)
+    assert GOLDEN["provenance"].keys() == {"script", "trl", "torch", "date", "seed"}
+
+
+def test_numbers_equal_those_stored_of_trl():
+    assert_all_equal_to_trl(GOLDEN)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed: pip install trl")
+@pytest.mark.parametrize("seed", [GOLDEN["provenance"]["seed"], 1, 2])
+def test_numbers_equal_those_of_trl_itself(seed: int):
+    theirs = numbers(seed)
+    assert_all_equal_to_trl(theirs)
+    if seed == GOLDEN["provenance"]["seed"]:
+        assert theirs["inputs"] == GOLDEN["inputs"]
+        for now, then in zip(theirs["grpo"], GOLDEN["grpo"], strict=True):
+            assert now["loss"] == pytest.approx(then["loss"], rel=1e-5, abs=1e-6)
+            np.testing.assert_allclose(now["gradient"], then["gradient"], atol=1e-6)
