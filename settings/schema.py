@@ -75,9 +75,10 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Compute type. Weights, optimizer, softmax and losses stay float32."
     )
-    remat: Literal["none", "block"] = Field(
-        default="none",
-        description="What the backward pass recomputes: nothing, or each decoder block (less memory).",
+    remat: Literal["none", "minimal", "block"] = Field(
+        default="minimal",
+        description="What the backward pass recomputes: nothing; all but the products with weights; whole blocks. "
+        "Each takes less memory than the one before.",
     )
     logits_chunk: int = Field(
         default=128,

@@ -8,8 +8,9 @@ depth. A family differs only in its `Architecture`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -155,6 +156,17 @@ class Block(nnx.Module):
         return x + self.mlp_post_norm(self.down(gated)), kept
 
 
+REMATERIALISED: Mapping[str, Callable[[Callable], Callable]] = MappingProxyType(
+    {
+        "none": lambda layer: layer,
+        "minimal": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+        "block": jax.checkpoint,
+    }
+)
+"""What the backward pass computes anew in each layer: nothing; all but the products with weights, so that no
+[tokens, tokens] array is kept and none of the elementwise results; or everything but the layer's input."""
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["soft_cap"])
 @dataclass(frozen=True)
 class Head:
@@ -219,7 +231,7 @@ class Decoder(nnx.Module):
 
         Args:
             dtype: compute type; softmax, norms and rotations stay float32.
-            remat: `none` keeps every activation for the backward pass, `block` only each layer's input.
+            remat: what the backward pass finds kept; see `REMATERIALISED`.
         """
         arch = self.architecture
         graph, stacked = nnx.split(self.blocks)
@@ -238,8 +250,7 @@ class Decoder(nnx.Module):
             x, _ = nnx.merge(graph, weights)(x, angles, attend)
             return constrain(x, "rows", "tokens", "activation"), None
 
-        body = jax.checkpoint(layer) if remat == "block" else layer
-        x, _ = jax.lax.scan(body, self.embed(token_ids, dtype), (stacked, windows))
+        x, _ = jax.lax.scan(REMATERIALISED[remat](layer), self.embed(token_ids, dtype), (stacked, windows))
         return self.final_norm(x)
 
 
