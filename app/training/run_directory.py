@@ -35,6 +35,10 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def sessions(self) -> Path:
+        return self.path / "sessions.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
