@@ -60,7 +60,7 @@ def _value(sample: Sample) -> float:
 
 
 def _spread(group: Sequence[Sample]) -> float:
-    return float(np.ptp([_value(sample) for sample in group]))
+    return float(np.std([_value(sample) for sample in group]))
 
 
 def _best_and_worst(group: Sequence[Sample]) -> list[Sample]:

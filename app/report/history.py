@@ -23,8 +23,8 @@ def number(record: Record, name: str) -> float | None:
 
 def is_number(value: Any) -> TypeGuard[int | float]:
     """Whether a JSON value is a number that a float can hold."""
-    # type() and not isinstance: JSON's true is an int to Python. NaN compares as False.
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    # JSON's true is an int to Python. NaN compares as False.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def training_steps(history: History) -> list[Record]:

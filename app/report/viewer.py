@@ -132,7 +132,7 @@ def _grouped(samples: Iterable[SavedSample], key_of: Callable[[SavedSample], str
 
 
 def _dullness(group: Sequence[SavedSample]) -> float:
-    return -float(np.ptp([sample.reward or 0.0 for sample in group]))
+    return -float(np.std([sample.reward or 0.0 for sample in group]))
 
 
 def _in_turn(columns: Sequence[Sequence[list[SavedSample]]]) -> Iterator[list[SavedSample]]:

@@ -42,7 +42,7 @@ def rendered(table: CompletionsTable, width: int = 100) -> str:
 def test_best_and_worst_of_the_groups_that_differ_most_are_shown() -> None:
     rewards = [[1, 1, 1], [0, 0.5, 0.2], [0.1, 0, 1], [0, 0.5, 0]]
     table = completions_table([sample(g, i, r) for g, row in enumerate(rewards) for i, r in enumerate(row)], step=3)
-    assert [row.completion for row in table.rows] == ["answer 2.2", "answer 2.1", "answer 1.1", "answer 1.0"]
+    assert [row.completion for row in table.rows] == ["answer 2.2", "answer 2.1", "answer 3.1", "answer 3.0"]
     assert [row.ends_group for row in table.rows] == [False, True, False, True]
     assert table.reward_names == ("right",)
     first = table.rows[0]

@@ -48,8 +48,17 @@ function matches(group, wanted) {
   return samples.length ? { ...group, samples } : null;
 }
 
+function mean(values) {
+  return values.reduce((total, value) => total + value, 0) / values.length;
+}
+
+function variance(values) {
+  const centre = mean(values);
+  return mean(values.map((value) => (value - centre) ** 2));
+}
+
 const ORDERS = {
-  spread: (group) => Math.min(...group.samples.map(reward)) - Math.max(...group.samples.map(reward)),
+  spread: (group) => -variance(group.samples.map(reward)),
   low: (group) => Math.min(...group.samples.map(reward)),
   long: (group) => -Math.max(...group.samples.map((s) => s.tokens ?? 0)),
 };
@@ -92,14 +101,12 @@ function drawSample(sample) {
 
 function drawGroup(group) {
   const made = element("section", "group");
-  const rewards = group.samples.map(reward);
-  const mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
   const steps = [...new Set(group.samples.map((s) => s.step))];
   const facts = element("div", "facts");
   fact(facts, group.kind, group.name);
   fact(facts, steps.length > 1 ? "steps" : "step", steps.join(", "));
   fact(facts, "samples", group.samples.length);
-  fact(facts, "mean reward", Number(mean.toFixed(4)));
+  fact(facts, "mean reward", Number(mean(group.samples.map(reward)).toFixed(4)));
   fact(facts, "gold answer", group.answer);
   made.append(facts, element("pre", "", group.prompt), ...group.samples.map(drawSample));
   return made;
