@@ -157,6 +157,23 @@ def inspect_mesh(
         _write(_as_json(report.to_dict()) if as_json else report.to_text(), sys.stdout)
 
 
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run: <run.dir>/<run.name>.")],
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Samples in rollouts.html.  [default: 400]", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write report.html, rollouts.html and plots/ of a run anew, from its files alone."""
+    with _errors_for_people(debug):
+        from app.report.write import write_report
+
+        summary = write_report(run) if samples is None else write_report(run, num_samples=samples)
+        _write(_as_text(summary, as_json=as_json), sys.stdout)
+
+
 def main() -> None:
     """Entry point of the console script."""
     # The tokenizer's library advises to install PyTorch, which this program has no use for.

@@ -19,6 +19,18 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         InputError: the file cannot be read, or a line is not UTF-8, not JSON, or not an object.
     """
+    for number, value in read_jsonl_lines(path):
+        if isinstance(value, InputError):
+            raise value
+        yield number, value
+
+
+def read_jsonl_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
+    """As `read_jsonl`, but a line that is no object yields the InputError that says why, and reading goes on.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -26,11 +38,18 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if number == 1:
                     raw = raw.removeprefix(b"\xef\xbb\xbf")
                 if raw.strip():
-                    yield number, _parse_object(raw, f"{path}:{number}")
+                    yield number, _parsed(raw, f"{path}:{number}")
     except FileNotFoundError:
         raise InputError(f"{path.absolute()}: no such file") from None
     except OSError as error:
         raise InputError(f"{path.absolute()}: cannot be read: {error.strerror}") from error
+
+
+def _parsed(raw: bytes, where: str) -> dict[str, Any] | InputError:
+    try:
+        return _parse_object(raw, where)
+    except InputError as error:
+        return error
 
 
 def _parse_object(raw: bytes, where: str) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 
 from settings.schema import Settings
-from settings.strict_yaml import plain_scalar
+from settings.strict_yaml import Node, parse_file, plain_scalar
 
 
 def to_yaml(settings: Settings, provenance: Mapping[str, str]) -> str:
@@ -26,6 +26,28 @@ def _lines(section: dict[str, Any], provenance: Mapping[str, str], *, prefix: st
         else:
             lines += [f"{indent}{name}:", *_lines(value, provenance, prefix=f"{field}.")]
     return lines
+
+
+def from_yaml(content: bytes, *, name: str) -> dict[str, tuple[Any, str]]:
+    """What `to_yaml` wrote: dotted setting -> (value, provenance).
+
+    Not checked against the schema: the settings of an old run can be shown where they could no longer be used.
+
+    Raises: InputError when it is not YAML of sections.
+    """
+    lines = content.decode("utf-8-sig", errors="replace").split("\n")
+    return dict(_read_back(parse_file(content, name=name), lines, prefix=""))
+
+
+def _read_back(section: Node, lines: list[str], *, prefix: str) -> Iterator[tuple[str, tuple[Any, str]]]:
+    assert isinstance(section.value, dict)
+    for name, node in section.value.items():
+        line = lines[node.line - 1] if node.line <= len(lines) else ""
+        _, comment, origin = line.rpartition("  # ")
+        if isinstance(node.value, dict) and not comment:
+            yield from _read_back(node, lines, prefix=f"{prefix}{name}.")
+        else:
+            yield prefix + name, (node.plain(), origin if comment else "")
 
 
 def _on_one_line(value: Any) -> str:

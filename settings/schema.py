@@ -288,6 +288,13 @@ class Logging(Section):
         default="online", description="Offline is taken instead of online when no key is known."
     )
     save_rollouts: bool = Field(default=True, description="Write every step's samples to rollouts/.")
+    completions_every_steps: int = Field(
+        default=25, ge=0, description="Show some completions after step 1 and every so many steps; 0 = never."
+    )
+    report: bool = Field(
+        default=True,
+        description="Write report.html, rollouts.html and plots/ when the run ends; `grpo report` can, at any time.",
+    )
 
 
 class Settings(BaseSettings):

@@ -14,7 +14,9 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 CANARY = "CANARY-0123456789abcdef"
 HINT = " (--debug shows the traceback)"
-VERBS = ("train", "rollout", "score", "inspect-mesh")
+CONFIGURED = ("train", "rollout", "score", "inspect-mesh")
+"""Verbs that take settings."""
+VERBS = (*CONFIGURED, "report")
 
 
 def grpo(
@@ -32,7 +34,7 @@ def grpo(
 
 
 QUICK = [("--version",), ("--help",), *((verb, "--help") for verb in VERBS)]
-QUICK += [(verb, "--print-config") for verb in VERBS]
+QUICK += [(verb, "--print-config") for verb in CONFIGURED]
 
 
 @pytest.mark.parametrize("arguments", QUICK, ids=" ".join)

@@ -1,4 +1,4 @@
-"""The record of a run: metrics.jsonl, saved samples, wandb. Only process 0 writes."""
+"""The record of a run: metrics.jsonl, sessions.jsonl, saved samples, wandb. Only process 0 writes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import json
 import logging
 import math
 import os
+import platform
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from app.flow import Sample
 from app.jsonl import write_jsonl
+from app.report.alerts import Alert
+from app.report.completions import CompletionsTable, cell
 from app.sample_records import sample_to_record
 from app.training.run_directory import RunDirectory
 from settings import Resolved
@@ -24,6 +31,10 @@ WANDB_SECTIONS = (
     "run", "model", "data", "rollout", "reward", "score", "algorithm", "optimizer", "checkpoint", "eval",
 )  # fmt: skip
 """What of the settings is uploaded: an allow-list, so that a new section stays private until named here."""
+
+
+WANDB_CELL = 2000
+"""Characters of a table's cell: an upload is for reading, the whole text is in rollouts/."""
 
 
 def kept_lines(path: Path, *, last_step: int) -> list[str]:
@@ -41,6 +52,23 @@ def without_nonfinite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def session_record(*, after_step: int) -> dict[str, Any]:
+    """What this start of the program runs on, for `sessions.jsonl`: a run may go on elsewhere."""
+    try:
+        own_version = version("grpo")
+    except PackageNotFoundError:
+        own_version = "not installed"
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "after_step": after_step,
+        "grpo": own_version,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
+        "processes": jax.process_count(),
+    }
+
+
 class Journal:
     """Appends one object per step; on resume, drops what was written after the checkpoint."""
 
@@ -51,6 +79,8 @@ class Journal:
         temporary = run.metrics.with_suffix(".tmp")
         temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         temporary.replace(run.metrics)
+        with run.sessions.open("w" if last_step is None else "a", encoding="utf-8") as sessions:
+            sessions.write(json.dumps(session_record(after_step=last_step or 0)) + "\n")
         self._file = run.metrics.open("a", encoding="utf-8", buffering=1)
         self._wandb = open_wandb(run, resolved, wandb_id)
 
@@ -65,6 +95,16 @@ class Journal:
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         if self._wandb is not None:
             self._wandb.log({k: v for k, v in record.items() if v is not None}, step=step)
+
+    def alert(self, alert: Alert) -> None:
+        """To wandb; the files need none, since alerts follow from the metrics."""
+        if self._wandb is not None:
+            self._wandb.alert(title=alert.title, text=f"Step {alert.step}. {alert.text}")
+
+    def completions(self, table: CompletionsTable) -> None:
+        """To wandb; the samples themselves are in rollouts/."""
+        if self._wandb is not None:
+            self._wandb.log({"completions": wandb_table(table)}, step=table.step)
 
     def write_samples(self, path: Path, samples: Sequence[Sample]) -> None:
         path.parent.mkdir(exist_ok=True)
@@ -109,6 +149,36 @@ def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> A
         return None
 
 
+def wandb_table(table: CompletionsTable) -> Any:
+    """The same rows as on the board."""
+    import wandb
+
+    columns: list[Any] = [
+        "step",
+        "prompt",
+        "completion",
+        *table.reward_names,
+        "total reward",
+        "advantage",
+        "gold",
+        "finish",
+    ]
+    rows: list[Any] = [
+        [
+            table.step,
+            cell(row.prompt, limit=WANDB_CELL),
+            cell(row.completion, limit=WANDB_CELL),
+            *row.rewards,
+            row.reward,
+            row.advantage,
+            row.answer,
+            row.finish_reason,
+        ]
+        for row in table.rows
+    ]
+    return wandb.Table(columns=columns, data=rows)
+
+
 class NoJournal:
     """What every process but the first keeps: nothing."""
 
@@ -116,6 +186,12 @@ class NoJournal:
     wandb_id: str | None = None
 
     def write(self, step: int, metrics: Metrics) -> None:
+        pass
+
+    def alert(self, alert: Alert) -> None:
+        pass
+
+    def completions(self, table: CompletionsTable) -> None:
         pass
 
     def write_samples(self, path: Path, samples: Sequence[Sample]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -15,6 +16,9 @@ from app.flow import Prompt, Sample
 from app.mesh import topology
 from app.policy.decoder import Params
 from app.prompts.order import PromptOrder, host_slice
+from app.report.alerts import Watch
+from app.report.completions import completions_table
+from app.report.write import write_report
 from app.reward.weighing import score_rewards
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.evaluate import evaluate, host_share
@@ -30,6 +34,8 @@ from app.training.training_input import TrainingInput, read_training_input
 from app.training.wiring import Learning, check_rows, wire_learning
 from app.update.optimizer import TrainState, initial_state
 from settings import Resolved, Settings
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -169,6 +175,9 @@ def _train_in(
     stack.callback(journal.close)
     progress = replace(progress, wandb_id=journal.wandb_id)
     interrupts = stack.enter_context(Interrupts())
+    if is_first and settings.logging.report:
+        stack.callback(_report, run, board, journal)
+    watch = Watch(journal.history)
     held_out = host_share(training_input.held_out) if training_input.held_out else []
     if progress.step:
         board.say(f"continuing after step {progress.step} of {settings.run.steps}")
@@ -195,8 +204,7 @@ def _train_in(
         if held_out and (is_last or step % settings.eval.every_steps == 0):
             record |= _evaluate(trainer, state.params, held_out, step, run, journal, board)
         progress = replace(progress, step=step, position=progress.position + trainer.prompts_per_step)
-        journal.write(step, record)
-        board.step(step, record)
+        _tell(step, record, samples, settings=settings, watch=watch, board=board, journal=journal)
         _stop_if_diverged(metrics, settings)
         if is_last or exit_code or step % settings.checkpoint.every_steps == 0:
             board.phase("save")
@@ -205,6 +213,45 @@ def _train_in(
             break
     checkpoints.finish()
     return exit_code, journal.history
+
+
+def _tell(
+    step: int,
+    record: dict[str, Any],
+    samples: Sequence[Sample],
+    *,
+    settings: Settings,
+    watch: Watch,
+    board: Board,
+    journal: Journal | NoJournal,
+) -> None:
+    """A step's figures, some completions where it is their turn, and what is wrong."""
+    journal.write(step, record)
+    board.step(step, record)
+    every = settings.logging.completions_every_steps
+    if every and (step == 1 or step % every == 0):
+        table = completions_table(samples, step=step)
+        board.completions(table)
+        journal.completions(table)
+    for alert in watch.observe({"step": step, **record}):
+        board.alert(alert)
+        journal.alert(alert)
+
+
+def _report(run: RunDirectory, board: Board, journal: Journal | NoJournal) -> None:
+    """The report of what there is, however the run ended. It is a convenience: its failure is not the run's."""
+    if not any("reward/mean" in record for record in journal.history):
+        return
+    board.phase("report")
+    try:
+        board.say(f"report: {write_report(run.path)['report']}")
+    except Exception as error:
+        log.warning(
+            "the report could not be written (%s: %s); `grpo report %s` tries again",
+            type(error).__name__,
+            error,
+            run.path,
+        )
 
 
 def _open_state(

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from app.report.alerts import Alert
+from app.report.completions import CompletionsTable, cell
+
+PROMPT_CELL, COMPLETION_CELL, ANSWER_CELL = 120, 240, 40
+"""Characters of a table's cells."""
+LOG_WIDTH = 120
+"""Columns where there is no terminal and COLUMNS does not say."""
 
 
 def step_line(step: int, metrics: Mapping[str, Any]) -> str:
@@ -31,11 +42,35 @@ def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
     )
 
 
+def completions_view(table: CompletionsTable) -> Table:
+    """For a terminal. Every cell is a `Text`: what a model writes is shown, never obeyed as markup."""
+    view = Table(title=f"completions of step {table.step}", title_justify="left", expand=True)
+    view.add_column("prompt", ratio=3, overflow="fold")
+    view.add_column("completion", ratio=4, overflow="fold")
+    for name in (*table.reward_names, "reward", "advantage"):
+        view.add_column(Text(cell(name, limit=20)), justify="right", overflow="fold")
+    view.add_column("gold", overflow="fold")
+    view.add_column("end")
+    for row in table.rows:
+        numbers = (*row.rewards, row.reward, row.advantage)
+        view.add_row(
+            Text(cell(row.prompt, limit=PROMPT_CELL)),
+            Text(cell(row.completion, limit=COMPLETION_CELL)),
+            *("–" if value is None else f"{value:.4g}" for value in numbers),
+            Text(cell(row.answer or "–", limit=ANSWER_CELL)),
+            "cut" if row.is_cut else Text(cell(row.finish_reason, limit=20)),
+            end_section=row.ends_group,
+        )
+    return view
+
+
 class Board:
     """Phase, progress and the last step's figures, on stderr. Silent where `shown` is False."""
 
     def __init__(self, *, num_steps: int, first_step: int, shown: bool):
         self._console = Console(stderr=True, quiet=not shown, highlight=False)
+        if not self._console.is_terminal and "COLUMNS" not in os.environ:
+            self._console.width = LOG_WIDTH
         self._live = self._console.is_terminal
         self._progress = Progress(
             TextColumn("{task.description:<10}"),
@@ -57,6 +92,17 @@ class Board:
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+    def alert(self, alert: Alert) -> None:
+        self._console.print(
+            f"alert at step {alert.step}: {alert.title}\n  {alert.text}",
+            style="yellow",
+            markup=False,
+            soft_wrap=True,
+        )
+
+    def completions(self, table: CompletionsTable) -> None:
+        self._console.print(completions_view(table))
 
     def phase(self, name: str) -> None:
         self._progress.update(self._task, description=name)

@@ -40,6 +40,10 @@ class RunDirectory:
         return self.path / "model.json"
 
     @property
+    def sessions(self) -> Path:
+        return self.path / "sessions.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -39,6 +39,10 @@ eval: {{every_steps: 3, num_prompts: 16}}
 second epoch of the data."""
 
 
+NO_REPORT = "logging: {{report: false}}\n"
+"""Two seconds of drawing that most tests have no use for."""
+
+
 @pytest.fixture(scope="session")
 def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compiled")
@@ -64,13 +68,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(tmp_path: Path, tiny_model: Path) -> Path:
     """The smallest run; its directory is `tmp_path / "runs" / "tiny"`."""
-    return write_config(tmp_path, TINY, tiny_model)
+    return write_config(tmp_path, TINY + NO_REPORT, tiny_model)
 
 
 @pytest.fixture
 def full_config(tmp_path: Path, tiny_model: Path) -> Path:
     """A run of twelve full steps; its directory is `tmp_path / "runs" / "full"`."""
-    return write_config(tmp_path, FULL, tiny_model)
+    return write_config(tmp_path, FULL + NO_REPORT, tiny_model)
 
 
 def write_config(folder: Path, text: str, model: Path) -> Path:
@@ -92,6 +96,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """The run directory of twelve full steps in one go. Not to be written to."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    result = train_here(write_config(folder, FULL, tiny_model))
+    result = train_here(write_config(folder, FULL + NO_REPORT, tiny_model))
     assert result.exit_code == 0, result.stderr
     return folder / "runs" / "full"

@@ -56,12 +56,15 @@ def test_ctrl_c_ends_the_step_saves_and_the_run_can_go_on(full_config: Path, uni
 
 def test_sigterm_saves_and_says_run_again(config: Path) -> None:
     run = config.parent / "runs" / "tiny"
-    with started("train", "--config", config, *settings("run.steps=10000", "eval.every_steps=0")) as process:
+    endless = settings("run.steps=10000", "eval.every_steps=0", "logging.report=true")
+    with started("train", "--config", config, *endless) as process:
         wait_for_step(process, run, 1)
         os.kill(process.pid, signal.SIGTERM)
         _, stderr = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 75, stderr
-    assert (run / "checkpoints" / str(metrics_of(run)[-1]["step"])).is_dir()
+    last = metrics_of(run)[-1]["step"]
+    assert (run / "checkpoints" / str(last)).is_dir()
+    assert f"step {last} of 10000" in (run / "report.html").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -20,6 +20,7 @@ from tests.training.program import (
     metrics_of,
     reproducible,
     saved_state,
+    settings,
     started,
     train_here,
 )
@@ -82,7 +83,10 @@ def test_a_run_directory_holds_what_the_contract_names_and_nothing_else(finished
     def names(folder: str) -> set[str]:
         return {path.name for path in (finished / folder).iterdir()}
 
-    assert names("") == {".lock", "settings.yaml", "metrics.jsonl", "rollouts", "checkpoints", "eval"}
+    assert names("") == {
+        *(".lock", "settings.yaml", "metrics.jsonl", "sessions.jsonl", "rollouts", "checkpoints", "eval"),
+        *("report.html", "rollouts.html", "plots"),
+    }
     assert names("rollouts") == {f"step_00000{step}.jsonl" for step in (1, 2, 3, 4)}
     assert names("eval") == {f"step_00000{step}.jsonl" for step in (0, 2, 4)}
     assert names("checkpoints") == {"2", "4"}
@@ -230,7 +234,7 @@ def test_nothing_is_compiled_after_the_first_step_and_no_evaluation_needs_no_hel
 
 
 def test_the_result_goes_to_stdout_and_progress_to_stderr(config: Path) -> None:
-    with started("train", "--config", config) as process:
+    with started("train", "--config", config, *settings("logging.completions_every_steps=0")) as process:
         stdout, stderr = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, stderr
     result = stdout.splitlines()
@@ -250,8 +254,13 @@ def test_a_model_with_nan_in_it_is_given_up_after_some_steps(config: Path, tmp_p
     tensors = random_tensors(CONFIG)
     tensors["model.norm.weight"][3] = np.nan
     save_file(tensors, broken / "model.safetensors")
-    result = train_here(config, f"model.path={broken}", "optimizer.max_nonfinite_steps=3")
+    result = train_here(config, f"model.path={broken}", "optimizer.max_nonfinite_steps=3", "logging.report=true")
     assert result.exit_code == 1
+    # Said once, though each step is like it; and it is in the report that a failed run leaves, too.
+    assert result.stderr.count("alert at step 1: An update was skipped: NaN or infinity\n") == 1
+    assert result.stderr.count("An update was skipped") == 1
+    report = (config.parent / "runs" / "tiny" / "report.html").read_text()
+    assert "step 3 of 4" in report.replace("\n", " ") and "Step 1: An update was skipped" in report
     error = result.stderr.splitlines()[-1]
     assert error.startswith("error: RuntimeError: 3 optimizer steps in a row had a NaN or infinite loss or gradient")
     assert "Lower optimizer.learning_rate" in error
@@ -267,3 +276,27 @@ def test_a_run_that_blows_up_is_stopped(config: Path) -> None:
     first, second = metrics_of(config.parent / "runs" / "tiny")[1:3]
     assert first["policy/nonfinite_updates"] == 0 and first["loss"] is not None
     assert second["policy/nonfinite_updates"] == 1 and second["loss"] is None
+
+
+def test_a_finished_run_has_a_report_of_all_its_steps(finished: Path) -> None:
+    report = (finished / "report.html").read_text()
+    assert "step 4 of 4" in report
+    assert "<td>accuracy</td>" in report and "95 % interval (20 answers)" in report
+    assert {"reward.png", "accuracy.png", "entropy.png", "times.png"} <= {
+        p.name for p in (finished / "plots").iterdir()
+    }
+    page = (finished / "rollouts.html").read_text()
+    assert "124 of the 124 samples in 7 of 7 files" in page.replace("\n", " ")
+    (session,) = (record for _, record in read_jsonl(finished / "sessions.jsonl"))
+    assert session["after_step"] == 0 and session["processes"] == 1 and session["devices"] == "8 × cpu"
+    assert session["devices"] in report and session["jax"] in report
+
+
+def test_completions_are_shown_after_the_first_step_and_then_in_their_turn(config: Path) -> None:
+    result = train_here(config, "run.steps=3", "logging.completions_every_steps=2", "eval.every_steps=0")
+    assert result.exit_code == 0, result.stderr
+    shown = [line.split()[-1] for line in result.stderr.splitlines() if line.startswith("completions of step")]
+    assert shown == ["1", "2"]
+    (header, *_) = [line for line in result.stderr.splitlines() if "prompt" in line and "completion" in line]
+    for column in ("reward", "advantage", "gold", "end"):
+        assert column in header

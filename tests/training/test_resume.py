@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from app.jsonl import read_jsonl
 from app.policy.weight_files import open_model
 from tests.tiny_directory import write_model, write_tokenizer
 from tests.training.program import (
@@ -68,10 +69,27 @@ def test_a_finished_run_has_nothing_left_to_do(finished: Path, config: Path) -> 
     run = config.parent / "runs" / "tiny"
     shutil.copytree(finished, run)
     before = metrics_of(run)
-    result = train_here(config, resume="must")
+    (run / "report.html").write_text("old")
+    result = train_here(config, "logging.report=true", resume="must")
     assert result.exit_code == 0
     assert "continuing after step 4 of 4" in result.stderr
     assert metrics_of(run) == before
+    assert "step 4 of 4" in (run / "report.html").read_text()
+    assert [record["after_step"] for _, record in read_jsonl(run / "sessions.jsonl")] == [0, 4]
+
+
+def test_a_report_that_fails_costs_a_warning_and_not_the_run(
+    finished: Path, config: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = config.parent / "runs" / "tiny"
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / "plots")
+    (run / "plots").write_text("in the way")
+    result = train_here(config, "logging.report=true", resume="must")
+    assert result.exit_code == 0
+    assert "the report could not be written (InputError" in caplog.text
+    assert f"`grpo report {run}` tries again" in caplog.text
+    assert result.stdout.splitlines()[-1] == f"everything is in {run}"
 
 
 def test_without_a_checkpoint_auto_starts_over(finished: Path, config: Path) -> None:

@@ -54,16 +54,19 @@ def test_two_hosts_train_as_one(full_config: Path) -> None:
     run = full_config.parent / "runs" / "full"
     # One mini-batch: which prompts share one depends on the host that samples them.
     both = ("run.steps=2", "eval.every_steps=2", "algorithm.mini_batch_prompts=null")
-    with two_hosts(full_config, *both, "rollout.prompts_per_step=2") as hosts:
+    with two_hosts(full_config, *both, "rollout.prompts_per_step=2", "logging.report=true") as hosts:
         (_, stderr), (stdout_of_second, stderr_of_second) = (host.communicate(timeout=DEADLINE_S) for host in hosts)
     assert [host.returncode for host in hosts] == [0, 0], stderr + stderr_of_second
     # Only the first process speaks; gloo, below JAX, greets on stdout.
     assert "step     2" in stderr
-    assert "step" not in stderr_of_second
+    assert "step" not in stderr_of_second and "report" not in stderr_of_second
     assert "everything is in" not in stdout_of_second
     assert {path.name for path in run.iterdir()} == {
-        *(".lock", "settings.yaml", "metrics.jsonl", "rollouts", "checkpoints", "eval")
+        *(".lock", "settings.yaml", "metrics.jsonl", "sessions.jsonl", "rollouts", "checkpoints", "eval"),
+        *("report.html", "rollouts.html", "plots"),
     }
+    # Of the sixteen evaluation prompts the first process saved its half.
+    assert "95 % interval (16 answers)" in (run / "report.html").read_text()
     assert "process_id: 0  # set" in (run / "settings.yaml").read_text()
     assert train_here(full_config, *both, "run.name=one").exit_code == 0
     assert_close(run, run.parent / "one")

@@ -1,0 +1,1 @@
+"""Pictures of a run: tables, plots, alerts and pages; without jax."""

@@ -1,0 +1,239 @@
+"""What goes wrong in reinforcement learning, noticed in the metrics and said in plain words.
+
+A rule is a pure function of the steps so far. Thresholds stand below, each with its reason: they are meant to
+stay silent on a run that learns, so that a person still reads them when one speaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from app.report.history import History, Record, Series, names_between, number, training_steps
+
+REARM_STEPS = 25
+"""An alert is said once, and again only after its condition has been absent for so many steps."""
+FEW, MANY = 5, 10
+"""Steps over which a level is judged: one step's value is noise; a dead reward is worth waiting a little longer."""
+ENTROPY_SHARE = 0.1
+"""Of the starting entropy. A run that learns well keeps more: the quickstart ends at a quarter of its start."""
+SOLVED = 0.95
+"""Every reward function's mean, for functions that give values in [0, 1]: there is nothing left to learn."""
+ZERO_VARIANCE = 0.95
+"""Groups without a gradient. At 0.95 a step learns from a twentieth of the samples it paid for."""
+TRUNCATED = 0.25
+"""A quarter of the answers is cut: what remains is graded on luck, and length becomes the lesson."""
+KL = 0.5
+"""Nats per token from the starting model; usual runs stay below 0.1, beyond 0.5 the text is another language."""
+RATIO = 10.0
+"""Clipping bounds the gain of a ratio above 1 + clip_high, but a negative advantage times 10 is still paid in full."""
+CLIPPED = 0.3
+"""With so many tokens clipped the later updates of a step mostly do nothing."""
+MISMATCH = 0.02
+"""Mean nats between sampler and trainer on the same tokens: float32 gives 1e-7, bfloat16 0.004 (the quickstart)."""
+ROUNDING = 1e-9
+"""Equal weighted sums may differ by so much."""
+WARM_UP = 20
+"""Steps in which new shapes may still be met."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Something to look at, at the step where it was noticed."""
+
+    step: int
+    title: str
+    text: str
+    """Cause, and what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    title: str
+    finds: Callable[[Sequence[Record]], str | None]
+    """The text of an alert about the newest of these steps, or None."""
+
+
+class Watch:
+    """Follows a run step by step and says each thing once."""
+
+    def __init__(self, history: History = ()):
+        """`history` has been watched before: what it gave rise to is not said again."""
+        self._steps: list[Record] = []
+        self._absent_steps = dict.fromkeys(RULES, REARM_STEPS)
+        self.alerts = [alert for record in history for alert in self.observe(record)]
+        """Of `history`."""
+
+    def observe(self, record: Record) -> list[Alert]:
+        """What the newest line of the history gives rise to."""
+        if not training_steps([record]):
+            return []
+        self._steps.append(record)
+        return [Alert(record["step"], rule.title, text) for rule in RULES if (text := self._found_anew(rule))]
+
+    def _found_anew(self, rule: Rule) -> str | None:
+        text = rule.finds(self._steps)
+        if text is None:
+            self._absent_steps[rule] += 1
+            return None
+        absent, self._absent_steps[rule] = self._absent_steps[rule], 0
+        return text if absent >= REARM_STEPS else None
+
+
+def alerts_of(history: History) -> list[Alert]:
+    """Every alert of a run, in order: a function of its metrics alone."""
+    return Watch(history).alerts
+
+
+def _last(steps: Sequence[Record], name: str, count: int) -> np.ndarray | None:
+    """The metric in the last `count` steps; None unless each of them has it."""
+    values = Series.of(steps[-count:], name).values
+    return values if len(values) == count else None
+
+
+def _nonfinite_update(steps: Sequence[Record]) -> str | None:
+    in_a_row = number(steps[-1], "policy/nonfinite_in_a_row") or 0
+    # The count is 0 again when a later update of the same step was fine; the total still grew.
+    before = number(steps[-2], "policy/nonfinite_updates") if len(steps) > 1 else 0
+    grown = (number(steps[-1], "policy/nonfinite_updates") or 0) > (before or 0)
+    if not in_a_row and not grown:
+        return None
+    return (
+        "The loss or its gradient was NaN or infinite, so the update was skipped and the weights are as before. "
+        "Usual causes: a learning rate that is too high, or bfloat16. Lower optimizer.learning_rate, or set "
+        "model.dtype: float32. optimizer.max_nonfinite_steps such updates in a row end the run."
+    )
+
+
+def _entropy_collapse(steps: Sequence[Record]) -> str | None:
+    if len(steps) < 2 * FEW or _is_solved(steps):
+        return None
+    start, now = Series.of(steps[:FEW], "policy/entropy").values, _last(steps, "policy/entropy", FEW)
+    if not len(start) or now is None or not start.mean() > 0 or now.mean() >= ENTROPY_SHARE * start.mean():
+        return None
+    return (
+        f"Entropy is {now.mean():.3g} nats per token, {now.mean() / start.mean():.0%} of its start: the samples of a "
+        "prompt are nearly alike, so there is little left to compare. Lower optimizer.learning_rate, raise "
+        "algorithm.clip_high, or hold the policy back with algorithm.beta."
+    )
+
+
+def _constant_reward(steps: Sequence[Record]) -> str | None:
+    means, deviations = _last(steps, "reward/mean", MANY), _last(steps, "reward/std", MANY)
+    if means is None or deviations is None or max(deviations.max(), np.ptp(means)) > ROUNDING:
+        return None
+    if means[0] == 0:
+        cause = "Either no answer is ever right (prompts too hard, answers cut, wrong chat template), or the reward "
+        cause += "function does not recognise right answers"
+    else:
+        cause = "Either everything is solved, or the reward function does not look at the answer"
+    return (
+        f"Every sample of the last {MANY} steps had reward {means[0]:g}, so there is no gradient and nothing is "
+        f"learned. {cause}. Read some samples in rollouts.html, and try `grpo score --role reward` on them."
+    )
+
+
+def _equal_rewards(steps: Sequence[Record]) -> str | None:
+    shares = _last(steps, "reward/zero_variance_fraction", MANY)
+    if shares is None or shares.mean() < ZERO_VARIANCE or _constant_reward(steps):
+        return None
+    cure = "Everything is nearly solved: take harder prompts, or stop here."
+    if not _is_solved(steps):
+        cure = "Take prompts that are sometimes right (easier or harder ones), or raise rollout.group_size."
+    return (
+        f"In {shares.mean():.0%} of the groups of the last {MANY} steps all samples had the same reward; such groups "
+        f"have no gradient. {cure}"
+    )
+
+
+def _truncation(steps: Sequence[Record]) -> str | None:
+    shares = _last(steps, "completions/truncated_fraction", FEW)
+    if shares is None or shares.mean() < TRUNCATED:
+        return None
+    return (
+        f"{shares.mean():.0%} of the completions of the last {FEW} steps were cut at rollout.max_new_tokens before "
+        "they had ended. Raise it, ask for short answers in data.system_prompt, or reward them. If all are cut, the "
+        "model may never say its end-of-sequence token: is this an instruct model with its own chat template?"
+    )
+
+
+def _far_from_start(steps: Sequence[Record]) -> str | None:
+    kl = _last(steps, "policy/kl", FEW)
+    if kl is None or kl.mean() < KL:
+        return None
+    return (
+        f"KL to the starting model is {kl.mean():.2g} nats per token over the last {FEW} steps: the policy has left "
+        "the language it came from. Raise algorithm.beta or lower optimizer.learning_rate, and go back to a "
+        "checkpoint from before the rise."
+    )
+
+
+def _ratio_blow_up(steps: Sequence[Record]) -> str | None:
+    low, high = (_last(steps, f"policy/clip_fraction_{side}", FEW) for side in ("low", "high"))
+    ratios = _last(steps, "policy/ratio_max", FEW)
+    clipped = 0.0 if low is None or high is None else float((low + high).mean())
+    largest = 0.0 if ratios is None else float(ratios.min())
+    if clipped < CLIPPED and largest < RATIO:
+        return None
+    what = f"{clipped:.0%} of the tokens were clipped"
+    if largest >= RATIO:
+        what = f"in each of them some token became {largest:.3g} times as likely within the step, and {what}"
+    return (
+        f"Over the last {FEW} steps {what}: the updates go further than the samples can justify. Lower "
+        "optimizer.learning_rate or algorithm.epochs, or make algorithm.mini_batch_prompts larger."
+    )
+
+
+def _sampler_mismatch(steps: Sequence[Record]) -> str | None:
+    differences = _last(steps, "rollout/sampler_scorer_logprob_diff_mean", FEW)
+    if differences is None or differences.mean() < MISMATCH:
+        return None
+    return (
+        f"Sampler and trainer disagree by {differences.mean():.2g} nats on the average token, so the gradient is that "
+        "of another policy than the one that sampled. Set model.dtype: float32; if that does not help it is a bug, "
+        "please report it."
+    )
+
+
+def _reward_errors(steps: Sequence[Record]) -> str | None:
+    names = [name for name in steps[-1] if name.startswith("reward/") and name.endswith("error_count")]
+    count = max((number(steps[-1], name) or 0 for name in names), default=0)
+    if not count:
+        return None
+    return (
+        f"Reward functions failed on {count:.0f} samples of this step; reward.on_error decides what such samples "
+        "count. Try the function on saved samples with `grpo score --role reward`."
+    )
+
+
+def _recompilation(steps: Sequence[Record]) -> str | None:
+    compilations = _last(steps, "perf/compilations", MANY)
+    if len(steps) < WARM_UP + MANY or compilations is None or not compilations.all():
+        return None
+    return (
+        f"Each of the last {MANY} steps compiled a program anew, which costs more time than it computes. Shapes should "
+        "repeat after the first steps; this is a bug, please report it with settings.yaml and the lengths in "
+        "metrics.jsonl."
+    )
+
+
+def _is_solved(steps: Sequence[Record]) -> bool:
+    recent = steps[-FEW:]
+    means = [Series.of(recent, name).values for name in names_between(recent, "reward/", "/mean")]
+    return bool(means) and all(len(values) and values.mean() >= SOLVED for values in means)
+
+
+RULES = (
+    Rule("An update was skipped: NaN or infinity", _nonfinite_update),
+    Rule("Entropy has collapsed", _entropy_collapse),
+    Rule("All rewards are the same", _constant_reward),
+    Rule("Hardly any group has a gradient", _equal_rewards),
+    Rule("Many answers are cut", _truncation),
+    Rule("The policy is far from where it started", _far_from_start),
+    Rule("The policy moves too far within a step", _ratio_blow_up),
+    Rule("Sampler and trainer disagree", _sampler_mismatch),
+    Rule("A reward function fails", _reward_errors),
+    Rule("Every step compiles", _recompilation),
+)

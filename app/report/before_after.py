@@ -1,0 +1,53 @@
+"""Before -> after: what a run changed, for the end of its output and the top of its report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from app.report.history import History, Record, Series, number, training_steps
+
+EDGE = 10
+"""Training steps averaged at each end of a run: one step's reward is mostly noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeAfter:
+    """Rows are (name, before, after), as text."""
+
+    header: tuple[str, str, str] | None
+    """None where there are not two evaluations to compare."""
+    rows: Sequence[tuple[str, str, str]]
+    pace: str
+    """Number of steps and seconds; empty before the first step."""
+
+
+def before_and_after(history: History) -> BeforeAfter:
+    """Evaluation and reward at the start and at the end, time and speed."""
+    evaluations = [record for record in history if number(record, "eval/accuracy") is not None]
+    steps = training_steps(history)
+    header, rows, pace = None, [], ""
+    if len(evaluations) >= 2:
+        before, after = evaluations[0], evaluations[-1]
+        header = ("held out", f"step {before['step']}", f"step {after['step']}")
+        for name in [n for n in after if n.startswith("eval/")]:
+            rows.append((name.removeprefix("eval/"), _figure(name, before), _figure(name, after)))
+    if steps:
+        edge = max(min(EDGE, len(steps) // 2), 1)
+        first, last = (Series.of(part, "reward/mean").values for part in (steps[:edge], steps[-edge:]))
+        if len(first) and len(last):
+            rows.append((f"reward, mean of {edge} steps", f"{np.mean(first):.3f}", f"{np.mean(last):.3f}"))
+        seconds = sorted(Series.of(steps, "time/step_s").values)
+        if seconds:
+            median = seconds[len(seconds) // 2]
+            pace = f"{len(steps)} steps, median {median:.2f} s a step, {sum(seconds):.0f} s in all"
+    return BeforeAfter(header, rows, pace)
+
+
+def _figure(name: str, record: Record) -> str:
+    value = number(record, name)
+    if value is None:
+        return "–"
+    return f"{value:.1f}" if name.endswith("length") else f"{value:.1%}"

@@ -1,0 +1,108 @@
+"""A few telling samples of a step, as a table for a terminal or for wandb."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from app.flow import Messages, Sample
+
+NUM_GROUPS = 2
+"""Groups shown of a step, a better and a worse sample of each: more would push the progress off the screen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample; a number is None until its room has run."""
+
+    prompt: str
+    completion: str
+    rewards: tuple[float | None, ...]
+    reward: float | None
+    advantage: float | None
+    answer: str | None
+    finish_reason: str
+    ends_group: bool
+    """The next row answers another prompt."""
+
+    @property
+    def is_cut(self) -> bool:
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionsTable:
+    """Rows of siblings stand together, the best first."""
+
+    step: int
+    reward_names: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+def completions_table(samples: Sequence[Sample], *, step: int) -> CompletionsTable:
+    """The best and the worst sample of the groups whose rewards differ most; by group id where they tie."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_id, []).append(sample)
+    telling = sorted(groups.values(), key=lambda group: -_spread(group))[:NUM_GROUPS]
+    names = tuple({name: None for sample in samples for name in sample.rewards or {}})
+    rows = []
+    for group in telling:
+        chosen = _best_and_worst(group)
+        rows += [_row(sample, names, ends_group=sample is chosen[-1]) for sample in chosen]
+    return CompletionsTable(step, names, tuple(rows))
+
+
+def _value(sample: Sample) -> float:
+    return sample.reward if sample.reward is not None else 0.0
+
+
+def _spread(group: Sequence[Sample]) -> float:
+    return float(np.std([_value(sample) for sample in group]))
+
+
+def _best_and_worst(group: Sequence[Sample]) -> list[Sample]:
+    best, worst = max(group, key=_value), min(group, key=_value)
+    return [best] if best is worst else [best, worst]
+
+
+def _row(sample: Sample, names: Iterable[str], *, ends_group: bool) -> Row:
+    values = sample.rewards or {}
+    written = sample.advantages[sample.mask] if sample.advantages is not None else np.empty(0)
+    return Row(
+        prompt=prompt_text(sample.prompt.source),
+        completion=sample.completion,
+        rewards=tuple(values.get(name) for name in names),
+        reward=sample.reward,
+        advantage=float(written.mean()) if len(written) else None,
+        answer=sample.prompt.answer,
+        finish_reason=sample.finish_reason,
+        ends_group=ends_group,
+    )
+
+
+def prompt_text(source: str | Messages) -> str:
+    """The question: the last message of a chat."""
+    if isinstance(source, str):
+        return source
+    return str(source[-1].get("content", "")) if source and isinstance(source[-1], dict) else ""
+
+
+def cell(text: str, *, limit: int) -> str:
+    """Text as one line of at most about `limit` characters: its beginning and its end, where answers stand.
+
+    What a terminal would obey rather than show (escapes, carriage returns, text direction) is spelled out.
+    """
+    if len(text) > limit:
+        head = limit * 2 // 3
+        text = f"{text[:head]} … {text[-(limit - head) :]}"
+    return "".join(_shown(character) for character in text)
+
+
+def _shown(character: str) -> str:
+    if character == "\n":
+        return "↵ "
+    # isprintable: no control, format, surrogate or private-use character, and no space but the usual one.
+    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")

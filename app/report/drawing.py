@@ -1,0 +1,260 @@
+"""Draws the plots of a run on matplotlib figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from app.report.history import History, Series, names_between, number, training_steps, wilson_interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_POINTS = 500
+"""Of a line. Longer runs are joined into bins, whose extremes are shaded."""
+SMOOTH_FROM = 20
+"""Points from which a noisy line also gets its trailing mean."""
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
+    "#1f7fc4", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a8a8a",
+)  # fmt: skip
+"""After Okabe and Ito, who chose them to be told apart by colour-blind readers; legible on white and on near-black."""
+PHASES = {
+    "rollout": BLUE, "reward": ORANGE, "score": SKY, "advantage": PURPLE, "update": RED, "eval": GREEN, "rest": GREY,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the plots are made from."""
+
+    history: History
+    eval_counts: Mapping[int, int]
+    """Step -> answers that its evaluation graded, where known."""
+
+    def series(self, name: str) -> Series:
+        return Series.of(self.history, name)
+
+    @property
+    def bin_size(self) -> int:
+        """Steps that are joined into one point."""
+        return -(-len(training_steps(self.history)) // MAX_POINTS)
+
+
+Draw = Callable[["Figure", Evidence], None]
+
+
+def _axes(figure: Figure, evidence: Evidence, unit: str) -> Axes:
+    axes = figure.add_subplot()
+    _label(axes, evidence, unit)
+    return axes
+
+
+def _label(axes: Axes, evidence: Evidence, unit: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    size = evidence.bin_size
+    axes.set_xlabel("step" if size == 1 else f"step (a point joins {size}: their mean, extremes shaded)")
+    axes.set_ylabel(unit)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.margins(x=0.02)
+
+
+def _in_percent(axes: Axes) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+
+def _line(axes: Axes, evidence: Evidence, series: Series, label: str, **style: Any) -> None:
+    """One metric; a lone point is drawn as a dot."""
+    bins = series.binned(evidence.bin_size)
+    marker = "o" if len(bins.steps) == 1 else style.pop("marker", "")
+    axes.plot(bins.steps, bins.means, label=label, marker=marker, markersize=4, **style)
+    if evidence.bin_size > 1:
+        axes.fill_between(bins.steps, bins.lows, bins.highs, color=style.get("color"), alpha=0.2, linewidth=0)
+
+
+def _noisy_line(axes: Axes, evidence: Evidence, series: Series, label: str, *, color: str) -> None:
+    """One metric as it is, thin, and its trailing mean, thick, which says so."""
+    if len(series) < SMOOTH_FROM:
+        _line(axes, evidence, series, label, color=color)
+        return
+    width = max(5, len(series) // 20)
+    _line(axes, evidence, series, f"{label}, each step", color=color, linewidth=0.8, alpha=0.55)
+    smooth = Series(series.steps, series.trailing_mean(width)).binned(evidence.bin_size)
+    axes.plot(smooth.steps, smooth.means, color=color, linewidth=2, label=f"mean of the last {width} steps")
+
+
+def _legend(figure: Figure) -> None:
+    """Above the plot, where it hides nothing."""
+    handles, labels = [], []
+    for axes in figure.axes:
+        found = axes.get_legend_handles_labels()
+        handles, labels = handles + found[0], labels + found[1]
+    if labels:
+        figure.legend(handles, labels, loc="outside upper left", ncols=3, frameon=False)
+
+
+def _as_label(name: str) -> str:
+    """A name that others chose, as text that matplotlib neither typesets nor takes for hidden."""
+    text = name.encode("ascii", "replace").decode("ascii").replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
+def draw_reward(figure: Figure, evidence: Evidence) -> None:
+    axes = _axes(figure, evidence, "reward")
+    means, deviations = (evidence.series(f"reward/{part}").binned(evidence.bin_size) for part in ("mean", "std"))
+    if len(means.steps) == len(deviations.steps):
+        low, high = means.means - deviations.means, means.means + deviations.means
+        axes.fill_between(means.steps, low, high, color=BLUE, alpha=0.13, linewidth=0, label="± std of the samples")
+    _noisy_line(axes, evidence, evidence.series("reward/mean"), "mean", color=BLUE)
+    functions = names_between(evidence.history, "reward/", "/mean")
+    for i, name in enumerate(functions if len(functions) > 1 else []):
+        color, style = (ORANGE, GREEN, PURPLE, SKY, RED)[i % 5], ("--", ":", "-.")[i % 3]
+        label = _as_label(name.removeprefix("reward/").removesuffix("/mean"))
+        _line(axes, evidence, evidence.series(name), label, color=color, linestyle=style)
+    _legend(figure)
+
+
+def draw_accuracy(figure: Figure, evidence: Evidence) -> None:
+    axes = _axes(figure, evidence, "right answers")
+    series = evidence.series("eval/accuracy")
+    counts = [evidence.eval_counts.get(int(step), 0) for step in series.steps]
+    known = [i for i, n in enumerate(counts) if n and 0 <= series.values[i] <= 1]
+    if known:
+        bounds = np.array([wilson_interval(series.values[i], counts[i]) for i in known]).T
+        reach = np.abs(bounds - series.values[known])
+        sizes = sorted({counts[i] for i in known})
+        answers = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        label = f"95 % interval ({answers} answers)"
+        axes.errorbar(series.steps[known], series.values[known], reach, fmt="none", ecolor=BLUE, capsize=3, label=label)
+    axes.plot(series.steps, series.values, color=BLUE, marker="o", markersize=4, label="accuracy", linewidth=2)
+    for i, name in enumerate(names_between(evidence.history, "eval/accuracy/", "")):
+        part = evidence.series(name)
+        color, style = (ORANGE, GREEN, PURPLE, SKY, RED)[i % 5], ("--", ":", "-.")[i % 3]
+        label = _as_label(name.removeprefix("eval/accuracy/"))
+        axes.plot(part.steps, part.values, color=color, linestyle=style, label=label)
+    axes.set_ylim(-0.03, 1.03)
+    _in_percent(axes)
+    _legend(figure)
+
+
+def draw_lengths(figure: Figure, evidence: Evidence) -> None:
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    _label(lower, evidence, "cut")
+    upper.set_ylabel("tokens")
+    low, high = (evidence.series(f"completions/{end}_length").binned(evidence.bin_size) for end in ("min", "max"))
+    if len(low.steps) == len(high.steps):
+        upper.fill_between(low.steps, low.lows, high.highs, color=BLUE, alpha=0.13, linewidth=0)
+    for end, style in (("max", "--"), ("mean", "-"), ("min", ":")):
+        _line(upper, evidence, evidence.series(f"completions/{end}_length"), end, color=BLUE, linestyle=style)
+    upper.set_ylim(bottom=0)
+    _line(lower, evidence, evidence.series("completions/truncated_fraction"), "_", color=RED)
+    lower.set_ylim(-0.03, 1.03)
+    _in_percent(lower)
+    _legend(figure)
+
+
+def draw_clipping(figure: Figure, evidence: Evidence) -> None:
+    axes = _axes(figure, evidence, "tokens")
+    low, high = (evidence.series(f"policy/clip_fraction_{side}") for side in ("low", "high"))
+    _line(axes, evidence, low, "below 1 − clip_low", color=BLUE)
+    _line(axes, evidence, high, "above 1 + clip_high", color=ORANGE, linestyle="--")
+    axes.set_ylim(bottom=0)
+    _in_percent(axes)
+    _legend(figure)
+
+
+def draw_times(figure: Figure, evidence: Evidence) -> None:
+    """Stacked seconds; each part's share of the whole stands in the legend."""
+    axes = _axes(figure, evidence, "seconds a step")
+    steps, parts = _seconds(evidence)
+    totals = np.sum(list(parts.values()), axis=0)
+    whole = totals.sum() or 1.0
+    starts = np.arange(0, len(steps), evidence.bin_size)
+    counts = np.diff(np.append(starts, len(steps)))
+    edges = np.repeat(np.append(steps[starts] - 0.5, steps[-1] + 0.5), 2)[1:-1]
+    below = np.zeros(len(edges))
+    for name, values in parts.items():
+        above = below + np.repeat(np.add.reduceat(values, starts) / counts, 2)
+        if values.sum() / whole >= 0.005:
+            label = f"{name} {values.sum() / whole:.0%}"
+            axes.fill_between(edges, below, above, color=PHASES[name], linewidth=0, label=label)
+        below = above
+    axes.set_ylim(bottom=0)
+    _leave_out_peaks(axes, steps, totals)
+    _legend(figure)
+
+
+def _seconds(evidence: Evidence) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Seconds of each part by step. `rest` is what a step took beyond its parts; evaluation comes on top."""
+    records = training_steps(evidence.history)
+
+    def column(name: str) -> np.ndarray:
+        return np.array([number(record, f"time/{name}_s") or 0.0 for record in records])
+
+    parts = {name: column(name) for name in PHASES if name != "rest"}
+    inside = sum(values for name, values in parts.items() if name != "eval")
+    parts["rest"] = np.maximum(column("step") - inside, 0.0)
+    return np.array([float(record["step"]) for record in records]), parts
+
+
+def _leave_out_peaks(axes: Axes, steps: np.ndarray, totals: np.ndarray) -> None:
+    """Ends the axis above the usual where a few steps, of compilation as a rule, would flatten all others."""
+    usual = np.percentile(totals, 90)
+    if not totals.max() > 3 * usual > 0:
+        return
+    top = 1.5 * usual
+    axes.set_ylim(0, top)
+    beyond = np.flatnonzero(totals > top)
+    text = f"step {steps[beyond[0]]:.0f}: {totals[beyond[0]]:.1f} s"
+    if len(beyond) > 1:
+        text = f"{len(beyond)} steps up to {totals.max():.1f} s"
+    axes.text(0.99, 0.97, f"beyond the axis: {text}", transform=axes.transAxes, ha="right", va="top", fontsize=8)
+
+
+def draw_line(name: str, unit: str, *, noisy: bool = False, scale: float = 1.0) -> Draw:
+    """A plot of one metric, divided by `scale`, from 0 up."""
+
+    def draw(figure: Figure, evidence: Evidence) -> None:
+        axes = _axes(figure, evidence, unit)
+        series = evidence.series(name)
+        series = Series(series.steps, series.values / scale)
+        (_noisy_line if noisy else _line)(axes, evidence, series, unit, color=BLUE)
+        if series.values.min() >= 0:
+            axes.set_ylim(bottom=0)
+        if noisy:
+            _legend(figure)
+
+    return draw
+
+
+def draw_share(name: str, unit: str) -> Draw:
+    """A plot of one metric between 0 and 1, in percent."""
+
+    def draw(figure: Figure, evidence: Evidence) -> None:
+        axes = _axes(figure, evidence, unit)
+        _noisy_line(axes, evidence, evidence.series(name), "share", color=BLUE)
+        axes.set_ylim(-0.03, 1.03)
+        _in_percent(axes)
+        _legend(figure)
+
+    return draw
+
+
+def draw_count(name: str, unit: str) -> Draw:
+    """A plot of one metric of whole numbers."""
+
+    def draw(figure: Figure, evidence: Evidence) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        axes = _axes(figure, evidence, unit)
+        _line(axes, evidence, evidence.series(name), unit, color=BLUE)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_ylim(bottom=0)
+
+    return draw

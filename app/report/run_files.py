@@ -1,0 +1,136 @@
+"""A run directory, read: everything the report knows comes from these files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.jsonl import read_jsonl_lines
+from app.report.history import History, Record, number, training_steps
+from settings import InputError, Settings
+from settings.fields import FIELDS, value_of
+from settings.printing import from_yaml
+
+SAMPLE_FILE = re.compile(r"step_(\d+)\.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenSetting:
+    """A setting that is not at its default."""
+
+    name: str
+    value: Any
+    default: Any
+    """None, too, for a name that this version does not know."""
+    origin: str
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run left behind, but for its samples, which are read as needed."""
+
+    path: Path
+    history: History
+    settings: Mapping[str, tuple[Any, str]]
+    """Dotted name -> (value, provenance)."""
+    sessions: Sequence[Record]
+    """One for each start of the program; see `app.training.journal`."""
+    rollouts: Mapping[int, Path]
+    evaluations: Mapping[int, Path]
+    """Sample files by step."""
+
+    @classmethod
+    def read(cls, path: Path) -> RunFiles:
+        """Raises InputError where `path` is no run, has no training step yet, or has a damaged metrics file."""
+        if not path.is_dir():
+            found = "is a file" if path.exists() else "does not exist"
+            raise InputError(f"{path} {found}; expected a run directory, as `grpo train` makes them in run.dir")
+        settings, metrics = path / "settings.yaml", path / "metrics.jsonl"
+        if not settings.is_file():
+            raise InputError(f"{path} holds no settings.yaml, so it is no run directory{_runs_below(path)}")
+        history = _read_metrics(metrics) if metrics.is_file() else []
+        if not training_steps(history):
+            raise InputError(f"{path} has no finished training step yet, so there is nothing to report")
+        return cls(
+            path,
+            history,
+            _read_settings(settings),
+            _read_sessions(path / "sessions.jsonl"),
+            _sample_files(path / "rollouts"),
+            _sample_files(path / "eval"),
+        )
+
+    def setting(self, name: str) -> Any:
+        """Its value; None where the run did not know it."""
+        return self.settings.get(name, (None, ""))[0]
+
+    @property
+    def num_processes(self) -> int:
+        """Of the newest session. Sample files hold the first process' share."""
+        return int(number(self.sessions[-1], "processes") or 1) if self.sessions else 1
+
+    def chosen_settings(self) -> list[ChosenSetting]:
+        """Settings that somebody set, or that were derived, to something else than the default."""
+        defaults = Settings()
+        chosen = []
+        for name, (value, origin) in self.settings.items():
+            default = _plain(value_of(defaults, name)) if name in FIELDS else None
+            if origin != "default" and value != default:
+                chosen.append(ChosenSetting(name, value, default, origin))
+        return chosen
+
+
+def _plain(value: Any) -> Any:
+    """As `settings.yaml` spells it."""
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
+
+
+def _read_metrics(path: Path) -> list[Record]:
+    """Every whole line. A last line without its end is one that is being written, or was when the run was killed."""
+    lines = list(read_jsonl_lines(path))
+    if lines and isinstance(lines[-1][1], InputError) and not _ends_its_last_line(path):
+        lines.pop()
+    history: list[Record] = []
+    for line, record in lines:
+        if isinstance(record, InputError):
+            raise InputError(f"{record}; mend or delete that line")
+        if type(record.get("step")) is not int:
+            raise InputError(f"{path}:{line}: expected an integer `step`, got {record.get('step')!r:.40}")
+        history.append(record)
+    return history
+
+
+def _ends_its_last_line(path: Path) -> bool:
+    return path.read_bytes()[-1:] == b"\n"
+
+
+def _read_settings(path: Path) -> Mapping[str, tuple[Any, str]]:
+    try:
+        return from_yaml(path.read_bytes(), name=str(path))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _read_sessions(path: Path) -> list[Record]:
+    """A run of an older version has none; a damaged line is no reason to show no report."""
+    if not path.is_file():
+        return []
+    return [record for _, record in read_jsonl_lines(path) if not isinstance(record, InputError)]
+
+
+def _sample_files(folder: Path) -> dict[int, Path]:
+    """By step, oldest first."""
+    if not folder.is_dir():
+        return {}
+    found = {int(match[1]): path for path in folder.iterdir() if (match := SAMPLE_FILE.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+def _runs_below(path: Path) -> str:
+    runs = sorted(child.name for child in path.iterdir() if (child / "settings.yaml").is_file())
+    return f"; it holds the runs {', '.join(runs[:5])}{', ...' if len(runs) > 5 else ''}" if runs else ""

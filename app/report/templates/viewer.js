@@ -1,0 +1,145 @@
+"use strict";
+// What the samples say is text, never markup: every string goes into the page through textContent.
+
+const PAGE = 25;
+const groups = JSON.parse(document.getElementById("data").textContent);
+const form = document.getElementById("filters");
+const list = document.getElementById("groups");
+const more = document.getElementById("more");
+const isCut = (sample) => sample.finish !== "stop";
+const reward = (sample) => sample.reward ?? 0;
+const shown = (value) => (value === null || value === undefined ? "–" : String(value));
+let matching = [];
+let drawn = 0;
+
+function element(tag, className, text) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function fact(parent, name, value, className) {
+  const made = element("span", className, `${name} `);
+  made.append(element("b", className, shown(value)));
+  parent.append(made);
+}
+
+function number(text) {
+  return text.trim() === "" ? null : Number(text);
+}
+
+function sampleFilter(wanted) {
+  const low = number(wanted.low), high = number(wanted.high);
+  return (sample) =>
+    (wanted.step === "" || sample.step === Number(wanted.step)) &&
+    (low === null || reward(sample) >= low) &&
+    (high === null || reward(sample) <= high) &&
+    (wanted.finish === "" || isCut(sample) === (wanted.finish === "cut"));
+}
+
+function matches(group, wanted) {
+  if (wanted.kind !== "" && group.kind !== wanted.kind) return null;
+  if (!group.name.toLowerCase().includes(wanted.prompt.trim().toLowerCase())) return null;
+  const text = wanted.text.toLowerCase();
+  const inPrompt = `${group.prompt}\n${group.answer ?? ""}`.toLowerCase().includes(text);
+  const fits = sampleFilter(wanted);
+  const samples = group.samples.filter((s) => fits(s) && (inPrompt || s.completion.toLowerCase().includes(text)));
+  return samples.length ? { ...group, samples } : null;
+}
+
+function mean(values) {
+  return values.reduce((total, value) => total + value, 0) / values.length;
+}
+
+function variance(values) {
+  const centre = mean(values);
+  return mean(values.map((value) => (value - centre) ** 2));
+}
+
+const ORDERS = {
+  spread: (group) => -variance(group.samples.map(reward)),
+  low: (group) => Math.min(...group.samples.map(reward)),
+  long: (group) => -Math.max(...group.samples.map((s) => s.tokens ?? 0)),
+};
+
+function drawStrip(details, logprobs) {
+  const strip = element("div", "strip");
+  logprobs.forEach((value, i) => {
+    const cell = element("i");
+    cell.title = `token ${i}: ${value === null ? "not a number" : `logprob ${value}, p = ${Math.exp(value).toFixed(3)}`}`;
+    // Sure is pale blue, a surprise is orange: both can be told apart by everybody.
+    const surprise = value === null ? 1 : Math.min(-value / 4, 1);
+    cell.style.backgroundColor = `color-mix(in srgb, #e69f00 ${Math.round(surprise * 100)}%, #7fb8e0)`;
+    strip.append(cell);
+  });
+  details.append(strip);
+}
+
+function drawSample(sample) {
+  const isGood = (sample.advantage ?? reward(sample) - 0.5) > 0;
+  const made = element("div", sample.advantage === 0 ? "sample" : `sample ${isGood ? "good" : "bad"}`);
+  const facts = element("div", "facts");
+  fact(facts, "step", sample.step);
+  fact(facts, "reward", sample.reward);
+  for (const [name, value] of Object.entries(sample.rewards)) fact(facts, name, value);
+  if (sample.advantage !== null) fact(facts, "advantage", sample.advantage);
+  fact(facts, "tokens", sample.tokens);
+  fact(facts, "finish", sample.finish, isCut(sample) ? "cut" : "");
+  fact(facts, "logprob mean", sample.mean_logprob);
+  fact(facts, "min", sample.min_logprob);
+  made.append(facts, element("pre", "", sample.completion));
+  if (sample.logprobs.length) {
+    const details = element("details");
+    const part = sample.tokens > sample.logprobs.length ? `, first ${sample.logprobs.length} tokens` : "";
+    details.append(element("summary", "", `how sure the sampler was of each token${part}`));
+    details.addEventListener("toggle", () => drawStrip(details, sample.logprobs), { once: true });
+    made.append(details);
+  }
+  return made;
+}
+
+function drawGroup(group) {
+  const made = element("section", "group");
+  const steps = [...new Set(group.samples.map((s) => s.step))];
+  const facts = element("div", "facts");
+  fact(facts, group.kind, group.name);
+  fact(facts, steps.length > 1 ? "steps" : "step", steps.join(", "));
+  fact(facts, "samples", group.samples.length);
+  fact(facts, "mean reward", Number(mean(group.samples.map(reward)).toFixed(4)));
+  fact(facts, "gold answer", group.answer);
+  made.append(facts, element("pre", "", group.prompt), ...group.samples.map(drawSample));
+  return made;
+}
+
+function drawMore() {
+  const next = matching.slice(drawn, drawn + PAGE);
+  list.append(...next.map(drawGroup));
+  drawn += next.length;
+  more.hidden = drawn >= matching.length;
+}
+
+function update() {
+  const wanted = Object.fromEntries(new FormData(form));
+  matching = groups.map((group) => matches(group, wanted)).filter((group) => group !== null);
+  const order = ORDERS[wanted.order];
+  if (order) matching.sort((a, b) => order(a) - order(b));
+  const samples = matching.reduce((total, group) => total + group.samples.length, 0);
+  document.getElementById("count").textContent = `${samples} samples of ${matching.length} prompts`;
+  list.replaceChildren();
+  drawn = 0;
+  drawMore();
+}
+
+function fillChoices() {
+  const steps = [...new Set(groups.flatMap((group) => group.samples.map((s) => s.step)))].sort((a, b) => a - b);
+  form.elements.step.append(...steps.map((step) => new Option(String(step), String(step))));
+  const names = [...new Set(groups.map((group) => group.name))];
+  document.getElementById("names").append(...names.map((name) => new Option(name, name)));
+}
+
+fillChoices();
+form.addEventListener("input", update);
+form.addEventListener("submit", (event) => event.preventDefault());
+more.addEventListener("click", drawMore);
+update();

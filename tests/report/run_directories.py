@@ -1,0 +1,74 @@
+"""Run directories as `grpo train` leaves them, made without training."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from settings import load
+
+QUICKSTART = Path(__file__).with_name("quickstart_metrics.jsonl")
+"""Of the real quickstart, 100 steps on two CPU cores, numbers shortened to four digits. A healthy run."""
+
+
+@functools.cache
+def _quickstart() -> tuple[dict[str, Any], ...]:
+    return tuple(json.loads(line) for line in QUICKSTART.read_text().splitlines())
+
+
+def quickstart_history() -> list[dict[str, Any]]:
+    return [dict(record) for record in _quickstart()]
+
+
+def step_record(step: int, **metrics: float | None) -> dict[str, Any]:
+    """The line of a healthy step, with some metrics (`__` for `/`) replaced."""
+    healthy = _quickstart()[1 + step % 50]
+    return healthy | {"step": step} | {name.replace("__", "/"): value for name, value in metrics.items()}
+
+
+def sample_record(uid: str, completion: str = "12", **fields: Any) -> dict[str, Any]:
+    """A line of a sample file: uid `<prompt>/s<index>`."""
+    return {
+        "uid": uid,
+        "group_id": 0,
+        "sample_index": int(uid.rpartition("/s")[2]),
+        "prompt": "5 + 7 = ?",
+        "completion": completion,
+        "answer": "12",
+        "prompt_token_ids": [1, 2],
+        "completion_token_ids": [3, 4],
+        "behavior_logprobs": [-0.5, -0.25],
+        "finish_reason": "stop",
+        "policy_version": 0,
+        "advantages": [1.0, 1.0],
+        "rewards": {"arithmetic": 1.0},
+        "reward": 1.0,
+        **fields,
+    }
+
+
+def write_run(
+    path: Path,
+    history: Sequence[Mapping[str, Any]],
+    *,
+    rollouts: Mapping[int, Sequence[Mapping[str, Any]]] | None = None,
+    evaluations: Mapping[int, Sequence[Mapping[str, Any]]] | None = None,
+    settings: Sequence[str] = (),
+) -> Path:
+    """The directory `path` with a run of these lines and samples in it."""
+    path.mkdir(parents=True)
+    overrides = [f"run.dir={path.parent}", f"run.name={path.name}", *settings]
+    (path / "settings.yaml").write_text(load(None, overrides, {}).to_yaml())
+    write_lines(path / "metrics.jsonl", history)
+    for folder, files in (("rollouts", rollouts or {}), ("eval", evaluations or {})):
+        for step, records in files.items():
+            (path / folder).mkdir(exist_ok=True)
+            write_lines(path / folder / f"step_{step:06d}.jsonl", records)
+    return path
+
+
+def write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -1,0 +1,140 @@
+"""Alerts speak when something is wrong, once, and are silent on a run that learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.report.alerts import REARM_STEPS, Alert, Watch, alerts_of
+from tests.report.run_directories import quickstart_history, step_record
+
+History = list[dict[str, Any]]
+
+
+def after_twenty_healthy_steps(num_steps: int, **metrics: float | None) -> History:
+    return [step_record(step, **(metrics if step > 20 else {})) for step in range(1, 21 + num_steps)]
+
+
+def titles(history: History) -> list[str]:
+    return [alert.title for alert in alerts_of(history)]
+
+
+def test_a_healthy_run_raises_none() -> None:
+    history = quickstart_history()
+    assert len(history) == 101 and history[-1]["eval/accuracy"] > 0.9
+    assert alerts_of(history) == []
+
+
+def test_a_history_without_steps_raises_none() -> None:
+    assert alerts_of([]) == []
+    assert alerts_of([{"step": 0, "eval/accuracy": 0.0}]) == []
+    assert alerts_of([{"step": 1, "reward/mean": 0.5}]) == []
+
+
+LONG = 12
+"""Steps: longer than any rule waits."""
+
+
+@pytest.mark.parametrize(
+    ("title", "metrics", "harmless"),
+    [
+        (
+            "An update was skipped: NaN or infinity",
+            {"policy__nonfinite_in_a_row": 1, "policy__nonfinite_updates": 1, "loss": None, "policy__grad_norm": None},
+            {"policy__grad_norm": 50.0},
+        ),
+        ("Entropy has collapsed", {"policy__entropy": 0.015}, {"policy__entropy": 0.03}),
+        (
+            "All rewards are the same",
+            {"reward__mean": 0.0, "reward__std": 0.0, "reward__zero_variance_fraction": 1.0},
+            {"reward__mean": 0.001, "reward__std": 0.03, "reward__zero_variance_fraction": 0.9},
+        ),
+        (
+            "Hardly any group has a gradient",
+            {"reward__zero_variance_fraction": 0.97},
+            {"reward__zero_variance_fraction": 0.9},
+        ),
+        ("Many answers are cut", {"completions__truncated_fraction": 0.3}, {"completions__truncated_fraction": 0.2}),
+        ("The policy is far from where it started", {"policy__kl": 0.8}, {"policy__kl": 0.2}),
+        ("The policy moves too far within a step", {"policy__ratio_max": 20.0}, {"policy__ratio_max": 5.0}),
+        (
+            "The policy moves too far within a step",
+            {"policy__clip_fraction_low": 0.2, "policy__clip_fraction_high": 0.2},
+            {"policy__clip_fraction_low": 0.1, "policy__clip_fraction_high": 0.1},
+        ),
+        (
+            "Sampler and trainer disagree",
+            {"rollout__sampler_scorer_logprob_diff_mean": 0.05},
+            {"rollout__sampler_scorer_logprob_diff_mean": 0.004, "rollout__sampler_scorer_logprob_diff_max": 0.2},
+        ),
+        ("A reward function fails", {"reward__error_count": 3}, {"reward__error_count": 0}),
+        ("Every step compiles", {"perf__compilations": 1}, {"perf__compilations": 0}),
+    ],
+)
+def test_each_alert_is_raised_once_by_what_it_is_about_and_not_by_less(
+    title: str, metrics: dict[str, float | None], harmless: dict[str, float | None]
+) -> None:
+    # Beyond the steps in which compilation is expected.
+    assert titles(after_twenty_healthy_steps(20, **metrics)) == [title]
+    assert titles(after_twenty_healthy_steps(20, **harmless)) == []
+
+
+def test_an_alert_names_its_step_its_cause_and_a_setting_to_change() -> None:
+    (alert,) = alerts_of(after_twenty_healthy_steps(LONG, completions__truncated_fraction=0.5))
+    assert alert == Alert(23, alert.title, alert.text)  # the mean of five steps passes a quarter in the third
+    assert "50%" not in alert.text and "30%" in alert.text
+    assert "rollout.max_new_tokens" in alert.text
+
+
+def test_one_bad_step_is_noise() -> None:
+    for metrics in ({"completions__truncated_fraction": 0.9}, {"policy__ratio_max": 99.0}, {"policy__kl": 2.0}):
+        assert titles(after_twenty_healthy_steps(1, **metrics)) == []
+
+
+def test_an_alert_comes_again_only_after_its_cause_was_gone_for_a_while() -> None:
+    def skipped(*steps: int) -> list[int]:
+        history = [step_record(step, policy__nonfinite_in_a_row=int(step in steps)) for step in range(1, 100)]
+        return [alert.step for alert in alerts_of(history)]
+
+    assert skipped(10, 12, 14, 16) == [10]
+    assert skipped(10, 10 + REARM_STEPS) == [10]
+    assert skipped(10, 11 + REARM_STEPS) == [10, 11 + REARM_STEPS]
+
+
+def test_an_update_skipped_within_a_step_is_noticed_though_the_next_one_was_fine() -> None:
+    history = after_twenty_healthy_steps(1, policy__nonfinite_in_a_row=0, policy__nonfinite_updates=1)
+    assert titles(history) == ["An update was skipped: NaN or infinity"]
+
+
+def test_low_entropy_and_equal_rewards_of_a_solved_task_are_no_collapse() -> None:
+    solved = {"reward__mean": 0.99, "reward__arithmetic__mean": 0.99, "policy__entropy": 0.001}
+    assert titles(after_twenty_healthy_steps(LONG, **solved)) == []
+    (alert,) = alerts_of(after_twenty_healthy_steps(LONG, **solved, reward__zero_variance_fraction=1.0))
+    assert "Everything is nearly solved" in alert.text
+
+
+@pytest.mark.parametrize(("mean", "cause"), [(0.0, "no answer is ever right"), (1.5, "everything is solved")])
+def test_a_constant_reward_is_explained_by_its_value(mean: float, cause: str) -> None:
+    (alert,) = alerts_of(after_twenty_healthy_steps(LONG, reward__mean=mean, reward__std=1e-17))
+    assert alert.title == "All rewards are the same" and cause in alert.text
+
+
+def test_compilation_is_expected_in_the_first_steps() -> None:
+    assert titles([step_record(step, perf__compilations=3) for step in range(1, 25)]) == []
+
+
+def test_watching_step_by_step_says_what_the_whole_history_says() -> None:
+    history = after_twenty_healthy_steps(30, policy__kl=1.0, completions__truncated_fraction=0.5)
+    watch = Watch()
+    assert [alert for record in history for alert in watch.observe(record)] == alerts_of(history)
+    resumed = Watch(history[:25])
+    assert [alert for record in history[25:] for alert in resumed.observe(record)] == [
+        alert for alert in alerts_of(history) if alert.step > 25
+    ]
+
+
+@pytest.mark.parametrize("value", [None, "many", [], 10**400, True])
+def test_a_metric_that_is_no_number_raises_nothing(value: Any) -> None:
+    history = [{**record, **dict.fromkeys(record.keys() - {"step"}, value)} for record in quickstart_history()]
+    assert alerts_of(history) == []

@@ -1,0 +1,50 @@
+"""Series, bins and intervals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from app.report.history import Series, names_between, number, wilson_interval
+
+
+@pytest.mark.parametrize(
+    ("share", "count", "low", "high"),
+    [
+        (0.8, 10, 0.4902, 0.9433),
+        (0.0, 10, 0.0, 0.2775),
+        (1.0, 10, 0.7225, 1.0),
+        (0.5, 1000, 0.4691, 0.5309),
+    ],
+)
+def test_the_interval_of_a_share_is_wilsons(share: float, count: int, low: float, high: float) -> None:
+    assert wilson_interval(share, count) == pytest.approx((low, high), abs=1e-4)
+    for bound in wilson_interval(share, count):
+        # What defines it: the true shares that the observed one lies 1.96 of their standard errors away from.
+        if 0 < bound < 1:
+            assert abs(share - bound) == pytest.approx(1.959964 * np.sqrt(bound * (1 - bound) / count), abs=1e-7)
+
+
+def test_a_series_leaves_out_what_is_no_number() -> None:
+    values = [0.5, None, float("nan"), "x", True, 10**400, 2]
+    history = [{"step": i, "a": value} for i, value in enumerate(values)] + [{"step": 9}]
+    series = Series.of(history, "a")
+    assert series.steps.tolist() == [0, 6] and series.values.tolist() == [0.5, 2]
+    assert number({"a": -1}, "a") == -1 and number({}, "a") is None
+
+
+def test_bins_keep_means_and_extremes_and_the_last_may_be_smaller() -> None:
+    bins = Series(np.arange(1.0, 6.0), np.array([1.0, 3.0, 5.0, 9.0, 4.0])).binned(2)
+    assert bins.steps.tolist() == [1.5, 3.5, 5.0]
+    assert bins.means.tolist() == [2.0, 7.0, 4.0]
+    assert bins.lows.tolist() == [1.0, 5.0, 4.0] and bins.highs.tolist() == [3.0, 9.0, 4.0]
+
+
+def test_a_trailing_mean_looks_back_only() -> None:
+    series = Series(np.arange(4.0), np.array([4.0, 0.0, 2.0, 7.0]))
+    np.testing.assert_allclose(series.trailing_mean(3), [4, 2, 2, 3])
+
+
+def test_names_are_found_in_order_and_need_something_in_between() -> None:
+    history = [{"reward/mean": 1, "reward/b/mean": 1}, {"reward/a/mean": 1, "reward/std": 1}]
+    assert names_between(history, "reward/", "/mean") == ["reward/b/mean", "reward/a/mean"]

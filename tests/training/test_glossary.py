@@ -1,0 +1,62 @@
+"""README's glossary names every metric of a run, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+from tests.training.program import REPOSITORY, metrics_of
+
+PLACEHOLDERS = {"<function>": r"[^/]+", "<n>": r"\d+"}
+
+
+def glossary() -> dict[str, list[str]]:
+    """Each name of the table, braces written out -> the other cells of its row."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    section = text[text.index("\n## Metrics\n") :]
+    rows = [line.strip("|").split("|") for line in section[: section.index("\n\nEverything outside")].splitlines()]
+    entries = {}
+    for cells in rows[rows.index(next(row for row in rows if set("".join(row)) == {"-"})) + 1 :]:
+        for name in re.findall(r"`([^`]+)`", cells[0]):
+            entries |= {key: [cell.strip() for cell in cells[1:]] for key in written_out(name)}
+    return entries
+
+
+def written_out(name: str) -> list[str]:
+    """`a/{b,c}_d` as `a/b_d` and `a/c_d`."""
+    parts = [part.strip("{}").split(",") if part.startswith("{") else [part] for part in re.split(r"(\{.*?\})", name)]
+    return ["".join(chosen) for chosen in itertools.product(*parts)]
+
+
+def matches(entry: str, metric: str) -> bool:
+    pattern = re.escape(entry)
+    for placeholder, meaning in PLACEHOLDERS.items():
+        pattern = pattern.replace(re.escape(placeholder), meaning)
+    return re.fullmatch(pattern, metric) is not None
+
+
+def metrics_of_real_runs(*runs: Path) -> set[str]:
+    return {name for run in runs for line in metrics_of(run) for name in line}
+
+
+def test_every_metric_of_a_run_is_in_the_glossary(finished: Path, uninterrupted: Path) -> None:
+    entries = glossary()
+    metrics = metrics_of_real_runs(finished, uninterrupted)
+    assert len(metrics) > 40
+    assert [name for name in sorted(metrics) if not any(matches(entry, name) for entry in entries)] == []
+
+
+def test_the_glossary_names_no_metric_that_no_run_writes(finished: Path, uninterrupted: Path) -> None:
+    metrics = metrics_of_real_runs(finished, uninterrupted)
+    assert [entry for entry in glossary() if not any(matches(entry, name) for name in metrics)] == []
+
+
+def test_every_entry_says_what_it_means_what_is_healthy_and_what_to_do_else() -> None:
+    assert {name: cells for name, cells in glossary().items() if len(cells) != 3 or not all(cells)} == {}
+
+
+def test_braces_are_written_out() -> None:
+    assert written_out("time/{rollout,eval}_s") == ["time/rollout_s", "time/eval_s"]
+    assert written_out("loss") == ["loss"]
+    assert matches("reward/<function>/mean", "reward/gsm8k/mean") and not matches("reward/mean", "reward/gsm8k/mean")
