@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -24,9 +24,10 @@ def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
         for name, value in metrics.items()
         if name.startswith("eval/accuracy/")
     )
+    form = "" if metrics["eval/format_rate"] is None else f"format {metrics['eval/format_rate']:.1%}  "
     return (
-        f"evaluation at step {step}: accuracy {metrics['eval/accuracy']:.1%}{levels}  format "
-        f"{metrics['eval/format_rate']:.1%}  truncated {metrics['eval/truncated_fraction']:.1%}  "
+        f"evaluation at step {step}: accuracy {metrics['eval/accuracy']:.1%}{levels}  {form}"
+        f"truncated {metrics['eval/truncated_fraction']:.1%}  "
         f"length {metrics['eval/mean_length']:.1f}"
     )
 
@@ -57,6 +58,10 @@ class Board:
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+    def tell(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self.say(text)
 
     def phase(self, name: str) -> None:
         self._progress.update(self._task, description=name)

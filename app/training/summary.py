@@ -9,6 +9,8 @@ import numpy as np
 
 EDGE = 10
 """Training steps averaged at each end of a run: one step's reward is mostly noise."""
+UNITS = {"eval/mean_length": ".1f", "eval/error_count": ".0f"}
+"""How evaluation metrics that are no shares are written."""
 
 
 def summary_text(history: Sequence[Mapping[str, Any]], *, path: str) -> str:
@@ -19,8 +21,8 @@ def summary_text(history: Sequence[Mapping[str, Any]], *, path: str) -> str:
     if len(evaluations) >= 2:
         before, after = evaluations[0], evaluations[-1]
         lines.append(f"{'held out':<28}{'step ' + str(before['step']):>12}{'step ' + str(after['step']):>12}")
-        for name in [n for n in after if n.startswith("eval/")]:
-            unit = ".1f" if name == "eval/mean_length" else ".1%"
+        for name in _told(before, after):
+            unit = UNITS.get(name, ".1%")
             lines.append(f"{name.removeprefix('eval/'):<28}{before[name]:>12{unit}}{after[name]:>12{unit}}")
     if steps:
         edge = max(min(EDGE, len(steps) // 2), 1)
@@ -31,3 +33,9 @@ def summary_text(history: Sequence[Mapping[str, Any]], *, path: str) -> str:
             f"{len(steps)} steps, median {seconds[len(seconds) // 2]:.2f} s a step, {sum(seconds):.0f} s in all"
         )
     return "\n".join([*lines, f"everything is in {path}"])
+
+
+def _told(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Evaluation metrics worth a line: known at both ends; failures only where there were any."""
+    names = [name for name in after if name.startswith("eval/") and None not in (before.get(name), after[name])]
+    return [name for name in names if name != "eval/error_count" or before[name] or after[name]]
