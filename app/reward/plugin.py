@@ -8,7 +8,7 @@ from typing import Any
 
 from app.flow import Sample
 from app.reward.outcome import Failure, Outcome
-from app.reward.pool import LoadError, WorkerPool
+from app.reward.pool import NONSENSE, LoadError, WorkerPool
 from app.reward.signature import (
     FROM_THE_TRAINER,
     Columns,
@@ -19,7 +19,7 @@ from app.reward.signature import (
 )
 from settings.errors import InputError
 
-DIED = ("exit", "memory", "cpu")
+DIED = ("exit", "memory")
 """Failures that an earlier call in the same process may have caused."""
 
 
@@ -145,7 +145,7 @@ class PlugIn:
         parts: list[tuple[int, ...]] = []
         for batch, answer in zip(batches, answers, strict=True):
             if isinstance(answer, list) and len(answer) != len(batch):
-                answer = Failure("exit", "its process gave an answer that is none")
+                answer = NONSENSE
             if isinstance(answer, Failure) and len(batch) > 1:
                 groups = list(by_group(batch, samples))
                 parts += groups if len(groups) > 1 else [(index,) for index in batch]

@@ -36,6 +36,8 @@ PASSED_ON = frozenset(
 )
 """Environment variables that workers see: an allow-list, so that no key is passed on by forgetting about it."""
 
+NONSENSE = Failure("exit", "its process gave an answer that is none")
+
 MOST_ANSWER_BYTES = 64 * 2**20
 
 
@@ -215,7 +217,7 @@ class WorkerPool:
             if waiting and worker.is_idle:
                 worker.call = waiting.popleft()
                 worker.num_calls += 1
-                worker.send(requests[worker.call], timeout_s=self.limits.timeout_s)
+                worker.send({**requests[worker.call], "call": worker.num_calls}, timeout_s=self.limits.timeout_s)
         num_loading = sum(not worker.is_loaded for worker in self._workers)
         for _ in range(min(self.num_workers - len(self._workers), len(waiting) - num_loading)):
             self._start()
@@ -273,18 +275,20 @@ class WorkerPool:
     ) -> None:
         """Notes what a worker said, and makes it ready for the next call."""
         call, worker.call = worker.call, None
-        if call is None and worker.is_loaded:
-            if worker in self._workers:  # it spoke without being asked
+        if call is None:
+            if not worker.is_loaded:
+                self._loaded(worker, answer)
+            elif worker in self._workers:  # it spoke without being asked
                 self._end(worker)
             return
-        if call is None:
-            self._loaded(worker, answer)
-            return
         worker.deadline = float("inf")
-        answers[call] = answer if isinstance(answer, Failure) else _understood(answer)
-        failure = answers[call]
-        if isinstance(failure, Failure) and failure.kind == "memory" and worker in self._workers:
-            self._end(worker)  # what it could not give back may be all of its memory
+        if isinstance(answer, dict):
+            answer = _understood(answer) if answer.get("call") == worker.num_calls else NONSENSE
+        answers[call] = answer
+        # What it says may be another's word from now on; what it could not give back may be all of its memory.
+        is_spoilt = isinstance(answer, Failure) and (answer == NONSENSE or answer.kind == "memory")
+        if is_spoilt and worker in self._workers:
+            self._end(worker)
 
 
 def worker_environment(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -312,7 +316,7 @@ def _understood(answer: Mapping[str, Any]) -> list[Outcome] | Failure:
             for o in answer["outcomes"]
         ]
     except (KeyError, TypeError, ValueError, AttributeError):
-        return Failure("exit", "its process gave an answer that is none")
+        return NONSENSE
 
 
 def _failure(pair: Sequence[Any]) -> Failure:

@@ -4,7 +4,8 @@ It speaks JSON Lines with `app.reward.pool`, one answer to each line, and import
 the function:
 
     {"function": "rewards.py:brevity", "memory_mib": 4096, ...}  ->  {"parameters": [...]} or {"refused": "why"}
-    {"arguments": {...}, "num_samples": 4}                       ->  {"outcomes": [...]} or {"failure": [kind, text]}
+    {"call": 7, "arguments": {...}, "num_samples": 4, ...}       ->  {"outcomes": [...]} or {"failure": [kind, text]},
+                                                                     with the same "call"
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Channel:
     def __init__(self) -> None:
         self._requests = os.fdopen(os.dup(0), "rb")
         self._answers = os.dup(1)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)
         os.register_at_fork(after_in_child=self._leave)
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -111,7 +113,7 @@ def main() -> None:
             answer = call(function, request, runner)
             if os.getpid() != process_id:
                 os._exit(0)  # the function forked, and its child came back from it too
-            channel.send(answer)
+            channel.send(answer | {"call": request["call"]})
 
 
 def limit_memory(num_bytes: int) -> list[str]:

@@ -47,8 +47,8 @@ def columns_of(samples: Sequence[Sample]) -> Columns:
 def opened(
     functions: Sequence[str | Mapping[str, Any]], samples: Sequence[Sample], **settings: Any
 ) -> Iterator[Rewards]:
-    """Failures count 0, and two workers with half a second for each call, unless `settings` say otherwise."""
-    given = {"on_error": "zero", "timeout_s": 0.5, "workers": 2, "functions": functions, **settings}
+    """Failures count 0, and two workers with a second for each call, unless `settings` say otherwise."""
+    given = {"on_error": "zero", "timeout_s": 1.0, "workers": 2, "functions": functions, **settings}
     with Rewards(Reward.model_validate(given), columns_of(samples)) as rewards:
         yield rewards
 
