@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +26,8 @@ from tests.reward.samples import (
     values_of,
     write_plug_in,
 )
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -361,3 +367,34 @@ def test_a_good_plug_in_is_closed_when_the_next_one_is_broken(tmp_path: Path) ->
     path = write_plug_in(tmp_path, "def f(completion): return 1")
     with pytest.raises(InputError, match="has no `g`"):
         score([f"{path}:f", f"{path}:g"], make_group("a"))
+
+
+def test_workers_and_what_they_started_end_with_the_trainer_however_it_ends(tmp_path: Path) -> None:
+    # One worker sleeps, and a second one does not let any other thread of its run.
+    source = (
+        "import os, re, subprocess, time\ndef f(completion):\n"
+        "    child = subprocess.Popen(['sleep', '600'])\n"
+        "    with open(f'new-{completion}', 'w') as out: out.write(f'{os.getpid()} {child.pid}')\n"
+        "    os.rename(f'new-{completion}', f'pids-{completion}')\n"
+        "    if completion == 'busy': re.match('(a+)+$', 'a' * 64 + 'b')\n"
+        "    time.sleep(60)"
+    )
+    write_plug_in(tmp_path, source)
+    program = (
+        "from tests.reward.samples import make_group, score\n"
+        "score(['plug.py:f'], make_group('idle', 'busy'), timeout_s=60, cpu_s=1)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    ) as trainer:
+        waiting = [tmp_path / "pids-idle", tmp_path / "pids-busy"]
+        while not all(path.exists() for path in waiting):
+            with suppress(subprocess.TimeoutExpired):
+                trainer.wait(timeout=0.01)
+            assert trainer.poll() is None
+        trainer.kill()
+    idle, idle_child, busy = [int(pid) for path in waiting for pid in path.read_text().split()][:3]
+    # The busy one ends when its processor time does; its own child is out of everybody's reach.
+    assert ended(idle) and ended(idle_child) and ended(busy)
+    with suppress(ProcessLookupError):
+        os.kill(int(waiting[1].read_text().split()[1]), signal.SIGKILL)
