@@ -23,6 +23,10 @@ DIED = ("exit", "memory")
 """Failures that an earlier call in the same process may have caused."""
 
 
+class PlugInLostError(Exception):
+    """A plug-in that could be loaded when the run began, and cannot any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Moment:
     """Where the training is: what `trainer_state` tells."""
@@ -103,7 +107,7 @@ class PlugIn:
         tried once more in a fresh one, in case the call before was to blame.
 
         Raises:
-            RuntimeError: a worker died and no other can be started.
+            PlugInLostError: a worker died and no other can be started.
         """
         found: list[Outcome | None] = [None] * len(samples)
         batches = list(self._batches(samples))
@@ -141,7 +145,7 @@ class PlugIn:
         try:
             answers = self._pool.run(requests, fresh=fresh)
         except LoadError as problem:
-            raise RuntimeError(f"reward {self.name}: no worker can be started any more: {problem}") from None
+            raise PlugInLostError(f"reward {self.name}: no worker can be started any more: {problem}") from None
         parts: list[tuple[int, ...]] = []
         for batch, answer in zip(batches, answers, strict=True):
             if isinstance(answer, list) and len(answer) != len(batch):

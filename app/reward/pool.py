@@ -38,6 +38,8 @@ PASSED_ON = frozenset(
 
 NONSENSE = Failure("exit", "its process gave an answer that is none")
 
+SIGNS_OF_TOO_LITTLE_MEMORY = ("MemoryError", "allocate memory", "failed to map segment")
+
 MOST_ANSWER_BYTES = 64 * 2**20
 
 
@@ -172,6 +174,7 @@ class WorkerPool:
         answers: dict[int, list[Outcome] | Failure] = {}
         waiting = deque(range(len(requests)))
         try:
+            self._bury()
             while len(answers) < len(requests):
                 self._retire(used=fresh)
                 self._feed(waiting, requests)
@@ -203,6 +206,11 @@ class WorkerPool:
         worker.send(order, timeout_s=self.limits.load_timeout_s)
         return worker
 
+    def _bury(self) -> None:
+        """Finds out which workers have died since the last call, before one of them is given something to do."""
+        for worker, answer in self._wait(at_most_s=0) if self._workers else ():
+            self._take(worker, answer, {})
+
     def _retire(self, *, used: bool) -> None:
         for worker in [w for w in self._workers if used and w.is_idle and w.num_calls]:
             self._end(worker)
@@ -222,16 +230,16 @@ class WorkerPool:
         for _ in range(min(self.num_workers - len(self._workers), len(waiting) - num_loading)):
             self._start()
 
-    def _wait(self) -> list[tuple[Worker, dict[str, Any] | Failure]]:
+    def _wait(self, at_most_s: float = float("inf")) -> list[tuple[Worker, dict[str, Any] | Failure]]:
         """Waits until a worker has answered, has died or is late."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.reading, selectors.EVENT_READ, worker)
                 if worker.outgoing:
                     selector.register(worker.writing, selectors.EVENT_WRITE, worker)
-            nearest = min(worker.deadline for worker in self._workers)
-            timeout = None if nearest == float("inf") else max(nearest - time.monotonic(), 0)
-            events = selector.select(timeout)
+            nearest = min(worker.deadline for worker in self._workers) - time.monotonic()
+            patience = min(max(nearest, 0), at_most_s)
+            events = selector.select(None if patience == float("inf") else patience)
         answered: list[tuple[Worker, dict[str, Any] | Failure]] = []
         for key, event in events:
             worker = key.data
@@ -265,7 +273,10 @@ class WorkerPool:
         if isinstance(answer, Failure):
             raise LoadError(f"while it was imported, it {_as_predicate(answer.text)}")
         if "refused" in answer:
-            raise LoadError(one_line(str(answer["refused"])))
+            text = one_line(str(answer["refused"]))
+            is_memory = any(sign in text for sign in SIGNS_OF_TOO_LITTLE_MEMORY)
+            hint = f"; it may need more than reward.memory_mib = {self.limits.memory_mib}" if is_memory else ""
+            raise LoadError(text + hint)
         worker.is_loaded = True
         worker.deadline = float("inf")
         return answer
@@ -282,11 +293,12 @@ class WorkerPool:
                 self._end(worker)
             return
         worker.deadline = float("inf")
-        if isinstance(answer, dict):
-            answer = _understood(answer) if answer.get("call") == worker.num_calls else NONSENSE
-        answers[call] = answer
+        outcome = answer if isinstance(answer, Failure) else NONSENSE
+        if isinstance(answer, dict) and answer.get("call") == worker.num_calls:
+            outcome = _understood(answer)
+        answers[call] = outcome
         # What it says may be another's word from now on; what it could not give back may be all of its memory.
-        is_spoilt = isinstance(answer, Failure) and (answer == NONSENSE or answer.kind == "memory")
+        is_spoilt = isinstance(outcome, Failure) and (outcome == NONSENSE or outcome.kind == "memory")
         if is_spoilt and worker in self._workers:
             self._end(worker)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Protocol
 
 from app.flow import Sample
 from app.reward.outcome import Outcome
-from app.reward.plugin import Moment, PlugIn
+from app.reward.plugin import Moment, PlugIn, PlugInLostError
 from app.reward.pool import Limits, WorkerPool
 from app.reward.signature import Columns
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, evaluate, is_task_reward
-from app.reward.weighing import Scored, weigh
+from app.reward.weighing import OnError, Scored, weigh
 from settings.errors import InputError
 from settings.schema import Reward, RewardFunction
 
@@ -84,14 +84,9 @@ class Rewards:
         return tuple(function.name for function in self._functions)
 
     def score(self, samples: Sequence[Sample], moment: Moment) -> Scored:
-        """The samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value.
-
-        Raises:
-            RuntimeError: a plug-in's workers die and cannot be replaced.
-        """
-        outcomes = {function.name: function.outcomes(samples, moment) for function in self._functions}
+        """The samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value."""
         weights = {function.name: function.weight for function in self._settings.functions}
-        return weigh(samples, outcomes, weights, self._settings.on_error)
+        return _scored(samples, moment, self._functions, weights, self._settings.on_error)
 
     def judge(self, samples: Sequence[Sample], moment: Moment) -> Scored:
         """The samples with the one value that held-out accuracy counts; a failure counts 0 unless it is to raise.
@@ -101,7 +96,7 @@ class Rewards:
         name = judge_of(self._settings)
         function = TaskReward(name) if is_task_reward(name) else self._functions[0]
         on_error = "raise" if self._settings.on_error == "raise" else "zero"
-        return weigh(samples, {name: function.outcomes(samples, moment)}, {name: 1.0}, on_error)
+        return _scored(samples, moment, [function], {name: 1.0}, on_error)
 
     def _function(self, item: RewardFunction) -> Function:
         if is_task_reward(item.name):
@@ -119,6 +114,20 @@ class Rewards:
         return PlugIn.load(
             item.name, pool, self._columns, batch_size=settings.batch_size, max_characters=settings.max_characters
         )
+
+
+def _scored(
+    samples: Sequence[Sample],
+    moment: Moment,
+    functions: Sequence[Function],
+    weights: Mapping[str, float],
+    on_error: OnError,
+) -> Scored:
+    try:
+        outcomes = {function.name: function.outcomes(samples, moment) for function in functions}
+    except PlugInLostError as error:
+        return Scored(list(samples), {}, 0, (), str(error))
+    return weigh(samples, outcomes, weights, on_error)
 
 
 def judge_of(settings: Reward) -> str:

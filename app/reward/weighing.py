@@ -48,7 +48,7 @@ class Scored:
     notices: tuple[str, ...]
     """For people: what failed, once for each function."""
     problem: str | None
-    """What the run must stop for; None unless failures are to raise."""
+    """What the run must stop for: a failure that is to raise, or a plug-in that is lost."""
 
     @property
     def num_errors(self) -> int:
