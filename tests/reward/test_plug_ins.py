@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ from tests.reward.samples import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +70,15 @@ def test_a_plug_in_gives_its_values(tmp_path: Path, source: str, values: list[fl
     samples = [make_sample(text, make_prompt("ab")) for text in ("a", "ab", "abc")]
     scored = score([f"{write_plug_in(tmp_path, source)}:f"], samples)
     assert (values_of(scored), scored.notices) == (values, ())
+
+
+def test_the_functions_of_the_readme_work_as_written(tmp_path: Path) -> None:
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```", readme, flags=re.DOTALL | re.MULTILINE)
+    path = write_plug_in(tmp_path, block)
+    sample = make_sample("so 18", make_prompt("18"))
+    (scored,) = score([f"{path}:{name}" for name in ("brevity", "score", "overlap")], [sample]).samples
+    assert scored.rewards == {"brevity": 0.4, "score": 1.0, "overlap": 1.0}
 
 
 def test_a_module_of_the_working_directory_may_import_its_neighbours(

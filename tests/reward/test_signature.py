@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from app.reward.signature import Columns, Parameter, Signature, SignatureError, arguments_for, read_signature
+from app.prompts.dataset import ANSWER_COLUMNS, PROMPT_COLUMNS
+from app.reward.signature import (
+    ANSWER_NAMES,
+    PROMPT_NAMES,
+    Columns,
+    Parameter,
+    Signature,
+    SignatureError,
+    arguments_for,
+    read_signature,
+)
 from tests.reward.samples import make_prompt, make_sample
 
 COLUMNS = Columns.of([make_prompt(level=1, source="?")], source="train.jsonl")
@@ -18,6 +28,11 @@ BARE = Columns.of([make_prompt(None)], source="train.jsonl")
 def signature_of(function: Callable[..., Any], columns: Columns = COLUMNS) -> Signature:
     parameters = inspect.signature(function).parameters.values()
     return read_signature([Parameter(p.name, p.kind.name, p.default is not p.empty) for p in parameters], columns)
+
+
+def test_prompt_and_answer_have_the_names_that_data_sets_use() -> None:
+    assert {"prompt", *PROMPT_NAMES} == set(PROMPT_COLUMNS)
+    assert set(ANSWER_NAMES) == {name for name in ANSWER_COLUMNS if name.isidentifier()}
 
 
 @pytest.mark.parametrize(

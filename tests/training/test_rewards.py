@@ -40,10 +40,13 @@ def run_of(config: Path) -> Path:
     return config.parent / "runs" / "tiny"
 
 
-def test_a_plug_in_is_learnt_from_beside_a_built_in(config: Path) -> None:
+def test_a_plug_in_is_learnt_from_beside_a_built_in(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     functions = "[{function: plug.py:length, weight: 0.5}, arithmetic_format]"
-    result = train_here(config, f"reward.functions={functions}", "run.steps=2", "eval.num_prompts=8")
+    monkeypatch.setenv("JUDGE_KEY", "CANARY")
+    chosen = (f"reward.functions={functions}", "reward.environment=[JUDGE_KEY]")
+    result = train_here(config, *chosen, "run.steps=2", "eval.num_prompts=8")
     assert result.exit_code == 0, result.stderr
+    assert not [path for path in run_of(config).rglob("*") if path.is_file() and b"CANARY" in path.read_bytes()]
     assert "reward length: plug.py:length, a batch at a time: completions, prompts" in result.stderr
     assert children() == []
     first, *steps = metrics_of(run_of(config))
@@ -222,7 +225,7 @@ def test_what_fails_on_one_host_is_counted_on_both_and_stops_both(
     address = free_address()
     chosen = settings(
         *("reward.functions=[plug.py:of_host, arithmetic]", f"reward.on_error={on_error}"),
-        *("reward.environment=[HOST_NUMBER]", "rollout.prompts_per_step=2", *QUIET),
+        *("reward.environment=[HOST_NUMBER]", "rollout.prompts_per_step=2", "run.steps=1", QUIET[0]),
     )
     with ExitStack() as stack:
         hosts = [
