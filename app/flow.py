@@ -58,7 +58,7 @@ class Sample:
     behavior_logprobs: Float32[np.ndarray, "C"]
     """log_softmax(logits / temperature) of the sampler, whole vocabulary, at sampling time."""
     finish_reason: str
-    """`stop` (an end-of-sequence token) or `length` (cut at `rollout.max_new_tokens`)."""
+    """`stop` (an end-of-sequence token), `length` (cut at `rollout.max_new_tokens`) or `dropped:<why>`."""
     policy_version: int
     """Number of optimizer steps the sampling weights had seen, counted in training steps."""
     worker: str = "0"
@@ -67,11 +67,11 @@ class Sample:
     kept_mass_logs: Float32[np.ndarray, "C"] | None = None
     """log of the probability mass kept by top-k / top-p / min-p; None when nothing is cut."""
     loss_mask: Bool[np.ndarray, "C"] | None = None
-    """False on tokens the policy did not write; None = all True."""
+    """False on tokens that no loss runs over: not the policy's, or of a dropped sample; None = all True."""
     rewards: Mapping[str, float] | None = None
-    """Unweighted value of each reward function."""
+    """Unweighted value of each reward function that gave one."""
     reward: float | None = None
-    """Weighted sum of `rewards`."""
+    """Weighted sum of `rewards`; None also where the sample was dropped for want of them."""
     policy_logprobs: Float32[np.ndarray, "C"] | None = None
     reference_logprobs: Float32[np.ndarray, "C"] | None = None
     values: Float32[np.ndarray, "C"] | None = None

@@ -19,6 +19,9 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-
 PINNED_BY_ANOTHER = {"pydantic-core"}
 """pydantic requires exactly one version of it."""
 
+OPTIONAL = {"math-verify": "math"}
+"""What the program imports only where the extra that brings it is installed."""
+
 
 def distribution(requirement: str) -> str:
     """`ml-dtypes` for `ml_dtypes[extra]>=0.6; marker`."""
@@ -59,9 +62,11 @@ def unpacked_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_dependencies_are_what_the_program_imports() -> None:
     known = packages_distributions()
-    imported = {distribution(known[name][0]) if name in known else name for name in imported_packages()}
+    imported = {distribution(known[name][0] if name in known else name) for name in imported_packages()}
     declared = {distribution(requirement) for requirement in PROJECT["dependencies"]}
-    assert imported - PINNED_BY_ANOTHER == declared
+    extras = PROJECT["optional-dependencies"]
+    assert all(name in map(distribution, extras[extra]) for name, extra in OPTIONAL.items())
+    assert imported - PINNED_BY_ANOTHER - OPTIONAL.keys() == declared
 
 
 def test_every_dependency_has_a_lower_bound() -> None:

@@ -32,7 +32,7 @@ def before_and_after(history: History) -> BeforeAfter:
     if len(evaluations) >= 2:
         before, after = evaluations[0], evaluations[-1]
         header = ("held out", f"step {before['step']}", f"step {after['step']}")
-        for name in [n for n in after if n.startswith("eval/")]:
+        for name in _told(before, after):
             rows.append((name.removeprefix("eval/"), _figure(name, before), _figure(name, after)))
     if steps:
         edge = max(min(EDGE, len(steps) // 2), 1)
@@ -46,8 +46,16 @@ def before_and_after(history: History) -> BeforeAfter:
     return BeforeAfter(header, rows, pace)
 
 
+def _told(before: Record, after: Record) -> list[str]:
+    """Evaluation metrics worth a row: known at one end at least; failures only where there were any."""
+    names = [name for name in after if name.startswith("eval/")]
+    known = [name for name in names if number(before, name) is not None or number(after, name) is not None]
+    return [name for name in known if not name.endswith("_count") or before.get(name) or after[name]]
+
+
 def _figure(name: str, record: Record) -> str:
     value = number(record, name)
     if value is None:
         return "–"
-    return f"{value:.1f}" if name.endswith("length") else f"{value:.1%}"
+    unit = ".1f" if name.endswith("length") else ".0f" if name.endswith("_count") else ".1%"
+    return f"{value:{unit}}"

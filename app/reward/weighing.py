@@ -1,123 +1,155 @@
-"""The reward functions by name, and their weighted sum over samples.
+"""Outcomes of several functions -> each sample's reward, and what becomes of failures.
 
-Each function maps (completion, reference answer) to a value in [0, 1]. A sample's reward is
-sum_i weight_i * value_i; the unweighted values stay beside it.
+A sample's reward is sum_i weight_i * value_i over the functions that gave a value; the unweighted values stay
+beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import Protocol
+from typing import Literal
 
 from app.flow import Sample
-from app.reward import arithmetic, gsm8k
-from app.reward.numbers import parse_number
-from settings.errors import InputError
+from app.reward.outcome import Failure, Outcome
+
+OnError = Literal["raise", "zero", "drop"]
+
+DROPPED = "dropped:reward"
+"""`finish_reason` of a sample that got no reward."""
+
+ERRORS_FIELD = "reward_errors"
+"""Where a sample's record keeps its failures, as lines of text."""
+
+NO_REWARD = Failure("no reward", "every reward function abstained")
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """One kind of question: how its answers are found, read and expected to be written."""
+class Tally:
+    """What one function did with this host's samples of a step."""
 
-    extract: Callable[[str], str | None]
-    """Completion to the number given as its answer."""
-    parse_reference: Callable[[str], Fraction | None]
-    """Reference answer to its exact value."""
-    is_formatted: Callable[[str], bool]
-
-
-TASKS = {
-    "gsm8k": Task(gsm8k.extract, gsm8k.parse_reference, gsm8k.is_formatted),
-    "arithmetic": Task(arithmetic.extract, arithmetic.parse_reference, arithmetic.is_formatted),
-}
-"""Every task gives two reward functions: `<task>` (correctness) and `<task>_format`."""
-
-FORMAT_SUFFIX = "_format"
+    num_errors: int
+    num_abstained: int
+    extras: Mapping[str, tuple[float, int]]
+    """Name -> sum and count of the further numbers it gave."""
 
 
-class Answered(Protocol):
-    """Whatever names itself and may have a reference answer: a row of a data set or a prompt."""
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A host's samples of a step after the reward room, in the order they came."""
+
+    samples: list[Sample]
+    """With `rewards` and `reward`; the dropped ones without `reward`."""
+    tallies: Mapping[str, Tally]
+    """By function."""
+    num_without_reward: int
+    """Samples that every function abstained from."""
+    notices: tuple[str, ...]
+    """For people: what failed, once for each function."""
+    problem: str | None
+    """What the run must stop for: a failure that is to raise, or a plug-in that is lost."""
 
     @property
-    def uid(self) -> str: ...
+    def num_errors(self) -> int:
+        return sum(tally.num_errors for tally in self.tallies.values()) + self.num_without_reward
+
     @property
-    def answer(self) -> str | None: ...
+    def num_abstained(self) -> int:
+        return sum(tally.num_abstained for tally in self.tallies.values())
 
 
-def score_rewards(samples: Sequence[Sample], functions: Sequence[tuple[str, float]]) -> list[Sample]:
-    """The samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value.
+def weigh(
+    samples: Sequence[Sample],
+    outcomes: Mapping[str, Sequence[Outcome]],
+    weights: Mapping[str, float],
+    on_error: OnError,
+) -> Scored:
+    """The samples with their rewards.
 
     Args:
-        samples: N samples.
-        functions: (name, weight) pairs, as `reward.functions` lists them.
-
-    Raises:
-        InputError: an unknown or repeated name, or a reference answer that cannot be graded.
+        outcomes: by function, one per sample.
+        weights: by function.
+        on_error: a failed function's value counts 0 (`zero`), or its sample has no reward (`drop`); `raise` fills
+            `Scored.problem`. A sample that every function abstained from is treated alike.
     """
-    names = [name for name, _ in functions]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise InputError(f"reward.functions: {', '.join(repeated)} stands there twice; add up the weights")
-    return [_score_one(sample, functions) for sample in samples]
-
-
-def _score_one(sample: Sample, functions: Sequence[tuple[str, float]]) -> Sample:
-    rewards = {name: evaluate(name, sample.completion, sample.prompt) for name, _ in functions}
-    reward = sum(weight * rewards[name] for name, weight in functions)
-    return replace(sample, rewards=rewards, reward=float(reward))
-
-
-def evaluate(name: str, completion: str, prompt: Answered) -> float:
-    """The value of one reward function, 0 or 1.
-
-    Correctness compares exact fractions: `0.5`, `1/2` and `50/100` are the same answer.
-
-    Raises:
-        InputError: an unknown name, or correctness is asked for without a usable reference answer.
-    """
-    task = _task(name)
-    if name.endswith(FORMAT_SUFFIX):
-        return float(task.is_formatted(completion))
-    check_answers([prompt], [(name, 1.0)])
-    given = task.extract(completion)
-    return float(given is not None and parse_number(given) == task.parse_reference(prompt.answer or ""))
-
-
-def is_formatted(name: str, completion: str) -> bool:
-    """The format predicate of the task that reward function `name` belongs to (`eval/format_rate`)."""
-    return _task(name).is_formatted(completion)
-
-
-def check_answers(rows: Sequence[Answered], functions: Sequence[tuple[str, float]]) -> None:
-    """Passes when every row can be graded; meant to be called before any device work.
-
-    Raises:
-        InputError: a correctness function is asked for and a row's reference answer is missing or
-            is no number. Names the first such row and counts the others.
-    """
-    for name, _ in functions:
-        task = _task(name)
-        if name.endswith(FORMAT_SUFFIX):
-            continue
-        bad = [row for row in rows if row.answer is None or task.parse_reference(row.answer) is None]
-        if bad:
-            raise InputError(_describe_ungradable(name, bad))
-
-
-def _describe_ungradable(name: str, bad: Sequence[Answered]) -> str:
-    first = bad[0]
-    problem = "no answer" if first.answer is None else f"the answer {first.answer[-80:]!r}, no number"
-    others = f" (and {len(bad) - 1:,} more rows are like it)" if len(bad) > 1 else ""
-    return (
-        f"reward.functions: {name} compares with a reference number, but {first.uid} has {problem}{others};"
-        f" choose the column with data.answer_column, or reward only {name}{FORMAT_SUFFIX}"
+    failures = [_failures(index, outcomes) for index in range(len(samples))]
+    weighed = []
+    for index, sample in enumerate(samples):
+        values = {name: o[index].value for name, o in outcomes.items()}
+        if on_error != "drop":
+            values |= dict.fromkeys(failures[index].keys() & outcomes.keys(), 0.0)
+        rewards = {name: value for name, value in values.items() if value is not None}
+        weighed.append(_weighed(sample, rewards, weights, failures[index], on_error))
+    num_without = sum(NO_REWARD in found.values() for found in failures)
+    notices = [_notice(name, samples, failures, on_error) for name in (*outcomes, "")]
+    return Scored(
+        samples=weighed,
+        tallies={name: _tally(of_function) for name, of_function in outcomes.items()},
+        num_without_reward=num_without,
+        notices=tuple(notice for notice in notices if notice),
+        problem=_problem(samples, failures) if on_error == "raise" else None,
     )
 
 
-def _task(name: str) -> Task:
-    task = TASKS.get(name.removesuffix(FORMAT_SUFFIX))
-    if task is None:
-        known = ", ".join(f"{task}, {task}{FORMAT_SUFFIX}" for task in TASKS)
-        raise InputError(f"reward.functions: unknown {name!r}, expected one of {known}")
-    return task
+def _failures(index: int, outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, Failure]:
+    """By function; under the empty name where all of them abstained."""
+    found = {name: failure for name, o in outcomes.items() if (failure := o[index].failure)}
+    return {"": NO_REWARD} if all(o[index].abstained for o in outcomes.values()) else found
+
+
+def _weighed(
+    sample: Sample,
+    rewards: Mapping[str, float],
+    weights: Mapping[str, float],
+    failures: Mapping[str, Failure],
+    on_error: OnError,
+) -> Sample:
+    extra = {name: value for name, value in sample.extra.items() if name != ERRORS_FIELD}
+    if failures:
+        extra[ERRORS_FIELD] = [_told(name, failure) for name, failure in failures.items()]
+    if failures and on_error == "drop":
+        return replace(sample, rewards=rewards, reward=None, finish_reason=DROPPED, extra=extra)
+    reward = sum(weights[name] * value for name, value in rewards.items())
+    return replace(sample, rewards=rewards, reward=float(reward), extra=extra)
+
+
+def _told(name: str, failure: Failure) -> str:
+    return f"{name}: {failure.kind}: {failure.text}" if name else f"{failure.kind}: {failure.text}"
+
+
+def _tally(outcomes: Sequence[Outcome]) -> Tally:
+    extras: dict[str, tuple[float, int]] = {}
+    for outcome in outcomes:
+        for name, value in outcome.extras.items():
+            total, count = extras.get(name, (0.0, 0))
+            extras[name] = total + value, count + 1
+    return Tally(
+        num_errors=sum(outcome.failure is not None for outcome in outcomes),
+        num_abstained=sum(outcome.abstained for outcome in outcomes),
+        extras=extras,
+    )
+
+
+def _notice(
+    name: str, samples: Sequence[Sample], failures: Sequence[Mapping[str, Failure]], on_error: OnError
+) -> str | None:
+    """One line about a function's failures; None where it had none."""
+    found = [(s.uid, of_sample[name]) for s, of_sample in zip(samples, failures, strict=True) if name in of_sample]
+    if not found:
+        return None
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(failure.kind for _, failure in found).items())
+    uid, first = found[0]
+    fate = {"raise": "", "zero": ", counted as 0", "drop": ", left out"}[on_error]
+    subject = f"reward {name} failed on" if name else "no reward for"
+    return f"{subject} {len(found)} of {len(samples)} samples ({kinds}){fate}; first {uid}: {first.text}"
+
+
+def _problem(samples: Sequence[Sample], failures: Sequence[Mapping[str, Failure]]) -> str | None:
+    for sample, of_sample in zip(samples, failures, strict=True):
+        for name, failure in of_sample.items():
+            return (
+                f"reward.functions: {_told(name, failure)} (sample {sample.uid}). Mend the function, or set "
+                "reward.on_error to zero (its value counts 0) or drop (the sample is left out)"
+            )
+    return None

@@ -9,11 +9,13 @@ import numpy as np
 
 from app.flow import Prompt, Sample
 from app.policy.kv_cache import DecodeWeights
-from app.reward.weighing import FORMAT_SUFFIX, is_formatted, score_rewards
+from app.reward.plugin import Moment
+from app.reward.rewards import Rewards
+from app.reward.tasks import is_formatted, is_task_reward
+from app.reward.weighing import Scored
 from app.rollout.sampling import SamplingRules
 from app.training.metrics import over_hosts
 from app.training.session import Session
-from settings import Settings
 
 
 def host_share(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -23,17 +25,11 @@ def host_share(prompts: Sequence[Prompt]) -> list[Prompt]:
     return list(prompts[first : first + per_host])
 
 
-def evaluated_task(settings: Settings) -> str:
-    """What `eval/accuracy` counts: the correctness function of the first reward's task."""
-    return settings.reward.functions[0].name.removesuffix(FORMAT_SUFFIX)
-
-
 def evaluate(
-    session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]
-) -> tuple[dict[str, float], list[Sample]]:
-    """One sample per prompt at `eval.temperature`. Returns metrics under `eval/` and the graded samples."""
+    session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], rewards: Rewards, moment: Moment
+) -> Scored:
+    """One sample per prompt at `eval.temperature`, judged."""
     settings = session.settings
-    task = evaluated_task(settings)
     batch = min(len(prompts), settings.rollout.prompts_per_step * settings.rollout.group_size)
     samples: list[Sample] = []
     for first in range(0, len(prompts), batch):
@@ -49,20 +45,26 @@ def evaluate(
             policy_version=0,
             first_group_id=first,
         )
-    samples = score_rewards(samples[: len(prompts)], [(task, 1.0)])
-    return evaluation_metrics(samples, task), samples
+    return rewards.judge(samples[: len(prompts)], moment)
 
 
-def evaluation_metrics(samples: Sequence[Sample], task: str) -> dict[str, float]:
-    """Accuracy, format and truncation rates and mean length; accuracy by difficulty where the data names one."""
+def evaluation_metrics(scored: Scored) -> dict[str, float | None]:
+    """Accuracy, format and truncation rates and mean length; accuracy by difficulty where the data names one.
+
+    The format rate is None where a plug-in judges: only built-in tasks know what an answer should look like.
+    """
+    samples, (judge,) = scored.samples, scored.tallies
     correct = over_hosts([s.reward or 0.0 for s in samples])
-    metrics = {
+    metrics: dict[str, float | None] = {
         "eval/accuracy": correct.mean(),
-        "eval/format_rate": over_hosts([is_formatted(task, s.completion) for s in samples]).mean(),
+        "eval/format_rate": (
+            over_hosts([is_formatted(judge, s.completion) for s in samples]).mean() if is_task_reward(judge) else None
+        ),
         "eval/truncated_fraction": over_hosts([s.finish_reason == "length" for s in samples]).mean(),
         "eval/mean_length": over_hosts([len(s.completion_ids) for s in samples]).mean(),
+        "eval/error_count": over_hosts([scored.num_errors]).sum(),
     }
     difficulties = over_hosts([s.prompt.extra.get("difficulty", np.nan) for s in samples])
     for level in np.unique(difficulties[~np.isnan(difficulties)]):
         metrics[f"eval/accuracy/difficulty_{level:g}"] = correct[difficulties == level].mean()
-    return {name: float(value) for name, value in metrics.items()}
+    return {name: None if value is None else float(value) for name, value in metrics.items()}

@@ -11,20 +11,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from app.flow import Prompt, Sample
 from app.mesh import topology
+from app.mesh.placement import max_over_hosts, sum_over_hosts
 from app.policy.decoder import Params
 from app.prompts.order import PromptOrder, host_slice
 from app.report.alerts import Watch
 from app.report.completions import completions_table
 from app.report.write import write_report
-from app.reward.weighing import score_rewards
+from app.reward.plugin import Moment
+from app.reward.rewards import Rewards
+from app.reward.weighing import Scored
 from app.training.checkpoint import Checkpoints, Progress
-from app.training.evaluate import evaluate, host_share
+from app.training.evaluate import evaluate, evaluation_metrics, host_share
 from app.training.interrupts import Interrupts
 from app.training.journal import Journal, NoJournal
-from app.training.metrics import CompilationCounter, Work, sample_metrics, step_performance
+from app.training.metrics import CompilationCounter, Work, reward_counts, sample_metrics, step_performance
 from app.training.pinned_model import pinned, record_commit
 from app.training.progress import Board, evaluation_line
 from app.training.run_directory import Resume, RunDirectory, check_claim, claim
@@ -63,13 +67,13 @@ class Trainer:
     prompts: Sequence[Prompt]
     reference: Params | None
     """Frozen weights of the KL penalty; None, and no memory, when `algorithm.beta` is 0."""
+    rewards: Rewards
 
     def step(
         self, state: TrainState, *, step: int, position: int, timer: Timer
     ) -> tuple[TrainState, list[Sample], dict[str, float]]:
         """One walk down the corridor. `position` counts the prompts taken before this step."""
         settings = self.settings
-        functions = [(f.name, f.weight) for f in settings.reward.functions]
         with timer.phase("rollout"):
             weights = self.session.engine.weights(state.params)
             prompts = self.take_prompts(position)
@@ -79,15 +83,17 @@ class Trainer:
             del weights
         samples = [replace(s, elapsed_s=timer.seconds["time/rollout_s"]) for s in samples]
         with timer.phase("reward"):
-            samples = score_rewards(samples, functions)
+            scored = self.rewards.score(samples, Moment(step, settings.run.steps))
+            timer.board.tell(scored.notices)
+            _check_rewards(scored)
         with timer.phase("score"):
-            samples = self.score(state.params, samples)
+            samples = self.score(state.params, scored.samples)
         with timer.phase("advantage"):
-            samples = self.learning.credit(samples)
+            samples = self.credit(samples)
         with timer.phase("update"):
             temperature = settings.rollout.temperature
             state, metrics = self.learning.updater.update(state, samples, temperature=temperature)
-        return state, samples, {**sample_metrics(samples), **metrics}
+        return state, samples, {**sample_metrics(samples, self.rewards.names), **reward_counts(scored), **metrics}
 
     def take_prompts(self, position: int) -> list[Prompt]:
         """This host's prompts of the step that starts at a position of the global order."""
@@ -126,6 +132,20 @@ class Trainer:
             samples = [replace(s, reference_logprobs=x) for s, x in zip(samples, scored, strict=True)]
         return samples
 
+    def credit(self, samples: list[Sample]) -> list[Sample]:
+        """Advantages among the samples that have a reward.
+
+        The others keep their place, out of the loss: shapes, and the parts that mini-batches and hosts get, do not
+        depend on how many there are.
+        """
+        credited = iter(self.learning.credit([s for s in samples if s.reward is not None]))
+        return [next(credited) if s.reward is not None else _without_credit(s) for s in samples]
+
+
+def _without_credit(sample: Sample) -> Sample:
+    length = len(sample.completion_ids)
+    return replace(sample, advantages=np.zeros(length, np.float32), loss_mask=np.zeros(length, bool))
+
 
 def train(resolved: Resolved, *, resume: Resume) -> int:
     """`grpo train`: trains to `run.steps`, prints what came of it and returns the exit code (0, 75 or 130).
@@ -138,13 +158,14 @@ def train(resolved: Resolved, *, resume: Resume) -> int:
     run = RunDirectory.of(settings.run)
     check_claim(run, resume)
     training_input = read_training_input(pinned(settings, run))
-    topology.start(settings.mesh)
-    session = Session.open(settings, training_input.model)
-    check_rows(settings, session)
     with ExitStack() as stack:
+        rewards = stack.enter_context(training_input.rewards(settings))
+        topology.start(settings.mesh)
+        session = Session.open(settings, training_input.model)
+        check_rows(settings, session)
         if jax.process_index() == 0:
             stack.enter_context(claim(run))
-        exit_code, history = _train_in(run, resolved, session, training_input, stack)
+        exit_code, history = _train_in(run, resolved, session, training_input, rewards, stack)
     # Only now: the board, while it lives, takes stdout with it to stderr.
     if jax.process_index() == 0:
         print(summary_text(history, path=str(run.path)), flush=True)
@@ -152,7 +173,12 @@ def train(resolved: Resolved, *, resume: Resume) -> int:
 
 
 def _train_in(
-    run: RunDirectory, resolved: Resolved, session: Session, training_input: TrainingInput, stack: ExitStack
+    run: RunDirectory,
+    resolved: Resolved,
+    session: Session,
+    training_input: TrainingInput,
+    rewards: Rewards,
+    stack: ExitStack,
 ) -> tuple[int, Sequence[Mapping[str, Any]]]:
     """The exit code and every line of `metrics.jsonl`; empty on all processes but the first."""
     settings, is_first = resolved.settings, jax.process_index() == 0
@@ -164,9 +190,9 @@ def _train_in(
     stack.callback(checkpoints.close)
     state, progress = _open_state(checkpoints, session, learning, training_input)
     reference = _reference(state, progress, session) if settings.algorithm.beta > 0 else None
-    trainer = Trainer(settings, session, learning, training_input.prompts, reference)
+    trainer = Trainer(settings, session, learning, training_input.prompts, reference, rewards)
     board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
-    board.say(training_input.report)
+    board.tell((training_input.report, *rewards.reports))
     if is_first:
         run.write_settings(resolved)
         record_commit(run, settings, training_input.model.files.commit)
@@ -283,10 +309,26 @@ def _evaluate(
 ) -> dict[str, Any]:
     board.phase("evaluate")
     start = time.perf_counter()
-    metrics, samples = evaluate(trainer.session, trainer.session.engine.weights(params), prompts)
-    journal.write_samples(run.evaluation(step), samples)
+    moment = Moment(step, trainer.settings.run.steps)
+    judged = evaluate(trainer.session, trainer.session.engine.weights(params), prompts, trainer.rewards, moment)
+    board.tell(judged.notices)
+    _check_rewards(judged)
+    metrics = evaluation_metrics(judged)
+    journal.write_samples(run.evaluation(step), judged.samples)
     board.say(evaluation_line(step, metrics))
     return {**metrics, "time/eval_s": time.perf_counter() - start}
+
+
+def _check_rewards(scored: Scored) -> None:
+    """Raises RuntimeError, on every host what stops one of them: alone, the others would wait for it for ever."""
+    if max_over_hosts(np.asarray(scored.problem is not None)):
+        raise RuntimeError(scored.problem or "a reward function failed on another host, which says why")
+    num_kept = sum_over_hosts(np.asarray(sum(s.reward is not None for s in scored.samples)))
+    if num_kept == 0:
+        raise RuntimeError(
+            "no sample of this step has a reward, each one was dropped (reward.on_error); first: "
+            f"{scored.notices[0]}. Mend the reward functions before going on"
+        )
 
 
 def _stop_if_diverged(metrics: dict[str, float], settings: Settings) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -12,38 +13,97 @@ import numpy as np
 
 from app.advantage.group import zero_variance_fraction
 from app.flow import Sample
-from app.mesh.placement import gather_over_hosts
+from app.mesh.placement import gather_over_hosts, sum_over_hosts
+from app.reward.weighing import Scored
 
 
 def over_hosts(values: Sequence[float]) -> np.ndarray:
-    """Every host's values, host after host. Hosts hold equally many samples."""
-    return gather_over_hosts(np.asarray(values, np.float64)).reshape(-1)
+    """Every host's values, host after host; hosts may hold different numbers of them."""
+    (gathered,) = table_over_hosts({"": values}).values()
+    return gathered
 
 
-def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Rewards, lengths and advantages. Population statistics (ddof = 0) over samples, tokens for advantages."""
-    rewards = over_hosts([s.reward or 0.0 for s in samples])
-    lengths = over_hosts([len(s.completion_ids) for s in samples])
-    truncated = over_hosts([s.finish_reason == "length" for s in samples])
-    group_ids = over_hosts([s.group_id for s in samples])
+def table_over_hosts(columns: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
+    """The rows of every host's table, host after host. Hosts have the same columns, and any number of rows."""
+    table = np.asarray(list(columns.values()), np.float64).T
+    counts = gather_over_hosts(np.asarray(len(table)))
+    padded = np.zeros((counts.max(initial=0), len(columns)))
+    padded[: len(table)] = table
+    rows = np.concatenate([part[:count] for part, count in zip(gather_over_hosts(padded), counts, strict=True)])
+    return dict(zip(columns, rows.T, strict=True))
+
+
+def names_over_hosts(names: Iterable[str]) -> list[str]:
+    """The names that any host has, sorted."""
+    own = np.frombuffer(json.dumps(sorted(names)).encode(), np.uint8)
+    sizes = gather_over_hosts(np.asarray(len(own)))
+    padded = np.full(sizes.max(), ord(" "), np.uint8)
+    padded[: len(own)] = own
+    return sorted({name for raw in gather_over_hosts(padded) for name in json.loads(raw.tobytes())})
+
+
+def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[str, float]:
+    """Rewards, lengths and advantages of the samples that have a reward.
+
+    Population statistics (ddof = 0) over samples, tokens for advantages. NaN where no sample has a value.
+
+    Args:
+        functions: names of the reward functions; one may have no value for some of the samples.
+    """
+    kept = [s for s in samples if s.reward is not None]
+    # Each sample's advantage is one number on all its tokens: weight it by how many there are.
+    columns: dict[str, Sequence[float]] = {
+        "reward": [s.reward or 0.0 for s in kept],
+        "group": [s.group_id for s in kept],
+        "length": [len(s.completion_ids) for s in kept],
+        "truncated": [s.finish_reason == "length" for s in kept],
+        "tokens": [int(s.mask.sum()) for s in kept],
+        "advantage": [_mean_advantage(s) for s in kept],
+    }
+    values = {f"reward/{name}/mean": [(s.rewards or {}).get(name, np.nan) for s in kept] for name in functions}
+    table = table_over_hosts({**columns, **values})
+    rewards, lengths, tokens, means = (table[name] for name in ("reward", "length", "tokens", "advantage"))
+    mean = float((means * tokens).sum() / max(tokens.sum(), 1))
     metrics = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
-        "reward/zero_variance_fraction": zero_variance_fraction(rewards, group_ids),
+        "reward/zero_variance_fraction": zero_variance_fraction(rewards, table["group"]),
         "completions/mean_length": lengths.mean(),
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
-        "completions/truncated_fraction": truncated.mean(),
+        "completions/truncated_fraction": table["truncated"].mean(),
+        **{name: _mean_where_known(table[name]) for name in values},
+        "advantage/mean": mean,
+        "advantage/std": float(np.sqrt((tokens * (means - mean) ** 2).sum() / max(tokens.sum(), 1))),
     }
-    for name in samples[0].rewards or {}:
-        metrics[f"reward/{name}/mean"] = over_hosts([(s.rewards or {})[name] for s in samples]).mean()
-    # Each sample's advantage is one number on all its tokens: weight it by how many there are.
-    tokens = over_hosts([s.mask.sum() for s in samples])
-    means = over_hosts([_mean_advantage(s) for s in samples])
-    mean = float((means * tokens).sum() / max(tokens.sum(), 1))
-    metrics["advantage/mean"] = mean
-    metrics["advantage/std"] = float(np.sqrt((tokens * (means - mean) ** 2).sum() / max(tokens.sum(), 1)))
     return {name: float(value) for name, value in metrics.items()}
+
+
+def reward_counts(scored: Scored) -> dict[str, float]:
+    """What failed, what abstained, what was left out, and the further numbers of plug-ins; over all hosts."""
+    errors = {f"reward/{name}/error_count": tally.num_errors for name, tally in scored.tallies.items()}
+    own = {
+        "reward/error_count": scored.num_errors,
+        "reward/abstained_count": scored.num_abstained,
+        "reward/dropped_count": sum(s.reward is None for s in scored.samples),
+        **errors,
+    }
+    totals = sum_over_hosts(np.asarray(list(own.values())))
+    # Which further numbers there are depends on the samples, so hosts must first agree on their names.
+    extras = {
+        f"reward/{name}/{key}/mean": x for name, tally in scored.tallies.items() for key, x in tally.extras.items()
+    }
+    names = names_over_hosts(extras)
+    sums = sum_over_hosts(np.asarray([extras.get(name, (0.0, 0)) for name in names]).reshape(-1, 2))
+    return {
+        **{name: int(total) for name, total in zip(own, totals, strict=True)},
+        **{name: float(total / count) for name, (total, count) in zip(names, sums, strict=True)},
+    }
+
+
+def _mean_where_known(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
 
 
 def _mean_advantage(sample: Sample) -> float:

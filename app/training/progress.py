@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -35,9 +35,10 @@ def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
         for name, value in metrics.items()
         if name.startswith("eval/accuracy/")
     )
+    form = "" if metrics["eval/format_rate"] is None else f"format {metrics['eval/format_rate']:.1%}  "
     return (
-        f"evaluation at step {step}: accuracy {metrics['eval/accuracy']:.1%}{levels}  format "
-        f"{metrics['eval/format_rate']:.1%}  truncated {metrics['eval/truncated_fraction']:.1%}  "
+        f"evaluation at step {step}: accuracy {metrics['eval/accuracy']:.1%}{levels}  {form}"
+        f"truncated {metrics['eval/truncated_fraction']:.1%}  "
         f"length {metrics['eval/mean_length']:.1f}"
     )
 
@@ -103,6 +104,10 @@ class Board:
 
     def completions(self, table: CompletionsTable) -> None:
         self._console.print(completions_view(table))
+
+    def tell(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self.say(text)
 
     def phase(self, name: str) -> None:
         self._progress.update(self._task, description=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,9 +23,13 @@ from app.policy.kv_cache import DecodeWeights
 from app.prompts.dataset import load_dataset
 from app.prompts.encode import encode_prompts
 from app.prompts.source import load_training_data
-from app.reward.weighing import check_answers, score_rewards
+from app.reward.plugin import Moment
+from app.reward.rewards import Rewards
+from app.reward.tasks import check_answers
+from app.reward.weighing import Scored
 from app.sample_records import sample_from_record, sample_to_record
 from app.training.session import ModelInput, Session, check_context, read_model_input
+from app.training.training_input import data_columns
 from settings import Resolved, Settings
 from settings.errors import InputError
 
@@ -122,12 +127,37 @@ def score(resolved: Resolved, *, input: Path, out: Path, role: str) -> dict[str,
 
 
 def _with_rewards(resolved: Resolved, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, Any]]:
-    functions = [(f.name, f.weight) for f in resolved.settings.reward.functions]
-    check_answers([s.prompt for s in samples], functions)
-    scored = score_rewards(samples, functions)
-    means = {f"reward/{name}/mean": np.mean([(s.rewards or {})[name] for s in scored]) for name, _ in functions}
-    means["reward/mean"] = np.mean([s.reward or 0.0 for s in scored])
-    return scored, {name: round(float(value), 4) for name, value in means.items()}
+    settings = resolved.settings
+    prompts = [s.prompt for s in samples]
+    check_answers(prompts, [function.name for function in settings.reward.functions])
+    with Rewards(settings.reward, data_columns(settings, prompts)) as rewards:
+        for report in rewards.reports:
+            print(report, file=sys.stderr)
+        scored = rewards.score(samples, Moment())
+        for notice in scored.notices:
+            print(notice, file=sys.stderr)
+    if scored.problem is not None:
+        raise RuntimeError(scored.problem)
+    return scored.samples, _reward_figures(scored)
+
+
+def _reward_figures(scored: Scored) -> dict[str, Any]:
+    """Means over the samples that have a value, None where none has; counts of failures where there are any."""
+
+    def mean(values: Sequence[float]) -> float | None:
+        return round(float(np.mean(values)), 4) if values else None
+
+    kept = [s for s in scored.samples if s.reward is not None]
+    figures: dict[str, Any] = {}
+    for name, tally in scored.tallies.items():
+        figures[f"reward/{name}/mean"] = mean([s.rewards[name] for s in kept if s.rewards and name in s.rewards])
+        figures |= {f"reward/{name}/{key}/mean": mean([total / n]) for key, (total, n) in tally.extras.items()}
+        figures[f"reward/{name}/error_count"] = tally.num_errors
+    figures["reward/mean"] = mean([s.reward or 0.0 for s in kept])
+    figures["reward/error_count"] = scored.num_errors
+    figures["reward/abstained_count"] = scored.num_abstained
+    figures["reward/dropped_count"] = len(scored.samples) - len(kept)
+    return figures
 
 
 def _with_logprobs(resolved: Resolved, samples: Sequence[Sample], role: str) -> tuple[list[Sample], dict[str, Any]]:

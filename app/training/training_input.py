@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from app.flow import Prompt
 from app.prompts.encode import encode_prompts
 from app.prompts.source import load_held_out_data, load_training_data
-from app.reward.weighing import check_answers
-from app.training.evaluate import evaluated_task
+from app.reward.rewards import Rewards, judge_of
+from app.reward.signature import Columns
+from app.reward.tasks import check_answers
 from app.training.session import ModelInput, check_context, read_model_input
 from settings import Settings
 
@@ -25,6 +26,17 @@ class TrainingInput:
     report: str
     """What a person should know of the data: column mapping, prompts kept and dropped."""
 
+    def rewards(self, settings: Settings) -> Rewards:
+        """The reward functions over these data; importing them is what entering it does."""
+        held_out = data_columns(settings, self.held_out) if self.held_out else None
+        return Rewards(settings.reward, data_columns(settings, self.prompts), held_out)
+
+
+def data_columns(settings: Settings, prompts: Sequence[Prompt]) -> Columns:
+    """What plug-ins can be given of prompts that were read under `data.*`."""
+    data = settings.data
+    return Columns.of(prompts, source=data.source, prompt_column=data.prompt_column, answer_column=data.answer_column)
+
 
 def read_training_input(settings: Settings) -> TrainingInput:
     """Model files, tokenizer, training and evaluation prompts.
@@ -34,9 +46,8 @@ def read_training_input(settings: Settings) -> TrainingInput:
     """
     model = read_model_input(settings)
     check_context(model.architecture, settings)
-    functions = [(f.name, f.weight) for f in settings.reward.functions]
     dataset = load_training_data(settings.data, seed=settings.run.seed)
-    check_answers(dataset.rows, functions)
+    check_answers(dataset.rows, [function.name for function in settings.reward.functions])
     encode = {
         "system_prompt": settings.data.system_prompt,
         "max_prompt_length": settings.data.max_prompt_length,
@@ -46,7 +57,7 @@ def read_training_input(settings: Settings) -> TrainingInput:
     held_out: Sequence[Prompt] = ()
     if settings.eval.every_steps:
         rows = load_held_out_data(settings.data, num_prompts=settings.eval.num_prompts).rows
-        check_answers(rows, [(evaluated_task(settings), 1.0)])
+        check_answers(rows, [judge_of(settings.reward)])
         held_out, _ = encode_prompts(rows, model.tokenizer, **encode)
     fingerprints = {
         "model": model.files.fingerprint,

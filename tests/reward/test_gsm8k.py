@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from app.flow import Prompt
 from app.reward import arithmetic, gsm8k
-from app.reward.weighing import TASKS, evaluate
+from app.reward.tasks import TASKS, evaluate
 
 
 def test_every_gsm8k_answer_parses_and_grades_itself_correct(gsm8k_dir):

@@ -1,109 +1,97 @@
-import subprocess
-import sys
-from pathlib import Path
-from typing import get_args
+"""Values, abstentions and failures -> rewards, by hand."""
 
-import numpy as np
+from __future__ import annotations
+
 import pytest
 
-from app.flow import Prompt, Sample
-from app.reward.weighing import check_answers, is_formatted, score_rewards
-from settings.errors import InputError
-from settings.schema import RewardFunction
+from app.reward.outcome import LONGEST_TEXT, Failure, Outcome, one_line
+from app.reward.weighing import OnError, Scored, weigh
+from tests.reward.samples import make_group
+
+BROKEN = Outcome(failure=Failure("raised", "ValueError: no"))
+SILENT = Outcome()
+WEIGHTS = {"a": 1.0, "b": -0.5, "c": 0.0}
 
 
-def make_prompt(answer, uid="q/0"):
-    return Prompt(uid=uid, token_ids=np.array([1], np.int32), source="?", answer=answer)
+def weighed(on_error: OnError, **outcomes: list[Outcome]) -> Scored:
+    samples = make_group(*"xyz"[: len(outcomes["a"])])
+    return weigh(samples, outcomes, WEIGHTS, on_error)
 
 
-def make_sample(completion: str, answer: str | None = "18"):
-    return Sample(
-        prompt=make_prompt(answer),
-        sample_index=0,
-        group_id=0,
-        completion_ids=np.array([1], np.int32),
-        completion=completion,
-        behavior_logprobs=np.array([-0.5], np.float32),
-        finish_reason="stop",
-        policy_version=0,
+def test_weight_zero_is_shown_but_not_counted_and_negative_weights_punish() -> None:
+    (sample,) = weighed("raise", a=[Outcome(2.0)], b=[Outcome(1.0)], c=[Outcome(7.0)]).samples
+    assert (sample.reward, sample.rewards) == (1.5, {"a": 2.0, "b": 1.0, "c": 7.0})
+
+
+def test_who_abstains_has_no_part_in_the_sum() -> None:
+    scored = weighed("raise", a=[SILENT, Outcome(1.0)], b=[Outcome(1.0), SILENT])
+    assert [(s.reward, s.rewards) for s in scored.samples] == [(-0.5, {"b": 1.0}), (1.0, {"a": 1.0})]
+    assert (scored.num_abstained, scored.num_errors, scored.problem) == (2, 0, None)
+
+
+def test_a_failure_counts_zero_and_is_kept_in_the_record() -> None:
+    scored = weighed("zero", a=[BROKEN, Outcome(1.0)], b=[Outcome(1.0), Outcome(1.0)])
+    assert [s.rewards for s in scored.samples] == [{"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}]
+    assert [s.reward for s in scored.samples] == [-0.5, 0.5]
+    assert scored.samples[0].extra == {"reward_errors": ["a: raised: ValueError: no"]}
+    assert scored.samples[1].extra == {}
+    assert {name: t.num_errors for name, t in scored.tallies.items()} == {"a": 1, "b": 0}
+    assert scored.notices == (
+        "reward a failed on 1 of 2 samples (1 raised), counted as 0; first q/0/s0: ValueError: no",
     )
 
 
-def test_reward_is_the_weighted_sum_with_its_breakdown():
-    samples = [make_sample(text) for text in ("#### 18", "so 18", "#### 17", "")]
-    scored = score_rewards(samples, [("gsm8k", 1.0), ("gsm8k_format", 0.25)])
-    assert [sample.reward for sample in scored] == [1.25, 1.0, 0.25, 0.0]
-    assert scored[0].rewards == {"gsm8k": 1.0, "gsm8k_format": 1.0}
-    assert scored[2].rewards == {"gsm8k": 0.0, "gsm8k_format": 1.0}
-    assert samples[0].reward is None and scored[0].completion_ids is samples[0].completion_ids
+def test_a_dropped_sample_keeps_what_is_known_and_has_no_reward() -> None:
+    scored = weighed("drop", a=[BROKEN, Outcome(1.0)], b=[Outcome(1.0), SILENT])
+    dropped, kept = scored.samples
+    assert (dropped.reward, dropped.rewards, dropped.finish_reason) == (None, {"b": 1.0}, "dropped:reward")
+    assert (kept.reward, kept.finish_reason) == (1.0, "stop")
+    assert scored.notices[0].startswith("reward a failed on 1 of 2 samples (1 raised), left out;")
 
 
-def test_weight_zero_is_shown_but_not_counted_and_negative_weights_punish():
-    (scored,) = score_rewards([make_sample("18")], [("arithmetic", 0.0), ("arithmetic_format", -0.5)])
-    assert (scored.reward, scored.rewards) == (-0.5, {"arithmetic": 1.0, "arithmetic_format": 1.0})
+def test_to_raise_names_function_sample_reason_and_the_way_out() -> None:
+    scored = weighed("raise", a=[Outcome(1.0), Outcome(1.0)], b=[Outcome(1.0), BROKEN])
+    assert scored.problem == (
+        "reward.functions: b: raised: ValueError: no (sample q/0/s1). Mend the function, or set reward.on_error to "
+        "zero (its value counts 0) or drop (the sample is left out)"
+    )
 
 
-@pytest.mark.parametrize("completion", ["18", "18.0", "36/2", "$18", "1800%/100"])
-def test_equal_numbers_are_equal_however_they_are_written(completion):
-    (scored,) = score_rewards([make_sample(f"it is {completion}")], [("gsm8k", 1.0)])
-    assert scored.reward == (0.0 if "%/" in completion else 1.0)
+@pytest.mark.parametrize(("on_error", "reward"), [("zero", 0.0), ("drop", None), ("raise", 0.0)])
+def test_a_sample_that_all_abstain_from_is_an_error_of_its_own(on_error: OnError, reward: float | None) -> None:
+    scored = weighed(on_error, a=[SILENT, Outcome(1.0)], b=[SILENT, SILENT])
+    assert scored.samples[0].reward == reward
+    assert scored.samples[0].rewards == {}
+    assert (scored.num_errors, scored.num_without_reward, scored.num_abstained) == (1, 1, 3)
+    assert scored.samples[0].extra["reward_errors"] == ["no reward: every reward function abstained"]
+    assert scored.notices[0].startswith("no reward for 1 of 2 samples (1 no reward)")
+    assert (scored.problem is not None) == (on_error == "raise")
 
 
-def test_correctness_is_exact_and_not_within_a_tolerance():
-    (scored,) = score_rewards([make_sample("0.3333333333333333333", answer="1/3")], [("gsm8k", 1.0)])
-    assert scored.reward == 0.0
+def test_failing_where_others_abstain_is_not_abstaining() -> None:
+    scored = weighed("zero", a=[BROKEN], b=[SILENT])
+    assert scored.num_without_reward == 0 and scored.samples[0].reward == 0.0
 
 
-def test_format_alone_needs_no_answer():
-    (scored,) = score_rewards([make_sample("#### 18", answer=None)], [("gsm8k_format", 1.0)])
-    assert scored.reward == 1.0
-    check_answers([make_prompt(None)], [("gsm8k_format", 1.0)])
+def test_failures_of_one_function_are_told_in_one_line_by_kind() -> None:
+    late = Outcome(failure=Failure("timeout", "took more than 1 s"))
+    (notice,) = weighed("zero", a=[late, BROKEN, late]).notices
+    assert notice.startswith(
+        "reward a failed on 3 of 3 samples (2 timeout, 1 raised), counted as 0; first q/0/s0: took"
+    )
 
 
-@pytest.mark.parametrize(
-    ("answers", "message"),
-    [
-        (["1", None, None], r"gsm8k compares .* q/1 has no answer \(and 1 more rows are like it\)"),
-        (
-            ["1", "x^2", "3"],
-            r"q/1 has the answer 'x\^2', no number; choose the column with data\.answer_column",
-        ),
-    ],
-)
-def test_rows_that_cannot_be_graded_are_found_early(answers, message):
-    prompts = [make_prompt(answer, f"q/{i}") for i, answer in enumerate(answers)]
-    with pytest.raises(InputError, match=message):
-        check_answers(prompts, [("gsm8k_format", 1.0), ("gsm8k", 1.0)])
+def test_further_numbers_are_summed_with_their_counts() -> None:
+    outcomes = [Outcome(1.0, extras={"acc": 1.0}), Outcome(1.0, extras={"acc": 0.0, "len": 4.0}), SILENT]
+    assert weighed("zero", a=outcomes).tallies["a"].extras == {"acc": (1.0, 2), "len": (4.0, 1)}
 
 
-def test_scoring_a_sample_without_its_answer_is_an_input_error():
-    with pytest.raises(InputError, match="q/0 has no answer"):
-        score_rewards([make_sample("18", answer=None)], [("arithmetic", 1.0)])
+def test_errors_of_an_earlier_scoring_do_not_stay() -> None:
+    failed = weighed("zero", a=[BROKEN]).samples
+    again = weigh(failed, {"a": [Outcome(1.0)]}, WEIGHTS, "zero")
+    assert again.samples[0].extra == {}
 
 
-def test_a_repeated_function_is_an_input_error():
-    with pytest.raises(InputError, match="gsm8k stands there twice"):
-        score_rewards([], [("gsm8k", 1.0), ("gsm8k", 2.0)])
-
-
-def test_an_unknown_function_is_an_input_error_that_lists_the_known():
-    with pytest.raises(InputError, match="unknown 'maths', expected one of gsm8k, gsm8k_format, arithmetic"):
-        check_answers([], [("maths", 1.0)])
-
-
-def test_the_format_predicate_belongs_to_the_correctness_function():
-    assert is_formatted("gsm8k", "#### 18") and not is_formatted("arithmetic", "#### 18")
-    assert is_formatted("arithmetic", "18") and not is_formatted("gsm8k", "18")
-
-
-def test_every_name_in_the_settings_is_known():
-    names = get_args(RewardFunction.model_fields["name"].annotation)
-    for name in names:
-        (scored,) = score_rewards([make_sample("18")], [(name, 1.0)])
-        assert scored.rewards is not None and set(scored.rewards) == {name}
-
-
-def test_rewards_import_without_jax():
-    root = Path(__file__).parents[2]
-    program = "import sys, app.reward.weighing; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=root).returncode == 0
+def test_what_goes_to_a_terminal_is_one_short_line_without_control_characters() -> None:
+    assert one_line("a\x1b[2J\n\tb \udc80") == "a\ufffd[2J b \ufffd"
+    assert len(one_line("x" * 10_000)) == LONGEST_TEXT

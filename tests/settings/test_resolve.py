@@ -248,6 +248,19 @@ def test_lists_and_mappings_can_be_set() -> None:
     ]
 
 
+def test_a_reward_with_a_colon_is_a_plug_in_named_after_its_function() -> None:
+    short = "[my_rewards:brevity, dir/file.py:Judge.score, {function: a:f, name: other, weight: 2}, gsm8k]"
+    functions = with_sets(f"reward.functions={short}").settings.reward.functions
+    assert [(f.name, f.function, f.weight) for f in functions] == [
+        ("brevity", "my_rewards:brevity", 1.0),
+        ("score", "dir/file.py:Judge.score", 1.0),
+        ("other", "a:f", 2.0),
+        ("gsm8k", None, 1.0),
+    ]
+    printed = with_sets(f"reward.functions={short}").to_yaml()
+    assert "{name: other, function: 'a:f', weight: 2.0}, {name: gsm8k, weight: 1.0}]" in printed
+
+
 def test_the_mesh_shape_loses_its_spaces() -> None:
     assert with_sets("mesh.shape=1, -1, 1").settings.mesh.shape == "1,-1,1"
 

@@ -10,6 +10,8 @@ import pytest
 
 from app.flow import Prompt, Sample
 from app.jsonl import read_jsonl
+from app.reward.outcome import Outcome
+from app.reward.weighing import Scored, weigh
 from app.training.evaluate import evaluation_metrics, host_share
 from tests.training.program import metrics_of
 
@@ -28,29 +30,39 @@ def graded(correct: bool, completion: str, *, stop: bool = True, **extra: int) -
     )
 
 
+def judged(samples: list[Sample], judge: str = "arithmetic") -> Scored:
+    return weigh(samples, {judge: [Outcome(s.reward) for s in samples]}, {judge: 1.0}, "zero")
+
+
 def test_accuracy_is_told_by_difficulty() -> None:
     metrics = evaluation_metrics(
-        [
-            graded(True, "2", difficulty=1),
-            graded(True, "2", difficulty=1),
-            graded(True, "1+1=2", difficulty=2),
-            graded(False, "=+", difficulty=2, stop=False),
-        ],
-        "arithmetic",
+        judged(
+            [
+                graded(True, "2", difficulty=1),
+                graded(True, "2", difficulty=1),
+                graded(True, "1+1=2", difficulty=2),
+                graded(False, "=+", difficulty=2, stop=False),
+            ]
+        )
     )
     assert metrics == {
         "eval/accuracy": 0.75,
         "eval/format_rate": 0.5,
         "eval/truncated_fraction": 0.25,
         "eval/mean_length": (2 + 2 + 6 + 2) / 4,
+        "eval/error_count": 0.0,
         "eval/accuracy/difficulty_1": 1.0,
         "eval/accuracy/difficulty_2": 0.5,
     }
 
 
 def test_data_without_difficulty_has_one_accuracy() -> None:
-    metrics = evaluation_metrics([graded(False, "3"), graded(True, "2")], "arithmetic")
+    metrics = evaluation_metrics(judged([graded(False, "3"), graded(True, "2")]))
     assert [name for name in metrics if name.startswith("eval/accuracy")] == ["eval/accuracy"]
+
+
+def test_a_plug_in_that_judges_knows_no_format() -> None:
+    assert evaluation_metrics(judged([graded(True, "2")], "brevity"))["eval/format_rate"] is None
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -33,6 +33,11 @@ OF_A_STEP = {
     "reward/std",
     "reward/arithmetic/mean",
     "reward/arithmetic_format/mean",
+    "reward/arithmetic/error_count",
+    "reward/arithmetic_format/error_count",
+    "reward/error_count",
+    "reward/abstained_count",
+    "reward/dropped_count",
     "reward/zero_variance_fraction",
     "completions/mean_length",
     "completions/min_length",
@@ -70,6 +75,7 @@ OF_AN_EVALUATION = {
     "eval/format_rate",
     "eval/truncated_fraction",
     "eval/mean_length",
+    "eval/error_count",
     "time/eval_s",
 }
 

@@ -16,6 +16,8 @@ from app.training.metrics import (
     step_performance,
 )
 
+FUNCTIONS = ("arithmetic", "arithmetic_format")
+
 
 def sample(group: int, reward: float, advantages: list[float], *, stop: bool = True, mask: list[bool] | None = None):
     length = len(advantages)
@@ -42,7 +44,8 @@ def test_a_step_of_two_groups() -> None:
             sample(0, 0.5, [-1.0, -1.0, -1.0]),
             sample(1, 0.5, [0.0, 0.0], stop=False),
             sample(1, 0.5, [0.0, 0.0]),
-        ]
+        ],
+        FUNCTIONS,
     )
     assert metrics == pytest.approx(
         {
@@ -62,10 +65,11 @@ def test_a_step_of_two_groups() -> None:
 
 
 def test_tokens_that_the_policy_did_not_write_have_no_advantage_to_count() -> None:
-    metrics = sample_metrics([sample(0, 1.0, [2.0, 0.0, 0.0], mask=[True, False, False]), sample(0, 0.0, [-1.0])])
+    samples = [sample(0, 1.0, [2.0, 0.0, 0.0], mask=[True, False, False]), sample(0, 0.0, [-1.0])]
+    metrics = sample_metrics(samples, FUNCTIONS)
     assert metrics["advantage/mean"] == 0.5
     assert metrics["advantage/std"] == 1.5
-    assert sample_metrics([sample(0, 1.0, [0.0], mask=[False])])["advantage/mean"] == 0.0
+    assert sample_metrics([sample(0, 1.0, [0.0], mask=[False])], FUNCTIONS)["advantage/mean"] == 0.0
 
 
 def test_compilations_are_counted_until_the_counter_is_closed() -> None:

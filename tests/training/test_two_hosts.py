@@ -29,25 +29,33 @@ PER_HOST = ("batching/fill",)
 
 @contextmanager
 def two_hosts(config: Path, *overrides: str, resume: str = "never") -> Iterator[list[subprocess.Popen[str]]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     with ExitStack() as stack:
         yield [
             stack.enter_context(
                 started(
                     *("train", "--config", config, "--resume", resume),
-                    *settings(
-                        "mesh.cpu_devices=4",
-                        f"mesh.coordinator_address={address}",
-                        "mesh.num_processes=2",
-                        f"mesh.process_id={process_id}",
-                        *overrides,
-                    ),
+                    *settings(*of_host(process_id, address), *overrides),
                 )
             )
             for process_id in (0, 1)
         ]
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def of_host(process_id: int, address: str) -> tuple[str, ...]:
+    """Settings of one of two processes with four devices each."""
+    return (
+        "mesh.cpu_devices=4",
+        f"mesh.coordinator_address={address}",
+        "mesh.num_processes=2",
+        f"mesh.process_id={process_id}",
+    )
 
 
 def test_two_hosts_train_as_one(full_config: Path) -> None:

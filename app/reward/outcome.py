@@ -1,0 +1,39 @@
+"""What a reward function said of a sample: a value, nothing, or why it failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+LONGEST_TEXT = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a function gave no value where it should have."""
+
+    kind: str
+    """`raised`, `value` (not a finite number), `length` (of a list), `timeout`, `cpu`, `memory`, `exit` (its process
+    ended) or `no reward` (every function abstained)."""
+    text: str
+    """One line, for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Neither `value` nor `failure`: the function abstained."""
+
+    value: float | None = None
+    failure: Failure | None = None
+    extras: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to be logged beside the value."""
+
+    @property
+    def abstained(self) -> bool:
+        return self.value is None and self.failure is None
+
+
+def one_line(text: str) -> str:
+    """The text as it may go to a terminal: one line, no control characters, not too long."""
+    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text[:2000].split()))
+    return shown if len(shown) <= LONGEST_TEXT else f"{shown[: LONGEST_TEXT - 3]}..."

@@ -1,0 +1,179 @@
+"""Plug-ins: somebody else's reward functions, over a step's samples, at their own samples' risk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.flow import Sample
+from app.reward.outcome import Failure, Outcome
+from app.reward.pool import NONSENSE, LoadError, WorkerPool
+from app.reward.signature import (
+    FROM_THE_TRAINER,
+    Columns,
+    Parameter,
+    SignatureError,
+    arguments_for,
+    read_signature,
+)
+from settings.errors import InputError
+
+DIED = ("exit", "memory")
+"""Failures that an earlier call in the same process may have caused."""
+
+
+class PlugInLostError(Exception):
+    """A plug-in that could be loaded when the run began, and cannot any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where the training is: what `trainer_state` tells."""
+
+    step: int = 0
+    num_steps: int = 0
+
+
+class PlugIn:
+    """One function in its pool of workers, which whoever made the pool closes.
+
+    Args:
+        batch_size: most samples of a call in batch style; a group is never split.
+        max_characters: what the function sees of a completion.
+        unlimited: what this system does not let us limit.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pool: WorkerPool,
+        parameters: Sequence[Parameter],
+        columns: Columns,
+        *,
+        batch_size: int,
+        max_characters: int,
+        unlimited: Sequence[str] = (),
+    ) -> None:
+        self.name = name
+        self._pool = pool
+        self._parameters = parameters
+        self._signature = read_signature(parameters, columns)
+        self._unlimited = unlimited
+        self._columns = columns
+        self._batch_size = batch_size
+        self._max_characters = max_characters
+
+    @classmethod
+    def load(cls, name: str, pool: WorkerPool, columns: Columns, *, batch_size: int, max_characters: int) -> PlugIn:
+        """Imports the function in its first worker, and finds out how to call it.
+
+        Raises:
+            InputError: it cannot be imported, or wants what is not there.
+        """
+        try:
+            answer = pool.load()
+            return cls(
+                name,
+                pool,
+                [Parameter(*parameter) for parameter in answer["parameters"]],
+                columns,
+                batch_size=batch_size,
+                max_characters=max_characters,
+                unlimited=answer["unlimited"],
+            )
+        except (LoadError, SignatureError) as problem:
+            raise InputError(f"reward.functions: {pool.function}: {problem}") from None
+
+    @property
+    def report(self) -> str:
+        """How the function is called, in one line."""
+        unlimited = f"; this system does not limit {', '.join(self._unlimited)}" if self._unlimited else ""
+        return f"reward {self.name}: {self._pool.function}, {self._signature.to_text()}{unlimited}"
+
+    def check_held_out(self, columns: Columns) -> None:
+        """Raises InputError where the evaluation's data lack what the training's have and the function asks for."""
+        try:
+            read_signature(self._parameters, columns)
+        except SignatureError as problem:
+            raise InputError(
+                f"data.eval_source: {self._pool.function} judges held-out answers too: {problem}"
+            ) from None
+
+    def outcomes(self, samples: Sequence[Sample], moment: Moment) -> list[Outcome]:
+        """One outcome per sample, in order.
+
+        A batch that fails is tried again group by group, and then sample by sample; a sample whose process died is
+        tried once more in a fresh one, in case the call before was to blame.
+
+        Raises:
+            PlugInLostError: a worker died and no other can be started.
+        """
+        found: list[Outcome | None] = [None] * len(samples)
+        batches = list(self._batches(samples))
+        while batches:
+            batches = self._call(batches, samples, moment, found)
+        died = [(i,) for i, o in enumerate(found) if o and o.failure and o.failure.kind in DIED]
+        self._call(died, samples, moment, found, fresh=True)
+        return [outcome for outcome in found if outcome is not None]
+
+    def _batches(self, samples: Sequence[Sample]) -> Iterator[tuple[int, ...]]:
+        """Indices of the samples of each call: whole groups in batch style, else one."""
+        if not self._signature.is_batch:
+            yield from ((index,) for index in range(len(samples)))
+            return
+        batch: tuple[int, ...] = ()
+        for group in by_group(range(len(samples)), samples):
+            if batch and len(batch) + len(group) > self._batch_size:
+                yield batch
+                batch = ()
+            batch += group
+        if batch:
+            yield batch
+
+    def _call(
+        self,
+        batches: Sequence[tuple[int, ...]],
+        samples: Sequence[Sample],
+        moment: Moment,
+        found: list[Outcome | None],
+        *,
+        fresh: bool = False,
+    ) -> list[tuple[int, ...]]:
+        """Notes the outcomes of the batches; returns the parts of those that failed as a whole."""
+        requests = [self._request([samples[i] for i in batch], moment) for batch in batches]
+        try:
+            answers = self._pool.run(requests, fresh=fresh)
+        except LoadError as problem:
+            raise PlugInLostError(f"reward {self.name}: no worker can be started any more: {problem}") from None
+        parts: list[tuple[int, ...]] = []
+        for batch, answer in zip(batches, answers, strict=True):
+            if isinstance(answer, list) and len(answer) != len(batch):
+                answer = NONSENSE
+            if isinstance(answer, Failure) and len(batch) > 1:
+                groups = list(by_group(batch, samples))
+                parts += groups if len(groups) > 1 else [(index,) for index in batch]
+                continue
+            outcomes = [Outcome(failure=answer)] if isinstance(answer, Failure) else answer
+            for index, outcome in zip(batch, outcomes, strict=True):
+                found[index] = outcome
+        return parts
+
+    def _request(self, samples: Sequence[Sample], moment: Moment) -> dict[str, Any]:
+        signature = self._signature
+        arguments = arguments_for(signature, samples, self._columns, max_characters=self._max_characters)
+        request = {"arguments": arguments, "is_batch": signature.is_batch, "num_samples": len(samples)}
+        asked = [name for name in FROM_THE_TRAINER if name in signature.arguments and name not in arguments]
+        if "trainer_state" in asked:
+            request["trainer_state"] = {"global_step": moment.step, "max_steps": moment.num_steps}
+        if "log_metric" in asked:
+            request["log_metric"] = True
+        return request
+
+
+def by_group(indices: Sequence[int], samples: Sequence[Sample]) -> Iterator[tuple[int, ...]]:
+    """The indices of each group, in the order of their first samples."""
+    groups: dict[int, list[int]] = {}
+    for index in indices:
+        groups.setdefault(samples[index].group_id, []).append(index)
+    yield from map(tuple, groups.values())

@@ -1,0 +1,136 @@
+"""The reward functions of a run: opened once, asked at every step, closed at the end."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Protocol
+
+from app.flow import Sample
+from app.reward.outcome import Outcome
+from app.reward.plugin import Moment, PlugIn, PlugInLostError
+from app.reward.pool import Limits, WorkerPool
+from app.reward.signature import Columns
+from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, evaluate, is_task_reward
+from app.reward.weighing import OnError, Scored, weigh
+from settings.errors import InputError
+from settings.schema import Reward, RewardFunction
+
+FUNCTION_OF = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
+"""Built-in rewards that run as plug-ins do."""
+
+
+class Function(Protocol):
+    """A reward function, built-in or not."""
+
+    @property
+    def name(self) -> str: ...
+    def outcomes(self, samples: Sequence[Sample], moment: Moment) -> list[Outcome]: ...
+
+
+class TaskReward:
+    """A built-in function of `app.reward.tasks`. It cannot fail: `check_answers` has seen the reference answers."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def outcomes(self, samples: Sequence[Sample], moment: Moment) -> list[Outcome]:
+        return [Outcome(evaluate(self.name, sample.completion, sample.prompt)) for sample in samples]
+
+
+class Rewards:
+    """A context that holds the functions of `reward.functions`, and their worker processes.
+
+    Args:
+        columns: what the data can give to plug-ins.
+        held_out: the same of the evaluation's data, for the function that decides its accuracy.
+
+    Raises:
+        InputError: on entering, for a function that cannot be used; nothing is left running then.
+    """
+
+    def __init__(self, settings: Reward, columns: Columns, held_out: Columns | None = None) -> None:
+        self._settings = settings
+        self._columns = columns
+        self._held_out = held_out
+        self._functions: list[Function] = []
+        self._open = ExitStack()
+        self.reports: tuple[str, ...] = ()
+        """How each plug-in is called, for people."""
+
+    def __enter__(self) -> Rewards:
+        for name in self._settings.environment:
+            if name not in os.environ:
+                raise InputError(f"reward.environment names {name}, which is not set")
+        with self._open:
+            self._functions = [self._function(item) for item in self._settings.functions]
+            first = self._functions[0]
+            if self._held_out is not None and isinstance(first, PlugIn):
+                first.check_held_out(self._held_out)
+            self._open = self._open.pop_all()
+        self.reports = tuple(f.report for f in self._functions if isinstance(f, PlugIn))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(function.name for function in self._functions)
+
+    def score(self, samples: Sequence[Sample], moment: Moment) -> Scored:
+        """The samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value."""
+        weights = {function.name: function.weight for function in self._settings.functions}
+        return _scored(samples, moment, self._functions, weights, self._settings.on_error)
+
+    def judge(self, samples: Sequence[Sample], moment: Moment) -> Scored:
+        """The samples with the one value that held-out accuracy counts; a failure counts 0 unless it is to raise.
+
+        That is the correctness of the first function's task, or the first function itself where it is a plug-in.
+        """
+        name = judge_of(self._settings)
+        function = TaskReward(name) if is_task_reward(name) else self._functions[0]
+        on_error = "raise" if self._settings.on_error == "raise" else "zero"
+        return _scored(samples, moment, [function], {name: 1.0}, on_error)
+
+    def _function(self, item: RewardFunction) -> Function:
+        if is_task_reward(item.name):
+            return TaskReward(item.name)
+        if item.name == MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
+            raise InputError(f"reward.functions: {item.name} needs an optional package; pip install 'grpo[math]'")
+        settings = self._settings
+        pool = WorkerPool(
+            item.function or FUNCTION_OF[item.name],
+            num_workers=settings.workers,
+            limits=Limits(settings.timeout_s, settings.cpu_s, settings.memory_mib, settings.load_timeout_s),
+            environment=settings.environment,
+        )
+        self._open.callback(pool.close)
+        return PlugIn.load(
+            item.name, pool, self._columns, batch_size=settings.batch_size, max_characters=settings.max_characters
+        )
+
+
+def _scored(
+    samples: Sequence[Sample],
+    moment: Moment,
+    functions: Sequence[Function],
+    weights: Mapping[str, float],
+    on_error: OnError,
+) -> Scored:
+    try:
+        outcomes = {function.name: function.outcomes(samples, moment) for function in functions}
+    except PlugInLostError as error:
+        return Scored(list(samples), {}, 0, (), str(error))
+    return weigh(samples, outcomes, weights, on_error)
+
+
+def judge_of(settings: Reward) -> str:
+    """The function that decides held-out accuracy: a format reward leaves it to its task's correctness."""
+    name = settings.functions[0].name
+    return name.removesuffix(FORMAT_SUFFIX) if is_task_reward(name) else name

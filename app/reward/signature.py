@@ -1,0 +1,188 @@
+"""How a plug-in wants to be called, read from its signature: three styles, and what fills each parameter.
+
+    batch     f(prompts, completions, completion_ids, <columns>, **kwargs) -> list of numbers or None    as in TRL
+    verl      f(data_source, solution_str, ground_truth, extra_info=None)  -> number or dict with `score`
+    by name   f(prompt, completion, answer, <columns>)                     -> number or dict with `score`
+
+Source: TRL's `GRPOTrainer.reward_funcs`; verl's `compute_score`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from app.flow import Sample
+
+StyleName = Literal["batch", "verl", "by name"]
+
+ANSWER_NAMES = ("answer", "ground_truth", "solution")
+PROMPT_NAMES = ("question", "problem", "messages")
+"""What data sets call their answer and prompt columns; in a function's signature they mean the same."""
+
+FROM_THE_TRAINER = ("trainer_state", "log_metric")
+"""What a batch-style function may further ask for: the step, and a way to log a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """As `inspect.Parameter` has it."""
+
+    name: str
+    kind: str
+    is_optional: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What the data can fill a parameter with, besides the sample itself."""
+
+    extra: frozenset[str]
+    """Columns of the rows other than prompt and answer."""
+    answers: frozenset[str]
+    """Names of the reference answer; empty where no row has one."""
+    prompts: frozenset[str]
+    """Further names of the prompt."""
+    source: str
+    """`data_source`, where no column says it."""
+
+    @classmethod
+    def of(
+        cls,
+        rows: Iterable[Any],
+        *,
+        source: str,
+        prompt_column: str | None = None,
+        answer_column: str | None = None,
+    ) -> Columns:
+        """Of rows or prompts; a column counts when one of them has it."""
+        rows = list(rows)
+        has_answers = any(row.answer is not None for row in rows)
+        return cls(
+            extra=frozenset(name for row in rows for name in row.extra),
+            answers=frozenset({*ANSWER_NAMES, answer_column or "answer"}) if has_answers else frozenset(),
+            prompts=frozenset({*PROMPT_NAMES, prompt_column or "prompt"}),
+            source=source,
+        )
+
+    def value(self, name: str, sample: Sample) -> Any:
+        """What stands under a name for one sample; None where its row has no such column."""
+        prompt = sample.prompt
+        if name in prompt.extra or name in self.extra:
+            return prompt.extra.get(name)
+        if name in self.answers:
+            return prompt.answer
+        return prompt.source if name in self.prompts else None
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A style, and the names of the arguments to pass."""
+
+    style: StyleName
+    arguments: tuple[str, ...]
+
+    @property
+    def is_batch(self) -> bool:
+        return self.style == "batch"
+
+    def to_text(self) -> str:
+        """For the start-up report."""
+        names = {"batch": "a batch at a time", "verl": "one sample at a time, verl's way", "by name": "one at a time"}
+        return f"{names[self.style]}: {', '.join(self.arguments)}"
+
+
+class SignatureError(ValueError):
+    """No style fits a function."""
+
+
+def read_signature(parameters: Sequence[Parameter], columns: Columns) -> Signature:
+    """The style of a function and what it is to be given.
+
+    Raises:
+        SignatureError: a parameter cannot be filled, or there is none that a reward could depend on.
+    """
+    named = [p for p in parameters if p.kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
+    takes_everything = any(p.kind == "VAR_KEYWORD" for p in parameters)
+    style = _style({p.name for p in named}, takes_everything)
+    fillable = _fillable(style, columns)
+    wanted = [p.name for p in parameters if p.kind == "POSITIONAL_ONLY" and not p.is_optional]
+    if wanted:
+        raise SignatureError(f"takes {_listed(wanted)} by position only; arguments are passed by name")
+    unknown = [p.name for p in named if not p.is_optional and p.name not in fillable]
+    arguments = [p.name for p in named if p.name in fillable]
+    if takes_everything:
+        again = columns.prompts - columns.extra  # other names of the prompt
+        arguments += [name for name in fillable if name not in arguments and name not in again]
+    if unknown or not arguments:
+        problem = f"asks for {_listed(unknown)}, which nothing fills" if unknown else "takes nothing that a sample has"
+        raise SignatureError(f"{problem}. {_offer(columns)}")
+    return Signature(style, tuple(arguments))
+
+
+def _style(names: set[str], takes_everything: bool) -> StyleName:
+    if names & {"prompts", "completions"} or ("completion_ids" in names and "completion" not in names):
+        return "batch"
+    if "solution_str" in names:
+        return "verl"
+    return "batch" if takes_everything and not names else "by name"
+
+
+def _fillable(style: StyleName, columns: Columns) -> list[str]:
+    own: Mapping[StyleName, tuple[str, ...]] = {
+        "batch": ("prompts", "completions", "completion_ids"),
+        "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
+        "by name": ("prompt", "completion", "completion_ids"),
+    }
+    names = [*own[style], *sorted(columns.answers), *sorted(columns.extra), *sorted(columns.prompts)]
+    if style == "batch":
+        names += FROM_THE_TRAINER
+    return list(dict.fromkeys(names))
+
+
+def _offer(columns: Columns) -> str:
+    data = _listed([*(["answer"] if columns.answers else []), *sorted(columns.extra)]) or "none"
+    return (
+        "A function takes a batch (prompts, completions, completion_ids), or one sample (prompt, completion, or verl's "
+        f"data_source, solution_str, ground_truth, extra_info), and in either case columns of the data: {data}"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def arguments_for(
+    signature: Signature, samples: Sequence[Sample], columns: Columns, *, max_characters: int
+) -> dict[str, Any]:
+    """What a call over the samples gets by name: lists in batch style, else of the one sample.
+
+    Of a completion it is the last `max_characters`. What comes from the trainer is not among them.
+    """
+    own: dict[str, Callable[[Sample], Any]] = {
+        "completion_ids": lambda s: s.completion_ids.tolist(),
+        "prompt": lambda s: s.prompt.source,
+        "prompts": lambda s: s.prompt.source,
+        "completion": lambda s: s.completion[-max_characters:],
+        "completions": lambda s: _as_the_prompt_is(s, s.completion[-max_characters:]),
+        "solution_str": lambda s: s.completion[-max_characters:],
+    }
+    if signature.style == "verl":
+        own |= {
+            "data_source": lambda s: s.prompt.extra.get("data_source", columns.source),
+            "ground_truth": lambda s: s.prompt.extra.get("ground_truth", s.prompt.answer),
+            "extra_info": lambda s: s.prompt.extra.get("extra_info", {}),
+        }
+    arguments = {}
+    for name in signature.arguments:
+        if name in FROM_THE_TRAINER and name not in columns.extra:
+            continue
+        values = [own[name](s) if name in own else columns.value(name, s) for s in samples]
+        arguments[name] = values if signature.is_batch else values[0]
+    return arguments
+
+
+def _as_the_prompt_is(sample: Sample, completion: str) -> str | list[dict[str, str]]:
+    """Text for a prompt that is text, a message for a chat: as TRL does."""
+    return completion if isinstance(sample.prompt.source, str) else [{"role": "assistant", "content": completion}]

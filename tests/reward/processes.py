@@ -1,0 +1,39 @@
+"""What processes and files there are, read from /proc."""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+
+DEADLINE_S = 30
+
+
+def children() -> list[int]:
+    """Living and dead children of this process."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(") ")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid():
+            found.append(int(stat.parent.name))
+    return found
+
+
+def open_files() -> int:
+    """How many files this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def ended(pid: int) -> bool:
+    """Whether a process that has been killed comes to its end."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], DEADLINE_S)[0])
+    finally:
+        os.close(descriptor)

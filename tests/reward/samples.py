@@ -1,0 +1,75 @@
+"""Samples and rewards that the tests of this room share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.flow import Messages, Prompt, Sample
+from app.reward.plugin import Moment
+from app.reward.rewards import Rewards
+from app.reward.signature import Columns
+from app.reward.weighing import Scored
+from settings.schema import Reward
+
+
+def make_prompt(answer: str | None = "18", uid: str = "q/0", source: str | Messages = "?", **extra: Any) -> Prompt:
+    return Prompt(uid=uid, token_ids=np.array([1], np.int32), source=source, answer=answer, extra=extra)
+
+
+def make_sample(completion: str, prompt: Prompt | None = None, *, index: int = 0, group: int = 0) -> Sample:
+    ids = np.arange(max(len(completion), 1), dtype=np.int32)
+    return Sample(
+        prompt=prompt or make_prompt(uid=f"q/{group}"),
+        sample_index=index,
+        group_id=group,
+        completion_ids=ids,
+        completion=completion,
+        behavior_logprobs=np.full(len(ids), -0.5, np.float32),
+        finish_reason="stop",
+        policy_version=0,
+    )
+
+
+def make_group(*completions: str, group: int = 0) -> list[Sample]:
+    return [make_sample(text, index=index, group=group) for index, text in enumerate(completions)]
+
+
+def columns_of(samples: Sequence[Sample]) -> Columns:
+    return Columns.of([sample.prompt for sample in samples], source="test.jsonl")
+
+
+@contextmanager
+def opened(
+    functions: Sequence[str | Mapping[str, Any]], samples: Sequence[Sample], **settings: Any
+) -> Iterator[Rewards]:
+    """Failures count 0, and two workers with a second for each call, unless `settings` say otherwise."""
+    given = {"on_error": "zero", "timeout_s": 1.0, "workers": 2, "functions": functions, **settings}
+    with Rewards(Reward.model_validate(given), columns_of(samples)) as rewards:
+        yield rewards
+
+
+def score(functions: Sequence[str | Mapping[str, Any]], samples: Sequence[Sample], **settings: Any) -> Scored:
+    with opened(functions, samples, **settings) as rewards:
+        return rewards.score(samples, Moment(step=3, num_steps=10))
+
+
+def values_of(scored: Scored) -> list[float | None]:
+    return [sample.reward for sample in scored.samples]
+
+
+def kinds_of(scored: Scored) -> list[str | None]:
+    """Of each sample, the kind of its first failure."""
+    errors = [sample.extra.get("reward_errors") for sample in scored.samples]
+    return [found[0].split(": ")[1] if found else None for found in errors]
+
+
+def write_plug_in(folder: Path, text: str, name: str = "plug.py") -> str:
+    """A module in `folder`; returns its path."""
+    path = folder / name
+    path.write_text(text)
+    return str(path)

@@ -1,0 +1,253 @@
+"""Plug-in rewards in a whole run: what is learnt from, what is counted, what is said, and when it stops."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.advantage.group import grpo_advantages
+from app.jsonl import read_jsonl, write_jsonl
+from tests.reward.processes import children
+from tests.training.program import DEADLINE_S, here, metrics_of, settings, started, train_here
+from tests.training.test_loop import samples_of
+from tests.training.test_two_hosts import free_address, of_host
+
+PLUG = """\
+import os
+def length(completions, **kwargs): return [float(len(c)) for c in completions]
+def fussy(completion, difficulty):
+    assert len(completion) % 4, "four characters"
+    return len(completion) / 4
+def broken(completion): raise ValueError("always")
+def of_host(completion):
+    if os.environ["HOST_NUMBER"] == "1": raise ValueError("not on this host")
+    return {"score": len(completion), "only_here": 1}
+def silent(completions): return [None] * len(completions)
+"""
+QUIET = ("eval.every_steps=0", "run.steps=2")
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plug.py").write_text(PLUG)
+    monkeypatch.chdir(tmp_path)
+
+
+def run_of(config: Path) -> Path:
+    return config.parent / "runs" / "tiny"
+
+
+def test_a_plug_in_is_learnt_from_beside_a_built_in(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = "[{function: plug.py:length, weight: 0.5}, arithmetic_format]"
+    monkeypatch.setenv("JUDGE_KEY", "CANARY")
+    chosen = (f"reward.functions={functions}", "reward.environment=[JUDGE_KEY]")
+    result = train_here(config, *chosen, "run.steps=2", "eval.num_prompts=8")
+    assert result.exit_code == 0, result.stderr
+    assert not [path for path in run_of(config).rglob("*") if path.is_file() and b"CANARY" in path.read_bytes()]
+    assert "reward length: plug.py:length, a batch at a time: completions, prompts" in result.stderr
+    assert children() == []
+    first, *steps = metrics_of(run_of(config))
+    evaluated = [len(r["completion"]) for _, r in read_jsonl(run_of(config) / "eval" / "step_000000.jsonl")]
+    # A plug-in that stands first judges the held-out answers, and knows no format.
+    assert first["eval/accuracy"] == np.mean(evaluated)
+    assert (first["eval/format_rate"], first["eval/error_count"]) == (None, 0)
+    for line in steps:
+        samples = samples_of(run_of(config), line["step"])
+        assert line["reward/length/mean"] == np.mean([len(s.completion) for s in samples])
+        assert line["reward/length/error_count"] == line["reward/error_count"] == line["reward/dropped_count"] == 0
+        weighed = 0.5 * line["reward/length/mean"] + line["reward/arithmetic_format/mean"]
+        assert line["reward/mean"] == pytest.approx(weighed)
+    assert "accuracy" in result.stdout and "format_rate" not in result.stdout
+
+
+def test_dropped_samples_leave_their_groups_and_nothing_else_changes(config: Path) -> None:
+    result = train_here(config, "reward.functions=[plug.py:fussy]", "reward.on_error=drop", "run.steps=4", QUIET[0])
+    assert result.exit_code == 0, result.stderr
+    lines = metrics_of(run_of(config))
+    sizes = set()
+    for line in lines:
+        samples = samples_of(run_of(config), line["step"])
+        kept = [s for s in samples if s.reward is not None]
+        dropped = [s for s in samples if s.reward is None]
+        assert len(samples) == 16 and 0 < len(dropped) == line["reward/dropped_count"] == line["reward/error_count"]
+        for sample in dropped:
+            assert len(sample.completion) % 4 == 0 and sample.finish_reason == "dropped:reward"
+            assert sample.extra == {"reward_errors": ["fussy: raised: AssertionError: four characters (plug.py:4)"]}
+            assert not sample.mask.any() and sample.advantages is not None and not sample.advantages.any()
+        rewards, groups = np.array([s.reward for s in kept]), np.array([s.group_id for s in kept])
+        sizes |= set(np.unique(groups, return_counts=True)[1].tolist())
+        for sample, advantage in zip(kept, grpo_advantages(rewards, groups), strict=True):
+            assert sample.advantages is not None and set(sample.advantages) == {np.float32(advantage)}
+        assert line["reward/mean"] == line["reward/fussy/mean"] == pytest.approx(rewards.mean())
+        assert line["completions/mean_length"] == pytest.approx(np.mean([len(s.completion_ids) for s in kept]))
+        spans = [np.ptp(rewards[groups == group]) for group in np.unique(groups)]
+        assert line["reward/zero_variance_fraction"] == np.mean(np.array(spans) == 0)
+        tokens = np.array([len(s.completion_ids) for s in kept])
+        advantages = np.array([s.advantages[0] for s in kept if s.advantages is not None])
+        assert line["advantage/mean"] == pytest.approx((tokens * advantages).sum() / tokens.sum(), abs=1e-6)
+        # With a ratio of 1 the loss is minus the mean advantage, over the tokens of the kept samples alone.
+        assert line["loss"] == pytest.approx(-line["advantage/mean"], abs=1e-5)
+    assert len(sizes) > 1, "groups of different sizes"
+    assert sum(line["perf/compilations"] for line in lines[2:]) == 0
+    assert "reward fussy failed on" in result.stderr and "left out; first" in result.stderr
+
+
+def test_a_mini_batch_and_a_group_may_lose_all_their_samples(config: Path) -> None:
+    (prompt,) = {record["prompt"] for record in first_group(config)}
+    (config.parent / "plug.py").write_text(
+        f"def only(prompt, completion):\n    assert prompt == {prompt!r}\n    return len(completion)"
+    )
+    result = train_here(
+        config,
+        *("reward.functions=[plug.py:only]", "reward.on_error=drop", "run.name=other", "run.steps=1", QUIET[0]),
+        *("algorithm.mini_batch_prompts=2", "algorithm.epochs=2", "algorithm.beta=0.1"),
+    )
+    assert result.exit_code == 0, result.stderr
+    (line,) = metrics_of(config.parent / "runs" / "other")
+    assert line["reward/dropped_count"] == 12 and line["policy/nonfinite_updates"] == 0
+    assert np.isfinite(line["loss"]) and line["policy/grad_norm"] > 0
+
+
+def first_group(config: Path) -> list[dict]:
+    """The records of the first prompt of the first step."""
+    assert train_here(config, "run.steps=1", QUIET[0]).exit_code == 0
+    return [record for _, record in read_jsonl(run_of(config) / "rollouts" / "step_000001.jsonl")][:4]
+
+
+def test_a_failure_counts_zero_where_that_is_asked_for(config: Path) -> None:
+    functions = "reward.functions=[plug.py:broken, plug.py:length]"
+    result = train_here(config, functions, "reward.on_error=zero", "run.steps=1", "eval.num_prompts=8")
+    assert result.exit_code == 0, result.stderr
+    before, line = metrics_of(run_of(config))
+    assert (before["eval/accuracy"], before["eval/error_count"]) == (0, 8)
+    assert (line["reward/broken/mean"], line["reward/broken/error_count"]) == (0, 16)
+    assert line["reward/mean"] == line["reward/length/mean"] > 0
+    told = [text for text in result.stderr.splitlines() if text.startswith("reward broken failed on")]
+    assert (
+        "16 of 16 samples (16 raised), counted as 0; first" in told[1] and "ValueError: always (plug.py:6)" in told[1]
+    )
+    assert len(told) == 3, "two evaluations and a step"
+
+
+@pytest.mark.parametrize(
+    ("functions", "on_error", "message"),
+    [
+        ("plug.py:broken", "raise", "reward.functions: broken: raised: ValueError: always (plug.py:6) (sample "),
+        (
+            "plug.py:broken",
+            "drop",
+            "no sample of this step has a reward, each one was dropped (reward.on_error); first",
+        ),
+        ("plug.py:silent", "raise", "reward.functions: no reward: every reward function abstained (sample "),
+    ],
+)
+def test_a_run_that_cannot_go_on_stops_with_the_way_out(
+    config: Path, functions: str, on_error: str, message: str
+) -> None:
+    result = train_here(config, f"reward.functions=[{functions}]", f"reward.on_error={on_error}", *QUIET)
+    assert result.exit_code == 1
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith(f"error: RuntimeError: {message}")
+    assert "Mend the" in error and "Traceback" not in result.stderr
+    assert metrics_of(run_of(config)) == [] and children() == []
+
+
+def test_evaluation_stops_a_run_only_where_failures_are_to_raise(config: Path) -> None:
+    result = train_here(config, "reward.functions=[plug.py:broken]", "run.steps=1")
+    assert result.exit_code == 1
+    assert metrics_of(run_of(config)) == []
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ("no.py:f", "error: reward.functions: no.py:f: no such file: "),
+        ("no_module:f", "there is no module `no_module`"),
+        ("plug.py:nothing", "plug.py has no `nothing`; functions there: broken, fussy, length, of_host, silent"),
+        ("plug.py:os", "os is a module, not a function"),
+        ("raises.py:f", "importing raises.py failed: KeyError: 'x' (raises.py:1)"),
+        ("wants.py:f", "asks for `mood`, which nothing fills"),
+        ("{name: gsm9, weight: 2}", "unknown reward `gsm9`"),
+    ],
+)
+def test_a_broken_plug_in_is_found_before_anything_is_made(config: Path, functions: str, message: str) -> None:
+    (config.parent / "raises.py").write_text("{}['x']")
+    (config.parent / "wants.py").write_text("def f(completion, mood): return 1")
+    before = sorted(config.parent.rglob("*"))
+    result = train_here(config, f"reward.functions=[{functions}]")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr and len(result.stderr.splitlines()) == 1
+    assert sorted(config.parent.rglob("*")) == before
+    assert children() == []
+
+
+def test_a_judge_must_fit_the_held_out_data_too(config: Path) -> None:
+    (config.parent / "train.jsonl").write_text('{"question": "1+1=?", "answer": "2", "difficulty": 1}\n' * 8)
+    (config.parent / "test.jsonl").write_text('{"question": "1+2=?", "answer": "3"}\n' * 8)
+    result = train_here(
+        config, "reward.functions=[plug.py:fussy]", "data.source=train.jsonl", "data.eval_source=test.jsonl"
+    )
+    assert result.exit_code == 2
+    assert "data.eval_source: plug.py:fussy judges held-out answers too: asks for `difficulty`" in result.stderr
+
+
+def test_scoring_a_file_uses_the_same_functions(config: Path, tmp_path: Path) -> None:
+    assert train_here(config, *QUIET).exit_code == 0
+    samples = run_of(config) / "rollouts" / "step_000001.jsonl"
+    arguments = ("score", "--config", config, "--role", "reward", "--input", samples, "--out", tmp_path / "out.jsonl")
+    functions = "reward.functions=[plug.py:fussy, plug.py:length, {function: plug.py:silent, name: mute}]"
+    result = here(*arguments, *settings(functions, "reward.on_error=drop"))
+    assert result.exit_code == 0, result.stderr
+    records = [record for _, record in read_jsonl(tmp_path / "out.jsonl")]
+    dropped = [record for record in records if record["finish_reason"] == "dropped:reward"]
+    assert 0 < len(dropped) < len(records) == 16
+    figures = dict(line.rsplit(maxsplit=1) for line in result.stdout.splitlines())
+    assert figures["reward/fussy/error_count"] == figures["reward/dropped_count"] == str(len(dropped))
+    assert (figures["reward/abstained_count"], figures["reward/mute/mean"]) == ("16", "None")
+    assert "reward fussy: plug.py:fussy, one at a time: completion, difficulty" in result.stderr
+    assert all("reward" not in record and record["reward_errors"] for record in dropped)
+    # Another scoring forgets them; one that is to raise writes nothing.
+    write_jsonl(tmp_path / "again.jsonl", records)
+    again = ("score", "--role", "reward", "--input", tmp_path / "again.jsonl", "--out", tmp_path / "new.jsonl")
+    result = here(*again, *settings("reward.functions=[plug.py:fussy]"))
+    assert (result.exit_code, result.stdout) == (1, "") and not (tmp_path / "new.jsonl").exists()
+    assert here(*again, *settings("reward.functions=[plug.py:length]")).exit_code == 0
+    assert not any("reward_errors" in record for _, record in read_jsonl(tmp_path / "new.jsonl"))
+
+
+@pytest.mark.parametrize(("on_error", "exit_code"), [("drop", 0), ("raise", 1)])
+def test_what_fails_on_one_host_is_counted_on_both_and_stops_both(
+    config: Path, tmp_path: Path, on_error: str, exit_code: int
+) -> None:
+    address = free_address()
+    chosen = settings(
+        *("reward.functions=[plug.py:of_host, arithmetic]", f"reward.on_error={on_error}"),
+        *("reward.environment=[HOST_NUMBER]", "rollout.prompts_per_step=2", "run.steps=1", QUIET[0]),
+    )
+    with ExitStack() as stack:
+        hosts = [
+            stack.enter_context(
+                started(
+                    *("train", "--config", config, *chosen, *settings(*of_host(number, address))),
+                    environ={"HOST_NUMBER": str(number)},
+                    cwd=tmp_path,
+                )
+            )
+            for number in (0, 1)
+        ]
+        output = [host.communicate(timeout=DEADLINE_S) for host in hosts]
+    assert [host.returncode for host in hosts] == [exit_code] * 2, output
+    if on_error == "raise":
+        assert "a reward function failed on another host, which says why" in output[0][1]
+        assert "of_host: raised: ValueError: not on this host" in output[1][1]
+        return
+    for line in metrics_of(run_of(config)):
+        samples = samples_of(run_of(config), line["step"])  # of the first host
+        assert len(samples) == 8 and line["reward/dropped_count"] == line["reward/of_host/error_count"] == 8
+        assert line["reward/of_host/mean"] == np.mean([len(s.completion) for s in samples])
+        assert line["reward/of_host/only_here/mean"] == 1
+        assert line["completions/mean_length"] == np.mean([len(s.completion_ids) for s in samples])
+        assert line["policy/grad_norm"] > 0
