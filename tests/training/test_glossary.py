@@ -6,9 +6,21 @@ import itertools
 import re
 from pathlib import Path
 
-from tests.training.program import REPOSITORY, metrics_of
+import pytest
 
-PLACEHOLDERS = {"<function>": r"[^/]+", "<n>": r"\d+"}
+from tests.training.program import REPOSITORY, metrics_of, train_here
+
+PLACEHOLDERS = {"<function>": r"[^/]+", "<name>": r"[^/]+", "<n>": r"\d+"}
+
+
+@pytest.fixture
+def judged_by_plug_in(config: Path) -> Path:
+    """The run directory of a step whose reward function gives a further number."""
+    (config.parent / "judge.py").write_text("def judge(completion): return {'score': 1.0, 'length': len(completion)}\n")
+    functions = f"reward.functions=['{config.parent / 'judge.py'}:judge']"
+    result = train_here(config, functions, "run.steps=1", "eval.every_steps=0")
+    assert result.exit_code == 0, result.stderr
+    return config.parent / "runs" / "tiny"
 
 
 def glossary() -> dict[str, list[str]]:
@@ -40,15 +52,17 @@ def metrics_of_real_runs(*runs: Path) -> set[str]:
     return {name for run in runs for line in metrics_of(run) for name in line}
 
 
-def test_every_metric_of_a_run_is_in_the_glossary(finished: Path, uninterrupted: Path) -> None:
+def test_every_metric_of_a_run_is_in_the_glossary(finished: Path, uninterrupted: Path, judged_by_plug_in: Path) -> None:
     entries = glossary()
-    metrics = metrics_of_real_runs(finished, uninterrupted)
+    metrics = metrics_of_real_runs(finished, uninterrupted, judged_by_plug_in)
     assert len(metrics) > 40
     assert [name for name in sorted(metrics) if not any(matches(entry, name) for entry in entries)] == []
 
 
-def test_the_glossary_names_no_metric_that_no_run_writes(finished: Path, uninterrupted: Path) -> None:
-    metrics = metrics_of_real_runs(finished, uninterrupted)
+def test_the_glossary_names_no_metric_that_no_run_writes(
+    finished: Path, uninterrupted: Path, judged_by_plug_in: Path
+) -> None:
+    metrics = metrics_of_real_runs(finished, uninterrupted, judged_by_plug_in)
     assert [entry for entry in glossary() if not any(matches(entry, name) for name in metrics)] == []
 
 
