@@ -289,6 +289,12 @@ class Settings(BaseSettings):
         """Optimizer steps of a training step."""
         return self.num_mini_batches * self.algorithm.epochs
 
+    @property
+    def scored_roles(self) -> tuple[Literal["policy", "reference"], ...]:
+        """Whose logprobs a step takes before its updates: proximal ones where several follow, and the reference's."""
+        policy, reference = self.updates_per_step > 1, self.algorithm.beta > 0
+        return (*(("policy",) if policy else ()), *(("reference",) if reference else ()))
+
     @classmethod
     def settings_customise_sources(
         cls,

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import Array, UInt32
 
-from app.mesh.placement import gather_over_hosts, max_over_hosts
+from app.mesh.placement import abstract, gather_over_hosts, max_over_hosts
 from app.update.optimizer import TrainState
 from settings.errors import InputError
 
@@ -66,7 +66,7 @@ class Checkpoints:
             primary_host=jax.process_index(), active_processes={jax.process_index()}
         )
         self._reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone)
-        self._target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+        self._target = abstract(shapes, shardings)
         # Compiled now: a compilation in the middle of a run is an alarm.
         self._checksum = jax.jit(checksum).lower(self._target).compile()
 

@@ -28,13 +28,18 @@ def evaluated_task(settings: Settings) -> str:
     return settings.reward.functions[0].name.removesuffix(FORMAT_SUFFIX)
 
 
+def evaluation_batch(settings: Settings, prompts: Sequence[Prompt]) -> int:
+    """How many of this host's prompts are generated from at once: no more rows than in a rollout."""
+    return min(len(prompts), settings.rollout.prompts_per_step * settings.rollout.group_size)
+
+
 def evaluate(
     session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]
 ) -> tuple[dict[str, float], list[Sample]]:
     """One sample per prompt at `eval.temperature`. Returns metrics under `eval/` and the graded samples."""
     settings = session.settings
     task = evaluated_task(settings)
-    batch = min(len(prompts), settings.rollout.prompts_per_step * settings.rollout.group_size)
+    batch = evaluation_batch(settings, prompts)
     samples: list[Sample] = []
     for first in range(0, len(prompts), batch):
         # The last batch is filled up with repeats, so that every batch has the shape of the first.

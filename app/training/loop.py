@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from app.flow import Prompt, Sample
-from app.mesh import topology
 from app.policy.decoder import Params
 from app.prompts.order import PromptOrder, host_slice
 from app.reward.weighing import score_rewards
@@ -20,13 +19,14 @@ from app.training.checkpoint import Checkpoints, Progress
 from app.training.evaluate import evaluate, host_share
 from app.training.interrupts import Interrupts
 from app.training.journal import Journal, NoJournal
-from app.training.metrics import CompilationCounter, Work, sample_metrics, step_performance
+from app.training.launch import Launch, prepare
+from app.training.metrics import CompilationCounter, sample_metrics, step_performance
 from app.training.progress import Board, evaluation_line
-from app.training.run_directory import Resume, RunDirectory, check_claim, claim
+from app.training.run_directory import Resume, RunDirectory, claim
 from app.training.session import Session
 from app.training.summary import summary_text
-from app.training.training_input import TrainingInput, read_training_input
-from app.training.wiring import Learning, check_rows, wire_learning
+from app.training.training_input import TrainingInput
+from app.training.wiring import Learning, wire_learning, work_of
 from app.update.optimizer import TrainState, initial_state
 from settings import Resolved, Settings
 
@@ -94,16 +94,6 @@ class Trainer:
         """Over all hosts."""
         return self.settings.rollout.prompts_per_step * jax.process_count()
 
-    @property
-    def work(self) -> Work:
-        """What a step's tokens go through."""
-        return Work(
-            num_parameters=self.session.input.definition.num_parameters,
-            group_size=self.settings.rollout.group_size,
-            scoring_passes=self.learning.several_updates + (self.reference is not None),
-            epochs=self.settings.algorithm.epochs,
-        )
-
     def score(self, params: Params, samples: list[Sample]) -> list[Sample]:
         """Proximal logprobs where several updates follow, reference logprobs where a KL penalty needs them."""
         temperature, score = self.settings.rollout.temperature, self.settings.score
@@ -127,27 +117,20 @@ def train(resolved: Resolved, *, resume: Resume) -> int:
         InputError: input that cannot be used; nothing on disk has changed by then.
         RuntimeError: too many non-finite updates in a row.
     """
-    settings = resolved.settings
-    run = RunDirectory.of(settings.run)
-    check_claim(run, resume)
-    training_input = read_training_input(settings)
-    topology.start(settings.mesh)
-    session = Session.open(settings, training_input.model)
-    check_rows(settings, session)
+    launch = prepare(resolved, resume=resume)
     with ExitStack() as stack:
         if jax.process_index() == 0:
-            stack.enter_context(claim(run))
-        exit_code, history = _train_in(run, resolved, session, training_input, stack)
+            stack.enter_context(claim(launch.run))
+        exit_code, history = _train_in(launch, stack)
     # Only now: the board, while it lives, takes stdout with it to stderr.
     if jax.process_index() == 0:
-        print(summary_text(history, path=str(run.path)), flush=True)
+        print(summary_text(history, path=str(launch.run.path)), flush=True)
     return exit_code
 
 
-def _train_in(
-    run: RunDirectory, resolved: Resolved, session: Session, training_input: TrainingInput, stack: ExitStack
-) -> tuple[int, Sequence[Mapping[str, Any]]]:
+def _train_in(launch: Launch, stack: ExitStack) -> tuple[int, Sequence[Mapping[str, Any]]]:
     """The exit code and every line of `metrics.jsonl`; empty on all processes but the first."""
+    resolved, run, training_input, session = launch.resolved, launch.run, launch.input, launch.session
     settings, is_first = resolved.settings, jax.process_index() == 0
     learning = wire_learning(settings, session)
     compilations = stack.enter_context(closing(CompilationCounter()))
@@ -156,8 +139,9 @@ def _train_in(
     )
     stack.callback(checkpoints.close)
     state, progress = _open_state(checkpoints, session, learning, training_input)
-    reference = _reference(state, progress, session) if settings.algorithm.beta > 0 else None
+    reference = _reference(state, progress, session) if "reference" in settings.scored_roles else None
     trainer = Trainer(settings, session, learning, training_input.prompts, reference)
+    work = work_of(settings, session.input.definition)
     board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
     board.say(training_input.report)
     if is_first:
@@ -187,7 +171,7 @@ def _train_in(
             **metrics,
             **timer.seconds,
             "time/step_s": seconds,
-            **step_performance(samples, trainer.work, seconds=seconds),
+            **step_performance(samples, work, seconds=seconds),
             "perf/compilations": compilations.take(),
         }
         if held_out and (is_last or step % settings.eval.every_steps == 0):

@@ -14,6 +14,8 @@ import optax
 from app.advantage.group import credit_by_group
 from app.flow import Sample
 from app.mesh.placement import num_local_row_shards
+from app.policy.decoder import DecoderDefinition
+from app.training.metrics import Work
 from app.training.session import Session
 from app.update.aggregation import AGGREGATIONS
 from app.update.kl import ESTIMATORS
@@ -44,7 +46,7 @@ class Learning:
 def wire_learning(settings: Settings, session: Session) -> Learning:
     """Objective, optimizer and compiled update step of `algorithm.*` and `optimizer.*`."""
     algorithm, model, definition = settings.algorithm, settings.model, session.input.definition
-    several = settings.updates_per_step > 1
+    several = "policy" in settings.scored_roles
     schedule = make_schedule(settings.optimizer, num_updates=settings.run.steps * settings.updates_per_step)
     optimizer = make_optimizer(settings.optimizer, schedule)
     shardings = state_shardings(optimizer, definition.shapes, definition.shardings(session.mesh), session.mesh)
@@ -70,6 +72,16 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
         rows_per_device=algorithm.rows_per_device,
     )
     return Learning(ADVANTAGES[algorithm.name], updater, optimizer, shapes, shardings, several)
+
+
+def work_of(settings: Settings, definition: DecoderDefinition) -> Work:
+    """What a step's tokens go through."""
+    return Work(
+        num_parameters=definition.num_parameters,
+        group_size=settings.rollout.group_size,
+        scoring_passes=len(settings.scored_roles),
+        epochs=settings.algorithm.epochs,
+    )
 
 
 def check_rows(settings: Settings, session: Session) -> None:
