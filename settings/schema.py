@@ -257,6 +257,10 @@ class Logging(Section):
     wandb_mode: Literal["online", "offline", "disabled"] = Field(
         default="online", description="Offline is taken instead of online when no key is known."
     )
+    profile_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = Field(
+        default=(),
+        description="Steps of which `jax.profiler` writes a trace to profile/, as in [3, 5]. They run slower.",
+    )
     save_rollouts: bool = Field(default=True, description="Write every step's samples to rollouts/.")
 
 

@@ -24,6 +24,7 @@ from app.training.metrics import CompilationCounter, sample_metrics, step_perfor
 from app.training.progress import Board, evaluation_line
 from app.training.run_directory import Resume, RunDirectory, claim
 from app.training.session import Session
+from app.training.step_traces import StepTraces
 from app.training.summary import summary_text
 from app.training.training_input import TrainingInput
 from app.training.wiring import Learning, wire_learning, work_of
@@ -42,7 +43,8 @@ class Timer:
     def phase(self, name: str) -> Iterator[None]:
         self.board.phase(name)
         start = time.perf_counter()
-        yield
+        with jax.profiler.TraceAnnotation(name):
+            yield
         self.seconds[f"time/{name}_s"] = time.perf_counter() - start
 
 
@@ -151,13 +153,18 @@ def _train_in(launch: Launch, stack: ExitStack) -> tuple[int, Sequence[Mapping[s
     stack.callback(journal.close)
     progress = replace(progress, wandb_id=journal.wandb_id)
     interrupts = stack.enter_context(Interrupts())
+    traces = StepTraces(settings.logging.profile_steps if is_first else (), run.profile)
+    stack.callback(traces.stop)
     held_out = host_share(training_input.held_out) if training_input.held_out else []
     if progress.step:
         board.say(f"continuing after step {progress.step} of {settings.run.steps}")
+        if done := [step for step in settings.logging.profile_steps if step <= progress.step]:
+            board.say(f"logging.profile_steps: done before, so not profiled: {', '.join(map(str, done))}")
     elif held_out:
         journal.write(0, _evaluate(trainer, state.params, held_out, 0, run, journal, board))
     exit_code = 0
     for step in range(progress.step + 1, settings.run.steps + 1):
+        traces.start(step)
         start, timer = time.perf_counter(), Timer(board)
         state, samples, metrics = trainer.step(state, step=step, position=progress.position, timer=timer)
         if settings.logging.save_rollouts:
@@ -166,6 +173,7 @@ def _train_in(launch: Launch, stack: ExitStack) -> tuple[int, Sequence[Mapping[s
         # A signal during the last step changes nothing: the run is complete.
         exit_code = 0 if is_last else asked
         seconds = time.perf_counter() - start
+        traces.stop()
         record = {
             "policy/kl": None,  # until a penalty measures it
             **metrics,

@@ -45,6 +45,8 @@ def refused(config: Path, *overrides: str, resume: str = "never") -> str:
         ("rollout.max_new_tokens=120", "data.max_prompt_length + rollout.max_new_tokens = 16 + 120 = 136 tokens"),
         ("rollout.max_length_total=19", "make 20 tokens, more than rollout.max_length_total = 19"),
         ("optimizer.warmup_steps=4", "so the warm-up would not end"),
+        ("logging.profile_steps=[2, 9]", "step 9 is beyond the run, which ends at run.steps = 4 (from yaml:"),
+        ("logging.profile_steps=[0]", "logging.profile_steps[0]: expected greater than or equal to 1, got 0"),
         ("mesh.shape='3,1,1'", "mesh.shape: '3,1,1' asks for 3 devices and there are 8"),
         ("mesh.num_processes=2", "also set mesh.coordinator_address and mesh.process_id"),
         ("model.path=builtin:huge", "model.path: there is no built-in model 'builtin:huge'"),
