@@ -27,6 +27,7 @@ def check_for_train(resolved: Resolved) -> None:
             _longest_sample_fits,
             _warmup_ends,
             _profiled_steps_are_run,
+            _the_best_is_measured,
             _processes_are_known,
         ),
     )
@@ -133,6 +134,16 @@ def _profiled_steps_are_run(resolved: Resolved) -> str | None:
     return (
         f"logging.profile_steps (from {resolved.origin('logging.profile_steps')}): step {beyond[0]} is beyond the run, "
         f"which ends at {_named(resolved, 'run.steps')}; choose steps from 1 to {steps}"
+    )
+
+
+def _the_best_is_measured(resolved: Resolved) -> str | None:
+    settings = resolved.settings
+    if settings.checkpoint.best_metric is None or settings.eval.every_steps > 0:
+        return None
+    return (
+        f"{_named(resolved, 'checkpoint.best_metric')}: {_named(resolved, 'eval.every_steps')} means no evaluation, so "
+        "it is never measured; set it to null, or eval.every_steps to 1 or more"
     )
 
 

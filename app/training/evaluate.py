@@ -14,6 +14,8 @@ from app.rollout.sampling import SamplingRules
 from app.training.metrics import over_hosts
 from app.training.session import Session
 from settings import Settings
+from settings.errors import InputError
+from settings.fields import did_you_mean, nearest_of
 
 
 def host_share(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -58,6 +60,27 @@ def evaluate(
     return evaluation_metrics(samples, task), samples
 
 
+MEASURED = ("eval/accuracy", "eval/format_rate", "eval/truncated_fraction", "eval/mean_length")
+"""What every evaluation measures."""
+
+
+def accuracy_at(difficulty: float) -> str:
+    """The name of the accuracy on problems of one difficulty."""
+    return f"eval/accuracy/difficulty_{difficulty:g}"
+
+
+def check_best_metric(name: str, prompts: Sequence[Prompt]) -> None:
+    """Raises InputError where evaluations on these prompts do not measure what is to choose the best checkpoint."""
+    difficulties = {prompt.extra["difficulty"] for prompt in prompts if "difficulty" in prompt.extra}
+    measured = [*MEASURED, *map(accuracy_at, sorted(difficulties))]
+    if name not in measured:
+        suggestion = did_you_mean(nearest_of(name, measured))
+        raise InputError(
+            f"checkpoint.best_metric: evaluations do not measure {name!r}{suggestion} (they measure "
+            f"{', '.join(measured)}; null keeps no best checkpoint)"
+        )
+
+
 def evaluation_metrics(samples: Sequence[Sample], task: str) -> dict[str, float]:
     """Accuracy, format and truncation rates and mean length; accuracy by difficulty where the data names one."""
     correct = over_hosts([s.reward or 0.0 for s in samples])
@@ -69,5 +92,5 @@ def evaluation_metrics(samples: Sequence[Sample], task: str) -> dict[str, float]
     }
     difficulties = over_hosts([s.prompt.extra.get("difficulty", np.nan) for s in samples])
     for level in np.unique(difficulties[~np.isnan(difficulties)]):
-        metrics[f"eval/accuracy/difficulty_{level:g}"] = correct[difficulties == level].mean()
+        metrics[accuracy_at(level)] = correct[difficulties == level].mean()
     return {name: float(value) for name, value in metrics.items()}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from app.training.interrupts import Interrupts
 from app.training.journal import Journal, NoJournal
 from app.training.launch import Launch, prepare
 from app.training.metrics import CompilationCounter, sample_metrics, step_performance
+from app.training.preservation import Best, NewestAndBest, SaveClock
 from app.training.progress import Board, evaluation_line
 from app.training.run_directory import Resume, RunDirectory, claim
 from app.training.session import Session
@@ -112,8 +113,10 @@ class Trainer:
         return samples
 
 
-def train(resolved: Resolved, *, resume: Resume) -> int:
+def train(resolved: Resolved, *, resume: Resume, clock: Callable[[], float] = time.monotonic) -> int:
     """`grpo train`: trains to `run.steps`, prints what came of it and returns the exit code (0, 75 or 130).
+
+    `clock`, in seconds, decides when `checkpoint.every_minutes` have passed; process 0's counts.
 
     Raises:
         InputError: input that cannot be used; nothing on disk has changed by then.
@@ -123,22 +126,27 @@ def train(resolved: Resolved, *, resume: Resume) -> int:
     with ExitStack() as stack:
         if jax.process_index() == 0:
             stack.enter_context(claim(launch.run))
-        exit_code, history = _train_in(launch, stack)
+        outcome = _train_in(launch, stack, clock)
     # Only now: the board, while it lives, takes stdout with it to stderr.
     if jax.process_index() == 0:
-        print(summary_text(history, path=str(launch.run.path)), flush=True)
-    return exit_code
+        print(summary_text(outcome.history, path=str(launch.run.path), best=outcome.best), flush=True)
+    return outcome.exit_code
 
 
-def _train_in(launch: Launch, stack: ExitStack) -> tuple[int, Sequence[Mapping[str, Any]]]:
-    """The exit code and every line of `metrics.jsonl`; empty on all processes but the first."""
+class Outcome(NamedTuple):
+    exit_code: int
+    history: Sequence[Mapping[str, Any]]
+    """Every line of `metrics.jsonl`; empty on all processes but the first."""
+    best: Best | None
+
+
+def _train_in(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcome:
+    """The run itself. What it opens, `stack` closes."""
     resolved, run, training_input, session = launch.resolved, launch.run, launch.input, launch.session
     settings, is_first = resolved.settings, jax.process_index() == 0
     learning = wire_learning(settings, session)
     compilations = stack.enter_context(closing(CompilationCounter()))
-    checkpoints = Checkpoints(
-        run.checkpoints, keep=settings.checkpoint.keep, shapes=learning.shapes, shardings=learning.shardings
-    )
+    checkpoints = _open_checkpoints(launch, learning)
     stack.callback(checkpoints.close)
     state, progress = _open_state(checkpoints, session, learning, training_input)
     reference = _reference(state, progress, session) if "reference" in settings.scored_roles else None
@@ -157,21 +165,20 @@ def _train_in(launch: Launch, stack: ExitStack) -> tuple[int, Sequence[Mapping[s
     stack.callback(traces.stop)
     held_out = host_share(training_input.held_out) if training_input.held_out else []
     if progress.step:
-        board.say(f"continuing after step {progress.step} of {settings.run.steps}")
-        if done := [step for step in settings.logging.profile_steps if step <= progress.step]:
-            board.say(f"logging.profile_steps: done before, so not profiled: {', '.join(map(str, done))}")
+        board.say(_continuing(progress, settings))
     elif held_out:
         journal.write(0, _evaluate(trainer, state.params, held_out, 0, run, journal, board))
-    exit_code = 0
+    exit_code, save_clock = 0, SaveClock(settings.checkpoint.every_minutes, clock)
     for step in range(progress.step + 1, settings.run.steps + 1):
         traces.start(step)
         start, timer = time.perf_counter(), Timer(board)
         state, samples, metrics = trainer.step(state, step=step, position=progress.position, timer=timer)
         if settings.logging.save_rollouts:
             journal.write_samples(run.rollouts(step), samples)
-        is_last, asked = step == settings.run.steps, interrupts.agreed_exit_code(step)
+        is_last = step == settings.run.steps
+        agreed = interrupts.agreed(step, save_is_due=is_first and save_clock.is_due)
         # A signal during the last step changes nothing: the run is complete.
-        exit_code = 0 if is_last else asked
+        exit_code = 0 if is_last else agreed.exit_code
         seconds = time.perf_counter() - start
         traces.stop()
         record = {
@@ -184,17 +191,38 @@ def _train_in(launch: Launch, stack: ExitStack) -> tuple[int, Sequence[Mapping[s
         }
         if held_out and (is_last or step % settings.eval.every_steps == 0):
             record |= _evaluate(trainer, state.params, held_out, step, run, journal, board)
-        progress = replace(progress, step=step, position=progress.position + trainer.prompts_per_step)
+        progress = replace(
+            progress,
+            step=step,
+            position=progress.position + trainer.prompts_per_step,
+            evaluation={name: value for name, value in record.items() if name.startswith("eval/")} or None,
+        )
         journal.write(step, record)
         board.step(step, record)
         _stop_if_diverged(metrics, settings)
-        if is_last or exit_code or step % settings.checkpoint.every_steps == 0:
+        in_turn = is_last or exit_code or agreed.save_is_due or step % settings.checkpoint.every_steps == 0
+        if in_turn or checkpoints.is_best(progress):
             board.phase("save")
             checkpoints.save(state, progress)
+            save_clock.reset()
+        checkpoints.point_at_best()
         if exit_code:
             break
     checkpoints.finish()
-    return exit_code, journal.history
+    return Outcome(exit_code, journal.history, checkpoints.best)
+
+
+def _continuing(progress: Progress, settings: Settings) -> str:
+    """What a resumed run says first."""
+    text = f"continuing after step {progress.step} of {settings.run.steps}"
+    done = [step for step in settings.logging.profile_steps if step <= progress.step]
+    return f"{text}\nlogging.profile_steps: done before, so not profiled: {', '.join(map(str, done))}" if done else text
+
+
+def _open_checkpoints(launch: Launch, learning: Learning) -> Checkpoints:
+    settings = launch.resolved.settings.checkpoint
+    policy = NewestAndBest(settings.keep, settings.best_metric, settings.best_mode)
+    return Checkpoints(launch.run.checkpoints, policy=policy, shapes=learning.shapes, shardings=learning.shardings)
 
 
 def _open_state(

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from app.training.preservation import Best
+
 EDGE = 10
 """Training steps averaged at each end of a run: one step's reward is mostly noise."""
 
 
-def summary_text(history: Sequence[Mapping[str, Any]], *, path: str) -> str:
-    """Evaluation and reward at the start and at the end, time and speed."""
+def summary_text(history: Sequence[Mapping[str, Any]], *, path: str, best: Best | None = None) -> str:
+    """Evaluation and reward at the start and at the end, the best checkpoint, time and speed."""
     evaluations = [m for m in history if "eval/accuracy" in m]
     steps = [m for m in history if "reward/mean" in m]
     lines = []
@@ -20,7 +22,7 @@ def summary_text(history: Sequence[Mapping[str, Any]], *, path: str) -> str:
         before, after = evaluations[0], evaluations[-1]
         lines.append(f"{'held out':<28}{'step ' + str(before['step']):>12}{'step ' + str(after['step']):>12}")
         for name in [n for n in after if n.startswith("eval/")]:
-            unit = ".1f" if name == "eval/mean_length" else ".1%"
+            unit = _unit(name)
             lines.append(f"{name.removeprefix('eval/'):<28}{before[name]:>12{unit}}{after[name]:>12{unit}}")
     if steps:
         edge = max(min(EDGE, len(steps) // 2), 1)
@@ -30,4 +32,11 @@ def summary_text(history: Sequence[Mapping[str, Any]], *, path: str) -> str:
         lines.append(
             f"{len(steps)} steps, median {seconds[len(seconds) // 2]:.2f} s a step, {sum(seconds):.0f} s in all"
         )
+    if best is not None:
+        lines.append(f"best {best.metric} {best.value:{_unit(best.metric)}} after step {best.step}: checkpoints/best")
     return "\n".join([*lines, f"everything is in {path}"])
+
+
+def _unit(metric: str) -> str:
+    """How the values of an evaluation's metric are written."""
+    return ".1f" if metric == "eval/mean_length" else ".1%"

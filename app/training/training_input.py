@@ -9,7 +9,7 @@ from app.flow import Prompt
 from app.prompts.encode import encode_prompts
 from app.prompts.source import load_held_out_data, load_training_data
 from app.reward.weighing import check_answers
-from app.training.evaluate import evaluated_task
+from app.training.evaluate import check_best_metric, evaluated_task
 from app.training.session import ModelInput, check_context, read_model_input
 from settings import Settings
 
@@ -48,6 +48,8 @@ def read_training_input(settings: Settings) -> TrainingInput:
         rows = load_held_out_data(settings.data, num_prompts=settings.eval.num_prompts).rows
         check_answers(rows, [(evaluated_task(settings), 1.0)])
         held_out, _ = encode_prompts(rows, model.tokenizer, **encode)
+        if settings.checkpoint.best_metric is not None:
+            check_best_metric(settings.checkpoint.best_metric, held_out)
     fingerprints = {
         "model": model.files.fingerprint,
         "tokenizer": model.tokenizer.fingerprint,
