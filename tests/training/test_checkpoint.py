@@ -360,7 +360,7 @@ def test_what_is_wrong_with_the_machine_or_the_program_is_no_damage(error: Excep
     assert not is_damage(wrapped(error))
 
 
-HOST = """
+JOIN = """
 import sys
 from pathlib import Path
 import jax
@@ -369,7 +369,10 @@ jax.config.update("jax_num_cpu_devices", 1)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, 2, int(process_id))
 from settings import InputError
-from tests.training.test_checkpoint import FINGERPRINTS, opened
+from tests.training.test_checkpoint import FINGERPRINTS, make_state, opened, progress
+"""
+
+RESTORE = """
 checkpoints = opened(Path(folder), num_devices=2)
 try:
     found = checkpoints.restore(FINGERPRINTS)
@@ -379,15 +382,24 @@ except InputError as error:
 checkpoints.close()
 """
 
+SAVE = """
+checkpoints = opened(Path(folder), keep=1, num_devices=2, best="eval/accuracy")
+for step, accuracy in ((1, 0.5), (2, 0.2), (3, 0.7)):
+    checkpoints.save(make_state(step, num_devices=2), progress(step, accuracy))
+checkpoints.finish()
+print("\\nbest", checkpoints.best.step)
+checkpoints.close()
+"""
 
-def found_by_hosts(*folders: Path) -> list[str]:
-    """What each of two processes, of one device each, finds in its folder."""
+
+def said_by_hosts(*folders: Path, program: str = RESTORE) -> list[str]:
+    """The last word of each of two processes, of one device each, on its folder."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     hosts = [
         subprocess.Popen(
-            [sys.executable, "-c", HOST, address, str(i), str(folder)],
+            [sys.executable, "-c", JOIN + program, address, str(i), str(folder)],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -409,15 +421,21 @@ def found_by_hosts(*folders: Path) -> list[str]:
 def test_what_one_host_cannot_read_all_pass_over(folder: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
     other = shutil.copytree(folder, tmp_path / "other")
     damage(other / "4")
-    assert found_by_hosts(folder, other) == ["found 2", "found 2"]
+    assert said_by_hosts(folder, other) == ["found 2", "found 2"]
 
 
 def test_hosts_that_see_different_checkpoints_are_told_to_share(folder: Path, tmp_path: Path) -> None:
-    first, second = found_by_hosts(folder, tmp_path / "not_shared")
+    first, second = said_by_hosts(folder, tmp_path / "not_shared")
     for line in (first, second):
         assert line.startswith("error run.dir: the hosts see checkpoints of different steps")
         assert "(host 0: [4, 2]; host 1: [])" in line
     assert steps_in(folder) == {"2", "4"}
+
+
+def test_two_hosts_keep_the_same_best(tmp_path: Path) -> None:
+    assert said_by_hosts(tmp_path, tmp_path, program=SAVE) == ["best 3", "best 3"]
+    assert steps_in(tmp_path) == {"3", "best"}
+    assert os.readlink(tmp_path / "best") == "3"
 
 
 def test_what_changed_since_is_named(checkpoints: Checkpoints) -> None:
