@@ -76,11 +76,24 @@ def train(
             "refuse a used directory (never), refuse one without (must)."
         ),
     ] = "never",
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check all that a launch does, print sizes and memory, and stop."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what --dry-run finds as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
     """Train a model: rollout, reward, score, advantage, update, again and again."""
     with _errors_for_people(debug):
+        if as_json and not dry_run:
+            raise InputError("--json goes with --dry-run; a run's figures are in its metrics.jsonl")
         resolved = _resolve(config, overrides, print_config=print_config, check=check_for_train)
+        if dry_run:
+            from app.training.dry_run import look_ahead
+
+            found = look_ahead(resolved, resume=resume)
+            _write(_as_json(found.to_dict()) if as_json else found.to_text(), sys.stdout)
+            raise typer.Exit
         from app.training import loop
 
         code = loop.train(resolved, resume=resume)

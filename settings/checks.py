@@ -27,6 +27,8 @@ def check_for_train(resolved: Resolved) -> None:
             _mini_batches_divide_the_step,
             _longest_sample_fits,
             _warmup_ends,
+            _profiled_steps_are_run,
+            _the_best_is_measured,
             _processes_are_known,
         ),
     )
@@ -140,6 +142,27 @@ def _warmup_ends(resolved: Resolved) -> str | None:
     return (
         f"{_named(resolved, 'optimizer.warmup_steps')}: {_named(resolved, 'run.steps')} make {updates} "
         f"optimizer steps, so the warm-up would not end; lower it to at most {updates - 1}"
+    )
+
+
+def _profiled_steps_are_run(resolved: Resolved) -> str | None:
+    steps = resolved.settings.run.steps
+    beyond = [step for step in resolved.settings.logging.profile_steps if step > steps]
+    if not beyond:
+        return None
+    return (
+        f"logging.profile_steps (from {resolved.origin('logging.profile_steps')}): step {beyond[0]} is beyond the run, "
+        f"which ends at {_named(resolved, 'run.steps')}; choose steps from 1 to {steps}"
+    )
+
+
+def _the_best_is_measured(resolved: Resolved) -> str | None:
+    settings = resolved.settings
+    if settings.checkpoint.best_metric is None or settings.eval.every_steps > 0:
+        return None
+    return (
+        f"{_named(resolved, 'checkpoint.best_metric')}: {_named(resolved, 'eval.every_steps')} means no evaluation, so "
+        "it is never measured; set it to null, or eval.every_steps to 1 or more"
     )
 
 

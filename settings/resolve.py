@@ -109,6 +109,8 @@ def _derived(given: Settings, provenance: Mapping[str, str], *, config_stem: str
         layer["score.policy.rows_per_device"] = inherited
     if given.score.reference.rows_per_device is None:
         layer["score.reference.rows_per_device"] = inherited
+    if given.eval.every_steps == 0 and provenance["checkpoint.best_metric"] == "default":
+        layer["checkpoint.best_metric"] = Leaf(None, "derived")
     if given.algorithm.mini_batch_prompts is None:
         layer["algorithm.mini_batch_prompts"] = Leaf(rollout.prompts_per_step, "derived")
     return layer | _derived_algorithm(given.algorithm)

@@ -361,7 +361,17 @@ class Mesh(Section):
 
 class Checkpoint(Section):
     every_steps: int = Field(default=50, ge=1, description="Steps between checkpoints; the last step is always saved.")
-    keep: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
+    every_minutes: float | None = Field(
+        default=None, gt=0, description="Also a checkpoint when the last is so old; null = by steps alone."
+    )
+    keep: int = Field(default=2, ge=1, description="Newest checkpoints kept; the best one stays beside them.")
+    best_metric: str | None = Field(
+        default="eval/accuracy",
+        description="The checkpoint whose evaluation is best by this is kept, as checkpoints/best; null = none is.",
+    )
+    best_mode: Literal["max", "min"] = Field(
+        default="max", description="Whether more or less of `best_metric` is better. Of equals the earlier stays."
+    )
 
 
 class Eval(Section):
@@ -376,6 +386,10 @@ class Logging(Section):
     wandb_project: str | None = Field(default=None, description="wandb is used only when this is set.")
     wandb_mode: Literal["online", "offline", "disabled"] = Field(
         default="online", description="Offline is taken instead of online when no key is known."
+    )
+    profile_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = Field(
+        default=(),
+        description="Steps of which `jax.profiler` writes a trace to profile/, as in [3, 5]. They run slower.",
     )
     save_rollouts: bool = Field(default=True, description="Write every step's samples to rollouts/.")
     completions_every_steps: int = Field(
@@ -415,6 +429,16 @@ class Settings(BaseSettings):
     def updates_per_step(self) -> int:
         """Optimizer steps of a training step."""
         return self.num_mini_batches * self.algorithm.epochs
+
+    @property
+    def scored_roles(self) -> tuple[Literal["policy", "reference"], ...]:
+        """Whose logprobs a step takes before its updates.
+
+        The policy's where several updates follow or a reward is penalised by them, the reference's for any KL.
+        """
+        policy = self.updates_per_step > 1 or self.algorithm.kl_in_reward
+        reference = self.algorithm.beta > 0
+        return (*(("policy",) if policy else ()), *(("reference",) if reference else ()))
 
     @classmethod
     def settings_customise_sources(

@@ -21,7 +21,12 @@ def common_row_shape(samples: Sequence[Sample]) -> RowShape:
     tokens = max((len(s.prompt.token_ids) + len(s.completion_ids) for s in samples), default=1)
     completion_tokens = max((len(s.completion_ids) for s in samples), default=1)
     longest = max_over_hosts(np.asarray([tokens, completion_tokens]))
-    return RowShape(rung(int(longest[0])), rung(int(longest[1]), smallest=SMALLEST_COMPLETION))
+    return row_shape(int(longest[0]), int(longest[1]))
+
+
+def row_shape(num_tokens: int, num_completion_tokens: int) -> RowShape:
+    """The rungs that hold a sample of so many tokens, so many of them its completion's."""
+    return RowShape(rung(num_tokens), rung(num_completion_tokens, smallest=SMALLEST_COMPLETION))
 
 
 def plan_micro_batches(num_samples: int, mesh: Mesh, *, rows_per_device: int) -> Plan:

@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from app.mesh.axis_rules import AXES, partition_spec, replicated_dims
+from app.mesh.placement import bytes_per_device
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,8 @@ class MeshReport:
 def weight_placement(name: str, shape: Sequence[int], dims: Sequence[str], mesh: Mesh) -> WeightPlacement:
     spec = partition_spec(dims, shape, mesh)
     axes = tuple("+".join(axis) if isinstance(axis, tuple) else axis for axis in spec)
-    shard = NamedSharding(mesh, spec).shard_shape(tuple(shape))
-    return WeightPlacement(
-        name, tuple(shape), tuple(dims), axes, 4 * math.prod(shard), tuple(replicated_dims(dims, shape, mesh))
-    )
+    size = bytes_per_device(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec)))
+    return WeightPlacement(name, tuple(shape), tuple(dims), axes, size, tuple(replicated_dims(dims, shape, mesh)))
 
 
 def mesh_report(

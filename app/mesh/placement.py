@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -62,6 +63,16 @@ def to_local(array: Array, *, row_dim: int = 0) -> np.ndarray:
     # Shards that only differ in tp hold the same rows: keep one of each.
     by_start = {shard.index[row_dim].start or 0: shard for shard in array.addressable_shards}
     return np.concatenate([np.asarray(by_start[start].data) for start in sorted(by_start)], axis=row_dim)
+
+
+def abstract(shapes: Any, shardings: Any) -> Any:
+    """A tree of shaped leaves and the equally built tree of their shardings, as one tree of `jax.ShapeDtypeStruct`."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """What each device holds of a tree of arrays, or of shapes with shardings; the rule table only splits evenly."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def gather_over_hosts(values: np.ndarray) -> np.ndarray:

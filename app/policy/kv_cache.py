@@ -13,9 +13,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
-from app.mesh.axis_rules import constrain
+from app.mesh.axis_rules import constrain, sharding_tree
+from app.mesh.placement import abstract
 from app.policy.attention import cached_attention, packed_attention
 from app.policy.decoder import Attend, Decoder, DecoderDefinition, Params
 
@@ -27,6 +29,9 @@ class LayerCache(NamedTuple):
 
 Cache = tuple[LayerCache, ...]
 """One per layer: separate buffers that a decode step updates in place."""
+
+
+CACHE_DIMS = ("rows", "kv_heads", "tokens", "head")
 
 
 class DecodeWeights(NamedTuple):
@@ -49,7 +54,7 @@ def decode_weights(definition: DecoderDefinition, params: Params, dtype: jnp.dty
     """
 
     def laid_out(x: Array, dims: tuple[str, ...]) -> Array:
-        return constrain(x.astype(dtype), *("activation" if dim == "embed" else dim for dim in dims))
+        return constrain(x.astype(dtype), *decode_dims(dims))
 
     def of_layer(layer: int) -> Params:
         return jax.tree.map(lambda x: x[layer], laid["blocks"])
@@ -60,8 +65,27 @@ def decode_weights(definition: DecoderDefinition, params: Params, dtype: jnp.dty
     return DecodeWeights(rest, tuple(of_layer(i) for i in range(definition.architecture.num_layers)))
 
 
+def decode_dims(dims: tuple[str, ...]) -> tuple[str, ...]:
+    """A weight's logical dims while decoding: whole along its model dim."""
+    return tuple("activation" if dim == "embed" else dim for dim in dims)
+
+
+def abstract_decode_weights(definition: DecoderDefinition, mesh: Mesh, dtype: jnp.dtype) -> DecodeWeights:
+    """What `decode_weights` gives, as shapes on their shardings."""
+    shapes = jax.eval_shape(lambda params: decode_weights(definition, params, dtype), definition.shapes)
+    dims = jax.tree.map(lambda _, dims: decode_dims(dims), definition.shapes, definition.dims)
+    of_layer = jax.tree.map(lambda _, dims: dims[1:], definition.shapes["blocks"], dims["blocks"])
+    layout = DecodeWeights(dims, (of_layer,) * len(shapes.blocks))
+    return abstract(shapes, sharding_tree(mesh, shapes, layout))
+
+
 def constrain_cache(cache: Cache) -> Cache:
-    return jax.tree.map(lambda x: constrain(x, "rows", "kv_heads", "tokens", "head"), cache)
+    return jax.tree.map(lambda x: constrain(x, *CACHE_DIMS), cache)
+
+
+def abstract_cache(shapes: Cache, mesh: Mesh) -> Cache:
+    """A cache's shapes, on the shardings that `constrain_cache` asks for."""
+    return abstract(shapes, sharding_tree(mesh, shapes, jax.tree.map(lambda _: CACHE_DIMS, shapes)))
 
 
 def _run_layers(

@@ -33,7 +33,9 @@ def before_and_after(history: History) -> BeforeAfter:
         before, after = evaluations[0], evaluations[-1]
         header = ("held out", f"step {before['step']}", f"step {after['step']}")
         for name in _told(before, after):
-            rows.append((name.removeprefix("eval/"), _figure(name, before), _figure(name, after)))
+            rows.append(
+                (name.removeprefix("eval/"), figure(name, number(before, name)), figure(name, number(after, name)))
+            )
     if steps:
         edge = max(min(EDGE, len(steps) // 2), 1)
         first, last = (Series.of(part, "reward/mean").values for part in (steps[:edge], steps[-edge:]))
@@ -53,8 +55,8 @@ def _told(before: Record, after: Record) -> list[str]:
     return [name for name in known if not name.endswith("_count") or before.get(name) or after[name]]
 
 
-def _figure(name: str, record: Record) -> str:
-    value = number(record, name)
+def figure(name: str, value: float | None) -> str:
+    """The value of an evaluation's metric, as people write it."""
     if value is None:
         return "–"
     unit = ".1f" if name.endswith("length") else ".0f" if name.endswith("_count") else ".1%"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,21 @@ from app.mesh.placement import (
     local_row_indices,
     max_over_hosts,
     num_local_row_shards,
-    num_row_shards,
     row_sharding,
     to_global,
     to_local,
 )
 from app.policy.decoder import DecoderDefinition, Params
-from app.policy.kv_cache import Cache, DecodeWeights, constrain_cache, decode_step, decode_weights, prefill
+from app.policy.kv_cache import (
+    Cache,
+    DecodeWeights,
+    abstract_cache,
+    abstract_decode_weights,
+    constrain_cache,
+    decode_step,
+    decode_weights,
+    prefill,
+)
 from app.policy.token_logprobs import scaled_logits
 from app.rollout.sampling import (
     Drawn,
@@ -62,6 +71,27 @@ class Rows(NamedTuple):
     max_new_tokens: Int32[Array, "B"]
 
 
+class BatchShape(NamedTuple):
+    """Static sizes of one generation, padding included."""
+
+    num_prompts: int
+    """On this host."""
+    num_rows: int
+    """On this host."""
+    prompt_length: int
+    cache_length: int
+    num_new: int
+
+
+class Footprint(NamedTuple):
+    """What fills the devices while tokens are drawn, as shapes on their shardings."""
+
+    weights: DecodeWeights
+    prompts: Cache
+    """Of the prefilled prompts; gone once every slot has its copy."""
+    slots: Cache
+
+
 class Engine:
     """Compiled generation for one decoder on one mesh. Holds no weights.
 
@@ -87,6 +117,8 @@ class Engine:
         self.decode_text = decode_text
         self.prefill_length_min = prefill_length_min
         self.max_length_total = max_length_total
+        self._definition = definition
+        self._dtype = dtype
         self._eos_ids = np.asarray(eos_ids, np.int32)
         self._weights = jax.jit(lambda params: decode_weights(definition, params, dtype))
         self._prefill = jax.jit(lambda weights, ids, lengths: prefill(definition, weights, ids, lengths))
@@ -129,7 +161,7 @@ class Engine:
             keys = self._keys(seed, policy_version, rows.uid_words, rows.sample_index)
             constants = Rows(rows.prompt, rows.prompt_lengths, keys, rows.max_new_tokens)
             row_hidden, slots = self._open(
-                hidden, cache, constants, cache_length=rows.cache_length, num_new=rows.num_new
+                hidden, cache, constants, cache_length=rows.shape.cache_length, num_new=max_new_tokens
             )
             del hidden, cache
             sampler: Sampler = draw_truncated if rules.truncates else draw
@@ -162,12 +194,34 @@ class Engine:
         size = rung(length, smallest=self.prefill_length_min)
         return size if self.max_length_total is None else max(min(size, self.max_length_total), length)
 
+    def batch_shape(self, *, num_prompts: int, group_size: int, longest_prompt: int, max_new_tokens: int) -> BatchShape:
+        """The shape in which so many prompts of this host are generated from: lengths on the ladder, whole devices."""
+        shards = num_local_row_shards(self.mesh)
+        prompts, rows = (-(-n // shards) * shards for n in (num_prompts, num_prompts * group_size))
+        cache_length = self._bucket(longest_prompt + max_new_tokens)
+        return BatchShape(prompts, rows, self._bucket(longest_prompt), cache_length, max_new_tokens)
+
+    def footprint(self, shape: BatchShape) -> Footprint:
+        """What `generate` holds, over all hosts. Traces its programs and compiles none of them."""
+        hosts = jax.process_count()
+        weights = abstract_decode_weights(self._definition, self.mesh, self._dtype)
+        of_prompts: Any = jax.ShapeDtypeStruct((shape.num_prompts * hosts,), jnp.int32)
+        of_rows: Any = jax.ShapeDtypeStruct((shape.num_rows * hosts,), jnp.int32)
+        ids = jax.ShapeDtypeStruct((*of_prompts.shape, shape.prompt_length), jnp.int32)
+        hidden, prompts = jax.eval_shape(self._prefill, weights, ids, of_prompts)
+        opened = functools.partial(open_slots, cache_length=shape.cache_length, num_new=shape.num_new)
+        # Opening a slot does not look at its keys.
+        _, slots = jax.eval_shape(opened, hidden, prompts, Rows(of_rows, of_rows, keys=of_rows, max_new_tokens=of_rows))
+        return Footprint(weights, abstract_cache(prompts, self.mesh), abstract_cache(slots.cache, self.mesh))
+
     def _place_rows(self, prompts: Sequence[Prompt], group_size: int, max_new_tokens: int) -> PlacedRows:
         """Right-pads prompts to a bucket, and prompts and rows to whole devices."""
-        shards = num_local_row_shards(self.mesh)
-        num_prompts, num_rows = (-(-n // shards) * shards for n in (len(prompts), len(prompts) * group_size))
         longest = int(max_over_hosts(np.asarray(max(len(p.token_ids) for p in prompts))))
-        ids = np.zeros((num_prompts, self._bucket(longest)), np.int32)
+        shape = self.batch_shape(
+            num_prompts=len(prompts), group_size=group_size, longest_prompt=longest, max_new_tokens=max_new_tokens
+        )
+        num_prompts, num_rows = shape.num_prompts, shape.num_rows
+        ids = np.zeros((num_prompts, shape.prompt_length), np.int32)
         lengths = np.zeros(num_prompts, np.int32)
         for i, prompt in enumerate(prompts):
             ids[i, : len(prompt.token_ids)] = prompt.token_ids
@@ -175,9 +229,10 @@ class Engine:
         # Padding rows repeat the last prompt and may draw nothing.
         prompt_of_row = np.minimum(np.arange(num_rows) // group_size, len(prompts) - 1)
         budget = np.where(np.arange(num_rows) < len(prompts) * group_size, max_new_tokens, 0).astype(np.int32)
-        global_prompts = num_prompts // shards * num_row_shards(self.mesh)
+        global_prompts = num_prompts * jax.process_count()
         place = lambda x: to_global(self.mesh, x)  # noqa: E731
         return PlacedRows(
+            shape=shape,
             prompt_ids=place(ids),
             prompt_lengths_of_prompts=place(lengths),
             prompt=place(local_row_indices(self.mesh, global_prompts)[prompt_of_row].astype(np.int32)),
@@ -185,14 +240,13 @@ class Engine:
             uid_words=place(uid_words([p.uid for p in prompts])[prompt_of_row]),
             sample_index=place((np.arange(num_rows) % group_size).astype(np.int32)),
             max_new_tokens=place(budget),
-            cache_length=self._bucket(longest + max_new_tokens),
-            num_new=max_new_tokens,
         )
 
 
 class PlacedRows(NamedTuple):
     """One batch of prompts and the rows of their samples, on the mesh."""
 
+    shape: BatchShape
     prompt_ids: Int32[Array, "P S"]
     prompt_lengths_of_prompts: Int32[Array, "P"]
     prompt: Int32[Array, "B"]
@@ -200,8 +254,6 @@ class PlacedRows(NamedTuple):
     uid_words: Array
     sample_index: Int32[Array, "B"]
     max_new_tokens: Int32[Array, "B"]
-    cache_length: int
-    num_new: int
 
 
 def open_slots(

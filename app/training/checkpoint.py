@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import Array, UInt32
 
-from app.mesh.placement import gather_over_hosts, max_over_hosts
+from app.mesh.placement import abstract, gather_over_hosts, max_over_hosts
+from app.training.preservation import Best, NewestAndBest
 from app.update.optimizer import TrainState
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)
+
+BEST = "best"
+"""A relative link beside the checkpoints, to the best one."""
 
 MAX_REASON = 200
 """Characters of a library's account of what is wrong with a checkpoint; TensorStore's run to thousands."""
@@ -45,20 +50,30 @@ class Progress:
     fingerprints: Mapping[str, str]
     """What the run was started with: model, tokenizer and data."""
     wandb_id: str | None = None
+    evaluation: Mapping[str, float | None] | None = None
+    """Metrics under `eval/` of this step; None where there was no evaluation."""
+
+    def after(self, step: int, *, num_prompts: int, metrics: Mapping[str, float | None]) -> Progress:
+        """Where the run stands when a step has taken so many prompts more."""
+        evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        return replace(self, step=step, position=self.position + num_prompts, evaluation=evaluation or None)
 
 
 class Checkpoints:
-    """The checkpoints of one run directory, newest `keep` of them.
+    """The checkpoints of one run directory: those that `policy` keeps, and a link `best` to the best of them.
+
+    Which is the best, the checkpoints themselves say, each in its `Progress`; the link follows.
 
     Args:
         shapes: of the state that is saved and restored.
         shardings: where it lies; another mesh than the one that saved will do.
     """
 
-    def __init__(self, directory: Path, *, keep: int, shapes: TrainState, shardings: TrainState):
+    def __init__(self, directory: Path, *, policy: NewestAndBest, shapes: TrainState, shardings: TrainState):
         self._directory = directory.absolute()
+        self._policy = policy
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
+            preservation_policy=policy, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
         # The manager's own restore ends in a barrier, which a host that cannot read would never reach.
@@ -66,47 +81,75 @@ class Checkpoints:
             primary_host=jax.process_index(), active_processes={jax.process_index()}
         )
         self._reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone)
-        self._target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+        self._target = abstract(shapes, shardings)
         # Compiled now: a compilation in the middle of a run is an alarm.
         self._checksum = jax.jit(checksum).lower(self._target).compile()
 
     def save(self, state: TrainState, progress: Progress) -> None:
         """Copies the state off the devices and returns; writing goes on behind. All hosts call it together."""
+        self._manager.wait_until_finished()
+        # What may be deleted from now on must not be what the link names.
+        self.point_at_best()
         record = {**asdict(progress), "checksum": int(self._checksum(state))}
+        self._policy.note(progress.step, progress.evaluation)
         self._manager.save(
             progress.step,
             args=ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(record)),
         )
 
+    def is_best(self, progress: Progress) -> bool:
+        """Whether a checkpoint of this step would be the best one so far."""
+        return self._policy.is_better(progress.evaluation, self._manager.all_steps())
+
+    @property
+    def best(self) -> Best | None:
+        """The best checkpoint; None where none was evaluated, or the policy does not ask."""
+        return self._policy.describe(self._manager.all_steps())
+
     def restore(self, fingerprints: Mapping[str, str]) -> tuple[TrainState, Progress] | None:
         """The newest checkpoint that can be read; None where there is none at all.
 
-        A damaged one is named in a warning, moved aside, and passed over for the one before it.
+        The best one, too, is read, so that no damaged one stands in the way of a better. A damaged checkpoint is
+        named in a warning, moved aside, and passed over.
 
         Raises:
             InputError: the run was started with something else than `fingerprints`, hosts see different
                 checkpoints, or there are checkpoints and none can be read. Nothing has been moved by then.
         """
         steps = self._agreed_steps()
-        for number, step in enumerate(steps):
-            record = self._read(step, progress=ocp.args.JsonRestore())
-            if record is None:
-                continue
+        records = {step: self._read(step, progress=ocp.args.JsonRestore()) for step in steps}
+        sound = {step: record for step, record in records.items() if record is not None}
+        for step, record in sound.items():
             check_fingerprints(record["fingerprints"], fingerprints)
-            state = self._read(step, state=ocp.args.StandardRestore(self._target))
-            if state is None:
-                continue
-            if int(self._checksum(state)) != record.pop("checksum"):
-                _warn(step, "its arrays are not those that were saved")
-                continue
-            self._move_aside(steps[:number])
-            return state, Progress(**record)
+            self._policy.note(step, record.get("evaluation"))
+        while sound:
+            state = self._newest_beside_best(sound)
+            if state is not None:
+                self._move_aside([step for step in steps if step not in sound])
+                self.point_at_best()
+                return state, Progress(**{name: x for name, x in sound[max(sound)].items() if name != "checksum"})
         if steps:
             raise InputError(
                 f"--resume: none of the checkpoints of steps {steps} in {self._directory} can be read. "
                 "Start over with another run.name"
             )
         return None
+
+    def _newest_beside_best(self, sound: dict[int, Any]) -> TrainState | None:
+        """The newest state, the best one being readable, too; else None, with the unreadable one gone from `sound`."""
+        newest, best = max(sound), self._policy.best(sound)
+        state = None
+        # The newest last: two states at once may be more than the devices hold.
+        for step in (newest,) if best in (None, newest) else (best, newest):
+            state = None
+            state = self._read(step, state=ocp.args.StandardRestore(self._target))
+            if state is not None and int(self._checksum(state)) != sound[step]["checksum"]:
+                _warn(step, "its arrays are not those that were saved")
+                state = None
+            if state is None:
+                del sound[step]
+                return None
+        return state
 
     def _agreed_steps(self) -> list[int]:
         """The steps that there are checkpoints of, newest first.
@@ -155,9 +198,25 @@ class Checkpoints:
         multihost_utils.sync_global_devices("damaged checkpoints are moved aside")
         self._manager.reload()
 
+    def point_at_best(self) -> None:
+        """Lets the link name the best checkpoint on disk; cheap where it already does."""
+        if jax.process_index() != 0:
+            return
+        # A directory has its final name only once all of it is written.
+        written = [step for step in self._manager.all_steps() if (self._directory / str(step)).is_dir()]
+        best = self._policy.best(written)
+        try:
+            point(self._directory / BEST, None if best is None else str(best))
+        except OSError as error:
+            _warn_of_link(str(error))
+
     def finish(self) -> None:
         """Waits until the last save is on disk. Raises what went wrong with it."""
         self._manager.wait_until_finished()
+        self.point_at_best()
+        superseded = self._policy.superseded(self._manager.all_steps())
+        if superseded is not None:
+            self._manager.delete(superseded)
 
     def close(self) -> None:
         self._reader.close()
@@ -187,7 +246,30 @@ def is_damage(error: Exception) -> bool:
 
 def _warn(step: int, reason: str) -> None:
     short = " ".join(reason.split())[:MAX_REASON]
-    log.warning("checkpoint of step %d is damaged (%s); trying the one before", step, short)
+    log.warning("checkpoint of step %d is damaged (%s); passing it over", step, short)
+
+
+def point(link: Path, target: str | None) -> None:
+    """Makes a symbolic link name a neighbour, at once; removes it where the target is None.
+
+    Raises:
+        OSError: something else has the link's name, or the file system has no links.
+    """
+    if target is None:
+        if link.is_symlink():
+            link.unlink()
+        return
+    if link.is_symlink() and os.readlink(link) == target:
+        return
+    new = link.with_name(f".{link.name}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(target)
+    new.replace(link)
+
+
+@functools.cache
+def _warn_of_link(reason: str) -> None:
+    log.warning("checkpoints: no link to the best one (%s); the summary names its step", reason)
 
 
 @functools.cache

@@ -16,6 +16,9 @@ from app.reward.weighing import Scored
 from app.rollout.sampling import SamplingRules
 from app.training.metrics import over_hosts
 from app.training.session import Session
+from settings import Settings
+from settings.errors import InputError
+from settings.fields import did_you_mean, nearest_of
 
 
 def host_share(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -25,12 +28,17 @@ def host_share(prompts: Sequence[Prompt]) -> list[Prompt]:
     return list(prompts[first : first + per_host])
 
 
+def evaluation_batch(settings: Settings, prompts: Sequence[Prompt]) -> int:
+    """How many of this host's prompts are generated from at once: no more rows than in a rollout."""
+    return min(len(prompts), settings.rollout.prompts_per_step * settings.rollout.group_size)
+
+
 def evaluate(
     session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], rewards: Rewards, moment: Moment
 ) -> Scored:
     """One sample per prompt at `eval.temperature`, judged."""
     settings = session.settings
-    batch = min(len(prompts), settings.rollout.prompts_per_step * settings.rollout.group_size)
+    batch = evaluation_batch(settings, prompts)
     samples: list[Sample] = []
     for first in range(0, len(prompts), batch):
         # The last batch is filled up with repeats, so that every batch has the shape of the first.
@@ -46,6 +54,33 @@ def evaluate(
             first_group_id=first,
         )
     return rewards.judge(samples[: len(prompts)], moment)
+
+
+MEASURED = (
+    "eval/accuracy",
+    "eval/format_rate",
+    "eval/truncated_fraction",
+    "eval/mean_length",
+    "eval/error_count",
+)
+"""What every evaluation measures."""
+
+
+def accuracy_at(difficulty: float) -> str:
+    """The name of the accuracy on problems of one difficulty."""
+    return f"eval/accuracy/difficulty_{difficulty:g}"
+
+
+def check_best_metric(name: str, prompts: Sequence[Prompt]) -> None:
+    """Raises InputError where evaluations on these prompts do not measure what is to choose the best checkpoint."""
+    difficulties = {prompt.extra["difficulty"] for prompt in prompts if "difficulty" in prompt.extra}
+    measured = [*MEASURED, *map(accuracy_at, sorted(difficulties))]
+    if name not in measured:
+        suggestion = did_you_mean(nearest_of(name, measured))
+        raise InputError(
+            f"checkpoint.best_metric: evaluations do not measure {name!r}{suggestion} (they measure "
+            f"{', '.join(measured)}; null keeps no best checkpoint)"
+        )
 
 
 def evaluation_metrics(scored: Scored) -> dict[str, float | None]:
@@ -66,5 +101,5 @@ def evaluation_metrics(scored: Scored) -> dict[str, float | None]:
     }
     difficulties = over_hosts([s.prompt.extra.get("difficulty", np.nan) for s in samples])
     for level in np.unique(difficulties[~np.isnan(difficulties)]):
-        metrics[f"eval/accuracy/difficulty_{level:g}"] = correct[difficulties == level].mean()
+        metrics[accuracy_at(level)] = correct[difficulties == level].mean()
     return {name: None if value is None else float(value) for name, value in metrics.items()}

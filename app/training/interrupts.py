@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from types import FrameType, TracebackType
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +20,12 @@ EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 
 CLOSED = 0
 """No signal has this number: it ends the watching thread."""
+
+
+class Agreement(NamedTuple):
+    exit_code: int
+    """What every host stops with; 0 = none was asked to."""
+    save_is_due: bool
 
 
 class Interrupts:
@@ -55,11 +62,15 @@ class Interrupts:
         self._thread.join()
         os.close(self._writing)
 
-    def agreed_exit_code(self, step: int) -> int:
-        """What every host stops with after this step; 0 = none was asked to. All hosts call it at every step."""
+    def agreed(self, step: int, *, save_is_due: bool = False) -> Agreement:
+        """What all hosts do after this step, where any of them was asked to stop or finds that a save is due.
+
+        All hosts call it at every step.
+        """
         preempted = jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step)
         own = EXIT_CODES[signal.SIGTERM] if preempted else self.exit_code
-        return int(max_over_hosts(np.asarray(own)))
+        exit_code, due = max_over_hosts(np.asarray([own, save_is_due])).tolist()
+        return Agreement(exit_code, bool(due))
 
     def _watch(self, reading: int) -> None:
         with open(reading, "rb", buffering=0) as numbers:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from app.flow import Prompt, Sample
-from app.mesh import topology
 from app.mesh.placement import max_over_hosts, sum_over_hosts
 from app.policy.decoder import Params
 from app.prompts.order import PromptOrder, host_slice
-from app.report.alerts import Watch
-from app.report.completions import completions_table
-from app.report.write import write_report
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.weighing import Scored
@@ -28,18 +23,19 @@ from app.training.checkpoint import Checkpoints, Progress
 from app.training.evaluate import evaluate, evaluation_metrics, host_share
 from app.training.interrupts import Interrupts
 from app.training.journal import Journal, NoJournal
-from app.training.metrics import CompilationCounter, Work, reward_counts, sample_metrics, step_performance
-from app.training.pinned_model import pinned, record_commit
-from app.training.progress import Board, evaluation_line
-from app.training.run_directory import Resume, RunDirectory, check_claim, claim
+from app.training.launch import Launch, prepared
+from app.training.metrics import CompilationCounter, reward_counts, sample_metrics, step_performance
+from app.training.narrator import Narrator
+from app.training.pinned_model import record_commit
+from app.training.preservation import Best, NewestAndBest, SaveClock
+from app.training.progress import Board
+from app.training.run_directory import Resume, claim
 from app.training.session import Session
+from app.training.step_traces import StepTraces
 from app.training.summary import summary_text
-from app.training.training_input import TrainingInput, read_training_input
-from app.training.wiring import Learning, check_rows, wire_learning
+from app.training.wiring import Learning, wire_learning, work_of
 from app.update.optimizer import TrainState, initial_state
 from settings import Resolved, Settings
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -53,7 +49,8 @@ class Timer:
     def phase(self, name: str) -> Iterator[None]:
         self.board.phase(name)
         start = time.perf_counter()
-        yield
+        with jax.profiler.TraceAnnotation(name):
+            yield
         self.seconds[f"time/{name}_s"] = time.perf_counter() - start
 
 
@@ -107,30 +104,22 @@ class Trainer:
         """Over all hosts."""
         return self.settings.rollout.prompts_per_step * jax.process_count()
 
-    @property
-    def work(self) -> Work:
-        """What a step's tokens go through."""
-        return Work(
-            num_parameters=self.session.input.definition.num_parameters,
-            group_size=self.settings.rollout.group_size,
-            scoring_passes=self.learning.scores_policy + (self.reference is not None),
-            epochs=self.settings.algorithm.epochs,
-        )
-
     def score(self, params: Params, samples: list[Sample]) -> list[Sample]:
-        """The policy's logprobs where several updates or a penalised reward need them, the reference's for any KL."""
-        temperature, score = self.settings.rollout.temperature, self.settings.score
-        if self.learning.scores_policy:
+        """The samples with the logprobs that the step needs before its updates."""
+        score, roles = self.settings.score, self.settings.scored_roles
+        if "policy" in roles:
             rows = score.policy.rows_per_device or score.rows_per_device
-            scored = self.session.scorer.logprobs(params, samples, temperature=temperature, rows_per_device=rows)
-            samples = [replace(s, policy_logprobs=x) for s, x in zip(samples, scored, strict=True)]
+            logprobs = self._logprobs(params, samples, rows_per_device=rows)
+            samples = [replace(s, policy_logprobs=x) for s, x in zip(samples, logprobs, strict=True)]
         if self.reference is not None:
             rows = score.reference.rows_per_device or score.rows_per_device
-            scored = self.session.scorer.logprobs(
-                self.reference, samples, temperature=temperature, rows_per_device=rows
-            )
-            samples = [replace(s, reference_logprobs=x) for s, x in zip(samples, scored, strict=True)]
+            logprobs = self._logprobs(self.reference, samples, rows_per_device=rows)
+            samples = [replace(s, reference_logprobs=x) for s, x in zip(samples, logprobs, strict=True)]
         return samples
+
+    def _logprobs(self, params: Params, samples: list[Sample], *, rows_per_device: int) -> list[np.ndarray]:
+        temperature = self.settings.rollout.temperature
+        return self.session.scorer.logprobs(params, samples, temperature=temperature, rows_per_device=rows_per_device)
 
     def credit(self, samples: list[Sample]) -> list[Sample]:
         """Advantages among the samples that have a reward.
@@ -141,156 +130,144 @@ class Trainer:
         credited = iter(self.learning.credit([s for s in samples if s.reward is not None]))
         return [next(credited) if s.reward is not None else _without_credit(s) for s in samples]
 
+    def evaluate(self, params: Params, prompts: Sequence[Prompt], *, step: int, board: Board) -> Scored:
+        """One judged sample of each held-out prompt."""
+        board.phase("evaluate")
+        weights = self.session.engine.weights(params)
+        judged = evaluate(self.session, weights, prompts, self.rewards, Moment(step, self.settings.run.steps))
+        board.tell(judged.notices)
+        _check_rewards(judged)
+        return judged
+
 
 def _without_credit(sample: Sample) -> Sample:
     length = len(sample.completion_ids)
     return replace(sample, advantages=np.zeros(length, np.float32), loss_mask=np.zeros(length, bool))
 
 
-def train(resolved: Resolved, *, resume: Resume) -> int:
+class Outcome(NamedTuple):
+    exit_code: int
+    history: Sequence[Mapping[str, Any]]
+    """Every line of `metrics.jsonl`; empty on all processes but the first."""
+    best: Best | None
+
+
+def train(resolved: Resolved, *, resume: Resume, clock: Callable[[], float] = time.monotonic) -> int:
     """`grpo train`: trains to `run.steps`, prints what came of it and returns the exit code (0, 75 or 130).
+
+    `clock`, in seconds, decides when `checkpoint.every_minutes` have passed; process 0's counts.
 
     Raises:
         InputError: input that cannot be used; nothing on disk has changed by then.
-        RuntimeError: too many non-finite updates in a row.
+        RuntimeError: too many non-finite updates in a row, or rewards that must not be gone on with.
     """
-    settings = resolved.settings
-    run = RunDirectory.of(settings.run)
-    check_claim(run, resume)
-    training_input = read_training_input(pinned(settings, run))
     with ExitStack() as stack:
-        rewards = stack.enter_context(training_input.rewards(settings))
-        topology.start(settings.mesh)
-        session = Session.open(settings, training_input.model)
-        check_rows(settings, session)
+        launch = stack.enter_context(prepared(resolved, resume=resume))
         if jax.process_index() == 0:
-            stack.enter_context(claim(run))
-        exit_code, history = _train_in(run, resolved, session, training_input, rewards, stack)
+            stack.enter_context(claim(launch.run))
+        outcome = _run(launch, stack, clock)
     # Only now: the board, while it lives, takes stdout with it to stderr.
     if jax.process_index() == 0:
-        print(summary_text(history, path=str(run.path)), flush=True)
-    return exit_code
+        print(summary_text(outcome.history, path=str(launch.run.path), best=outcome.best), flush=True)
+    return outcome.exit_code
 
 
-def _train_in(
-    run: RunDirectory,
-    resolved: Resolved,
-    session: Session,
-    training_input: TrainingInput,
-    rewards: Rewards,
-    stack: ExitStack,
-) -> tuple[int, Sequence[Mapping[str, Any]]]:
-    """The exit code and every line of `metrics.jsonl`; empty on all processes but the first."""
-    settings, is_first = resolved.settings, jax.process_index() == 0
+def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcome:
+    """From the first step that is to be done to the last, or to where it is asked to stop.
+
+    What it opens, `stack` closes.
+    """
+    settings, session, is_first = launch.resolved.settings, launch.session, jax.process_index() == 0
     learning = wire_learning(settings, session)
     compilations = stack.enter_context(closing(CompilationCounter()))
-    checkpoints = Checkpoints(
-        run.checkpoints, keep=settings.checkpoint.keep, shapes=learning.shapes, shardings=learning.shardings
-    )
-    stack.callback(checkpoints.close)
-    state, progress = _open_state(checkpoints, session, learning, training_input)
-    reference = _reference(state, progress, session) if settings.algorithm.beta > 0 else None
-    trainer = Trainer(settings, session, learning, training_input.prompts, reference, rewards)
+    checkpoints = stack.enter_context(closing(_open_checkpoints(launch, learning)))
+    state, progress = _open_state(checkpoints, launch, learning)
+    reference = _reference(state, progress, session) if "reference" in settings.scored_roles else None
+    trainer = Trainer(settings, session, learning, launch.input.prompts, reference, launch.rewards)
+    work = work_of(settings, session.input.definition)
     board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
-    board.tell((training_input.report, *rewards.reports))
-    if is_first:
-        run.write_settings(resolved)
-        record_commit(run, settings, training_input.model.files.commit)
-    last_step = progress.step if progress.step else None
-    journal = Journal(run, resolved, last_step=last_step, wandb_id=progress.wandb_id) if is_first else NoJournal()
-    stack.callback(journal.close)
+    board.tell((launch.input.report, *launch.rewards.reports))
+    journal = stack.enter_context(closing(_open_journal(launch, progress)))
     progress = replace(progress, wandb_id=journal.wandb_id)
+    narrator = Narrator(launch.run, settings.logging, board, journal)
+    # The report comes while signals are still minded: twice Ctrl-C stops it at once, too.
     interrupts = stack.enter_context(Interrupts())
-    if is_first and settings.logging.report:
-        stack.callback(_report, run, board, journal)
-    watch = Watch(journal.history)
-    held_out = host_share(training_input.held_out) if training_input.held_out else []
+    stack.callback(narrator.report)
+    traces = StepTraces(settings.logging.profile_steps if is_first else (), launch.run.profile)
+    stack.callback(traces.stop)
+    held_out = host_share(launch.input.held_out) if launch.input.held_out else []
     if progress.step:
-        board.say(f"continuing after step {progress.step} of {settings.run.steps}")
+        board.say(_continuing(progress, settings))
     elif held_out:
-        journal.write(0, _evaluate(trainer, state.params, held_out, 0, run, journal, board))
-    exit_code = 0
+        journal.write(0, _evaluated(trainer, state.params, held_out, step=0, narrator=narrator))
+    exit_code, save_clock = 0, SaveClock(settings.checkpoint.every_minutes, clock)
     for step in range(progress.step + 1, settings.run.steps + 1):
+        traces.start(step)
         start, timer = time.perf_counter(), Timer(board)
         state, samples, metrics = trainer.step(state, step=step, position=progress.position, timer=timer)
-        if settings.logging.save_rollouts:
-            journal.write_samples(run.rollouts(step), samples)
-        is_last, asked = step == settings.run.steps, interrupts.agreed_exit_code(step)
+        narrator.samples(step, samples)
+        is_last = step == settings.run.steps
+        agreed = interrupts.agreed(step, save_is_due=is_first and save_clock.is_due)
         # A signal during the last step changes nothing: the run is complete.
-        exit_code = 0 if is_last else asked
+        exit_code = 0 if is_last else agreed.exit_code
         seconds = time.perf_counter() - start
+        traces.stop()
         record = {
             "policy/kl": None,  # until a penalty measures it
             **metrics,
             **timer.seconds,
             "time/step_s": seconds,
-            **step_performance(samples, trainer.work, seconds=seconds),
+            **step_performance(samples, work, seconds=seconds),
             "perf/compilations": compilations.take(),
         }
         if held_out and (is_last or step % settings.eval.every_steps == 0):
-            record |= _evaluate(trainer, state.params, held_out, step, run, journal, board)
-        progress = replace(progress, step=step, position=progress.position + trainer.prompts_per_step)
-        _tell(step, record, samples, settings=settings, watch=watch, board=board, journal=journal)
+            record |= _evaluated(trainer, state.params, held_out, step=step, narrator=narrator)
+        progress = progress.after(step, num_prompts=trainer.prompts_per_step, metrics=record)
+        narrator.step(step, record)
         _stop_if_diverged(metrics, settings)
-        if is_last or exit_code or step % settings.checkpoint.every_steps == 0:
+        in_turn = is_last or exit_code or agreed.save_is_due or step % settings.checkpoint.every_steps == 0
+        if in_turn or checkpoints.is_best(progress):
             board.phase("save")
             checkpoints.save(state, progress)
+            save_clock.reset()
+        checkpoints.point_at_best()
         if exit_code:
             break
     checkpoints.finish()
-    return exit_code, journal.history
+    return Outcome(exit_code, journal.history, checkpoints.best)
 
 
-def _tell(
-    step: int,
-    record: dict[str, Any],
-    samples: Sequence[Sample],
-    *,
-    settings: Settings,
-    watch: Watch,
-    board: Board,
-    journal: Journal | NoJournal,
-) -> None:
-    """A step's figures, some completions where it is their turn, and what is wrong."""
-    journal.write(step, record)
-    board.step(step, record)
-    every = settings.logging.completions_every_steps
-    if every and (step == 1 or step % every == 0):
-        table = completions_table(samples, step=step)
-        board.completions(table)
-        journal.completions(table)
-    for alert in watch.observe({"step": step, **record}):
-        board.alert(alert)
-        journal.alert(alert)
+def _continuing(progress: Progress, settings: Settings) -> str:
+    """What a resumed run says first."""
+    text = f"continuing after step {progress.step} of {settings.run.steps}"
+    done = [step for step in settings.logging.profile_steps if step <= progress.step]
+    return f"{text}\nlogging.profile_steps: done before, so not profiled: {', '.join(map(str, done))}" if done else text
 
 
-def _report(run: RunDirectory, board: Board, journal: Journal | NoJournal) -> None:
-    """The report of what there is, however the run ended. It is a convenience: its failure is not the run's."""
-    if not any("reward/mean" in record for record in journal.history):
-        return
-    board.phase("report")
-    try:
-        board.say(f"report: {write_report(run.path)['report']}")
-    except Exception as error:
-        log.warning(
-            "the report could not be written (%s: %s); `grpo report %s` tries again",
-            type(error).__name__,
-            error,
-            run.path,
-        )
+def _open_checkpoints(launch: Launch, learning: Learning) -> Checkpoints:
+    settings = launch.resolved.settings.checkpoint
+    policy = NewestAndBest(settings.keep, settings.best_metric, settings.best_mode)
+    return Checkpoints(launch.run.checkpoints, policy=policy, shapes=learning.shapes, shardings=learning.shardings)
 
 
-def _open_state(
-    checkpoints: Checkpoints, session: Session, learning: Learning, training_input: TrainingInput
-) -> tuple[TrainState, Progress]:
+def _open_state(checkpoints: Checkpoints, launch: Launch, learning: Learning) -> tuple[TrainState, Progress]:
     """The newest good checkpoint's state, or the model's own weights with fresh moments."""
-    per_step = session.settings.rollout.prompts_per_step * jax.process_count()
-    fingerprints = {**training_input.fingerprints, "rollout.prompts_per_step over all hosts": str(per_step)}
+    per_step = launch.resolved.settings.rollout.prompts_per_step * jax.process_count()
+    fingerprints = {**launch.input.fingerprints, "rollout.prompts_per_step over all hosts": str(per_step)}
     restored = checkpoints.restore(fingerprints)
     if restored is not None:
         return restored
-    state = initial_state(learning.optimizer, session.load_params(), learning.shardings)
+    state = initial_state(learning.optimizer, launch.session.load_params(), learning.shardings)
     return state, Progress(step=0, position=0, fingerprints=fingerprints)
+
+
+def _open_journal(launch: Launch, progress: Progress) -> Journal | NoJournal:
+    """The run directory from here on tells of this run."""
+    if jax.process_index() != 0:
+        return NoJournal()
+    launch.run.write_settings(launch.resolved)
+    record_commit(launch.run, launch.resolved.settings, launch.input.model.files.commit)
+    return Journal(launch.run, launch.resolved, last_step=progress.step or None, wandb_id=progress.wandb_id)
 
 
 def _reference(state: TrainState, progress: Progress, session: Session) -> Params:
@@ -298,24 +275,14 @@ def _reference(state: TrainState, progress: Progress, session: Session) -> Param
     return session.load_params() if progress.step else jax.tree.map(jnp.copy, state.params)
 
 
-def _evaluate(
-    trainer: Trainer,
-    params: Params,
-    prompts: Sequence[Prompt],
-    step: int,
-    run: RunDirectory,
-    journal: Journal | NoJournal,
-    board: Board,
+def _evaluated(
+    trainer: Trainer, params: Params, prompts: Sequence[Prompt], *, step: int, narrator: Narrator
 ) -> dict[str, Any]:
-    board.phase("evaluate")
+    """The metrics of an evaluation, which has been told of by then."""
     start = time.perf_counter()
-    moment = Moment(step, trainer.settings.run.steps)
-    judged = evaluate(trainer.session, trainer.session.engine.weights(params), prompts, trainer.rewards, moment)
-    board.tell(judged.notices)
-    _check_rewards(judged)
+    judged = trainer.evaluate(params, prompts, step=step, board=narrator.board)
     metrics = evaluation_metrics(judged)
-    journal.write_samples(run.evaluation(step), judged.samples)
-    board.say(evaluation_line(step, metrics))
+    narrator.evaluation(step, metrics, judged.samples)
     return {**metrics, "time/eval_s": time.perf_counter() - start}
 
 

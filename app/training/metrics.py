@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -161,6 +162,16 @@ def peak_memory_bytes() -> int:
         return max(s["peak_bytes_in_use"] for s in stats)
     # Linux counts in KiB, macOS in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def device_memory_bytes() -> int | None:
+    """What a local device may use; on a CPU its share of the host's memory; None where it is not told."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    if all("bytes_limit" in s for s in stats):
+        return min(s["bytes_limit"] for s in stats)
+    if jax.local_devices()[0].platform != "cpu":
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
 
 
 class CompilationCounter:

@@ -53,6 +53,9 @@ class RunDirectory:
     def evaluation(self, step: int) -> Path:
         return self.path / "eval" / f"step_{step:06d}.jsonl"
 
+    def profile(self, step: int) -> Path:
+        return self.path / "profile" / f"step_{step:06d}"
+
     def write_settings(self, resolved: Resolved) -> None:
         """The resolved settings with provenance; whole or not at all."""
         self._unfinished_settings.write_text(resolved.to_yaml(), encoding="utf-8")

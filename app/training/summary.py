@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from app.report.before_after import before_and_after
+from app.report.before_after import before_and_after, figure
+from app.training.preservation import Best
 
 
-def summary_text(history: Sequence[Mapping[str, Any]], *, path: str) -> str:
-    """Evaluation and reward at the start and at the end, time and speed."""
+def summary_text(history: Sequence[Mapping[str, Any]], *, path: str, best: Best | None = None) -> str:
+    """Evaluation and reward at the start and at the end, time and speed, the best checkpoint."""
     result = before_and_after(history)
     table = [row for row in (result.header, *result.rows) if row is not None]
     lines = [f"{name:<28}{before:>12}{after:>12}" for name, before, after in table]
+    if best is not None:
+        lines.append(f"best {best.metric} {figure(best.metric, best.value)} after step {best.step}: checkpoints/best")
     return "\n".join([*lines, *filter(None, [result.pace]), f"everything is in {path}"])

@@ -11,6 +11,7 @@ from app.prompts.source import load_held_out_data, load_training_data
 from app.reward.rewards import Rewards, judge_of
 from app.reward.signature import Columns
 from app.reward.tasks import check_answers
+from app.training.evaluate import check_best_metric
 from app.training.session import ModelInput, check_context, read_model_input
 from settings import Settings
 
@@ -59,6 +60,8 @@ def read_training_input(settings: Settings) -> TrainingInput:
         rows = load_held_out_data(settings.data, num_prompts=settings.eval.num_prompts).rows
         check_answers(rows, [judge_of(settings.reward)])
         held_out, _ = encode_prompts(rows, model.tokenizer, **encode)
+        if settings.checkpoint.best_metric is not None:
+            check_best_metric(settings.checkpoint.best_metric, held_out)
     fingerprints = {
         "model": model.files.fingerprint,
         "tokenizer": model.tokenizer.fingerprint,

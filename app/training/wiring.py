@@ -14,6 +14,8 @@ import optax
 from app.advantage.group import ADVANTAGES, credit_by_group, penalised_rewards, task_rewards
 from app.flow import Sample
 from app.mesh.placement import num_local_row_shards
+from app.policy.decoder import DecoderDefinition
+from app.training.metrics import Work
 from app.training.session import Session
 from app.update.aggregation import aggregations
 from app.update.kl import ESTIMATORS, Estimator
@@ -39,15 +41,12 @@ class Learning:
     optimizer: optax.GradientTransformation
     shapes: TrainState
     shardings: TrainState
-    scores_policy: bool
-    """The policy is scored before the first update: several updates follow, or the KL goes into the reward."""
 
 
 def wire_learning(settings: Settings, session: Session) -> Learning:
     """Objective, optimizer and compiled update step of `algorithm.*` and `optimizer.*`."""
     algorithm, model, definition = settings.algorithm, settings.model, session.input.definition
     assert algorithm.loss_aggregation is not None
-    several = settings.updates_per_step > 1
     schedule = make_schedule(settings.optimizer, num_updates=settings.run.steps * settings.updates_per_step)
     optimizer = make_optimizer(settings.optimizer, schedule)
     shardings = state_shardings(optimizer, definition.shapes, definition.shardings(session.mesh), session.mesh)
@@ -55,7 +54,7 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
     shapes = TrainState(definition.shapes, jax.eval_shape(optimizer.init, definition.shapes), counter, counter, counter)
     objective = make_objective(
         definition,
-        wire_loss(algorithm, several_updates=several),
+        wire_loss(algorithm, several_updates=settings.updates_per_step > 1),
         dtype=jnp.dtype(model.dtype),
         remat=model.remat,
         logits_chunk=model.logits_chunk,
@@ -68,8 +67,7 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
         epochs=algorithm.epochs,
         rows_per_device=algorithm.rows_per_device,
     )
-    scores_policy = several or algorithm.kl_in_reward
-    return Learning(wire_credit(algorithm), updater, optimizer, shapes, shardings, scores_policy)
+    return Learning(wire_credit(algorithm), updater, optimizer, shapes, shardings)
 
 
 def wire_credit(algorithm: Algorithm) -> Credit:
@@ -103,6 +101,16 @@ def wire_surrogate(algorithm: Algorithm) -> SurrogateLoss:
     if algorithm.dual_clip is None:
         return functools.partial(clipped_surrogate, **clips)
     return functools.partial(dual_clipped_surrogate, dual_clip=algorithm.dual_clip, **clips)
+
+
+def work_of(settings: Settings, definition: DecoderDefinition) -> Work:
+    """What a step's tokens go through."""
+    return Work(
+        num_parameters=definition.num_parameters,
+        group_size=settings.rollout.group_size,
+        scoring_passes=len(settings.scored_roles),
+        epochs=settings.algorithm.epochs,
+    )
 
 
 def check_rows(settings: Settings, session: Session) -> None:

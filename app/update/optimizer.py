@@ -72,13 +72,15 @@ def state_shardings(
 ) -> TrainState:
     """Shardings of a whole TrainState: moments lie where their weights lie, counters everywhere."""
     everywhere: Any = NamedSharding(mesh, PartitionSpec())
-    optimizer_shapes = jax.eval_shape(optimizer.init, shapes)
-    optimizer_shardings = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        optimizer_shapes,
-        shardings,
-        transform_non_params=lambda _: everywhere,
+
+    def is_moment(part: Any) -> bool:
+        return jax.tree.structure(part) == jax.tree.structure(shapes)
+
+    # Not optax.tree_utils.tree_map_params: it makes an array, which compiles.
+    optimizer_shardings = jax.tree.map(
+        lambda part: shardings if is_moment(part) else everywhere,
+        jax.eval_shape(optimizer.init, shapes),
+        is_leaf=is_moment,
     )
     return TrainState(shardings, optimizer_shardings, everywhere, everywhere, everywhere)
 

@@ -15,14 +15,13 @@ import jax
 import workload
 
 import settings
-from app.mesh import topology
 from app.rollout.engine import Engine
-from app.training import loop
+from app.training.launch import Launch, prepared
+from app.training.loop import Timer, Trainer
 from app.training.progress import Board
 from app.training.session import Session
-from app.training.training_input import read_training_input
 from app.training.wiring import wire_learning
-from app.update.optimizer import initial_state
+from app.update.optimizer import TrainState, initial_state
 
 
 def main() -> None:
@@ -41,32 +40,35 @@ def main() -> None:
 
 def measured(options: argparse.Namespace, folder: str) -> tuple[list[dict[str, float]], dict[str, float]]:
     """Seconds of each step after the warm-up, and what the work of a step is."""
-    chosen = resolved(options, folder).settings
-    inputs = read_training_input(chosen)
-    topology.start(chosen.mesh)
-    session = Session.open(chosen, inputs.model)
-    session.engine = endless(session)
-    learning = wire_learning(chosen, session)
-    state = initial_state(learning.optimizer, session.load_params(), learning.shardings)
-    reference = session.load_params() if chosen.algorithm.beta > 0 else None
-    trainer = loop.Trainer(chosen, session, learning, inputs.prompts, reference)
     steps, samples = [], []
-    for step in range(1, chosen.run.steps + 1):
-        timer = loop.Timer(Board(num_steps=chosen.run.steps, first_step=0, shown=False))
-        start = time.perf_counter()
-        position = workload.NUM_PROMPTS * (step - 1)
-        state, samples, _ = trainer.step(state, step=step, position=position, timer=timer)
-        seconds = {name: timer.seconds[f"time/{name}_s"] for name in workload.PHASES}
-        seconds["step"] = time.perf_counter() - start
-        assert all(len(sample.completion_ids) == workload.NEW_TOKENS for sample in samples)
-        print(f"step {step}", {name: round(value, 2) for name, value in seconds.items()}, flush=True)
-        if step > options.warmup:
-            steps.append(seconds)
+    with prepared(resolved(options, folder), resume="never") as launch:
+        trainer, state = opened(launch)
+        for step in range(1, trainer.settings.run.steps + 1):
+            timer = Timer(Board(num_steps=trainer.settings.run.steps, first_step=0, shown=False))
+            position = workload.NUM_PROMPTS * (step - 1)
+            start = time.perf_counter()
+            state, samples, _ = trainer.step(state, step=step, position=position, timer=timer)
+            seconds = {name: timer.seconds[f"time/{name}_s"] for name in workload.PHASES}
+            seconds["step"] = time.perf_counter() - start
+            assert all(len(sample.completion_ids) == workload.NEW_TOKENS for sample in samples)
+            print(f"step {step}", {name: round(value, 2) for name, value in seconds.items()}, flush=True)
+            if step > options.warmup:
+                steps.append(seconds)
     return steps, {
-        "num_parameters": inputs.model.definition.num_parameters,
+        "num_parameters": trainer.session.input.definition.num_parameters,
         "prompt_tokens_per_step": sum(len(s.prompt.token_ids) for s in samples) / workload.GROUP_SIZE,
         "tokens_per_step": sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples),
     }
+
+
+def opened(launch: Launch) -> tuple[Trainer, TrainState]:
+    """The trainer, whose completions all have their full length, and fresh weights."""
+    chosen, session = launch.resolved.settings, launch.session
+    session.engine = endless(session)
+    learning = wire_learning(chosen, session)
+    state = initial_state(learning.optimizer, session.load_params(), learning.shardings)
+    reference = session.load_params() if "reference" in chosen.scored_roles else None
+    return Trainer(chosen, session, learning, launch.input.prompts, reference, launch.rewards), state
 
 
 def resolved(options: argparse.Namespace, folder: str) -> settings.Resolved:
@@ -81,7 +83,7 @@ def resolved(options: argparse.Namespace, folder: str) -> settings.Resolved:
         "rollout.prompts_per_step": workload.NUM_PROMPTS,
         "rollout.group_size": workload.GROUP_SIZE,
         "rollout.max_new_tokens": workload.NEW_TOKENS,
-        "reward.functions": "[gsm8k]",
+        "reward.functions": f"['{workload.__file__}:reward_of']",
         "algorithm.beta": options.beta,
         "optimizer.learning_rate": workload.LEARNING_RATE,
     }

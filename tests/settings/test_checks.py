@@ -105,6 +105,25 @@ def test_a_warmup_must_end_within_the_run(resolve) -> None:
     assert message.endswith("make 12 optimizer steps, so the warm-up would not end; lower it to at most 11")
 
 
+def test_a_step_beyond_the_run_cannot_be_profiled(resolve) -> None:
+    check_for_train(resolve("run.steps=5", "logging.profile_steps=[1, 5]"))
+    message = refusal(check_for_train, resolve("run.steps=5", "logging.profile_steps=[5, 6, 7]"))
+    assert message == (
+        "logging.profile_steps (from --set): step 6 is beyond the run, which ends at run.steps = 5 (from --set); "
+        "choose steps from 1 to 5"
+    )
+
+
+def test_without_evaluation_there_is_no_best_checkpoint(resolve) -> None:
+    assert resolve().settings.checkpoint.best_metric == "eval/accuracy"
+    resolved = resolve("eval.every_steps=0")
+    check_for_train(resolved)
+    assert resolved.settings.checkpoint.best_metric is None
+    assert resolved.origin("checkpoint.best_metric") == "derived"
+    message = refusal(check_for_train, resolve("eval.every_steps=0", "checkpoint.best_metric=eval/accuracy"))
+    assert "checkpoint.best_metric = 'eval/accuracy' (from --set): eval.every_steps = 0 (from --set)" in message
+
+
 @pytest.mark.parametrize("check", [check_for_train, check_for_rollout, check_for_score, check_for_mesh])
 def test_processes_are_described_whole_or_not_at_all(resolve, check) -> None:
     check(resolve("mesh.coordinator_address=h:1", "mesh.num_processes=2", "mesh.process_id=1"))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from app.training.checkpoint import Checkpoints, Progress, check_fingerprints, checksum, is_damage
+from app.training.preservation import NewestAndBest
 from app.update.optimizer import TrainState
 from settings import InputError
 from tests.tiny import make_mesh
@@ -47,18 +49,31 @@ def shardings(num_devices: int) -> TrainState:
     return jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec("fsdp") if x.ndim else PartitionSpec()), SHAPES)
 
 
-def opened(folder: Path, *, keep: int = 3, num_devices: int = 1) -> Checkpoints:
-    return Checkpoints(folder, keep=keep, shapes=SHAPES, shardings=shardings(num_devices))
+def opened(
+    folder: Path, *, keep: int = 3, num_devices: int = 1, best: str | None = None, mode: Literal["max", "min"] = "max"
+) -> Checkpoints:
+    policy = NewestAndBest(keep, best, mode)
+    return Checkpoints(folder, policy=policy, shapes=SHAPES, shardings=shardings(num_devices))
 
 
-def progress(step: int) -> Progress:
-    return Progress(step=step, position=4 * step, fingerprints=FINGERPRINTS, wandb_id="w")
+def progress(step: int, accuracy: float | None = None) -> Progress:
+    evaluation = None if accuracy is None else {"eval/accuracy": accuracy}
+    return Progress(step=step, position=4 * step, fingerprints=FINGERPRINTS, wandb_id="w", evaluation=evaluation)
 
 
 def write(folder: Path, *steps: int, keep: int = 3, num_devices: int = 1) -> None:
     checkpoints = opened(folder, keep=keep, num_devices=num_devices)
     for step in steps:
         checkpoints.save(make_state(step, num_devices), progress(step))
+    checkpoints.finish()
+    checkpoints.close()
+
+
+def write_evaluated(folder: Path, accuracies: dict[int, float | None], *, keep: int = 1) -> None:
+    """Checkpoints of which those with an accuracy were evaluated, one after another by one process."""
+    checkpoints = opened(folder, keep=keep, best="eval/accuracy")
+    for step, accuracy in accuracies.items():
+        checkpoints.save(make_state(step), progress(step, accuracy))
     checkpoints.finish()
     checkpoints.close()
 
@@ -116,6 +131,111 @@ def test_a_directory_without_checkpoints_has_none(tmp_path: Path) -> None:
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     write(tmp_path / "kept", 1, 2, 3, keep=2)
     assert steps_in(tmp_path / "kept") == {"2", "3"}
+
+
+def test_the_best_is_kept_beside_the_newest_and_a_link_names_it(tmp_path: Path) -> None:
+    write_evaluated(tmp_path, {1: 0.2, 2: 0.7, 3: 0.7, 4: None, 5: 0.6})
+    assert steps_in(tmp_path) == {"2", "5", "best"}
+    assert os.readlink(tmp_path / "best") == "2"
+
+
+def test_the_link_always_names_a_whole_checkpoint(tmp_path: Path) -> None:
+    checkpoints = opened(tmp_path, keep=1, best="eval/accuracy")
+    named = []
+    for step in range(1, 6):
+        checkpoints.save(make_state(step), progress(step, step / 10))
+        named += [os.readlink(tmp_path / "best")] if step > 1 else []
+        assert step == 1 or (tmp_path / "best" / "state").is_dir()
+    assert named == ["1", "2", "3", "4"], "the one that is being written is not yet the best on disk"
+    checkpoints.finish()
+    assert os.readlink(tmp_path / "best") == "5"
+    assert steps_in(tmp_path) == {"5", "best"}, "the last best goes with the end of the run"
+    checkpoints.close()
+
+
+def test_the_best_is_read_back_from_the_checkpoints_and_the_newest_continues(tmp_path: Path) -> None:
+    write_evaluated(tmp_path, {1: 0.2, 2: 0.7, 3: 0.1, 4: 0.3})
+    (tmp_path / "best").unlink()
+    checkpoints = opened(tmp_path, keep=1, best="eval/accuracy")
+    state, where = restored(checkpoints)
+    assert where == progress(4, 0.3)
+    assert_same(state, make_state(4))
+    assert checkpoints.best == (2, "eval/accuracy", 0.7)
+    assert os.readlink(tmp_path / "best") == "2"
+    assert not checkpoints.is_best(progress(5, 0.7)) and not checkpoints.is_best(progress(5))
+    assert checkpoints.is_best(progress(5, 0.71))
+    checkpoints.save(make_state(5), progress(5, 0.7))
+    checkpoints.finish()
+    assert steps_in(tmp_path) == {"2", "5", "best"}
+    checkpoints.close()
+
+
+def test_killed_while_a_better_one_is_written_the_best_is_still_there(tmp_path: Path) -> None:
+    running = opened(tmp_path / "run", keep=1, best="eval/accuracy")
+    running.save(make_state(1), progress(1, 0.5))
+    running.save(make_state(2), progress(2, 0.6))
+    # What a kill would leave just now, whether or not the second one is complete.
+    unfinished = shutil.ignore_patterns("*.orbax-checkpoint-tmp")
+    killed = shutil.copytree(tmp_path / "run", tmp_path / "killed", symlinks=True, ignore=unfinished)
+    assert os.readlink(killed / "best") == "1"
+    running.finish()
+    running.close()
+    checkpoints = opened(killed, keep=1, best="eval/accuracy")
+    restored(checkpoints)
+    assert checkpoints.best is not None
+    assert checkpoints.best[0] in (1, 2)
+    assert os.readlink(killed / "best") == str(checkpoints.best[0])
+    checkpoints.close()
+
+
+def test_a_damaged_best_gives_way_to_the_next_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_evaluated(tmp_path, {1: 0.9, 2: 0.5, 3: 0.4}, keep=3)
+    flip_a_bit(tmp_path / "1")
+    checkpoints = opened(tmp_path, keep=3, best="eval/accuracy")
+    with caplog.at_level(logging.WARNING):
+        state, where = restored(checkpoints)
+    assert where.step == 3
+    assert_same(state, make_state(3))
+    assert checkpoints.best == (2, "eval/accuracy", 0.5)
+    assert steps_in(tmp_path) == {"2", "3", "damaged-1", "best"}
+    assert os.readlink(tmp_path / "best") == "2"
+    assert "checkpoint of step 1 is damaged" in caplog.text
+    checkpoints.close()
+
+
+def test_where_the_newest_is_damaged_the_best_may_be_what_is_left(tmp_path: Path) -> None:
+    write_evaluated(tmp_path, {1: 0.9, 2: 0.5, 3: 0.4}, keep=1)
+    truncate_arrays(tmp_path / "3")
+    checkpoints = opened(tmp_path, keep=1, best="eval/accuracy")
+    state, where = restored(checkpoints)
+    assert where.step == 1
+    assert_same(state, make_state(1))
+    checkpoints.close()
+
+
+def test_without_a_metric_nothing_is_the_best_and_no_link_is_left(tmp_path: Path) -> None:
+    write_evaluated(tmp_path, {1: 0.9, 2: 0.5})
+    checkpoints = opened(tmp_path, keep=1)
+    restored(checkpoints)
+    assert checkpoints.best is None
+    checkpoints.save(make_state(3), progress(3, 1.0))
+    checkpoints.finish()
+    assert steps_in(tmp_path) == {"3"}
+    checkpoints.close()
+
+
+def test_something_else_in_the_place_of_the_link_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_evaluated(tmp_path, {1: 0.5})
+    (tmp_path / "best").unlink()
+    shutil.copytree(tmp_path / "1", tmp_path / "best")
+    checkpoints = opened(tmp_path, keep=1, best="eval/accuracy")
+    with caplog.at_level(logging.WARNING):
+        restored(checkpoints)
+    assert "checkpoints: no link to the best one" in caplog.text
+    assert checkpoints.best == (1, "eval/accuracy", 0.5)
+    checkpoints.close()
 
 
 def test_another_mesh_can_read_it(tmp_path: Path) -> None:
@@ -240,7 +360,7 @@ def test_what_is_wrong_with_the_machine_or_the_program_is_no_damage(error: Excep
     assert not is_damage(wrapped(error))
 
 
-HOST = """
+JOIN = """
 import sys
 from pathlib import Path
 import jax
@@ -249,7 +369,10 @@ jax.config.update("jax_num_cpu_devices", 1)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, 2, int(process_id))
 from settings import InputError
-from tests.training.test_checkpoint import FINGERPRINTS, opened
+from tests.training.test_checkpoint import FINGERPRINTS, make_state, opened, progress
+"""
+
+RESTORE = """
 checkpoints = opened(Path(folder), num_devices=2)
 try:
     found = checkpoints.restore(FINGERPRINTS)
@@ -259,15 +382,24 @@ except InputError as error:
 checkpoints.close()
 """
 
+SAVE = """
+checkpoints = opened(Path(folder), keep=1, num_devices=2, best="eval/accuracy")
+for step, accuracy in ((1, 0.5), (2, 0.2), (3, 0.7)):
+    checkpoints.save(make_state(step, num_devices=2), progress(step, accuracy))
+checkpoints.finish()
+print("\\nbest", checkpoints.best.step)
+checkpoints.close()
+"""
 
-def found_by_hosts(*folders: Path) -> list[str]:
-    """What each of two processes, of one device each, finds in its folder."""
+
+def said_by_hosts(*folders: Path, program: str = RESTORE) -> list[str]:
+    """The last word of each of two processes, of one device each, on its folder."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     hosts = [
         subprocess.Popen(
-            [sys.executable, "-c", HOST, address, str(i), str(folder)],
+            [sys.executable, "-c", JOIN + program, address, str(i), str(folder)],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -289,15 +421,21 @@ def found_by_hosts(*folders: Path) -> list[str]:
 def test_what_one_host_cannot_read_all_pass_over(folder: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
     other = shutil.copytree(folder, tmp_path / "other")
     damage(other / "4")
-    assert found_by_hosts(folder, other) == ["found 2", "found 2"]
+    assert said_by_hosts(folder, other) == ["found 2", "found 2"]
 
 
 def test_hosts_that_see_different_checkpoints_are_told_to_share(folder: Path, tmp_path: Path) -> None:
-    first, second = found_by_hosts(folder, tmp_path / "not_shared")
+    first, second = said_by_hosts(folder, tmp_path / "not_shared")
     for line in (first, second):
         assert line.startswith("error run.dir: the hosts see checkpoints of different steps")
         assert "(host 0: [4, 2]; host 1: [])" in line
     assert steps_in(folder) == {"2", "4"}
+
+
+def test_two_hosts_keep_the_same_best(tmp_path: Path) -> None:
+    assert said_by_hosts(tmp_path, tmp_path, program=SAVE) == ["best 3", "best 3"]
+    assert steps_in(tmp_path) == {"3", "best"}
+    assert os.readlink(tmp_path / "best") == "3"
 
 
 def test_what_changed_since_is_named(checkpoints: Checkpoints) -> None:
@@ -310,7 +448,9 @@ def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(folder: Path) -
     shutil.copytree(folder / "4", folder / "6.orbax-checkpoint-tmp")
     checkpoints = opened(folder)
     assert restored(checkpoints)[1].step == 4
-    assert steps_in(folder) == {"2", "4"}
+    checkpoints.save(make_state(6), progress(6))  # waits for the clearing
+    checkpoints.finish()
+    assert steps_in(folder) == {"2", "4", "6"}
     checkpoints.close()
 
 

@@ -12,7 +12,8 @@ from app.flow import Prompt, Sample
 from app.jsonl import read_jsonl
 from app.reward.outcome import Outcome
 from app.reward.weighing import Scored, weigh
-from app.training.evaluate import evaluation_metrics, host_share
+from app.training.evaluate import check_best_metric, evaluation_metrics, host_share
+from settings import InputError
 from tests.training.program import metrics_of
 
 
@@ -63,6 +64,19 @@ def test_data_without_difficulty_has_one_accuracy() -> None:
 
 def test_a_plug_in_that_judges_knows_no_format() -> None:
     assert evaluation_metrics(judged([graded(True, "2")], "brevity"))["eval/format_rate"] is None
+
+
+def test_whatever_is_measured_may_choose_the_best_checkpoint_and_nothing_else() -> None:
+    samples = [graded(True, "2", difficulty=3), graded(False, "3", difficulty=1)]
+    questions = [sample.prompt for sample in samples]
+    for name in evaluation_metrics(judged(samples)):
+        check_best_metric(name, questions)
+    with pytest.raises(InputError, match=r"do not measure 'eval/acuracy'; did you mean eval/accuracy\?"):
+        check_best_metric("eval/acuracy", questions)
+    levels = "eval/accuracy/difficulty_1, eval/accuracy/difficulty_3"
+    for name in ("reward/mean", "eval/accuracy/difficulty_2"):
+        with pytest.raises(InputError, match=f"eval/mean_length, {levels}"):
+            check_best_metric(name, questions)
 
 
 def prompts(count: int) -> list[Prompt]:

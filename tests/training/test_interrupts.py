@@ -99,7 +99,7 @@ def test_handlers_are_what_they_were_afterwards() -> None:
     signal.set_wakeup_fd(descriptor)
     with Interrupts() as interrupts:
         assert [signal.getsignal(number) for number in SIGNALS] != before
-        assert interrupts.agreed_exit_code(1) == 0
+        assert interrupts.agreed(1) == (0, False)
     assert [signal.getsignal(number) for number in SIGNALS] == before
     assert signal.set_wakeup_fd(descriptor) == descriptor
 

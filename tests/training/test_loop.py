@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from safetensors.numpy import save_file
 from app.flow import Sample
 from app.jsonl import read_jsonl
 from app.sample_records import sample_from_record
+from app.training import loop
 from settings import load
 from tests.tiny_directory import CONFIG, random_tensors, write_model
 from tests.training.program import (
@@ -95,7 +98,7 @@ def test_a_run_directory_holds_what_the_contract_names_and_nothing_else(finished
     }
     assert names("rollouts") == {f"step_00000{step}.jsonl" for step in (1, 2, 3, 4)}
     assert names("eval") == {f"step_00000{step}.jsonl" for step in (0, 2, 4)}
-    assert names("checkpoints") == {"2", "4"}
+    assert names("checkpoints") == {"2", "4", "best"}
 
 
 def test_settings_are_the_resolved_ones_with_what_set_each(finished: Path) -> None:
@@ -247,7 +250,8 @@ def test_the_result_goes_to_stdout_and_progress_to_stderr(config: Path) -> None:
     assert result[0].split() == ["held", "out", "step", "0", "step", "4"]
     assert result[1].startswith("accuracy")
     assert result[-1] == f"everything is in {config.parent / 'runs' / 'tiny'}"
-    assert len(result) == 10
+    assert result[-2].startswith("best eval/accuracy ")
+    assert len(result) == 11
     progress = stderr.splitlines()
     assert progress[0] == "builtin:arithmetic: 40 rows (prompt from prompt, answer from answer)"
     assert [line.split()[1] for line in progress if line.startswith("step ")] == ["1", "2", "3", "4"]
@@ -306,3 +310,26 @@ def test_completions_are_shown_after_the_first_step_and_then_in_their_turn(confi
     (header, *_) = [line for line in result.stderr.splitlines() if "prompt" in line and "completion" in line]
     for column in ("reward", "advantage", "gold", "end"):
         assert column in header
+
+
+def test_the_best_evaluation_is_saved_though_no_interval_falls_there(config: Path) -> None:
+    result = train_here(config, "run.steps=4", "eval.every_steps=1", "checkpoint.every_steps=100", "checkpoint.keep=1")
+    assert result.exit_code == 0, result.stderr
+    run = config.parent / "runs" / "tiny"
+    accuracies = {line["step"]: line["eval/accuracy"] for line in metrics_of(run) if line["step"] > 0}
+    best = max(accuracies, key=lambda step: (accuracies[step], -step))
+    assert os.readlink(run / "checkpoints" / "best") == str(best)
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {str(best), "4", "best"}
+    assert f"best eval/accuracy {accuracies[best]:.1%} after step {best}: checkpoints/best\n" in result.stdout
+
+
+def test_a_checkpoint_by_the_clock_comes_between_the_intervals_and_changes_no_metric(
+    config: Path, finished: Path
+) -> None:
+    overrides = ("checkpoint.every_minutes=1", "checkpoint.every_steps=100", "checkpoint.best_metric=null")
+    clock = itertools.count(step=40).__next__
+    # Read once at the start, at every step and at every checkpoint: due after 80 seconds, at steps 2 and 4.
+    assert loop.train(load(str(config), [*overrides, "checkpoint.keep=9"], {}), resume="never", clock=clock) == 0
+    run = config.parent / "runs" / "tiny"
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"2", "4"}
+    assert reproducible(metrics_of(run)) == reproducible(metrics_of(finished))

@@ -42,10 +42,14 @@ def test_killed_in_the_middle_of_a_step_it_ends_as_if_it_had_not_been(full_confi
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait(timeout=DEADLINE_S) == -signal.SIGKILL
     assert 7 <= metrics_of(run)[-1]["step"] < 12
+    assert (run / "checkpoints" / "best" / "state").is_dir()
     result = train_here(full_config, resume="auto")
     assert result.exit_code == 0, result.stderr
     assert "continuing after step" in result.stderr
     assert_same_run(run, uninterrupted, step=12)
+    best = os.readlink(run / "checkpoints" / "best")
+    assert best == os.readlink(uninterrupted / "checkpoints" / "best")
+    assert (run / "checkpoints" / best).is_dir()
 
 
 def test_k_steps_and_a_resume_equal_all_steps_at_once(full_config: Path, uninterrupted: Path) -> None:

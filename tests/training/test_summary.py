@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from app.training.preservation import Best
 from app.training.summary import summary_text
 
 
@@ -24,6 +25,13 @@ def test_before_and_after_stand_side_by_side() -> None:
         "4 steps, median 3.00 s a step, 10 s in all",
         "everything is in runs/a",
     ]
+
+
+def test_the_best_checkpoint_is_named() -> None:
+    lines = summary_text([step(1, 0.25)], path="runs/a", best=Best(80, "eval/accuracy", 0.949)).splitlines()
+    assert lines[-2:] == ["best eval/accuracy 94.9% after step 80: checkpoints/best", "everything is in runs/a"]
+    lines = summary_text([], path="runs/a", best=Best(2, "eval/mean_length", 7.25)).splitlines()
+    assert lines[0] == "best eval/mean_length 7.2 after step 2: checkpoints/best"
 
 
 def test_without_evaluation_only_the_reward_is_compared() -> None:

@@ -62,7 +62,9 @@ def test_two_hosts_train_as_one(full_config: Path) -> None:
     run = full_config.parent / "runs" / "full"
     # One mini-batch: which prompts share one depends on the host that samples them.
     both = ("run.steps=2", "eval.every_steps=2", "algorithm.mini_batch_prompts=null")
-    with two_hosts(full_config, *both, "rollout.prompts_per_step=2", "logging.report=true") as hosts:
+    # A clock that is always due: process 0's, and both save.
+    clock = "checkpoint.every_minutes=1e-9"
+    with two_hosts(full_config, *both, clock, "rollout.prompts_per_step=2", "logging.report=true") as hosts:
         (_, stderr), (stdout_of_second, stderr_of_second) = (host.communicate(timeout=DEADLINE_S) for host in hosts)
     assert [host.returncode for host in hosts] == [0, 0], stderr + stderr_of_second
     # Only the first process speaks; gloo, below JAX, greets on stdout.
@@ -75,6 +77,8 @@ def test_two_hosts_train_as_one(full_config: Path) -> None:
     }
     # Of the sixteen evaluation prompts the first process saved its half.
     assert "95 % interval (16 answers)" in (run / "report.html").read_text()
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"1", "2", "best"}
+    assert os.readlink(run / "checkpoints" / "best") == "2"
     assert "process_id: 0  # set" in (run / "settings.yaml").read_text()
     assert train_here(full_config, *both, "run.name=one").exit_code == 0
     assert_close(run, run.parent / "one")

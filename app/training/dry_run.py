@@ -1,0 +1,216 @@
+"""`grpo train --dry-run`: every check of a launch, then its arithmetic and its memory in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from app.batching.plan import Plan
+from app.training.launch import Launch, prepared
+from app.training.memory import LABELS, Held, Shapes, memory_by_phase, rows_per_device, shapes_of, state_bytes
+from app.training.metrics import device_memory_bytes
+from app.training.run_directory import Resume
+from app.training.wiring import Learning, wire_learning, work_of
+from settings import Resolved
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """One pass over rows of static shape."""
+
+    count: int
+    rows_per_device: int
+    tokens_per_row: int
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a run would do and hold. Counts are over all hosts, bytes on each device."""
+
+    directory: str
+    model: str
+    family: str
+    dtype: str
+    num_parameters: int
+    mesh: Mapping[str, int]
+    device_kind: str
+    num_devices: int
+    num_hosts: int
+    data: str
+    """Column mapping, prompts kept and dropped, lengths."""
+    num_prompts: int
+    num_held_out: int
+    steps: int
+    optimizer_steps: int
+    epochs_of_data: float
+    prompts_per_step: int
+    samples_per_step: int
+    prompt_tokens_per_step: int
+    """On average over the data; a prompt counts once for each of its samples."""
+    max_completion_tokens_per_step: int
+    max_flops_per_step: float
+    mini_batches_per_step: int
+    epochs_per_step: int
+    rollout: Mapping[str, int]
+    """Sizes of a generation on each host, lengths in tokens, padding included."""
+    evaluation: Mapping[str, int] | None
+    score: Mapping[str, MicroBatches]
+    """By role; empty where nothing is scored."""
+    update: MicroBatches
+    """Of one optimizer step."""
+    memory: Mapping[str, Held]
+    """By phase. What `app.training.memory.LABELS` stars is estimated, the rest follows from shapes."""
+    peak_bytes: int
+    """Of the fullest phase."""
+    available_bytes: int | None
+    """A device's memory; on a CPU each device's share of the host's. None where it is not known."""
+    checkpoint_bytes: int
+    """On disk, and over all hosts in their memory while it is written."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_text(self) -> str:
+        arithmetic = self._arithmetic()
+        width = max(map(len, arithmetic)) + 2
+        lines = [
+            f"{name if i == 0 else '':<{width}}{line}"
+            for name, text in arithmetic.items()
+            for i, line in enumerate(text.splitlines())
+        ]
+        return "\n".join([*lines, "", *self._memory_table(), "", *self._verdict()])
+
+    def _arithmetic(self) -> dict[str, str]:
+        axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+        held_out = f"\nheld out: {self.num_held_out:,}" if self.num_held_out else ""
+        return {
+            "run": f"{self.directory}: {self.steps:,} steps, {self.optimizer_steps:,} optimizer steps, "
+            f"{self.epochs_of_data:.3g} epochs of the data",
+            "model": f"{self.model} ({self.family}): {self.num_parameters:,} parameters, computing in {self.dtype}",
+            "mesh": f"{self.num_devices} x {self.device_kind} on {self.num_hosts} host(s): {axes}",
+            "data": f"{self.data}{held_out}",
+            "step": f"{self.prompts_per_step:,} prompts, {self.samples_per_step:,} samples; "
+            f"{self.prompt_tokens_per_step:,} prompt tokens on average, at most "
+            f"{self.max_completion_tokens_per_step:,} completion tokens, {self.max_flops_per_step / 1e12:.3g} TFLOP",
+            "rollout": _generation(self.rollout),
+            **({"evaluation": _generation(self.evaluation)} if self.evaluation else {}),
+            **{f"score {role}": _passes(batches) for role, batches in self.score.items()},
+            "update": f"{self.mini_batches_per_step * self.epochs_per_step} optimizer steps (mini-batches "
+            f"{self.mini_batches_per_step} x epochs {self.epochs_per_step}), each {_passes(self.update)}",
+        }
+
+    def _memory_table(self) -> list[str]:
+        phases = list(self.memory)
+        rows = {label: [self.memory[phase].get(name) for phase in phases] for name, label in LABELS.items()}
+        lines = [_row("MiB on each device", phases)]
+        lines += [_row(label, map(_mebibytes, sizes)) for label, sizes in rows.items() if any(sizes)]
+        lines.append(_row("in all", [_mebibytes(sum(held.values())) for held in self.memory.values()]))
+        return [*lines, "* estimated: the compiler may need more or less; all else follows from shapes"]
+
+    def _verdict(self) -> list[str]:
+        lines = []
+        if self.available_bytes is None:
+            lines.append(f"peak {_size(self.peak_bytes)} on each device; how much it has is not known")
+        else:
+            share = self.peak_bytes / self.available_bytes
+            lines.append(
+                f"peak {_size(self.peak_bytes)} on each device, {share:.0%} of its {_size(self.available_bytes)}"
+            )
+            if share > 1:
+                lines.append(
+                    "this does not fit: lower algorithm.rows_per_device, set model.remat: block, or spread the "
+                    "weights over more devices with mesh.shape"
+                )
+        size = _size(self.checkpoint_bytes)
+        return [*lines, f"a checkpoint takes {size} on disk, and as much of the hosts' memory while it is written"]
+
+
+def _generation(sizes: Mapping[str, int]) -> str:
+    return (
+        f"{sizes['num_prompts']:,} prompts of {sizes['prompt_length']:,} tokens, {sizes['num_rows']:,} rows with a "
+        f"cache of {sizes['cache_length']:,}, on each host"
+    )
+
+
+def _passes(batches: MicroBatches) -> str:
+    return (
+        f"{batches.count:,} micro-batches of {batches.rows_per_device:,} rows a device, {batches.tokens_per_row:,} "
+        "tokens a row"
+    )
+
+
+def _row(label: str, cells: Iterable[str]) -> str:
+    return f"{label:<32}" + "".join(f"{cell:>12}" for cell in cells)
+
+
+def _mebibytes(size: int | None) -> str:
+    return f"{size / 2**20:,.1f}" if size else "-"
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def look_ahead(resolved: Resolved, *, resume: Resume) -> DryRun:
+    """What `grpo train` would do, from shapes and files' headers. Compiles nothing, loads no weights, writes nothing.
+
+    Raises:
+        InputError: whatever would keep the run from starting. Checkpoints to resume from are not opened.
+    """
+    with prepared(resolved, resume=resume) as launch:
+        learning = wire_learning(resolved.settings, launch.session)
+        shapes = shapes_of(launch.session, learning, launch.input.prompts, launch.input.held_out)
+        return report(launch, learning, shapes)
+
+
+def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
+    """The figures of a launch that has passed its checks."""
+    settings, session, prompts = launch.resolved.settings, launch.session, launch.input.prompts
+    definition, mesh, num_hosts = session.input.definition, session.mesh, jax.process_count()
+    prompts_per_step = settings.rollout.prompts_per_step * num_hosts
+    samples_per_step = prompts_per_step * settings.rollout.group_size
+    mean_prompt = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
+    prompt_tokens = round(samples_per_step * mean_prompt)
+    completion_tokens = samples_per_step * settings.rollout.max_new_tokens
+
+    def micro_batches(plan: Plan) -> MicroBatches:
+        return MicroBatches(plan.num_micro_batches, rows_per_device(session, plan), shapes.rows.num_tokens)
+
+    memory = memory_by_phase(session, learning, shapes)
+    return DryRun(
+        directory=str(launch.run.path),
+        model=settings.model.path,
+        family=session.input.architecture.family,
+        dtype=settings.model.dtype,
+        num_parameters=definition.num_parameters,
+        mesh=dict(mesh.shape),
+        device_kind=mesh.devices.flat[0].device_kind,
+        num_devices=mesh.size,
+        num_hosts=num_hosts,
+        data=launch.input.report,
+        num_prompts=len(prompts),
+        num_held_out=len(launch.input.held_out),
+        steps=settings.run.steps,
+        optimizer_steps=settings.run.steps * settings.updates_per_step,
+        epochs_of_data=settings.run.steps * prompts_per_step / len(prompts),
+        prompts_per_step=prompts_per_step,
+        samples_per_step=samples_per_step,
+        prompt_tokens_per_step=prompt_tokens,
+        max_completion_tokens_per_step=completion_tokens,
+        max_flops_per_step=work_of(settings, definition).flops(
+            prompt_tokens=prompt_tokens, completion_tokens=completion_tokens
+        ),
+        mini_batches_per_step=settings.num_mini_batches,
+        epochs_per_step=settings.algorithm.epochs,
+        rollout=shapes.rollout._asdict(),
+        evaluation=None if shapes.evaluation is None else shapes.evaluation._asdict(),
+        score={role: micro_batches(plan) for role, plan in shapes.scores.items()},
+        update=micro_batches(shapes.update),
+        memory=memory,
+        peak_bytes=max(sum(held.values()) for held in memory.values()),
+        available_bytes=device_memory_bytes(),
+        checkpoint_bytes=state_bytes(learning),
+    )

@@ -1,0 +1,205 @@
+"""What each phase of a step holds on a device, known from shapes: nothing is loaded and nothing compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from app.batching.micro_batches import plan_micro_batches, row_shape
+from app.batching.pack import RowShape, TokenBatch
+from app.batching.plan import Plan
+from app.batching.row_logprobs import row_logprobs
+from app.flow import Prompt
+from app.mesh.axis_rules import partition_spec
+from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards, num_row_shards
+from app.policy.decoder import Params
+from app.rollout.engine import BatchShape
+from app.training.evaluate import evaluation_batch, host_share
+from app.training.session import Session
+from app.training.wiring import Learning
+
+Held = dict[str, int]
+"""Name of what is held -> its bytes on each device."""
+
+LABELS = {
+    "weights": "weights",
+    "optimizer": "optimizer moments",
+    "reference": "reference weights",
+    "decode_weights": "decoding copy of the weights",
+    "prompt_cache": "KV cache of the prompts",
+    "kv_cache": "KV cache of the samples",
+    "gradients": "gradients, summed",
+    "micro_batch_gradients": "gradients of a micro-batch *",
+    "logits": "logits of a chunk",
+    "activations": "activations *",
+    "checkpoint": "checkpoint being written *",
+}
+"""What may be held, in the order of the table. The starred ones are up to the compiler: they are estimated."""
+
+
+def longest(prompts: Sequence[Prompt]) -> int:
+    """Tokens of the longest prompt."""
+    return max(len(prompt.token_ids) for prompt in prompts)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes of a step's programs at the longest prompt and completion, from the functions that shape the real ones."""
+
+    rollout: BatchShape
+    evaluation: BatchShape | None
+    rows: RowShape
+    """Of scoring and update."""
+    scores: dict[str, Plan]
+    """By role."""
+    update: Plan
+    """Of one optimizer step."""
+
+
+def shapes_of(session: Session, learning: Learning, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Shapes:
+    """The shapes of a run over these prompts, alike on every host."""
+    settings, mesh = session.settings, session.mesh
+    rollout, score = settings.rollout, settings.score
+    num_samples = rollout.prompts_per_step * rollout.group_size
+
+    def generation(prompts: Sequence[Prompt], *, num_prompts: int, group_size: int) -> BatchShape:
+        return session.engine.batch_shape(
+            num_prompts=num_prompts,
+            group_size=group_size,
+            longest_prompt=longest(prompts),
+            max_new_tokens=rollout.max_new_tokens,
+        )
+
+    def scoring(role: str) -> Plan:
+        rows = getattr(score, role).rows_per_device or score.rows_per_device
+        return plan_micro_batches(num_samples, mesh, rows_per_device=rows)
+
+    return Shapes(
+        rollout=generation(prompts, num_prompts=rollout.prompts_per_step, group_size=rollout.group_size),
+        evaluation=(
+            generation(held_out, num_prompts=evaluation_batch(settings, host_share(held_out)), group_size=1)
+            if held_out
+            else None
+        ),
+        rows=row_shape(longest(prompts) + rollout.max_new_tokens, rollout.max_new_tokens),
+        scores={role: scoring(role) for role in settings.scored_roles},
+        update=plan_micro_batches(
+            num_samples // settings.num_mini_batches, mesh, rows_per_device=learning.updater.rows_per_device
+        ),
+    )
+
+
+def memory_by_phase(session: Session, learning: Learning, shapes: Shapes) -> dict[str, Held]:
+    """Bytes on each device in `rollout`, `evaluation`, `score` and `update`, of those that the run has."""
+    state = abstract(learning.shapes, learning.shardings)
+    weights = bytes_per_device(state.params)
+    always = {"weights": weights, "optimizer": bytes_per_device(state) - weights}
+    if session.mesh.devices.flat[0].platform == "cpu":
+        # It is copied into the host's memory, which here is the device's, and written while steps go on.
+        always["checkpoint"] = state_bytes(learning) // jax.device_count()
+    if "reference" in session.settings.scored_roles:
+        always["reference"] = weights
+    phases: dict[str, Held] = {"rollout": {**always, **_generating(session, shapes.rollout)}}
+    if shapes.evaluation is not None:
+        phases["evaluation"] = {**always, **_generating(session, shapes.evaluation)}
+    if shapes.scores:
+        fullest = max(shapes.scores.values(), key=lambda plan: plan.rows_per_micro_batch)
+        phases["score"] = {**always, **_scoring(session, fullest, shapes.rows)}
+    phases["update"] = {
+        **always,
+        "gradients": weights,
+        "micro_batch_gradients": weights,
+        **_updating(session, shapes.update, shapes.rows),
+    }
+    return phases
+
+
+def state_bytes(learning: Learning) -> int:
+    """The whole training state, over all devices: what a checkpoint takes."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(learning.shapes))
+
+
+def _generating(session: Session, shape: BatchShape) -> Held:
+    footprint = session.engine.footprint(shape)
+    rows = -(-shape.num_prompts // num_local_row_shards(session.mesh))
+    return {
+        "decode_weights": bytes_per_device(footprint.weights),
+        "prompt_cache": bytes_per_device(footprint.prompts),
+        "kv_cache": bytes_per_device(footprint.slots),
+        "logits": _logits(session, shape.num_rows * jax.process_count(), num_tokens=1),
+        "activations": _of_one_block(session, rows, RowShape(shape.prompt_length, num_completion_tokens=1)),
+    }
+
+
+def _scoring(session: Session, plan: Plan, shape: RowShape) -> Held:
+    rows = rows_per_device(session, plan)
+    return {
+        "logits": _chunk(session, rows, shape),
+        "activations": _of_one_block(session, rows, shape),
+    }
+
+
+def _updating(session: Session, plan: Plan, shape: RowShape) -> Held:
+    rows = rows_per_device(session, plan)
+    kept = saved_bytes(session, rows, shape, remat=session.settings.model.remat)
+    # The backward pass works on one block at a time, computed again or not.
+    return {"logits": _chunk(session, rows, shape), "activations": kept + _of_one_block(session, rows, shape)}
+
+
+def rows_per_device(session: Session, plan: Plan) -> int:
+    """Rows of a micro-batch on each device."""
+    return plan.rows_per_micro_batch // num_local_row_shards(session.mesh)
+
+
+def _chunk(session: Session, rows: int, shape: RowShape) -> int:
+    num_tokens = min(session.settings.model.logits_chunk, shape.num_completion_tokens)
+    return _logits(session, rows * num_row_shards(session.mesh), num_tokens=num_tokens)
+
+
+def _logits(session: Session, num_rows: int, *, num_tokens: int) -> int:
+    shape = (num_rows, num_tokens, session.input.architecture.vocab_size)
+    sharding = NamedSharding(session.mesh, partition_spec(("rows", "tokens", "vocab"), shape, session.mesh))
+    return bytes_per_device(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding))
+
+
+def _of_one_block(session: Session, rows: int, shape: RowShape) -> int:
+    return saved_bytes(session, rows, shape, remat="none") // session.input.architecture.num_layers
+
+
+def saved_bytes(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
+    """What differentiation keeps from the forward for the backward pass of `rows` rows, the weights left out.
+
+    Traced, not computed: what twice as many rows would keep more. The compiler may keep some of it differently,
+    and needs room to work in; split over tp it is less.
+    """
+    definition, model = session.input.definition, session.settings.model
+
+    def kept(rows: int) -> int:
+        tokens = jax.ShapeDtypeStruct((rows, shape.num_tokens), jnp.int32)
+        targets = jax.ShapeDtypeStruct((rows, shape.num_completion_tokens), jnp.int32)
+        mask = jax.ShapeDtypeStruct(targets.shape, jnp.bool)
+        batch = TokenBatch(tokens, tokens, tokens, score_index=targets, targets=targets, mask=mask)
+
+        def backward(params: Params, batch: TokenBatch) -> Callable[..., Any]:
+            def forward(params: Params) -> tuple[Array, Array]:
+                return row_logprobs(
+                    definition.bind(params),
+                    batch,
+                    temperature=1.0,
+                    dtype=jnp.dtype(model.dtype),
+                    remat=remat,
+                    logits_chunk=model.logits_chunk,
+                )
+
+            return jax.vjp(forward, params)[1]
+
+        residuals = jax.tree.leaves(jax.eval_shape(backward, definition.shapes, batch))
+        return sum(x.size * x.dtype.itemsize for x in residuals)
+
+    return kept(2 * rows) - kept(rows)

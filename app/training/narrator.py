@@ -1,0 +1,70 @@
+"""What a run tells while it goes on and when it ends: on the terminal, in its journal, to wandb, in its report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.flow import Sample
+from app.report.alerts import Watch
+from app.report.completions import completions_table
+from app.report.write import write_report
+from app.training.journal import Journal, NoJournal
+from app.training.progress import Board, evaluation_line
+from app.training.run_directory import RunDirectory
+from settings.schema import Logging
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Narrator:
+    """Tells the same story to the board and the journal."""
+
+    run: RunDirectory
+    settings: Logging
+    board: Board
+    journal: Journal | NoJournal
+    _watch: Watch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._watch = Watch(self.journal.history)
+
+    def step(self, step: int, record: dict[str, Any]) -> None:
+        """A step's figures, and what is wrong with them."""
+        self.journal.write(step, record)
+        self.board.step(step, record)
+        for alert in self._watch.observe({"step": step, **record}):
+            self.board.alert(alert)
+            self.journal.alert(alert)
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """A step's samples, and some of them on the board where it is their turn."""
+        if self.settings.save_rollouts:
+            self.journal.write_samples(self.run.rollouts(step), samples)
+        every = self.settings.completions_every_steps
+        if every and (step == 1 or step % every == 0):
+            table = completions_table(samples, step=step)
+            self.board.completions(table)
+            self.journal.completions(table)
+
+    def evaluation(self, step: int, metrics: dict[str, Any], samples: Sequence[Sample]) -> None:
+        self.journal.write_samples(self.run.evaluation(step), samples)
+        self.board.say(evaluation_line(step, metrics))
+
+    def report(self) -> None:
+        """The report of what there is, however the run ended. It is a convenience: its failure is not the run's."""
+        if not self.settings.report or not any("reward/mean" in record for record in self.journal.history):
+            return
+        self.board.phase("report")
+        try:
+            self.board.say(f"report: {write_report(self.run.path)['report']}")
+        except Exception as error:
+            log.warning(
+                "the report could not be written (%s: %s); `grpo report %s` tries again",
+                type(error).__name__,
+                error,
+                self.run.path,
+            )

@@ -1,0 +1,53 @@
+"""What `logging.profile_steps` asks for: `jax.profiler` traces of single steps, which never break a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from pathlib import Path
+
+import jax
+
+log = logging.getLogger(__name__)
+
+FAILURES = (OSError, RuntimeError, ValueError)
+"""What the profiler raises where a folder cannot be written, a backend refuses, or somebody else is tracing."""
+
+
+class StepTraces:
+    """Traces this process while the chosen steps run, each into a folder of its own.
+
+    A profiler that fails costs the traces and a warning.
+    """
+
+    def __init__(self, steps: Collection[int], folder_of: Callable[[int], Path]):
+        self._steps = frozenset(steps)
+        self._folder_of = folder_of
+        self._running = ExitStack()
+
+    def start(self, step: int) -> None:
+        """Begins a trace where the step is a chosen one."""
+        if step not in self._steps:
+            return
+        try:
+            jax.profiler.start_trace(self._folder_of(step))
+        except FAILURES as error:
+            self._give_up(error)
+            return
+        self._running.callback(self._write)
+        self._running.enter_context(jax.profiler.StepTraceAnnotation("step", step_num=step))
+
+    def stop(self) -> None:
+        """Ends and writes the trace, where there is one."""
+        self._running.close()
+
+    def _write(self) -> None:
+        try:
+            jax.profiler.stop_trace()
+        except FAILURES as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        log.warning("logging.profile_steps: the profiler failed, nothing more is traced: %s", error)
+        self._steps = frozenset()

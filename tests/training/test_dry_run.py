@@ -1,0 +1,220 @@
+"""`grpo train --dry-run` tells what a run will do and hold, and does none of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from app.batching.micro_batches import common_row_shape
+from app.flow import Prompt, Sample
+from app.mesh.placement import abstract
+from app.training.dry_run import DryRun, look_ahead
+from app.training.launch import Launch, prepare
+from app.training.memory import memory_by_phase, saved_bytes, shapes_of
+from app.training.metrics import CompilationCounter
+from app.training.wiring import Learning, wire_learning
+from app.update.optimizer import initial_state
+from settings import load
+from tests.tiny import make_sample
+from tests.training.program import digest_of, here, settings
+
+SHARDED = ("mesh.shape='2,2,2'", "algorithm.beta=0.1", "algorithm.epochs=2", "algorithm.rows_per_device=2")
+
+
+def launched(config: Path, *overrides: str) -> tuple[Launch, Learning]:
+    resolved = load(str(config), overrides, {})
+    launch = prepare(resolved, resume="never")
+    return launch, wire_learning(resolved.settings, launch.session)
+
+
+def foreseen(config: Path, *overrides: str) -> DryRun:
+    return look_ahead(load(str(config), overrides, {}), resume="never")
+
+
+def held(tree: Any) -> int:
+    """What the fullest device really holds."""
+    on_device = dict.fromkeys(jax.devices(), 0)
+    for array in jax.tree.leaves(tree):
+        for shard in array.addressable_shards:
+            on_device[shard.device] += shard.data.nbytes
+    return max(on_device.values())
+
+
+def recording(function: Callable[..., Any], sizes: list[int], cache_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The same function, which notes how large the cache in its result is."""
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        sizes.append(held(cache_of(result)))
+        return result
+
+    return recorded
+
+
+def longest_first(prompts: list[Prompt]) -> list[Prompt]:
+    return sorted(prompts, key=lambda prompt: -len(prompt.token_ids))
+
+
+@pytest.mark.parametrize("overrides", [SHARDED, ("model.dtype=bfloat16",)], ids=["dp_fsdp_tp", "bfloat16"])
+def test_the_bytes_are_those_of_the_real_arrays(
+    config: Path, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = foreseen(config, *overrides).memory
+    launch, learning = launched(config, *overrides)
+    session = launch.session
+    params = session.load_params()
+    state = initial_state(learning.optimizer, params, learning.shardings)
+    weights = session.engine.weights(params)
+    caches, slots = [], []
+    engine = session.engine
+    monkeypatch.setattr(engine, "_prefill", recording(engine._prefill, caches, lambda result: result[1]))
+    monkeypatch.setattr(engine, "_open", recording(engine._open, slots, lambda result: result[1].cache))
+    session.sample(weights, longest_first(list(launch.input.prompts))[:4], policy_version=0)
+    for phase in memory.values():
+        assert phase["weights"] == held(params)
+        assert phase["optimizer"] == held(state) - held(params)
+        assert phase.get("reference", held(params)) == held(params)
+    assert memory["rollout"]["decode_weights"] == held(weights)
+    assert [memory["rollout"]["prompt_cache"]] == caches
+    assert [memory["rollout"]["kv_cache"]] == slots
+    assert ("reference" in memory["update"]) == (overrides == SHARDED)
+
+
+def test_the_micro_batches_are_those_of_the_real_update(config: Path) -> None:
+    report = foreseen(config, *SHARDED, "algorithm.mini_batch_prompts=2")
+    launch, learning = launched(config, *SHARDED, "algorithm.mini_batch_prompts=2")
+    prompt = longest_first(list(launch.input.prompts))[0]
+    zeros = np.zeros(4, np.float32)
+
+    def sample(i: int) -> Sample:
+        made = make_sample(np.zeros(4), group_id=i // 4, advantages=zeros, policy_logprobs=zeros)
+        return replace(made, prompt=prompt)
+
+    samples = [sample(i) for i in range(8)]
+    placed = learning.updater._place(samples, common_row_shape(samples)).tokens.token_ids
+    assert placed.shape == (report.update.count, 4 * report.update.rows_per_device, report.update.tokens_per_row)
+    assert (report.update.count, report.update.rows_per_device) == (1, 2)
+
+
+def test_it_counts_what_a_run_does(full_config: Path) -> None:
+    report = foreseen(full_config)
+    assert (report.prompts_per_step, report.samples_per_step) == (4, 16)
+    assert (report.steps, report.optimizer_steps, report.mini_batches_per_step) == (12, 48, 2)
+    assert report.epochs_of_data == 12 * 4 / 40
+    assert report.max_completion_tokens_per_step == 16 * 4
+    assert report.num_held_out == 16
+    assert set(report.score) == {"policy", "reference"}
+    assert report.score["policy"].count * report.score["policy"].rows_per_device * 8 == 16
+    tokens = report.prompt_tokens_per_step + 64
+    passes = 2 * (64 + report.prompt_tokens_per_step / 4 + 2 * tokens) + 6 * tokens * 2
+    assert report.max_flops_per_step == pytest.approx(report.num_parameters * passes)
+
+
+def test_nothing_is_scored_or_evaluated_where_nothing_asks_for_it(config: Path) -> None:
+    report = foreseen(config, "eval.every_steps=0")
+    assert list(report.memory) == ["rollout", "update"]
+    assert report.evaluation is None and report.score == {}
+
+
+def test_nothing_is_compiled_loaded_or_written(config: Path, tiny_model: Path) -> None:
+    before = digest_of(config.parent)
+    jax.clear_caches()
+    with closing(CompilationCounter()) as counter:
+        result = here("train", "--config", config, "--dry-run", *settings(*SHARDED))
+        assert counter.take() == 0
+    assert result.exit_code == 0, result.stderr
+    assert digest_of(config.parent) == before
+    assert not (config.parent / "runs").exists()
+
+
+def test_a_person_reads_a_table(config: Path) -> None:
+    result = here("train", "--config", config, "--dry-run")
+    lines = result.stdout.splitlines()
+    assert (
+        lines[0] == f"run         {config.parent / 'runs' / 'tiny'}: 4 steps, 4 optimizer steps, 0.4 epochs of the data"
+    )
+    header = next(i for i, line in enumerate(lines) if line.startswith("MiB on each device"))
+    assert lines[header].split()[-3:] == ["rollout", "evaluation", "update"]
+    assert lines[header + 1].startswith("weights   ")
+    assert any(line.startswith("in all ") for line in lines)
+    assert any(line.startswith("peak ") and " of its " in line for line in lines)
+    assert "does not fit" not in result.stdout
+    assert result.stderr == ""
+
+
+def test_a_program_reads_the_same_as_json(config: Path) -> None:
+    found = json.loads(here("train", "--config", config, "--dry-run", "--json").stdout)
+    assert found == json.loads(json.dumps(foreseen(config).to_dict()))
+    assert found["peak_bytes"] == max(sum(phase.values()) for phase in found["memory"].values())
+
+
+def test_json_is_for_a_dry_run_alone(config: Path) -> None:
+    result = here("train", "--config", config, "--json")
+    assert result.exit_code == 2
+    assert "error: --json goes with --dry-run" in result.stderr
+
+
+def test_what_does_not_fit_is_said_and_what_is_not_known_is_not_guessed(config: Path) -> None:
+    report = foreseen(config)
+    text = replace(report, available_bytes=report.peak_bytes // 2).to_text()
+    assert "200% of its" in text and "this does not fit: lower algorithm.rows_per_device" in text
+    text = replace(report, available_bytes=None).to_text()
+    assert "how much it has is not known" in text and "does not fit" not in text
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.steps=0", "run.steps"),
+        ("rollout.group_size=1", "at least 2"),
+        ("mesh.shape='3,1,1'", "mesh.shape"),
+        ("rollout.prompts_per_step=5", "rollout.prompts_per_step: 5 prompts"),
+        ("model.path=builtin:huge", "model.path"),
+        ("data.max_prompt_length=2", "data.max_prompt_length"),
+    ],
+)
+def test_what_a_launch_refuses_a_dry_run_refuses(config: Path, override: str, message: str) -> None:
+    result = here("train", "--config", config, "--dry-run", *settings(override))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_an_occupied_directory_is_refused_unless_resumed(finished: Path, config: Path) -> None:
+    occupied = settings(f"run.dir={finished.parent}")
+    before = digest_of(finished)
+    assert "already holds a run" in here("train", "--config", config, "--dry-run", *occupied).stderr
+    assert here("train", "--config", config, "--dry-run", "--resume", "auto", *occupied).exit_code == 0
+    assert digest_of(finished) == before
+
+
+def test_the_estimates_are_what_the_compiler_reserves_or_nearly(config: Path) -> None:
+    overrides = ("mesh.shape='1,8,1'", "rollout.max_new_tokens=64", "rollout.prompts_per_step=64")
+    launch, learning = launched(config, *overrides, "algorithm.rows_per_device=32")
+    shapes = shapes_of(launch.session, learning, launch.input.prompts, ())
+    update = memory_by_phase(launch.session, learning, shapes)["update"]
+    foreseen = sum(update[name] for name in ("gradients", "micro_batch_gradients", "logits", "activations"))
+    assert temporary_bytes(launch, learning) == pytest.approx(foreseen, rel=0.25)
+    kept = {remat: saved_bytes(launch.session, 32, shapes.rows, remat=remat) for remat in ("none", "block")}
+    assert kept["block"] < kept["none"] / 4
+
+
+def temporary_bytes(launch: Launch, learning: Learning) -> int:
+    """What XLA reserves on each device beside the arguments, for an update of 256 of the longest samples."""
+    prompt, zeros = longest_first(list(launch.input.prompts))[0], np.zeros(64, np.float32)
+    made = [make_sample(np.zeros(64), group_id=i // 4, advantages=zeros) for i in range(256)]
+    samples = [replace(s, prompt=prompt) for s in made]
+    batch = learning.updater._place(samples, common_row_shape(samples))
+    step: Any = learning.updater.step
+    with jax.set_mesh(launch.session.mesh):
+        compiled = step.lower(abstract(learning.shapes, learning.shardings), batch, jnp.float32(1)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes

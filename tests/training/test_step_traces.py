@@ -1,0 +1,77 @@
+"""`logging.profile_steps`: the chosen steps leave a trace, and nothing else changes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from app.training.step_traces import StepTraces
+from tests.training.program import DEADLINE_S, REPOSITORY, metrics_of, reproducible, train_here
+
+UNWRITABLE = """\
+import sys
+from pathlib import Path
+import jax.numpy as jnp
+from app.training.step_traces import StepTraces
+traces = StepTraces([1, 2], lambda step: Path(sys.argv[1]) / "profile" / str(step))
+for step in (1, 2):
+    traces.start(step)
+    jnp.ones(3).block_until_ready()
+    traces.stop()
+print("went on")
+"""
+
+
+def test_the_chosen_steps_leave_a_trace_and_the_metrics_are_the_same(config: Path, finished: Path) -> None:
+    result = train_here(config, "logging.profile_steps=[2, 4]")
+    assert result.exit_code == 0, result.stderr
+    run = config.parent / "runs" / "tiny"
+    assert {path.name for path in (run / "profile").iterdir()} == {"step_000002", "step_000004"}
+    for folder in (run / "profile").iterdir():
+        assert len(list(folder.rglob("*.xplane.pb"))) == 1
+    assert reproducible(metrics_of(run)) == reproducible(metrics_of(finished))
+    (trace,) = (run / "profile" / "step_000004").rglob("*.trace.json.gz")
+    events = {event.get("name"): event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert {"rollout", "reward", "score", "advantage", "update"} <= events.keys()
+    assert events["step"]["args"]["step_num"] == "4"
+
+
+def test_steps_that_a_resumed_run_has_behind_it_are_named_and_left_out(config: Path) -> None:
+    assert train_here(config, "run.steps=2", "eval.every_steps=0").exit_code == 0
+    result = train_here(config, "logging.profile_steps=[1, 3]", "eval.every_steps=0", resume="must")
+    assert result.exit_code == 0, result.stderr
+    assert "logging.profile_steps: done before, so not profiled: 1\n" in result.stderr
+    assert [path.name for path in (config.parent / "runs" / "tiny" / "profile").iterdir()] == ["step_000003"]
+
+
+def test_a_trace_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "profile").touch()
+    answer = subprocess.run(
+        [sys.executable, "-c", UNWRITABLE, str(tmp_path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    assert answer.stdout == "went on\n"
+    (warning,) = answer.stderr.splitlines()
+    assert warning.startswith("logging.profile_steps: the profiler failed, nothing more is traced: ")
+
+
+def test_a_profiler_that_somebody_else_uses_is_left_to_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    traces = StepTraces([1, 2], lambda step: tmp_path / str(step))
+    with jax.profiler.trace(tmp_path / "theirs"), caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            traces.start(step)
+            traces.stop()
+    (warning,) = [record.message for record in caplog.records if record.name == "app.training.step_traces"]
+    assert "Only one profile may be run at a time" in warning
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
