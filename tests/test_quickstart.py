@@ -18,7 +18,8 @@ from app.policy.weight_files import open_model
 from app.policy.weights import load_weights
 from app.prompts.arithmetic import make_problems
 from app.prompts.tokenizer import load_tokenizer
-from app.training.evaluate import evaluate
+from app.reward.plugin import Moment
+from app.training.evaluate import evaluate, evaluation_metrics
 from app.training.session import Session
 from app.training.training_input import read_training_input
 from scripts import make_tiny_model
@@ -84,7 +85,8 @@ def test_the_starting_model_has_the_format_but_not_the_skill() -> None:
     training_input = read_training_input(settings)
     session = Session.open(settings, training_input.model)
     weights = session.engine.weights(session.load_params())
-    metrics, _ = evaluate(session, weights, training_input.held_out)
+    with training_input.rewards(settings) as rewards:
+        metrics = evaluation_metrics(evaluate(session, weights, training_input.held_out, rewards, Moment()))
     assert 0.1 <= metrics["eval/accuracy"] <= 0.4
     for level in LEVELS:
         assert 0.05 <= metrics[f"eval/accuracy/difficulty_{level}"] <= 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -83,14 +84,14 @@ def check_best_metric(name: str, prompts: Sequence[Prompt]) -> None:
         )
 
 
-def evaluation_metrics(scored: Scored) -> dict[str, float | None]:
+def evaluation_metrics(scored: Scored) -> dict[str, Any]:
     """Accuracy, format and truncation rates and mean length; accuracy by difficulty where the data names one.
 
     The format rate is None where a plug-in judges: only built-in tasks know what an answer should look like.
     """
     samples, (judge,) = scored.samples, scored.tallies
     correct = over_hosts([s.reward or 0.0 for s in samples])
-    metrics: dict[str, float | None] = {
+    metrics: dict[str, Any] = {
         "eval/accuracy": correct.mean(),
         "eval/format_rate": (
             over_hosts([is_formatted(judge, s.completion) for s in samples]).mean() if is_task_reward(judge) else None

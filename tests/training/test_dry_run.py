@@ -18,7 +18,7 @@ from app.batching.micro_batches import common_row_shape
 from app.flow import Prompt, Sample
 from app.mesh.placement import abstract
 from app.training.dry_run import DryRun, look_ahead
-from app.training.launch import Launch, prepare
+from app.training.launch import Launch, prepared
 from app.training.memory import memory_by_phase, saved_bytes, shapes_of
 from app.training.metrics import CompilationCounter
 from app.training.wiring import Learning, wire_learning
@@ -32,8 +32,8 @@ SHARDED = ("mesh.shape='2,2,2'", "algorithm.beta=0.1", "algorithm.epochs=2", "al
 
 def launched(config: Path, *overrides: str) -> tuple[Launch, Learning]:
     resolved = load(str(config), overrides, {})
-    launch = prepare(resolved, resume="never")
-    return launch, wire_learning(resolved.settings, launch.session)
+    with prepared(resolved, resume="never") as launch:
+        return launch, wire_learning(resolved.settings, launch.session)
 
 
 def foreseen(config: Path, *overrides: str) -> DryRun:
