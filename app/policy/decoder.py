@@ -159,12 +159,15 @@ class Block(nnx.Module):
 REMATERIALISED: Mapping[str, Callable[[Callable], Callable]] = MappingProxyType(
     {
         "none": lambda layer: layer,
-        "minimal": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
-        "block": jax.checkpoint,
+        "minimal": functools.partial(
+            jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable, prevent_cse=False
+        ),
+        "block": functools.partial(jax.checkpoint, prevent_cse=False),
     }
 )
 """What the backward pass computes anew in each layer: nothing; all but the products with weights, so that no
-[tokens, tokens] array is kept and none of the elementwise results; or everything but the layer's input."""
+[tokens, tokens] array is kept and none of the elementwise results; or everything but the layer's input.
+Common subexpressions cannot undo that, since the forward and the backward scan are loops of their own."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["soft_cap"])

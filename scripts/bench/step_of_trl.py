@@ -2,8 +2,9 @@
 
     python scripts/bench/step_of_trl.py --model DIR --rows FILE.jsonl --beta 0 --steps 3 --warmup 1
 
-Set otherwise than TRL's defaults, so that both sides do the same: float32, no gradient checkpointing (faster here, and
-what ours does), all sixteen samples in one update, completions of exactly `workload.NEW_TOKENS` tokens.
+Set otherwise than TRL's defaults: float32, as ours; no gradient checkpointing, which is faster here (`--checkpointing`
+turns TRL's default on: slower, and less memory); all sixteen samples in one update; completions of exactly
+`workload.NEW_TOKENS` tokens.
 """
 
 # TRL is not among the packages of this project's environment.
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--beta", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--checkpointing", action="store_true")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     stopwatch = Stopwatch()
@@ -91,7 +93,7 @@ def train(options: argparse.Namespace, stopwatch: Stopwatch, folder: str) -> Non
         output_dir=folder,
         use_cpu=True,
         bf16=False,
-        gradient_checkpointing=False,
+        gradient_checkpointing=options.checkpointing,
         beta=options.beta,
         learning_rate=workload.LEARNING_RATE,
         per_device_train_batch_size=samples,

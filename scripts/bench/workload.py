@@ -39,8 +39,9 @@ def reward_of(completion: str, answer: str) -> float:
 
 
 def peak_memory_bytes() -> int:
-    """Of this process, from its start. Linux counts in KiB, macOS in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """Of this process from its start, and of the largest one that it started and ended (a reward worker)."""
+    peak = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return peak * (1 if sys.platform == "darwin" else 1024)  # Linux counts in KiB
 
 
 def report(steps: list[dict[str, float]], **facts: object) -> None:
