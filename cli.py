@@ -92,7 +92,8 @@ def train(
             from app.training.dry_run import look_ahead
 
             found = look_ahead(resolved, resume=resume)
-            _write(_as_json(found.to_dict()) if as_json else found.to_text(), sys.stdout)
+            if found is not None:
+                _write(_as_json(found.to_dict()) if as_json else found.to_text(), sys.stdout)
             raise typer.Exit
         from app.training import loop
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from settings.errors import InputError
 from settings.fields import value_of
+from settings.layers import place
 from settings.resolve import Resolved
 
 Check = Callable[[Resolved], str | None]
@@ -60,11 +61,6 @@ def _named(resolved: Resolved, field: str) -> str:
     return f"{field} = {value_of(resolved.settings, field)!r} (from {resolved.origin(field)})"
 
 
-def _layer_of(resolved: Resolved, field: str) -> int:
-    """Place of a field's layer in their order; of two, the larger was said later."""
-    return ("default", "yaml", "set", "env").index(resolved.provenance[field].partition(":")[0])
-
-
 def _groups_have_siblings(resolved: Resolved) -> str | None:
     if resolved.settings.rollout.group_size >= 2:
         return None
@@ -97,7 +93,7 @@ def _penalty_weighs_something(resolved: Resolved) -> str | None:
     if algorithm.beta > 0 or algorithm.kl_in != "reward":
         return None
     # Turned off by a later layer than the one that placed it: that choice wins.
-    if _layer_of(resolved, "algorithm.beta") > _layer_of(resolved, "algorithm.kl_in"):
+    if place(resolved.provenance["algorithm.beta"]) > place(resolved.provenance["algorithm.kl_in"]):
         return None
     return (
         f"{_named(resolved, 'algorithm.kl_in')}: {_named(resolved, 'algorithm.beta')}, so the reward would lose "

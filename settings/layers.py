@@ -64,6 +64,11 @@ def env_name(field: str) -> str:
     return ENV_PREFIX + field.upper().replace(".", "__")
 
 
+def place(origin: str) -> int:
+    """Place of a provenance's layer in their order; of two, the larger was said later."""
+    return ("default", "yaml", "set", "env").index(origin.partition(":")[0])
+
+
 def spoken(origin: str) -> str:
     """A provenance inside a sentence."""
     return {"set": "--set", "default": "the default"}.get(origin, origin)

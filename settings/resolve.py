@@ -20,6 +20,7 @@ from settings.layers import (
     Leaf,
     environment_layer,
     environment_notices,
+    place,
     set_layer,
     spoken,
     yaml_layer,
@@ -109,7 +110,10 @@ def _derived(given: Settings, provenance: Mapping[str, str], *, config_stem: str
         layer["score.policy.rows_per_device"] = inherited
     if given.score.reference.rows_per_device is None:
         layer["score.reference.rows_per_device"] = inherited
-    if given.eval.every_steps == 0 and provenance["checkpoint.best_metric"] == "default":
+    # No evaluation, said later than what it should measure: that choice wins.
+    if given.eval.every_steps == 0 and place(provenance["eval.every_steps"]) > place(
+        provenance["checkpoint.best_metric"]
+    ):
         layer["checkpoint.best_metric"] = Leaf(None, "derived")
     if given.algorithm.mini_batch_prompts is None:
         layer["algorithm.mini_batch_prompts"] = Leaf(rollout.prompts_per_step, "derived")

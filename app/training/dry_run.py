@@ -16,6 +16,14 @@ from app.training.run_directory import Resume
 from app.training.wiring import Learning, wire_learning, work_of
 from settings import Resolved
 
+WAYS_OUT = {
+    "rollout": "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens",
+    "evaluation": "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens",
+    "score": "lower score.rows_per_device",
+    "update": "lower algorithm.rows_per_device, set model.remat: block",
+}
+"""What makes each phase smaller."""
+
 
 @dataclass(frozen=True)
 class MicroBatches:
@@ -70,6 +78,11 @@ class DryRun:
     checkpoint_bytes: int
     """On disk, and over all hosts in their memory while it is written."""
 
+    @property
+    def peak_phase(self) -> str:
+        """The fullest phase."""
+        return max(self.memory, key=lambda phase: sum(self.memory[phase].values()))
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -120,10 +133,7 @@ class DryRun:
                 f"peak {_size(self.peak_bytes)} on each device, {share:.0%} of its {_size(self.available_bytes)}"
             )
             if share > 1:
-                lines.append(
-                    "this does not fit: lower algorithm.rows_per_device, set model.remat: block, or spread the "
-                    "weights over more devices with mesh.shape"
-                )
+                lines.append(f"this does not fit: {WAYS_OUT[self.peak_phase]}, or spread the weights with mesh.shape")
         size = _size(self.checkpoint_bytes)
         return [*lines, f"a checkpoint takes {size} on disk, and as much of the hosts' memory while it is written"]
 
@@ -154,8 +164,10 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def look_ahead(resolved: Resolved, *, resume: Resume) -> DryRun:
+def look_ahead(resolved: Resolved, *, resume: Resume) -> DryRun | None:
     """What `grpo train` would do, from shapes and files' headers. Compiles nothing, loads no weights, writes nothing.
+
+    None on all hosts but the first, which tells for all of them.
 
     Raises:
         InputError: whatever would keep the run from starting. Checkpoints to resume from are not opened.
@@ -163,7 +175,7 @@ def look_ahead(resolved: Resolved, *, resume: Resume) -> DryRun:
     with prepared(resolved, resume=resume) as launch:
         learning = wire_learning(resolved.settings, launch.session)
         shapes = shapes_of(launch.session, learning, launch.input.prompts, launch.input.held_out)
-        return report(launch, learning, shapes)
+        return report(launch, learning, shapes) if jax.process_index() == 0 else None
 
 
 def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:

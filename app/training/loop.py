@@ -24,7 +24,7 @@ from app.training.evaluate import evaluate, evaluation_metrics, host_share
 from app.training.interrupts import Interrupts
 from app.training.journal import Journal, NoJournal
 from app.training.launch import Launch, prepared
-from app.training.metrics import CompilationCounter, reward_counts, sample_metrics, step_performance
+from app.training.metrics import CompilationCounter, Work, reward_counts, sample_metrics, step_performance
 from app.training.narrator import Narrator
 from app.training.pinned_model import record_commit
 from app.training.preservation import Best, NewestAndBest, SaveClock
@@ -40,10 +40,14 @@ from settings import Resolved, Settings
 
 @dataclass
 class Timer:
-    """Wall-clock seconds of each phase of a step."""
+    """Wall-clock seconds of each phase of a step, and of the step from the moment this is made."""
 
     board: Board
     seconds: dict[str, float] = field(default_factory=dict)
+    _start: float = field(default_factory=time.perf_counter)
+
+    def stop(self) -> None:
+        self.seconds["time/step_s"] = time.perf_counter() - self._start
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -203,23 +207,16 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     exit_code, save_clock = 0, SaveClock(settings.checkpoint.every_minutes, clock)
     for step in range(progress.step + 1, settings.run.steps + 1):
         traces.start(step)
-        start, timer = time.perf_counter(), Timer(board)
+        timer = Timer(board)
         state, samples, metrics = trainer.step(state, step=step, position=progress.position, timer=timer)
         narrator.samples(step, samples)
         is_last = step == settings.run.steps
         agreed = interrupts.agreed(step, save_is_due=is_first and save_clock.is_due)
         # A signal during the last step changes nothing: the run is complete.
         exit_code = 0 if is_last else agreed.exit_code
-        seconds = time.perf_counter() - start
+        timer.stop()
         traces.stop()
-        record = {
-            "policy/kl": None,  # until a penalty measures it
-            **metrics,
-            **timer.seconds,
-            "time/step_s": seconds,
-            **step_performance(samples, work, seconds=seconds),
-            "perf/compilations": compilations.take(),
-        }
+        record = _record(metrics, samples, timer, work) | {"perf/compilations": compilations.take()}
         if held_out and (is_last or step % settings.eval.every_steps == 0):
             record |= _evaluated(trainer, state.params, held_out, step=step, narrator=narrator)
         progress = progress.after(step, num_prompts=trainer.prompts_per_step, metrics=record)
@@ -235,6 +232,13 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
             break
     checkpoints.finish()
     return Outcome(exit_code, journal.history, checkpoints.best)
+
+
+def _record(metrics: dict[str, float], samples: Sequence[Sample], timer: Timer, work: Work) -> dict[str, Any]:
+    """A step's line of `metrics.jsonl`."""
+    performance = step_performance(samples, work, seconds=timer.seconds["time/step_s"])
+    # Null until a penalty measures it.
+    return {"policy/kl": None, **metrics, **timer.seconds, **performance}
 
 
 def _continuing(progress: Progress, settings: Settings) -> str:

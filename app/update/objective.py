@@ -80,7 +80,7 @@ class PolicyLoss:
     entropy_coef: float
 
     def __call__(
-        self, logprobs: Float32[Array, "R C"], entropy: Float32[Array, "R C"], batch: UpdateBatch
+        self, logprobs: Float32[Array, "R C"], entropies: Float32[Array, "R C"], batch: UpdateBatch
     ) -> tuple[Array, LossParts]:
         """(its share of the loss, its share of the metrics). Logprobs may hold finite rubbish outside the mask."""
         mask = batch.tokens.mask
@@ -95,7 +95,7 @@ class PolicyLoss:
         difference = jnp.abs(current - batch.behavior_logprobs)
         per_token = surrogate.loss
         sums = {
-            "policy/entropy": mean(entropy),
+            "policy/entropy": mean(entropies),
             "policy/clip_fraction_low": mean(surrogate.clipped_low),
             "policy/clip_fraction_high": mean(surrogate.clipped_high),
             "policy/clip_fraction_dual": mean(surrogate.clipped_dual),
@@ -108,7 +108,7 @@ class PolicyLoss:
             if self.beta:
                 per_token += self.beta * kl
         if self.entropy_coef:
-            per_token -= self.entropy_coef * entropy
+            per_token -= self.entropy_coef * entropies
         loss = jnp.sum(batch.loss_weights * per_token)
         maxima = {
             "policy/ratio_max": jnp.max(jnp.where(mask, surrogate.ratio, 0.0)),

@@ -33,7 +33,7 @@ class Stopwatch(transformers.TrainerCallback):
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
         self._inside: dict[str, float] = defaultdict(float)
-        self._start = 0.0
+        self._start = self._score = 0.0
 
     def watch(self, trainer: Any, method: str) -> None:
         """Times every call of a method of the trainer."""
@@ -45,6 +45,9 @@ class Stopwatch(transformers.TrainerCallback):
                 return original(*args, **options)
             finally:
                 self._inside[method] += time.perf_counter() - start
+                if method == "_prepare_inputs":
+                    # The same method serves the reference, while TRL prepares, and afterwards the policy's loss.
+                    self._score = self._inside["_get_per_token_logps_and_entropies"]
 
         setattr(trainer, method, timed)
 
@@ -54,10 +57,8 @@ class Stopwatch(transformers.TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         step, inside = time.perf_counter() - self._start, self._inside
-        # TRL calls the same method for the reference's logprobs, while it prepares, and for the policy's, in the loss.
-        score = max(inside["_get_per_token_logps_and_entropies"] - inside["compute_loss"], 0.0)
-        update = step - inside["_prepare_inputs"]
-        self.steps.append({"rollout": inside["_generate_single_turn"], "score": score, "update": update, "step": step})
+        rollout, score, update = inside["_generate_single_turn"], self._score, step - inside["_prepare_inputs"]
+        self.steps.append({"rollout": rollout, "score": score, "update": update, "step": step})
         print(f"step {len(self.steps)}", {k: round(v, 2) for k, v in self.steps[-1].items()}, flush=True)
 
 
@@ -117,7 +118,7 @@ def train(options: argparse.Namespace, stopwatch: Stopwatch, folder: str) -> Non
         processing_class=tokenizer,
         callbacks=[stopwatch],
     )
-    for method in ("_generate_single_turn", "_get_per_token_logps_and_entropies", "_prepare_inputs", "compute_loss"):
+    for method in ("_generate_single_turn", "_get_per_token_logps_and_entropies", "_prepare_inputs"):
         stopwatch.watch(trainer, method)
     trainer.train()
 

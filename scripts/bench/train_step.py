@@ -1,7 +1,7 @@
 """Our GRPO step against TRL's: the same model, prompts, lengths and precision, in turn on the same machine.
 
     python scripts/bench/train_step.py --model DIR --data train.jsonl --peer-python PYTHON [--beta 0.04]
-        [--peer-option OPTION ...] [--steps 2] [--warmup 2] [--rounds 2] [--out FILE.json]
+        [--set a.b=c ...] [--peer-option OPTION ...] [--steps 2] [--warmup 2] [--rounds 2] [--out FILE.json]
 
 DIR is a Hugging Face directory, PYTHON the interpreter of an environment with TRL in it; without it only our side runs.
 Each round starts one process of each side, one after the other, so that a machine that slows down slows both.
@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="Hugging Face directory")
     parser.add_argument("--data", type=Path, required=True, help="GSM8K's train.jsonl")
     parser.add_argument("--peer-python", help="interpreter with TRL")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", help="a setting of our side")
     parser.add_argument("--peer-option", action="append", default=[], help="for step_of_trl.py, as --checkpointing")
     parser.add_argument("--beta", type=float, default=0.0, help="above 0: with a reference model")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of each process")
@@ -74,7 +75,8 @@ def main() -> None:
 
 
 def run_in_turn(options: argparse.Namespace) -> dict[str, Side]:
-    commands = {OURS: [sys.executable, str(HERE / "step_of_grpo.py")]}
+    overrides = [argument for override in options.overrides for argument in ("--set", override)]
+    commands = {OURS: [sys.executable, str(HERE / "step_of_grpo.py"), *overrides]}
     if options.peer_python:
         commands[PEER] = [options.peer_python, str(HERE / "step_of_trl.py"), *options.peer_option]
     sides = {name: Side() for name in commands}

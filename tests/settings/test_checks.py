@@ -9,6 +9,7 @@ import pytest
 from settings import InputError, Resolved, load
 from settings.checks import check_for_mesh, check_for_rollout, check_for_score, check_for_train
 from settings.config_file import presets
+from tests.settings.loading import load_text
 
 
 @pytest.fixture
@@ -114,12 +115,16 @@ def test_a_step_beyond_the_run_cannot_be_profiled(resolve) -> None:
     )
 
 
-def test_without_evaluation_there_is_no_best_checkpoint(resolve) -> None:
+def test_without_evaluation_there_is_no_best_checkpoint(resolve, folder) -> None:
     assert resolve().settings.checkpoint.best_metric == "eval/accuracy"
     resolved = resolve("eval.every_steps=0")
     check_for_train(resolved)
     assert resolved.settings.checkpoint.best_metric is None
     assert resolved.origin("checkpoint.best_metric") == "derived"
+    # As in every settings.yaml of a run, where the metric is written out.
+    resolved = load_text(folder, "checkpoint: {best_metric: eval/accuracy}", "eval.every_steps=0")
+    check_for_train(resolved)
+    assert resolved.settings.checkpoint.best_metric is None
     message = refusal(check_for_train, resolve("eval.every_steps=0", "checkpoint.best_metric=eval/accuracy"))
     assert "checkpoint.best_metric = 'eval/accuracy' (from --set): eval.every_steps = 0 (from --set)" in message
 

@@ -37,7 +37,9 @@ def launched(config: Path, *overrides: str) -> tuple[Launch, Learning]:
 
 
 def foreseen(config: Path, *overrides: str) -> DryRun:
-    return look_ahead(load(str(config), overrides, {}), resume="never")
+    found = look_ahead(load(str(config), overrides, {}), resume="never")
+    assert found is not None
+    return found
 
 
 def held(tree: Any) -> int:
