@@ -8,6 +8,7 @@ import resource
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -171,7 +172,14 @@ def device_memory_bytes() -> int | None:
         return min(s["bytes_limit"] for s in stats)
     if jax.local_devices()[0].platform != "cpu":
         return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
+    return host_memory_bytes() // jax.local_device_count()
+
+
+def host_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """The machine's memory, or what its container may use of it."""
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    allowed = limit.read_text().strip() if limit.is_file() else "max"
+    return min(installed, int(allowed)) if allowed.isdigit() else installed
 
 
 class CompilationCounter:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from app.flow import Prompt, Sample
 from app.training.metrics import (
     CompilationCounter,
     Work,
+    host_memory_bytes,
     peak_memory_bytes,
     sample_metrics,
     step_performance,
@@ -103,3 +106,11 @@ def test_utilization_is_not_claimed_where_the_peak_is_unknown() -> None:
 
 def test_peak_memory_of_this_process_is_plausible() -> None:
     assert 10 * 2**20 < peak_memory_bytes() < 2**40
+
+
+def test_a_container_may_use_what_it_is_allowed_to(tmp_path: Path) -> None:
+    installed = host_memory_bytes(tmp_path / "absent")
+    (tmp_path / "limit").write_text("1048576\n")
+    assert host_memory_bytes(tmp_path / "limit") == 1 << 20
+    (tmp_path / "limit").write_text("max\n")
+    assert host_memory_bytes(tmp_path / "limit") == installed > 1 << 30
