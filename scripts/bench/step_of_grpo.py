@@ -54,7 +54,9 @@ def measured(options: argparse.Namespace, folder: str) -> tuple[list[dict[str, f
             print(f"step {step}", {name: round(value, 2) for name, value in seconds.items()}, flush=True)
             if step > options.warmup:
                 steps.append(seconds)
+        peak_memory_bytes = workload.peak_memory_bytes()
     return steps, {
+        "peak_memory_bytes": peak_memory_bytes,
         "num_parameters": trainer.session.input.definition.num_parameters,
         "prompt_tokens_per_step": sum(len(s.prompt.token_ids) for s in samples) / workload.GROUP_SIZE,
         "tokens_per_step": sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples),

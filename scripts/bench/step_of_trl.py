@@ -77,6 +77,7 @@ def main() -> None:
         train(options, stopwatch, folder)
     workload.report(
         stopwatch.steps[options.warmup :],
+        peak_memory_bytes=workload.peak_memory_bytes(),
         versions={"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
         threads=torch.get_num_threads(),
     )

@@ -39,11 +39,18 @@ def reward_of(completion: str, answer: str) -> float:
 
 
 def peak_memory_bytes() -> int:
-    """Of this process from its start, and of the largest one that it started and ended (a reward worker)."""
-    peak = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return peak * (1 if sys.platform == "darwin" else 1024)  # Linux counts in KiB
+    """Of this process from its start, and of those that it started and that still run (Linux: the reward workers)."""
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    children = [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+    return own + sum(map(_peak_of, map(int, children)))
+
+
+def _peak_of(pid: int) -> int:
+    # Not RUSAGE_CHILDREN: a process inherits the peak of the one that it was forked from.
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def report(steps: list[dict[str, float]], **facts: object) -> None:
     """The last line of a side's output: what `train_step.py` reads."""
-    print(json.dumps({"steps": steps, "peak_memory_bytes": peak_memory_bytes(), **facts}), flush=True)
+    print(json.dumps({"steps": steps, **facts}), flush=True)
