@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,9 +34,10 @@ def training_steps(history: History) -> list[Record]:
 
 
 def names_between(history: History, prefix: str, suffix: str) -> list[str]:
-    """Every metric `<prefix>...<suffix>` with something in between, in the order in which they came."""
-    found = {name: None for record in history for name in record if name.startswith(prefix) and name.endswith(suffix)}
-    return [name for name in found if len(name) > len(prefix) + len(suffix)]
+    """Every metric `<prefix><one name><suffix>`, in the order in which they came: none with another `/` in between."""
+    names = dict.fromkeys(name for record in history for name in record)
+    fits = re.compile(f"{re.escape(prefix)}[^/]+{re.escape(suffix)}", re.DOTALL)
+    return [name for name in names if fits.fullmatch(name)]
 
 
 @dataclass(frozen=True)

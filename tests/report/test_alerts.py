@@ -114,6 +114,13 @@ def test_low_entropy_and_equal_rewards_of_a_solved_task_are_no_collapse() -> Non
     assert "Everything is nearly solved" in alert.text
 
 
+def test_a_further_number_of_a_plug_in_does_not_say_whether_the_task_is_solved() -> None:
+    collapsed = {"reward__mean": 0.99, "reward__arithmetic__mean": 0.99, "policy__entropy": 0.001}
+    assert titles(after_twenty_healthy_steps(LONG, **collapsed, reward__arithmetic__slips__mean=0.1)) == []
+    unsolved = collapsed | {"reward__arithmetic__mean": 0.5, "reward__arithmetic__length__mean": 300.0}
+    assert titles(after_twenty_healthy_steps(LONG, **unsolved)) == ["Entropy has collapsed"]
+
+
 @pytest.mark.parametrize(("mean", "cause"), [(0.0, "no answer is ever right"), (1.5, "everything is solved")])
 def test_a_constant_reward_is_explained_by_its_value(mean: float, cause: str) -> None:
     (alert,) = alerts_of(after_twenty_healthy_steps(LONG, reward__mean=mean, reward__std=1e-17))

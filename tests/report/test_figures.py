@@ -108,6 +108,11 @@ def test_any_name_of_a_reward_function_can_be_drawn(name: str) -> None:
     assert any(name.encode("ascii", "replace").decode() == label.strip() for label in labels), labels
 
 
+def test_further_numbers_of_a_plug_in_are_no_lines_of_the_reward() -> None:
+    history = [{**step_record(step), "reward/arithmetic/length/mean": 300.0} for step in range(1, 5)]
+    assert svg_of("reward", history) == svg_of("reward", [step_record(step) for step in range(1, 5)])
+
+
 def test_loading_the_report_does_not_load_matplotlib() -> None:
     program = "import sys, app.report.write, app.training.progress; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -48,3 +48,9 @@ def test_a_trailing_mean_looks_back_only() -> None:
 def test_names_are_found_in_order_and_need_something_in_between() -> None:
     history = [{"reward/mean": 1, "reward/b/mean": 1}, {"reward/a/mean": 1, "reward/std": 1}]
     assert names_between(history, "reward/", "/mean") == ["reward/b/mean", "reward/a/mean"]
+
+
+def test_further_numbers_of_a_plug_in_are_no_reward_functions() -> None:
+    record = {"reward/judge/mean": 1, "reward/judge/length/mean": 300, "eval/accuracy/difficulty_1": 1}
+    assert names_between([record], "reward/", "/mean") == ["reward/judge/mean"]
+    assert names_between([record], "eval/accuracy/", "") == ["eval/accuracy/difficulty_1"]

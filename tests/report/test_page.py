@@ -69,7 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cut = [step_record(step, completions__truncated_fraction=0.5) for step in range(1, 12)]
     path = write_run(
         tmp_path_factory.mktemp("hostile") / "run",
-        [quickstart_history()[0], *({**record, f"reward/{HOSTILE}/mean": 0.5} for record in cut)],
+        [quickstart_history()[0], *({**record, f"reward/{HOSTILE.replace('/', '')}/mean": 0.5} for record in cut)],
         rollouts={2: samples},
         evaluations={0: samples},
         settings=SETTINGS,
