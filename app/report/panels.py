@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from app.report.alerts import MISMATCH
 from app.report.drawing import (
     Draw,
     Evidence,
@@ -86,9 +87,9 @@ PANELS = (
     ),
     Panel(
         "zero_variance",
-        "Groups without a gradient",
-        "Share of prompts whose samples all got the same reward. Near 100 % nothing is learned: prompts are too easy "
-        "or too hard, or rollout.group_size is too small.",
+        "Groups whose rewards are all equal",
+        "Share of prompts whose samples all got the same reward. Near 100 % the reward teaches nothing: prompts are "
+        "too easy or too hard, or rollout.group_size is too small.",
         "Not recorded.",
         has("reward/zero_variance_fraction"),
         draw_share("reward/zero_variance_fraction", "groups"),
@@ -123,8 +124,8 @@ PANELS = (
     Panel(
         "sampler_mismatch",
         "Sampler against trainer",
-        "Mean difference of their logprobs on the same tokens, in nats. About 1e-7 in float32 and 1e-2 or less in "
-        "bfloat16; more means that the gradient is of another policy than the one that sampled.",
+        "Mean difference of their logprobs on the same tokens, in nats. About 1e-7 in float32 and below "
+        f"{MISMATCH:g} in bfloat16; more means that the gradient is of another policy than the one that sampled.",
         "Not recorded.",
         has("rollout/sampler_scorer_logprob_diff_mean"),
         draw_line("rollout/sampler_scorer_logprob_diff_mean", "nats per token"),

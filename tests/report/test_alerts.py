@@ -51,7 +51,7 @@ LONG = 12
             {"reward__mean": 0.001, "reward__std": 0.03, "reward__zero_variance_fraction": 0.9},
         ),
         (
-            "Hardly any group has a gradient",
+            "Hardly any group has rewards that differ",
             {"reward__zero_variance_fraction": 0.97},
             {"reward__zero_variance_fraction": 0.9},
         ),
@@ -125,6 +125,15 @@ def test_a_further_number_of_a_plug_in_does_not_say_whether_the_task_is_solved()
 def test_a_constant_reward_is_explained_by_its_value(mean: float, cause: str) -> None:
     (alert,) = alerts_of(after_twenty_healthy_steps(LONG, reward__mean=mean, reward__std=1e-17))
     assert alert.title == "All rewards are the same" and cause in alert.text
+
+
+@pytest.mark.parametrize(
+    "metrics", [{"reward__mean": 0.0, "reward__std": 0.0}, {"reward__zero_variance_fraction": 1.0}]
+)
+def test_equal_rewards_are_not_said_to_have_no_gradient(metrics: dict[str, float | None]) -> None:
+    # A KL penalty, in the loss or in what samples are compared by, and an entropy bonus still have one.
+    (alert,) = alerts_of(after_twenty_healthy_steps(LONG, **metrics))
+    assert "the reward teaches nothing" in alert.text and "gradient" not in alert.title + alert.text
 
 
 def test_compilation_is_expected_in_the_first_steps() -> None:

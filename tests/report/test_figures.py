@@ -9,11 +9,13 @@ from xml.etree import ElementTree
 import matplotlib
 import pytest
 
+from app.report.alerts import MISMATCH
 from app.report.drawing import Evidence
 from app.report.figures import picture
 from app.report.history import History
 from app.report.panels import PANELS, Panel
 from tests.report.run_directories import quickstart_history, step_record
+from tests.training.program import REPOSITORY
 
 PNG = b"\x89PNG\r\n\x1a\n"
 BY_NAME = {panel.name: panel for panel in PANELS}
@@ -58,6 +60,13 @@ def test_a_plot_without_data_is_a_sentence(panel: Panel) -> None:
 def test_the_quickstart_has_no_kl_and_clips_nothing() -> None:
     evidence = Evidence(quickstart_history(), {})
     assert [panel.name for panel in PANELS if not panel.is_present(evidence)] == ["kl", "clip_fractions"]
+
+
+def test_page_glossary_and_alert_name_one_bound_of_the_samplers_mismatch() -> None:
+    bound = f"below {MISMATCH:g}"
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    (row,) = [line for line in readme.splitlines() if line.startswith("| `rollout/sampler_scorer_logprob_diff_")]
+    assert bound in row and bound in BY_NAME["sampler_mismatch"].caption
 
 
 def test_one_step_is_enough() -> None:
