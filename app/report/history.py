@@ -33,6 +33,14 @@ def training_steps(history: History) -> list[Record]:
     return [record for record in history if "reward/mean" in record]
 
 
+def is_judged_by_plug_in(history: History) -> bool:
+    """Whether `eval/accuracy` is the mean of a plug-in's own values, not a share of right answers.
+
+    Evaluations say so by a null `eval/format_rate`: only a task knows what an answer should look like.
+    """
+    return any(record.get("eval/format_rate", 0.0) is None for record in history)
+
+
 def names_between(history: History, prefix: str, suffix: str) -> list[str]:
     """Every metric `<prefix><one name><suffix>`, in the order in which they came: none with another `/` in between."""
     names = dict.fromkeys(name for record in history for name in record)

@@ -60,8 +60,8 @@ PANELS = (
     Panel(
         "accuracy",
         "Held-out accuracy",
-        "Share of right answers on prompts that are never trained on. Differences within the interval are chance: "
-        "raise eval.num_prompts to narrow it.",
+        "Share of right answers on prompts that are never trained on; where a plug-in judges, the mean of its values. "
+        "Differences within the interval are chance: raise eval.num_prompts to narrow it.",
         "No evaluation: eval.every_steps is 0, or no step had one yet.",
         has("eval/accuracy"),
         draw_accuracy,

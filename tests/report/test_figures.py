@@ -104,6 +104,14 @@ def test_accuracy_names_the_answers_behind_its_interval() -> None:
     assert "difficulty_3" in texts(svg_of("accuracy", history))
 
 
+def test_the_mean_of_a_plug_in_is_drawn_as_a_plain_number_without_an_interval() -> None:
+    values = {"eval/format_rate": None, "eval/accuracy/difficulty_1": 2.0}
+    history = [{**step_record(step), **values, "eval/accuracy": 3.2 * step} for step in (1, 2)]
+    shown = texts(svg_of("accuracy", history, {1: 512, 2: 512}))
+    assert "6" in shown and "mean value of the plug-in" in shown and "difficulty_1" in shown
+    assert not any("%" in text or "interval" in text for text in shown)
+
+
 def test_a_step_that_takes_far_longer_is_named_and_does_not_flatten_the_others() -> None:
     assert "beyond the axis: 4 steps up to 9.7 s" in texts(svg_of("times", quickstart_history()))
     steady = [{**step_record(step), "time/step_s": 1.0 + step % 2, "time/update_s": 0.5} for step in range(1, 30)]
