@@ -172,9 +172,10 @@ def _far_from_start(steps: Sequence[Record]) -> str | None:
 
 
 def _ratio_blow_up(steps: Sequence[Record]) -> str | None:
-    low, high = (_last(steps, f"policy/clip_fraction_{side}", FEW) for side in ("low", "high"))
+    # No token is in two of them: by side of the ratio, and by the sign of its advantage.
+    parts = [_last(steps, f"policy/clip_fraction_{side}", FEW) for side in ("low", "high", "dual")]
     ratios = _last(steps, "policy/ratio_max", FEW)
-    clipped = 0.0 if low is None or high is None else float((low + high).mean())
+    clipped = float(sum(part.mean() for part in parts if part is not None))
     largest = 0.0 if ratios is None else float(ratios.min())
     if clipped < CLIPPED and largest < RATIO:
         return None

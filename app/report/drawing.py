@@ -179,6 +179,9 @@ def draw_clipping(figure: Figure, evidence: Evidence) -> None:
     low, high = (evidence.series(f"policy/clip_fraction_{side}") for side in ("low", "high"))
     _line(axes, evidence, low, "below 1 − clip_low", color=BLUE)
     _line(axes, evidence, high, "above 1 + clip_high", color=ORANGE, linestyle="--")
+    dual = evidence.series("policy/clip_fraction_dual")
+    if dual.values.any():  # which is off by default
+        _line(axes, evidence, dual, "above dual_clip", color=GREEN, linestyle=":")
     axes.set_ylim(bottom=0)
     _in_percent(axes)
     _legend(figure)
@@ -261,15 +264,19 @@ def draw_share(name: str, unit: str) -> Draw:
     return draw
 
 
-def draw_count(name: str, unit: str) -> Draw:
-    """A plot of one metric of whole numbers."""
+def draw_counts(names: Mapping[str, str], unit: str) -> Draw:
+    """A plot of metrics of whole numbers; `names` holds the label of each."""
 
     def draw(figure: Figure, evidence: Evidence) -> None:
         from matplotlib.ticker import MaxNLocator
 
         axes = _axes(figure, evidence, unit)
-        _line(axes, evidence, evidence.series(name), unit, color=BLUE)
+        for i, (name, label) in enumerate(names.items()):
+            color, style = (BLUE, RED, ORANGE)[i % 3], ("-", "--", ":")[i % 3]
+            _line(axes, evidence, evidence.series(name), label, color=color, linestyle=style)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(bottom=0)
+        if len(names) > 1:
+            _legend(figure)
 
     return draw

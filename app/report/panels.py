@@ -11,7 +11,7 @@ from app.report.drawing import (
     Evidence,
     draw_accuracy,
     draw_clipping,
-    draw_count,
+    draw_counts,
     draw_lengths,
     draw_line,
     draw_reward,
@@ -95,6 +95,22 @@ PANELS = (
         draw_share("reward/zero_variance_fraction", "groups"),
     ),
     Panel(
+        "reward_failures",
+        "Rewards that gave no value",
+        "Failures of reward functions, values that were None, and samples left out by reward.on_error: drop. Failures "
+        "should be 0: read reward_errors in rollouts/, and try `grpo score --role reward` on a file there.",
+        "None: no failure, abstention or left-out sample was recorded.",
+        moves("reward/error_count", "reward/abstained_count", "reward/dropped_count"),
+        draw_counts(
+            {
+                "reward/error_count": "failures",
+                "reward/abstained_count": "abstentions",
+                "reward/dropped_count": "samples left out",
+            },
+            "number a step",
+        ),
+    ),
+    Panel(
         "kl",
         "KL to the starting model",
         "How far the policy has moved. Below 0.1 is usual; if it runs away, raise algorithm.beta or lower "
@@ -115,10 +131,10 @@ PANELS = (
     Panel(
         "clip_fractions",
         "Clipped tokens",
-        "Tokens whose ratio left the trust region, so that their gradient was cut. Above 20 %: lower "
-        "optimizer.learning_rate or algorithm.epochs.",
+        "Tokens whose ratio left the trust region, or met algorithm.dual_clip, so that their gradient was cut. Above "
+        "20 %: lower optimizer.learning_rate or algorithm.epochs.",
         "Nothing was clipped. With one update a step the ratio is exactly 1, and nothing can be.",
-        moves("policy/clip_fraction_low", "policy/clip_fraction_high"),
+        moves("policy/clip_fraction_low", "policy/clip_fraction_high", "policy/clip_fraction_dual"),
         draw_clipping,
     ),
     Panel(
@@ -162,6 +178,6 @@ PANELS = (
         "were not met before.",
         "Nothing was compiled.",
         moves("perf/compilations"),
-        draw_count("perf/compilations", "programs"),
+        draw_counts({"perf/compilations": "compilations"}, "programs"),
     ),
 )

@@ -64,6 +64,11 @@ LONG = 12
             {"policy__clip_fraction_low": 0.1, "policy__clip_fraction_high": 0.1},
         ),
         (
+            "The policy moves too far within a step",
+            {"policy__clip_fraction_low": 0.1, "policy__clip_fraction_high": 0.1, "policy__clip_fraction_dual": 0.15},
+            {"policy__clip_fraction_dual": 0.2},
+        ),
+        (
             "Sampler and trainer disagree",
             {"rollout__sampler_scorer_logprob_diff_mean": 0.05},
             {"rollout__sampler_scorer_logprob_diff_mean": 0.004, "rollout__sampler_scorer_logprob_diff_max": 0.2},

@@ -23,6 +23,10 @@ EVERYTHING = {
     "policy__kl": 0.01,
     "policy__clip_fraction_low": 0.02,
     "policy__clip_fraction_high": 0.0,
+    "policy__clip_fraction_dual": 0.01,
+    "reward__error_count": 2,
+    "reward__abstained_count": 64,
+    "reward__dropped_count": 2,
     "reward__arithmetic_format__mean": 0.9,
 }
 
@@ -57,9 +61,13 @@ def test_a_plot_without_data_is_a_sentence(panel: Panel) -> None:
     assert panel.absent.endswith(".")
 
 
-def test_the_quickstart_has_no_kl_and_clips_nothing() -> None:
+def test_the_quickstart_has_no_kl_clips_nothing_and_no_reward_fails() -> None:
     evidence = Evidence(quickstart_history(), {})
-    assert [panel.name for panel in PANELS if not panel.is_present(evidence)] == ["kl", "clip_fractions"]
+    assert [panel.name for panel in PANELS if not panel.is_present(evidence)] == [
+        "reward_failures",
+        "kl",
+        "clip_fractions",
+    ]
 
 
 def test_page_glossary_and_alert_name_one_bound_of_the_samplers_mismatch() -> None:
@@ -110,6 +118,20 @@ def test_the_mean_of_a_plug_in_is_drawn_as_a_plain_number_without_an_interval() 
     shown = texts(svg_of("accuracy", history, {1: 512, 2: 512}))
     assert "6" in shown and "mean value of the plug-in" in shown and "difficulty_1" in shown
     assert not any("%" in text or "interval" in text for text in shown)
+
+
+def test_tokens_that_only_the_dual_clip_met_are_drawn() -> None:
+    history = [step_record(step, policy__clip_fraction_dual=0.1) for step in (1, 2)]
+    assert "above dual_clip" in texts(svg_of("clip_fractions", history))
+    without = [step_record(step, policy__clip_fraction_low=0.1, policy__clip_fraction_dual=0.0) for step in (1, 2)]
+    assert "above dual_clip" not in texts(svg_of("clip_fractions", without))
+
+
+@pytest.mark.parametrize("name", ["error_count", "abstained_count", "dropped_count"])
+def test_rewards_that_gave_no_value_are_drawn(name: str) -> None:
+    counts = {"reward/error_count": 0, "reward/abstained_count": 0, "reward/dropped_count": 0}
+    history = [{**step_record(step), **counts, f"reward/{name}": step} for step in (1, 2)]
+    assert {"failures", "abstentions", "samples left out"} <= set(texts(svg_of("reward_failures", history)))
 
 
 def test_a_step_that_takes_far_longer_is_named_and_does_not_flatten_the_others() -> None:
