@@ -9,6 +9,7 @@ from typing import Any
 from app.report.alerts import alerts_of
 from app.report.drawing import Evidence
 from app.report.figures import Picture, pictures
+from app.report.history import training_steps
 from app.report.page import report_page, rollouts_page
 from app.report.run_files import RunFiles
 from app.report.viewer import DEFAULT_SAMPLES, viewer_of
@@ -36,7 +37,7 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_SAMPLES) -> dict[str,
         # A disk that is full is not a file's fault, and names none.
         raise InputError(f"{error.filename or path}: cannot be written: {error.strerror}") from error
     return {
-        "steps": sum("reward/mean" in record for record in run.history),
+        "steps": len(training_steps(run.history)),
         "alerts": len(alerts),
         "samples shown": viewer.num_shown,
         "damaged lines": len(viewer.damaged),
@@ -48,7 +49,7 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_SAMPLES) -> dict[str,
 
 def _eval_counts(run: RunFiles) -> dict[int, int]:
     """Answers of each evaluation, over all hosts, which hold equally many."""
-    return {step: _num_lines(path) * run.num_processes for step, path in run.evaluations.items()}
+    return {step: _num_lines(path) * run.num_processes(step) for step, path in run.evaluations.items()}
 
 
 def _num_lines(path: Path) -> int:
