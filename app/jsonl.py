@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from app.whole_file import replacing
 from settings.errors import InputError
 
 
@@ -86,7 +87,7 @@ def check_output(path: str | Path) -> None:
 
 
 def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Writes one object a line under a temporary name, then renames it to `path`.
+    """Writes one object a line, the file whole or not at all.
 
     Floats are written with the digits that read back as the same float64.
 
@@ -96,20 +97,13 @@ def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
     """
     check_output(path)
     path = Path(path).absolute()
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", encoding="ascii", newline="\n") as file:
-            for number, record in enumerate(records, start=1):
-                file.write(_to_line(record, f"{path}: record {number}"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as file:
+        for number, record in enumerate(records, start=1):
+            file.write(_to_line(record, f"{path}: record {number}"))
 
 
-def _to_line(record: Mapping[str, Any], where: str) -> str:
+def _to_line(record: Mapping[str, Any], where: str) -> bytes:
     try:
-        return json.dumps(record, allow_nan=False) + "\n"
+        return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
     except ValueError as error:
         raise ValueError(f"{where} ({record.get('uid', 'no uid')}): {error}") from error

@@ -21,7 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"app.policy"}),
     frozenset({"app.mesh"}),
     frozenset({"app.jsonl", "app.sample_records"}),
-    frozenset({"app.flow", "app.masked"}),
+    frozenset({"app.flow", "app.masked", "app.whole_file", "app.terminal_text"}),
     frozenset({"settings"}),
 )
 """Left may import right. Rooms of one layer never import each other."""

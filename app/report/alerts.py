@@ -22,7 +22,7 @@ ENTROPY_SHARE = 0.1
 SOLVED = 0.95
 """Every reward function's mean, for functions that give values in [0, 1]: there is nothing left to learn."""
 ZERO_VARIANCE = 0.95
-"""Groups without a gradient. At 0.95 a step learns from a twentieth of the samples it paid for."""
+"""Groups whose rewards are all equal. At 0.95 the reward teaches by a twentieth of the samples that were paid for."""
 TRUNCATED = 0.25
 """A quarter of the answers is cut: what remains is graded on luck, and length becomes the lesson."""
 KL = 0.5
@@ -130,8 +130,9 @@ def _constant_reward(steps: Sequence[Record]) -> str | None:
     else:
         cause = "Either everything is solved, or the reward function does not look at the answer"
     return (
-        f"Every sample of the last {MANY} steps had reward {means[0]:g}, so there is no gradient and nothing is "
-        f"learned. {cause}. Read some samples in rollouts.html, and try `grpo score --role reward` on them."
+        f"Every sample of the last {MANY} steps had reward {means[0]:g}, so the reward teaches nothing; at most a KL "
+        f"penalty or an entropy bonus moves the policy. {cause}. Read some samples in rollouts.html, and try `grpo "
+        "score --role reward` on them."
     )
 
 
@@ -143,8 +144,8 @@ def _equal_rewards(steps: Sequence[Record]) -> str | None:
     if not _is_solved(steps):
         cure = "Take prompts that are sometimes right (easier or harder ones), or raise rollout.group_size."
     return (
-        f"In {shares.mean():.0%} of the groups of the last {MANY} steps all samples had the same reward; such groups "
-        f"have no gradient. {cure}"
+        f"In {shares.mean():.0%} of the groups of the last {MANY} steps all samples had the same reward; from such "
+        f"groups the reward teaches nothing. {cure}"
     )
 
 
@@ -171,9 +172,10 @@ def _far_from_start(steps: Sequence[Record]) -> str | None:
 
 
 def _ratio_blow_up(steps: Sequence[Record]) -> str | None:
-    low, high = (_last(steps, f"policy/clip_fraction_{side}", FEW) for side in ("low", "high"))
+    # No token is in two of them: by side of the ratio, and by the sign of its advantage.
+    parts = [_last(steps, f"policy/clip_fraction_{side}", FEW) for side in ("low", "high", "dual")]
     ratios = _last(steps, "policy/ratio_max", FEW)
-    clipped = 0.0 if low is None or high is None else float((low + high).mean())
+    clipped = float(sum(part.mean() for part in parts if part is not None))
     largest = 0.0 if ratios is None else float(ratios.min())
     if clipped < CLIPPED and largest < RATIO:
         return None
@@ -229,7 +231,7 @@ RULES = (
     Rule("An update was skipped: NaN or infinity", _nonfinite_update),
     Rule("Entropy has collapsed", _entropy_collapse),
     Rule("All rewards are the same", _constant_reward),
-    Rule("Hardly any group has a gradient", _equal_rewards),
+    Rule("Hardly any group has rewards that differ", _equal_rewards),
     Rule("Many answers are cut", _truncation),
     Rule("The policy is far from where it started", _far_from_start),
     Rule("The policy moves too far within a step", _ratio_blow_up),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from app.report.history import History, Record, Series, number, training_steps
+from app.report.history import History, Record, Series, is_judged_by_plug_in, number, training_steps
 
 EDGE = 10
 """Training steps averaged at each end of a run: one step's reward is mostly noise."""
@@ -32,10 +32,10 @@ def before_and_after(history: History) -> BeforeAfter:
     if len(evaluations) >= 2:
         before, after = evaluations[0], evaluations[-1]
         header = ("held out", f"step {before['step']}", f"step {after['step']}")
+        by_plug_in = is_judged_by_plug_in(evaluations)
         for name in _told(before, after):
-            rows.append(
-                (name.removeprefix("eval/"), figure(name, number(before, name)), figure(name, number(after, name)))
-            )
+            start, end = (figure(name, number(record, name), by_plug_in=by_plug_in) for record in (before, after))
+            rows.append((name.removeprefix("eval/"), start, end))
     if steps:
         edge = max(min(EDGE, len(steps) // 2), 1)
         first, last = (Series.of(part, "reward/mean").values for part in (steps[:edge], steps[-edge:]))
@@ -55,9 +55,11 @@ def _told(before: Record, after: Record) -> list[str]:
     return [name for name in known if not name.endswith("_count") or before.get(name) or after[name]]
 
 
-def figure(name: str, value: float | None) -> str:
-    """The value of an evaluation's metric, as people write it."""
+def figure(name: str, value: float | None, *, by_plug_in: bool) -> str:
+    """The value of an evaluation's metric, as people write it: shares in percent, but not the mean of a plug-in."""
     if value is None:
         return "–"
+    if by_plug_in and name.startswith("eval/accuracy"):
+        return f"{value:.4g}"
     unit = ".1f" if name.endswith("length") else ".0f" if name.endswith("_count") else ".1%"
     return f"{value:{unit}}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from app.flow import Messages, Sample
+from app.terminal_text import printable
 
 NUM_GROUPS = 2
 """Groups shown of a step, a better and a worse sample of each: more would push the progress off the screen."""
@@ -91,18 +92,8 @@ def prompt_text(source: str | Messages) -> str:
 
 
 def cell(text: str, *, limit: int) -> str:
-    """Text as one line of at most about `limit` characters: its beginning and its end, where answers stand.
-
-    What a terminal would obey rather than show (escapes, carriage returns, text direction) is spelled out.
-    """
+    """Text on one printable line of about `limit` characters: its beginning and its end, where answers stand."""
     if len(text) > limit:
         head = limit * 2 // 3
         text = f"{text[:head]} … {text[-(limit - head) :]}"
-    return "".join(_shown(character) for character in text)
-
-
-def _shown(character: str) -> str:
-    if character == "\n":
-        return "↵ "
-    # isprintable: no control, format, surrogate or private-use character, and no space but the usual one.
-    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+    return printable(text)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from app.report.history import History, Series, names_between, number, training_steps, wilson_interval
+from app.report.history import (
+    History,
+    Series,
+    is_judged_by_plug_in,
+    names_between,
+    number,
+    training_steps,
+    wilson_interval,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -121,26 +129,33 @@ def draw_reward(figure: Figure, evidence: Evidence) -> None:
 
 
 def draw_accuracy(figure: Figure, evidence: Evidence) -> None:
-    axes = _axes(figure, evidence, "right answers")
+    by_plug_in = is_judged_by_plug_in(evidence.history)
+    axes = _axes(figure, evidence, "mean value of the plug-in" if by_plug_in else "right answers")
     series = evidence.series("eval/accuracy")
-    counts = [evidence.eval_counts.get(int(step), 0) for step in series.steps]
-    known = [i for i, n in enumerate(counts) if n and 0 <= series.values[i] <= 1]
-    if known:
-        bounds = np.array([wilson_interval(series.values[i], counts[i]) for i in known]).T
-        reach = np.abs(bounds - series.values[known])
-        sizes = sorted({counts[i] for i in known})
-        answers = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-        label = f"95 % interval ({answers} answers)"
-        axes.errorbar(series.steps[known], series.values[known], reach, fmt="none", ecolor=BLUE, capsize=3, label=label)
+    if not by_plug_in:
+        _intervals(axes, series, [evidence.eval_counts.get(int(step), 0) for step in series.steps])
+        axes.set_ylim(-0.03, 1.03)
+        _in_percent(axes)
     axes.plot(series.steps, series.values, color=BLUE, marker="o", markersize=4, label="accuracy", linewidth=2)
     for i, name in enumerate(names_between(evidence.history, "eval/accuracy/", "")):
         part = evidence.series(name)
         color, style = (ORANGE, GREEN, PURPLE, SKY, RED)[i % 5], ("--", ":", "-.")[i % 3]
         label = _as_label(name.removeprefix("eval/accuracy/"))
         axes.plot(part.steps, part.values, color=color, linestyle=style, label=label)
-    axes.set_ylim(-0.03, 1.03)
-    _in_percent(axes)
     _legend(figure)
+
+
+def _intervals(axes: Axes, shares: Series, counts: Sequence[int]) -> None:
+    """Around shares of right answers; `counts` holds how many answers each is of, 0 where that is not known."""
+    known = [i for i, n in enumerate(counts) if n and 0 <= shares.values[i] <= 1]
+    if not known:
+        return
+    bounds = np.array([wilson_interval(shares.values[i], counts[i]) for i in known]).T
+    reach = np.abs(bounds - shares.values[known])
+    sizes = sorted({counts[i] for i in known})
+    answers = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    label = f"95 % interval ({answers} answers)"
+    axes.errorbar(shares.steps[known], shares.values[known], reach, fmt="none", ecolor=BLUE, capsize=3, label=label)
 
 
 def draw_lengths(figure: Figure, evidence: Evidence) -> None:
@@ -164,6 +179,9 @@ def draw_clipping(figure: Figure, evidence: Evidence) -> None:
     low, high = (evidence.series(f"policy/clip_fraction_{side}") for side in ("low", "high"))
     _line(axes, evidence, low, "below 1 − clip_low", color=BLUE)
     _line(axes, evidence, high, "above 1 + clip_high", color=ORANGE, linestyle="--")
+    dual = evidence.series("policy/clip_fraction_dual")
+    if dual.values.any():  # which is off by default
+        _line(axes, evidence, dual, "above dual_clip", color=GREEN, linestyle=":")
     axes.set_ylim(bottom=0)
     _in_percent(axes)
     _legend(figure)
@@ -246,15 +264,19 @@ def draw_share(name: str, unit: str) -> Draw:
     return draw
 
 
-def draw_count(name: str, unit: str) -> Draw:
-    """A plot of one metric of whole numbers."""
+def draw_counts(names: Mapping[str, str], unit: str) -> Draw:
+    """A plot of metrics of whole numbers; `names` holds the label of each."""
 
     def draw(figure: Figure, evidence: Evidence) -> None:
         from matplotlib.ticker import MaxNLocator
 
         axes = _axes(figure, evidence, unit)
-        _line(axes, evidence, evidence.series(name), unit, color=BLUE)
+        for i, (name, label) in enumerate(names.items()):
+            color, style = (BLUE, RED, ORANGE)[i % 3], ("-", "--", ":")[i % 3]
+            _line(axes, evidence, evidence.series(name), label, color=color, linestyle=style)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(bottom=0)
+        if len(names) > 1:
+            _legend(figure)
 
     return draw

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,10 +33,19 @@ def training_steps(history: History) -> list[Record]:
     return [record for record in history if "reward/mean" in record]
 
 
+def is_judged_by_plug_in(history: History) -> bool:
+    """Whether `eval/accuracy` is the mean of a plug-in's own values, not a share of right answers.
+
+    Evaluations say so by a null `eval/format_rate`: only a task knows what an answer should look like.
+    """
+    return any(record.get("eval/format_rate", 0.0) is None for record in history)
+
+
 def names_between(history: History, prefix: str, suffix: str) -> list[str]:
-    """Every metric `<prefix>...<suffix>` with something in between, in the order in which they came."""
-    found = {name: None for record in history for name in record if name.startswith(prefix) and name.endswith(suffix)}
-    return [name for name in found if len(name) > len(prefix) + len(suffix)]
+    """Every metric `<prefix><one name><suffix>`, in the order in which they came: none with another `/` in between."""
+    names = dict.fromkeys(name for record in history for name in record)
+    fits = re.compile(f"{re.escape(prefix)}[^/]+{re.escape(suffix)}", re.DOTALL)
+    return [name for name in names if fits.fullmatch(name)]
 
 
 @dataclass(frozen=True)

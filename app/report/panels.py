@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from app.report.alerts import MISMATCH
 from app.report.drawing import (
     Draw,
     Evidence,
     draw_accuracy,
     draw_clipping,
-    draw_count,
+    draw_counts,
     draw_lengths,
     draw_line,
     draw_reward,
@@ -59,8 +60,8 @@ PANELS = (
     Panel(
         "accuracy",
         "Held-out accuracy",
-        "Share of right answers on prompts that are never trained on. Differences within the interval are chance: "
-        "raise eval.num_prompts to narrow it.",
+        "Share of right answers on prompts that are never trained on; where a plug-in judges, the mean of its values. "
+        "Differences within the interval are chance: raise eval.num_prompts to narrow it.",
         "No evaluation: eval.every_steps is 0, or no step had one yet.",
         has("eval/accuracy"),
         draw_accuracy,
@@ -86,12 +87,28 @@ PANELS = (
     ),
     Panel(
         "zero_variance",
-        "Groups without a gradient",
-        "Share of prompts whose samples all got the same reward. Near 100 % nothing is learned: prompts are too easy "
-        "or too hard, or rollout.group_size is too small.",
+        "Groups whose rewards are all equal",
+        "Share of prompts whose samples all got the same reward. Near 100 % the reward teaches nothing: prompts are "
+        "too easy or too hard, or rollout.group_size is too small.",
         "Not recorded.",
         has("reward/zero_variance_fraction"),
         draw_share("reward/zero_variance_fraction", "groups"),
+    ),
+    Panel(
+        "reward_failures",
+        "Rewards that gave no value",
+        "Failures of reward functions, values that were None, and samples left out by reward.on_error: drop. Failures "
+        "should be 0: read reward_errors in rollouts/, and try `grpo score --role reward` on a file there.",
+        "None: no failure, abstention or left-out sample was recorded.",
+        moves("reward/error_count", "reward/abstained_count", "reward/dropped_count"),
+        draw_counts(
+            {
+                "reward/error_count": "failures",
+                "reward/abstained_count": "abstentions",
+                "reward/dropped_count": "samples left out",
+            },
+            "number a step",
+        ),
     ),
     Panel(
         "kl",
@@ -114,17 +131,17 @@ PANELS = (
     Panel(
         "clip_fractions",
         "Clipped tokens",
-        "Tokens whose ratio left the trust region, so that their gradient was cut. Above 20 %: lower "
-        "optimizer.learning_rate or algorithm.epochs.",
+        "Tokens whose ratio left the trust region, or met algorithm.dual_clip, so that their gradient was cut. Above "
+        "20 %: lower optimizer.learning_rate or algorithm.epochs.",
         "Nothing was clipped. With one update a step the ratio is exactly 1, and nothing can be.",
-        moves("policy/clip_fraction_low", "policy/clip_fraction_high"),
+        moves("policy/clip_fraction_low", "policy/clip_fraction_high", "policy/clip_fraction_dual"),
         draw_clipping,
     ),
     Panel(
         "sampler_mismatch",
         "Sampler against trainer",
-        "Mean difference of their logprobs on the same tokens, in nats. About 1e-7 in float32 and 1e-2 or less in "
-        "bfloat16; more means that the gradient is of another policy than the one that sampled.",
+        "Mean difference of their logprobs on the same tokens, in nats. About 1e-7 in float32 and below "
+        f"{MISMATCH:g} in bfloat16; more means that the gradient is of another policy than the one that sampled.",
         "Not recorded.",
         has("rollout/sampler_scorer_logprob_diff_mean"),
         draw_line("rollout/sampler_scorer_logprob_diff_mean", "nats per token"),
@@ -161,6 +178,6 @@ PANELS = (
         "were not met before.",
         "Nothing was compiled.",
         moves("perf/compilations"),
-        draw_count("perf/compilations", "programs"),
+        draw_counts({"perf/compilations": "compilations"}, "programs"),
     ),
 )

@@ -67,10 +67,12 @@ class RunFiles:
         """Its value; None where the run did not know it."""
         return self.settings.get(name, (None, ""))[0]
 
-    @property
-    def num_processes(self) -> int:
-        """Of the newest session. Sample files hold the first process' share."""
-        return int(number(self.sessions[-1], "processes") or 1) if self.sessions else 1
+    def num_processes(self, step: int) -> int:
+        """Of the session that did the step. Sample files hold the first process' share."""
+        # The newest that began before it: a session does again what came after the checkpoint that it goes on from.
+        later = [session for session in self.sessions[1:] if (number(session, "after_step") or 0) < step]
+        did = [*self.sessions[:1], *later]
+        return int(number(did[-1], "processes") or 1) if did else 1
 
     def chosen_settings(self) -> list[ChosenSetting]:
         """Settings that somebody set, or that were derived, to something else than the default."""

@@ -73,6 +73,13 @@ class SavedSample:
     def prompt_uid(self) -> str:
         return self.uid.rpartition("/s")[0] or self.uid
 
+    @property
+    def end(self) -> str:
+        """What the page can be filtered by; `finish_reason` says why."""
+        if self.finish_reason.startswith("dropped"):
+            return "dropped"
+        return "cut" if self.finish_reason == "length" else "complete"
+
 
 def viewer_of(rollouts: Mapping[int, Path], evaluations: Mapping[int, Path], *, num_samples: int) -> Viewer:
     """At most `num_samples` of the saved samples, whole groups while they fit.
@@ -214,6 +221,7 @@ def _as_json(sample: SavedSample) -> dict[str, Any]:
         "uid": sample.uid,
         "completion": _bounded(sample.completion),
         "finish": sample.finish_reason,
+        "end": sample.end,
         "tokens": sample.num_tokens,
         "reward": _rounded(sample.reward),
         "rewards": {name: _rounded(value) for name, value in sample.rewards.items()},

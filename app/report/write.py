@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,11 @@ from typing import Any
 from app.report.alerts import alerts_of
 from app.report.drawing import Evidence
 from app.report.figures import Picture, pictures
+from app.report.history import training_steps
 from app.report.page import report_page, rollouts_page
 from app.report.run_files import RunFiles
 from app.report.viewer import DEFAULT_SAMPLES, viewer_of
+from app.whole_file import write_whole
 from settings.errors import InputError
 
 
@@ -31,11 +32,12 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_SAMPLES) -> dict[str,
         _write_plots(path / "plots", drawn)
         for name, page in pages.items():
             # A lone surrogate has no UTF-8; as a character reference it is shown as what it is, undecodable.
-            _write(path / name, page.encode("utf-8", "xmlcharrefreplace"))
+            write_whole(path / name, page.encode("utf-8", "xmlcharrefreplace"))
     except OSError as error:
-        raise InputError(f"{error.filename}: cannot be written: {error.strerror}") from error
+        # A disk that is full is not a file's fault, and names none.
+        raise InputError(f"{error.filename or path}: cannot be written: {error.strerror}") from error
     return {
-        "steps": sum("reward/mean" in record for record in run.history),
+        "steps": len(training_steps(run.history)),
         "alerts": len(alerts),
         "samples shown": viewer.num_shown,
         "damaged lines": len(viewer.damaged),
@@ -47,7 +49,7 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_SAMPLES) -> dict[str,
 
 def _eval_counts(run: RunFiles) -> dict[int, int]:
     """Answers of each evaluation, over all hosts, which hold equally many."""
-    return {step: _num_lines(path) * run.num_processes for step, path in run.evaluations.items()}
+    return {step: _num_lines(path) * run.num_processes(step) for step, path in run.evaluations.items()}
 
 
 def _num_lines(path: Path) -> int:
@@ -62,13 +64,4 @@ def _write_plots(folder: Path, drawn: Mapping[str, Picture | None]) -> None:
         if picture is None:
             (folder / f"{name}.png").unlink(missing_ok=True)
         else:
-            _write(folder / f"{name}.png", picture.png)
-
-
-def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+            write_whole(folder / f"{name}.png", picture.png)

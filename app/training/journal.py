@@ -21,6 +21,7 @@ from app.report.alerts import Alert
 from app.report.completions import CompletionsTable, cell
 from app.sample_records import sample_to_record
 from app.training.run_directory import RunDirectory
+from app.whole_file import write_whole
 from settings import Resolved
 
 log = logging.getLogger(__name__)
@@ -76,9 +77,7 @@ class Journal:
         self.run = run
         kept = kept_lines(run.metrics, last_step=last_step) if last_step is not None else []
         self.history: list[dict[str, Any]] = [json.loads(line) for line in kept]
-        temporary = run.metrics.with_suffix(".tmp")
-        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        temporary.replace(run.metrics)
+        write_whole(run.metrics, "".join(f"{line}\n" for line in kept).encode("utf-8"))
         with run.sessions.open("w" if last_step is None else "a", encoding="utf-8") as sessions:
             sessions.write(json.dumps(session_record(after_step=last_step or 0)) + "\n")
         self._file = run.metrics.open("a", encoding="utf-8", buffering=1)

@@ -10,6 +10,7 @@ from typing import Any
 from app.flow import Sample
 from app.report.alerts import Watch
 from app.report.completions import completions_table
+from app.report.history import training_steps
 from app.report.write import write_report
 from app.training.journal import Journal, NoJournal
 from app.training.progress import Board, evaluation_line
@@ -55,12 +56,13 @@ class Narrator:
         self.board.say(evaluation_line(step, metrics))
 
     def report(self) -> None:
-        """The report of what there is, however the run ended. It is a convenience: its failure is not the run's."""
-        if not self.settings.report or not any("reward/mean" in record for record in self.journal.history):
+        """The report of what there is, however the run ended."""
+        if not self.settings.report or not training_steps(self.journal.history):
             return
         self.board.phase("report")
         try:
             self.board.say(f"report: {write_report(self.run.path)['report']}")
+        # Blanket, as nothing else here: the report is a convenience, and no bug in it may decide how a run has ended.
         except Exception as error:
             log.warning(
                 "the report could not be written (%s: %s); `grpo report %s` tries again",

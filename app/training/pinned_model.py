@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from app.training.run_directory import RunDirectory
+from app.whole_file import write_whole
 from settings import Settings
 from settings.errors import InputError
 from settings.schema import Model
@@ -31,9 +32,7 @@ def record_commit(run: RunDirectory, settings: Settings, commit: str | None) -> 
         return
     path, revision = _asked_for(settings.model)
     text = json.dumps({"path": path, "revision": revision, "commit": commit})
-    unfinished = run.model.with_suffix(".tmp")
-    unfinished.write_text(text + "\n", encoding="utf-8")
-    unfinished.replace(run.model)
+    write_whole(run.model, f"{text}\n".encode())
 
 
 def _asked_for(model: Model) -> tuple[str, str | None]:

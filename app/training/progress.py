@@ -12,7 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from app.report.alerts import Alert
+from app.report.before_after import figure
 from app.report.completions import CompletionsTable, cell
+from app.report.history import is_judged_by_plug_in, names_between, number
 
 PROMPT_CELL, COMPLETION_CELL, ANSWER_CELL = 120, 240, 40
 """Characters of a table's cells."""
@@ -30,16 +32,20 @@ def step_line(step: int, metrics: Mapping[str, Any]) -> str:
 
 
 def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
+    """The figures of an evaluation."""
+    by_plug_in = is_judged_by_plug_in([metrics])
+
+    def told(name: str) -> str:
+        return figure(name, number(metrics, name), by_plug_in=by_plug_in)
+
     levels = "".join(
-        f"  {name.removeprefix('eval/accuracy/')} {value:.1%}"
-        for name, value in metrics.items()
-        if name.startswith("eval/accuracy/")
+        f"  {name.removeprefix('eval/accuracy/')} {told(name)}"
+        for name in names_between([metrics], "eval/accuracy/", "")
     )
-    form = "" if metrics["eval/format_rate"] is None else f"format {metrics['eval/format_rate']:.1%}  "
+    form = "" if by_plug_in else f"format {told('eval/format_rate')}  "
     return (
-        f"evaluation at step {step}: accuracy {metrics['eval/accuracy']:.1%}{levels}  {form}"
-        f"truncated {metrics['eval/truncated_fraction']:.1%}  "
-        f"length {metrics['eval/mean_length']:.1f}"
+        f"evaluation at step {step}: accuracy {told('eval/accuracy')}{levels}  {form}"
+        f"truncated {told('eval/truncated_fraction')}  length {told('eval/mean_length')}"
     )
 
 

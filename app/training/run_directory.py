@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
+from app.whole_file import is_leftover, write_whole
 from settings import Resolved
 from settings.errors import InputError
 from settings.schema import Run
@@ -58,12 +59,7 @@ class RunDirectory:
 
     def write_settings(self, resolved: Resolved) -> None:
         """The resolved settings with provenance; whole or not at all."""
-        self._unfinished_settings.write_text(resolved.to_yaml(), encoding="utf-8")
-        self._unfinished_settings.replace(self.settings)
-
-    @property
-    def _unfinished_settings(self) -> Path:
-        return self.settings.with_suffix(".tmp")
+        write_whole(self.settings, resolved.to_yaml().encode("utf-8"))
 
     @property
     def is_occupied(self) -> bool:
@@ -79,10 +75,10 @@ class RunDirectory:
         """Something lies here that no run left, not even one that failed before its settings were written."""
         if self.is_occupied or self.has_checkpoint or not self.path.is_dir():
             return False
-        ours = {".lock", self._unfinished_settings.name}
+        ours = {".lock"}
         if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
             ours.add(self.checkpoints.name)
-        return any(child.name not in ours for child in self.path.iterdir())
+        return not all(child.name in ours or is_leftover(child, of=self.settings) for child in self.path.iterdir())
 
 
 def check_claim(run: RunDirectory, resume: Resume) -> None:

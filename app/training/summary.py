@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.report.before_after import before_and_after, figure
+from app.report.history import is_judged_by_plug_in
 from app.training.preservation import Best
 
 
@@ -15,5 +16,6 @@ def summary_text(history: Sequence[Mapping[str, Any]], *, path: str, best: Best 
     table = [row for row in (result.header, *result.rows) if row is not None]
     lines = [f"{name:<28}{before:>12}{after:>12}" for name, before, after in table]
     if best is not None:
-        lines.append(f"best {best.metric} {figure(best.metric, best.value)} after step {best.step}: checkpoints/best")
+        value = figure(best.metric, best.value, by_plug_in=is_judged_by_plug_in(history))
+        lines.append(f"best {best.metric} {value} after step {best.step}: checkpoints/best")
     return "\n".join([*lines, *filter(None, [result.pace]), f"everything is in {path}"])

@@ -9,11 +9,13 @@ from xml.etree import ElementTree
 import matplotlib
 import pytest
 
+from app.report.alerts import MISMATCH
 from app.report.drawing import Evidence
 from app.report.figures import picture
 from app.report.history import History
 from app.report.panels import PANELS, Panel
 from tests.report.run_directories import quickstart_history, step_record
+from tests.training.program import REPOSITORY
 
 PNG = b"\x89PNG\r\n\x1a\n"
 BY_NAME = {panel.name: panel for panel in PANELS}
@@ -21,6 +23,10 @@ EVERYTHING = {
     "policy__kl": 0.01,
     "policy__clip_fraction_low": 0.02,
     "policy__clip_fraction_high": 0.0,
+    "policy__clip_fraction_dual": 0.01,
+    "reward__error_count": 2,
+    "reward__abstained_count": 64,
+    "reward__dropped_count": 2,
     "reward__arithmetic_format__mean": 0.9,
 }
 
@@ -55,9 +61,20 @@ def test_a_plot_without_data_is_a_sentence(panel: Panel) -> None:
     assert panel.absent.endswith(".")
 
 
-def test_the_quickstart_has_no_kl_and_clips_nothing() -> None:
+def test_the_quickstart_has_no_kl_clips_nothing_and_no_reward_fails() -> None:
     evidence = Evidence(quickstart_history(), {})
-    assert [panel.name for panel in PANELS if not panel.is_present(evidence)] == ["kl", "clip_fractions"]
+    assert [panel.name for panel in PANELS if not panel.is_present(evidence)] == [
+        "reward_failures",
+        "kl",
+        "clip_fractions",
+    ]
+
+
+def test_page_glossary_and_alert_name_one_bound_of_the_samplers_mismatch() -> None:
+    bound = f"below {MISMATCH:g}"
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    (row,) = [line for line in readme.splitlines() if line.startswith("| `rollout/sampler_scorer_logprob_diff_")]
+    assert bound in row and bound in BY_NAME["sampler_mismatch"].caption
 
 
 def test_one_step_is_enough() -> None:
@@ -95,6 +112,28 @@ def test_accuracy_names_the_answers_behind_its_interval() -> None:
     assert "difficulty_3" in texts(svg_of("accuracy", history))
 
 
+def test_the_mean_of_a_plug_in_is_drawn_as_a_plain_number_without_an_interval() -> None:
+    values = {"eval/format_rate": None, "eval/accuracy/difficulty_1": 2.0}
+    history = [{**step_record(step), **values, "eval/accuracy": 3.2 * step} for step in (1, 2)]
+    shown = texts(svg_of("accuracy", history, {1: 512, 2: 512}))
+    assert "6" in shown and "mean value of the plug-in" in shown and "difficulty_1" in shown
+    assert not any("%" in text or "interval" in text for text in shown)
+
+
+def test_tokens_that_only_the_dual_clip_met_are_drawn() -> None:
+    history = [step_record(step, policy__clip_fraction_dual=0.1) for step in (1, 2)]
+    assert "above dual_clip" in texts(svg_of("clip_fractions", history))
+    without = [step_record(step, policy__clip_fraction_low=0.1, policy__clip_fraction_dual=0.0) for step in (1, 2)]
+    assert "above dual_clip" not in texts(svg_of("clip_fractions", without))
+
+
+@pytest.mark.parametrize("name", ["error_count", "abstained_count", "dropped_count"])
+def test_rewards_that_gave_no_value_are_drawn(name: str) -> None:
+    counts = {"reward/error_count": 0, "reward/abstained_count": 0, "reward/dropped_count": 0}
+    history = [{**step_record(step), **counts, f"reward/{name}": step} for step in (1, 2)]
+    assert {"failures", "abstentions", "samples left out"} <= set(texts(svg_of("reward_failures", history)))
+
+
 def test_a_step_that_takes_far_longer_is_named_and_does_not_flatten_the_others() -> None:
     assert "beyond the axis: 4 steps up to 9.7 s" in texts(svg_of("times", quickstart_history()))
     steady = [{**step_record(step), "time/step_s": 1.0 + step % 2, "time/update_s": 0.5} for step in range(1, 30)]
@@ -106,6 +145,11 @@ def test_any_name_of_a_reward_function_can_be_drawn(name: str) -> None:
     history = [{**step_record(step), f"reward/{name}/mean": 0.5} for step in (1, 2)]
     labels = texts(svg_of("reward", history))
     assert any(name.encode("ascii", "replace").decode() == label.strip() for label in labels), labels
+
+
+def test_further_numbers_of_a_plug_in_are_no_lines_of_the_reward() -> None:
+    history = [{**step_record(step), "reward/arithmetic/length/mean": 300.0} for step in range(1, 5)]
+    assert svg_of("reward", history) == svg_of("reward", [step_record(step) for step in range(1, 5)])
 
 
 def test_loading_the_report_does_not_load_matplotlib() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.report.history import Series, names_between, number, wilson_interval
+from app.report.history import Series, is_judged_by_plug_in, names_between, number, wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,15 @@ def test_a_trailing_mean_looks_back_only() -> None:
 def test_names_are_found_in_order_and_need_something_in_between() -> None:
     history = [{"reward/mean": 1, "reward/b/mean": 1}, {"reward/a/mean": 1, "reward/std": 1}]
     assert names_between(history, "reward/", "/mean") == ["reward/b/mean", "reward/a/mean"]
+
+
+def test_a_null_format_rate_says_that_a_plug_in_judges() -> None:
+    assert is_judged_by_plug_in([{"step": 0, "eval/accuracy": 3.2, "eval/format_rate": None}, {"step": 1}])
+    assert not is_judged_by_plug_in([{"step": 0, "eval/accuracy": 0.5, "eval/format_rate": 0.0}, {"step": 1}])
+    assert not is_judged_by_plug_in([])
+
+
+def test_further_numbers_of_a_plug_in_are_no_reward_functions() -> None:
+    record = {"reward/judge/mean": 1, "reward/judge/length/mean": 300, "eval/accuracy/difficulty_1": 1}
+    assert names_between([record], "reward/", "/mean") == ["reward/judge/mean"]
+    assert names_between([record], "eval/accuracy/", "") == ["eval/accuracy/difficulty_1"]

@@ -69,7 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cut = [step_record(step, completions__truncated_fraction=0.5) for step in range(1, 12)]
     path = write_run(
         tmp_path_factory.mktemp("hostile") / "run",
-        [quickstart_history()[0], *({**record, f"reward/{HOSTILE}/mean": 0.5} for record in cut)],
+        [quickstart_history()[0], *({**record, f"reward/{HOSTILE.replace('/', '')}/mean": 0.5} for record in cut)],
         rollouts={2: samples},
         evaluations={0: samples},
         settings=SETTINGS,
@@ -112,6 +112,7 @@ def test_the_viewer_allows_its_own_script_and_style_by_their_hashes(run: Path) -
     assert "unsafe" not in page.policy() and "http" not in page.policy()
     assert "innerHTML" not in script and "insertAdjacentHTML" not in script and "document.write" not in script
     groups = json.loads(data)
+    assert page.contents["option"][-7:-4] == ["cut", "complete", "dropped"]
     assert {sample["completion"] for group in groups for sample in group["samples"]} == {HOSTILE}
     assert {group["prompt"] for group in groups} == {HOSTILE}
 

@@ -105,6 +105,16 @@ def test_samples_of_a_diverged_model_and_with_missing_fields_are_shown(run: Path
     assert by_uid["odd"]["tokens"] is None and by_uid["odd"]["reward"] is None and by_uid["odd"]["logprobs"] == []
 
 
+@pytest.mark.parametrize(
+    ("finish_reason", "end"), [("stop", "complete"), ("length", "cut"), ("dropped:reward", "dropped")]
+)
+def test_only_what_met_the_limit_of_tokens_is_cut(run: Path, finish_reason: str, end: str) -> None:
+    path = run / "rollouts" / "step_000003.jsonl"
+    path.write_text(json.dumps(sample_record("p/s0", finish_reason=finish_reason)) + "\n")
+    (sample,) = viewer(run, 1).groups[0]["samples"]
+    assert (sample["finish"], sample["end"]) == (finish_reason, end)
+
+
 def test_long_texts_and_long_rows_of_logprobs_are_bounded(run: Path) -> None:
     long = sample_record("p/s0", "x" * 50_000, behavior_logprobs=[-0.123456] * 2000, prompt="y" * 50_000)
     path = run / "rollouts" / "step_000003.jsonl"

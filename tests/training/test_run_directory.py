@@ -42,7 +42,9 @@ def test_never_refuses_a_directory_that_holds_a_run(occupied: RunDirectory) -> N
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
-@pytest.mark.parametrize("name", ["thesis.tex", "metrics.jsonl", "checkpoints/model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["thesis.tex", ".thesis.tex.77.partial", "metrics.jsonl", "checkpoints/model.safetensors"]
+)
 def test_a_folder_with_something_else_in_it_is_refused(run: RunDirectory, resume: Resume, name: str) -> None:
     (run.path / name).parent.mkdir(parents=True)
     (run.path / name).touch()
@@ -54,7 +56,7 @@ def test_a_folder_with_something_else_in_it_is_refused(run: RunDirectory, resume
 def test_what_a_failed_start_leaves_does_not_take_the_name(run: RunDirectory, resume: Resume) -> None:
     claim(run).close()
     run.checkpoints.mkdir()
-    run.settings.with_suffix(".tmp").touch()
+    (run.path / ".settings.yaml.77.partial").touch()  # killed while it wrote them
     check_claim(run, resume)
 
 

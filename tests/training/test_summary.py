@@ -34,6 +34,17 @@ def test_the_best_checkpoint_is_named() -> None:
     assert lines[0] == "best eval/mean_length 7.2 after step 2: checkpoints/best"
 
 
+def test_the_mean_of_a_plug_in_is_no_percentage() -> None:
+    before = {"step": 0, "eval/accuracy": 3.2, "eval/format_rate": None, "eval/truncated_fraction": 0.5}
+    history = [before, {**before, "step": 1, "eval/accuracy": -0.00125, "reward/mean": 0.5}]
+    lines = summary_text(history, path="runs/a", best=Best(1, "eval/accuracy", 3.2)).splitlines()
+    assert lines[1:3] == [
+        f"{'accuracy':<28}{'3.2':>12}{'-0.00125':>12}",
+        f"{'truncated_fraction':<28}{'50.0%':>12}{'50.0%':>12}",
+    ]
+    assert "best eval/accuracy 3.2 after step 1: checkpoints/best" in lines
+
+
 def test_without_evaluation_only_the_reward_is_compared() -> None:
     text = summary_text([step(1, 0.25)], path="runs/a")
     assert text.splitlines() == [

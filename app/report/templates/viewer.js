@@ -6,7 +6,6 @@ const groups = JSON.parse(document.getElementById("data").textContent);
 const form = document.getElementById("filters");
 const list = document.getElementById("groups");
 const more = document.getElementById("more");
-const isCut = (sample) => sample.finish !== "stop";
 const reward = (sample) => sample.reward ?? 0;
 const shown = (value) => (value === null || value === undefined ? "–" : String(value));
 let matching = [];
@@ -35,7 +34,7 @@ function sampleFilter(wanted) {
     (wanted.step === "" || sample.step === Number(wanted.step)) &&
     (low === null || reward(sample) >= low) &&
     (high === null || reward(sample) <= high) &&
-    (wanted.finish === "" || isCut(sample) === (wanted.finish === "cut"));
+    (wanted.finish === "" || sample.end === wanted.finish);
 }
 
 function matches(group, wanted) {
@@ -85,7 +84,7 @@ function drawSample(sample) {
   for (const [name, value] of Object.entries(sample.rewards)) fact(facts, name, value);
   if (sample.advantage !== null) fact(facts, "advantage", sample.advantage);
   fact(facts, "tokens", sample.tokens);
-  fact(facts, "finish", sample.finish, isCut(sample) ? "cut" : "");
+  fact(facts, "finish", sample.finish, sample.end === "cut" ? "cut" : "");
   fact(facts, "logprob mean", sample.mean_logprob);
   fact(facts, "min", sample.min_logprob);
   made.append(facts, element("pre", "", sample.completion));

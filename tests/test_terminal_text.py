@@ -1,0 +1,29 @@
+"""What others wrote, made safe for a terminal."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from app.terminal_text import printable
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain 汉字 é", "plain 汉字 é"),
+        ("a\nb", "a↵ b"),
+        ("\x1b[2J\r\x07", r"\x1b[2J\r\x07"),
+        ("over\u202egnp\u2028\x85", r"over\u202egnp\u2028\x85"),
+        ("\ud800\ue000", r"\ud800\ue000"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_spelled_out(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_no_character_gets_through_that_is_not_printable() -> None:
+    shown = printable("".join(map(chr, range(sys.maxunicode + 1))))
+    assert shown.isprintable()
+    shown.encode("utf-8")

@@ -1,0 +1,70 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.whole_file import is_leftover, replacing, write_whole
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"old")
+    return path
+
+
+def test_a_file_is_replaced_and_nothing_stays_beside_it(path: Path) -> None:
+    write_whole(path, b"new")
+    assert path.read_bytes() == b"new" and list(path.parent.iterdir()) == [path]
+    write_whole(path.with_name("b.txt"), b"")
+    assert path.with_name("b.txt").read_bytes() == b""
+
+
+def test_the_old_file_is_there_until_the_new_one_is_whole(path: Path) -> None:
+    with replacing(path) as file:
+        file.write(b"n" * 1_000_000)
+        assert path.read_bytes() == b"old"
+        (unfinished,) = set(path.parent.iterdir()) - {path}
+        assert is_leftover(unfinished, of=path) and not is_leftover(unfinished, of=path.with_name("b.txt"))
+        assert not is_leftover(path, of=path)
+    assert path.read_bytes() == b"n" * 1_000_000
+
+
+def test_a_failure_keeps_the_old_file_and_leaves_nothing_else(path: Path) -> None:
+    with pytest.raises(KeyError), replacing(path) as file:
+        file.write(b"new")
+        raise KeyError
+    assert path.read_bytes() == b"old" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_take_its_name_leaves_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_whole(folder, b"new")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_program_that_is_killed_while_it_writes_keeps_the_old_file(path: Path) -> None:
+    program = (
+        "import os, signal, sys, pathlib\n"
+        "from app.whole_file import replacing\n"
+        "with replacing(pathlib.Path(sys.argv[1])) as file:\n"
+        "    file.write(b'x' * 1_000_000)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    result = subprocess.run([sys.executable, "-c", program, str(path)], check=False, env=environ)
+    assert result.returncode == -signal.SIGKILL
+    assert path.read_bytes() == b"old"
+    (unfinished,) = set(path.parent.iterdir()) - {path}
+    assert is_leftover(unfinished, of=path)
