@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import Protocol
 
 from app.flow import Sample
-from app.reward.outcome import Outcome
+from app.reward.outcome import Failure, Outcome
 from app.reward.plugin import Moment, PlugIn, PlugInLostError
 from app.reward.pool import Limits, WorkerPool
 from app.reward.signature import Columns
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, evaluate, is_task_reward
-from app.reward.weighing import OnError, Scored, weigh
+from app.reward.weighing import NO_REWARD, OnError, Scored, weigh
 from settings.errors import InputError
 from settings.schema import Reward, RewardFunction
 
@@ -89,14 +89,15 @@ class Rewards:
         return _scored(samples, moment, self._functions, weights, self._settings.on_error)
 
     def judge(self, samples: Sequence[Sample], moment: Moment) -> Scored:
-        """The samples with the one value that held-out accuracy counts; a failure counts 0 unless it is to raise.
+        """The samples with the one value that held-out accuracy counts, none where the function abstained.
 
-        That is the correctness of the first function's task, or the first function itself where it is a plug-in.
+        That is the correctness of the first function's task, or the first function itself where it is a plug-in. A
+        failure counts 0 unless it is to raise; an abstention is none, even where other functions would have a value.
         """
         name = judge_of(self._settings)
         function = TaskReward(name) if is_task_reward(name) else self._functions[0]
         on_error = "raise" if self._settings.on_error == "raise" else "zero"
-        return _scored(samples, moment, [function], {name: 1.0}, on_error)
+        return _scored(samples, moment, [function], {name: 1.0}, on_error, when_all_abstain=None)
 
     def _function(self, item: RewardFunction) -> Function:
         if is_task_reward(item.name):
@@ -122,12 +123,14 @@ def _scored(
     functions: Sequence[Function],
     weights: Mapping[str, float],
     on_error: OnError,
+    *,
+    when_all_abstain: Failure | None = NO_REWARD,
 ) -> Scored:
     try:
         outcomes = {function.name: function.outcomes(samples, moment) for function in functions}
     except PlugInLostError as error:
         return Scored(list(samples), {}, 0, (), str(error))
-    return weigh(samples, outcomes, weights, on_error)
+    return weigh(samples, outcomes, weights, on_error, when_all_abstain=when_all_abstain)
 
 
 def judge_of(settings: Reward) -> str:

@@ -15,7 +15,7 @@ from app.reward.rewards import Rewards
 from app.reward.tasks import is_formatted, is_task_reward
 from app.reward.weighing import Scored
 from app.rollout.sampling import SamplingRules
-from app.training.metrics import over_hosts
+from app.training.metrics import mean_where_known, over_hosts
 from app.training.session import Session
 from settings import Settings
 from settings.errors import InputError
@@ -87,12 +87,13 @@ def check_best_metric(name: str, prompts: Sequence[Prompt]) -> None:
 def evaluation_metrics(scored: Scored) -> dict[str, Any]:
     """Accuracy, format and truncation rates and mean length; accuracy by difficulty where the data names one.
 
-    The format rate is None where a plug-in judges: only built-in tasks know what an answer should look like.
+    Accuracy is over the samples that the judge gave a value, None where there is no such sample. The format rate is
+    None where a plug-in judges: only built-in tasks know what an answer should look like.
     """
     samples, (judge,) = scored.samples, scored.tallies
-    correct = over_hosts([s.reward or 0.0 for s in samples])
+    correct = over_hosts([(s.rewards or {}).get(judge, np.nan) for s in samples])
     metrics: dict[str, Any] = {
-        "eval/accuracy": correct.mean(),
+        "eval/accuracy": mean_where_known(correct),
         "eval/format_rate": (
             over_hosts([is_formatted(judge, s.completion) for s in samples]).mean() if is_task_reward(judge) else None
         ),
@@ -102,5 +103,5 @@ def evaluation_metrics(scored: Scored) -> dict[str, Any]:
     }
     difficulties = over_hosts([s.prompt.extra.get("difficulty", np.nan) for s in samples])
     for level in np.unique(difficulties[~np.isnan(difficulties)]):
-        metrics[accuracy_at(level)] = correct[difficulties == level].mean()
-    return {name: None if value is None else float(value) for name, value in metrics.items()}
+        metrics[accuracy_at(level)] = mean_where_known(correct[difficulties == level])
+    return {name: None if value is None or np.isnan(value) else float(value) for name, value in metrics.items()}

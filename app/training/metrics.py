@@ -73,7 +73,7 @@ def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
         "completions/truncated_fraction": table["truncated"].mean(),
-        **{name: _mean_where_known(table[name]) for name in values},
+        **{name: mean_where_known(table[name]) for name in values},
         "advantage/mean": mean,
         "advantage/std": float(np.sqrt((tokens * (means - mean) ** 2).sum() / max(tokens.sum(), 1))),
     }
@@ -102,7 +102,8 @@ def reward_counts(scored: Scored) -> dict[str, float]:
     }
 
 
-def _mean_where_known(values: np.ndarray) -> float:
+def mean_where_known(values: np.ndarray) -> float:
+    """The mean of those that are not NaN; NaN where none is."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else float("nan")
 

@@ -30,17 +30,22 @@ def step_line(step: int, metrics: Mapping[str, Any]) -> str:
 
 
 def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
+    """The figures of an evaluation, in a line."""
     levels = "".join(
-        f"  {name.removeprefix('eval/accuracy/')} {value:.1%}"
+        f"  {name.removeprefix('eval/accuracy/')} {_percent(value)}"
         for name, value in metrics.items()
         if name.startswith("eval/accuracy/")
     )
     form = "" if metrics["eval/format_rate"] is None else f"format {metrics['eval/format_rate']:.1%}  "
     return (
-        f"evaluation at step {step}: accuracy {metrics['eval/accuracy']:.1%}{levels}  {form}"
+        f"evaluation at step {step}: accuracy {_percent(metrics['eval/accuracy'])}{levels}  {form}"
         f"truncated {metrics['eval/truncated_fraction']:.1%}  "
         f"length {metrics['eval/mean_length']:.1f}"
     )
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
 
 
 def completions_view(table: CompletionsTable) -> Table:

@@ -68,6 +68,15 @@ def test_a_sample_that_all_abstain_from_is_an_error_of_its_own(on_error: OnError
     assert (scored.problem is not None) == (on_error == "raise")
 
 
+def test_a_judge_that_abstains_has_not_failed_but_one_that_fails_has() -> None:
+    samples = make_group(*"xyz")
+    scored = weigh(samples, {"a": [SILENT, Outcome(2.0), BROKEN]}, WEIGHTS, "raise", when_all_abstain=None)
+    assert [s.rewards for s in scored.samples] == [{}, {"a": 2.0}, {"a": 0.0}]
+    assert [s.extra.keys() for s in scored.samples] == [set(), set(), {"reward_errors"}]
+    assert (scored.num_errors, scored.num_without_reward, scored.num_abstained) == (1, 0, 1)
+    assert "sample q/0/s2" in (scored.problem or "")
+
+
 def test_failing_where_others_abstain_is_not_abstaining() -> None:
     scored = weighed("zero", a=[BROKEN], b=[SILENT])
     assert scored.num_without_reward == 0 and scored.samples[0].reward == 0.0
