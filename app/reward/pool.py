@@ -7,6 +7,7 @@ variables and none of our files, and ends by itself when this process is gone.
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import signal
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from app.reward.outcome import Failure, Outcome, one_line
+from app.reward.worker import EXTRA_NAME, MOST_EXTRAS
 
 MODULE = "app.reward.worker"
 PROGRAM = str(Path(__file__).resolve().parents[2])
@@ -113,7 +115,7 @@ class Worker:
         line, self._incoming = bytes(self._incoming), bytearray()
         try:
             answer = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise EOFError from None
         if not isinstance(answer, dict):
             raise EOFError
@@ -316,24 +318,36 @@ def worker_environment(names: Sequence[str], environ: Mapping[str, str] = os.env
 
 
 def _understood(answer: Mapping[str, Any]) -> list[Outcome] | Failure:
+    """What a worker says, of which nothing is taken on trust: the function can write to the same pipe."""
     try:
         if "failure" in answer:
             return _failure(answer["failure"])
-        return [
-            Outcome(
-                value=o.get("value"),
-                failure=_failure(o["failure"]) if "failure" in o else None,
-                extras=o.get("extras", {}),
-            )
-            for o in answer["outcomes"]
-        ]
-    except (KeyError, TypeError, ValueError, AttributeError):
+        return [_outcome(said) for said in answer["outcomes"]]
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return NONSENSE
+
+
+def _outcome(said: Mapping[str, Any]) -> Outcome:
+    if "failure" in said:
+        return Outcome(failure=_failure(said["failure"]))
+    extras = said.get("extras", {})
+    if len(extras) > MOST_EXTRAS or not all(map(EXTRA_NAME.fullmatch, extras)):
+        raise ValueError
+    value = said.get("value")
+    return Outcome(
+        value=None if value is None else _finite(value), extras={name: _finite(x) for name, x in extras.items()}
+    )
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError
+    return float(value)
 
 
 def _failure(pair: Sequence[Any]) -> Failure:
     kind, text = pair
-    return Failure(str(kind), one_line(str(text)))
+    return Failure(one_line(str(kind)), one_line(str(text)))
 
 
 def _as_predicate(text: str) -> str:

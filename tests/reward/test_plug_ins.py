@@ -244,6 +244,24 @@ def test_every_failure_costs_its_own_sample_and_no_other(tmp_path: Path, style: 
     assert "first q/0/s0: ValueError: no\ufffd[31mxxx" in notice and notice.isprintable() and len(notice) < 500
 
 
+def test_a_forged_answer_costs_the_sample_it_was_forged_for(tmp_path: Path) -> None:
+    source = (
+        "import contextlib, os, time\ndef f(completion):\n    if completion == 'ok': return 1\n"
+        "    for fd in range(3, 9):\n"
+        "        with contextlib.suppress(OSError): os.write(fd, completion.encode() + b'\\n')\n"
+        "    time.sleep(60)"
+    )
+    values = ['"x"', "NaN", "1e999", "true", "[1]", "1" * 400]
+    outcomes = [f'[{{"value": {value}}}]' for value in values]
+    extras = ['{"a": "x"}', '{"a": -Infinity}', '{"not a name": 1}', "[1]", '"no"']
+    outcomes += [f'[{{"value": 1, "extras": {extra}}}]' for extra in extras]
+    outcomes += ['[{"failure": 3}]', '{"value": 1}', '"ab"', "[null]", "[[1]]"]
+    forged = [f'{{"outcomes": {outcome}, "call": 1}}' for outcome in outcomes] + ["[" * 50_000]
+    scored = score([f"{write_plug_in(tmp_path, source)}:f"], make_group("ok", *forged, "ok"), timeout_s=30)
+    assert kinds_of(scored) == [None, *["exit"] * len(forged), None]
+    assert values_of(scored) == [1.0, *[0.0] * len(forged), 1.0]
+
+
 @pytest.mark.parametrize(
     ("source", "kind", "text"),
     [
