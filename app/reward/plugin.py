@@ -107,7 +107,7 @@ class PlugIn:
         tried once more in a fresh one, in case the call before was to blame.
 
         Raises:
-            PlugInLostError: a worker died and no other can be started.
+            PlugInLostError: a worker died and no other can be started, twice.
         """
         found: list[Outcome | None] = [None] * len(samples)
         batches = list(self._batches(samples))

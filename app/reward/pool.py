@@ -79,6 +79,8 @@ class Worker:
         self._incoming = bytearray()
         self.deadline = float("inf")
         self.is_loaded = False
+        self.is_second_try = False
+        """Started because the start before it had failed."""
         self.num_calls = 0
         self.call: int | None = None
         """Which of the calls it is at; None while it is idle or loading."""
@@ -147,6 +149,8 @@ class WorkerPool:
         self.limits = limits
         self._environment = worker_environment(environment)
         self._workers: list[Worker] = []
+        self._start_failed = False
+        """Since a worker was last loaded."""
 
     def load(self) -> dict[str, Any]:
         """Starts the first worker; returns what it says of the function.
@@ -171,7 +175,7 @@ class WorkerPool:
             fresh: each in a worker that has served none before.
 
         Raises:
-            LoadError: a worker had to be replaced and its successor cannot be started.
+            LoadError: a worker had to be replaced, and its successor cannot be started, twice.
         """
         answers: dict[int, list[Outcome] | Failure] = {}
         waiting = deque(range(len(requests)))
@@ -198,6 +202,7 @@ class WorkerPool:
 
     def _start(self) -> Worker:
         worker = Worker(self._environment)
+        worker.is_second_try = self._start_failed
         self._workers.append(worker)
         order = {
             "function": self.function,
@@ -283,6 +288,19 @@ class WorkerPool:
         worker.deadline = float("inf")
         return answer
 
+    def _loaded_at_last(self, worker: Worker, answer: dict[str, Any] | Failure) -> None:
+        """As `_loaded`, but a start that fails is tried again: a busy machine is no reason to end a run."""
+        try:
+            self._loaded(worker, answer)
+        except LoadError:
+            if worker.is_second_try:
+                raise
+            self._start_failed = True
+            if worker in self._workers:
+                self._end(worker)
+        else:
+            self._start_failed = False
+
     def _take(
         self, worker: Worker, answer: dict[str, Any] | Failure, answers: dict[int, list[Outcome] | Failure]
     ) -> None:
@@ -290,7 +308,7 @@ class WorkerPool:
         call, worker.call = worker.call, None
         if call is None:
             if not worker.is_loaded:
-                self._loaded(worker, answer)
+                self._loaded_at_last(worker, answer)
             elif worker in self._workers:  # it spoke without being asked
                 self._end(worker)
             return

@@ -348,6 +348,23 @@ def test_a_function_that_cannot_be_loaded_again_ends_the_run(tmp_path: Path) -> 
     assert (scored.problem or "").startswith("reward f: no worker can be started any more: no such file: ")
 
 
+@pytest.mark.parametrize("mishap", ["time.sleep(60)", "1 / 0", "os._exit(1)"])
+def test_a_successor_that_fails_to_load_once_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mishap: str
+) -> None:
+    source = (
+        "import os, time\nif os.path.exists('died'):\n    os.rename('died', 'mishap')\n"
+        f"    {mishap}\n"
+        "def f(completion):\n    if completion != 'die' or os.path.exists('mishap'): return 1\n"
+        "    open('died', 'w').close()\n    os._exit(1)"
+    )
+    monkeypatch.chdir(tmp_path)
+    write_plug_in(tmp_path, source)
+    scored = score(["plug.py:f"], make_group("ok", "die", "ok"), workers=1, load_timeout_s=3)
+    assert (tmp_path / "mishap").exists()
+    assert (values_of(scored), scored.problem) == ([1.0] * 3, None)
+
+
 def test_a_worker_that_died_between_two_steps_is_replaced(tmp_path: Path) -> None:
     path = write_plug_in(tmp_path, "import os\ndef f(completions): return [os.getpid()] * len(completions)")
     samples = make_group("a", "b")
