@@ -6,43 +6,22 @@ variables and none of our files, and ends by itself when this process is gone.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import selectors
 import signal
-import site
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from app.reward.outcome import Failure, Outcome, one_line
+from app.reward.process import Worker, worker_environment
 from app.reward.worker import EXTRA_NAME, MOST_EXTRAS
-
-MODULE = "app.reward.worker"
-PROGRAM = str(Path(__file__).resolve().parents[2])
-"""The folder that holds the `app` package."""
-
-PASSED_ON = frozenset(
-    {
-        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP"),
-        *("PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"),
-        *("SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"),
-    }
-)
-"""Environment variables that workers see: an allow-list, so that no key is passed on by forgetting about it."""
 
 NONSENSE = Failure("exit", "its process gave an answer that is none")
 
 SIGNS_OF_TOO_LITTLE_MEMORY = ("MemoryError", "allocate memory", "failed to map segment")
-
-MOST_ANSWER_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,82 +36,6 @@ class Limits:
 
 class LoadError(Exception):
     """A plug-in that no worker can be started with; the message says why."""
-
-
-class Worker:
-    """One process and the two pipes to it. Nothing here waits."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-B", "-m", MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            bufsize=0,
-            start_new_session=True,
-        )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.writing, self.reading = self.process.stdin.fileno(), self.process.stdout.fileno()
-        os.set_blocking(self.writing, False)
-        os.set_blocking(self.reading, False)
-        self.outgoing = memoryview(b"")
-        self._incoming = bytearray()
-        self.deadline = float("inf")
-        self.is_loaded = False
-        self.is_second_try = False
-        """Started because the start before it had failed."""
-        self.num_calls = 0
-        self.call: int | None = None
-        """Which of the calls it is at; None while it is idle or loading."""
-
-    @property
-    def is_idle(self) -> bool:
-        return self.is_loaded and self.call is None
-
-    def send(self, message: Mapping[str, Any], *, timeout_s: float) -> None:
-        self.outgoing = memoryview(json.dumps(message).encode() + b"\n")
-        self.deadline = time.monotonic() + timeout_s
-
-    def write(self) -> None:
-        """As much as the pipe takes; a worker that has gone is found when it is read from."""
-        try:
-            self.outgoing = self.outgoing[os.write(self.writing, self.outgoing) :]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            self.outgoing = memoryview(b"")
-
-    def read(self) -> dict[str, Any] | None:
-        """Its answer, once the whole of it is there.
-
-        Raises:
-            EOFError: there will be none.
-        """
-        data = os.read(self.reading, 1 << 20)
-        self._incoming += data
-        if not data or len(self._incoming) > MOST_ANSWER_BYTES:
-            raise EOFError
-        if not self._incoming.endswith(b"\n"):
-            return None
-        line, self._incoming = bytes(self._incoming), bytearray()
-        try:
-            answer = json.loads(line)
-        except (ValueError, RecursionError):
-            raise EOFError from None
-        if not isinstance(answer, dict):
-            raise EOFError
-        return answer
-
-    def end(self) -> int:
-        """Kills it and whatever it started; returns its exit status, negative for a signal."""
-        # Before it is waited for: until then its number cannot become somebody else's.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        status = self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-        return status
 
 
 class WorkerPool:
@@ -242,6 +145,8 @@ class WorkerPool:
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.reading, selectors.EVENT_READ, worker)
+                if worker.prints.is_open:
+                    selector.register(worker.prints.pipe, selectors.EVENT_READ, worker)
                 if worker.outgoing:
                     selector.register(worker.writing, selectors.EVENT_WRITE, worker)
             nearest = min(worker.deadline for worker in self._workers) - time.monotonic()
@@ -254,6 +159,8 @@ class WorkerPool:
                 continue
             if event & selectors.EVENT_WRITE:
                 worker.write()
+            elif key.fd == worker.prints.pipe:
+                worker.prints.read()
             elif (answer := self._read(worker)) is not None:
                 answered.append((worker, answer))
         late = time.monotonic()
@@ -321,18 +228,6 @@ class WorkerPool:
         is_spoilt = isinstance(outcome, Failure) and (outcome == NONSENSE or outcome.kind == "memory")
         if is_spoilt and worker in self._workers:
             self._end(worker)
-
-
-def worker_environment(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What workers see of our environment, and what makes them behave."""
-    allowed = PASSED_ON.union(names)
-    passed = {name: value for name, value in environ.items() if name in allowed or name.startswith("LC_")}
-    folders = passed.get("PYTHONPATH", "").split(os.pathsep) if passed.get("PYTHONPATH") else []
-    if PROGRAM not in site.getsitepackages():
-        folders.append(PROGRAM)
-    ours = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
-    # Workers are the parallelism, so a library's threads would only compete; the devices are the trainer's.
-    return {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", **passed, **ours, "JAX_PLATFORMS": "cpu"}
 
 
 def _understood(answer: Mapping[str, Any]) -> list[Outcome] | Failure:

@@ -186,6 +186,27 @@ def test_what_a_plug_in_prints_goes_to_stderr(tmp_path: Path, capfd: pytest.Capt
     assert capfd.readouterr() == ("", "hello at import\nhello\n")
 
 
+def test_what_a_plug_in_prints_cannot_command_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source = (
+        "import os, sys\ndef f(completion):\n    print(completion)\n    os.write(1, b'\\xff\\x1b]0;title\\x07\\n')\n"
+        "    print('no end', end='', file=sys.stderr, flush=True)\n    return 1"
+    )
+    assert values_of(score([f"{write_plug_in(tmp_path, source)}:f"], make_group("a\x1b[2J\rb\tc"))) == [1.0]
+    printed = "a\ufffd[2J\nb       c\n\ufffd\ufffd]0;title\ufffd\nno end\n"
+    assert capfd.readouterr() == ("", printed)
+
+
+def test_a_plug_in_may_print_more_than_a_pipe_holds(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write_plug_in(tmp_path, "def f(completion):\n    print('x' * 10**6)\n    return 1")
+    assert values_of(score([f"{path}:f"], make_group("a"))) == [1.0]
+    assert capfd.readouterr().err.count("x") == 10**6
+
+
+def test_a_plug_in_may_close_what_it_prints_to(tmp_path: Path) -> None:
+    path = write_plug_in(tmp_path, "import os\ndef f(completion):\n    os.close(1)\n    os.close(2)\n    return 1")
+    assert values_of(score([f"{path}:f"], make_group("a"), workers=1)) == [1.0]
+
+
 # When they fail
 
 MISCHIEF = """
