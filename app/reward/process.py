@@ -160,4 +160,5 @@ def worker_environment(names: Sequence[str], environ: Mapping[str, str] = os.env
         folders.append(PROGRAM)
     ours = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
     # Workers are the parallelism, so a library's threads would only compete; the devices are the trainer's.
-    return {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", **passed, **ours, "JAX_PLATFORMS": "cpu"}
+    unless_passed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**unless_passed, **passed, **ours, "JAX_PLATFORMS": "cpu"}

@@ -174,6 +174,15 @@ def test_a_worker_sees_few_variables_and_none_of_our_files(tmp_path: Path, monke
     assert all(file.startswith(("pipe:", "anon_inode:", "socket:")) for file in files), files
 
 
+@pytest.mark.parametrize(("asked_for", "seen"), [([], 0.0), (["CUDA_VISIBLE_DEVICES"], 3.0)])
+def test_gpus_are_the_trainers_unless_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_for: list[str], seen: float
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    path = write_plug_in(tmp_path, "import os\ndef f(completion): return len(os.environ['CUDA_VISIBLE_DEVICES'])")
+    assert values_of(score([f"{path}:f"], make_group("a"), environment=asked_for)) == [seen]
+
+
 def test_an_asked_for_variable_must_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(InputError, match=r"reward\.environment names JUDGE_KEY, which is not set"):
