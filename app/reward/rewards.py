@@ -46,7 +46,7 @@ class Rewards:
 
     Args:
         columns: what the data can give to plug-ins.
-        held_out: the same of the evaluation's data, for the function that decides its accuracy.
+        held_out: the same of the evaluation's data, for the function that decides its accuracy; None: none is judged.
 
     Raises:
         InputError: on entering, for a function that cannot be used; nothing is left running then.
@@ -57,6 +57,7 @@ class Rewards:
         self._columns = columns
         self._held_out = held_out
         self._functions: list[Function] = []
+        self._judge: Function | None = None
         self._open = ExitStack()
         self.reports: tuple[str, ...] = ()
         """How each plug-in is called, for people."""
@@ -67,9 +68,8 @@ class Rewards:
                 raise InputError(f"reward.environment names {name}, which is not set")
         with self._open:
             self._functions = [self._function(item) for item in self._settings.functions]
-            first = self._functions[0]
-            if self._held_out is not None and isinstance(first, PlugIn):
-                first.check_held_out(self._held_out)
+            if self._held_out is not None:
+                self._judge = self._judging(self._functions[0], self._held_out)
             self._open = self._open.pop_all()
         self.reports = tuple(f.report for f in self._functions if isinstance(f, PlugIn))
         return self
@@ -94,10 +94,12 @@ class Rewards:
         That is the correctness of the first function's task, or the first function itself where it is a plug-in. A
         failure counts 0 unless it is to raise; an abstention is none, even where other functions would have a value.
         """
-        name = judge_of(self._settings)
-        function = TaskReward(name) if is_task_reward(name) else self._functions[0]
+        assert self._judge is not None
         on_error = "raise" if self._settings.on_error == "raise" else "zero"
-        return _scored(samples, moment, [function], {name: 1.0}, on_error, when_all_abstain=None)
+        return _scored(samples, moment, [self._judge], {self._judge.name: 1.0}, on_error, when_all_abstain=None)
+
+    def _judging(self, first: Function, columns: Columns) -> Function:
+        return first.for_held_out(columns) if isinstance(first, PlugIn) else TaskReward(judge_of(self._settings))
 
     def _function(self, item: RewardFunction) -> Function:
         if is_task_reward(item.name):

@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 
 from app.reward.plugin import Moment
+from app.reward.rewards import Rewards
+from app.reward.signature import Columns
 from settings.errors import InputError
+from settings.schema import Reward
 from tests.reward.processes import children, ended, open_files
 from tests.reward.samples import (
     kinds_of,
@@ -129,6 +132,22 @@ def test_results_come_in_the_order_of_the_samples_whoever_is_done_first(tmp_path
     )
     samples = make_group(*("x" * length for length in range(1, 20)))
     assert values_of(score([f"{path}:f"], samples, workers=4)) == [float(n) for n in range(1, 20)]
+
+
+def test_held_out_samples_are_given_what_their_own_data_have(tmp_path: Path) -> None:
+    source = (
+        "def f(solution_str, data_source, **kwargs):\n"
+        "    return {'score': len(data_source), 'trained': 'level' in kwargs, 'asked': kwargs.get('topic') == 'sums'}"
+    )
+    training = [make_sample("a", make_prompt(level=1))]
+    held_out = [make_sample("a", make_prompt(topic="sums"))]
+    settings = Reward.model_validate({"functions": [f"{write_plug_in(tmp_path, source)}:f"]})
+    columns = [Columns.of([s.prompt for s in samples], source=source)
+               for samples, source in ((training, "train.jsonl"), (held_out, "test"))]  # fmt: skip
+    with Rewards(settings, *columns) as rewards:
+        scored, judged = rewards.score(training, Moment()), rewards.judge(held_out, Moment())
+    assert (values_of(scored), scored.tallies["f"].extras) == ([11.0], {"trained": (1.0, 1), "asked": (0.0, 1)})
+    assert (values_of(judged), judged.tallies["f"].extras) == ([4.0], {"trained": (0.0, 1), "asked": (1.0, 1)})
 
 
 def test_workers_stay_for_the_next_step(tmp_path: Path) -> None:

@@ -221,6 +221,20 @@ def test_a_judge_must_fit_the_held_out_data_too(config: Path) -> None:
     assert "data.eval_source: plug.py:fussy judges held-out answers too: asks for `difficulty`" in result.stderr
 
 
+def test_data_source_is_the_file_that_a_sample_comes_from(config: Path) -> None:
+    (config.parent / "plug.py").write_text("def f(solution_str, data_source): return len(data_source)")
+    for name in ("train.jsonl", "test.jsonl"):
+        (config.parent / name).write_text('{"question": "1+1=", "answer": "2"}\n' * 8)
+    result = train_here(
+        config,
+        *("reward.functions=[plug.py:f]", "data.source=train.jsonl", "data.eval_source=test.jsonl"),
+        *("run.steps=1", "eval.num_prompts=4"),
+    )
+    assert result.exit_code == 0, result.stderr
+    before, line = metrics_of(run_of(config))
+    assert (line["reward/mean"], before["eval/accuracy"]) == (len("train.jsonl"), len("test.jsonl"))
+
+
 def test_scoring_a_file_uses_the_same_functions(config: Path, tmp_path: Path) -> None:
     assert train_here(config, *QUIET).exit_code == 0
     samples = run_of(config) / "rollouts" / "step_000001.jsonl"
