@@ -57,14 +57,15 @@ def evaluate(
     return rewards.judge(samples[: len(prompts)], moment)
 
 
+FORMAT_RATE = "eval/format_rate"
 MEASURED = (
     "eval/accuracy",
-    "eval/format_rate",
+    FORMAT_RATE,
     "eval/truncated_fraction",
     "eval/mean_length",
     "eval/error_count",
 )
-"""What every evaluation measures."""
+"""What every evaluation measures; the format only where a built-in task judges."""
 
 
 def accuracy_at(difficulty: float) -> str:
@@ -72,14 +73,16 @@ def accuracy_at(difficulty: float) -> str:
     return f"eval/accuracy/difficulty_{difficulty:g}"
 
 
-def check_best_metric(name: str, prompts: Sequence[Prompt]) -> None:
+def check_best_metric(name: str, prompts: Sequence[Prompt], *, judge: str) -> None:
     """Raises InputError where evaluations on these prompts do not measure what is to choose the best checkpoint."""
     difficulties = {prompt.extra["difficulty"] for prompt in prompts if "difficulty" in prompt.extra}
     measured = [*MEASURED, *map(accuracy_at, sorted(difficulties))]
+    if not is_task_reward(judge):
+        measured.remove(FORMAT_RATE)
     if name not in measured:
-        suggestion = did_you_mean(nearest_of(name, measured))
+        reason = f" where {judge} judges" if name == FORMAT_RATE else did_you_mean(nearest_of(name, measured))
         raise InputError(
-            f"checkpoint.best_metric: evaluations do not measure {name!r}{suggestion} (they measure "
+            f"checkpoint.best_metric: evaluations do not measure {name!r}{reason} (they measure "
             f"{', '.join(measured)}; null keeps no best checkpoint)"
         )
 
@@ -94,7 +97,7 @@ def evaluation_metrics(scored: Scored) -> dict[str, Any]:
     correct = over_hosts([(s.rewards or {}).get(judge, np.nan) for s in samples])
     metrics: dict[str, Any] = {
         "eval/accuracy": mean_where_known(correct),
-        "eval/format_rate": (
+        FORMAT_RATE: (
             over_hosts([is_formatted(judge, s.completion) for s in samples]).mean() if is_task_reward(judge) else None
         ),
         "eval/truncated_fraction": over_hosts([s.finish_reason == "length" for s in samples]).mean(),

@@ -64,7 +64,7 @@ def read_training_input(settings: Settings) -> TrainingInput:
         check_answers(rows, [judge_of(settings.reward)])
         held_out, _ = encode_prompts(rows, model.tokenizer, **encode)
         if settings.checkpoint.best_metric is not None:
-            check_best_metric(settings.checkpoint.best_metric, held_out)
+            check_best_metric(settings.checkpoint.best_metric, held_out, judge=judge_of(settings.reward))
     fingerprints = {
         "model": model.files.fingerprint,
         "tokenizer": model.tokenizer.fingerprint,

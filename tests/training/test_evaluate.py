@@ -88,13 +88,19 @@ def test_whatever_is_measured_may_choose_the_best_checkpoint_and_nothing_else() 
     samples = [graded(True, "2", difficulty=3), graded(False, "3", difficulty=1)]
     questions = [sample.prompt for sample in samples]
     for name in evaluation_metrics(judged(samples)):
-        check_best_metric(name, questions)
+        check_best_metric(name, questions, judge="arithmetic")
     with pytest.raises(InputError, match=r"do not measure 'eval/acuracy'; did you mean eval/accuracy\?"):
-        check_best_metric("eval/acuracy", questions)
+        check_best_metric("eval/acuracy", questions, judge="arithmetic")
     levels = "eval/accuracy/difficulty_1, eval/accuracy/difficulty_3"
     for name in ("reward/mean", "eval/accuracy/difficulty_2"):
         with pytest.raises(InputError, match=f"eval/mean_length, {levels}"):
-            check_best_metric(name, questions)
+            check_best_metric(name, questions, judge="arithmetic")
+
+
+def test_a_format_that_no_plug_in_knows_chooses_no_checkpoint() -> None:
+    check_best_metric("eval/accuracy", prompts(1), judge="brevity")
+    with pytest.raises(InputError, match=r"do not measure 'eval/format_rate' where brevity judges \(they"):
+        check_best_metric("eval/format_rate", prompts(1), judge="brevity")
 
 
 def prompts(count: int) -> list[Prompt]:
