@@ -22,6 +22,9 @@ DROPPED = "dropped:reward"
 ERRORS_FIELD = "reward_errors"
 """Where a sample's record keeps its failures, as lines of text."""
 
+FINISH_FIELD = "finish_reason_before_drop"
+"""Where the record of a dropped sample keeps how its generation ended."""
+
 NO_REWARD = Failure("no reward", "every reward function abstained")
 
 
@@ -111,13 +114,26 @@ def _weighed(
     failures: Mapping[str, Failure],
     on_error: OnError,
 ) -> Sample:
-    extra = {name: value for name, value in sample.extra.items() if name != ERRORS_FIELD}
+    sample = _undropped(sample)
+    extra = dict(sample.extra)
     if failures:
         extra[ERRORS_FIELD] = [_told(name, failure) for name, failure in failures.items()]
     if failures and on_error == "drop":
+        extra[FINISH_FIELD] = sample.finish_reason
         return replace(sample, rewards=rewards, reward=None, finish_reason=DROPPED, extra=extra)
     reward = sum(weights[name] * value for name, value in rewards.items())
     return replace(sample, rewards=rewards, reward=float(reward), extra=extra)
+
+
+def _undropped(sample: Sample) -> Sample:
+    """As it was before an earlier weighing said what had failed."""
+    extra = {name: value for name, value in sample.extra.items() if name not in (ERRORS_FIELD, FINISH_FIELD)}
+    if sample.finish_reason != DROPPED:
+        return replace(sample, extra=extra)
+    finish_reason = str(sample.extra.get(FINISH_FIELD, DROPPED))
+    # Training masks what was dropped as a whole, and gives it no advantage; scoring leaves its mask alone.
+    mask = sample.loss_mask if sample.mask.any() else None
+    return replace(sample, finish_reason=finish_reason, loss_mask=mask, advantages=None, extra=extra)
 
 
 def _told(name: str, failure: Failure) -> str:

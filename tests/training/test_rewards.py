@@ -79,7 +79,8 @@ def test_dropped_samples_leave_their_groups_and_nothing_else_changes(config: Pat
         assert len(samples) == 16 and 0 < len(dropped) == line["reward/dropped_count"] == line["reward/error_count"]
         for sample in dropped:
             assert len(sample.completion) % 4 == 0 and sample.finish_reason == "dropped:reward"
-            assert sample.extra == {"reward_errors": ["fussy: raised: AssertionError: four characters (plug.py:4)"]}
+            assert sample.extra["reward_errors"] == ["fussy: raised: AssertionError: four characters (plug.py:4)"]
+            assert sample.extra["finish_reason_before_drop"] in ("stop", "length")
             assert not sample.mask.any() and sample.advantages is not None and not sample.advantages.any()
         rewards, groups = np.array([s.reward for s in kept]), np.array([s.group_id for s in kept])
         sizes |= set(np.unique(groups, return_counts=True)[1].tolist())
@@ -256,7 +257,10 @@ def test_scoring_a_file_uses_the_same_functions(config: Path, tmp_path: Path) ->
     result = here(*again, *settings("reward.functions=[plug.py:fussy]"))
     assert (result.exit_code, result.stdout) == (1, "") and not (tmp_path / "new.jsonl").exists()
     assert here(*again, *settings("reward.functions=[plug.py:length]")).exit_code == 0
-    assert not any("reward_errors" in record for _, record in read_jsonl(tmp_path / "new.jsonl"))
+    before = [record for _, record in read_jsonl(samples)]
+    for (_, record), sampled in zip(read_jsonl(tmp_path / "new.jsonl"), before, strict=True):
+        assert record.keys() | {"advantages"} == sampled.keys()
+        assert record["finish_reason"] == sampled["finish_reason"]
 
 
 @pytest.mark.parametrize(("on_error", "exit_code"), [("drop", 0), ("raise", 1)])
