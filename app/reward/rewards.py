@@ -14,7 +14,7 @@ from app.reward.outcome import Failure, Outcome
 from app.reward.plugin import Moment, PlugIn, PlugInLostError
 from app.reward.pool import Limits, WorkerPool
 from app.reward.signature import Columns
-from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, evaluate, is_task_reward
+from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, grade, is_task_reward
 from app.reward.weighing import NO_REWARD, OnError, Scored, weigh
 from settings.errors import InputError
 from settings.schema import Reward, RewardFunction
@@ -38,7 +38,7 @@ class TaskReward:
         self.name = name
 
     def outcomes(self, samples: Sequence[Sample], moment: Moment) -> list[Outcome]:
-        return [Outcome(evaluate(self.name, sample.completion, sample.prompt)) for sample in samples]
+        return [Outcome(grade(self.name, sample.completion, sample.prompt)) for sample in samples]
 
 
 class Rewards:
