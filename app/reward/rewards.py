@@ -17,7 +17,7 @@ from app.reward.signature import Columns
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, grade, is_task_reward
 from app.reward.weighing import NO_REWARD, OnError, Scored, weigh
 from settings.errors import InputError
-from settings.schema import Reward, RewardFunction
+from settings.reward_section import Reward, RewardFunction
 
 FUNCTION_OF = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
 """Built-in rewards that run as plug-ins do."""

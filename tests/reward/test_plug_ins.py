@@ -18,7 +18,7 @@ from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.signature import Columns
 from settings.errors import InputError
-from settings.schema import Reward
+from settings.reward_section import Reward
 from tests.reward.processes import children, ended, open_files
 from tests.reward.samples import (
     kinds_of,
