@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from settings.historic import HISTORIC
-from settings.schema import RewardFunction, Settings
+from settings.reward_section import RewardFunction
+from settings.schema import Settings
 
 CLOSE_ENOUGH = 0.7
 """Similarity (difflib's ratio) from which a known name is offered for an unknown one."""

@@ -33,7 +33,12 @@ class Outcome:
         return self.value is None and self.failure is None
 
 
+def printable(line: str) -> str:
+    """The line without control characters, which a terminal would obey."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+
+
 def one_line(text: str) -> str:
     """The text as it may go to a terminal: one line, no control characters, not too long."""
-    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text[:2000].split()))
+    shown = printable(" ".join(text[:2000].split()))
     return shown if len(shown) <= LONGEST_TEXT else f"{shown[: LONGEST_TEXT - 3]}..."

@@ -42,6 +42,9 @@ class PlugIn:
         batch_size: most samples of a call in batch style; a group is never split.
         max_characters: what the function sees of a completion.
         unlimited: what this system does not let us limit.
+
+    Raises:
+        SignatureError: the data cannot fill the parameters.
     """
 
     def __init__(
@@ -91,10 +94,22 @@ class PlugIn:
         unlimited = f"; this system does not limit {', '.join(self._unlimited)}" if self._unlimited else ""
         return f"reward {self.name}: {self._pool.function}, {self._signature.to_text()}{unlimited}"
 
-    def check_held_out(self, columns: Columns) -> None:
-        """Raises InputError where the evaluation's data lack what the training's have and the function asks for."""
+    def for_held_out(self, columns: Columns) -> PlugIn:
+        """The same function in the same workers, given what the evaluation's data have.
+
+        Raises:
+            InputError: they lack what the training's have and the function asks for.
+        """
         try:
-            read_signature(self._parameters, columns)
+            return PlugIn(
+                self.name,
+                self._pool,
+                self._parameters,
+                columns,
+                batch_size=self._batch_size,
+                max_characters=self._max_characters,
+                unlimited=self._unlimited,
+            )
         except SignatureError as problem:
             raise InputError(
                 f"data.eval_source: {self._pool.function} judges held-out answers too: {problem}"
@@ -107,7 +122,7 @@ class PlugIn:
         tried once more in a fresh one, in case the call before was to blame.
 
         Raises:
-            PlugInLostError: a worker died and no other can be started.
+            PlugInLostError: a worker died and no other can be started, twice.
         """
         found: list[Outcome | None] = [None] * len(samples)
         batches = list(self._batches(samples))

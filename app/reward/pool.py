@@ -6,41 +6,22 @@ variables and none of our files, and ends by itself when this process is gone.
 
 from __future__ import annotations
 
-import json
-import os
+import math
 import selectors
 import signal
-import site
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from app.reward.outcome import Failure, Outcome, one_line
-
-MODULE = "app.reward.worker"
-PROGRAM = str(Path(__file__).resolve().parents[2])
-"""The folder that holds the `app` package."""
-
-PASSED_ON = frozenset(
-    {
-        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP"),
-        *("PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"),
-        *("SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"),
-    }
-)
-"""Environment variables that workers see: an allow-list, so that no key is passed on by forgetting about it."""
+from app.reward.process import Worker, worker_environment
+from app.reward.worker import EXTRA_NAME, MOST_EXTRAS
 
 NONSENSE = Failure("exit", "its process gave an answer that is none")
 
 SIGNS_OF_TOO_LITTLE_MEMORY = ("MemoryError", "allocate memory", "failed to map segment")
-
-MOST_ANSWER_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,80 +38,6 @@ class LoadError(Exception):
     """A plug-in that no worker can be started with; the message says why."""
 
 
-class Worker:
-    """One process and the two pipes to it. Nothing here waits."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-B", "-m", MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            bufsize=0,
-            start_new_session=True,
-        )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.writing, self.reading = self.process.stdin.fileno(), self.process.stdout.fileno()
-        os.set_blocking(self.writing, False)
-        os.set_blocking(self.reading, False)
-        self.outgoing = memoryview(b"")
-        self._incoming = bytearray()
-        self.deadline = float("inf")
-        self.is_loaded = False
-        self.num_calls = 0
-        self.call: int | None = None
-        """Which of the calls it is at; None while it is idle or loading."""
-
-    @property
-    def is_idle(self) -> bool:
-        return self.is_loaded and self.call is None
-
-    def send(self, message: Mapping[str, Any], *, timeout_s: float) -> None:
-        self.outgoing = memoryview(json.dumps(message).encode() + b"\n")
-        self.deadline = time.monotonic() + timeout_s
-
-    def write(self) -> None:
-        """As much as the pipe takes; a worker that has gone is found when it is read from."""
-        try:
-            self.outgoing = self.outgoing[os.write(self.writing, self.outgoing) :]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            self.outgoing = memoryview(b"")
-
-    def read(self) -> dict[str, Any] | None:
-        """Its answer, once the whole of it is there.
-
-        Raises:
-            EOFError: there will be none.
-        """
-        data = os.read(self.reading, 1 << 20)
-        self._incoming += data
-        if not data or len(self._incoming) > MOST_ANSWER_BYTES:
-            raise EOFError
-        if not self._incoming.endswith(b"\n"):
-            return None
-        line, self._incoming = bytes(self._incoming), bytearray()
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            raise EOFError from None
-        if not isinstance(answer, dict):
-            raise EOFError
-        return answer
-
-    def end(self) -> int:
-        """Kills it and whatever it started; returns its exit status, negative for a signal."""
-        # Before it is waited for: until then its number cannot become somebody else's.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        status = self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-        return status
-
-
 class WorkerPool:
     """At most `num_workers` workers with one function loaded, kept from one step to the next.
 
@@ -145,6 +52,8 @@ class WorkerPool:
         self.limits = limits
         self._environment = worker_environment(environment)
         self._workers: list[Worker] = []
+        self._start_failed = False
+        """Since a worker was last loaded."""
 
     def load(self) -> dict[str, Any]:
         """Starts the first worker; returns what it says of the function.
@@ -169,7 +78,7 @@ class WorkerPool:
             fresh: each in a worker that has served none before.
 
         Raises:
-            LoadError: a worker had to be replaced and its successor cannot be started.
+            LoadError: a worker had to be replaced, and its successor cannot be started, twice.
         """
         answers: dict[int, list[Outcome] | Failure] = {}
         waiting = deque(range(len(requests)))
@@ -196,6 +105,7 @@ class WorkerPool:
 
     def _start(self) -> Worker:
         worker = Worker(self._environment)
+        worker.is_second_try = self._start_failed
         self._workers.append(worker)
         order = {
             "function": self.function,
@@ -235,6 +145,8 @@ class WorkerPool:
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.reading, selectors.EVENT_READ, worker)
+                if worker.prints.is_open:
+                    selector.register(worker.prints.pipe, selectors.EVENT_READ, worker)
                 if worker.outgoing:
                     selector.register(worker.writing, selectors.EVENT_WRITE, worker)
             nearest = min(worker.deadline for worker in self._workers) - time.monotonic()
@@ -247,6 +159,8 @@ class WorkerPool:
                 continue
             if event & selectors.EVENT_WRITE:
                 worker.write()
+            elif key.fd == worker.prints.pipe:
+                worker.prints.read()
             elif (answer := self._read(worker)) is not None:
                 answered.append((worker, answer))
         late = time.monotonic()
@@ -281,6 +195,19 @@ class WorkerPool:
         worker.deadline = float("inf")
         return answer
 
+    def _loaded_at_last(self, worker: Worker, answer: dict[str, Any] | Failure) -> None:
+        """As `_loaded`, but a start that fails is tried again: a busy machine is no reason to end a run."""
+        try:
+            self._loaded(worker, answer)
+        except LoadError:
+            if worker.is_second_try:
+                raise
+            self._start_failed = True
+            if worker in self._workers:
+                self._end(worker)
+        else:
+            self._start_failed = False
+
     def _take(
         self, worker: Worker, answer: dict[str, Any] | Failure, answers: dict[int, list[Outcome] | Failure]
     ) -> None:
@@ -288,7 +215,7 @@ class WorkerPool:
         call, worker.call = worker.call, None
         if call is None:
             if not worker.is_loaded:
-                self._loaded(worker, answer)
+                self._loaded_at_last(worker, answer)
             elif worker in self._workers:  # it spoke without being asked
                 self._end(worker)
             return
@@ -303,37 +230,37 @@ class WorkerPool:
             self._end(worker)
 
 
-def worker_environment(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What workers see of our environment, and what makes them behave."""
-    allowed = PASSED_ON.union(names)
-    passed = {name: value for name, value in environ.items() if name in allowed or name.startswith("LC_")}
-    folders = passed.get("PYTHONPATH", "").split(os.pathsep) if passed.get("PYTHONPATH") else []
-    if PROGRAM not in site.getsitepackages():
-        folders.append(PROGRAM)
-    ours = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
-    # Workers are the parallelism, so a library's threads would only compete; the devices are the trainer's.
-    return {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", **passed, **ours, "JAX_PLATFORMS": "cpu"}
-
-
 def _understood(answer: Mapping[str, Any]) -> list[Outcome] | Failure:
+    """What a worker says, of which nothing is taken on trust: the function can write to the same pipe."""
     try:
         if "failure" in answer:
             return _failure(answer["failure"])
-        return [
-            Outcome(
-                value=o.get("value"),
-                failure=_failure(o["failure"]) if "failure" in o else None,
-                extras=o.get("extras", {}),
-            )
-            for o in answer["outcomes"]
-        ]
-    except (KeyError, TypeError, ValueError, AttributeError):
+        return [_outcome(said) for said in answer["outcomes"]]
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return NONSENSE
+
+
+def _outcome(said: Mapping[str, Any]) -> Outcome:
+    if "failure" in said:
+        return Outcome(failure=_failure(said["failure"]))
+    extras = said.get("extras", {})
+    if len(extras) > MOST_EXTRAS or not all(map(EXTRA_NAME.fullmatch, extras)):
+        raise ValueError
+    value = said.get("value")
+    return Outcome(
+        value=None if value is None else _finite(value), extras={name: _finite(x) for name, x in extras.items()}
+    )
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError
+    return float(value)
 
 
 def _failure(pair: Sequence[Any]) -> Failure:
     kind, text = pair
-    return Failure(str(kind), one_line(str(text)))
+    return Failure(one_line(str(kind)), one_line(str(text)))
 
 
 def _as_predicate(text: str) -> str:

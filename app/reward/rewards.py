@@ -10,14 +10,14 @@ from types import TracebackType
 from typing import Protocol
 
 from app.flow import Sample
-from app.reward.outcome import Outcome
+from app.reward.outcome import Failure, Outcome
 from app.reward.plugin import Moment, PlugIn, PlugInLostError
 from app.reward.pool import Limits, WorkerPool
 from app.reward.signature import Columns
-from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, evaluate, is_task_reward
-from app.reward.weighing import OnError, Scored, weigh
+from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, grade, is_task_reward
+from app.reward.weighing import NO_REWARD, OnError, Scored, weigh
 from settings.errors import InputError
-from settings.schema import Reward, RewardFunction
+from settings.reward_section import Reward, RewardFunction
 
 FUNCTION_OF = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
 """Built-in rewards that run as plug-ins do."""
@@ -38,7 +38,7 @@ class TaskReward:
         self.name = name
 
     def outcomes(self, samples: Sequence[Sample], moment: Moment) -> list[Outcome]:
-        return [Outcome(evaluate(self.name, sample.completion, sample.prompt)) for sample in samples]
+        return [Outcome(grade(self.name, sample.completion, sample.prompt)) for sample in samples]
 
 
 class Rewards:
@@ -46,7 +46,7 @@ class Rewards:
 
     Args:
         columns: what the data can give to plug-ins.
-        held_out: the same of the evaluation's data, for the function that decides its accuracy.
+        held_out: the same of the evaluation's data, for the function that decides its accuracy; None: none is judged.
 
     Raises:
         InputError: on entering, for a function that cannot be used; nothing is left running then.
@@ -57,6 +57,7 @@ class Rewards:
         self._columns = columns
         self._held_out = held_out
         self._functions: list[Function] = []
+        self._judge: Function | None = None
         self._open = ExitStack()
         self.reports: tuple[str, ...] = ()
         """How each plug-in is called, for people."""
@@ -67,9 +68,8 @@ class Rewards:
                 raise InputError(f"reward.environment names {name}, which is not set")
         with self._open:
             self._functions = [self._function(item) for item in self._settings.functions]
-            first = self._functions[0]
-            if self._held_out is not None and isinstance(first, PlugIn):
-                first.check_held_out(self._held_out)
+            if self._held_out is not None:
+                self._judge = self._judging(self._functions[0], self._held_out)
             self._open = self._open.pop_all()
         self.reports = tuple(f.report for f in self._functions if isinstance(f, PlugIn))
         return self
@@ -89,14 +89,17 @@ class Rewards:
         return _scored(samples, moment, self._functions, weights, self._settings.on_error)
 
     def judge(self, samples: Sequence[Sample], moment: Moment) -> Scored:
-        """The samples with the one value that held-out accuracy counts; a failure counts 0 unless it is to raise.
+        """The samples with the one value that held-out accuracy counts, none where the function abstained.
 
-        That is the correctness of the first function's task, or the first function itself where it is a plug-in.
+        That is the correctness of the first function's task, or the first function itself where it is a plug-in. A
+        failure counts 0 unless it is to raise; an abstention is none, even where other functions would have a value.
         """
-        name = judge_of(self._settings)
-        function = TaskReward(name) if is_task_reward(name) else self._functions[0]
+        assert self._judge is not None
         on_error = "raise" if self._settings.on_error == "raise" else "zero"
-        return _scored(samples, moment, [function], {name: 1.0}, on_error)
+        return _scored(samples, moment, [self._judge], {self._judge.name: 1.0}, on_error, when_all_abstain=None)
+
+    def _judging(self, first: Function, columns: Columns) -> Function:
+        return first.for_held_out(columns) if isinstance(first, PlugIn) else TaskReward(judge_of(self._settings))
 
     def _function(self, item: RewardFunction) -> Function:
         if is_task_reward(item.name):
@@ -122,12 +125,14 @@ def _scored(
     functions: Sequence[Function],
     weights: Mapping[str, float],
     on_error: OnError,
+    *,
+    when_all_abstain: Failure | None = NO_REWARD,
 ) -> Scored:
     try:
         outcomes = {function.name: function.outcomes(samples, moment) for function in functions}
     except PlugInLostError as error:
         return Scored(list(samples), {}, 0, (), str(error))
-    return weigh(samples, outcomes, weights, on_error)
+    return weigh(samples, outcomes, weights, on_error, when_all_abstain=when_all_abstain)
 
 
 def judge_of(settings: Reward) -> str:

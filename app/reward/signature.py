@@ -21,6 +21,13 @@ ANSWER_NAMES = ("answer", "ground_truth", "solution")
 PROMPT_NAMES = ("question", "problem", "messages")
 """What data sets call their answer and prompt columns; in a function's signature they mean the same."""
 
+OWN: Mapping[StyleName, tuple[str, ...]] = {
+    "batch": ("prompts", "completions", "completion_ids"),
+    "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
+    "by name": ("prompt", "completion", "completion_ids"),
+}
+"""What a style calls the parts of a sample."""
+
 FROM_THE_TRAINER = ("trainer_state", "log_metric")
 """What a batch-style function may further ask for: the step, and a way to log a number."""
 
@@ -113,7 +120,7 @@ def read_signature(parameters: Sequence[Parameter], columns: Columns) -> Signatu
     unknown = [p.name for p in named if not p.is_optional and p.name not in fillable]
     arguments = [p.name for p in named if p.name in fillable]
     if takes_everything:
-        again = columns.prompts - columns.extra  # other names of the prompt
+        again = columns.prompts - columns.extra - set(OWN[style])  # other names of the prompt
         arguments += [name for name in fillable if name not in arguments and name not in again]
     if unknown or not arguments:
         problem = f"asks for {_listed(unknown)}, which nothing fills" if unknown else "takes nothing that a sample has"
@@ -130,12 +137,7 @@ def _style(names: set[str], takes_everything: bool) -> StyleName:
 
 
 def _fillable(style: StyleName, columns: Columns) -> list[str]:
-    own: Mapping[StyleName, tuple[str, ...]] = {
-        "batch": ("prompts", "completions", "completion_ids"),
-        "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
-        "by name": ("prompt", "completion", "completion_ids"),
-    }
-    names = [*own[style], *sorted(columns.answers), *sorted(columns.extra), *sorted(columns.prompts)]
+    names = [*OWN[style], *sorted(columns.answers), *sorted(columns.extra), *sorted(columns.prompts)]
     if style == "batch":
         names += FROM_THE_TRAINER
     return list(dict.fromkeys(names))

@@ -52,7 +52,7 @@ def is_task_reward(name: str) -> bool:
     return name.removesuffix(FORMAT_SUFFIX) in TASKS
 
 
-def evaluate(name: str, completion: str, prompt: Answered) -> float:
+def grade(name: str, completion: str, prompt: Answered) -> float:
     """The value of one reward function, 0 or 1.
 
     Correctness compares exact fractions: `0.5`, `1/2` and `50/100` are the same answer.

@@ -22,6 +22,9 @@ DROPPED = "dropped:reward"
 ERRORS_FIELD = "reward_errors"
 """Where a sample's record keeps its failures, as lines of text."""
 
+FINISH_FIELD = "finish_reason_before_drop"
+"""Where the record of a dropped sample keeps how its generation ended."""
+
 NO_REWARD = Failure("no reward", "every reward function abstained")
 
 
@@ -64,6 +67,8 @@ def weigh(
     outcomes: Mapping[str, Sequence[Outcome]],
     weights: Mapping[str, float],
     on_error: OnError,
+    *,
+    when_all_abstain: Failure | None = NO_REWARD,
 ) -> Scored:
     """The samples with their rewards.
 
@@ -71,9 +76,10 @@ def weigh(
         outcomes: by function, one per sample.
         weights: by function.
         on_error: a failed function's value counts 0 (`zero`), or its sample has no reward (`drop`); `raise` fills
-            `Scored.problem`. A sample that every function abstained from is treated alike.
+            `Scored.problem`.
+        when_all_abstain: how a sample has failed that every function abstained from; None: it has not.
     """
-    failures = [_failures(index, outcomes) for index in range(len(samples))]
+    failures = [_failures(index, outcomes, when_all_abstain) for index in range(len(samples))]
     weighed = []
     for index, sample in enumerate(samples):
         values = {name: o[index].value for name, o in outcomes.items()}
@@ -81,7 +87,7 @@ def weigh(
             values |= dict.fromkeys(failures[index].keys() & outcomes.keys(), 0.0)
         rewards = {name: value for name, value in values.items() if value is not None}
         weighed.append(_weighed(sample, rewards, weights, failures[index], on_error))
-    num_without = sum(NO_REWARD in found.values() for found in failures)
+    num_without = sum("" in found for found in failures)
     notices = [_notice(name, samples, failures, on_error) for name in (*outcomes, "")]
     return Scored(
         samples=weighed,
@@ -92,10 +98,13 @@ def weigh(
     )
 
 
-def _failures(index: int, outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, Failure]:
+def _failures(
+    index: int, outcomes: Mapping[str, Sequence[Outcome]], when_all_abstain: Failure | None
+) -> dict[str, Failure]:
     """By function; under the empty name where all of them abstained."""
-    found = {name: failure for name, o in outcomes.items() if (failure := o[index].failure)}
-    return {"": NO_REWARD} if all(o[index].abstained for o in outcomes.values()) else found
+    if when_all_abstain and all(o[index].abstained for o in outcomes.values()):
+        return {"": when_all_abstain}
+    return {name: failure for name, o in outcomes.items() if (failure := o[index].failure)}
 
 
 def _weighed(
@@ -105,13 +114,26 @@ def _weighed(
     failures: Mapping[str, Failure],
     on_error: OnError,
 ) -> Sample:
-    extra = {name: value for name, value in sample.extra.items() if name != ERRORS_FIELD}
+    sample = _undropped(sample)
+    extra = dict(sample.extra)
     if failures:
         extra[ERRORS_FIELD] = [_told(name, failure) for name, failure in failures.items()]
     if failures and on_error == "drop":
+        extra[FINISH_FIELD] = sample.finish_reason
         return replace(sample, rewards=rewards, reward=None, finish_reason=DROPPED, extra=extra)
     reward = sum(weights[name] * value for name, value in rewards.items())
     return replace(sample, rewards=rewards, reward=float(reward), extra=extra)
+
+
+def _undropped(sample: Sample) -> Sample:
+    """As it was before an earlier weighing said what had failed."""
+    extra = {name: value for name, value in sample.extra.items() if name not in (ERRORS_FIELD, FINISH_FIELD)}
+    if sample.finish_reason != DROPPED:
+        return replace(sample, extra=extra)
+    finish_reason = str(sample.extra.get(FINISH_FIELD, DROPPED))
+    # Training masks what was dropped as a whole, and gives it no advantage; scoring leaves its mask alone.
+    mask = sample.loss_mask if sample.mask.any() else None
+    return replace(sample, finish_reason=finish_reason, loss_mask=mask, advantages=None, extra=extra)
 
 
 def _told(name: str, failure: Failure) -> str:

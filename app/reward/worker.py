@@ -1,7 +1,7 @@
 """One reward function in a process of its own, which may be killed: `python -m app.reward.worker`.
 
-It speaks JSON Lines with `app.reward.pool`, one answer to each line, and imports nothing but the standard library and
-the function:
+It speaks JSON Lines with `app.reward.process`, one answer to each line, and imports nothing but the standard library
+and the function:
 
     {"function": "rewards.py:brevity", "memory_mib": 4096, ...}  ->  {"parameters": [...]} or {"refused": "why"}
     {"call": 7, "arguments": {...}, "num_samples": 4, ...}       ->  {"outcomes": [...]} or {"failure": [kind, text]},

@@ -15,7 +15,7 @@ from app.reward.rewards import Rewards
 from app.reward.tasks import is_formatted, is_task_reward
 from app.reward.weighing import Scored
 from app.rollout.sampling import SamplingRules
-from app.training.metrics import over_hosts
+from app.training.metrics import mean_where_known, over_hosts
 from app.training.session import Session
 from settings import Settings
 from settings.errors import InputError
@@ -57,14 +57,15 @@ def evaluate(
     return rewards.judge(samples[: len(prompts)], moment)
 
 
+FORMAT_RATE = "eval/format_rate"
 MEASURED = (
     "eval/accuracy",
-    "eval/format_rate",
+    FORMAT_RATE,
     "eval/truncated_fraction",
     "eval/mean_length",
     "eval/error_count",
 )
-"""What every evaluation measures."""
+"""What every evaluation measures; the format only where a built-in task judges."""
 
 
 def accuracy_at(difficulty: float) -> str:
@@ -72,14 +73,16 @@ def accuracy_at(difficulty: float) -> str:
     return f"eval/accuracy/difficulty_{difficulty:g}"
 
 
-def check_best_metric(name: str, prompts: Sequence[Prompt]) -> None:
+def check_best_metric(name: str, prompts: Sequence[Prompt], *, judge: str) -> None:
     """Raises InputError where evaluations on these prompts do not measure what is to choose the best checkpoint."""
     difficulties = {prompt.extra["difficulty"] for prompt in prompts if "difficulty" in prompt.extra}
     measured = [*MEASURED, *map(accuracy_at, sorted(difficulties))]
+    if not is_task_reward(judge):
+        measured.remove(FORMAT_RATE)
     if name not in measured:
-        suggestion = did_you_mean(nearest_of(name, measured))
+        reason = f" where {judge} judges" if name == FORMAT_RATE else did_you_mean(nearest_of(name, measured))
         raise InputError(
-            f"checkpoint.best_metric: evaluations do not measure {name!r}{suggestion} (they measure "
+            f"checkpoint.best_metric: evaluations do not measure {name!r}{reason} (they measure "
             f"{', '.join(measured)}; null keeps no best checkpoint)"
         )
 
@@ -87,13 +90,14 @@ def check_best_metric(name: str, prompts: Sequence[Prompt]) -> None:
 def evaluation_metrics(scored: Scored) -> dict[str, Any]:
     """Accuracy, format and truncation rates and mean length; accuracy by difficulty where the data names one.
 
-    The format rate is None where a plug-in judges: only built-in tasks know what an answer should look like.
+    Accuracy is over the samples that the judge gave a value, None where there is no such sample. The format rate is
+    None where a plug-in judges: only built-in tasks know what an answer should look like.
     """
     samples, (judge,) = scored.samples, scored.tallies
-    correct = over_hosts([s.reward or 0.0 for s in samples])
+    correct = over_hosts([(s.rewards or {}).get(judge, np.nan) for s in samples])
     metrics: dict[str, Any] = {
-        "eval/accuracy": correct.mean(),
-        "eval/format_rate": (
+        "eval/accuracy": mean_where_known(correct),
+        FORMAT_RATE: (
             over_hosts([is_formatted(judge, s.completion) for s in samples]).mean() if is_task_reward(judge) else None
         ),
         "eval/truncated_fraction": over_hosts([s.finish_reason == "length" for s in samples]).mean(),
@@ -102,5 +106,5 @@ def evaluation_metrics(scored: Scored) -> dict[str, Any]:
     }
     difficulties = over_hosts([s.prompt.extra.get("difficulty", np.nan) for s in samples])
     for level in np.unique(difficulties[~np.isnan(difficulties)]):
-        metrics[accuracy_at(level)] = correct[difficulties == level].mean()
-    return {name: None if value is None else float(value) for name, value in metrics.items()}
+        metrics[accuracy_at(level)] = mean_where_known(correct[difficulties == level])
+    return {name: None if value is None or np.isnan(value) else float(value) for name, value in metrics.items()}

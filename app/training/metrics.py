@@ -74,36 +74,42 @@ def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
         "completions/truncated_fraction": table["truncated"].mean(),
-        **{name: _mean_where_known(table[name]) for name in values},
+        **{name: mean_where_known(table[name]) for name in values},
         "advantage/mean": mean,
         "advantage/std": float(np.sqrt((tokens * (means - mean) ** 2).sum() / max(tokens.sum(), 1))),
     }
     return {name: float(value) for name, value in metrics.items()}
 
 
-def reward_counts(scored: Scored) -> dict[str, float]:
-    """What failed, what abstained, what was left out, and the further numbers of plug-ins; over all hosts."""
-    errors = {f"reward/{name}/error_count": tally.num_errors for name, tally in scored.tallies.items()}
-    own = {
+def host_counts(scored: Scored) -> tuple[dict[str, int], dict[str, tuple[float, int]]]:
+    """This host's part of `reward_counts`: the counts, and of plug-ins' further numbers their sums and counts."""
+    counts = {
         "reward/error_count": scored.num_errors,
         "reward/abstained_count": scored.num_abstained,
         "reward/dropped_count": sum(s.reward is None for s in scored.samples),
-        **errors,
+        **{f"reward/{name}/error_count": tally.num_errors for name, tally in scored.tallies.items()},
     }
-    totals = sum_over_hosts(np.asarray(list(own.values())))
-    # Which further numbers there are depends on the samples, so hosts must first agree on their names.
     extras = {
         f"reward/{name}/{key}/mean": x for name, tally in scored.tallies.items() for key, x in tally.extras.items()
     }
+    return counts, extras
+
+
+def reward_counts(scored: Scored) -> dict[str, float]:
+    """What failed, what abstained, what was left out, and the further numbers of plug-ins; over all hosts."""
+    counts, extras = host_counts(scored)
+    totals = sum_over_hosts(np.asarray(list(counts.values())))
+    # Which further numbers there are depends on the samples, so hosts must first agree on their names.
     names = names_over_hosts(extras)
     sums = sum_over_hosts(np.asarray([extras.get(name, (0.0, 0)) for name in names]).reshape(-1, 2))
     return {
-        **{name: int(total) for name, total in zip(own, totals, strict=True)},
+        **{name: int(total) for name, total in zip(counts, totals, strict=True)},
         **{name: float(total / count) for name, (total, count) in zip(names, sums, strict=True)},
     }
 
 
-def _mean_where_known(values: np.ndarray) -> float:
+def mean_where_known(values: np.ndarray) -> float:
+    """The mean of those that are not NaN; NaN where none is."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else float("nan")
 

@@ -28,6 +28,7 @@ from app.reward.rewards import Rewards
 from app.reward.tasks import check_answers
 from app.reward.weighing import Scored
 from app.sample_records import sample_from_record, sample_to_record
+from app.training.metrics import host_counts
 from app.training.session import ModelInput, Session, check_context, read_model_input
 from app.training.training_input import data_columns
 from settings import Resolved, Settings
@@ -63,16 +64,16 @@ def rollout(resolved: Resolved, *, prompts: Path | None, limit: int | None, out:
     )
     session = _open_on_one_host(settings, model)
     weights = session.engine.weights(session.load_params())
-    tally = Tally()
+    counter = SampleCounter()
     start = time.perf_counter()
-    write_jsonl(out, (sample_to_record(s) for s in tally.count(_sampled(session, weights, encoded))))
+    write_jsonl(out, (sample_to_record(s) for s in counter.count(_sampled(session, weights, encoded))))
     seconds = time.perf_counter() - start
     return {
         "prompts": len(encoded),
         "dropped prompts": report.dropped,
-        **tally.figures(),
+        **counter.figures(),
         "seconds": round(seconds, 2),
-        "tokens per second": round(tally.num_tokens / seconds, 1),
+        "tokens per second": round(counter.num_tokens / seconds, 1),
         "written to": str(out),
     }
 
@@ -87,7 +88,7 @@ def _sampled(session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]
         yield from (replace(s, elapsed_s=seconds) for s in samples)
 
 
-class Tally:
+class SampleCounter:
     """Counts samples as they stream past."""
 
     def __init__(self) -> None:
@@ -142,22 +143,21 @@ def _with_rewards(resolved: Resolved, samples: Sequence[Sample]) -> tuple[list[S
 
 
 def _reward_figures(scored: Scored) -> dict[str, Any]:
-    """Means over the samples that have a value, None where none has; counts of failures where there are any."""
+    """Means over the samples that have a value, None where none has, and what training counts. Starts no device."""
 
     def mean(values: Sequence[float]) -> float | None:
-        return round(float(np.mean(values)), 4) if values else None
+        return float(np.mean(values)) if values else None
 
     kept = [s for s in scored.samples if s.reward is not None]
-    figures: dict[str, Any] = {}
-    for name, tally in scored.tallies.items():
-        figures[f"reward/{name}/mean"] = mean([s.rewards[name] for s in kept if s.rewards and name in s.rewards])
-        figures |= {f"reward/{name}/{key}/mean": mean([total / n]) for key, (total, n) in tally.extras.items()}
-        figures[f"reward/{name}/error_count"] = tally.num_errors
-    figures["reward/mean"] = mean([s.reward or 0.0 for s in kept])
-    figures["reward/error_count"] = scored.num_errors
-    figures["reward/abstained_count"] = scored.num_abstained
-    figures["reward/dropped_count"] = len(scored.samples) - len(kept)
-    return figures
+    values = {name: [s.rewards[name] for s in kept if s.rewards and name in s.rewards] for name in scored.tallies}
+    counts, extras = host_counts(scored)
+    figures: dict[str, Any] = {
+        **{f"reward/{name}/mean": mean(of_function) for name, of_function in values.items()},
+        "reward/mean": mean([s.reward or 0.0 for s in kept]),
+        **{name: total / count for name, (total, count) in extras.items()},
+        **counts,
+    }
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
 
 
 def _with_logprobs(resolved: Resolved, samples: Sequence[Sample], role: str) -> tuple[list[Sample], dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app.flow import Prompt
 from app.prompts.encode import encode_prompts
@@ -29,8 +29,11 @@ class TrainingInput:
 
     def rewards(self, settings: Settings) -> Rewards:
         """The reward functions over these data; importing them is what entering it does."""
-        held_out = data_columns(settings, self.held_out) if self.held_out else None
-        return Rewards(settings.reward, data_columns(settings, self.prompts), held_out)
+        columns, held_out = data_columns(settings, self.prompts), None
+        if self.held_out:
+            source = settings.data.eval_source or settings.data.source
+            held_out = replace(data_columns(settings, self.held_out), source=source)
+        return Rewards(settings.reward, columns, held_out)
 
 
 def data_columns(settings: Settings, prompts: Sequence[Prompt]) -> Columns:
@@ -61,7 +64,7 @@ def read_training_input(settings: Settings) -> TrainingInput:
         check_answers(rows, [judge_of(settings.reward)])
         held_out, _ = encode_prompts(rows, model.tokenizer, **encode)
         if settings.checkpoint.best_metric is not None:
-            check_best_metric(settings.checkpoint.best_metric, held_out)
+            check_best_metric(settings.checkpoint.best_metric, held_out, judge=judge_of(settings.reward))
     fingerprints = {
         "model": model.files.fingerprint,
         "tokenizer": model.tokenizer.fingerprint,

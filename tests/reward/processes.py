@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 from pathlib import Path
 
+import pytest
+
 DEADLINE_S = 30
+
+WORKERS = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc"),
+    pytest.mark.usefixtures("nothing_is_left"),
+]
+"""The marks of a module whose tests start worker processes."""
 
 
 def children() -> list[int]:

@@ -14,7 +14,7 @@ from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.signature import Columns
 from app.reward.weighing import Scored
-from settings.schema import Reward
+from settings.reward_section import Reward
 
 
 def make_prompt(answer: str | None = "18", uid: str = "q/0", source: str | Messages = "?", **extra: Any) -> Prompt:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from app.flow import Prompt
 from app.reward import arithmetic, gsm8k
-from app.reward.tasks import TASKS, evaluate
+from app.reward.tasks import TASKS, grade
 
 
 def test_every_gsm8k_answer_parses_and_grades_itself_correct(gsm8k_dir):
@@ -88,10 +88,10 @@ def test_a_mark_without_one_plain_number_is_no_mark(completion):
 
 def test_without_a_mark_the_last_number_counts_for_correctness_only():
     prompt = Prompt(uid="q", token_ids=np.array([1], np.int32), source="?", answer="so\n#### 18")
-    assert evaluate("gsm8k", "16 + 2 = 18 eggs.", prompt) == 1.0
-    assert evaluate("gsm8k_format", "16 + 2 = 18 eggs.", prompt) == 0.0
-    assert evaluate("gsm8k", "it is 18, no: #### 17. Or 18", prompt) == 0.0
-    assert evaluate("gsm8k_format", "it is 18, no: #### 17. Or 18", prompt) == 1.0
+    assert grade("gsm8k", "16 + 2 = 18 eggs.", prompt) == 1.0
+    assert grade("gsm8k_format", "16 + 2 = 18 eggs.", prompt) == 0.0
+    assert grade("gsm8k", "it is 18, no: #### 17. Or 18", prompt) == 0.0
+    assert grade("gsm8k_format", "it is 18, no: #### 17. Or 18", prompt) == 1.0
 
 
 @pytest.mark.parametrize("answer", ["18", "18.0", "$18", "36/2", r"\boxed{18}", "steps 99\n#### 18"])

@@ -65,8 +65,18 @@ def test_whoever_takes_everything_gets_everything() -> None:
         *("prompts", "completions", "completion_ids", "level", "trainer_state", "log_metric"),
         *("answer", "ground_truth", "solution"),
     }
-    assert "level" in signature_of(lambda solution_str, **kwargs: 0).arguments
-    assert "log_metric" not in signature_of(lambda completion, **kwargs: 0).arguments
+    by_name = signature_of(lambda completion, **kwargs: 0)
+    assert by_name.style == "by name"
+    assert set(by_name.arguments) == {
+        *("prompt", "completion", "completion_ids", "level"),
+        *("answer", "ground_truth", "solution"),
+    }
+    verl = signature_of(lambda solution_str, **kwargs: 0)
+    assert verl.style == "verl"
+    assert set(verl.arguments) == {
+        *("data_source", "solution_str", "ground_truth", "extra_info", "level"),
+        *("answer", "solution"),
+    }
 
 
 @pytest.mark.parametrize(

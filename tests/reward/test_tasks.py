@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from app.reward.tasks import check_answers, evaluate, is_formatted, is_task_reward
+from app.reward.tasks import check_answers, grade, is_formatted, is_task_reward
 from settings.errors import InputError
-from settings.schema import BUILT_IN_REWARDS
+from settings.reward_section import BUILT_IN_REWARDS
 from tests.reward.samples import make_prompt, make_sample, score, values_of
 
 
@@ -24,15 +24,15 @@ def test_reward_is_the_weighted_sum_with_its_breakdown():
 
 @pytest.mark.parametrize("completion", ["18", "18.0", "36/2", "$18", "1800%/100"])
 def test_equal_numbers_are_equal_however_they_are_written(completion):
-    assert evaluate("gsm8k", f"it is {completion}", make_prompt()) == (0.0 if "%/" in completion else 1.0)
+    assert grade("gsm8k", f"it is {completion}", make_prompt()) == (0.0 if "%/" in completion else 1.0)
 
 
 def test_correctness_is_exact_and_not_within_a_tolerance():
-    assert evaluate("gsm8k", "0.3333333333333333333", make_prompt("1/3")) == 0.0
+    assert grade("gsm8k", "0.3333333333333333333", make_prompt("1/3")) == 0.0
 
 
 def test_format_alone_needs_no_answer():
-    assert evaluate("gsm8k_format", "#### 18", make_prompt(None)) == 1.0
+    assert grade("gsm8k_format", "#### 18", make_prompt(None)) == 1.0
     check_answers([make_prompt(None)], ["gsm8k_format", "a_plug_in"])
 
 
@@ -57,7 +57,7 @@ def test_math_verify_needs_an_answer_of_any_kind():
 
 def test_scoring_a_sample_without_its_answer_is_an_input_error():
     with pytest.raises(InputError, match="q/0 has no answer"):
-        evaluate("arithmetic", "18", make_prompt(None))
+        grade("arithmetic", "18", make_prompt(None))
 
 
 def test_the_format_predicate_belongs_to_the_correctness_function():

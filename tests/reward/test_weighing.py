@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from app.reward.outcome import LONGEST_TEXT, Failure, Outcome, one_line
@@ -46,6 +49,7 @@ def test_a_dropped_sample_keeps_what_is_known_and_has_no_reward() -> None:
     dropped, kept = scored.samples
     assert (dropped.reward, dropped.rewards, dropped.finish_reason) == (None, {"b": 1.0}, "dropped:reward")
     assert (kept.reward, kept.finish_reason) == (1.0, "stop")
+    assert dropped.extra["finish_reason_before_drop"] == "stop" and kept.extra == {}
     assert scored.notices[0].startswith("reward a failed on 1 of 2 samples (1 raised), left out;")
 
 
@@ -66,6 +70,15 @@ def test_a_sample_that_all_abstain_from_is_an_error_of_its_own(on_error: OnError
     assert scored.samples[0].extra["reward_errors"] == ["no reward: every reward function abstained"]
     assert scored.notices[0].startswith("no reward for 1 of 2 samples (1 no reward)")
     assert (scored.problem is not None) == (on_error == "raise")
+
+
+def test_a_judge_that_abstains_has_not_failed_but_one_that_fails_has() -> None:
+    samples = make_group(*"xyz")
+    scored = weigh(samples, {"a": [SILENT, Outcome(2.0), BROKEN]}, WEIGHTS, "raise", when_all_abstain=None)
+    assert [s.rewards for s in scored.samples] == [{}, {"a": 2.0}, {"a": 0.0}]
+    assert [s.extra.keys() for s in scored.samples] == [set(), set(), {"reward_errors"}]
+    assert (scored.num_errors, scored.num_without_reward, scored.num_abstained) == (1, 0, 1)
+    assert "sample q/0/s2" in (scored.problem or "")
 
 
 def test_failing_where_others_abstain_is_not_abstaining() -> None:
@@ -90,6 +103,17 @@ def test_errors_of_an_earlier_scoring_do_not_stay() -> None:
     failed = weighed("zero", a=[BROKEN]).samples
     again = weigh(failed, {"a": [Outcome(1.0)]}, WEIGHTS, "zero")
     assert again.samples[0].extra == {}
+
+
+def test_a_dropped_sample_that_gets_a_reward_after_all_is_as_it_was_sampled() -> None:
+    (sample,) = make_group("x")
+    dropped = weigh([replace(sample, finish_reason="length")], {"a": [BROKEN]}, WEIGHTS, "drop").samples
+    masked = [replace(s, loss_mask=np.zeros(1, bool), advantages=np.zeros(1, np.float32)) for s in dropped]
+    (again,) = weigh(masked, {"a": [BROKEN]}, WEIGHTS, "drop").samples
+    assert (again.finish_reason, again.extra["finish_reason_before_drop"]) == ("dropped:reward", "length")
+    (mended,) = weigh([again], {"a": [Outcome(1.0)]}, WEIGHTS, "drop").samples
+    assert (mended.reward, mended.finish_reason, mended.extra) == (1.0, "length", {})
+    assert mended.mask.all() and mended.advantages is None
 
 
 def test_what_goes_to_a_terminal_is_one_short_line_without_control_characters() -> None:

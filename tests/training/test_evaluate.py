@@ -13,6 +13,7 @@ from app.jsonl import read_jsonl
 from app.reward.outcome import Outcome
 from app.reward.weighing import Scored, weigh
 from app.training.evaluate import check_best_metric, evaluation_metrics, host_share
+from app.training.progress import evaluation_line
 from settings import InputError
 from tests.training.program import metrics_of
 
@@ -66,17 +67,40 @@ def test_a_plug_in_that_judges_knows_no_format() -> None:
     assert evaluation_metrics(judged([graded(True, "2")], "brevity"))["eval/format_rate"] is None
 
 
+def test_accuracy_is_over_the_answers_that_the_judge_gave_a_value() -> None:
+    samples = [graded(True, "2", difficulty=level) for level in (1, 1, 1, 2)]
+    outcomes = [Outcome(1.0), Outcome(0.5), Outcome(), Outcome()]
+    scored = weigh(samples, {"judge": outcomes}, {"judge": 1.0}, "raise", when_all_abstain=None)
+    metrics = evaluation_metrics(scored)
+    assert (metrics["eval/accuracy"], metrics["eval/error_count"], scored.problem) == (0.75, 0, None)
+    assert (metrics["eval/accuracy/difficulty_1"], metrics["eval/accuracy/difficulty_2"]) == (0.75, None)
+    assert metrics["eval/mean_length"] == 2
+
+
+def test_a_judge_that_abstains_from_everything_leaves_no_accuracy_and_no_error() -> None:
+    scored = weigh([graded(True, "2")], {"judge": [Outcome()]}, {"judge": 1.0}, "raise", when_all_abstain=None)
+    metrics = evaluation_metrics(scored)
+    assert (metrics["eval/accuracy"], metrics["eval/error_count"], scored.problem) == (None, 0, None)
+    assert evaluation_line(0, metrics).startswith("evaluation at step 0: accuracy –  truncated 0.0%")
+
+
 def test_whatever_is_measured_may_choose_the_best_checkpoint_and_nothing_else() -> None:
     samples = [graded(True, "2", difficulty=3), graded(False, "3", difficulty=1)]
     questions = [sample.prompt for sample in samples]
     for name in evaluation_metrics(judged(samples)):
-        check_best_metric(name, questions)
+        check_best_metric(name, questions, judge="arithmetic")
     with pytest.raises(InputError, match=r"do not measure 'eval/acuracy'; did you mean eval/accuracy\?"):
-        check_best_metric("eval/acuracy", questions)
+        check_best_metric("eval/acuracy", questions, judge="arithmetic")
     levels = "eval/accuracy/difficulty_1, eval/accuracy/difficulty_3"
     for name in ("reward/mean", "eval/accuracy/difficulty_2"):
         with pytest.raises(InputError, match=f"eval/mean_length, {levels}"):
-            check_best_metric(name, questions)
+            check_best_metric(name, questions, judge="arithmetic")
+
+
+def test_a_format_that_no_plug_in_knows_chooses_no_checkpoint() -> None:
+    check_best_metric("eval/accuracy", prompts(1), judge="brevity")
+    with pytest.raises(InputError, match=r"do not measure 'eval/format_rate' where brevity judges \(they"):
+        check_best_metric("eval/format_rate", prompts(1), judge="brevity")
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -26,6 +26,10 @@ def of_host(completion):
     if os.environ["HOST_NUMBER"] == "1": raise ValueError("not on this host")
     return {"score": len(completion), "only_here": 1}
 def silent(completions): return [None] * len(completions)
+def even(completions, prompts): return [1.0 if len(p) % 2 == 0 else None for p in prompts]
+def odd(completions, prompts): return [3.0 if len(p) % 2 else None for p in prompts]
+def on_first_host(completions):
+    return [float(len(c)) if os.environ["HOST_NUMBER"] == "0" else None for c in completions]
 """
 QUIET = ("eval.every_steps=0", "run.steps=2")
 
@@ -75,7 +79,8 @@ def test_dropped_samples_leave_their_groups_and_nothing_else_changes(config: Pat
         assert len(samples) == 16 and 0 < len(dropped) == line["reward/dropped_count"] == line["reward/error_count"]
         for sample in dropped:
             assert len(sample.completion) % 4 == 0 and sample.finish_reason == "dropped:reward"
-            assert sample.extra == {"reward_errors": ["fussy: raised: AssertionError: four characters (plug.py:4)"]}
+            assert sample.extra["reward_errors"] == ["fussy: raised: AssertionError: four characters (plug.py:4)"]
+            assert sample.extra["finish_reason_before_drop"] in ("stop", "length")
             assert not sample.mask.any() and sample.advantages is not None and not sample.advantages.any()
         rewards, groups = np.array([s.reward for s in kept]), np.array([s.group_id for s in kept])
         sizes |= set(np.unique(groups, return_counts=True)[1].tolist())
@@ -155,6 +160,29 @@ def test_a_run_that_cannot_go_on_stops_with_the_way_out(
     assert metrics_of(run_of(config)) == [] and children() == []
 
 
+def test_functions_may_share_the_prompts_between_them(config: Path) -> None:
+    result = train_here(
+        config,
+        *("reward.functions=[plug.py:even, plug.py:odd]", "data.difficulty=[1, 2]", "data.num_problems=64"),
+        *("run.steps=1", "eval.num_prompts=8"),
+    )
+    assert result.exit_code == 0, result.stderr
+    before, line = metrics_of(run_of(config))
+    judged = [record for _, record in read_jsonl(run_of(config) / "eval" / "step_000000.jsonl")]
+    assert {tuple(record["rewards"].items()) for record in judged} == {(("even", 1.0),), ()}
+    # The first function judges, and only what it has an opinion of.
+    assert before["eval/accuracy"] == 1.0 and before["eval/error_count"] == 0
+    assert (line["reward/even/mean"], line["reward/odd/mean"], line["reward/error_count"]) == (1, 3, 0)
+    assert line["reward/abstained_count"] == 16
+
+
+def test_a_judge_without_an_opinion_leaves_accuracy_null(config: Path) -> None:
+    functions = "reward.functions=[plug.py:silent, plug.py:length]"
+    result = train_here(config, functions, "run.steps=1", "eval.num_prompts=8")
+    assert result.exit_code == 0, result.stderr
+    assert [line["eval/accuracy"] for line in metrics_of(run_of(config))] == [None, None]
+
+
 def test_evaluation_stops_a_run_only_where_failures_are_to_raise(config: Path) -> None:
     result = train_here(config, "reward.functions=[plug.py:broken]", "run.steps=1")
     assert result.exit_code == 1
@@ -194,6 +222,20 @@ def test_a_judge_must_fit_the_held_out_data_too(config: Path) -> None:
     assert "data.eval_source: plug.py:fussy judges held-out answers too: asks for `difficulty`" in result.stderr
 
 
+def test_data_source_is_the_file_that_a_sample_comes_from(config: Path) -> None:
+    (config.parent / "plug.py").write_text("def f(solution_str, data_source): return len(data_source)")
+    for name in ("train.jsonl", "test.jsonl"):
+        (config.parent / name).write_text('{"question": "1+1=", "answer": "2"}\n' * 8)
+    result = train_here(
+        config,
+        *("reward.functions=[plug.py:f]", "data.source=train.jsonl", "data.eval_source=test.jsonl"),
+        *("run.steps=1", "eval.num_prompts=4"),
+    )
+    assert result.exit_code == 0, result.stderr
+    before, line = metrics_of(run_of(config))
+    assert (line["reward/mean"], before["eval/accuracy"]) == (len("train.jsonl"), len("test.jsonl"))
+
+
 def test_scoring_a_file_uses_the_same_functions(config: Path, tmp_path: Path) -> None:
     assert train_here(config, *QUIET).exit_code == 0
     samples = run_of(config) / "rollouts" / "step_000001.jsonl"
@@ -215,7 +257,10 @@ def test_scoring_a_file_uses_the_same_functions(config: Path, tmp_path: Path) ->
     result = here(*again, *settings("reward.functions=[plug.py:fussy]"))
     assert (result.exit_code, result.stdout) == (1, "") and not (tmp_path / "new.jsonl").exists()
     assert here(*again, *settings("reward.functions=[plug.py:length]")).exit_code == 0
-    assert not any("reward_errors" in record for _, record in read_jsonl(tmp_path / "new.jsonl"))
+    before = [record for _, record in read_jsonl(samples)]
+    for (_, record), sampled in zip(read_jsonl(tmp_path / "new.jsonl"), before, strict=True):
+        assert record.keys() | {"advantages"} == sampled.keys()
+        assert record["finish_reason"] == sampled["finish_reason"]
 
 
 @pytest.mark.parametrize(("on_error", "exit_code"), [("drop", 0), ("raise", 1)])
@@ -224,8 +269,9 @@ def test_what_fails_on_one_host_is_counted_on_both_and_stops_both(
 ) -> None:
     address = free_address()
     chosen = settings(
-        *("reward.functions=[plug.py:of_host, arithmetic]", f"reward.on_error={on_error}"),
-        *("reward.environment=[HOST_NUMBER]", "rollout.prompts_per_step=2", "run.steps=1", QUIET[0]),
+        "reward.functions=[{function: plug.py:on_first_host, weight: 0}, plug.py:of_host, arithmetic]",
+        *(f"reward.on_error={on_error}", "eval.num_prompts=8"),
+        *("reward.environment=[HOST_NUMBER]", "rollout.prompts_per_step=2", "run.steps=1"),
     )
     with ExitStack() as stack:
         hosts = [
@@ -244,10 +290,15 @@ def test_what_fails_on_one_host_is_counted_on_both_and_stops_both(
         assert "a reward function failed on another host, which says why" in output[0][1]
         assert "of_host: raised: ValueError: not on this host" in output[1][1]
         return
-    for line in metrics_of(run_of(config)):
-        samples = samples_of(run_of(config), line["step"])  # of the first host
-        assert len(samples) == 8 and line["reward/dropped_count"] == line["reward/of_host/error_count"] == 8
-        assert line["reward/of_host/mean"] == np.mean([len(s.completion) for s in samples])
-        assert line["reward/of_host/only_here/mean"] == 1
-        assert line["completions/mean_length"] == np.mean([len(s.completion_ids) for s in samples])
-        assert line["policy/grad_norm"] > 0
+    before, line = metrics_of(run_of(config))
+    for evaluated in (before, line):
+        file = run_of(config) / "eval" / f"step_{evaluated['step']:06d}.jsonl"
+        # What the other host's judge had no opinion of is not counted as wrong.
+        lengths = [len(record["completion"]) for _, record in read_jsonl(file)]
+        assert len(lengths) == 4 and evaluated["eval/accuracy"] == np.mean(lengths) > 0
+    samples = samples_of(run_of(config), line["step"])  # of the first host
+    assert len(samples) == 8 and line["reward/dropped_count"] == line["reward/of_host/error_count"] == 8
+    assert line["reward/of_host/mean"] == np.mean([len(s.completion) for s in samples])
+    assert line["reward/of_host/only_here/mean"] == 1
+    assert line["completions/mean_length"] == np.mean([len(s.completion_ids) for s in samples])
+    assert line["policy/grad_norm"] > 0

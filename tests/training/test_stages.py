@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 
 from app.jsonl import read_jsonl, write_jsonl
+from app.reward.outcome import Outcome
+from app.reward.weighing import weigh
+from app.sample_records import sample_from_record
+from app.training.metrics import reward_counts
 from tests.tiny_directory import write_model
 from tests.training.program import DEADLINE_S, digest_of, here, settings, started, wait_until
 
@@ -91,6 +95,25 @@ def test_rewards_need_no_model(sampled: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     rewards = [record["reward"] for record in records_of(tmp_path / "rewarded.jsonl")]
     assert json.loads(result.stdout)["reward/mean"] == round(float(np.mean(rewards)), 4)
+
+
+def test_rewards_take_no_device_from_whoever_trains(sampled: Path, tmp_path: Path) -> None:
+    arguments = ("--role", "reward", "--input", sampled, "--out", tmp_path / "rewarded.jsonl")
+    with started("score", *arguments, environ={"JAX_PLATFORMS": "no_such_platform"}) as process:
+        output = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, output
+
+
+def test_the_figures_of_rewards_have_the_names_of_metrics(sampled: Path, tmp_path: Path) -> None:
+    (tmp_path / "plug.py").write_text("def f(solution_str): return {'score': len(solution_str), 'acc': 1 / 3}")
+    chosen = f"reward.functions=[{tmp_path / 'plug.py'}:f]"
+    result = score(Path("no/such/model"), sampled, tmp_path / "rewarded.jsonl", "reward", chosen)
+    figures = json.loads(result.stdout)
+    samples = [sample_from_record(r, where="") for r in records_of(tmp_path / "rewarded.jsonl")]
+    own = {"samples", "written to", "reward/mean", "reward/f/mean"}
+    outcomes = {"f": [Outcome(1.0, extras={"acc": 1.0})] * len(samples)}
+    assert figures.keys() == own | reward_counts(weigh(samples, outcomes, {"f": 1.0}, "raise")).keys()
+    assert figures["reward/f/acc/mean"] == 0.3333
 
 
 def test_rollout_takes_prompts_of_a_file_and_greedy_is_allowed(tiny_model: Path, tmp_path: Path) -> None:

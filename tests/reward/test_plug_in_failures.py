@@ -1,0 +1,150 @@
+"""Plug-ins that misbehave: each failure costs its own sample and no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from settings.errors import InputError
+from tests.reward.processes import WORKERS
+from tests.reward.samples import kinds_of, make_group, score, values_of, write_plug_in
+
+pytestmark = WORKERS
+
+
+MISCHIEF = """
+import contextlib, os, re, signal, sys, time
+def act(text):
+    if text == "raise": raise ValueError("no\\x1b[31m" + "x" * 5000)
+    if text == "interrupt": raise KeyboardInterrupt
+    if text == "sleep": time.sleep(60)
+    if text == "regex": re.match("(a+)+$", "a" * 64 + "b")  # and nothing else runs meanwhile
+    if text == "sys.exit": sys.exit(3)
+    if text == "os._exit": os._exit(3)
+    if text == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
+    if text == "memory": return len(bytearray(10**12))
+    if text == "garbage": scatter(b"{}\\n")
+    if text == "unprintable": raise Unprintable()
+    values = {"nan": float("nan"), "inf": -float("inf"), "text": "1.0", "list": [1.0], "complex": 1j}
+    return values.get(text, float(len(text)))
+def scatter(garbage):
+    for fd in range(3, 9):
+        with contextlib.suppress(OSError): os.write(fd, garbage)
+class Unprintable(Exception):
+    def __str__(self): raise RuntimeError("no")
+def one(completion): return act(completion)
+def verl(solution_str): return {"score": act(solution_str)}
+def batch(completions): return [act(c) for c in completions]
+"""
+KINDS = {
+    "raise": "raised",
+    "interrupt": "raised",
+    "unprintable": "raised",
+    "sleep": "timeout",
+    "regex": "timeout",
+    "sys.exit": "exit",
+    "os._exit": "exit",
+    "segfault": "exit",
+    "garbage": "exit",
+    "memory": "memory",
+    "nan": "value",
+    "inf": "value",
+    "text": "value",
+    "list": "value",
+    "complex": "value",
+}
+
+
+@pytest.mark.parametrize("style", ["one", "verl", "batch"])
+def test_every_failure_costs_its_own_sample_and_no_other(tmp_path: Path, style: str) -> None:
+    path = write_plug_in(tmp_path, MISCHIEF)
+    texts = [text for kind in KINDS for text in (kind, "ok")]
+    scored = score([f"{path}:{style}"], make_group(*texts), workers=4)
+    assert kinds_of(scored) == [KINDS.get(text) for text in texts]
+    assert values_of(scored) == [0.0 if text in KINDS else 2.0 for text in texts]
+    assert scored.num_errors == len(KINDS)
+    (notice,) = scored.notices
+    assert f"reward {style} failed on {len(KINDS)} of {len(texts)} samples (3 raised, 2 timeout, 4 exit," in notice
+    assert "first q/0/s0: ValueError: no\ufffd[31mxxx" in notice and notice.isprintable() and len(notice) < 500
+
+
+def test_a_forged_answer_costs_the_sample_it_was_forged_for(tmp_path: Path) -> None:
+    source = (
+        "import contextlib, os, time\ndef f(completion):\n    if completion == 'ok': return 1\n"
+        "    for fd in range(3, 9):\n"
+        "        with contextlib.suppress(OSError): os.write(fd, completion.encode() + b'\\n')\n"
+        "    time.sleep(60)"
+    )
+    values = ['"x"', "NaN", "1e999", "true", "[1]", "1" * 400]
+    outcomes = [f'[{{"value": {value}}}]' for value in values]
+    extras = ['{"a": "x"}', '{"a": -Infinity}', '{"not a name": 1}', "[1]", '"no"']
+    outcomes += [f'[{{"value": 1, "extras": {extra}}}]' for extra in extras]
+    outcomes += ['[{"failure": 3}]', '{"value": 1}', '"ab"', "[null]", "[[1]]"]
+    forged = [f'{{"outcomes": {outcome}, "call": 1}}' for outcome in outcomes] + ["[" * 50_000]
+    scored = score([f"{write_plug_in(tmp_path, source)}:f"], make_group("ok", *forged, "ok"), timeout_s=30)
+    assert kinds_of(scored) == [None, *["exit"] * len(forged), None]
+    assert values_of(scored) == [1.0, *[0.0] * len(forged), 1.0]
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "text"),
+    [
+        ("def f(completions): return [1]", "length", "returned 1 values for 2 samples"),
+        ("def f(completions): return 0.5", "value", "returned float 0.5, expected a list of 2 numbers or None"),
+        ("def f(completions): return 'ab'", "value", "returned str 'ab', expected a list of 2 numbers"),
+        ("def f(completions): return {0: 1, 1: 1}", "value", "returned dict {0: 1, 1: 1}, expected a list"),
+        ("def f(solution_str): return {'acc': 1}", "value", "returned dict {'acc': 1}, a dict without `score`"),
+        ("def f(completion): return [1]", "value", "returned list [1], expected a number"),
+        ("def f(completion): return 10**999", "raised", "OverflowError: int too large to convert to float"),
+        ("def f(completion):\n    x = 1\n    return x / 0", "raised", "ZeroDivisionError: division by zero (plug.py:3"),
+        ("import json\ndef f(completion): return json.loads('{')", "raised", "(plug.py:2)"),
+    ],
+)  # fmt: skip
+def test_a_failure_says_what_came_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, kind: str, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_plug_in(tmp_path, source)
+    scored = score(["plug.py:f"], make_group("a", "b"))
+    # A list of the wrong length for two may be right for one.
+    expected = [None, None] if kind == "length" else [kind, kind]
+    assert kinds_of(scored) == expected
+    assert expected[0] is None or text.replace(" 2 ", " 1 ") in scored.notices[0]
+
+
+def test_a_failing_batch_is_tried_again_group_by_group_and_then_one_by_one(tmp_path: Path) -> None:
+    path = write_plug_in(
+        tmp_path,
+        "def f(completions):\n    assert 'bad' not in completions\n    return [len(completions)] * len(completions)",
+    )
+    samples = [*make_group("a", "b", "c"), *make_group("a", "bad", "c", group=1), *make_group("a", "b", group=2)]
+    scored = score([f"{path}:f"], samples)
+    assert values_of(scored) == [3.0, 3.0, 3.0, 1.0, 0.0, 1.0, 2.0, 2.0]
+    assert scored.num_errors == 1
+
+
+def test_a_sample_is_not_blamed_for_what_an_earlier_one_did_to_the_process(tmp_path: Path) -> None:
+    source = (
+        "import os\npoisoned = False\ndef f(completion):\n    global poisoned\n    if poisoned: os._exit(1)\n"
+        "    poisoned = completion == 'poison'\n    return 1"
+    )
+    scored = score([f"{write_plug_in(tmp_path, source)}:f"], make_group("poison", "good", "good"), workers=1)
+    assert (values_of(scored), scored.num_errors) == ([1.0, 1.0, 1.0], 0)
+
+
+def test_processor_time_is_limited_too(tmp_path: Path) -> None:
+    source = "def f(completion):\n    while completion == 'spin': pass\n    return 1"
+    scored = score([f"{write_plug_in(tmp_path, source)}:f"], make_group("spin", "ok"), timeout_s=30, cpu_s=1)
+    assert (kinds_of(scored), values_of(scored)) == (["cpu", None], [0.0, 1.0])
+    assert "used more than 1 s of processor time" in scored.notices[0]
+
+
+def test_memory_is_limited_before_the_import_and_honest_use_is_not(tmp_path: Path) -> None:
+    source = "import numpy\ndef f(completion): return numpy.zeros(int(completion) * 2**20, numpy.uint8).nbytes / 2**20"
+    path = write_plug_in(tmp_path, source)
+    scored = score([f"{path}:f"], make_group("10", "2000", "20"), memory_mib=1024)
+    assert (kinds_of(scored), values_of(scored)) == ([None, "memory", None], [10.0, 0.0, 20.0])
+    hog = write_plug_in(tmp_path, "x = bytearray(2 * 2**30)\ndef f(completion): return 1", "hog.py")
+    with pytest.raises(InputError, match=r"hog\.py failed: MemoryError .*may need more than reward\.memory_mib = 1024"):
+        score([f"{hog}:f"], make_group("a"), memory_mib=1024)

@@ -1,0 +1,48 @@
+"""Plug-ins that cannot be used at all: found before anything is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from settings.errors import InputError
+from tests.reward.processes import WORKERS
+from tests.reward.samples import make_group, score, write_plug_in
+
+pytestmark = WORKERS
+
+
+@pytest.mark.parametrize(
+    ("source", "function", "message"),
+    [
+        (None, "no.py:f", "no.py:f: no such file: /"),
+        (None, "no_such_module:f", "there is no module `no_such_module` in /"),
+        (None, "json.no:f", "there is no module `json.no` in /"),
+        ("def g(completion): return 1\n_h = g", "plug.py:f", "plug.py has no `f`; functions there: g"),
+        ("f = 3", "plug.py:f", "f is a int, not a function"),
+        ("class f:\n    def __init__(self, completion): ...", "plug.py:f", "f is a class, not a function"),
+        ("import os\n1 / 0", "plug.py:f", "importing plug.py failed: ZeroDivisionError: division by zero (plug.py:2)"),
+        ("def f(:", "plug.py:f", "importing plug.py failed: SyntaxError: invalid syntax (plug.py:1)"),
+        ("import no_such_package", "plug.py:f", "ModuleNotFoundError: No module named 'no_such_package' (plug.py:1)"),
+        ("import no_such_package", "plug:f", "importing plug failed: ModuleNotFoundError: No module named 'no_such_p"),
+        ("raise SystemExit(0)", "plug:f", "importing plug failed: SystemExit: 0 (plug.py:1)"),
+        ("import os\nos._exit(5)", "plug.py:f", "while it was imported, it ended with exit code 5"),
+        ("import time\ntime.sleep(60)", "plug.py:f", "while it was imported, it took more than 0.5 s"),
+        ("def f(completion, mood): return 1", "plug.py:f", "asks for `mood`, which nothing fills. A function takes"),
+        ("def f(): return 1", "plug.py:f", "takes nothing that a sample has"),
+        ("import math\nf = math.hypot", "plug.py:f", "its signature cannot be read"),
+        ("import math\nf = math.sqrt", "plug.py:f", "takes `x` by position only"),
+    ],
+)  # fmt: skip
+def test_a_broken_plug_in_is_an_input_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None, function: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if source is not None:
+        write_plug_in(tmp_path, source)
+    with pytest.raises(InputError) as caught:
+        score([function], make_group("a"), load_timeout_s=0.5 if "sleep" in (source or "") else 30)
+    assert str(caught.value).startswith(f"reward.functions: {function}: ")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "__pycache__").exists()

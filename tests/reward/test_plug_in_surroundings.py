@@ -1,0 +1,77 @@
+"""What plug-ins see of the program around them, and what it lets them say."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from settings.errors import InputError
+from tests.reward.processes import WORKERS
+from tests.reward.samples import make_group, score, values_of, write_plug_in
+
+pytestmark = WORKERS
+
+
+def test_a_worker_sees_few_variables_and_none_of_our_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "https_proxy", "GRPO__RUN__SEED", "JUDGE_KEY"):
+        monkeypatch.setenv(name, "CANARY")
+    source = (
+        "import json, os\ndef f(completion):\n"
+        "    fds = [f'/proc/self/fd/{fd}' for fd in range(3, 50)]\n"
+        "    files = [os.readlink(fd) for fd in fds if os.path.exists(fd)]\n"
+        "    with open('seen.json', 'w') as out: json.dump([dict(os.environ), files], out)\n    return 1"
+    )
+    path = write_plug_in(tmp_path, source)
+    monkeypatch.chdir(tmp_path)
+    with open(path) as ours:
+        os.set_inheritable(ours.fileno(), True)
+        score([f"{path}:f"], make_group("a"), environment=["JUDGE_KEY"])
+    seen, files = json.loads((tmp_path / "seen.json").read_text())
+    assert [name for name, value in seen.items() if "CANARY" in value] == ["JUDGE_KEY"]
+    assert seen["PATH"] == os.environ["PATH"] and seen["PYTHONHASHSEED"] == "0"
+    assert all(file.startswith(("pipe:", "anon_inode:", "socket:")) for file in files), files
+
+
+@pytest.mark.parametrize(("asked_for", "seen"), [([], 0.0), (["CUDA_VISIBLE_DEVICES"], 3.0)])
+def test_gpus_are_the_trainers_unless_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_for: list[str], seen: float
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    path = write_plug_in(tmp_path, "import os\ndef f(completion): return len(os.environ['CUDA_VISIBLE_DEVICES'])")
+    assert values_of(score([f"{path}:f"], make_group("a"), environment=asked_for)) == [seen]
+
+
+def test_an_asked_for_variable_must_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(InputError, match=r"reward\.environment names JUDGE_KEY, which is not set"):
+        score(["gsm8k"], make_group("a"), environment=["JUDGE_KEY"])
+
+
+def test_what_a_plug_in_prints_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write_plug_in(tmp_path, "print('hello at import')\ndef f(completion):\n    print('hello')\n    return 1")
+    assert values_of(score([f"{path}:f"], make_group("a"))) == [1.0]
+    assert capfd.readouterr() == ("", "hello at import\nhello\n")
+
+
+def test_what_a_plug_in_prints_cannot_command_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source = (
+        "import os, sys\ndef f(completion):\n    print(completion)\n    os.write(1, b'\\xff\\x1b]0;title\\x07\\n')\n"
+        "    print('no end', end='', file=sys.stderr, flush=True)\n    return 1"
+    )
+    assert values_of(score([f"{write_plug_in(tmp_path, source)}:f"], make_group("a\x1b[2J\rb\tc"))) == [1.0]
+    printed = "a\ufffd[2J\nb       c\n\ufffd\ufffd]0;title\ufffd\nno end\n"
+    assert capfd.readouterr() == ("", printed)
+
+
+def test_a_plug_in_may_print_more_than_a_pipe_holds(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write_plug_in(tmp_path, "def f(completion):\n    print('x' * 10**6)\n    return 1")
+    assert values_of(score([f"{path}:f"], make_group("a"))) == [1.0]
+    assert capfd.readouterr().err.count("x") == 10**6
+
+
+def test_a_plug_in_may_close_what_it_prints_to(tmp_path: Path) -> None:
+    path = write_plug_in(tmp_path, "import os\ndef f(completion):\n    os.close(1)\n    os.close(2)\n    return 1")
+    assert values_of(score([f"{path}:f"], make_group("a"), workers=1)) == [1.0]
