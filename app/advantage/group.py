@@ -80,7 +80,7 @@ ADVANTAGES: Mapping[str, GroupAdvantages] = MappingProxyType(
 
 
 def zero_variance_fraction(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> float:
-    """Share of groups that carry no gradient because all their rewards are equal."""
+    """Share of groups whose rewards are all equal, so that nothing is learned from comparing them."""
     spans = {int(g): np.ptp(rewards[group_ids == g]) for g in np.unique(group_ids)}
     return float(np.mean([span == 0 for span in spans.values()])) if spans else 0.0
 
