@@ -40,7 +40,7 @@ def test_gpus_are_the_trainers_unless_they_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_for: list[str], seen: float
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    path = write_plug_in(tmp_path, "import os\ndef f(completion): return len(os.environ['CUDA_VISIBLE_DEVICES'])")
+    path = write_plug_in(tmp_path, "import os\ndef f(completion): return len(os.getenv('CUDA_VISIBLE_DEVICES', '-'))")
     assert values_of(score([f"{path}:f"], make_group("a"), environment=asked_for)) == [seen]
 
 

@@ -93,7 +93,7 @@ def test_whatever_is_measured_may_choose_the_best_checkpoint_and_nothing_else() 
         check_best_metric("eval/acuracy", questions, judge="arithmetic")
     levels = "eval/accuracy/difficulty_1, eval/accuracy/difficulty_3"
     for name in ("reward/mean", "eval/accuracy/difficulty_2"):
-        with pytest.raises(InputError, match=f"eval/mean_length, {levels}"):
+        with pytest.raises(InputError, match=f"eval/error_count, {levels}"):
             check_best_metric(name, questions, judge="arithmetic")
 
 
