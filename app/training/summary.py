@@ -15,7 +15,8 @@ def summary_text(history: Sequence[Mapping[str, Any]], *, path: str, best: Best 
     result = before_and_after(history)
     table = [row for row in (result.header, *result.rows) if row is not None]
     lines = [f"{name:<28}{before:>12}{after:>12}" for name, before, after in table]
+    lines += filter(None, [result.pace])
     if best is not None:
         value = figure(best.metric, best.value, by_plug_in=is_judged_by_plug_in(history))
         lines.append(f"best {best.metric} {value} after step {best.step}: checkpoints/best")
-    return "\n".join([*lines, *filter(None, [result.pace]), f"everything is in {path}"])
+    return "\n".join([*lines, f"everything is in {path}"])
