@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import time
-from pathlib import Path
 
 import jax
 import workload
@@ -25,12 +23,7 @@ from app.update.optimizer import TrainState, initial_state
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--beta", type=float, default=0.0)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=1)
+    parser = workload.parser_of(__doc__)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -46,10 +39,9 @@ def measured(options: argparse.Namespace, folder: str) -> tuple[list[dict[str, f
         for step in range(1, trainer.settings.run.steps + 1):
             timer = Timer(Board(num_steps=trainer.settings.run.steps, first_step=0, shown=False))
             position = workload.NUM_PROMPTS * (step - 1)
-            start = time.perf_counter()
             state, samples, _ = trainer.step(state, step=step, position=position, timer=timer)
-            seconds = {name: timer.seconds[f"time/{name}_s"] for name in workload.PHASES}
-            seconds["step"] = time.perf_counter() - start
+            timer.stop()
+            seconds = {name: timer.seconds[f"time/{name}_s"] for name in (*workload.PHASES, "step")}
             assert all(len(sample.completion_ids) == workload.NEW_TOKENS for sample in samples)
             print(f"step {step}", {name: round(value, 2) for name, value in seconds.items()}, flush=True)
             if step > options.warmup:

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,12 +62,7 @@ class Stopwatch(transformers.TrainerCallback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--beta", type=float, default=0.0)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=1)
+    parser = workload.parser_of(__doc__)
     parser.add_argument("--checkpointing", action="store_true")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()

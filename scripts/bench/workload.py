@@ -5,6 +5,7 @@ Standard library only: it is imported in the peer's environment, too.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import resource
@@ -23,6 +24,17 @@ PHASES = ("rollout", "score", "update")
 """Seconds that both sides report, besides the whole `step`."""
 
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """What `train_step.py` tells both sides."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="Hugging Face directory")
+    parser.add_argument("--rows", type=Path, required=True, help="JSON Lines of questions and answers")
+    parser.add_argument("--beta", type=float, default=0.0, help="above 0: with a reference model")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    return parser
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
