@@ -138,6 +138,10 @@ class Rollout(Section):
     )
 
 
+ScoredRole = Literal["policy", "reference"]
+"""Whose logprobs a sample may be given."""
+
+
 class ScoreRole(Section):
     rows_per_device: int | None = Field(
         default=None,
@@ -150,6 +154,10 @@ class Score(Section):
     rows_per_device: int = Field(default=8, ge=1, description="Rows of a scoring micro-batch on each device.")
     policy: ScoreRole = ScoreRole()
     reference: ScoreRole = ScoreRole()
+
+    def rows_of(self, role: ScoredRole) -> int:
+        """Rows of the role's micro-batch on each device."""
+        return getattr(self, role).rows_per_device or self.rows_per_device
 
 
 class Algorithm(Section):
@@ -312,7 +320,7 @@ class Settings(BaseSettings):
         return self.num_mini_batches * self.algorithm.epochs
 
     @property
-    def scored_roles(self) -> tuple[Literal["policy", "reference"], ...]:
+    def scored_roles(self) -> tuple[ScoredRole, ...]:
         """Whose logprobs a step takes before its updates.
 
         The policy's where several updates follow or a reward is penalised by them, the reference's for any KL.

@@ -110,20 +110,10 @@ class Trainer:
 
     def score(self, params: Params, samples: list[Sample]) -> list[Sample]:
         """The samples with the logprobs that the step needs before its updates."""
-        score, roles = self.settings.score, self.settings.scored_roles
-        if "policy" in roles:
-            rows = score.policy.rows_per_device or score.rows_per_device
-            logprobs = self._logprobs(params, samples, rows_per_device=rows)
-            samples = [replace(s, policy_logprobs=x) for s, x in zip(samples, logprobs, strict=True)]
-        if self.reference is not None:
-            rows = score.reference.rows_per_device or score.rows_per_device
-            logprobs = self._logprobs(self.reference, samples, rows_per_device=rows)
-            samples = [replace(s, reference_logprobs=x) for s, x in zip(samples, logprobs, strict=True)]
+        weights = {"policy": params, "reference": self.reference}
+        for role in self.settings.scored_roles:
+            samples = self.session.score(weights[role], samples, role)
         return samples
-
-    def _logprobs(self, params: Params, samples: list[Sample], *, rows_per_device: int) -> list[np.ndarray]:
-        temperature = self.settings.rollout.temperature
-        return self.session.scorer.logprobs(params, samples, temperature=temperature, rows_per_device=rows_per_device)
 
     def credit(self, samples: list[Sample]) -> list[Sample]:
         """Advantages among the samples that have a reward.

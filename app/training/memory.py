@@ -23,6 +23,7 @@ from app.rollout.engine import BatchShape
 from app.training.evaluate import evaluation_batch, host_share
 from app.training.session import Session
 from app.training.wiring import Learning
+from settings.schema import ScoredRole
 
 Held = dict[str, int]
 """Name of what is held -> its bytes on each device."""
@@ -65,7 +66,7 @@ class Shapes:
 def shapes_of(session: Session, learning: Learning, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Shapes:
     """The shapes of a run over these prompts, alike on every host."""
     settings, mesh = session.settings, session.mesh
-    rollout, score = settings.rollout, settings.score
+    rollout = settings.rollout
     num_samples = rollout.prompts_per_step * rollout.group_size
 
     def generation(prompts: Sequence[Prompt], *, num_prompts: int, group_size: int) -> BatchShape:
@@ -76,9 +77,8 @@ def shapes_of(session: Session, learning: Learning, prompts: Sequence[Prompt], h
             max_new_tokens=rollout.max_new_tokens,
         )
 
-    def scoring(role: str) -> Plan:
-        rows = getattr(score, role).rows_per_device or score.rows_per_device
-        return plan_micro_batches(num_samples, mesh, rows_per_device=rows)
+    def scoring(role: ScoredRole) -> Plan:
+        return plan_micro_batches(num_samples, mesh, rows_per_device=settings.score.rows_of(role))
 
     return Shapes(
         rollout=generation(prompts, num_prompts=rollout.prompts_per_step, group_size=rollout.group_size),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from app.rollout.sampling import SamplingRules
 from app.score.scorer import Scorer
 from settings import Settings
 from settings.errors import InputError
+from settings.schema import ScoredRole
 
 
 @dataclass(frozen=True)
@@ -119,3 +120,13 @@ class Session:
             policy_version=policy_version,
             first_group_id=first_group_id,
         )
+
+    def score(self, params: Params, samples: Sequence[Sample], role: ScoredRole) -> list[Sample]:
+        """The samples with the logprobs of the role whose weights these are."""
+        logprobs = self.scorer.logprobs(
+            params,
+            samples,
+            temperature=self.settings.rollout.temperature,
+            rows_per_device=self.settings.score.rows_of(role),
+        )
+        return [replace(s, **{f"{role}_logprobs": x}) for s, x in zip(samples, logprobs, strict=True)]

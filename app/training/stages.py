@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from app.training.session import ModelInput, Session, check_context, read_model_
 from app.training.training_input import data_columns
 from settings import Resolved, Settings
 from settings.errors import InputError
+from settings.schema import ScoredRole
 
 
 def rollout(resolved: Resolved, *, prompts: Path | None, limit: int | None, out: Path) -> dict[str, Any]:
@@ -110,7 +111,7 @@ class SampleCounter:
         }
 
 
-def score(resolved: Resolved, *, input: Path, out: Path, role: str) -> dict[str, Any]:
+def score(resolved: Resolved, *, input: Path, out: Path, role: ScoredRole | Literal["reward"]) -> dict[str, Any]:
     """Adds one role's field to every sample of a file: `policy_logprobs`, `reference_logprobs` or rewards.
 
     Shapes follow from the file and the model's context alone; `rollout.temperature` is the sampler's.
@@ -160,20 +161,15 @@ def _reward_figures(scored: Scored) -> dict[str, Any]:
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
 
 
-def _with_logprobs(resolved: Resolved, samples: Sequence[Sample], role: str) -> tuple[list[Sample], dict[str, Any]]:
+def _with_logprobs(
+    resolved: Resolved, samples: Sequence[Sample], role: ScoredRole
+) -> tuple[list[Sample], dict[str, Any]]:
     settings = resolved.settings
     model = read_model_input(settings)
     check_samples(samples, model.architecture)
     session = _open_on_one_host(settings, model)
-    own = settings.score.policy if role == "policy" else settings.score.reference
-    logprobs = session.scorer.logprobs(
-        session.load_params(),
-        samples,
-        temperature=settings.rollout.temperature,
-        rows_per_device=own.rows_per_device or settings.score.rows_per_device,
-    )
-    scored = [replace(s, **{f"{role}_logprobs": x}) for s, x in zip(samples, logprobs, strict=True)]
-    differences = np.abs(np.concatenate([x - s.behavior_logprobs for s, x in zip(samples, logprobs, strict=True)]))
+    scored = session.score(session.load_params(), samples, role)
+    differences = np.abs(np.concatenate([getattr(s, f"{role}_logprobs") - s.behavior_logprobs for s in scored]))
     return scored, {
         "tokens": int(differences.size),
         "mean |logprob - behavior|": float(differences.mean()) if differences.size else 0.0,
