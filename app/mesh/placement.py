@@ -75,6 +75,27 @@ def bytes_per_device(tree: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+HOST_MEMORY = "pinned_host"
+"""Memory of the host that devices read from directly."""
+
+
+def has_host_memory(mesh: Mesh) -> bool:
+    """Whether arrays can wait in the host's memory on this backend."""
+    return all(
+        HOST_MEMORY in {memory.kind for memory in device.addressable_memories()} for device in mesh.local_devices
+    )
+
+
+def to_host_memory(tree: Any) -> Any:
+    """The arrays laid out as they are, but in the memory of their devices' hosts."""
+    return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind(HOST_MEMORY), tree))
+
+
+def to_device_memory(tree: Any) -> Any:
+    """The inverse of `to_host_memory`; arrays that are on their devices are not copied."""
+    return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), tree))
+
+
 def gather_over_hosts(values: np.ndarray) -> np.ndarray:
     """[hosts, ...]: every host's array of the same shape. Float64 and int64 pass unrounded."""
     values = np.asarray(values)

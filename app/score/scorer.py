@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,48 +10,67 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float32
 
-from app.batching.micro_batches import common_row_shape, plan_micro_batches
 from app.batching.pack import TokenBatch, pack_tokens, unpack_per_token
+from app.batching.plan import Plan
 from app.batching.row_logprobs import row_logprobs
 from app.flow import Sample
 from app.mesh.placement import row_sharding, to_global, to_local
 from app.policy.decoder import DecoderDefinition, Params
+
+Pass = Callable[[Params, Sequence[TokenBatch], Array], list[np.ndarray]]
+"""(weights, this host's micro-batches, temperature) -> logprobs [R, C] of each."""
 
 
 class Scorer:
     """Compiled scoring for one decoder on one mesh. Holds no weights.
 
     Args:
-        logits_chunk: tokens of a row that pass the LM head at once.
+        logits_chunk: tokens of each device that pass the LM head at once.
     """
 
     def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, dtype: jnp.dtype, logits_chunk: int):
         self.mesh = mesh
 
-        def score(params: Params, batch: TokenBatch, temperature: Array) -> Array:
-            decoder = definition.bind(params)
+        def score(params: Params, rows: TokenBatch, temperature: Array) -> Array:
+            logprobs, _ = row_logprobs(
+                definition.bind(params),
+                rows,
+                temperature=temperature,
+                dtype=dtype,
+                remat="none",
+                logits_chunk=logits_chunk,
+            )
+            return logprobs
 
-            def micro_batch(rows: TokenBatch) -> Array:
-                logprobs, _ = row_logprobs(
-                    decoder, rows, temperature=temperature, dtype=dtype, remat="none", logits_chunk=logits_chunk
-                )
-                return logprobs
+        def scan(params: Params, stacked: TokenBatch, temperature: Array) -> Array:
+            return jax.lax.map(lambda rows: score(params, rows, temperature), stacked)
 
-            return jax.lax.map(micro_batch, batch)
-
-        self._score = jax.jit(score, out_shardings=row_sharding(mesh, row_dim=1))
+        self._score = jax.jit(score, out_shardings=row_sharding(mesh))
+        self._scan = jax.jit(scan, out_shardings=row_sharding(mesh, row_dim=1))
 
     def logprobs(
-        self, params: Params, samples: Sequence[Sample], *, temperature: float, rows_per_device: int
+        self, params: Params, samples: Sequence[Sample], plan: Plan, *, temperature: float, run: Pass | None = None
     ) -> list[Float32[np.ndarray, "C"]]:
         """One array per sample: log_softmax(logits / temperature) of each completion token.
 
-        `temperature` is the sampler's; 1 for greedy samples. Rows go in fixed micro-batches of
-        `rows_per_device` a device; the result does not depend on it.
+        `temperature` is the sampler's; 1 for greedy samples. The result does not depend on how `plan` cuts the samples.
+
+        Args:
+            plan: this host's; every host's has as many micro-batches of the same shapes.
+            run: `one_by_one` or `scanned`.
         """
-        shape = common_row_shape(samples)
-        plan = plan_micro_batches(len(samples), self.mesh, rows_per_device=rows_per_device)
-        batch = to_global(self.mesh, pack_tokens(samples, plan, shape), row_dim=1)
+        batches = [pack_tokens(samples, micro_batch) for micro_batch in plan.micro_batches]
         with jax.set_mesh(self.mesh):
-            scored = self._score(params, batch, jnp.float32(temperature or 1.0))
-        return unpack_per_token(to_local(scored, row_dim=1), samples, plan)
+            packed = (run or self.one_by_one)(params, batches, jnp.float32(temperature or 1.0))
+        return unpack_per_token(packed, samples, plan)
+
+    def one_by_one(self, params: Params, batches: Sequence[TokenBatch], temperature: Array) -> list[np.ndarray]:
+        """Micro-batches in a Python loop, through one program for each of their shapes. They are fetched at the end."""
+        scored = [self._score(params, to_global(self.mesh, batch), temperature) for batch in batches]
+        return [to_local(logprobs) for logprobs in scored]
+
+    def scanned(self, params: Params, batches: Sequence[TokenBatch], temperature: Array) -> list[np.ndarray]:
+        """Micro-batches of one shape in one `lax.map`, one program for so many of them."""
+        stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
+        scored = self._scan(params, to_global(self.mesh, stacked, row_dim=1), temperature)
+        return list(to_local(scored, row_dim=1))

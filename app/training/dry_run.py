@@ -10,7 +10,7 @@ import jax
 
 from app.batching.plan import Plan
 from app.training.launch import Launch, prepared
-from app.training.memory import LABELS, Held, Shapes, memory_by_phase, rows_per_device, shapes_of, state_bytes
+from app.training.memory import LABELS, Held, Shapes, fullest_of, memory_by_phase, rows_per_device, shapes_of, state_bytes
 from app.training.metrics import device_memory_bytes
 from app.training.run_directory import Resume
 from app.training.wiring import Learning, wire_learning, work_of
@@ -19,15 +19,15 @@ from settings import Resolved
 WAYS_OUT = {
     "rollout": "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens",
     "evaluation": "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens",
-    "score": "lower score.rows_per_device",
-    "update": "lower algorithm.rows_per_device, set model.remat: block",
+    "score": "lower score.max_tokens_per_device or model.logits_chunk",
+    "update": "lower algorithm.max_tokens_per_device, set model.remat: block",
 }
 """What makes each phase smaller."""
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """One pass over rows of static shape."""
+    """One pass over rows of static shape, at the longest prompts and completions: the most micro-batches there can be."""
 
     count: int
     rows_per_device: int
@@ -147,7 +147,7 @@ def _generation(sizes: Mapping[str, int]) -> str:
 
 def _passes(batches: MicroBatches) -> str:
     return (
-        f"{batches.count:,} micro-batches of {batches.rows_per_device:,} rows a device, {batches.tokens_per_row:,} "
+        f"at most {batches.count:,} micro-batches of {batches.rows_per_device:,} rows a device, {batches.tokens_per_row:,} "
         "tokens a row"
     )
 
@@ -189,7 +189,9 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
     completion_tokens = samples_per_step * settings.rollout.max_new_tokens
 
     def micro_batches(plan: Plan) -> MicroBatches:
-        return MicroBatches(plan.num_micro_batches, rows_per_device(session, plan), shapes.rows.num_tokens)
+        return MicroBatches(
+            len(plan.micro_batches), rows_per_device(session, plan), fullest_of(plan).shape.num_tokens
+        )
 
     memory = memory_by_phase(session, learning, shapes)
     return DryRun(

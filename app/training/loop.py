@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from app.flow import Prompt, Sample
-from app.mesh.placement import max_over_hosts, sum_over_hosts
+from app.batching.micro_batches import scoring_metrics
+from app.mesh.placement import max_over_hosts, sum_over_hosts, to_device_memory, to_host_memory
 from app.policy.decoder import Params
 from app.prompts.order import PromptOrder, host_slice
 from app.reward.plugin import Moment
@@ -35,6 +36,7 @@ from app.training.step_traces import StepTraces
 from app.training.summary import summary_text
 from app.training.wiring import Learning, wire_learning, work_of
 from app.update.optimizer import TrainState, initial_state
+from app.update.updater import split_by_group
 from settings import Resolved, Settings
 
 
@@ -67,7 +69,7 @@ class Trainer:
     learning: Learning
     prompts: Sequence[Prompt]
     reference: Params | None
-    """Frozen weights of the KL penalty; None, and no memory, when `algorithm.beta` is 0."""
+    """Frozen weights of the KL penalty, maybe in the hosts' memory; None, and no memory, when `algorithm.beta` is 0."""
     rewards: Rewards
 
     def step(
@@ -88,13 +90,14 @@ class Trainer:
             timer.board.tell(scored.notices)
             _check_rewards(scored)
         with timer.phase("score"):
-            samples = self.score(state.params, scored.samples)
+            samples, scoring = self.score(state.params, scored.samples, timer)
         with timer.phase("advantage"):
             samples = self.credit(samples)
         with timer.phase("update"):
             temperature = settings.rollout.temperature
             state, metrics = self.learning.updater.update(state, samples, temperature=temperature)
-        return state, samples, {**sample_metrics(samples, self.rewards.names), **reward_counts(scored), **metrics}
+        metrics = {**sample_metrics(samples, self.rewards.names), **reward_counts(scored), **scoring, **metrics}
+        return state, samples, metrics
 
     def take_prompts(self, position: int) -> list[Prompt]:
         """This host's prompts of the step that starts at a position of the global order."""
@@ -108,12 +111,26 @@ class Trainer:
         """Over all hosts."""
         return self.settings.rollout.prompts_per_step * jax.process_count()
 
-    def score(self, params: Params, samples: list[Sample]) -> list[Sample]:
-        """The samples with the logprobs that the step needs before its updates."""
-        weights = {"policy": params, "reference": self.reference}
+    def score(
+        self, params: Params, samples: list[Sample], timer: Timer
+    ) -> tuple[list[Sample], dict[str, float]]:
+        """The samples with the logprobs that the step needs before its updates, and the metrics of the passes.
+
+        Cut like the update: mini-batch by mini-batch, so that with equal quotas both see the same rows.
+        """
+        metrics: dict[str, float] = {}
         for role in self.settings.scored_roles:
-            samples = self.session.score(weights[role], samples, role)
-        return samples
+            cuts, scored = [], []
+            with timer.phase(f"score_{role}"), closing(CompilationCounter()) as compilations:
+                weights = params if role == "policy" else to_device_memory(self.reference)
+                for mini_batch in split_by_group(samples, self.settings.num_mini_batches):
+                    part, cut = self.session.score(weights, mini_batch, role, cut=self.learning.cuts[role])
+                    scored += part
+                    cuts.append(cut)
+                del weights
+            samples = scored
+            metrics |= {**scoring_metrics(role, cuts), f"perf/score_{role}_compilations": compilations.take()}
+        return samples, metrics
 
     def credit(self, samples: list[Sample]) -> list[Sample]:
         """Advantages among the samples that have a reward.
@@ -176,7 +193,7 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     compilations = stack.enter_context(closing(CompilationCounter()))
     checkpoints = stack.enter_context(closing(_open_checkpoints(launch, learning)))
     state, progress = _open_state(checkpoints, launch, learning)
-    reference = _reference(state, progress, session) if "reference" in settings.scored_roles else None
+    reference = _reference(state, progress, session)
     trainer = Trainer(settings, session, learning, launch.input.prompts, reference, launch.rewards)
     work = work_of(settings, session.input.definition)
     board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
@@ -264,8 +281,12 @@ def _open_journal(launch: Launch, progress: Progress) -> Journal | NoJournal:
     return Journal(launch.run, launch.resolved, last_step=progress.step or None, wandb_id=progress.wandb_id)
 
 
-def _reference(state: TrainState, progress: Progress, session: Session) -> Params:
+def _reference(state: TrainState, progress: Progress, session: Session) -> Params | None:
     """The weights of `model.path`: a fresh state still holds them, a restored one has moved on."""
+    if "reference" not in session.settings.scored_roles:
+        return None
+    if session.settings.score.reference.offload:
+        return to_host_memory(session.load_params() if progress.step else state.params)
     return session.load_params() if progress.step else jax.tree.map(jnp.copy, state.params)
 
 

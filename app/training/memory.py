@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from app.batching.micro_batches import plan_micro_batches, row_shape
-from app.batching.pack import RowShape, TokenBatch
-from app.batching.plan import Plan
+from app.batching.micro_batches import Cutter
+from app.batching.pack import TokenBatch
+from app.batching.plan import Lengths, MicroBatch, Plan, RowShape
 from app.batching.row_logprobs import row_logprobs
 from app.flow import Prompt
 from app.mesh.axis_rules import partition_spec
@@ -55,10 +56,8 @@ class Shapes:
 
     rollout: BatchShape
     evaluation: BatchShape | None
-    rows: RowShape
-    """Of scoring and update."""
-    scores: dict[str, Plan]
-    """By role."""
+    scores: dict[ScoredRole, Plan]
+    """By role, of the samples of one optimizer step; each host's has the same shapes."""
     update: Plan
     """Of one optimizer step."""
 
@@ -67,7 +66,6 @@ def shapes_of(session: Session, learning: Learning, prompts: Sequence[Prompt], h
     """The shapes of a run over these prompts, alike on every host."""
     settings, mesh = session.settings, session.mesh
     rollout = settings.rollout
-    num_samples = rollout.prompts_per_step * rollout.group_size
 
     def generation(prompts: Sequence[Prompt], *, num_prompts: int, group_size: int) -> BatchShape:
         return session.engine.batch_shape(
@@ -77,8 +75,15 @@ def shapes_of(session: Session, learning: Learning, prompts: Sequence[Prompt], h
             max_new_tokens=rollout.max_new_tokens,
         )
 
-    def scoring(role: ScoredRole) -> Plan:
-        return plan_micro_batches(num_samples, mesh, rows_per_device=settings.score.rows_of(role))
+    groups = np.arange(rollout.prompts_per_step // settings.num_mini_batches).repeat(rollout.group_size)
+    fullest = Lengths(
+        prompts=np.full_like(groups, longest(prompts)),
+        completions=np.full_like(groups, rollout.max_new_tokens),
+        prompt_numbers=groups,
+    )
+
+    def plan(cut: Cutter) -> Plan:
+        return cut.plan([fullest] * jax.process_count(), num_local_row_shards(mesh))[0]
 
     return Shapes(
         rollout=generation(prompts, num_prompts=rollout.prompts_per_step, group_size=rollout.group_size),
@@ -87,11 +92,8 @@ def shapes_of(session: Session, learning: Learning, prompts: Sequence[Prompt], h
             if held_out
             else None
         ),
-        rows=row_shape(longest(prompts) + rollout.max_new_tokens, rollout.max_new_tokens),
-        scores={role: scoring(role) for role in settings.scored_roles},
-        update=plan_micro_batches(
-            num_samples // settings.num_mini_batches, mesh, rows_per_device=learning.updater.rows_per_device
-        ),
+        scores={role: plan(cut) for role, cut in learning.cuts.items()},
+        update=plan(learning.updater.cut),
     )
 
 
@@ -103,19 +105,20 @@ def memory_by_phase(session: Session, learning: Learning, shapes: Shapes) -> dic
     if session.mesh.devices.flat[0].platform == "cpu":
         # It is copied into the host's memory, which here is the device's, and written while steps go on.
         always["checkpoint"] = state_bytes(learning) // jax.device_count()
-    if "reference" in session.settings.scored_roles:
-        always["reference"] = weights
+    reference = {"reference": weights} if "reference" in session.settings.scored_roles else {}
+    if not session.settings.score.reference.offload:
+        always |= reference
     phases: dict[str, Held] = {"rollout": {**always, **_generating(session, shapes.rollout)}}
     if shapes.evaluation is not None:
         phases["evaluation"] = {**always, **_generating(session, shapes.evaluation)}
     if shapes.scores:
-        fullest = max(shapes.scores.values(), key=lambda plan: plan.rows_per_micro_batch)
-        phases["score"] = {**always, **_scoring(session, fullest, shapes.rows)}
+        passes = [_scoring(session, plan) for plan in shapes.scores.values()]
+        phases["score"] = {**always, **reference, **max(passes, key=lambda held: sum(held.values()))}
     phases["update"] = {
         **always,
         "gradients": weights,
         "micro_batch_gradients": weights,
-        **_updating(session, shapes.update, shapes.rows),
+        **_updating(session, shapes.update),
     }
     return phases
 
@@ -137,28 +140,31 @@ def _generating(session: Session, shape: BatchShape) -> Held:
     }
 
 
-def _scoring(session: Session, plan: Plan, shape: RowShape) -> Held:
-    rows = rows_per_device(session, plan)
-    return {
-        "logits": _chunk(session, rows, shape),
-        "activations": _of_one_block(session, rows, shape),
-    }
+def _scoring(session: Session, plan: Plan) -> Held:
+    rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
+    return {"logits": _chunk(session, rows, shape), "activations": _of_one_block(session, rows, shape)}
 
 
-def _updating(session: Session, plan: Plan, shape: RowShape) -> Held:
-    rows = rows_per_device(session, plan)
+def _updating(session: Session, plan: Plan) -> Held:
+    rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
     kept = saved_bytes(session, rows, shape, remat=session.settings.model.remat)
     # The backward pass works on one block at a time, computed again or not.
     return {"logits": _chunk(session, rows, shape), "activations": kept + _of_one_block(session, rows, shape)}
 
 
+def fullest_of(plan: Plan) -> MicroBatch:
+    """The micro-batch with the most token positions."""
+    return max(plan.micro_batches, key=lambda one: len(one.rows) * one.shape.num_tokens)
+
+
 def rows_per_device(session: Session, plan: Plan) -> int:
-    """Rows of a micro-batch on each device."""
-    return plan.rows_per_micro_batch // num_local_row_shards(session.mesh)
+    """Rows of the fullest micro-batch on each device."""
+    return len(fullest_of(plan).rows) // num_local_row_shards(session.mesh)
 
 
 def _chunk(session: Session, rows: int, shape: RowShape) -> int:
-    num_tokens = min(session.settings.model.logits_chunk, shape.num_completion_tokens)
+    of_a_row = max(1, session.settings.model.logits_chunk // rows)
+    num_tokens = min(of_a_row, shape.num_completion_tokens)
     return _logits(session, rows * num_row_shards(session.mesh), num_tokens=num_tokens)
 
 
@@ -184,7 +190,7 @@ def saved_bytes(session: Session, rows: int, shape: RowShape, *, remat: str) -> 
         tokens = jax.ShapeDtypeStruct((rows, shape.num_tokens), jnp.int32)
         targets = jax.ShapeDtypeStruct((rows, shape.num_completion_tokens), jnp.int32)
         mask = jax.ShapeDtypeStruct(targets.shape, jnp.bool)
-        batch = TokenBatch(tokens, tokens, tokens, score_index=targets, targets=targets, mask=mask)
+        batch = TokenBatch(tokens, tokens, tokens, tokens, score_index=targets, targets=targets, mask=mask)
 
         def backward(params: Params, batch: TokenBatch) -> Callable[..., Any]:
             def forward(params: Params) -> tuple[Array, Array]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from app.batching.micro_batches import Cut, Cutter
 from app.flow import Prompt, Sample
 from app.mesh import placement, topology
 from app.policy.architecture import Architecture
@@ -121,12 +122,18 @@ class Session:
             first_group_id=first_group_id,
         )
 
-    def score(self, params: Params, samples: Sequence[Sample], role: ScoredRole) -> list[Sample]:
-        """The samples with the logprobs of the role whose weights these are."""
+    def score(
+        self, params: Params, samples: Sequence[Sample], role: ScoredRole, *, cut: Cutter
+    ) -> tuple[list[Sample], Cut]:
+        """The samples with the logprobs of the role whose weights these are, and how they were cut for it."""
+        pieces = cut(samples, self.mesh)
+        scanned = self.settings.score.of(role).strategy == "scan"
         logprobs = self.scorer.logprobs(
             params,
             samples,
+            pieces.own,
             temperature=self.settings.rollout.temperature,
-            rows_per_device=self.settings.score.rows_of(role),
+            run=self.scorer.scanned if scanned else self.scorer.one_by_one,
         )
-        return [replace(s, **{f"{role}_logprobs": x}) for s, x in zip(samples, logprobs, strict=True)]
+        scored = [replace(s, **{f"{role}_logprobs": x}) for s, x in zip(samples, logprobs, strict=True)]
+        return scored, pieces

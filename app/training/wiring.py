@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +12,23 @@ import jax.numpy as jnp
 import optax
 
 from app.advantage.group import ADVANTAGES, credit_by_group, penalised_rewards, task_rewards
+from app.batching.micro_batches import Cutter
 from app.flow import Sample
 from app.mesh.placement import num_local_row_shards
 from app.policy.decoder import DecoderDefinition
+from app.training.cutting import longest_sample, wire_role, wire_update
 from app.training.metrics import Work
 from app.training.session import Session
 from app.update.aggregation import aggregations
 from app.update.kl import ESTIMATORS, Estimator
 from app.update.objective import PolicyLoss, make_objective, own_logprobs, scored_logprobs
 from app.update.optimizer import TrainState, make_optimizer, make_schedule, state_shardings
-from app.update.step import make_update_step
+from app.update.step import UpdateStep
 from app.update.surrogate import SurrogateLoss, clipped_surrogate, dual_clipped_surrogate
 from app.update.updater import Updater
 from settings import Settings
 from settings.errors import InputError
-from settings.schema import Algorithm
+from settings.schema import Algorithm, ScoredRole
 
 Credit = Callable[[Sequence[Sample]], list[Sample]]
 """Samples -> the same with their advantages."""
@@ -37,6 +39,8 @@ class Learning:
     """The update room, wired for one run."""
 
     credit: Credit
+    cuts: Mapping[ScoredRole, Cutter]
+    """How the samples that a role scores are cut."""
     updater: Updater
     optimizer: optax.GradientTransformation
     shapes: TrainState
@@ -60,14 +64,18 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
         logits_chunk=model.logits_chunk,
     )
     updater = Updater(
-        make_update_step(objective, optimizer, schedule, shardings),
+        UpdateStep(objective, optimizer, schedule, shardings),
         session.mesh,
+        cut=wire_update(settings, session.input.architecture),
         aggregation=aggregations(max_new_tokens=settings.rollout.max_new_tokens)[algorithm.loss_aggregation],
         num_mini_batches=settings.num_mini_batches,
         epochs=algorithm.epochs,
-        rows_per_device=algorithm.rows_per_device,
     )
-    return Learning(wire_credit(algorithm), updater, optimizer, shapes, shardings)
+    longest = longest_sample(settings)
+    cuts = {
+        role: wire_role(settings, role, session.input.architecture, longest=longest) for role in settings.scored_roles
+    }
+    return Learning(wire_credit(algorithm), cuts, updater, optimizer, shapes, shardings)
 
 
 def wire_credit(algorithm: Algorithm) -> Credit:

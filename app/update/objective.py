@@ -20,18 +20,18 @@ from app.update.surrogate import SurrogateLoss
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class UpdateBatch:
-    """Micro-batches of one optimizer step. Per-token fields stand beside the targets of `tokens`."""
+    """One micro-batch of an optimizer step. Per-token fields stand beside the targets of `tokens`."""
 
     tokens: TokenBatch
-    behavior_logprobs: Float32[HostOrDevice, "M R C"]
-    advantages: Float32[HostOrDevice, "M R C"]
-    loss_weights: Float32[HostOrDevice, "M R C"]
+    behavior_logprobs: Float32[HostOrDevice, "R C"]
+    advantages: Float32[HostOrDevice, "R C"]
+    loss_weights: Float32[HostOrDevice, "R C"]
     """What each token's loss counts in the sum; see `app.update.aggregation`."""
-    token_weights: Float32[HostOrDevice, "M R C"]
+    token_weights: Float32[HostOrDevice, "R C"]
     """1 / (tokens of the step) on tokens the policy wrote: sums of it are means for the metrics."""
-    policy_logprobs: Float32[HostOrDevice, "M R C"] | None
+    policy_logprobs: Float32[HostOrDevice, "R C"] | None
     """None when the step has one update: its own logprobs are then the proximal ones."""
-    reference_logprobs: Float32[HostOrDevice, "M R C"] | None
+    reference_logprobs: Float32[HostOrDevice, "R C"] | None
     """None when there is no KL penalty, in the loss or in the reward."""
 
 

@@ -1,74 +1,103 @@
-"""One optimizer step: gradients summed over micro-batches, one guarded AdamW update, one program."""
+"""One optimizer step: gradients added up over micro-batches, then one guarded AdamW update."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from app.policy.decoder import Params
 from app.update.objective import LossParts, Objective, UpdateBatch
 from app.update.optimizer import TrainState
 
-UpdateStep = Callable[[TrainState, UpdateBatch, Array], tuple[TrainState, dict[str, Array]]]
+
+class Accumulated(NamedTuple):
+    """What the micro-batches of an optimizer step have added up to so far; float32."""
+
+    gradients: Params
+    parts: LossParts
 
 
-def make_update_step(
-    objective: Objective,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
-    shardings: TrainState,
-) -> UpdateStep:
-    """(state, micro-batches, temperature) -> (new state, metrics). The old state's memory is reused.
+class UpdateStep:
+    """(state, micro-batches, temperature) -> (new state, metrics).
 
-    A step whose loss or gradient is not finite changes no weight and no moment; it is counted.
+    Micro-batches go one by one through a program that is compiled once for each of their shapes, however many there
+    are. The memory of the old state and of the sums is reused.
     """
 
-    def step(state: TrainState, batch: UpdateBatch, temperature: Array) -> tuple[TrainState, dict[str, Array]]:
-        gradients, parts = accumulate(objective, state, batch, temperature)
-        gradient_norm = optax.tree.norm(gradients)
-        finite = jnp.isfinite(gradient_norm) & jnp.isfinite(parts.sums["loss"])
-        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        rate = schedule(state.num_updates)
+    def __init__(
+        self,
+        objective: Objective,
+        optimizer: optax.GradientTransformation,
+        schedule: optax.Schedule,
+        shardings: TrainState,
+    ):
+        sums = Accumulated(shardings.params, shardings.num_updates)  # pyright: ignore[reportArgumentType]
 
-        def guarded(new: Array, old: Array) -> Array:
-            return jnp.where(finite, new, old)
+        def zeros(params: Params) -> Accumulated:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), Accumulated(params, self._parts))
 
-        new_state = TrainState(
-            params=jax.tree.map(guarded, params, state.params),
-            optimizer=jax.tree.map(guarded, moments, state.optimizer),
-            num_updates=state.num_updates + finite,
-            nonfinite_in_a_row=jnp.where(finite, 0, state.nonfinite_in_a_row + 1),
-            nonfinite_total=state.nonfinite_total + ~finite,
-        )
-        metrics = {
-            **parts.sums,
-            **parts.maxima,
-            "policy/grad_norm": gradient_norm,
-            "policy/learning_rate": rate,
-            "policy/nonfinite_updates": new_state.nonfinite_total,
-            "policy/nonfinite_in_a_row": new_state.nonfinite_in_a_row,
-        }
-        return new_state, metrics
+        def add(total: Accumulated, params: Params, batch: UpdateBatch, temperature: Array) -> Accumulated:
+            (_, parts), gradients = jax.value_and_grad(objective, has_aux=True)(params, batch, temperature)
+            return Accumulated(jax.tree.map(jnp.add, total.gradients, gradients), total.parts + parts)
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+        def apply(state: TrainState, total: Accumulated) -> tuple[TrainState, dict[str, Array]]:
+            return apply_gradients(state, total, optimizer, schedule)
+
+        self._objective = objective
+        self._parts: LossParts | None = None
+        self._zeros = jax.jit(zeros, out_shardings=sums)
+        self._add = jax.jit(add, donate_argnums=0, out_shardings=sums)
+        self._apply = jax.jit(apply, donate_argnums=(0, 1), out_shardings=(shardings, None))
+
+    def __call__(
+        self, state: TrainState, micro_batches: Sequence[UpdateBatch], temperature: Array
+    ) -> tuple[TrainState, dict[str, Array]]:
+        return self._apply(state, self.accumulate(state.params, micro_batches, temperature))
+
+    def accumulate(self, params: Params, micro_batches: Sequence[UpdateBatch], temperature: Array) -> Accumulated:
+        """Gradient of the sum of all micro-batch losses, one micro-batch's activations in memory at a time."""
+        if self._parts is None:
+            self._parts = jax.eval_shape(self._objective, params, micro_batches[0], temperature)[1]
+        total = self._zeros(params)
+        for batch in micro_batches:
+            total = self._add(total, params, batch, temperature)
+        return total
 
 
-def accumulate(
-    objective: Objective, state: TrainState, batch: UpdateBatch, temperature: Array
-) -> tuple[dict, LossParts]:
-    """Gradient of the sum of all micro-batch losses, in float32, one micro-batch in memory at a time."""
-    gradient = jax.value_and_grad(objective, has_aux=True)
+def apply_gradients(
+    state: TrainState, total: Accumulated, optimizer: optax.GradientTransformation, schedule: optax.Schedule
+) -> tuple[TrainState, dict[str, Array]]:
+    """The state after one update, and the step's metrics.
 
-    def add(total: tuple[dict, LossParts], micro_batch: UpdateBatch) -> tuple[tuple[dict, LossParts], None]:
-        (_, parts), gradients = gradient(state.params, micro_batch, temperature)
-        return (jax.tree.map(jnp.add, total[0], gradients), total[1] + parts), None
+    Where loss or gradient is not finite, no weight and no moment changes; it is counted.
+    """
+    gradients, parts = total
+    gradient_norm = optax.tree.norm(gradients)
+    finite = jnp.isfinite(gradient_norm) & jnp.isfinite(parts.sums["loss"])
+    updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+    params = optax.apply_updates(state.params, updates)
 
-    first = jax.tree.map(lambda x: x[0], batch)
-    shapes = jax.eval_shape(objective, state.params, first, temperature)[1]
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (state.params, shapes))
-    (gradients, parts), _ = jax.lax.scan(add, zeros, batch)
-    return gradients, parts
+    def guarded(new: Array, old: Array) -> Array:
+        return jnp.where(finite, new, old)
+
+    new_state = TrainState(
+        params=jax.tree.map(guarded, params, state.params),
+        optimizer=jax.tree.map(guarded, moments, state.optimizer),
+        num_updates=state.num_updates + finite,
+        nonfinite_in_a_row=jnp.where(finite, 0, state.nonfinite_in_a_row + 1),
+        nonfinite_total=state.nonfinite_total + ~finite,
+    )
+    metrics = {
+        **parts.sums,
+        **parts.maxima,
+        "policy/grad_norm": gradient_norm,
+        "policy/learning_rate": schedule(state.num_updates),
+        "policy/nonfinite_updates": new_state.nonfinite_total,
+        "policy/nonfinite_in_a_row": new_state.nonfinite_in_a_row,
+    }
+    return new_state, metrics

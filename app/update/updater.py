@@ -26,27 +26,21 @@ class Updater:
     """Feeds credited samples to a compiled update step.
 
     Args:
+        cut: cuts the samples of an optimizer step into micro-batches.
+        aggregation: what each token's loss counts; see `app.update.aggregation`.
         num_mini_batches: optimizer steps per pass over a step's groups.
         epochs: passes.
-        aggregation: what each token's loss counts; see `app.update.aggregation`.
     """
 
     def __init__(
-        self,
-        step: UpdateStep,
-        mesh: Mesh,
-        *,
-        aggregation: Weights,
-        num_mini_batches: int,
-        epochs: int,
-        rows_per_device: int,
+        self, step: UpdateStep, mesh: Mesh, *, cut: Cutter, aggregation: Weights, num_mini_batches: int, epochs: int
     ):
         self.step = step
         self.mesh = mesh
+        self.cut = cut
         self.aggregation = aggregation
         self.num_mini_batches = num_mini_batches
         self.epochs = epochs
-        self.rows_per_device = rows_per_device
 
     def update(
         self, state: TrainState, samples: Sequence[Sample], *, temperature: float
@@ -56,36 +50,38 @@ class Updater:
         Metrics are means over the updates, except maxima, the last learning rate, and those that
         compare with the sampler, which are the first update's.
         """
-        shape = common_row_shape(samples)
-        placed = [self._place(part, shape) for part in split_by_group(samples, self.num_mini_batches)]
+        mini_batches = list(split_by_group(samples, self.num_mini_batches))
+        cuts = [self.cut(mini_batch, self.mesh) for mini_batch in mini_batches]
+        placed = [self._place(*pair) for pair in zip(mini_batches, cuts, strict=True)]
         history = []
-        for batch in placed * self.epochs:
+        for micro_batches in placed * self.epochs:
             with jax.set_mesh(self.mesh):
-                state, metrics = self.step(state, batch, jnp.float32(temperature))
+                state, metrics = self.step(state, micro_batches, jnp.float32(temperature))
             history.append(metrics)
         metrics = summarise([{k: float(v) for k, v in m.items()} for m in jax.device_get(history)])
-        return state, {**metrics, "batching/fill": fill(samples, placed)}
+        return state, {**metrics, **cutting_metrics(cuts)}
 
-    def _place(self, samples: Sequence[Sample], shape: RowShape) -> UpdateBatch:
-        own = Totals.of(samples)
-        totals = Totals(*sum_over_hosts(np.asarray(own)).tolist())
-        plan = plan_micro_batches(len(samples), self.mesh, rows_per_device=self.rows_per_device)
+    def _place(self, samples: Sequence[Sample], cut: Cut) -> list[UpdateBatch]:
+        totals = Totals(*sum_over_hosts(np.asarray(Totals.of(samples))).tolist())
+        return [to_global(self.mesh, self._pack(samples, one, totals)) for one in cut.own.micro_batches]
 
-        def packed(value_of) -> np.ndarray:
-            return pack_per_token(samples, plan, shape, value_of)
+    def _pack(self, samples: Sequence[Sample], micro_batch: MicroBatch, totals: Totals) -> UpdateBatch:
+        def packed(value_of: Callable[[Sample], np.ndarray]) -> np.ndarray:
+            return pack_per_token(samples, micro_batch, value_of)
 
-        batch = UpdateBatch(
-            tokens=pack_tokens(samples, plan, shape),
+        def where_scored(role: str) -> np.ndarray | None:
+            name = f"{role}_logprobs"
+            return None if getattr(samples[0], name) is None else packed(lambda s: getattr(s, name))
+
+        return UpdateBatch(
+            tokens=pack_tokens(samples, micro_batch),
             behavior_logprobs=packed(lambda s: s.behavior_logprobs),
             advantages=packed(lambda s: s.advantages),
             loss_weights=packed(lambda s: self.aggregation(s, totals)),
             token_weights=packed(lambda s: token_mean(s, totals)),
-            policy_logprobs=packed(lambda s: s.policy_logprobs) if samples[0].policy_logprobs is not None else None,
-            reference_logprobs=(
-                packed(lambda s: s.reference_logprobs) if samples[0].reference_logprobs is not None else None
-            ),
+            policy_logprobs=where_scored("policy"),
+            reference_logprobs=where_scored("reference"),
         )
-        return to_global(self.mesh, batch, row_dim=1)
 
 
 def split_by_group(samples: Sequence[Sample], num_parts: int) -> Iterator[list[Sample]]:
