@@ -27,6 +27,7 @@ def check_for_train(resolved: Resolved) -> None:
             _penalty_weighs_something,
             _mini_batches_divide_the_step,
             _longest_sample_fits,
+            _quotas_hold_the_longest_sample,
             _warmup_ends,
             _profiled_steps_are_run,
             _the_best_is_measured,
@@ -128,6 +129,23 @@ def _longest_sample_fits(resolved: Resolved) -> str | None:
         f"{longest} tokens, more than {_named(resolved, 'rollout.max_length_total')}; "
         f"raise that to {longest} (or null){lower}"
     )
+
+
+def _quotas_hold_the_longest_sample(resolved: Resolved) -> str | None:
+    """Of the update and of every role that a step scores, where they are dynamic."""
+    settings = resolved.settings
+    lengths = ("data.max_prompt_length", "rollout.max_new_tokens")
+    longest = sum(value_of(settings, field) for field in lengths)
+    problems = []
+    for scope in ("algorithm", *(f"score.{role}" for role in settings.scored_roles)):
+        quota = value_of(settings, f"{scope}.max_tokens_per_device")
+        if quota is not None and quota < longest:
+            problems.append(
+                f"{_named(resolved, f'{scope}.max_tokens_per_device')} is less than the longest possible sample: "
+                f"{' + '.join(_named(resolved, field) for field in lengths)} = {longest} tokens, and no sample is cut; "
+                f"raise it to {longest} or more, lower one of those, or choose fixed rows with {scope}.rows_per_device"
+            )
+    return "\n".join(problems) or None
 
 
 def _warmup_ends(resolved: Resolved) -> str | None:

@@ -1,22 +1,34 @@
-"""Names of the historic runner, accepted flat in YAML and `--set`, and in upper case in the environment."""
+"""Names of the historic runner and of verl, accepted flat in YAML and `--set`, and in upper case in the environment."""
 
 from __future__ import annotations
 
-HISTORIC: dict[str, str] = {
-    "steps": "run.steps",
-    "training_steps": "run.steps",
-    "batch_size": "rollout.prompts_per_step",
-    "num_pre_q": "rollout.group_size",
-    "max_length_sample": "rollout.max_new_tokens",
-    "max_length_total": "rollout.max_length_total",
-    "global_length": "rollout.prefill_length_min",
-    "mesh_shape": "mesh.shape",
-    "model_path": "model.path",
-    "wandb_project": "logging.wandb_project",
-    "wandb_name": "run.name",
-    "wandb_mode": "logging.wandb_mode",
-    "rollout_logprob_mbs_per_gpu": "score.policy.rows_per_device",
-    "ref_logprob_mbs_per_gpu": "score.reference.rows_per_device",
-    "ppo_mini_batch_size": "algorithm.mini_batch_prompts",
+HISTORIC: dict[str, tuple[str, ...]] = {
+    "steps": ("run.steps",),
+    "training_steps": ("run.steps",),
+    "batch_size": ("rollout.prompts_per_step",),
+    "num_pre_q": ("rollout.group_size",),
+    "max_length_sample": ("rollout.max_new_tokens",),
+    "max_length_total": ("rollout.max_length_total",),
+    "global_length": ("rollout.prefill_length_min",),
+    "mesh_shape": ("mesh.shape",),
+    "model_path": ("model.path",),
+    "wandb_project": ("logging.wandb_project",),
+    "wandb_name": ("run.name",),
+    "wandb_mode": ("logging.wandb_mode",),
+    "rollout_logprob_mbs_per_gpu": ("score.policy.rows_per_device",),
+    "ref_logprob_mbs_per_gpu": ("score.reference.rows_per_device",),
+    "use_dynamic_bsz": ("score.dynamic", "algorithm.dynamic_microbatch"),
+    "log_prob_use_dynamic_bsz": ("score.dynamic",),
+    "ppo_max_token_len_per_gpu": ("algorithm.max_tokens_per_device",),
+    "ppo_infer_max_token_len_per_gpu": ("score.max_tokens_per_device",),
+    "log_prob_max_token_len_per_gpu": ("score.max_tokens_per_device",),
+    "ppo_mini_batch_size": ("algorithm.mini_batch_prompts",),
+    "balance_batch": ("algorithm.balance_batch",),
 }
-"""Historic name -> dotted field."""
+"""Historic name -> dotted fields, which all get its value."""
+
+NOT_BUILT: dict[str, str] = {
+    "forward_max_token_len_per_gpu": "the quota of a critic and a reward model, which are not built yet; "
+    "policy and reference take score.max_tokens_per_device",
+}
+"""Historic name of settings that do not exist yet -> why."""

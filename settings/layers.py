@@ -11,7 +11,7 @@ from typing import Any
 
 from settings.errors import InputError
 from settings.fields import FIELDS, SECTIONS, did_you_mean, is_text, nearest_fields
-from settings.historic import HISTORIC
+from settings.historic import HISTORIC, NOT_BUILT
 from settings.secrets import SECRETS
 from settings.strict_yaml import Node, parse
 
@@ -27,6 +27,8 @@ class Leaf:
     """Provenance: `yaml:FILE:LINE`, `set`, `env:NAME` or `derived`."""
     node: Node | None = None
     """Lines of what is listed in the value; None when derived."""
+    written: str = ""
+    """The name as it was spelled there: `NUM_PRE_Q`; empty when derived."""
 
 
 Layer = dict[str, Leaf]
@@ -76,12 +78,17 @@ def spoken(origin: str) -> str:
 
 def environment_notices(environment: Layer, overrides: Layer) -> list[str]:
     """Lines for stderr: bare historic names in use, and `--set` values that the environment overrides."""
-    notices = []
+    fields_of: dict[str, list[str]] = {}
     for field, leaf in environment.items():
-        name = leaf.origin.removeprefix("env:")
-        instead = f", instead of {overrides[field].value!r} from --set" if field in overrides else ""
-        if instead or not name.startswith(ENV_PREFIX):
-            notices.append(f"environment variable {name} sets {field} to {leaf.value!r}{instead}")
+        fields_of.setdefault(leaf.written, []).append(field)
+    notices = []
+    for name, fields in fields_of.items():
+        lost = {field: repr(overrides[field].value) for field in fields if field in overrides}
+        if lost or not name.startswith(ENV_PREFIX):
+            values = [lost[field] if len(fields) == 1 else f"{field} {lost[field]}" for field in lost]
+            instead = f", instead of {' and '.join(values)} from --set" if lost else ""
+            value = environment[fields[0]].value
+            notices.append(f"environment variable {name} sets {' and '.join(fields)} to {value!r}{instead}")
     return notices
 
 
@@ -131,14 +138,14 @@ def _layer(entries: Iterable[_Entry]) -> Layer:
     layer: dict[str, tuple[_Entry, Leaf]] = {}
     problems = []
     for entry in entries:
-        field = HISTORIC.get(entry.name, entry.name)
-        if field not in FIELDS:
-            problems.append(_unknown(entry))
-        elif field in layer:
-            first, _ = layer[field]
-            problems.append(f"{field} is set twice: {_source(first)} and {_source(entry)}; keep one of them")
-        else:
-            layer[field] = entry, Leaf(_value(entry.node, field), entry.origin, entry.node)
+        for field in HISTORIC.get(entry.name, (entry.name,)):
+            if field not in FIELDS:
+                problems.append(_unknown(entry))
+            elif field in layer:
+                first, _ = layer[field]
+                problems.append(f"{field} is set twice: {_source(first)} and {_source(entry)}; keep one of them")
+            else:
+                layer[field] = entry, Leaf(_value(entry.node, field), entry.origin, entry.node, entry.written)
     if problems:
         raise InputError("\n".join(problems))
     return {field: leaf for field, (_, leaf) in layer.items()}
@@ -161,4 +168,6 @@ def _unknown(entry: _Entry) -> str:
         return f"{_source(entry)} is a section of settings; set what is in it, such as {inside}"
     if entry.name.upper() in SECRETS:
         return f"{_source(entry)} is a secret; it belongs in the environment or a .env as {entry.name.upper()}"
+    if entry.name in NOT_BUILT:
+        return f"unknown setting {_source(entry)}: {NOT_BUILT[entry.name]}"
     return f"unknown setting {_source(entry)}{did_you_mean(nearest_fields(entry.name))}"

@@ -25,6 +25,7 @@ from settings.layers import (
     spoken,
     yaml_layer,
 )
+from settings.micro_batching import settle
 from settings.papers import KL_ESTIMATORS, PAPERS
 from settings.printing import to_yaml
 from settings.schema import HISTORIC_PROMPT_ALLOWANCE, Algorithm, Settings
@@ -63,11 +64,12 @@ def load(config: str | None, overrides: Sequence[str], environ: Mapping[str, str
     in_environment = environment_layer(environ)
     layers = [in_environment, in_set, in_yaml]
     given = _validated(layers)
-    layers.insert(0, _derived(given, _provenance(layers), config_stem=file.stem))
+    micro_batching, notices = settle(layers)
+    layers.insert(0, micro_batching | _derived(given, _provenance(layers), config_stem=file.stem))
     return Resolved(
         settings=_validated(layers),
         provenance=_provenance(layers),
-        notices=tuple(environment_notices(in_environment, in_set)),
+        notices=(*environment_notices(in_environment, in_set), *notices),
     )
 
 
@@ -95,7 +97,6 @@ def _derived(given: Settings, provenance: Mapping[str, str], *, config_stem: str
     """Values for fields left null: from other settings alone, never from a device or a model file."""
     rollout, data = given.rollout, given.data
     prompt_allowance = max(HISTORIC_PROMPT_ALLOWANCE, data.max_prompt_length)
-    inherited = Leaf(given.score.rows_per_device, provenance["score.rows_per_device"])
     layer: Layer = {}
     if given.run.name is None:
         layer["run.name"] = Leaf(f"{_as_run_name(config_stem)}-seed{given.run.seed}", "derived")
@@ -106,10 +107,6 @@ def _derived(given: Settings, provenance: Mapping[str, str], *, config_stem: str
         layer["data.eval_split"] = Leaf("test", "derived")
     if rollout.max_length_total is None:
         layer["rollout.max_length_total"] = Leaf(rollout.max_new_tokens + prompt_allowance, "derived")
-    if given.score.policy.rows_per_device is None:
-        layer["score.policy.rows_per_device"] = inherited
-    if given.score.reference.rows_per_device is None:
-        layer["score.reference.rows_per_device"] = inherited
     # No evaluation, said later than what it should measure: that choice wins.
     if given.eval.every_steps == 0 and place(provenance["eval.every_steps"]) > place(
         provenance["checkpoint.best_metric"]

@@ -1,8 +1,8 @@
 """Every setting of the program: its name, type, default, bounds and meaning.
 
-One class per section, in the order a step uses them; the reward's is in `settings.reward_section`. Types are strict: no
-setting takes a boolean for a number, `1e3` for an integer or a quoted number for a number. Checks that need two fields
-live in `settings.checks`; checks that need a model file or a device live with whoever opens it.
+One class per section, in the order a step uses them; those of reward and score are in modules of their own. Types are
+strict: no setting takes a boolean for a number, `1e3` for an integer or a quoted number for a number. Checks that need
+two fields live in `settings.checks`; checks that need a model file or a device live with whoever opens it.
 This module imports neither jax nor numpy: `--print-config` and `--help` must answer at once.
 """
 
@@ -15,8 +15,11 @@ from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from settings.reward_section import Reward
+from settings.score_section import MAX_QUOTA, Score, ScoredRole
 from settings.section import Section
 
+MAX_NUM_MICRO_BATCHES = 4096
+"""That somebody may ask for: empty ones are computed, too."""
 HISTORIC_PROMPT_ALLOWANCE = 128
 """The historic runner's `max_length_total` left this many tokens for the prompt."""
 
@@ -73,9 +76,10 @@ class Model(Section):
         "Each takes less memory than the one before.",
     )
     logits_chunk: int = Field(
-        default=128,
+        default=1024,
         ge=1,
-        description="Tokens of a row that pass the LM head at once when scoring and training.",
+        description="Tokens of each device that pass the LM head at once when scoring and training. Lower it when "
+        "logits (this x vocabulary x 4 bytes) fill the memory.",
     )
 
 
@@ -138,26 +142,30 @@ class Rollout(Section):
     )
 
 
-ScoredRole = Literal["policy", "reference"]
-"""Whose logprobs a sample may be given."""
-
-
-class ScoreRole(Section):
-    rows_per_device: int | None = Field(
-        default=None,
-        ge=1,
-        description="Rows of a scoring micro-batch on each device; `score.rows_per_device` when null.",
+class Batching(Section):
+    share_prompts: bool = Field(
+        default=True,
+        description="Pack the prompt of a group once, with its completions behind it: the same numbers from fewer tokens. "
+        "False only to compare.",
     )
-
-
-class Score(Section):
-    rows_per_device: int = Field(default=8, ge=1, description="Rows of a scoring micro-batch on each device.")
-    policy: ScoreRole = ScoreRole()
-    reference: ScoreRole = ScoreRole()
-
-    def rows_of(self, role: ScoredRole) -> int:
-        """Rows of the role's micro-batch on each device."""
-        return getattr(self, role).rows_per_device or self.rows_per_device
+    packing: Literal["best_fit", "karmarkar_karp"] = Field(
+        default="best_fit",
+        description="How samples find their rows: the fullest row that still has room, which packs tighter, or verl's "
+        "largest differencing, which evens out the rows.",
+    )
+    min_num_micro_batches: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_NUM_MICRO_BATCHES,
+        description="Fewest dynamic micro-batches of a pass; more than needed are filled up with empty rows. Raise it "
+        "only to see that nothing depends on it.",
+    )
+    num_micro_batches_divisible_by: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_NUM_MICRO_BATCHES,
+        description="Dynamic micro-batches of a pass are rounded up to a multiple of this, as pipelines ask for.",
+    )
 
 
 class Algorithm(Section):
@@ -200,10 +208,28 @@ class Algorithm(Section):
         ge=1,
         description="Prompts of one optimizer step, per host; all of the step's when null.",
     )
-    rows_per_device: int = Field(
-        default=8,
+    dynamic_microbatch: bool | None = Field(
+        default=None,
+        description="Cut an optimizer step by a token quota into packed rows (true) or into fixed rows, one sample each "
+        "(false); gradients accumulate either way. Derived when null: as the next two say, true where they are silent.",
+    )
+    max_tokens_per_device: int | None = Field(
+        default=16384,
         ge=1,
-        description="Rows of an update micro-batch on each device; gradients accumulate over them.",
+        le=MAX_QUOTA,
+        description="Token quota of an update micro-batch on each device, at least one whole sample; chooses dynamic. "
+        "Lower it when memory runs out, raise it while devices are idle. Scoring takes it, too, unless told otherwise.",
+    )
+    rows_per_device: int | None = Field(
+        default=None,
+        ge=1,
+        description="Samples of a fixed update micro-batch on each device; chooses fixed. It must divide the samples of "
+        "an optimizer step on a device. Derived when null and fixed: 8.",
+    )
+    balance_batch: bool = Field(
+        default=True,
+        description="Deal packed rows to the devices so that their FLOPs are even; mini-batches keep their samples. "
+        "False only to compare.",
     )
 
     @property
@@ -300,6 +326,7 @@ class Settings(BaseSettings):
     data: Data = Data()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
+    batching: Batching = Batching()
     score: Score = Score()
     algorithm: Algorithm = Algorithm()
     optimizer: Optimizer = Optimizer()

@@ -33,6 +33,8 @@ from settings.schema import Algorithm, ScoredRole
 Credit = Callable[[Sequence[Sample]], list[Sample]]
 """Samples -> the same with their advantages."""
 
+NEED_NOT_DIVIDE = "algorithm.dynamic_microbatch: true"
+
 
 @dataclass(frozen=True)
 class Learning:
@@ -122,19 +124,38 @@ def work_of(settings: Settings, definition: DecoderDefinition) -> Work:
 
 
 def check_rows(settings: Settings, session: Session) -> None:
-    """Raises InputError where a host's samples do not fill its devices evenly; names the nearest counts that do."""
+    """Whether fixed update micro-batches come out even on every device; packed ones are filled up with empty rows.
+
+    Raises: InputError naming the nearest values that do.
+    """
+    algorithm, group_size = settings.algorithm, settings.rollout.group_size
+    if algorithm.dynamic_microbatch:
+        return
     devices = num_local_row_shards(session.mesh)
-    group_size = settings.rollout.group_size
+    mini_batch_prompts = settings.rollout.prompts_per_step // settings.num_mini_batches
     for field, prompts in (
         ("rollout.prompts_per_step", settings.rollout.prompts_per_step),
-        ("algorithm.mini_batch_prompts", settings.rollout.prompts_per_step // settings.num_mini_batches),
+        ("algorithm.mini_batch_prompts", mini_batch_prompts),
     ):
         if prompts * group_size % devices != 0:
             fitting = [n for n in range(1, prompts + devices + 1) if n * group_size % devices == 0]
-            below = [n for n in fitting if n < prompts][-1:]
-            above = [n for n in fitting if n > prompts][:1]
             raise InputError(
                 f"{field}: {prompts} prompts x rollout.group_size {group_size} = {prompts * group_size} samples do not "
                 f"divide over the {devices} devices of a host (mesh.shape {settings.mesh.shape}); the nearest values "
-                f"of {field} that fit: {' or '.join(map(str, below + above))}"
+                f"of {field} that fit: {_nearest(fitting, prompts)}; with {NEED_NOT_DIVIDE} any does"
             )
+    samples, rows = mini_batch_prompts * group_size // devices, algorithm.rows_per_device
+    assert rows is not None
+    if samples % rows != 0:
+        fitting = [n for n in range(1, samples + 1) if samples % n == 0]
+        raise InputError(
+            f"algorithm.rows_per_device: {rows} does not divide the {samples} samples of an optimizer step on each "
+            f"device ({mini_batch_prompts} prompts x rollout.group_size {group_size} over {devices} devices); the "
+            f"nearest that do: {_nearest(fitting, rows)}; with {NEED_NOT_DIVIDE} none has to"
+        )
+
+
+def _nearest(fitting: Sequence[int], value: int) -> str:
+    below = [n for n in fitting if n < value][-1:]
+    above = [n for n in fitting if n > value][:1]
+    return " or ".join(map(str, below + above))
