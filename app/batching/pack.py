@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64
 
-from app.batching.plan import MicroBatch, Plan
+from app.batching.plan import MicroBatch, Plan, RowShape
 from app.flow import Sample
 
 HostOrDevice = Any
@@ -67,7 +67,7 @@ def pack_tokens(samples: Sequence[Sample], micro_batch: MicroBatch) -> TokenBatc
     # The first token of a completion is predicted where its prompt ends, wherever in the row the completion stands.
     places = completions - 1
     written = at.lengths > 0
-    places[_first_of_each(at.lengths)[written]] = (at.prompt_starts + at.prompt_lengths - 1)[of_completion][written]
+    places[_before(at.lengths)[written]] = (at.prompt_starts + at.prompt_lengths - 1)[of_completion][written]
     return TokenBatch(
         token_ids=rows(
             [samples[i].prompt.token_ids for i in at.prompt_owners], [samples[i].completion_ids for i in at.members]
@@ -132,7 +132,7 @@ class _Layout(NamedTuple):
         lengths = np.asarray([len(samples[i].completion_ids) for i in members], np.int64)
         of_completion = np.repeat(np.arange(len(segments)), sizes)
         behind = np.bincount(of_completion, lengths, len(segments)).astype(np.int64)
-        _check(row, prompts + behind, behind, micro_batch)
+        _check(row, prompts + behind, behind, micro_batch.shape)
         starts = row * micro_batch.shape.num_tokens + _within(prompts + behind, row)
         ordinals = _within(np.ones_like(lengths), of_completion) + 1
         return cls(
@@ -157,8 +157,7 @@ class _Layout(NamedTuple):
         return laid_out
 
 
-def _check(row: np.ndarray, tokens: np.ndarray, targets: np.ndarray, micro_batch: MicroBatch) -> None:
-    shape = micro_batch.shape
+def _check(row: np.ndarray, tokens: np.ndarray, targets: np.ndarray, shape: RowShape) -> None:
     for what, lengths, limit in (
         ("tokens", tokens, shape.num_tokens),
         ("completion tokens", targets, shape.num_completion_tokens),
@@ -182,10 +181,6 @@ def _within(lengths: np.ndarray, owners: np.ndarray) -> np.ndarray:
 def _spread(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """start, start + 1, ... of each piece, as many as its length."""
     return np.repeat(starts - _before(lengths), lengths) + np.arange(lengths.sum())
-
-
-def _first_of_each(lengths: np.ndarray) -> np.ndarray:
-    return _before(lengths)
 
 
 def _joined(values: Iterable[np.ndarray], dtype: type) -> np.ndarray:
