@@ -143,7 +143,7 @@ def _quotas_hold_the_longest_sample(resolved: Resolved) -> str | None:
             problems.append(
                 f"{_named(resolved, f'{scope}.max_tokens_per_device')} is less than the longest possible sample: "
                 f"{' + '.join(_named(resolved, field) for field in lengths)} = {longest} tokens, and no sample is cut; "
-                f"raise it to {longest} or more, lower one of those, or choose fixed rows with {scope}.rows_per_device"
+                f"raise it to {longest} or more, lower one of those, or choose {scope}.rows_per_device instead"
             )
     return "\n".join(problems) or None
 

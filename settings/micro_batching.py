@@ -1,7 +1,7 @@
 """Settles how samples are cut into micro-batches: dynamically, by a token quota, or into fixed rows.
 
 The update, scoring, and the scoring of each role are scopes of their own. In a scope the quota chooses dynamic,
-`rows_per_device` and `strategy` choose fixed, and the switch either. Of two layers that choose differently the later one
+`rows_per_device` and `strategy` choose fixed, and the switch either. Of two layers that choose differently the later
 counts; one layer may not choose both. A role takes from `score` what it does not say itself: the choice, and values.
 """
 
@@ -20,7 +20,7 @@ ROWS = "rows_per_device"
 Leaves = Mapping[str, Leaf]
 
 _DEFAULTS: Leaves = {
-    "dynamic": Leaf(True, "derived"),
+    "dynamic": Leaf(True, "default"),
     QUOTA: Leaf(FIELDS["algorithm.max_tokens_per_device"].default, "default"),
     ROWS: Leaf(8, "derived"),
     "strategy": Leaf("loop", "derived"),

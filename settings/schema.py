@@ -145,8 +145,8 @@ class Rollout(Section):
 class Batching(Section):
     share_prompts: bool = Field(
         default=True,
-        description="Pack the prompt of a group once, with its completions behind it: the same numbers from fewer tokens. "
-        "False only to compare.",
+        description="Pack the prompt of a group once, with its completions behind it: the same numbers from fewer "
+        "tokens. False only to compare.",
     )
     packing: Literal["best_fit", "karmarkar_karp"] = Field(
         default="best_fit",
@@ -210,8 +210,8 @@ class Algorithm(Section):
     )
     dynamic_microbatch: bool | None = Field(
         default=None,
-        description="Cut an optimizer step by a token quota into packed rows (true) or into fixed rows, one sample each "
-        "(false); gradients accumulate either way. Derived when null: as the next two say, true where they are silent.",
+        description="Packed rows under a token quota (true), or fixed rows of one sample (false); gradients accumulate "
+        "either way. When null: as the next two say, true where they are silent.",
     )
     max_tokens_per_device: int | None = Field(
         default=16384,
@@ -223,8 +223,8 @@ class Algorithm(Section):
     rows_per_device: int | None = Field(
         default=None,
         ge=1,
-        description="Samples of a fixed update micro-batch on each device; chooses fixed. It must divide the samples of "
-        "an optimizer step on a device. Derived when null and fixed: 8.",
+        description="Samples of a fixed update micro-batch on each device, of which an optimizer step has a whole "
+        "number; chooses fixed. Derived when that is chosen otherwise: 8. Lower it when memory runs out.",
     )
     balance_batch: bool = Field(
         default=True,
@@ -248,9 +248,11 @@ class Optimizer(Section):
     final_fraction: float = Field(
         default=0.0, ge=0, le=1, description="Rate at the end of linear / cosine, as part of the peak."
     )
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    epsilon: float = Field(default=1e-8, gt=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of AdamW's mean of gradients.")
+    beta2: float = Field(
+        default=0.999, ge=0, lt=1, description="Decay of AdamW's mean of squares; lower it for runs of few steps."
+    )
+    epsilon: float = Field(default=1e-8, gt=0, description="Added to the root of that mean.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled; matrices only.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Global-norm clip.")
     max_nonfinite_steps: int = Field(
@@ -270,8 +272,8 @@ class Mesh(Section):
         default=None,
         description="`host:port` of process 0, or `auto` where the platform knows its hosts; null: one host.",
     )
-    num_processes: int | None = Field(default=None, ge=1)
-    process_id: int | None = Field(default=None, ge=0)
+    num_processes: int | None = Field(default=None, ge=1, description="Hosts; given with `host:port`.")
+    process_id: int | None = Field(default=None, ge=0, description="This host's number, from 0; given with the same.")
 
 
 class Checkpoint(Section):

@@ -18,40 +18,40 @@ MAX_QUOTA = 2**24
 class MicroBatches(Section):
     """How samples are cut for a forward pass: dynamically, under a token quota, or into fixed rows.
 
-    A null is settled by `settings.micro_batching`. After that `dynamic` is a bool, and either `max_tokens_per_device`
-    is set and the last two are null, or `strategy` is set, `rows_per_device` too unless that is `off`, and the quota null.
+    `settings.micro_batching` settles what is null. Dynamic then has its quota alone; fixed has a strategy, and
+    `rows_per_device` unless that is `off`.
     """
 
     dynamic: bool | None = Field(
         default=None,
-        description="Pack samples into rows up to a token quota (true), or one sample a row (false). Null: as the other "
-        "three say, true where they are silent; a role's null takes what `score` says. False only to compare or debug.",
+        description="Packed rows under a token quota (true), or fixed rows of one sample (false). When null: as the "
+        "next three say; where they are silent that of `score`, then true.",
     )
     max_tokens_per_device: int | None = Field(
         default=None,
         ge=1,
         le=MAX_QUOTA,
-        description="Token quota of a micro-batch on each device; chooses dynamic. `algorithm.max_tokens_per_device` "
-        "when null. Scoring keeps nothing for a gradient: raise it where memory is left, lower it when it runs out.",
+        description="Token quota of a micro-batch on each device; chooses dynamic. When null: that of `score`, then of "
+        "`algorithm`. Scoring keeps nothing for a gradient: where memory is left it may be larger than the update's.",
     )
     rows_per_device: int | None = Field(
         default=None,
         ge=1,
-        description="Samples of a fixed micro-batch on each device; chooses fixed. 8 when null. Lower it when memory "
-        "runs out.",
+        description="Samples of a fixed micro-batch on each device; chooses fixed. When null: that of `score`, then 8. "
+        "Lower it when memory runs out.",
     )
     strategy: Literal["off", "loop", "scan"] | None = Field(
         default=None,
         description="Chooses fixed: one pass over all samples (off), micro-batches one after another with a shorter "
-        "last one (loop), or all in one compiled scan (scan: one compilation whatever the count). loop when null.",
+        "last one (loop), or full ones in one compiled scan (scan). When null: that of `score`, then loop.",
     )
 
 
 class Reference(MicroBatches):
     offload: bool = Field(
         default=False,
-        description="Keep the reference's weights in host memory between scoring calls: saves its share of device "
-        "memory, costs a transfer a step.",
+        description="Keep the reference's weights in host memory between scoring calls: for device memory that is too "
+        "small for both models, at the cost of a transfer each time.",
     )
 
 

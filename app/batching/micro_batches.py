@@ -1,38 +1,95 @@
-"""Micro-batches that every host cuts alike: same count, same shape, from all-gathered lengths."""
+"""How a run cuts samples into micro-batches: every host cuts alike, from all-gathered lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from app.batching.ladder import rung
-from app.batching.pack import RowShape
-from app.batching.plan import Plan, fixed_micro_batches
+from app.batching.figures import plan_figures
+from app.batching.plan import Lengths, Plan, TokenBudget, Work, plan_fixed, plan_token_budget
 from app.flow import Sample
-from app.mesh.placement import max_over_hosts, num_local_row_shards
-
-SMALLEST_COMPLETION = 4
+from app.mesh.placement import gather_over_hosts, num_local_row_shards
 
 
-def common_row_shape(samples: Sequence[Sample]) -> RowShape:
-    """The rung that holds the longest sample of any host, one sample a row."""
-    tokens = max((len(s.prompt.token_ids) + len(s.completion_ids) for s in samples), default=1)
-    completion_tokens = max((len(s.completion_ids) for s in samples), default=1)
-    longest = max_over_hosts(np.asarray([tokens, completion_tokens]))
-    return row_shape(int(longest[0]), int(longest[1]))
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Samples cut into micro-batches, on all hosts."""
+
+    plans: tuple[Plan, ...]
+    lengths: tuple[Lengths, ...]
+    own: Plan
+    """This host's."""
+    devices_per_host: int
+    work: Work
+    max_tokens_per_device: int | None
+    """None without a quota."""
+
+    def figures(self) -> dict[str, float]:
+        """See `plan_figures`."""
+        return plan_figures(
+            self.plans,
+            self.lengths,
+            self.work,
+            devices_per_host=self.devices_per_host,
+            max_tokens_per_device=self.max_tokens_per_device,
+        )
 
 
-def row_shape(num_tokens: int, num_completion_tokens: int) -> RowShape:
-    """The rungs that hold a sample of so many tokens, so many of them its completion's."""
-    return RowShape(rung(num_tokens), rung(num_completion_tokens, smallest=SMALLEST_COMPLETION))
+def per_token(lengths: np.ndarray) -> np.ndarray:
+    """Work where every token costs the same."""
+    return lengths.astype(np.float64)
 
 
-def plan_micro_batches(num_samples: int, mesh: Mesh, *, rows_per_device: int) -> Plan:
-    """Fixed micro-batches of `rows_per_device` rows a device; as many on every host as the fullest needs."""
-    rows = rows_per_device * num_local_row_shards(mesh)
-    most = int(max_over_hosts(np.asarray(num_samples)))
-    # Never more rows than there are samples for: a small batch is one small micro-batch.
-    rows = min(rows, -(-most // num_local_row_shards(mesh)) * num_local_row_shards(mesh))
-    return fixed_micro_batches(num_samples, rows_per_micro_batch=rows, num_micro_batches=-(-most // rows))
+@dataclass(frozen=True, slots=True)
+class FixedRows:
+    """One sample a row, a fixed number of rows; see `plan_fixed`."""
+
+    rows_per_device: int | None
+    trim_tail: bool
+    work: Work = per_token
+
+    def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> Cut:
+        lengths, devices = lengths_over_hosts(samples), num_local_row_shards(mesh)
+        plans = plan_fixed(
+            lengths, rows_per_device=self.rows_per_device, devices_per_host=devices, trim_tail=self.trim_tail
+        )
+        return Cut(plans, lengths, plans[jax.process_index()], devices, self.work, None)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """As many samples as a token budget allows, packed into rows; see `plan_token_budget`."""
+
+    budget: TokenBudget
+    work: Work
+
+    def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> Cut:
+        lengths, devices = lengths_over_hosts(samples), num_local_row_shards(mesh)
+        plans = plan_token_budget(lengths, self.budget, self.work, devices_per_host=devices)
+        own = plans[jax.process_index()]
+        return Cut(plans, lengths, own, devices, self.work, self.budget.max_tokens_per_device)
+
+
+def lengths_of(samples: Sequence[Sample]) -> Lengths:
+    """Prompts are the same where their token ids are."""
+    numbers: dict[bytes, int] = {}
+    prompt_numbers = [numbers.setdefault(s.prompt.token_ids.tobytes(), len(numbers)) for s in samples]
+    return Lengths(
+        np.asarray([len(s.prompt.token_ids) for s in samples], np.int64),
+        np.asarray([len(s.completion_ids) for s in samples], np.int64),
+        np.asarray(prompt_numbers, np.int64),
+    )
+
+
+def lengths_over_hosts(samples: Sequence[Sample]) -> tuple[Lengths, ...]:
+    """Every host's, in the order of processes."""
+    own = lengths_of(samples)
+    counts = gather_over_hosts(np.asarray(len(samples)))
+    padded = np.zeros((3, counts.max()), np.int64)
+    padded[:, : len(samples)] = own.prompts, own.completions, own.prompt_numbers
+    gathered = gather_over_hosts(padded)
+    return tuple(Lengths(*columns[:, :count]) for columns, count in zip(gathered, counts, strict=True))

@@ -33,7 +33,7 @@ from settings.schema import Algorithm, ScoredRole
 Credit = Callable[[Sequence[Sample]], list[Sample]]
 """Samples -> the same with their advantages."""
 
-NEED_NOT_DIVIDE = "algorithm.dynamic_microbatch: true"
+OTHERWISE = "algorithm.dynamic_microbatch: true, instead of algorithm.rows_per_device, takes any number"
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def check_rows(settings: Settings, session: Session) -> None:
             raise InputError(
                 f"{field}: {prompts} prompts x rollout.group_size {group_size} = {prompts * group_size} samples do not "
                 f"divide over the {devices} devices of a host (mesh.shape {settings.mesh.shape}); the nearest values "
-                f"of {field} that fit: {_nearest(fitting, prompts)}; with {NEED_NOT_DIVIDE} any does"
+                f"of {field} that fit: {_nearest(fitting, prompts)}; {OTHERWISE}"
             )
     samples, rows = mini_batch_prompts * group_size // devices, algorithm.rows_per_device
     assert rows is not None
@@ -151,7 +151,7 @@ def check_rows(settings: Settings, session: Session) -> None:
         raise InputError(
             f"algorithm.rows_per_device: {rows} does not divide the {samples} samples of an optimizer step on each "
             f"device ({mini_batch_prompts} prompts x rollout.group_size {group_size} over {devices} devices); the "
-            f"nearest that do: {_nearest(fitting, rows)}; with {NEED_NOT_DIVIDE} none has to"
+            f"nearest that do: {_nearest(fitting, rows)}; {OTHERWISE}"
         )
 
 

@@ -99,6 +99,52 @@ def test_a_total_length_that_the_prompt_alone_fills_can_only_be_raised(resolve) 
     assert refusal(check_for_rollout, resolved).endswith("raise that to 150 (or null)")
 
 
+LONGEST = ("data.max_prompt_length=512", "max_length_sample=1024")
+WAY_OUT = (
+    "is less than the longest possible sample: data.max_prompt_length = 512 (from --set) + "
+    "rollout.max_new_tokens = 1024 (from --set) = 1536 tokens, and no sample is cut; "
+    "raise it to 1536 or more, lower one of those, or choose"
+)
+
+
+def test_a_quota_must_hold_the_longest_sample_that_may_come(resolve) -> None:
+    check_for_train(resolve(*LONGEST, "ppo_max_token_len_per_gpu=1536"))
+    resolved = resolve(*LONGEST, "ppo_max_token_len_per_gpu=1535")
+    assert refusal(check_for_train, resolved) == (
+        f"algorithm.max_tokens_per_device = 1535 (from --set) {WAY_OUT} algorithm.rows_per_device instead"
+    )
+    check_for_rollout(resolved)
+    check_for_score(resolved)
+    check_for_train(resolve(*LONGEST, "algorithm.rows_per_device=2"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "roles"),
+    [
+        ((), []),
+        (["algorithm.beta=0.1"], ["reference"]),
+        (["algorithm.epochs=2"], ["policy"]),
+        (["algorithm.beta=0.1", "algorithm.epochs=2"], ["policy", "reference"]),
+        (["algorithm.beta=0.1", "algorithm.epochs=2", "ref_logprob_mbs_per_gpu=2"], ["policy"]),
+        (["algorithm.beta=0.1", "algorithm.epochs=2", "score.policy.max_tokens_per_device=4096"], ["reference"]),
+    ],
+)
+def test_only_the_quotas_of_roles_that_a_step_scores_are_checked(resolve, overrides, roles) -> None:
+    resolved = resolve(*LONGEST, "score.max_tokens_per_device=1535", *overrides)
+    if roles:
+        assert refusal(check_for_train, resolved).splitlines() == [
+            f"score.{role}.max_tokens_per_device = 1535 (from --set) {WAY_OUT} score.{role}.rows_per_device instead"
+            for role in roles
+        ]
+    else:
+        check_for_train(resolved)
+
+
+def test_a_quota_that_is_short_for_several_is_told_for_each(resolve) -> None:
+    resolved = resolve(*LONGEST, "ppo_max_token_len_per_gpu=1000", "algorithm.beta=0.1", "algorithm.epochs=2")
+    assert len(refusal(check_for_train, resolved).splitlines()) == 3
+
+
 def test_a_warmup_must_end_within_the_run(resolve) -> None:
     steps = ("run.steps=3", "algorithm.epochs=2", "batch_size=8", "ppo_mini_batch_size=4")
     check_for_train(resolve(*steps, "optimizer.warmup_steps=11"))

@@ -35,7 +35,12 @@ EXAMPLES = {
     "logging.wandb_mode": "offline",
     "score.policy.rows_per_device": 3,
     "score.reference.rows_per_device": 2,
+    "score.dynamic": False,
+    "score.max_tokens_per_device": 3000,
     "algorithm.mini_batch_prompts": 4,
+    "algorithm.dynamic_microbatch": False,
+    "algorithm.max_tokens_per_device": 2000,
+    "algorithm.balance_batch": False,
 }
 """A value other than the default for the field of every historic name."""
 
@@ -59,6 +64,13 @@ def test_later_layers_win_and_provenance_names_the_winner(folder: Path) -> None:
     assert resolved.provenance["optimizer.beta2"] == "set"
     assert resolved.provenance["optimizer.epsilon"] == "env:GRPO__OPTIMIZER__EPSILON"
     assert resolved.provenance["run.name"] == "derived"
+
+
+def test_every_field_says_what_it_is_and_every_number_has_a_bound() -> None:
+    for name, field in FIELDS.items():
+        assert field.description, name
+        if {int, float} & {field.annotation, *get_args(field.annotation)}:
+            assert field.metadata, name
 
 
 def test_every_field_has_a_provenance() -> None:
@@ -102,10 +114,10 @@ def test_a_section_without_content_sets_nothing(folder: Path) -> None:
 
 
 def test_every_historic_name_has_an_example() -> None:
-    assert set(HISTORIC.values()) == set(EXAMPLES)
+    assert {field for fields in HISTORIC.values() for field in fields} == set(EXAMPLES)
 
 
-@pytest.mark.parametrize(("name", "field"), HISTORIC.items())
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name, fields in HISTORIC.items() for field in fields])
 def test_historic_names_work_in_every_layer(folder: Path, name: str, field: str) -> None:
     value = EXAMPLES[field]
     assert value_of(load_text(folder, "run: {seed: 1}").settings, field) != value
@@ -116,6 +128,14 @@ def test_historic_names_work_in_every_layer(folder: Path, name: str, field: str)
     ]:
         assert value_of(resolved.settings, field) == value
         assert resolved.provenance[field] == origin
+
+
+def test_a_historic_name_of_two_fields_is_announced_in_one_line() -> None:
+    resolved = with_sets("score.dynamic=true", USE_DYNAMIC_BSZ="false")
+    assert resolved.notices == (
+        "environment variable USE_DYNAMIC_BSZ sets score.dynamic and algorithm.dynamic_microbatch to False, "
+        "instead of score.dynamic True from --set",
+    )
 
 
 # Derived values
@@ -133,14 +153,6 @@ def test_a_run_is_named_after_its_config_and_seed(folder: Path) -> None:
     assert with_sets("run.seed=3").settings.run.name == "quickstart-seed3"
     (folder / "_my config!.yaml").write_text("run: {seed: 5}")
     assert load("_my config!.yaml", [], {}).settings.run.name == "run_my-config--seed5"
-
-
-def test_score_roles_inherit_and_show_where_the_value_came_from(folder: Path) -> None:
-    resolved = load_text(folder, "score:\n  rows_per_device: 3\n  reference:\n    rows_per_device: 2\n")
-    score = resolved.settings.score
-    assert (score.policy.rows_per_device, score.reference.rows_per_device) == (3, 2)
-    assert resolved.provenance["score.policy.rows_per_device"] == "yaml:c.yaml:2"
-    assert resolved.provenance["score.reference.rows_per_device"] == "yaml:c.yaml:4"
 
 
 def test_the_rest_is_derived_from_other_settings(folder: Path) -> None:

@@ -12,6 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from app.mesh.placement import num_local_row_shards
+from app.training.launch import prepared
+from settings import load
 from tests.tiny import make_mesh
 from tests.tiny_directory import CONFIG, random_tensors, write_model, write_tokenizer
 from tests.training.program import digest_of, train_here
@@ -39,6 +41,11 @@ def refused(config: Path, *overrides: str, resume: str = "never") -> str:
         ("run.steps=many", "run.steps: expected a valid integer, got 'many'"),
         ("run.name=../elsewhere", "run.name: expected at most 100 letters"),
         ("rollout.group_size=1", "rollout.group_size = 1 (from --set): grpo compares the samples"),
+        ("algorithm.max_tokens_per_device=19", "rollout.max_new_tokens = 4 (from yaml:"),
+        (
+            "algorithm.max_tokens_per_device=0",
+            "algorithm.max_tokens_per_device: expected greater than or equal to 1, g",
+        ),
         ("rollout.temperature=0", "rollout.temperature = 0.0 (from --set): greedy samples of a prompt are all alike"),
         ("algorithm.mini_batch_prompts=3", "does not divide rollout.prompts_per_step = 4"),
         ("data.max_prompt_length=200", "200 + 4 = 204 tokens, but the context of"),
@@ -68,11 +75,27 @@ def test_a_configuration_that_is_not_there(tmp_path: Path) -> None:
 
 def test_samples_that_do_not_divide_over_the_devices(config: Path) -> None:
     assert num_local_row_shards(make_mesh((1, 8, 1))) == 8
-    message = refused(config, "rollout.prompts_per_step=5")
+    fixed = "algorithm.rows_per_device=1"
+    message = refused(config, "rollout.prompts_per_step=5", fixed)
     assert "rollout.prompts_per_step: 5 prompts x rollout.group_size 4 = 20 samples" in message
     assert "the nearest values of rollout.prompts_per_step that fit: 4 or 6" in message
-    message = refused(config, "algorithm.mini_batch_prompts=1")
+    assert "algorithm.dynamic_microbatch: true, instead of algorithm.rows_per_device, takes any number" in message
+    message = refused(config, "algorithm.mini_batch_prompts=1", fixed)
     assert "the nearest values of algorithm.mini_batch_prompts that fit: 2" in message
+
+
+def test_fixed_rows_that_do_not_divide_the_samples_of_a_device(config: Path) -> None:
+    message = refused(config, "rollout.prompts_per_step=12", "algorithm.rows_per_device=4")
+    assert "algorithm.rows_per_device: 4 does not divide the 6 samples of an optimizer step on each device" in message
+    assert "(12 prompts x rollout.group_size 4 over 8 devices); the nearest that do: 3 or 6; algo" in message
+    assert "the nearest that do: 2; algo" in refused(config, "algorithm.dynamic_microbatch=false")
+
+
+def test_packed_micro_batches_take_any_number_of_samples(config: Path) -> None:
+    odd = ("rollout.prompts_per_step=5", "rollout.group_size=3", "algorithm.mini_batch_prompts=1")
+    resolved = load(str(config), odd, {})
+    with prepared(resolved, resume="never") as launch:
+        assert launch.resolved is resolved
 
 
 @pytest.fixture

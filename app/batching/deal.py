@@ -1,0 +1,52 @@
+"""Rows -> micro-batches and devices: as even in work as rows allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from app.batching.karmarkar_karp import karmarkar_karp
+
+EMPTY = -1
+"""Where a device has no row."""
+
+
+def deal_in_order(num_rows: int, *, num_micro_batches: int, num_devices: int, rows_per_device: int) -> list[list[int]]:
+    """Row numbers of each micro-batch, its devices one after another: neighbours stay together, counts differ by 1."""
+    slots = num_devices * rows_per_device
+    blocks = np.array_split(np.arange(num_rows), num_micro_batches)
+    return [block.tolist() + [EMPTY] * (slots - len(block)) for block in blocks]
+
+
+def deal_evenly(
+    works: Sequence[float], *, num_micro_batches: int, num_devices: int, rows_per_device: int, loads: Sequence[float]
+) -> tuple[list[list[int]], list[float]]:
+    """The same counts, such that devices have even work in each micro-batch and over all of them.
+
+    Rows of like work share a micro-batch; within it, devices get parts of even work, the heaviest part the device that
+    has had the least.
+
+    Args:
+        works: of each row.
+        loads: work that each device already has.
+
+    Returns:
+        Row numbers of each micro-batch, heaviest micro-batch first, and the loads afterwards.
+    """
+    loads = list(loads)
+    order = sorted(range(len(works)), key=lambda row: (-works[row], row))
+    shape = {"num_micro_batches": num_micro_batches, "num_devices": num_devices, "rows_per_device": rows_per_device}
+    dealt = []
+    for block in deal_in_order(len(works), **shape):
+        rows = [order[i] if i != EMPTY else EMPTY for i in block]
+        weights = [works[row] if row != EMPTY else 0 for row in rows]
+        parts = karmarkar_karp(weights, num_devices, equal_sizes=True)
+        sums = [sum(weights[i] for i in part) for part in parts]
+        of_device: list[list[int]] = [[]] * num_devices
+        heaviest_first = sorted(range(num_devices), key=lambda part: (-sums[part], part))
+        for part, device in zip(heaviest_first, sorted(range(num_devices), key=lambda d: (loads[d], d)), strict=True):
+            loads[device] += sums[part]
+            of_device[device] = [rows[i] for i in parts[part]]
+        dealt.append([row for device in of_device for row in device])
+    return dealt, loads

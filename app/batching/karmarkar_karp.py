@@ -1,0 +1,64 @@
+"""The largest differencing method: numbers into k parts whose sums are close.
+
+Source: Karmarkar and Karp (1982), "The Differencing Method of Set Partitioning".
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class _Part(NamedTuple):
+    """Compared by sum, then by count, then by members."""
+
+    sum: float
+    count: int
+    members: tuple[int, ...]
+
+
+def karmarkar_karp(weights: Sequence[float], num_parts: int, *, equal_sizes: bool = False) -> list[list[int]]:
+    """`num_parts` lists of indices, each sorted: every index once, sums close to each other.
+
+    Partial partitions start as one index each, or as `num_parts` neighbours of the sorted weights with `equal_sizes`;
+    the two with the largest spread are merged, the largest part of one with the smallest of the other, until one is
+    left.
+
+    Args:
+        equal_sizes: parts of as many indices each; their number must be a multiple of `num_parts`.
+
+    Raises:
+        ValueError: `equal_sizes` where they do not divide.
+    """
+    order = sorted(range(len(weights)), key=lambda i: (weights[i], i))
+    step = num_parts if equal_sizes else 1
+    if len(order) % step:
+        raise ValueError(f"{len(order)} weights are not {num_parts} parts of equal sizes")
+    heap = []
+    for first in range(0, len(order), step):
+        parts = [_Part(weights[i], 1, (i,)) for i in order[first : first + step]]
+        heapq.heappush(heap, _entry(sorted(parts, reverse=True), num_parts))
+    while len(heap) > 1:
+        _, _, _, one = heapq.heappop(heap)
+        _, _, _, other = heapq.heappop(heap)
+        heapq.heappush(heap, _entry(_merged(one, other, num_parts), num_parts))
+    parts = heap[0][3] if heap else []
+    return [sorted(part.members) for part in parts] + [[] for _ in range(num_parts - len(parts))]
+
+
+def _entry(parts: list[_Part], num_parts: int) -> tuple[float, float, tuple[int, ...], list[_Part]]:
+    """Sorts before others in a heap: by spread, then by the largest part's sum, then by its members."""
+    smallest = parts[-1].sum if len(parts) == num_parts else 0
+    return (smallest - parts[0].sum, -parts[0].sum, parts[0].members, parts)
+
+
+def _merged(one: list[_Part], other: list[_Part], num_parts: int) -> list[_Part]:
+    """The i-th largest part of one with the i-th smallest of the other. Both lists leave empty parts out."""
+    both = max(0, len(one) + len(other) - num_parts)
+    first, second = len(one) - both, len(other) - both
+    joined = [
+        _Part(a.sum + b.sum, a.count + b.count, a.members + b.members)
+        for a, b in zip(one[first:], reversed(other[second:]), strict=True)
+    ]
+    return sorted(one[:first] + other[:second] + joined, reverse=True)
