@@ -31,8 +31,8 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from app.batching.pack import RowShape, TokenBatch, pack_tokens
-from app.batching.plan import fixed_micro_batches
+from app.batching.pack import TokenBatch, pack_tokens
+from app.batching.plan import MicroBatch, RowShape
 from app.batching.row_logprobs import row_logprobs
 from app.flow import Prompt, Sample
 from app.policy.decoder import DecoderDefinition, Params, by_path
@@ -116,8 +116,8 @@ def training_rows(tokenizer: PreTrainedTokenizerFast, *, num_problems: int) -> t
             probabilities.append(share * LEVEL_SHARES[level] / np.sum(levels == level))
     longest = max(len(s.completion_ids) for s in samples)
     shape = RowShape(max(len(s.prompt.token_ids) for s in samples) + longest, longest)
-    plan = fixed_micro_batches(len(samples), rows_per_micro_batch=len(samples))
-    return jax.tree.map(itemgetter(0), pack_tokens(samples, plan, shape)), np.array(probabilities)
+    rows = MicroBatch(tuple(((i,),) for i in range(len(samples))), shape)
+    return pack_tokens(samples, rows), np.array(probabilities)
 
 
 def train(
@@ -134,7 +134,7 @@ def train(
             temperature=1.0,
             dtype=jnp.dtype(jnp.float32),
             remat="none",
-            logits_chunk=batch.targets.shape[1],
+            logits_chunk=batch.targets.size,
         )
         return -jnp.sum(logprobs * batch.mask) / jnp.sum(batch.mask)
 

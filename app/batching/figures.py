@@ -53,6 +53,8 @@ def plan_figures(
         "computed_tokens": int(computed.sum()),
         "fill": float(held.sum() / computed.sum()),
         "num_micro_batches": plans[0].num_micro_batches,
+        "num_rows": len(used),
+        "num_dummy_rows": int(len(used) - used.sum()),
         "dummy_fraction": float(1 - used.mean()),
         "over_quota": int(over),
         "flops_imbalance": max(work_of_device) / mean_work if mean_work else 1.0,

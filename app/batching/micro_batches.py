@@ -52,11 +52,14 @@ class FixedRows:
     trim_tail: bool
     work: Work = per_token
 
+    def plan(self, hosts: Sequence[Lengths], *, devices_per_host: int) -> tuple[Plan, ...]:
+        return plan_fixed(
+            hosts, rows_per_device=self.rows_per_device, devices_per_host=devices_per_host, trim_tail=self.trim_tail
+        )
+
     def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> Cut:
         lengths, devices = lengths_over_hosts(samples), num_local_row_shards(mesh)
-        plans = plan_fixed(
-            lengths, rows_per_device=self.rows_per_device, devices_per_host=devices, trim_tail=self.trim_tail
-        )
+        plans = self.plan(lengths, devices_per_host=devices)
         return Cut(plans, lengths, plans[jax.process_index()], devices, self.work, None)
 
 
@@ -67,11 +70,17 @@ class PackedRows:
     budget: TokenBudget
     work: Work
 
+    def plan(self, hosts: Sequence[Lengths], *, devices_per_host: int) -> tuple[Plan, ...]:
+        return plan_token_budget(hosts, self.budget, self.work, devices_per_host=devices_per_host)
+
     def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> Cut:
         lengths, devices = lengths_over_hosts(samples), num_local_row_shards(mesh)
-        plans = plan_token_budget(lengths, self.budget, self.work, devices_per_host=devices)
+        plans = self.plan(lengths, devices_per_host=devices)
         own = plans[jax.process_index()]
         return Cut(plans, lengths, own, devices, self.work, self.budget.max_tokens_per_device)
+
+
+Cutter = FixedRows | PackedRows
 
 
 def lengths_of(samples: Sequence[Sample]) -> Lengths:

@@ -26,11 +26,9 @@ def wire_role(settings: Settings, role: ScoredRole, architecture: Architecture, 
 def wire_update(settings: Settings, architecture: Architecture) -> Cutter:
     """How the samples of an optimizer step are cut."""
     algorithm = settings.algorithm
-    if not algorithm.dynamic_microbatch:
+    if algorithm.max_tokens_per_device is None:
         return FixedRows(algorithm.rows_per_device, trim_tail=False)
-    return _packed(
-        settings, architecture, quota=algorithm.max_tokens_per_device, longest=longest_sample(settings)
-    )
+    return _packed(settings, architecture, quota=algorithm.max_tokens_per_device, longest=longest_sample(settings))
 
 
 def _packed(settings: Settings, architecture: Architecture, *, quota: int, longest: int) -> PackedRows:

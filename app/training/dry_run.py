@@ -10,7 +10,16 @@ import jax
 
 from app.batching.plan import Plan
 from app.training.launch import Launch, prepared
-from app.training.memory import LABELS, Held, Shapes, fullest_of, memory_by_phase, rows_per_device, shapes_of, state_bytes
+from app.training.memory import (
+    LABELS,
+    Held,
+    Shapes,
+    fullest_of,
+    memory_by_phase,
+    rows_per_device,
+    shapes_of,
+    state_bytes,
+)
 from app.training.metrics import device_memory_bytes
 from app.training.run_directory import Resume
 from app.training.wiring import Learning, wire_learning, work_of
@@ -27,7 +36,7 @@ WAYS_OUT = {
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """One pass over rows of static shape, at the longest prompts and completions: the most micro-batches there can be."""
+    """One pass at the longest prompts and completions, so the most micro-batches there can be."""
 
     count: int
     rows_per_device: int
@@ -147,8 +156,8 @@ def _generation(sizes: Mapping[str, int]) -> str:
 
 def _passes(batches: MicroBatches) -> str:
     return (
-        f"at most {batches.count:,} micro-batches of {batches.rows_per_device:,} rows a device, {batches.tokens_per_row:,} "
-        "tokens a row"
+        f"at most {batches.count:,} micro-batches of {batches.rows_per_device:,} rows a device, "
+        f"{batches.tokens_per_row:,} tokens a row"
     )
 
 
@@ -189,9 +198,7 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
     completion_tokens = samples_per_step * settings.rollout.max_new_tokens
 
     def micro_batches(plan: Plan) -> MicroBatches:
-        return MicroBatches(
-            len(plan.micro_batches), rows_per_device(session, plan), fullest_of(plan).shape.num_tokens
-        )
+        return MicroBatches(len(plan.micro_batches), rows_per_device(session, plan), fullest_of(plan).shape.num_tokens)
 
     memory = memory_by_phase(session, learning, shapes)
     return DryRun(

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from app.batching.pass_metrics import scoring_metrics
 from app.flow import Prompt, Sample
-from app.batching.micro_batches import scoring_metrics
 from app.mesh.placement import max_over_hosts, sum_over_hosts, to_device_memory, to_host_memory
 from app.policy.decoder import Params
 from app.prompts.order import PromptOrder, host_slice
@@ -111,9 +111,7 @@ class Trainer:
         """Over all hosts."""
         return self.settings.rollout.prompts_per_step * jax.process_count()
 
-    def score(
-        self, params: Params, samples: list[Sample], timer: Timer
-    ) -> tuple[list[Sample], dict[str, float]]:
+    def score(self, params: Params, samples: list[Sample], timer: Timer) -> tuple[list[Sample], dict[str, float]]:
         """The samples with the logprobs that the step needs before its updates, and the metrics of the passes.
 
         Cut like the update: mini-batch by mini-batch, so that with equal quotas both see the same rows.

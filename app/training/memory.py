@@ -83,7 +83,7 @@ def shapes_of(session: Session, learning: Learning, prompts: Sequence[Prompt], h
     )
 
     def plan(cut: Cutter) -> Plan:
-        return cut.plan([fullest] * jax.process_count(), num_local_row_shards(mesh))[0]
+        return cut.plan([fullest] * jax.process_count(), devices_per_host=num_local_row_shards(mesh))[0]
 
     return Shapes(
         rollout=generation(prompts, num_prompts=rollout.prompts_per_step, group_size=rollout.group_size),

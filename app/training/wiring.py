@@ -74,7 +74,7 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
         epochs=algorithm.epochs,
     )
     longest = longest_sample(settings)
-    cuts = {
+    cuts: dict[ScoredRole, Cutter] = {
         role: wire_role(settings, role, session.input.architecture, longest=longest) for role in settings.scored_roles
     }
     return Learning(wire_credit(algorithm), cuts, updater, optimizer, shapes, shardings)

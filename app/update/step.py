@@ -39,6 +39,7 @@ class UpdateStep:
         sums = Accumulated(shardings.params, shardings.num_updates)  # pyright: ignore[reportArgumentType]
 
         def zeros(params: Params) -> Accumulated:
+            assert self._parts is not None
             return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), Accumulated(params, self._parts))
 
         def add(total: Accumulated, params: Params, batch: UpdateBatch, temperature: Array) -> Accumulated:

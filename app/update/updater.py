@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from app.batching.micro_batches import common_row_shape, plan_micro_batches
-from app.batching.pack import RowShape, pack_per_token, pack_tokens
+from app.batching.micro_batches import Cut, Cutter
+from app.batching.pack import pack_per_token, pack_tokens
+from app.batching.pass_metrics import update_metrics
+from app.batching.plan import MicroBatch
 from app.flow import Sample
 from app.mesh.placement import sum_over_hosts, to_global
 from app.update.aggregation import Totals, Weights, token_mean
@@ -59,14 +62,14 @@ class Updater:
                 state, metrics = self.step(state, micro_batches, jnp.float32(temperature))
             history.append(metrics)
         metrics = summarise([{k: float(v) for k, v in m.items()} for m in jax.device_get(history)])
-        return state, {**metrics, **cutting_metrics(cuts)}
+        return state, {**metrics, **update_metrics(cuts)}
 
     def _place(self, samples: Sequence[Sample], cut: Cut) -> list[UpdateBatch]:
         totals = Totals(*sum_over_hosts(np.asarray(Totals.of(samples))).tolist())
         return [to_global(self.mesh, self._pack(samples, one, totals)) for one in cut.own.micro_batches]
 
     def _pack(self, samples: Sequence[Sample], micro_batch: MicroBatch, totals: Totals) -> UpdateBatch:
-        def packed(value_of: Callable[[Sample], np.ndarray]) -> np.ndarray:
+        def packed(value_of: Callable[[Sample], Any]) -> np.ndarray:
             return pack_per_token(samples, micro_batch, value_of)
 
         def where_scored(role: str) -> np.ndarray | None:
@@ -106,10 +109,3 @@ def summarise(history: Sequence[dict[str, float]]) -> dict[str, float]:
         return max(values) if name.endswith("_max") else float(np.mean(values))
 
     return {name: over_updates(name) for name in history[0]}
-
-
-def fill(samples: Sequence[Sample], batches: Sequence[UpdateBatch]) -> float:
-    """Share of the update's token positions, over all hosts, that hold a real token; the rest is padding."""
-    real = sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
-    padded = sum(batch.tokens.token_ids.size for batch in batches)
-    return int(sum_over_hosts(np.asarray(real))) / padded
