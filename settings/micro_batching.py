@@ -54,10 +54,10 @@ class _Scope:
     def offers(self) -> dict[str, Leaf]:
         """What a role inherits: this scope's choice, and a value for every part, whether or not the choice needs it."""
         own = dict(self.said)
-        if self._is_off(own) and ROWS in own:
+        if _is_off(own) and ROWS in own:
             del own[min((ROWS, "strategy"), key=lambda part: place(own[part].origin))]
         offers = {**self.inherited, **own, "dynamic": self._choice()}
-        if ROWS in own and self._is_off(offers):
+        if ROWS in own and _is_off(offers):
             offers["strategy"] = _DEFAULTS["strategy"]
         return offers
 
@@ -66,7 +66,7 @@ class _Scope:
         offers = self.offers()
         if offers["dynamic"].value:
             return {**offers, ROWS: None, "strategy": None}
-        return {**offers, QUOTA: None, ROWS: None if self._is_off(offers) else offers[ROWS]}
+        return {**offers, QUOTA: None, ROWS: None if _is_off(offers) else offers[ROWS]}
 
     def _choice(self) -> Leaf:
         if not self.said:
@@ -78,9 +78,6 @@ class _Scope:
     def _is_dynamic(self, part: str) -> bool:
         """What setting this part chooses."""
         return self.said[part].value if part == "dynamic" else part == QUOTA
-
-    def _is_off(self, leaves: Leaves) -> bool:
-        return "strategy" in leaves and leaves["strategy"].value == "off"
 
     def _named(self, parts: Sequence[str]) -> str:
         return " and ".join(f"{self.fields[part]} = {_value_and_place(self.said[part])}" for part in parts)
@@ -128,6 +125,10 @@ def _overridden_sets(scope: _Scope, applies: Mapping[str, Leaf | None]) -> Itera
     for part, leaf in scope.said.items():
         if leaf.origin == "set" and applies[part] is not leaf:
             yield f"environment variable {winner.written} overrides {scope.fields[part]} {leaf.value!r} from --set"
+
+
+def _is_off(leaves: Leaves) -> bool:
+    return "strategy" in leaves and leaves["strategy"].value == "off"
 
 
 def _value_and_place(leaf: Leaf) -> str:

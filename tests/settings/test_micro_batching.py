@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from settings import InputError, Resolved, load
 from settings.fields import value_of
@@ -255,3 +258,42 @@ def test_what_is_printed_cuts_the_same_when_loaded_again(folder: Path, overrides
     again = load_text(folder, resolved.to_yaml())
     assert again.settings == resolved.settings
     assert not {"default", "derived"} & set(again.provenance.values())
+
+
+PARTS = {
+    "dynamic": st.booleans(),
+    "max_tokens_per_device": st.integers(1, 9),
+    "rows_per_device": st.integers(1, 9),
+    "strategy": st.sampled_from(["off", "loop", "scan"]),
+}
+FIELD_AND_VALUE = st.one_of(
+    [
+        st.tuples(st.just(f"{section}.{switch if part == 'dynamic' else part}"), values | st.none())
+        for section, switch in SCOPES
+        for part, values in PARTS.items()
+        if (section, part) != ("algorithm", "strategy")
+    ]
+)
+LAYER = st.lists(FIELD_AND_VALUE, max_size=4, unique_by=lambda item: item[0]).map(dict)
+
+
+@given(in_set=LAYER, in_environment=LAYER)
+def test_whatever_is_said_each_scope_is_either_dynamic_or_fixed(in_set: dict, in_environment: dict) -> None:
+    overrides = [f"{field}={json.dumps(value)}" for field, value in in_set.items()]
+    environ = {env_name(field): json.dumps(value) for field, value in in_environment.items()}
+    try:
+        resolved = load(None, overrides, environ)
+    except InputError as error:
+        assert "leave out" in str(error)
+        return
+    for section, _ in SCOPES:
+        dynamic, quota, rows, strategy = cut_of(resolved, section)
+        if dynamic:
+            assert quota is not None and (rows, strategy) == (None, None)
+        else:
+            assert quota is None and (rows is None) == (strategy == "off")
+            assert (strategy is None) == (section == "algorithm")
+        # The last layer has its will, whatever else was said.
+        for name, value in in_environment.items():
+            if name.rpartition(".")[0] == section and value is not None:
+                assert value_of(resolved.settings, name) == value
