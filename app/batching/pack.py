@@ -31,8 +31,10 @@ class TokenBatch:
     """Within the sample, starting at 0."""
     segment_ids: Int32[HostOrDevice, "M R T"]
     """1, 2, ... per sample of a row; 0 is padding."""
+    branch_ids: Int32[HostOrDevice, "M R T"]
+    """0: no two samples share a prompt."""
     score_index: Int32[HostOrDevice, "M R C"]
-    """Where in the row the hidden state stands that predicts each target: one token before it."""
+    """Where in the row the hidden state stands that predicts each target: one token before it. -1 on padding."""
     targets: Int32[HostOrDevice, "M R C"]
     mask: Bool[HostOrDevice, "M R C"]
     """True on completion tokens that the policy wrote."""
@@ -50,7 +52,8 @@ def pack_tokens(samples: Sequence[Sample], plan: Plan, shape: RowShape) -> Token
     """Lays prompts and completions out in rows. Padding has segment 0 and a False mask."""
     rows = len(plan.rows)
     token_ids, positions, segment_ids = (np.zeros((rows, shape.num_tokens), np.int32) for _ in range(3))
-    score_index, targets = (np.zeros((rows, shape.num_completion_tokens), np.int32) for _ in range(2))
+    targets = np.zeros((rows, shape.num_completion_tokens), np.int32)
+    score_index = np.full_like(targets, -1)
     mask = np.zeros((rows, shape.num_completion_tokens), bool)
     for row, members in enumerate(plan.rows):
         start = first = 0
@@ -64,7 +67,7 @@ def pack_tokens(samples: Sequence[Sample], plan: Plan, shape: RowShape) -> Token
             targets[row, first:last] = completion
             mask[row, first:last] = samples[i].mask
             start, first = end, last
-    batch = TokenBatch(token_ids, positions, segment_ids, score_index, targets, mask)
+    batch = TokenBatch(token_ids, positions, segment_ids, np.zeros_like(token_ids), score_index, targets, mask)
     return jax.tree.map(lambda x: by_micro_batch(x, plan), batch)
 
 

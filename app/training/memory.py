@@ -184,7 +184,7 @@ def saved_bytes(session: Session, rows: int, shape: RowShape, *, remat: str) -> 
         tokens = jax.ShapeDtypeStruct((rows, shape.num_tokens), jnp.int32)
         targets = jax.ShapeDtypeStruct((rows, shape.num_completion_tokens), jnp.int32)
         mask = jax.ShapeDtypeStruct(targets.shape, jnp.bool)
-        batch = TokenBatch(tokens, tokens, tokens, score_index=targets, targets=targets, mask=mask)
+        batch = TokenBatch(tokens, tokens, tokens, tokens, score_index=targets, targets=targets, mask=mask)
 
         def backward(params: Params, batch: TokenBatch) -> Callable[..., Any]:
             def forward(params: Params) -> tuple[Array, Array]:
