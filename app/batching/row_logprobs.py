@@ -7,6 +7,7 @@ from jaxtyping import Array, Float32
 
 from app.batching.pack import TokenBatch
 from app.policy.decoder import Decoder
+from app.policy.row_layout import RowLayout
 from app.policy.token_logprobs import Entropy, completion_logprobs, measured_entropy
 
 
@@ -28,10 +29,10 @@ def row_logprobs(
     return completion_logprobs(
         decoder,
         token_ids=rows.token_ids,
-        positions=rows.positions,
-        segment_ids=rows.segment_ids,
+        layout=RowLayout(rows.segment_ids, rows.branch_ids, rows.positions),
         score_index=rows.score_index,
         targets=rows.targets,
+        mask=rows.score_index >= 0,
         temperature=temperature,
         dtype=dtype,
         remat=remat,

@@ -7,7 +7,7 @@ theirs where they are constrained. Axis names appear in no other room.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,9 @@ from jaxtyping import Array
 AXES = ("dp", "fsdp", "tp")
 ROW_AXES = ("dp", "fsdp")
 """Rows of a batch (prompts, samples, slots, packed rows) are split over both."""
+
+Dims = Sequence[str]
+"""Logical dims of one array, by name."""
 
 AXIS_OF_DIM: dict[str, str | tuple[str, ...] | None] = {
     "rows": ROW_AXES,
@@ -72,3 +75,44 @@ def constrain(x: Array, *dims: str) -> Array:
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(dims, x.shape, mesh))
+
+
+def rows_per_device(num_rows: int) -> int:
+    """How many of an array's rows lie on each device of the mesh in force."""
+    mesh = jax.sharding.get_abstract_mesh()
+    num_shards = 1 if mesh.empty else axis_size(mesh, AXIS_OF_DIM["rows"])
+    return num_rows // num_shards if num_rows % num_shards == 0 else num_rows
+
+
+def on_each_device(
+    function: Callable[..., tuple[Array, ...]], *, inputs: Any, outputs: Sequence[Dims]
+) -> Callable[..., tuple[Array, ...]]:
+    """`function` of what each device of the mesh in force holds, where no device needs another's part.
+
+    Each then runs loops of its own length. A dim is split where its axis divides it in every argument that has a dim
+    of that name, else whole everywhere, and computed by each. Not to be differentiated through.
+
+    Args:
+        inputs: dims of each argument, which are trees of arrays; a tree of tuples of names.
+        outputs: dims of each result; all are names of the inputs.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function
+
+    def split(*arguments: Any) -> tuple[Array, ...]:
+        whole: set[str] = set()
+
+        def find_whole(array: Array, dims: Dims) -> None:
+            spec = partition_spec(dims, array.shape, mesh)
+            whole.update(dim for dim, axes in zip(dims, spec, strict=True) if axes is None)
+
+        def spec(dims: Dims) -> PartitionSpec:
+            return PartitionSpec(*(None if dim in whole else AXIS_OF_DIM[dim] for dim in dims))
+
+        jax.tree.map(find_whole, arguments, inputs)
+        in_specs = jax.tree.map(lambda _, dims: spec(dims), arguments, inputs)
+        out_specs = tuple(map(spec, outputs))
+        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*arguments)
+
+    return split

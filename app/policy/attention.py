@@ -6,30 +6,20 @@ digits that decide the softmax.
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-QUERY_BLOCK = 1024
-"""Longer rows attend block by block: scores of one block of queries are alive at a time."""
+from app.policy.block_attention import block_attention
+from app.policy.row_layout import UNSEEN, BlockPairs, RowLayout, block_pairs, visible
+from app.policy.score_rule import MASKED, PLAIN, ScoreRule, soft_capped
 
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""Finite, so that a row with nothing to see gets a harmless uniform softmax instead of NaN."""
+LONGEST_DENSE_ROW = 256
+"""Up to here all scores of a row at once are faster than block by block."""
 
-
-class ScoreRule(NamedTuple):
-    """How q k^T becomes the scores of the softmax."""
-
-    scale: float | None = None
-    """1 / sqrt(H) when None."""
-    soft_cap: float | None = None
-    """See `soft_capped`."""
-
-
-PLAIN = ScoreRule()
+BLOCK = 128
 
 
 def rotate(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"]) -> Float[Array, "R T heads H"]:
@@ -40,11 +30,6 @@ def rotate(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"]) -> 
     cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
     x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
-
-
-def soft_capped(x: Float[Array, "*dims"], cap: float | None) -> Float[Array, "*dims"]:
-    """Cap tanh(x / cap): close to x while it is small, never beyond the cap. x itself when there is none."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def attend(
@@ -71,40 +56,54 @@ def attend(
     return mixed.reshape(query.shape).astype(query.dtype)
 
 
+def pairs_of_blocks(layout: RowLayout, windows: Sequence[int | None]) -> BlockPairs | None:
+    """What `packed_attention` over these rows needs to know, once for layers with any of these windows.
+
+    None for short rows, which need nothing.
+    """
+    if layout.segment_ids.shape[1] <= LONGEST_DENSE_ROW:
+        return None
+    return block_pairs(RowLayout(*(_whole_blocks(x, axis=1) for x in layout)), windows, BLOCK)
+
+
 def packed_attention(
     query: Float[Array, "R T Q H"],
     keys: Float[Array, "R K T H"],
     values: Float[Array, "R K T H"],
-    segment_ids: Int32[Array, "R T"],
+    layout: RowLayout,
     *,
     window: int | Int32[Array, ""] | None = None,
     rule: ScoreRule = PLAIN,
+    pairs: BlockPairs | None = None,
 ) -> Float[Array, "R T Q H"]:
-    """Causal attention inside each segment of a packed row. Segment 0 is padding and sees nothing.
+    """Causal attention inside each sample of packed rows. Padding sees nothing; what it gets is finite.
 
     Args:
-        window: how many tokens a token sees, itself included; all before it when None. Inside a segment the
-            distance along the row is that of the positions.
+        window: how many positions a token sees, its own included; all before it when None.
+        pairs: `pairs_of_blocks` of these rows, this window among others; made here when None.
     """
     num_tokens = query.shape[1]
+    if num_tokens <= LONGEST_DENSE_ROW:
+        return attend(query, keys, values, visible(layout, layout, 0, window), rule)
+    pairs = pairs or pairs_of_blocks(layout, [window])
+    mixed = block_attention(
+        _whole_blocks(query, axis=1),
+        _whole_blocks(keys, axis=2),
+        _whole_blocks(values, axis=2),
+        RowLayout(*(_whole_blocks(x, axis=1) for x in layout)),
+        pairs,
+        jnp.asarray(UNSEEN if window is None else window, jnp.int32),
+        rule,
+        BLOCK,
+    )
+    return mixed[:, :num_tokens]
 
-    def block(query: Array, first: Array | int) -> Array:
-        at = first + jnp.arange(query.shape[1])
-        own = jax.lax.dynamic_slice_in_dim(segment_ids, first, query.shape[1], axis=1)
-        causal = at[:, None] >= jnp.arange(num_tokens)[None, :]
-        if window is not None:
-            causal &= at[:, None] - jnp.arange(num_tokens)[None, :] < window
-        visible = causal & (own[:, :, None] == segment_ids[:, None, :]) & (own[:, :, None] != 0)
-        return attend(query, keys, values, visible, rule)
 
-    if num_tokens <= QUERY_BLOCK:
-        return block(query, 0)
-    # The rung 1536, for one, is no multiple of QUERY_BLOCK.
-    size = math.gcd(num_tokens, QUERY_BLOCK)
-    blocks = jnp.moveaxis(query.reshape(query.shape[0], -1, size, *query.shape[2:]), 1, 0)
-    firsts = jnp.arange(blocks.shape[0]) * size
-    mixed = jax.lax.map(lambda args: jax.checkpoint(block)(*args), (blocks, firsts))
-    return jnp.moveaxis(mixed, 0, 1).reshape(query.shape)
+def _whole_blocks(x: Array, *, axis: int) -> Array:
+    """With padding behind the tokens, up to a multiple of `BLOCK`."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % BLOCK)
+    return jnp.pad(x, widths)
 
 
 def cached_attention(

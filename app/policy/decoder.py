@@ -23,9 +23,11 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.policy.architecture import Architecture
-from app.policy.attention import ScoreRule, packed_attention, rotate, soft_capped
+from app.policy.attention import packed_attention, pairs_of_blocks, rotate
 from app.policy.config_fields import MAX_INT
 from app.policy.rope import rope_frequencies
+from app.policy.row_layout import RowLayout
+from app.policy.score_rule import ScoreRule, soft_capped
 
 Params = dict[str, Any]
 """A nested dict of arrays: the form in which weights move between rooms."""
@@ -224,8 +226,7 @@ class Decoder(nnx.Module):
     def hidden(
         self,
         token_ids: Int32[Array, "R T"],
-        positions: Int32[Array, "R T"],
-        segment_ids: Int32[Array, "R T"],
+        layout: RowLayout,
         *,
         dtype: jnp.dtype,
         remat: str = "none",
@@ -238,7 +239,8 @@ class Decoder(nnx.Module):
         """
         arch = self.architecture
         graph, stacked = nnx.split(self.blocks)
-        whole, windowed = self.angles(positions)
+        whole, windowed = self.angles(layout.positions)
+        pairs = pairs_of_blocks(layout, arch.layer_windows)
         # Scanned beside the weights: one body serves the layers with a window and those without.
         windows = jnp.array([w or NO_WINDOW for w in arch.windows], jnp.int32) if arch.windows else None
 
@@ -248,7 +250,8 @@ class Decoder(nnx.Module):
             angles = jnp.where(window == NO_WINDOW, whole, windowed) if two_ropes else whole
 
             def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-                return packed_attention(query, key, value, segment_ids, window=window, rule=self.score_rule), None
+                mixed = packed_attention(query, key, value, layout, window=window, rule=self.score_rule, pairs=pairs)
+                return mixed, None
 
             x, _ = nnx.merge(graph, weights)(x, angles, attend)
             return constrain(x, "rows", "tokens", "activation"), None

@@ -18,8 +18,9 @@ from jaxtyping import Array, Float, Int32
 
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.mesh.placement import abstract
-from app.policy.attention import cached_attention, packed_attention
+from app.policy.attention import cached_attention, packed_attention, pairs_of_blocks
 from app.policy.decoder import Attend, Decoder, DecoderDefinition, Params
+from app.policy.row_layout import one_segment
 
 
 class LayerCache(NamedTuple):
@@ -115,18 +116,19 @@ def prefill(
     """Reads right-padded prompts. Returns the hidden state of each last token, and the cache."""
     decoder = definition.bind(weights.params)
     slots = jnp.arange(token_ids.shape[1])[None, :]
-    segment_ids = (slots < lengths[:, None]).astype(jnp.int32)
-    positions = jnp.broadcast_to(slots, token_ids.shape)
+    layout = one_segment(slots < lengths[:, None])
+    windows = definition.architecture.layer_windows
+    pairs = pairs_of_blocks(layout, windows)
 
     def attend_within(window: int | None) -> Attend:
         def attend(query: Array, keys: Array, values: Array) -> tuple[Array, LayerCache]:
-            mixed = packed_attention(query, keys, values, segment_ids, window=window, rule=decoder.score_rule)
+            mixed = packed_attention(query, keys, values, layout, window=window, rule=decoder.score_rule, pairs=pairs)
             return mixed, LayerCache(keys, values)
 
         return attend
 
-    attends = [attend_within(window) for window in definition.architecture.layer_windows]
-    hidden, cache = _run_layers(decoder, weights, token_ids, positions, attends)
+    attends = [attend_within(window) for window in windows]
+    hidden, cache = _run_layers(decoder, weights, token_ids, layout.positions, attends)
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     return jnp.take_along_axis(hidden, last, axis=1)[:, 0], constrain_cache(cache)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from app.mesh.axis_rules import constrain
+from app.mesh.axis_rules import constrain, rows_per_device
 from app.policy.decoder import Decoder, Head
+from app.policy.row_layout import RowLayout
 
 
 def scaled_logits(
@@ -38,6 +41,7 @@ def token_logprobs(
     hidden: Float[Array, "R C D"],
     head: Head,
     targets: Int32[Array, "R C"],
+    mask: Bool[Array, "R C"],
     *,
     temperature: Float32[Array, ""] | float,
     chunk: int,
@@ -45,13 +49,17 @@ def token_logprobs(
 ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
     """Natural logprob of each target, and the entropy in nats of the distribution it was drawn from.
 
-    log_softmax(logits / temperature)[target] over the whole vocabulary. `chunk` tokens of
-    every row pass the head at once, forward and backward; the result does not depend on it.
+    log_softmax(logits / temperature)[target] over the whole vocabulary. `chunk` tokens of every row pass the head at
+    once, forward and backward; the result does not depend on it. Nothing is computed for chunks without any target,
+    whose results are 0. No gradient flows to the temperature.
+
+    Args:
+        mask: True where there is a target; what stands elsewhere is finite and means nothing.
     """
 
-    @jax.checkpoint
-    def of_chunk(hidden: Array, targets: Array) -> tuple[Array, Array]:
-        logits = constrain(scaled_logits(hidden, head, temperature), "rows", "tokens", "vocab")
+    def of_chunk(hidden: Array, table: Array, targets: Array, temperature: Array) -> tuple[Array, Array]:
+        logits = scaled_logits(hidden, replace(head, table=table), temperature)
+        logits = constrain(logits, "rows", "tokens", "vocab")
         log_normalizer = jax.nn.logsumexp(logits, axis=-1)
         # A comparison instead of a gather: it stays local where the vocabulary is split over tp.
         chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
@@ -59,31 +67,91 @@ def token_logprobs(
         return target_logits - log_normalizer, entropy_of(logits - log_normalizer[..., None])
 
     num_tokens = targets.shape[1]
-    if num_tokens <= chunk:
-        return of_chunk(hidden, targets)
-    padding = -num_tokens % chunk
-    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
-    targets = jnp.pad(targets, ((0, 0), (0, padding)))
-    by_chunk = (
-        jnp.moveaxis(hidden.reshape(hidden.shape[0], -1, chunk, hidden.shape[2]), 1, 0),
-        jnp.moveaxis(targets.reshape(targets.shape[0], -1, chunk), 1, 0),
+    chunk = min(chunk, num_tokens)
+    hidden = jnp.pad(hidden, ((0, 0), (0, -num_tokens % chunk), (0, 0)))
+    targets, mask = (jnp.pad(x, ((0, 0), (0, -num_tokens % chunk))) for x in (targets, mask))
+    has_targets = mask.reshape(mask.shape[0], -1, chunk).any(axis=(0, 2))
+    logprobs, entropies = _by_chunk(
+        of_chunk, chunk, hidden, head.table, targets, has_targets, jnp.asarray(temperature, jnp.float32)
     )
-    logprobs, entropies = jax.lax.map(lambda pair: of_chunk(*pair), by_chunk)
-    rows = targets.shape[0]
-    return (
-        jnp.moveaxis(logprobs, 0, 1).reshape(rows, -1)[:, :num_tokens],
-        jnp.moveaxis(entropies, 0, 1).reshape(rows, -1)[:, :num_tokens],
-    )
+    return logprobs[:, :num_tokens], entropies[:, :num_tokens]
+
+
+OfChunk = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
+"""(hidden [R, chunk, D], table [V, D], targets [R, chunk], temperature) -> (logprobs, entropies), [R, chunk] each."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _by_chunk(
+    of_chunk: OfChunk,
+    size: int,
+    hidden: Float[Array, "R C D"],
+    table: Float[Array, "V D"],
+    targets: Int32[Array, "R C"],
+    has_targets: Bool[Array, "chunks"],
+    temperature: Float32[Array, ""],
+) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
+    """`of_chunk` of the chunks that have targets, one after another; 0 for the others.
+
+    Loops as long as there are such chunks, which only a derivative by hand allows. It keeps the inputs alone.
+    """
+
+    def write(i: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
+        first = chunks[i] * size
+        new = of_chunk(_part(hidden, first, size), table, _part(targets, first, size), temperature)
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(x, part, first, 1) for x, part in zip(results, new, strict=True)
+        )
+
+    chunks, num_chunks = _in_front(has_targets)
+    none = jnp.zeros(targets.shape, jnp.float32), jnp.zeros(targets.shape, jnp.float32)
+    return jax.lax.fori_loop(0, num_chunks, write, none)
+
+
+def _by_chunk_forward(of_chunk: OfChunk, size: int, *inputs: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    return _by_chunk(of_chunk, size, *inputs), inputs
+
+
+def _by_chunk_backward(of_chunk: OfChunk, size: int, inputs: tuple[Array, ...], by_results: tuple[Array, Array]):
+    hidden, table, targets, has_targets, temperature = inputs
+
+    def add(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        first = chunks[i] * size
+
+        def again(hidden: Array, table: Array) -> tuple[Array, Array]:
+            return of_chunk(hidden, table, _part(targets, first, size), temperature)
+
+        _, pull = jax.vjp(again, _part(hidden, first, size), table)
+        by_part, by_table = pull(tuple(_part(x, first, size) for x in by_results))
+        by_hidden = jax.lax.dynamic_update_slice_in_dim(sums[0], by_part, first, 1)
+        return by_hidden, constrain(sums[1] + by_table, "vocab", "embed")
+
+    chunks, num_chunks = _in_front(has_targets)
+    none = jnp.zeros_like(hidden), jnp.zeros_like(table)
+    by_hidden, by_table = jax.lax.fori_loop(0, num_chunks, add, none)
+    return by_hidden, by_table, None, None, None
+
+
+_by_chunk.defvjp(_by_chunk_forward, _by_chunk_backward)
+
+
+def _part(x: Array, first: Array, size: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, first, size, axis=1)
+
+
+def _in_front(wanted: Bool[Array, "n"]) -> tuple[Int32[Array, "n"], Int32[Array, ""]]:
+    """Indices with those wanted first, in order, and how many they are."""
+    return jnp.argsort(~wanted, stable=True), jnp.sum(wanted, dtype=jnp.int32)
 
 
 def completion_logprobs(
     decoder: Decoder,
     *,
     token_ids: Int32[Array, "R T"],
-    positions: Int32[Array, "R T"],
-    segment_ids: Int32[Array, "R T"],
+    layout: RowLayout,
     score_index: Int32[Array, "R C"],
     targets: Int32[Array, "R C"],
+    mask: Bool[Array, "R C"],
     temperature: Float32[Array, ""] | float,
     dtype: jnp.dtype,
     remat: str,
@@ -93,10 +161,19 @@ def completion_logprobs(
     """Logprob and entropy of each completion token of packed rows: one forward pass for every role.
 
     Only the hidden states at `score_index` (the position before each target) meet the LM head.
-    Entries whose target is padding hold finite rubbish; callers mask them.
+
+    Args:
+        mask: True where there is a target, whoever wrote it; what stands elsewhere is finite and means nothing.
+        logits_chunk: tokens of each device that pass the LM head at once, but at least one of each row.
     """
-    hidden = decoder.hidden(token_ids, positions, segment_ids, dtype=dtype, remat=remat)
-    at_targets = jnp.take_along_axis(hidden, score_index[:, :, None], axis=1)
+    hidden = decoder.hidden(token_ids, layout, dtype=dtype, remat=remat)
+    at_targets = jnp.take_along_axis(hidden, jnp.maximum(score_index, 0)[:, :, None], axis=1)
     return token_logprobs(
-        at_targets, decoder.head, targets, temperature=temperature, chunk=logits_chunk, entropy_of=entropy_of
+        at_targets,
+        decoder.head,
+        targets,
+        mask,
+        temperature=temperature,
+        chunk=max(1, logits_chunk // rows_per_device(targets.shape[0])),
+        entropy_of=entropy_of,
     )

@@ -21,7 +21,7 @@ def test_a_row_of_two_samples_by_hand():
     np.testing.assert_array_equal(batch.token_ids, [[[10, 11, 20, 21, 22, 30, 31, 32, 40, 0, 0]]])
     np.testing.assert_array_equal(batch.positions, [[[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0]]])
     np.testing.assert_array_equal(batch.segment_ids, [[[1, 1, 1, 1, 1, 2, 2, 2, 2, 0, 0]]])
-    np.testing.assert_array_equal(batch.score_index, [[[1, 2, 3, 7, 0, 0]]])
+    np.testing.assert_array_equal(batch.score_index, [[[1, 2, 3, 7, -1, -1]]])
     np.testing.assert_array_equal(batch.targets, [[[20, 21, 22, 40, 0, 0]]])
     np.testing.assert_array_equal(batch.mask, [[[True, False, True, True, False, False]]])
 

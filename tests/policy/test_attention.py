@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.policy.attention import PLAIN, QUERY_BLOCK, ScoreRule, attend, cached_attention, packed_attention, rotate
+from app.policy.attention import attend, cached_attention, packed_attention, rotate
+from app.policy.row_layout import one_segment
+from app.policy.score_rule import PLAIN, ScoreRule
 
 
 def random_qkv(rows=2, tokens=7, query_heads=6, kv_heads=2, head=4, seed=0):
@@ -59,51 +60,11 @@ def test_grouped_queries_equal_a_slow_oracle_under_every_rule(rule):
     np.testing.assert_allclose(attend(query, keys, values, jnp.asarray(visible), rule), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 3, 7, 100])
-def test_packed_rows_are_causal_within_the_window_and_segments_do_not_see_each_other(window):
-    query, keys, values = random_qkv()
-    segment_ids = jnp.array([[1, 1, 1, 2, 2, 2, 2], [1, 2, 2, 3, 0, 0, 0]])
-    same = np.asarray(segment_ids[:, :, None] == segment_ids[:, None, :])
-    visible = np.triu(np.tril(same), -6 if window is None else 1 - window)
-    real = np.asarray(segment_ids) > 0
-    mixed = packed_attention(query, keys, values, segment_ids, window=window)
-    np.testing.assert_allclose(mixed[real], slow_attention(query, keys, values, visible)[real], atol=1e-5)
-    assert np.isfinite(mixed).all()
-
-
-def test_gradients_through_padding_are_finite():
-    query, keys, values = random_qkv(rows=1)
-    loss = lambda query: jnp.sum(packed_attention(query, keys, values, jnp.zeros((1, 7), jnp.int32)) ** 2)  # noqa: E731
-    assert np.isfinite(jax.jit(jax.grad(loss))(query)).all()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "window"),
-    [(2 * QUERY_BLOCK, None), (QUERY_BLOCK * 3 // 2, None), (QUERY_BLOCK * 3 // 2, 600)],
-)
-def test_long_rows_attend_block_by_block_with_the_same_values_and_gradients(tokens, window):
-    query, keys, values = random_qkv(rows=1, tokens=tokens, query_heads=1, kv_heads=1, head=2)
-    segment_ids = jnp.asarray(np.arange(tokens)[None] // 700 + 1)
-    visible = jnp.tril(segment_ids[:, :, None] == segment_ids[:, None, :])
-    # A window of 600 crosses the bounds of blocks (512) and ends inside of segments (700).
-    visible = visible if window is None else jnp.triu(visible, 1 - window)
-
-    def summed(attention):
-        return jax.jit(jax.value_and_grad(lambda q, k, v: jnp.sum(jnp.sin(attention(q, k, v))), argnums=(0, 1, 2)))
-
-    blocked = summed(lambda q, k, v: packed_attention(q, k, v, segment_ids, window=window))
-    whole = summed(lambda q, k, v: attend(q, k, v, visible))
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)  # noqa: E731
-    jax.tree.map(close, blocked(query, keys, values), whole(query, keys, values))
-    # No array of all scores stands anywhere in the program.
-    assert f"{tokens},{tokens}]" not in str(blocked.lower(query, keys, values).compile().as_text())
-
-
 @pytest.mark.parametrize("window", [None, 1, 2, 4, 100])
 @pytest.mark.parametrize("rule", [PLAIN, ScoreRule(0.4, 0.3)])
 def test_a_cached_token_attends_as_it_does_in_its_row(window, rule):
     query, keys, values = random_qkv()
-    row = packed_attention(query, keys, values, jnp.ones((2, 7), jnp.int32), window=window, rule=rule)
+    row = packed_attention(query, keys, values, one_segment(jnp.ones((2, 7), bool)), window=window, rule=rule)
     positions = jnp.array([2, 5])
     one = jnp.take_along_axis(query, positions[:, None, None, None], axis=1)
     # What lies behind the position is rubbish of an earlier use of the slot.

@@ -13,6 +13,7 @@ from jaxtyping import Array
 from app.policy.architecture import Architecture
 from app.policy.decoder import REMATERIALISED, DecoderDefinition, Params, by_path
 from app.policy.rope import rope_frequencies
+from app.policy.row_layout import RowLayout, one_segment
 from app.policy.token_logprobs import completion_logprobs
 from tests.tiny import BIASED, ODD, SWITCHED, random_params
 
@@ -28,11 +29,10 @@ def hidden_function(architecture: Architecture, remat: str = "none"):
     return jax.jit(lambda params, *rows: definition.bind(params).hidden(*rows, dtype=FLOAT32, remat=remat))
 
 
-def hidden_states(architecture: Architecture, params: Params, token_ids, positions=None, segment_ids=None):
+def hidden_states(architecture: Architecture, params: Params, token_ids, layout: RowLayout | None = None):
     token_ids = np.atleast_2d(token_ids)
-    positions = np.broadcast_to(np.arange(token_ids.shape[1]), token_ids.shape) if positions is None else positions
-    segment_ids = np.ones_like(token_ids) if segment_ids is None else segment_ids
-    return np.asarray(hidden_function(architecture)(params, token_ids, positions, segment_ids))
+    layout = layout or one_segment(np.ones(token_ids.shape, bool))
+    return np.asarray(hidden_function(architecture)(params, token_ids, layout))
 
 
 def slow_hidden_states(arch: Architecture, params: Params, token_ids: np.ndarray) -> np.ndarray:
@@ -101,7 +101,8 @@ def test_neighbours_in_a_row_and_padding_change_nothing(architecture):
     row = np.concatenate([*sequences, [7, 7]])
     positions = np.concatenate([*(np.arange(len(s)) for s in sequences), [0, 0]])
     segment_ids = np.concatenate([*(np.full(len(s), i) for i, s in enumerate(sequences, start=1)), [0, 0]])
-    packed = hidden_states(architecture, params, row, positions[None], segment_ids[None])[0]
+    layout = RowLayout(segment_ids[None], np.zeros((1, len(row)), np.int32), positions[None])
+    packed = hidden_states(architecture, params, row, layout)[0]
     start = 0
     for sequence in sequences:
         alone = slow_hidden_states(architecture, params, sequence)
@@ -114,7 +115,7 @@ def test_neighbours_in_a_row_and_padding_change_nothing(architecture):
 def test_recomputing_changes_no_value_and_no_gradient(architecture):
     params = random_params(DecoderDefinition.of(architecture))
     token_ids = np.random.default_rng(2).integers(0, architecture.vocab_size, (2, 6))
-    rows = token_ids, np.broadcast_to(np.arange(6), (2, 6)), np.ones((2, 6), np.int32)
+    rows = token_ids, one_segment(np.ones((2, 6), bool))
 
     def loss(params, remat):
         return jnp.sum(jnp.sin(hidden_function(architecture, remat)(params, *rows)))
@@ -131,10 +132,10 @@ def test_recomputing_changes_neither_logprobs_nor_gradients_and_saves_memory():
     weights = np.random.default_rng(5).normal(size=(2, 39)).astype(np.float32)
     batch: dict[str, Any] = {
         "token_ids": token_ids,
-        "positions": np.broadcast_to(np.arange(40), (2, 40)),
-        "segment_ids": np.ones_like(token_ids),
+        "layout": one_segment(np.ones(token_ids.shape, bool)),
         "score_index": np.broadcast_to(np.arange(39), (2, 39)),
         "targets": token_ids[:, 1:],
+        "mask": np.ones((2, 39), bool),
     }
 
     def compiled(remat: str) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition
 from app.policy.kv_cache import decode_step, decode_weights, prefill
+from app.policy.row_layout import one_segment
 from tests.tiny import BIASED, ODD, SWITCHED, random_params
 
 ARCHITECTURES = pytest.mark.parametrize(
@@ -49,8 +50,7 @@ def right_padded(size: int, filler: int = 0) -> np.ndarray:
 
 
 def whole_rows(model: Compiled) -> np.ndarray:
-    positions = np.broadcast_to(np.arange(9), (3, 9))
-    return np.asarray(model.hidden(token_ids(), positions, np.ones((3, 9), np.int32)))
+    return np.asarray(model.hidden(token_ids(), one_segment(np.ones((3, 9), bool))))
 
 
 def grown(cache, size: int, filler: float = 0.0):

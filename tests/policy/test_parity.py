@@ -20,6 +20,7 @@ from jaxtyping import Array
 from app.policy.attention import QUERY_BLOCK
 from app.policy.decoder import DecoderDefinition, Params
 from app.policy.families import FAMILIES, architecture_from_config
+from app.policy.row_layout import RowLayout
 from app.policy.token_logprobs import completion_logprobs
 from app.policy.weight_files import open_model
 from app.policy.weights import load_weights
@@ -90,8 +91,8 @@ class Segment(NamedTuple):
 class PackedRows(NamedTuple):
     segments: list[Segment]
     token_ids: np.ndarray
-    positions: np.ndarray
-    segment_ids: np.ndarray
+    layout: RowLayout
+    """numpy."""
 
 
 SHORT_ROWS = ((7, 12, 5), (29,), (2, 23))
@@ -100,15 +101,16 @@ SHORT_ROWS = ((7, 12, 5), (29,), (2, 23))
 def packed_rows(*lengths: Sequence[int], num_tokens: int = 32) -> PackedRows:
     """Random segments of these lengths, row by row, and padding on the right."""
     rng = np.random.default_rng(1)
-    rows = PackedRows([], *(np.zeros((len(lengths), num_tokens), np.int32) for _ in range(3)))
+    token_ids, *layout = (np.zeros((len(lengths), num_tokens), np.int32) for _ in range(4))
+    rows = PackedRows([], token_ids, RowLayout(*layout))
     # Padding is no special token: nothing may look at it.
     rows.token_ids[:] = rng.integers(0, SIZES["vocab_size"], rows.token_ids.shape)
     for row, in_row in enumerate(lengths):
         first = 0
         for segment_id, length in enumerate(in_row, start=1):
             at = np.s_[row, first : first + length]
-            rows.positions[at] = np.arange(length)
-            rows.segment_ids[at] = segment_id
+            rows.layout.positions[at] = np.arange(length)
+            rows.layout.segment_ids[at] = segment_id
             rows.segments.append(Segment(row, first, rows.token_ids[at]))
             first += length
     return rows
@@ -173,11 +175,11 @@ def our_logits(definition: DecoderDefinition, params: Params, rows: PackedRows) 
     """float32, [R, T, V]."""
 
     @jax.jit
-    def logits(params: Params, *rows: Array) -> Array:
+    def logits(params: Params, token_ids: Array, layout: RowLayout) -> Array:
         decoder = definition.bind(params)
-        return decoder.head.logits(decoder.hidden(*rows, dtype=jnp.dtype("float32")))
+        return decoder.head.logits(decoder.hidden(token_ids, layout, dtype=jnp.dtype("float32")))
 
-    return np.asarray(logits(params, rows.token_ids, rows.positions, rows.segment_ids))
+    return np.asarray(logits(params, rows.token_ids, rows.layout))
 
 
 def assert_every_segment_has_the_reference_logits(directory: Path, rows: PackedRows | None = None) -> None:
@@ -299,10 +301,10 @@ def test_completion_logprobs_and_entropy_equal_torch_log_softmax(tmp_path, model
 
     batch: dict[str, Any] = {
         "token_ids": rows.token_ids,
-        "positions": rows.positions,
-        "segment_ids": rows.segment_ids,
+        "layout": rows.layout,
         "score_index": score_index,
         "targets": targets,
+        "mask": np.arange(28) < filled[:, None],
     }
     logprobs, entropy = jax.jit(
         lambda params: completion_logprobs(

@@ -11,10 +11,12 @@ import pytest
 from jaxtyping import Array
 
 from app.policy.decoder import DecoderDefinition, Head
+from app.policy.row_layout import one_segment
 from app.policy.token_logprobs import completion_logprobs, entropy, measured_entropy, scaled_logits, token_logprobs
 from tests.tiny import ODD, assert_trees_close
 
 ROWS, TOKENS, WIDTH, VOCAB = 3, 14, 5, 23
+EVERYWHERE = np.ones((ROWS, TOKENS), bool)
 
 
 @functools.cache
@@ -46,7 +48,9 @@ def values_and_gradients(chunk: int):
     _, _, targets, weights = inputs()
 
     def loss(hidden, head, temperature):
-        logprobs, entropy = token_logprobs(hidden, Head(head), targets, temperature=temperature, chunk=chunk)
+        logprobs, entropy = token_logprobs(
+            hidden, Head(head), targets, EVERYWHERE, temperature=temperature, chunk=chunk
+        )
         return jnp.sum(weights * logprobs), (logprobs, entropy)
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
@@ -62,7 +66,7 @@ def test_values_and_gradients_equal_a_float64_oracle_for_every_chunk(chunk, temp
 
 def test_entropy_of_uniform_logits_is_the_log_of_the_vocabulary_and_carries_no_gradient():
     hidden, _, targets, _ = inputs()
-    entropy = lambda head: token_logprobs(hidden, Head(head), targets, temperature=1.0, chunk=4)[1]  # noqa: E731
+    entropy = lambda head: token_logprobs(hidden, Head(head), targets, EVERYWHERE, temperature=1.0, chunk=4)[1]  # noqa: E731
     np.testing.assert_allclose(entropy(jnp.zeros((VOCAB, WIDTH))), np.log(VOCAB), rtol=1e-6)
     gradient = jax.grad(lambda head: jnp.sum(entropy(head)))(inputs()[1])
     np.testing.assert_array_equal(gradient, 0.0)
@@ -76,7 +80,7 @@ def test_gradients_of_an_entropy_that_is_learned_from_equal_a_float64_oracle(chu
 
     def loss(hidden, head):
         _, entropies = token_logprobs(
-            hidden, Head(head), targets, temperature=temperature, chunk=chunk, entropy_of=entropy
+            hidden, Head(head), targets, EVERYWHERE, temperature=temperature, chunk=chunk, entropy_of=entropy
         )
         return jnp.sum(weights * entropies)
 
@@ -99,7 +103,9 @@ def test_enormous_logits_keep_the_gradient_of_the_entropy_finite():
     hidden, head, targets, _ = inputs()
 
     def total(hidden):
-        return jnp.sum(token_logprobs(hidden, Head(head), targets, temperature=1.0, chunk=5, entropy_of=entropy)[1])
+        return jnp.sum(
+            token_logprobs(hidden, Head(head), targets, EVERYWHERE, temperature=1.0, chunk=5, entropy_of=entropy)[1]
+        )
 
     assert np.isfinite(jax.grad(total)(1e4 * hidden)).all()
 
@@ -123,7 +129,7 @@ def test_logits_are_capped_before_the_temperature_divides_them():
 
 def test_enormous_logits_stay_finite():
     hidden, head, targets, _ = inputs()
-    logprobs, entropy = token_logprobs(1e4 * hidden, Head(head), targets, temperature=1.0, chunk=5)
+    logprobs, entropy = token_logprobs(1e4 * hidden, Head(head), targets, EVERYWHERE, temperature=1.0, chunk=5)
     assert np.isfinite(logprobs).all()
     assert np.isfinite(entropy).all()
 
@@ -141,10 +147,10 @@ def program(logits_chunk: int):
         logprobs, entropy = completion_logprobs(
             definition.bind(params),
             token_ids=jnp.ones(shape, jnp.int32),
-            positions=jnp.ones(shape, jnp.int32),
-            segment_ids=jnp.ones(shape, jnp.int32),
+            layout=one_segment(jnp.ones(shape, bool)),
             score_index=jnp.ones((ROWS, COMPLETION_TOKENS), jnp.int32),
             targets=jnp.ones((ROWS, COMPLETION_TOKENS), jnp.int32),
+            mask=jnp.ones((ROWS, COMPLETION_TOKENS), bool),
             temperature=1.0,
             dtype=jnp.dtype("float32"),
             remat="none",
@@ -163,8 +169,8 @@ def most_tokens_with_logits(compiled) -> int:
 
 
 def test_only_a_chunk_of_completion_tokens_ever_has_logits():
-    assert most_tokens_with_logits(program(logits_chunk=4)) == ROWS * 4
+    assert most_tokens_with_logits(program(logits_chunk=4 * ROWS)) == ROWS * 4
 
 
 def test_without_chunks_all_completion_tokens_and_no_prompt_tokens_have_logits():
-    assert most_tokens_with_logits(program(logits_chunk=64)) == ROWS * COMPLETION_TOKENS
+    assert most_tokens_with_logits(program(logits_chunk=64 * ROWS)) == ROWS * COMPLETION_TOKENS

@@ -13,6 +13,7 @@ from app.flow import Prompt, Sample
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params
 from app.policy.kv_cache import DecodeWeights, prefill
+from app.policy.row_layout import one_segment
 from app.rollout.engine import Engine, Rows, _decode_loop, open_slots
 from app.rollout.sampling import SamplingRules, draw, sample_keys, uid_words
 from app.score.scorer import Scorer
@@ -118,7 +119,7 @@ def test_greedy_takes_the_likeliest_token_of_a_full_forward_pass():
         num_prompt = len(sample.prompt.token_ids)
         row = np.zeros((1, 16), np.int32)
         row[0, : num_prompt + 6] = np.concatenate([sample.prompt.token_ids, sample.completion_ids])
-        states = hidden(row, np.arange(16)[None], np.ones_like(row))[0, num_prompt - 1 : num_prompt + 5]
+        states = hidden(row, one_segment(np.ones((1, 16), bool)))[0, num_prompt - 1 : num_prompt + 5]
         np.testing.assert_array_equal(sample.completion_ids, np.argmax(states @ params["embedding"].T, axis=-1))
     assert len(set(texts(samples).values())) == len(PROMPTS)
 

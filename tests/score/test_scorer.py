@@ -15,6 +15,7 @@ from app.batching.plan import Plan
 from app.flow import Sample
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params
+from app.policy.row_layout import RowLayout, one_segment
 from app.policy.token_logprobs import completion_logprobs
 from app.score.scorer import Scorer
 from tests.tiny import BIASED, ODD, make_mesh, random_params, random_samples
@@ -51,7 +52,7 @@ def slow_logprobs(sample: Sample, architecture: Architecture, temperature: float
     row = np.zeros((1, 16), np.int32)
     ids = np.concatenate([sample.prompt.token_ids, sample.completion_ids])
     row[0, : len(ids)] = ids
-    hidden = hidden_function(architecture)(params, row, np.arange(16)[None], np.ones_like(row))[0]
+    hidden = hidden_function(architecture)(params, row, one_segment(np.ones((1, 16), bool)))[0]
     head = params["embedding"] if architecture.tied_embeddings else params["output"]
     logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / temperature
     log_softmax = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -106,10 +107,10 @@ def packed_scores():
         logprobs, _ = completion_logprobs(
             definition.bind(params),
             token_ids=batch.token_ids[0],
-            positions=batch.positions[0],
-            segment_ids=batch.segment_ids[0],
+            layout=RowLayout(batch.segment_ids[0], batch.branch_ids[0], batch.positions[0]),
             score_index=batch.score_index[0],
             targets=batch.targets[0],
+            mask=batch.score_index[0] >= 0,
             temperature=1.0,
             dtype=FLOAT32,
             remat="none",
