@@ -28,6 +28,7 @@ from app.reward.rewards import Rewards
 from app.reward.tasks import check_answers
 from app.reward.weighing import Scored
 from app.sample_records import sample_from_record, sample_to_record
+from app.training.cutting import wire_role
 from app.training.metrics import host_counts
 from app.training.session import ModelInput, Session, check_context, read_model_input
 from app.training.training_input import data_columns
@@ -168,7 +169,9 @@ def _with_logprobs(
     model = read_model_input(settings)
     check_samples(samples, model.architecture)
     session = _open_on_one_host(settings, model)
-    scored = session.score(session.load_params(), samples, role)
+    longest = max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
+    cut = wire_role(settings, role, model.architecture, longest=longest)
+    scored, _ = session.score(session.load_params(), samples, role, cut=cut)
     differences = np.abs(np.concatenate([getattr(s, f"{role}_logprobs") - s.behavior_logprobs for s in scored]))
     return scored, {
         "tokens": int(differences.size),
