@@ -349,6 +349,11 @@ class Settings(BaseSettings):
         return self.num_mini_batches * self.algorithm.epochs
 
     @property
+    def packs_rows(self) -> bool:
+        """Whether samples of a step share rows, in the update or in the scoring of a role."""
+        return bool(self.algorithm.dynamic_microbatch or any(self.score.of(role).dynamic for role in self.scored_roles))
+
+    @property
     def scored_roles(self) -> tuple[ScoredRole, ...]:
         """Whose logprobs a step takes before its updates.
 

@@ -13,8 +13,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from numpy.typing import ArrayLike
 
-from app.batching.pack import RowShape, pack_per_token, pack_tokens
-from app.batching.plan import Plan
+from app.batching.micro_batches import lengths_of
+from app.batching.pack import pack_per_token, pack_tokens
+from app.batching.plan import MicroBatch, Plan, RowShape, TokenBudget, plan_token_budget
 from app.flow import Prompt, Sample
 from app.mesh.axis_rules import AXES
 from app.policy.architecture import Architecture
@@ -179,27 +180,51 @@ def random_samples(
     return samples
 
 
-def pack_update(
-    samples: Sequence[Sample], plan: Plan, shape: RowShape, *, weights: Weights = token_mean
-) -> UpdateBatch:
+def plan_of(rows: Sequence[Sequence[int]], *, rows_per_micro_batch: int, num_tokens: int, num_targets: int) -> Plan:
+    """The plan of these rows of sample indices, each sample behind a prompt of its own; the last filled up."""
+    filled = [tuple((i,) for i in row) for row in rows]
+    filled += [()] * (-len(filled) % rows_per_micro_batch)
+    shape = RowShape(num_tokens, num_targets)
+    return Plan(
+        tuple(
+            MicroBatch(tuple(filled[first : first + rows_per_micro_batch]), shape)
+            for first in range(0, len(filled), rows_per_micro_batch)
+        )
+    )
+
+
+def one_a_row(num_samples: int, **sizes: int) -> Plan:
+    return plan_of([(i,) for i in range(num_samples)], **sizes)
+
+
+def packed_plan(samples: Sequence[Sample], *, quota: int, row_length: int, share_prompts: bool) -> Plan:
+    """What the planner makes of one host's samples for one device."""
+    budget = TokenBudget(quota, row_length, share_prompts, packing="best_fit", balance=True)
+    return plan_token_budget([lengths_of(samples)], budget, lambda lengths: lengths**2, devices_per_host=1)[0]
+
+
+def pack_update(samples: Sequence[Sample], plan: Plan, *, weights: Weights = token_mean) -> list[UpdateBatch]:
     """Numpy micro-batches of an optimizer step, with the policy's and the reference's logprobs where there are any."""
     totals = Totals.of(samples)
 
-    def packed(value_of) -> np.ndarray:
-        return pack_per_token(samples, plan, shape, value_of)
+    def batch_of(micro_batch: MicroBatch) -> UpdateBatch:
+        def packed(value_of) -> np.ndarray:
+            return pack_per_token(samples, micro_batch, value_of)
 
-    def scored(name: str) -> np.ndarray | None:
-        return None if getattr(samples[0], name) is None else packed(lambda s: getattr(s, name))
+        def scored(name: str) -> np.ndarray | None:
+            return None if getattr(samples[0], name) is None else packed(lambda s: getattr(s, name))
 
-    return UpdateBatch(
-        tokens=pack_tokens(samples, plan, shape),
-        behavior_logprobs=packed(lambda s: s.behavior_logprobs),
-        advantages=packed(lambda s: s.advantages),
-        loss_weights=packed(lambda s: weights(s, totals)),
-        token_weights=packed(lambda s: token_mean(s, totals)),
-        policy_logprobs=scored("policy_logprobs"),
-        reference_logprobs=scored("reference_logprobs"),
-    )
+        return UpdateBatch(
+            tokens=pack_tokens(samples, micro_batch),
+            behavior_logprobs=packed(lambda s: s.behavior_logprobs),
+            advantages=packed(lambda s: s.advantages),
+            loss_weights=packed(lambda s: weights(s, totals)),
+            token_weights=packed(lambda s: token_mean(s, totals)),
+            policy_logprobs=scored("policy_logprobs"),
+            reference_logprobs=scored("reference_logprobs"),
+        )
+
+    return [batch_of(micro_batch) for micro_batch in plan.micro_batches]
 
 
 def assert_trees_close(ours: Any, expected: Any, *, tolerance: float = 1e-5) -> None:

@@ -27,6 +27,7 @@ from app.training.journal import Journal, NoJournal
 from app.training.launch import Launch, prepared
 from app.training.metrics import CompilationCounter, Work, reward_counts, sample_metrics, step_performance
 from app.training.narrator import Narrator
+from app.training.packing_check import check_packing, random_samples
 from app.training.pinned_model import record_commit
 from app.training.preservation import Best, NewestAndBest, SaveClock
 from app.training.progress import Board
@@ -193,6 +194,8 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     state, progress = _open_state(checkpoints, launch, learning)
     reference = _reference(state, progress, session)
     trainer = Trainer(settings, session, learning, launch.input.prompts, reference, launch.rewards)
+    if settings.packs_rows:
+        check_packing(session, state.params, random_samples(session))
     work = work_of(settings, session.input.definition)
     board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
     board.tell((launch.input.report, *launch.rewards.reports))

@@ -26,7 +26,7 @@ class UpdateStep:
     """(state, micro-batches, temperature) -> (new state, metrics).
 
     Micro-batches go one by one through a program that is compiled once for each of their shapes, however many there
-    are. The memory of the old state and of the sums is reused.
+    are. The old state's memory is reused.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class UpdateStep:
         self._parts: LossParts | None = None
         self._zeros = jax.jit(zeros, out_shardings=sums)
         self._add = jax.jit(add, donate_argnums=0, out_shardings=sums)
-        self._apply = jax.jit(apply, donate_argnums=(0, 1), out_shardings=(shardings, None))
+        self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None))
 
     def __call__(
         self, state: TrainState, micro_batches: Sequence[UpdateBatch], temperature: Array

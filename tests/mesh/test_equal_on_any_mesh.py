@@ -11,16 +11,19 @@ import numpy as np
 import optax
 import pytest
 
+from app.batching.micro_batches import Cutter, FixedRows, PackedRows
+from app.batching.plan import TokenBudget
 from app.flow import Sample
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params
+from app.policy.flops import forward_flops
 from app.rollout.sampling import SamplingRules
 from app.score.scorer import Scorer
 from app.update.aggregation import aggregations
 from app.update.kl import k3
 from app.update.objective import make_objective
 from app.update.optimizer import initial_state, make_optimizer, state_shardings
-from app.update.step import make_update_step
+from app.update.step import UpdateStep
 from app.update.surrogate import dual_clipped_surrogate
 from app.update.updater import Updater
 from settings.schema import Optimizer as Settings
@@ -62,8 +65,16 @@ class Outcome:
     metrics: dict[str, float]
 
 
+FIXED = FixedRows(1, trim_tail=False)
+PACKED = PackedRows(
+    # Rows of one block of attention and a tail; prompts shared, and repeated where a group fills a row.
+    TokenBudget(max_tokens_per_device=48, row_length=24, share_prompts=True, packing="best_fit", balance=True),
+    forward_flops(EVEN),
+)
+
+
 @functools.cache
-def outcome(architecture: Architecture, shape: tuple[int, int, int]) -> Outcome:
+def outcome(architecture: Architecture, shape: tuple[int, int, int], cut: Cutter = PACKED) -> Outcome:
     definition, mesh = DecoderDefinition.of(architecture), make_mesh(shape)
     shardings = definition.shardings(mesh)
     params = jax.device_put(random_params(definition), shardings)
@@ -79,19 +90,19 @@ def outcome(architecture: Architecture, shape: tuple[int, int, int]) -> Outcome:
     )
     scorer = Scorer(definition, mesh, dtype=FLOAT32, logits_chunk=3)
     trained = random_samples(4, 3, vocab_size=50, with_holes=True)
-    logprobs = scorer.logprobs(params, trained, temperature=0.9, rows_per_device=2)
+    logprobs = scorer.logprobs(params, trained, cut(trained, mesh).own, temperature=0.9)
     schedule = optax.constant_schedule(0.1)
     # A large epsilon keeps the update proportional to the gradient: else Adam makes steps of rounding errors.
     optimizer = make_optimizer(Settings(epsilon=1.0, weight_decay=0.1, max_grad_norm=1e6), schedule)
     state_layout = state_shardings(optimizer, definition.shapes, shardings, mesh)
     objective = make_objective(definition, EVERYTHING, dtype=FLOAT32, remat="block", logits_chunk=3)
     updater = Updater(
-        make_update_step(objective, optimizer, schedule, state_layout),
+        UpdateStep(objective, optimizer, schedule, state_layout),
         mesh,
         aggregation=aggregations(max_new_tokens=9)["constant-length"],
         num_mini_batches=1,
         epochs=1,
-        rows_per_device=1,
+        cut=cut,
     )
     state, metrics = updater.update(initial_state(optimizer, params, state_layout), trained, temperature=0.9)
     params, moments = jax.tree.map(np.asarray, (state.params, optax.tree.get(state.optimizer, "mu")))
@@ -114,5 +125,22 @@ def test_eight_devices_sample_score_and_learn_as_one_does(architecture, shape):
         np.testing.assert_allclose(ours, expected, atol=1e-5)
     assert_trees_close(eight.first_moments, one.first_moments)
     assert_trees_close(eight.params, one.params)
-    # Padding follows the number of devices.
-    assert eight.metrics == pytest.approx(one.metrics | {"batching/fill": eight.metrics["batching/fill"]}, rel=1e-5)
+    assert_metrics_equal(eight, one)
+
+
+def assert_metrics_equal(ours: Outcome, expected: Outcome) -> None:
+    """All but those of the cut, which follow the number of devices."""
+
+    def of_the_samples(metrics: dict[str, float]) -> dict[str, float]:
+        return {k: v for k, v in metrics.items() if not k.startswith(("batching/", "global_seqlen/"))}
+
+    assert of_the_samples(ours.metrics) == pytest.approx(of_the_samples(expected.metrics), rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (4, 1, 1)])
+def test_packed_rows_on_one_two_and_four_devices_learn_as_one_sample_a_row_does(shape):
+    ours, expected = outcome(EVEN, shape), outcome(EVEN, (1, 1, 1), FIXED)
+    for a, b in zip(ours.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert_trees_close(ours.first_moments, expected.first_moments)
+    assert_metrics_equal(ours, expected)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import closing
 from dataclasses import replace
 
 import jax
@@ -10,17 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.batching.pack import RowShape, pack_tokens, unpack_per_token
-from app.batching.plan import Plan
+from app.batching.micro_batches import Cutter, FixedRows, PackedRows
+from app.batching.plan import MicroBatch, Plan, RowShape, TokenBudget
 from app.flow import Sample
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params
-from app.policy.row_layout import RowLayout, one_segment
-from app.policy.token_logprobs import completion_logprobs
+from app.policy.flops import forward_flops
+from app.policy.row_layout import one_segment
 from app.score.scorer import Scorer
+from app.training.metrics import CompilationCounter
 from tests.tiny import BIASED, ODD, make_mesh, random_params, random_samples
 
 FLOAT32 = jnp.dtype("float32")
+ONE_PASS = FixedRows(None, trim_tail=False)
 SAMPLES = random_samples(3, 3, vocab_size=ODD.vocab_size, with_holes=True, seed=3)
 
 
@@ -34,9 +37,16 @@ def scorer_of(architecture: Architecture, logits_chunk: int = 128) -> Scorer:
     return Scorer(DecoderDefinition.of(architecture), make_mesh(), dtype=FLOAT32, logits_chunk=logits_chunk)
 
 
-def score(samples, *, architecture=ODD, temperature=1.0, rows_per_device=16, logits_chunk=128) -> list[np.ndarray]:
-    return scorer_of(architecture, logits_chunk).logprobs(
-        params_of(architecture), samples, temperature=temperature, rows_per_device=rows_per_device
+def score(
+    samples, *, architecture=ODD, temperature=1.0, cut: Cutter = ONE_PASS, run=Scorer.one_by_one, logits_chunk=128
+) -> list[np.ndarray]:
+    scorer = scorer_of(architecture, logits_chunk)
+    return scorer.logprobs(
+        params_of(architecture),
+        samples,
+        cut(samples, scorer.mesh).own,
+        temperature=temperature,
+        run=functools.partial(run, scorer),
     )
 
 
@@ -75,9 +85,70 @@ def test_greedy_samples_are_scored_at_temperature_one():
     assert_close(score(SAMPLES, temperature=0.0), score(SAMPLES, temperature=1.0), atol=0)
 
 
-@pytest.mark.parametrize("rows_per_device", [1, 2, 4])
-def test_micro_batches_change_nothing(rows_per_device):
-    assert_close(score(SAMPLES, rows_per_device=rows_per_device), score(SAMPLES))
+LOOP = {"run": Scorer.one_by_one, "trim_tail": True}
+SCAN = {"run": Scorer.scanned, "trim_tail": False}
+
+
+@pytest.mark.parametrize("strategy", [LOOP, SCAN], ids=["loop", "scan"])
+@pytest.mark.parametrize("num_samples", [1, 3, 8, 9])
+@pytest.mark.parametrize("rows_per_device", [1, 2, 4, 100])
+def test_fixed_micro_batches_change_nothing(rows_per_device, num_samples, strategy):
+    """Of 9 samples, 2 and 4 a micro-batch leave an uneven tail."""
+    cut = FixedRows(rows_per_device, trim_tail=strategy["trim_tail"])
+    scored = score(SAMPLES[:num_samples], cut=cut, run=strategy["run"])
+    for ours, expected in zip(scored, score(SAMPLES), strict=False):
+        np.testing.assert_allclose(ours, expected, rtol=1e-6)
+
+
+def test_loop_and_scan_agree_bit_for_bit_where_shapes_do():
+    cut = FixedRows(3, trim_tail=True)
+    assert_close(score(SAMPLES, cut=cut, run=Scorer.scanned), score(SAMPLES, cut=cut), atol=0)
+
+
+@pytest.mark.parametrize(
+    ("cut", "run", "shapes"),
+    [
+        (FixedRows(4, trim_tail=True), Scorer.one_by_one, 4),
+        (FixedRows(4, trim_tail=False), Scorer.scanned, 1),
+        (FixedRows(None, trim_tail=False), Scorer.one_by_one, 1),
+    ],
+    ids=["loop", "scan", "off"],
+)
+def test_each_row_shape_is_compiled_once_and_no_other(cut, run, shapes):
+    """Loop: a shape for the micro-batches, and one for each size of the tail; scan and off: one in all."""
+    scorer = Scorer(DecoderDefinition.of(ODD), make_mesh(), dtype=FLOAT32, logits_chunk=128)
+    counts = (9, 10, 11, 9, 12) if shapes > 1 else (9, 9, 9)
+    with closing(CompilationCounter()) as compilations:
+        for count in counts:
+            samples = [SAMPLES[i % len(SAMPLES)] for i in range(count)]
+            plan = cut(samples, scorer.mesh).own
+            scorer.logprobs(params_of(ODD), samples, plan, temperature=1.0, run=functools.partial(run, scorer))
+        assert compilations.take() == shapes
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+@pytest.mark.parametrize("packing", ["best_fit", "karmarkar_karp"])
+@pytest.mark.parametrize(("quota", "row_length"), [(16, 16), (48, 16), (48, 48), (512, 512)])
+def test_packed_rows_change_nothing(quota, row_length, packing, share_prompts):
+    cut = packed(quota, row_length, packing=packing, share_prompts=share_prompts)
+    assert_close(score(SAMPLES, cut=cut), score(SAMPLES))
+
+
+def packed(quota: int, row_length: int, *, packing="best_fit", share_prompts=True) -> PackedRows:
+    budget = TokenBudget(quota, row_length, share_prompts, packing, balance=True)
+    return PackedRows(budget, forward_flops(ODD))
+
+
+def test_packed_rows_of_random_lengths_compile_once_for_each_row_shape():
+    scorer = Scorer(DecoderDefinition.of(ODD), make_mesh(), dtype=FLOAT32, logits_chunk=128)
+    cut, shapes = packed(64, 32), set()
+    with closing(CompilationCounter()) as compilations:
+        for seed in range(200):
+            samples = random_samples(seed % 5 + 1, 3, vocab_size=ODD.vocab_size, seed=seed)
+            plan = cut(samples, scorer.mesh).own
+            shapes |= {(len(one.rows), one.shape) for one in plan.micro_batches}
+            scorer.logprobs(params_of(ODD), samples, plan, temperature=1.0)
+        assert compilations.take() == len(shapes) <= 8
 
 
 @pytest.mark.parametrize("logits_chunk", [1, 5])
@@ -95,45 +166,21 @@ def test_tokens_that_the_policy_did_not_write_are_scored_too():
     assert_close(score(SAMPLES), score([replace(s, loss_mask=None) for s in SAMPLES]), atol=0)
 
 
-PACKED = RowShape(num_tokens=48, num_completion_tokens=32)
-
-
-@functools.cache
-def packed_scores():
-    definition = DecoderDefinition.of(ODD)
-
-    @jax.jit
-    def scores(params, batch):
-        logprobs, _ = completion_logprobs(
-            definition.bind(params),
-            token_ids=batch.token_ids[0],
-            layout=RowLayout(batch.segment_ids[0], batch.branch_ids[0], batch.positions[0]),
-            score_index=batch.score_index[0],
-            targets=batch.targets[0],
-            mask=batch.score_index[0] >= 0,
-            temperature=1.0,
-            dtype=FLOAT32,
-            remat="none",
-            logits_chunk=8,
-        )
-        return logprobs[None]
-
-    return scores
-
-
-@functools.cache
-def alone() -> list[np.ndarray]:
-    return score(SAMPLES)
-
-
 @settings(max_examples=25)
-@given(st.lists(st.sampled_from([0, 0, 1, 2]), min_size=9, max_size=9), st.permutations(range(9)))
-def test_samples_that_share_a_row_score_as_they_do_alone(row_of, order):
+@given(st.lists(st.sampled_from([0, 0, 1, 2]), min_size=9, max_size=9), st.permutations(range(9)), st.booleans())
+def test_samples_that_share_a_row_or_a_prompt_score_as_they_do_alone(row_of, order, shared):
     """Rows of up to three samples; a fourth goes into one of nine rows of its own."""
     rows: list[list[int]] = [[] for _ in range(12)]
     for i in order:
         row = rows[row_of[i]]
         (row if len(row) < 3 else rows[3 + i]).append(i)
-    plan = Plan(tuple(map(tuple, rows)), 12)
-    packed = packed_scores()(params_of(ODD), pack_tokens(SAMPLES, plan, PACKED))
-    assert_close(unpack_per_token(np.asarray(packed), SAMPLES, plan), alone())
+    plan = Plan((MicroBatch(tuple(segments(row, shared) for row in rows), RowShape(48, 32)),))
+    assert_close(scorer_of(ODD, 32).logprobs(params_of(ODD), SAMPLES, plan, temperature=1.0), score(SAMPLES))
+
+
+def segments(row: list[int], shared: bool) -> tuple[tuple[int, ...], ...]:
+    """Each sample behind its own prompt, or those of one group behind one."""
+    if not shared:
+        return tuple((i,) for i in row)
+    groups = dict.fromkeys(SAMPLES[i].group_id for i in row)
+    return tuple(tuple(i for i in row if SAMPLES[i].group_id == group) for group in groups)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from app.batching.pack import RowShape, pack_per_token
+from app.batching.pack import pack_per_token
 from app.batching.plan import Plan
 from app.flow import Sample
 from app.update.aggregation import Weights
@@ -18,16 +17,11 @@ from app.update.objective import LossParts, PolicyLoss, UpdateBatch
 from tests.tiny import pack_update
 
 
-class Layout(NamedTuple):
-    plan: Plan
-    shape: RowShape
-
-
 def loss_and_gradient(
     loss: PolicyLoss,
     table: Float32[np.ndarray, "tokens V"],
     samples: Sequence[Sample],
-    layout: Layout,
+    plan: Plan,
     *,
     weights: Weights,
 ) -> tuple[Float32[Array, "tokens V"], LossParts]:
@@ -38,18 +32,18 @@ def loss_and_gradient(
     """
     lengths = [len(s.completion_ids) for s in samples]
     starts = {s.uid: end - length for s, end, length in zip(samples, np.cumsum(lengths), lengths, strict=True)}
-    plan, shape = layout
-    batches = pack_update(samples, plan, shape, weights=weights)
-    places = pack_per_token(samples, plan, shape, lambda s: starts[s.uid] + np.arange(len(s.completion_ids)))
 
     def share(table: Array, batch: UpdateBatch, place: Array) -> tuple[Array, LossParts]:
         log_softmax = jax.nn.log_softmax(table[place])
         chosen = jnp.take_along_axis(log_softmax, batch.tokens.targets[..., None], axis=-1)[..., 0]
         return loss(chosen, -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1), batch)
 
+    def places_of(sample: Sample) -> np.ndarray:
+        return starts[sample.uid] + np.arange(len(sample.completion_ids))
+
     gradients, parts = [], []
-    for i in range(plan.num_micro_batches):
-        batch, place = jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), (batches, places.astype(np.int32)))
+    for batch, micro_batch in zip(pack_update(samples, plan, weights=weights), plan.micro_batches, strict=True):
+        place = jnp.asarray(pack_per_token(samples, micro_batch, places_of), jnp.int32)
         (_, part), gradient = jax.value_and_grad(share, has_aux=True)(jnp.asarray(table), batch, place)
         gradients.append(gradient)
         parts.append(part)

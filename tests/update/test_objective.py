@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.batching.pack import RowShape
-from app.batching.plan import Plan, fixed_micro_batches
 from app.batching.row_logprobs import row_logprobs
 from app.flow import Sample
 from app.policy.decoder import DecoderDefinition
@@ -18,11 +16,21 @@ from app.policy.token_logprobs import entropy
 from app.update.aggregation import Weights, sequence_mean_token_mean, token_mean
 from app.update.kl import Estimator, k1, k3
 from app.update.objective import UpdateBatch, make_objective, own_logprobs, scored_logprobs
-from tests.tiny import ODD, PLAIN_LOSS, assert_trees_close, make_sample, pack_update, random_params, random_samples
+from tests.tiny import (
+    ODD,
+    PLAIN_LOSS,
+    assert_trees_close,
+    make_sample,
+    one_a_row,
+    pack_update,
+    plan_of,
+    random_params,
+    random_samples,
+)
 
 DEFINITION = DecoderDefinition.of(replace(ODD, num_layers=1))
 SAMPLES = random_samples(2, 2, vocab_size=ODD.vocab_size, with_holes=True)
-SHAPE = RowShape(num_tokens=32, num_completion_tokens=20)
+SIZES = {"rows_per_micro_batch": 4, "num_tokens": 32, "num_targets": 20}
 FORWARD = {"dtype": jnp.dtype("float32"), "remat": "none", "logits_chunk": 6}
 
 
@@ -33,14 +41,13 @@ def params():
 
 def micro_batch(samples: Sequence[Sample], *, weights: Weights = token_mean) -> UpdateBatch:
     """One micro-batch of four rows, one sample a row. Without policy and reference logprobs."""
-    rows = fixed_micro_batches(len(samples), rows_per_micro_batch=4)
-    batch = jax.tree.map(lambda x: x[0], pack_update(samples, rows, SHAPE, weights=weights))
+    (batch,) = pack_update(samples, one_a_row(len(samples), **SIZES), weights=weights)
     return replace(batch, policy_logprobs=None, reference_logprobs=None)
 
 
 def with_reference(samples: Sequence[Sample], *, weights: Weights = token_mean) -> UpdateBatch:
-    batch = pack_update(samples, fixed_micro_batches(len(samples), rows_per_micro_batch=4), SHAPE, weights=weights)
-    return replace(jax.tree.map(lambda x: x[0], batch), policy_logprobs=None)
+    (batch,) = pack_update(samples, one_a_row(len(samples), **SIZES), weights=weights)
+    return replace(batch, policy_logprobs=None)
 
 
 @functools.cache
@@ -69,8 +76,7 @@ def test_two_samples_in_one_row_lose_minus_two_and_a_quarter():
         make_sample([3, 4, 5], advantages=np.full(3, 1.5, np.float32)),
         make_sample([6], advantages=np.full(1, 3.0, np.float32), sample_index=1),
     ]
-    plan = Plan(((0, 1), (), (), ()), 4)
-    batch = jax.tree.map(lambda x: x[0], pack_update(samples, plan, SHAPE, weights=sequence_mean_token_mean))
+    (batch,) = pack_update(samples, plan_of([(0, 1)], **SIZES), weights=sequence_mean_token_mean)
     (loss, parts), _ = loss_and_gradient()(params(), batch, 1.0)
     assert float(loss) == pytest.approx(-2.25, rel=1e-6)
     assert float(parts.sums["loss"]) == float(loss)

@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 
 from app.advantage.group import ADVANTAGES, credit_by_group, penalised_rewards, task_rewards
-from app.batching.pack import RowShape
-from app.batching.plan import Plan, fixed_micro_batches
+from app.batching.plan import Plan
 from app.flow import Sample
 from app.update.aggregation import Totals, Weights, aggregations
 from app.update.kl import ESTIMATORS
 from app.update.objective import PolicyLoss
 from app.update.surrogate import clipped_surrogate, dual_clipped_surrogate
-from tests.tiny import PLAIN_LOSS, assert_trees_close, random_samples
-from tests.update.table_policy import Layout, loss_and_gradient
+from tests.tiny import PLAIN_LOSS, assert_trees_close, one_a_row, packed_plan, plan_of, random_samples
+from tests.update.table_policy import loss_and_gradient
 
 VOCAB, LONGEST = 5, 9
 CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
@@ -37,10 +36,11 @@ SAMPLES = random_samples(4, 3, vocab_size=VOCAB, longest_completion=LONGEST, wit
 SAMPLES[4] = replace(SAMPLES[4], loss_mask=np.zeros(len(SAMPLES[4].completion_ids), bool))
 STARTS = np.cumsum([0, *(len(s.completion_ids) for s in SAMPLES)])
 TABLE = RNG.normal(0, 1.5, (STARTS[-1], VOCAB)).astype(np.float32)
-WHOLE = Layout(fixed_micro_batches(len(SAMPLES), rows_per_micro_batch=len(SAMPLES)), RowShape(16, 9))
+WHOLE = one_a_row(len(SAMPLES), rows_per_micro_batch=len(SAMPLES), num_tokens=16, num_targets=9)
 LAYOUTS = (
-    Layout(fixed_micro_batches(len(SAMPLES), rows_per_micro_batch=3), RowShape(24, 12)),
-    Layout(Plan(((5, 0, 3), (1, 7), (), (9, 2, 6, 4, 8)), 2), RowShape(80, 45)),
+    one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=24, num_targets=12),
+    plan_of(((5, 0, 3), (1, 7), (), (9, 2, 6, 4, 8)), rows_per_micro_batch=2, num_tokens=80, num_targets=45),
+    packed_plan(SAMPLES, quota=160, row_length=80, share_prompts=True),
 )
 
 
@@ -119,7 +119,7 @@ def oracle(combination: Combination, samples: Sequence[Sample], aggregation: str
     )
 
 
-def of_layout(combination: Combination, samples: Sequence[Sample], layout: Layout, weights: Weights):
+def of_layout(combination: Combination, samples: Sequence[Sample], layout: Plan, weights: Weights):
     """Gradient, and loss and metrics."""
     return loss_and_gradient(combination.loss, TABLE, samples, layout, weights=weights)
 

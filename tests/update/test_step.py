@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -9,26 +10,36 @@ import numpy as np
 import optax
 import pytest
 
-from app.batching.pack import RowShape
-from app.batching.plan import Plan, fixed_micro_batches
+from app.batching.plan import Plan
 from app.policy.decoder import DecoderDefinition
 from app.update.aggregation import aggregations
 from app.update.kl import k3
-from app.update.objective import PolicyLoss, UpdateBatch, make_objective
+from app.update.objective import PolicyLoss, make_objective
 from app.update.optimizer import TrainState, initial_state, make_optimizer, state_shardings
-from app.update.step import accumulate, make_update_step
+from app.update.step import UpdateStep
 from app.update.surrogate import dual_clipped_surrogate
 from settings.schema import Optimizer as Settings
-from tests.tiny import ODD, PLAIN_LOSS, assert_trees_close, make_mesh, pack_update, random_params, random_samples
+from tests.tiny import (
+    ODD,
+    PLAIN_LOSS,
+    assert_trees_close,
+    make_mesh,
+    one_a_row,
+    pack_update,
+    packed_plan,
+    plan_of,
+    random_params,
+    random_samples,
+)
 
 DEFINITION = DecoderDefinition.of(replace(ODD, num_layers=1))
 SAMPLES = random_samples(4, 2, vocab_size=ODD.vocab_size, with_holes=True)
-SHAPE = RowShape(num_tokens=16, num_completion_tokens=12)
-SHARED_ROWS = Plan(((5, 0, 3), (1, 7), (), (2, 6, 4)), 2)
-SHARED_SHAPE = RowShape(num_tokens=48, num_completion_tokens=30)
-
+SHARED_ROWS = plan_of(((5, 0, 3), (1, 7), (), (2, 6, 4)), rows_per_micro_batch=2, num_tokens=48, num_targets=30)
 
 AGGREGATIONS = aggregations(max_new_tokens=9)
+PLANNED = [
+    packed_plan(SAMPLES, quota=quota, row_length=24, share_prompts=share) for quota, share in ((24, True), (72, True))
+]
 EVERYTHING = replace(
     PLAIN_LOSS,
     surrogate=functools.partial(dual_clipped_surrogate, clip_low=0.2, clip_high=0.3, dual_clip=1.5),
@@ -42,26 +53,11 @@ def objective_of(loss: PolicyLoss):
     return make_objective(DEFINITION, loss, dtype=jnp.dtype("float32"), remat="none", logits_chunk=6)
 
 
-def fixed(rows_per_micro_batch: int, weights) -> UpdateBatch:
-    plan = fixed_micro_batches(len(SAMPLES), rows_per_micro_batch=rows_per_micro_batch)
-    return pack_update(SAMPLES, plan, SHAPE, weights=weights)
+def fixed(rows: int) -> Plan:
+    return one_a_row(len(SAMPLES), rows_per_micro_batch=rows, num_tokens=16, num_targets=12)
 
 
-@pytest.mark.parametrize("loss", [PLAIN_LOSS, EVERYTHING], ids=["plain", "everything"])
-def test_micro_batches_padding_and_shared_rows_change_neither_gradient_nor_metrics(loss):
-    # test_policy_loss.py has every combination of terms; here the decoder stands below them.
-    compiled = jax.jit(functools.partial(accumulate, objective_of(loss)))
-    state = TrainState(random_params(DEFINITION), None, jnp.int32(0), jnp.int32(0), jnp.int32(0))
-    for weights in AGGREGATIONS.values():
-        gradient, parts = compiled(state, fixed(8, weights), 1.3)
-        assert optax.tree.norm(gradient) > 1e-3
-        assert float(parts.maxima["policy/ratio_max"]) > 1.5
-        for batch in (fixed(3, weights), pack_update(SAMPLES, SHARED_ROWS, SHARED_SHAPE, weights=weights)):
-            assert_trees_close(compiled(state, batch, 1.3), (gradient, parts))
-
-
-@pytest.fixture(scope="module")
-def step():
+def update_step(loss: PolicyLoss) -> tuple[UpdateStep, Callable[[], TrainState]]:
     """A compiled update step and a maker of fresh states for it."""
     mesh, schedule = make_mesh(), optax.linear_schedule(0.5, 0.0, 5)
     optimizer = make_optimizer(Settings(weight_decay=0.1), schedule)
@@ -70,7 +66,33 @@ def step():
     def fresh() -> TrainState:
         return initial_state(optimizer, random_params(DEFINITION), shardings)
 
-    return make_update_step(objective_of(PLAIN_LOSS), optimizer, schedule, shardings), fresh
+    return UpdateStep(objective_of(loss), optimizer, schedule, shardings), fresh
+
+
+@pytest.mark.parametrize(
+    ("loss", "plans"),
+    [(PLAIN_LOSS, [fixed(3), SHARED_ROWS]), (EVERYTHING, [fixed(1), fixed(2), fixed(4), *PLANNED])],
+    ids=["plain", "everything"],
+)
+def test_micro_batches_padding_shared_rows_and_shared_prompts_change_neither_gradient_nor_metrics(loss, plans):
+    # test_policy_loss.py has every combination of terms; here the decoder stands below them.
+    step, fresh = update_step(loss)
+    state = fresh()
+    for weights in AGGREGATIONS.values():
+
+        def summed(plan: Plan, weights=weights):
+            return step.accumulate(state.params, pack_update(SAMPLES, plan, weights=weights), jnp.float32(1.3))
+
+        gradient, parts = expected = summed(fixed(8))
+        assert optax.tree.norm(gradient) > 1e-3
+        assert float(parts.maxima["policy/ratio_max"]) > 1.5
+        for plan in plans:
+            assert_trees_close(summed(plan), expected)
+
+
+@pytest.fixture(scope="module")
+def step():
+    return update_step(PLAIN_LOSS)
 
 
 def on_host(state: TrainState) -> TrainState:
@@ -78,8 +100,14 @@ def on_host(state: TrainState) -> TrainState:
     return jax.tree.map(np.array, state)
 
 
-GOOD = fixed(4, AGGREGATIONS["token-mean"])
-BAD = replace(GOOD, advantages=np.where(GOOD.tokens.mask, np.float32(np.nan), GOOD.advantages))
+GOOD = pack_update(SAMPLES, fixed(4))
+
+
+def spoiled(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    return np.where(mask, np.float32(np.nan), values)
+
+
+BAD = [replace(batch, advantages=spoiled(batch.advantages, batch.tokens.mask)) for batch in GOOD]
 
 
 def test_a_good_step_moves_every_weight_and_is_counted(step):
@@ -102,9 +130,9 @@ def test_one_bad_number_changes_no_weight_and_no_moment(step, value, field):
     state, _ = update(fresh(), GOOD, jnp.float32(1.3))
     before = on_host(state)
     # Sampler logprobs only feed a metric: a bad one must not cost the step.
-    values = getattr(GOOD, field).copy()
-    values[tuple(np.argwhere(GOOD.tokens.mask)[0])] = value
-    state, metrics = update(state, replace(GOOD, **{field: values}), jnp.float32(1.3))
+    values = getattr(GOOD[0], field).copy()
+    values[tuple(np.argwhere(GOOD[0].tokens.mask)[0])] = value
+    state, metrics = update(state, [replace(GOOD[0], **{field: values}), *GOOD[1:]], jnp.float32(1.3))
     after = on_host(state)
     if field == "behavior_logprobs":
         assert (after.num_updates, after.nonfinite_total) == (2, 0)

@@ -12,16 +12,14 @@ import numpy as np
 import pytest
 
 from app.advantage.group import credit_by_group, penalised_rewards, rloo_advantages
-from app.batching.pack import RowShape
-from app.batching.plan import fixed_micro_batches
 from app.flow import Sample
 from app.update.aggregation import aggregations
 from app.update.kl import k1, k3
 from app.update.objective import own_logprobs, scored_logprobs
 from app.update.surrogate import clipped_surrogate, dual_clipped_surrogate
 from tests.golden.trl_numbers import CASES, DEFAULTS, LENGTHS, LONGEST, PATH, ROWS, numbers
-from tests.tiny import PLAIN_LOSS, assert_trees_close, make_sample
-from tests.update.table_policy import Layout, loss_and_gradient
+from tests.tiny import PLAIN_LOSS, assert_trees_close, make_sample, one_a_row
+from tests.update.table_policy import loss_and_gradient
 
 GOLDEN = json.loads(PATH.read_text())
 AGGREGATIONS = {
@@ -77,7 +75,7 @@ def ours(case: dict[str, Any], inputs: dict[str, Any], aggregation: str):
         loss,
         rows_of(inputs["logits"]),
         samples_of(inputs),
-        Layout(fixed_micro_batches(ROWS, rows_per_micro_batch=3), RowShape(16, 9)),
+        one_a_row(ROWS, rows_per_micro_batch=3, num_tokens=16, num_targets=9),
         weights=aggregations(max_new_tokens=LONGEST)[aggregation],
     )
 

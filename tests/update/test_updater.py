@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,26 +10,28 @@ import numpy as np
 import optax
 import pytest
 
+from app.batching.micro_batches import FixedRows
 from app.policy.decoder import DecoderDefinition
 from app.score.scorer import Scorer
 from app.training.metrics import CompilationCounter
 from app.update.aggregation import token_mean
 from app.update.objective import UpdateBatch, make_objective, own_logprobs, scored_logprobs
 from app.update.optimizer import TrainState, initial_state, make_optimizer, state_shardings
-from app.update.step import UpdateStep, make_update_step
-from app.update.updater import Updater, fill, split_by_group, summarise
+from app.update.step import UpdateStep
+from app.update.updater import Updater, split_by_group, summarise
 from settings.schema import Optimizer as Settings
-from tests.tiny import ODD, PLAIN_LOSS, make_mesh, make_sample, random_params, random_samples
+from tests.tiny import ODD, PLAIN_LOSS, make_mesh, make_sample, one_a_row, random_params, random_samples
 
 DEFINITION = DecoderDefinition.of(replace(ODD, num_layers=1))
 SAMPLES = random_samples(4, 2, vocab_size=ODD.vocab_size)
+THREES = one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=16, num_targets=12)
 SCHEDULE = optax.constant_schedule(1e-2)
 OPTIMIZER = make_optimizer(Settings(), SCHEDULE)
 FLOAT32 = jnp.dtype("float32")
 
 
 def make_updater(step: UpdateStep, **changes) -> Updater:
-    arguments = {"aggregation": token_mean, "num_mini_batches": 1, "epochs": 1, "rows_per_device": 4}
+    arguments = {"aggregation": token_mean, "num_mini_batches": 1, "epochs": 1, "cut": FixedRows(4, trim_tail=False)}
     return Updater(step, make_mesh(), **(arguments | changes))
 
 
@@ -42,7 +45,7 @@ def shardings():
 def real_step(several: bool) -> UpdateStep:
     loss = replace(PLAIN_LOSS, proximal=scored_logprobs if several else own_logprobs)
     objective = make_objective(DEFINITION, loss, dtype=FLOAT32, remat="none", logits_chunk=6)
-    return make_update_step(objective, OPTIMIZER, SCHEDULE, shardings())
+    return UpdateStep(objective, OPTIMIZER, SCHEDULE, shardings())
 
 
 @functools.cache
@@ -62,17 +65,20 @@ class Tape:
     """A step that learns nothing: its state is a count, and it keeps the batches it was given."""
 
     def __init__(self):
-        self.batches: list[UpdateBatch] = []
+        self.updates: list[Sequence[UpdateBatch]] = []
 
-    def __call__(self, state: Any, batch: UpdateBatch, temperature: Any) -> tuple[Any, dict[str, Any]]:
-        self.batches.append(batch)
+    def __call__(self, state: Any, batches: Sequence[UpdateBatch], temperature: Any) -> tuple[Any, dict[str, Any]]:
+        self.updates.append(batches)
         metrics = {"loss": jnp.float32(state), "policy/ratio_max": jnp.float32(10 - state), "rollout/x": state}
         return state + 1, metrics
 
     @property
     def targets(self) -> list[list[int]]:
         """Of every update, the completion tokens it saw."""
-        return [np.asarray(b.tokens.targets)[np.asarray(b.tokens.mask)].tolist() for b in self.batches]
+        return [
+            [token for b in update for token in np.asarray(b.tokens.targets)[np.asarray(b.tokens.mask)].tolist()]
+            for update in self.updates
+        ]
 
 
 def tokens_of(samples) -> list[int]:
@@ -84,7 +90,7 @@ def test_every_epoch_goes_over_every_mini_batch_in_the_same_order():
     state, metrics = make_updater(tape, num_mini_batches=2, epochs=3).update(COUNT, SAMPLES, temperature=1.0)
     assert state == 6
     assert tape.targets == [tokens_of(SAMPLES[:4]), tokens_of(SAMPLES[4:])] * 3
-    assert {b.tokens.token_ids.shape for b in tape.batches} == {tape.batches[0].tokens.token_ids.shape}
+    assert len({batch.tokens.token_ids.shape for update in tape.updates for batch in update}) == 1
     assert metrics["loss"] == pytest.approx(2.5)
     assert metrics["policy/ratio_max"] == 10.0
     assert metrics["rollout/x"] == 0.0
@@ -93,17 +99,17 @@ def test_every_epoch_goes_over_every_mini_batch_in_the_same_order():
 def test_each_mini_batch_has_denominators_of_its_own():
     tape = Tape()
     make_updater(tape, num_mini_batches=2).update(COUNT, SAMPLES, temperature=1.0)
-    for batch in tape.batches:
-        assert float(np.sum(batch.loss_weights)) == pytest.approx(1.0)
-        assert float(np.sum(batch.token_weights)) == pytest.approx(1.0)
+    for update in tape.updates:
+        assert sum(float(np.sum(batch.loss_weights)) for batch in update) == pytest.approx(1.0)
+        assert sum(float(np.sum(batch.token_weights)) for batch in update) == pytest.approx(1.0)
 
 
 def test_logprobs_that_were_not_scored_are_not_sent():
     tape = Tape()
     unscored = [replace(s, policy_logprobs=None, reference_logprobs=None) for s in SAMPLES]
     make_updater(tape).update(COUNT, unscored, temperature=1.0)
-    assert tape.batches[0].policy_logprobs is None
-    assert tape.batches[0].reference_logprobs is None
+    assert tape.updates[0][0].policy_logprobs is None
+    assert tape.updates[0][0].reference_logprobs is None
 
 
 def test_mini_batches_are_whole_groups_in_order():
@@ -138,7 +144,6 @@ def test_fill_is_the_share_of_real_tokens():
     _, metrics = make_updater(tape).update(COUNT, samples, temperature=1.0)
     # Two rows of 16 tokens hold 8 and 4 real ones.
     assert metrics["batching/fill"] == pytest.approx(12 / 32)
-    assert fill(samples, tape.batches * 2) == pytest.approx(12 / 64)
 
 
 def test_one_update_has_a_ratio_of_exactly_one_without_a_scoring_pass():
@@ -151,7 +156,7 @@ def test_one_update_has_a_ratio_of_exactly_one_without_a_scoring_pass():
 @pytest.fixture(scope="module")
 def scored():
     """Samples with the logprobs of the fresh weights, scored in other micro-batches than the update's."""
-    logprobs = scorer().logprobs(random_params(DEFINITION), SAMPLES, temperature=1.3, rows_per_device=3)
+    logprobs = scorer().logprobs(random_params(DEFINITION), SAMPLES, THREES, temperature=1.3)
     return [
         replace(s, policy_logprobs=x, behavior_logprobs=x, reference_logprobs=None)
         for s, x in zip(SAMPLES, logprobs, strict=True)
@@ -186,8 +191,8 @@ def test_updates_raise_the_logprobs_of_rewarded_samples_and_lower_those_of_the_o
     state, _ = make_updater(real_step(several=True), epochs=2).update(fresh_state(), signed, temperature=1.3)
     gains = []
     for before, after in zip(
-        scorer().logprobs(params, signed, temperature=1.3, rows_per_device=3),
-        scorer().logprobs(state.params, signed, temperature=1.3, rows_per_device=3),
+        scorer().logprobs(params, signed, THREES, temperature=1.3),
+        scorer().logprobs(state.params, signed, THREES, temperature=1.3),
         strict=True,
     ):
         gains.append(float(np.sum(after - before)))
