@@ -6,17 +6,17 @@ Samples stay on their host. Ties are broken by index: the same lengths always gi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int64
 
 from app.batching.deal import EMPTY, deal_evenly, deal_in_order
+from app.batching.fit import BLOCK, Block, Fit, Shape, evenly, fewest, ladder, lower_bound, to_count
 from app.batching.ladder import rung
-from app.batching.rows import Item, Shelf, fill_all
+from app.batching.rows import Item, ItemRow, Shelf, parts
 
 Segment = tuple[int, ...]
 """Samples that stand behind one copy of their prompt; one sample where nothing is shared."""
@@ -26,8 +26,6 @@ Work = Callable[[np.ndarray], np.ndarray]
 
 SMALLEST_COMPLETION = 4
 """The smallest rung of completions of fixed rows, in tokens."""
-TAIL_SHARES = tuple(Fraction(n, 16) for n in (1, 2, 3, 4, 6, 8, 12, 16))
-"""Shares of the quota that the last micro-batch may have: few, since each is a shape to compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +97,8 @@ def row_length(max_tokens_per_device: int, longest: int) -> int:
     length = max_tokens_per_device
     while length // 2 >= 2 * longest:
         length //= 2
-    rounded = length // 128 * 128
-    return rounded if rounded >= max(longest, 128) else length
+    rounded = length // BLOCK * BLOCK
+    return rounded if rounded >= max(longest, BLOCK) else length
 
 
 def plan_fixed(
@@ -150,6 +148,7 @@ def plan_token_budget(
     """Micro-batches of packed rows, one plan per host: as many as the fullest host needs at best, at least one.
 
     All have the full shape but the last, the tail, which has the smallest of a few shapes that holds what is left.
+    Where more are asked for than are needed, all have the smallest of these shapes that holds even rows.
 
     Args:
         work: what a sequence costs; only used with `budget.balance`.
@@ -159,13 +158,14 @@ def plan_token_budget(
     """
     for host in hosts:
         _check_lengths(host, budget)
-    variants = [[Shelf(_items(host, budget)) for host in hosts]]
-    ladder = _ladder(budget)
-    packed = [_pack(shelves, ladder, budget, devices_per_host) for shelves in variants][0]
-    return tuple(
-        _dealt(rows, packed.shapes, host, budget, work, devices_per_host)
-        for rows, host in zip(packed.rows, hosts, strict=True)
-    )
+    shapes = ladder(budget.max_tokens_per_device, budget.row_length)
+    fit = _best_fit if budget.packing == "best_fit" else _even_fit
+    best = min((fit(shelves, shapes, budget, devices_per_host) for shelves in _variants(hosts, budget)), key=_cost)
+    return tuple(_dealt(best, number, host, budget, work, devices_per_host) for number, host in enumerate(hosts))
+
+
+def _cost(fit: Fit) -> tuple[int, int]:
+    return fit.cost
 
 
 def _check_lengths(host: Lengths, budget: TokenBudget) -> None:
@@ -173,102 +173,109 @@ def _check_lengths(host: Lengths, budget: TokenBudget) -> None:
     if len(too_long):
         i = int(too_long[0])
         raise ValueError(
-            f"sample {i} has {host.totals[i]} tokens, over the row of {budget.row_length} tokens "
+            f"sample {i} has {host.totals[i]} tokens, over the rows of {budget.row_length} tokens "
             f"that a quota of {budget.max_tokens_per_device} tokens per device gives"
         )
 
 
-class _Shape(NamedTuple):
-    """Rows on each device of a micro-batch."""
-
-    rows_per_device: int
-    num_tokens: int
-
-    @property
-    def tokens_per_device(self) -> int:
-        return self.rows_per_device * self.num_tokens
-
-
-def _ladder(budget: TokenBudget) -> list[_Shape]:
-    """Shapes a micro-batch may have, smallest first; the last is the full one."""
-    shapes = {_rung_shape(int(budget.max_tokens_per_device * share), budget.row_length) for share in TAIL_SHARES}
-    return sorted(shapes, key=lambda shape: (shape.tokens_per_device, shape.rows_per_device))
-
-
-def _rung_shape(num_tokens: int, row_length: int) -> _Shape:
-    if num_tokens >= row_length:
-        return _Shape(num_tokens // row_length, row_length)
-    return _Shape(1, num_tokens // 128 * 128 or max(1, num_tokens))
-
-
-def _items(host: Lengths, budget: TokenBudget) -> list[Item]:
-    prompts, totals = host.prompts.tolist(), host.totals.tolist()
-    return [Item(totals[i], (i,), prompts[i]) for i in range(len(totals))]
-
-
-class _Packed(NamedTuple):
-    shapes: list[_Shape]
-    """Of each micro-batch."""
-    rows: list[tuple[list[list[Item]], list[list[Item]]]]
-    """Of each host: rows of the full micro-batches, and of the tail."""
-
-
-def _pack(shelves: Sequence[Shelf], ladder: Sequence[_Shape], budget: TokenBudget, num_devices: int) -> _Packed:
-    full = ladder[-1]
-    per_micro_batch = num_devices * full.rows_per_device
-    most = max(shelf.num_tokens for shelf in shelves)
-    count = max(1, -(-most // (num_devices * full.tokens_per_device)))
-    shelves = [shelf.copy() for shelf in shelves]
-    rows: list[list[list[Item]]] = [[] for _ in shelves]
-
-    def fill(num_micro_batches: int) -> None:
-        for shelf, filled in zip(shelves, rows, strict=True):
-            for _ in range(num_micro_batches * per_micro_batch):
-                if shelf.items:
-                    filled.append(shelf.fill(full.num_tokens))
-
-    fill(count - 1)
-    while True:
-        for shape in ladder:
-            tails = [
-                fill_all(shelf, num_rows=num_devices * shape.rows_per_device, length=shape.num_tokens)
-                for shelf in shelves
+def _variants(hosts: Sequence[Lengths], budget: TokenBudget) -> Iterator[list[Shelf]]:
+    """Ways to go about it, none of which is always the best: the caller keeps the cheapest plan."""
+    completions = [host.completions.tolist() for host in hosts]
+    if budget.share_prompts:
+        items = [_groups(host) for host in hosts]
+        largest = (
+            (budget.row_length, budget.row_length // 4) if budget.packing == "karmarkar_karp" else (budget.row_length,)
+        )
+    else:
+        items = [_alone(host) for host in hosts]
+        largest = (budget.row_length,)
+    ways = [(0, False)] if budget.packing == "karmarkar_karp" else _ways(sum(map(len, items)), budget.share_prompts)
+    for limit in largest:
+        cut = (
+            [
+                [part for item in of_host for part in parts(item, lengths, limit)]
+                for of_host, lengths in zip(items, completions, strict=True)
             ]
-            if all(tail is not None for tail in tails):
-                return _Packed([full] * (count - 1) + [shape], list(zip(rows, tails, strict=True)))
-        fill(1)
-        count += 1
+            if budget.share_prompts
+            else items
+        )
+        for candidates, splits in ways:
+            yield [
+                Shelf(of_host, lengths, candidates=candidates, splits=splits)
+                for of_host, lengths in zip(cut, completions, strict=True)
+            ]
 
 
-def _dealt(
-    rows: tuple[list[list[Item]], list[list[Item]]],
-    shapes: Sequence[_Shape],
-    host: Lengths,
-    budget: TokenBudget,
-    work: Work,
-    num_devices: int,
-) -> Plan:
+def _ways(num_items: int, share: bool) -> list[tuple[int, bool]]:
+    searches = [64, 0] if num_items <= 1024 else [16]
+    return [(candidates, splits) for splits in ([False, True] if share else [False]) for candidates in searches]
+
+
+def _alone(host: Lengths) -> list[Item]:
+    return [
+        Item(size, (i,), prompt)
+        for i, (size, prompt) in enumerate(zip(host.totals.tolist(), host.prompts.tolist(), strict=True))
+    ]
+
+
+def _groups(host: Lengths) -> list[Item]:
+    members: dict[int, list[int]] = {}
+    for i, number in enumerate(host.prompt_numbers.tolist()):
+        members.setdefault(number, []).append(i)
+    prompts, completions = host.prompts.tolist(), host.completions.tolist()
+    return [
+        Item(prompts[group[0]] + sum(completions[i] for i in group), tuple(group), prompts[group[0]])
+        for group in members.values()
+    ]
+
+
+def _best_fit(shelves: Sequence[Shelf], shapes: Sequence[Shape], budget: TokenBudget, num_devices: int) -> Fit:
+    fit = fewest(shelves, shapes, num_devices, even_tail=budget.balance)
+    count = _asked(fit.num_micro_batches, budget)
+    if count == fit.num_micro_batches:
+        return fit
+    return evenly(shelves, shapes, num_devices, count=count) or to_count(fit, shapes, count)
+
+
+def _even_fit(shelves: Sequence[Shelf], shapes: Sequence[Shape], budget: TokenBudget, num_devices: int) -> Fit:
+    count = _asked(lower_bound(shelves, shapes[-1], num_devices), budget)
+    while (fit := evenly(shelves, shapes, num_devices, count=count)) is None:
+        count = _asked(count + max(1, count // 16), budget)
+    return fit
+
+
+def _asked(count: int, budget: TokenBudget) -> int:
+    multiple = budget.num_micro_batches_divisible_by
+    return -(-max(count, budget.min_num_micro_batches, 1) // multiple) * multiple
+
+
+def _dealt(fit: Fit, number: int, host: Lengths, budget: TokenBudget, work: Work, num_devices: int) -> Plan:
     loads = [0.0] * num_devices
     micro_batches = []
-    whole, prompt = work(host.totals), work(host.prompts)
-    for part, part_shapes in zip(rows, (shapes[:-1], shapes[-1:]), strict=True):
-        if not part_shapes:
+    for block in fit.blocks:
+        if not block.num_micro_batches:
             continue
-        shape = part_shapes[0]
+        rows = block.rows_of_host[number]
         counts = {
-            "num_micro_batches": len(part_shapes),
+            "num_micro_batches": block.num_micro_batches,
             "num_devices": num_devices,
-            "rows_per_device": shape.rows_per_device,
+            "rows_per_device": block.shape.rows_per_device,
         }
         if budget.balance:
-            works = [
-                float(sum(prompt[item.members[0]] + sum(whole[i] - prompt[i] for i in item.members) for item in row))
-                for row in part
-            ]
-            dealt, loads = deal_evenly(works, loads=loads, **counts)
+            dealt, loads = deal_evenly(_work_of_rows(rows, host, work), loads=loads, **counts)
         else:
-            dealt = deal_in_order(len(part), **counts)
-        for numbers in dealt:
-            segments = tuple(tuple(item.members for item in part[n]) if n != EMPTY else () for n in numbers)
-            micro_batches.append(MicroBatch(segments, RowShape(shape.num_tokens, shape.num_tokens)))
+            dealt = deal_in_order(len(rows), **counts)
+        segments = [tuple(item.members for item in row) for row in rows]
+        shape = RowShape(block.shape.num_tokens, block.shape.num_tokens)
+        micro_batches += [
+            MicroBatch(tuple(segments[n] if n != EMPTY else () for n in numbers), shape) for numbers in dealt
+        ]
     return Plan(tuple(micro_batches))
+
+
+def _work_of_rows(rows: Sequence[ItemRow], host: Lengths, work: Work) -> list[float]:
+    """A prompt costs what it costs alone, once; a completion what it adds to that."""
+    prompt = work(host.prompts)
+    added = (work(host.totals) - prompt).tolist()
+    prompt = prompt.tolist()
+    return [sum([prompt[item.members[0]] + sum([added[i] for i in item.members]) for item in row]) for row in rows]
