@@ -34,10 +34,13 @@ class Block(NamedTuple):
     num_micro_batches: int
     rows_of_host: Sequence[Sequence[ItemRow]]
 
+    def of_host(self, number: int) -> tuple[Shape, int, Sequence[ItemRow]]:
+        return self.shape, self.num_micro_batches, self.rows_of_host[number]
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What holds everything: blocks one after another."""
+    """Blocks, one after another, that hold everything."""
 
     blocks: tuple[Block, ...]
 
@@ -52,6 +55,11 @@ class Fit:
             sum(block.num_micro_batches * block.shape.tokens_per_device for block in self.blocks),
             sum(item.size for block in self.blocks for rows in block.rows_of_host for row in rows for item in row),
         )
+
+    def in_full_shape(self, full: Shape, count: int) -> Fit:
+        """The same rows, all in the full shape, over `count` micro-batches."""
+        hosts = zip(*(block.rows_of_host for block in self.blocks), strict=True)
+        return Fit((Block(full, count, [[row for rows in host for row in rows] for host in hosts]),))
 
 
 def ladder(max_tokens_per_device: int, row_length: int) -> list[Shape]:
@@ -92,7 +100,8 @@ def fewest(shelves: Sequence[Shelf], shapes: Sequence[Shape], num_devices: int, 
         for shape in shapes:
             tails = _tails(shelves, shape, num_devices, even=even_tail)
             if tails is not None:
-                return Fit((Block(full, num_full, rows), Block(shape, 1, tails)))
+                blocks = (Block(full, num_full, rows), Block(shape, 1, tails))
+                return Fit(blocks if num_full else blocks[1:])
         to_fill = 1
 
 
@@ -109,9 +118,7 @@ def _tails(shelves: Sequence[Shelf], shape: Shape, num_devices: int, *, even: bo
 
 
 def evenly(shelves: Sequence[Shelf], shapes: Sequence[Shape], num_devices: int, *, count: int) -> Fit | None:
-    """`count` micro-batches of the smallest shape in which rows of even lengths are all short enough, by
-    Karmarkar-Karp; None where not even the full shape will do.
-    """
+    """`count` micro-batches of the smallest shape that holds rows of even lengths, if any does."""
     for shape in shapes:
         limits = {"num_rows": count * num_devices * shape.rows_per_device, "length": shape.num_tokens}
         rows = []
@@ -129,9 +136,3 @@ def lower_bound(shelves: Sequence[Shelf], full: Shape, num_devices: int) -> int:
     """Micro-batches without which not even the tokens of the fullest host have a place."""
     most = max(shelf.num_tokens for shelf in shelves)
     return -(-most // (num_devices * full.tokens_per_device))
-
-
-def to_count(fit: Fit, shapes: Sequence[Shape], count: int) -> Fit:
-    """The same rows over `count` micro-batches, all of the full shape."""
-    hosts = zip(*(block.rows_of_host for block in fit.blocks), strict=True)
-    return Fit((Block(shapes[-1], count, [[row for rows in host for row in rows] for host in hosts]),))

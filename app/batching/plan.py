@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from app.batching.deal import EMPTY, deal_evenly, deal_in_order
-from app.batching.fit import BLOCK, Block, Fit, Shape, evenly, fewest, ladder, lower_bound, to_count
+from app.batching.fit import BLOCK, Fit, Shape, evenly, fewest, ladder, lower_bound
 from app.batching.ladder import rung
 from app.batching.rows import Item, ItemRow, Shelf, parts
 
@@ -24,6 +24,8 @@ Row = tuple[Segment, ...]
 Work = Callable[[np.ndarray], np.ndarray]
 """Lengths -> forward FLOPs of a lone sequence of each length. Whole numbers, so that sums are exact in any order."""
 
+MANY_SAMPLES = 1024
+"""With more, one way of packing them is tried: it fills rows well by itself, and others would cost time."""
 SMALLEST_COMPLETION = 4
 """The smallest rung of completions of fixed rows, in tokens."""
 
@@ -148,7 +150,7 @@ def plan_token_budget(
     """Micro-batches of packed rows, one plan per host: as many as the fullest host needs at best, at least one.
 
     All have the full shape but the last, the tail, which has the smallest of a few shapes that holds what is left.
-    Where more are asked for than are needed, all have the smallest of these shapes that holds even rows.
+    Where more are asked for than are needed, all have the smallest of these shapes that holds rows of even lengths.
 
     Args:
         work: what a sequence costs; only used with `budget.balance`.
@@ -159,85 +161,77 @@ def plan_token_budget(
     for host in hosts:
         _check_lengths(host, budget)
     shapes = ladder(budget.max_tokens_per_device, budget.row_length)
-    fit = _best_fit if budget.packing == "best_fit" else _even_fit
-    best = min((fit(shelves, shapes, budget, devices_per_host) for shelves in _variants(hosts, budget)), key=_cost)
-    return tuple(_dealt(best, number, host, budget, work, devices_per_host) for number, host in enumerate(hosts))
-
-
-def _cost(fit: Fit) -> tuple[int, int]:
-    return fit.cost
+    fit = _fewest if budget.packing == "best_fit" else _even
+    fits = [fit(shelves, shapes, budget, devices_per_host) for shelves in _variants(hosts, budget)]
+    cheapest = min(fits, key=lambda fit: fit.cost)
+    return tuple(
+        _dealt([block.of_host(number) for block in cheapest.blocks], host, work, devices_per_host, budget.balance)
+        for number, host in enumerate(hosts)
+    )
 
 
 def _check_lengths(host: Lengths, budget: TokenBudget) -> None:
     too_long = np.flatnonzero(host.totals > budget.row_length)
     if len(too_long):
-        i = int(too_long[0])
+        i, quota = int(too_long[0]), budget.max_tokens_per_device
+        rows = "" if budget.row_length == quota else f", which gives rows of {budget.row_length}"
         raise ValueError(
-            f"sample {i} has {host.totals[i]} tokens, over the rows of {budget.row_length} tokens "
-            f"that a quota of {budget.max_tokens_per_device} tokens per device gives"
+            f"sample {i} has {host.totals[i]} tokens, too many for a quota of {quota} tokens per device{rows}"
         )
 
 
 def _variants(hosts: Sequence[Lengths], budget: TokenBudget) -> Iterator[list[Shelf]]:
-    """Ways to go about it, none of which is always the best: the caller keeps the cheapest plan."""
+    """Ways to go about it, none of which is always the best: the caller keeps the cheapest."""
     completions = [host.completions.tolist() for host in hosts]
-    if budget.share_prompts:
-        items = [_groups(host) for host in hosts]
-        largest = (
-            (budget.row_length, budget.row_length // 4) if budget.packing == "karmarkar_karp" else (budget.row_length,)
-        )
-    else:
-        items = [_alone(host) for host in hosts]
-        largest = (budget.row_length,)
-    ways = [(0, False)] if budget.packing == "karmarkar_karp" else _ways(sum(map(len, items)), budget.share_prompts)
-    for limit in largest:
-        cut = (
-            [
-                [part for item in of_host for part in parts(item, lengths, limit)]
-                for of_host, lengths in zip(items, completions, strict=True)
-            ]
-            if budget.share_prompts
-            else items
-        )
-        for candidates, splits in ways:
-            yield [
-                Shelf(of_host, lengths, candidates=candidates, splits=splits)
-                for of_host, lengths in zip(cut, completions, strict=True)
-            ]
+    items = [_groups(host) if budget.share_prompts else _alone(host) for host in hosts]
+    for longest, candidates, splits in _ways(sum(map(len, completions)), budget):
+        cut = [
+            [part for item in of_host for part in parts(item, lengths, longest)]
+            for of_host, lengths in zip(items, completions, strict=True)
+        ]
+        yield [
+            Shelf(of_host, lengths, candidates=candidates, splits=splits)
+            for of_host, lengths in zip(cut, completions, strict=True)
+        ]
 
 
-def _ways(num_items: int, share: bool) -> list[tuple[int, bool]]:
-    searches = [64, 0] if num_items <= 1024 else [16]
-    return [(candidates, splits) for splits in ([False, True] if share else [False]) for candidates in searches]
+def _ways(num_samples: int, budget: TokenBudget) -> list[tuple[int, int, bool]]:
+    """Tokens that an item may have, and how a `Shelf` fills rows."""
+    if budget.packing == "karmarkar_karp":
+        # Rows cannot be evened out by items that are nearly as long.
+        longest = [budget.row_length, budget.row_length // 4] if budget.share_prompts else [budget.row_length]
+        return [(tokens, 0, False) for tokens in longest]
+    if num_samples > MANY_SAMPLES:
+        return [(budget.row_length, 16, budget.share_prompts)]
+    splits = [False, True] if budget.share_prompts else [False]
+    return [(budget.row_length, candidates, split) for split in splits for candidates in (64, 0)]
 
 
 def _alone(host: Lengths) -> list[Item]:
-    return [
-        Item(size, (i,), prompt)
-        for i, (size, prompt) in enumerate(zip(host.totals.tolist(), host.prompts.tolist(), strict=True))
-    ]
+    sizes, prompts = host.totals.tolist(), host.prompts.tolist()
+    return [Item(size, (i,), prompts[i]) for i, size in enumerate(sizes)]
 
 
 def _groups(host: Lengths) -> list[Item]:
-    members: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for i, number in enumerate(host.prompt_numbers.tolist()):
-        members.setdefault(number, []).append(i)
+        groups.setdefault(number, []).append(i)
     prompts, completions = host.prompts.tolist(), host.completions.tolist()
     return [
         Item(prompts[group[0]] + sum(completions[i] for i in group), tuple(group), prompts[group[0]])
-        for group in members.values()
+        for group in groups.values()
     ]
 
 
-def _best_fit(shelves: Sequence[Shelf], shapes: Sequence[Shape], budget: TokenBudget, num_devices: int) -> Fit:
+def _fewest(shelves: Sequence[Shelf], shapes: Sequence[Shape], budget: TokenBudget, num_devices: int) -> Fit:
     fit = fewest(shelves, shapes, num_devices, even_tail=budget.balance)
     count = _asked(fit.num_micro_batches, budget)
     if count == fit.num_micro_batches:
         return fit
-    return evenly(shelves, shapes, num_devices, count=count) or to_count(fit, shapes, count)
+    return evenly(shelves, shapes, num_devices, count=count) or fit.in_full_shape(shapes[-1], count)
 
 
-def _even_fit(shelves: Sequence[Shelf], shapes: Sequence[Shape], budget: TokenBudget, num_devices: int) -> Fit:
+def _even(shelves: Sequence[Shelf], shapes: Sequence[Shape], budget: TokenBudget, num_devices: int) -> Fit:
     count = _asked(lower_bound(shelves, shapes[-1], num_devices), budget)
     while (fit := evenly(shelves, shapes, num_devices, count=count)) is None:
         count = _asked(count + max(1, count // 16), budget)
@@ -245,37 +239,37 @@ def _even_fit(shelves: Sequence[Shelf], shapes: Sequence[Shape], budget: TokenBu
 
 
 def _asked(count: int, budget: TokenBudget) -> int:
+    """The smallest number of micro-batches from `count` on that the budget allows."""
     multiple = budget.num_micro_batches_divisible_by
     return -(-max(count, budget.min_num_micro_batches, 1) // multiple) * multiple
 
 
-def _dealt(fit: Fit, number: int, host: Lengths, budget: TokenBudget, work: Work, num_devices: int) -> Plan:
+def _dealt(
+    blocks: Sequence[tuple[Shape, int, Sequence[ItemRow]]], host: Lengths, work: Work, num_devices: int, balance: bool
+) -> Plan:
+    """One host's rows in micro-batches, and on devices. Never changes which samples share a row."""
+    micro_batches: list[MicroBatch] = []
     loads = [0.0] * num_devices
-    micro_batches = []
-    for block in fit.blocks:
-        if not block.num_micro_batches:
-            continue
-        rows = block.rows_of_host[number]
-        counts = {
-            "num_micro_batches": block.num_micro_batches,
+    for (rows_per_device, num_tokens), num_micro_batches, rows in blocks:
+        sizes = {
+            "num_micro_batches": num_micro_batches,
             "num_devices": num_devices,
-            "rows_per_device": block.shape.rows_per_device,
+            "rows_per_device": rows_per_device,
         }
-        if budget.balance:
-            dealt, loads = deal_evenly(_work_of_rows(rows, host, work), loads=loads, **counts)
+        if balance:
+            dealt, loads = deal_evenly(_work_of(rows, host, work), loads=loads, **sizes)
         else:
-            dealt = deal_in_order(len(rows), **counts)
+            dealt = deal_in_order(len(rows), **sizes)
         segments = [tuple(item.members for item in row) for row in rows]
-        shape = RowShape(block.shape.num_tokens, block.shape.num_tokens)
-        micro_batches += [
-            MicroBatch(tuple(segments[n] if n != EMPTY else () for n in numbers), shape) for numbers in dealt
-        ]
+        shape = RowShape(num_tokens, num_tokens)
+        for numbers in dealt:
+            micro_batches.append(MicroBatch(tuple(() if n == EMPTY else segments[n] for n in numbers), shape))
     return Plan(tuple(micro_batches))
 
 
-def _work_of_rows(rows: Sequence[ItemRow], host: Lengths, work: Work) -> list[float]:
-    """A prompt costs what it costs alone, once; a completion what it adds to that."""
-    prompt = work(host.prompts)
-    added = (work(host.totals) - prompt).tolist()
-    prompt = prompt.tolist()
-    return [sum([prompt[item.members[0]] + sum([added[i] for i in item.members]) for item in row]) for row in rows]
+def _work_of(rows: Sequence[ItemRow], host: Lengths, work: Work) -> list[float]:
+    """Of each row: a prompt costs what it costs alone, once; each completion what it adds to that."""
+    prompts = work(host.prompts)
+    added = (work(host.totals) - prompts).tolist()
+    prompts = prompts.tolist()
+    return [sum([prompts[item.members[0]] + sum([added[i] for i in item.members]) for item in row]) for row in rows]

@@ -91,10 +91,9 @@ class Shelf:
 
 
 def best_subset(sizes: Sequence[int], room: int) -> list[int]:
-    """Indices, last first, of the numbers whose sum is the largest up to `room`; of several such subsets the one with
-    the last numbers.
+    """Indices, last first, of the numbers whose sum is the largest up to `room`; the last numbers where several are.
 
-    Bit s of an integer tells whether the sum s can be reached.
+    Bit s of an integer tells whether some of the numbers so far have the sum s.
     """
     reachable = (2 << room) - 1
     sums = 1
