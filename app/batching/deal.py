@@ -41,7 +41,7 @@ def deal_evenly(
     for block in deal_in_order(len(works), **shape):
         rows = [order[i] if i != EMPTY else EMPTY for i in block]
         weights = [works[row] if row != EMPTY else 0 for row in rows]
-        parts = karmarkar_karp(weights, num_devices, equal_sizes=True)
+        parts = _even_parts(weights, num_devices)
         sums = [sum(weights[i] for i in part) for part in parts]
         of_device: list[list[int]] = [[]] * num_devices
         heaviest_first = sorted(range(num_devices), key=lambda part: (-sums[part], part))
@@ -50,3 +50,11 @@ def deal_evenly(
             of_device[device] = [rows[i] for i in parts[part]]
         dealt.append([row for device in of_device for row in device])
     return dealt, loads
+
+
+def _even_parts(weights: Sequence[float], num_parts: int) -> list[list[int]]:
+    if num_parts == 1:
+        return [list(range(len(weights)))]
+    if num_parts == len(weights):
+        return [[i] for i in range(num_parts)]
+    return karmarkar_karp(weights, num_parts, equal_sizes=True)

@@ -6,17 +6,17 @@ Samples stay on their host. Ties are broken by index: the same lengths always gi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int64
 
 from app.batching.deal import EMPTY, deal_evenly, deal_in_order
+from app.batching.fit import BLOCK, Fit, Shape, evenly, fewest, ladder, lower_bound
 from app.batching.ladder import rung
-from app.batching.rows import Item, Shelf, fill_all
+from app.batching.rows import Item, ItemRow, Shelf, parts
 
 Segment = tuple[int, ...]
 """Samples that stand behind one copy of their prompt; one sample where nothing is shared."""
@@ -24,10 +24,10 @@ Row = tuple[Segment, ...]
 Work = Callable[[np.ndarray], np.ndarray]
 """Lengths -> forward FLOPs of a lone sequence of each length. Whole numbers, so that sums are exact in any order."""
 
+MANY_SAMPLES = 1024
+"""With more, one way of packing them is tried: it fills rows well by itself, and others would cost time."""
 SMALLEST_COMPLETION = 4
 """The smallest rung of completions of fixed rows, in tokens."""
-TAIL_SHARES = tuple(Fraction(n, 16) for n in (1, 2, 3, 4, 6, 8, 12, 16))
-"""Shares of the quota that the last micro-batch may have: few, since each is a shape to compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ def row_length(max_tokens_per_device: int, longest: int) -> int:
     length = max_tokens_per_device
     while length // 2 >= 2 * longest:
         length //= 2
-    rounded = length // 128 * 128
-    return rounded if rounded >= max(longest, 128) else length
+    rounded = length // BLOCK * BLOCK
+    return rounded if rounded >= max(longest, BLOCK) else length
 
 
 def plan_fixed(
@@ -150,6 +150,7 @@ def plan_token_budget(
     """Micro-batches of packed rows, one plan per host: as many as the fullest host needs at best, at least one.
 
     All have the full shape but the last, the tail, which has the smallest of a few shapes that holds what is left.
+    Where more are asked for than are needed, all have the smallest of these shapes that holds rows of even lengths.
 
     Args:
         work: what a sequence costs; only used with `budget.balance`.
@@ -159,116 +160,116 @@ def plan_token_budget(
     """
     for host in hosts:
         _check_lengths(host, budget)
-    variants = [[Shelf(_items(host, budget)) for host in hosts]]
-    ladder = _ladder(budget)
-    packed = [_pack(shelves, ladder, budget, devices_per_host) for shelves in variants][0]
+    shapes = ladder(budget.max_tokens_per_device, budget.row_length)
+    fit = _fewest if budget.packing == "best_fit" else _even
+    fits = [fit(shelves, shapes, budget, devices_per_host) for shelves in _variants(hosts, budget)]
+    cheapest = min(fits, key=lambda fit: fit.cost)
     return tuple(
-        _dealt(rows, packed.shapes, host, budget, work, devices_per_host)
-        for rows, host in zip(packed.rows, hosts, strict=True)
+        _dealt([block.of_host(number) for block in cheapest.blocks], host, work, devices_per_host, budget.balance)
+        for number, host in enumerate(hosts)
     )
 
 
 def _check_lengths(host: Lengths, budget: TokenBudget) -> None:
     too_long = np.flatnonzero(host.totals > budget.row_length)
     if len(too_long):
-        i = int(too_long[0])
+        i, quota = int(too_long[0]), budget.max_tokens_per_device
+        rows = "" if budget.row_length == quota else f", which gives rows of {budget.row_length}"
         raise ValueError(
-            f"sample {i} has {host.totals[i]} tokens, over the row of {budget.row_length} tokens "
-            f"that a quota of {budget.max_tokens_per_device} tokens per device gives"
+            f"sample {i} has {host.totals[i]} tokens, too many for a quota of {quota} tokens per device{rows}"
         )
 
 
-class _Shape(NamedTuple):
-    """Rows on each device of a micro-batch."""
-
-    rows_per_device: int
-    num_tokens: int
-
-    @property
-    def tokens_per_device(self) -> int:
-        return self.rows_per_device * self.num_tokens
-
-
-def _ladder(budget: TokenBudget) -> list[_Shape]:
-    """Shapes a micro-batch may have, smallest first; the last is the full one."""
-    shapes = {_rung_shape(int(budget.max_tokens_per_device * share), budget.row_length) for share in TAIL_SHARES}
-    return sorted(shapes, key=lambda shape: (shape.tokens_per_device, shape.rows_per_device))
+def _variants(hosts: Sequence[Lengths], budget: TokenBudget) -> Iterator[list[Shelf]]:
+    """Ways to go about it, none of which is always the best: the caller keeps the cheapest."""
+    completions = [host.completions.tolist() for host in hosts]
+    items = [_groups(host) if budget.share_prompts else _alone(host) for host in hosts]
+    for longest, candidates, splits in _ways(sum(map(len, completions)), budget):
+        cut = [
+            [part for item in of_host for part in parts(item, lengths, longest)]
+            for of_host, lengths in zip(items, completions, strict=True)
+        ]
+        yield [
+            Shelf(of_host, lengths, candidates=candidates, splits=splits)
+            for of_host, lengths in zip(cut, completions, strict=True)
+        ]
 
 
-def _rung_shape(num_tokens: int, row_length: int) -> _Shape:
-    if num_tokens >= row_length:
-        return _Shape(num_tokens // row_length, row_length)
-    return _Shape(1, num_tokens // 128 * 128 or max(1, num_tokens))
+def _ways(num_samples: int, budget: TokenBudget) -> list[tuple[int, int, bool]]:
+    """Tokens that an item may have, and how a `Shelf` fills rows."""
+    if budget.packing == "karmarkar_karp":
+        # Rows cannot be evened out by items that are nearly as long.
+        longest = [budget.row_length, budget.row_length // 4] if budget.share_prompts else [budget.row_length]
+        return [(tokens, 0, False) for tokens in longest]
+    if num_samples > MANY_SAMPLES:
+        return [(budget.row_length, 16, budget.share_prompts)]
+    splits = [False, True] if budget.share_prompts else [False]
+    return [(budget.row_length, candidates, split) for split in splits for candidates in (64, 0)]
 
 
-def _items(host: Lengths, budget: TokenBudget) -> list[Item]:
-    prompts, totals = host.prompts.tolist(), host.totals.tolist()
-    return [Item(totals[i], (i,), prompts[i]) for i in range(len(totals))]
+def _alone(host: Lengths) -> list[Item]:
+    sizes, prompts = host.totals.tolist(), host.prompts.tolist()
+    return [Item(size, (i,), prompts[i]) for i, size in enumerate(sizes)]
 
 
-class _Packed(NamedTuple):
-    shapes: list[_Shape]
-    """Of each micro-batch."""
-    rows: list[tuple[list[list[Item]], list[list[Item]]]]
-    """Of each host: rows of the full micro-batches, and of the tail."""
+def _groups(host: Lengths) -> list[Item]:
+    groups: dict[int, list[int]] = {}
+    for i, number in enumerate(host.prompt_numbers.tolist()):
+        groups.setdefault(number, []).append(i)
+    prompts, completions = host.prompts.tolist(), host.completions.tolist()
+    return [
+        Item(prompts[group[0]] + sum(completions[i] for i in group), tuple(group), prompts[group[0]])
+        for group in groups.values()
+    ]
 
 
-def _pack(shelves: Sequence[Shelf], ladder: Sequence[_Shape], budget: TokenBudget, num_devices: int) -> _Packed:
-    full = ladder[-1]
-    per_micro_batch = num_devices * full.rows_per_device
-    most = max(shelf.num_tokens for shelf in shelves)
-    count = max(1, -(-most // (num_devices * full.tokens_per_device)))
-    shelves = [shelf.copy() for shelf in shelves]
-    rows: list[list[list[Item]]] = [[] for _ in shelves]
+def _fewest(shelves: Sequence[Shelf], shapes: Sequence[Shape], budget: TokenBudget, num_devices: int) -> Fit:
+    fit = fewest(shelves, shapes, num_devices, even_tail=budget.balance)
+    count = _asked(fit.num_micro_batches, budget)
+    if count == fit.num_micro_batches:
+        return fit
+    return evenly(shelves, shapes, num_devices, count=count) or fit.in_full_shape(shapes[-1], count)
 
-    def fill(num_micro_batches: int) -> None:
-        for shelf, filled in zip(shelves, rows, strict=True):
-            for _ in range(num_micro_batches * per_micro_batch):
-                if shelf.items:
-                    filled.append(shelf.fill(full.num_tokens))
 
-    fill(count - 1)
-    while True:
-        for shape in ladder:
-            tails = [
-                fill_all(shelf, num_rows=num_devices * shape.rows_per_device, length=shape.num_tokens)
-                for shelf in shelves
-            ]
-            if all(tail is not None for tail in tails):
-                return _Packed([full] * (count - 1) + [shape], list(zip(rows, tails, strict=True)))
-        fill(1)
-        count += 1
+def _even(shelves: Sequence[Shelf], shapes: Sequence[Shape], budget: TokenBudget, num_devices: int) -> Fit:
+    count = _asked(lower_bound(shelves, shapes[-1], num_devices), budget)
+    while (fit := evenly(shelves, shapes, num_devices, count=count)) is None:
+        count = _asked(count + max(1, count // 16), budget)
+    return fit
+
+
+def _asked(count: int, budget: TokenBudget) -> int:
+    """The smallest number of micro-batches from `count` on that the budget allows."""
+    multiple = budget.num_micro_batches_divisible_by
+    return -(-max(count, budget.min_num_micro_batches, 1) // multiple) * multiple
 
 
 def _dealt(
-    rows: tuple[list[list[Item]], list[list[Item]]],
-    shapes: Sequence[_Shape],
-    host: Lengths,
-    budget: TokenBudget,
-    work: Work,
-    num_devices: int,
+    blocks: Sequence[tuple[Shape, int, Sequence[ItemRow]]], host: Lengths, work: Work, num_devices: int, balance: bool
 ) -> Plan:
+    """One host's rows in micro-batches, and on devices. Never changes which samples share a row."""
+    micro_batches: list[MicroBatch] = []
     loads = [0.0] * num_devices
-    micro_batches = []
-    whole, prompt = work(host.totals), work(host.prompts)
-    for part, part_shapes in zip(rows, (shapes[:-1], shapes[-1:]), strict=True):
-        if not part_shapes:
-            continue
-        shape = part_shapes[0]
-        counts = {
-            "num_micro_batches": len(part_shapes),
+    for (rows_per_device, num_tokens), num_micro_batches, rows in blocks:
+        sizes = {
+            "num_micro_batches": num_micro_batches,
             "num_devices": num_devices,
-            "rows_per_device": shape.rows_per_device,
+            "rows_per_device": rows_per_device,
         }
-        if budget.balance:
-            works = [
-                float(sum(prompt[item.members[0]] + sum(whole[i] - prompt[i] for i in item.members) for item in row))
-                for row in part
-            ]
-            dealt, loads = deal_evenly(works, loads=loads, **counts)
+        if balance:
+            dealt, loads = deal_evenly(_work_of(rows, host, work), loads=loads, **sizes)
         else:
-            dealt = deal_in_order(len(part), **counts)
+            dealt = deal_in_order(len(rows), **sizes)
+        segments = [tuple(item.members for item in row) for row in rows]
+        shape = RowShape(num_tokens, num_tokens)
         for numbers in dealt:
-            segments = tuple(tuple(item.members for item in part[n]) if n != EMPTY else () for n in numbers)
-            micro_batches.append(MicroBatch(segments, RowShape(shape.num_tokens, shape.num_tokens)))
+            micro_batches.append(MicroBatch(tuple(() if n == EMPTY else segments[n] for n in numbers), shape))
     return Plan(tuple(micro_batches))
+
+
+def _work_of(rows: Sequence[ItemRow], host: Lengths, work: Work) -> list[float]:
+    """Of each row: a prompt costs what it costs alone, once; each completion what it adds to that."""
+    prompts = work(host.prompts)
+    added = (work(host.totals) - prompts).tolist()
+    prompts = prompts.tolist()
+    return [sum([prompts[item.members[0]] + sum([added[i] for i in item.members]) for item in row]) for row in rows]

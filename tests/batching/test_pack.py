@@ -5,56 +5,91 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.batching.pack import RowShape, pack_per_token, pack_tokens, unpack_per_token
-from app.batching.plan import Plan
+from app.batching.micro_batches import lengths_of
+from app.batching.pack import pack_per_token, pack_tokens, unpack_per_token
+from app.batching.plan import MicroBatch, Plan, RowShape, plan_token_budget
 from app.flow import Sample
+from tests.batching.plans import flops, make_budget
 from tests.tiny import make_sample, random_samples
 
 TWO = [
     make_sample([20, 21, 22], prompt_ids=[10, 11], loss_mask=np.array([True, False, True])),
     make_sample([40], prompt_ids=[30, 31, 32]),
 ]
+THREE_OF_TWO_PROMPTS = [*TWO, make_sample([50, 51], prompt_ids=[10, 11])]
+
+
+def alone(*rows: tuple[int, ...], shape: RowShape) -> MicroBatch:
+    """Rows in which no prompt is shared."""
+    return MicroBatch(tuple(tuple((i,) for i in row) for row in rows), shape)
 
 
 def test_a_row_of_two_samples_by_hand():
-    batch = pack_tokens(TWO, Plan(((0, 1),), 1), RowShape(num_tokens=11, num_completion_tokens=6))
-    np.testing.assert_array_equal(batch.token_ids, [[[10, 11, 20, 21, 22, 30, 31, 32, 40, 0, 0]]])
-    np.testing.assert_array_equal(batch.positions, [[[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0]]])
-    np.testing.assert_array_equal(batch.segment_ids, [[[1, 1, 1, 1, 1, 2, 2, 2, 2, 0, 0]]])
-    np.testing.assert_array_equal(batch.score_index, [[[1, 2, 3, 7, -1, -1]]])
-    np.testing.assert_array_equal(batch.targets, [[[20, 21, 22, 40, 0, 0]]])
-    np.testing.assert_array_equal(batch.mask, [[[True, False, True, True, False, False]]])
+    batch = pack_tokens(TWO, alone((0, 1), shape=RowShape(num_tokens=11, num_completion_tokens=6)))
+    np.testing.assert_array_equal(batch.token_ids, [[10, 11, 20, 21, 22, 30, 31, 32, 40, 0, 0]])
+    np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0]])
+    np.testing.assert_array_equal(batch.segment_ids, [[1, 1, 1, 1, 1, 2, 2, 2, 2, 0, 0]])
+    np.testing.assert_array_equal(batch.branch_ids, [[0] * 11])
+    np.testing.assert_array_equal(batch.score_index, [[1, 2, 3, 7, -1, -1]])
+    np.testing.assert_array_equal(batch.targets, [[20, 21, 22, 40, 0, 0]])
+    np.testing.assert_array_equal(batch.mask, [[True, False, True, True, False, False]])
 
 
-def test_every_target_stands_one_token_after_its_score_index():
-    batch = pack_tokens(TWO, Plan(((1, 0), ()), 1), RowShape(num_tokens=9, num_completion_tokens=4))
-    row, index = batch.token_ids[0, 0], batch.score_index[0, 0]
-    np.testing.assert_array_equal(row[index + 1], batch.targets[0, 0])
+def test_completions_behind_a_shared_prompt_by_hand():
+    micro_batch = MicroBatch((((1,), (2, 0)), ()), RowShape(num_tokens=13, num_completion_tokens=7))
+    batch = pack_tokens(THREE_OF_TWO_PROMPTS, micro_batch)
+    np.testing.assert_array_equal(batch.token_ids[0], [30, 31, 32, 40, 10, 11, 50, 51, 20, 21, 22, 0, 0])
+    np.testing.assert_array_equal(batch.positions[0], [0, 1, 2, 3, 0, 1, 2, 3, 2, 3, 4, 0, 0])
+    np.testing.assert_array_equal(batch.segment_ids[0], [1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 0, 0])
+    np.testing.assert_array_equal(batch.branch_ids[0], [0, 0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 0, 0])
+    np.testing.assert_array_equal(batch.score_index[0], [2, 5, 6, 5, 8, 9, -1])
+    np.testing.assert_array_equal(batch.targets[0], [40, 50, 51, 20, 21, 22, 0])
+    np.testing.assert_array_equal(batch.mask[0], [True, True, True, True, False, True, False])
 
 
 def test_empty_rows_are_padding_throughout():
-    batch = pack_tokens(TWO, Plan(((0,), (1,), (), ()), 2), RowShape(num_tokens=6, num_completion_tokens=3))
-    assert batch.token_ids.shape == (2, 2, 6)
-    assert batch.targets.shape == (2, 2, 3)
-    assert not batch.segment_ids[1].any()
-    assert not batch.mask[1].any()
+    batch = pack_tokens(TWO, alone((0,), (), (1,), (), shape=RowShape(num_tokens=6, num_completion_tokens=3)))
+    assert batch.token_ids.shape == (4, 6)
+    assert batch.targets.shape == (4, 3)
+    assert not batch.segment_ids[[1, 3]].any()
+    assert not batch.mask[[1, 3]].any()
+    assert (batch.score_index[[1, 3]] == -1).all()
+
+
+def test_a_micro_batch_without_samples_is_padding():
+    batch = pack_tokens([], alone((), (), shape=RowShape(num_tokens=6, num_completion_tokens=3)))
+    assert batch.token_ids.shape == (2, 6)
+    assert not batch.segment_ids.any()
+
+
+def test_a_completion_without_tokens_has_no_target():
+    samples = [make_sample([], prompt_ids=[1, 2]), make_sample([7], prompt_ids=[1, 2])]
+    shape = RowShape(num_tokens=6, num_completion_tokens=3)
+    for rows in ((((0, 1),),), (((0,), (1,)),), (((1, 0),),)):
+        batch = pack_tokens(samples, MicroBatch(rows, shape))
+        assert batch.targets.tolist() == [[7, 0, 0]]
+        index = batch.score_index[0, 0]
+        assert batch.score_index[0, 1:].tolist() == [-1, -1]
+        assert batch.token_ids[0, index : index + 2].tolist() == [2, 7]
 
 
 def test_per_token_values_lie_beside_their_targets():
-    plan, shape = Plan(((1, 0), ()), 2), RowShape(num_tokens=9, num_completion_tokens=5)
-    packed = pack_per_token(TWO, plan, shape, lambda s: s.completion_ids.astype(np.float32))
-    np.testing.assert_array_equal(packed, [[[40, 20, 21, 22, 0], [0] * 5]])
-    np.testing.assert_array_equal(packed, pack_tokens(TWO, plan, shape).targets)
+    micro_batch = alone((1, 0), (), shape=RowShape(num_tokens=9, num_completion_tokens=5))
+    packed = pack_per_token(TWO, micro_batch, lambda s: s.completion_ids.astype(np.float32))
+    assert packed.dtype == np.float32
+    np.testing.assert_array_equal(packed, [[40, 20, 21, 22, 0], [0] * 5])
+    np.testing.assert_array_equal(packed, pack_tokens(TWO, micro_batch).targets)
 
 
-def test_a_row_that_cannot_hold_its_samples_is_an_error():
-    with pytest.raises(ValueError, match="broadcast"):
-        pack_tokens(TWO, Plan(((0, 1),), 1), RowShape(num_tokens=8, num_completion_tokens=6))
+@pytest.mark.parametrize("shape", [RowShape(8, 6), RowShape(9, 3)])
+def test_a_row_that_cannot_hold_its_samples_is_an_error(shape):
+    with pytest.raises(ValueError, match=r"a row of . (completion )?tokens cannot hold samples of "):
+        pack_tokens(TWO, alone((0, 1), (), shape=shape))
 
 
 @st.composite
-def packings(draw) -> tuple[list[Sample], Plan, RowShape]:
-    """Samples over rows of any number of them, in any order, with empty rows between."""
+def packings(draw) -> tuple[list[Sample], Plan]:
+    """Samples over rows of any number of segments, any samples of a prompt together, in any order."""
     samples = random_samples(
         draw(st.integers(1, 3)),
         draw(st.integers(1, 4)),
@@ -62,35 +97,81 @@ def packings(draw) -> tuple[list[Sample], Plan, RowShape]:
         with_holes=True,
         seed=draw(st.integers(0, 999)),
     )
-    row_of = draw(st.lists(st.integers(0, 5), min_size=len(samples), max_size=len(samples)))
-    order = draw(st.permutations(range(len(samples))))
-    rows = [[i for i in order if row_of[i] == row] for row in range(max(row_of) + 1)]
-    rows_per_micro_batch = draw(st.integers(1, 3))
-    rows += [[]] * (-len(rows) % rows_per_micro_batch)
-    longest = max(sum(len(samples[i].prompt.token_ids) + len(samples[i].completion_ids) for i in r) for r in rows)
-    most = max(sum(len(samples[i].completion_ids) for i in r) for r in rows)
-    shape = RowShape(longest + draw(st.integers(0, 5)), most + draw(st.integers(0, 5)))
-    return samples, Plan(tuple(map(tuple, rows)), rows_per_micro_batch), shape
+    segments: dict[tuple[int, int], list[int]] = {}
+    for i in draw(st.permutations(range(len(samples)))):
+        part = draw(st.integers(0, 2)) if draw(st.booleans()) else -i
+        segments.setdefault((samples[i].group_id, part), []).append(i)
+    rows: list[list[tuple[int, ...]]] = [[] for _ in range(6)]
+    for segment in segments.values():
+        rows[draw(st.integers(0, 5))].append(tuple(segment))
+    shape = RowShape(
+        max(sum(len(samples[s[0]].prompt.token_ids) + completion_tokens(samples, s) for s in r) for r in rows),
+        max(sum(completion_tokens(samples, s) for s in r) for r in rows) + draw(st.integers(0, 5)),
+    )
+    per_micro_batch = draw(st.sampled_from([1, 2, 3, 6]))
+    return samples, Plan(
+        tuple(
+            MicroBatch(tuple(map(tuple, rows[first : first + per_micro_batch])), shape)
+            for first in range(0, 6, per_micro_batch)
+        )
+    )
+
+
+def completion_tokens(samples: list[Sample], segment: tuple[int, ...]) -> int:
+    return sum(len(samples[i].completion_ids) for i in segment)
 
 
 @given(packings())
 def test_unpacking_undoes_packing(packing):
-    samples, plan, shape = packing
-    packed = pack_per_token(samples, plan, shape, lambda s: s.behavior_logprobs)
+    samples, plan = packing
+    packed = [pack_per_token(samples, m, lambda s: s.behavior_logprobs) for m in plan.micro_batches]
     for sample, values in zip(samples, unpack_per_token(packed, samples, plan), strict=True):
         np.testing.assert_array_equal(values, sample.behavior_logprobs)
 
 
 @given(packings())
-def test_packed_rows_hold_every_sample_whole_and_nothing_else(packing):
-    samples, plan, shape = packing
-    batch = pack_tokens(samples, plan, shape)
-    assert batch.segment_ids.astype(bool).sum() == sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
-    assert batch.mask.sum() == sum(s.mask.sum() for s in samples)
-    flat = [x.reshape(-1, x.shape[-1]) for x in (batch.token_ids, batch.positions, batch.segment_ids)]
-    for row, members in enumerate(plan.rows):
-        for segment, i in enumerate(members, start=1):
-            token_ids, positions, _ = (x[row][flat[2][row] == segment] for x in flat)
-            expected = np.concatenate([samples[i].prompt.token_ids, samples[i].completion_ids])
-            np.testing.assert_array_equal(token_ids, expected)
-            np.testing.assert_array_equal(positions, np.arange(len(expected)))
+def test_every_sample_reads_as_if_it_stood_alone(packing):
+    samples, plan = packing
+    seen = []
+    for micro_batch in plan.micro_batches:
+        batch = pack_tokens(samples, micro_batch)
+        for r, row in enumerate(micro_batch.rows):
+            for number, segment in enumerate(row, start=1):
+                for branch, i in enumerate(segment, start=1):
+                    own = (batch.segment_ids[r] == number) & np.isin(
+                        batch.branch_ids[r], [0, branch if len(segment) > 1 else 0]
+                    )
+                    expected = np.concatenate([samples[i].prompt.token_ids, samples[i].completion_ids])
+                    np.testing.assert_array_equal(batch.token_ids[r][own], expected)
+                    np.testing.assert_array_equal(batch.positions[r][own], np.arange(len(expected)))
+                    seen.append(i)
+    assert sorted(seen) == list(range(len(samples)))
+
+
+@given(packings())
+def test_every_target_is_predicted_by_the_token_before_it(packing):
+    samples, plan = packing
+    for micro_batch in plan.micro_batches:
+        batch = pack_tokens(samples, micro_batch)
+        for r, row in enumerate(micro_batch.rows):
+            members = [i for segment in row for i in segment]
+            prompts = [samples[segment[0]].prompt.token_ids for segment in row for _ in segment]
+            before = [np.append(p[-1:], samples[i].completion_ids)[:-1] for p, i in zip(prompts, members, strict=True)]
+            expected = np.concatenate([np.zeros(0, np.int32), *before])
+            index = batch.score_index[r]
+            np.testing.assert_array_equal(batch.token_ids[r][index[index >= 0]], expected)
+            assert (index[len(expected) :] == -1).all()
+            mask = np.concatenate([np.zeros(0, bool), *(samples[i].mask for i in members)])
+            np.testing.assert_array_equal(batch.mask[r], np.pad(mask, (0, len(index) - len(mask))))
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_planned_samples_come_back_in_order_whatever_their_order_was(share_prompts):
+    samples = random_samples(6, 5, vocab_size=97, seed=3)
+    for seed in range(20):
+        shuffled = [samples[i] for i in np.random.default_rng(seed).permutation(len(samples))]
+        budget = make_budget(48, 16, share_prompts=share_prompts)
+        (plan,) = plan_token_budget([lengths_of(shuffled)], budget, flops, devices_per_host=2)
+        packed = [pack_tokens(shuffled, m).targets.astype(np.float32) for m in plan.micro_batches]
+        for sample, values in zip(shuffled, unpack_per_token(packed, shuffled, plan), strict=True):
+            np.testing.assert_array_equal(values, sample.completion_ids)

@@ -1,0 +1,118 @@
+"""Lengths and plans that the planner's tests share, and what must hold of every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from app.batching.plan import Lengths, MicroBatch, Plan, RowShape, TokenBudget, row_length
+
+
+def lone(*totals: int, prompt: int = 1) -> Lengths:
+    """Samples of these lengths, each with a prompt of its own."""
+    sizes = np.asarray(totals, np.int64)
+    prompts = np.minimum(prompt, sizes)
+    return Lengths(prompts, sizes - prompts, np.arange(len(sizes)))
+
+
+def group(prompt: int, *completions: int) -> Lengths:
+    """Samples of one prompt."""
+    return joined(Lengths(np.full(len(completions), prompt), np.asarray(completions), np.zeros(len(completions), int)))
+
+
+def joined(*hosts: Lengths) -> Lengths:
+    """All on one host; each one's prompts stay its own."""
+    numbers = [host.prompt_numbers + 1000 * i for i, host in enumerate(hosts)]
+    return Lengths(
+        np.concatenate([host.prompts for host in hosts]).astype(np.int64),
+        np.concatenate([host.completions for host in hosts]).astype(np.int64),
+        np.concatenate(numbers).astype(np.int64),
+    )
+
+
+def make_budget(quota: int, longest: int | None = None, **changes: Any) -> TokenBudget:
+    """Rows as long as the quota unless the longest sample is given."""
+    fields: dict[str, Any] = {"share_prompts": False, "packing": "best_fit", "balance": True}
+    return TokenBudget(quota, row_length(quota, longest or quota), **(fields | changes))
+
+
+def flops(lengths: np.ndarray) -> np.ndarray:
+    """Of a small network: attention costs as much as the rest at 1,000 tokens."""
+    return 1000 * lengths + lengths**2
+
+
+def per_token(lengths: np.ndarray) -> np.ndarray:
+    return np.asarray(lengths)
+
+
+def members(rows: Sequence) -> list[int]:
+    return [i for row in rows for segment in row for i in segment]
+
+
+def tokens_of(row: tuple[tuple[int, ...], ...], host: Lengths) -> int:
+    """What a row holds: each segment's prompt once."""
+    return int(sum(host.prompts[segment[0]] + host.completions[list(segment)].sum() for segment in row))
+
+
+def computed_tokens(plan: Plan) -> int:
+    return sum(len(m.rows) * m.shape.num_tokens for m in plan.micro_batches)
+
+
+def laid_out_tokens(plan: Plan, host: Lengths) -> int:
+    return sum(tokens_of(row, host) for m in plan.micro_batches for row in m.rows)
+
+
+def device_rows(micro_batch: MicroBatch, num_devices: int) -> list[tuple]:
+    per_device = len(micro_batch.rows) // num_devices
+    return [micro_batch.rows[d * per_device : (d + 1) * per_device] for d in range(num_devices)]
+
+
+def device_work(plan: Plan, host: Lengths, num_devices: int) -> np.ndarray:
+    """[M, devices], of samples that share nothing."""
+    work = flops(host.totals)
+    return np.asarray([[work[members(rows)].sum() for rows in device_rows(m, num_devices)] for m in plan.micro_batches])
+
+
+def random_case(seed: int) -> tuple[list[Lengths], TokenBudget, int]:
+    """Up to 8 hosts of up to 8 devices, groups of up to 8 samples, any quota."""
+    rng = np.random.default_rng(seed)
+    quota = int(rng.choice([64, 500, 1024, 4096]))
+    longest = int(rng.integers(2, quota + 1))
+    budget = make_budget(
+        quota,
+        longest,
+        share_prompts=bool(rng.random() < 0.5),
+        packing=str(rng.choice(["best_fit", "best_fit", "karmarkar_karp"])),
+        balance=bool(rng.random() < 0.5),
+        min_num_micro_batches=int(rng.choice([1, 1, 5])),
+        num_micro_batches_divisible_by=int(rng.choice([1, 1, 3])),
+    )
+    hosts = []
+    for _ in range(int(rng.integers(1, 9))):
+        count = int(rng.choice([0, 1, 10, 60]) * rng.random())
+        numbers = np.sort(rng.integers(0, 1 + count // int(rng.integers(1, 9)), count))
+        prompts = rng.integers(1, longest, count + 1)[numbers]
+        totals = np.clip(rng.lognormal(np.log(longest) - 1.5, 1, count).astype(int), prompts + 1, longest)
+        hosts.append(Lengths(prompts, totals - prompts, numbers))
+    return hosts, budget, int(rng.integers(1, 9))
+
+
+def check_plans(plans: Sequence[Plan], hosts: Sequence[Lengths], budget: TokenBudget, num_devices: int) -> None:
+    """Equal counts and shapes everywhere, every sample once, nothing over its row or the quota."""
+    first = plans[0].micro_batches
+    assert len(first) >= max(1, budget.min_num_micro_batches)
+    assert len(first) % budget.num_micro_batches_divisible_by == 0
+    for plan, host in zip(plans, hosts, strict=True):
+        assert [(m.shape, len(m.rows)) for m in plan.micro_batches] == [(m.shape, len(m.rows)) for m in first]
+        rows = [(row, m.shape) for m in plan.micro_batches for row in m.rows]
+        assert sorted(members([row for row, _ in rows])) == list(range(len(host.prompts)))
+        for row, shape in rows:
+            assert tokens_of(row, host) <= shape.num_tokens
+            assert shape == RowShape(shape.num_tokens, shape.num_tokens)
+            assert all(len(set(host.prompt_numbers[list(segment)])) == 1 for segment in row)
+            assert budget.share_prompts or all(len(segment) == 1 for segment in row)
+        for m in plan.micro_batches:
+            assert len(m.rows) % num_devices == 0
+            assert len(m.rows) // num_devices * m.shape.num_tokens <= budget.max_tokens_per_device

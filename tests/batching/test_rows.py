@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.batching.rows import Item, Shelf, best_subset, fill_all, parts, spread_all
+
+SIZES = st.lists(st.integers(0, 30), max_size=9)
+
+
+def make_shelf(sizes: list[int], *, candidates: int = 64, splits: bool = False) -> Shelf:
+    items = [Item(size, (i,), 0) for i, size in enumerate(sizes)]
+    return Shelf(items, sizes, candidates=candidates, splits=splits)
+
+
+@given(SIZES, st.integers(0, 100))
+def test_the_best_subset_leaves_as_little_room_as_any(sizes, room):
+    subset = best_subset(sizes, room)
+    assert len(set(subset)) == len(subset)
+    sums = [sum(c) for n in range(len(sizes) + 1) for c in itertools.combinations(sizes, n)]
+    assert sum(sizes[i] for i in subset) == max(s for s in sums if s <= room)
+
+
+def test_of_several_best_subsets_the_one_with_the_last_numbers_is_taken():
+    assert best_subset([1, 2, 3, 4, 5], 5) == [4]
+    assert best_subset([5, 2, 3], 5) == [2, 1]
+
+
+@pytest.mark.parametrize("candidates", [0, 2, 64])
+@pytest.mark.parametrize("splits", [False, True])
+@given(sizes=SIZES, length=st.integers(30, 100))
+def test_a_row_is_never_over_its_length_and_nothing_more_fits(candidates, splits, sizes, length):
+    shelf = make_shelf(sizes, candidates=candidates, splits=splits)
+    row = shelf.fill(length)
+    held = sum(item.size for item in row)
+    assert held <= length
+    assert all(held + item.size > length for item in shelf.items)
+    assert sorted(row + shelf.items) == sorted(make_shelf(sizes).items)
+    assert shelf.num_tokens == sum(sizes) - held
+
+
+def test_an_exact_search_fills_what_the_largest_first_leaves_free():
+    sizes = [40, 40, 30, 30]
+    assert sum(item.size for item in make_shelf(sizes, candidates=0).fill(100)) == 80
+    assert sum(item.size for item in make_shelf(sizes).fill(100)) == 100
+
+
+def test_the_rest_of_a_split_group_stays_on_the_shelf_with_its_prompt():
+    shelf = Shelf([Item(60, (0, 1, 2), 6), Item(50, (3,), 1)], [10, 20, 24, 49], candidates=64, splits=True)
+    assert shelf.fill(92) == [Item(60, (0, 1, 2), 6)]
+    shelf = Shelf([Item(60, (0, 1, 2), 6), Item(70, (3,), 1)], [10, 20, 24, 69], candidates=64, splits=True)
+    assert shelf.fill(101) == [Item(70, (3,), 1), Item(30, (2,), 6)]
+    assert shelf.items == [Item(36, (0, 1), 6)]
+    assert shelf.num_tokens == 36
+
+
+def test_no_group_is_split_for_less_than_its_prompt():
+    shelf = Shelf([Item(60, (0, 1, 2), 30), Item(70, (3,), 1)], [10, 10, 10, 69], candidates=64, splits=True)
+    assert shelf.fill(119) == [Item(70, (3,), 1)]
+
+
+@given(st.integers(0, 20), st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(20, 90))
+def test_parts_of_a_group_are_short_enough_and_hold_it_whole(prompt, completions, longest):
+    item = Item(prompt + sum(completions), tuple(range(len(completions))), prompt)
+    cut = list(parts(item, completions, longest))
+    assert sorted(i for part in cut for i in part.members) == list(item.members)
+    for part in cut:
+        assert part.size == prompt + sum(completions[i] for i in part.members)
+        assert part.size <= longest or len(part.members) == 1
+    assert len(cut) == 1 or item.size > longest
+
+
+@given(SIZES, st.integers(1, 6), st.integers(1, 100))
+def test_all_rows_hold_everything_or_there_are_none(sizes, num_rows, length):
+    shelf = make_shelf(sizes)
+    for rows in (
+        fill_all(shelf, num_rows=num_rows, length=length),
+        spread_all(shelf.items, num_rows=num_rows, length=length),
+    ):
+        assert rows is not None or sum(sizes) > length
+        if rows is not None:
+            assert len(rows) <= num_rows
+            assert sorted(item for row in rows for item in row) == shelf.items
+            assert all(sum(item.size for item in row) <= length for row in rows)
+    assert shelf.items == sorted(make_shelf(sizes).items)
