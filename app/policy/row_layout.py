@@ -84,7 +84,7 @@ def block_pairs(layout: RowLayout, windows: Sequence[int | None], size: int) -> 
     rows = ("rows", "tokens")
     widths = sorted({window or UNSEEN for window in windows})
 
-    def of_rows(*layout: Array) -> BlockPairs:
+    def of_rows(*layout: Array) -> tuple[Array, ...]:
         distance = _nearest(RowLayout(*layout), size)
         num_rows, num_blocks, _ = distance.shape
         flat = distance.ravel()
@@ -95,7 +95,7 @@ def block_pairs(layout: RowLayout, windows: Sequence[int | None], size: int) -> 
         row, query_block, key_block = jnp.unravel_index(order, distance.shape)
         first = row * num_blocks
         pairs = first + query_block, first + key_block, flat[order]
-        return BlockPairs(*(x.astype(jnp.int32).reshape(num_rows, -1) for x in pairs))
+        return tuple(x.astype(jnp.int32).reshape(num_rows, -1) for x in pairs)
 
     return BlockPairs(*on_each_device(of_rows, inputs=(rows,) * 3, outputs=(rows,) * 3)(*layout))
 

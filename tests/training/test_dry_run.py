@@ -14,20 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.batching.micro_batches import common_row_shape
 from app.flow import Prompt, Sample
 from app.mesh.placement import abstract
 from app.training.dry_run import DryRun, look_ahead
 from app.training.launch import Launch, prepared
-from app.training.memory import memory_by_phase, saved_bytes, shapes_of
+from app.training.memory import fullest_of, memory_by_phase, saved_bytes, shapes_of
 from app.training.metrics import CompilationCounter
 from app.training.wiring import Learning, wire_learning
 from app.update.optimizer import initial_state
+from app.update.step import Accumulated
 from settings import load
 from tests.tiny import make_sample
 from tests.training.program import digest_of, here, settings
 
-SHARDED = ("mesh.shape='2,2,2'", "algorithm.beta=0.1", "algorithm.epochs=2", "algorithm.rows_per_device=2")
+SHARDED = ("mesh.shape='2,2,2'", "algorithm.beta=0.1", "algorithm.epochs=2")
+FIXED = (*SHARDED, "algorithm.rows_per_device=2", "score.rows_per_device=2")
 
 
 def launched(config: Path, *overrides: str) -> tuple[Launch, Learning]:
@@ -91,20 +92,31 @@ def test_the_bytes_are_those_of_the_real_arrays(
     assert ("reference" in memory["update"]) == (overrides == SHARDED)
 
 
-def test_the_micro_batches_are_those_of_the_real_update(config: Path) -> None:
-    report = foreseen(config, *SHARDED, "algorithm.mini_batch_prompts=2")
-    launch, learning = launched(config, *SHARDED, "algorithm.mini_batch_prompts=2")
-    prompt = longest_first(list(launch.input.prompts))[0]
-    zeros = np.zeros(4, np.float32)
+@pytest.mark.parametrize(
+    "overrides", [FIXED, (*SHARDED, "algorithm.max_tokens_per_device=64")], ids=["fixed", "packed"]
+)
+def test_the_micro_batches_are_those_of_the_real_update(config: Path, overrides: tuple[str, ...]) -> None:
+    overrides = (*overrides, "algorithm.mini_batch_prompts=2")
+    foretold = foreseen(config, *overrides).update
+    launch, learning = launched(config, *overrides)
+    samples = longest_samples(launch, 8)
+    micro_batches = learning.updater.cut(samples, launch.session.mesh).own.micro_batches
+    assert len(micro_batches) == foretold.count
+    fullest = max(micro_batches, key=lambda one: len(one.rows) * one.shape.num_tokens)
+    assert (len(fullest.rows), fullest.shape.num_tokens) == (4 * foretold.rows_per_device, foretold.tokens_per_row)
 
-    def sample(i: int) -> Sample:
-        made = make_sample(np.zeros(4), group_id=i // 4, advantages=zeros, policy_logprobs=zeros)
-        return replace(made, prompt=prompt)
 
-    samples = [sample(i) for i in range(8)]
-    placed = learning.updater._place(samples, common_row_shape(samples)).tokens.token_ids
-    assert placed.shape == (report.update.count, 4 * report.update.rows_per_device, report.update.tokens_per_row)
-    assert (report.update.count, report.update.rows_per_device) == (1, 2)
+def longest_samples(launch: Launch, count: int) -> list[Sample]:
+    """Groups of four, as long as the settings allow."""
+    prompts = longest_first(list(launch.input.prompts))
+    length = launch.resolved.settings.rollout.max_new_tokens
+    zeros = np.zeros(length, np.float32)
+    made = [
+        make_sample(np.zeros(length), group_id=i // 4, advantages=zeros, policy_logprobs=zeros) for i in range(count)
+    ]
+    # Other words of the same length, so that groups do not share them.
+    longest = prompts[0].token_ids
+    return [replace(s, prompt=replace(prompts[0], token_ids=np.roll(longest, s.group_id))) for s in made]
 
 
 def test_it_counts_what_a_run_does(full_config: Path) -> None:
@@ -115,7 +127,7 @@ def test_it_counts_what_a_run_does(full_config: Path) -> None:
     assert report.max_completion_tokens_per_step == 16 * 4
     assert report.num_held_out == 16
     assert set(report.score) == {"policy", "reference"}
-    assert report.score["policy"].count * report.score["policy"].rows_per_device * 8 == 16
+    assert report.score["policy"].count * report.score["policy"].rows_per_device * 8 >= 8
     tokens = report.prompt_tokens_per_step + 64
     passes = 2 * (64 + report.prompt_tokens_per_step / 4 + 2 * tokens) + 6 * tokens * 2
     assert report.max_flops_per_step == pytest.approx(report.num_parameters * passes)
@@ -168,7 +180,7 @@ def test_json_is_for_a_dry_run_alone(config: Path) -> None:
 def test_what_does_not_fit_is_said_and_what_is_not_known_is_not_guessed(config: Path) -> None:
     report = foreseen(config)
     text = replace(report, available_bytes=report.peak_bytes // 2).to_text()
-    assert "200% of its" in text and "this does not fit: lower algorithm.rows_per_device" in text
+    assert "200% of its" in text and "this does not fit: lower algorithm.max_tokens_per_device" in text
     text = replace(report, available_bytes=None).to_text()
     assert "how much it has is not known" in text and "does not fit" not in text
 
@@ -179,7 +191,7 @@ def test_what_does_not_fit_is_said_and_what_is_not_known_is_not_guessed(config: 
         ("run.steps=0", "run.steps"),
         ("rollout.group_size=1", "at least 2"),
         ("mesh.shape='3,1,1'", "mesh.shape"),
-        ("rollout.prompts_per_step=5", "rollout.prompts_per_step: 5 prompts"),
+        ("algorithm.max_tokens_per_device=8", "algorithm.max_tokens_per_device = 8"),
         ("model.path=builtin:huge", "model.path"),
         ("data.max_prompt_length=2", "data.max_prompt_length"),
     ],
@@ -201,22 +213,24 @@ def test_an_occupied_directory_is_refused_unless_resumed(finished: Path, config:
 
 def test_the_estimates_are_what_the_compiler_reserves_or_nearly(config: Path) -> None:
     overrides = ("mesh.shape='1,8,1'", "rollout.max_new_tokens=64", "rollout.prompts_per_step=64")
-    launch, learning = launched(config, *overrides, "algorithm.rows_per_device=32")
+    launch, learning = launched(config, *overrides, "algorithm.max_tokens_per_device=4096")
     shapes = shapes_of(launch.session, learning, launch.input.prompts, ())
     update = memory_by_phase(launch.session, learning, shapes)["update"]
-    foreseen = sum(update[name] for name in ("gradients", "micro_batch_gradients", "logits", "activations"))
+    foreseen = sum(update[name] for name in ("micro_batch_gradients", "logits", "activations"))
     assert temporary_bytes(launch, learning) == pytest.approx(foreseen, rel=0.25)
-    kept = {remat: saved_bytes(launch.session, 32, shapes.rows, remat=remat) for remat in ("none", "block")}
+    shape = fullest_of(shapes.update).shape
+    kept = {remat: saved_bytes(launch.session, 32, shape, remat=remat) for remat in ("none", "block")}
     assert kept["block"] < kept["none"] / 4
 
 
 def temporary_bytes(launch: Launch, learning: Learning) -> int:
-    """What XLA reserves on each device beside the arguments, for an update of 256 of the longest samples."""
-    prompt, zeros = longest_first(list(launch.input.prompts))[0], np.zeros(64, np.float32)
-    made = [make_sample(np.zeros(64), group_id=i // 4, advantages=zeros) for i in range(256)]
-    samples = [replace(s, prompt=prompt) for s in made]
-    batch = learning.updater._place(samples, common_row_shape(samples))
+    """What XLA reserves on each device beside the arguments, for a micro-batch of the longest samples."""
+    samples = longest_samples(launch, 256)
+    batch = learning.updater._place(samples, learning.updater.cut(samples, launch.session.mesh))[0]
     step: Any = learning.updater.step
+    params, temperature = abstract(learning.shapes, learning.shardings).params, jnp.float32(1)
     with jax.set_mesh(launch.session.mesh):
-        compiled = step.lower(abstract(learning.shapes, learning.shardings), batch, jnp.float32(1)).compile()
+        parts = jax.eval_shape(step._objective, params, batch, temperature)[1]
+        total = Accumulated(params, parts)
+        compiled = step._add.lower(total, params, batch, temperature).compile()
     return compiled.memory_analysis().temp_size_in_bytes

@@ -60,6 +60,16 @@ OF_A_STEP = {
     "rollout/sampler_scorer_logprob_diff_mean",
     "rollout/sampler_scorer_logprob_diff_max",
     "batching/fill",
+    "batching/num_micro_batches",
+    "batching/dummy_fraction",
+    "batching/over_quota",
+    "batching/flops_imbalance",
+    "global_seqlen/min",
+    "global_seqlen/max",
+    "global_seqlen/mean",
+    "global_seqlen/minmax_diff",
+    "global_seqlen/balanced_min",
+    "global_seqlen/balanced_max",
     "time/rollout_s",
     "time/reward_s",
     "time/score_s",
@@ -70,6 +80,17 @@ OF_A_STEP = {
     "perf/mfu",
     "perf/peak_memory_bytes",
     "perf/compilations",
+}
+OF_SCORING = {
+    name
+    for role in ("policy", "reference")
+    for name in (
+        f"score/{role}/fill",
+        f"score/{role}/num_micro_batches",
+        f"score/{role}/rows_per_device",
+        f"time/score_{role}_s",
+        f"perf/score_{role}_compilations",
+    )
 }
 OF_AN_EVALUATION = {
     "eval/accuracy",
@@ -120,7 +141,7 @@ def test_every_step_has_a_line_with_every_name(finished: Path) -> None:
 
 def test_a_run_with_a_penalty_says_how_far_it_went(uninterrupted: Path) -> None:
     lines = [line for line in metrics_of(uninterrupted) if line["step"]]
-    assert all(line.keys() - OF_AN_EVALUATION == OF_A_STEP for line in lines)
+    assert all(line.keys() - OF_AN_EVALUATION == OF_A_STEP | OF_SCORING for line in lines)
     assert lines[-1]["policy/kl"] > 0
 
 
