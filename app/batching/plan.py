@@ -182,16 +182,15 @@ def _check_lengths(host: Lengths, budget: TokenBudget) -> None:
 
 def _variants(hosts: Sequence[Lengths], budget: TokenBudget) -> Iterator[list[Shelf]]:
     """Ways to go about it, none of which is always the best: the caller keeps the cheapest."""
-    completions = [host.completions.tolist() for host in hosts]
-    items = [_groups(host) if budget.share_prompts else _alone(host) for host in hosts]
-    for longest, candidates, splits in _ways(sum(map(len, completions)), budget):
-        cut = [
-            [part for item in of_host for part in parts(item, lengths, longest)]
-            for of_host, lengths in zip(items, completions, strict=True)
-        ]
+    for longest, candidates, splits in _ways(sum(len(host.prompts) for host in hosts), budget):
         yield [
-            Shelf(of_host, lengths, candidates=candidates, splits=splits)
-            for of_host, lengths in zip(cut, completions, strict=True)
+            Shelf(
+                _groups(host, longest) if budget.share_prompts else _alone(host),
+                host.completions.tolist(),
+                candidates=candidates,
+                splits=splits,
+            )
+            for host in hosts
         ]
 
 
@@ -212,15 +211,18 @@ def _alone(host: Lengths) -> list[Item]:
     return [Item(size, (i,), prompts[i]) for i, size in enumerate(sizes)]
 
 
-def _groups(host: Lengths) -> list[Item]:
+def _groups(host: Lengths, longest: int) -> list[Item]:
+    """Samples by prompt, in parts of at most `longest` tokens."""
     groups: dict[int, list[int]] = {}
     for i, number in enumerate(host.prompt_numbers.tolist()):
         groups.setdefault(number, []).append(i)
     prompts, completions = host.prompts.tolist(), host.completions.tolist()
-    return [
-        Item(prompts[group[0]] + sum(completions[i] for i in group), tuple(group), prompts[group[0]])
-        for group in groups.values()
-    ]
+    items = []
+    for members in groups.values():
+        prompt = prompts[members[0]]
+        group = Item(prompt + sum(completions[i] for i in members), tuple(members), prompt)
+        items += parts(group, completions, longest)
+    return items
 
 
 def _fewest(shelves: Sequence[Shelf], shapes: Sequence[Shape], budget: TokenBudget, num_devices: int) -> Fit:
