@@ -16,7 +16,7 @@ from jaxtyping import Int64
 from app.batching.deal import EMPTY, deal_evenly, deal_in_order
 from app.batching.fit import BLOCK, Fit, Shape, evenly, fewest, ladder, lower_bound
 from app.batching.ladder import rung
-from app.batching.rows import Item, ItemRow, Shelf, parts
+from app.batching.rows import Item, ItemRow, Shelf, merged, parts
 
 Segment = tuple[int, ...]
 """Samples that stand behind one copy of their prompt; one sample where nothing is shared."""
@@ -164,10 +164,7 @@ def plan_token_budget(
     fit = _fewest if budget.packing == "best_fit" else _even
     fits = [fit(shelves, shapes, budget, devices_per_host) for shelves in _variants(hosts, budget)]
     cheapest = min(fits, key=lambda fit: fit.cost)
-    return tuple(
-        _dealt([block.of_host(number) for block in cheapest.blocks], host, work, devices_per_host, budget.balance)
-        for number, host in enumerate(hosts)
-    )
+    return tuple(_dealt(cheapest, number, host, budget, work, devices_per_host) for number, host in enumerate(hosts))
 
 
 def _check_lengths(host: Lengths, budget: TokenBudget) -> None:
@@ -236,7 +233,7 @@ def _fewest(shelves: Sequence[Shelf], shapes: Sequence[Shape], budget: TokenBudg
 def _even(shelves: Sequence[Shelf], shapes: Sequence[Shape], budget: TokenBudget, num_devices: int) -> Fit:
     count = _asked(lower_bound(shelves, shapes[-1], num_devices), budget)
     while (fit := evenly(shelves, shapes, num_devices, count=count)) is None:
-        count = _asked(count + max(1, count // 16), budget)
+        count = _asked(count + max(1, count // 64), budget)
     return fit
 
 
@@ -246,19 +243,21 @@ def _asked(count: int, budget: TokenBudget) -> int:
     return -(-max(count, budget.min_num_micro_batches, 1) // multiple) * multiple
 
 
-def _dealt(
-    blocks: Sequence[tuple[Shape, int, Sequence[ItemRow]]], host: Lengths, work: Work, num_devices: int, balance: bool
-) -> Plan:
+def _dealt(fit: Fit, number: int, host: Lengths, budget: TokenBudget, work: Work, num_devices: int) -> Plan:
     """One host's rows in micro-batches, and on devices. Never changes which samples share a row."""
     micro_batches: list[MicroBatch] = []
     loads = [0.0] * num_devices
-    for (rows_per_device, num_tokens), num_micro_batches, rows in blocks:
+    prompt_numbers = host.prompt_numbers.tolist()
+    for (rows_per_device, num_tokens), num_micro_batches, rows_of_host in fit.blocks:
+        rows = rows_of_host[number]
+        if budget.share_prompts:
+            rows = [merged(row, prompt_numbers) for row in rows]
         sizes = {
             "num_micro_batches": num_micro_batches,
             "num_devices": num_devices,
             "rows_per_device": rows_per_device,
         }
-        if balance:
+        if budget.balance:
             dealt, loads = deal_evenly(_work_of(rows, host, work), loads=loads, **sizes)
         else:
             dealt = deal_in_order(len(rows), **sizes)
