@@ -246,7 +246,7 @@ def _asked(count: int, budget: TokenBudget) -> int:
 def _dealt(fit: Fit, number: int, host: Lengths, budget: TokenBudget, work: Work, num_devices: int) -> Plan:
     """One host's rows in micro-batches, and on devices. Never changes which samples share a row."""
     micro_batches: list[MicroBatch] = []
-    loads = [0.0] * num_devices
+    loads: list[float] = [0] * num_devices
     prompt_numbers = host.prompt_numbers.tolist()
     for (rows_per_device, num_tokens), num_micro_batches, rows_of_host in fit.blocks:
         rows = rows_of_host[number]
