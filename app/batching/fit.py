@@ -34,9 +34,6 @@ class Block(NamedTuple):
     num_micro_batches: int
     rows_of_host: Sequence[Sequence[ItemRow]]
 
-    def of_host(self, number: int) -> tuple[Shape, int, Sequence[ItemRow]]:
-        return self.shape, self.num_micro_batches, self.rows_of_host[number]
-
 
 @dataclass(frozen=True, slots=True)
 class Fit:

@@ -6,6 +6,7 @@ Source: Karmarkar and Karp (1982), "The Differencing Method of Set Partitioning"
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ class _Part(NamedTuple):
 
 
 def karmarkar_karp(weights: Sequence[float], num_parts: int, *, equal_sizes: bool = False) -> list[list[int]]:
-    """`num_parts` lists of indices, each sorted: every index once, sums close to each other.
+    """`num_parts` lists of indices, each sorted: every index once, sums close to each other, the largest first.
 
     Partial partitions start as one index each, or as `num_parts` neighbours of the sorted weights with `equal_sizes`;
     the two with the largest spread are merged, the largest part of one with the smallest of the other, until one is
@@ -38,27 +39,35 @@ def karmarkar_karp(weights: Sequence[float], num_parts: int, *, equal_sizes: boo
     heap = []
     for first in range(0, len(order), step):
         parts = [_Part(weights[i], 1, (i,)) for i in order[first : first + step]]
-        heapq.heappush(heap, _entry(sorted(parts, reverse=True), num_parts))
+        heapq.heappush(heap, _entry(parts, num_parts))
     while len(heap) > 1:
-        _, _, _, one = heapq.heappop(heap)
-        _, _, _, other = heapq.heappop(heap)
+        *_, one = heapq.heappop(heap)
+        *_, other = heapq.heappop(heap)
         heapq.heappush(heap, _entry(_merged(one, other, num_parts), num_parts))
-    parts = heap[0][3] if heap else []
-    return [sorted(part.members) for part in parts] + [[] for _ in range(num_parts - len(parts))]
+    parts = heap[0][-1] if heap else []
+    return [sorted(part.members) for part in reversed(parts)] + [[] for _ in range(num_parts - len(parts))]
 
 
-def _entry(parts: list[_Part], num_parts: int) -> tuple[float, float, tuple[int, ...], list[_Part]]:
+_Partition = list[_Part]
+"""Smallest part first; empty parts are left out."""
+
+
+def _entry(parts: _Partition, num_parts: int) -> tuple[float, float, tuple[int, ...], _Partition]:
     """Sorts before others in a heap: by spread, then by the largest part's sum, then by its members."""
-    smallest = parts[-1].sum if len(parts) == num_parts else 0
-    return (smallest - parts[0].sum, -parts[0].sum, parts[0].members, parts)
+    smallest = parts[0].sum if len(parts) == num_parts else 0
+    return (smallest - parts[-1].sum, -parts[-1].sum, parts[-1].members, parts)
 
 
-def _merged(one: list[_Part], other: list[_Part], num_parts: int) -> list[_Part]:
-    """The i-th largest part of one with the i-th smallest of the other. Both lists leave empty parts out."""
+def _merged(one: _Partition, other: _Partition, num_parts: int) -> _Partition:
+    """The i-th largest part of one with the i-th smallest of the other; may reuse their lists."""
     both = max(0, len(one) + len(other) - num_parts)
-    first, second = len(one) - both, len(other) - both
     joined = [
         _Part(a.sum + b.sum, a.count + b.count, a.members + b.members)
-        for a, b in zip(one[first:], reversed(other[second:]), strict=True)
+        for a, b in zip(one[:both], reversed(other[:both]), strict=True)
     ]
-    return sorted(one[:first] + other[:second] + joined, reverse=True)
+    if len(other) > 1:
+        return sorted(one[both:] + other[both:] + joined)
+    # By far the most merges add one part to many: they need no sorting.
+    del one[:both]
+    insort(one, (joined or other)[0])
+    return one

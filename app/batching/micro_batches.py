@@ -98,7 +98,7 @@ def lengths_over_hosts(samples: Sequence[Sample]) -> tuple[Lengths, ...]:
     """Every host's, in the order of processes."""
     own = lengths_of(samples)
     counts = gather_over_hosts(np.asarray(len(samples)))
-    padded = np.zeros((3, counts.max()), np.int64)
+    padded = np.zeros((3, max(1, counts.max())), np.int64)
     padded[:, : len(samples)] = own.prompts, own.completions, own.prompt_numbers
     gathered = gather_over_hosts(padded)
     return tuple(Lengths(*columns[:, :count]) for columns, count in zip(gathered, counts, strict=True))

@@ -16,7 +16,7 @@ from jaxtyping import Int64
 from app.batching.deal import EMPTY, deal_evenly, deal_in_order
 from app.batching.fit import BLOCK, Fit, Shape, evenly, fewest, ladder, lower_bound
 from app.batching.ladder import rung
-from app.batching.rows import Item, ItemRow, Shelf, parts
+from app.batching.rows import Item, ItemRow, Shelf, merged, parts
 
 Segment = tuple[int, ...]
 """Samples that stand behind one copy of their prompt; one sample where nothing is shared."""
@@ -164,10 +164,7 @@ def plan_token_budget(
     fit = _fewest if budget.packing == "best_fit" else _even
     fits = [fit(shelves, shapes, budget, devices_per_host) for shelves in _variants(hosts, budget)]
     cheapest = min(fits, key=lambda fit: fit.cost)
-    return tuple(
-        _dealt([block.of_host(number) for block in cheapest.blocks], host, work, devices_per_host, budget.balance)
-        for number, host in enumerate(hosts)
-    )
+    return tuple(_dealt(cheapest, number, host, budget, work, devices_per_host) for number, host in enumerate(hosts))
 
 
 def _check_lengths(host: Lengths, budget: TokenBudget) -> None:
@@ -182,16 +179,15 @@ def _check_lengths(host: Lengths, budget: TokenBudget) -> None:
 
 def _variants(hosts: Sequence[Lengths], budget: TokenBudget) -> Iterator[list[Shelf]]:
     """Ways to go about it, none of which is always the best: the caller keeps the cheapest."""
-    completions = [host.completions.tolist() for host in hosts]
-    items = [_groups(host) if budget.share_prompts else _alone(host) for host in hosts]
-    for longest, candidates, splits in _ways(sum(map(len, completions)), budget):
-        cut = [
-            [part for item in of_host for part in parts(item, lengths, longest)]
-            for of_host, lengths in zip(items, completions, strict=True)
-        ]
+    for longest, candidates, splits in _ways(sum(len(host.prompts) for host in hosts), budget):
         yield [
-            Shelf(of_host, lengths, candidates=candidates, splits=splits)
-            for of_host, lengths in zip(cut, completions, strict=True)
+            Shelf(
+                _groups(host, longest) if budget.share_prompts else _alone(host),
+                host.completions.tolist(),
+                candidates=candidates,
+                splits=splits,
+            )
+            for host in hosts
         ]
 
 
@@ -212,15 +208,18 @@ def _alone(host: Lengths) -> list[Item]:
     return [Item(size, (i,), prompts[i]) for i, size in enumerate(sizes)]
 
 
-def _groups(host: Lengths) -> list[Item]:
+def _groups(host: Lengths, longest: int) -> list[Item]:
+    """Samples by prompt, in parts of at most `longest` tokens."""
     groups: dict[int, list[int]] = {}
     for i, number in enumerate(host.prompt_numbers.tolist()):
         groups.setdefault(number, []).append(i)
     prompts, completions = host.prompts.tolist(), host.completions.tolist()
-    return [
-        Item(prompts[group[0]] + sum(completions[i] for i in group), tuple(group), prompts[group[0]])
-        for group in groups.values()
-    ]
+    items = []
+    for members in groups.values():
+        prompt = prompts[members[0]]
+        group = Item(prompt + sum(completions[i] for i in members), tuple(members), prompt)
+        items += parts(group, completions, longest)
+    return items
 
 
 def _fewest(shelves: Sequence[Shelf], shapes: Sequence[Shape], budget: TokenBudget, num_devices: int) -> Fit:
@@ -234,7 +233,7 @@ def _fewest(shelves: Sequence[Shelf], shapes: Sequence[Shape], budget: TokenBudg
 def _even(shelves: Sequence[Shelf], shapes: Sequence[Shape], budget: TokenBudget, num_devices: int) -> Fit:
     count = _asked(lower_bound(shelves, shapes[-1], num_devices), budget)
     while (fit := evenly(shelves, shapes, num_devices, count=count)) is None:
-        count = _asked(count + max(1, count // 16), budget)
+        count = _asked(count + max(1, count // 64), budget)
     return fit
 
 
@@ -244,19 +243,21 @@ def _asked(count: int, budget: TokenBudget) -> int:
     return -(-max(count, budget.min_num_micro_batches, 1) // multiple) * multiple
 
 
-def _dealt(
-    blocks: Sequence[tuple[Shape, int, Sequence[ItemRow]]], host: Lengths, work: Work, num_devices: int, balance: bool
-) -> Plan:
+def _dealt(fit: Fit, number: int, host: Lengths, budget: TokenBudget, work: Work, num_devices: int) -> Plan:
     """One host's rows in micro-batches, and on devices. Never changes which samples share a row."""
     micro_batches: list[MicroBatch] = []
-    loads = [0.0] * num_devices
-    for (rows_per_device, num_tokens), num_micro_batches, rows in blocks:
+    loads: list[float] = [0] * num_devices
+    prompt_numbers = host.prompt_numbers.tolist()
+    for (rows_per_device, num_tokens), num_micro_batches, rows_of_host in fit.blocks:
+        rows = rows_of_host[number]
+        if budget.share_prompts:
+            rows = [merged(row, prompt_numbers) for row in rows]
         sizes = {
             "num_micro_batches": num_micro_batches,
             "num_devices": num_devices,
             "rows_per_device": rows_per_device,
         }
-        if balance:
+        if budget.balance:
             dealt, loads = deal_evenly(_work_of(rows, host, work), loads=loads, **sizes)
         else:
             dealt = deal_in_order(len(rows), **sizes)

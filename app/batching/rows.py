@@ -48,7 +48,7 @@ class Shelf:
         """Takes items for one row off the shelf: large ones first, and last those that leave the fewest tokens free."""
         row: ItemRow = []
         left = length
-        while left >= 0 and (num_fitting := bisect_left(self.items, (left + 1,))):
+        while num_fitting := bisect_left(self.items, (left + 1,)):
             largest = self.items[num_fitting - 1].size
             # An exact search pays for the last few items of a row only.
             if self.candidates == 0 or largest == left or largest * 3 < left:
@@ -122,6 +122,18 @@ def parts(item: Item, completions: Sequence[int], largest: int) -> Iterator[Item
         size -= gain
     if members:
         yield Item(size, members, prompt)
+
+
+def merged(row: ItemRow, prompt_numbers: Sequence[int]) -> ItemRow:
+    """The row with one copy of every prompt: parts of a group may have met again."""
+    numbers = [prompt_numbers[item.members[0]] for item in row]
+    if len(set(numbers)) == len(row):
+        return row
+    by_prompt: dict[int, Item] = {}
+    for number, item in zip(numbers, row, strict=True):
+        size, members, prompt = by_prompt.get(number, (item.prompt, (), item.prompt))
+        by_prompt[number] = Item(size + item.size - prompt, members + item.members, prompt)
+    return list(by_prompt.values())
 
 
 def fill_all(shelf: Shelf, *, num_rows: int, length: int) -> list[ItemRow] | None:

@@ -111,8 +111,12 @@ def check_plans(plans: Sequence[Plan], hosts: Sequence[Lengths], budget: TokenBu
         for row, shape in rows:
             assert tokens_of(row, host) <= shape.num_tokens
             assert shape == RowShape(shape.num_tokens, shape.num_tokens)
-            assert all(len(set(host.prompt_numbers[list(segment)])) == 1 for segment in row)
-            assert budget.share_prompts or all(len(segment) == 1 for segment in row)
+            numbers = [int(host.prompt_numbers[segment[0]]) for segment in row]
+            assert all(set(host.prompt_numbers[list(s)]) == {n} for s, n in zip(row, numbers, strict=True))
+            if budget.share_prompts:
+                assert len(set(numbers)) == len(numbers)
+            else:
+                assert all(len(segment) == 1 for segment in row)
         for m in plan.micro_batches:
             assert len(m.rows) % num_devices == 0
             assert len(m.rows) // num_devices * m.shape.num_tokens <= budget.max_tokens_per_device

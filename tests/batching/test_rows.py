@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.batching.rows import Item, Shelf, best_subset, fill_all, parts, spread_all
+from app.batching.rows import Item, Shelf, best_subset, fill_all, merged, parts, spread_all
 
 SIZES = st.lists(st.integers(0, 30), max_size=9)
 
@@ -86,3 +86,9 @@ def test_all_rows_hold_everything_or_there_are_none(sizes, num_rows, length):
             assert sorted(item for row in rows for item in row) == shelf.items
             assert all(sum(item.size for item in row) <= length for row in rows)
     assert shelf.items == sorted(make_shelf(sizes).items)
+
+
+def test_parts_of_a_group_that_meet_in_a_row_share_one_prompt():
+    row = [Item(30, (0, 3), 10), Item(20, (1,), 5), Item(25, (2,), 10)]
+    assert merged(row, [7, 8, 7, 7]) == [Item(45, (0, 3, 2), 10), Item(20, (1,), 5)]
+    assert merged(row, [7, 8, 9, 7]) == row

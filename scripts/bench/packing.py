@@ -1,0 +1,315 @@
+"""How full packed micro-batches are, and what planning them takes.
+
+    python scripts/bench/packing.py [--cases 10000] [--out FILE.json]
+
+Every ratio is of tokens computed, to the same samples in the same run under best fit, the default. The baselines:
+Karmarkar-Karp (verl's partition, with a strict quota), first fit in arrival order into full rows (slime's and
+OpenRLHF's), and padded rows, one sample each, as many as the quota has room for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.batching.figures import plan_figures
+from app.batching.fit import ladder
+from app.batching.plan import Lengths, Plan, TokenBudget, fixed_shape, plan_fixed, plan_token_budget, row_length
+
+QUOTA = 4096
+MEAN_LENGTH = 800
+GSM8K_QUANTILES = (
+    *(65, 97, 109, 118, 126, 133, 141, 148, 156, 163, 172),
+    *(181, 190, 200, 211, 223, 237, 254, 280, 318, 538),
+)
+"""Tokens of question and answer together, every 5 % of the 7,473 rows of GSM8K's train.jsonl, SmolLM2's tokenizer."""
+GSM8K_MEAN = 184.8
+
+
+def gsm8k_like(rng: np.random.Generator, count: int) -> np.ndarray:
+    """GSM8K's distribution, stretched to the mean length."""
+    lengths = np.interp(rng.random(count), np.linspace(0, 1, len(GSM8K_QUANTILES)), GSM8K_QUANTILES)
+    return np.minimum(lengths * MEAN_LENGTH / GSM8K_MEAN, QUOTA).astype(np.int64)
+
+
+def log_normal(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Sigma 1, capped at the quota; with a median of 510 the mean is then 800."""
+    return np.clip(rng.lognormal(math.log(510), 1, count), 2, QUOTA).astype(np.int64)
+
+
+def uniform(rng: np.random.Generator, count: int) -> np.ndarray:
+    return rng.integers(2, 2 * MEAN_LENGTH - 1, count)
+
+
+DISTRIBUTIONS = {"GSM8K-like": gsm8k_like, "log-normal": log_normal, "uniform": uniform}
+
+
+def flops(lengths: np.ndarray) -> np.ndarray:
+    """Qwen2.5-0.5B: 2 x 357.8 M block parameters a token, 24 layers of 14 heads of 64 a pair of tokens."""
+    return 715_653_120 * lengths + 4 * 24 * 14 * 64 * (lengths * (lengths + 1) // 2)
+
+
+def lone(totals: np.ndarray) -> Lengths:
+    prompts = np.minimum(100, totals - 1)
+    return Lengths(prompts, totals - prompts, np.arange(len(totals)))
+
+
+def groups(rng: np.random.Generator, count: int, size: int) -> Lengths:
+    """Prompts of about 150 tokens, each with `size` completions of 650 on average."""
+    numbers = np.repeat(np.arange(count // size), size)
+    prompts = np.clip(rng.normal(150, 50, count // size), 16, 400).astype(np.int64)[numbers]
+    completions = np.clip(rng.lognormal(math.log(500), 0.8, count), 1, 1600).astype(np.int64)
+    return Lengths(prompts, completions, numbers)
+
+
+def make_budget(quota: int, longest: int, **changes: Any) -> TokenBudget:
+    fields = {"share_prompts": False, "packing": "best_fit", "balance": True} | changes
+    return TokenBudget(quota, row_length(quota, longest), **fields)
+
+
+def first_fit(host: Lengths, num_devices: int) -> int:
+    """Micro-batches of full rows, each sample into the first row with room, in the order in which they come."""
+    room: list[int] = []
+    for length in host.totals.tolist():
+        row = next((i for i, left in enumerate(room) if left >= length), len(room))
+        room[row:] = [*room[row:], QUOTA] if row == len(room) else room[row:]
+        room[row] -= length
+    return -(-len(room) // num_devices)
+
+
+def padded(host: Lengths, num_devices: int) -> int:
+    """Tokens that fixed micro-batches of as many rows as the quota holds compute."""
+    rows = max(1, QUOTA // fixed_shape(int(host.totals.max()), int(host.completions.max())).num_tokens)
+    (plan,) = plan_fixed([host], rows_per_device=rows, devices_per_host=num_devices, trim_tail=True)
+    return computed_tokens(plan)
+
+
+def computed_tokens(plan: Plan) -> int:
+    return sum(len(m.rows) * m.shape.num_tokens for m in plan.micro_batches)
+
+
+def most_that_shapes_allow(tokens: int, num_devices: int) -> float:
+    """The fill if samples could be cut anywhere: what is lost is the tail's rounding up to a shape of the ladder."""
+    full, left = divmod(-(-tokens // num_devices), QUOTA)
+    tail = next((s.tokens_per_device for s in ladder(QUOTA, QUOTA) if s.tokens_per_device >= left), QUOTA)
+    return tokens / (num_devices * (full * QUOTA + (tail if left else 0)))
+
+
+def fill_of_cell(draw: Callable, count: int, num_devices: int, num_seeds: int) -> dict[str, float]:
+    """Means over seeds, and the least fill."""
+    found: dict[str, list[float]] = {}
+    for seed in range(num_seeds):
+        host = lone(draw(np.random.default_rng(seed), count))
+        plans = {
+            name: plan_token_budget(
+                [host], make_budget(QUOTA, QUOTA, packing=name), flops, devices_per_host=num_devices
+            )
+            for name in ("best_fit", "karmarkar_karp")
+        }
+        ours = plan_figures(plans["best_fit"], [host], flops, devices_per_host=num_devices, max_tokens_per_device=QUOTA)
+        tokens, computed = int(host.totals.sum()), ours["computed_tokens"]
+        in_arrival_order = first_fit(host, num_devices)
+        row = {
+            "fill": ours["fill"],
+            "ladder_allows": most_that_shapes_allow(tokens, num_devices),
+            "flops_imbalance": ours["flops_imbalance"],
+            "over_quota": ours["over_quota"],
+            "micro_batches": ours["num_micro_batches"],
+            "bound": -(-tokens // (QUOTA * num_devices)),
+            "karmarkar_karp_micro_batches": plans["karmarkar_karp"][0].num_micro_batches,
+            "first_fit_micro_batches": in_arrival_order,
+            "karmarkar_karp_ratio": computed_tokens(plans["karmarkar_karp"][0]) / computed,
+            "first_fit_ratio": in_arrival_order * num_devices * QUOTA / computed,
+            "padded_ratio": padded(host, num_devices) / computed,
+        }
+        for name, value in row.items():
+            found.setdefault(name, []).append(float(value))
+    means = {name: float(np.mean(values)) for name, values in found.items()}
+    return means | {"fill_min": min(found["fill"]), "count_ratio": means["micro_batches"] / means["bound"]}
+
+
+def fill_table(num_seeds: dict[int, int]) -> dict[str, dict[str, float]]:
+    print(f"Quota {QUOTA}, mean length {MEAN_LENGTH}; means over {num_seeds} seeds by number of samples")
+    print(
+        f"{'lengths':<12}{'samples':>8}{'dp':>4}{'fill':>8}{'least':>8}{'ladder':>8}{'m.-b.':>8}{'bound':>8}{'ratio':>8}"
+        f"{'KK m.-b.':>10}{'FF m.-b.':>10}{'KK tok.':>9}{'FF tok.':>9}{'padded':>8}{'imbal.':>8}"
+    )
+    cells = {}
+    for name, draw in DISTRIBUTIONS.items():
+        for count, seeds in num_seeds.items():
+            for num_devices in (1, 4):
+                c = fill_of_cell(draw, count, num_devices, seeds)
+                cells[f"{name}, {count} samples, dp {num_devices}"] = c
+                print(
+                    f"{name:<12}{count:>8}{num_devices:>4}{c['fill']:>8.4f}{c['fill_min']:>8.4f}"
+                    f"{c['ladder_allows']:>8.4f}{c['micro_batches']:>8.2f}{c['bound']:>8.2f}{c['count_ratio']:>8.4f}"
+                    f"{c['karmarkar_karp_micro_batches']:>10.2f}{c['first_fit_micro_batches']:>10.2f}"
+                    f"{c['karmarkar_karp_ratio']:>9.3f}{c['first_fit_ratio']:>9.3f}{c['padded_ratio']:>8.2f}"
+                    f"{c['flops_imbalance']:>8.3f}"
+                )
+    return cells
+
+
+def sharing_table() -> dict[str, dict[str, float]]:
+    print("\nShared prompts: tokens computed, and of those that are no repeated prompt; 8 samples a prompt")
+    print(f"{'samples':<10}{'quota':>8}{'row':>8}{'dp':>4}{'alone':>12}{'shared':>12}{'ratio':>8}{'of use':>8}")
+    cells = {}
+    for count, quota, longest, num_devices in ((64, 16384, 2000, 1), (512, 16384, 2000, 4), (512, 16384, 16384, 4)):
+        host = groups(np.random.default_rng(0), count, 8)
+        computed = {}
+        for share in (False, True):
+            budget = make_budget(quota, longest, share_prompts=share)
+            (plan,) = plan_token_budget([host], budget, flops, devices_per_host=num_devices)
+            computed[share] = computed_tokens(plan)
+        once = int(host.completions.sum() + host.prompts[::8].sum())
+        row = row_length(quota, longest)
+        cells[f"{count} samples, quota {quota}, rows of {row}, dp {num_devices}"] = {
+            "alone": computed[False],
+            "shared": computed[True],
+            "ratio": computed[True] / computed[False],
+            "of_use": once / computed[True],
+        }
+        print(
+            f"{count:<10}{quota:>8}{row:>8}{num_devices:>4}{computed[False]:>12}{computed[True]:>12}"
+            f"{computed[True] / computed[False]:>8.3f}{once / computed[True]:>8.3f}"
+        )
+    return cells
+
+
+def random_case(rng: np.random.Generator) -> tuple[list[Lengths], TokenBudget, int]:
+    """Up to 8 hosts of up to 8 devices, up to 2,000 samples, any quota and options."""
+    num_hosts, num_devices = (int(n) for n in rng.integers(1, 9, 2))
+    quota = int(rng.choice([64, 500, 1024, 4096, 16384]))
+    longest = int(rng.integers(2, quota + 1))
+    count = int(rng.choice([2, 20, 200, 2001]) * rng.random())
+    shares = np.sort(rng.integers(0, num_hosts, count)) if rng.random() < 0.5 else np.arange(count) * num_hosts // count
+    hosts = []
+    for size in np.bincount(shares, minlength=num_hosts).tolist():
+        numbers = np.arange(size) // int(rng.integers(1, 9))
+        prompts = rng.integers(1, longest, size + 1)[numbers]
+        totals = np.clip(rng.lognormal(math.log(longest) - 1.5, 1, size).astype(np.int64), prompts + 1, longest)
+        hosts.append(Lengths(prompts, totals - prompts, numbers))
+    budget = make_budget(
+        quota,
+        longest,
+        share_prompts=bool(rng.random() < 0.5),
+        packing="karmarkar_karp" if rng.random() < 0.2 else "best_fit",
+        balance=bool(rng.random() < 0.5),
+        min_num_micro_batches=int(rng.choice([1, 1, 2, 5])),
+        num_micro_batches_divisible_by=int(rng.choice([1, 1, 2, 4])),
+    )
+    return hosts, budget, num_devices
+
+
+def random_cases(num_cases: int) -> dict[str, int]:
+    """Plans over the quota, plans whose hosts have unequal counts or shapes, and plans that do not hold all once."""
+    over = unequal = incomplete = 0
+    for seed in range(num_cases):
+        hosts, budget, num_devices = random_case(np.random.default_rng(seed))
+        plans = plan_token_budget(hosts, budget, flops, devices_per_host=num_devices)
+        found = plan_figures(
+            plans, hosts, flops, devices_per_host=num_devices, max_tokens_per_device=budget.max_tokens_per_device
+        )
+        over += found["over_quota"] > 0
+        unequal += len({tuple((len(m.rows), m.shape) for m in plan.micro_batches) for plan in plans}) != 1
+        held = [sorted(i for m in p.micro_batches for row in m.rows for s in row for i in s) for p in plans]
+        incomplete += held != [list(range(len(host.prompts))) for host in hosts]
+    print(f"\n{num_cases} random cases: {over} over the quota, {unequal} of unequal counts, {incomplete} incomplete")
+    return {"cases": num_cases, "over_quota": over, "unequal_counts": unequal, "incomplete": incomplete}
+
+
+def median_ms(call: Callable[[], object], repeats: int = 9) -> float:
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return 1000 * statistics.median(seconds)
+
+
+def times() -> dict[str, float]:
+    """Milliseconds: planning 8,192 samples on one host, and laying 2,048 samples out with five quantities."""
+    found = {}
+    for name, draw in DISTRIBUTIONS.items():
+        host = lone(draw(np.random.default_rng(0), 8192))
+        for num_devices in (1, 8):
+            plan = functools.partial(
+                plan_token_budget, [host], make_budget(QUOTA, QUOTA), flops, devices_per_host=num_devices
+            )
+            found[f"plan 8192, {name}, dp {num_devices}"] = median_ms(plan)
+        budget = make_budget(QUOTA, QUOTA, packing="karmarkar_karp")
+        plan = functools.partial(plan_token_budget, [host], budget, flops, devices_per_host=8)
+        found[f"plan 8192 by Karmarkar-Karp, {name}, dp 8"] = median_ms(plan, repeats=3)
+    host = groups(np.random.default_rng(0), 8192, 8)
+    for quota, longest in ((QUOTA, QUOTA), (16384, 2000)):
+        budget = make_budget(quota, longest, share_prompts=True)
+        plan = functools.partial(plan_token_budget, [host], budget, flops, devices_per_host=1)
+        found[f"plan 8192, shared prompts, quota {quota}, rows of {budget.row_length}"] = median_ms(plan)
+    plans = plan_token_budget([host], budget, flops, devices_per_host=1)
+    found["figures of 8192"] = median_ms(
+        lambda: plan_figures(plans, [host], flops, devices_per_host=1, max_tokens_per_device=QUOTA)
+    )
+    return found | assembly_times()
+
+
+def assembly_times() -> dict[str, float]:
+    from app.batching.micro_batches import lengths_of
+    from app.batching.pack import pack_per_token, pack_tokens, unpack_per_token
+    from app.flow import Prompt, Sample
+
+    lengths = groups(np.random.default_rng(0), 2048, 8)
+    samples = []
+    for prompt, completion, number in zip(lengths.prompts, lengths.completions, lengths.prompt_numbers, strict=True):
+        asked = Prompt(str(number), np.full(prompt, number, np.int32), "", None)
+        ids, logprobs = np.ones(completion, np.int32), np.ones(completion, np.float32)
+        samples.append(Sample(asked, 0, int(number), ids, "", logprobs, "length", 0))
+    (plan,) = plan_token_budget(
+        [lengths_of(samples)], make_budget(16384, 2000, share_prompts=True), flops, devices_per_host=1
+    )
+
+    def assemble() -> list[np.ndarray]:
+        """What an update needs: the tokens, and five quantities beside their targets."""
+        quantities = []
+        for micro_batch in plan.micro_batches:
+            pack_tokens(samples, micro_batch)
+            quantities.append([pack_per_token(samples, micro_batch, lambda s: s.behavior_logprobs) for _ in range(5)])
+        return [first for first, *_ in quantities]
+
+    packed = assemble()
+    return {
+        "lengths of 2048": median_ms(lambda: lengths_of(samples)),
+        f"assemble 2048, {lengths.totals.sum()} tokens": median_ms(assemble),
+        "unpack 2048": median_ms(lambda: unpack_per_token(packed, samples, plan)),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=10_000, help="random cases")
+    parser.add_argument("--seeds", type=int, default=100, help="of 64 samples; a quarter as many of 512")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    record: dict[str, Any] = {"measured_at": datetime.now(UTC).isoformat(timespec="seconds")}
+    record["fill"] = fill_table({64: options.seeds, 512: max(1, options.seeds // 4)})
+    record["shared_prompts"] = sharing_table()
+    record["times_ms"] = times()
+    print("\nMilliseconds, medians of 9 (Karmarkar-Karp: of 3)")
+    for name, milliseconds in record["times_ms"].items():
+        print(f"{name:<60}{milliseconds:>8.1f}")
+    record["random_cases"] = random_cases(options.cases)
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
