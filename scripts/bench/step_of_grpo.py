@@ -79,7 +79,7 @@ def resolved(options: argparse.Namespace, folder: str) -> settings.Resolved:
         "rollout.max_new_tokens": workload.NEW_TOKENS,
         "reward.functions": f"['{workload.__file__}:reward_of']",
         "algorithm.beta": options.beta,
-        "algorithm.rows_per_device": 2,  # the fastest of 1, 2, 4, 8 on two CPU cores, and less memory than 4 and 8
+        "algorithm.max_tokens_per_device": 768,
         "optimizer.learning_rate": workload.LEARNING_RATE,
     }
     return settings.load("quickstart", [*(f"{k}={v}" for k, v in lines.items()), *options.overrides], os.environ)
