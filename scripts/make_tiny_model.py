@@ -134,7 +134,7 @@ def train(
             temperature=1.0,
             dtype=jnp.dtype(jnp.float32),
             remat="none",
-            logits_chunk=batch.targets.shape[1],
+            logits_chunk=batch.targets.size,
         )
         return -jnp.sum(logprobs * batch.mask) / jnp.sum(batch.mask)
 
