@@ -12,14 +12,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from app.policy.block_attention import block_attention
-from app.policy.row_layout import UNSEEN, BlockPairs, RowLayout, block_pairs, visible
+from app.policy.block_attention import Blocking, block_attention
+from app.policy.row_layout import UNSEEN, BlockPairs, RowLayout, Window, block_pairs, visible
 from app.policy.score_rule import MASKED, PLAIN, ScoreRule, soft_capped
 
-LONGEST_DENSE_ROW = 256
-"""Up to here all scores of a row at once are faster than block by block."""
+BLOCKING = {"cpu": Blocking(size=64, pairs_at_once=1)}
+"""By backend: a CPU wants a pair in its cache, any other as many as keep its threads busy."""
+PARALLEL = Blocking(size=128, pairs_at_once=128)
 
-BLOCK = 128
+
+def blocking() -> Blocking:
+    return BLOCKING.get(jax.default_backend(), PARALLEL)
 
 
 def rotate(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"]) -> Float[Array, "R T heads H"]:
@@ -56,14 +59,15 @@ def attend(
     return mixed.reshape(query.shape).astype(query.dtype)
 
 
-def pairs_of_blocks(layout: RowLayout, windows: Sequence[int | None]) -> BlockPairs | None:
-    """What `packed_attention` over these rows needs to know, once for layers with any of these windows.
+def pairs_of_blocks(layout: RowLayout, windows: Sequence[Window]) -> BlockPairs | None:
+    """What `packed_attention` over these rows needs to know, once for all layers with any of these windows.
 
-    None for short rows, which need nothing.
+    None for rows of a single block, which need nothing.
     """
-    if layout.segment_ids.shape[1] <= LONGEST_DENSE_ROW:
+    size = blocking().size
+    if layout.segment_ids.shape[1] <= size:
         return None
-    return block_pairs(RowLayout(*(_whole_blocks(x, axis=1) for x in layout)), windows, BLOCK)
+    return block_pairs(RowLayout(*(_whole_blocks(x, size, axis=1) for x in layout)), windows, size)
 
 
 def packed_attention(
@@ -72,37 +76,35 @@ def packed_attention(
     values: Float[Array, "R K T H"],
     layout: RowLayout,
     *,
-    window: int | Int32[Array, ""] | None = None,
+    window: Window = None,
     rule: ScoreRule = PLAIN,
     pairs: BlockPairs | None = None,
 ) -> Float[Array, "R T Q H"]:
     """Causal attention inside each sample of packed rows. Padding sees nothing; what it gets is finite.
 
     Args:
-        window: how many positions a token sees, its own included; all before it when None.
         pairs: `pairs_of_blocks` of these rows, this window among others; made here when None.
     """
-    num_tokens = query.shape[1]
-    if num_tokens <= LONGEST_DENSE_ROW:
+    num_tokens, size = query.shape[1], blocking().size
+    if num_tokens <= size:
         return attend(query, keys, values, visible(layout, layout, 0, window), rule)
-    pairs = pairs or pairs_of_blocks(layout, [window])
     mixed = block_attention(
-        _whole_blocks(query, axis=1),
-        _whole_blocks(keys, axis=2),
-        _whole_blocks(values, axis=2),
-        RowLayout(*(_whole_blocks(x, axis=1) for x in layout)),
-        pairs,
+        _whole_blocks(query, size, axis=1),
+        _whole_blocks(keys, size, axis=2),
+        _whole_blocks(values, size, axis=2),
+        RowLayout(*(_whole_blocks(x, size, axis=1) for x in layout)),
+        pairs or pairs_of_blocks(layout, [window]),
         jnp.asarray(UNSEEN if window is None else window, jnp.int32),
         rule,
-        BLOCK,
+        blocking(),
     )
     return mixed[:, :num_tokens]
 
 
-def _whole_blocks(x: Array, *, axis: int) -> Array:
-    """With padding behind the tokens, up to a multiple of `BLOCK`."""
+def _whole_blocks(x: Array, size: int, *, axis: int) -> Array:
+    """With padding behind the tokens, up to a multiple of `size`."""
     widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % BLOCK)
+    widths[axis] = (0, -x.shape[axis] % size)
     return jnp.pad(x, widths)
 
 

@@ -24,9 +24,8 @@ from jaxtyping import Array, Float, Float32, Int32
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.policy.architecture import Architecture
 from app.policy.attention import packed_attention, pairs_of_blocks, rotate
-from app.policy.config_fields import MAX_INT
 from app.policy.rope import rope_frequencies
-from app.policy.row_layout import RowLayout
+from app.policy.row_layout import UNSEEN, RowLayout
 from app.policy.score_rule import ScoreRule, soft_capped
 
 Params = dict[str, Any]
@@ -36,8 +35,8 @@ Path = tuple[str, ...]
 
 INITIAL_STDDEV = 0.02
 
-NO_WINDOW = MAX_INT
-"""Wider than any row: what a layer without a window gets where another one of the scan has one."""
+NO_WINDOW = UNSEEN
+"""What a layer without a window gets where another one of the scan has one."""
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
@@ -240,7 +239,7 @@ class Decoder(nnx.Module):
         arch = self.architecture
         graph, stacked = nnx.split(self.blocks)
         whole, windowed = self.angles(layout.positions)
-        pairs = pairs_of_blocks(layout, arch.layer_windows)
+        pairs = pairs_of_blocks(layout, sorted({w or NO_WINDOW for w in arch.layer_windows}))
         # Scanned beside the weights: one body serves the layers with a window and those without.
         windows = jnp.array([w or NO_WINDOW for w in arch.windows], jnp.int32) if arch.windows else None
 

@@ -11,6 +11,9 @@ from jaxtyping import Array, Bool, Int32
 
 from app.mesh.axis_rules import on_each_device
 
+Window = Int32[Array, ""] | int | None
+"""How many positions a token sees, its own included; None = all before it."""
+
 UNSEEN = 2**30
 """Farther than any window is wide: the distance of what is not seen at all."""
 
@@ -40,11 +43,13 @@ def one_segment(mask: Bool[Array, "R T"]) -> RowLayout:
 def visible(
     queries: RowLayout,
     keys: RowLayout,
-    offset: Int32[Array, ""] | int,
-    window: Int32[Array, ""] | int | None,
+    offset: Int32[Array, "*R 1"] | int,
+    window: Window,
 ) -> Bool[Array, "R T S"]:
-    """Whether a query sees a key: same segment, not padding, no later in the row, the query's own branch or the
-    prompt, and less than `window` positions back.
+    """Whether a query sees a key.
+
+    It does if the key is of the same segment and no padding, stands no later in the row, belongs to the prompt or to
+    the query's own branch, and less than `window` positions back.
 
     Args:
         offset: how much farther along the row the first query stands than the first key.
@@ -76,13 +81,13 @@ class BlockPairs(NamedTuple):
     """Positions from the nearest visible key of the pair to its query. Pairs of the narrowest window come first."""
 
 
-def block_pairs(layout: RowLayout, windows: Sequence[int | None], size: int) -> BlockPairs:
+def block_pairs(layout: RowLayout, windows: Sequence[Window], size: int) -> BlockPairs:
     """The pairs of blocks of `size` tokens that hold at least one visible entry in a layer with any such window.
 
     T is a multiple of `size`. Relies on what `RowLayout` says of the order of a row; costs T * T / size.
     """
     rows = ("rows", "tokens")
-    widths = sorted({window or UNSEEN for window in windows})
+    widths = [UNSEEN if window is None else window for window in windows]
 
     def of_rows(*layout: Array) -> tuple[Array, ...]:
         distance = _nearest(RowLayout(*layout), size)
