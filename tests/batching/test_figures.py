@@ -25,6 +25,8 @@ def test_figures_of_two_hosts_by_hand():
         "computed_tokens": 24,
         "fill": 17 / 24,
         "num_micro_batches": 2,
+        "num_rows": 4,
+        "num_dummy_rows": 1,
         "dummy_fraction": 1 / 4,
         "over_quota": 0,
         # Tokens: a shared prompt is worked on once.
