@@ -138,13 +138,15 @@ class Work:
     num_parameters: int
     group_size: int
     """A prompt is prefilled once for so many samples."""
+    shares_prompts: bool
+    """It passes scoring and update once for so many, too."""
     scoring_passes: int
     epochs: int
 
     def flops(self, *, prompt_tokens: int, completion_tokens: int) -> float:
         """2 N a token forward, 6 N forward and backward. Source: Chowdhery et al. 2022 (PaLM), appendix B."""
-        tokens = prompt_tokens + completion_tokens
         sampled = completion_tokens + prompt_tokens / self.group_size
+        tokens = sampled if self.shares_prompts else prompt_tokens + completion_tokens
         return self.num_parameters * (2 * (sampled + tokens * self.scoring_passes) + 6 * tokens * self.epochs)
 
 

@@ -118,6 +118,7 @@ def work_of(settings: Settings, definition: DecoderDefinition) -> Work:
     return Work(
         num_parameters=definition.num_parameters,
         group_size=settings.rollout.group_size,
+        shares_prompts=bool(settings.algorithm.dynamic_microbatch and settings.batching.share_prompts),
         scoring_passes=len(settings.scored_roles),
         epochs=settings.algorithm.epochs,
     )

@@ -1,0 +1,53 @@
+"""What XLA reserves to score a micro-batch at a large vocabulary: from compiled programs, nothing is run.
+
+    python scripts/bench/scoring_memory.py [--vocab 151936] [--quota 4096] [--chunks 256,1024,4096]
+
+Temporaries of the program beside its weights and its rows, against one float32 [tokens, vocab] array: the named
+baseline, which a scorer holds that passes a whole micro-batch through the LM head at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from throughput import SMALL, one_device
+
+from app.batching.pack import TokenBatch
+from app.mesh.placement import abstract
+from app.policy.decoder import DecoderDefinition
+from app.score.scorer import Scorer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--quota", type=int, default=4096, help="tokens of a micro-batch")
+    parser.add_argument("--chunks", default="256,1024,4096", help="model.logits_chunk, one after another")
+    options = parser.parse_args()
+    architecture = replace(SMALL, vocab_size=options.vocab)
+    whole = 4 * options.quota * options.vocab
+    print(f"[tokens, vocab] in float32: {whole / 2**20:,.0f} MiB")
+    print(f"{'logits_chunk':>14}{'temporaries, MiB':>18}{'ratio':>8}")
+    for chunk in map(int, options.chunks.split(",")):
+        used = temporary_bytes(DecoderDefinition.of(architecture), quota=options.quota, logits_chunk=chunk)
+        print(f"{chunk:>14,}{used / 2**20:>18,.0f}{used / whole:>7.2f}x")
+
+
+def temporary_bytes(definition: DecoderDefinition, *, quota: int, logits_chunk: int) -> int:
+    """Of the program that scores one row of `quota` tokens; a batch of any size goes through it, piece by piece."""
+    mesh = one_device()
+    scorer = Scorer(definition, mesh, dtype=jnp.dtype("float32"), logits_chunk=logits_chunk)
+    row = jax.ShapeDtypeStruct((1, quota), jnp.int32)
+    mask = jax.ShapeDtypeStruct((1, quota), jnp.bool)
+    batch = TokenBatch(row, row, row, row, score_index=row, targets=row, mask=mask)
+    params = abstract(definition.shapes, definition.shardings(mesh))
+    with jax.set_mesh(mesh):
+        compiled = scorer._score.lower(params, batch, jax.ShapeDtypeStruct((), jnp.float32)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+if __name__ == "__main__":
+    main()

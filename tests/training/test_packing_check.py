@@ -1,0 +1,51 @@
+"""The check before a run, on real sessions over eight devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import app.policy.decoder as decoder
+from app.policy.row_layout import one_segment
+from app.training.launch import prepared
+from app.training.packing_check import check_packing, random_samples
+from app.training.session import Session
+from settings import load
+
+
+@pytest.fixture
+def session(config: Path) -> Iterator[Session]:
+    with prepared(load(str(config), [], {}), resume="never") as launch:
+        yield launch.session
+
+
+def test_three_random_samples_share_a_row_two_of_them_a_prompt(session: Session) -> None:
+    samples = random_samples(session)
+    prompts = [s.prompt.token_ids.tobytes() for s in samples]
+    assert prompts[0] == prompts[2] != prompts[1]
+    assert sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples) > 256
+    assert check_packing(session, session.load_params(), samples) <= 1e-4
+
+
+def test_attention_that_leaks_is_refused(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that takes every row for one sequence: what a backend does that ignores segment ids."""
+    attention = decoder.packed_attention
+
+    def leaking(query: Any, keys: Any, values: Any, layout: Any, **rest: Any) -> Any:
+        everything = one_segment(jnp.ones(layout.segment_ids.shape, bool))
+        return attention(query, keys, values, everything, **(rest | {"pairs": None}))
+
+    monkeypatch.setattr(decoder, "packed_attention", leaking)
+    with pytest.raises(RuntimeError, match=r"attention leaks .* score\.dynamic: false"):
+        check_packing(session, session.load_params(), random_samples(session))
+
+
+def test_weights_that_give_no_number_are_not_taken_for_a_leak(session: Session) -> None:
+    broken = jax.tree.map(lambda x: x * np.nan, session.load_params())
+    assert check_packing(session, broken, random_samples(session)) == 0.0
