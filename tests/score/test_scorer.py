@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.batching.micro_batches import Cutter, FixedRows, PackedRows
+from app.batching.pack import pack_tokens
 from app.batching.plan import MicroBatch, Plan, RowShape, TokenBudget
 from app.flow import Sample
+from app.mesh.placement import abstract
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params
 from app.policy.flops import forward_flops
@@ -149,6 +151,27 @@ def test_packed_rows_of_random_lengths_compile_once_for_each_row_shape():
             shapes |= {(len(one.rows), one.shape) for one in plan.micro_batches}
             scorer.logprobs(params_of(ODD), samples, plan, temperature=1.0)
         assert compilations.take() == len(shapes) <= 8
+
+
+def test_scoring_never_holds_logits_of_all_tokens_whatever_the_batch():
+    """At Qwen's vocabulary, from the compiled program: it is that of one micro-batch, so no batch makes it larger."""
+    vocab_size, quota, logits_chunk = 151_936, 1024, 64
+    architecture = replace(ODD, vocab_size=vocab_size, num_layers=1)
+    definition, mesh = DecoderDefinition.of(architecture), make_mesh()
+    scorer = Scorer(definition, mesh, dtype=FLOAT32, logits_chunk=logits_chunk)
+    params = abstract(definition.shapes, definition.shardings(mesh))
+    programs = set()
+    for num_groups in (64, 256):
+        samples = random_samples(num_groups, 2, vocab_size=vocab_size, longest_completion=60)
+        full = packed(quota, quota)(samples, mesh).own.micro_batches[0]
+        batch = pack_tokens(samples, full)
+        with jax.set_mesh(mesh):
+            programs.add(scorer._score.lower(params, batch, jnp.float32(1.0)).as_text())
+    compiled = scorer._score.lower(params, batch, jnp.float32(1.0)).compile()
+    assert len(programs) == 1
+    assert batch.token_ids.shape == (1, quota)
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * logits_chunk * vocab_size)
+    assert f"{quota},{vocab_size}" not in compiled.as_text()
 
 
 @pytest.mark.parametrize("logits_chunk", [1, 5])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,11 @@ import numpy as np
 import optax
 import pytest
 
-from app.batching.micro_batches import FixedRows
+from app.batching.micro_batches import FixedRows, PackedRows
+from app.batching.plan import TokenBudget
+from app.flow import Sample
 from app.policy.decoder import DecoderDefinition
+from app.policy.flops import forward_flops
 from app.score.scorer import Scorer
 from app.training.metrics import CompilationCounter
 from app.update.aggregation import token_mean
@@ -180,6 +184,33 @@ def test_several_updates_move_the_ratio_and_compile_once(scored):
     compilations = CompilationCounter()
     updater.update(state, scored, temperature=0.7)
     assert compilations.take() == 0
+
+
+def test_steps_of_random_lengths_compile_each_row_shape_once():
+    step = real_step(several=False)
+    budget = TokenBudget(64, 32, share_prompts=True, packing="best_fit", balance=True)
+    updater = make_updater(step, cut=PackedRows(budget, forward_flops(ODD)))
+
+    def shapes_of(samples: Sequence[Sample]) -> set:
+        return {(len(one.rows), one.shape) for one in updater.cut(samples, updater.mesh).own.micro_batches}
+
+    state, warm = fresh_state(), shapes_of(steps_samples(0))
+    for _ in range(2):
+        state, _ = updater.update(state, steps_samples(0), temperature=1.0)
+    seen = set(warm)
+    with closing(CompilationCounter()) as compilations:
+        for seed in range(200):
+            samples = steps_samples(seed)
+            seen |= shapes_of(samples)
+            state, metrics = updater.update(state, samples, temperature=1.0)
+            assert metrics["batching/over_quota"] == 0
+        assert compilations.take() == len(seen - warm)
+    assert len(seen) <= 8
+
+
+def steps_samples(seed: int) -> list[Sample]:
+    samples = random_samples(seed % 6 + 2, 3, vocab_size=ODD.vocab_size, seed=seed)
+    return [replace(s, policy_logprobs=None, reference_logprobs=None) for s in samples]
 
 
 def test_updates_raise_the_logprobs_of_rewarded_samples_and_lower_those_of_the_others(scored):
