@@ -141,6 +141,10 @@ def score(
         Literal["policy", "reference", "reward"],
         typer.Option(help="Whose logprobs to add; `reward` runs reward.functions."),
     ] = "policy",
+    check_packing: Annotated[
+        bool,
+        typer.Option("--check-packing", help="First see whether samples score in a shared row as they do alone."),
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -148,9 +152,9 @@ def score(
     with _errors_for_people(debug):
         resolved = _resolve(config, overrides, print_config=print_config, check=check_for_score)
         samples, out = _required(samples, "--input"), _required(out, "--out")
-        from app.training import stages
+        from app.training import score_file
 
-        summary = stages.score(resolved, input=samples, out=out, role=role)
+        summary = score_file.score(resolved, input=samples, out=out, role=role, checks_packing=check_packing)
         _write(_as_text(summary, as_json=as_json), sys.stdout)
 
 
