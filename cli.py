@@ -163,15 +163,34 @@ def inspect_mesh(
     config: Config = None,
     overrides: Overrides = None,
     print_config: PrintConfig = False,
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Show instead how the samples of a file would be cut and packed."),
+    ] = None,
+    role: Annotated[
+        Literal["update", "policy", "reference"] | None,
+        typer.Option(help="Whose micro-batches --plan shows.  [default: update]", show_default=False),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.png|.svg", help="Draw the rows that --plan shows to a file.")
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Show the devices, the mesh over them, and where weights and batches lie."""
     with _errors_for_people(debug):
         resolved = _resolve(config, overrides, print_config=print_config, check=check_for_mesh)
-        from app.training import stages
+        for option, given in (("--picture", picture), ("--role", role)):
+            if given is not None and plan is None:
+                raise InputError(f"{option} goes with --plan FILE.jsonl")
+        if plan is None:
+            from app.training import stages
 
-        report = stages.inspect_mesh(resolved)
+            report = stages.inspect_mesh(resolved)
+        else:
+            from app.training.inspect_plan import inspect_plan
+
+            report = inspect_plan(resolved, file=plan, role=role or "update", picture=picture)
         _write(_as_json(report.to_dict()) if as_json else report.to_text(), sys.stdout)
 
 

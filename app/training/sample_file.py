@@ -13,7 +13,9 @@ from app.flow import Sample
 from app.jsonl import read_jsonl
 from app.policy.architecture import Architecture
 from app.sample_records import sample_from_record
+from settings import Resolved
 from settings.errors import InputError
+from settings.fields import value_of
 
 WINDOW = 4096
 """Samples that are in memory at once: enough to fill rows well, and some tens of MB."""
@@ -122,4 +124,19 @@ def check_tokens(prompt_ids: np.ndarray, completion_ids: np.ndarray, architectur
             f"{where}: prompt_token_ids and completion_token_ids have {len(prompt_ids)} + {len(completion_ids)} = "
             f"{length} tokens, and the context of model.path holds {architecture.max_positions}; leave the sample out, "
             "or take the model that it was sampled with"
+        )
+
+
+def check_quota(resolved: Resolved, scope: str, longest: int, *, where: str) -> None:
+    """Whether the token quota of a scope, such as `score.policy`, holds the longest sample of a file.
+
+    Raises: InputError, opened by `where`.
+    """
+    field = f"{scope}.max_tokens_per_device"
+    quota = value_of(resolved.settings, field)
+    if quota is not None and longest > quota:
+        raise InputError(
+            f"{where}: the longest sample has {longest} tokens, more than {field} = {quota} (from "
+            f"{resolved.origin(field)}), and no sample is cut; raise it to {longest} or more, or choose "
+            f"{scope}.rows_per_device instead"
         )

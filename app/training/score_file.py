@@ -29,12 +29,11 @@ from app.sample_records import sample_from_record, sample_to_record
 from app.training.cutting import wire_role
 from app.training.metrics import CompilationCounter, host_counts, peak_memory_bytes
 from app.training.packing_check import check_packing
-from app.training.sample_file import WINDOW, Extent, SampleFile
+from app.training.sample_file import WINDOW, Extent, SampleFile, check_quota
 from app.training.session import Session, open_on_one_host, read_model_input
 from app.training.training_input import data_columns
 from settings import Resolved, Settings
 from settings.errors import InputError
-from settings.fields import value_of
 from settings.schema import ScoredRole
 
 NUM_PACKED = 3
@@ -92,21 +91,6 @@ def score_logprobs(
         write_jsonl(out, map(sample_to_record, scored))
         figures |= passes.figures(compilations)
     return {**figures, "written to": str(out)}
-
-
-def check_quota(resolved: Resolved, scope: str, longest: int, *, where: str) -> None:
-    """Whether the token quota of a scope, such as `score.policy`, holds the longest sample of a file.
-
-    Raises: InputError, opened by `where`.
-    """
-    field = f"{scope}.max_tokens_per_device"
-    quota = value_of(resolved.settings, field)
-    if quota is not None and longest > quota:
-        raise InputError(
-            f"{where}: the longest sample has {longest} tokens, more than {field} = {quota} (from "
-            f"{resolved.origin(field)}), and no sample is cut; raise it to {longest} or more, or choose "
-            f"{scope}.rows_per_device instead"
-        )
 
 
 def _cut(settings: Settings, role: ScoredRole, architecture: Architecture, extent: Extent) -> FixedRows | PackedRows:
