@@ -148,7 +148,7 @@ def _draw(figure: Figure, rows: Sequence[DrawnRow], title: str, *, num_left_out:
     axes.set_xlabel(f"tokens of a row ({num_left_out} more rows are not shown)" if num_left_out else "tokens of a row")
     colors = {"prompt": BLUE, "completion": ORANGE, "padding": PADDING_COLOR}
     patches = [Patch(facecolor=color, label=label) for label, color in colors.items()]
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
     figure.legend(handles=patches, loc="outside lower right", ncols=3, frameon=False)
 
 

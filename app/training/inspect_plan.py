@@ -25,6 +25,7 @@ from app.training.sample_file import check_quota, check_tokens
 from app.training.session import read_model_input, start_on_one_host
 from app.whole_file import write_whole
 from settings import Resolved
+from settings.checks import check_for_plan
 from settings.errors import InputError
 from settings.schema import ScoredRole
 
@@ -151,6 +152,8 @@ def inspect_plan(resolved: Resolved, *, file: Path, role: Pass, picture: Path | 
     """
     if picture is not None:
         check_picture(picture)
+    if role == "update":
+        check_for_plan(resolved)
     settings = resolved.settings
     architecture = read_model_input(settings).architecture
     lengths, longest_at = read_lengths(file, architecture)
