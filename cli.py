@@ -141,6 +141,10 @@ def score(
         Literal["policy", "reference", "reward"],
         typer.Option(help="Whose logprobs to add; `reward` runs reward.functions."),
     ] = "policy",
+    check_packing: Annotated[
+        bool,
+        typer.Option("--check-packing", help="First see whether samples score in a shared row as they do alone."),
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -148,9 +152,9 @@ def score(
     with _errors_for_people(debug):
         resolved = _resolve(config, overrides, print_config=print_config, check=check_for_score)
         samples, out = _required(samples, "--input"), _required(out, "--out")
-        from app.training import stages
+        from app.training import score_file
 
-        summary = stages.score(resolved, input=samples, out=out, role=role)
+        summary = score_file.score(resolved, input=samples, out=out, role=role, checks_packing=check_packing)
         _write(_as_text(summary, as_json=as_json), sys.stdout)
 
 
@@ -159,15 +163,34 @@ def inspect_mesh(
     config: Config = None,
     overrides: Overrides = None,
     print_config: PrintConfig = False,
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Show instead how the samples of a file would be cut and packed."),
+    ] = None,
+    role: Annotated[
+        Literal["update", "policy", "reference"] | None,
+        typer.Option(help="Whose micro-batches --plan shows.  [default: update]", show_default=False),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.png|.svg", help="Draw the rows that --plan shows to a file.")
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Show the devices, the mesh over them, and where weights and batches lie."""
     with _errors_for_people(debug):
         resolved = _resolve(config, overrides, print_config=print_config, check=check_for_mesh)
-        from app.training import stages
+        for option, given in (("--picture", picture), ("--role", role)):
+            if given is not None and plan is None:
+                raise InputError(f"{option} goes with --plan FILE.jsonl")
+        if plan is None:
+            from app.training import stages
 
-        report = stages.inspect_mesh(resolved)
+            report = stages.inspect_mesh(resolved)
+        else:
+            from app.training.inspect_plan import inspect_plan
+
+            report = inspect_plan(resolved, file=plan, role=role or "update", picture=picture)
         _write(_as_json(report.to_dict()) if as_json else report.to_text(), sys.stdout)
 
 

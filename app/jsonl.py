@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from app.whole_file import replacing
 from settings.errors import InputError
+
+MAYBE_INFINITE = re.compile(rb"[eE]\+?\d{3}|\d{309}")
+"""What stands in every JSON number that is too large for a float64, which Python would read as an infinity."""
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -18,7 +23,8 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     A byte-order mark and CRLF line ends are accepted.
 
     Raises:
-        InputError: the file cannot be read, or a line is not UTF-8, not JSON, or not an object.
+        InputError: the file cannot be read, or a line is not UTF-8, not JSON, not an object, or holds a number that is
+            none, such as NaN.
     """
     for number, value in read_jsonl_lines(path):
         if isinstance(value, InputError):
@@ -60,15 +66,37 @@ def _parse_object(raw: bytes, where: str) -> dict[str, Any]:
         raise InputError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start + 1}") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    except _NoNumberError as error:
+        raise InputError(f"{where}: not usable JSON: {_place_of_no_number(json.loads(raw))} is {error}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not usable JSON: {error}") from None
     if not isinstance(value, dict):
         raise InputError(f"{where}: expected a JSON object, got {type(value).__name__}")
+    if MAYBE_INFINITE.search(raw) and (place := _place_of_no_number(value)):
+        raise InputError(f"{where}: {place} is too large for a float64")
     return value
 
 
+class _NoNumberError(ValueError):
+    """NaN, Infinity or -Infinity, which Python reads and JSON does not know."""
+
+
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+    raise _NoNumberError(f"{name}, which is no number")
+
+
+def _place_of_no_number(value: Any) -> str | None:
+    """Where the first NaN or infinity stands, such as `behavior_logprobs[3]`; None where there is none."""
+    waiting = [("", value)]
+    while waiting:
+        place, value = waiting.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            return place or "it"
+        if isinstance(value, dict):
+            waiting += [(f"{place}.{name}" if place else name, item) for name, item in reversed(value.items())]
+        elif isinstance(value, list):
+            waiting += [(f"{place}[{i}]", item) for i, item in reversed([*enumerate(value)])]
+    return None
 
 
 def check_output(path: str | Path) -> None:

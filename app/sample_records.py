@@ -6,7 +6,7 @@ Every float32 is written as the float64 of the same value, so it comes back bit 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,12 +86,7 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
     Raises:
         InputError: a required field is absent, or a field has the wrong type, length or range.
     """
-    missing = [name for name in REQUIRED if name not in record]
-    if missing:
-        raise InputError(
-            f"{where}: missing {', '.join(missing)}; a sample needs {', '.join(REQUIRED)}"
-            " (`grpo rollout` writes such files)"
-        )
+    _check_present(REQUIRED, record, where)
     fields = _Fields(record, where)
     prompt, sample_index = _read_prompt(fields)
     completion_ids = fields.token_ids("completion_token_ids")
@@ -111,6 +106,26 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
         extra=unknown,
         **_read_optional(fields, num_tokens),
     )
+
+
+def token_ids_from_record(record: Mapping[str, Any], *, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Prompt ids [S] and completion ids [C] of a JSON object that needs no other field of a sample.
+
+    Raises:
+        InputError: as `sample_from_record`.
+    """
+    _check_present(("prompt_token_ids", "completion_token_ids"), record, where)
+    fields = _Fields(record, where)
+    return fields.prompt_ids(), fields.token_ids("completion_token_ids")
+
+
+def _check_present(names: Sequence[str], record: Mapping[str, Any], where: str) -> None:
+    missing = [name for name in names if name not in record]
+    if missing:
+        raise InputError(
+            f"{where}: missing {', '.join(missing)}; a sample needs {', '.join(names)}"
+            " (`grpo rollout` writes such files)"
+        )
 
 
 def _read_optional(fields: _Fields, num_tokens: int) -> dict[str, Any]:
@@ -139,13 +154,10 @@ def _read_prompt(fields: _Fields) -> tuple[Prompt, int]:
     source = record["prompt"]
     if not isinstance(source, (str, list)):
         raise InputError(f"{where}: prompt: expected text or chat messages, got {type(source).__name__}")
-    token_ids = fields.token_ids("prompt_token_ids")
-    if not len(token_ids):
-        raise InputError(f"{where}: prompt_token_ids is empty; a completion needs a token before it")
     columns = record.get("columns")
     prompt = Prompt(
         uid=uid.removesuffix(suffix),
-        token_ids=token_ids,
+        token_ids=fields.prompt_ids(),
         source=source,
         answer=fields.scalar("answer", str) if record.get("answer") is not None else None,
         extra=columns if isinstance(columns, dict) else {},
@@ -167,6 +179,12 @@ class _Fields:
             expected = " or ".join(kind.__name__ for kind in types)
             raise InputError(f"{self.where}: {name}: expected {expected}, got {_shown(value)}")
         return value
+
+    def prompt_ids(self) -> np.ndarray:
+        ids = self.token_ids("prompt_token_ids")
+        if not len(ids):
+            raise InputError(f"{self.where}: prompt_token_ids is empty; a completion needs a token before it")
+        return ids
 
     def token_ids(self, name: str) -> np.ndarray:
         def is_id(value: Any) -> bool:

@@ -51,6 +51,11 @@ def check_for_mesh(resolved: Resolved) -> None:
     _run(resolved, (_processes_are_known,))
 
 
+def check_for_plan(resolved: Resolved) -> None:
+    """Raises InputError where a run under these settings could not cut every sample that it may make."""
+    _run(resolved, (_quotas_hold_the_longest_sample,))
+
+
 def _run(resolved: Resolved, checks: Sequence[Check]) -> None:
     problems = [problem for check in checks if (problem := check(resolved))]
     if problems:

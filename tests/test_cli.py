@@ -105,7 +105,9 @@ def test_what_print_config_prints_is_a_config(tmp_path: Path) -> None:
         (("rollout", "--set", "rollout.top_p=2", "--out", "o.jsonl"), "rollout.top_p: expected"),
         (("rollout",), "missing option --out"),
         (("score",), "missing option --input"),
+        (("score", "--input", "missing.jsonl", "--out", "o.jsonl"), "missing.jsonl: no such file"),
         (("inspect-mesh", "--set", "mesh.shape=2,4"), "mesh.shape: expected"),
+        (("inspect-mesh", "--picture", "rows.png"), "--picture goes with --plan FILE.jsonl"),
         (("inspect-mesh", "--set", "mesh.process_id=0"), "also set mesh.coordinator_address"),
     ],
 )

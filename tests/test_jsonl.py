@@ -37,6 +37,9 @@ def test_a_line_separator_inside_a_string_does_not_end_the_line(tmp_path):
         (b'"text"', "got str"),
         (b'{"a": NaN}', "NaN"),
         (b'{"a": -Infinity}', "-Infinity"),
+        (b'{"b": 1.0, "a": {"c": [0.5, NaN, NaN]}}', r"a\.c\[1\] is NaN, which is no number"),
+        (b'{"a": [1, -1e400]}', r"a\[1\] is too large for a float64"),
+        (b'{"a": ' + b"9" * 400 + b".0}", "a is too large"),
         (b'{"a": "\xff"}', "not UTF-8"),
         (b"[" * 200_000, "recursion"),
         (b'{"a": ' + b"9" * 10_000 + b"}", "digits"),
@@ -48,6 +51,13 @@ def test_a_bad_line_is_named_with_its_number_and_reason(tmp_path, line, reason):
     with pytest.raises(InputError, match=reason) as raised:
         list(read_jsonl(path))
     assert f"{path}:3" in str(raised.value)
+
+
+def test_large_numbers_and_what_looks_like_them_are_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    record = {"a": [1e308, -1e-400, 10**400], "1e999": "1e999"}
+    path.write_text(json.dumps(record))
+    assert list(read_jsonl(path)) == [(1, record)]
 
 
 def test_an_absent_file_is_named_by_its_absolute_path(tmp_path, monkeypatch):

@@ -100,7 +100,8 @@ def test_the_verbs_of_the_readme_chain_as_written(tmp_path: Path) -> None:
     """Rollout, score and inspect-mesh really run, in the order in which README shows them."""
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     chain = [c for c in bash_commands(readme) if re.match(r"grpo (rollout|score|inspect-mesh) ", c)]
-    assert [words_and_environment(c)[0][1] for c in chain] == ["rollout", "score", "inspect-mesh"]
+    verbs = ["rollout", "score", "inspect-mesh", "inspect-mesh"]
+    assert [words_and_environment(c)[0][1] for c in chain] == verbs
     for command in chain:
         words, environment = words_and_environment(command)
         done = subprocess.run(
@@ -114,3 +115,4 @@ def test_the_verbs_of_the_readme_chain_as_written(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout
     assert len((tmp_path / "scored.jsonl").read_text().splitlines()) == 4 * 16
+    assert (tmp_path / "rows.png").is_file()

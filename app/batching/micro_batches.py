@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from app.batching.figures import plan_figures
-from app.batching.plan import Lengths, Plan, TokenBudget, Work, plan_fixed, plan_token_budget
+from app.batching.plan import Lengths, MicroBatch, Plan, RowShape, TokenBudget, Work, plan_fixed, plan_token_budget
 from app.flow import Sample
 from app.mesh.placement import gather_over_hosts, num_local_row_shards
 
@@ -51,11 +51,16 @@ class FixedRows:
     rows_per_device: int | None
     trim_tail: bool
     work: Work = per_token
+    shape: RowShape | None = None
+    """Of every row, whatever the samples; None: as the longest of them asks."""
 
     def plan(self, hosts: Sequence[Lengths], *, devices_per_host: int) -> tuple[Plan, ...]:
-        return plan_fixed(
+        plans = plan_fixed(
             hosts, rows_per_device=self.rows_per_device, devices_per_host=devices_per_host, trim_tail=self.trim_tail
         )
+        if self.shape is None:
+            return plans
+        return tuple(Plan(tuple(replace(one, shape=self.shape) for one in plan.micro_batches)) for plan in plans)
 
     def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> Cut:
         lengths, devices = lengths_over_hosts(samples), num_local_row_shards(mesh)
@@ -80,7 +85,36 @@ class PackedRows:
         return Cut(plans, lengths, own, devices, self.work, self.budget.max_tokens_per_device)
 
 
-Cutter = FixedRows | PackedRows
+@dataclass(frozen=True, slots=True)
+class EqualShapes:
+    """Cuts as another does, then fills the last micro-batch up to the shape of those before it, with empty rows.
+
+    For all parts of a long file but the last: their tails would each have a shape of their own.
+    """
+
+    cut: FixedRows | PackedRows
+
+    def plan(self, hosts: Sequence[Lengths], *, devices_per_host: int) -> tuple[Plan, ...]:
+        plans = self.cut.plan(hosts, devices_per_host=devices_per_host)
+        return tuple(_of_equal_shapes(plan, devices_per_host) for plan in plans)
+
+    def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> Cut:
+        cut = self.cut(samples, mesh)
+        plans = tuple(_of_equal_shapes(plan, cut.devices_per_host) for plan in cut.plans)
+        return replace(cut, plans=plans, own=plans[jax.process_index()])
+
+
+def _of_equal_shapes(plan: Plan, num_devices: int) -> Plan:
+    *others, tail = plan.micro_batches
+    if not others:
+        return plan
+    held, wanted = len(tail.rows) // num_devices, len(others[0].rows) // num_devices
+    empty = ((),) * (wanted - held)
+    rows = [row for first in range(0, len(tail.rows), held) for row in (*tail.rows[first : first + held], *empty)]
+    return Plan((*others, MicroBatch(tuple(rows), others[0].shape)))
+
+
+Cutter = FixedRows | PackedRows | EqualShapes
 
 
 def lengths_of(samples: Sequence[Sample]) -> Lengths:

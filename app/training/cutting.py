@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.batching.micro_batches import Cutter, FixedRows, PackedRows
+from app.batching.micro_batches import FixedRows, PackedRows
 from app.batching.plan import TokenBudget, row_length
 from app.policy.architecture import Architecture
 from app.policy.flops import forward_flops
@@ -15,7 +15,9 @@ def longest_sample(settings: Settings) -> int:
     return settings.data.max_prompt_length + settings.rollout.max_new_tokens
 
 
-def wire_role(settings: Settings, role: ScoredRole, architecture: Architecture, *, longest: int) -> Cutter:
+def wire_role(
+    settings: Settings, role: ScoredRole, architecture: Architecture, *, longest: int
+) -> FixedRows | PackedRows:
     """How the samples that a role scores are cut; none of them has more than `longest` tokens."""
     scope = settings.score.of(role)
     if scope.max_tokens_per_device is None:
@@ -23,12 +25,15 @@ def wire_role(settings: Settings, role: ScoredRole, architecture: Architecture, 
     return _packed(settings, architecture, quota=scope.max_tokens_per_device, longest=longest)
 
 
-def wire_update(settings: Settings, architecture: Architecture) -> Cutter:
-    """How the samples of an optimizer step are cut."""
+def wire_update(
+    settings: Settings, architecture: Architecture, *, longest: int | None = None
+) -> FixedRows | PackedRows:
+    """How the samples of an optimizer step are cut; none has more than `longest` tokens, by default a run's longest."""
     algorithm = settings.algorithm
     if algorithm.max_tokens_per_device is None:
         return FixedRows(algorithm.rows_per_device, trim_tail=False)
-    return _packed(settings, architecture, quota=algorithm.max_tokens_per_device, longest=longest_sample(settings))
+    longest = longest or longest_sample(settings)
+    return _packed(settings, architecture, quota=algorithm.max_tokens_per_device, longest=longest)
 
 
 def _packed(settings: Settings, architecture: Architecture, *, quota: int, longest: int) -> PackedRows:

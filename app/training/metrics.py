@@ -197,10 +197,14 @@ class CompilationCounter:
 
     def __init__(self) -> None:
         self._count = 0
+        self.seconds = 0.0
+        """What all of them took."""
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **_: object) -> None:
-        self._count += event == self.EVENT
+        if event == self.EVENT:
+            self._count += 1
+            self.seconds += duration_secs
 
     def take(self) -> int:
         """Compilations since the last call."""

@@ -137,3 +137,27 @@ class Session:
         )
         scored = [replace(s, **{f"{role}_logprobs": x}) for s, x in zip(samples, logprobs, strict=True)]
         return scored, pieces
+
+
+def open_on_one_host(settings: Settings, model: ModelInput) -> Session:
+    """A session of a verb that writes one file. Starts the devices.
+
+    Raises:
+        InputError: other hosts have joined.
+    """
+    start_on_one_host(settings)
+    return Session.open(settings, model)
+
+
+def start_on_one_host(settings: Settings) -> None:
+    """Starts the devices.
+
+    Raises:
+        InputError: other hosts have joined.
+    """
+    topology.start(settings.mesh)
+    if jax.process_count() > 1:
+        raise InputError(
+            f"mesh.num_processes: this verb works on one host, and {jax.process_count()} have joined; "
+            "leave mesh.coordinator_address unset"
+        )

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from tests.tiny_directory import write_model
-from tests.training.program import train_here
+from tests.training.program import here, of_tiny, train_here
 
 TINY = """\
 run: {{dir: {runs}, name: tiny, steps: 4}}
@@ -90,6 +90,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
     result = train_here(write_config(folder, TINY, tiny_model))
     assert result.exit_code == 0, result.stderr
     return folder / "runs" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """Four samples each of six prompts, in batches of four prompts. Not to be written to."""
+    folder = tmp_path_factory.mktemp("sampled")
+    result = here("rollout", *of_tiny(tiny_model), "--limit", "6", "--out", folder / "samples.jsonl")
+    assert result.exit_code == 0, result.stderr
+    return folder / "samples.jsonl"
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from typer.testing import CliRunner, Result
 
 import cli
+from app.jsonl import read_jsonl
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120
@@ -36,6 +37,21 @@ def settings(*overrides: str) -> list[str]:
 def here(*arguments: str | Path) -> Result:
     """The command in this process: the same code as a process of its own, without the seconds of its start."""
     return CliRunner().invoke(cli.app, list(map(str, arguments)), prog_name="grpo")
+
+
+def of_tiny(model: Path) -> list[str]:
+    """Settings of a small rollout of a tiny model, and of what comes after it."""
+    return settings(
+        f"model.path={model}",
+        "data.max_prompt_length=16",
+        "rollout.prompts_per_step=4",
+        "rollout.group_size=4",
+        "rollout.max_new_tokens=4",
+    )
+
+
+def records_of(path: Path) -> list[dict[str, Any]]:
+    return [record for _, record in read_jsonl(path)]
 
 
 def train_here(config: Path, *overrides: str, resume: str = "never") -> Result:

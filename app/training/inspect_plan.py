@@ -1,0 +1,272 @@
+"""`grpo inspect-mesh --plan`: how a file of samples would be cut into micro-batches, from their lengths alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jax.sharding import Mesh
+
+from app.batching.figures import plan_figures
+from app.batching.micro_batches import FixedRows, PackedRows
+from app.batching.plan import Lengths, MicroBatch, Plan, Row, Work, fixed_shape, plan_fixed
+from app.jsonl import check_output, read_jsonl
+from app.mesh.placement import check_rows_per_host, num_local_row_shards
+from app.mesh.topology import make_mesh
+from app.policy.architecture import Architecture
+from app.policy.flops import forward_flops
+from app.report.row_pictures import DrawnRow, Piece, file_picture, text_picture
+from app.sample_records import token_ids_from_record
+from app.training.cutting import longest_sample, wire_role, wire_update
+from app.training.sample_file import check_quota, check_tokens
+from app.training.session import read_model_input, start_on_one_host
+from app.whole_file import write_whole
+from settings import Resolved
+from settings.checks import check_for_plan
+from settings.errors import InputError
+from settings.schema import ScoredRole
+
+Pass = Literal["update"] | ScoredRole
+"""Whose micro-batches."""
+
+
+@dataclass(frozen=True)
+class MicroBatchFigures:
+    rows_per_device: int
+    tokens_per_row: int
+    num_samples: int
+    real_tokens: int
+    """Positions that hold a token; a shared prompt counts once."""
+    fill: float
+    flops_imbalance: float
+    """Work of the fullest device over the mean."""
+    rows: tuple[Row, ...]
+    """Numbers of the samples in the file, from 0, that stand behind one prompt; of every row, device after device."""
+
+
+@dataclass(frozen=True)
+class Padded:
+    """The same samples one a row, padded to the longest, as many rows at once as the quota holds."""
+
+    rows_per_device: int
+    num_micro_batches: int
+    computed_tokens: int
+    fill: float
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """One pass over all samples of a file: an optimizer step, or the scoring of a role."""
+
+    file: str
+    role: Pass
+    mesh: dict[str, int]
+    num_devices: int
+    """That hold different rows."""
+    max_tokens_per_device: int | None
+    """None: fixed rows."""
+    num_samples: int
+    num_tokens: int
+    """Prompts count once for each of their samples."""
+    micro_batches: tuple[MicroBatchFigures, ...]
+    figures: dict[str, float]
+    """See `app.batching.figures.plan_figures`."""
+    padded: Padded | None
+    """None where that is what the plan does."""
+    rows: tuple[DrawnRow, ...]
+
+    @property
+    def title(self) -> str:
+        full = self.micro_batches[0]
+        count = f"{len(self.micro_batches)} micro-batch{'es' if len(self.micro_batches) > 1 else ''}"
+        shape = f"{full.rows_per_device} x {full.tokens_per_row:,}"
+        devices = "a device" if self.num_devices == 1 else f"each of {self.num_devices} devices"
+        return (
+            f"fill {self.figures['fill']:.1%}: {self.num_samples:,} samples in {count} of at most {shape} tokens on "
+            f"{devices}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        report = asdict(self)
+        del report["rows"]  # the same rows, as pieces to draw
+        return report
+
+    def to_text(self) -> str:
+        return "\n".join([*self._heading(), "", *self._table(), "", *self._totals(), "", text_picture(self.rows)])
+
+    def _heading(self) -> list[str]:
+        what = "an optimizer step" if self.role == "update" else f"one pass of score.{self.role}"
+        quota = self.max_tokens_per_device
+        how = f"packed rows, at most {quota:,} tokens a device" if quota else "fixed rows of one sample"
+        axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+        return [f"{self.file} as {what}: {how}; mesh {axes}", self.title]
+
+    def _table(self) -> list[str]:
+        head = ("micro-batch", "rows a device", "tokens a row", "samples", "real tokens", "fill", "fullest device")
+        table = [head]
+        table += [
+            (
+                *(f"{n:,}" for n in (number, one.rows_per_device, one.tokens_per_row, one.num_samples)),
+                *(f"{one.real_tokens:,}", f"{one.fill:.1%}", f"{one.flops_imbalance:.2f} x mean work"),
+            )
+            for number, one in enumerate(self.micro_batches, start=1)
+        ]
+        all_of_it = self.figures
+        totals = f"{all_of_it['real_tokens']:,}", f"{all_of_it['fill']:.1%}"
+        table.append(
+            ("all", "", "", f"{self.num_samples:,}", *totals, f"{all_of_it['flops_imbalance']:.2f} x mean work")
+        )
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        return ["  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in table]
+
+    def _totals(self) -> list[str]:
+        f = self.figures
+        saved = self.num_tokens - f["real_tokens"]
+        lines = [
+            f"shared prompts save {saved:,} of {self.num_tokens:,} tokens ({saved / self.num_tokens:.1%})",
+            f"{f['num_dummy_rows']} of {f['num_rows']} rows are empty, {f['over_quota']} over the quota",
+            f"tokens a device: {f['seqlen_min']:,} to {f['seqlen_max']:,} in the order of the file, "
+            f"{f['seqlen_balanced_min']:,} to {f['seqlen_balanced_max']:,} as planned; mean {f['seqlen_mean']:,.0f}",
+        ]
+        if self.padded is not None:
+            ratio = self.padded.computed_tokens / f["computed_tokens"]
+            lines.append(
+                f"padded instead, {self.padded.rows_per_device} rows a device: {self.padded.num_micro_batches} "
+                f"micro-batches, {self.padded.computed_tokens:,} tokens computed for {f['computed_tokens']:,} "
+                f"({ratio:.2f} x), fill {self.padded.fill:.1%}"
+            )
+        return lines
+
+
+def inspect_plan(resolved: Resolved, *, file: Path, role: Pass, picture: Path | None) -> PlanReport:
+    """How the samples of `file` would be cut, the update in one optimizer step; drawn to `picture`. Loads no weights.
+
+    Rows are as long as in a run: those of the update follow from the longest sample that the settings allow, those of a
+    role from the longest of the file, as in `grpo score`.
+
+    Raises:
+        InputError: settings, model, samples or picture that cannot be used.
+    """
+    if picture is not None:
+        check_picture(picture)
+    if role == "update":
+        check_for_plan(resolved)
+    settings = resolved.settings
+    architecture = read_model_input(settings).architecture
+    lengths, longest_at = read_lengths(file, architecture)
+    longest = int(lengths.totals.max())
+    if role == "update":
+        check_quota(resolved, "algorithm", longest, where=longest_at)
+        cut = wire_update(settings, architecture, longest=max(longest, longest_sample(settings)))
+    else:
+        check_quota(resolved, f"score.{role}", longest, where=longest_at)
+        cut = wire_role(settings, role, architecture, longest=longest)
+    start_on_one_host(settings)
+    mesh = make_mesh(settings.mesh)
+    check_rows_per_host(mesh)
+    report = plan_report(cut, lengths, forward_flops(architecture), mesh, file=str(file), role=role)
+    if picture is not None:
+        kind = "svg" if picture.suffix == ".svg" else "png"
+        write_whole(picture, file_picture(report.rows, title=report.title, kind=kind))
+    return report
+
+
+def check_picture(path: Path) -> None:
+    """Raises InputError where no picture could be written to `path`."""
+    if path.suffix not in (".png", ".svg"):
+        raise InputError(f"--picture: expected a name that ends in .png or .svg, got {path}")
+    check_output(path)
+
+
+def read_lengths(path: Path, architecture: Architecture) -> tuple[Lengths, str]:
+    """Lengths of the samples of a file, and the line of the longest. Only token ids are asked for.
+
+    Raises:
+        InputError: a line without them, or with ids that cannot be this model's; or a file without samples.
+    """
+    prompts: list[int] = []
+    completions: list[int] = []
+    numbers: dict[bytes, int] = {}
+    prompt_numbers: list[int] = []
+    places: list[str] = []
+    for line, record in read_jsonl(path):
+        places.append(f"{path}:{line}")
+        prompt_ids, completion_ids = token_ids_from_record(record, where=places[-1])
+        check_tokens(prompt_ids, completion_ids, architecture, where=places[-1])
+        prompts.append(len(prompt_ids))
+        completions.append(len(completion_ids))
+        prompt_numbers.append(numbers.setdefault(prompt_ids.tobytes(), len(numbers)))
+    if not places:
+        raise InputError(f"--plan: {path} holds no samples")
+    lengths = Lengths(*(np.asarray(column, np.int64) for column in (prompts, completions, prompt_numbers)))
+    return lengths, places[int(lengths.totals.argmax())]
+
+
+def plan_report(
+    cut: FixedRows | PackedRows, lengths: Lengths, work: Work, mesh: Mesh, *, file: str, role: Pass
+) -> PlanReport:
+    """The plan of one host that has all samples. `work` weighs devices against each other."""
+    num_devices = num_local_row_shards(mesh)
+    (plan,) = cut.plan([lengths], devices_per_host=num_devices)
+    quota = cut.budget.max_tokens_per_device if isinstance(cut, PackedRows) else None
+    return PlanReport(
+        file=file,
+        role=role,
+        mesh=dict(mesh.shape),
+        num_devices=num_devices,
+        max_tokens_per_device=quota,
+        num_samples=len(lengths.prompts),
+        num_tokens=int(lengths.totals.sum()),
+        micro_batches=tuple(_figures_of(one, lengths, work, num_devices) for one in plan.micro_batches),
+        figures=_figures(plan, lengths, work, num_devices, quota),
+        padded=None if quota is None else _padded(lengths, work, num_devices, quota),
+        rows=tuple(_drawn_rows(plan, lengths, num_devices)),
+    )
+
+
+def _figures(plan: Plan, lengths: Lengths, work: Work, num_devices: int, quota: int | None) -> dict[str, float]:
+    return plan_figures([plan], [lengths], work, devices_per_host=num_devices, max_tokens_per_device=quota)
+
+
+def _padded(lengths: Lengths, work: Work, num_devices: int, quota: int) -> Padded:
+    shape = fixed_shape(int(lengths.totals.max()), int(lengths.completions.max()))
+    rows = max(1, quota // shape.num_tokens)
+    (plan,) = plan_fixed([lengths], rows_per_device=rows, devices_per_host=num_devices, trim_tail=True)
+    figures = _figures(plan, lengths, work, num_devices, None)
+    held = len(plan.micro_batches[0].rows) // num_devices
+    return Padded(held, plan.num_micro_batches, int(figures["computed_tokens"]), figures["fill"])
+
+
+def _figures_of(micro_batch: MicroBatch, lengths: Lengths, work: Work, num_devices: int) -> MicroBatchFigures:
+    figures = _figures(Plan((micro_batch,)), lengths, work, num_devices, None)
+    return MicroBatchFigures(
+        rows_per_device=len(micro_batch.rows) // num_devices,
+        tokens_per_row=micro_batch.shape.num_tokens,
+        num_samples=sum(len(segment) for row in micro_batch.rows for segment in row),
+        real_tokens=int(figures["real_tokens"]),
+        fill=figures["fill"],
+        flops_imbalance=figures["flops_imbalance"],
+        rows=micro_batch.rows,
+    )
+
+
+def _drawn_rows(plan: Plan, lengths: Lengths, num_devices: int) -> Sequence[DrawnRow]:
+    return [
+        DrawnRow(number, i * num_devices // len(one.rows), one.shape.num_tokens, _pieces(row, lengths))
+        for number, one in enumerate(plan.micro_batches, start=1)
+        for i, row in enumerate(one.rows)
+    ]
+
+
+def _pieces(row: Row, lengths: Lengths) -> tuple[Piece, ...]:
+    return tuple(
+        piece
+        for number, segment in enumerate(row)
+        for piece in (
+            Piece(number, True, int(lengths.prompts[segment[0]])),
+            *(Piece(number, False, int(lengths.completions[i])) for i in segment),
+        )
+    )

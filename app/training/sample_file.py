@@ -1,0 +1,142 @@
+"""A file of samples, read twice: first to check every line, then window by window. Neither pass holds all of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from app.flow import Sample
+from app.jsonl import read_jsonl
+from app.policy.architecture import Architecture
+from app.sample_records import sample_from_record
+from settings import Resolved
+from settings.errors import InputError
+from settings.fields import value_of
+
+WINDOW = 4096
+"""Samples that are in memory at once: enough to fill rows well, and some tens of MB."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much a file holds, lengths in tokens."""
+
+    num_samples: int
+    longest: int
+    longest_at: str
+    """File and line of that sample."""
+    longest_completion: int
+
+
+class SampleFile:
+    """Samples of one model in a JSON Lines file that stays as it is for as long as it is read.
+
+    Raises:
+        InputError: there is no such file, or it is a pipe, which could not be read twice.
+    """
+
+    def __init__(self, path: Path, architecture: Architecture) -> None:
+        if path.exists() and not path.is_file():
+            raise InputError(f"--input: {path} is read twice, to be checked and to be scored: give a file")
+        self._path = path
+        self._architecture = architecture
+        self._stamp = _stamp(path) if path.exists() else None
+
+    def check(self, *, num_drawn: int = 0, seed: int = 0) -> tuple[Extent, list[Sample]]:
+        """The extent of the file, and `num_drawn` of its samples at random, fewer where it holds fewer.
+
+        Raises:
+            InputError: a line that is no sample of this model, named; or a file without samples.
+        """
+        rng = np.random.default_rng(seed)
+        drawn: list[Sample] = []
+        count = longest = longest_completion = 0
+        longest_at = str(self._path)
+        for where, sample in self._samples():
+            length = len(sample.prompt.token_ids) + len(sample.completion_ids)
+            if length > longest:
+                longest, longest_at = length, where
+            longest_completion = max(longest_completion, len(sample.completion_ids))
+            # Reservoir sampling: every sample so far is among the drawn with equal probability.
+            if count < num_drawn:
+                drawn.append(sample)
+            elif (place := int(rng.integers(count + 1))) < num_drawn:
+                drawn[place] = sample
+            count += 1
+        if not count:
+            raise InputError(f"--input: {self._path} holds no samples")
+        return Extent(count, longest, longest_at, longest_completion), drawn
+
+    def windows(self, size: int) -> Iterator[list[Sample]]:
+        """All samples in order, `size` at a time, the last window with what is left.
+
+        Raises:
+            InputError: the file has changed since it was opened.
+        """
+        window: list[Sample] = []
+        try:
+            for _, sample in self._samples():
+                window.append(sample)
+                if len(window) == size:
+                    self._check_unchanged()
+                    yield window
+                    window = []
+        except InputError:
+            self._check_unchanged()
+            raise
+        self._check_unchanged()
+        if window:
+            yield window
+
+    def _samples(self) -> Iterator[tuple[str, Sample]]:
+        for line, record in read_jsonl(self._path):
+            where = f"{self._path}:{line}"
+            sample = sample_from_record(record, where=where)
+            check_tokens(sample.prompt.token_ids, sample.completion_ids, self._architecture, where=where)
+            yield where, sample
+
+    def _check_unchanged(self) -> None:
+        if not self._path.exists() or _stamp(self._path) != self._stamp:
+            raise InputError(f"--input: {self._path} has changed while it was being scored; nothing was written")
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def check_tokens(prompt_ids: np.ndarray, completion_ids: np.ndarray, architecture: Architecture, *, where: str) -> None:
+    """Raises InputError, opened by `where`, for a sample that cannot have come from this model."""
+    for name, ids in (("prompt_token_ids", prompt_ids), ("completion_token_ids", completion_ids)):
+        beyond = np.flatnonzero(ids >= architecture.vocab_size)
+        if len(beyond):
+            raise InputError(
+                f"{where}: {name}[{beyond[0]}] is token {ids[beyond[0]]}, and the vocabulary of model.path ends at "
+                f"{architecture.vocab_size - 1}; was it sampled with another tokenizer?"
+            )
+    length = len(prompt_ids) + len(completion_ids)
+    if length > architecture.max_positions:
+        raise InputError(
+            f"{where}: prompt_token_ids and completion_token_ids have {len(prompt_ids)} + {len(completion_ids)} = "
+            f"{length} tokens, and the context of model.path holds {architecture.max_positions}; leave the sample out, "
+            "or take the model that it was sampled with"
+        )
+
+
+def check_quota(resolved: Resolved, scope: str, longest: int, *, where: str) -> None:
+    """Whether the token quota of a scope, such as `score.policy`, holds the longest sample of a file.
+
+    Raises: InputError, opened by `where`.
+    """
+    field = f"{scope}.max_tokens_per_device"
+    quota = value_of(resolved.settings, field)
+    if quota is not None and longest > quota:
+        raise InputError(
+            f"{where}: the longest sample has {longest} tokens, more than {field} = {quota} (from "
+            f"{resolved.origin(field)}), and no sample is cut; raise it to {longest} or more, or choose "
+            f"{scope}.rows_per_device instead"
+        )

@@ -1,0 +1,348 @@
+"""`grpo score`: every role and strategy, whole files or none, and input that cannot be scored."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from app.batching.micro_batches import PackedRows
+from app.flow import Sample
+from app.jsonl import write_jsonl
+from app.reward.outcome import Outcome
+from app.reward.weighing import weigh
+from app.sample_records import sample_from_record
+from app.training.cutting import wire_role
+from app.training.metrics import CompilationCounter, reward_counts
+from app.training.score_file import Passes
+from app.training.session import open_on_one_host, read_model_input
+from settings import load
+from tests.tiny_directory import CONFIG, random_tensors, write_model
+from tests.training.program import DEADLINE_S, digest_of, here, of_tiny, records_of, settings, started, wait_until
+
+QUOTA = "score.max_tokens_per_device"
+
+
+def score(model: Path, source: Path, out: Path, role: str, *overrides: str) -> Any:
+    arguments = ("--input", source, "--out", out, "--role", role, "--json")
+    return here("score", *of_tiny(model), *settings(*overrides), *arguments)
+
+
+def test_the_chain_of_verbs_adds_its_fields_and_carries_the_rest(
+    sampled: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    records = [
+        record | {"note": [1, {"a": None}], "weight": 1e-30, "token_rewards": [0.5]} for record in records_of(sampled)
+    ]
+    write_jsonl(tmp_path / "0.jsonl", records)
+    for step, role in enumerate(("policy", "reference", "reward")):
+        result = score(tiny_model, tmp_path / f"{step}.jsonl", tmp_path / f"{step + 1}.jsonl", role)
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout)["samples"] == 24
+    for before, after in zip(records, records_of(tmp_path / "3.jsonl"), strict=True):
+        added = {name: after.pop(name) for name in ("policy_logprobs", "reference_logprobs", "rewards", "reward")}
+        assert after == before
+        assert added["policy_logprobs"] == added["reference_logprobs"]
+        assert added["reward"] == added["rewards"]["arithmetic"]
+
+
+def test_sampler_and_scorer_agree(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
+    result = score(tiny_model, sampled, tmp_path / "scored.jsonl", "policy")
+    for record in records_of(tmp_path / "scored.jsonl"):
+        np.testing.assert_allclose(record["policy_logprobs"], record["behavior_logprobs"], atol=1e-4)
+    assert 0 < json.loads(result.stdout)["max |logprob - behavior|"] < 1e-4
+
+
+def test_another_model_disagrees(sampled: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", seed=1)
+    result = score(other, sampled, tmp_path / "scored.jsonl", "policy")
+    assert json.loads(result.stdout)["max |logprob - behavior|"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shapes"),
+    [
+        (("score.strategy=off",), 1),
+        (("score.rows_per_device=2",), 2),
+        (("score.rows_per_device=3",), 1),
+        (("score.strategy=scan", "score.rows_per_device=2"), 1),
+        ((f"{QUOTA}=32",), None),
+        ((f"{QUOTA}=512", "batching.share_prompts=false"), 1),
+        (("score.reference.offload=true", "mesh.shape=2,2,2"), None),
+    ],
+)
+def test_every_strategy_gives_the_samplers_own_logprobs_in_the_order_of_the_file(
+    sampled: Path, tiny_model: Path, tmp_path: Path, overrides: tuple[str, ...], shapes: int | None
+) -> None:
+    records = [record | {"note": number} for number, record in enumerate(records_of(sampled))][:17]
+    write_jsonl(tmp_path / "samples.jsonl", records)
+    result = score(tiny_model, tmp_path / "samples.jsonl", tmp_path / "scored.jsonl", "reference", *overrides)
+    assert result.exit_code == 0, result.stderr
+    for before, after in zip(records, records_of(tmp_path / "scored.jsonl"), strict=True):
+        np.testing.assert_allclose(after.pop("reference_logprobs"), before["behavior_logprobs"], atol=1e-5)
+        assert after == before
+    figures = json.loads(result.stdout)
+    if shapes is not None:
+        assert figures["shapes compiled"] == shapes
+
+
+def test_the_table_counts_what_was_laid_out(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
+    result = score(tiny_model, sampled, tmp_path / "scored.jsonl", "policy", "score.rows_per_device=1")
+    figures = json.loads(result.stdout)
+    tokens = sum(len(r["prompt_token_ids"]) + len(r["completion_token_ids"]) for r in records_of(sampled))
+    # 24 samples on 8 devices, each in a row of 16 tokens: none has more.
+    assert (
+        figures.items()
+        >= {
+            "samples": 24,
+            "tokens": tokens,
+            "real tokens": tokens,
+            "padded tokens": 24 * 16 - tokens,
+            "fill": round(tokens / (24 * 16), 4),
+            "micro-batches": 3,
+            "shapes compiled": 1,
+            "written to": str(tmp_path / "scored.jsonl"),
+        }.items()
+    )
+    measured = {"loading seconds", "compiling seconds", "compilations", "seconds", "tokens/s", "peak memory MiB"}
+    differences = {"mean |logprob - behavior|", "max |logprob - behavior|"}
+    assert all(figures[name] >= 0 for name in measured | differences)
+    assert len(figures) == 8 + len(measured) + len(differences)
+
+
+def test_a_person_reads_the_same_table(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
+    result = here("score", *of_tiny(tiny_model), "--input", sampled, "--out", tmp_path / "scored.jsonl")
+    names = [line.split("  ")[0] for line in result.stdout.splitlines()]
+    assert names == list(json.loads(score(tiny_model, sampled, tmp_path / "scored.jsonl", "policy").stdout))
+
+
+@pytest.mark.parametrize("overrides", [(f"{QUOTA}=32",), ("score.rows_per_device=1",), ("score.strategy=scan",)])
+def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(
+    sampled: Path, tiny_model: Path, overrides: tuple[str, ...]
+) -> None:
+    """Every window is scored and handed on before the next is read, in the shapes of the first."""
+    given = [argument for argument in of_tiny(tiny_model) if argument != "--set"]
+    chosen = load(None, [*given, "mesh.shape=1,8,1", *overrides], {}).settings
+    session = open_on_one_host(chosen, read_model_input(chosen))
+    samples = [sample_from_record(r, where="") for r in records_of(sampled)]
+    longest = max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
+    cut = wire_role(chosen, "policy", session.input.architecture, longest=longest)
+    passes = Passes(session, session.load_params(), "policy", cut=cut)
+    read: list[int] = []
+
+    def windows(size: int) -> Any:
+        for first in range(0, len(samples), size):
+            read.append(first)
+            yield samples[first : first + size]
+
+    counter = CompilationCounter()
+    scored: list[Sample] = []
+    stream = passes.scored(windows(11), num_samples=24)
+    for window in range(2):
+        scored += islice(stream, 11)
+        assert read == [0, 11][: window + 1]
+    first_windows = passes.figures(counter)
+    scored += stream
+    last = passes.figures(counter)
+    counter.close()
+    assert [s.uid for s in scored] == [s.uid for s in samples]
+    for sample in scored:
+        assert sample.policy_logprobs is not None
+        np.testing.assert_allclose(sample.policy_logprobs, sample.behavior_logprobs, atol=1e-4)
+    assert first_windows["shapes compiled"] == 1 or isinstance(cut, PackedRows)
+    assert last["shapes compiled"] <= first_windows["shapes compiled"] + 1
+
+
+def test_packing_is_checked_on_samples_of_the_file(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
+    arguments = ("--input", sampled, "--out", tmp_path / "scored.jsonl", "--check-packing", "--json")
+    for chosen in ((), settings("score.rows_per_device=8")):
+        result = here("score", *of_tiny(tiny_model), *chosen, *arguments)
+        assert result.exit_code == 0, result.stderr
+        assert 0 <= json.loads(result.stdout)["max |packed - alone|"] < 1e-5
+
+
+def test_packing_that_cannot_be_trusted_ends_without_an_output(sampled: Path, tmp_path: Path) -> None:
+    """Logprobs that are not numbers agree with nothing."""
+    model = write_model(tmp_path / "broken")
+    tensors = random_tensors(CONFIG)
+    tensors["model.norm.weight"][:] = np.nan
+    save_file(tensors, model / "model.safetensors")
+    arguments = ("--input", sampled, "--out", tmp_path / "scored.jsonl")
+    result = here("score", *of_tiny(model), *arguments, "--check-packing")
+    assert result.exit_code == 1
+    assert "score differently from alone by up to nan nats" in result.stderr
+    result = here("score", *of_tiny(model), *arguments)
+    assert result.exit_code == 1 and "scored.jsonl: record 1 (arithmetic" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+def test_rewards_need_no_model(sampled: Path, tmp_path: Path) -> None:
+    result = score(Path("no/such/model"), sampled, tmp_path / "rewarded.jsonl", "reward")
+    assert result.exit_code == 0, result.stderr
+    rewards = [record["reward"] for record in records_of(tmp_path / "rewarded.jsonl")]
+    assert json.loads(result.stdout)["reward/mean"] == round(float(np.mean(rewards)), 4)
+
+
+def test_rewards_take_no_device_from_whoever_trains(sampled: Path, tmp_path: Path) -> None:
+    arguments = ("--role", "reward", "--input", sampled, "--out", tmp_path / "rewarded.jsonl")
+    with started("score", *arguments, environ={"JAX_PLATFORMS": "no_such_platform"}) as process:
+        output = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, output
+
+
+def test_the_figures_of_rewards_have_the_names_of_metrics(sampled: Path, tmp_path: Path) -> None:
+    (tmp_path / "plug.py").write_text("def f(solution_str): return {'score': len(solution_str), 'acc': 1 / 3}")
+    chosen = f"reward.functions=[{tmp_path / 'plug.py'}:f]"
+    result = score(Path("no/such/model"), sampled, tmp_path / "rewarded.jsonl", "reward", chosen)
+    figures = json.loads(result.stdout)
+    samples = [sample_from_record(r, where="") for r in records_of(tmp_path / "rewarded.jsonl")]
+    own = {"samples", "written to", "reward/mean", "reward/f/mean"}
+    outcomes = {"f": [Outcome(1.0, extras={"acc": 1.0})] * len(samples)}
+    assert figures.keys() == own | reward_counts(weigh(samples, outcomes, {"f": 1.0}, "raise")).keys()
+    assert figures["reward/f/acc/mean"] == 0.3333
+
+
+def test_an_existing_output_is_replaced_only_when_the_new_one_is_whole(
+    sampled: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("what was there before\n")
+    records = records_of(sampled)
+    write_jsonl(tmp_path / "bad.jsonl", [*records[:-1], records[-1] | {"answer": "no number"}])
+    before = digest_of(tmp_path)
+    result = score(tiny_model, tmp_path / "bad.jsonl", out, "reward")
+    assert result.exit_code == 2
+    assert "no number" in result.stderr
+    assert digest_of(tmp_path) == before
+    assert score(tiny_model, sampled, out, "reward").exit_code == 0
+    assert len(records_of(out)) == 24
+    assert {path.name for path in tmp_path.iterdir()} == {"bad.jsonl", "out.jsonl"}
+
+
+def test_scoring_that_is_killed_leaves_the_old_output(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    out = folder / "scored.jsonl"
+    out.write_text("what was there before\n")
+    write_jsonl(tmp_path / "many.jsonl", records_of(sampled) * 400)
+    with started("score", *of_tiny(tiny_model), "--input", tmp_path / "many.jsonl", "--out", out) as process:
+        wait_until(process, lambda: len([*folder.iterdir()]) > 1)  # the file that it writes to
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait(timeout=DEADLINE_S) == -signal.SIGKILL
+    assert out.read_text() == "what was there before\n"
+
+
+def with_fields(**fields: Any) -> Callable[[str], str]:
+    return lambda line: json.dumps(json.loads(line) | fields)
+
+
+def without(name: str) -> Callable[[str], str]:
+    return lambda line: json.dumps({k: v for k, v in json.loads(line).items() if k != name})
+
+
+def as_nan(line: str) -> str:
+    record = json.loads(line)
+    return json.dumps(record | {"behavior_logprobs": [*record["behavior_logprobs"][:-1], float("nan")]})
+
+
+def one_too_few(line: str) -> str:
+    return json.dumps(json.loads(line) | {"behavior_logprobs": json.loads(line)["behavior_logprobs"][1:]})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda line: line[:-9], "not JSON"),
+        (without("behavior_logprobs"), "missing behavior_logprobs; a sample needs"),
+        (without("completion_token_ids"), "missing completion_token_ids; a sample needs"),
+        (as_nan, "not usable JSON: behavior_logprobs["),
+        (one_too_few, "behavior_logprobs has "),
+        (with_fields(behavior_logprobs=None), "behavior_logprobs: expected a list"),
+        (with_fields(note=10**400), None),
+        (lambda line: line[:-1] + ', "note": [1, 2e999]}', "note[1] is too large for a float64"),
+        (
+            with_fields(prompt_token_ids=[2, 24]),
+            "prompt_token_ids[1] is token 24, and the vocabulary of",
+        ),
+        (
+            with_fields(completion_token_ids=[-3]),
+            "completion_token_ids[0]: expected token ids (integers >= 0)",
+        ),
+        (with_fields(prompt_token_ids=[]), "prompt_token_ids is empty"),
+        (
+            with_fields(prompt_token_ids=[2] * 128),
+            "tokens, and the context of model.path holds 128; leave the",
+        ),
+        (with_fields(prompt_token_ids=[2] * 100), "tokens, more than score.policy.max_tokens_per_device = 64 (from"),
+        (with_fields(uid="p"), "uid: expected `<prompt uid>/s0`"),
+    ],
+)
+def test_a_line_that_cannot_be_scored_is_named_before_any_device_work(
+    sampled: Path, tiny_model: Path, tmp_path: Path, spoil: Callable[[str], str], message: str | None
+) -> None:
+    lines = sampled.read_text().splitlines()
+    lines[8] = spoil(lines[8])
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines))
+    (tmp_path / "out.jsonl").write_text("what was there before\n")
+    before = digest_of(tmp_path)
+    result = score(tiny_model, tmp_path / "samples.jsonl", tmp_path / "out.jsonl", "policy", f"{QUOTA}=64")
+    if message is None:
+        assert result.exit_code == 0, result.stderr
+        return
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {tmp_path / 'samples.jsonl'}:9: ")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert digest_of(tmp_path) == before
+
+
+def test_no_device_is_started_for_a_file_that_cannot_be_scored(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").write_text(f"{sampled.read_text()}{{nonsense\n")
+    arguments = (*of_tiny(tiny_model), "--input", tmp_path / "samples.jsonl", "--out", tmp_path / "out.jsonl")
+    with started("score", *arguments, environ={"JAX_PLATFORMS": "no_such_platform"}) as process:
+        _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 2
+    assert "samples.jsonl:25: not JSON" in stderr
+
+
+@pytest.mark.parametrize("role", ["policy", "reward"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no samples"),
+        ('{"uid": "p/s0"}\n', "samples.jsonl:1: missing group_id"),
+        ("\n{nonsense\n", "samples.jsonl:2: not JSON"),
+        (None, "samples.jsonl: no such file"),
+    ],
+)
+def test_a_file_without_samples_is_refused(
+    tiny_model: Path, tmp_path: Path, content: str | None, message: str, role: str
+) -> None:
+    if content is not None:
+        (tmp_path / "samples.jsonl").write_text(content)
+    result = score(tiny_model, tmp_path / "samples.jsonl", tmp_path / "out.jsonl", role)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_pipe_cannot_be_read_twice(tiny_model: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    result = score(tiny_model, tmp_path / "pipe", tmp_path / "out.jsonl", "policy")
+    assert result.exit_code == 2
+    assert "is read twice, to be checked and to be scored: give a file" in result.stderr
+
+
+def test_rewards_have_no_packing_to_check(sampled: Path, tmp_path: Path) -> None:
+    result = here("score", "--role", "reward", "--check-packing", "--input", sampled, "--out", tmp_path / "out.jsonl")
+    assert result.exit_code == 2
+    assert "--check-packing asks the model, and --role reward runs none" in result.stderr
+    assert list(tmp_path.iterdir()) == []
