@@ -169,19 +169,23 @@ def test_packing_is_checked_on_samples_of_the_file(sampled: Path, tiny_model: Pa
         assert 0 <= json.loads(result.stdout)["max |packed - alone|"] < 1e-5
 
 
-def test_packing_that_cannot_be_trusted_ends_without_an_output(sampled: Path, tmp_path: Path) -> None:
-    """Logprobs that are not numbers agree with nothing."""
+def test_packing_that_leaks_ends_without_an_output(sampled: Path, tmp_path: Path) -> None:
+    """A token whose embedding is no number spoils every sample of its row: attention gives it no weight, 0 x NaN."""
     model = write_model(tmp_path / "broken")
     tensors = random_tensors(CONFIG)
-    tensors["model.norm.weight"][:] = np.nan
+    tensors["model.embed_tokens.weight"][10] = np.nan
     save_file(tensors, model / "model.safetensors")
-    arguments = ("--input", sampled, "--out", tmp_path / "scored.jsonl")
+    prompts = [[2, 3], [2, 10], [2, 4]]
+    samples = [r | {"prompt_token_ids": ids} for r, ids in zip(records_of(sampled), prompts, strict=False)]
+    clean = [s | {"completion_token_ids": [5] * len(s["completion_token_ids"])} for s in samples]
+    write_jsonl(tmp_path / "samples.jsonl", clean)
+    arguments = ("--input", tmp_path / "samples.jsonl", "--out", tmp_path / "scored.jsonl")
     result = here("score", *of_tiny(model), *arguments, "--check-packing")
     assert result.exit_code == 1
     assert "score differently from alone by up to nan nats" in result.stderr
-    result = here("score", *of_tiny(model), *arguments)
-    assert result.exit_code == 1 and "scored.jsonl: record 1 (arithmetic" in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+    result = here("score", *of_tiny(model), *arguments, "--set", "score.rows_per_device=1")
+    assert result.exit_code == 1 and "scored.jsonl: record 2 (arithmetic" in result.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"broken", "samples.jsonl"}
 
 
 def test_rewards_need_no_model(sampled: Path, tmp_path: Path) -> None:
