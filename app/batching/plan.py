@@ -26,6 +26,8 @@ Work = Callable[[np.ndarray], np.ndarray]
 
 MANY_SAMPLES = 1024
 """With more, one way of packing them is tried: it fills rows well by itself, and others would cost time."""
+SHORTEST_ROW = 256
+"""Tokens of a packed row where the quota allows: many short samples end in less padding."""
 SMALLEST_COMPLETION = 4
 """The smallest rung of completions of fixed rows, in tokens."""
 
@@ -86,10 +88,14 @@ class TokenBudget:
     num_micro_batches_divisible_by: int = 1
 
 
-def row_length(max_tokens_per_device: int, longest: int) -> int:
-    """Tokens of a full row: the quota halved while two samples of the longest possible length still fit.
+def row_length(max_tokens_per_device: int, longest: int, *, longest_group: int = 0) -> int:
+    """Tokens of a full row: the quota, halved while two of the longest samples and one of the longest groups still fit.
 
-    Rounded down to whole blocks of 128 where that still holds the longest sample.
+    Longer rows cost nothing, since attention passes over what a token does not see, and end in less padding; shorter
+    ones are dealt more evenly. Rounded down to whole blocks of 128 where that still holds the longest sample.
+
+    Args:
+        longest_group: tokens of a shared prompt with all its completions, at most; 0 where none are known.
 
     Raises:
         ValueError: the longest possible sample is over the quota.
@@ -97,7 +103,7 @@ def row_length(max_tokens_per_device: int, longest: int) -> int:
     if longest > max_tokens_per_device:
         raise ValueError(f"a sample may have {longest} tokens, over the quota of {max_tokens_per_device}")
     length = max_tokens_per_device
-    while length // 2 >= 2 * longest:
+    while length // 2 >= max(2 * longest, longest_group, SHORTEST_ROW):
         length //= 2
     rounded = length // BLOCK * BLOCK
     return rounded if rounded >= max(longest, BLOCK) else length

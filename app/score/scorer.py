@@ -17,7 +17,7 @@ from app.flow import Sample
 from app.mesh.placement import row_sharding, to_global, to_local
 from app.policy.decoder import DecoderDefinition, Params
 
-Pass = Callable[[Params, Sequence[TokenBatch], Array], list[np.ndarray]]
+Pass = Callable[[Params, Sequence[TokenBatch], np.float32], list[np.ndarray]]
 """(weights, this host's micro-batches, temperature) -> logprobs [R, C] of each."""
 
 
@@ -61,15 +61,15 @@ class Scorer:
         """
         batches = [pack_tokens(samples, micro_batch) for micro_batch in plan.micro_batches]
         with jax.set_mesh(self.mesh):
-            packed = (run or self.one_by_one)(params, batches, jnp.float32(temperature or 1.0))
+            packed = (run or self.one_by_one)(params, batches, np.float32(temperature or 1.0))
         return unpack_per_token(packed, samples, plan)
 
-    def one_by_one(self, params: Params, batches: Sequence[TokenBatch], temperature: Array) -> list[np.ndarray]:
+    def one_by_one(self, params: Params, batches: Sequence[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
         """Micro-batches in a Python loop, through one program for each of their shapes. They are fetched at the end."""
         scored = [self._score(params, to_global(self.mesh, batch), temperature) for batch in batches]
         return [to_local(logprobs) for logprobs in scored]
 
-    def scanned(self, params: Params, batches: Sequence[TokenBatch], temperature: Array) -> list[np.ndarray]:
+    def scanned(self, params: Params, batches: Sequence[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
         """Micro-batches of one shape in one `lax.map`, one program for so many of them."""
         stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
         scored = self._scan(params, to_global(self.mesh, stacked, row_dim=1), temperature)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from app.batching.micro_batches import FixedRows, PackedRows
 from app.batching.plan import TokenBudget, row_length
 from app.policy.architecture import Architecture
@@ -10,37 +12,43 @@ from settings import Settings
 from settings.schema import ScoredRole
 
 
-def longest_sample(settings: Settings) -> int:
-    """Tokens of the longest sample that a run can make."""
-    return settings.data.max_prompt_length + settings.rollout.max_new_tokens
+class Longest(NamedTuple):
+    """What rows must be able to hold, in tokens."""
+
+    sample: int
+    group: int = 0
+    """A prompt with all its completions; 0 where that is not known."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> Longest:
+        """What a run can make."""
+        prompt, completion = settings.data.max_prompt_length, settings.rollout.max_new_tokens
+        return cls(prompt + completion, prompt + settings.rollout.group_size * completion)
 
 
 def wire_role(
-    settings: Settings, role: ScoredRole, architecture: Architecture, *, longest: int
+    settings: Settings, role: ScoredRole, architecture: Architecture, longest: Longest
 ) -> FixedRows | PackedRows:
-    """How the samples that a role scores are cut; none of them has more than `longest` tokens."""
+    """How the samples that a role scores are cut."""
     scope = settings.score.of(role)
     if scope.max_tokens_per_device is None:
         return FixedRows(scope.rows_per_device, trim_tail=scope.strategy == "loop")
-    return _packed(settings, architecture, quota=scope.max_tokens_per_device, longest=longest)
+    return _packed(settings, architecture, longest, quota=scope.max_tokens_per_device)
 
 
-def wire_update(
-    settings: Settings, architecture: Architecture, *, longest: int | None = None
-) -> FixedRows | PackedRows:
-    """How the samples of an optimizer step are cut; none has more than `longest` tokens, by default a run's longest."""
+def wire_update(settings: Settings, architecture: Architecture, longest: Longest) -> FixedRows | PackedRows:
+    """How the samples of an optimizer step are cut."""
     algorithm = settings.algorithm
     if algorithm.max_tokens_per_device is None:
         return FixedRows(algorithm.rows_per_device, trim_tail=False)
-    longest = longest or longest_sample(settings)
-    return _packed(settings, architecture, quota=algorithm.max_tokens_per_device, longest=longest)
+    return _packed(settings, architecture, longest, quota=algorithm.max_tokens_per_device)
 
 
-def _packed(settings: Settings, architecture: Architecture, *, quota: int, longest: int) -> PackedRows:
+def _packed(settings: Settings, architecture: Architecture, longest: Longest, *, quota: int) -> PackedRows:
     batching = settings.batching
     budget = TokenBudget(
         max_tokens_per_device=quota,
-        row_length=row_length(quota, longest),
+        row_length=row_length(quota, longest.sample, longest_group=longest.group if batching.share_prompts else 0),
         share_prompts=batching.share_prompts,
         packing=batching.packing,
         balance=settings.algorithm.balance_batch,

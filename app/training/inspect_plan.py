@@ -20,7 +20,7 @@ from app.policy.architecture import Architecture
 from app.policy.flops import forward_flops
 from app.report.row_pictures import DrawnRow, Piece, file_picture, text_picture
 from app.sample_records import token_ids_from_record
-from app.training.cutting import longest_sample, wire_role, wire_update
+from app.training.cutting import Longest, wire_role, wire_update
 from app.training.sample_file import check_quota, check_tokens
 from app.training.session import read_model_input, start_on_one_host
 from app.whole_file import write_whole
@@ -160,10 +160,11 @@ def inspect_plan(resolved: Resolved, *, file: Path, role: Pass, picture: Path | 
     longest = int(lengths.totals.max())
     if role == "update":
         check_quota(resolved, "algorithm", longest, where=longest_at)
-        cut = wire_update(settings, architecture, longest=max(longest, longest_sample(settings)))
+        run = Longest.of(settings)
+        cut = wire_update(settings, architecture, run._replace(sample=max(longest, run.sample)))
     else:
         check_quota(resolved, f"score.{role}", longest, where=longest_at)
-        cut = wire_role(settings, role, architecture, longest=longest)
+        cut = wire_role(settings, role, architecture, Longest(longest))
     start_on_one_host(settings)
     mesh = make_mesh(settings.mesh)
     check_rows_per_host(mesh)

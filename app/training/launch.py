@@ -12,7 +12,7 @@ from app.training.pinned_model import pinned
 from app.training.run_directory import Resume, RunDirectory, check_claim
 from app.training.session import Session
 from app.training.training_input import TrainingInput, read_training_input
-from app.training.wiring import check_rows
+from app.training.wiring import check_host_memory, check_rows
 from settings import Resolved
 
 
@@ -43,4 +43,6 @@ def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
         topology.start(settings.mesh)
         session = Session.open(settings, training_input.model)
         check_rows(settings, session)
+        if "reference" in settings.scored_roles:
+            check_host_memory(settings, session.mesh)
         yield Launch(resolved, run, training_input, rewards, session)

@@ -46,9 +46,10 @@ def _scored(session: Session, params: Params, samples: Sequence[Sample]) -> tupl
     for i, sample in enumerate(samples):
         segments.setdefault(sample.prompt.token_ids.tobytes(), []).append(i)
     rows = [tuple(map(tuple, segments.values())), *(((num_samples + i,),) for i in range(num_samples))]
-    rows += [()] * (-len(rows) % num_local_row_shards(session.mesh))
     num_tokens = sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
-    plan = Plan((MicroBatch(tuple(rows), RowShape(num_tokens, num_tokens)),))
+    # A row at a time, the other devices idle: no more memory than one such row takes.
+    empty = ((),) * (num_local_row_shards(session.mesh) - 1)
+    plan = Plan(tuple(MicroBatch((row, *empty), RowShape(num_tokens, num_tokens)) for row in rows))
     logprobs = session.scorer.logprobs(params, [*samples, *samples], plan, temperature=1.0)
     return logprobs[:num_samples], logprobs[num_samples:]
 

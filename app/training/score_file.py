@@ -18,7 +18,7 @@ from app.batching.micro_batches import Cut, EqualShapes, FixedRows, PackedRows
 from app.batching.plan import fixed_shape
 from app.flow import Sample
 from app.jsonl import check_output, read_jsonl, write_jsonl
-from app.mesh.placement import has_host_memory, to_device_memory, to_host_memory
+from app.mesh.placement import to_device_memory, to_host_memory
 from app.policy.architecture import Architecture
 from app.policy.decoder import Params
 from app.reward.plugin import Moment
@@ -26,12 +26,13 @@ from app.reward.rewards import Rewards
 from app.reward.tasks import check_answers
 from app.reward.weighing import Scored
 from app.sample_records import sample_from_record, sample_to_record
-from app.training.cutting import wire_role
+from app.training.cutting import Longest, wire_role
 from app.training.metrics import CompilationCounter, host_counts, peak_memory_bytes
 from app.training.packing_check import check_packing
 from app.training.sample_file import WINDOW, Extent, SampleFile, check_quota
 from app.training.session import Session, open_on_one_host, read_model_input
 from app.training.training_input import data_columns
+from app.training.wiring import check_host_memory
 from settings import Resolved, Settings
 from settings.errors import InputError
 from settings.schema import ScoredRole
@@ -95,7 +96,7 @@ def score_logprobs(
 
 def _cut(settings: Settings, role: ScoredRole, architecture: Architecture, extent: Extent) -> FixedRows | PackedRows:
     """The same rows for every window."""
-    cut = wire_role(settings, role, architecture, longest=extent.longest)
+    cut = wire_role(settings, role, architecture, Longest(extent.longest))
     if isinstance(cut, FixedRows):
         return replace(cut, shape=fixed_shape(extent.longest, extent.longest_completion))
     return cut
@@ -110,7 +111,9 @@ class Passes:
         self._cut = cut
         # A role that waits for its turn gives way; here it only waits for the next window.
         waits_outside = role == "reference" and session.settings.score.reference.offload
-        self._params = to_host_memory(params) if waits_outside and has_host_memory(session.mesh) else params
+        if waits_outside:
+            check_host_memory(session.settings, session.mesh)
+        self._params = to_host_memory(params) if waits_outside else params
         self._shapes: set[tuple[int, ...]] = set()
         self._totals: defaultdict[str, float] = defaultdict(int)
         self._seconds = self._largest = 0.0

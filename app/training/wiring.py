@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from app.advantage.group import ADVANTAGES, credit_by_group, penalised_rewards, task_rewards
 from app.batching.micro_batches import Cutter
 from app.flow import Sample
-from app.mesh.placement import num_local_row_shards
+from app.mesh.placement import has_host_memory, num_local_row_shards
 from app.policy.decoder import DecoderDefinition
-from app.training.cutting import longest_sample, wire_role, wire_update
+from app.training.cutting import Longest, wire_role, wire_update
 from app.training.metrics import Work
 from app.training.session import Session
 from app.update.aggregation import aggregations
@@ -53,6 +54,7 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
     """Objective, optimizer and compiled update step of `algorithm.*` and `optimizer.*`."""
     algorithm, model, definition = settings.algorithm, settings.model, session.input.definition
     assert algorithm.loss_aggregation is not None
+    architecture, longest = session.input.architecture, Longest.of(settings)
     schedule = make_schedule(settings.optimizer, num_updates=settings.run.steps * settings.updates_per_step)
     optimizer = make_optimizer(settings.optimizer, schedule)
     shardings = state_shardings(optimizer, definition.shapes, definition.shardings(session.mesh), session.mesh)
@@ -68,14 +70,13 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
     updater = Updater(
         UpdateStep(objective, optimizer, schedule, shardings),
         session.mesh,
-        cut=wire_update(settings, session.input.architecture),
+        cut=wire_update(settings, architecture, longest),
         aggregation=aggregations(max_new_tokens=settings.rollout.max_new_tokens)[algorithm.loss_aggregation],
         num_mini_batches=settings.num_mini_batches,
         epochs=algorithm.epochs,
     )
-    longest = longest_sample(settings)
     cuts: dict[ScoredRole, Cutter] = {
-        role: wire_role(settings, role, session.input.architecture, longest=longest) for role in settings.scored_roles
+        role: wire_role(settings, role, architecture, longest) for role in settings.scored_roles
     }
     return Learning(wire_credit(algorithm), cuts, updater, optimizer, shapes, shardings)
 
@@ -160,3 +161,12 @@ def _nearest(fitting: Sequence[int], value: int) -> str:
     below = [n for n in fitting if n < value][-1:]
     above = [n for n in fitting if n > value][:1]
     return " or ".join(map(str, below + above))
+
+
+def check_host_memory(settings: Settings, mesh: Mesh) -> None:
+    """Raises InputError where the reference should wait in a memory that the backend does not have."""
+    if settings.score.reference.offload and not has_host_memory(mesh):
+        kind = mesh.devices.flat[0].device_kind
+        raise InputError(
+            f"score.reference.offload: true, but JAX offers no memory of the host for arrays on {kind}; set it to false"
+        )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from app.batching.micro_batches import Cut, Cutter
 from app.batching.pack import pack_per_token, pack_tokens
@@ -19,7 +20,9 @@ from app.mesh.placement import sum_over_hosts, to_global
 from app.update.aggregation import Totals, Weights, token_mean
 from app.update.objective import UpdateBatch
 from app.update.optimizer import TrainState
-from app.update.step import UpdateStep
+
+Step = Callable[[TrainState, Sequence[UpdateBatch], Array], tuple[TrainState, dict[str, Array]]]
+"""(state, micro-batches, temperature) -> (new state, metrics); see `app.update.step.UpdateStep`."""
 
 FIRST_UPDATE_ONLY = "rollout/"
 """Metrics under this prefix compare with the sampler: they mean something only before weights move."""
@@ -36,7 +39,7 @@ class Updater:
     """
 
     def __init__(
-        self, step: UpdateStep, mesh: Mesh, *, cut: Cutter, aggregation: Weights, num_mini_batches: int, epochs: int
+        self, step: Step, mesh: Mesh, *, cut: Cutter, aggregation: Weights, num_mini_batches: int, epochs: int
     ):
         self.step = step
         self.mesh = mesh

@@ -20,7 +20,7 @@ from app.jsonl import write_jsonl
 from app.reward.outcome import Outcome
 from app.reward.weighing import weigh
 from app.sample_records import sample_from_record
-from app.training.cutting import wire_role
+from app.training.cutting import Longest, wire_role
 from app.training.metrics import CompilationCounter, reward_counts
 from app.training.score_file import Passes
 from app.training.session import open_on_one_host, read_model_input
@@ -134,7 +134,7 @@ def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(
     session = open_on_one_host(chosen, read_model_input(chosen))
     samples = [sample_from_record(r, where="") for r in records_of(sampled)]
     longest = max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
-    cut = wire_role(chosen, "policy", session.input.architecture, longest=longest)
+    cut = wire_role(chosen, "policy", session.input.architecture, Longest(longest))
     passes = Passes(session, session.load_params(), "policy", cut=cut)
     read: list[int] = []
 

@@ -22,7 +22,7 @@ from app.update.aggregation import token_mean
 from app.update.objective import UpdateBatch, make_objective, own_logprobs, scored_logprobs
 from app.update.optimizer import TrainState, initial_state, make_optimizer, state_shardings
 from app.update.step import UpdateStep
-from app.update.updater import Updater, split_by_group, summarise
+from app.update.updater import Step, Updater, split_by_group, summarise
 from settings.schema import Optimizer as Settings
 from tests.tiny import ODD, PLAIN_LOSS, make_mesh, make_sample, one_a_row, random_params, random_samples
 
@@ -34,7 +34,7 @@ OPTIMIZER = make_optimizer(Settings(), SCHEDULE)
 FLOAT32 = jnp.dtype("float32")
 
 
-def make_updater(step: UpdateStep, **changes) -> Updater:
+def make_updater(step: Step, **changes) -> Updater:
     arguments = {"aggregation": token_mean, "num_mini_batches": 1, "epochs": 1, "cut": FixedRows(4, trim_tail=False)}
     return Updater(step, make_mesh(), **(arguments | changes))
 
