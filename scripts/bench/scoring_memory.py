@@ -46,7 +46,9 @@ def temporary_bytes(definition: DecoderDefinition, *, quota: int, logits_chunk: 
     params = abstract(definition.shapes, definition.shardings(mesh))
     with jax.set_mesh(mesh):
         compiled = scorer._score.lower(params, batch, jax.ShapeDtypeStruct((), jnp.float32)).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    memory = compiled.memory_analysis()
+    assert memory is not None, "this backend does not tell"
+    return memory.temp_size_in_bytes
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from app.rollout.engine import Engine, Rows, _decode_loop, open_slots
 from app.rollout.sampling import SamplingRules, draw, sample_keys, uid_words
 from app.score.scorer import Scorer
 from app.training.metrics import CompilationCounter
-from tests.tiny import BIASED, ODD, make_engine, make_mesh, random_params, random_prompts
+from tests.tiny import BIASED, ODD, make_engine, make_mesh, packed_plan, random_params, random_prompts
 
 PROMPTS = random_prompts(3, vocab_size=ODD.vocab_size)
 FLOAT32 = jnp.dtype("float32")
@@ -104,9 +104,8 @@ def test_records_say_whose_they_are():
 )
 def test_the_sampler_and_the_scorer_agree_on_every_logprob(architecture, rules):
     samples = generate(architecture=architecture, rules=rules)
-    scored = scorer_of(architecture).logprobs(
-        params_of(architecture), samples, temperature=rules.temperature, rows_per_device=16
-    )
+    plan = packed_plan(samples, quota=64, row_length=32, share_prompts=True)
+    scored = scorer_of(architecture).logprobs(params_of(architecture), samples, plan, temperature=rules.temperature)
     for sample, logprobs in zip(samples, scored, strict=True):
         np.testing.assert_allclose(sample.behavior_logprobs, logprobs, atol=1e-4)
 
@@ -119,7 +118,7 @@ def test_greedy_takes_the_likeliest_token_of_a_full_forward_pass():
         num_prompt = len(sample.prompt.token_ids)
         row = np.zeros((1, 16), np.int32)
         row[0, : num_prompt + 6] = np.concatenate([sample.prompt.token_ids, sample.completion_ids])
-        states = hidden(row, one_segment(np.ones((1, 16), bool)))[0, num_prompt - 1 : num_prompt + 5]
+        states = hidden(row, one_segment(jnp.ones((1, 16), bool)))[0, num_prompt - 1 : num_prompt + 5]
         np.testing.assert_array_equal(sample.completion_ids, np.argmax(states @ params["embedding"].T, axis=-1))
     assert len(set(texts(samples).values())) == len(PROMPTS)
 

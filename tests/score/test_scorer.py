@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,7 @@ def slow_logprobs(sample: Sample, architecture: Architecture, temperature: float
     row = np.zeros((1, 16), np.int32)
     ids = np.concatenate([sample.prompt.token_ids, sample.completion_ids])
     row[0, : len(ids)] = ids
-    hidden = hidden_function(architecture)(params, row, one_segment(np.ones((1, 16), bool)))[0]
+    hidden = hidden_function(architecture)(params, row, one_segment(jnp.ones((1, 16), bool)))[0]
     head = params["embedding"] if architecture.tied_embeddings else params["output"]
     logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / temperature
     log_softmax = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -136,7 +137,7 @@ def test_packed_rows_change_nothing(quota, row_length, packing, share_prompts):
     assert_close(score(SAMPLES, cut=cut), score(SAMPLES))
 
 
-def packed(quota: int, row_length: int, *, packing="best_fit", share_prompts=True) -> PackedRows:
+def packed(quota: int, row_length: int, *, packing: Any = "best_fit", share_prompts: bool = True) -> PackedRows:
     budget = TokenBudget(quota, row_length, share_prompts, packing, balance=True)
     return PackedRows(budget, forward_flops(ODD))
 
@@ -167,7 +168,7 @@ def test_scoring_never_holds_logits_of_all_tokens_whatever_the_batch():
         batch = pack_tokens(samples, full)
         with jax.set_mesh(mesh):
             programs.add(scorer._score.lower(params, batch, jnp.float32(1.0)).as_text())
-    compiled = scorer._score.lower(params, batch, jnp.float32(1.0)).compile()
+    compiled: Any = scorer._score.lower(params, batch, jnp.float32(1.0)).compile()
     assert len(programs) == 1
     assert batch.token_ids.shape == (1, quota)
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * logits_chunk * vocab_size)

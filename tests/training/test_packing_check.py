@@ -39,7 +39,8 @@ def test_attention_that_leaks_is_refused(session: Session, monkeypatch: pytest.M
 
     def leaking(query: Any, keys: Any, values: Any, layout: Any, **rest: Any) -> Any:
         everything = one_segment(jnp.ones(layout.segment_ids.shape, bool))
-        return attention(query, keys, values, everything, **(rest | {"pairs": None}))
+        rest["pairs"] = None
+        return attention(query, keys, values, everything, **rest)
 
     monkeypatch.setattr(decoder, "packed_attention", leaking)
     with pytest.raises(RuntimeError, match=r"attention leaks .* score\.dynamic: false"):
