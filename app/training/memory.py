@@ -158,7 +158,7 @@ def rows_per_device(session: Session, plan: Plan) -> int:
 
 
 def _chunk(session: Session, rows: int, shape: RowShape) -> int:
-    num_tokens = min(session.settings.model.logits_chunk, shape.num_completion_tokens)
+    num_tokens = min(max(1, session.settings.model.logits_chunk // rows), shape.num_completion_tokens)
     return _logits(session, rows * num_row_shards(session.mesh), num_tokens=num_tokens)
 
 
