@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.mesh.axis_rules import on_each_device
@@ -23,8 +24,11 @@ from app.policy.score_rule import MASKED, ScoreRule, soft_capped
 QUERY = ("rows", "tokens", "kv_heads", "head")
 KEYS = ("rows", "kv_heads", "tokens", "head")
 NORMALIZER = ("rows", "tokens", "kv_heads", "head")
-ROWS = ("rows", "tokens")
+ROWS: Any = ("rows", "tokens")
 INPUTS = (QUERY, KEYS, KEYS, RowLayout(ROWS, ROWS, ROWS), BlockPairs(ROWS, ROWS, ROWS), ())
+
+KEPT = "attention"
+"""Name for `jax.checkpoint` policies of what spares the backward pass a second walk through the forward loop."""
 
 
 class Blocking(NamedTuple):
@@ -58,7 +62,7 @@ def block_attention(
 def _forward(*args: Any) -> tuple[Array, tuple]:
     *inputs, rule, blocking = args
     mix = on_each_device(functools.partial(_mixed, rule, blocking), inputs=INPUTS, outputs=(QUERY, NORMALIZER))
-    mixed, normalizer = mix(*inputs)
+    mixed, normalizer = checkpoint_name(mix(*inputs), KEPT)
     return mixed, (*inputs, mixed, normalizer)
 
 

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.policy.architecture import Architecture
 from app.policy.attention import packed_attention, pairs_of_blocks, rotate
+from app.policy.block_attention import KEPT
 from app.policy.rope import rope_frequencies
 from app.policy.row_layout import UNSEEN, RowLayout
 from app.policy.score_rule import ScoreRule, soft_capped
@@ -161,14 +162,19 @@ REMATERIALISED: Mapping[str, Callable[[Callable], Callable]] = MappingProxyType(
     {
         "none": lambda layer: layer,
         "minimal": functools.partial(
-            jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable, prevent_cse=False
+            jax.checkpoint,
+            policy=jax.checkpoint_policies.save_from_both_policies(
+                jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+                jax.checkpoint_policies.save_only_these_names(KEPT),
+            ),
+            prevent_cse=False,
         ),
         "block": functools.partial(jax.checkpoint, prevent_cse=False),
     }
 )
-"""What the backward pass computes anew in each layer: nothing; all but the products with weights, so that no
-[tokens, tokens] array is kept and none of the elementwise results; or everything but the layer's input.
-Common subexpressions cannot undo that, since the forward and the backward scan are loops of their own."""
+"""What the backward pass computes anew in each layer: nothing; all but the products with weights and the attention of
+long rows, so that no [tokens, tokens] array is kept and none of the elementwise results; or everything but the layer's
+input. Common subexpressions cannot undo that, since the forward and the backward scan are loops of their own."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["soft_cap"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,9 @@ from app.mesh.axis_rules import on_each_device
 
 Window = Int32[Array, ""] | int | None
 """How many positions a token sees, its own included; None = all before it."""
+
+HostOrDevice = Any
+"""numpy, or an array of jax's."""
 
 UNSEEN = 2**30
 """Farther than any window is wide: the distance of what is not seen at all."""
@@ -25,17 +28,17 @@ class RowLayout(NamedTuple):
     prompt; each completion of a shared prompt continues from the prompt's last position.
     """
 
-    segment_ids: Int32[Array, "R T"]
+    segment_ids: Int32[HostOrDevice, "R T"]
     """1, 2, ... along a row; 0 is padding."""
-    branch_ids: Int32[Array, "R T"]
+    branch_ids: Int32[HostOrDevice, "R T"]
     """0 on a prompt, and on the completion of a prompt that has only that one; 1, 2, ... on the completions of a
     prompt that they share."""
-    positions: Int32[Array, "R T"]
+    positions: Int32[HostOrDevice, "R T"]
 
 
-def one_segment(mask: Bool[Array, "R T"]) -> RowLayout:
+def one_segment(mask: Bool[HostOrDevice, "R T"]) -> RowLayout:
     """Rows of one sequence each, from the first token on; True where it has tokens."""
-    segment_ids = mask.astype(jnp.int32)
+    segment_ids = jnp.asarray(mask, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
     return RowLayout(segment_ids, jnp.zeros_like(segment_ids), positions)
 

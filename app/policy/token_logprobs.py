@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +57,7 @@ def token_logprobs(
     """
 
     def of_chunk(hidden: Array, table: Array, targets: Array, temperature: Array) -> tuple[Array, Array]:
-        logits = scaled_logits(hidden, replace(head, table=table), temperature)
+        logits = scaled_logits(hidden, Head(table, head.soft_cap), temperature)
         logits = constrain(logits, "rows", "tokens", "vocab")
         log_normalizer = jax.nn.logsumexp(logits, axis=-1)
         # A comparison instead of a gather: it stays local where the vocabulary is split over tp.
@@ -69,7 +68,8 @@ def token_logprobs(
     num_tokens = targets.shape[1]
     chunk = min(chunk, num_tokens)
     hidden = jnp.pad(hidden, ((0, 0), (0, -num_tokens % chunk), (0, 0)))
-    targets, mask = (jnp.pad(x, ((0, 0), (0, -num_tokens % chunk))) for x in (targets, mask))
+    targets = jnp.pad(targets, ((0, 0), (0, -num_tokens % chunk)))
+    mask = jnp.pad(mask, ((0, 0), (0, -num_tokens % chunk)))
     has_targets = mask.reshape(mask.shape[0], -1, chunk).any(axis=(0, 2))
     logprobs, entropies = _by_chunk(
         of_chunk, chunk, hidden, head.table, targets, has_targets, jnp.asarray(temperature, jnp.float32)
@@ -99,9 +99,7 @@ def _by_chunk(
     def write(i: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
         first = chunks[i] * size
         new = of_chunk(_part(hidden, first, size), table, _part(targets, first, size), temperature)
-        return tuple(
-            jax.lax.dynamic_update_slice_in_dim(x, part, first, 1) for x, part in zip(results, new, strict=True)
-        )
+        return _with_part(results[0], new[0], first), _with_part(results[1], new[1], first)
 
     chunks, num_chunks = _in_front(has_targets)
     none = jnp.zeros(targets.shape, jnp.float32), jnp.zeros(targets.shape, jnp.float32)
@@ -112,7 +110,9 @@ def _by_chunk_forward(of_chunk: OfChunk, size: int, *inputs: Array) -> tuple[tup
     return _by_chunk(of_chunk, size, *inputs), inputs
 
 
-def _by_chunk_backward(of_chunk: OfChunk, size: int, inputs: tuple[Array, ...], by_results: tuple[Array, Array]):
+def _by_chunk_backward(
+    of_chunk: OfChunk, size: int, inputs: tuple[Array, ...], by_results: tuple[Array, Array]
+) -> tuple:
     hidden, table, targets, has_targets, temperature = inputs
 
     def add(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -123,8 +123,7 @@ def _by_chunk_backward(of_chunk: OfChunk, size: int, inputs: tuple[Array, ...], 
 
         _, pull = jax.vjp(again, _part(hidden, first, size), table)
         by_part, by_table = pull(tuple(_part(x, first, size) for x in by_results))
-        by_hidden = jax.lax.dynamic_update_slice_in_dim(sums[0], by_part, first, 1)
-        return by_hidden, constrain(sums[1] + by_table, "vocab", "embed")
+        return _with_part(sums[0], by_part, first), constrain(sums[1] + by_table, "vocab", "embed")
 
     chunks, num_chunks = _in_front(has_targets)
     none = jnp.zeros_like(hidden), jnp.zeros_like(table)
@@ -137,6 +136,10 @@ _by_chunk.defvjp(_by_chunk_forward, _by_chunk_backward)
 
 def _part(x: Array, first: Array, size: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, first, size, axis=1)
+
+
+def _with_part(x: Array, part: Array, first: Array) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, part, first, axis=1)
 
 
 def _in_front(wanted: Bool[Array, "n"]) -> tuple[Int32[Array, "n"], Int32[Array, ""]]:

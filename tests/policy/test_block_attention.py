@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +66,7 @@ def assert_close(ours, exact, tolerance=1e-5) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, float(np.abs(b).max())))
 
 
-def with_gradients(attention):
+def with_gradients(attention: Callable[..., Array]) -> Callable[..., tuple[Array, ...]]:
     """(queries, keys, values, weights, ...) -> the result and the gradients of sum(weights * result)."""
 
     def run(query, keys, values, weights, *rest):
@@ -75,7 +77,7 @@ def with_gradients(attention):
 
 
 @functools.cache
-def packed(rule: ScoreRule, *, windowed: bool):
+def packed(rule: ScoreRule, *, windowed: bool) -> Any:
     def attention(query, keys, values, layout, window):
         return packed_attention(query, keys, values, layout, window=window if windowed else None, rule=rule)
 
@@ -83,7 +85,7 @@ def packed(rule: ScoreRule, *, windowed: bool):
 
 
 @functools.cache
-def in_small_blocks(rule: ScoreRule, blocking: Blocking):
+def in_small_blocks(rule: ScoreRule, blocking: Blocking) -> Any:
     def attention(query, keys, values, layout, window):
         pairs = block_pairs(layout, [window], blocking.size)
         return block_attention(query, keys, values, layout, pairs, window, rule, blocking)
@@ -156,7 +158,7 @@ def four_rows(kv_heads: int) -> tuple[tuple[Array, ...], RowLayout]:
     return inputs(rows=4, query_heads=2 * kv_heads, kv_heads=kv_heads), layout_of(rows, num_tokens=TOKENS)
 
 
-def scanned(query, keys, values, layout, remat):
+def scanned(query, keys, values, layout):
     """Two layers, as the decoder has them: the list of pairs is made once, outside."""
     windows = jnp.array([UNSEEN, 30], jnp.int32)
     pairs = pairs_of_blocks(layout, [None, 30])
@@ -164,7 +166,7 @@ def scanned(query, keys, values, layout, remat):
     def layer(query, window):
         return packed_attention(query, keys, values, layout, window=window, pairs=pairs), None
 
-    return jax.lax.scan(jax.checkpoint(layer) if remat else layer, query, windows)[0]
+    return jax.lax.scan(jax.checkpoint(layer), query, windows)[0]
 
 
 @pytest.mark.parametrize(
@@ -172,13 +174,12 @@ def scanned(query, keys, values, layout, remat):
     [((2, 2, 2), 2, 4), ((2, 2, 2), 3, 4), ((4, 1, 2), 2, 4), ((1, 4, 2), 2, 3)],
     ids=["split-heads", "whole-heads", "data-parallel", "rows-that-do-not-divide"],
 )
-@pytest.mark.parametrize("remat", [False, True], ids=["kept", "recomputed"])
-def test_any_mesh_gives_what_one_device_gives(shape, kv_heads, num_rows, remat):
+def test_any_mesh_gives_what_one_device_gives(shape, kv_heads, num_rows):
     arrays, layout = jax.tree.map(lambda x: x[:num_rows], four_rows(kv_heads))
-    run = lambda *args: with_gradients(functools.partial(scanned, remat=remat))(*args)  # noqa: E731
-    expected = jax.jit(run)(*arrays, layout)
+    run = jax.jit(with_gradients(scanned))
+    expected = run(*arrays, layout)
     with jax.set_mesh(make_mesh(shape)):
-        ours = jax.jit(run)(*arrays, layout)
+        ours = run(*arrays, layout)
     for a, b in zip(ours, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(np.abs(b).max()))
 
@@ -192,8 +193,7 @@ def test_no_device_waits_for_another():
         keys = dims(("dp", "fsdp"), "tp")
         placed = [jax.device_put(x, s) for x, s in zip(arrays, (heads, keys, keys, heads), strict=True)]
         layout = jax.tree.map(lambda x: jax.device_put(x, rows), layout)
-        run = lambda *args: with_gradients(functools.partial(scanned, remat=False))(*args)  # noqa: E731
-        text = jax.jit(run).lower(*placed, layout).compile().as_text()
+        text = jax.jit(with_gradients(scanned)).lower(*placed, layout).compile().as_text()
     assert not re.findall(r"all-reduce|all-gather|all-to-all|collective|reduce-scatter", str(text))
 
 

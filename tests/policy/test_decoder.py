@@ -15,7 +15,8 @@ from app.policy.decoder import REMATERIALISED, DecoderDefinition, Params, by_pat
 from app.policy.rope import rope_frequencies
 from app.policy.row_layout import RowLayout, one_segment
 from app.policy.token_logprobs import completion_logprobs
-from tests.tiny import BIASED, ODD, SWITCHED, random_params
+from tests.layouts import layout_of
+from tests.tiny import BIASED, EVEN, ODD, SWITCHED, assert_trees_close, make_mesh, random_params
 
 ARCHITECTURES = pytest.mark.parametrize(
     "architecture", [ODD, BIASED, SWITCHED], ids=["tied", "untied-biases", "every-switch"]
@@ -213,3 +214,58 @@ def test_fresh_weights_follow_the_seed_and_fit_the_definition():
     layers = first["blocks"]["gate"]["kernel"]
     assert not np.array_equal(layers[0], layers[1])
     assert np.std(layers) == pytest.approx(0.02, rel=0.1)
+
+
+# Of a prompt and three completions, and of a lone sample: longer than a block of attention, and odd.
+SHARED = layout_of([[(40, (30, 21, 33)), (9, (14,))]], num_tokens=151)
+
+
+def lone_rows(token_ids: np.ndarray, layout: RowLayout) -> tuple[np.ndarray, RowLayout, np.ndarray]:
+    """The samples of a row of shared prompts, each alone in a row, and where each of their tokens stood."""
+    segment_ids, branch_ids, _ = (np.asarray(x)[0] for x in layout)
+    branches = sorted({(s, b) for s, b in zip(segment_ids, branch_ids, strict=True) if s > 0})
+    branches = [(s, b) for s, b in branches if b > 0 or (s, 1) not in branches]
+    places = [np.flatnonzero((segment_ids == s) & np.isin(branch_ids, (0, b))) for s, b in branches]
+    at = np.full((len(places), 80), -1)
+    for row, place in enumerate(places):
+        at[row, : len(place)] = place
+    return token_ids[0, np.maximum(at, 0)], one_segment(jnp.asarray(at >= 0)), at
+
+
+def test_completions_behind_a_shared_prompt_are_what_they_are_alone():
+    architecture = replace(SWITCHED, windows=(35, None, 60))
+    params = random_params(DecoderDefinition.of(architecture))
+    token_ids = np.random.default_rng(3).integers(0, architecture.vocab_size, (1, 151))
+    alone_ids, alone_layout, at = lone_rows(token_ids, SHARED)
+    assert at.shape[0] == 4
+    shared = hidden_states(architecture, params, token_ids, SHARED)[0]
+    alone = hidden_states(architecture, params, alone_ids, alone_layout)
+    np.testing.assert_allclose(shared[at[at >= 0]], alone[at >= 0], atol=2e-5)
+
+    # A prompt's token stands in several lone rows: each is asked for its share.
+    asked = np.random.default_rng(4).normal(size=shared.shape).astype(np.float32)
+    shares = asked / np.maximum(np.bincount(at[at >= 0], minlength=151), 1)[:, None]
+    asked_alone = np.where((at >= 0)[..., None], shares[np.maximum(at, 0)], 0.0)
+    asked[np.asarray(SHARED.segment_ids)[0] == 0] = 0.0
+
+    def gradient(asked, *rows):
+        return jax.grad(lambda params: jnp.sum(asked * hidden_function(architecture)(params, *rows)))(params)
+
+    assert_trees_close(gradient(asked, token_ids, SHARED), gradient(asked_alone, alone_ids, alone_layout))
+
+
+def test_rows_of_several_blocks_have_the_same_gradients_on_a_mesh():
+    architecture = replace(EVEN, num_layers=2, windows=(35, None))
+    definition = DecoderDefinition.of(architecture)
+    params = random_params(definition)
+    token_ids = np.random.default_rng(5).integers(0, architecture.vocab_size, (4, 151))
+    layout = jax.tree.map(lambda x: jnp.tile(x, (4, 1)), SHARED)
+
+    def gradient(params):
+        loss = lambda params: jnp.sum(jnp.sin(hidden_function(architecture, "minimal")(params, token_ids, layout)))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    mesh = make_mesh((2, 2, 2))
+    with jax.set_mesh(mesh):
+        ours = gradient(jax.device_put(params, definition.shardings(mesh)))
+    assert_trees_close(ours, gradient(params))

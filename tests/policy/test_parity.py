@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
-from app.policy.attention import QUERY_BLOCK
 from app.policy.decoder import DecoderDefinition, Params
 from app.policy.families import FAMILIES, architecture_from_config
 from app.policy.row_layout import RowLayout
@@ -260,15 +259,15 @@ def test_logits_equal_transformers_from_many_shards_stored_in_bfloat16(tmp_path)
 @pytest.mark.parametrize(
     ("model_type", "num_tokens", "changes"),
     [
-        ("llama", 2 * QUERY_BLOCK, {"num_hidden_layers": 1}),
-        ("llama", 3 * QUERY_BLOCK // 2, {"num_hidden_layers": 1}),
-        # The window is wider than the blocks of 512 and narrower than the first segment.
-        ("gemma2", 3 * QUERY_BLOCK // 2, {"num_hidden_layers": 2, "sliding_window": 700}),
+        ("llama", 512, {"num_hidden_layers": 1}),
+        ("llama", 601, {"num_hidden_layers": 1}),
+        # The window is wider than a block of attention and narrower than the first segment.
+        ("gemma2", 601, {"num_hidden_layers": 2, "sliding_window": 150}),
     ],
 )
-def test_logits_of_rows_longer_than_a_query_block_equal_transformers(tmp_path, model_type, num_tokens, changes):
-    write_checkpoint(tmp_path, model_type, max_position_embeddings=2048, **changes)
-    rows = packed_rows((1100, num_tokens - 1150), num_tokens=num_tokens)
+def test_logits_of_rows_of_many_blocks_equal_transformers(tmp_path, model_type, num_tokens, changes):
+    write_checkpoint(tmp_path, model_type, max_position_embeddings=1024, **changes)
+    rows = packed_rows((330, num_tokens - 380), num_tokens=num_tokens)
     assert_every_segment_has_the_reference_logits(tmp_path, rows)
 
 
@@ -304,7 +303,7 @@ def test_completion_logprobs_and_entropy_equal_torch_log_softmax(tmp_path, model
         "layout": rows.layout,
         "score_index": score_index,
         "targets": targets,
-        "mask": np.arange(28) < filled[:, None],
+        "mask": np.arange(28) < np.array(filled)[:, None],
     }
     logprobs, entropy = jax.jit(
         lambda params: completion_logprobs(

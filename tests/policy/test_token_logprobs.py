@@ -16,7 +16,7 @@ from app.policy.token_logprobs import completion_logprobs, entropy, measured_ent
 from tests.tiny import ODD, assert_trees_close
 
 ROWS, TOKENS, WIDTH, VOCAB = 3, 14, 5, 23
-EVERYWHERE = np.ones((ROWS, TOKENS), bool)
+EVERYWHERE = jnp.ones((ROWS, TOKENS), bool)
 
 
 @functools.cache
@@ -97,6 +97,61 @@ def test_gradients_of_an_entropy_that_is_learned_from_equal_a_float64_oracle(chu
 def test_a_measured_entropy_is_the_same_number():
     log_softmax = jax.nn.log_softmax(inputs()[0])
     np.testing.assert_array_equal(measured_entropy(log_softmax), entropy(log_softmax))
+
+
+PLACES = jnp.arange(TOKENS) < jnp.array([[3], [5], [4]])
+"""Where targets are, at the front of every row: chunks of 3 hold some in two, and none in the last three."""
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 5, 14])
+def test_chunks_without_targets_change_no_logprob_and_no_gradient(chunk):
+    hidden, head, targets, weights = inputs()
+
+    def loss(hidden, head, mask):
+        logprobs, entropies = token_logprobs(
+            hidden, Head(head), targets, mask, temperature=0.7, chunk=chunk, entropy_of=entropy
+        )
+        return jnp.sum(jnp.where(PLACES, weights * logprobs + entropies, 0.0)), (logprobs, entropies)
+
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    (_, skipped), gradients = run(hidden, head, PLACES)
+    (_, full), expected = run(hidden, head, EVERYWHERE)
+    for ours, theirs in zip(skipped, full, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours)[PLACES], np.asarray(theirs)[PLACES])
+        np.testing.assert_array_equal(ours[:, -(-5 // chunk) * chunk :], 0.0)
+    assert_trees_close(gradients, expected)
+
+
+def test_rows_without_any_target_have_zeros_and_no_gradient():
+    hidden, head, targets, _ = inputs()
+
+    def total(hidden, head):
+        return sum(map(jnp.sum, token_logprobs(hidden, Head(head), targets, ~EVERYWHERE, temperature=1.0, chunk=3)))
+
+    value, gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(hidden, head)
+    assert value == 0.0
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0.0), gradients)
+
+
+def test_the_head_is_applied_as_often_as_there_are_chunks_with_targets():
+    hidden, head, targets, _ = inputs()
+    passes = []
+
+    def counted(log_softmax):
+        jax.debug.callback(lambda: passes.append("pass"))
+        return measured_entropy(log_softmax)
+
+    def total(hidden, mask):
+        return jnp.sum(
+            token_logprobs(hidden, Head(head), targets, mask, temperature=1.0, chunk=3, entropy_of=counted)[0]
+        )
+
+    for mask, num_chunks in ((PLACES, 2), (EVERYWHERE, 5), (~EVERYWHERE, 0)):
+        jax.block_until_ready(jax.grad(total)(hidden, mask))
+        jax.effects_barrier()
+        # Once forward, once again backward.
+        assert len(passes) == 2 * num_chunks
+        passes.clear()
 
 
 def test_enormous_logits_keep_the_gradient_of_the_entropy_finite():
