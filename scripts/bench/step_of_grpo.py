@@ -82,7 +82,8 @@ def resolved(options: argparse.Namespace, folder: str) -> settings.Resolved:
         "algorithm.max_tokens_per_device": 768,
         "optimizer.learning_rate": workload.LEARNING_RATE,
     }
-    return settings.load("quickstart", [*(f"{k}={v}" for k, v in lines.items()), *options.overrides], os.environ)
+    overridden = dict(override.partition("=")[::2] for override in options.overrides)
+    return settings.load("quickstart", [f"{k}={v}" for k, v in (lines | overridden).items()], os.environ)
 
 
 def endless(session: Session) -> Engine:
