@@ -7,6 +7,7 @@ digits that decide the softmax.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,8 @@ def packed_attention(
     num_tokens, size = query.shape[1], blocking().size
     if num_tokens <= size:
         return attend(query, keys, values, visible(layout, layout, 0, window), rule)
-    mixed = block_attention(
+    # JAX's own types say nothing of what it returns.
+    mixed: Any = block_attention(
         _whole_blocks(query, size, axis=1),
         _whole_blocks(keys, size, axis=2),
         _whole_blocks(values, size, axis=2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,9 +72,10 @@ def token_logprobs(
     targets = jnp.pad(targets, ((0, 0), (0, -num_tokens % chunk)))
     mask = jnp.pad(mask, ((0, 0), (0, -num_tokens % chunk)))
     has_targets = mask.reshape(mask.shape[0], -1, chunk).any(axis=(0, 2))
-    logprobs, entropies = _by_chunk(
-        of_chunk, chunk, hidden, head.table, targets, has_targets, jnp.asarray(temperature, jnp.float32)
-    )
+    temperature = jnp.asarray(temperature, jnp.float32)
+    # JAX's own types say nothing of what it returns.
+    by_chunk: Any = _by_chunk(of_chunk, chunk, hidden, head.table, targets, has_targets, temperature)
+    logprobs, entropies = by_chunk
     return logprobs[:, :num_tokens], entropies[:, :num_tokens]
 
 

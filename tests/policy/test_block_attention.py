@@ -24,10 +24,11 @@ from tests.tiny import make_mesh
 
 ROWS, TOKENS, QUERY_HEADS, KV_HEADS, HEAD = 2, 150, 6, 3, 5
 """Two whole blocks of a CPU's and a part of one."""
+Inputs = tuple[Array, Array, Array, Array]
 RULES = [PLAIN, ScoreRule(0.4, 0.6)]
 
 
-def inputs(rows=ROWS, tokens=TOKENS, query_heads=QUERY_HEADS, kv_heads=KV_HEADS, seed=0) -> tuple[Array, ...]:
+def inputs(rows=ROWS, tokens=TOKENS, query_heads=QUERY_HEADS, kv_heads=KV_HEADS, seed=0) -> Inputs:
     """Queries, keys, values, and what each entry of the result weighs in a loss."""
     rng = np.random.default_rng(seed)
     shapes = [
@@ -35,7 +36,8 @@ def inputs(rows=ROWS, tokens=TOKENS, query_heads=QUERY_HEADS, kv_heads=KV_HEADS,
         *[(rows, kv_heads, tokens, HEAD)] * 2,
         (rows, tokens, query_heads, HEAD),
     ]
-    return tuple(jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in shapes)
+    query, keys, values, weights = (jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in shapes)
+    return query, keys, values, weights
 
 
 def oracle(query, keys, values, weights, visible, rule: ScoreRule) -> tuple[np.ndarray, ...]:
@@ -66,7 +68,7 @@ def assert_close(ours, exact, tolerance=1e-5) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, float(np.abs(b).max())))
 
 
-def with_gradients(attention: Callable[..., Array]) -> Callable[..., tuple[Array, ...]]:
+def with_gradients(attention: Callable[..., Any]) -> Callable[..., tuple[Array, ...]]:
     """(queries, keys, values, weights, ...) -> the result and the gradients of sum(weights * result)."""
 
     def run(query, keys, values, weights, *rest):
@@ -146,14 +148,15 @@ def test_no_bit_of_a_segment_depends_on_another_nor_one_of_a_completion_on_its_s
 
 
 def test_bfloat16_rows_are_mixed_in_float32():
-    arrays = [x.astype(jnp.bfloat16) for x in inputs()]
+    query, keys, values, weights = (x.astype(jnp.bfloat16) for x in inputs())
+    arrays = query, keys, values, weights
     ours = packed(PLAIN, windowed=False)(*arrays, TWO_SEGMENTS, 0)
     assert {x.dtype for x in ours} == {jnp.dtype("bfloat16")}
     # A bfloat16 has 8 bits: each result is off by its own rounding and, through the kept result, by another.
     assert_close([x.astype(jnp.float32) for x in ours], oracle(*arrays, seen(TWO_SEGMENTS), PLAIN), tolerance=1e-2)
 
 
-def four_rows(kv_heads: int) -> tuple[tuple[Array, ...], RowLayout]:
+def four_rows(kv_heads: int) -> tuple[Inputs, RowLayout]:
     rows = [[(70, (20, 30)), (10, (5,))], [], [(3, (60,)), (40, (4,))], [(60, (90,))]]
     return inputs(rows=4, query_heads=2 * kv_heads, kv_heads=kv_heads), layout_of(rows, num_tokens=TOKENS)
 

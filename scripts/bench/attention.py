@@ -1,0 +1,114 @@
+"""Attention over packed rows, pair of blocks by pair of blocks, against all scores of a row under a mask.
+
+python scripts/bench/attention.py --lengths 512 1024 2048 4096 --mean 300
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from app.policy.attention import attend, packed_attention, pairs_of_blocks
+from app.policy.row_layout import RowLayout, visible
+
+TOKENS = 8192
+"""Of all rows together, whatever their length."""
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
+"""SmolLM2-135M's."""
+SIGMA = 1.0
+QUERY_BLOCK = 1024
+RUNS = 5
+
+
+def masked_attention(query: Array, keys: Array, values: Array, layout: RowLayout) -> Array:
+    """The baseline: 1024 queries at a time against every key of their row, foreign segments masked."""
+    rows, num_tokens = layout.segment_ids.shape
+
+    @jax.checkpoint
+    def block(query: Array, layout_of_queries: RowLayout, first: Array | int) -> Array:
+        offset = jnp.full((rows, 1), first)
+        return attend(query, keys, values, visible(layout_of_queries, layout, offset, None))
+
+    if num_tokens <= QUERY_BLOCK:
+        return block(query, layout, 0)
+    size = math.gcd(num_tokens, QUERY_BLOCK)
+    by_block = lambda x: jnp.moveaxis(x.reshape(rows, -1, size, *x.shape[2:]), 1, 0)  # noqa: E731
+    blocks = jax.tree.map(by_block, (query, layout))
+    mixed = jax.lax.map(lambda args: block(*args), (*blocks, jnp.arange(num_tokens // size) * size))
+    return jnp.moveaxis(mixed, 0, 1).reshape(query.shape)
+
+
+def block_attention(query: Array, keys: Array, values: Array, layout: RowLayout) -> Array:
+    """Ours, with what a decoder computes once for all its layers."""
+    return packed_attention(query, keys, values, layout, pairs=pairs_of_blocks(layout, [None]))
+
+
+def log_normal_rows(rng: np.random.Generator, num_tokens: int, mean: float) -> RowLayout:
+    """Full rows of segments of log-normal lengths, the last of each row cut off."""
+    rows = TOKENS // num_tokens
+    segment_ids, positions = np.zeros((2, rows, num_tokens), np.int32)
+    for row in range(rows):
+        first = segment = 0
+        while first < num_tokens:
+            length = max(8, round(rng.lognormal(math.log(mean) - SIGMA**2 / 2, SIGMA)))
+            last, segment = min(first + length, num_tokens), segment + 1
+            segment_ids[row, first:last], positions[row, first:last] = segment, np.arange(last - first)
+            first = last
+    return RowLayout(jnp.asarray(segment_ids), jnp.zeros((rows, num_tokens), jnp.int32), jnp.asarray(positions))
+
+
+def interleaved_seconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median of each call over runs that take turns, after one that compiles."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for run in range(RUNS + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            if run > 0:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def measured(layout: RowLayout, rng: np.random.Generator) -> dict[str, float]:
+    """Seconds of both, forward, and forward and backward."""
+    rows, num_tokens = layout.segment_ids.shape
+    shapes = (rows, num_tokens, QUERY_HEADS, HEAD_DIM), *[(rows, KV_HEADS, num_tokens, HEAD_DIM)] * 2
+    arrays = [jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in shapes]
+    calls = {}
+    for name, attention in (("masked", masked_attention), ("blocks", block_attention)):
+        loss = lambda q, k, v, layout, f=attention: jnp.sum(jnp.sin(f(q, k, v, layout)))  # noqa: E731
+        for what, function in (("forward", attention), ("both", jax.value_and_grad(loss, argnums=(0, 1, 2)))):
+            calls[f"{name} {what}"] = functools.partial(jax.jit(function), *arrays, layout)
+    return interleaved_seconds(calls)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="tokens of a row")
+    parser.add_argument("--mean", type=float, default=300, help="mean tokens of a segment, log-normal with sigma 1")
+    options = parser.parse_args()
+    print(f"{TOKENS} tokens, {QUERY_HEADS}/{KV_HEADS} heads of {HEAD_DIM}, float32, {jax.default_backend()}; seconds")
+    print(f"{'row':>6}{'segments':>10}{'masked':>10}{'blocks':>10}{'ratio':>8}  both = forward and backward")
+    for num_tokens in options.lengths:
+        rng = np.random.default_rng(0)
+        layout = log_normal_rows(rng, num_tokens, options.mean)
+        num_segments = int(layout.segment_ids.max(axis=1).sum())
+        seconds = measured(layout, rng)
+        for what in ("forward", "both"):
+            masked, blocks = seconds[f"masked {what}"], seconds[f"blocks {what}"]
+            figures = f"{masked:>10.3f}{blocks:>10.3f}{masked / blocks:>7.1f}x"
+            print(f"{num_tokens:>6}{num_segments:>10}{figures}  {what}")
+
+
+if __name__ == "__main__":
+    main()
