@@ -9,7 +9,7 @@ import pytest
 from app.policy.decoder import DecoderDefinition
 from app.rollout.sampling import SamplingRules
 from app.score.scorer import Scorer
-from tests.tiny import BIASED, SWITCHED, make_engine, make_mesh, random_params, random_prompts
+from tests.tiny import BIASED, SWITCHED, make_engine, make_mesh, packed_plan, random_params, random_prompts
 
 
 @pytest.mark.parametrize("architecture", [BIASED, SWITCHED], ids=["biases", "every-switch"])
@@ -31,7 +31,8 @@ def test_bfloat16_stays_near_float32_and_sampler_and_scorer_agree_in_it(architec
 
     def scored(dtype: str) -> np.ndarray:
         scorer = Scorer(definition, make_mesh(), dtype=jnp.dtype(dtype), logits_chunk=8)
-        return np.concatenate(scorer.logprobs(params, samples, temperature=1.0, rows_per_device=4))
+        plan = packed_plan(samples, quota=256, row_length=128, share_prompts=True)
+        return np.concatenate(scorer.logprobs(params, samples, plan, temperature=1.0))
 
     in_bfloat16, in_float32 = scored("bfloat16"), scored("float32")
     assert in_float32.std() > 0.5
