@@ -165,8 +165,8 @@ PANELS = (
     Panel(
         "memory",
         "Peak memory so far",
-        "Of the fullest device; of the whole process on a CPU. Too much: smaller algorithm.rows_per_device, or "
-        "model.remat: block.",
+        "Of the fullest device; of the whole process on a CPU. Too much: smaller algorithm.max_tokens_per_device, "
+        "or model.remat: block.",
         "The devices do not say how much memory they use.",
         has("perf/peak_memory_bytes"),
         draw_line("perf/peak_memory_bytes", "GiB", scale=GIB),

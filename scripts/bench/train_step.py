@@ -137,10 +137,11 @@ def table(sides: Mapping[str, Side]) -> str:
 def against_ceilings(side: Side, measured: Mapping[str, float]) -> str:
     """Where our time goes: each phase beside what the machine's measured ceilings would allow."""
     flops_rate, read_rate = measured["matmul_flops_per_s"], measured["read_bytes_per_s"]
-    parameters, tokens = side.facts["num_parameters"], side.facts["tokens_per_step"]
-    samples = workload.NUM_PROMPTS * workload.GROUP_SIZE
+    parameters, samples = side.facts["num_parameters"], workload.NUM_PROMPTS * workload.GROUP_SIZE
+    # Samples share their prompt in every pass.
+    tokens = side.facts["prompt_tokens_per_step"] + samples * workload.NEW_TOKENS
     read = 4 * parameters * workload.NEW_TOKENS / read_rate
-    computed = 2 * parameters * (side.facts["prompt_tokens_per_step"] + samples * workload.NEW_TOKENS) / flops_rate
+    computed = 2 * parameters * tokens / flops_rate
     floors = {"rollout": max(read, computed), "update": 6 * parameters * tokens / flops_rate}
     if side.facts["beta"] > 0:
         floors["score"] = 2 * parameters * tokens / flops_rate
