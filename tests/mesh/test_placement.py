@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from app.mesh.placement import (
     check_rows_per_host,
     gather_over_hosts,
+    has_host_memory,
     local_row_indices,
     max_over_hosts,
     num_local_row_shards,
     num_row_shards,
     sum_over_hosts,
+    to_device_memory,
     to_global,
+    to_host_memory,
     to_local,
 )
 from tests.tiny import make_mesh
@@ -43,3 +48,14 @@ def test_one_host_agrees_with_itself():
     np.testing.assert_array_equal(gather_over_hosts(values), values[None])
     np.testing.assert_array_equal(sum_over_hosts(values), values)
     np.testing.assert_array_equal(max_over_hosts(values), values)
+
+
+def test_arrays_wait_in_host_memory_and_come_back_as_they_were():
+    mesh = make_mesh((2, 2, 2))
+    tree = {"x": to_global(mesh, np.arange(32.0).reshape(8, 4)), "y": jnp.float32(3)}
+    assert has_host_memory(mesh)
+    waiting = to_host_memory(tree)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(waiting)} == {"pinned_host"}
+    back = to_device_memory(waiting)
+    assert jax.tree.map(lambda x: x.sharding, back) == jax.tree.map(lambda x: x.sharding, tree)
+    jax.tree.map(np.testing.assert_array_equal, back, tree)

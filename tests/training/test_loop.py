@@ -354,3 +354,13 @@ def test_a_checkpoint_by_the_clock_comes_between_the_intervals_and_changes_no_me
     run = config.parent / "runs" / "tiny"
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"2", "4"}
     assert reproducible(metrics_of(run)) == reproducible(metrics_of(finished))
+
+
+def test_a_reference_that_waits_in_host_memory_changes_no_number(config: Path) -> None:
+    runs = []
+    for name, offload in (("here", "false"), ("away", "true")):
+        offloaded = (f"run.name={name}", f"score.reference.offload={offload}")
+        result = train_here(config, "run.steps=2", "eval.every_steps=0", "algorithm.beta=0.1", *offloaded)
+        assert result.exit_code == 0, result.stderr
+        runs.append(reproducible(metrics_of(config.parent / "runs" / name)))
+    assert runs[0] == runs[1]

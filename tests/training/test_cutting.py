@@ -1,0 +1,126 @@
+"""Every setting about micro-batches changes how samples are cut, for the roles that it speaks of and no other."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from app.batching.micro_batches import Cutter, lengths_of
+from app.batching.plan import Plan
+from app.training.cutting import Longest, wire_role, wire_update
+from settings import load
+from settings.schema import Settings
+from tests.tiny import ODD, random_samples
+
+BASE = (
+    "data.max_prompt_length=8",
+    "rollout.max_new_tokens=16",
+    "rollout.group_size=4",
+    "algorithm.max_tokens_per_device=64",
+)
+SAMPLES = random_samples(9, 4, vocab_size=ODD.vocab_size, longest_prompt=8, longest_completion=16)
+
+
+def settings_of(*overrides: str) -> Settings:
+    # One layer may not choose both ways: what the case chooses stands above the base.
+    environment = {f"GRPO__{name.replace('.', '__').upper()}": value for name, _, value in split(overrides)}
+    return load(None, [*BASE, "algorithm.beta=0.1", "algorithm.epochs=2"], environment).settings
+
+
+def split(overrides: tuple[str, ...]):
+    return (override.partition("=") for override in overrides)
+
+
+def plan(cut: Cutter, *, devices: int = 2) -> Plan:
+    (planned,) = cut.plan([lengths_of(SAMPLES)], devices_per_host=devices)
+    return planned
+
+
+def update(*overrides: str) -> Plan:
+    settings = settings_of(*overrides)
+    return plan(wire_update(settings, ODD, Longest.of(settings)))
+
+
+def role(name, *overrides: str) -> Plan:
+    settings = settings_of(*overrides)
+    return plan(wire_role(settings, name, ODD, Longest.of(settings)))
+
+
+def shapes(planned: Plan) -> list[tuple[int, int]]:
+    return [(len(one.rows), one.shape.num_tokens) for one in planned.micro_batches]
+
+
+def members(planned: Plan) -> list[int]:
+    rows = chain.from_iterable(one.rows for one in planned.micro_batches)
+    return sorted(i for row in rows for segment in row for i in segment)
+
+
+def num_prompts(planned: Plan) -> int:
+    return sum(len(row) for one in planned.micro_batches for row in one.rows)
+
+
+def test_score_and_update_cut_alike_unless_told_otherwise() -> None:
+    assert update() == role("policy") == role("reference")
+
+
+def test_the_quota_sizes_micro_batches_of_the_update_and_so_of_the_roles() -> None:
+    assert max(rows * tokens for rows, tokens in shapes(update())) <= 2 * 64
+    larger = update("algorithm.max_tokens_per_device=128")
+    assert larger.num_micro_batches < update().num_micro_batches
+    assert role("policy", "algorithm.max_tokens_per_device=128") == larger
+
+
+def test_a_role_takes_its_own_quota_then_that_of_scoring() -> None:
+    chosen = ("score.max_tokens_per_device=128", "score.reference.max_tokens_per_device=256")
+    counts = [role(name, *chosen).num_micro_batches for name in ("policy", "reference")]
+    assert update(*chosen) == update()
+    assert counts[1] < counts[0] < update().num_micro_batches
+
+
+def test_prompts_are_packed_once_unless_told_otherwise() -> None:
+    assert num_prompts(update()) < len(SAMPLES) == num_prompts(update("batching.share_prompts=false"))
+
+
+def test_the_other_packer_fills_rows_otherwise() -> None:
+    assert update("batching.packing=karmarkar_karp") != update()
+    assert members(update("batching.packing=karmarkar_karp")) == members(update())
+
+
+def test_balance_moves_rows_and_no_sample_out_of_the_step() -> None:
+    assert update("algorithm.balance_batch=false") != update()
+    assert members(update("algorithm.balance_batch=false")) == members(update()) == list(range(len(SAMPLES)))
+
+
+@pytest.mark.parametrize(
+    ("override", "multiple", "least"),
+    [("batching.min_num_micro_batches=11", 1, 11), ("batching.num_micro_batches_divisible_by=3", 3, 3)],
+)
+def test_counts_are_raised_as_asked(override: str, multiple: int, least: int) -> None:
+    count = update(override).num_micro_batches
+    assert count >= least and count % multiple == 0
+    assert update().num_micro_batches < 11 and update().num_micro_batches % 3
+
+
+def test_fixed_rows_of_each_strategy() -> None:
+    """36 samples on two devices, ten rows a micro-batch."""
+    five = "score.rows_per_device=5"
+    assert [rows for rows, _ in shapes(role("policy", five))] == [10, 10, 10, 6]
+    assert [rows for rows, _ in shapes(role("policy", five, "score.strategy=scan"))] == [10, 10, 10, 10]
+    assert [rows for rows, _ in shapes(role("policy", "score.strategy=off"))] == [36]
+    assert [rows for rows, _ in shapes(role("policy", "score.dynamic=false"))] == [16, 16, 4]
+    assert update(five) == update()
+
+
+def test_a_role_alone_is_fixed() -> None:
+    chosen = "score.reference.rows_per_device=3"
+    assert [rows for rows, _ in shapes(role("reference", chosen))] == [6] * 6
+    assert role("policy", chosen) == role("policy")
+
+
+def test_the_update_alone_is_fixed() -> None:
+    fixed = update("algorithm.dynamic_microbatch=false")
+    assert [rows for rows, _ in shapes(fixed)] == [16, 16, 16]
+    assert np.prod(shapes(fixed), axis=1).max() > 2 * 64
+    assert role("policy", "algorithm.dynamic_microbatch=false") == role("policy")
