@@ -8,7 +8,7 @@ Shape letters, used in every signature and docstring of the project:
     P  prompts            N  samples (P * G)       R  packed rows         B  decode slots
     G  samples per prompt S  prompt tokens         C  completion tokens   T  tokens of a row
     V  vocabulary         D  model width           L  layers              F  feed-forward width
-    Q  query heads        K  key/value heads       H  head size           M  micro-batches
+    Q  query heads        K  key/value heads       H  head size
 """
 
 from __future__ import annotations

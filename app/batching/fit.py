@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from app.batching.rows import ItemRow, Shelf, fill_all, spread_all
 
-TAIL_SHARES = tuple(Fraction(n, 16) for n in (1, 2, 3, 4, 6, 8, 12, 16))
+TAIL_SHARES = tuple(Fraction(n, 16) for n in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16))
 """Shares of the quota that micro-batches may have: few, since each is a shape to compile."""
 BLOCK = 128
 """Rows are whole blocks of so many tokens where they are longer: what attention kernels work in."""

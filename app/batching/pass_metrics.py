@@ -6,9 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from app.batching.micro_batches import Cut
 
+SEQUENCE_LENGTHS = ("min", "max", "mean", "minmax_diff", "balanced_min", "balanced_max")
+"""verl's names of them."""
+
 
 def update_metrics(cuts: Sequence[Cut]) -> dict[str, float]:
-    """`batching/*` and `global_seqlen/*` of the optimizer steps of one pass over a step's samples."""
+    """`batching/*` and `global_seqlen/*` of one pass over a step's samples.
+
+    Tokens of devices are those of an optimizer step, on average over the pass.
+    """
     figures = [cut.figures() for cut in cuts]
 
     def total(name: str) -> float:
@@ -20,11 +26,8 @@ def update_metrics(cuts: Sequence[Cut]) -> dict[str, float]:
         "batching/dummy_fraction": total("num_dummy_rows") / total("num_rows"),
         "batching/over_quota": total("over_quota"),
         "batching/flops_imbalance": max(f["flops_imbalance"] for f in figures),
-        **{f"global_seqlen/{name}": total(f"seqlen_{name}") for name in SEQUENCE_LENGTHS},
+        **{f"global_seqlen/{name}": total(f"seqlen_{name}") / len(cuts) for name in SEQUENCE_LENGTHS},
     }
-
-
-SEQUENCE_LENGTHS = ("min", "max", "mean", "minmax_diff", "balanced_min", "balanced_max")
 
 
 def scoring_metrics(role: str, cuts: Sequence[Cut]) -> Mapping[str, float]:

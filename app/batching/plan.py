@@ -28,6 +28,8 @@ MANY_SAMPLES = 1024
 """With more, one way of packing them is tried: it fills rows well by itself, and others would cost time."""
 SHORTEST_ROW = 256
 """Tokens of a packed row where the quota allows: many short samples end in less padding."""
+LONGEST_SHARED_ROW = 32_768
+"""Tokens of a row that no single sample asks for: what finds the visible blocks of a row grows with its square."""
 SMALLEST_COMPLETION = 4
 """The smallest rung of completions of fixed rows, in tokens."""
 
@@ -91,8 +93,8 @@ class TokenBudget:
 def row_length(max_tokens_per_device: int, longest: int, *, longest_group: int = 0) -> int:
     """Tokens of a full row: the quota, halved while two of the longest samples and one of the longest groups still fit.
 
-    Longer rows cost nothing, since attention passes over what a token does not see, and end in less padding; shorter
-    ones are dealt more evenly. Rounded down to whole blocks of 128 where that still holds the longest sample.
+    Longer rows cost next to nothing, since attention passes over what a token does not see, and end in less padding;
+    shorter ones are dealt more evenly. Rounded down to whole blocks of 128 where that still holds the longest sample.
 
     Args:
         longest_group: tokens of a shared prompt with all its completions, at most; 0 where none are known.
@@ -103,7 +105,7 @@ def row_length(max_tokens_per_device: int, longest: int, *, longest_group: int =
     if longest > max_tokens_per_device:
         raise ValueError(f"a sample may have {longest} tokens, over the quota of {max_tokens_per_device}")
     length = max_tokens_per_device
-    while length // 2 >= max(2 * longest, longest_group, SHORTEST_ROW):
+    while length // 2 >= max(2 * longest, min(longest_group, LONGEST_SHARED_ROW), SHORTEST_ROW):
         length //= 2
     rounded = length // BLOCK * BLOCK
     return rounded if rounded >= max(longest, BLOCK) else length

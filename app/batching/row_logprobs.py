@@ -21,11 +21,7 @@ def row_logprobs(
     logits_chunk: int,
     entropy_of: Entropy = measured_entropy,
 ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
-    """`completion_logprobs` of one micro-batch: logprob and entropy of each target, rubbish on padding.
-
-    Args:
-        rows: one micro-batch of a `TokenBatch`, its fields without the leading M.
-    """
+    """`completion_logprobs` of one micro-batch: logprob and entropy of each target, rubbish on padding."""
     return completion_logprobs(
         decoder,
         token_ids=rows.token_ids,

@@ -23,7 +23,6 @@ Dims = Sequence[str]
 
 AXIS_OF_DIM: dict[str, str | tuple[str, ...] | None] = {
     "rows": ROW_AXES,
-    "micro_batches": None,
     "tokens": None,
     "layers": None,
     "embed": "fsdp",

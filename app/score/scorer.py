@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,11 @@ from app.flow import Sample
 from app.mesh.placement import row_sharding, to_global, to_local
 from app.policy.decoder import DecoderDefinition, Params
 
-Pass = Callable[[Params, Sequence[TokenBatch], np.float32], list[np.ndarray]]
+Pass = Callable[[Params, Iterable[TokenBatch], np.float32], list[np.ndarray]]
 """(weights, this host's micro-batches, temperature) -> logprobs [R, C] of each."""
+
+AHEAD = 2
+"""Micro-batches that wait for their turn on the devices."""
 
 
 class Scorer:
@@ -59,17 +63,25 @@ class Scorer:
             plan: this host's; every host's has as many micro-batches of the same shapes.
             run: `one_by_one` or `scanned`.
         """
-        batches = [pack_tokens(samples, micro_batch) for micro_batch in plan.micro_batches]
+        batches = (pack_tokens(samples, micro_batch) for micro_batch in plan.micro_batches)
         with jax.set_mesh(self.mesh):
             packed = (run or self.one_by_one)(params, batches, np.float32(temperature or 1.0))
         return unpack_per_token(packed, samples, plan)
 
-    def one_by_one(self, params: Params, batches: Sequence[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
-        """Micro-batches in a Python loop, through one program for each of their shapes. They are fetched at the end."""
-        scored = [self._score(params, to_global(self.mesh, batch), temperature) for batch in batches]
-        return [to_local(logprobs) for logprobs in scored]
+    def one_by_one(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
+        """Micro-batches in a Python loop, through one program for each of their shapes.
 
-    def scanned(self, params: Params, batches: Sequence[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
+        `AHEAD` of them are packed and sent while one is computed; no more are in memory, however many there are.
+        """
+        scored: list[np.ndarray] = []
+        waiting: deque[Array] = deque()
+        for batch in batches:
+            waiting.append(self._score(params, to_global(self.mesh, batch), temperature))
+            if len(waiting) > AHEAD:
+                scored.append(to_local(waiting.popleft()))
+        return scored + [to_local(logprobs) for logprobs in waiting]
+
+    def scanned(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
         """Micro-batches of one shape in one `lax.map`, one program for so many of them."""
         stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
         scored = self._scan(params, to_global(self.mesh, stacked, row_dim=1), temperature)

@@ -32,7 +32,8 @@ def wire_role(
     """How the samples that a role scores are cut."""
     scope = settings.score.of(role)
     if scope.max_tokens_per_device is None:
-        return FixedRows(scope.rows_per_device, trim_tail=scope.strategy == "loop")
+        work = forward_flops(architecture)
+        return FixedRows(scope.rows_per_device, trim_tail=scope.strategy == "loop", work=work)
     return _packed(settings, architecture, longest, quota=scope.max_tokens_per_device)
 
 
@@ -40,7 +41,7 @@ def wire_update(settings: Settings, architecture: Architecture, longest: Longest
     """How the samples of an optimizer step are cut."""
     algorithm = settings.algorithm
     if algorithm.max_tokens_per_device is None:
-        return FixedRows(algorithm.rows_per_device, trim_tail=False)
+        return FixedRows(algorithm.rows_per_device, trim_tail=False, work=forward_flops(architecture))
     return _packed(settings, architecture, longest, quota=algorithm.max_tokens_per_device)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from app.batching.micro_batches import Cutter, PackedRows
 from app.batching.plan import Plan
 from app.training.launch import Launch, prepared
 from app.training.memory import (
@@ -28,8 +29,8 @@ from settings import Resolved
 WAYS_OUT = {
     "rollout": "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens",
     "evaluation": "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens",
-    "score": "lower score.max_tokens_per_device or model.logits_chunk",
-    "update": "lower algorithm.max_tokens_per_device, set model.remat: block",
+    "score": "lower score.{knob} or model.logits_chunk",
+    "update": "lower algorithm.{knob}, set model.remat: block",
 }
 """What makes each phase smaller."""
 
@@ -39,6 +40,8 @@ class MicroBatches:
     """One pass at the longest prompts and completions, so the most micro-batches there can be."""
 
     count: int
+    packed: bool
+    """Under a token quota; else a fixed number of rows."""
     rows_per_device: int
     tokens_per_row: int
 
@@ -132,6 +135,11 @@ class DryRun:
         lines.append(_row("in all", [_mebibytes(sum(held.values())) for held in self.memory.values()]))
         return [*lines, "* estimated: the compiler may need more or less; all else follows from shapes"]
 
+    def _way_out(self) -> str:
+        passes = {"update": [self.update], "score": self.score.values()}.get(self.peak_phase, [])
+        packed = all(micro_batches.packed for micro_batches in passes)
+        return WAYS_OUT[self.peak_phase].format(knob="max_tokens_per_device" if packed else "rows_per_device")
+
     def _verdict(self) -> list[str]:
         lines = []
         if self.available_bytes is None:
@@ -142,7 +150,7 @@ class DryRun:
                 f"peak {_size(self.peak_bytes)} on each device, {share:.0%} of its {_size(self.available_bytes)}"
             )
             if share > 1:
-                lines.append(f"this does not fit: {WAYS_OUT[self.peak_phase]}, or spread the weights with mesh.shape")
+                lines.append(f"this does not fit: {self._way_out()}, or spread the weights with mesh.shape")
         size = _size(self.checkpoint_bytes)
         return [*lines, f"a checkpoint takes {size} on disk, and as much of the hosts' memory while it is written"]
 
@@ -197,8 +205,13 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
     prompt_tokens = round(samples_per_step * mean_prompt)
     completion_tokens = samples_per_step * settings.rollout.max_new_tokens
 
-    def micro_batches(plan: Plan) -> MicroBatches:
-        return MicroBatches(len(plan.micro_batches), rows_per_device(session, plan), fullest_of(plan).shape.num_tokens)
+    def micro_batches(plan: Plan, cut: Cutter) -> MicroBatches:
+        return MicroBatches(
+            len(plan.micro_batches),
+            isinstance(cut, PackedRows),
+            rows_per_device(session, plan),
+            fullest_of(plan).shape.num_tokens,
+        )
 
     memory = memory_by_phase(session, learning, shapes)
     return DryRun(
@@ -228,8 +241,8 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
         epochs_per_step=settings.algorithm.epochs,
         rollout=shapes.rollout._asdict(),
         evaluation=None if shapes.evaluation is None else shapes.evaluation._asdict(),
-        score={role: micro_batches(plan) for role, plan in shapes.scores.items()},
-        update=micro_batches(shapes.update),
+        score={role: micro_batches(plan, learning.cuts[role]) for role, plan in shapes.scores.items()},
+        update=micro_batches(shapes.update, learning.updater.cut),
         memory=memory,
         peak_bytes=max(sum(held.values()) for held in memory.values()),
         available_bytes=device_memory_bytes(),

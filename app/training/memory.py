@@ -106,7 +106,8 @@ def memory_by_phase(session: Session, learning: Learning, shapes: Shapes) -> dic
         # It is copied into the host's memory, which here is the device's, and written while steps go on.
         always["checkpoint"] = state_bytes(learning) // jax.device_count()
     reference = {"reference": weights} if "reference" in session.settings.scored_roles else {}
-    if not session.settings.score.reference.offload:
+    # On a CPU it waits in the same memory.
+    if not session.settings.score.reference.offload or session.mesh.devices.flat[0].platform == "cpu":
         always |= reference
     phases: dict[str, Held] = {"rollout": {**always, **_generating(session, shapes.rollout)}}
     if shapes.evaluation is not None:

@@ -138,16 +138,21 @@ class Work:
     num_parameters: int
     group_size: int
     """A prompt is prefilled once for so many samples."""
-    shares_prompts: bool
-    """It passes scoring and update once for so many, too."""
-    scoring_passes: int
+    update_shares_prompts: bool
+    """It passes the update once for so many, too."""
+    scoring_shares_prompts: tuple[bool, ...]
+    """Whether it does so in each scoring pass."""
     epochs: int
 
     def flops(self, *, prompt_tokens: int, completion_tokens: int) -> float:
         """2 N a token forward, 6 N forward and backward. Source: Chowdhery et al. 2022 (PaLM), appendix B."""
         sampled = completion_tokens + prompt_tokens / self.group_size
-        tokens = sampled if self.shares_prompts else prompt_tokens + completion_tokens
-        return self.num_parameters * (2 * (sampled + tokens * self.scoring_passes) + 6 * tokens * self.epochs)
+
+        def tokens(shared: bool) -> float:
+            return sampled if shared else prompt_tokens + completion_tokens
+
+        forward = sampled + sum(map(tokens, self.scoring_shares_prompts))
+        return self.num_parameters * (2 * forward + 6 * tokens(self.update_shares_prompts) * self.epochs)
 
 
 def step_performance(samples: Sequence[Sample], work: Work, *, seconds: float) -> dict[str, float | int | None]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from app.batching.plan import MicroBatch, Plan, RowShape
 from app.flow import Prompt, Sample
-from app.mesh.placement import num_local_row_shards
+from app.mesh.placement import max_over_hosts, num_local_row_shards
 from app.policy.decoder import Params
 from app.training.session import Session
 
@@ -28,7 +28,9 @@ def check_packing(session: Session, params: Params, samples: Sequence[Sample]) -
     """
     together, alone = map(np.concatenate, _scored(session, params, samples))
     # Weights that give no number alone have a trouble of their own, which the first update tells.
-    difference = float(np.abs(together - alone)[np.isfinite(alone)].max(initial=0.0))
+    own = np.abs(together - alone)[np.isfinite(alone)].max(initial=0.0)
+    # On every host the same, or one would stop alone and the others wait for it.
+    difference = float(max_over_hosts(np.asarray(own)))
     # Not `>`: a NaN is no agreement.
     if not difference <= TOLERANCE[session.settings.model.dtype]:
         raise RuntimeError(

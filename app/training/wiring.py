@@ -72,6 +72,7 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
         session.mesh,
         cut=wire_update(settings, architecture, longest),
         aggregation=aggregations(max_new_tokens=settings.rollout.max_new_tokens)[algorithm.loss_aggregation],
+        roles=_roles_in_loss(settings),
         num_mini_batches=settings.num_mini_batches,
         epochs=algorithm.epochs,
     )
@@ -79,6 +80,12 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
         role: wire_role(settings, role, architecture, longest) for role in settings.scored_roles
     }
     return Learning(wire_credit(algorithm), cuts, updater, optimizer, shapes, shardings)
+
+
+def _roles_in_loss(settings: Settings) -> list[ScoredRole]:
+    """Whose scored logprobs the loss reads: the policy's as the proximal ones, the reference's for any KL."""
+    read = {"policy": settings.updates_per_step > 1, "reference": settings.algorithm.beta > 0}
+    return [role for role in settings.scored_roles if read[role]]
 
 
 def wire_credit(algorithm: Algorithm) -> Credit:
@@ -116,11 +123,12 @@ def wire_surrogate(algorithm: Algorithm) -> SurrogateLoss:
 
 def work_of(settings: Settings, definition: DecoderDefinition) -> Work:
     """What a step's tokens go through."""
+    shares = settings.batching.share_prompts
     return Work(
         num_parameters=definition.num_parameters,
         group_size=settings.rollout.group_size,
-        shares_prompts=bool(settings.algorithm.dynamic_microbatch and settings.batching.share_prompts),
-        scoring_passes=len(settings.scored_roles),
+        update_shares_prompts=bool(shares and settings.algorithm.dynamic_microbatch),
+        scoring_shares_prompts=tuple(bool(shares and settings.score.of(r).dynamic) for r in settings.scored_roles),
         epochs=settings.algorithm.epochs,
     )
 

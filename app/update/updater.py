@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from app.mesh.placement import sum_over_hosts, to_global
 from app.update.aggregation import Totals, Weights, token_mean
 from app.update.objective import UpdateBatch
 from app.update.optimizer import TrainState
+from settings.schema import ScoredRole
 
 Step = Callable[[TrainState, Sequence[UpdateBatch], Array], tuple[TrainState, dict[str, Array]]]
 """(state, micro-batches, temperature) -> (new state, metrics); see `app.update.step.UpdateStep`."""
@@ -34,17 +35,27 @@ class Updater:
     Args:
         cut: cuts the samples of an optimizer step into micro-batches.
         aggregation: what each token's loss counts; see `app.update.aggregation`.
+        roles: whose scored logprobs the loss reads.
         num_mini_batches: optimizer steps per pass over a step's groups.
         epochs: passes.
     """
 
     def __init__(
-        self, step: Step, mesh: Mesh, *, cut: Cutter, aggregation: Weights, num_mini_batches: int, epochs: int
+        self,
+        step: Step,
+        mesh: Mesh,
+        *,
+        cut: Cutter,
+        aggregation: Weights,
+        roles: Collection[ScoredRole],
+        num_mini_batches: int,
+        epochs: int,
     ):
         self.step = step
         self.mesh = mesh
         self.cut = cut
         self.aggregation = aggregation
+        self.roles = roles
         self.num_mini_batches = num_mini_batches
         self.epochs = epochs
 
@@ -58,9 +69,9 @@ class Updater:
         """
         mini_batches = list(split_by_group(samples, self.num_mini_batches))
         cuts = [self.cut(mini_batch, self.mesh) for mini_batch in mini_batches]
-        placed = [self._place(*pair) for pair in zip(mini_batches, cuts, strict=True)]
         history = []
-        for micro_batches in placed * self.epochs:
+        for mini_batch, cut in list(zip(mini_batches, cuts, strict=True)) * self.epochs:
+            micro_batches = self._place(mini_batch, cut)
             with jax.set_mesh(self.mesh):
                 state, metrics = self.step(state, micro_batches, jnp.float32(temperature))
             history.append(metrics)
@@ -75,9 +86,8 @@ class Updater:
         def packed(value_of: Callable[[Sample], Any]) -> np.ndarray:
             return pack_per_token(samples, micro_batch, value_of)
 
-        def where_scored(role: str) -> np.ndarray | None:
-            name = f"{role}_logprobs"
-            return None if getattr(samples[0], name) is None else packed(lambda s: getattr(s, name))
+        def where_needed(role: ScoredRole) -> np.ndarray | None:
+            return packed(lambda s: getattr(s, f"{role}_logprobs")) if role in self.roles else None
 
         return UpdateBatch(
             tokens=pack_tokens(samples, micro_batch),
@@ -85,8 +95,8 @@ class Updater:
             advantages=packed(lambda s: s.advantages),
             loss_weights=packed(lambda s: self.aggregation(s, totals)),
             token_weights=packed(lambda s: token_mean(s, totals)),
-            policy_logprobs=where_scored("policy"),
-            reference_logprobs=where_scored("reference"),
+            policy_logprobs=where_needed("policy"),
+            reference_logprobs=where_needed("reference"),
         )
 
 

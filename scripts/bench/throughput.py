@@ -181,7 +181,7 @@ def updating(
     kept: list[TrainState] = [initial_state(optimizer, definition.initialise(0), shardings)]
 
     def update(cut: Cutter) -> None:
-        updater = Updater(step, mesh, cut=cut, aggregation=token_mean, num_mini_batches=1, epochs=1)
+        updater = Updater(step, mesh, cut=cut, aggregation=token_mean, roles=(), num_mini_batches=1, epochs=1)
         kept[0], _ = updater.update(kept[0], samples, temperature=1.0)
 
     return {("update", name): lambda cut=cut: update(cut) for name, cut in cutters.items()}

@@ -102,6 +102,7 @@ def outcome(architecture: Architecture, shape: tuple[int, int, int], cut: Cutter
         aggregation=aggregations(max_new_tokens=9)["constant-length"],
         num_mini_batches=1,
         epochs=1,
+        roles=["policy", "reference"],
         cut=cut,
     )
     state, metrics = updater.update(initial_state(optimizer, params, state_layout), trained, temperature=0.9)

@@ -151,11 +151,11 @@ def test_packed_rows_of_random_lengths_compile_once_for_each_row_shape():
             plan = cut(samples, scorer.mesh).own
             shapes |= {(len(one.rows), one.shape) for one in plan.micro_batches}
             scorer.logprobs(params_of(ODD), samples, plan, temperature=1.0)
-        assert compilations.take() == len(shapes) <= 8
+        assert compilations.take() == len(shapes) <= 12
 
 
 def test_scoring_never_holds_logits_of_all_tokens_whatever_the_batch():
-    """At Qwen's vocabulary, from the compiled program: it is that of one micro-batch, so no batch makes it larger."""
+    """At Qwen's vocabulary, from the compiled program."""
     vocab_size, quota, logits_chunk = 151_936, 1024, 64
     architecture = replace(ODD, vocab_size=vocab_size, num_layers=1)
     definition, mesh = DecoderDefinition.of(architecture), make_mesh()
@@ -173,6 +173,26 @@ def test_scoring_never_holds_logits_of_all_tokens_whatever_the_batch():
     assert batch.token_ids.shape == (1, quota)
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * logits_chunk * vocab_size)
     assert f"{quota},{vocab_size}" not in compiled.as_text()
+
+
+def test_no_more_micro_batches_are_in_memory_however_many_there_are():
+    scorer, params = scorer_of(ODD), params_of(ODD)
+
+    def most_alive(num_samples: int) -> int:
+        counts = []
+
+        def counted():
+            for micro_batch in FixedRows(1, trim_tail=False)(samples, scorer.mesh).own.micro_batches:
+                # The rows that were sent; on a CPU what came back is the host's own array.
+                counts.append(sum(array.dtype == jnp.int32 for array in jax.live_arrays()))
+                yield pack_tokens(samples, micro_batch)
+
+        samples = [SAMPLES[i % len(SAMPLES)] for i in range(num_samples)]
+        with jax.set_mesh(scorer.mesh):
+            assert len(scorer.one_by_one(params, counted(), np.float32(1))) == num_samples
+        return max(counts)
+
+    assert most_alive(64) <= most_alive(8)
 
 
 @pytest.mark.parametrize("logits_chunk", [1, 5])

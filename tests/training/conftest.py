@@ -29,14 +29,14 @@ model: {{path: {model}}}
 data: {{max_prompt_length: 16, num_problems: 40}}
 rollout: {{prompts_per_step: 4, group_size: 4, max_new_tokens: 4}}
 reward: {{functions: [arithmetic, {{name: arithmetic_format, weight: 0.5}}]}}
-algorithm: {{beta: 0.05, epochs: 2, mini_batch_prompts: 2}}
+algorithm: {{beta: 0.05, epochs: 2, mini_batch_prompts: 2, max_tokens_per_device: 32}}
 optimizer: {{learning_rate: 1e-3}}
 mesh: {{cpu_devices: 8}}
 checkpoint: {{every_steps: 3, keep: 4}}
 eval: {{every_steps: 3, num_prompts: 16}}
 """
-"""Everything that a step can do: KL penalty, several epochs, mini-batches. 40 problems: 12 steps reach into a
-second epoch of the data."""
+"""Everything that a step can do: KL penalty, several epochs, mini-batches, micro-batches. 40 problems: 12 steps reach
+into a second epoch of the data."""
 
 
 NO_REPORT = "logging: {{report: false}}\n"

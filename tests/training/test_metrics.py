@@ -92,18 +92,18 @@ def test_compilations_are_counted_until_the_counter_is_closed() -> None:
 
 
 def test_flops_count_a_prompt_once_per_group_when_sampling_and_once_per_sample_after() -> None:
-    work = Work(num_parameters=10, group_size=4, shares_prompts=False, scoring_passes=1, epochs=2)
+    work = Work(num_parameters=10, group_size=4, update_shares_prompts=False, scoring_shares_prompts=(False,), epochs=2)
     sampled, scored, trained = 2 * (6 + 8 / 4), 2 * (6 + 8), 2 * 6 * (6 + 8)
     assert work.flops(prompt_tokens=8, completion_tokens=6) == 10 * (sampled + scored + trained)
 
 
 def test_flops_count_a_shared_prompt_once_per_group_in_every_pass() -> None:
-    work = Work(num_parameters=10, group_size=4, shares_prompts=True, scoring_passes=1, epochs=2)
+    work = Work(num_parameters=10, group_size=4, update_shares_prompts=True, scoring_shares_prompts=(True,), epochs=2)
     assert work.flops(prompt_tokens=8, completion_tokens=6) == 10 * (2 + 2 + 2 * 6) * (6 + 8 / 4)
 
 
 def test_utilization_is_not_claimed_where_the_peak_is_unknown() -> None:
-    work = Work(num_parameters=10, group_size=1, shares_prompts=False, scoring_passes=0, epochs=1)
+    work = Work(num_parameters=10, group_size=1, update_shares_prompts=False, scoring_shares_prompts=(), epochs=1)
     performance = step_performance([sample(0, 1.0, [0.0, 0.0])], work, seconds=4.0)
     assert performance["perf/mfu"] is None
     assert performance["perf/tokens_per_s"] == 0.5
