@@ -142,8 +142,10 @@ def _layer(entries: Iterable[_Entry]) -> Layer:
             if field not in FIELDS:
                 problems.append(_unknown(entry))
             elif field in layer:
-                first, _ = layer[field]
-                problems.append(f"{field} is set twice: {_source(first)} and {_source(entry)}; keep one of them")
+                first, leaf = layer[field]
+                # verl sets some of its names side by side; equal values contradict nothing.
+                if first.name == entry.name or leaf.value != _value(entry.node, field):
+                    problems.append(f"{field} is set twice: {_source(first)} and {_source(entry)}; keep one of them")
             else:
                 layer[field] = entry, Leaf(_value(entry.node, field), entry.origin, entry.node, entry.written)
     if problems:

@@ -136,7 +136,7 @@ class PlanReport:
             lines.append(
                 f"padded instead, {self.padded.rows_per_device} rows a device: {self.padded.num_micro_batches} "
                 f"micro-batches, {self.padded.computed_tokens:,} tokens computed for {f['computed_tokens']:,} "
-                f"({ratio:.2f} x), fill {self.padded.fill:.1%}"
+                f"({ratio:.2f} x)"
             )
         return lines
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,47 +14,78 @@ from app.mesh.placement import max_over_hosts, num_local_row_shards
 from app.policy.decoder import Params
 from app.training.session import Session
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5}
-"""Nats, by compute type: rounding stays below it, and another sample's tokens in view far above."""
+class Rounding(NamedTuple):
+    """What the order of sums may change a logprob by, in nats; another sample's tokens in view change far more."""
+
+    largest: float
+    mean: float
+
+
+ROUNDING = {"float32": Rounding(1e-4, 1e-4), "bfloat16": Rounding(0.5, 0.05)}
+"""By compute type."""
 
 LONGEST = 128
-"""Tokens of a made-up sample: three make a row that attention takes block by block."""
+"""Tokens that are looked at of each sample. Three of them make a row that attention takes block by block everywhere."""
 
 
 def check_packing(session: Session, params: Params, samples: Sequence[Sample]) -> float:
     """Largest |logprob in a shared row - logprob alone|, in nats, over all tokens of a few samples.
 
+    Once every sample is a stranger to the others of its row; then, where prompts are shared, those of one prompt stand
+    behind it. Only the first tokens of long samples are looked at.
+
     Raises:
         RuntimeError: it is beyond rounding, so that packed rows would not give the samples' own logprobs.
     """
-    together, alone = map(np.concatenate, _scored(session, params, samples))
+    samples = [_start_of(sample) for sample in samples]
+    apart = [(i,) for i in range(len(samples))]
+    arrangements = [apart, _by_prompt(samples)] if session.settings.batching.share_prompts else [apart]
+    alone, *together = _scored(session, params, samples, arrangements)
     # Weights that give no number alone have a trouble of their own, which the first update tells.
-    own = np.abs(together - alone)[np.isfinite(alone)].max(initial=0.0)
+    known = np.isfinite(alone)
+    differences = np.concatenate([np.abs(logprobs - alone)[known] for logprobs in together])
+    own = differences.max(initial=0.0), differences.mean() if known.any() else 0.0
     # On every host the same, or one would stop alone and the others wait for it.
-    difference = float(max_over_hosts(np.asarray(own)))
+    largest, mean = max_over_hosts(np.asarray(own)).tolist()
+    allowed = ROUNDING[session.settings.model.dtype]
     # Not `>`: a NaN is no agreement.
-    if not difference <= TOLERANCE[session.settings.model.dtype]:
+    if not (largest <= allowed.largest and mean <= allowed.mean):
         raise RuntimeError(
-            f"samples that share a row score differently from alone by up to {difference:.2g} nats: attention leaks "
+            f"samples that share a row score differently from alone by up to {largest:.2g} nats: attention leaks "
             "between them on this backend, please report it. Until then set score.dynamic: false and "
             "algorithm.dynamic_microbatch: false"
         )
-    return difference
+    return largest
 
 
-def _scored(session: Session, params: Params, samples: Sequence[Sample]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Logprobs of the samples in one row, then of the samples each in a row of its own, from one program."""
-    num_samples = len(samples)
+def _start_of(sample: Sample) -> Sample:
+    prompt, completion = (ids[: LONGEST // 2] for ids in (sample.prompt.token_ids, sample.completion_ids))
+    return replace(sample, prompt=replace(sample.prompt, token_ids=prompt), completion_ids=completion, loss_mask=None)
+
+
+def _by_prompt(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
     segments: dict[bytes, list[int]] = {}
     for i, sample in enumerate(samples):
         segments.setdefault(sample.prompt.token_ids.tobytes(), []).append(i)
-    rows = [tuple(map(tuple, segments.values())), *(((num_samples + i,),) for i in range(num_samples))]
-    num_tokens = sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
-    # A row at a time, the other devices idle: no more memory than one such row takes.
+    return list(map(tuple, segments.values()))
+
+
+def _scored(
+    session: Session, params: Params, samples: Sequence[Sample], arrangements: Sequence[Sequence[tuple[int, ...]]]
+) -> list[np.ndarray]:
+    """Logprobs of all samples, each in a row of its own, then arranged in one row in each of these ways.
+
+    Rows go one at a time through one program, the other devices idle: that takes no more memory than a row.
+    """
+    count, num_tokens = len(samples), len(samples) * LONGEST
+    rows = [((i,),) for i in range(count)]
+    for number, segments in enumerate(arrangements, start=1):
+        rows.append(tuple(tuple(i + number * count for i in segment) for segment in segments))
     empty = ((),) * (num_local_row_shards(session.mesh) - 1)
     plan = Plan(tuple(MicroBatch((row, *empty), RowShape(num_tokens, num_tokens)) for row in rows))
-    logprobs = session.scorer.logprobs(params, [*samples, *samples], plan, temperature=1.0)
-    return logprobs[:num_samples], logprobs[num_samples:]
+    copies = [sample for _ in range(1 + len(arrangements)) for sample in samples]
+    logprobs = session.scorer.logprobs(params, copies, plan, temperature=1.0)
+    return [np.concatenate(logprobs[first : first + count]) for first in range(0, len(copies), count)]
 
 
 def random_samples(session: Session) -> list[Sample]:

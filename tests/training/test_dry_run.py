@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_said_and_what_is_not_known_is_not_guessed(config: 
     text = replace(report, available_bytes=report.peak_bytes // 2).to_text()
     assert "200% of its" in text and "this does not fit: lower algorithm.max_tokens_per_device" in text
     fixed = foreseen(config, *FIXED)
-    text = replace(fixed, available_bytes=1).to_text()
+    text = replace(fixed, available_bytes=1, memory={"update": fixed.memory["update"]}).to_text()
     assert "this does not fit: lower algorithm.rows_per_device" in text
     text = replace(report, available_bytes=None).to_text()
     assert "how much it has is not known" in text and "does not fit" not in text

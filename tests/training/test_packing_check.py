@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,26 @@ def test_attention_that_leaks_is_refused(session: Session, monkeypatch: pytest.M
     monkeypatch.setattr(decoder, "packed_attention", leaking)
     with pytest.raises(RuntimeError, match=r"attention leaks .* score\.dynamic: false"):
         check_packing(session, session.load_params(), random_samples(session))
+    # Of one prompt, or one and the same sample three times: strangers all the same.
+    first, _, sibling = random_samples(session)
+    for samples in ([first, sibling], [first] * 3):
+        with pytest.raises(RuntimeError, match="attention leaks"):
+            check_packing(session, session.load_params(), samples)
+
+
+def test_short_samples_are_looked_at_in_rows_of_several_blocks(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention, lengths = decoder.packed_attention, []
+
+    def watched(query: Any, keys: Any, values: Any, layout: Any, **rest: Any) -> Any:
+        lengths.append(layout.segment_ids.shape[1])
+        return attention(query, keys, values, layout, **rest)
+
+    monkeypatch.setattr(decoder, "packed_attention", watched)
+    short = [replace(s, completion_ids=s.completion_ids[:3]) for s in random_samples(session)]
+    assert check_packing(session, session.load_params(), short) <= 1e-4
+    assert set(lengths) == {384}
 
 
 def test_weights_that_give_no_number_are_not_taken_for_a_leak(session: Session) -> None:
