@@ -143,7 +143,9 @@ def score(
     ] = "policy",
     check_packing: Annotated[
         bool,
-        typer.Option("--check-packing", help="First see whether samples score in a shared row as they do alone; exit 1 if not."),
+        typer.Option(
+            "--check-packing", help="First see whether samples score in a shared row as they do alone; exit 1 if not."
+        ),
     ] = False,
     as_json: AsJson = False,
     debug: Debug = False,

@@ -143,8 +143,10 @@ def _layer(entries: Iterable[_Entry]) -> Layer:
                 problems.append(_unknown(entry))
             elif field in layer:
                 first, leaf = layer[field]
-                # verl sets some of its names side by side; equal values contradict nothing.
-                if first.name == entry.name or leaf.value != _value(entry.node, field):
+                # verl's general switch may stand beside the one of a part, where they agree.
+                both_are_historic = {first.name, entry.name} <= HISTORIC.keys()
+                general_and_part = both_are_historic and HISTORIC[first.name] != HISTORIC[entry.name]
+                if not (general_and_part and leaf.value == _value(entry.node, field)):
                     problems.append(f"{field} is set twice: {_source(first)} and {_source(entry)}; keep one of them")
             else:
                 layer[field] = entry, Leaf(_value(entry.node, field), entry.origin, entry.node, entry.written)

@@ -14,6 +14,7 @@ from app.mesh.placement import max_over_hosts, num_local_row_shards
 from app.policy.decoder import Params
 from app.training.session import Session
 
+
 class Rounding(NamedTuple):
     """What the order of sums may change a logprob by, in nats; another sample's tokens in view change far more."""
 

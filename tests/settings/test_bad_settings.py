@@ -149,7 +149,7 @@ def test_a_bad_set_is_refused(override: str, message: str) -> None:
         ),
         ("steps: 4\ntraining_steps: 4\n", "run.steps is set twice"),
         (
-            "use_dynamic_bsz: true\nlog_prob_use_dynamic_bsz: true\n",
+            "use_dynamic_bsz: true\nlog_prob_use_dynamic_bsz: false\n",
             "score.dynamic is set twice: use_dynamic_bsz (yaml:c.yaml:1) and log_prob_use_dynamic_bsz (yaml:c.yaml:2)",
         ),
         (

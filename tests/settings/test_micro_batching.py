@@ -297,3 +297,8 @@ def test_whatever_is_said_each_scope_is_either_dynamic_or_fixed(in_set: dict, in
         for name, value in in_environment.items():
             if name.rpartition(".")[0] == section and value is not None:
                 assert value_of(resolved.settings, name) == value
+
+
+def test_verls_general_switch_may_stand_beside_that_of_a_part_where_they_agree() -> None:
+    settings = load(None, ["use_dynamic_bsz=false", "log_prob_use_dynamic_bsz=false"], {}).settings
+    assert settings.score.dynamic is False and settings.algorithm.dynamic_microbatch is False
