@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.batching.plan import MicroBatch, Plan, RowShape
+from app.batching.plan import MicroBatch, Plan, Row, RowShape
 from app.flow import Prompt, Sample
 from app.mesh.placement import max_over_hosts, num_local_row_shards
 from app.policy.decoder import Params
@@ -79,7 +79,7 @@ def _scored(
     Rows go one at a time through one program, the other devices idle: that takes no more memory than a row.
     """
     count, num_tokens = len(samples), len(samples) * LONGEST
-    rows = [((i,),) for i in range(count)]
+    rows: list[Row] = [((i,),) for i in range(count)]
     for number, segments in enumerate(arrangements, start=1):
         rows.append(tuple(tuple(i + number * count for i in segment) for segment in segments))
     empty = ((),) * (num_local_row_shards(session.mesh) - 1)
