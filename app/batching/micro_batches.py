@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,12 +22,15 @@ class Cut:
 
     plans: tuple[Plan, ...]
     lengths: tuple[Lengths, ...]
-    own: Plan
-    """This host's."""
     devices_per_host: int
     work: Work
     max_tokens_per_device: int | None
     """None without a quota."""
+
+    @property
+    def own(self) -> Plan:
+        """This host's."""
+        return self.plans[jax.process_index()]
 
     def figures(self) -> dict[str, float]:
         """See `plan_figures`."""
@@ -44,8 +48,28 @@ def per_token(lengths: np.ndarray) -> np.ndarray:
     return lengths.astype(np.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class FixedRows:
+class Cutter(ABC):
+    """A way to cut samples. Hosts gather all lengths, and each makes the plans of all."""
+
+    work: Work
+
+    @property
+    @abstractmethod
+    def max_tokens_per_device(self) -> int | None:
+        """None without a quota."""
+
+    @abstractmethod
+    def plan(self, hosts: Sequence[Lengths], *, devices_per_host: int) -> tuple[Plan, ...]:
+        """The plan of each host."""
+
+    def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> Cut:
+        lengths, devices = lengths_over_hosts(samples), num_local_row_shards(mesh)
+        plans = self.plan(lengths, devices_per_host=devices)
+        return Cut(plans, lengths, devices, self.work, self.max_tokens_per_device)
+
+
+@dataclass(frozen=True)
+class FixedRows(Cutter):
     """One sample a row, a fixed number of rows; see `plan_fixed`."""
 
     rows_per_device: int | None
@@ -53,6 +77,10 @@ class FixedRows:
     work: Work = per_token
     shape: RowShape | None = None
     """Of every row, whatever the samples; None: as the longest of them asks."""
+
+    @property
+    def max_tokens_per_device(self) -> None:
+        return None
 
     def plan(self, hosts: Sequence[Lengths], *, devices_per_host: int) -> tuple[Plan, ...]:
         plans = plan_fixed(
@@ -62,31 +90,24 @@ class FixedRows:
             return plans
         return tuple(Plan(tuple(replace(one, shape=self.shape) for one in plan.micro_batches)) for plan in plans)
 
-    def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> Cut:
-        lengths, devices = lengths_over_hosts(samples), num_local_row_shards(mesh)
-        plans = self.plan(lengths, devices_per_host=devices)
-        return Cut(plans, lengths, plans[jax.process_index()], devices, self.work, None)
 
-
-@dataclass(frozen=True, slots=True)
-class PackedRows:
+@dataclass(frozen=True)
+class PackedRows(Cutter):
     """As many samples as a token budget allows, packed into rows; see `plan_token_budget`."""
 
     budget: TokenBudget
     work: Work
 
+    @property
+    def max_tokens_per_device(self) -> int:
+        return self.budget.max_tokens_per_device
+
     def plan(self, hosts: Sequence[Lengths], *, devices_per_host: int) -> tuple[Plan, ...]:
         return plan_token_budget(hosts, self.budget, self.work, devices_per_host=devices_per_host)
 
-    def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> Cut:
-        lengths, devices = lengths_over_hosts(samples), num_local_row_shards(mesh)
-        plans = self.plan(lengths, devices_per_host=devices)
-        own = plans[jax.process_index()]
-        return Cut(plans, lengths, own, devices, self.work, self.budget.max_tokens_per_device)
 
-
-@dataclass(frozen=True, slots=True)
-class EqualShapes:
+@dataclass(frozen=True)
+class EqualShapes(Cutter):
     """Cuts as another does, then fills the last micro-batch up to the shape of those before it, with empty rows.
 
     For all parts of a long file but the last: their tails would each have a shape of their own.
@@ -94,14 +115,17 @@ class EqualShapes:
 
     cut: FixedRows | PackedRows
 
+    @property
+    def work(self) -> Work:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.cut.work
+
+    @property
+    def max_tokens_per_device(self) -> int | None:
+        return self.cut.max_tokens_per_device
+
     def plan(self, hosts: Sequence[Lengths], *, devices_per_host: int) -> tuple[Plan, ...]:
         plans = self.cut.plan(hosts, devices_per_host=devices_per_host)
         return tuple(_of_equal_shapes(plan, devices_per_host) for plan in plans)
-
-    def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> Cut:
-        cut = self.cut(samples, mesh)
-        plans = tuple(_of_equal_shapes(plan, cut.devices_per_host) for plan in cut.plans)
-        return replace(cut, plans=plans, own=plans[jax.process_index()])
 
 
 def _of_equal_shapes(plan: Plan, num_devices: int) -> Plan:
@@ -112,9 +136,6 @@ def _of_equal_shapes(plan: Plan, num_devices: int) -> Plan:
     empty = ((),) * (wanted - held)
     rows = [row for first in range(0, len(tail.rows), held) for row in (*tail.rows[first : first + held], *empty)]
     return Plan((*others, MicroBatch(tuple(rows), others[0].shape)))
-
-
-Cutter = FixedRows | PackedRows | EqualShapes
 
 
 def lengths_of(samples: Sequence[Sample]) -> Lengths:

@@ -212,7 +212,7 @@ def plan_report(
     """The plan of one host that has all samples. `work` weighs devices against each other."""
     num_devices = num_local_row_shards(mesh)
     (plan,) = cut.plan([lengths], devices_per_host=num_devices)
-    quota = cut.budget.max_tokens_per_device if isinstance(cut, PackedRows) else None
+    quota = cut.max_tokens_per_device
     return PlanReport(
         file=file,
         role=role,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from app.batching.micro_batches import lengths_of
 from app.batching.plan import MicroBatch, Plan, Row, RowShape
 from app.flow import Prompt, Sample
 from app.mesh.placement import max_over_hosts, num_local_row_shards
@@ -65,10 +66,8 @@ def _start_of(sample: Sample) -> Sample:
 
 
 def _by_prompt(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
-    segments: dict[bytes, list[int]] = {}
-    for i, sample in enumerate(samples):
-        segments.setdefault(sample.prompt.token_ids.tobytes(), []).append(i)
-    return list(map(tuple, segments.values()))
+    numbers = lengths_of(samples).prompt_numbers
+    return [tuple(np.flatnonzero(numbers == number).tolist()) for number in range(numbers.max() + 1)]
 
 
 def _scored(

@@ -334,4 +334,6 @@ def test_sharing_and_packing_never_change_which_samples_there_are(totals, num_de
     host = Lengths(prompts, sizes - prompts, numbers)
     for share_prompts in (False, True):
         budget = make_budget(64, packing=packing, balance=balance, share_prompts=share_prompts)
-        planned(host, budget, num_devices)
+        plan = planned(host, budget, num_devices)
+        held = [i for micro_batch in plan.micro_batches for i in members(micro_batch.rows)]
+        assert sorted(held) == list(range(len(totals)))
