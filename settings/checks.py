@@ -25,6 +25,7 @@ def check_for_train(resolved: Resolved) -> None:
             _siblings_differ,
             _some_reward_counts,
             _penalty_weighs_something,
+            _adapted_penalty_is_in_the_reward,
             _mini_batches_divide_the_step,
             _longest_sample_fits,
             _quotas_hold_the_longest_sample,
@@ -104,6 +105,26 @@ def _penalty_weighs_something(resolved: Resolved) -> str | None:
     return (
         f"{_named(resolved, 'algorithm.kl_in')}: {_named(resolved, 'algorithm.beta')}, so the reward would lose "
         "nothing; set algorithm.beta above 0, 0.05 is usual, or leave algorithm.kl_in null"
+    )
+
+
+def _adapted_penalty_is_in_the_reward(resolved: Resolved) -> str | None:
+    algorithm = resolved.settings.algorithm
+    if algorithm.kl_target is None:
+        return None
+    if algorithm.beta == 0:
+        # As with its place: no penalty, said later than what it should be held at, wins.
+        if place(resolved.provenance["algorithm.beta"]) > place(resolved.provenance["algorithm.kl_target"]):
+            return None
+        return (
+            f"{_named(resolved, 'algorithm.kl_target')}: {_named(resolved, 'algorithm.beta')} stays 0 however often it "
+            "is multiplied; set algorithm.beta above 0, 0.05 is usual, or leave algorithm.kl_target null"
+        )
+    if algorithm.kl_in == "reward":
+        return None
+    return (
+        f"{_named(resolved, 'algorithm.kl_target')}: only a penalty in the reward is adapted, and "
+        f"{_named(resolved, 'algorithm.kl_in')}; set algorithm.kl_in: reward, or leave algorithm.kl_target null"
     )
 
 

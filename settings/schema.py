@@ -232,10 +232,62 @@ class Algorithm(Section):
         "False only to compare.",
     )
 
+    gamma: float = Field(
+        default=1.0, ge=0, le=1, description="Discount of rewards by token, for estimators that credit each token."
+    )
+    lam: float = Field(
+        default=0.95,
+        ge=0,
+        le=1,
+        description="Lambda of GAE: 1 trusts the rewards that came, 0 the critic's values of the next token.",
+    )
+    length_adaptive_lam: float | None = Field(
+        default=None,
+        gt=0,
+        description="VAPO's alpha, 0.05 there: instead of `lam`, advantages take lambda 1 - 1 / (alpha x trainable "
+        "tokens of the sample), at least 0; null = off.",
+    )
+    mask_mode: Literal["skip", "through", "zero"] = Field(
+        default="skip",
+        description="What GAE does at tokens that the policy did not write: pass over them, take them as any step, or "
+        "as a step of reward 0 and value 0.",
+    )
+    bootstrap_truncated: bool = Field(
+        default=False,
+        description="A sample cut at `rollout.max_new_tokens` goes on with the critic's value behind its last token; "
+        "false: it ends there with 0, like one that stopped.",
+    )
+    gae_backend: Literal["auto", "serial", "chunked", "fused"] = Field(
+        default="auto", description="How the recurrence of GAE is solved; auto = the fastest here, by measurements."
+    )
+    gae_chunk_size: int | None = Field(
+        default=None, ge=1, description="Tokens of a chunk of `chunked`; null = the fastest here, by measurements."
+    )
+    whiten_advantages: bool | None = Field(
+        default=None,
+        description="Bring the advantages of a step's tokens, over all hosts, to mean 0 and variance 1. Derived when "
+        "null: true for estimators that credit each token, false for those that compare siblings.",
+    )
+    kl_target: float | None = Field(
+        default=None,
+        gt=0,
+        description="Nats per token at which the KL in the reward is held: `beta`, at first, is adapted after every "
+        "step; null = fixed `beta`.",
+    )
+    kl_horizon: int = Field(
+        default=10000, ge=1, description="Samples over which an adapted `beta` changes by at most about 20 %."
+    )
+
     @property
     def kl_in_reward(self) -> bool:
         """Samples are compared by rewards from which a KL penalty has been taken."""
         return self.beta > 0 and self.kl_in == "reward"
+
+
+class Critic(Section):
+    lam: float | None = Field(
+        default=None, ge=0, le=1, description="Lambda of the critic's targets, 1.0 in VAPO; null = `algorithm.lam`."
+    )
 
 
 class Optimizer(Section):
@@ -331,6 +383,7 @@ class Settings(BaseSettings):
     batching: Batching = Batching()
     score: Score = Score()
     algorithm: Algorithm = Algorithm()
+    critic: Critic = Critic()
     optimizer: Optimizer = Optimizer()
     mesh: Mesh = Mesh()
     checkpoint: Checkpoint = Checkpoint()
