@@ -124,6 +124,7 @@ def _derived_algorithm(given: Algorithm) -> Layer:
     values: dict[str, Any] = {
         "loss_aggregation": paper.loss_aggregation,
         "whiten_advantages": given.name in WHITENED,
+        "shuffle": given.name == "ppo",
     }
     if given.beta > 0:
         values |= {"kl_in": kl_in, "kl_estimator": KL_ESTIMATORS[kl_in]}
