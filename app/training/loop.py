@@ -21,6 +21,7 @@ from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.weighing import Scored
 from app.training.checkpoint import Checkpoints, Progress
+from app.training.crediting import Credited
 from app.training.evaluate import evaluate, evaluation_metrics, host_share
 from app.training.interrupts import Interrupts
 from app.training.journal import Journal, NoJournal
@@ -93,11 +94,13 @@ class Trainer:
         with timer.phase("score"):
             samples, scoring = self.score(state.params, scored.samples, timer)
         with timer.phase("advantage"):
-            samples = self.credit(samples)
+            credited = self.credit(samples, settings.algorithm.beta)
+            samples = credited.samples
         with timer.phase("update"):
             temperature = settings.rollout.temperature
             state, metrics = self.learning.updater.update(state, samples, temperature=temperature)
-        metrics = {**sample_metrics(samples, self.rewards.names), **reward_counts(scored), **scoring, **metrics}
+        rewarded = {**sample_metrics(samples, self.rewards.names), **reward_counts(scored)}
+        metrics = {**rewarded, **scoring, **credited.metrics, **metrics}
         return state, samples, metrics
 
     def take_prompts(self, position: int) -> list[Prompt]:
@@ -131,14 +134,15 @@ class Trainer:
             metrics |= {**scoring_metrics(role, cuts), f"perf/score_{role}_compilations": compilations.take()}
         return samples, metrics
 
-    def credit(self, samples: list[Sample]) -> list[Sample]:
+    def credit(self, samples: list[Sample], kl_coef: float) -> Credited:
         """Advantages among the samples that have a reward.
 
         The others keep their place, out of the loss: shapes, and the parts that mini-batches and hosts get, do not
         depend on how many there are.
         """
-        credited = iter(self.learning.credit([s for s in samples if s.reward is not None]))
-        return [next(credited) if s.reward is not None else _without_credit(s) for s in samples]
+        credited = self.learning.credit([s for s in samples if s.reward is not None], kl_coef)
+        rest = iter(credited.samples)
+        return credited._replace(samples=[next(rest) if s.reward is not None else _without_credit(s) for s in samples])
 
     def evaluate(self, params: Params, prompts: Sequence[Prompt], *, step: int, board: Board) -> Scored:
         """One judged sample of each held-out prompt."""
