@@ -49,8 +49,8 @@ class Progress:
     fingerprints: Mapping[str, str]
     """What the run was started with: model, tokenizer and data."""
     wandb_id: str | None = None
-    kl_coef: float = 0.0
-    """Weight of the KL in the next step's rewards."""
+    kl_coef: float | None = None
+    """Weight of the KL in the next step's rewards, where it is adapted; None in older checkpoints."""
     evaluation: Mapping[str, float | None] | None = None
     """Metrics under `eval/` of this step; None where there was no evaluation."""
 

@@ -21,6 +21,7 @@ from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.weighing import Scored
 from app.training.checkpoint import Checkpoints, Progress
+from app.training.crediting import Credited
 from app.training.evaluate import evaluate, evaluation_metrics, host_share
 from app.training.interrupts import Interrupts
 from app.training.journal import Journal, NoJournal
@@ -94,10 +95,12 @@ class Trainer:
         with timer.phase("score"):
             samples, scoring = self.score(state, scored.samples, timer)
         with timer.phase("advantage"):
-            samples = self.credit(samples)
+            credited = self.credit(samples, state.kl_coef)
+            samples, state = credited.samples, replace(state, kl_coef=credited.kl_coef)
         with timer.phase("update"):
             state, metrics = self.update(state, samples, step=step)
-        metrics = {**sample_metrics(samples, self.rewards.names), **reward_counts(scored), **scoring, **metrics}
+        rewarded = {**sample_metrics(samples, self.rewards.names), **reward_counts(scored)}
+        metrics = {**rewarded, **scoring, **credited.metrics, **metrics}
         return state, samples, metrics
 
     def take_prompts(self, position: int) -> list[Prompt]:
@@ -160,14 +163,15 @@ class Trainer:
             metrics |= dict.fromkeys(FROZEN)
         return replace(state, policy=policy, critic=critic), metrics
 
-    def credit(self, samples: list[Sample]) -> list[Sample]:
+    def credit(self, samples: list[Sample], kl_coef: float) -> Credited:
         """Advantages among the samples that have a reward.
 
         The others keep their place, out of the loss: shapes, and the parts that mini-batches and hosts get, do not
         depend on how many there are.
         """
-        credited = iter(self.learning.credit([s for s in samples if s.reward is not None]))
-        return [next(credited) if s.reward is not None else _without_credit(s) for s in samples]
+        credited = self.learning.credit([s for s in samples if s.reward is not None], kl_coef)
+        rest = iter(credited.samples)
+        return credited._replace(samples=[next(rest) if s.reward is not None else _without_credit(s) for s in samples])
 
     def evaluate(self, params: Params, prompts: Sequence[Prompt], *, step: int, board: Board) -> Scored:
         """One judged sample of each held-out prompt."""
@@ -311,18 +315,20 @@ def _open_checkpoints(launch: Launch, learning: Learning) -> Checkpoints:
 
 def _open_state(checkpoints: Checkpoints, launch: Launch, learning: Learning) -> tuple[RunState, Progress]:
     """The newest good checkpoint's state, or the models' own weights with fresh moments."""
+    algorithm = launch.resolved.settings.algorithm
     per_step = launch.resolved.settings.rollout.prompts_per_step * jax.process_count()
     fingerprints = {**launch.input.fingerprints, "rollout.prompts_per_step over all hosts": str(per_step)}
     restored = checkpoints.restore(fingerprints)
     if restored is not None:
         arrays, progress = restored
-        return RunState.of(arrays, kl_coef=progress.kl_coef), progress
-    session, beta = launch.session, launch.resolved.settings.algorithm.beta
+        is_adapted = algorithm.kl_target is not None and progress.kl_coef is not None
+        return RunState.of(arrays, kl_coef=progress.kl_coef if is_adapted else algorithm.beta), progress
+    session = launch.session
     policy, critic = learning.policy.initial_state(session.load_params()), None
     if session.critic is not None:
         assert learning.critic is not None
         critic = learning.critic.initial_state(session.critic.load_params(session.mesh))
-    state = RunState(policy, critic, kl_coef=beta)
+    state = RunState(policy, critic, kl_coef=algorithm.beta)
     return state, Progress(step=0, position=0, fingerprints=fingerprints)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +12,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from app.advantage.group import ADVANTAGES, credit_by_group, penalised_rewards, task_rewards
 from app.batching.micro_batches import Cutter
-from app.flow import Sample
 from app.mesh.placement import has_host_memory, num_local_row_shards
 from app.policy.decoder import DecoderDefinition, Params
+from app.training.crediting import Crediting, wire_crediting, wire_kl
 from app.training.cutting import Longest, wire_role, wire_update
 from app.training.metrics import Work
 from app.training.run_state import arrays_of
 from app.training.session import Critic, Session
 from app.update.aggregation import aggregations
-from app.update.kl import ESTIMATORS, Estimator
 from app.update.mini_batches import MiniBatches, in_order, shuffled
 from app.update.objective import PolicyLoss, make_objective, own_logprobs, scored_logprobs
 from app.update.optimizer import TrainState, initial_state, make_optimizer, make_schedule, state_shardings
@@ -40,9 +38,6 @@ from settings import Settings
 from settings.errors import InputError
 from settings.schema import Algorithm, Optimizer, ScoredRole
 from settings.schema import Critic as CriticSettings
-
-Credit = Callable[[Sequence[Sample]], list[Sample]]
-"""Samples -> the same with their advantages."""
 
 OTHERWISE = "algorithm.dynamic_microbatch: true, instead of algorithm.rows_per_device, takes any number"
 
@@ -65,7 +60,7 @@ class Learner:
 class Learning:
     """Credit and updates, wired for one run."""
 
-    credit: Credit
+    credit: Crediting
     cuts: Mapping[ScoredRole, Cutter]
     """How the samples that a role scores are cut."""
     mini_batches: MiniBatches
@@ -89,7 +84,7 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
         role: wire_role(settings, role, session.architecture_of(role), longest) for role in settings.scored_roles
     }
     return Learning(
-        wire_credit(settings.algorithm),
+        wire_crediting(settings),
         cuts,
         wire_mini_batches(settings),
         wire_policy(settings, session, longest),
@@ -171,14 +166,6 @@ def _roles_in_loss(settings: Settings) -> list[ScoredRole]:
     return [role for role in settings.scored_roles if read[role]]
 
 
-def wire_credit(algorithm: Algorithm) -> Credit:
-    """What samples are compared by, and how."""
-    rewards = task_rewards
-    if algorithm.kl_in_reward:
-        rewards = functools.partial(penalised_rewards, kl_estimator=wire_kl(algorithm), beta=algorithm.beta)
-    return functools.partial(credit_by_group, advantages=ADVANTAGES[algorithm.name], rewards=rewards)
-
-
 def wire_loss(algorithm: Algorithm, *, several_updates: bool) -> PolicyLoss:
     """The loss of every token, before aggregation."""
     return PolicyLoss(
@@ -188,12 +175,6 @@ def wire_loss(algorithm: Algorithm, *, several_updates: bool) -> PolicyLoss:
         beta=0.0 if algorithm.kl_in_reward else algorithm.beta,
         entropy_coef=algorithm.entropy_coef,
     )
-
-
-def wire_kl(algorithm: Algorithm) -> Estimator:
-    """The estimator of the penalty, wherever it goes."""
-    assert algorithm.kl_estimator is not None
-    return ESTIMATORS[algorithm.kl_estimator]
 
 
 def wire_surrogate(algorithm: Algorithm) -> SurrogateLoss:
