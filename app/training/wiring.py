@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -24,8 +25,9 @@ from app.update.aggregation import aggregations
 from app.update.kl import ESTIMATORS, Estimator
 from app.update.objective import PolicyLoss, make_objective, own_logprobs, scored_logprobs
 from app.update.optimizer import TrainState, make_optimizer, make_schedule, state_shardings
+from app.update.ratio import LogRatio, sequence_log_ratio, token_log_ratio
 from app.update.step import UpdateStep
-from app.update.surrogate import SurrogateLoss, clipped_surrogate, dual_clipped_surrogate
+from app.update.surrogate import Surrogate, SurrogateLoss, cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from app.update.updater import Updater
 from settings import Settings
 from settings.errors import InputError
@@ -33,6 +35,13 @@ from settings.schema import Algorithm, ScoredRole
 
 Credit = Callable[[Sequence[Sample]], list[Sample]]
 """Samples -> the same with their advantages."""
+
+LOG_RATIOS: Mapping[str, LogRatio] = MappingProxyType({"token": token_log_ratio, "sequence": sequence_log_ratio})
+"""By `algorithm.ratio_level`."""
+SURROGATES: Mapping[str, Callable[..., Surrogate]] = MappingProxyType(
+    {"ppo": clipped_surrogate, "cispo": cispo_surrogate}
+)
+"""By `algorithm.clip`."""
 
 OTHERWISE = "algorithm.dynamic_microbatch: true, instead of algorithm.rows_per_device, takes any number"
 
@@ -75,6 +84,7 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
         roles=_roles_in_loss(settings),
         num_mini_batches=settings.num_mini_batches,
         epochs=algorithm.epochs,
+        reads_sample_means=algorithm.ratio_level == "sequence",
     )
     cuts: dict[ScoredRole, Cutter] = {
         role: wire_role(settings, role, architecture, longest) for role in settings.scored_roles
@@ -90,20 +100,23 @@ def _roles_in_loss(settings: Settings) -> list[ScoredRole]:
 
 def wire_credit(algorithm: Algorithm) -> Credit:
     """What samples are compared by, and how."""
+    assert algorithm.estimator is not None
     rewards = task_rewards
     if algorithm.kl_in_reward:
         rewards = functools.partial(penalised_rewards, kl_estimator=wire_kl(algorithm), beta=algorithm.beta)
-    return functools.partial(credit_by_group, advantages=ADVANTAGES[algorithm.name], rewards=rewards)
+    return functools.partial(credit_by_group, advantages=ADVANTAGES[algorithm.estimator], rewards=rewards)
 
 
 def wire_loss(algorithm: Algorithm, *, several_updates: bool) -> PolicyLoss:
     """The loss of every token, before aggregation."""
+    assert algorithm.ratio_level is not None
     return PolicyLoss(
         proximal=scored_logprobs if several_updates else own_logprobs,
         surrogate=wire_surrogate(algorithm),
         kl_estimator=wire_kl(algorithm) if algorithm.beta > 0 else None,
         beta=0.0 if algorithm.kl_in_reward else algorithm.beta,
         entropy_coef=algorithm.entropy_coef,
+        log_ratio=LOG_RATIOS[algorithm.ratio_level],
     )
 
 
@@ -115,9 +128,10 @@ def wire_kl(algorithm: Algorithm) -> Estimator:
 
 def wire_surrogate(algorithm: Algorithm) -> SurrogateLoss:
     """One clip or two."""
+    assert algorithm.clip is not None and algorithm.clip_low is not None and algorithm.clip_high is not None
     clips = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     if algorithm.dual_clip is None:
-        return functools.partial(clipped_surrogate, **clips)
+        return functools.partial(SURROGATES[algorithm.clip], **clips)
     return functools.partial(dual_clipped_surrogate, dual_clip=algorithm.dual_clip, **clips)
 
 
