@@ -17,6 +17,7 @@ from app.advantage.group import zero_variance_fraction
 from app.flow import Sample
 from app.mesh.placement import gather_over_hosts, sum_over_hosts
 from app.reward.weighing import Scored
+from app.training.refill import Refilled
 
 
 def over_hosts(values: Sequence[float]) -> np.ndarray:
@@ -79,6 +80,25 @@ def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[
         "advantage/std": float(np.sqrt((tokens * (means - mean) ** 2).sum() / max(tokens.sum(), 1))),
     }
     return {name: float(value) for name, value in metrics.items()}
+
+
+def refill_metrics(refilled: Refilled, sampled: Sequence[Sample]) -> dict[str, float]:
+    """What a filter made of a step's rollouts, over all hosts.
+
+    Args:
+        sampled: of all rounds, whatever became of them.
+    """
+    rewards = [s.reward for s in sampled if s.reward is not None]
+    counts = (refilled.num_sampled, refilled.num_filtered, refilled.num_surplus, refilled.num_fillers)
+    groups, filtered, surplus, fillers = sum_over_hosts(np.asarray(counts)).tolist()
+    total, count = sum_over_hosts(np.asarray([sum(rewards), len(rewards)], np.float64)).tolist()
+    return {
+        "rollout/num_rounds": refilled.num_rounds,
+        "rollout/surplus_group_count": surplus,
+        "rollout/filler_group_count": fillers,
+        "reward/filtered_group_fraction": filtered / groups,
+        "reward/sampled_mean": total / count if count else float("nan"),
+    }
 
 
 def host_counts(scored: Scored) -> tuple[dict[str, int], dict[str, tuple[float, int]]]:

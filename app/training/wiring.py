@@ -20,6 +20,7 @@ from app.mesh.placement import has_host_memory, num_local_row_shards
 from app.policy.decoder import DecoderDefinition
 from app.training.cutting import Longest, wire_role, wire_update
 from app.training.metrics import Work
+from app.training.refill import Filter, keeps_all, rewards_differ
 from app.training.session import Session
 from app.update.aggregation import aggregations
 from app.update.kl import ESTIMATORS, Estimator
@@ -42,6 +43,8 @@ SURROGATES: Mapping[str, Callable[..., Surrogate]] = MappingProxyType(
     {"ppo": clipped_surrogate, "cispo": cispo_surrogate}
 )
 """By `algorithm.clip`."""
+FILTERS: Mapping[str, Filter] = MappingProxyType({"none": keeps_all, "zero_variance": rewards_differ})
+"""By `algorithm.filter`."""
 
 OTHERWISE = "algorithm.dynamic_microbatch: true, instead of algorithm.rows_per_device, takes any number"
 
@@ -51,6 +54,8 @@ class Learning:
     """The update room, wired for one run."""
 
     credit: Credit
+    keep: Filter
+    """Which groups a step learns from."""
     cuts: Mapping[ScoredRole, Cutter]
     """How the samples that a role scores are cut."""
     updater: Updater
@@ -89,7 +94,8 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
     cuts: dict[ScoredRole, Cutter] = {
         role: wire_role(settings, role, architecture, longest) for role in settings.scored_roles
     }
-    return Learning(wire_credit(algorithm), cuts, updater, optimizer, shapes, shardings)
+    assert algorithm.filter is not None
+    return Learning(wire_credit(algorithm), FILTERS[algorithm.filter], cuts, updater, optimizer, shapes, shardings)
 
 
 def _roles_in_loss(settings: Settings) -> list[ScoredRole]:

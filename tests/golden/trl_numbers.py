@@ -42,7 +42,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"loss_type": "cispo", "epsilon_high": 1.2},
     {"loss_type": "cispo", "epsilon_high": 5.0, "beta": 0.04},
 )
-"""Settings of GRPOTrainer; its `epsilon_high` of CISPO is the bound itself. `old` says whether the step is one of several on its rollout, which has `old` logprobs."""
+"""Settings of GRPOTrainer; its `epsilon_high` of CISPO is the bound itself.
+`old` says whether the step is one of several on its rollout, which has `old` logprobs."""
 DEFAULTS = {
     "old": True,
     "beta": 0.0,
