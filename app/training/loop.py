@@ -312,7 +312,7 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
         record = _record(metrics, samples, timer, work) | {"perf/compilations": compilations.take()}
         if held_out and (is_last or step % settings.eval.every_steps == 0):
             record |= _evaluated(trainer, state.policy.params, held_out, step=step, narrator=narrator)
-        num_prompts = int(metrics["rollout/num_rounds"]) * trainer.prompts_per_step
+        num_prompts = int(metrics["rollout/num_rounds"] or 1) * trainer.prompts_per_step
         progress = progress.after(step, num_prompts=num_prompts, metrics=record)
         narrator.step(step, record)
         _stop_if_diverged(metrics, settings)
