@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,16 +19,27 @@ from app.policy.decoder import DecoderDefinition
 from app.training.crediting import Crediting, wire_crediting, wire_kl
 from app.training.cutting import Longest, wire_role, wire_update
 from app.training.metrics import Work
+from app.training.refill import Filter, keeps_all, rewards_differ
 from app.training.session import Session
 from app.update.aggregation import aggregations
 from app.update.objective import PolicyLoss, make_objective, own_logprobs, scored_logprobs
 from app.update.optimizer import TrainState, make_optimizer, make_schedule, state_shardings
+from app.update.ratio import LogRatio, sequence_log_ratio, token_log_ratio
 from app.update.step import UpdateStep
-from app.update.surrogate import SurrogateLoss, clipped_surrogate, dual_clipped_surrogate
+from app.update.surrogate import Surrogate, SurrogateLoss, cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from app.update.updater import Updater
 from settings import Settings
 from settings.errors import InputError
 from settings.schema import Algorithm, ScoredRole
+
+LOG_RATIOS: Mapping[str, LogRatio] = MappingProxyType({"token": token_log_ratio, "sequence": sequence_log_ratio})
+"""By `algorithm.ratio_level`."""
+SURROGATES: Mapping[str, Callable[..., Surrogate]] = MappingProxyType(
+    {"ppo": clipped_surrogate, "cispo": cispo_surrogate}
+)
+"""By `algorithm.clip`."""
+FILTERS: Mapping[str, Filter] = MappingProxyType({"none": keeps_all, "zero_variance": rewards_differ})
+"""By `algorithm.filter`."""
 
 OTHERWISE = "algorithm.dynamic_microbatch: true, instead of algorithm.rows_per_device, takes any number"
 
@@ -37,6 +49,8 @@ class Learning:
     """The update room, wired for one run."""
 
     credit: Crediting
+    keep: Filter
+    """Which groups a step learns from."""
     cuts: Mapping[ScoredRole, Cutter]
     """How the samples that a role scores are cut."""
     updater: Updater
@@ -70,11 +84,14 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
         roles=_roles_in_loss(settings),
         num_mini_batches=settings.num_mini_batches,
         epochs=algorithm.epochs,
+        reads_sample_means=algorithm.ratio_level == "sequence",
     )
     cuts: dict[ScoredRole, Cutter] = {
         role: wire_role(settings, role, architecture, longest) for role in settings.scored_roles
     }
-    return Learning(wire_crediting(settings), cuts, updater, optimizer, shapes, shardings)
+    assert algorithm.filter is not None
+    crediting = wire_crediting(settings)
+    return Learning(crediting, FILTERS[algorithm.filter], cuts, updater, optimizer, shapes, shardings)
 
 
 def _roles_in_loss(settings: Settings) -> list[ScoredRole]:
@@ -85,20 +102,23 @@ def _roles_in_loss(settings: Settings) -> list[ScoredRole]:
 
 def wire_loss(algorithm: Algorithm, *, several_updates: bool) -> PolicyLoss:
     """The loss of every token, before aggregation."""
+    assert algorithm.ratio_level is not None
     return PolicyLoss(
         proximal=scored_logprobs if several_updates else own_logprobs,
         surrogate=wire_surrogate(algorithm),
         kl_estimator=wire_kl(algorithm) if algorithm.beta > 0 else None,
         beta=0.0 if algorithm.kl_in_reward else algorithm.beta,
         entropy_coef=algorithm.entropy_coef,
+        log_ratio=LOG_RATIOS[algorithm.ratio_level],
     )
 
 
 def wire_surrogate(algorithm: Algorithm) -> SurrogateLoss:
     """One clip or two."""
+    assert algorithm.clip is not None and algorithm.clip_low is not None and algorithm.clip_high is not None
     clips = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     if algorithm.dual_clip is None:
-        return functools.partial(clipped_surrogate, **clips)
+        return functools.partial(SURROGATES[algorithm.clip], **clips)
     return functools.partial(dual_clipped_surrogate, dual_clip=algorithm.dual_clip, **clips)
 
 
