@@ -59,7 +59,7 @@ class Crediting:
 
     def __call__(self, samples: Sequence[Sample], kl_coef: float) -> Credited:
         credited = self.credit(samples, kl_coef)
-        metrics = credit_metrics(credited) | ({"policy/kl_coef": kl_coef} if self.penalises else {})
+        metrics = credit_metrics(credited) | ({"policy/kl_coef": float(kl_coef)} if self.penalises else {})
         next_kl_coef = self.next_kl_coef(credited, kl_coef)
         return Credited(whitened(credited) if self.whitens else credited, metrics, next_kl_coef)
 
