@@ -69,8 +69,8 @@ def test_long_random_rows_stay_within_the_contract(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bfloat16_inputs_are_computed_in_float32(backend):
     case = random_case(np.random.default_rng(1), (2, 300), masked=False, packed=False)
-    rounded = Case(*(jnp.asarray(x, jnp.bfloat16) for x in case[:2]))
-    exact = Case(*(np.asarray(x, np.float32) for x in rounded[:2]))
+    rounded = Case(*(np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in case[:2]))
+    exact = Case(*(x.astype(np.float32) for x in rounded[:2]))
     got = estimate(rounded, gamma=0.99, lam=0.95, backend=backend)
     assert got[0].dtype == got[1].dtype == np.float32
     assert_close(got, oracle(exact, gamma=0.99, lam=0.95))
@@ -263,8 +263,9 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square(one_decay):
     def temporary_bytes(num_tokens: int) -> int:
         inputs = jax.ShapeDtypeStruct((1, num_tokens), jnp.float32)
         decays = jax.ShapeDtypeStruct(() if one_decay else inputs.shape, jnp.float32)
-        compiled = jax.jit(partial(solve, chunk_size=size)).lower(inputs, decays).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        analysis = jax.jit(partial(solve, chunk_size=size)).lower(inputs, decays).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     for num_tokens in (16_384, 65_536):
         assert temporary_bytes(num_tokens) <= 4 * (12 * num_tokens + 4 * size**2)
