@@ -115,7 +115,8 @@ def _explain(figure: Figure, panels: Sequence[SpeedPanel], title: str) -> None:
         if backend in drawn
     ]
     handles.append(Line2D([], [], color=GREY, linestyle="--", linewidth=1.2, label="copy of the same bytes"))
-    ring = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "markeredgewidth": 1.6, "linewidth": 2.6}
+    ring = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "markeredgewidth": 1.6, "linestyle": ""}
     handles.append(Line2D([], [], color=BLUE, label="thick or ringed: what auto takes", **ring))
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
-    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False)
+    in_a_line = len(handles) if figure.get_figwidth() > 2 * PANEL_WIDTH - 1 else 3
+    figure.legend(handles=handles, loc="outside lower left", ncols=in_a_line, frameon=False)

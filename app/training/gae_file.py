@@ -206,7 +206,8 @@ def matrix_windows(
     for first in range(0, num_rows, size):
         rows = {name: matrix.read_rows(min(size, num_rows - first)) for name, matrix in matrices.items()}
         mask = _as_mask(rows["mask"], matrices["mask"].where, first) if "mask" in rows else None
-        rewards, values = (rows[name].astype(np.float32) for name in ("rewards", "values"))
+        with np.errstate(over="ignore"):  # an infinity in float32 is looked for below
+            rewards, values = (rows[name].astype(np.float32) for name in ("rewards", "values"))
         read = None if mask is None or reads_masked else mask
         check_finite(matrices["rewards"].where, rewards, first, read=read)
         check_finite(matrices["values"].where, values, first, read=read)
@@ -226,7 +227,7 @@ def _as_mask(numbers: np.ndarray, where: str, first_row: int) -> Bool[np.ndarray
 
 
 def check_finite(
-    where: str, x: np.ndarray, first_row: int, *, read: np.ndarray | None = None, hint: str = "expected a finite number"
+    where: str, x: np.ndarray, first_row: int, *, read: np.ndarray | None = None, hint: str = "expected a finite float32"
 ) -> None:
     """Raises InputError that names the first NaN or infinity. Columns of `x` behind those of `read` are always read."""
     bad = ~np.isfinite(x)
@@ -277,10 +278,19 @@ class SampleFile:
             credit = HostCredit(*(x[:, :num_tokens] for x in self.estimator.credit(window)))
             assert window.mask is not None
             mask = window.mask[:, :num_tokens]
-            _check_finite_samples(credit, placed)
+            self._check_finite(credit, placed)
             tally.choice = tally.choice or self.estimator.choice(window)
             tally.count(credit, mask, num_rows=len(placed))
             yield credit, mask, placed
+
+
+    def _check_finite(self, credit: HostCredit, placed: list[Placed]) -> None:
+        if all(np.isfinite(part).all() for part in credit):
+            return
+        # An infinity spreads over its whole row: whose it is shows where every sample has a row of its own.
+        for one in placed:
+            if not all(np.isfinite(part).all() for part in self.estimator.credit(packed([one.steps]))):
+                raise InputError(f"{one.where}: rewards or values are too large: its advantages leave float32")
 
 
 class Placed(NamedTuple):
@@ -339,16 +349,3 @@ def packed(samples: list[Steps]) -> Window:
         ends=ends,
         bootstrap=bootstrap,
     )
-
-
-def _check_finite_samples(credit: HostCredit, placed: list[Placed]) -> None:
-    for name, array in credit._asdict().items():
-        if np.isfinite(array).all():
-            continue
-        index = int(np.argmin(np.isfinite(array[0])))
-        starts = np.cumsum([0] + [len(one.steps.rewards) for one in placed])
-        number = int(np.searchsorted(starts, index, side="right")) - 1
-        raise InputError(
-            f"{placed[number].where}: {name}[{index - starts[number]}] would be {array[0, index]}: rewards or values "
-            "are too large for float32"
-        )
