@@ -20,6 +20,9 @@ from settings.section import Section
 BUILT_IN_REWARDS = ("gsm8k", "arithmetic", "gsm8k_format", "arithmetic_format", "math_verify")
 """What `reward.functions` knows by name alone."""
 
+OVERLONG = "overlong"
+"""The name of the penalty for length among a sample's rewards."""
+
 
 def _distinct_rewards(value: tuple[RewardFunction, ...]) -> tuple[RewardFunction, ...]:
     names = [function.name for function in value]
@@ -97,6 +100,15 @@ class Reward(Section):
     ] = Field(
         default=(RewardFunction(name="arithmetic"),),
         description="Weighted sum. The first one decides what `eval/accuracy` counts.",
+    )
+    overlong_buffer: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens below `rollout.max_new_tokens` over which a completion's reward falls by up to "
+        "`overlong_penalty`, in proportion; null = no penalty for length.",
+    )
+    overlong_penalty: float = Field(
+        default=1.0, gt=0, description="What a completion of `rollout.max_new_tokens` tokens loses."
     )
     on_error: Literal["raise", "zero", "drop"] = Field(
         default="raise",

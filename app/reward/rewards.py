@@ -6,18 +6,20 @@ import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Protocol
 
 from app.flow import Sample
 from app.reward.outcome import Failure, Outcome
+from app.reward.overlong import OverlongPenalty
 from app.reward.plugin import Moment, PlugIn, PlugInLostError
 from app.reward.pool import Limits, WorkerPool
 from app.reward.signature import Columns
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, grade, is_task_reward
 from app.reward.weighing import NO_REWARD, OnError, Scored, weigh
 from settings.errors import InputError
-from settings.reward_section import Reward, RewardFunction
+from settings.reward_section import OVERLONG, Reward, RewardFunction
 
 FUNCTION_OF = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
 """Built-in rewards that run as plug-ins do."""
@@ -47,13 +49,21 @@ class Rewards:
     Args:
         columns: what the data can give to plug-ins.
         held_out: the same of the evaluation's data, for the function that decides its accuracy; None: none is judged.
+        overlong: what long completions lose in training; None: nothing.
 
     Raises:
         InputError: on entering, for a function that cannot be used; nothing is left running then.
     """
 
-    def __init__(self, settings: Reward, columns: Columns, held_out: Columns | None = None) -> None:
+    def __init__(
+        self,
+        settings: Reward,
+        columns: Columns,
+        held_out: Columns | None = None,
+        overlong: OverlongPenalty | None = None,
+    ) -> None:
         self._settings = settings
+        self._overlong = overlong
         self._columns = columns
         self._held_out = held_out
         self._functions: list[Function] = []
@@ -81,12 +91,16 @@ class Rewards:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(function.name for function in self._functions)
+        """Of all that a sample's reward is made of."""
+        return (*(function.name for function in self._functions), *((OVERLONG,) if self._overlong else ()))
 
     def score(self, samples: Sequence[Sample], moment: Moment) -> Scored:
-        """The samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value."""
+        """The samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value + overlong penalty."""
         weights = {function.name: function.weight for function in self._settings.functions}
-        return _scored(samples, moment, self._functions, weights, self._settings.on_error)
+        scored = _scored(samples, moment, self._functions, weights, self._settings.on_error)
+        if self._overlong is None:
+            return scored
+        return replace(scored, samples=[self._overlong.added(sample) for sample in scored.samples])
 
     def judge(self, samples: Sequence[Sample], moment: Moment) -> Scored:
         """The samples with the one value that held-out accuracy counts, none where the function abstained.

@@ -19,18 +19,27 @@ from app.policy.decoder import Params
 from app.prompts.order import PromptOrder, host_slice
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
-from app.reward.weighing import Scored
+from app.reward.weighing import Scored, joined
 from app.training.checkpoint import Checkpoints, Progress
+from app.training.crediting import Credited
 from app.training.evaluate import evaluate, evaluation_metrics, host_share
 from app.training.interrupts import Interrupts
 from app.training.journal import Journal, NoJournal
 from app.training.launch import Launch, prepared
-from app.training.metrics import CompilationCounter, Work, reward_counts, sample_metrics, step_performance
+from app.training.metrics import (
+    CompilationCounter,
+    Work,
+    refill_metrics,
+    reward_counts,
+    sample_metrics,
+    step_performance,
+)
 from app.training.narrator import Narrator
 from app.training.packing_check import check_packing, random_samples
 from app.training.pinned_model import record_commit
 from app.training.preservation import Best, NewestAndBest, SaveClock
 from app.training.progress import Board
+from app.training.refill import Refilled, refill
 from app.training.run_directory import Resume, claim
 from app.training.session import Session
 from app.training.step_traces import StepTraces
@@ -58,7 +67,9 @@ class Timer:
         start = time.perf_counter()
         with jax.profiler.TraceAnnotation(name):
             yield
-        self.seconds[f"time/{name}_s"] = time.perf_counter() - start
+        key = f"time/{name}_s"
+        # A phase may come several times in a step.
+        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
 
 
 @dataclass
@@ -78,27 +89,52 @@ class Trainer:
     ) -> tuple[TrainState, list[Sample], dict[str, float]]:
         """One walk down the corridor. `position` counts the prompts taken before this step."""
         settings = self.settings
-        with timer.phase("rollout"):
-            weights = self.session.engine.weights(state.params)
-            prompts = self.take_prompts(position)
-            # Groups are numbered over all hosts, for the metrics that gather them.
-            first = jax.process_index() * len(prompts)
-            samples = self.session.sample(weights, prompts, policy_version=step - 1, first_group_id=first)
-            del weights
-        samples = [replace(s, elapsed_s=timer.seconds["time/rollout_s"]) for s in samples]
-        with timer.phase("reward"):
-            scored = self.rewards.score(samples, Moment(step, settings.run.steps))
-            timer.board.tell(scored.notices)
-            _check_rewards(scored)
+        refilled, scored = self.rollout(state.params, step=step, position=position, timer=timer)
         with timer.phase("score"):
-            samples, scoring = self.score(state.params, scored.samples, timer)
+            samples, scoring = self.score(state.params, refilled.samples, timer)
         with timer.phase("advantage"):
-            samples = self.credit(samples)
+            credited = self.credit(samples, settings.algorithm.beta)
+            samples = credited.samples
         with timer.phase("update"):
             temperature = settings.rollout.temperature
             state, metrics = self.learning.updater.update(state, samples, temperature=temperature)
-        metrics = {**sample_metrics(samples, self.rewards.names), **reward_counts(scored), **scoring, **metrics}
-        return state, samples, metrics
+        told = {**reward_counts(scored), **refill_metrics(refilled, scored.samples), **credited.metrics}
+        return state, samples, {**sample_metrics(samples, self.rewards.names), **told, **scoring, **metrics}
+
+    def rollout(self, params: Params, *, step: int, position: int, timer: Timer) -> tuple[Refilled, Scored]:
+        """This host's groups of a step with their rewards, and all that was sampled to find them."""
+        rounds: list[Scored] = []
+
+        def next_round(number: int) -> list[Sample]:
+            start = position + number * self.prompts_per_step
+            # Groups are numbered over all hosts, for the metrics that gather them.
+            first = (number * jax.process_count() + jax.process_index()) * self.settings.rollout.prompts_per_step
+            rounds.append(self.round(params, step=step, position=start, first_group_id=first, timer=timer))
+            return rounds[-1].samples
+
+        refilled = refill(
+            next_round,
+            keep=self.learning.keep,
+            num_groups=self.settings.rollout.prompts_per_step,
+            max_rounds=self.settings.algorithm.max_rounds,
+        )
+        return refilled, joined(rounds)
+
+    def round(self, params: Params, *, step: int, position: int, first_group_id: int, timer: Timer) -> Scored:
+        """Samples of the prompts from a position on, with their rewards."""
+        before = timer.seconds.get("time/rollout_s", 0.0)
+        with timer.phase("rollout"):
+            weights = self.session.engine.weights(params)
+            prompts = self.take_prompts(position)
+            samples = self.session.sample(weights, prompts, policy_version=step - 1, first_group_id=first_group_id)
+            del weights
+        elapsed_s = timer.seconds["time/rollout_s"] - before
+        with timer.phase("reward"):
+            moment = Moment(step, self.settings.run.steps)
+            scored = self.rewards.score([replace(s, elapsed_s=elapsed_s) for s in samples], moment)
+            timer.board.tell(scored.notices)
+            _check_rewards(scored)
+        return scored
 
     def take_prompts(self, position: int) -> list[Prompt]:
         """This host's prompts of the step that starts at a position of the global order."""
@@ -131,14 +167,15 @@ class Trainer:
             metrics |= {**scoring_metrics(role, cuts), f"perf/score_{role}_compilations": compilations.take()}
         return samples, metrics
 
-    def credit(self, samples: list[Sample]) -> list[Sample]:
+    def credit(self, samples: list[Sample], kl_coef: float) -> Credited:
         """Advantages among the samples that have a reward.
 
         The others keep their place, out of the loss: shapes, and the parts that mini-batches and hosts get, do not
         depend on how many there are.
         """
-        credited = iter(self.learning.credit([s for s in samples if s.reward is not None]))
-        return [next(credited) if s.reward is not None else _without_credit(s) for s in samples]
+        credited = self.learning.credit([s for s in samples if s.reward is not None], kl_coef)
+        rest = iter(credited.samples)
+        return credited._replace(samples=[next(rest) if s.reward is not None else _without_credit(s) for s in samples])
 
     def evaluate(self, params: Params, prompts: Sequence[Prompt], *, step: int, board: Board) -> Scored:
         """One judged sample of each held-out prompt."""
@@ -198,7 +235,8 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
         check_packing(session, state.params, random_samples(session))
     work = work_of(settings, session.input.definition)
     board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
-    board.tell((launch.input.report, *launch.rewards.reports))
+    changes = launch.resolved.algorithm_changes
+    board.tell((*((changes,) if changes else ()), launch.input.report, *launch.rewards.reports))
     journal = stack.enter_context(closing(_open_journal(launch, progress)))
     progress = replace(progress, wandb_id=journal.wandb_id)
     narrator = Narrator(launch.run, settings.logging, board, journal)
@@ -227,7 +265,8 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
         record = _record(metrics, samples, timer, work) | {"perf/compilations": compilations.take()}
         if held_out and (is_last or step % settings.eval.every_steps == 0):
             record |= _evaluated(trainer, state.params, held_out, step=step, narrator=narrator)
-        progress = progress.after(step, num_prompts=trainer.prompts_per_step, metrics=record)
+        num_prompts = int(metrics["rollout/num_rounds"]) * trainer.prompts_per_step
+        progress = progress.after(step, num_prompts=num_prompts, metrics=record)
         narrator.step(step, record)
         _stop_if_diverged(metrics, settings)
         in_turn = is_last or exit_code or agreed.save_is_due or step % settings.checkpoint.every_steps == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -12,27 +13,33 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from app.advantage.group import ADVANTAGES, credit_by_group, penalised_rewards, task_rewards
 from app.batching.micro_batches import Cutter
-from app.flow import Sample
 from app.mesh.placement import has_host_memory, num_local_row_shards
 from app.policy.decoder import DecoderDefinition
+from app.training.crediting import Crediting, wire_crediting, wire_kl
 from app.training.cutting import Longest, wire_role, wire_update
 from app.training.metrics import Work
+from app.training.refill import Filter, keeps_all, rewards_differ
 from app.training.session import Session
 from app.update.aggregation import aggregations
-from app.update.kl import ESTIMATORS, Estimator
 from app.update.objective import PolicyLoss, make_objective, own_logprobs, scored_logprobs
 from app.update.optimizer import TrainState, make_optimizer, make_schedule, state_shardings
+from app.update.ratio import LogRatio, sequence_log_ratio, token_log_ratio
 from app.update.step import UpdateStep
-from app.update.surrogate import SurrogateLoss, clipped_surrogate, dual_clipped_surrogate
+from app.update.surrogate import Surrogate, SurrogateLoss, cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from app.update.updater import Updater
 from settings import Settings
 from settings.errors import InputError
 from settings.schema import Algorithm, ScoredRole
 
-Credit = Callable[[Sequence[Sample]], list[Sample]]
-"""Samples -> the same with their advantages."""
+LOG_RATIOS: Mapping[str, LogRatio] = MappingProxyType({"token": token_log_ratio, "sequence": sequence_log_ratio})
+"""By `algorithm.ratio_level`."""
+SURROGATES: Mapping[str, Callable[..., Surrogate]] = MappingProxyType(
+    {"ppo": clipped_surrogate, "cispo": cispo_surrogate}
+)
+"""By `algorithm.clip`."""
+FILTERS: Mapping[str, Filter] = MappingProxyType({"none": keeps_all, "zero_variance": rewards_differ})
+"""By `algorithm.filter`."""
 
 OTHERWISE = "algorithm.dynamic_microbatch: true, instead of algorithm.rows_per_device, takes any number"
 
@@ -41,7 +48,9 @@ OTHERWISE = "algorithm.dynamic_microbatch: true, instead of algorithm.rows_per_d
 class Learning:
     """The update room, wired for one run."""
 
-    credit: Credit
+    credit: Crediting
+    keep: Filter
+    """Which groups a step learns from."""
     cuts: Mapping[ScoredRole, Cutter]
     """How the samples that a role scores are cut."""
     updater: Updater
@@ -75,11 +84,14 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
         roles=_roles_in_loss(settings),
         num_mini_batches=settings.num_mini_batches,
         epochs=algorithm.epochs,
+        reads_sample_means=algorithm.ratio_level == "sequence",
     )
     cuts: dict[ScoredRole, Cutter] = {
         role: wire_role(settings, role, architecture, longest) for role in settings.scored_roles
     }
-    return Learning(wire_credit(algorithm), cuts, updater, optimizer, shapes, shardings)
+    assert algorithm.filter is not None
+    crediting = wire_crediting(settings)
+    return Learning(crediting, FILTERS[algorithm.filter], cuts, updater, optimizer, shapes, shardings)
 
 
 def _roles_in_loss(settings: Settings) -> list[ScoredRole]:
@@ -88,36 +100,25 @@ def _roles_in_loss(settings: Settings) -> list[ScoredRole]:
     return [role for role in settings.scored_roles if read[role]]
 
 
-def wire_credit(algorithm: Algorithm) -> Credit:
-    """What samples are compared by, and how."""
-    rewards = task_rewards
-    if algorithm.kl_in_reward:
-        rewards = functools.partial(penalised_rewards, kl_estimator=wire_kl(algorithm), beta=algorithm.beta)
-    return functools.partial(credit_by_group, advantages=ADVANTAGES[algorithm.name], rewards=rewards)
-
-
 def wire_loss(algorithm: Algorithm, *, several_updates: bool) -> PolicyLoss:
     """The loss of every token, before aggregation."""
+    assert algorithm.ratio_level is not None
     return PolicyLoss(
         proximal=scored_logprobs if several_updates else own_logprobs,
         surrogate=wire_surrogate(algorithm),
         kl_estimator=wire_kl(algorithm) if algorithm.beta > 0 else None,
         beta=0.0 if algorithm.kl_in_reward else algorithm.beta,
         entropy_coef=algorithm.entropy_coef,
+        log_ratio=LOG_RATIOS[algorithm.ratio_level],
     )
-
-
-def wire_kl(algorithm: Algorithm) -> Estimator:
-    """The estimator of the penalty, wherever it goes."""
-    assert algorithm.kl_estimator is not None
-    return ESTIMATORS[algorithm.kl_estimator]
 
 
 def wire_surrogate(algorithm: Algorithm) -> SurrogateLoss:
     """One clip or two."""
+    assert algorithm.clip is not None and algorithm.clip_low is not None and algorithm.clip_high is not None
     clips = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     if algorithm.dual_clip is None:
-        return functools.partial(clipped_surrogate, **clips)
+        return functools.partial(SURROGATES[algorithm.clip], **clips)
     return functools.partial(dual_clipped_surrogate, dual_clip=algorithm.dual_clip, **clips)
 
 

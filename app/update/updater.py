@@ -12,14 +12,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from app.batching.micro_batches import Cut, Cutter
-from app.batching.pack import pack_per_token, pack_tokens
+from app.batching.pack import pack_last_targets, pack_per_token, pack_tokens
 from app.batching.pass_metrics import update_metrics
 from app.batching.plan import MicroBatch
 from app.flow import Sample
 from app.mesh.placement import sum_over_hosts, to_global
-from app.update.aggregation import Totals, Weights, token_mean
+from app.update.aggregation import Totals, Weights, sequence_mean_token_mean, token_mean
 from app.update.objective import UpdateBatch
 from app.update.optimizer import TrainState
+from app.update.ratio import SampleMeans
 from settings.schema import ScoredRole
 
 Step = Callable[[TrainState, Sequence[UpdateBatch], Array], tuple[TrainState, dict[str, Array]]]
@@ -36,6 +37,7 @@ class Updater:
         cut: cuts the samples of an optimizer step into micro-batches.
         aggregation: what each token's loss counts; see `app.update.aggregation`.
         roles: whose scored logprobs the loss reads.
+        reads_sample_means: whether it reads `UpdateBatch.sample_means`.
         num_mini_batches: optimizer steps per pass over a step's groups.
         epochs: passes.
     """
@@ -50,6 +52,7 @@ class Updater:
         roles: Collection[ScoredRole],
         num_mini_batches: int,
         epochs: int,
+        reads_sample_means: bool = False,
     ):
         self.step = step
         self.mesh = mesh
@@ -58,6 +61,7 @@ class Updater:
         self.roles = roles
         self.num_mini_batches = num_mini_batches
         self.epochs = epochs
+        self.reads_sample_means = reads_sample_means
 
     def update(
         self, state: TrainState, samples: Sequence[Sample], *, temperature: float
@@ -97,7 +101,16 @@ class Updater:
             token_weights=packed(lambda s: token_mean(s, totals)),
             policy_logprobs=where_needed("policy"),
             reference_logprobs=where_needed("reference"),
+            sample_means=pack_sample_means(samples, micro_batch) if self.reads_sample_means else None,
         )
+
+
+def pack_sample_means(samples: Sequence[Sample], micro_batch: MicroBatch) -> SampleMeans:
+    alone = Totals(num_tokens=0, num_samples=1)
+    return SampleMeans(
+        weights=pack_per_token(samples, micro_batch, lambda s: sequence_mean_token_mean(s, alone)),
+        last_targets=pack_last_targets(samples, micro_batch),
+    )
 
 
 def split_by_group(samples: Sequence[Sample], num_parts: int) -> Iterator[list[Sample]]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.advantage.group import dr_grpo_advantages, grpo_advantages, penalised_rewards, rloo_advantages, task_rewards
-from app.training.wiring import wire_credit, wire_loss
+from app.training.wiring import wire_loss
 from app.update.kl import k1, k2, k3
 from app.update.objective import own_logprobs, scored_logprobs
-from app.update.surrogate import clipped_surrogate, dual_clipped_surrogate
+from app.update.ratio import sequence_log_ratio, token_log_ratio
+from app.update.surrogate import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from settings import load
 from settings.schema import Algorithm
 
@@ -25,31 +25,18 @@ def partial_of(function: Any) -> functools.partial:
     return function
 
 
-@pytest.mark.parametrize(
-    ("name", "advantages"),
-    [("grpo", grpo_advantages), ("dr_grpo", dr_grpo_advantages), ("rloo", rloo_advantages)],
-)
-def test_a_name_chooses_how_siblings_are_compared(name, advantages):
-    credit = partial_of(wire_credit(algorithm(f"name={name}")))
-    assert credit.keywords == {"advantages": advantages, "rewards": task_rewards}
-
-
-def test_a_penalty_is_paid_once_in_the_loss_or_in_the_reward():
+def test_a_penalty_in_the_reward_is_not_paid_in_the_loss_again():
     in_loss, in_reward = algorithm("beta=0.1"), algorithm("beta=0.1", "kl_in=reward")
     loss = wire_loss(in_loss, several_updates=False)
     assert (loss.beta, loss.kl_estimator) == (0.1, k3)
-    assert partial_of(wire_credit(in_loss)).keywords["rewards"] is task_rewards
     loss = wire_loss(in_reward, several_updates=False)
     assert (loss.beta, loss.kl_estimator) == (0.0, k1)
-    rewards = partial_of(partial_of(wire_credit(in_reward)).keywords["rewards"])
-    assert (rewards.func, rewards.keywords) == (penalised_rewards, {"kl_estimator": k1, "beta": 0.1})
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_without_a_weight_no_penalty_is_wired_whatever_else_was_said_of_it(place):
     unpaid = algorithm(f"kl_in={place}", "kl_estimator=k2")
     assert wire_loss(unpaid, several_updates=True).kl_estimator is None
-    assert partial_of(wire_credit(unpaid)).keywords["rewards"] is task_rewards
     assert wire_loss(algorithm("beta=1", "kl_estimator=k2"), several_updates=True).kl_estimator is k2
 
 
@@ -59,6 +46,15 @@ def test_a_second_clip_is_another_surrogate():
     twice = partial_of(wire_loss(algorithm("dual_clip=3.0"), several_updates=False).surrogate)
     assert twice.func is dual_clipped_surrogate
     assert twice.keywords == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+
+
+def test_level_of_the_ratio_and_kind_of_clip_are_chosen_apart_from_each_other():
+    assert wire_loss(algorithm(), several_updates=True).log_ratio is token_log_ratio
+    mixed = wire_loss(algorithm("name=cispo", "ratio_level=sequence"), several_updates=True)
+    assert mixed.log_ratio is sequence_log_ratio
+    surrogate = partial_of(mixed.surrogate)
+    assert (surrogate.func, surrogate.keywords) == (cispo_surrogate, {"clip_low": 10.0, "clip_high": 0.2})
+    assert wire_loss(algorithm("name=gspo"), several_updates=True).log_ratio is sequence_log_ratio
 
 
 def test_the_ratio_is_taken_to_scored_logprobs_only_where_several_updates_follow():
