@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -161,6 +161,64 @@ def score(
 
 
 @app.command()
+def gae(
+    config: Config = None,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    source: Annotated[
+        Path | None,
+        typer.Option("--input", metavar="FILE.jsonl|FILE.npz", help="Samples with values, or matrices. Required."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where the same goes with advantages and returns; the folder of --bench."),
+    ] = None,
+    gamma: Annotated[str | None, typer.Option(metavar="G", help="Overrides algorithm.gamma.")] = None,
+    lam: Annotated[str | None, typer.Option(metavar="L", help="Overrides algorithm.lam.")] = None,
+    chunk_size: Annotated[str | None, typer.Option(metavar="C", help="Overrides algorithm.gae_chunk_size.")] = None,
+    backend: Annotated[
+        Literal["auto", "serial", "chunked", "fused"] | None, typer.Option(help="Overrides algorithm.gae_backend.")
+    ] = None,
+    mask_mode: Annotated[
+        Literal["skip", "through", "zero"] | None, typer.Option(help="Overrides algorithm.mask_mode.")
+    ] = None,
+    bench: Annotated[
+        bool, typer.Option("--bench", help="Measure instead every backend and chunk size on this machine.")
+    ] = False,
+    shapes: Annotated[
+        str | None,
+        typer.Option(metavar="BxT,...", help="Shapes that --bench measures.  [default: 16x8192,128x65536]"),
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Add advantages and returns (generalized advantage estimation) to samples or matrices; needs no model."""
+    with _errors_for_people(debug):
+        flags = {
+            "algorithm.gamma": gamma,
+            "algorithm.lam": lam,
+            "algorithm.gae_chunk_size": chunk_size,
+            "algorithm.gae_backend": backend,
+            "algorithm.mask_mode": mask_mode,
+        }
+        resolved = _resolve(config, _overridden(overrides, flags), print_config=print_config, check=check_for_mesh)
+        for option, given, wanted in (("--shapes", shapes, bench), ("--input", source, not bench)):
+            if given is not None and not wanted:
+                raise InputError(f"{option} goes {'with' if option == '--shapes' else 'without'} --bench")
+        if bench:
+            from app.training import gae_bench
+
+            measured = gae_bench.bench(resolved, shapes=shapes, out=out)
+            _write(_as_json(measured.to_dict()) if as_json else measured.to_text(), sys.stdout)
+        else:
+            source, out = _required(source, "--input"), _required(out, "--out")
+            from app.training import gae_file
+
+            summary = gae_file.estimate(resolved, input=source, out=out)
+            _write(_as_text(summary, as_json=as_json), sys.stdout)
+
+
+@app.command()
 def inspect_mesh(
     config: Config = None,
     overrides: Overrides = None,
@@ -238,6 +296,13 @@ def _resolve(
 
     _tell(load_secrets(Path.cwd()))
     return resolved
+
+
+def _overridden(overrides: list[str] | None, flags: Mapping[str, str | None]) -> list[str]:
+    """The `--set` options, with a verb's own flags in the place of those that set the same."""
+    given = {field: value for field, value in flags.items() if value is not None}
+    kept = [one for one in overrides or [] if one.partition("=")[0].strip() not in given]
+    return kept + [f"{field}={value}" for field, value in given.items()]
 
 
 def _required(path: Path | None, option: str) -> Path:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Float32
 
 from app.flow import Prompt, Sample
 from settings.errors import InputError
@@ -38,6 +39,7 @@ PER_TOKEN = (
 )
 """Optional floats, one per completion token (`values` may have one more)."""
 KNOWN = {*REQUIRED, *SCALARS, *PER_TOKEN, "answer", "columns", "loss_mask", "reward", "rewards"}
+TOKEN_IDS = "completion_token_ids"
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -119,6 +121,54 @@ def token_ids_from_record(record: Mapping[str, Any], *, where: str) -> tuple[np.
     return fields.prompt_ids(), fields.token_ids("completion_token_ids")
 
 
+class Steps(NamedTuple):
+    """A sample as advantage estimation sees it."""
+
+    rewards: Float32[np.ndarray, "C"]
+    values: Float32[np.ndarray, "C"]
+    bootstrap: float
+    """The value after the last token: 0 where `values` ends with it."""
+    mask: Bool[np.ndarray, "C"]
+
+
+def steps_from_record(record: Mapping[str, Any], *, where: str) -> Steps:
+    """Rewards, values and mask of a JSON object that needs no other field of a sample.
+
+    Without `token_rewards` the reward stands on the last token that the policy wrote.
+
+    Raises:
+        InputError: `values` or a reward is absent, or a field has the wrong type, length or range.
+    """
+    if record.get("values") is None:
+        raise InputError(f"{where}: missing values, a number for each completion token: a critic's scoring adds them")
+    fields = _Fields(record, where)
+    per_token = (TOKEN_IDS, "token_rewards", "loss_mask", "values")
+    counted = next(name for name in per_token if record.get(name) is not None)
+    num_tokens = len(fields.floats("values")) if counted == "values" else fields.length(counted)
+    values = fields.floats("values", num_tokens, than=counted)
+    masked = record.get("loss_mask") is not None
+    mask = fields.booleans("loss_mask", num_tokens, than=counted) if masked else np.ones(num_tokens, bool)
+    if record.get("token_rewards") is not None:
+        rewards = fields.floats("token_rewards", num_tokens, than=counted, accepts_booleans=True)
+    else:
+        rewards = np.zeros(num_tokens, np.float32)
+        if mask.any():
+            rewards[np.flatnonzero(mask)[-1]] = _sample_reward(fields)
+    return Steps(rewards, values[:num_tokens], float(values[num_tokens:].sum()), mask)
+
+
+def _sample_reward(fields: _Fields) -> float:
+    if fields.record.get("reward") is None:
+        raise InputError(
+            f"{fields.where}: missing reward, or token_rewards, a number for each completion token; "
+            "`grpo score --role reward` adds a reward"
+        )
+    reward = float(fields.scalar("reward", int, float, bool))
+    if abs(reward) > FLOAT32_MAX:
+        raise InputError(f"{fields.where}: reward: expected a finite float32 number, got {_shown(reward)}")
+    return reward
+
+
 def _check_present(names: Sequence[str], record: Mapping[str, Any], where: str) -> None:
     missing = [name for name in names if name not in record]
     if missing:
@@ -192,19 +242,28 @@ class _Fields:
 
         return np.array(self._array(name, "token ids (integers >= 0)", is_id), np.int32)
 
-    def floats(self, name: str, num_tokens: int) -> np.ndarray:
+    def floats(
+        self, name: str, num_tokens: int | None = None, *, than: str = TOKEN_IDS, accepts_booleans: bool = False
+    ) -> np.ndarray:
+        """Of any number where `num_tokens` is None; `than` is the field that has as many as tokens."""
+        numbers = (int, float, bool) if accepts_booleans else (int, float)
+
         def is_float32(value: Any) -> bool:
-            return type(value) in (int, float) and abs(value) <= FLOAT32_MAX
+            return type(value) in numbers and abs(value) <= FLOAT32_MAX
 
         values = self._array(name, "finite float32 numbers", is_float32)
-        allowed = (num_tokens, num_tokens + 1) if name == "values" else (num_tokens,)
-        self._check_length(name, len(values), allowed)
+        if num_tokens is not None:
+            allowed = (num_tokens, num_tokens + 1) if name == "values" else (num_tokens,)
+            self._check_length(name, len(values), allowed, than)
         return np.array(values, np.float32)
 
-    def booleans(self, name: str, num_tokens: int) -> np.ndarray:
+    def booleans(self, name: str, num_tokens: int, *, than: str = TOKEN_IDS) -> np.ndarray:
         values = self._array(name, "booleans", lambda value: type(value) is bool)
-        self._check_length(name, len(values), (num_tokens,))
+        self._check_length(name, len(values), (num_tokens,), than)
         return np.array(values, bool)
+
+    def length(self, name: str) -> int:
+        return len(self._array(name, "entries, one per completion token", lambda value: True))
 
     def rewards(self) -> dict[str, float]:
         value = self.record["rewards"]
@@ -222,11 +281,12 @@ class _Fields:
                 raise InputError(f"{self.where}: {name}[{index}]: expected {expected}, got {_shown(value)}")
         return values
 
-    def _check_length(self, name: str, length: int, allowed: tuple[int, ...]) -> None:
+    def _check_length(self, name: str, length: int, allowed: tuple[int, ...], than: str) -> None:
         if length not in allowed:
+            beside = "" if than == TOKEN_IDS else f", as {than} has {allowed[0]}"
             raise InputError(
                 f"{self.where}: {name} has {length} entries, expected {' or '.join(map(str, allowed))}:"
-                " one per completion token"
+                f" one per completion token{beside}"
             )
 
 

@@ -14,7 +14,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 CANARY = "CANARY-0123456789abcdef"
 HINT = " (--debug shows the traceback)"
-CONFIGURED = ("train", "rollout", "score", "inspect-mesh")
+CONFIGURED = ("train", "rollout", "score", "gae", "inspect-mesh")
 """Verbs that take settings."""
 VERBS = (*CONFIGURED, "report")
 
@@ -84,6 +84,20 @@ def test_print_config_shows_all_layers_and_announces_the_environment(tmp_path: P
     )
 
 
+def test_flags_of_gae_override_the_settings_that_they_name() -> None:
+    flags = ("--gamma", "0.9", "--lam", "1", "--chunk-size", "32", "--backend", "serial", "--mask-mode", "zero")
+    answer = grpo("gae", *flags, "--set", "algorithm.gamma=0.1", "--print-config")
+    assert answer.returncode == 0, answer.stderr
+    for line in (
+        "  gamma: 0.9  # set",
+        "  lam: 1.0  # set",
+        "  gae_chunk_size: 32  # set",
+        "  gae_backend: serial  # set",
+        "  mask_mode: zero  # set",
+    ):
+        assert line in answer.stdout.splitlines()
+
+
 def test_what_print_config_prints_is_a_config(tmp_path: Path) -> None:
     first = grpo("train", "--set", "run.seed=3", "--print-config", cwd=tmp_path)
     (tmp_path / "printed.yaml").write_text(first.stdout)
@@ -106,6 +120,16 @@ def test_what_print_config_prints_is_a_config(tmp_path: Path) -> None:
         (("rollout",), "missing option --out"),
         (("score",), "missing option --input"),
         (("score", "--input", "missing.jsonl", "--out", "o.jsonl"), "missing.jsonl: no such file"),
+        (("gae", "--out", "o.jsonl"), "missing option --input"),
+        (("gae", "--input", "missing.jsonl", "--out", "o.jsonl"), "missing.jsonl: no such file"),
+        (("gae", "--input", "missing.npz", "--out", "o.npz"), "missing.npz: no such file"),
+        (("gae", "--input", "a.npz", "--out", "o.jsonl"), "--out: expected the format of --input"),
+        (("gae", "--gamma", "1.5"), "algorithm.gamma: expected less than or equal to 1, got 1.5 (from --set)"),
+        (("gae", "--lam", "-0.1"), "algorithm.lam: expected greater than or equal to 0, got -0.1"),
+        (("gae", "--chunk-size", "0"), "algorithm.gae_chunk_size: expected greater than or equal to 1, got 0"),
+        (("gae", "--shapes", "4x4"), "--shapes goes with --bench"),
+        (("gae", "--bench", "--input", "a.npz"), "--input goes without --bench"),
+        (("gae", "--bench", "--shapes", "4x"), "--shapes: expected ROWSxTOKENS,..."),
         (("inspect-mesh", "--set", "mesh.shape=2,4"), "mesh.shape: expected"),
         (("inspect-mesh", "--picture", "rows.png"), "--picture goes with --plan FILE.jsonl"),
         (("inspect-mesh", "--set", "mesh.process_id=0"), "also set mesh.coordinator_address"),
@@ -135,6 +159,7 @@ def test_bad_input_is_one_message_on_stderr_and_exit_code_2(
         ("rollout", "--prompts", "missing.jsonl"),
         ("score", "--input", "missing.jsonl"),
         ("score", "--role", "critic"),
+        ("gae", "--backend", "quick"),
         ("train", "--json"),
     ],
 )
