@@ -12,6 +12,7 @@ from settings.errors import InputError
 from settings.fields import value_of
 from settings.layers import place
 from settings.resolve import Resolved
+from settings.reward_section import MODEL_REWARD
 
 Check = Callable[[Resolved], str | None]
 
@@ -24,6 +25,7 @@ def check_for_train(resolved: Resolved) -> None:
             _groups_have_siblings,
             _siblings_differ,
             _some_reward_counts,
+            _reward_names_differ,
             _penalty_weighs_something,
             _mini_batches_divide_the_step,
             _longest_sample_fits,
@@ -43,7 +45,7 @@ def check_for_rollout(resolved: Resolved) -> None:
 
 def check_for_score(resolved: Resolved) -> None:
     """Raises InputError; lengths are not checked, because scoring takes its shapes from its input."""
-    _run(resolved, (_processes_are_known,))
+    _run(resolved, (_reward_names_differ, _processes_are_known))
 
 
 def check_for_mesh(resolved: Resolved) -> None:
@@ -86,11 +88,22 @@ def _siblings_differ(resolved: Resolved) -> str | None:
 
 
 def _some_reward_counts(resolved: Resolved) -> str | None:
-    if any(function.weight != 0 for function in resolved.settings.reward.functions):
+    reward = resolved.settings.reward
+    if any(function.weight != 0 for function in reward.functions) or (reward.model and reward.model_weight != 0):
         return None
     return (
         f"reward.functions (from {resolved.origin('reward.functions')}): every weight is 0, so every sample "
         "would have reward 0; give one a weight such as 1.0"
+    )
+
+
+def _reward_names_differ(resolved: Resolved) -> str | None:
+    reward = resolved.settings.reward
+    if reward.model is None or all(function.name != MODEL_REWARD for function in reward.functions):
+        return None
+    return (
+        f"reward.functions (from {resolved.origin('reward.functions')}): `{MODEL_REWARD}` is the name of the score of "
+        f"{_named(resolved, 'reward.model')}; give the function another `name:`"
     )
 
 
@@ -142,7 +155,8 @@ def _quotas_hold_the_longest_sample(resolved: Resolved) -> str | None:
     lengths = ("data.max_prompt_length", "rollout.max_new_tokens")
     longest = sum(value_of(settings, field) for field in lengths)
     problems = []
-    for scope in ("algorithm", *(f"score.{role}" for role in settings.scored_roles)):
+    roles = (*settings.scored_roles, *(("reward",) if settings.reward.model else ()))
+    for scope in ("algorithm", *(f"score.{role}" for role in roles)):
         quota = value_of(settings, f"{scope}.max_tokens_per_device")
         if quota is not None and quota < longest:
             problems.append(

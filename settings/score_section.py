@@ -58,6 +58,7 @@ class Reference(MicroBatches):
 class Score(MicroBatches):
     policy: MicroBatches = MicroBatches()
     reference: Reference = Reference()
+    reward: MicroBatches = MicroBatches()
 
     def of(self, role: ScoredRole) -> MicroBatches:
         """The role's own micro-batches; once loaded, with all that it inherits."""
