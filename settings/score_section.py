@@ -11,6 +11,9 @@ from settings.section import Section
 ScoredRole = Literal["policy", "reference"]
 """Whose logprobs a sample may be given."""
 
+ForwardRole = Literal[ScoredRole, "reward"]
+"""Whose forward passes are cut by settings of their own."""
+
 MAX_QUOTA = 2**24
 """Tokens on one device; beyond this a quota is a slip of the pen."""
 
@@ -60,6 +63,6 @@ class Score(MicroBatches):
     reference: Reference = Reference()
     reward: MicroBatches = MicroBatches()
 
-    def of(self, role: ScoredRole) -> MicroBatches:
+    def of(self, role: ForwardRole) -> MicroBatches:
         """The role's own micro-batches; once loaded, with all that it inherits."""
         return getattr(self, role)

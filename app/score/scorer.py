@@ -1,4 +1,4 @@
-"""Per-token logprobs of given samples under given weights: the policy's or the reference's."""
+"""Per-token logprobs or values of given samples under given weights."""
 
 from __future__ import annotations
 
@@ -14,37 +14,26 @@ from jaxtyping import Array, Float32
 from app.batching.pack import TokenBatch, pack_tokens, unpack_per_token
 from app.batching.plan import Plan
 from app.batching.row_logprobs import row_logprobs
+from app.batching.row_values import row_values
 from app.flow import Sample
 from app.mesh.placement import row_sharding, to_global, to_local
 from app.policy.decoder import DecoderDefinition, Params
 
 Pass = Callable[[Params, Iterable[TokenBatch], np.float32], list[np.ndarray]]
-"""(weights, this host's micro-batches, temperature) -> logprobs [R, C] of each."""
+"""(weights, this host's micro-batches, temperature) -> what is scored, [R, C], of each."""
+
+OfRows = Callable[[Params, TokenBatch, Array], Array]
+"""(weights, a micro-batch, temperature) -> what is scored, [R, C]."""
 
 AHEAD = 2
 """Micro-batches that wait for their turn on the devices."""
 
 
-class Scorer:
-    """Compiled scoring for one decoder on one mesh. Holds no weights.
+class RowScorer:
+    """A forward pass of packed rows, compiled on one mesh. Holds no weights."""
 
-    Args:
-        logits_chunk: tokens of each device that pass the LM head at once.
-    """
-
-    def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, dtype: jnp.dtype, logits_chunk: int):
+    def __init__(self, mesh: Mesh, score: OfRows):
         self.mesh = mesh
-
-        def score(params: Params, rows: TokenBatch, temperature: Array) -> Array:
-            logprobs, _ = row_logprobs(
-                definition.bind(params),
-                rows,
-                temperature=temperature,
-                dtype=dtype,
-                remat="none",
-                logits_chunk=logits_chunk,
-            )
-            return logprobs
 
         def scan(params: Params, stacked: TokenBatch, temperature: Array) -> Array:
             return jax.lax.map(lambda rows: score(params, rows, temperature), stacked)
@@ -52,12 +41,10 @@ class Scorer:
         self._score = jax.jit(score, out_shardings=row_sharding(mesh))
         self._scan = jax.jit(scan, out_shardings=row_sharding(mesh, row_dim=1))
 
-    def logprobs(
+    def per_token(
         self, params: Params, samples: Sequence[Sample], plan: Plan, *, temperature: float, run: Pass | None = None
     ) -> list[Float32[np.ndarray, "C"]]:
-        """One array per sample: log_softmax(logits / temperature) of each completion token.
-
-        `temperature` is the sampler's; 1 for greedy samples. The result does not depend on how `plan` cuts the samples.
+        """One array per sample. It does not depend on how `plan` cuts the samples.
 
         Args:
             plan: this host's; every host's has as many micro-batches of the same shapes.
@@ -65,7 +52,7 @@ class Scorer:
         """
         batches = (pack_tokens(samples, micro_batch) for micro_batch in plan.micro_batches)
         with jax.set_mesh(self.mesh):
-            packed = (run or self.one_by_one)(params, batches, np.float32(temperature or 1.0))
+            packed = (run or self.one_by_one)(params, batches, np.float32(temperature))
         return unpack_per_token(packed, samples, plan)
 
     def one_by_one(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
@@ -86,3 +73,50 @@ class Scorer:
         stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
         scored = self._scan(params, to_global(self.mesh, stacked, row_dim=1), temperature)
         return list(to_local(scored, row_dim=1))
+
+
+class Scorer(RowScorer):
+    """Scores logprobs under a decoder.
+
+    Args:
+        logits_chunk: tokens of each device that pass the LM head at once.
+    """
+
+    def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, dtype: jnp.dtype, logits_chunk: int):
+        def score(params: Params, rows: TokenBatch, temperature: Array) -> Array:
+            logprobs, _ = row_logprobs(
+                definition.bind(params),
+                rows,
+                temperature=temperature,
+                dtype=dtype,
+                remat="none",
+                logits_chunk=logits_chunk,
+            )
+            return logprobs
+
+        super().__init__(mesh, score)
+
+    def logprobs(
+        self, params: Params, samples: Sequence[Sample], plan: Plan, *, temperature: float, run: Pass | None = None
+    ) -> list[Float32[np.ndarray, "C"]]:
+        """log_softmax(logits / temperature) of each completion token; see `per_token`.
+
+        `temperature` is the sampler's; 1 for greedy samples.
+        """
+        return self.per_token(params, samples, plan, temperature=temperature or 1.0, run=run)
+
+
+class ValueScorer(RowScorer):
+    """Scores values under a value decoder."""
+
+    def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, dtype: jnp.dtype):
+        def score(params: Params, rows: TokenBatch, _: Array) -> Array:
+            return row_values(definition.bind(params), rows, dtype=dtype, remat="none")
+
+        super().__init__(mesh, score)
+
+    def values(
+        self, params: Params, samples: Sequence[Sample], plan: Plan, *, run: Pass | None = None
+    ) -> list[Float32[np.ndarray, "C"]]:
+        """The value at the token before each completion token; see `per_token`."""
+        return self.per_token(params, samples, plan, temperature=1.0, run=run)

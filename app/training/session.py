@@ -80,11 +80,8 @@ class Session:
     @classmethod
     def open(cls, settings: Settings, model: ModelInput) -> Session:
         """The first thing that touches a device. `topology.start` must have run."""
-        mesh = topology.make_mesh(settings.mesh)
-        placement.check_rows_per_host(mesh)
-        dtype = jnp.dtype(settings.model.dtype)
-        # float32 means float32: by default GPUs take TF32 and TPUs bfloat16 passes for its products.
-        jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)
+        mesh = open_mesh(settings)
+        dtype = compute_type(settings)
         engine = Engine(
             model.definition,
             mesh,
@@ -137,6 +134,21 @@ class Session:
         )
         scored = [replace(s, **{f"{role}_logprobs": x}) for s, x in zip(samples, logprobs, strict=True)]
         return scored, pieces
+
+
+def open_mesh(settings: Settings) -> Mesh:
+    """The mesh of `mesh.shape`. `topology.start` must have run."""
+    mesh = topology.make_mesh(settings.mesh)
+    placement.check_rows_per_host(mesh)
+    return mesh
+
+
+def compute_type(settings: Settings) -> jnp.dtype:
+    """`model.dtype`, with products as exact from here on as it says."""
+    dtype = jnp.dtype(settings.model.dtype)
+    # float32 means float32: by default GPUs take TF32 and TPUs bfloat16 passes for its products.
+    jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)
+    return dtype
 
 
 def open_on_one_host(settings: Settings, model: ModelInput) -> Session:
