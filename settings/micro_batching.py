@@ -114,7 +114,11 @@ def settle(layers: Sequence[Layer]) -> tuple[Layer, list[str]]:
 def _scopes(said: Leaves) -> list[_Scope]:
     update = _Scope("algorithm", said, _DEFAULTS, switch="dynamic_microbatch")
     score = _Scope("score", said, {**_DEFAULTS, QUOTA: update.offers()[QUOTA]})
-    return [update, score, *(_Scope(f"score.{role}", said, score.offers()) for role in ("policy", "reference", "reward"))]
+    return [
+        update,
+        score,
+        *(_Scope(f"score.{role}", said, score.offers()) for role in ("policy", "reference", "reward")),
+    ]
 
 
 def _overridden_sets(scope: _Scope, applies: Mapping[str, Leaf | None]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Packed rows -> values: the forward pass of networks that give one number per token."""
+"""Packed rows -> values: the forward pass of a critic that scoring and its update share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from app.policy.row_layout import RowLayout
 
 
 def row_values(decoder: ValueDecoder, rows: TokenBatch, *, dtype: jnp.dtype, remat: str) -> Float32[Array, "R C"]:
-    """The value at the token before each target, where its logprob is read, too; rubbish on padding."""
+    """The value of the state before each target, read where its logprob is; finite rubbish on padding."""
     layout = RowLayout(rows.segment_ids, rows.branch_ids, rows.positions)
-    values = decoder.values(decoder.hidden(rows.token_ids, layout, dtype=dtype, remat=remat))
-    return jnp.take_along_axis(values, jnp.maximum(rows.score_index, 0), axis=1)
+    hidden = decoder.hidden(rows.token_ids, layout, dtype=dtype, remat=remat)
+    before_targets = jnp.take_along_axis(hidden, jnp.maximum(rows.score_index, 0)[:, :, None], axis=1)
+    return decoder.values(before_targets)

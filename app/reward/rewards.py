@@ -84,9 +84,7 @@ class Rewards:
         """Of all that joins the sum."""
         return (*(function.name for function in self._functions), *([MODEL_REWARD] if self._settings.model else []))
 
-    def score(
-        self, samples: Sequence[Sample], moment: Moment, *, of_model: Sequence[Outcome] | None = None
-    ) -> Scored:
+    def score(self, samples: Sequence[Sample], moment: Moment, *, of_model: Sequence[Outcome] | None = None) -> Scored:
         """The samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value.
 
         Args:

@@ -1,9 +1,10 @@
-"""Per-token logprobs or values of given samples under given weights."""
+"""Per-token logprobs and values of given samples under given weights: the policy's, the reference's, the critic's."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -20,31 +21,32 @@ from app.mesh.placement import row_sharding, to_global, to_local
 from app.policy.decoder import DecoderDefinition, Params
 
 Pass = Callable[[Params, Iterable[TokenBatch], np.float32], list[np.ndarray]]
-"""(weights, this host's micro-batches, temperature) -> what is scored, [R, C], of each."""
-
-OfRows = Callable[[Params, TokenBatch, Array], Array]
-"""(weights, a micro-batch, temperature) -> what is scored, [R, C]."""
+"""(weights, this host's micro-batches, temperature) -> what is read at each target, [R, C]."""
 
 AHEAD = 2
 """Micro-batches that wait for their turn on the devices."""
 
 
-class RowScorer:
-    """A forward pass of packed rows, compiled on one mesh. Holds no weights."""
+class RowPass:
+    """A compiled forward pass over micro-batches of packed rows. Holds no weights.
 
-    def __init__(self, mesh: Mesh, score: OfRows):
+    Args:
+        forward: (weights, rows, temperature) -> one number per target, [R, C].
+    """
+
+    def __init__(self, forward: Callable[[Params, TokenBatch, Array], Array], mesh: Mesh):
         self.mesh = mesh
 
         def scan(params: Params, stacked: TokenBatch, temperature: Array) -> Array:
-            return jax.lax.map(lambda rows: score(params, rows, temperature), stacked)
+            return jax.lax.map(lambda rows: forward(params, rows, temperature), stacked)
 
-        self._score = jax.jit(score, out_shardings=row_sharding(mesh))
+        self._forward = jax.jit(forward, out_shardings=row_sharding(mesh))
         self._scan = jax.jit(scan, out_shardings=row_sharding(mesh, row_dim=1))
 
     def per_token(
-        self, params: Params, samples: Sequence[Sample], plan: Plan, *, temperature: float, run: Pass | None = None
+        self, params: Params, samples: Sequence[Sample], plan: Plan, *, temperature: float, run: Pass | None
     ) -> list[Float32[np.ndarray, "C"]]:
-        """One array per sample. It does not depend on how `plan` cuts the samples.
+        """One array per sample. The result does not depend on how `plan` cuts the samples.
 
         Args:
             plan: this host's; every host's has as many micro-batches of the same shapes.
@@ -63,10 +65,10 @@ class RowScorer:
         scored: list[np.ndarray] = []
         waiting: deque[Array] = deque()
         for batch in batches:
-            waiting.append(self._score(params, to_global(self.mesh, batch), temperature))
+            waiting.append(self._forward(params, to_global(self.mesh, batch), temperature))
             if len(waiting) > AHEAD:
                 scored.append(to_local(waiting.popleft()))
-        return scored + [to_local(logprobs) for logprobs in waiting]
+        return scored + [to_local(per_target) for per_target in waiting]
 
     def scanned(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
         """Micro-batches of one shape in one `lax.map`, one program for so many of them."""
@@ -75,8 +77,8 @@ class RowScorer:
         return list(to_local(scored, row_dim=1))
 
 
-class Scorer(RowScorer):
-    """Scores logprobs under a decoder.
+class Scorer(RowPass):
+    """Logprobs under a language model.
 
     Args:
         logits_chunk: tokens of each device that pass the LM head at once.
@@ -94,7 +96,7 @@ class Scorer(RowScorer):
             )
             return logprobs
 
-        super().__init__(mesh, score)
+        super().__init__(score, mesh)
 
     def logprobs(
         self, params: Params, samples: Sequence[Sample], plan: Plan, *, temperature: float, run: Pass | None = None
@@ -106,17 +108,24 @@ class Scorer(RowScorer):
         return self.per_token(params, samples, plan, temperature=temperature or 1.0, run=run)
 
 
-class ValueScorer(RowScorer):
-    """Scores values under a value decoder."""
+class Valuer(RowPass):
+    """Values under a critic."""
 
     def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, dtype: jnp.dtype):
-        def score(params: Params, rows: TokenBatch, _: Array) -> Array:
+        def values(params: Params, rows: TokenBatch, temperature: Array) -> Array:
+            del temperature
             return row_values(definition.bind(params), rows, dtype=dtype, remat="none")
 
-        super().__init__(mesh, score)
+        super().__init__(values, mesh)
 
     def values(
         self, params: Params, samples: Sequence[Sample], plan: Plan, *, run: Pass | None = None
     ) -> list[Float32[np.ndarray, "C"]]:
-        """The value at the token before each completion token; see `per_token`."""
+        """V of the state before each completion token; see `per_token`."""
         return self.per_token(params, samples, plan, temperature=1.0, run=run)
+
+
+def with_a_token_behind(sample: Sample) -> Sample:
+    """The sample with any token behind its last one: its value is that of the state after the sample."""
+    mask = None if sample.loss_mask is None else np.append(sample.loss_mask, False)
+    return replace(sample, completion_ids=np.append(sample.completion_ids, np.int32(0)), loss_mask=mask)

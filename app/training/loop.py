@@ -17,10 +17,12 @@ from app.flow import Prompt, Sample
 from app.mesh.placement import max_over_hosts, sum_over_hosts, to_device_memory, to_host_memory
 from app.policy.decoder import Params
 from app.prompts.order import PromptOrder, host_slice
+from app.reward.outcome import Outcome as Rewarded
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.weighing import Scored
 from app.training.checkpoint import Checkpoints, Progress
+from app.training.cutting import Longest
 from app.training.evaluate import evaluate, evaluation_metrics, host_share
 from app.training.interrupts import Interrupts
 from app.training.journal import Journal, NoJournal
@@ -31,6 +33,7 @@ from app.training.packing_check import check_packing, random_samples
 from app.training.pinned_model import record_commit
 from app.training.preservation import Best, NewestAndBest, SaveClock
 from app.training.progress import Board
+from app.training.reward_role import RewardModel
 from app.training.run_directory import Resume, claim
 from app.training.session import Session
 from app.training.step_traces import StepTraces
@@ -72,6 +75,7 @@ class Trainer:
     reference: Params | None
     """Frozen weights of the KL penalty, maybe in the hosts' memory; None, and no memory, when `algorithm.beta` is 0."""
     rewards: Rewards
+    reward_model: RewardModel | None = None
 
     def step(
         self, state: TrainState, *, step: int, position: int, timer: Timer
@@ -87,7 +91,8 @@ class Trainer:
             del weights
         samples = [replace(s, elapsed_s=timer.seconds["time/rollout_s"]) for s in samples]
         with timer.phase("reward"):
-            scored = self.rewards.score(samples, Moment(step, settings.run.steps))
+            of_model, asking = self.ask_reward_model(samples, timer)
+            scored = self.rewards.score(samples, Moment(step, settings.run.steps), of_model=of_model)
             timer.board.tell(scored.notices)
             _check_rewards(scored)
         with timer.phase("score"):
@@ -97,7 +102,13 @@ class Trainer:
         with timer.phase("update"):
             temperature = settings.rollout.temperature
             state, metrics = self.learning.updater.update(state, samples, temperature=temperature)
-        metrics = {**sample_metrics(samples, self.rewards.names), **reward_counts(scored), **scoring, **metrics}
+        metrics = {
+            **sample_metrics(samples, self.rewards.names),
+            **reward_counts(scored),
+            **asking,
+            **scoring,
+            **metrics,
+        }
         return state, samples, metrics
 
     def take_prompts(self, position: int) -> list[Prompt]:
@@ -111,6 +122,17 @@ class Trainer:
     def prompts_per_step(self) -> int:
         """Over all hosts."""
         return self.settings.rollout.prompts_per_step * jax.process_count()
+
+    def ask_reward_model(
+        self, samples: Sequence[Sample], timer: Timer
+    ) -> tuple[list[Rewarded] | None, dict[str, float]]:
+        """What it says of each sample, None without one, and the metrics of the pass."""
+        if self.reward_model is None:
+            return None, {}
+        with timer.phase("score_reward"), closing(CompilationCounter()) as compilations:
+            outcomes, cut = self.reward_model.outcomes(samples)
+        metrics = scoring_metrics("reward", [cut])
+        return outcomes, {**metrics, "perf/score_reward_compilations": compilations.take()}
 
     def score(self, params: Params, samples: list[Sample], timer: Timer) -> tuple[list[Sample], dict[str, float]]:
         """The samples with the logprobs that the step needs before its updates, and the metrics of the passes.
@@ -193,7 +215,8 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     checkpoints = stack.enter_context(closing(_open_checkpoints(launch, learning)))
     state, progress = _open_state(checkpoints, launch, learning)
     reference = _reference(state, progress, session)
-    trainer = Trainer(settings, session, learning, launch.input.prompts, reference, launch.rewards)
+    reward_model = _reward_model(launch)
+    trainer = Trainer(settings, session, learning, launch.input.prompts, reference, launch.rewards, reward_model)
     if settings.packs_rows:
         check_packing(session, state.params, random_samples(session))
     work = work_of(settings, session.input.definition)
@@ -289,6 +312,13 @@ def _reference(state: TrainState, progress: Progress, session: Session) -> Param
     if session.settings.score.reference.offload:
         return to_host_memory(session.load_params() if progress.step else state.params)
     return session.load_params() if progress.step else jax.tree.map(jnp.copy, state.params)
+
+
+def _reward_model(launch: Launch) -> RewardModel | None:
+    model, settings = launch.input.reward_model, launch.resolved.settings
+    if model is None:
+        return None
+    return RewardModel.load(settings, model, launch.session.mesh, group=Longest.of(settings).group)
 
 
 def _evaluated(
