@@ -27,9 +27,11 @@ def check_for_train(resolved: Resolved) -> None:
             _some_reward_counts,
             _reward_names_differ,
             _penalty_weighs_something,
+            _adapted_penalty_is_in_the_reward,
             _mini_batches_divide_the_step,
             _longest_sample_fits,
             _quotas_hold_the_longest_sample,
+            _critic_warmup_ends,
             _warmup_ends,
             _profiled_steps_are_run,
             _the_best_is_measured,
@@ -70,7 +72,8 @@ def _named(resolved: Resolved, field: str) -> str:
 
 
 def _groups_have_siblings(resolved: Resolved) -> str | None:
-    if resolved.settings.rollout.group_size >= 2:
+    # Estimators that credit each token compare it with what a critic or the whole step expects.
+    if resolved.settings.rollout.group_size >= 2 or resolved.settings.algorithm.name in ("ppo",):
         return None
     return (
         f"{_named(resolved, 'rollout.group_size')}: {resolved.settings.algorithm.name} compares the samples "
@@ -120,6 +123,26 @@ def _penalty_weighs_something(resolved: Resolved) -> str | None:
     )
 
 
+def _adapted_penalty_is_in_the_reward(resolved: Resolved) -> str | None:
+    algorithm = resolved.settings.algorithm
+    if algorithm.kl_target is None:
+        return None
+    if algorithm.beta == 0:
+        # As with its place: no penalty, said later than what it should be held at, wins.
+        if place(resolved.provenance["algorithm.beta"]) > place(resolved.provenance["algorithm.kl_target"]):
+            return None
+        return (
+            f"{_named(resolved, 'algorithm.kl_target')}: {_named(resolved, 'algorithm.beta')} stays 0 however often it "
+            "is multiplied; set algorithm.beta above 0, 0.05 is usual, or leave algorithm.kl_target null"
+        )
+    if algorithm.kl_in == "reward":
+        return None
+    return (
+        f"{_named(resolved, 'algorithm.kl_target')}: only a penalty in the reward is adapted, and "
+        f"{_named(resolved, 'algorithm.kl_in')}; set algorithm.kl_in: reward, or leave algorithm.kl_target null"
+    )
+
+
 def _mini_batches_divide_the_step(resolved: Resolved) -> str | None:
     step = resolved.settings.rollout.prompts_per_step
     mini_batch = resolved.settings.algorithm.mini_batch_prompts or step
@@ -153,15 +176,20 @@ def _quotas_hold_the_longest_sample(resolved: Resolved) -> str | None:
     """Of the update and of every role that a step scores, where they are dynamic."""
     settings = resolved.settings
     lengths = ("data.max_prompt_length", "rollout.max_new_tokens")
-    longest = sum(value_of(settings, field) for field in lengths)
     problems = []
-    roles = (*settings.scored_roles, *(("reward",) if settings.reward.model else ()))
-    for scope in ("algorithm", *(f"score.{role}" for role in roles)):
+    updated = ("algorithm", "critic") if settings.has_critic else ("algorithm",)
+    roles = (*settings.scored_roles, "reward") if settings.reward.model else settings.scored_roles
+    for scope in (*updated, *(f"score.{role}" for role in roles)):
         quota = value_of(settings, f"{scope}.max_tokens_per_device")
+        # One more token is read behind a truncated sample, and behind whatever a reward model reads.
+        reads_on = {"score.critic": settings.algorithm.bootstrap_truncated, "score.reward": True}
+        behind = 1 if reads_on.get(scope) else 0
+        longest = sum(value_of(settings, field) for field in lengths) + behind
         if quota is not None and quota < longest:
             problems.append(
                 f"{_named(resolved, f'{scope}.max_tokens_per_device')} is less than the longest possible sample: "
-                f"{' + '.join(_named(resolved, field) for field in lengths)} = {longest} tokens, and no sample is cut; "
+                f"{' + '.join(_named(resolved, field) for field in lengths)}"
+                f"{' + 1 (algorithm.bootstrap_truncated)' if behind else ''} = {longest} tokens, and no sample is cut; "
                 f"raise it to {longest} or more, lower one of those, or choose {scope}.rows_per_device instead"
             )
     return "\n".join(problems) or None
@@ -169,12 +197,22 @@ def _quotas_hold_the_longest_sample(resolved: Resolved) -> str | None:
 
 def _warmup_ends(resolved: Resolved) -> str | None:
     settings = resolved.settings
-    updates = settings.run.steps * settings.updates_per_step
+    updates = settings.policy_updates
     if settings.optimizer.warmup_steps < max(updates, 1):
         return None
     return (
         f"{_named(resolved, 'optimizer.warmup_steps')}: {_named(resolved, 'run.steps')} make {updates} "
         f"optimizer steps, so the warm-up would not end; lower it to at most {updates - 1}"
+    )
+
+
+def _critic_warmup_ends(resolved: Resolved) -> str | None:
+    settings = resolved.settings
+    if not settings.has_critic or settings.critic.warmup_steps < settings.run.steps:
+        return None
+    return (
+        f"{_named(resolved, 'critic.warmup_steps')}: {_named(resolved, 'run.steps')}, so the policy would never learn; "
+        f"lower it to at most {settings.run.steps - 1}"
     )
 
 

@@ -26,7 +26,7 @@ from settings.layers import (
     yaml_layer,
 )
 from settings.micro_batching import settle
-from settings.papers import KL_ESTIMATORS, PAPERS
+from settings.papers import KL_ESTIMATORS, PAPERS, WHITENED
 from settings.printing import to_yaml
 from settings.schema import HISTORIC_PROMPT_ALLOWANCE, Algorithm, Settings
 from settings.strict_yaml import Node, parse_file
@@ -121,7 +121,11 @@ def _derived_algorithm(given: Algorithm) -> Layer:
     """What the name fixes of the fields left null. Without a penalty it has neither place nor estimator."""
     paper = PAPERS[given.name]
     kl_in = given.kl_in or paper.kl_in
-    values = {"loss_aggregation": paper.loss_aggregation}
+    values: dict[str, Any] = {
+        "loss_aggregation": paper.loss_aggregation,
+        "whiten_advantages": given.name in WHITENED,
+        "shuffle": given.name == "ppo",
+    }
     if given.beta > 0:
         values |= {"kl_in": kl_in, "kl_estimator": KL_ESTIMATORS[kl_in]}
     return {

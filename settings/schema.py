@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from settings.reward_section import Reward
-from settings.score_section import MAX_QUOTA, Score, ScoredRole
+from settings.score_section import MAX_QUOTA, SCORED_ROLES, Score, ScoredRole
 from settings.section import Section
 
 MAX_NUM_MICRO_BATCHES = 4096
@@ -169,7 +169,7 @@ class Batching(Section):
 
 
 class Algorithm(Section):
-    name: Literal["grpo", "dr_grpo", "rloo"] = Field(
+    name: Literal["grpo", "dr_grpo", "rloo", "ppo"] = Field(
         default="grpo",
         description="How siblings are compared. Also decides `loss_aggregation` and `kl_in` where they are null.",
     )
@@ -226,16 +226,107 @@ class Algorithm(Section):
         description="Samples of a fixed update micro-batch on each device, of which an optimizer step has a whole "
         "number; chooses fixed. Derived when that is chosen otherwise: 8. Lower it when memory runs out.",
     )
+    shuffle: bool | None = Field(
+        default=None,
+        description="Draw the mini-batches of every epoch anew from the step's groups, by `run.seed`, step and epoch. "
+        "Derived when null: true for ppo, else false.",
+    )
     balance_batch: bool = Field(
         default=True,
         description="Deal packed rows to the devices so that their FLOPs are even; mini-batches keep their samples. "
         "False only to compare.",
     )
 
+    gamma: float = Field(
+        default=1.0, ge=0, le=1, description="Discount of rewards by token, for estimators that credit each token."
+    )
+    lam: float = Field(
+        default=0.95,
+        ge=0,
+        le=1,
+        description="Lambda of GAE: 1 trusts the rewards that came, 0 the critic's values of the next token.",
+    )
+    length_adaptive_lam: float | None = Field(
+        default=None,
+        gt=0,
+        description="VAPO's alpha, 0.05 there: instead of `lam`, advantages take lambda 1 - 1 / (alpha x trainable "
+        "tokens of the sample), at least 0; null = off.",
+    )
+    mask_mode: Literal["skip", "through", "zero"] = Field(
+        default="skip",
+        description="What GAE does at tokens that the policy did not write: pass over them, take them as any step, or "
+        "as a step of reward 0 and value 0.",
+    )
+    bootstrap_truncated: bool = Field(
+        default=False,
+        description="A sample cut at `rollout.max_new_tokens` goes on with the critic's value behind its last token; "
+        "false: it ends there with 0, like one that stopped.",
+    )
+    gae_backend: Literal["auto", "serial", "chunked", "fused"] = Field(
+        default="auto", description="How the recurrence of GAE is solved; auto = the fastest here, by measurements."
+    )
+    gae_chunk_size: int | None = Field(
+        default=None, ge=1, description="Tokens of a chunk of `chunked`; null = the fastest here, by measurements."
+    )
+    whiten_advantages: bool | None = Field(
+        default=None,
+        description="Bring the advantages of a step's tokens, over all hosts, to mean 0 and variance 1. Derived when "
+        "null: true for estimators that credit each token, false for those that compare siblings.",
+    )
+    kl_target: float | None = Field(
+        default=None,
+        gt=0,
+        description="Nats per token at which the KL in the reward is held: `beta`, at first, is adapted after every "
+        "step; null = fixed `beta`.",
+    )
+    kl_horizon: int = Field(
+        default=10000, ge=1, description="Samples over which an adapted `beta` changes by at most about 20 %."
+    )
+
     @property
     def kl_in_reward(self) -> bool:
         """Samples are compared by rewards from which a KL penalty has been taken."""
         return self.beta > 0 and self.kl_in == "reward"
+
+
+class Critic(Section):
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Checkpoint that the critic of ppo starts from, of the same tokenizer: a causal language model, "
+        "whose head gives way to a value head of zeros, or a sequence classifier of one label; `model.path` when null.",
+    )
+    revision: str | None = Field(
+        default=None, description="Commit, tag or branch of a hub id in `critic.path`; its newest commit when null."
+    )
+    learning_rate: float = Field(
+        default=1e-5, gt=0, description="Peak rate of the critic's AdamW; all else of it is as `optimizer` says."
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Training steps at the start in which only the critic learns."
+    )
+    clip_range: float | None = Field(
+        default=0.2,
+        gt=0,
+        description="Values further than this from those scored before the step's updates stop learning; null = off.",
+    )
+    dynamic_microbatch: bool | None = Field(
+        default=None, description="As `algorithm.dynamic_microbatch`, whose choice it takes when null and undecided."
+    )
+    max_tokens_per_device: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_QUOTA,
+        description="Token quota of a critic's update micro-batch; that of `algorithm` when null.",
+    )
+    rows_per_device: int | None = Field(
+        default=None,
+        ge=1,
+        description="Samples of a fixed micro-batch of the critic; those of `algorithm` when null.",
+    )
+    lam: float | None = Field(
+        default=None, ge=0, le=1, description="Lambda of the critic's targets, 1.0 in VAPO; null = `algorithm.lam`."
+    )
 
 
 class Optimizer(Section):
@@ -331,6 +422,7 @@ class Settings(BaseSettings):
     batching: Batching = Batching()
     score: Score = Score()
     algorithm: Algorithm = Algorithm()
+    critic: Critic = Critic()
     optimizer: Optimizer = Optimizer()
     mesh: Mesh = Mesh()
     checkpoint: Checkpoint = Checkpoint()
@@ -349,19 +441,31 @@ class Settings(BaseSettings):
         return self.num_mini_batches * self.algorithm.epochs
 
     @property
+    def has_critic(self) -> bool:
+        """A second network learns the values that advantages are estimated from."""
+        return self.algorithm.name == "ppo"
+
+    @property
+    def policy_updates(self) -> int:
+        """Optimizer steps of the policy in the whole run."""
+        warmup = self.critic.warmup_steps if self.has_critic else 0
+        return (self.run.steps - warmup) * self.updates_per_step
+
+    @property
     def packs_rows(self) -> bool:
         """Whether samples of a step share rows, in the update or in the scoring of a role."""
         return bool(self.algorithm.dynamic_microbatch or any(self.score.of(role).dynamic for role in self.scored_roles))
 
     @property
     def scored_roles(self) -> tuple[ScoredRole, ...]:
-        """Whose logprobs a step takes before its updates.
+        """Whose logprobs or values a step takes before its updates.
 
         The policy's where several updates follow or a reward is penalised by them, the reference's for any KL.
         """
         policy = self.updates_per_step > 1 or self.algorithm.kl_in_reward
         reference = self.algorithm.beta > 0
-        return (*(("policy",) if policy else ()), *(("reference",) if reference else ()))
+        needed = {"policy": policy, "reference": reference, "critic": self.has_critic}
+        return tuple(role for role in SCORED_ROLES if needed[role])
 
     @classmethod
     def settings_customise_sources(

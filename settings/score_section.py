@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
 from settings.section import Section
 
-ScoredRole = Literal["policy", "reference"]
-"""Whose logprobs a sample may be given."""
+ScoredRole = Literal["policy", "reference", "critic"]
+"""Whose logprobs a sample may be given, and whose values."""
+
+SCORED_ROLES: tuple[ScoredRole, ...] = get_args(ScoredRole)
 
 ForwardRole = Literal[ScoredRole, "reward"]
 """Whose forward passes are cut by settings of their own."""
@@ -61,6 +63,7 @@ class Reference(MicroBatches):
 class Score(MicroBatches):
     policy: MicroBatches = MicroBatches()
     reference: Reference = Reference()
+    critic: MicroBatches = MicroBatches()
     reward: MicroBatches = MicroBatches()
 
     def of(self, role: ForwardRole) -> MicroBatches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from app.masked import Moments, merged
 from app.mesh.axis_rules import ROW_AXES, axis_size
 from settings.errors import InputError
 
@@ -113,3 +115,9 @@ def sum_over_hosts(values: np.ndarray) -> np.ndarray:
 
 def max_over_hosts(values: np.ndarray) -> np.ndarray:
     return gather_over_hosts(values).max(axis=0)
+
+
+def moments_over_hosts(parts: Sequence[Moments]) -> list[Moments]:
+    """Of several quantities, those of all hosts' numbers. Hosts have the same quantities, and any numbers of each."""
+    hosts = gather_over_hosts(np.asarray(parts, np.float64))
+    return [merged(Moments(*host) for host in quantity.tolist()) for quantity in hosts.swapaxes(0, 1)]

@@ -15,7 +15,8 @@ import numpy as np
 
 from app.advantage.group import zero_variance_fraction
 from app.flow import Sample
-from app.mesh.placement import gather_over_hosts, sum_over_hosts
+from app.masked import Moments, moments
+from app.mesh.placement import gather_over_hosts, moments_over_hosts, sum_over_hosts
 from app.reward.weighing import Scored
 
 
@@ -45,27 +46,23 @@ def names_over_hosts(names: Iterable[str]) -> list[str]:
 
 
 def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[str, float]:
-    """Rewards, lengths and advantages of the samples that have a reward.
+    """Rewards and lengths of the samples that have a reward.
 
-    Population statistics (ddof = 0) over samples, tokens for advantages. NaN where no sample has a value.
+    Population statistics (ddof = 0) over samples. NaN where no sample has a value.
 
     Args:
         functions: names of the reward functions; one may have no value for some of the samples.
     """
     kept = [s for s in samples if s.reward is not None]
-    # Each sample's advantage is one number on all its tokens: weight it by how many there are.
     columns: dict[str, Sequence[float]] = {
         "reward": [s.reward or 0.0 for s in kept],
         "group": [s.group_id for s in kept],
         "length": [len(s.completion_ids) for s in kept],
         "truncated": [s.finish_reason == "length" for s in kept],
-        "tokens": [int(s.mask.sum()) for s in kept],
-        "advantage": [_mean_advantage(s) for s in kept],
     }
     values = {f"reward/{name}/mean": [(s.rewards or {}).get(name, np.nan) for s in kept] for name in functions}
     table = table_over_hosts({**columns, **values})
-    rewards, lengths, tokens, means = (table[name] for name in ("reward", "length", "tokens", "advantage"))
-    mean = float((means * tokens).sum() / max(tokens.sum(), 1))
+    rewards, lengths = table["reward"], table["length"]
     metrics = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
@@ -75,10 +72,45 @@ def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[
         "completions/max_length": lengths.max(),
         "completions/truncated_fraction": table["truncated"].mean(),
         **{name: mean_where_known(table[name]) for name in values},
-        "advantage/mean": mean,
-        "advantage/std": float(np.sqrt((tokens * (means - mean) ** 2).sum() / max(tokens.sum(), 1))),
     }
     return {name: float(value) for name, value in metrics.items()}
+
+
+def credit_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Advantages, returns and what the critic knew of them, over the tokens that the policy wrote, of all hosts.
+
+    Of advantages that are not whitened yet: mean 0 and deviation 1 would tell nothing. Population statistics
+    (ddof = 0). Explained variance is 1 - Var(returns - values) / Var(returns): 1 of a critic that knows all, 0 of one
+    that says the same everywhere, NaN where the returns are all equal.
+    """
+    advantages = _token_moments([(s.advantages, s.mask) for s in samples])
+    returns = _token_moments([(s.returns, s.mask) for s in samples])
+    errors = _token_moments([(_critic_error(s), s.mask) for s in samples])
+    # One gathering whatever the samples hold: a host may have none left.
+    advantages, returns, errors = moments_over_hosts([advantages, returns, errors])
+    metrics = {"advantage/mean": advantages.mean, "advantage/std": advantages.population_std}
+    if returns.count:
+        metrics |= {"returns/mean": returns.mean, "returns/std": returns.population_std}
+    if errors.count:
+        known = 1 - errors.squares / returns.squares if returns.squares else float("nan")
+        metrics["value/explained_variance"] = known
+    return metrics
+
+
+def _critic_error(sample: Sample) -> np.ndarray | None:
+    if sample.values is None or sample.returns is None:
+        return None
+    # A value behind the last token, where there is one, is no prediction of a return.
+    return sample.returns.astype(np.float64) - sample.values[: len(sample.returns)]
+
+
+def _token_moments(columns: Sequence[tuple[np.ndarray | None, np.ndarray]]) -> Moments:
+    """Of the values under their masks, of the samples that have values."""
+    known = [(values, mask) for values, mask in columns if values is not None]
+    if not known:
+        return Moments(0.0, 0.0, 0.0)
+    values, masks = zip(*known, strict=True)
+    return moments(np.concatenate(values), np.concatenate(masks))
 
 
 def host_counts(scored: Scored) -> tuple[dict[str, int], dict[str, tuple[float, int]]]:
@@ -112,11 +144,6 @@ def mean_where_known(values: np.ndarray) -> float:
     """The mean of those that are not NaN; NaN where none is."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else float("nan")
-
-
-def _mean_advantage(sample: Sample) -> float:
-    assert sample.advantages is not None
-    return float(sample.advantages[sample.mask].mean()) if sample.mask.any() else 0.0
 
 
 PEAK_FLOPS = {

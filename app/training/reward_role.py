@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from app.reward.outcome import Failure, Outcome, one_line
 from app.score.reward_model import as_read
 from app.score.scorer import Valuer
 from app.training.cutting import Longest, wire_role
-from app.training.session import compute_type
+from app.training.session import compute_type, naming
 from settings import Settings
 from settings.errors import InputError
 
@@ -39,7 +38,7 @@ class RewardModelInput(NamedTuple):
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raises InputError where the model cannot read a prompt of this kind."""
-        with _naming("reward.model"):
+        with naming("reward.model", revision="reward.model_revision"):
             self.conversations.ids(prompt, completion="")
 
 
@@ -51,7 +50,7 @@ def read_reward_model(settings: Settings) -> RewardModelInput | None:
     """
     if settings.reward.model is None:
         return None
-    with _naming("reward.model"):
+    with naming("reward.model", revision="reward.model_revision"):
         files = open_model(settings.reward.model, revision=settings.reward.model_revision)
         architecture = architecture_from_config(files.config, heads=SEQUENCE_CLASSIFICATION)
         definition = DecoderDefinition.of(architecture, ValueDecoder)
@@ -72,16 +71,6 @@ def check_reward_context(model: RewardModelInput, settings: Settings) -> None:
         )
 
 
-@contextmanager
-def _naming(setting: str) -> Iterator[None]:
-    """Errors about a model name the setting that it came from."""
-    try:
-        yield
-    except InputError as error:
-        text = str(error).replace("model.revision", f"{setting}_revision").replace("model.path", setting)
-        raise InputError(text if setting in text else f"{setting}: {text}") from error
-
-
 def _check_one_label(files: ModelFiles, architecture: Architecture) -> None:
     shape = files.weights.shapes.get(VALUE_HEAD)
     if shape is not None and len(shape) == 2 and shape[0] != 1:
@@ -91,16 +80,14 @@ def _check_one_label(files: ModelFiles, architecture: Architecture) -> None:
         )
 
 
-def wire_reward(settings: Settings, architecture: Architecture, *, group: int = 0) -> FixedRows | PackedRows:
-    """How conversations are cut for the reward model: rows hold any that its context and the quota allow.
-
-    Args:
-        group: tokens of the longest prompt with all its completions; 0 where that is not known.
-    """
+def wire_reward(settings: Settings, architecture: Architecture) -> FixedRows | PackedRows:
+    """How conversations are cut for the reward model: rows hold any that its context and the quota allow."""
     # One more: what stands behind the last token, which the score is read at.
     longest = architecture.max_positions + 1
     quota = settings.score.reward.max_tokens_per_device
-    return wire_role(settings, "reward", architecture, Longest(min(longest, quota or longest), group))
+    return wire_role(
+        settings, "reward", architecture, Longest(min(longest, quota or longest), Longest.of(settings).group)
+    )
 
 
 @dataclass(frozen=True)
@@ -116,14 +103,14 @@ class RewardModel:
     """In one compiled scan; else one micro-batch after another."""
 
     @classmethod
-    def load(cls, settings: Settings, model: RewardModelInput, mesh: Mesh, *, group: int = 0) -> RewardModel:
+    def load(cls, settings: Settings, model: RewardModelInput, mesh: Mesh) -> RewardModel:
         """The weights float32, on their shardings; computing in `model.dtype`."""
         return cls(
             model,
             mesh,
             Valuer(model.definition, mesh, dtype=compute_type(settings)),
             load_weights(model.definition, model.files.weights, mesh),
-            wire_reward(settings, model.architecture, group=group),
+            wire_reward(settings, model.architecture),
             scans=settings.score.reward.strategy == "scan",
         )
 

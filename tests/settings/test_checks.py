@@ -70,6 +70,36 @@ def test_a_penalty_may_be_turned_off_by_a_later_layer_than_the_one_that_placed_i
     refusal(check_for_train, load(str(path), ["algorithm.kl_in=reward"], {}))
 
 
+def test_a_penalty_is_adapted_only_where_there_is_one_in_the_reward(resolve) -> None:
+    penalty = ("algorithm.beta=0.05", "algorithm.kl_target=0.1")
+    check_for_train(resolve(*penalty, "algorithm.kl_in=reward"))
+    message = refusal(check_for_train, resolve(*penalty))
+    assert message.startswith("algorithm.kl_target = 0.1 (from --set): only a penalty in the reward is adapted")
+    assert "algorithm.kl_in = 'loss'" in message and "set algorithm.kl_in: reward" in message
+    message = refusal(check_for_train, resolve("algorithm.kl_target=0.1"))
+    assert "algorithm.beta = 0.0 (from the default) stays 0" in message
+
+
+def test_an_adapted_penalty_may_be_turned_off_by_a_later_layer(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("algorithm: {kl_in: reward, beta: 0.05, kl_target: 0.1}")
+    check_for_train(load(str(path), ["algorithm.beta=0"], {}))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+def test_advantages_of_compared_siblings_are_not_whitened_unless_asked_for(resolve, name: str) -> None:
+    assert resolve(f"algorithm.name={name}").settings.algorithm.whiten_advantages is False
+    asked = resolve(f"algorithm.name={name}", "algorithm.whiten_advantages=true")
+    assert asked.settings.algorithm.whiten_advantages is True
+
+
+@pytest.mark.parametrize("field", ["gamma", "lam"])
+@pytest.mark.parametrize("value", ["-0.1", "1.5", "nan"])
+def test_discounts_lie_between_0_and_1(resolve, field: str, value: str) -> None:
+    with pytest.raises(InputError, match=f"algorithm.{field}"):
+        resolve(f"algorithm.{field}={value}")
+
+
 @pytest.mark.parametrize(("mini_batch", "nearest"), [(5, "4 or 6"), (7, "6 or 12"), (13, "12"), (500, "12")])
 def test_a_mini_batch_that_does_not_divide_the_step_is_told_its_neighbours(
     resolve, mini_batch: int, nearest: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from app.flow import Prompt, Sample
 from app.training.metrics import (
     CompilationCounter,
     Work,
+    credit_metrics,
     host_memory_bytes,
     peak_memory_bytes,
     sample_metrics,
@@ -61,18 +63,34 @@ def test_a_step_of_two_groups() -> None:
             "completions/min_length": 1.0,
             "completions/max_length": 3.0,
             "completions/truncated_fraction": 0.25,
-            "advantage/mean": -0.25,
-            "advantage/std": np.sqrt((1.25**2 + 3 * 0.75**2 + 4 * 0.25**2) / 8),
         }
     )
 
 
-def test_tokens_that_the_policy_did_not_write_have_no_advantage_to_count() -> None:
-    samples = [sample(0, 1.0, [2.0, 0.0, 0.0], mask=[True, False, False]), sample(0, 0.0, [-1.0])]
-    metrics = sample_metrics(samples, FUNCTIONS)
-    assert metrics["advantage/mean"] == 0.5
-    assert metrics["advantage/std"] == 1.5
-    assert sample_metrics([sample(0, 1.0, [0.0], mask=[False])], FUNCTIONS)["advantage/mean"] == 0.0
+def test_advantages_are_counted_token_by_token_where_the_policy_wrote() -> None:
+    samples = [sample(0, 1.0, [2.0, 9.0, 4.0], mask=[True, False, True]), sample(0, 0.0, [-3.0])]
+    metrics = credit_metrics(samples)
+    assert metrics == pytest.approx({"advantage/mean": 1.0, "advantage/std": np.sqrt((1 + 9 + 16) / 3)})
+    nothing = {"advantage/mean": 0.0, "advantage/std": 0.0}
+    assert credit_metrics([sample(0, 1.0, [0.0], mask=[False])]) == credit_metrics([]) == nothing
+
+
+def test_a_critic_is_measured_by_the_variance_that_it_leaves() -> None:
+    def credited(values: list[float], returns: list[float], mask: list[bool]) -> Sample:
+        made = sample(0, 1.0, [0.0] * len(returns), mask=mask)
+        return replace(made, values=np.array(values, np.float32), returns=np.array(returns, np.float32))
+
+    # The value behind the last token of the first, and the masked token of the second, count nowhere.
+    samples = [credited([1, 2, 50], [1, 3], [True, True]), credited([5, 70], [5, 0], [True, False])]
+    metrics = credit_metrics(samples)
+    assert metrics["returns/mean"] == 3.0
+    assert metrics["returns/std"] == pytest.approx(np.sqrt(8 / 3))
+    # Errors 0 1 0 around 1/3, returns 1 3 5 around 3.
+    assert metrics["value/explained_variance"] == pytest.approx(1 - (2 / 3) / 8)
+    flat = credit_metrics([credited([1, 2], [3, 3], [True, True])])
+    assert flat["returns/std"] == 0 and np.isnan(flat["value/explained_variance"])
+    without_critic = replace(samples[0], values=None)
+    assert credit_metrics([without_critic]).keys() == metrics.keys() - {"value/explained_variance"}
 
 
 def test_compilations_are_counted_until_the_counter_is_closed() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.advantage.group import dr_grpo_advantages, grpo_advantages, penalised_rewards, rloo_advantages, task_rewards
-from app.training.wiring import wire_credit, wire_loss
+from app.training.wiring import wire_loss
 from app.update.kl import k1, k2, k3
 from app.update.objective import own_logprobs, scored_logprobs
 from app.update.surrogate import clipped_surrogate, dual_clipped_surrogate
@@ -25,31 +24,18 @@ def partial_of(function: Any) -> functools.partial:
     return function
 
 
-@pytest.mark.parametrize(
-    ("name", "advantages"),
-    [("grpo", grpo_advantages), ("dr_grpo", dr_grpo_advantages), ("rloo", rloo_advantages)],
-)
-def test_a_name_chooses_how_siblings_are_compared(name, advantages):
-    credit = partial_of(wire_credit(algorithm(f"name={name}")))
-    assert credit.keywords == {"advantages": advantages, "rewards": task_rewards}
-
-
-def test_a_penalty_is_paid_once_in_the_loss_or_in_the_reward():
+def test_a_penalty_in_the_reward_is_not_paid_in_the_loss_again():
     in_loss, in_reward = algorithm("beta=0.1"), algorithm("beta=0.1", "kl_in=reward")
     loss = wire_loss(in_loss, several_updates=False)
     assert (loss.beta, loss.kl_estimator) == (0.1, k3)
-    assert partial_of(wire_credit(in_loss)).keywords["rewards"] is task_rewards
     loss = wire_loss(in_reward, several_updates=False)
     assert (loss.beta, loss.kl_estimator) == (0.0, k1)
-    rewards = partial_of(partial_of(wire_credit(in_reward)).keywords["rewards"])
-    assert (rewards.func, rewards.keywords) == (penalised_rewards, {"kl_estimator": k1, "beta": 0.1})
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_without_a_weight_no_penalty_is_wired_whatever_else_was_said_of_it(place):
     unpaid = algorithm(f"kl_in={place}", "kl_estimator=k2")
     assert wire_loss(unpaid, several_updates=True).kl_estimator is None
-    assert partial_of(wire_credit(unpaid)).keywords["rewards"] is task_rewards
     assert wire_loss(algorithm("beta=1", "kl_estimator=k2"), several_updates=True).kl_estimator is k2
 
 

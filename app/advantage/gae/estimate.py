@@ -1,0 +1,123 @@
+"""Generalized advantage estimation: rewards and values in, advantages and returns out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from app.advantage.gae.choice import choose
+from app.advantage.gae.chunked import chunked
+from app.advantage.gae.serial import serial
+from app.advantage.gae.terms import MASK_MODES, Credit, HostOrDevice, Terms, as_float32, rows_of
+
+Number = float | np.ndarray | Array
+
+BACKENDS: Mapping[str, Callable[[Terms, int], Credit]] = MappingProxyType(
+    {
+        "serial": lambda terms, chunk_size: serial(terms),
+        "chunked": lambda terms, chunk_size: chunked(terms, chunk_size=chunk_size),
+    }
+)
+"""(terms, chunk size) -> credit."""
+
+
+def generalized_advantages(
+    rewards: HostOrDevice,
+    values: HostOrDevice,
+    *,
+    gamma: Number,
+    lam: Number,
+    mask: HostOrDevice | None = None,
+    ends: HostOrDevice | None = None,
+    bootstrap: HostOrDevice | None = None,
+    mask_mode: str = "skip",
+    backend: str = "auto",
+    chunk_size: int | None = None,
+) -> Credit:
+    """A_t = delta_t + gamma lambda A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t, and returns A + V; [B, T] each.
+
+    Float32 inside and out, whatever comes in. `gamma` and `lam` are traced: other values compile nothing anew.
+
+    Args:
+        rewards: [B, T].
+        values: [B, T], or [B, T+1] whose last column is the value after the row's last step; 0 where it is absent.
+        gamma: a number or one for each token, in [0, 1]; 0 behind a token is a terminal step.
+        lam: the same.
+        mask: [B, T], True where the policy wrote the token; None = all.
+        ends: [B, T], True on the last token of each sequence of a row; the row's last token always ends.
+        bootstrap: [B, T], read where a sequence ends: the value after it; None = 0, it ended by itself.
+        mask_mode: what masked tokens mean, see `app.advantage.gae.terms`.
+        backend: one of `BACKENDS`, or `auto`, see `app.advantage.gae.choice`.
+        chunk_size: steps of a chunk, at least 1; None = what suits the backend.
+
+    Source: Schulman et al. 2016, eq. 16.
+    """
+    per_token = mask is not None or ends is not None or np.ndim(gamma) > 0 or np.ndim(lam) > 0
+    choice = choose(backend, rewards.shape, per_token_decay=per_token, chunk_size=chunk_size)
+    return _estimate(rewards, values, as_float32(gamma), as_float32(lam), mask, ends, bootstrap, mask_mode, *choice[:2])
+
+
+@functools.partial(jax.jit, static_argnums=(7, 8, 9))
+def _estimate(
+    rewards: HostOrDevice,
+    values: HostOrDevice,
+    gamma: Array,
+    lam: Array,
+    mask: HostOrDevice | None,
+    ends: HostOrDevice | None,
+    bootstrap: HostOrDevice | None,
+    mask_mode: str,
+    backend: str,
+    chunk_size: int,
+) -> Credit:
+    rows = rows_of(rewards, values, mask=mask, ends=ends, bootstrap=bootstrap)
+    return BACKENDS[backend](MASK_MODES[mask_mode](rows, gamma, lam), chunk_size)
+
+
+def check_inputs(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    *,
+    gamma: float,
+    lam: float,
+    mask: np.ndarray | None = None,
+    mask_mode: str = "skip",
+    chunk_size: int | None = None,
+) -> None:
+    """Passes where an estimate of these host arrays means something.
+
+    Raises:
+        ValueError: shapes that disagree, gamma or lambda outside [0, 1], a chunk size below 1, or a NaN or infinity
+            that would be read; says which and where.
+    """
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name}: expected a number from 0 to 1, got {value}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size: expected at least 1 step, got {chunk_size}")
+    if rewards.ndim != 2:
+        raise ValueError(f"rewards: expected [B, T], got the shape {list(rewards.shape)}")
+    rows, num_tokens = rewards.shape
+    if values.shape not in ((rows, num_tokens), (rows, num_tokens + 1)):
+        raise ValueError(
+            f"values: expected [{rows}, {num_tokens}] or [{rows}, {num_tokens + 1}] beside rewards of shape "
+            f"[{rows}, {num_tokens}], got {list(values.shape)}"
+        )
+    if mask is not None and mask.shape != rewards.shape:
+        raise ValueError(f"mask: expected [{rows}, {num_tokens}] like rewards, got {list(mask.shape)}")
+    # Tokens that are passed over may hold anything.
+    read = np.ones(rewards.shape, bool) if mask is None or mask_mode == "through" else mask.astype(bool)
+    for name, array in (("rewards", rewards), ("values", values[:, :num_tokens]), ("values", values[:, num_tokens:])):
+        bad = ~np.isfinite(np.asarray(array, np.float64))
+        first_column = num_tokens if array.shape[1] != num_tokens else 0
+        bad &= read if first_column == 0 and array.shape == read.shape else True
+        if bad.any():
+            row, column = np.argwhere(bad)[0].tolist()
+            raise ValueError(
+                f"{name}: row {row}, index {column + first_column} is {array[row, column]}; expected a finite number"
+            )

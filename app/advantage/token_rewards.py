@@ -1,0 +1,52 @@
+"""Rewards of tokens: a sample's own on the last token that the policy wrote, a KL penalty on every one of those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Float64
+
+from app.flow import Sample
+from app.masked import Moments, moments
+
+TokenRewards = Callable[[Sample], Float64[np.ndarray, "C"]]
+"""A sample -> what each of its tokens earned; 0 on those that the policy did not write."""
+TokenKL = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""(policy logprobs, reference logprobs) -> an estimate of the KL at each token."""
+
+
+def task_token_rewards(sample: Sample) -> Float64[np.ndarray, "C"]:
+    """The sample's reward on the last token that the policy wrote; nowhere where it wrote none.
+
+    On a masked last token (a tool's output) the reward would be passed over, or decay before it reaches the policy.
+    """
+    assert sample.reward is not None
+    rewards = np.zeros(len(sample.completion_ids))
+    rewards[np.flatnonzero(sample.mask)[-1:]] = sample.reward
+    return rewards
+
+
+def penalised_token_rewards(sample: Sample, *, kl_estimator: TokenKL, kl_coef: float) -> Float64[np.ndarray, "C"]:
+    """r_t - kl_coef * KL_t(policy || reference), the KL on tokens that the policy wrote.
+
+    Source: Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", equation 2 (with k1).
+    """
+    return task_token_rewards(sample) - kl_coef * token_kl(sample, kl_estimator)
+
+
+def token_kl(sample: Sample, kl_estimator: TokenKL) -> Float64[np.ndarray, "C"]:
+    """The estimate at each token, 0 where the policy did not write it; trainer's logprobs, at the step's start."""
+    policy, reference = sample.policy_logprobs, sample.reference_logprobs
+    assert policy is not None and reference is not None
+    kl = np.zeros(len(sample.completion_ids))
+    kl[sample.mask] = kl_estimator(policy[sample.mask].astype(np.float64), reference[sample.mask].astype(np.float64))
+    return kl
+
+
+def kl_moments(samples: Sequence[Sample], kl_estimator: TokenKL) -> Moments:
+    """Of the KL at the tokens that the policy wrote, of this host's samples."""
+    if not samples:
+        return Moments(0.0, 0.0, 0.0)
+    kl = np.concatenate([token_kl(s, kl_estimator) for s in samples])
+    return moments(kl, np.concatenate([s.mask for s in samples]))

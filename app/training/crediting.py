@@ -1,0 +1,159 @@
+"""Settings -> how a step's samples get their credit, and the penalty in their rewards its coefficient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from app.advantage.adaptive_kl import adapted_kl_coef
+from app.advantage.gae.estimate import generalized_advantages
+from app.advantage.group import ADVANTAGES, Rewards, credit_by_group, penalised_rewards, task_rewards
+from app.advantage.token_credit import (
+    Estimate,
+    Lambda,
+    bootstrapped_if_truncated,
+    credit_by_gae,
+    credit_by_return,
+    fixed_lam,
+    length_adaptive_lam,
+    terminal,
+    whitened,
+)
+from app.advantage.token_rewards import TokenRewards, kl_moments, penalised_token_rewards, task_token_rewards
+from app.flow import Sample
+from app.mesh.placement import moments_over_hosts, sum_over_hosts
+from app.training.metrics import credit_metrics
+from app.update.kl import ESTIMATORS, Estimator
+from settings import Settings
+from settings.schema import Algorithm
+
+Credit = Callable[[Sequence[Sample], float], list[Sample]]
+"""Samples with a reward, and the coefficient of the penalty in it -> the same with their advantages."""
+NextKLCoef = Callable[[Sequence[Sample], float], float]
+"""A step's samples and its coefficient -> the next step's."""
+
+
+class Credited(NamedTuple):
+    samples: list[Sample]
+    metrics: dict[str, float]
+    kl_coef: float
+    """Of the penalty in the next step's rewards."""
+
+
+@dataclass(frozen=True)
+class Crediting:
+    """The advantage room, wired for one run. Every host calls it, also one whose samples were all dropped."""
+
+    credit: Credit
+    whitens: bool
+    """Advantages are whitened over all hosts, after they have been measured."""
+    penalises: bool
+    """There is a KL penalty in the reward."""
+    next_kl_coef: NextKLCoef
+
+    def __call__(self, samples: Sequence[Sample], kl_coef: float) -> Credited:
+        credited = self.credit(samples, kl_coef)
+        metrics = credit_metrics(credited) | ({"policy/kl_coef": kl_coef} if self.penalises else {})
+        next_kl_coef = self.next_kl_coef(credited, kl_coef)
+        return Credited(whitened(credited) if self.whitens else credited, metrics, next_kl_coef)
+
+
+def wire_crediting(settings: Settings) -> Crediting:
+    """What `algorithm.*` says of advantages."""
+    algorithm = settings.algorithm
+    assert algorithm.whiten_advantages is not None
+    return Crediting(
+        credit=CREDITS.get(algorithm.name, wire_group_credit)(settings),
+        whitens=algorithm.whiten_advantages,
+        penalises=algorithm.kl_in_reward,
+        next_kl_coef=wire_next_kl_coef(algorithm),
+    )
+
+
+def wire_group_credit(settings: Settings) -> Credit:
+    """Siblings are compared, by their rewards or by what a penalty leaves of them."""
+    algorithm = settings.algorithm
+
+    def rewards(kl_coef: float) -> Rewards:
+        if not algorithm.kl_in_reward:
+            return task_rewards
+        return partial(penalised_rewards, kl_estimator=wire_kl(algorithm), beta=kl_coef)
+
+    return lambda samples, kl_coef: credit_by_group(
+        samples, advantages=ADVANTAGES[algorithm.name], rewards=rewards(kl_coef)
+    )
+
+
+def wire_gae_credit(settings: Settings) -> Credit:
+    """GAE from the critic's values."""
+    algorithm, alpha = settings.algorithm, settings.algorithm.length_adaptive_lam
+    usual = partial(fixed_lam, lam=algorithm.lam)
+    lam: Lambda = usual if alpha is None else partial(length_adaptive_lam, alpha=alpha)
+    of_targets = usual if settings.critic.lam is None else partial(fixed_lam, lam=settings.critic.lam)
+    same = alpha is None and settings.critic.lam in (None, algorithm.lam)
+    credit = partial(
+        credit_by_gae,
+        estimate=_estimate(algorithm),
+        lam=lam,
+        critic_lam=None if same else of_targets,
+        bootstrap=bootstrapped_if_truncated if algorithm.bootstrap_truncated else terminal,
+    )
+    return lambda samples, kl_coef: credit(samples, token_rewards=_token_rewards(algorithm, kl_coef))
+
+
+def wire_return_credit(settings: Settings) -> Credit:
+    """Discounted returns of REINFORCE++."""
+    credit = partial(credit_by_return, estimate=_estimate(settings.algorithm))
+    return lambda samples, kl_coef: credit(samples, token_rewards=_token_rewards(settings.algorithm, kl_coef))
+
+
+CREDITS: Mapping[str, Callable[[Settings], Credit]] = MappingProxyType(
+    {"gae": wire_gae_credit, "reinforce_plus_plus": wire_return_credit}
+)
+"""Estimators that credit each token; all others compare siblings."""
+
+
+def _estimate(algorithm: Algorithm) -> Estimate:
+    return partial(
+        generalized_advantages,
+        gamma=algorithm.gamma,
+        mask_mode=algorithm.mask_mode,
+        backend=algorithm.gae_backend,
+        chunk_size=algorithm.gae_chunk_size,
+    )
+
+
+def _token_rewards(algorithm: Algorithm, kl_coef: float) -> TokenRewards:
+    if not algorithm.kl_in_reward:
+        return task_token_rewards
+    return partial(penalised_token_rewards, kl_estimator=wire_kl(algorithm), kl_coef=kl_coef)
+
+
+def wire_kl(algorithm: Algorithm) -> Estimator:
+    """The estimator of the penalty, wherever it goes."""
+    assert algorithm.kl_estimator is not None
+    return ESTIMATORS[algorithm.kl_estimator]
+
+
+def wire_next_kl_coef(algorithm: Algorithm) -> NextKLCoef:
+    """A coefficient that stays, or one that is held where the KL of a token is `algorithm.kl_target`."""
+    target = algorithm.kl_target
+    if target is None or not algorithm.kl_in_reward:
+        return lambda samples, kl_coef: kl_coef
+    kl_estimator = wire_kl(algorithm)
+
+    def next_kl_coef(samples: Sequence[Sample], kl_coef: float) -> float:
+        (kl,) = moments_over_hosts([kl_moments(samples, kl_estimator)])
+        num_samples = int(sum_over_hosts(np.asarray(len(samples))))
+        # Of logprobs that are NaN nothing can be learned, and the coefficient would stay NaN.
+        if not kl.count or not math.isfinite(kl.mean):
+            return kl_coef
+        return adapted_kl_coef(kl_coef, kl.mean, target=target, num_samples=num_samples, horizon=algorithm.kl_horizon)
+
+    return next_kl_coef

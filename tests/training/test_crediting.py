@@ -1,0 +1,123 @@
+"""Settings choose how credit is given, by what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from app.advantage.group import ADVANTAGES
+from app.flow import Sample
+from app.training.crediting import Crediting, wire_crediting, wire_gae_credit, wire_return_credit
+from settings import Settings, load
+from tests.tiny import make_sample
+
+PENALTY = ("algorithm.beta=0.5", "algorithm.kl_in=reward")
+
+
+def settings_of(*overrides: str) -> Settings:
+    return load(None, overrides, {}).settings
+
+
+def crediting(*overrides: str) -> Crediting:
+    return wire_crediting(settings_of(*overrides))
+
+
+def samples_of(*rewards: float, group_id: int = 0) -> list[Sample]:
+    """Of three tokens each, on each of which the policy is a fifth of a nat above the reference."""
+    return [
+        make_sample(
+            np.zeros(3),
+            group_id=group_id,
+            sample_index=i,
+            reward=reward,
+            policy_logprobs=np.full(3, -1.0, np.float32),
+            reference_logprobs=np.full(3, -1.2, np.float32),
+            values=np.array([0.5, 0.25, 0.75, 2.0], np.float32),
+        )
+        for i, reward in enumerate(rewards)
+    ]
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_an_estimator_chooses_how_siblings_are_compared(name: str) -> None:
+    credited = crediting(f"algorithm.name={name}")(samples_of(1.0, 4.0), 0.0)
+    expected = ADVANTAGES[name](np.array([1.0, 4.0]), np.array([0, 0]))
+    np.testing.assert_allclose([s.advantages for s in credited.samples], np.stack([expected] * 3, axis=1), rtol=1e-6)
+    assert credited.metrics.keys() == {"advantage/mean", "advantage/std"}
+
+
+def test_a_penalty_in_the_reward_is_weighed_by_the_coefficient_of_the_step() -> None:
+    pair = samples_of(1.0, 4.0)
+    pair[1] = replace(pair[1], policy_logprobs=pair[1].reference_logprobs)
+    credit = crediting("algorithm.name=dr_grpo", *PENALTY)
+    for coefficient in (0.5, 2.0):
+        credited = credit(pair, coefficient)
+        apart = (4.0 - (1.0 - coefficient * 0.6)) / 2
+        np.testing.assert_allclose(credited.samples[1].advantages, apart, rtol=1e-5)
+        assert credited.metrics["policy/kl_coef"] == credited.kl_coef == coefficient
+    assert "policy/kl_coef" not in crediting("algorithm.beta=0.5")(pair, 0.5).metrics
+
+
+def test_a_penalty_in_the_loss_leaves_rewards_alone() -> None:
+    in_loss = crediting("algorithm.name=dr_grpo", "algorithm.beta=0.5", "algorithm.kl_in=loss")
+    np.testing.assert_allclose(in_loss(samples_of(1.0, 4.0), 0.5).samples[1].advantages, 1.5)
+
+
+def test_advantages_are_measured_before_they_are_whitened() -> None:
+    plain, white = (
+        crediting("algorithm.name=dr_grpo", f"algorithm.whiten_advantages={whitens}")(samples_of(1.0, 4.0), 0.0)
+        for whitens in ("false", "true")
+    )
+    assert plain.metrics == white.metrics == {"advantage/mean": 0.0, "advantage/std": 1.5}
+    # Six tokens at 1.5 from 0, ddof = 1.
+    np.testing.assert_allclose(white.samples[1].advantages, 1.5 / np.sqrt(6 * 1.5**2 / 5), rtol=1e-6)
+    np.testing.assert_array_equal(plain.samples[1].advantages, 1.5)
+
+
+def test_gae_takes_its_settings_from_algorithm_and_critic() -> None:
+    lams = ("algorithm.gamma=0.5", "algorithm.lam=0", "critic.lam=1.0")
+    (one,) = wire_gae_credit(settings_of(*lams))(samples_of(1.0), 0.0)
+    np.testing.assert_allclose(one.advantages, [0.125 - 0.5, 0.375 - 0.25, 1 - 0.75])
+    np.testing.assert_allclose(one.returns, [0.25, 0.5, 1.0])
+    (one,) = wire_gae_credit(settings_of(*lams, "algorithm.bootstrap_truncated=true"))(samples_of(1.0), 0.0)
+    np.testing.assert_allclose(one.advantages, [0.125 - 0.5, 0.375 - 0.25, 1 + 0.5 * 2.0 - 0.75])
+    np.testing.assert_allclose(one.returns, [0.5, 1.0, 2.0])
+
+
+def test_an_adaptive_lambda_is_not_the_one_of_the_targets() -> None:
+    adaptive = settings_of("algorithm.length_adaptive_lam=0.1", "algorithm.lam=1.0")
+    (one,) = wire_gae_credit(adaptive)(samples_of(1.0), 0.0)
+    # Of three tokens: 1 - 1 / 0.3, at least 0.
+    np.testing.assert_allclose(one.advantages, [0.25 - 0.5, 0.75 - 0.25, 1 - 0.75])
+    np.testing.assert_allclose(one.returns, 1.0)
+
+
+@pytest.mark.parametrize("mask_mode", ["skip", "through", "zero"])
+@pytest.mark.parametrize("backend", ["auto", "serial", "chunked"])
+def test_masks_and_backends_are_those_of_the_settings(mask_mode: str, backend: str) -> None:
+    chosen = settings_of(
+        *("algorithm.gamma=0.5", "algorithm.lam=0", "algorithm.gae_chunk_size=2"),
+        *(f"algorithm.mask_mode={mask_mode}", f"algorithm.gae_backend={backend}"),
+    )
+    (holed,) = samples_of(1.0)
+    (one,) = wire_gae_credit(chosen)([replace(holed, loss_mask=np.array([True, False, True]))], 0.0)
+    behind_the_first = {"skip": 0.75, "through": 0.25, "zero": 0.0}[mask_mode]
+    np.testing.assert_allclose(one.advantages, [0.5 * behind_the_first - 0.5, 0, 0.25])
+
+
+def test_returns_of_tokens_hold_the_penalty() -> None:
+    (one,) = wire_return_credit(settings_of(*PENALTY, "algorithm.gamma=0.5"))(samples_of(1.0), 0.5)
+    # A tenth at every token.
+    np.testing.assert_allclose(one.advantages, [0.25 - 0.175, 0.5 - 0.15, 1 - 0.1], rtol=1e-6)
+
+
+def test_a_coefficient_is_adapted_once_a_step_by_the_tokens_kl() -> None:
+    target = (*PENALTY, "algorithm.kl_target=0.4", "algorithm.kl_horizon=20")
+    # A KL of 0.2 is half its target: 20 % lower over 20 samples, of which this step has two.
+    assert crediting(*target)(samples_of(1.0, 4.0), 0.5).kl_coef == pytest.approx(0.5 * (1 - 0.2 * 2 / 20))
+    assert crediting(*PENALTY)(samples_of(1.0, 4.0), 0.5).kl_coef == 0.5
+    assert crediting(*target)([], 0.5).kl_coef == 0.5
+    broken = [replace(samples_of(1.0)[0], policy_logprobs=np.full(3, np.nan, np.float32))]
+    assert crediting(*target)(broken, 0.5).kl_coef == 0.5
