@@ -13,7 +13,7 @@ from settings.fields import value_of
 from settings.layers import place
 from settings.papers import COMPARING_SIBLINGS
 from settings.resolve import Resolved
-from settings.reward_section import OVERLONG
+from settings.reward_section import MODEL_REWARD, OVERLONG
 
 Check = Callable[[Resolved], str | None]
 
@@ -29,6 +29,7 @@ def check_for_train(resolved: Resolved) -> None:
             _the_clip_can_cut,
             _filtered_groups_differ,
             _overlong_completions_are_cut,
+            _reward_names_differ,
             _penalty_weighs_something,
             _adapted_penalty_is_in_the_reward,
             _mini_batches_divide_the_step,
@@ -50,7 +51,7 @@ def check_for_rollout(resolved: Resolved) -> None:
 
 def check_for_score(resolved: Resolved) -> None:
     """Raises InputError; lengths are not checked, because scoring takes its shapes from its input."""
-    _run(resolved, (_processes_are_known,))
+    _run(resolved, (_reward_names_differ, _processes_are_known))
 
 
 def check_for_mesh(resolved: Resolved) -> None:
@@ -136,11 +137,22 @@ def _overlong_completions_are_cut(resolved: Resolved) -> str | None:
 
 
 def _some_reward_counts(resolved: Resolved) -> str | None:
-    if any(function.weight != 0 for function in resolved.settings.reward.functions):
+    reward = resolved.settings.reward
+    if any(function.weight != 0 for function in reward.functions) or (reward.model and reward.model_weight != 0):
         return None
     return (
         f"reward.functions (from {resolved.origin('reward.functions')}): every weight is 0, so every sample "
         "would have reward 0; give one a weight such as 1.0"
+    )
+
+
+def _reward_names_differ(resolved: Resolved) -> str | None:
+    reward = resolved.settings.reward
+    if reward.model is None or all(function.name != MODEL_REWARD for function in reward.functions):
+        return None
+    return (
+        f"reward.functions (from {resolved.origin('reward.functions')}): `{MODEL_REWARD}` is the name of the score of "
+        f"{_named(resolved, 'reward.model')}; give the function another `name:`"
     )
 
 
@@ -212,10 +224,12 @@ def _quotas_hold_the_longest_sample(resolved: Resolved) -> str | None:
     lengths = ("data.max_prompt_length", "rollout.max_new_tokens")
     problems = []
     updated = ("algorithm", "critic") if settings.has_critic else ("algorithm",)
-    for scope in (*updated, *(f"score.{role}" for role in settings.scored_roles)):
+    roles = (*settings.scored_roles, "reward") if settings.reward.model else settings.scored_roles
+    for scope in (*updated, *(f"score.{role}" for role in roles)):
         quota = value_of(settings, f"{scope}.max_tokens_per_device")
-        # One more token is read behind a truncated sample.
-        behind = 1 if scope == "score.critic" and settings.algorithm.bootstrap_truncated else 0
+        # One more token is read behind a truncated sample, and behind whatever a reward model reads.
+        reads_on = {"score.critic": settings.algorithm.bootstrap_truncated, "score.reward": True}
+        behind = 1 if reads_on.get(scope) else 0
         longest = sum(value_of(settings, field) for field in lengths) + behind
         if quota is not None and quota < longest:
             problems.append(

@@ -22,7 +22,7 @@ HISTORIC: dict[str, tuple[str, ...]] = {
     "ppo_max_token_len_per_gpu": ("algorithm.max_tokens_per_device",),
     "ppo_infer_max_token_len_per_gpu": ("score.max_tokens_per_device",),
     "log_prob_max_token_len_per_gpu": ("score.max_tokens_per_device",),
-    "forward_max_token_len_per_gpu": ("score.critic.max_tokens_per_device",),
+    "forward_max_token_len_per_gpu": ("score.critic.max_tokens_per_device", "score.reward.max_tokens_per_device"),
     "ppo_mini_batch_size": ("algorithm.mini_batch_prompts",),
     "balance_batch": ("algorithm.balance_batch",),
 }

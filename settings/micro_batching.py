@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
+from typing import get_args
 
 from settings.errors import InputError
 from settings.fields import FIELDS
 from settings.layers import Layer, Leaf, place, spoken
-from settings.score_section import SCORED_ROLES
+from settings.score_section import ForwardRole
 
 QUOTA = "max_tokens_per_device"
 ROWS = "rows_per_device"
@@ -116,7 +117,8 @@ def _scopes(said: Leaves) -> list[_Scope]:
     update = _Scope("algorithm", said, _DEFAULTS, switch="dynamic_microbatch")
     score = _Scope("score", said, {**_DEFAULTS, QUOTA: update.offers()[QUOTA]})
     critic = _Scope("critic", said, update.offers(), switch="dynamic_microbatch")
-    return [update, critic, score, *(_Scope(f"score.{role}", said, score.offers()) for role in SCORED_ROLES)]
+    roles = (_Scope(f"score.{role}", said, score.offers()) for role in get_args(ForwardRole))
+    return [update, critic, score, *roles]
 
 
 def _overridden_sets(scope: _Scope, applies: Mapping[str, Leaf | None]) -> Iterator[str]:

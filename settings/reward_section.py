@@ -1,4 +1,4 @@
-"""The settings of the reward: its functions, and what plug-ins may use."""
+"""The settings of the reward: its functions, its model, and what plug-ins may use."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ BUILT_IN_REWARDS = ("gsm8k", "arithmetic", "gsm8k_format", "arithmetic_format", 
 
 OVERLONG = "overlong"
 """The name of the penalty for length among a sample's rewards."""
+
+
+MODEL_REWARD = "model"
+"""The name of the reward model's score among those of the functions."""
 
 
 def _distinct_rewards(value: tuple[RewardFunction, ...]) -> tuple[RewardFunction, ...]:
@@ -110,9 +114,22 @@ class Reward(Section):
     overlong_penalty: float = Field(
         default=1.0, gt=0, description="What a completion of `rollout.max_new_tokens` tokens loses."
     )
+    model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A reward model: directory or hub id of a sequence classification checkpoint with one label. Its "
+        "score of the whole conversation joins the sum as `model`; null = none, and no memory.",
+    )
+    model_revision: str | None = Field(
+        default=None, description="Commit, tag or branch of its hub id; its newest commit when null."
+    )
+    model_weight: float = Field(
+        default=1.0, description="Factor of its score in the weighted sum; 0 = shown but not counted."
+    )
     on_error: Literal["raise", "zero", "drop"] = Field(
         default="raise",
-        description="A function fails on a sample: stop the run, count its value as 0, or leave the sample out.",
+        description="A function or the model fails on a sample: stop the run, count its value as 0, or leave the "
+        "sample out.",
     )
     timeout_s: float = Field(
         default=10.0, gt=0, le=3600, description="Wall clock of one call of a plug-in: a sample, or a batch of them."

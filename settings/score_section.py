@@ -13,6 +13,9 @@ ScoredRole = Literal["policy", "reference", "critic"]
 
 SCORED_ROLES: tuple[ScoredRole, ...] = get_args(ScoredRole)
 
+ForwardRole = Literal[ScoredRole, "reward"]
+"""Whose forward passes are cut by settings of their own."""
+
 MAX_QUOTA = 2**24
 """Tokens on one device; beyond this a quota is a slip of the pen."""
 
@@ -61,7 +64,8 @@ class Score(MicroBatches):
     policy: MicroBatches = MicroBatches()
     reference: Reference = Reference()
     critic: MicroBatches = MicroBatches()
+    reward: MicroBatches = MicroBatches()
 
-    def of(self, role: ScoredRole) -> MicroBatches:
+    def of(self, role: ForwardRole) -> MicroBatches:
         """The role's own micro-batches; once loaded, with all that it inherits."""
         return getattr(self, role)

@@ -69,3 +69,15 @@ def write_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
     save_file(random_tensors(config, seed), directory / "model.safetensors")
     write_tokenizer(directory)
     return directory
+
+
+def write_reward_model(directory: Path, *, seed: int = 7, num_labels: int = 1, **changes: Any) -> Path:
+    """A whole directory of a sequence classification model; `changes` go into its config.json."""
+    changes = {"architectures": ["LlamaForSequenceClassification"]} | changes
+    write_model(directory, seed=seed)
+    (directory / "config.json").write_text(json.dumps(CONFIG | changes))
+    tensors = random_tensors(CONFIG, seed)
+    del tensors["lm_head.weight"]
+    head = np.random.default_rng(seed).normal(0, 0.2, (num_labels, CONFIG["hidden_size"]))
+    save_file({**tensors, "score.weight": head.astype(np.float32)}, directory / "model.safetensors")
+    return directory

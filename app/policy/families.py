@@ -34,6 +34,14 @@ class Family(NamedTuple):
     read: Callable[[Config], Architecture]
     example: str
     """A text-only checkpoint of the hub."""
+    classifier: str | None = None
+    """The entry of sequence classification; None where only the end differs."""
+
+    def named(self, head: str) -> str:
+        """The `architectures` entry of a network with this head."""
+        if self.classifier is not None and head in SEQUENCE_CLASSIFICATION:
+            return self.classifier
+        return self.causal_lm.removesuffix(*CAUSAL_LM) + head
 
 
 CAUSAL_LM = ("ForCausalLM",)
@@ -61,7 +69,7 @@ def architecture_from_config(config: Config, *, heads: Sequence[str] = CAUSAL_LM
         raise InputError(f"config.json: model_type={model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     declared = config.get("architectures") or [family.causal_lm]
-    supported = [family.causal_lm.removesuffix(*CAUSAL_LM) + head for head in heads]
+    supported = [family.named(head) for head in heads]
     if declared not in [[name] for name in supported]:
         raise InputError(
             f"config.json: architectures={declared!r} is not supported for model_type={model_type!r}; "
@@ -153,7 +161,9 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", qwen2, "Qwen/Qwen2.5-0.5B-Instruct"),
     "qwen3": Family("Qwen3ForCausalLM", qwen3, "Qwen/Qwen3-0.6B"),
     "gemma2": Family("Gemma2ForCausalLM", gemma2, "google/gemma-2-2b-it"),
-    "gemma3_text": Family("Gemma3ForCausalLM", gemma3_text, "google/gemma-3-1b-it"),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", gemma3_text, "google/gemma-3-1b-it", classifier="Gemma3TextForSequenceClassification"
+    ),
 }
 """By `model_type`."""
 

@@ -61,7 +61,7 @@ def encode_prompts(
     Raises:
         InputError: a prompt is too long and `overlong` is `error`, or no prompt is left.
     """
-    encoded = [tokenizer.chat_ids(_to_messages(row.prompt, system_prompt)) for row in rows]
+    encoded = [tokenizer.chat_ids(to_messages(row.prompt, system_prompt)) for row in rows]
     lengths = [len(ids) for ids in encoded]
     num_overlong = sum(length > max_prompt_length for length in lengths)
     if num_overlong and overlong == "error":
@@ -94,7 +94,8 @@ def encode_prompts(
     return prompts, report
 
 
-def _to_messages(prompt: str | Messages, system_prompt: str | None) -> Messages:
+def to_messages(prompt: str | Messages, system_prompt: str | None) -> Messages:
+    """A chat that starts with `system_prompt`, where there is one; a prompt that is text is the user's message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system_prompt is None:
         return messages

@@ -77,11 +77,7 @@ class Tokenizer:
 
         Raises: InputError where the template refuses the messages or never stops writing.
         """
-        allowed = MAX_TEMPLATE_CHARACTERS + 2 * sum(len(text) for message in messages for text in message.values())
-        length = len(self._apply_template(messages, tokenize=False))
-        if length > allowed:
-            raise InputError(f"the chat template turns a prompt into {length} characters (at most {allowed}); mend it")
-        return self._apply_template(messages, tokenize=True, return_dict=False, sanitize_control_tokens=True)
+        return chat_ids(self._fast, messages, opens_answer=True)
 
     def encode(self, text: str) -> list[int]:
         """The ids of plain text: nothing is added, and a spelled control token stays text."""
@@ -94,25 +90,47 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
-    def _apply_template(self, messages: Messages, **how: Any) -> Any:
+
+def chat_ids(fast: PreTrainedTokenizerFast, messages: Messages, *, opens_answer: bool) -> list[int]:
+    """The ids of a chat; with `opens_answer` up to where the assistant's next turn begins.
+
+    Control tokens come from the template alone: where a message spells one (`<|im_end|>`), it is
+    encoded as ordinary text.
+
+    Raises: InputError where the template refuses the messages or never stops writing.
+    """
+
+    def rendered(**how: Any) -> Any:
         try:
-            return self._fast.apply_chat_template(
-                messages, add_generation_prompt=True, date_string=TEMPLATE_DATE, **how
+            return fast.apply_chat_template(
+                messages, add_generation_prompt=opens_answer, date_string=TEMPLATE_DATE, **how
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             roles = [message.get("role") for message in messages]
             way_out = "; without a system message (data.system_prompt: null) it may" if "system" in roles else ""
             raise InputError(f"the model's chat template cannot render a chat of {roles}: {error}{way_out}") from error
 
+    allowed = MAX_TEMPLATE_CHARACTERS + 2 * sum(len(text) for message in messages for text in message.values())
+    length = len(rendered(tokenize=False))
+    if length > allowed:
+        raise InputError(f"the chat template turns a prompt into {length} characters (at most {allowed}); mend it")
+    return rendered(tokenize=True, return_dict=False, sanitize_control_tokens=True)
+
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
-    """The tokenizer of an opened model: `tokenizer.json` of its directory, or the GGUF file's own.
+    """The tokenizer of an opened model.
 
     Raises: InputError where there is none, or none that can be used.
     """
-    if isinstance(files.weights, GgufFile):
-        return Tokenizer(_from_gguf(files.weights), files)
-    return Tokenizer(_from_directory(files.path), files)
+    return Tokenizer(load_fast_tokenizer(files), files)
+
+
+def load_fast_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
+    """`tokenizer.json` of an opened model's directory, or the GGUF file's own.
+
+    Raises: InputError where there is none.
+    """
+    return _from_gguf(files.weights) if isinstance(files.weights, GgufFile) else _from_directory(files.path)
 
 
 def _from_directory(directory: Path) -> PreTrainedTokenizerFast:

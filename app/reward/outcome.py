@@ -14,7 +14,7 @@ class Failure:
 
     kind: str
     """`raised`, `value` (not a finite number), `length` (of a list), `timeout`, `cpu`, `memory`, `exit` (its process
-    ended) or `no reward` (every function abstained)."""
+    ended), `no reward` (every function abstained), `too long` or `template` (what a reward model cannot read)."""
     text: str
     """One line, for a person."""
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Protocol
 
 from app.flow import Sample
@@ -19,7 +19,7 @@ from app.reward.signature import Columns
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, grade, is_task_reward
 from app.reward.weighing import NO_REWARD, OnError, Scored, weigh
 from settings.errors import InputError
-from settings.reward_section import OVERLONG, Reward, RewardFunction
+from settings.reward_section import MODEL_REWARD, OVERLONG, Reward, RewardFunction
 
 FUNCTION_OF = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
 """Built-in rewards that run as plug-ins do."""
@@ -92,12 +92,22 @@ class Rewards:
     @property
     def names(self) -> tuple[str, ...]:
         """Of all that a sample's reward is made of."""
-        return (*(function.name for function in self._functions), *((OVERLONG,) if self._overlong else ()))
+        functions = (function.name for function in self._functions)
+        model = (MODEL_REWARD,) if self._settings.model else ()
+        return (*functions, *model, *((OVERLONG,) if self._overlong else ()))
 
-    def score(self, samples: Sequence[Sample], moment: Moment) -> Scored:
-        """The samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value + overlong penalty."""
+    def score(self, samples: Sequence[Sample], moment: Moment, *, of_model: Sequence[Outcome] | None = None) -> Scored:
+        """The samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value + overlong penalty.
+
+        Args:
+            of_model: what the reward model said of each; None where there is none.
+        """
+        assert (of_model is None) == (self._settings.model is None)
         weights = {function.name: function.weight for function in self._settings.functions}
-        scored = _scored(samples, moment, self._functions, weights, self._settings.on_error)
+        given: dict[str, Sequence[Outcome]] = {}
+        if of_model is not None:
+            weights[MODEL_REWARD], given[MODEL_REWARD] = self._settings.model_weight, of_model
+        scored = _scored(samples, moment, self._functions, weights, self._settings.on_error, given=given)
         if self._overlong is None:
             return scored
         return replace(scored, samples=[self._overlong.added(sample) for sample in scored.samples])
@@ -140,13 +150,14 @@ def _scored(
     weights: Mapping[str, float],
     on_error: OnError,
     *,
+    given: Mapping[str, Sequence[Outcome]] = MappingProxyType({}),
     when_all_abstain: Failure | None = NO_REWARD,
 ) -> Scored:
     try:
         outcomes = {function.name: function.outcomes(samples, moment) for function in functions}
     except PlugInLostError as error:
         return Scored(list(samples), {}, 0, (), str(error))
-    return weigh(samples, outcomes, weights, on_error, when_all_abstain=when_all_abstain)
+    return weigh(samples, {**outcomes, **given}, weights, on_error, when_all_abstain=when_all_abstain)
 
 
 def judge_of(settings: Reward) -> str:

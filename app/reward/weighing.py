@@ -13,6 +13,7 @@ from typing import Literal
 
 from app.flow import Sample
 from app.reward.outcome import Failure, Outcome
+from settings.reward_section import MODEL_REWARD
 
 OnError = Literal["raise", "zero", "drop"]
 
@@ -192,8 +193,9 @@ def _notice(
 def _problem(samples: Sequence[Sample], failures: Sequence[Mapping[str, Failure]]) -> str | None:
     for sample, of_sample in zip(samples, failures, strict=True):
         for name, failure in of_sample.items():
+            setting, culprit = ("model", "model") if name == MODEL_REWARD else ("functions", "function")
             return (
-                f"reward.functions: {_told(name, failure)} (sample {sample.uid}). Mend the function, or set "
+                f"reward.{setting}: {_told(name, failure)} (sample {sample.uid}). Mend the {culprit}, or set "
                 "reward.on_error to zero (its value counts 0) or drop (the sample is left out)"
             )
     return None

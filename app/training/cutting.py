@@ -9,7 +9,8 @@ from app.batching.plan import TokenBudget, row_length
 from app.policy.architecture import Architecture
 from app.policy.flops import forward_flops
 from settings import Settings
-from settings.schema import Algorithm, Critic, ScoredRole
+from settings.schema import Algorithm, Critic
+from settings.score_section import ForwardRole
 
 
 class Longest(NamedTuple):
@@ -31,7 +32,7 @@ class Longest(NamedTuple):
 
 
 def wire_role(
-    settings: Settings, role: ScoredRole, architecture: Architecture, longest: Longest
+    settings: Settings, role: ForwardRole, architecture: Architecture, longest: Longest
 ) -> FixedRows | PackedRows:
     """How the samples that a role scores are cut."""
     scope = settings.score.of(role)

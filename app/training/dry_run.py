@@ -22,6 +22,7 @@ from app.training.memory import (
     state_bytes,
 )
 from app.training.metrics import device_memory_bytes
+from app.training.reward_role import wire_reward
 from app.training.run_directory import Resume
 from app.training.wiring import Learning, wire_learning, work_of
 from settings import Resolved
@@ -29,6 +30,7 @@ from settings import Resolved
 WAYS_OUT = {
     "rollout": "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens",
     "evaluation": "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens",
+    "reward": "lower score.reward.{knob}",
     "score": "lower score.{knob} or model.logits_chunk",
     "critic": "lower critic.{knob}, set model.remat: block",
     "update": "lower algorithm.{knob}, set model.remat: block",
@@ -85,6 +87,9 @@ class DryRun:
     critic_update: MicroBatches | None
     """Of one of the critic; None without one."""
     num_critic_parameters: int
+    reward_model: MicroBatches | None
+    """Passes of a step through the reward model; None without one."""
+    num_reward_model_parameters: int
     memory: Mapping[str, Held]
     """By phase. What `app.training.memory.LABELS` stars is estimated, the rest follows from shapes."""
     peak_bytes: int
@@ -119,7 +124,8 @@ class DryRun:
             "run": f"{self.directory}: {self.steps:,} steps, {self.optimizer_steps:,} optimizer steps, "
             f"{self.epochs_of_data:.3g} epochs of the data",
             "model": f"{self.model} ({self.family}): {self.num_parameters:,} parameters, computing in {self.dtype}"
-            + (f"; critic: {self.num_critic_parameters:,}" if self.num_critic_parameters else ""),
+            + (f"; critic: {self.num_critic_parameters:,}" if self.num_critic_parameters else "")
+            + (f"; reward model: {self.num_reward_model_parameters:,}" if self.num_reward_model_parameters else ""),
             "mesh": f"{self.num_devices} x {self.device_kind} on {self.num_hosts} host(s): {axes}",
             "data": f"{self.data}{held_out}",
             "step": f"{self.prompts_per_step:,} prompts, {self.samples_per_step:,} samples; "
@@ -127,6 +133,7 @@ class DryRun:
             f"{self.max_completion_tokens_per_step:,} completion tokens, {self.max_flops_per_step / 1e12:.3g} TFLOP",
             "rollout": _generation(self.rollout),
             **({"evaluation": _generation(self.evaluation)} if self.evaluation else {}),
+            **({"score reward": _passes(self.reward_model)} if self.reward_model else {}),
             **{f"score {role}": _passes(batches) for role, batches in self.score.items()},
             "update": f"{self.mini_batches_per_step * self.epochs_per_step} optimizer steps (mini-batches "
             f"{self.mini_batches_per_step} x epochs {self.epochs_per_step}), each {_passes(self.update)}",
@@ -143,7 +150,8 @@ class DryRun:
 
     def _way_out(self) -> str:
         critic = [self.critic_update] if self.critic_update else []
-        by_phase = {"update": [self.update], "critic": critic, "score": self.score.values()}
+        asked = [self.reward_model] if self.reward_model else []
+        by_phase = {"update": [self.update], "critic": critic, "score": self.score.values(), "reward": asked}
         passes = by_phase.get(self.peak_phase, [])
         packed = all(micro_batches.packed for micro_batches in passes)
         return WAYS_OUT[self.peak_phase].format(knob="max_tokens_per_device" if packed else "rows_per_device")
@@ -199,7 +207,8 @@ def look_ahead(resolved: Resolved, *, resume: Resume) -> DryRun | None:
     """
     with prepared(resolved, resume=resume) as launch:
         learning = wire_learning(resolved.settings, launch.session)
-        shapes = shapes_of(launch.session, learning, launch.input.prompts, launch.input.held_out)
+        read = launch.input
+        shapes = shapes_of(launch.session, learning, read.prompts, read.held_out, read.reward_model)
         return report(launch, learning, shapes) if jax.process_index() == 0 else None
 
 
@@ -221,7 +230,8 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
             fullest_of(plan).shape.num_tokens,
         )
 
-    memory = memory_by_phase(session, learning, shapes)
+    reward_model = launch.input.reward_model
+    memory = memory_by_phase(session, learning, shapes, reward_model)
     return DryRun(
         directory=str(launch.run.path),
         model=settings.model.path,
@@ -257,6 +267,12 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
             else None
         ),
         num_critic_parameters=session.critic.input.definition.num_parameters if session.critic else 0,
+        reward_model=(
+            micro_batches(shapes.reward, wire_reward(settings, reward_model.architecture))
+            if shapes.reward and reward_model
+            else None
+        ),
+        num_reward_model_parameters=reward_model.definition.num_parameters if reward_model else 0,
         memory=memory,
         peak_bytes=max(sum(held.values()) for held in memory.values()),
         available_bytes=device_memory_bytes(),

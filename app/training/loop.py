@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from app.batching.micro_batches import Cut
 from app.batching.pass_metrics import scoring_metrics
 from app.flow import Prompt, Sample
 from app.mesh.placement import max_over_hosts, sum_over_hosts, to_device_memory, to_host_memory
 from app.policy.decoder import Params
 from app.prompts.order import PromptOrder, host_slice
+from app.reward.outcome import Outcome as Rewarded
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.weighing import Scored, joined
@@ -40,6 +42,7 @@ from app.training.pinned_model import record_commit
 from app.training.preservation import Best, NewestAndBest, SaveClock
 from app.training.progress import Board
 from app.training.refill import Refilled, refill
+from app.training.reward_role import RewardModel
 from app.training.run_directory import Resume, claim
 from app.training.run_state import RunState
 from app.training.session import Session
@@ -74,6 +77,19 @@ class Timer:
 
 
 @dataclass
+class Asked:
+    """The reward model's passes of a step, one for each round of its rollout."""
+
+    cuts: list[Cut] = field(default_factory=list)
+    compilations: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        if not self.cuts:
+            return {}
+        return {**scoring_metrics("reward", self.cuts), "perf/score_reward_compilations": self.compilations}
+
+
+@dataclass
 class Trainer:
     """The rooms of one run and the order of its prompts."""
 
@@ -84,12 +100,14 @@ class Trainer:
     reference: Params | None
     """Frozen weights of the KL penalty, maybe in the hosts' memory; None, and no memory, when `algorithm.beta` is 0."""
     rewards: Rewards
+    reward_model: RewardModel | None = None
 
     def step(
         self, state: RunState, *, step: int, position: int, timer: Timer
     ) -> tuple[RunState, list[Sample], dict[str, float | None]]:
         """One walk down the corridor. `position` counts the prompts taken before this step."""
-        refilled, scored = self.rollout(state.policy.params, step=step, position=position, timer=timer)
+        asked = Asked()
+        refilled, scored = self.rollout(state.policy.params, asked, step=step, position=position, timer=timer)
         with timer.phase("score"):
             samples, scoring = self.score(state, refilled.samples, timer)
         with timer.phase("advantage"):
@@ -98,10 +116,12 @@ class Trainer:
         with timer.phase("update"):
             state, metrics = self.update(state, samples, step=step)
         told = {**reward_counts(scored), **refill_metrics(refilled, scored.samples)}
-        rewarded = {**sample_metrics(samples, self.rewards.names), **told}
+        rewarded = {**sample_metrics(samples, self.rewards.names), **told, **asked.metrics()}
         return state, samples, {**rewarded, **scoring, **credited.metrics, **metrics}
 
-    def rollout(self, params: Params, *, step: int, position: int, timer: Timer) -> tuple[Refilled, Scored]:
+    def rollout(
+        self, params: Params, asked: Asked, *, step: int, position: int, timer: Timer
+    ) -> tuple[Refilled, Scored]:
         """This host's groups of a step with their rewards, and all that was sampled to find them."""
         rounds: list[Scored] = []
 
@@ -109,7 +129,7 @@ class Trainer:
             start = position + number * self.prompts_per_step
             # Groups are numbered over all hosts, for the metrics that gather them.
             first = (number * jax.process_count() + jax.process_index()) * self.settings.rollout.prompts_per_step
-            rounds.append(self.round(params, step=step, position=start, first_group_id=first, timer=timer))
+            rounds.append(self.round(params, asked, step=step, position=start, first_group_id=first, timer=timer))
             return rounds[-1].samples
 
         refilled = refill(
@@ -120,7 +140,9 @@ class Trainer:
         )
         return refilled, joined(rounds)
 
-    def round(self, params: Params, *, step: int, position: int, first_group_id: int, timer: Timer) -> Scored:
+    def round(
+        self, params: Params, asked: Asked, *, step: int, position: int, first_group_id: int, timer: Timer
+    ) -> Scored:
         """Samples of the prompts from a position on, with their rewards."""
         before = timer.seconds.get("time/rollout_s", 0.0)
         with timer.phase("rollout"):
@@ -131,7 +153,8 @@ class Trainer:
         elapsed_s = timer.seconds["time/rollout_s"] - before
         with timer.phase("reward"):
             moment = Moment(step, self.settings.run.steps)
-            scored = self.rewards.score([replace(s, elapsed_s=elapsed_s) for s in samples], moment)
+            samples = [replace(s, elapsed_s=elapsed_s) for s in samples]
+            scored = self.rewards.score(samples, moment, of_model=self.ask_reward_model(samples, asked, timer))
             timer.board.tell(scored.notices)
             _check_rewards(scored)
         return scored
@@ -147,6 +170,16 @@ class Trainer:
     def prompts_per_step(self) -> int:
         """Over all hosts."""
         return self.settings.rollout.prompts_per_step * jax.process_count()
+
+    def ask_reward_model(self, samples: Sequence[Sample], asked: Asked, timer: Timer) -> list[Rewarded] | None:
+        """What it says of each sample; None without one."""
+        if self.reward_model is None:
+            return None
+        with timer.phase("score_reward"), closing(CompilationCounter()) as compilations:
+            outcomes, cut = self.reward_model.outcomes(samples)
+        asked.cuts.append(cut)
+        asked.compilations += compilations.take()
+        return outcomes
 
     def score(self, state: RunState, samples: list[Sample], timer: Timer) -> tuple[list[Sample], dict[str, float]]:
         """The samples with the logprobs and values that the step needs before its updates, and the metrics of them.
@@ -277,7 +310,8 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     checkpoints = stack.enter_context(closing(_open_checkpoints(launch, learning)))
     state, progress = _open_state(checkpoints, launch, learning)
     reference = _reference(state, progress, session)
-    trainer = Trainer(settings, session, learning, launch.input.prompts, reference, launch.rewards)
+    reward_model = _reward_model(launch)
+    trainer = Trainer(settings, session, learning, launch.input.prompts, reference, launch.rewards, reward_model)
     if settings.packs_rows:
         check_packing(session, state.policy.params, random_samples(session))
     work = work_of(settings, session.input.definition)
@@ -383,6 +417,11 @@ def _reference(state: RunState, progress: Progress, session: Session) -> Params 
     if session.settings.score.reference.offload:
         return to_host_memory(session.load_params() if progress.step else state.policy.params)
     return session.load_params() if progress.step else jax.tree.map(jnp.copy, state.policy.params)
+
+
+def _reward_model(launch: Launch) -> RewardModel | None:
+    model = launch.input.reward_model
+    return None if model is None else RewardModel.load(launch.resolved.settings, model, launch.session.mesh)
 
 
 def _evaluated(

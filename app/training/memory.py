@@ -23,6 +23,7 @@ from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards,
 from app.policy.decoder import Params
 from app.rollout.engine import BatchShape
 from app.training.evaluate import evaluation_batch, host_share
+from app.training.reward_role import RewardModelInput, wire_reward
 from app.training.session import Session
 from app.training.wiring import Learner, Learning
 from settings.schema import ScoredRole
@@ -36,6 +37,7 @@ LABELS = {
     "critic": "weights of the critic",
     "critic_optimizer": "moments of the critic",
     "reference": "reference weights",
+    "reward_model": "weights of the reward model",
     "decode_weights": "decoding copy of the weights",
     "prompt_cache": "KV cache of the prompts",
     "kv_cache": "KV cache of the samples",
@@ -64,9 +66,17 @@ class Shapes:
     update: Plan
     """Of one optimizer step of the policy."""
     critic_update: Plan | None
+    reward: Plan | None = None
+    """Of the reward model, were its conversations as long as the policy's samples."""
 
 
-def shapes_of(session: Session, learning: Learning, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Shapes:
+def shapes_of(
+    session: Session,
+    learning: Learning,
+    prompts: Sequence[Prompt],
+    held_out: Sequence[Prompt],
+    reward_model: RewardModelInput | None = None,
+) -> Shapes:
     """The shapes of a run over these prompts, alike on every host."""
     settings, mesh = session.settings, session.mesh
     rollout = settings.rollout
@@ -79,15 +89,23 @@ def shapes_of(session: Session, learning: Learning, prompts: Sequence[Prompt], h
             max_new_tokens=rollout.max_new_tokens,
         )
 
-    groups = np.arange(rollout.prompts_per_step // settings.num_mini_batches).repeat(rollout.group_size)
-    fullest = Lengths(
-        prompts=np.full_like(groups, longest(prompts)),
-        completions=np.full_like(groups, rollout.max_new_tokens),
-        prompt_numbers=groups,
+    def fullest(*, num_prompts: int, completion: int) -> Lengths:
+        groups = np.arange(num_prompts).repeat(rollout.group_size)
+        lengths = longest(prompts), completion
+        return Lengths(*(np.full_like(groups, length) for length in lengths), prompt_numbers=groups)
+
+    mini_batch = fullest(
+        num_prompts=rollout.prompts_per_step // settings.num_mini_batches, completion=rollout.max_new_tokens
     )
 
-    def plan(cut: Cutter) -> Plan:
-        return cut.plan([fullest] * jax.process_count(), devices_per_host=num_local_row_shards(mesh))[0]
+    def plan(cut: Cutter, lengths: Lengths = mini_batch) -> Plan:
+        return cut.plan([lengths] * jax.process_count(), devices_per_host=num_local_row_shards(mesh))[0]
+
+    reward = None
+    if reward_model is not None:
+        # One token more, behind the last, which the score is read at.
+        read = fullest(num_prompts=rollout.prompts_per_step, completion=rollout.max_new_tokens + 1)
+        reward = plan(wire_reward(settings, reward_model.architecture), read)
 
     return Shapes(
         rollout=generation(prompts, num_prompts=rollout.prompts_per_step, group_size=rollout.group_size),
@@ -99,15 +117,24 @@ def shapes_of(session: Session, learning: Learning, prompts: Sequence[Prompt], h
         scores={role: plan(cut) for role, cut in learning.cuts.items()},
         update=plan(learning.policy.updater.cut),
         critic_update=plan(learning.critic.updater.cut) if learning.critic else None,
+        reward=reward,
     )
 
 
-def memory_by_phase(session: Session, learning: Learning, shapes: Shapes) -> dict[str, Held]:
-    """Bytes on each device in `rollout`, `evaluation`, `score`, `critic` and `update`, of those that the run has."""
+def memory_by_phase(
+    session: Session, learning: Learning, shapes: Shapes, reward_model: RewardModelInput | None = None
+) -> dict[str, Held]:
+    """Bytes on each device in each phase that the run has.
+
+    `rollout`, `evaluation`, `reward`, `score`, `critic` and `update`.
+    """
     weights, moments = _of_learner(learning.policy)
     always = {"weights": weights, "optimizer": moments}
     if learning.critic:
         always["critic"], always["critic_optimizer"] = _of_learner(learning.critic)
+    if reward_model is not None:
+        definition = reward_model.definition
+        always["reward_model"] = bytes_per_device(abstract(definition.shapes, definition.shardings(session.mesh)))
     if session.mesh.devices.flat[0].platform == "cpu":
         # It is copied into the host's memory, which here is the device's, and written while steps go on.
         always["checkpoint"] = state_bytes(learning) // jax.device_count()
@@ -118,6 +145,9 @@ def memory_by_phase(session: Session, learning: Learning, shapes: Shapes) -> dic
     phases: dict[str, Held] = {"rollout": {**always, **_generating(session, shapes.rollout)}}
     if shapes.evaluation is not None:
         phases["evaluation"] = {**always, **_generating(session, shapes.evaluation)}
+    if reward_model is not None and shapes.reward is not None:
+        rows, shape = rows_per_device(session, shapes.reward), fullest_of(shapes.reward).shape
+        phases["reward"] = {**always, "activations": saved_by_reward_model(session, reward_model, rows, shape)}
     if shapes.scores:
         passes = [_scoring(session, role, plan) for role, plan in shapes.scores.items()]
         phases["score"] = {**always, **reference, **max(passes, key=lambda held: sum(held.values()))}
@@ -232,6 +262,16 @@ def saved_by_critic(session: Session, rows: int, shape: RowShape, *, remat: str)
         return row_values(definition.bind(params), batch, dtype=dtype, remat=remat)
 
     return _saved(forward, definition.shapes, rows, shape)
+
+
+def saved_by_reward_model(session: Session, model: RewardModelInput, rows: int, shape: RowShape) -> int:
+    """The same for one block of the reward model, which is never trained."""
+    dtype = jnp.dtype(session.settings.model.dtype)
+
+    def forward(params: Params, batch: TokenBatch) -> Array:
+        return row_values(model.definition.bind(params), batch, dtype=dtype, remat="none")
+
+    return _saved(forward, model.definition.shapes, rows, shape) // model.architecture.num_layers
 
 
 def _saved(forward: Callable[[Params, TokenBatch], Any], weights: Params, rows: int, shape: RowShape) -> int:

@@ -21,6 +21,7 @@ from app.jsonl import check_output, read_jsonl, write_jsonl
 from app.mesh.placement import to_device_memory, to_host_memory
 from app.policy.architecture import Architecture
 from app.policy.decoder import Params
+from app.reward.outcome import Outcome
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.tasks import check_answers
@@ -29,8 +30,16 @@ from app.sample_records import sample_from_record, sample_to_record
 from app.training.cutting import Longest, wire_role
 from app.training.metrics import CompilationCounter, host_counts, peak_memory_bytes
 from app.training.packing_check import check_packing
+from app.training.reward_role import RewardModel, RewardModelInput, read_reward_model
 from app.training.sample_file import WINDOW, Extent, SampleFile, check_quota
-from app.training.session import Session, open_on_one_host, read_critic_input, read_model_input
+from app.training.session import (
+    Session,
+    open_mesh,
+    open_on_one_host,
+    read_critic_input,
+    read_model_input,
+    start_on_one_host,
+)
 from app.training.training_input import data_columns
 from app.training.wiring import check_host_memory
 from settings import Resolved, Settings
@@ -196,16 +205,27 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
         raise InputError(f"--input: {input} holds no samples")
     prompts = [s.prompt for s in samples]
     check_answers(prompts, [function.name for function in settings.reward.functions])
+    model = read_reward_model(settings)
+    if model is not None:
+        model.check_prompt(prompts[0])
     with Rewards(settings.reward, data_columns(settings, prompts)) as rewards:
         for report in rewards.reports:
             print(report, file=sys.stderr)
-        scored = rewards.score(samples, Moment())
+        of_model = None if model is None else _asked(settings, model, samples)
+        scored = rewards.score(samples, Moment(), of_model=of_model)
         for notice in scored.notices:
             print(notice, file=sys.stderr)
     if scored.problem is not None:
         raise RuntimeError(scored.problem)
     write_jsonl(out, map(sample_to_record, scored.samples))
     return {"samples": len(samples), **_reward_figures(scored), "written to": str(out)}
+
+
+def _asked(settings: Settings, model: RewardModelInput, samples: Sequence[Sample]) -> list[Outcome]:
+    """What the reward model says of each sample. Starts the devices."""
+    start_on_one_host(settings)
+    outcomes, _ = RewardModel.load(settings, model, open_mesh(settings)).outcomes(samples)
+    return outcomes
 
 
 def _reward_figures(scored: Scored) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def read_critic_input(settings: Settings, policy: ModelInput | None = None) -> M
     if settings.critic.path is None:
         policy = policy or read_model_input(settings)
         return replace(policy, definition=DecoderDefinition.of(policy.architecture, ValueDecoder))
-    with _naming("critic.path"):
+    with naming("critic.path", revision="critic.revision"):
         files = open_model(settings.critic.path, revision=settings.critic.revision)
         architecture = architecture_from_config(files.config, heads=CAUSAL_LM + SEQUENCE_CLASSIFICATION)
         definition = DecoderDefinition.of(architecture, ValueDecoder)
@@ -79,12 +79,13 @@ def read_critic_input(settings: Settings, policy: ModelInput | None = None) -> M
 
 
 @contextmanager
-def _naming(setting: str) -> Iterator[None]:
-    """Errors about a model name the setting that it came from."""
+def naming(setting: str, *, revision: str) -> Iterator[None]:
+    """Errors about a model name the settings that it came from."""
     try:
         yield
     except InputError as error:
-        raise InputError(str(error).replace("model.path", setting)) from error
+        text = str(error).replace("model.revision", revision).replace("model.path", setting)
+        raise InputError(text if setting in text else f"{setting}: {text}") from error
 
 
 def _tokenizer(files: ModelFiles, architecture: Architecture) -> Tokenizer:
@@ -135,11 +136,8 @@ class Session:
     @classmethod
     def open(cls, settings: Settings, model: ModelInput, critic: ModelInput | None = None) -> Session:
         """The first thing that touches a device. `topology.start` must have run."""
-        mesh = topology.make_mesh(settings.mesh)
-        placement.check_rows_per_host(mesh)
-        dtype = jnp.dtype(settings.model.dtype)
-        # float32 means float32: by default GPUs take TF32 and TPUs bfloat16 passes for its products.
-        jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)
+        mesh = open_mesh(settings)
+        dtype = compute_type(settings)
         engine = Engine(
             model.definition,
             mesh,
@@ -211,6 +209,21 @@ class Session:
 
     def _run_of(self, rows: RowPass, role: ScoredRole) -> Pass:
         return rows.scanned if self.settings.score.of(role).strategy == "scan" else rows.one_by_one
+
+
+def open_mesh(settings: Settings) -> Mesh:
+    """The mesh of `mesh.shape`. `topology.start` must have run."""
+    mesh = topology.make_mesh(settings.mesh)
+    placement.check_rows_per_host(mesh)
+    return mesh
+
+
+def compute_type(settings: Settings) -> jnp.dtype:
+    """`model.dtype`, with products as exact from here on as it says."""
+    dtype = jnp.dtype(settings.model.dtype)
+    # float32 means float32: by default GPUs take TF32 and TPUs bfloat16 passes for its products.
+    jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)
+    return dtype
 
 
 def open_on_one_host(settings: Settings, model: ModelInput, critic: ModelInput | None = None) -> Session:

@@ -13,6 +13,7 @@ from app.reward.rewards import Rewards, judge_of
 from app.reward.signature import Columns
 from app.reward.tasks import check_answers
 from app.training.evaluate import check_best_metric
+from app.training.reward_role import RewardModelInput, check_reward_context, read_reward_model
 from app.training.session import ModelInput, check_context, read_critic_input, read_model_input
 from settings import Settings
 
@@ -29,6 +30,7 @@ class TrainingInput:
     fingerprints: dict[str, str]
     report: str
     """What a person should know of the data: column mapping, prompts kept and dropped."""
+    reward_model: RewardModelInput | None = None
 
     def rewards(self, settings: Settings) -> Rewards:
         """The reward functions over these data; importing them is what entering it does."""
@@ -60,6 +62,9 @@ def read_training_input(settings: Settings) -> TrainingInput:
     if settings.has_critic:
         critic = read_critic_input(settings, model)
         check_context(critic.architecture, settings, path=settings.critic.path or settings.model.path)
+    reward_model = read_reward_model(settings)
+    if reward_model is not None:
+        check_reward_context(reward_model, settings)
     dataset = load_training_data(settings.data, seed=settings.run.seed)
     check_answers(dataset.rows, [function.name for function in settings.reward.functions])
     encode = {
@@ -68,6 +73,8 @@ def read_training_input(settings: Settings) -> TrainingInput:
         "overlong": settings.data.overlong_prompts,
     }
     prompts, report = encode_prompts(dataset.rows, model.tokenizer, **encode)
+    if reward_model is not None:
+        reward_model.check_prompt(prompts[0])
     held_out: Sequence[Prompt] = ()
     if settings.eval.every_steps:
         rows = load_held_out_data(settings.data, num_prompts=settings.eval.num_prompts).rows
@@ -86,4 +93,7 @@ def read_training_input(settings: Settings) -> TrainingInput:
     }
     if critic is not None:
         fingerprints["the critic"] = critic.files.fingerprint
-    return TrainingInput(model, critic, prompts, held_out, fingerprints, f"{dataset.to_text()}\n{report.to_text()}")
+    if reward_model is not None:
+        fingerprints["the reward model"] = reward_model.files.fingerprint
+    report_text = f"{dataset.to_text()}\n{report.to_text()}"
+    return TrainingInput(model, critic, prompts, held_out, fingerprints, report_text, reward_model)

@@ -19,7 +19,8 @@ data: {{max_prompt_length: 16, num_problems: 40}}
 rollout: {{prompts_per_step: 8, group_size: 1, max_new_tokens: 4}}
 reward: {{functions: [{{name: arithmetic_format, weight: 0.5}}]}}
 algorithm:
-  {{name: ppo, beta: 0.05, kl_target: 0.01, kl_horizon: 20, epochs: 2, mini_batch_prompts: 4, bootstrap_truncated: true}}
+  {{name: ppo, beta: 0.05, kl_target: 0.01, kl_horizon: 20, epochs: 2, mini_batch_prompts: 4,
+   bootstrap_truncated: true}}
 critic: {{warmup_steps: 2, learning_rate: 1e-2}}
 optimizer: {{learning_rate: 1e-3}}
 checkpoint: {{every_steps: 1, keep: 4, best_metric: null}}
