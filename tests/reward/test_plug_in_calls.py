@@ -113,9 +113,9 @@ def test_held_out_samples_are_given_what_their_own_data_have(tmp_path: Path) -> 
     training = [make_sample("a", make_prompt(level=1))]
     held_out = [make_sample("a", make_prompt(topic="sums"))]
     settings = Reward.model_validate({"functions": [f"{write_plug_in(tmp_path, source)}:f"]})
-    columns = [Columns.of([s.prompt for s in samples], source=source)
-               for samples, source in ((training, "train.jsonl"), (held_out, "test"))]  # fmt: skip
-    with Rewards(settings, *columns) as rewards:
+    of_training = Columns.of([s.prompt for s in training], source="train.jsonl")
+    of_held_out = Columns.of([s.prompt for s in held_out], source="test")
+    with Rewards(settings, of_training, of_held_out) as rewards:
         scored, judged = rewards.score(training, Moment()), rewards.judge(held_out, Moment())
     assert (values_of(scored), scored.tallies["f"].extras) == ([11.0], {"trained": (1.0, 1), "asked": (0.0, 1)})
     assert (values_of(judged), judged.tallies["f"].extras) == ([4.0], {"trained": (0.0, 1), "asked": (1.0, 1)})

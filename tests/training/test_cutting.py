@@ -40,7 +40,7 @@ def plan(cut: Cutter, *, devices: int = 2) -> Plan:
 
 def update(*overrides: str) -> Plan:
     settings = settings_of(*overrides)
-    return plan(wire_update(settings, ODD, Longest.of(settings)))
+    return plan(wire_update(settings, settings.algorithm, ODD, Longest.of(settings)))
 
 
 def role(name, *overrides: str) -> Plan:

@@ -36,7 +36,7 @@ def expected(
 
 
 def gae(source: Path, out: Path, *arguments: Any) -> Any:
-    return here("gae", "--input", source, "--out", out, *RULE, *arguments, "--json")
+    return here("gae", "--input", source, "--out", out, *map(str, RULE), *arguments, "--json")
 
 
 def ragged_samples(count: int, *, longest: int = 20) -> list[dict[str, Any]]:
@@ -96,7 +96,8 @@ def test_matrices_get_the_credit_of_their_rows(tmp_path: Path, with_mask: bool, 
     rng = np.random.default_rng(1)
     rewards, values = rng.integers(0, 3, (5, 40)), rng.standard_normal((5, 40 + extra_column))
     mask = rng.random((5, 40)) < 0.6 if with_mask else np.ones((5, 40), bool)
-    np.savez(tmp_path / "in.npz", rewards=rewards, values=values, **({"mask": mask.astype(int)} if with_mask else {}))
+    of_mask: dict[str, Any] = {"mask": mask.astype(int)} if with_mask else {}
+    np.savez(tmp_path / "in.npz", rewards=rewards, values=values, **of_mask)
     result = gae(tmp_path / "in.npz", tmp_path / "out.npz")
     assert result.exit_code == 0, result.stderr
     with np.load(tmp_path / "out.npz") as written:
@@ -219,6 +220,7 @@ def test_samples_in_one_row_end_where_they_end() -> None:
     assert window.rewards.shape == (1, 1024)
     assert window.rewards[0, :4].tolist() == [0, 3, 6, 0]
     assert window.values[0, :4].tolist() == [1, 2, 4, 0]
+    assert window.ends is not None and window.bootstrap is not None
     assert np.flatnonzero(window.ends).tolist() == [1, 2]
     assert np.flatnonzero(window.bootstrap).tolist() == [2]
     assert window.mask is not None and window.mask.sum() == 3

@@ -57,7 +57,7 @@ ALONE = one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=16, num_targe
 
 
 def test_hand_numbers_of_the_clip():
-    values, old, returns = (np.float32(x) for x in ([1.0, 0.1, -1.0, 0.3], [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0]))
+    values, old, returns = (jnp.asarray(x) for x in ([1.0, 0.1, -1.0, 0.3], [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0]))
     error, clipped = clipped_squared_error(values, old, returns, clip_range=0.2)
     # Further off than the clip allows: away from the return the larger error counts, towards it the clipped one.
     np.testing.assert_allclose(error, [1.0, 0.81, 4.0, 0.64], rtol=1e-6)
@@ -112,6 +112,7 @@ def test_loss_and_gradient_do_not_depend_on_packing_or_micro_batches():
 
 def test_what_stands_at_masked_tokens_changes_nothing():
     def spoiled(s: Sample) -> Sample:
+        assert s.returns is not None
         return replace(s, returns=np.where(s.mask, s.returns, np.float32(1e6)))
 
     assert_trees_close(loss_and_gradient(PACKED, [spoiled(s) for s in SAMPLES]), loss_and_gradient(PACKED))
@@ -121,7 +122,9 @@ def test_the_loss_is_half_the_mean_over_the_tokens_of_the_step():
     valuer = Valuer(DEFINITION, make_mesh(), dtype=FLOAT32)
     values = valuer.values(PARAMS, SAMPLES, ALONE)
     errors = [
-        clipped_squared_error(v, s.values, s.returns, clip_range=0.2).error[s.mask]
+        clipped_squared_error(jnp.asarray(v), jnp.asarray(s.values), jnp.asarray(s.returns), clip_range=0.2).error[
+            s.mask
+        ]
         for v, s in zip(values, SAMPLES, strict=True)
     ]
     assert float(loss_and_gradient(PACKED)[0]["value/loss"]) == pytest.approx(
