@@ -138,8 +138,8 @@ def score(
         Path | None, typer.Option(metavar="FILE.jsonl", help="Where the scored samples go. Required.")
     ] = None,
     role: Annotated[
-        Literal["policy", "reference", "reward"],
-        typer.Option(help="Whose logprobs to add; `reward` runs reward.functions."),
+        Literal["policy", "reference", "critic", "reward"],
+        typer.Option(help="Whose logprobs to add; `critic` adds values, `reward` runs reward.functions."),
     ] = "policy",
     check_packing: Annotated[
         bool,
@@ -150,7 +150,7 @@ def score(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Add logprobs or rewards to the samples of a file."""
+    """Add logprobs, values or rewards to the samples of a file."""
     with _errors_for_people(debug):
         resolved = _resolve(config, overrides, print_config=print_config, check=check_for_score)
         samples, out = _required(samples, "--input"), _required(out, "--out")
@@ -170,7 +170,7 @@ def inspect_mesh(
         typer.Option(metavar="FILE.jsonl", help="Show instead how the samples of a file would be cut and packed."),
     ] = None,
     role: Annotated[
-        Literal["update", "policy", "reference"] | None,
+        Literal["update", "policy", "reference", "critic"] | None,
         typer.Option(help="Whose micro-batches --plan shows.  [default: update]", show_default=False),
     ] = None,
     picture: Annotated[

@@ -34,6 +34,7 @@ def check_for_train(resolved: Resolved) -> None:
             _mini_batches_divide_the_step,
             _longest_sample_fits,
             _quotas_hold_the_longest_sample,
+            _critic_warmup_ends,
             _warmup_ends,
             _profiled_steps_are_run,
             _the_best_is_measured,
@@ -209,14 +210,18 @@ def _quotas_hold_the_longest_sample(resolved: Resolved) -> str | None:
     """Of the update and of every role that a step scores, where they are dynamic."""
     settings = resolved.settings
     lengths = ("data.max_prompt_length", "rollout.max_new_tokens")
-    longest = sum(value_of(settings, field) for field in lengths)
     problems = []
-    for scope in ("algorithm", *(f"score.{role}" for role in settings.scored_roles)):
+    updated = ("algorithm", "critic") if settings.has_critic else ("algorithm",)
+    for scope in (*updated, *(f"score.{role}" for role in settings.scored_roles)):
         quota = value_of(settings, f"{scope}.max_tokens_per_device")
+        # One more token is read behind a truncated sample.
+        behind = 1 if scope == "score.critic" and settings.algorithm.bootstrap_truncated else 0
+        longest = sum(value_of(settings, field) for field in lengths) + behind
         if quota is not None and quota < longest:
             problems.append(
                 f"{_named(resolved, f'{scope}.max_tokens_per_device')} is less than the longest possible sample: "
-                f"{' + '.join(_named(resolved, field) for field in lengths)} = {longest} tokens, and no sample is cut; "
+                f"{' + '.join(_named(resolved, field) for field in lengths)}"
+                f"{' + 1 (algorithm.bootstrap_truncated)' if behind else ''} = {longest} tokens, and no sample is cut; "
                 f"raise it to {longest} or more, lower one of those, or choose {scope}.rows_per_device instead"
             )
     return "\n".join(problems) or None
@@ -224,12 +229,22 @@ def _quotas_hold_the_longest_sample(resolved: Resolved) -> str | None:
 
 def _warmup_ends(resolved: Resolved) -> str | None:
     settings = resolved.settings
-    updates = settings.run.steps * settings.updates_per_step
+    updates = settings.policy_updates
     if settings.optimizer.warmup_steps < max(updates, 1):
         return None
     return (
         f"{_named(resolved, 'optimizer.warmup_steps')}: {_named(resolved, 'run.steps')} make {updates} "
         f"optimizer steps, so the warm-up would not end; lower it to at most {updates - 1}"
+    )
+
+
+def _critic_warmup_ends(resolved: Resolved) -> str | None:
+    settings = resolved.settings
+    if not settings.has_critic or settings.critic.warmup_steps < settings.run.steps:
+        return None
+    return (
+        f"{_named(resolved, 'critic.warmup_steps')}: {_named(resolved, 'run.steps')}, so the policy would never learn; "
+        f"lower it to at most {settings.run.steps - 1}"
     )
 
 

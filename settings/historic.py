@@ -22,13 +22,11 @@ HISTORIC: dict[str, tuple[str, ...]] = {
     "ppo_max_token_len_per_gpu": ("algorithm.max_tokens_per_device",),
     "ppo_infer_max_token_len_per_gpu": ("score.max_tokens_per_device",),
     "log_prob_max_token_len_per_gpu": ("score.max_tokens_per_device",),
+    "forward_max_token_len_per_gpu": ("score.critic.max_tokens_per_device",),
     "ppo_mini_batch_size": ("algorithm.mini_batch_prompts",),
     "balance_batch": ("algorithm.balance_batch",),
 }
 """Historic name -> dotted fields, which all get its value."""
 
-NOT_BUILT: dict[str, str] = {
-    "forward_max_token_len_per_gpu": "the quota of a critic and a reward model, which are not built yet; "
-    "policy and reference take score.max_tokens_per_device",
-}
+NOT_BUILT: dict[str, str] = {}
 """Historic name of settings that do not exist yet -> why."""

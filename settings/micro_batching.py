@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from settings.errors import InputError
 from settings.fields import FIELDS
 from settings.layers import Layer, Leaf, place, spoken
+from settings.score_section import SCORED_ROLES
 
 QUOTA = "max_tokens_per_device"
 ROWS = "rows_per_device"
@@ -114,7 +115,8 @@ def settle(layers: Sequence[Layer]) -> tuple[Layer, list[str]]:
 def _scopes(said: Leaves) -> list[_Scope]:
     update = _Scope("algorithm", said, _DEFAULTS, switch="dynamic_microbatch")
     score = _Scope("score", said, {**_DEFAULTS, QUOTA: update.offers()[QUOTA]})
-    return [update, score, *(_Scope(f"score.{role}", said, score.offers()) for role in ("policy", "reference"))]
+    critic = _Scope("critic", said, update.offers(), switch="dynamic_microbatch")
+    return [update, critic, score, *(_Scope(f"score.{role}", said, score.offers()) for role in SCORED_ROLES)]
 
 
 def _overridden_sets(scope: _Scope, applies: Mapping[str, Leaf | None]) -> Iterator[str]:

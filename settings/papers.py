@@ -45,6 +45,8 @@ PAPERS: Mapping[str, Paper] = MappingProxyType(
         # No lower bound, and an upper one that the paper tunes but does not tell: both numbers are those of verl's
         # example. 1 - 10 is below any ratio.
         "cispo": Paper("MiniMax 2025", clip="cispo", clip_low=10.0, clip_high=0.2),
+        # And Stiennon et al. 2020 for the penalty.
+        "ppo": Paper("Schulman et al. 2017", estimator="gae", kl_in="reward"),
     }
 )
 

@@ -133,7 +133,8 @@ def _derived_algorithm(given: Algorithm) -> Layer:
     paper = PAPERS[given.name]
     kl_in = given.kl_in or paper.kl_in
     values: dict[str, Any] = {field: getattr(paper, field) for field in DECIDED if field != "kl_in"}
-    values["whiten_advantages"] = (given.estimator or paper.estimator) not in COMPARING_SIBLINGS
+    estimator = given.estimator or paper.estimator
+    values |= {"whiten_advantages": estimator not in COMPARING_SIBLINGS, "shuffle": estimator == "gae"}
     if given.beta > 0:
         values |= {"kl_in": kl_in, "kl_estimator": KL_ESTIMATORS[kl_in]}
     return {

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from settings.reward_section import Reward
-from settings.score_section import MAX_QUOTA, Score, ScoredRole
+from settings.score_section import MAX_QUOTA, SCORED_ROLES, Score, ScoredRole
 from settings.section import Section
 
 MAX_NUM_MICRO_BATCHES = 4096
@@ -169,15 +169,15 @@ class Batching(Section):
 
 
 class Algorithm(Section):
-    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gspo", "dapo", "cispo"] = Field(
+    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gspo", "dapo", "cispo", "ppo"] = Field(
         default="grpo",
         description="A paper: decides what is left null of `estimator`, `ratio_level`, `clip`, `clip_low`, "
         "`clip_high`, `loss_aggregation`, `kl_in` and `filter`, nothing else.",
     )
-    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] | None = Field(
+    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"] | None = Field(
         default=None,
-        description="Where advantages come from: siblings compared as in GRPO, Dr. GRPO or RLOO, or the discounted "
-        "rewards of each token, whitened over the step. Derived when null, as the next seven.",
+        description="Where advantages come from: siblings compared as in GRPO, Dr. GRPO or RLOO, the discounted "
+        "rewards of each token, or GAE with a critic. Derived when null, as the next seven.",
     )
     ratio_level: Literal["token", "sequence"] | None = Field(
         default=None,
@@ -262,6 +262,11 @@ class Algorithm(Section):
         description="Samples of a fixed update micro-batch on each device, of which an optimizer step has a whole "
         "number; chooses fixed. Derived when that is chosen otherwise: 8. Lower it when memory runs out.",
     )
+    shuffle: bool | None = Field(
+        default=None,
+        description="Draw the mini-batches of every epoch anew from the step's groups, by `run.seed`, step and epoch. "
+        "Derived when null: true with a critic, else false.",
+    )
     balance_batch: bool = Field(
         default=True,
         description="Deal packed rows to the devices so that their FLOPs are even; mini-batches keep their samples. "
@@ -321,6 +326,40 @@ class Algorithm(Section):
 
 
 class Critic(Section):
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Checkpoint that the critic of GAE starts from, of the same tokenizer: a causal language model, "
+        "whose head gives way to a value head of zeros, or a sequence classifier of one label; `model.path` when null.",
+    )
+    revision: str | None = Field(
+        default=None, description="Commit, tag or branch of a hub id in `critic.path`; its newest commit when null."
+    )
+    learning_rate: float = Field(
+        default=1e-5, gt=0, description="Peak rate of the critic's AdamW; all else of it is as `optimizer` says."
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Training steps at the start in which only the critic learns."
+    )
+    clip_range: float | None = Field(
+        default=0.2,
+        gt=0,
+        description="Values further than this from those scored before the step's updates stop learning; null = off.",
+    )
+    dynamic_microbatch: bool | None = Field(
+        default=None, description="As `algorithm.dynamic_microbatch`, whose choice it takes when null and undecided."
+    )
+    max_tokens_per_device: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_QUOTA,
+        description="Token quota of a critic's update micro-batch; that of `algorithm` when null.",
+    )
+    rows_per_device: int | None = Field(
+        default=None,
+        ge=1,
+        description="Samples of a fixed micro-batch of the critic; those of `algorithm` when null.",
+    )
     lam: float | None = Field(
         default=None, ge=0, le=1, description="Lambda of the critic's targets, 1.0 in VAPO; null = `algorithm.lam`."
     )
@@ -438,19 +477,31 @@ class Settings(BaseSettings):
         return self.num_mini_batches * self.algorithm.epochs
 
     @property
+    def has_critic(self) -> bool:
+        """A second network learns the values that advantages are estimated from."""
+        return self.algorithm.estimator == "gae"
+
+    @property
+    def policy_updates(self) -> int:
+        """Optimizer steps of the policy in the whole run."""
+        warmup = self.critic.warmup_steps if self.has_critic else 0
+        return (self.run.steps - warmup) * self.updates_per_step
+
+    @property
     def packs_rows(self) -> bool:
         """Whether samples of a step share rows, in the update or in the scoring of a role."""
         return bool(self.algorithm.dynamic_microbatch or any(self.score.of(role).dynamic for role in self.scored_roles))
 
     @property
     def scored_roles(self) -> tuple[ScoredRole, ...]:
-        """Whose logprobs a step takes before its updates.
+        """Whose logprobs or values a step takes before its updates.
 
         The policy's where several updates follow or a reward is penalised by them, the reference's for any KL.
         """
         policy = self.updates_per_step > 1 or self.algorithm.kl_in_reward
         reference = self.algorithm.beta > 0
-        return (*(("policy",) if policy else ()), *(("reference",) if reference else ()))
+        needed = {"policy": policy, "reference": reference, "critic": self.has_critic}
+        return tuple(role for role in SCORED_ROLES if needed[role])
 
     @classmethod
     def settings_customise_sources(

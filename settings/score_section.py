@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
 from settings.section import Section
 
-ScoredRole = Literal["policy", "reference"]
-"""Whose logprobs a sample may be given."""
+ScoredRole = Literal["policy", "reference", "critic"]
+"""Whose logprobs a sample may be given, and whose values."""
+
+SCORED_ROLES: tuple[ScoredRole, ...] = get_args(ScoredRole)
 
 MAX_QUOTA = 2**24
 """Tokens on one device; beyond this a quota is a slip of the pen."""
@@ -58,6 +60,7 @@ class Reference(MicroBatches):
 class Score(MicroBatches):
     policy: MicroBatches = MicroBatches()
     reference: Reference = Reference()
+    critic: MicroBatches = MicroBatches()
 
     def of(self, role: ScoredRole) -> MicroBatches:
         """The role's own micro-batches; once loaded, with all that it inherits."""

@@ -192,22 +192,14 @@ class Head:
         return soft_capped(logits, self.soft_cap)
 
 
-class Decoder(nnx.Module):
-    """Token embedding, L blocks, final norm, and the head (the embedding itself where they are tied)."""
+class Trunk(nnx.Module):
+    """Token embedding, L blocks and final norm: what every network of a family shares."""
 
     def __init__(self, arch: Architecture, rngs: nnx.Rngs):
         self.architecture = arch
-        table = (arch.vocab_size, arch.model_dim)
-        self.embedding = weight(rngs, table, ("vocab", "embed"))
+        self.embedding = weight(rngs, (arch.vocab_size, arch.model_dim), ("vocab", "embed"))
         self.blocks = Block(arch, rngs)
         self.final_norm = Norm(arch, rngs, {"embed": arch.model_dim}, stack={})
-        if not arch.tied_embeddings:
-            self.output = weight(rngs, table, ("vocab", "embed"))
-
-    @property
-    def head(self) -> Head:
-        table = self.embedding[...] if self.architecture.tied_embeddings else self.output[...]
-        return Head(table, self.architecture.logit_soft_cap)
 
     @property
     def score_rule(self) -> ScoreRule:
@@ -265,14 +257,42 @@ class Decoder(nnx.Module):
         return self.final_norm(x)
 
 
+class Decoder(Trunk):
+    """A trunk and the LM head (the embedding itself where they are tied)."""
+
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs):
+        super().__init__(arch, rngs)
+        if not arch.tied_embeddings:
+            self.output = weight(rngs, (arch.vocab_size, arch.model_dim), ("vocab", "embed"))
+
+    @property
+    def head(self) -> Head:
+        table = self.embedding[...] if self.architecture.tied_embeddings else self.output[...]
+        return Head(table, self.architecture.logit_soft_cap)
+
+
+class ValueDecoder(Trunk):
+    """A trunk and one number per token: <hidden, value>. A fresh head is zeros, so that every value starts at 0."""
+
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs):
+        super().__init__(arch, rngs)
+        self.value = weight(rngs, (arch.model_dim,), ("embed",), init="zeros")
+
+    def values(self, hidden: Float[Array, "*rows D"]) -> Float32[Array, "*rows"]:
+        """hidden · value; float32."""
+        head = self.value[...].astype(hidden.dtype)
+        return jnp.einsum("...d,d->...", hidden, head, preferred_element_type=jnp.float32)
+
+
 @dataclass(frozen=True)
 class DecoderDefinition:
-    """A decoder without weights: its graph, and the shape and dims of each parameter.
+    """A network without weights: its graph, and the shape and dims of each parameter.
 
     The one place that crosses between NNX modules and plain pytrees.
     """
 
     architecture: Architecture
+    network: type[Trunk]
     graph: Any
     shapes: Params
     """Nested dict of `jax.ShapeDtypeStruct`."""
@@ -280,14 +300,14 @@ class DecoderDefinition:
     """The same tree, with a tuple of logical dims at each leaf."""
 
     @classmethod
-    def of(cls, arch: Architecture) -> DecoderDefinition:
-        graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(arch, nnx.Rngs(0))))
+    def of(cls, arch: Architecture, network: type[Trunk] = Decoder) -> DecoderDefinition:
+        graph, state = nnx.split(nnx.eval_shape(lambda: network(arch, nnx.Rngs(0))))
         shapes = nnx.to_pure_dict(state)
         dims = unflatten_dict({path: variable.get_metadata()["dims"] for path, variable in nnx.to_flat_state(state)})
-        return cls(arch, graph, shapes, dims)
+        return cls(arch, network, graph, shapes, dims)
 
-    def bind(self, params: Params) -> Decoder:
-        """The module over these weights; for use inside a jitted function."""
+    def bind(self, params: Params) -> Any:
+        """The `network` over these weights; for use inside a jitted function."""
         return nnx.merge(self.graph, params)
 
     def shardings(self, mesh: Mesh) -> Params:
@@ -295,7 +315,7 @@ class DecoderDefinition:
 
     def initialise(self, seed: int) -> Params:
         """Random float32 weights."""
-        return nnx.to_pure_dict(nnx.split(Decoder(self.architecture, nnx.Rngs(seed)))[1])
+        return nnx.to_pure_dict(nnx.split(self.network(self.architecture, nnx.Rngs(seed)))[1])
 
     @property
     def num_parameters(self) -> int:

@@ -36,8 +36,15 @@ class Family(NamedTuple):
     """A text-only checkpoint of the hub."""
 
 
-def architecture_from_config(config: Config) -> Architecture:
+CAUSAL_LM = ("ForCausalLM",)
+SEQUENCE_CLASSIFICATION = ("ForSequenceClassification",)
+
+
+def architecture_from_config(config: Config, *, heads: Sequence[str] = CAUSAL_LM) -> Architecture:
     """The architecture that a parsed `config.json` describes.
+
+    Args:
+        heads: the kinds of network that will do, as the ends of `architectures` entries.
 
     Raises: InputError for remote code, an unknown family, a field that cannot be honoured, or a missing,
         malformed or contradictory one.
@@ -54,10 +61,11 @@ def architecture_from_config(config: Config) -> Architecture:
         raise InputError(f"config.json: model_type={model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     declared = config.get("architectures") or [family.causal_lm]
-    if declared != [family.causal_lm]:
+    supported = [family.causal_lm.removesuffix(*CAUSAL_LM) + head for head in heads]
+    if declared not in [[name] for name in supported]:
         raise InputError(
             f"config.json: architectures={declared!r} is not supported for model_type={model_type!r}; "
-            f"supported: {family.causal_lm}"
+            f"supported: {' or '.join(supported)}"
         )
     for field, why in UNSUPPORTED.items():
         if config.get(field):

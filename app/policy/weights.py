@@ -48,7 +48,12 @@ TOP_TENSORS: dict[str, Path] = {
     "model.embed_tokens.weight": ("embedding",),
     "model.norm.weight": ("final_norm", "scale"),
     "lm_head.weight": ("output",),
+    "score.weight": ("value",),
 }
+"""`score.weight` is the head of a sequence classification checkpoint with one label."""
+
+VALUE_HEAD = "score.weight"
+LM_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,8 @@ def file_layout(path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
         outputs = shape[-1:] if path[-2] in ("attention_output", "gate", "up", "down") else shape[-2:]
         inputs = shape[: len(shape) - len(outputs)]
         return (int(np.prod(outputs)), int(np.prod(inputs)))
+    if path == TOP_TENSORS[VALUE_HEAD]:
+        return (1, *shape)
     return (int(np.prod(shape)),) if path[-1] == "bias" else shape
 
 
@@ -95,11 +102,21 @@ def expected_entries(definition: DecoderDefinition) -> list[Entry]:
     return entries
 
 
+def critic_entries(definition: DecoderDefinition, shapes: Mapping[str, tuple[int, ...]]) -> list[Entry]:
+    """What a value decoder takes from a checkpoint: of a causal language model all but its head.
+
+    The value head of a critic that starts from one is zeros.
+    """
+    entries = expected_entries(definition)
+    return entries if VALUE_HEAD in shapes else [entry for entry in entries if entry.name != VALUE_HEAD]
+
+
 def check_tensors(entries: list[Entry], shapes: Mapping[str, tuple[int, ...]], architecture: Architecture) -> None:
     """Raises InputError naming what is missing, extra or mis-shaped."""
     expected = {entry.name: entry.file_shape for entry in entries}
-    # A tied model's file may still repeat the embedding as the head.
-    optional = {"lm_head.weight"} if architecture.tied_embeddings else set()
+    # A tied model's file may still repeat the embedding as the head; a critic leaves the head of a language model.
+    has_head = LM_HEAD in expected or VALUE_HEAD in expected
+    optional = {LM_HEAD} if architecture.tied_embeddings or not has_head else set()
     missing = [name for name in expected if name not in shapes]
     extra = [n for n in shapes if n not in expected and n not in optional]
     if missing:
@@ -121,13 +138,18 @@ def check_tensors(entries: list[Entry], shapes: Mapping[str, tuple[int, ...]], a
             )
 
 
-def load_weights(definition: DecoderDefinition, source: WeightFile, mesh: Mesh) -> Params:
+def load_weights(
+    definition: DecoderDefinition, source: WeightFile, mesh: Mesh, *, entries: list[Entry] | None = None
+) -> Params:
     """Reads every tensor once and writes it into its sharded float32 place; the host holds one at a time.
+
+    Args:
+        entries: what is read; all that the architecture needs when None. Other weights are zeros.
 
     Raises:
         InputError: missing, extra or mis-shaped tensors; nothing has been put on a device by then.
     """
-    entries = expected_entries(definition)
+    entries = expected_entries(definition) if entries is None else entries
     check_tensors(entries, source.shapes, definition.architecture)
     shapes, shardings = by_path(definition.shapes), by_path(definition.shardings(mesh))
 
@@ -146,6 +168,8 @@ def load_weights(definition: DecoderDefinition, source: WeightFile, mesh: Mesh) 
             params[entry.path] = empty(shape, sharding)()
         layer = place(read(entry, shape[1:]), without_layers(sharding))
         params[entry.path] = write_layer(sharding)(params[entry.path], layer, entry.layer)
+    for path in shapes.keys() - params.keys():
+        params[path] = empty(shapes[path].shape, shardings[path])()
     return unflatten_dict(params)
 
 

@@ -1,9 +1,10 @@
-"""Per-token logprobs of given samples under given weights: the policy's or the reference's."""
+"""Per-token logprobs and values of given samples under given weights: the policy's, the reference's, the critic's."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,27 +15,76 @@ from jaxtyping import Array, Float32
 from app.batching.pack import TokenBatch, pack_tokens, unpack_per_token
 from app.batching.plan import Plan
 from app.batching.row_logprobs import row_logprobs
+from app.batching.row_values import row_values
 from app.flow import Sample
 from app.mesh.placement import row_sharding, to_global, to_local
 from app.policy.decoder import DecoderDefinition, Params
 
 Pass = Callable[[Params, Iterable[TokenBatch], np.float32], list[np.ndarray]]
-"""(weights, this host's micro-batches, temperature) -> logprobs [R, C] of each."""
+"""(weights, this host's micro-batches, temperature) -> what is read at each target, [R, C]."""
 
 AHEAD = 2
 """Micro-batches that wait for their turn on the devices."""
 
 
-class Scorer:
-    """Compiled scoring for one decoder on one mesh. Holds no weights.
+class RowPass:
+    """A compiled forward pass over micro-batches of packed rows. Holds no weights.
+
+    Args:
+        forward: (weights, rows, temperature) -> one number per target, [R, C].
+    """
+
+    def __init__(self, forward: Callable[[Params, TokenBatch, Array], Array], mesh: Mesh):
+        self.mesh = mesh
+
+        def scan(params: Params, stacked: TokenBatch, temperature: Array) -> Array:
+            return jax.lax.map(lambda rows: forward(params, rows, temperature), stacked)
+
+        self._forward = jax.jit(forward, out_shardings=row_sharding(mesh))
+        self._scan = jax.jit(scan, out_shardings=row_sharding(mesh, row_dim=1))
+
+    def per_token(
+        self, params: Params, samples: Sequence[Sample], plan: Plan, *, temperature: float, run: Pass | None
+    ) -> list[Float32[np.ndarray, "C"]]:
+        """One array per sample. The result does not depend on how `plan` cuts the samples.
+
+        Args:
+            plan: this host's; every host's has as many micro-batches of the same shapes.
+            run: `one_by_one` or `scanned`.
+        """
+        batches = (pack_tokens(samples, micro_batch) for micro_batch in plan.micro_batches)
+        with jax.set_mesh(self.mesh):
+            packed = (run or self.one_by_one)(params, batches, np.float32(temperature))
+        return unpack_per_token(packed, samples, plan)
+
+    def one_by_one(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
+        """Micro-batches in a Python loop, through one program for each of their shapes.
+
+        `AHEAD` of them are packed and sent while one is computed; no more are in memory, however many there are.
+        """
+        scored: list[np.ndarray] = []
+        waiting: deque[Array] = deque()
+        for batch in batches:
+            waiting.append(self._forward(params, to_global(self.mesh, batch), temperature))
+            if len(waiting) > AHEAD:
+                scored.append(to_local(waiting.popleft()))
+        return scored + [to_local(per_target) for per_target in waiting]
+
+    def scanned(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
+        """Micro-batches of one shape in one `lax.map`, one program for so many of them."""
+        stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
+        scored = self._scan(params, to_global(self.mesh, stacked, row_dim=1), temperature)
+        return list(to_local(scored, row_dim=1))
+
+
+class Scorer(RowPass):
+    """Logprobs under a language model.
 
     Args:
         logits_chunk: tokens of each device that pass the LM head at once.
     """
 
     def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, dtype: jnp.dtype, logits_chunk: int):
-        self.mesh = mesh
-
         def score(params: Params, rows: TokenBatch, temperature: Array) -> Array:
             logprobs, _ = row_logprobs(
                 definition.bind(params),
@@ -46,43 +96,36 @@ class Scorer:
             )
             return logprobs
 
-        def scan(params: Params, stacked: TokenBatch, temperature: Array) -> Array:
-            return jax.lax.map(lambda rows: score(params, rows, temperature), stacked)
-
-        self._score = jax.jit(score, out_shardings=row_sharding(mesh))
-        self._scan = jax.jit(scan, out_shardings=row_sharding(mesh, row_dim=1))
+        super().__init__(score, mesh)
 
     def logprobs(
         self, params: Params, samples: Sequence[Sample], plan: Plan, *, temperature: float, run: Pass | None = None
     ) -> list[Float32[np.ndarray, "C"]]:
-        """One array per sample: log_softmax(logits / temperature) of each completion token.
+        """log_softmax(logits / temperature) of each completion token; see `per_token`.
 
-        `temperature` is the sampler's; 1 for greedy samples. The result does not depend on how `plan` cuts the samples.
-
-        Args:
-            plan: this host's; every host's has as many micro-batches of the same shapes.
-            run: `one_by_one` or `scanned`.
+        `temperature` is the sampler's; 1 for greedy samples.
         """
-        batches = (pack_tokens(samples, micro_batch) for micro_batch in plan.micro_batches)
-        with jax.set_mesh(self.mesh):
-            packed = (run or self.one_by_one)(params, batches, np.float32(temperature or 1.0))
-        return unpack_per_token(packed, samples, plan)
+        return self.per_token(params, samples, plan, temperature=temperature or 1.0, run=run)
 
-    def one_by_one(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
-        """Micro-batches in a Python loop, through one program for each of their shapes.
 
-        `AHEAD` of them are packed and sent while one is computed; no more are in memory, however many there are.
-        """
-        scored: list[np.ndarray] = []
-        waiting: deque[Array] = deque()
-        for batch in batches:
-            waiting.append(self._score(params, to_global(self.mesh, batch), temperature))
-            if len(waiting) > AHEAD:
-                scored.append(to_local(waiting.popleft()))
-        return scored + [to_local(logprobs) for logprobs in waiting]
+class Valuer(RowPass):
+    """Values under a critic."""
 
-    def scanned(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
-        """Micro-batches of one shape in one `lax.map`, one program for so many of them."""
-        stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
-        scored = self._scan(params, to_global(self.mesh, stacked, row_dim=1), temperature)
-        return list(to_local(scored, row_dim=1))
+    def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, dtype: jnp.dtype):
+        def values(params: Params, rows: TokenBatch, temperature: Array) -> Array:
+            del temperature
+            return row_values(definition.bind(params), rows, dtype=dtype, remat="none")
+
+        super().__init__(values, mesh)
+
+    def values(
+        self, params: Params, samples: Sequence[Sample], plan: Plan, *, run: Pass | None = None
+    ) -> list[Float32[np.ndarray, "C"]]:
+        """V of the state before each completion token; see `per_token`."""
+        return self.per_token(params, samples, plan, temperature=1.0, run=run)
+
+
+def with_a_token_behind(sample: Sample) -> Sample:
+    """The sample with any token behind its last one: its value is that of the state after the sample."""
+    mask = None if sample.loss_mask is None else np.append(sample.loss_mask, False)
+    return replace(sample, completion_ids=np.append(sample.completion_ids, np.int32(0)), loss_mask=mask)

@@ -21,7 +21,6 @@ from jaxtyping import Array, UInt32
 
 from app.mesh.placement import abstract, gather_over_hosts, max_over_hosts
 from app.training.preservation import Best, NewestAndBest
-from app.update.optimizer import TrainState
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -50,6 +49,8 @@ class Progress:
     fingerprints: Mapping[str, str]
     """What the run was started with: model, tokenizer and data."""
     wandb_id: str | None = None
+    kl_coef: float | None = None
+    """Weight of the KL in the next step's rewards, where it is adapted; None in older checkpoints."""
     evaluation: Mapping[str, float | None] | None = None
     """Metrics under `eval/` of this step; None where there was no evaluation."""
 
@@ -65,11 +66,11 @@ class Checkpoints:
     Which is the best, the checkpoints themselves say, each in its `Progress`; the link follows.
 
     Args:
-        shapes: of the state that is saved and restored.
+        shapes: of the arrays that are saved and restored, in any tree.
         shardings: where it lies; another mesh than the one that saved will do.
     """
 
-    def __init__(self, directory: Path, *, policy: NewestAndBest, shapes: TrainState, shardings: TrainState):
+    def __init__(self, directory: Path, *, policy: NewestAndBest, shapes: Any, shardings: Any):
         self._directory = directory.absolute()
         self._policy = policy
         options = ocp.CheckpointManagerOptions(
@@ -85,7 +86,7 @@ class Checkpoints:
         # Compiled now: a compilation in the middle of a run is an alarm.
         self._checksum = jax.jit(checksum).lower(self._target).compile()
 
-    def save(self, state: TrainState, progress: Progress) -> None:
+    def save(self, state: Any, progress: Progress) -> None:
         """Copies the state off the devices and returns; writing goes on behind. All hosts call it together."""
         self._manager.wait_until_finished()
         # What may be deleted from now on must not be what the link names.
@@ -106,7 +107,7 @@ class Checkpoints:
         """The best checkpoint; None where none was evaluated, or the policy does not ask."""
         return self._policy.describe(self._manager.all_steps())
 
-    def restore(self, fingerprints: Mapping[str, str]) -> tuple[TrainState, Progress] | None:
+    def restore(self, fingerprints: Mapping[str, str]) -> tuple[Any, Progress] | None:
         """The newest checkpoint that can be read; None where there is none at all.
 
         The best one, too, is read, so that no damaged one stands in the way of a better. A damaged checkpoint is
@@ -135,7 +136,7 @@ class Checkpoints:
             )
         return None
 
-    def _newest_beside_best(self, sound: dict[int, Any]) -> TrainState | None:
+    def _newest_beside_best(self, sound: dict[int, Any]) -> Any | None:
         """The newest state, the best one being readable, too; else None, with the unreadable one gone from `sound`."""
         newest, best = max(sound), self._policy.best(sound)
         state = None
@@ -223,7 +224,7 @@ class Checkpoints:
         self._manager.close()
 
 
-def checksum(state: TrainState) -> UInt32[Array, ""]:
+def checksum(state: Any) -> UInt32[Array, ""]:
     """sum_i (2 i + 1) sum(32-bit words of array i) mod 2^32: exact, so the same on every mesh.
 
     TensorStore's compressed arrays carry none; a flipped bit in a weight would pass.
@@ -290,7 +291,7 @@ def _silence_abandoned_reads() -> None:
 
 def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
     """Raises InputError naming what changed since the checkpoint was written."""
-    changed = [name for name, value in current.items() if saved.get(name) != value]
+    changed = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
     if changed:
         raise InputError(
             f"--resume: {' and '.join(changed)} changed since this run was started, so it cannot be continued as "

@@ -9,7 +9,7 @@ from app.batching.plan import TokenBudget, row_length
 from app.policy.architecture import Architecture
 from app.policy.flops import forward_flops
 from settings import Settings
-from settings.schema import ScoredRole
+from settings.schema import Algorithm, Critic, ScoredRole
 
 
 class Longest(NamedTuple):
@@ -25,24 +25,31 @@ class Longest(NamedTuple):
         prompt, completion = settings.data.max_prompt_length, settings.rollout.max_new_tokens
         return cls(prompt + completion, prompt + settings.rollout.group_size * completion)
 
+    def with_a_token_behind(self, group_size: int) -> Longest:
+        """What the critic reads of samples that go on behind their last token."""
+        return Longest(self.sample + 1, self.group + group_size if self.group else 0)
+
 
 def wire_role(
     settings: Settings, role: ScoredRole, architecture: Architecture, longest: Longest
 ) -> FixedRows | PackedRows:
     """How the samples that a role scores are cut."""
     scope = settings.score.of(role)
+    if role == "critic" and settings.algorithm.bootstrap_truncated:
+        longest = longest.with_a_token_behind(settings.rollout.group_size)
     if scope.max_tokens_per_device is None:
         work = forward_flops(architecture)
         return FixedRows(scope.rows_per_device, trim_tail=scope.strategy == "loop", work=work)
     return _packed(settings, architecture, longest, quota=scope.max_tokens_per_device)
 
 
-def wire_update(settings: Settings, architecture: Architecture, longest: Longest) -> FixedRows | PackedRows:
-    """How the samples of an optimizer step are cut."""
-    algorithm = settings.algorithm
-    if algorithm.max_tokens_per_device is None:
-        return FixedRows(algorithm.rows_per_device, trim_tail=False, work=forward_flops(architecture))
-    return _packed(settings, architecture, longest, quota=algorithm.max_tokens_per_device)
+def wire_update(
+    settings: Settings, scope: Algorithm | Critic, architecture: Architecture, longest: Longest
+) -> FixedRows | PackedRows:
+    """How the samples of an optimizer step are cut for the network whose settings `scope` are."""
+    if scope.max_tokens_per_device is None:
+        return FixedRows(scope.rows_per_device, trim_tail=False, work=forward_flops(architecture))
+    return _packed(settings, architecture, longest, quota=scope.max_tokens_per_device)
 
 
 def _packed(settings: Settings, architecture: Architecture, longest: Longest, *, quota: int) -> PackedRows:

@@ -30,6 +30,7 @@ WAYS_OUT = {
     "rollout": "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens",
     "evaluation": "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens",
     "score": "lower score.{knob} or model.logits_chunk",
+    "critic": "lower critic.{knob}, set model.remat: block",
     "update": "lower algorithm.{knob}, set model.remat: block",
 }
 """What makes each phase smaller."""
@@ -81,6 +82,9 @@ class DryRun:
     """By role; empty where nothing is scored."""
     update: MicroBatches
     """Of one optimizer step."""
+    critic_update: MicroBatches | None
+    """Of one of the critic; None without one."""
+    num_critic_parameters: int
     memory: Mapping[str, Held]
     """By phase. What `app.training.memory.LABELS` stars is estimated, the rest follows from shapes."""
     peak_bytes: int
@@ -114,7 +118,8 @@ class DryRun:
         return {
             "run": f"{self.directory}: {self.steps:,} steps, {self.optimizer_steps:,} optimizer steps, "
             f"{self.epochs_of_data:.3g} epochs of the data",
-            "model": f"{self.model} ({self.family}): {self.num_parameters:,} parameters, computing in {self.dtype}",
+            "model": f"{self.model} ({self.family}): {self.num_parameters:,} parameters, computing in {self.dtype}"
+            + (f"; critic: {self.num_critic_parameters:,}" if self.num_critic_parameters else ""),
             "mesh": f"{self.num_devices} x {self.device_kind} on {self.num_hosts} host(s): {axes}",
             "data": f"{self.data}{held_out}",
             "step": f"{self.prompts_per_step:,} prompts, {self.samples_per_step:,} samples; "
@@ -125,6 +130,7 @@ class DryRun:
             **{f"score {role}": _passes(batches) for role, batches in self.score.items()},
             "update": f"{self.mini_batches_per_step * self.epochs_per_step} optimizer steps (mini-batches "
             f"{self.mini_batches_per_step} x epochs {self.epochs_per_step}), each {_passes(self.update)}",
+            **({"critic": f"as many, each {_passes(self.critic_update)}"} if self.critic_update else {}),
         }
 
     def _memory_table(self) -> list[str]:
@@ -136,7 +142,9 @@ class DryRun:
         return [*lines, "* estimated: the compiler may need more or less; all else follows from shapes"]
 
     def _way_out(self) -> str:
-        passes = {"update": [self.update], "score": self.score.values()}.get(self.peak_phase, [])
+        critic = [self.critic_update] if self.critic_update else []
+        by_phase = {"update": [self.update], "critic": critic, "score": self.score.values()}
+        passes = by_phase.get(self.peak_phase, [])
         packed = all(micro_batches.packed for micro_batches in passes)
         return WAYS_OUT[self.peak_phase].format(knob="max_tokens_per_device" if packed else "rows_per_device")
 
@@ -228,7 +236,7 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
         num_prompts=len(prompts),
         num_held_out=len(launch.input.held_out),
         steps=settings.run.steps,
-        optimizer_steps=settings.run.steps * settings.updates_per_step,
+        optimizer_steps=settings.policy_updates,
         epochs_of_data=settings.run.steps * prompts_per_step / len(prompts),
         prompts_per_step=prompts_per_step,
         samples_per_step=samples_per_step,
@@ -242,7 +250,13 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
         rollout=shapes.rollout._asdict(),
         evaluation=None if shapes.evaluation is None else shapes.evaluation._asdict(),
         score={role: micro_batches(plan, learning.cuts[role]) for role, plan in shapes.scores.items()},
-        update=micro_batches(shapes.update, learning.updater.cut),
+        update=micro_batches(shapes.update, learning.policy.updater.cut),
+        critic_update=(
+            micro_batches(shapes.critic_update, learning.critic.updater.cut)
+            if shapes.critic_update and learning.critic
+            else None
+        ),
+        num_critic_parameters=session.critic.input.definition.num_parameters if session.critic else 0,
         memory=memory,
         peak_bytes=max(sum(held.values()) for held in memory.values()),
         available_bytes=device_memory_bytes(),

@@ -161,7 +161,7 @@ def inspect_plan(resolved: Resolved, *, file: Path, role: Pass, picture: Path | 
     if role == "update":
         check_quota(resolved, "algorithm", longest, where=longest_at)
         run = Longest.of(settings)
-        cut = wire_update(settings, architecture, run._replace(sample=max(longest, run.sample)))
+        cut = wire_update(settings, settings.algorithm, architecture, run._replace(sample=max(longest, run.sample)))
     else:
         check_quota(resolved, f"score.{role}", longest, where=longest_at)
         cut = wire_role(settings, role, architecture, Longest(longest))

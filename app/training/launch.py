@@ -41,7 +41,7 @@ def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
     training_input = read_training_input(pinned(settings, run))
     with training_input.rewards(settings) as rewards:
         topology.start(settings.mesh)
-        session = Session.open(settings, training_input.model)
+        session = Session.open(settings, training_input.model, training_input.critic)
         check_rows(settings, session)
         if "reference" in settings.scored_roles:
             check_host_memory(settings, session.mesh)

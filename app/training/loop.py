@@ -41,13 +41,14 @@ from app.training.preservation import Best, NewestAndBest, SaveClock
 from app.training.progress import Board
 from app.training.refill import Refilled, refill
 from app.training.run_directory import Resume, claim
+from app.training.run_state import RunState
 from app.training.session import Session
 from app.training.step_traces import StepTraces
 from app.training.summary import summary_text
 from app.training.wiring import Learning, wire_learning, work_of
-from app.update.optimizer import TrainState, initial_state
-from app.update.updater import split_by_group
+from app.update.mini_batches import split_by_group
 from settings import Resolved, Settings
+from settings.schema import ScoredRole
 
 
 @dataclass
@@ -85,21 +86,20 @@ class Trainer:
     rewards: Rewards
 
     def step(
-        self, state: TrainState, *, step: int, position: int, timer: Timer
-    ) -> tuple[TrainState, list[Sample], dict[str, float]]:
+        self, state: RunState, *, step: int, position: int, timer: Timer
+    ) -> tuple[RunState, list[Sample], dict[str, float | None]]:
         """One walk down the corridor. `position` counts the prompts taken before this step."""
-        settings = self.settings
-        refilled, scored = self.rollout(state.params, step=step, position=position, timer=timer)
+        refilled, scored = self.rollout(state.policy.params, step=step, position=position, timer=timer)
         with timer.phase("score"):
-            samples, scoring = self.score(state.params, refilled.samples, timer)
+            samples, scoring = self.score(state, refilled.samples, timer)
         with timer.phase("advantage"):
-            credited = self.credit(samples, settings.algorithm.beta)
-            samples = credited.samples
+            credited = self.credit(samples, state.kl_coef)
+            samples, state = credited.samples, replace(state, kl_coef=credited.kl_coef)
         with timer.phase("update"):
-            temperature = settings.rollout.temperature
-            state, metrics = self.learning.updater.update(state, samples, temperature=temperature)
-        told = {**reward_counts(scored), **refill_metrics(refilled, scored.samples), **credited.metrics}
-        return state, samples, {**sample_metrics(samples, self.rewards.names), **told, **scoring, **metrics}
+            state, metrics = self.update(state, samples, step=step)
+        told = {**reward_counts(scored), **refill_metrics(refilled, scored.samples)}
+        rewarded = {**sample_metrics(samples, self.rewards.names), **told}
+        return state, samples, {**rewarded, **scoring, **credited.metrics, **metrics}
 
     def rollout(self, params: Params, *, step: int, position: int, timer: Timer) -> tuple[Refilled, Scored]:
         """This host's groups of a step with their rewards, and all that was sampled to find them."""
@@ -148,8 +148,8 @@ class Trainer:
         """Over all hosts."""
         return self.settings.rollout.prompts_per_step * jax.process_count()
 
-    def score(self, params: Params, samples: list[Sample], timer: Timer) -> tuple[list[Sample], dict[str, float]]:
-        """The samples with the logprobs that the step needs before its updates, and the metrics of the passes.
+    def score(self, state: RunState, samples: list[Sample], timer: Timer) -> tuple[list[Sample], dict[str, float]]:
+        """The samples with the logprobs and values that the step needs before its updates, and the metrics of them.
 
         Cut like the update: mini-batch by mini-batch, so that with equal quotas both see the same rows.
         """
@@ -157,7 +157,7 @@ class Trainer:
         for role in self.settings.scored_roles:
             cuts, scored = [], []
             with timer.phase(f"score_{role}"), closing(CompilationCounter()) as compilations:
-                weights = params if role == "policy" else to_device_memory(self.reference)
+                weights = self.weights_of(role, state)
                 for mini_batch in split_by_group(samples, self.settings.num_mini_batches):
                     part, cut = self.session.score(weights, mini_batch, role, cut=self.learning.cuts[role])
                     scored += part
@@ -166,6 +166,35 @@ class Trainer:
             samples = scored
             metrics |= {**scoring_metrics(role, cuts), f"perf/score_{role}_compilations": compilations.take()}
         return samples, metrics
+
+    def weights_of(self, role: ScoredRole, state: RunState) -> Params:
+        """On the devices."""
+        if role == "reference":
+            return to_device_memory(self.reference)
+        network = state.policy if role == "policy" else state.critic
+        assert network is not None
+        return network.params
+
+    def update(
+        self, state: RunState, samples: Sequence[Sample], *, step: int
+    ) -> tuple[RunState, dict[str, float | None]]:
+        """The state after the step's updates. Critic and policy see the same mini-batches.
+
+        While only the critic warms up, nothing of the policy's state changes, and what its updates measure is None.
+        """
+        temperature, metrics = self.settings.rollout.temperature, dict[str, float | None]()
+        epochs = self.learning.mini_batches(samples, step)
+        policy, critic = state.policy, state.critic
+        if critic is not None:
+            assert self.learning.critic is not None
+            critic, of_critic = self.learning.critic.updater.update(critic, epochs, temperature=temperature)
+            metrics |= of_critic
+        if critic is None or step > self.settings.critic.warmup_steps:
+            policy, of_policy = self.learning.policy.updater.update(policy, epochs, temperature=temperature)
+            metrics |= of_policy
+        else:
+            metrics |= dict.fromkeys(FROZEN)
+        return replace(state, policy=policy, critic=critic), metrics
 
     def credit(self, samples: list[Sample], kl_coef: float) -> Credited:
         """Advantages among the samples that have a reward.
@@ -189,7 +218,25 @@ class Trainer:
 
 def _without_credit(sample: Sample) -> Sample:
     length = len(sample.completion_ids)
-    return replace(sample, advantages=np.zeros(length, np.float32), loss_mask=np.zeros(length, bool))
+    zeros = np.zeros(length, np.float32)
+    return replace(sample, advantages=zeros, returns=zeros, loss_mask=np.zeros(length, bool))
+
+
+FROZEN = (
+    "loss",
+    "policy/entropy",
+    "policy/grad_norm",
+    "policy/learning_rate",
+    "policy/ratio_max",
+    "policy/clip_fraction_low",
+    "policy/clip_fraction_high",
+    "policy/clip_fraction_dual",
+    "policy/nonfinite_updates",
+    "policy/nonfinite_in_a_row",
+    "rollout/sampler_scorer_logprob_diff_mean",
+    "rollout/sampler_scorer_logprob_diff_max",
+)
+"""Metrics of the policy's updates, which steps that only warm the critic up do not have."""
 
 
 class Outcome(NamedTuple):
@@ -232,7 +279,7 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     reference = _reference(state, progress, session)
     trainer = Trainer(settings, session, learning, launch.input.prompts, reference, launch.rewards)
     if settings.packs_rows:
-        check_packing(session, state.params, random_samples(session))
+        check_packing(session, state.policy.params, random_samples(session))
     work = work_of(settings, session.input.definition)
     board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
     changes = launch.resolved.algorithm_changes
@@ -249,7 +296,7 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     if progress.step:
         board.say(_continuing(progress, settings))
     elif held_out:
-        journal.write(0, _evaluated(trainer, state.params, held_out, step=0, narrator=narrator))
+        journal.write(0, _evaluated(trainer, state.policy.params, held_out, step=0, narrator=narrator))
     exit_code, save_clock = 0, SaveClock(settings.checkpoint.every_minutes, clock)
     for step in range(progress.step + 1, settings.run.steps + 1):
         traces.start(step)
@@ -264,15 +311,15 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
         traces.stop()
         record = _record(metrics, samples, timer, work) | {"perf/compilations": compilations.take()}
         if held_out and (is_last or step % settings.eval.every_steps == 0):
-            record |= _evaluated(trainer, state.params, held_out, step=step, narrator=narrator)
-        num_prompts = int(metrics["rollout/num_rounds"]) * trainer.prompts_per_step
+            record |= _evaluated(trainer, state.policy.params, held_out, step=step, narrator=narrator)
+        num_prompts = int(metrics["rollout/num_rounds"] or 1) * trainer.prompts_per_step
         progress = progress.after(step, num_prompts=num_prompts, metrics=record)
         narrator.step(step, record)
         _stop_if_diverged(metrics, settings)
         in_turn = is_last or exit_code or agreed.save_is_due or step % settings.checkpoint.every_steps == 0
         if in_turn or checkpoints.is_best(progress):
             board.phase("save")
-            checkpoints.save(state, progress)
+            checkpoints.save(state.arrays, replace(progress, kl_coef=state.kl_coef))
             save_clock.reset()
         checkpoints.point_at_best()
         if exit_code:
@@ -281,7 +328,7 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     return Outcome(exit_code, journal.history, checkpoints.best)
 
 
-def _record(metrics: dict[str, float], samples: Sequence[Sample], timer: Timer, work: Work) -> dict[str, Any]:
+def _record(metrics: dict[str, float | None], samples: Sequence[Sample], timer: Timer, work: Work) -> dict[str, Any]:
     """A step's line of `metrics.jsonl`."""
     performance = step_performance(samples, work, seconds=timer.seconds["time/step_s"])
     # Null until a penalty measures it.
@@ -301,14 +348,22 @@ def _open_checkpoints(launch: Launch, learning: Learning) -> Checkpoints:
     return Checkpoints(launch.run.checkpoints, policy=policy, shapes=learning.shapes, shardings=learning.shardings)
 
 
-def _open_state(checkpoints: Checkpoints, launch: Launch, learning: Learning) -> tuple[TrainState, Progress]:
-    """The newest good checkpoint's state, or the model's own weights with fresh moments."""
+def _open_state(checkpoints: Checkpoints, launch: Launch, learning: Learning) -> tuple[RunState, Progress]:
+    """The newest good checkpoint's state, or the models' own weights with fresh moments."""
+    algorithm = launch.resolved.settings.algorithm
     per_step = launch.resolved.settings.rollout.prompts_per_step * jax.process_count()
     fingerprints = {**launch.input.fingerprints, "rollout.prompts_per_step over all hosts": str(per_step)}
     restored = checkpoints.restore(fingerprints)
     if restored is not None:
-        return restored
-    state = initial_state(learning.optimizer, launch.session.load_params(), learning.shardings)
+        arrays, progress = restored
+        adapted = progress.kl_coef if algorithm.kl_target is not None else None
+        return RunState.of(arrays, kl_coef=algorithm.beta if adapted is None else adapted), progress
+    session = launch.session
+    policy, critic = learning.policy.initial_state(session.load_params()), None
+    if session.critic is not None:
+        assert learning.critic is not None
+        critic = learning.critic.initial_state(session.critic.load_params(session.mesh))
+    state = RunState(policy, critic, kl_coef=algorithm.beta)
     return state, Progress(step=0, position=0, fingerprints=fingerprints)
 
 
@@ -321,13 +376,13 @@ def _open_journal(launch: Launch, progress: Progress) -> Journal | NoJournal:
     return Journal(launch.run, launch.resolved, last_step=progress.step or None, wandb_id=progress.wandb_id)
 
 
-def _reference(state: TrainState, progress: Progress, session: Session) -> Params | None:
+def _reference(state: RunState, progress: Progress, session: Session) -> Params | None:
     """The weights of `model.path`: a fresh state still holds them, a restored one has moved on."""
     if "reference" not in session.settings.scored_roles:
         return None
     if session.settings.score.reference.offload:
-        return to_host_memory(session.load_params() if progress.step else state.params)
-    return session.load_params() if progress.step else jax.tree.map(jnp.copy, state.params)
+        return to_host_memory(session.load_params() if progress.step else state.policy.params)
+    return session.load_params() if progress.step else jax.tree.map(jnp.copy, state.policy.params)
 
 
 def _evaluated(
@@ -353,9 +408,11 @@ def _check_rewards(scored: Scored) -> None:
         )
 
 
-def _stop_if_diverged(metrics: dict[str, float], settings: Settings) -> None:
-    if metrics["policy/nonfinite_in_a_row"] >= settings.optimizer.max_nonfinite_steps:
-        raise RuntimeError(
-            f"{int(metrics['policy/nonfinite_in_a_row'])} optimizer steps in a row had a NaN or infinite loss or "
-            "gradient; the weights are those before them. Lower optimizer.learning_rate, or train in float32"
-        )
+def _stop_if_diverged(metrics: dict[str, float | None], settings: Settings) -> None:
+    for network, section in (("policy", "optimizer"), ("value", "critic")):
+        in_a_row = metrics.get(f"{network}/nonfinite_in_a_row") or 0
+        if in_a_row >= settings.optimizer.max_nonfinite_steps:
+            raise RuntimeError(
+                f"{int(in_a_row)} optimizer steps in a row had a NaN or infinite loss or gradient; the weights are "
+                f"those before them. Lower {section}.learning_rate, or train in float32"
+            )

@@ -16,6 +16,7 @@ from app.batching.micro_batches import Cutter
 from app.batching.pack import TokenBatch
 from app.batching.plan import Lengths, MicroBatch, Plan, RowShape
 from app.batching.row_logprobs import row_logprobs
+from app.batching.row_values import row_values
 from app.flow import Prompt
 from app.mesh.axis_rules import partition_spec
 from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards, num_row_shards
@@ -23,7 +24,7 @@ from app.policy.decoder import Params
 from app.rollout.engine import BatchShape
 from app.training.evaluate import evaluation_batch, host_share
 from app.training.session import Session
-from app.training.wiring import Learning
+from app.training.wiring import Learner, Learning
 from settings.schema import ScoredRole
 
 Held = dict[str, int]
@@ -32,6 +33,8 @@ Held = dict[str, int]
 LABELS = {
     "weights": "weights",
     "optimizer": "optimizer moments",
+    "critic": "weights of the critic",
+    "critic_optimizer": "moments of the critic",
     "reference": "reference weights",
     "decode_weights": "decoding copy of the weights",
     "prompt_cache": "KV cache of the prompts",
@@ -59,7 +62,8 @@ class Shapes:
     scores: dict[ScoredRole, Plan]
     """By role, of the samples of one optimizer step; each host's has the same shapes."""
     update: Plan
-    """Of one optimizer step."""
+    """Of one optimizer step of the policy."""
+    critic_update: Plan | None
 
 
 def shapes_of(session: Session, learning: Learning, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Shapes:
@@ -93,15 +97,17 @@ def shapes_of(session: Session, learning: Learning, prompts: Sequence[Prompt], h
             else None
         ),
         scores={role: plan(cut) for role, cut in learning.cuts.items()},
-        update=plan(learning.updater.cut),
+        update=plan(learning.policy.updater.cut),
+        critic_update=plan(learning.critic.updater.cut) if learning.critic else None,
     )
 
 
 def memory_by_phase(session: Session, learning: Learning, shapes: Shapes) -> dict[str, Held]:
-    """Bytes on each device in `rollout`, `evaluation`, `score` and `update`, of those that the run has."""
-    state = abstract(learning.shapes, learning.shardings)
-    weights = bytes_per_device(state.params)
-    always = {"weights": weights, "optimizer": bytes_per_device(state) - weights}
+    """Bytes on each device in `rollout`, `evaluation`, `score`, `critic` and `update`, of those that the run has."""
+    weights, moments = _of_learner(learning.policy)
+    always = {"weights": weights, "optimizer": moments}
+    if learning.critic:
+        always["critic"], always["critic_optimizer"] = _of_learner(learning.critic)
     if session.mesh.devices.flat[0].platform == "cpu":
         # It is copied into the host's memory, which here is the device's, and written while steps go on.
         always["checkpoint"] = state_bytes(learning) // jax.device_count()
@@ -113,15 +119,23 @@ def memory_by_phase(session: Session, learning: Learning, shapes: Shapes) -> dic
     if shapes.evaluation is not None:
         phases["evaluation"] = {**always, **_generating(session, shapes.evaluation)}
     if shapes.scores:
-        passes = [_scoring(session, plan) for plan in shapes.scores.values()]
+        passes = [_scoring(session, role, plan) for role, plan in shapes.scores.items()]
         phases["score"] = {**always, **reference, **max(passes, key=lambda held: sum(held.values()))}
-    phases["update"] = {
-        **always,
-        "gradients": weights,
-        "micro_batch_gradients": weights,
-        **_updating(session, shapes.update),
-    }
+    if shapes.critic_update is not None:
+        phases["critic"] = {**always, **_gradients(always["critic"]), **_updating_critic(session, shapes.critic_update)}
+    phases["update"] = {**always, **_gradients(weights), **_updating(session, shapes.update)}
     return phases
+
+
+def _of_learner(learner: Learner) -> tuple[int, int]:
+    """Bytes of a network's weights, and of all else in its state."""
+    state = abstract(learner.shapes, learner.shardings)
+    weights = bytes_per_device(state.params)
+    return weights, bytes_per_device(state) - weights
+
+
+def _gradients(weights: int) -> Held:
+    return {"gradients": weights, "micro_batch_gradients": weights}
 
 
 def state_bytes(learning: Learning) -> int:
@@ -141,8 +155,10 @@ def _generating(session: Session, shape: BatchShape) -> Held:
     }
 
 
-def _scoring(session: Session, plan: Plan) -> Held:
+def _scoring(session: Session, role: ScoredRole, plan: Plan) -> Held:
     rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
+    if role == "critic":
+        return {"activations": _of_one_critic_block(session, rows, shape)}
     return {"logits": _chunk(session, rows, shape), "activations": _of_one_block(session, rows, shape)}
 
 
@@ -151,6 +167,12 @@ def _updating(session: Session, plan: Plan) -> Held:
     kept = saved_bytes(session, rows, shape, remat=session.settings.model.remat)
     # The backward pass works on one block at a time, computed again or not.
     return {"logits": _chunk(session, rows, shape), "activations": kept + _of_one_block(session, rows, shape)}
+
+
+def _updating_critic(session: Session, plan: Plan) -> Held:
+    rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
+    kept = saved_by_critic(session, rows, shape, remat=session.settings.model.remat)
+    return {"activations": kept + _of_one_critic_block(session, rows, shape)}
 
 
 def fullest_of(plan: Plan) -> MicroBatch:
@@ -179,13 +201,45 @@ def _of_one_block(session: Session, rows: int, shape: RowShape) -> int:
     return saved_bytes(session, rows, shape, remat="none") // session.input.architecture.num_layers
 
 
+def _of_one_critic_block(session: Session, rows: int, shape: RowShape) -> int:
+    num_layers = session.architecture_of("critic").num_layers
+    return saved_by_critic(session, rows, shape, remat="none") // num_layers
+
+
 def saved_bytes(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
-    """What differentiation keeps from the forward for the backward pass of `rows` rows, the weights left out.
+    """What differentiation keeps from the policy's forward for the backward pass of `rows` rows; see `_saved`."""
+    definition, model = session.input.definition, session.settings.model
+
+    def forward(params: Params, batch: TokenBatch) -> tuple[Array, Array]:
+        return row_logprobs(
+            definition.bind(params),
+            batch,
+            temperature=1.0,
+            dtype=jnp.dtype(model.dtype),
+            remat=remat,
+            logits_chunk=model.logits_chunk,
+        )
+
+    return _saved(forward, definition.shapes, rows, shape)
+
+
+def saved_by_critic(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
+    """The same for the critic."""
+    assert session.critic is not None
+    definition, dtype = session.critic.input.definition, jnp.dtype(session.settings.model.dtype)
+
+    def forward(params: Params, batch: TokenBatch) -> Array:
+        return row_values(definition.bind(params), batch, dtype=dtype, remat=remat)
+
+    return _saved(forward, definition.shapes, rows, shape)
+
+
+def _saved(forward: Callable[[Params, TokenBatch], Any], weights: Params, rows: int, shape: RowShape) -> int:
+    """Bytes of residuals, the weights left out.
 
     Traced, not computed: what twice as many rows would keep more. The compiler may keep some of it differently,
     and needs room to work in; split over tp it is less.
     """
-    definition, model = session.input.definition, session.settings.model
 
     def kept(rows: int) -> int:
         tokens = jax.ShapeDtypeStruct((rows, shape.num_tokens), jnp.int32)
@@ -194,19 +248,9 @@ def saved_bytes(session: Session, rows: int, shape: RowShape, *, remat: str) -> 
         batch = TokenBatch(tokens, tokens, tokens, tokens, score_index=targets, targets=targets, mask=mask)
 
         def backward(params: Params, batch: TokenBatch) -> Callable[..., Any]:
-            def forward(params: Params) -> tuple[Array, Array]:
-                return row_logprobs(
-                    definition.bind(params),
-                    batch,
-                    temperature=1.0,
-                    dtype=jnp.dtype(model.dtype),
-                    remat=remat,
-                    logits_chunk=model.logits_chunk,
-                )
+            return jax.vjp(lambda params: forward(params, batch), params)[1]
 
-            return jax.vjp(forward, params)[1]
-
-        residuals = jax.tree.leaves(jax.eval_shape(backward, definition.shapes, batch))
+        residuals = jax.tree.leaves(jax.eval_shape(backward, weights, batch))
         return sum(x.size * x.dtype.itemsize for x in residuals)
 
     return kept(2 * rows) - kept(rows)

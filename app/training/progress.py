@@ -24,9 +24,12 @@ LOG_WIDTH = 120
 
 def step_line(step: int, metrics: Mapping[str, Any]) -> str:
     """The figures of a step worth a line."""
+    # Null while only the critic learns.
+    entropy, loss = metrics["policy/entropy"], metrics["loss"]
+    learned = "critic only" if loss is None else f"entropy {entropy:.3f}  loss {loss:+.4f}"
     return (
         f"step {step:>5}  reward {metrics['reward/mean']:.3f}  length {metrics['completions/mean_length']:.1f}  "
-        f"entropy {metrics['policy/entropy']:.3f}  loss {metrics['loss']:+.4f}  {metrics['time/step_s']:.2f} s "
+        f"{learned}  {metrics['time/step_s']:.2f} s "
         f"({metrics['perf/tokens_per_s']:.0f} tokens/s)"
     )
 

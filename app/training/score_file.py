@@ -30,7 +30,7 @@ from app.training.cutting import Longest, wire_role
 from app.training.metrics import CompilationCounter, host_counts, peak_memory_bytes
 from app.training.packing_check import check_packing
 from app.training.sample_file import WINDOW, Extent, SampleFile, check_quota
-from app.training.session import Session, open_on_one_host, read_model_input
+from app.training.session import Session, open_on_one_host, read_critic_input, read_model_input
 from app.training.training_input import data_columns
 from app.training.wiring import check_host_memory
 from settings import Resolved, Settings
@@ -64,22 +64,27 @@ def score(
 def score_logprobs(
     resolved: Resolved, *, input: Path, out: Path, role: ScoredRole, checks_packing: bool, window: int = WINDOW
 ) -> dict[str, Any]:
-    """As `score`. The file is read twice, first to check every line before any device work, then window by window.
+    """As `score`, of logprobs or values. The file is read twice, first to check every line before any device work.
 
-    Shapes follow from the longest sample of the file and the model's context alone; `rollout.temperature` is the
-    sampler's.
+    Then it goes window by window. Shapes follow from the longest sample of the file and the model's context alone;
+    `rollout.temperature` is the sampler's.
 
     Args:
         window: samples in memory at once.
     """
     settings = resolved.settings
+    if checks_packing and role == "critic":
+        raise InputError("--check-packing compares logprobs, and --role critic has none; take --role policy for it")
     model = read_model_input(settings)
-    file = SampleFile(input, model.architecture)
+    critic = read_critic_input(settings, model) if role == "critic" else None
+    file = SampleFile(input, (critic or model).architecture)
     extent, drawn = file.check(num_drawn=NUM_PACKED if checks_packing else 0, seed=settings.run.seed)
-    check_quota(resolved, f"score.{role}", extent.longest, where=extent.longest_at)
-    session = open_on_one_host(settings, model)
+    behind = 1 if role == "critic" and settings.algorithm.bootstrap_truncated else 0
+    check_quota(resolved, f"score.{role}", extent.longest + behind, where=extent.longest_at)
+    session = open_on_one_host(settings, model, critic)
     start = time.perf_counter()
-    params = jax.block_until_ready(session.load_params())
+    params = session.critic.load_params(session.mesh) if session.critic else session.load_params()
+    params = jax.block_until_ready(params)
     figures: dict[str, Any] = {"samples": extent.num_samples, "loading seconds": round(time.perf_counter() - start, 2)}
     if drawn:
         # Of a file with fewer samples than a row is to hold, some stand in it twice.
@@ -98,7 +103,8 @@ def _cut(settings: Settings, role: ScoredRole, architecture: Architecture, exten
     """The same rows for every window."""
     cut = wire_role(settings, role, architecture, Longest(extent.longest))
     if isinstance(cut, FixedRows):
-        return replace(cut, shape=fixed_shape(extent.longest, extent.longest_completion))
+        behind = 1 if role == "critic" and settings.algorithm.bootstrap_truncated else 0
+        return replace(cut, shape=fixed_shape(extent.longest + behind, extent.longest_completion + behind))
     return cut
 
 
@@ -133,16 +139,17 @@ class Passes:
                 print(f"scored {done:,} of {num_samples:,} samples", file=sys.stderr)
 
     def _count(self, scored: Sequence[Sample], cut: Cut) -> None:
-        differences = np.abs(np.concatenate([self._logprobs(s) - s.behavior_logprobs for s in scored]))
-        self._largest = max(self._largest, float(differences.max(initial=0.0)))
+        if self._role != "critic":
+            differences = np.abs(np.concatenate([self._logprobs(s) - s.behavior_logprobs for s in scored]))
+            self._largest = max(self._largest, float(differences.max(initial=0.0)))
+            self._totals["differences"] += differences.size
+            self._totals["difference"] += float(differences.sum(dtype=np.float64))
         figures = cut.figures()
         for name, count in {
             "tokens": sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in scored),
             "real tokens": figures["real_tokens"],
             "computed tokens": figures["computed_tokens"],
             "micro-batches": figures["num_micro_batches"],
-            "differences": differences.size,
-            "difference": float(differences.sum(dtype=np.float64)),
         }.items():
             self._totals[name] += count
         plan = cut.own
@@ -169,7 +176,14 @@ class Passes:
             "seconds": round(seconds, 3),
             "tokens/s": round(total["tokens"] / seconds, 1),
             "peak memory MiB": round(peak_memory_bytes() / 2**20, 1),
-            "mean |logprob - behavior|": total["difference"] / max(total["differences"], 1),
+            **self._against_the_sampler(),
+        }
+
+    def _against_the_sampler(self) -> dict[str, float]:
+        if self._role == "critic":
+            return {}
+        return {
+            "mean |logprob - behavior|": self._totals["difference"] / max(self._totals["differences"], 1),
             "max |logprob - behavior|": self._largest,
         }
 

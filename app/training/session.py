@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import jax
@@ -13,15 +14,15 @@ from app.batching.micro_batches import Cut, Cutter
 from app.flow import Prompt, Sample
 from app.mesh import placement, topology
 from app.policy.architecture import Architecture
-from app.policy.decoder import DecoderDefinition, Params
-from app.policy.families import architecture_from_config
+from app.policy.decoder import DecoderDefinition, Params, ValueDecoder
+from app.policy.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
 from app.policy.kv_cache import DecodeWeights
 from app.policy.weight_files import ModelFiles, open_model
-from app.policy.weights import check_tensors, expected_entries, load_weights
+from app.policy.weights import check_tensors, critic_entries, expected_entries, load_weights
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
 from app.rollout.engine import Engine
 from app.rollout.sampling import SamplingRules
-from app.score.scorer import Scorer
+from app.score.scorer import Pass, RowPass, Scorer, Valuer, with_a_token_behind
 from settings import Settings
 from settings.errors import InputError
 from settings.schema import ScoredRole
@@ -47,38 +48,92 @@ def read_model_input(settings: Settings) -> ModelInput:
     architecture = architecture_from_config(files.config)
     definition = DecoderDefinition.of(architecture)
     check_tensors(expected_entries(definition), files.weights.shapes, architecture)
+    return ModelInput(files, architecture, definition, _tokenizer(files, architecture))
+
+
+def read_critic_input(settings: Settings, policy: ModelInput | None = None) -> ModelInput:
+    """The checkpoint that the critic starts from, as a value decoder: that of `critic.path`, or the policy's own.
+
+    Args:
+        policy: whose tokenizer it must share; None where no policy runs.
+
+    Raises:
+        InputError: anything about it that would only fail later, another tokenizer than the policy's among it.
+    """
+    if settings.critic.path is None:
+        policy = policy or read_model_input(settings)
+        return replace(policy, definition=DecoderDefinition.of(policy.architecture, ValueDecoder))
+    with _naming("critic.path"):
+        files = open_model(settings.critic.path, revision=settings.critic.revision)
+        architecture = architecture_from_config(files.config, heads=CAUSAL_LM + SEQUENCE_CLASSIFICATION)
+        definition = DecoderDefinition.of(architecture, ValueDecoder)
+        check_tensors(critic_entries(definition, files.weights.shapes), files.weights.shapes, architecture)
+        critic = ModelInput(files, architecture, definition, _tokenizer(files, architecture))
+    if policy is not None and critic.tokenizer.fingerprint != policy.tokenizer.fingerprint:
+        raise InputError(
+            f"critic.path: {settings.critic.path} has another tokenizer ({critic.tokenizer.vocab_size} tokens) than "
+            f"model.path {settings.model.path} ({policy.tokenizer.vocab_size} tokens), so it would read other words "
+            "than the policy writes; choose a critic of the policy's family, or leave critic.path null"
+        )
+    return critic
+
+
+@contextmanager
+def _naming(setting: str) -> Iterator[None]:
+    """Errors about a model name the setting that it came from."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(str(error).replace("model.path", setting)) from error
+
+
+def _tokenizer(files: ModelFiles, architecture: Architecture) -> Tokenizer:
     tokenizer = load_tokenizer(files)
     if tokenizer.vocab_size > architecture.vocab_size:
         raise InputError(
             f"model.path: the tokenizer has {tokenizer.vocab_size} tokens and the model's embedding only "
             f"{architecture.vocab_size}; they do not belong together"
         )
-    return ModelInput(files, architecture, definition, tokenizer)
+    return tokenizer
 
 
-def check_context(architecture: Architecture, settings: Settings) -> None:
-    """Raises InputError where prompt and completion do not fit the model's positions."""
+def check_context(architecture: Architecture, settings: Settings, *, path: str) -> None:
+    """Raises InputError where prompt and completion do not fit the positions of the model from `path`."""
     longest = settings.data.max_prompt_length + settings.rollout.max_new_tokens
     if longest > architecture.max_positions:
         raise InputError(
             f"data.max_prompt_length + rollout.max_new_tokens = {settings.data.max_prompt_length} + "
-            f"{settings.rollout.max_new_tokens} = {longest} tokens, but the context of {settings.model.path} holds "
+            f"{settings.rollout.max_new_tokens} = {longest} tokens, but the context of {path} holds "
             f"{architecture.max_positions}; lower one of the two"
         )
 
 
+@dataclass(frozen=True)
+class Critic:
+    """A value decoder on the mesh of a session."""
+
+    input: ModelInput
+    valuer: Valuer
+
+    def load_params(self, mesh: Mesh) -> Params:
+        """The weights it starts from, float32, on their shardings."""
+        definition, source = self.input.definition, self.input.files.weights
+        return load_weights(definition, source, mesh, entries=critic_entries(definition, source.shapes))
+
+
 @dataclass
 class Session:
-    """A model on a mesh, with its engine and scorer."""
+    """A model on a mesh, with its engine and scorer, and its critic where it has one."""
 
     settings: Settings
     input: ModelInput
     mesh: Mesh
     engine: Engine
     scorer: Scorer
+    critic: Critic | None = None
 
     @classmethod
-    def open(cls, settings: Settings, model: ModelInput) -> Session:
+    def open(cls, settings: Settings, model: ModelInput, critic: ModelInput | None = None) -> Session:
         """The first thing that touches a device. `topology.start` must have run."""
         mesh = topology.make_mesh(settings.mesh)
         placement.check_rows_per_host(mesh)
@@ -95,7 +150,12 @@ class Session:
             max_length_total=settings.rollout.max_length_total,
         )
         scorer = Scorer(model.definition, mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
-        return cls(settings, model, mesh, engine, scorer)
+        valuer = None if critic is None else Critic(critic, Valuer(critic.definition, mesh, dtype=dtype))
+        return cls(settings, model, mesh, engine, scorer, valuer)
+
+    def architecture_of(self, role: ScoredRole) -> Architecture:
+        """Of the network that scores for a role."""
+        return self.critic.input.architecture if role == "critic" and self.critic else self.input.architecture
 
     def load_params(self) -> Params:
         """The weights of `model.path`, float32, on their shardings."""
@@ -125,28 +185,42 @@ class Session:
     def score(
         self, params: Params, samples: Sequence[Sample], role: ScoredRole, *, cut: Cutter
     ) -> tuple[list[Sample], Cut]:
-        """The samples with the logprobs of the role whose weights these are, and how they were cut for it."""
+        """The samples with the logprobs or values of the role whose weights these are, and how they were cut for it."""
+        if role == "critic":
+            return self._values(params, samples, cut=cut)
         pieces = cut(samples, self.mesh)
-        scanned = self.settings.score.of(role).strategy == "scan"
         logprobs = self.scorer.logprobs(
             params,
             samples,
             pieces.own,
             temperature=self.settings.rollout.temperature,
-            run=self.scorer.scanned if scanned else self.scorer.one_by_one,
+            run=self._run_of(self.scorer, role),
         )
         scored = [replace(s, **{f"{role}_logprobs": x}) for s, x in zip(samples, logprobs, strict=True)]
         return scored, pieces
 
+    def _values(self, params: Params, samples: Sequence[Sample], *, cut: Cutter) -> tuple[list[Sample], Cut]:
+        """`values`, with one more behind the samples that go on after their last token."""
+        assert self.critic is not None
+        goes_on = self.settings.algorithm.bootstrap_truncated
+        read = [with_a_token_behind(s) if goes_on and s.finish_reason == "length" else s for s in samples]
+        pieces = cut(read, self.mesh)
+        valuer = self.critic.valuer
+        values = valuer.values(params, read, pieces.own, run=self._run_of(valuer, "critic"))
+        return [replace(s, values=x) for s, x in zip(samples, values, strict=True)], pieces
 
-def open_on_one_host(settings: Settings, model: ModelInput) -> Session:
+    def _run_of(self, rows: RowPass, role: ScoredRole) -> Pass:
+        return rows.scanned if self.settings.score.of(role).strategy == "scan" else rows.one_by_one
+
+
+def open_on_one_host(settings: Settings, model: ModelInput, critic: ModelInput | None = None) -> Session:
     """A session of a verb that writes one file. Starts the devices.
 
     Raises:
         InputError: other hosts have joined.
     """
     start_on_one_host(settings)
-    return Session.open(settings, model)
+    return Session.open(settings, model, critic)
 
 
 def start_on_one_host(settings: Settings) -> None:

@@ -34,7 +34,7 @@ def rollout(resolved: Resolved, *, prompts: Path | None, limit: int | None, out:
     settings = resolved.settings
     check_output(out)
     model = read_model_input(settings)
-    check_context(model.architecture, settings)
+    check_context(model.architecture, settings, path=settings.model.path)
     if prompts is None:
         dataset = load_training_data(settings.data, seed=settings.run.seed)
     else:

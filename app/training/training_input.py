@@ -13,7 +13,7 @@ from app.reward.rewards import Rewards, judge_of
 from app.reward.signature import Columns
 from app.reward.tasks import check_answers
 from app.training.evaluate import check_best_metric
-from app.training.session import ModelInput, check_context, read_model_input
+from app.training.session import ModelInput, check_context, read_critic_input, read_model_input
 from settings import Settings
 
 
@@ -22,6 +22,8 @@ class TrainingInput:
     """Everything a run reads, checked before any device is touched."""
 
     model: ModelInput
+    critic: ModelInput | None
+    """What the critic starts from; None, and no memory, without one."""
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
     fingerprints: dict[str, str]
@@ -53,7 +55,11 @@ def read_training_input(settings: Settings) -> TrainingInput:
         InputError: for whatever about them cannot be used.
     """
     model = read_model_input(settings)
-    check_context(model.architecture, settings)
+    check_context(model.architecture, settings, path=settings.model.path)
+    critic = None
+    if settings.has_critic:
+        critic = read_critic_input(settings, model)
+        check_context(critic.architecture, settings, path=settings.critic.path or settings.model.path)
     dataset = load_training_data(settings.data, seed=settings.run.seed)
     check_answers(dataset.rows, [function.name for function in settings.reward.functions])
     encode = {
@@ -78,4 +84,6 @@ def read_training_input(settings: Settings) -> TrainingInput:
             f"{settings.data.overlong_prompts}"
         ),
     }
-    return TrainingInput(model, prompts, held_out, fingerprints, f"{dataset.to_text()}\n{report.to_text()}")
+    if critic is not None:
+        fingerprints["the critic"] = critic.files.fingerprint
+    return TrainingInput(model, critic, prompts, held_out, fingerprints, f"{dataset.to_text()}\n{report.to_text()}")

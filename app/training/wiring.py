@@ -15,22 +15,32 @@ from jax.sharding import Mesh
 
 from app.batching.micro_batches import Cutter
 from app.mesh.placement import has_host_memory, num_local_row_shards
-from app.policy.decoder import DecoderDefinition
+from app.policy.decoder import DecoderDefinition, Params
 from app.training.crediting import Crediting, wire_crediting, wire_kl
 from app.training.cutting import Longest, wire_role, wire_update
 from app.training.metrics import Work
 from app.training.refill import Filter, keeps_all, rewards_differ
-from app.training.session import Session
+from app.training.run_state import arrays_of
+from app.training.session import Critic, Session
 from app.update.aggregation import aggregations
+from app.update.mini_batches import MiniBatches, in_order, shuffled
 from app.update.objective import PolicyLoss, make_objective, own_logprobs, scored_logprobs
-from app.update.optimizer import TrainState, make_optimizer, make_schedule, state_shardings
+from app.update.optimizer import TrainState, initial_state, make_optimizer, make_schedule, state_shardings
 from app.update.ratio import LogRatio, sequence_log_ratio, token_log_ratio
-from app.update.step import UpdateStep
+from app.update.step import POLICY_METRICS, VALUE_METRICS, MetricNames, UpdateStep
 from app.update.surrogate import Surrogate, SurrogateLoss, cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
-from app.update.updater import Updater
+from app.update.updater import Pack, PolicyPack, Updater
+from app.update.value_loss import (
+    ValueLoss,
+    clipped_squared_error,
+    make_value_objective,
+    pack_values,
+    squared_error,
+)
 from settings import Settings
 from settings.errors import InputError
-from settings.schema import Algorithm, ScoredRole
+from settings.schema import Algorithm, Optimizer, ScoredRole
+from settings.schema import Critic as CriticSettings
 
 LOG_RATIOS: Mapping[str, LogRatio] = MappingProxyType({"token": token_log_ratio, "sequence": sequence_log_ratio})
 """By `algorithm.ratio_level`."""
@@ -45,30 +55,63 @@ OTHERWISE = "algorithm.dynamic_microbatch: true, instead of algorithm.rows_per_d
 
 
 @dataclass(frozen=True)
+class Learner:
+    """The update room, wired for one network."""
+
+    updater: Updater
+    optimizer: optax.GradientTransformation
+    shapes: TrainState
+    shardings: TrainState
+
+    def initial_state(self, params: Params) -> TrainState:
+        """Fresh moments beside these weights."""
+        return initial_state(self.optimizer, params, self.shardings)
+
+
+@dataclass(frozen=True)
 class Learning:
-    """The update room, wired for one run."""
+    """Credit and updates, wired for one run."""
 
     credit: Crediting
     keep: Filter
     """Which groups a step learns from."""
     cuts: Mapping[ScoredRole, Cutter]
     """How the samples that a role scores are cut."""
-    updater: Updater
-    optimizer: optax.GradientTransformation
-    shapes: TrainState
-    shardings: TrainState
+    mini_batches: MiniBatches
+    policy: Learner
+    critic: Learner | None
+
+    @property
+    def shapes(self) -> Any:
+        """Of what a checkpoint holds; see `RunState.arrays`."""
+        return arrays_of(self.policy.shapes, self.critic and self.critic.shapes)
+
+    @property
+    def shardings(self) -> Any:
+        return arrays_of(self.policy.shardings, self.critic and self.critic.shardings)
 
 
 def wire_learning(settings: Settings, session: Session) -> Learning:
-    """Objective, optimizer and compiled update step of `algorithm.*` and `optimizer.*`."""
+    """Everything of `algorithm.*`, `critic.*` and `optimizer.*`."""
+    assert settings.algorithm.filter is not None
+    longest = Longest.of(settings)
+    cuts: dict[ScoredRole, Cutter] = {
+        role: wire_role(settings, role, session.architecture_of(role), longest) for role in settings.scored_roles
+    }
+    return Learning(
+        wire_crediting(settings),
+        FILTERS[settings.algorithm.filter],
+        cuts,
+        wire_mini_batches(settings),
+        wire_policy(settings, session, longest),
+        None if session.critic is None else wire_critic(settings, session.critic, session.mesh, longest),
+    )
+
+
+def wire_policy(settings: Settings, session: Session, longest: Longest) -> Learner:
+    """The policy's objective, optimizer and compiled update step."""
     algorithm, model, definition = settings.algorithm, settings.model, session.input.definition
     assert algorithm.loss_aggregation is not None
-    architecture, longest = session.input.architecture, Longest.of(settings)
-    schedule = make_schedule(settings.optimizer, num_updates=settings.run.steps * settings.updates_per_step)
-    optimizer = make_optimizer(settings.optimizer, schedule)
-    shardings = state_shardings(optimizer, definition.shapes, definition.shardings(session.mesh), session.mesh)
-    counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
-    shapes = TrainState(definition.shapes, jax.eval_shape(optimizer.init, definition.shapes), counter, counter, counter)
     objective = make_objective(
         definition,
         wire_loss(algorithm, several_updates=settings.updates_per_step > 1),
@@ -76,27 +119,67 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
         remat=model.remat,
         logits_chunk=model.logits_chunk,
     )
-    updater = Updater(
-        UpdateStep(objective, optimizer, schedule, shardings),
-        session.mesh,
-        cut=wire_update(settings, architecture, longest),
+    pack = PolicyPack(
         aggregation=aggregations(max_new_tokens=settings.rollout.max_new_tokens)[algorithm.loss_aggregation],
         roles=_roles_in_loss(settings),
-        num_mini_batches=settings.num_mini_batches,
-        epochs=algorithm.epochs,
         reads_sample_means=algorithm.ratio_level == "sequence",
     )
-    cuts: dict[ScoredRole, Cutter] = {
-        role: wire_role(settings, role, architecture, longest) for role in settings.scored_roles
-    }
-    assert algorithm.filter is not None
-    crediting = wire_crediting(settings)
-    return Learning(crediting, FILTERS[algorithm.filter], cuts, updater, optimizer, shapes, shardings)
+    schedule = make_schedule(settings.optimizer, num_updates=settings.policy_updates)
+    cut = wire_update(settings, algorithm, session.input.architecture, longest)
+    return _learner(settings.optimizer, schedule, definition, session.mesh, objective, cut, pack, POLICY_METRICS)
+
+
+def wire_critic(settings: Settings, critic: Critic, mesh: Mesh, longest: Longest) -> Learner:
+    """The critic's; it learns in every step."""
+    definition = critic.input.definition
+    objective = make_value_objective(
+        definition,
+        wire_value_loss(settings.critic),
+        dtype=jnp.dtype(settings.model.dtype),
+        remat=settings.model.remat,
+    )
+    optimizer = settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate})
+    schedule = make_schedule(optimizer, num_updates=settings.run.steps * settings.updates_per_step)
+    cut = wire_update(settings, settings.critic, critic.input.architecture, longest)
+    return _learner(optimizer, schedule, definition, mesh, objective, cut, pack_values, VALUE_METRICS)
+
+
+def _learner(
+    settings: Optimizer,
+    schedule: optax.Schedule,
+    definition: DecoderDefinition,
+    mesh: Mesh,
+    objective: Callable[..., Any],
+    cut: Cutter,
+    pack: Pack,
+    metrics: MetricNames,
+) -> Learner:
+    optimizer = make_optimizer(settings, schedule)
+    shardings = state_shardings(optimizer, definition.shapes, definition.shardings(mesh), mesh)
+    counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    shapes = TrainState(definition.shapes, jax.eval_shape(optimizer.init, definition.shapes), counter, counter, counter)
+    step = UpdateStep(objective, optimizer, schedule, shardings, metrics=metrics)
+    return Learner(Updater(step, mesh, cut=cut, pack=pack), optimizer, shapes, shardings)
+
+
+def wire_value_loss(critic: CriticSettings) -> ValueLoss:
+    """Clipped or not."""
+    if critic.clip_range is None:
+        return ValueLoss(squared_error)
+    return ValueLoss(functools.partial(clipped_squared_error, clip_range=critic.clip_range))
+
+
+def wire_mini_batches(settings: Settings) -> MiniBatches:
+    """The same in every epoch, or drawn anew."""
+    sizes = {"num_mini_batches": settings.num_mini_batches, "epochs": settings.algorithm.epochs}
+    if settings.algorithm.shuffle:
+        return functools.partial(shuffled, seed=settings.run.seed, **sizes)
+    return functools.partial(in_order, **sizes)
 
 
 def _roles_in_loss(settings: Settings) -> list[ScoredRole]:
     """Whose scored logprobs the loss reads: the policy's as the proximal ones, the reference's for any KL."""
-    read = {"policy": settings.updates_per_step > 1, "reference": settings.algorithm.beta > 0}
+    read = {"policy": settings.updates_per_step > 1, "reference": settings.algorithm.beta > 0, "critic": False}
     return [role for role in settings.scored_roles if read[role]]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array
 
 from app.policy.decoder import Params
-from app.update.objective import LossParts, Objective, UpdateBatch
+from app.update.objective import LossParts
 from app.update.optimizer import TrainState
 
 
@@ -20,6 +20,17 @@ class Accumulated(NamedTuple):
 
     gradients: Params
     parts: LossParts
+
+
+class MetricNames(NamedTuple):
+    loss: str
+    """Of the loss among the objective's sums."""
+    prefix: str
+    """Of what the optimizer adds."""
+
+
+POLICY_METRICS = MetricNames("loss", "policy")
+VALUE_METRICS = MetricNames("value/loss", "value")
 
 
 class UpdateStep:
@@ -31,10 +42,12 @@ class UpdateStep:
 
     def __init__(
         self,
-        objective: Objective,
+        objective: Callable[[Params, Any, Array], tuple[Array, LossParts]],
         optimizer: optax.GradientTransformation,
         schedule: optax.Schedule,
         shardings: TrainState,
+        *,
+        metrics: MetricNames = POLICY_METRICS,
     ):
         sums = Accumulated(shardings.params, shardings.num_updates)  # pyright: ignore[reportArgumentType]
 
@@ -42,12 +55,12 @@ class UpdateStep:
             assert self._parts is not None
             return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), Accumulated(params, self._parts))
 
-        def add(total: Accumulated, params: Params, batch: UpdateBatch, temperature: Array) -> Accumulated:
+        def add(total: Accumulated, params: Params, batch: Any, temperature: Array) -> Accumulated:
             (_, parts), gradients = jax.value_and_grad(objective, has_aux=True)(params, batch, temperature)
             return Accumulated(jax.tree.map(jnp.add, total.gradients, gradients), total.parts + parts)
 
         def apply(state: TrainState, total: Accumulated) -> tuple[TrainState, dict[str, Array]]:
-            return apply_gradients(state, total, optimizer, schedule)
+            return apply_gradients(state, total, optimizer, schedule, metrics)
 
         self._objective = objective
         self._parts: LossParts | None = None
@@ -56,11 +69,11 @@ class UpdateStep:
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None))
 
     def __call__(
-        self, state: TrainState, micro_batches: Sequence[UpdateBatch], temperature: Array
+        self, state: TrainState, micro_batches: Sequence[Any], temperature: Array
     ) -> tuple[TrainState, dict[str, Array]]:
         return self._apply(state, self.accumulate(state.params, micro_batches, temperature))
 
-    def accumulate(self, params: Params, micro_batches: Sequence[UpdateBatch], temperature: Array) -> Accumulated:
+    def accumulate(self, params: Params, micro_batches: Sequence[Any], temperature: Array) -> Accumulated:
         """Gradient of the sum of all micro-batch losses, one micro-batch's activations in memory at a time."""
         if self._parts is None:
             self._parts = jax.eval_shape(self._objective, params, micro_batches[0], temperature)[1]
@@ -71,7 +84,11 @@ class UpdateStep:
 
 
 def apply_gradients(
-    state: TrainState, total: Accumulated, optimizer: optax.GradientTransformation, schedule: optax.Schedule
+    state: TrainState,
+    total: Accumulated,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    names: MetricNames,
 ) -> tuple[TrainState, dict[str, Array]]:
     """The state after one update, and the step's metrics.
 
@@ -79,7 +96,7 @@ def apply_gradients(
     """
     gradients, parts = total
     gradient_norm = optax.tree.norm(gradients)
-    finite = jnp.isfinite(gradient_norm) & jnp.isfinite(parts.sums["loss"])
+    finite = jnp.isfinite(gradient_norm) & jnp.isfinite(parts.sums[names.loss])
     updates, moments = optimizer.update(gradients, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
 
@@ -96,9 +113,9 @@ def apply_gradients(
     metrics = {
         **parts.sums,
         **parts.maxima,
-        "policy/grad_norm": gradient_norm,
-        "policy/learning_rate": schedule(state.num_updates),
-        "policy/nonfinite_updates": new_state.nonfinite_total,
-        "policy/nonfinite_in_a_row": new_state.nonfinite_in_a_row,
+        f"{names.prefix}/grad_norm": gradient_norm,
+        f"{names.prefix}/learning_rate": schedule(state.num_updates),
+        f"{names.prefix}/nonfinite_updates": new_state.nonfinite_total,
+        f"{names.prefix}/nonfinite_in_a_row": new_state.nonfinite_in_a_row,
     }
     return new_state, metrics

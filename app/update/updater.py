@@ -1,8 +1,9 @@
-"""A step's samples -> one or more optimizer steps: mini-batches, epochs, packing, placement."""
+"""Mini-batches -> optimizer steps: cutting, packing, placement."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,75 +19,72 @@ from app.batching.plan import MicroBatch
 from app.flow import Sample
 from app.mesh.placement import sum_over_hosts, to_global
 from app.update.aggregation import Totals, Weights, sequence_mean_token_mean, token_mean
+from app.update.mini_batches import Epochs
 from app.update.objective import UpdateBatch
 from app.update.optimizer import TrainState
 from app.update.ratio import SampleMeans
 from settings.schema import ScoredRole
 
-Step = Callable[[TrainState, Sequence[UpdateBatch], Array], tuple[TrainState, dict[str, Array]]]
+Step = Callable[[TrainState, Sequence[Any], Array], tuple[TrainState, dict[str, Array]]]
 """(state, micro-batches, temperature) -> (new state, metrics); see `app.update.step.UpdateStep`."""
+
+Pack = Callable[[Sequence[Sample], MicroBatch, Totals], Any]
+"""(samples of a mini-batch, which of them in which rows, counts of the optimizer step) -> what its loss reads."""
 
 FIRST_UPDATE_ONLY = "rollout/"
 """Metrics under this prefix compare with the sampler: they mean something only before weights move."""
 
 
 class Updater:
-    """Feeds credited samples to a compiled update step.
+    """Feeds credited samples to the compiled update step of one network.
 
     Args:
         cut: cuts the samples of an optimizer step into micro-batches.
-        aggregation: what each token's loss counts; see `app.update.aggregation`.
-        roles: whose scored logprobs the loss reads.
-        reads_sample_means: whether it reads `UpdateBatch.sample_means`.
-        num_mini_batches: optimizer steps per pass over a step's groups.
-        epochs: passes.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        mesh: Mesh,
-        *,
-        cut: Cutter,
-        aggregation: Weights,
-        roles: Collection[ScoredRole],
-        num_mini_batches: int,
-        epochs: int,
-        reads_sample_means: bool = False,
-    ):
+    def __init__(self, step: Step, mesh: Mesh, *, cut: Cutter, pack: Pack):
         self.step = step
         self.mesh = mesh
         self.cut = cut
-        self.aggregation = aggregation
-        self.roles = roles
-        self.num_mini_batches = num_mini_batches
-        self.epochs = epochs
-        self.reads_sample_means = reads_sample_means
+        self.pack = pack
 
-    def update(
-        self, state: TrainState, samples: Sequence[Sample], *, temperature: float
-    ) -> tuple[TrainState, dict[str, float]]:
+    def update(self, state: TrainState, epochs: Epochs, *, temperature: float) -> tuple[TrainState, dict[str, float]]:
         """The state after every mini-batch of every epoch, and the step's metrics.
 
         Metrics are means over the updates, except maxima, the last learning rate, and those that
         compare with the sampler, which are the first update's.
         """
-        mini_batches = list(split_by_group(samples, self.num_mini_batches))
-        cuts = [self.cut(mini_batch, self.mesh) for mini_batch in mini_batches]
+        mini_batches = {id(samples): samples for epoch in epochs for samples in epoch}
+        cuts = {key: self.cut(samples, self.mesh) for key, samples in mini_batches.items()}
         history = []
-        for mini_batch, cut in list(zip(mini_batches, cuts, strict=True)) * self.epochs:
-            micro_batches = self._place(mini_batch, cut)
+        for samples in (samples for epoch in epochs for samples in epoch):
+            micro_batches = self._place(samples, cuts[id(samples)])
             with jax.set_mesh(self.mesh):
                 state, metrics = self.step(state, micro_batches, jnp.float32(temperature))
             history.append(metrics)
         metrics = summarise([{k: float(v) for k, v in m.items()} for m in jax.device_get(history)])
-        return state, {**metrics, **update_metrics(cuts)}
+        return state, {**metrics, **update_metrics([cuts[id(samples)] for samples in epochs[0]])}
 
-    def _place(self, samples: Sequence[Sample], cut: Cut) -> list[UpdateBatch]:
+    def _place(self, samples: Sequence[Sample], cut: Cut) -> list[Any]:
         totals = Totals(*sum_over_hosts(np.asarray(Totals.of(samples))).tolist())
-        return [to_global(self.mesh, self._pack(samples, one, totals)) for one in cut.own.micro_batches]
+        return [to_global(self.mesh, self.pack(samples, one, totals)) for one in cut.own.micro_batches]
 
-    def _pack(self, samples: Sequence[Sample], micro_batch: MicroBatch, totals: Totals) -> UpdateBatch:
+
+@dataclass(frozen=True)
+class PolicyPack:
+    """Lays out what the policy's loss reads.
+
+    Args:
+        aggregation: what each token's loss counts; see `app.update.aggregation`.
+        roles: whose scored logprobs the loss reads.
+        reads_sample_means: whether it reads `UpdateBatch.sample_means`.
+    """
+
+    aggregation: Weights
+    roles: Collection[ScoredRole]
+    reads_sample_means: bool = False
+
+    def __call__(self, samples: Sequence[Sample], micro_batch: MicroBatch, totals: Totals) -> UpdateBatch:
         def packed(value_of: Callable[[Sample], Any]) -> np.ndarray:
             return pack_per_token(samples, micro_batch, value_of)
 
@@ -113,24 +111,18 @@ def pack_sample_means(samples: Sequence[Sample], micro_batch: MicroBatch) -> Sam
     )
 
 
-def split_by_group(samples: Sequence[Sample], num_parts: int) -> Iterator[list[Sample]]:
-    """Whole groups, in order, in `num_parts` parts whose counts of groups differ by at most one."""
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group_id, []).append(sample)
-    for part in np.array_split(np.asarray(list(groups)), num_parts):
-        yield [sample for group in part.tolist() for sample in groups[group]]
+LAST_UPDATE_ONLY = ("/learning_rate", "/nonfinite_updates", "/nonfinite_in_a_row")
+"""Ends of metrics that count on from update to update."""
 
 
 def summarise(history: Sequence[dict[str, float]]) -> dict[str, float]:
     """One value per metric over the updates of a training step."""
-    last = {"policy/learning_rate", "policy/nonfinite_updates", "policy/nonfinite_in_a_row"}
 
     def over_updates(name: str) -> float:
         values = [metrics[name] for metrics in history]
         if name.startswith(FIRST_UPDATE_ONLY):
             return values[0]
-        if name in last:
+        if name.endswith(LAST_UPDATE_ONLY):
             return values[-1]
         return max(values) if name.endswith("_max") else float(np.mean(values))
 

@@ -45,7 +45,7 @@ def temporary_bytes(definition: DecoderDefinition, *, quota: int, logits_chunk: 
     batch = TokenBatch(row, row, row, row, score_index=row, targets=row, mask=mask)
     params = abstract(definition.shapes, definition.shardings(mesh))
     with jax.set_mesh(mesh):
-        compiled = scorer._score.lower(params, batch, jax.ShapeDtypeStruct((), jnp.float32)).compile()
+        compiled = scorer._forward.lower(params, batch, jax.ShapeDtypeStruct((), jnp.float32)).compile()
     memory = compiled.memory_analysis()
     assert memory is not None, "this backend does not tell"
     return memory.temp_size_in_bytes

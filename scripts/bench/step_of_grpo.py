@@ -17,9 +17,9 @@ from app.rollout.engine import Engine
 from app.training.launch import Launch, prepared
 from app.training.loop import Timer, Trainer
 from app.training.progress import Board
+from app.training.run_state import RunState
 from app.training.session import Session
 from app.training.wiring import wire_learning
-from app.update.optimizer import TrainState, initial_state
 
 
 def main() -> None:
@@ -55,12 +55,12 @@ def measured(options: argparse.Namespace, folder: str) -> tuple[list[dict[str, f
     }
 
 
-def opened(launch: Launch) -> tuple[Trainer, TrainState]:
+def opened(launch: Launch) -> tuple[Trainer, RunState]:
     """The trainer, whose completions all have their full length, and fresh weights."""
     chosen, session = launch.resolved.settings, launch.session
     session.engine = endless(session)
     learning = wire_learning(chosen, session)
-    state = initial_state(learning.optimizer, session.load_params(), learning.shardings)
+    state = RunState(learning.policy.initial_state(session.load_params()))
     reference = session.load_params() if "reference" in chosen.scored_roles else None
     return Trainer(chosen, session, learning, launch.input.prompts, reference, launch.rewards), state
 

@@ -38,7 +38,7 @@ from app.update.objective import PolicyLoss, make_objective, own_logprobs
 from app.update.optimizer import TrainState, initial_state, make_optimizer, make_schedule, state_shardings
 from app.update.step import UpdateStep
 from app.update.surrogate import clipped_surrogate
-from app.update.updater import Updater
+from app.update.updater import PolicyPack, Updater
 from settings.schema import Optimizer
 
 SMALL = Architecture(
@@ -181,8 +181,8 @@ def updating(
     kept: list[TrainState] = [initial_state(optimizer, definition.initialise(0), shardings)]
 
     def update(cut: Cutter) -> None:
-        updater = Updater(step, mesh, cut=cut, aggregation=token_mean, roles=(), num_mini_batches=1, epochs=1)
-        kept[0], _ = updater.update(kept[0], samples, temperature=1.0)
+        updater = Updater(step, mesh, cut=cut, pack=PolicyPack(token_mean, roles=()))
+        kept[0], _ = updater.update(kept[0], [[samples]], temperature=1.0)
 
     return {("update", name): lambda cut=cut: update(cut) for name, cut in cutters.items()}
 

@@ -25,7 +25,7 @@ from app.update.objective import make_objective
 from app.update.optimizer import initial_state, make_optimizer, state_shardings
 from app.update.step import UpdateStep
 from app.update.surrogate import dual_clipped_surrogate
-from app.update.updater import Updater
+from app.update.updater import PolicyPack, Updater
 from settings.schema import Optimizer as Settings
 from tests.tiny import (
     BIASED,
@@ -99,13 +99,10 @@ def outcome(architecture: Architecture, shape: tuple[int, int, int], cut: Cutter
     updater = Updater(
         UpdateStep(objective, optimizer, schedule, state_layout),
         mesh,
-        aggregation=aggregations(max_new_tokens=9)["constant-length"],
-        num_mini_batches=1,
-        epochs=1,
-        roles=["policy", "reference"],
         cut=cut,
+        pack=PolicyPack(aggregations(max_new_tokens=9)["constant-length"], roles=["policy", "reference"]),
     )
-    state, metrics = updater.update(initial_state(optimizer, params, state_layout), trained, temperature=0.9)
+    state, metrics = updater.update(initial_state(optimizer, params, state_layout), [[trained]], temperature=0.9)
     params, moments = jax.tree.map(np.asarray, (state.params, optax.tree.get(state.optimizer, "mu")))
     return Outcome(samples, logprobs, params, moments, metrics)
 

@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from app.policy.architecture import Architecture
-from app.policy.decoder import DecoderDefinition, Params
-from app.policy.weights import load_weights
+from app.policy.decoder import DecoderDefinition, Params, ValueDecoder
+from app.policy.weights import critic_entries, load_weights
 from settings.errors import InputError
 from tests.tiny import BIASED, EVEN, ODD, SWITCHED, SWITCHES, make_mesh, random_params
 
@@ -283,3 +283,34 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(name, shape, expect
     other = tensors | {name: np.zeros(shape, np.float32)}
     message = f"tensor '{name}' has shape {shape}, expected {expected} from config.json"
     assert_refused_unread(BIASED, other, re.escape(message))
+
+
+def critic_of(tensors: Tensors) -> Params:
+    definition, source = DecoderDefinition.of(BIASED, ValueDecoder), Held(tensors)
+    return load_weights(definition, source, make_mesh(), entries=critic_entries(definition, source.shapes))
+
+
+def test_a_critic_from_a_language_model_has_its_trunk_and_a_head_of_zeros():
+    params, tensors = random_file(BIASED)
+    critic = critic_of(tensors)
+    np.testing.assert_array_equal(critic.pop("value"), np.zeros(BIASED.model_dim))
+    del params["output"]
+    jax.tree.map(np.testing.assert_array_equal, critic, params)
+
+
+def test_a_critic_from_a_sequence_classification_checkpoint_has_its_head():
+    _, tensors = random_file(BIASED)
+    del tensors["lm_head.weight"]
+    head = np.arange(BIASED.model_dim, dtype=np.float32)
+    np.testing.assert_array_equal(critic_of({**tensors, "score.weight": head[None]})["value"], head)
+    with pytest.raises(InputError, match=r"'score.weight' has shape \(2, 36\), expected \(1, 36\)"):
+        critic_of({**tensors, "score.weight": np.stack([head, head])})
+
+
+def test_a_checkpoint_with_two_heads_is_neither_a_language_model_nor_a_classifier():
+    _, tensors = random_file(BIASED)
+    both = {**tensors, "score.weight": np.zeros((1, BIASED.model_dim), np.float32)}
+    with pytest.raises(InputError, match=r"lm_head.weight"):
+        critic_of(both)
+    with pytest.raises(InputError, match=r"score.weight"):
+        load(BIASED, Held(both))

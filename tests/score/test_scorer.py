@@ -167,8 +167,8 @@ def test_scoring_never_holds_logits_of_all_tokens_whatever_the_batch():
         full = packed(quota, quota)(samples, mesh).own.micro_batches[0]
         batch = pack_tokens(samples, full)
         with jax.set_mesh(mesh):
-            programs.add(scorer._score.lower(params, batch, jnp.float32(1.0)).as_text())
-    compiled: Any = scorer._score.lower(params, batch, jnp.float32(1.0)).compile()
+            programs.add(scorer._forward.lower(params, batch, jnp.float32(1.0)).as_text())
+    compiled: Any = scorer._forward.lower(params, batch, jnp.float32(1.0)).compile()
     assert len(programs) == 1
     assert batch.token_ids.shape == (1, quota)
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * logits_chunk * vocab_size)

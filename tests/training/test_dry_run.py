@@ -21,7 +21,6 @@ from app.training.launch import Launch, prepared
 from app.training.memory import fullest_of, memory_by_phase, saved_bytes, shapes_of
 from app.training.metrics import CompilationCounter
 from app.training.wiring import Learning, wire_learning
-from app.update.optimizer import initial_state
 from app.update.step import Accumulated
 from settings import load
 from tests.tiny import make_sample
@@ -75,7 +74,7 @@ def test_the_bytes_are_those_of_the_real_arrays(
     launch, learning = launched(config, *overrides)
     session = launch.session
     params = session.load_params()
-    state = initial_state(learning.optimizer, params, learning.shardings)
+    state = learning.policy.initial_state(params)
     weights = session.engine.weights(params)
     caches, slots = [], []
     engine = session.engine
@@ -100,7 +99,7 @@ def test_the_micro_batches_are_those_of_the_real_update(config: Path, overrides:
     foretold = foreseen(config, *overrides).update
     launch, learning = launched(config, *overrides)
     samples = longest_samples(launch, 8)
-    micro_batches = learning.updater.cut(samples, launch.session.mesh).own.micro_batches
+    micro_batches = learning.policy.updater.cut(samples, launch.session.mesh).own.micro_batches
     assert len(micro_batches) == foretold.count
     fullest = max(micro_batches, key=lambda one: len(one.rows) * one.shape.num_tokens)
     assert (len(fullest.rows), fullest.shape.num_tokens) == (4 * foretold.rows_per_device, foretold.tokens_per_row)
@@ -230,8 +229,8 @@ def test_the_estimates_are_what_the_compiler_reserves_or_nearly(config: Path) ->
 def temporary_bytes(launch: Launch, learning: Learning) -> int:
     """What XLA reserves on each device beside the arguments, for a micro-batch of the longest samples."""
     samples = longest_samples(launch, 256)
-    batch = learning.updater._place(samples, learning.updater.cut(samples, launch.session.mesh))[0]
-    step: Any = learning.updater.step
+    batch = learning.policy.updater._place(samples, learning.policy.updater.cut(samples, launch.session.mesh))[0]
+    step: Any = learning.policy.updater.step
     params, temperature = abstract(learning.shapes, learning.shardings).params, jnp.float32(1)
     with jax.set_mesh(launch.session.mesh):
         parts = jax.eval_shape(step._objective, params, batch, temperature)[1]

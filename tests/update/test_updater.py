@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -19,11 +19,13 @@ from app.policy.flops import forward_flops
 from app.score.scorer import Scorer
 from app.training.metrics import CompilationCounter
 from app.update.aggregation import token_mean
+from app.update.mini_batches import in_order, split_by_group
 from app.update.objective import UpdateBatch, make_objective, own_logprobs, scored_logprobs
 from app.update.optimizer import TrainState, initial_state, make_optimizer, state_shardings
 from app.update.step import UpdateStep
-from app.update.updater import Step, Updater, split_by_group, summarise
+from app.update.updater import PolicyPack, Step, Updater, summarise
 from settings.schema import Optimizer as Settings
+from settings.schema import ScoredRole
 from tests.tiny import ODD, PLAIN_LOSS, make_mesh, make_sample, one_a_row, random_params, random_samples
 
 DEFINITION = DecoderDefinition.of(replace(ODD, num_layers=1))
@@ -35,15 +37,20 @@ OPTIMIZER = make_optimizer(Settings(), SCHEDULE)
 FLOAT32 = jnp.dtype("float32")
 
 
-def make_updater(step: Step, **changes) -> Updater:
-    arguments = {
-        "aggregation": token_mean,
-        "num_mini_batches": 1,
-        "epochs": 1,
-        "roles": (),
-        "cut": FixedRows(4, trim_tail=False),
-    }
-    return Updater(step, make_mesh(), **(arguments | changes))
+class InOrder(Updater):
+    """Cuts a step's samples into mini-batches, the same ones in every epoch."""
+
+    def __init__(self, *arguments: Any, num_mini_batches: int, epochs: int, **others: Any):
+        super().__init__(*arguments, **others)
+        self.mini_batches = functools.partial(in_order, step=1, num_mini_batches=num_mini_batches, epochs=epochs)
+
+    def update(self, state: Any, samples: Any, *, temperature: float) -> tuple[Any, dict[str, float]]:
+        return super().update(state, self.mini_batches(samples), temperature=temperature)
+
+
+def make_updater(step: Step, *, roles: Collection[ScoredRole] = (), **changes) -> InOrder:
+    arguments = {"num_mini_batches": 1, "epochs": 1, "cut": FixedRows(4, trim_tail=False)}
+    return InOrder(step, make_mesh(), pack=PolicyPack(token_mean, roles), **(arguments | changes))
 
 
 @functools.cache
