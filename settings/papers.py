@@ -53,9 +53,6 @@ PAPERS: Mapping[str, Paper] = MappingProxyType(
 KL_ESTIMATORS: Mapping[str, str] = MappingProxyType({"loss": "k3", "reward": "k1"})
 """Of Shao et al. 2024, eq. 4, and Ahmadian et al. 2024."""
 
-WHITENED = frozenset({"reinforce_plus_plus", "gae"})
-"""Estimators whose advantages are whitened. Hu 2025, REINFORCE++, and Stiennon et al. 2020's PPO, which TRL has."""
-
 COMPARING_SIBLINGS = frozenset({"grpo", "dr_grpo", "rloo"})
 """Estimators by which a sample is as good as it stands out in its group."""
 

@@ -192,7 +192,7 @@ class Algorithm(Section):
         default=None,
         description="Where the penalty goes. Derived when null and beta > 0: `reward` for rloo and "
         "reinforce_plus_plus, `loss` for the others. In the reward it is summed over the sample, before samples are "
-        "compared.",
+        "compared, or stays at its token, where tokens are credited.",
     )
     kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
         default=None,

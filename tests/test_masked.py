@@ -52,7 +52,7 @@ def test_verls_numbers_of_a_sample_with_tool_tokens():
 def test_parts_that_hosts_hold_are_worth_the_whole(first, second, third):
     whole, parts = all_of([*first, *second, *third]), merged(all_of(part) for part in (first, second, third))
     assert parts.count == whole.count
-    np.testing.assert_allclose(parts, whole, rtol=1e-9, atol=1e-6)
+    np.testing.assert_allclose(tuple(parts), tuple(whole), rtol=1e-9, atol=1e-6)
 
 
 def test_a_host_without_tokens_changes_nothing():

@@ -59,7 +59,7 @@ class Crediting:
 
     def __call__(self, samples: Sequence[Sample], kl_coef: float) -> Credited:
         credited = self.credit(samples, kl_coef)
-        metrics = credit_metrics(credited) | ({"policy/kl_coef": kl_coef} if self.penalises else {})
+        metrics = credit_metrics(credited) | ({"policy/kl_coef": float(kl_coef)} if self.penalises else {})
         next_kl_coef = self.next_kl_coef(credited, kl_coef)
         return Credited(whitened(credited) if self.whitens else credited, metrics, next_kl_coef)
 
@@ -67,7 +67,7 @@ class Crediting:
 def wire_crediting(settings: Settings) -> Crediting:
     """What `algorithm.*` says of advantages."""
     algorithm = settings.algorithm
-    assert algorithm.whiten_advantages is not None and algorithm.estimator is not None
+    assert algorithm.estimator is not None and algorithm.whiten_advantages is not None
     return Crediting(
         credit=CREDITS.get(algorithm.estimator, wire_group_credit)(settings),
         whitens=algorithm.whiten_advantages,
@@ -150,7 +150,7 @@ def wire_next_kl_coef(algorithm: Algorithm) -> NextKLCoef:
 
     def next_kl_coef(samples: Sequence[Sample], kl_coef: float) -> float:
         (kl,) = moments_over_hosts([kl_moments(samples, kl_estimator)])
-        num_samples = int(sum_over_hosts(np.asarray(len(samples))))
+        num_samples = int(sum_over_hosts(np.asarray(sum(s.mask.any() for s in samples))))
         # Of logprobs that are NaN nothing can be learned, and the coefficient would stay NaN.
         if not kl.count or not math.isfinite(kl.mean):
             return kl_coef

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,14 +24,11 @@ from app.advantage.token_credit import (
     whitened,
 )
 from app.advantage.token_rewards import kl_moments, penalised_token_rewards, task_token_rewards, token_kl
-from app.flow import Sample
 from app.update.kl import k1, k3
 from tests.tiny import make_sample
 
 
-def sample(
-    length: int, *, seed: int = 0, mask=None, reward: float | None = None, stop: bool = True, **fields
-) -> Sample:
+def sample(length: int, *, seed: int = 0, mask=None, reward: float | None = None, stop: bool = True, **fields) -> Any:
     """Random logprobs, reward and values; one value more than tokens where it was cut."""
     rng = np.random.default_rng(seed)
     made = {
@@ -48,7 +46,7 @@ def estimate(gamma: float, **settings):
     return partial(generalized_advantages, gamma=gamma, **settings)
 
 
-def by_gae(samples, *, gamma=1.0, lam=0.95, **changes) -> list[Sample]:
+def by_gae(samples, *, gamma=1.0, lam: Any = 0.95, **changes) -> Any:
     arguments = {
         "estimate": estimate(gamma),
         "lam": partial(fixed_lam, lam=lam) if isinstance(lam, float) else lam,
@@ -111,7 +109,10 @@ def test_samples_in_one_row_are_credited_each_by_itself(gamma, lam):
 
 def test_a_row_has_one_of_few_lengths_and_nothing_behind_its_samples():
     row = token_row(
-        [sample(5), sample(12)], token_rewards=task_token_rewards, values=lambda s: s.values, bootstrap=terminal
+        [sample(5), sample(12)],
+        token_rewards=task_token_rewards,
+        values=lambda s: np.ones(len(s.mask)),
+        bootstrap=terminal,
     )
     assert {part.shape for part in row} == {(1, 24)}
     np.testing.assert_array_equal(np.flatnonzero(row.ends), [4, 16])
@@ -168,10 +169,14 @@ def test_an_adaptive_lambda_of_a_sample_that_the_policy_wrote_nothing_of_is_defi
     assert not one.advantages.any() and not one.returns.any()
 
 
+def by_return(samples, *, gamma=1.0, token_rewards=task_token_rewards) -> Any:
+    return credit_by_return(samples, estimate=estimate(gamma), token_rewards=token_rewards)
+
+
 def test_without_a_critic_every_token_is_credited_with_its_discounted_return():
     one = sample(5, mask=[1, 1, 0, 1, 1], reward=1.0)
     penalised = partial(penalised_token_rewards, kl_estimator=k1, kl_coef=0.1)
-    (found,) = credit_by_return([one], estimate=estimate(0.9), token_rewards=penalised)
+    (found,) = by_return([one], gamma=0.9, token_rewards=penalised)
     kl = (one.policy_logprobs - one.reference_logprobs)[one.mask].astype(np.float64)
     rewards = -0.1 * kl + [0, 0, 0, 1]
     expected = [sum(0.9**k * r for k, r in enumerate(rewards[t:])) for t in range(4)]
@@ -181,15 +186,13 @@ def test_without_a_critic_every_token_is_credited_with_its_discounted_return():
 
 
 def test_without_a_discount_and_a_penalty_every_token_is_worth_the_reward():
-    for one in credit_by_return(
-        [sample(3, reward=1.0), sample(1, reward=-2.0)], estimate=estimate(1.0), token_rewards=task_token_rewards
-    ):
+    for one in by_return([sample(3, reward=1.0), sample(1, reward=-2.0)]):
         np.testing.assert_array_equal(one.advantages, one.reward)
 
 
 def test_no_samples_are_no_trouble():
     assert by_gae([]) == whitened([]) == []
-    assert credit_by_return([], estimate=estimate(1.0), token_rewards=task_token_rewards) == []
+    assert by_return([]) == []
 
 
 def trl_ppo(samples, *, gamma: float, lam: float, kl_coef: float) -> tuple[np.ndarray, np.ndarray]:
@@ -219,7 +222,7 @@ def trl_ppo(samples, *, gamma: float, lam: float, kl_coef: float) -> tuple[np.nd
 def test_advantages_and_returns_are_those_of_trls_ppo(gamma, lam):
     samples = [sample(23, seed=seed) for seed in range(6)]
     penalised = partial(penalised_token_rewards, kl_estimator=k1, kl_coef=0.05)
-    ours = whitened(by_gae(samples, gamma=gamma, lam=lam, token_rewards=penalised))
+    ours: Any = whitened(by_gae(samples, gamma=gamma, lam=lam, token_rewards=penalised))
     advantages, returns = trl_ppo(samples, gamma=gamma, lam=lam, kl_coef=0.05)
     np.testing.assert_allclose(np.stack([s.advantages for s in ours]), advantages, atol=1e-5)
     np.testing.assert_allclose(np.stack([s.returns for s in ours]), returns, atol=1e-5)
@@ -227,7 +230,7 @@ def test_advantages_and_returns_are_those_of_trls_ppo(gamma, lam):
 
 def test_whitening_is_over_the_tokens_of_all_samples_and_leaves_returns_alone():
     samples = by_gae([sample(5, mask=[1, 0, 1, 1, 1]), sample(9, seed=1), sample(0)])
-    white = whitened(samples)
+    white: Any = whitened(samples)
     tokens = np.concatenate([s.advantages[s.mask] for s in white])
     assert tokens.mean() == pytest.approx(0, abs=1e-6) and tokens.var(ddof=1) == pytest.approx(1, abs=1e-5)
     assert white[0].advantages[1] == 0 and white[0].advantages.dtype == np.float32

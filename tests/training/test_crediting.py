@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from app.advantage.group import ADVANTAGES
 from app.flow import Sample
-from app.training.crediting import Crediting, wire_crediting, wire_gae_credit, wire_return_credit
+from app.training.crediting import wire_crediting, wire_gae_credit, wire_return_credit
 from settings import Settings, load
 from tests.tiny import make_sample
 
@@ -20,8 +21,12 @@ def settings_of(*overrides: str) -> Settings:
     return load(None, overrides, {}).settings
 
 
-def crediting(*overrides: str) -> Crediting:
+def crediting(*overrides: str) -> Any:
     return wire_crediting(settings_of(*overrides))
+
+
+def by_gae(settings: Settings, samples: list[Sample]) -> Any:
+    return wire_gae_credit(settings)(samples, 0.0)
 
 
 def samples_of(*rewards: float, group_id: int = 0) -> list[Sample]:
@@ -78,17 +83,17 @@ def test_advantages_are_measured_before_they_are_whitened() -> None:
 
 def test_gae_takes_its_settings_from_algorithm_and_critic() -> None:
     lams = ("algorithm.gamma=0.5", "algorithm.lam=0", "critic.lam=1.0")
-    (one,) = wire_gae_credit(settings_of(*lams))(samples_of(1.0), 0.0)
+    (one,) = by_gae(settings_of(*lams), samples_of(1.0))
     np.testing.assert_allclose(one.advantages, [0.125 - 0.5, 0.375 - 0.25, 1 - 0.75])
     np.testing.assert_allclose(one.returns, [0.25, 0.5, 1.0])
-    (one,) = wire_gae_credit(settings_of(*lams, "algorithm.bootstrap_truncated=true"))(samples_of(1.0), 0.0)
+    (one,) = by_gae(settings_of(*lams, "algorithm.bootstrap_truncated=true"), samples_of(1.0))
     np.testing.assert_allclose(one.advantages, [0.125 - 0.5, 0.375 - 0.25, 1 + 0.5 * 2.0 - 0.75])
     np.testing.assert_allclose(one.returns, [0.5, 1.0, 2.0])
 
 
 def test_an_adaptive_lambda_is_not_the_one_of_the_targets() -> None:
     adaptive = settings_of("algorithm.length_adaptive_lam=0.1", "algorithm.lam=1.0")
-    (one,) = wire_gae_credit(adaptive)(samples_of(1.0), 0.0)
+    (one,) = by_gae(adaptive, samples_of(1.0))
     # Of three tokens: 1 - 1 / 0.3, at least 0.
     np.testing.assert_allclose(one.advantages, [0.25 - 0.5, 0.75 - 0.25, 1 - 0.75])
     np.testing.assert_allclose(one.returns, 1.0)
@@ -102,13 +107,14 @@ def test_masks_and_backends_are_those_of_the_settings(mask_mode: str, backend: s
         *(f"algorithm.mask_mode={mask_mode}", f"algorithm.gae_backend={backend}"),
     )
     (holed,) = samples_of(1.0)
-    (one,) = wire_gae_credit(chosen)([replace(holed, loss_mask=np.array([True, False, True]))], 0.0)
+    (one,) = by_gae(chosen, [replace(holed, loss_mask=np.array([True, False, True]))])
     behind_the_first = {"skip": 0.75, "through": 0.25, "zero": 0.0}[mask_mode]
     np.testing.assert_allclose(one.advantages, [0.5 * behind_the_first - 0.5, 0, 0.25])
 
 
 def test_returns_of_tokens_hold_the_penalty() -> None:
-    (one,) = wire_return_credit(settings_of(*PENALTY, "algorithm.gamma=0.5"))(samples_of(1.0), 0.5)
+    credit: Any = wire_return_credit(settings_of(*PENALTY, "algorithm.gamma=0.5"))
+    (one,) = credit(samples_of(1.0), 0.5)
     # A tenth at every token.
     np.testing.assert_allclose(one.advantages, [0.25 - 0.175, 0.5 - 0.15, 1 - 0.1], rtol=1e-6)
 

@@ -15,10 +15,11 @@ PLACEHOLDERS = {"<function>": r"[^/]+", "<name>": r"[^/]+", "<n>": r"\d+"}
 
 @pytest.fixture
 def judged_by_plug_in(config: Path) -> Path:
-    """The run directory of a step whose reward function gives a further number."""
+    """The run directory of a step whose reward function gives a further number, and whose tokens are credited."""
     (config.parent / "judge.py").write_text("def judge(completion): return {'score': 1.0, 'length': len(completion)}\n")
     functions = f"reward.functions=['{config.parent / 'judge.py'}:judge']"
-    result = train_here(config, functions, "run.steps=1", "eval.every_steps=0")
+    credit = ("algorithm.name=reinforce_plus_plus", "algorithm.beta=0.1", "algorithm.kl_target=0.1")
+    result = train_here(config, functions, *credit, "run.steps=1", "eval.every_steps=0")
     assert result.exit_code == 0, result.stderr
     return config.parent / "runs" / "tiny"
 

@@ -23,6 +23,8 @@ from tests.training.program import (
     wait_for_step,
 )
 
+CREDIT = ("algorithm.estimator=reinforce_plus_plus", "algorithm.kl_in=reward", "algorithm.kl_target=0.1")
+"""Whitening and an adapted penalty are agreed on by all hosts."""
 OF_THE_CUT = ("batching/", "global_seqlen/", "score/")
 """Each host packs its own samples, so rows and their number differ from one host's."""
 
@@ -61,7 +63,7 @@ def of_host(process_id: int, address: str) -> tuple[str, ...]:
 def test_two_hosts_train_as_one(full_config: Path) -> None:
     run = full_config.parent / "runs" / "full"
     # One mini-batch: which prompts share one depends on the host that samples them.
-    both = ("run.steps=2", "eval.every_steps=2", "algorithm.mini_batch_prompts=null")
+    both = ("run.steps=2", "eval.every_steps=2", "algorithm.mini_batch_prompts=null", *CREDIT)
     # A clock that is always due: process 0's, and both save.
     clock = "checkpoint.every_minutes=1e-9"
     with two_hosts(full_config, *both, clock, "rollout.prompts_per_step=2", "logging.report=true") as hosts:

@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.advantage.gae.chunked import solve_many_decays, solve_one_decay
+from app.advantage.gae.estimate import BACKENDS, check_inputs, generalized_advantages
+from app.advantage.gae.terms import MASK_MODES
+from tests.advantage.gae_oracle import Case, oracle, random_case
+
+DISCOUNTS = list(itertools.product((0.0, 0.5, 0.95, 0.99, 1.0), repeat=2))
+
+
+def estimate(case: Case, **options) -> tuple[np.ndarray, np.ndarray]:
+    advantages, returns = generalized_advantages(
+        case.rewards, case.values, mask=case.mask, ends=case.ends, bootstrap=case.bootstrap, **options
+    )
+    return np.asarray(advantages), np.asarray(returns)
+
+
+def assert_close(got, expected) -> None:
+    """Within the contract: 1e-5 of the largest advantage."""
+    limit = 1e-5 * max(1.0, float(np.abs(expected[0]).max(initial=0)))
+    for one, truth in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, truth, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask_mode", MASK_MODES)
+@pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 511])
+def test_every_backend_equals_a_float64_loop(backend, mask_mode, num_tokens):
+    case = random_case(np.random.default_rng(num_tokens), (3, num_tokens), masked=True, packed=True)
+    for gamma, lam in DISCOUNTS:
+        got = estimate(case, gamma=gamma, lam=lam, mask_mode=mask_mode, backend=backend)
+        assert_close(got, oracle(case, gamma=gamma, lam=lam, mask_mode=mask_mode))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_tokens", [1, 127, 129, 4096])
+def test_every_backend_equals_a_float64_loop_with_one_decay(backend, num_tokens):
+    case = random_case(np.random.default_rng(num_tokens), (2, num_tokens), masked=False, packed=False)
+    for gamma, lam in DISCOUNTS:
+        assert_close(estimate(case, gamma=gamma, lam=lam, backend=backend), oracle(case, gamma=gamma, lam=lam))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_long_sums_without_decay_stay_exact(backend, masked):
+    rewards = np.ones((1, 131_072), np.float32)
+    mask = np.ones_like(rewards, bool) if masked else None
+    advantages, _ = estimate(Case(rewards, 0 * rewards, mask), gamma=1.0, lam=1.0, backend=backend)
+    np.testing.assert_array_equal(advantages[0], np.arange(131_072, 0, -1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_long_random_rows_stay_within_the_contract(backend):
+    case = random_case(np.random.default_rng(0), (1, 131_072), masked=False, packed=False)
+    for gamma, lam in ((1.0, 1.0), (0.99, 0.95)):
+        assert_close(estimate(case, gamma=gamma, lam=lam, backend=backend), oracle(case, gamma=gamma, lam=lam))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bfloat16_inputs_are_computed_in_float32(backend):
+    case = random_case(np.random.default_rng(1), (2, 300), masked=False, packed=False)
+    rounded = Case(*(np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in case[:2]))
+    exact = Case(*(x.astype(np.float32) for x in rounded[:2]))
+    got = estimate(rounded, gamma=0.99, lam=0.95, backend=backend)
+    assert got[0].dtype == got[1].dtype == np.float32
+    assert_close(got, oracle(exact, gamma=0.99, lam=0.95))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, bool])
+def test_rewards_of_any_number_type_are_promoted(dtype):
+    rewards = np.array([[0, 0, 1]], dtype)
+    advantages, _ = estimate(Case(rewards, np.zeros((1, 3))), gamma=0.5, lam=1.0)
+    np.testing.assert_array_equal(advantages, [[0.25, 0.5, 1.0]])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("lam", "expected"),
+    [
+        (1.0, [[-1.45118, -4.4557, 2.5396, 0.5249, -0.49], [3, 2, 1, 0, -4.9]]),
+        (0.7, [[-0.676979, -5.248167, 2.4846, 0.6704, -0.49], [2.2899, 1.73, 1, 0, -4.9]]),
+        (0.4, [[0.56731, -6.042, 2.3431, 0.815, -0.49], [1.725, 1.46, 1, 0, -4.9]]),
+    ],
+)
+def test_per_step_discounts_with_a_boundary_match_the_numbers_of_rlax(backend, lam, expected):
+    rewards = np.array([[0, 0, 1, 0, -0.5], [0, 0, 0, 0, 1]])
+    values = np.array([[1, 4, -3, -2, -1, -1], [-3, -2, -1, 0, 5, -1]])
+    discounts = np.array([[0.99] * 5, [0.9, 0.9, 0.9, 0, 0.9]], np.float32)
+    advantages, _ = estimate(Case(rewards, values), gamma=discounts, lam=lam, backend=backend)
+    np.testing.assert_allclose(advantages, expected, atol=1e-3)
+
+
+TOOL_MASK = np.array([[0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0]], bool)
+TOOL_REWARDS = np.array([[0, 0, 0.1, 0.1, 0.1, 0, 0, 0.1, 1, 0, 0]])
+TOOL_VALUES = np.array([[50, 0.3, 4, 5, 6, -20, 0.7, 7, 9, 0, 0]])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("mask_mode", "expected"),
+    [
+        ("skip", [-2.205239, -3.280981, -4.4222, -5.64, -8]),
+        ("through", [-3.134049, -4.367309, -5.692759, -5.64, -8]),
+        ("zero", [-2.495815, -3.620836, -4.819691, -5.64, -8]),
+    ],
+)
+def test_tool_tokens_mean_what_the_mask_mode_says(backend, mask_mode, expected):
+    case = Case(TOOL_REWARDS, TOOL_VALUES, TOOL_MASK)
+    advantages, returns = estimate(case, gamma=0.9, lam=0.95, mask_mode=mask_mode, backend=backend)
+    np.testing.assert_allclose(advantages[TOOL_MASK], expected, atol=1e-5)
+    np.testing.assert_allclose(returns[TOOL_MASK], np.add(expected, TOOL_VALUES[TOOL_MASK]), atol=1e-5)
+    assert not advantages[~TOOL_MASK].any()
+    assert not returns[~TOOL_MASK].any()
+
+
+def test_skipped_tokens_might_as_well_not_be_there():
+    case = random_case(np.random.default_rng(2), (1, 60), masked=True, packed=False)
+    assert case.mask is not None
+    written = np.append(case.mask[0], True)
+    without = Case(case.rewards[case.mask][None], case.values[:, written])
+    for skipped, compressed in zip(
+        estimate(case, gamma=0.9, lam=0.8), estimate(without, gamma=0.9, lam=0.8), strict=True
+    ):
+        np.testing.assert_allclose(skipped[case.mask], compressed[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask_mode", ["skip", "zero"])
+def test_garbage_in_masked_slots_changes_nothing(backend, mask_mode):
+    clean = random_case(np.random.default_rng(3), (2, 40), masked=True, packed=True)
+    assert clean.mask is not None
+    garbage = clean._replace(
+        rewards=np.where(clean.mask, clean.rewards, np.nan), values=np.where(clean.mask, clean.values, np.inf)
+    )
+    options = {"gamma": 0.9, "lam": 0.95, "mask_mode": mask_mode, "backend": backend}
+    np.testing.assert_array_equal(estimate(garbage, **options), estimate(clean, **options))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask_mode", MASK_MODES)
+def test_packed_rows_equal_separate_rows(backend, mask_mode):
+    rng = np.random.default_rng(4)
+    parts = [random_case(rng, (1, length), masked=True, packed=False) for length in (1, 7, 130, 12)]
+
+    def joined(field: str) -> np.ndarray:
+        return np.concatenate([getattr(part, field)[:, : part.rewards.shape[1]] for part in parts], axis=1)
+
+    ends, bootstrap = np.zeros((1, 150), bool), np.full((1, 150), np.nan, np.float32)
+    lasts = np.cumsum([part.rewards.shape[1] for part in parts]) - 1
+    ends[0, lasts] = True
+    bootstrap[0, lasts] = [part.values[0, -1] for part in parts]
+    packed = Case(joined("rewards"), joined("values"), joined("mask"), ends, bootstrap)
+    options = {"gamma": 0.9, "lam": 0.95, "mask_mode": mask_mode, "backend": backend}
+    apart = [np.concatenate(x, axis=1) for x in zip(*(estimate(part, **options) for part in parts), strict=True)]
+    np.testing.assert_allclose(estimate(packed, **options), apart, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_a_truncated_sequence_is_bootstrapped_and_a_terminal_one_is_not(data):
+    """As torchrl defines it: done cuts the trace, terminated the next value, too."""
+    flags = st.lists(st.booleans(), min_size=20, max_size=20)
+    done, terminated = (np.array([data.draw(flags)]) for _ in range(2))
+    terminated &= done
+    case = random_case(np.random.default_rng(data.draw(st.integers(0, 99))), (1, 20), masked=False, packed=True)
+    assert case.bootstrap is not None
+    gamma, lam = data.draw(st.sampled_from(DISCOUNTS))
+    advantages, _ = estimate(
+        case._replace(ends=done, bootstrap=np.where(terminated, 0, case.bootstrap)), gamma=gamma, lam=lam
+    )
+    expected, behind = np.zeros(20), 0.0
+    for t in reversed(range(20)):
+        is_last = t == 19
+        follows = case.bootstrap[0, t] if done[0, t] or is_last else case.values[0, t + 1]
+        delta = case.rewards[0, t] + gamma * (not terminated[0, t]) * follows - case.values[0, t]
+        behind = delta + gamma * lam * (not done[0, t]) * behind
+        expected[t] = behind
+    np.testing.assert_allclose(advantages[0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask_mode", MASK_MODES)
+def test_rows_without_any_token_of_the_policy_get_zeros(backend, mask_mode):
+    case = random_case(np.random.default_rng(5), (2, 9), masked=True, packed=False)
+    got = estimate(case._replace(mask=np.zeros((2, 9), bool)), gamma=0.9, lam=0.9, mask_mode=mask_mode, backend=backend)
+    np.testing.assert_array_equal(got, np.zeros((2, 2, 9)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(3, 0), (0, 4), (0, 0)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_rows_and_no_tokens_are_defined(backend, shape, masked):
+    case = random_case(np.random.default_rng(6), shape, masked=masked, packed=False)
+    advantages, returns = estimate(case, gamma=0.9, lam=0.9, backend=backend)
+    assert advantages.shape == returns.shape == shape
+
+
+def test_one_token_is_its_own_temporal_difference():
+    advantages, returns = estimate(Case(np.array([[2.0]]), np.array([[0.5, 4.0]])), gamma=0.5, lam=0.3)
+    assert (advantages.item(), returns.item()) == (3.5, 4.0)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 5, 64, 1000])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_chunk_size_changes_nothing(chunk_size, masked):
+    case = random_case(np.random.default_rng(7), (2, 200), masked=masked, packed=masked)
+    got = estimate(case, gamma=0.99, lam=0.95, backend="chunked", chunk_size=chunk_size)
+    assert_close(got, oracle(case, gamma=0.99, lam=0.95))
+
+
+def test_other_discounts_compile_nothing_anew():
+    case = random_case(np.random.default_rng(8), (2, 33), masked=True, packed=False)
+    estimate(case, gamma=0.9, lam=0.95)
+    compilations = []
+
+    def count(event: str, duration_secs: float, **_: object) -> None:
+        compilations.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        for gamma, lam in DISCOUNTS:
+            estimate(case, gamma=gamma, lam=lam)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert not [event for event in compilations if "backend_compile" in event]
+
+
+@pytest.mark.parametrize("solve", [solve_one_decay, solve_many_decays])
+def test_the_program_does_not_grow_with_the_number_of_chunks(solve):
+    def program(num_chunks: int) -> str:
+        inputs = jax.ShapeDtypeStruct((2, 64 * num_chunks), jnp.float32)
+        decays = jax.ShapeDtypeStruct(() if solve is solve_one_decay else inputs.shape, jnp.float32)
+        return str(jax.make_jaxpr(partial(solve, chunk_size=64))(inputs, decays))
+
+    assert "while" not in program(512)
+    assert "scan" not in program(512)
+    assert len(program(512)) < 2 * len(program(64))
+
+
+def test_every_product_is_of_full_precision():
+    jaxpr = str(
+        jax.make_jaxpr(partial(solve_one_decay, chunk_size=64))(
+            jax.ShapeDtypeStruct((2, 5000), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+        )
+    )
+    assert jaxpr.count("dot_general") == jaxpr.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") > 1
+
+
+@pytest.mark.parametrize("one_decay", [True, False])
+def test_memory_grows_with_the_tokens_and_not_with_their_square(one_decay):
+    solve, size = (solve_one_decay if one_decay else solve_many_decays), 128
+
+    def temporary_bytes(num_tokens: int) -> int:
+        inputs = jax.ShapeDtypeStruct((1, num_tokens), jnp.float32)
+        decays = jax.ShapeDtypeStruct(() if one_decay else inputs.shape, jnp.float32)
+        analysis = jax.jit(partial(solve, chunk_size=size)).lower(inputs, decays).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    for num_tokens in (16_384, 65_536):
+        assert temporary_bytes(num_tokens) <= 4 * (12 * num_tokens + 4 * size**2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gamma": 1.5}, "gamma: expected a number from 0 to 1, got 1.5"),
+        ({"lam": -0.1}, "lam: expected a number from 0 to 1, got -0.1"),
+        ({"chunk_size": 0}, "chunk_size: expected at least 1 step, got 0"),
+        ({"values": np.zeros((2, 5))}, r"values: expected \[2, 3\] or \[2, 4\] beside rewards.*got \[2, 5\]"),
+        ({"rewards": np.zeros(3)}, r"rewards: expected \[B, T\], got the shape \[3\]"),
+        ({"mask": np.ones((3, 3), bool)}, r"mask: expected \[2, 3\] like rewards, got \[3, 3\]"),
+        ({"rewards": np.array([[0, 0, 0], [0, np.nan, 0]])}, "rewards: row 1, index 1 is nan"),
+        ({"values": np.array([[0, 0, 0, 0], [0, 0, 0, np.inf]])}, "values: row 1, index 3 is inf"),
+    ],
+)
+def test_inputs_that_mean_nothing_are_refused(changes, message):
+    arguments = {"rewards": np.zeros((2, 3)), "values": np.zeros((2, 4)), "gamma": 1.0, "lam": 0.95} | changes
+    with pytest.raises(ValueError, match=message):
+        check_inputs(arguments.pop("rewards"), arguments.pop("values"), **arguments)
+
+
+def test_masked_rubbish_is_refused_only_where_it_is_read():
+    rewards, mask = np.array([[np.nan, 1.0]]), np.array([[False, True]])
+    check_inputs(rewards, np.zeros((1, 2)), gamma=1.0, lam=1.0, mask=mask)
+    with pytest.raises(ValueError, match="row 0, index 0 is nan"):
+        check_inputs(rewards, np.zeros((1, 2)), gamma=1.0, lam=1.0, mask=mask, mask_mode="through")

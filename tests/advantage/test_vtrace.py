@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from app.advantage.gae.estimate import BACKENDS, generalized_advantages
+from app.advantage.gae.terms import MASK_MODES
+from app.advantage.vtrace import vtrace
+from tests.advantage.gae_oracle import random_case
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask_mode", MASK_MODES)
+def test_on_policy_its_targets_are_those_of_gae(backend, mask_mode):
+    case = random_case(np.random.default_rng(0), (2, 150), masked=True, packed=True)
+    options = {"mask": case.mask, "ends": case.ends, "bootstrap": case.bootstrap, "mask_mode": mask_mode}
+    for lam in (1.0, 0.8):
+        credit = generalized_advantages(case.rewards, case.values, gamma=0.9, lam=lam, **options)
+        got = vtrace(case.rewards, case.values, np.zeros((2, 150)), gamma=0.9, lam=lam, **options, backend=backend)
+        np.testing.assert_allclose(got.targets, credit.returns, atol=1e-5)
+        if lam == 1.0:
+            np.testing.assert_allclose(got.advantages, credit.advantages, atol=1e-5)
+
+
+def test_off_policy_it_is_the_recursion_of_the_paper():
+    rng = np.random.default_rng(1)
+    rewards, values, log_ratios = (rng.standard_normal((1, n)) for n in (9, 10, 9))
+    gamma, lam, max_ratio, max_trace = 0.9, 0.8, 1.2, 0.7
+    got = vtrace(rewards, values, log_ratios, gamma=gamma, lam=lam, max_ratio=max_ratio, max_trace=max_trace)
+    ratios = np.exp(log_ratios[0])
+    weights, traces = np.minimum(max_ratio, ratios), lam * np.minimum(max_trace, ratios)
+    targets = values[0].copy()
+    for t in reversed(range(9)):
+        delta = weights[t] * (rewards[0, t] + gamma * values[0, t + 1] - values[0, t])
+        targets[t] = values[0, t] + delta + gamma * traces[t] * (targets[t + 1] - values[0, t + 1])
+    advantages = weights * (rewards[0] + gamma * targets[1:] - values[0, :9])
+    np.testing.assert_allclose(got.targets[0], targets[:9], atol=1e-5)
+    np.testing.assert_allclose(got.advantages[0], advantages, atol=1e-5)
+
+
+def test_ratios_of_tokens_that_the_policy_did_not_write_change_nothing():
+    case = random_case(np.random.default_rng(2), (1, 30), masked=True, packed=False)
+    assert case.mask is not None
+    rubbish = np.where(case.mask, 0.1, np.nan)
+    got, expected = (
+        vtrace(case.rewards, case.values, x, gamma=0.9, lam=0.9, mask=case.mask)
+        for x in (rubbish, np.where(case.mask, 0.1, 0.0))
+    )
+    np.testing.assert_array_equal(got.advantages, expected.advantages)
+    np.testing.assert_array_equal(got.targets, expected.targets)
