@@ -67,7 +67,7 @@ class Crediting:
 def wire_crediting(settings: Settings) -> Crediting:
     """What `algorithm.*` says of advantages."""
     algorithm = settings.algorithm
-    assert algorithm.whiten_advantages is not None and algorithm.estimator is not None
+    assert algorithm.estimator is not None and algorithm.whiten_advantages is not None
     return Crediting(
         credit=CREDITS.get(algorithm.estimator, wire_group_credit)(settings),
         whitens=algorithm.whiten_advantages,

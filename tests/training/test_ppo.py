@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,17 @@ import pytest
 
 from tests.tiny_directory import write_model
 from tests.training.conftest import NO_REPORT, write_config
-from tests.training.program import assert_same_run, here, metrics_of, records_of, saved_state, settings, train_here
+from tests.training.program import (
+    assert_same_run,
+    digest_of,
+    here,
+    metrics_of,
+    records_of,
+    saved_state,
+    settings,
+    train_here,
+)
+from tests.training.test_glossary import glossary, matches
 
 PPO = """\
 run: {{dir: {runs}, name: ppo, steps: 4}}
@@ -19,8 +30,8 @@ data: {{max_prompt_length: 16, num_problems: 40}}
 rollout: {{prompts_per_step: 8, group_size: 1, max_new_tokens: 4}}
 reward: {{functions: [{{name: arithmetic_format, weight: 0.5}}]}}
 algorithm:
-  {{name: ppo, beta: 0.05, kl_target: 0.01, kl_horizon: 20, epochs: 2, mini_batch_prompts: 4,
-   bootstrap_truncated: true}}
+  {{name: ppo, beta: 0.05, kl_target: 0.01, kl_horizon: 20, epochs: 2,
+   mini_batch_prompts: 4, bootstrap_truncated: true}}
 critic: {{warmup_steps: 2, learning_rate: 1e-2}}
 optimizer: {{learning_rate: 1e-3}}
 checkpoint: {{every_steps: 1, keep: 4, best_metric: null}}
@@ -83,13 +94,21 @@ def test_k_steps_and_a_resume_equal_all_steps_at_once(config: Path, whole: Path)
     assert coefficients[0] == 0.05 and coefficients[3] != coefficients[1]
 
 
-def test_a_run_without_a_critic_is_not_continued_with_one_nor_the_other_way_round(config: Path) -> None:
-    assert train_here(config, "run.steps=1", "algorithm.name=reinforce_plus_plus").exit_code == 0
-    before = sorted(path.name for path in (config.parent / "runs" / "ppo" / "checkpoints").iterdir())
-    result = train_here(config, resume="must")
+def test_a_run_with_a_critic_is_not_continued_without_one(config: Path, whole: Path) -> None:
+    run = config.parent / "runs" / "ppo"
+    shutil.copytree(whole, run)
+    before = digest_of(run)
+    result = train_here(config, "algorithm.name=reinforce_plus_plus", "run.steps=5", resume="must")
     assert result.exit_code == 2
     assert "the critic changed since this run was started" in result.stderr
-    assert sorted(path.name for path in (config.parent / "runs" / "ppo" / "checkpoints").iterdir()) == before
+    assert digest_of(run) == before
+
+
+def test_every_metric_of_ppo_is_in_the_glossary(whole: Path) -> None:
+    entries = glossary()
+    names = sorted({name for line in metrics_of(whole) for name in line})
+    assert "value/explained_variance" in names
+    assert [name for name in names if not any(matches(entry, name) for entry in entries)] == []
 
 
 def test_a_critic_with_another_tokenizer_is_refused(config: Path, tiny_model: Path) -> None:
@@ -123,7 +142,8 @@ def test_dry_run_counts_the_critic(config: Path) -> None:
     report = json.loads(foreseen.stdout)
     memory = report["memory"]
     # Its head is one number for each of 32 dims, in place of 24 x 32.
-    assert memory["update"]["weights"] - memory["update"]["critic"] == 4 * (24 * 32 - 32)
+    smaller = memory["update"]["weights"] - memory["update"]["critic"]
+    assert smaller * report["num_devices"] == 4 * (24 * 32 - 32)
     assert memory["update"]["critic_optimizer"] > 2 * memory["update"]["critic"]
     assert memory["critic"]["gradients"] == memory["critic"]["critic"]
     assert memory["critic"]["activations"] > 0
