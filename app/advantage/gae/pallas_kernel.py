@@ -43,7 +43,7 @@ def fused_on_gpu(terms: Terms, *, interpret: bool = False) -> Credit:
 
         def step(nth: Array, carry: Array) -> Array:
             tile = tiles - 1 - nth
-            deltas = reward[tile] + discount[tile] * next_value[tile] - value[tile]
+            deltas = reward[tile] + discount[...] * next_value[tile] - value[tile]
             solved, carry = _solve_tile(deltas, carry, tables)
             advantages[tile] = solved
             returns[tile] = solved + value[tile]
@@ -51,15 +51,15 @@ def fused_on_gpu(terms: Terms, *, interpret: bool = False) -> Credit:
 
         jax.lax.fori_loop(0, tiles, step, jnp.zeros((1, 1), jnp.float32))
 
-    tables = _tables(terms.decays, edge)
+    numbers = _numbers(terms, edge)
     solved = pl.pallas_call(
         kernel,
         grid=(rows,),
-        in_specs=[row] * 4 + [pl.BlockSpec(table.shape, lambda b: (0, 0)) for table in tables],
+        in_specs=[row] * 3 + [pl.BlockSpec(number.shape, lambda b: (0, 0)) for number in numbers],
         out_specs=[row] * 2,
         out_shape=[jax.ShapeDtypeStruct(inputs[0].shape, jnp.float32)] * 2,
         interpret=interpret,
-    )(*inputs, *tables)
+    )(*inputs, *numbers)
     return _credit(terms, *solved)
 
 
@@ -81,16 +81,16 @@ def fused_on_tpu(terms: Terms, *, interpret: bool = False) -> Credit:
         advantages[...], carry[...] = _solve_tile(deltas, carry[...], tables)
         returns[...] = advantages[...] + value[...]
 
-    tables = _tables(terms.decays, TPU_TILE)
+    numbers = _numbers(terms, TPU_TILE)
     solved = pl.pallas_call(
         kernel,
         grid=(rows, tiles),
-        in_specs=[tile] * 4 + [pl.BlockSpec(table.shape, lambda b, nth: (0, 0)) for table in tables],
+        in_specs=[tile] * 3 + [pl.BlockSpec(number.shape, lambda b, nth: (0, 0)) for number in numbers],
         out_specs=[tile] * 2,
         out_shape=[jax.ShapeDtypeStruct(inputs[0].shape, jnp.float32)] * 2,
         scratch_shapes=[pltpu.VMEM((1, 1), jnp.float32)],
         interpret=interpret,
-    )(*inputs, *tables)
+    )(*inputs, *numbers)
     return _credit(terms, *solved)
 
 
@@ -107,6 +107,12 @@ def _solve_tile(
     return solved, jnp.sum(jnp.where(is_first_step & is_first_chunk, solved, 0.0), keepdims=True)
 
 
+def _numbers(terms: Terms, edge: int) -> tuple[Array, ...]:
+    """What is the same for all tiles: the discount [1, 1] and the tables."""
+    discount = terms.discounts if terms.discounts.ndim == 0 else jnp.ones((), jnp.float32)
+    return discount.reshape(1, 1), *_tables(terms.decays, edge)
+
+
 def _tables(decay: Float32[Array, ""], edge: int) -> Tables:
     """Powers of the decay: within [C, C], later [C, C], behind [1, C] and far [C, C] of the module's formula."""
     steps = powers_of(decay, edge + 1)
@@ -120,16 +126,15 @@ def _tables(decay: Float32[Array, ""], edge: int) -> Tables:
 
 
 def _tiled(terms: Terms, edge: int) -> list[Float32[Array, "B tiles C C"]]:
-    """Rewards, values, next values and discounts; filled up behind the end with zeros, which hand nothing on."""
+    """Rewards, values and next values; filled up behind the end with zeros, which hand nothing on."""
     rows, num_tokens = terms.rewards.shape
     padding = ((0, 0), (0, -num_tokens % (edge * edge)))
-    discounts = jnp.broadcast_to(terms.discounts, terms.rewards.shape)
-    parts = (terms.rewards, terms.values, terms.next_values, discounts)
+    next_values = terms.next_values if terms.discounts.ndim == 0 else terms.discounts * terms.next_values
+    parts = (terms.rewards, terms.values, next_values)
     return [jnp.pad(part, padding).reshape(rows, -1, edge, edge) for part in parts]
 
 
 def _credit(terms: Terms, advantages: Array, returns: Array) -> Credit:
     rows, num_tokens = terms.rewards.shape
-    return terms.masked(
-        Credit(*(solved.reshape(rows, -1)[:, :num_tokens] for solved in (advantages, returns)))
-    )
+    advantages, returns = (x.reshape(rows, -1)[:, :num_tokens] for x in (advantages, returns))
+    return Credit(advantages, returns) if terms.mask is None else terms.credit(advantages)
