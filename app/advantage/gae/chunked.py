@@ -37,7 +37,7 @@ def solve_one_decay(
         # A chunk of one step hands on all that it has: there would be no level above with fewer.
         return solve_many_decays(inputs, jnp.broadcast_to(decay, inputs.shape), chunk_size=chunk_size)
     chunks = _in_chunks(inputs, size)
-    powers = _powers(decay, size + 1)
+    powers = powers_of(decay, size + 1)
     apart = jnp.arange(size)[:, None] - jnp.arange(size)[None, :]
     kernel = jnp.where(apart >= 0, powers[jnp.maximum(apart, 0)], 0.0)
     own = jnp.einsum("bnj,ji->bni", chunks, kernel, precision=jax.lax.Precision.HIGHEST)
@@ -84,6 +84,6 @@ def _behind(handed_on: Float32[Array, "B chunks"]) -> Float32[Array, "B chunks"]
     return jnp.pad(handed_on[:, 1:], ((0, 0), (0, 1)))
 
 
-def _powers(base: Float32[Array, ""], count: int) -> Float32[Array, "count"]:
+def powers_of(base: Float32[Array, ""], count: int) -> Float32[Array, "count"]:
     """base^0, base^1, ...: products alone, so that 0 and 1 are exact."""
     return jnp.concatenate([jnp.ones(1, jnp.float32), jnp.cumprod(jnp.broadcast_to(base, count - 1))])

@@ -1,10 +1,10 @@
 """The plain case on the host, in one pass over memory: no mask, no ends, one gamma and one lambda.
 
-A block of a few rows and of 4096 steps, which fits a core's cache, is taken through everything (temporal differences,
+A block of a few rows and of 2048 steps, which fits a core's cache, is taken through everything (temporal differences,
 scan, advantages, returns) before the one in front of it is read: main memory sees each input and each output once. In a
 block the scan is the chunk scan of `app.advantage.gae.chunked` with two differences. What a chunk hands on is found
-before the chunk is solved and is added to the input of its neighbour's last step, so that one product of 64 x 64
-matrices writes the advantages where they belong; each product is so small that BLAS does not spread it over threads,
+before the chunk is solved and is added to the input of its neighbour's last step, so that one product of 64 x 32
+and 32 x 32 writes the advantages where they belong; each product is so small that BLAS does not spread it over threads,
 which here costs more than it gives. And carries are float64, since blocks follow each other.
 """
 
@@ -19,9 +19,9 @@ from jaxtyping import Float32, Float64
 
 from app.advantage.gae.terms import Credit, HostOrDevice
 
-CHUNK = 64
-BLOCK_STEPS = CHUNK * CHUNK
-BLOCK_ROWS = 8
+CHUNK = 32
+BLOCK_STEPS = 2048
+BLOCK_ROWS = 16
 THREADED = 1 << 20
 """Numbers of an input from which on threads pay."""
 
@@ -30,7 +30,7 @@ class _Kernels(NamedTuple):
     """decay^(s - t) from step s back to step t, 0 where s < t: of steps of one chunk, and of chunks of one block."""
 
     steps: Float32[np.ndarray, "C C"]
-    chunks: Float64[np.ndarray, "C C"]
+    chunks: Float64[np.ndarray, "N N"]
     last_decay: float
     """Over one step: from a chunk's end to its last step."""
     chunk_decay: float
@@ -128,13 +128,13 @@ def _hand_on(
 
 
 def _kernels(decay: float) -> _Kernels:
-    def kernel(decay: float) -> tuple[Float64[np.ndarray, "C C"], float]:
+    def kernel(decay: float, size: int) -> tuple[Float64[np.ndarray, "C C"], float]:
         # Products alone, so that 0 and 1 are exact.
-        powers = np.cumprod(np.concatenate([[1.0], np.full(CHUNK, decay)]))
-        apart = np.arange(CHUNK)[:, None] - np.arange(CHUNK)
-        return np.where(apart >= 0, powers[np.maximum(apart, 0)], 0.0), float(powers[CHUNK])
+        powers = np.cumprod(np.concatenate([[1.0], np.full(size, decay)]))
+        apart = np.arange(size)[:, None] - np.arange(size)
+        return np.where(apart >= 0, powers[np.maximum(apart, 0)], 0.0), float(powers[size])
 
-    steps, chunk_decay = kernel(decay)
+    steps, chunk_decay = kernel(decay, CHUNK)
     # What float32 cannot hold at full precision is 0: the processor is slow with such numbers.
     steps = np.where(steps < np.finfo(np.float32).tiny, 0.0, steps).astype(np.float32)
-    return _Kernels(steps, kernel(chunk_decay)[0], decay, chunk_decay)
+    return _Kernels(steps, kernel(chunk_decay, BLOCK_STEPS // CHUNK)[0], decay, chunk_decay)
