@@ -227,7 +227,12 @@ def _as_mask(numbers: np.ndarray, where: str, first_row: int) -> Bool[np.ndarray
 
 
 def check_finite(
-    where: str, x: np.ndarray, first_row: int, *, read: np.ndarray | None = None, hint: str = "expected a finite float32"
+    where: str,
+    x: np.ndarray,
+    first_row: int,
+    *,
+    read: np.ndarray | None = None,
+    hint: str = "expected a finite float32",
 ) -> None:
     """Raises InputError that names the first NaN or infinity. Columns of `x` behind those of `read` are always read."""
     bad = ~np.isfinite(x)
@@ -282,7 +287,6 @@ class SampleFile:
             tally.choice = tally.choice or self.estimator.choice(window)
             tally.count(credit, mask, num_rows=len(placed))
             yield credit, mask, placed
-
 
     def _check_finite(self, credit: HostCredit, placed: list[Placed]) -> None:
         if all(np.isfinite(part).all() for part in credit):
