@@ -261,7 +261,10 @@ def _sweep(algorithm: Algorithm, shape: Shape, *, per_token_decay: bool) -> Iter
         if backend not in WITH_CHUNKS:
             yield backend, None, backend == auto.backend
         else:
-            yield from ((backend, size, (backend, size) == auto[:2]) for size in sorted(sizes) if size <= shape.tokens)
+            for size in sorted(sizes):
+                is_auto = (backend, size) == auto[:2]
+                if is_auto or size <= shape.tokens:
+                    yield backend, size, is_auto
 
 
 def _warmed(blank: Measured, call: Callable[[], Any], exact: np.ndarray) -> _Case:
