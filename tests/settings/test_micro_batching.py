@@ -14,7 +14,7 @@ from settings.fields import value_of
 from settings.layers import env_name
 from tests.settings.loading import load_text
 
-ROLES = ("policy", "reference")
+ROLES = ("policy", "reference", "reward")
 UPDATE = ("algorithm", "dynamic_microbatch")
 SCOPES = [UPDATE, ("score", "dynamic"), *((f"score.{role}", "dynamic") for role in ROLES)]
 """Section and name of its switch."""
@@ -302,3 +302,12 @@ def test_whatever_is_said_each_scope_is_either_dynamic_or_fixed(in_set: dict, in
 def test_verls_general_switch_may_stand_beside_that_of_a_part_where_they_agree() -> None:
     settings = load(None, ["use_dynamic_bsz=false", "log_prob_use_dynamic_bsz=false"], {}).settings
     assert settings.score.dynamic is False and settings.algorithm.dynamic_microbatch is False
+
+
+def test_a_reward_model_takes_the_quota_of_score_and_verls_name_sets_it(resolve) -> None:
+    assert resolve("", "score.max_tokens_per_device=500").settings.score.reward.max_tokens_per_device == 500
+    score = resolve("", "forward_max_token_len_per_gpu=900").settings.score
+    assert (score.critic.max_tokens_per_device, score.reward.max_tokens_per_device) == (900, 900)
+    assert score.policy.max_tokens_per_device != 900
+    fixed = resolve("", "score.reward.rows_per_device=3").settings.score.reward
+    assert (fixed.dynamic, fixed.rows_per_device, fixed.max_tokens_per_device) == (False, 3, None)
