@@ -112,7 +112,7 @@ class Reward(Section):
         default=None, description="Commit, tag or branch of its hub id; its newest commit when null."
     )
     model_weight: float = Field(
-        default=1.0, description="Factor of its score in the weighted sum; 0 = shown but not counted."
+        default=1.0, ge=-1e6, le=1e6, description="Factor of its score in the weighted sum; 0 = shown but not counted."
     )
     on_error: Literal["raise", "zero", "drop"] = Field(
         default="raise",

@@ -121,7 +121,7 @@ def test_one_pass_has_no_number_of_rows(resolve) -> None:
 @pytest.mark.parametrize("role", ROLES)
 def test_a_role_takes_from_score_what_it_does_not_say_and_shows_where_that_was_set(resolve, role: str) -> None:
     resolved = resolve(f"score:\n  rows_per_device: 3\n  strategy: scan\n  {role}:\n    rows_per_device: 2\n")
-    other = ROLES[1 - ROLES.index(role)]
+    other = ROLES[ROLES.index(role) - 1]
     assert cut_of(resolved, f"score.{role}") == (False, None, 2, "scan")
     assert origins_of(resolved, f"score.{role}") == ["derived", "default", "yaml:c.yaml:5", "yaml:c.yaml:3"]
     assert cut_of(resolved, f"score.{other}") == (False, None, 3, "scan")
@@ -130,10 +130,10 @@ def test_a_role_takes_from_score_what_it_does_not_say_and_shows_where_that_was_s
 
 def test_the_quota_goes_from_the_update_to_scoring_to_its_roles(resolve) -> None:
     resolved = resolve("algorithm:\n  max_tokens_per_device: 900\n")
-    assert [cut_of(resolved, section)[1] for section, _ in SCOPES] == [900] * 4
+    assert [cut_of(resolved, section)[1] for section, _ in SCOPES] == [900] * len(SCOPES)
     assert resolved.provenance["score.reference.max_tokens_per_device"] == "yaml:c.yaml:2"
     resolved = resolve("algorithm: {max_tokens_per_device: 900}", "score.max_tokens_per_device=1800")
-    assert [cut_of(resolved, section)[1] for section, _ in SCOPES] == [900, 1800, 1800, 1800]
+    assert [cut_of(resolved, section)[1] for section, _ in SCOPES] == [900, *[1800] * (len(SCOPES) - 1)]
     assert resolved.provenance["score.policy.max_tokens_per_device"] == "set"
 
 
