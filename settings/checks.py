@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from settings.errors import InputError
 from settings.fields import value_of
 from settings.layers import place
+from settings.papers import COMPARING_SIBLINGS
 from settings.resolve import Resolved
-from settings.reward_section import MODEL_REWARD
+from settings.reward_section import MODEL_REWARD, OVERLONG
 
 Check = Callable[[Resolved], str | None]
 
@@ -26,6 +27,9 @@ def check_for_train(resolved: Resolved) -> None:
             _siblings_differ,
             _some_reward_counts,
             _reward_names_differ,
+            _the_clip_can_cut,
+            _filtered_groups_differ,
+            _overlong_completions_are_cut,
             _penalty_weighs_something,
             _adapted_penalty_is_in_the_reward,
             _mini_batches_divide_the_step,
@@ -72,11 +76,11 @@ def _named(resolved: Resolved, field: str) -> str:
 
 
 def _groups_have_siblings(resolved: Resolved) -> str | None:
-    # Estimators that credit each token compare it with what a critic or the whole step expects.
-    if resolved.settings.rollout.group_size >= 2 or resolved.settings.algorithm.name in ("ppo",):
+    algorithm = resolved.settings.algorithm
+    if resolved.settings.rollout.group_size >= 2 or algorithm.estimator not in COMPARING_SIBLINGS:
         return None
     return (
-        f"{_named(resolved, 'rollout.group_size')}: {resolved.settings.algorithm.name} compares the samples "
+        f"{_named(resolved, 'rollout.group_size')}: {algorithm.name} compares the samples "
         "of a prompt with each other, so it needs at least 2; 8 is usual"
     )
 
@@ -88,6 +92,48 @@ def _siblings_differ(resolved: Resolved) -> str | None:
         f"{_named(resolved, 'rollout.temperature')}: greedy samples of a prompt are all alike, which leaves "
         f"{resolved.settings.algorithm.name} nothing to compare; set it above 0, 1.0 is usual"
     )
+
+
+def _the_clip_can_cut(resolved: Resolved) -> str | None:
+    algorithm = resolved.settings.algorithm
+    assert algorithm.clip_low is not None
+    if algorithm.clip == "ppo" and algorithm.clip_low >= 1:
+        return (
+            f"{_named(resolved, 'algorithm.clip_low')}: {_named(resolved, 'algorithm.clip')} cuts below 1 - clip_low, "
+            "and no ratio is below 0; set it below 1, 0.2 is usual, or algorithm.clip: cispo"
+        )
+    if algorithm.clip == "cispo" and algorithm.dual_clip is not None:
+        return (
+            f"{_named(resolved, 'algorithm.dual_clip')}: {_named(resolved, 'algorithm.clip')} already bounds what "
+            "every token weighs; leave algorithm.dual_clip null, or lower algorithm.clip_high"
+        )
+    return None
+
+
+def _filtered_groups_differ(resolved: Resolved) -> str | None:
+    if resolved.settings.rollout.group_size >= 2 or resolved.settings.algorithm.filter == "none":
+        return None
+    return (
+        f"{_named(resolved, 'algorithm.filter')}: {_named(resolved, 'rollout.group_size')}, so the rewards of every "
+        "group are all equal and none would be left; set rollout.group_size to 2 or more, or algorithm.filter: none"
+    )
+
+
+def _overlong_completions_are_cut(resolved: Resolved) -> str | None:
+    reward, longest = resolved.settings.reward, resolved.settings.rollout.max_new_tokens
+    if reward.overlong_buffer is None:
+        return None
+    if reward.overlong_buffer >= longest:
+        return (
+            f"{_named(resolved, 'reward.overlong_buffer')}: {_named(resolved, 'rollout.max_new_tokens')}, so every "
+            "completion would be too long; set it lower, a fifth of that is usual, or to null"
+        )
+    if OVERLONG in [function.name for function in reward.functions]:
+        return (
+            f"reward.functions (from {resolved.origin('reward.functions')}): `{OVERLONG}` is the name of the penalty "
+            f"of {_named(resolved, 'reward.overlong_buffer')}; give the function another `name:`"
+        )
+    return None
 
 
 def _some_reward_counts(resolved: Resolved) -> str | None:

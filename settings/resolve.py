@@ -26,7 +26,7 @@ from settings.layers import (
     yaml_layer,
 )
 from settings.micro_batching import settle
-from settings.papers import KL_ESTIMATORS, PAPERS, WHITENED
+from settings.papers import DECIDED, KL_ESTIMATORS, PAPERS, WHITENED, changes
 from settings.printing import to_yaml
 from settings.schema import HISTORIC_PROMPT_ALLOWANCE, Algorithm, Settings
 from settings.strict_yaml import Node, parse_file
@@ -49,6 +49,17 @@ class Resolved:
     def origin(self, field: str) -> str:
         """What set a field, for the inside of a sentence."""
         return spoken(self.provenance[field])
+
+    @property
+    def algorithm_changes(self) -> str | None:
+        """What `algorithm.name` has decided otherwise than `grpo` would have; None where that is nothing."""
+        algorithm = self.settings.algorithm
+        decided = {
+            field: value
+            for field in DECIDED
+            if self.provenance[f"algorithm.{field}"] == "derived" and (value := getattr(algorithm, field)) is not None
+        }
+        return changes(algorithm.name, decided)
 
 
 def load(config: str | None, overrides: Sequence[str], environ: Mapping[str, str]) -> Resolved:
@@ -121,11 +132,9 @@ def _derived_algorithm(given: Algorithm) -> Layer:
     """What the name fixes of the fields left null. Without a penalty it has neither place nor estimator."""
     paper = PAPERS[given.name]
     kl_in = given.kl_in or paper.kl_in
-    values: dict[str, Any] = {
-        "loss_aggregation": paper.loss_aggregation,
-        "whiten_advantages": given.name in WHITENED,
-        "shuffle": given.name == "ppo",
-    }
+    values: dict[str, Any] = {field: getattr(paper, field) for field in DECIDED if field != "kl_in"}
+    estimator = given.estimator or paper.estimator
+    values |= {"whiten_advantages": estimator in WHITENED, "shuffle": estimator == "gae"}
     if given.beta > 0:
         values |= {"kl_in": kl_in, "kl_estimator": KL_ESTIMATORS[kl_in]}
     return {

@@ -20,6 +20,9 @@ from settings.section import Section
 BUILT_IN_REWARDS = ("gsm8k", "arithmetic", "gsm8k_format", "arithmetic_format", "math_verify")
 """What `reward.functions` knows by name alone."""
 
+OVERLONG = "overlong"
+"""The name of the penalty for length among a sample's rewards."""
+
 
 MODEL_REWARD = "model"
 """The name of the reward model's score among those of the functions."""
@@ -113,6 +116,15 @@ class Reward(Section):
     )
     model_weight: float = Field(
         default=1.0, ge=-1e6, le=1e6, description="Factor of its score in the weighted sum; 0 = shown but not counted."
+    )
+    overlong_buffer: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens below `rollout.max_new_tokens` over which a completion's reward falls by up to "
+        "`overlong_penalty`, in proportion; null = no penalty for length.",
+    )
+    overlong_penalty: float = Field(
+        default=1.0, gt=0, description="What a completion of `rollout.max_new_tokens` tokens loses."
     )
     on_error: Literal["raise", "zero", "drop"] = Field(
         default="raise",

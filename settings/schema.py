@@ -169,23 +169,47 @@ class Batching(Section):
 
 
 class Algorithm(Section):
-    name: Literal["grpo", "dr_grpo", "rloo", "ppo"] = Field(
+    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gspo", "dapo", "cispo", "ppo"] = Field(
         default="grpo",
-        description="How siblings are compared. Also decides `loss_aggregation` and `kl_in` where they are null.",
+        description="A paper: decides what is left null of `estimator`, `ratio_level`, `clip`, `clip_low`, "
+        "`clip_high`, `loss_aggregation`, `kl_in` and `filter`, nothing else.",
+    )
+    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"] | None = Field(
+        default=None,
+        description="Where advantages come from: siblings compared as in GRPO, Dr. GRPO or RLOO, the discounted "
+        "rewards of each token, or GAE with a critic. Derived when null, as the next seven.",
+    )
+    ratio_level: Literal["token", "sequence"] | None = Field(
+        default=None,
+        description="Probability ratio of each token, or for all tokens of a sample the geometric mean of theirs.",
+    )
+    clip: Literal["ppo", "cispo"] | None = Field(
+        default=None,
+        description="What lies outside the clip: no gradient (ppo), or one whose weight is the clipped ratio (cispo).",
     )
     beta: float = Field(default=0.0, ge=0, description="Weight of the KL penalty; 0 = no reference model in memory.")
     kl_in: Literal["loss", "reward"] | None = Field(
         default=None,
-        description="Where the penalty goes. Derived when null and beta > 0: `loss` for grpo and dr_grpo, `reward` for "
-        "rloo. In the reward it is summed over the sample, before samples are compared.",
+        description="Where the penalty goes. Derived when null and beta > 0: `reward` for rloo and "
+        "reinforce_plus_plus, `loss` for the others. In the reward it is summed over the sample, before samples are "
+        "compared.",
     )
     kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
         default=None,
         description="Schulman's estimators of KL(policy || reference). Derived when null and beta > 0: k3 in the loss, "
         "k1 in the reward.",
     )
-    clip_low: float = Field(default=0.2, gt=0, lt=1, description="Ratio is clipped below 1 - clip_low.")
-    clip_high: float = Field(default=0.2, gt=0, description="Ratio is clipped above 1 + clip_high.")
+    clip_low: float | None = Field(
+        default=None,
+        gt=0,
+        description="Ratio is clipped below 1 - clip_low; 1 or more, with `clip: cispo` alone, is no bound. Derived "
+        "when null: 0.2, 3e-4 for gspo, 10 for cispo.",
+    )
+    clip_high: float | None = Field(
+        default=None,
+        gt=0,
+        description="Ratio is clipped above 1 + clip_high. Derived when null: 0.2, 0.28 for dapo, 4e-4 for gspo.",
+    )
     dual_clip: float | None = Field(
         default=None,
         gt=1,
@@ -199,8 +223,20 @@ class Algorithm(Section):
     ) = Field(
         default=None,
         description="Mean over all tokens; mean over samples of their own means, sums, or sums divided by "
-        "`rollout.max_new_tokens`. Derived when null: token-mean for grpo, constant-length for dr_grpo, "
-        "sequence-mean-token-sum for rloo.",
+        "`rollout.max_new_tokens`. Derived when null: constant-length for dr_grpo, "
+        "sequence-mean-token-sum for rloo, sequence-mean-token-mean for gspo, token-mean for the others.",
+    )
+    filter: Literal["none", "zero_variance"] | None = Field(
+        default=None,
+        description="Groups left out of the step, and replaced by those of the next prompts: none, or those whose "
+        "rewards are all equal. Derived when null: zero_variance for dapo, none for the others.",
+    )
+    max_rounds: int = Field(
+        default=10,
+        ge=1,
+        le=1000,
+        description="Rollouts of a step, the first included, while a filter leaves fewer groups than "
+        "`rollout.prompts_per_step`. After the last, dropped groups fill up, out of the loss.",
     )
     epochs: int = Field(default=1, ge=1, description="Passes over each rollout.")
     mini_batch_prompts: int | None = Field(
@@ -229,7 +265,7 @@ class Algorithm(Section):
     shuffle: bool | None = Field(
         default=None,
         description="Draw the mini-batches of every epoch anew from the step's groups, by `run.seed`, step and epoch. "
-        "Derived when null: true for ppo, else false.",
+        "Derived when null: true with a critic, else false.",
     )
     balance_batch: bool = Field(
         default=True,
@@ -293,7 +329,7 @@ class Critic(Section):
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="Checkpoint that the critic of ppo starts from, of the same tokenizer: a causal language model, "
+        description="Checkpoint that the critic of GAE starts from, of the same tokenizer: a causal language model, "
         "whose head gives way to a value head of zeros, or a sequence classifier of one label; `model.path` when null.",
     )
     revision: str | None = Field(
@@ -443,7 +479,7 @@ class Settings(BaseSettings):
     @property
     def has_critic(self) -> bool:
         """A second network learns the values that advantages are estimated from."""
-        return self.algorithm.name == "ppo"
+        return self.algorithm.estimator == "gae"
 
     @property
     def policy_updates(self) -> int:

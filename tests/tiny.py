@@ -25,6 +25,7 @@ from app.rollout.engine import Engine
 from app.update.aggregation import Totals, Weights, token_mean
 from app.update.objective import PolicyLoss, UpdateBatch, scored_logprobs
 from app.update.surrogate import clipped_surrogate
+from app.update.updater import pack_sample_means
 
 ODD = Architecture(
     family="llama",
@@ -222,6 +223,7 @@ def pack_update(samples: Sequence[Sample], plan: Plan, *, weights: Weights = tok
             token_weights=packed(lambda s: token_mean(s, totals)),
             policy_logprobs=scored("policy_logprobs"),
             reference_logprobs=scored("reference_logprobs"),
+            sample_means=pack_sample_means(samples, micro_batch),
         )
 
     return [batch_of(micro_batch) for micro_batch in plan.micro_batches]

@@ -89,6 +89,13 @@ def pack_per_token(
     return at.beside_targets([value_of(samples[i]) for i in at.members], np.float32)
 
 
+def pack_last_targets(samples: Sequence[Sample], micro_batch: MicroBatch) -> Int32[np.ndarray, "R C"]:
+    """Beside each target, where in its row the last one of the same sample stands; -1 on padding."""
+    at = _Layout.of(samples, micro_batch)
+    last = (at.target_starts + at.lengths - 1) % at.shape[1]
+    return at.beside_targets([np.repeat(last, at.lengths)], np.int32, padding=NO_TARGET)
+
+
 def unpack_per_token(
     packed: Sequence[Float32[np.ndarray, "R C"]], samples: Sequence[Sample], plan: Plan
 ) -> list[Float32[np.ndarray, "C"]]:

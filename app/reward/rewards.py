@@ -6,18 +6,20 @@ import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import MappingProxyType, TracebackType
 from typing import Protocol
 
 from app.flow import Sample
 from app.reward.outcome import Failure, Outcome
+from app.reward.overlong import OverlongPenalty
 from app.reward.plugin import Moment, PlugIn, PlugInLostError
 from app.reward.pool import Limits, WorkerPool
 from app.reward.signature import Columns
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, grade, is_task_reward
 from app.reward.weighing import NO_REWARD, OnError, Scored, weigh
 from settings.errors import InputError
-from settings.reward_section import MODEL_REWARD, Reward, RewardFunction
+from settings.reward_section import MODEL_REWARD, OVERLONG, Reward, RewardFunction
 
 FUNCTION_OF = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
 """Built-in rewards that run as plug-ins do."""
@@ -47,13 +49,21 @@ class Rewards:
     Args:
         columns: what the data can give to plug-ins.
         held_out: the same of the evaluation's data, for the function that decides its accuracy; None: none is judged.
+        overlong: what long completions lose in training; None: nothing.
 
     Raises:
         InputError: on entering, for a function that cannot be used; nothing is left running then.
     """
 
-    def __init__(self, settings: Reward, columns: Columns, held_out: Columns | None = None) -> None:
+    def __init__(
+        self,
+        settings: Reward,
+        columns: Columns,
+        held_out: Columns | None = None,
+        overlong: OverlongPenalty | None = None,
+    ) -> None:
         self._settings = settings
+        self._overlong = overlong
         self._columns = columns
         self._held_out = held_out
         self._functions: list[Function] = []
@@ -81,11 +91,13 @@ class Rewards:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all that joins the sum."""
-        return (*(function.name for function in self._functions), *([MODEL_REWARD] if self._settings.model else []))
+        """Of all that a sample's reward is made of."""
+        model = (MODEL_REWARD,) if self._settings.model else ()
+        overlong = (OVERLONG,) if self._overlong else ()
+        return (*(function.name for function in self._functions), *model, *overlong)
 
     def score(self, samples: Sequence[Sample], moment: Moment, *, of_model: Sequence[Outcome] | None = None) -> Scored:
-        """The samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value.
+        """The samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value + overlong penalty.
 
         Args:
             of_model: what the reward model said of each; None where there is none.
@@ -95,7 +107,10 @@ class Rewards:
         given: dict[str, Sequence[Outcome]] = {}
         if of_model is not None:
             weights[MODEL_REWARD], given[MODEL_REWARD] = self._settings.model_weight, of_model
-        return _scored(samples, moment, self._functions, weights, self._settings.on_error, given=given)
+        scored = _scored(samples, moment, self._functions, weights, self._settings.on_error, given=given)
+        if self._overlong is None:
+            return scored
+        return replace(scored, samples=[self._overlong.added(sample) for sample in scored.samples])
 
     def judge(self, samples: Sequence[Sample], moment: Moment) -> Scored:
         """The samples with the one value that held-out accuracy counts, none where the function abstained.

@@ -63,6 +63,28 @@ class Scored:
         return sum(tally.num_abstained for tally in self.tallies.values())
 
 
+def joined(parts: Sequence[Scored]) -> Scored:
+    """Several batches of a step as one, in order. None of them is what a run must stop for."""
+    names = list(dict.fromkeys(name for part in parts for name in part.tallies))
+    return Scored(
+        samples=[sample for part in parts for sample in part.samples],
+        tallies={name: _sum_of([part.tallies[name] for part in parts if name in part.tallies]) for name in names},
+        num_without_reward=sum(part.num_without_reward for part in parts),
+        notices=tuple(notice for part in parts for notice in part.notices),
+        problem=None,
+    )
+
+
+def _sum_of(tallies: Sequence[Tally]) -> Tally:
+    names = list(dict.fromkeys(name for tally in tallies for name in tally.extras))
+    known = {name: [tally.extras[name] for tally in tallies if name in tally.extras] for name in names}
+    return Tally(
+        num_errors=sum(tally.num_errors for tally in tallies),
+        num_abstained=sum(tally.num_abstained for tally in tallies),
+        extras={name: (sum(x for x, _ in pairs), sum(n for _, n in pairs)) for name, pairs in known.items()},
+    )
+
+
 def weigh(
     samples: Sequence[Sample],
     outcomes: Mapping[str, Sequence[Outcome]],

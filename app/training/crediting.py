@@ -67,9 +67,9 @@ class Crediting:
 def wire_crediting(settings: Settings) -> Crediting:
     """What `algorithm.*` says of advantages."""
     algorithm = settings.algorithm
-    assert algorithm.whiten_advantages is not None
+    assert algorithm.whiten_advantages is not None and algorithm.estimator is not None
     return Crediting(
-        credit=CREDITS.get(algorithm.name, wire_group_credit)(settings),
+        credit=CREDITS.get(algorithm.estimator, wire_group_credit)(settings),
         whitens=algorithm.whiten_advantages,
         penalises=algorithm.kl_in_reward,
         next_kl_coef=wire_next_kl_coef(algorithm),
@@ -79,15 +79,15 @@ def wire_crediting(settings: Settings) -> Crediting:
 def wire_group_credit(settings: Settings) -> Credit:
     """Siblings are compared, by their rewards or by what a penalty leaves of them."""
     algorithm = settings.algorithm
+    assert algorithm.estimator is not None
+    advantages = ADVANTAGES[algorithm.estimator]
 
     def rewards(kl_coef: float) -> Rewards:
         if not algorithm.kl_in_reward:
             return task_rewards
         return partial(penalised_rewards, kl_estimator=wire_kl(algorithm), beta=kl_coef)
 
-    return lambda samples, kl_coef: credit_by_group(
-        samples, advantages=ADVANTAGES[algorithm.name], rewards=rewards(kl_coef)
-    )
+    return lambda samples, kl_coef: credit_by_group(samples, advantages=advantages, rewards=rewards(kl_coef))
 
 
 def wire_gae_credit(settings: Settings) -> Credit:

@@ -12,27 +12,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from app.batching.micro_batches import Cut
 from app.batching.pass_metrics import scoring_metrics
 from app.flow import Prompt, Sample
 from app.mesh.placement import max_over_hosts, sum_over_hosts, to_device_memory, to_host_memory
 from app.policy.decoder import Params
 from app.prompts.order import PromptOrder, host_slice
-from app.reward.outcome import Outcome as Rewarded
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
-from app.reward.weighing import Scored
+from app.reward.weighing import Scored, joined
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.crediting import Credited
 from app.training.evaluate import evaluate, evaluation_metrics, host_share
 from app.training.interrupts import Interrupts
 from app.training.journal import Journal, NoJournal
 from app.training.launch import Launch, prepared
-from app.training.metrics import CompilationCounter, Work, reward_counts, sample_metrics, step_performance
+from app.training.metrics import (
+    CompilationCounter,
+    Work,
+    refill_metrics,
+    reward_counts,
+    sample_metrics,
+    step_performance,
+)
 from app.training.narrator import Narrator
 from app.training.packing_check import check_packing, random_samples
 from app.training.pinned_model import record_commit
 from app.training.preservation import Best, NewestAndBest, SaveClock
 from app.training.progress import Board
+from app.training.refill import Refilled, refill
 from app.training.reward_role import RewardModel
 from app.training.run_directory import Resume, claim
 from app.training.run_state import RunState
@@ -62,7 +70,9 @@ class Timer:
         start = time.perf_counter()
         with jax.profiler.TraceAnnotation(name):
             yield
-        self.seconds[f"time/{name}_s"] = time.perf_counter() - start
+        key = f"time/{name}_s"
+        # A phase may come several times in a step.
+        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
 
 
 @dataclass
@@ -80,32 +90,69 @@ class Trainer:
 
     def step(
         self, state: RunState, *, step: int, position: int, timer: Timer
-    ) -> tuple[RunState, list[Sample], dict[str, float]]:
+    ) -> tuple[RunState, list[Sample], dict[str, float | None]]:
         """One walk down the corridor. `position` counts the prompts taken before this step."""
-        settings = self.settings
-        with timer.phase("rollout"):
-            weights = self.session.engine.weights(state.policy.params)
-            prompts = self.take_prompts(position)
-            # Groups are numbered over all hosts, for the metrics that gather them.
-            first = jax.process_index() * len(prompts)
-            samples = self.session.sample(weights, prompts, policy_version=step - 1, first_group_id=first)
-            del weights
-        samples = [replace(s, elapsed_s=timer.seconds["time/rollout_s"]) for s in samples]
-        with timer.phase("reward"):
-            of_model, asking = self.ask_reward_model(samples, timer)
-            scored = self.rewards.score(samples, Moment(step, settings.run.steps), of_model=of_model)
-            timer.board.tell(scored.notices)
-            _check_rewards(scored)
+        refilled, scored, asking = self.rollout(state.policy.params, step=step, position=position, timer=timer)
         with timer.phase("score"):
-            samples, scoring = self.score(state, scored.samples, timer)
+            samples, scoring = self.score(state, refilled.samples, timer)
         with timer.phase("advantage"):
             credited = self.credit(samples, state.kl_coef)
             samples, state = credited.samples, replace(state, kl_coef=credited.kl_coef)
         with timer.phase("update"):
             state, metrics = self.update(state, samples, step=step)
-        rewarded = {**sample_metrics(samples, self.rewards.names), **reward_counts(scored), **asking}
-        metrics = {**rewarded, **scoring, **credited.metrics, **metrics}
-        return state, samples, metrics
+        told = {**reward_counts(scored), **refill_metrics(refilled, scored.samples)}
+        rewarded = {**sample_metrics(samples, self.rewards.names), **told, **asking}
+        return state, samples, {**rewarded, **scoring, **credited.metrics, **metrics}
+
+    def rollout(
+        self, params: Params, *, step: int, position: int, timer: Timer
+    ) -> tuple[Refilled, Scored, dict[str, float]]:
+        """This host's groups of a step with their rewards, and all that was sampled to find them.
+
+        Also the metrics of the reward model's passes.
+        """
+        rounds: list[Scored] = []
+        asked: list[RewardPass] = []
+
+        def next_round(number: int) -> list[Sample]:
+            start = position + number * self.prompts_per_step
+            # Groups are numbered over all hosts, for the metrics that gather them.
+            first = (number * jax.process_count() + jax.process_index()) * self.settings.rollout.prompts_per_step
+            samples = self.sample(params, step=step, position=start, first_group_id=first, timer=timer)
+            rounds.append(self.reward(samples, asked, step=step, timer=timer))
+            return rounds[-1].samples
+
+        refilled = refill(
+            next_round,
+            keep=self.learning.keep,
+            num_groups=self.settings.rollout.prompts_per_step,
+            max_rounds=self.settings.algorithm.max_rounds,
+        )
+        return refilled, joined(rounds), _asking_metrics(asked)
+
+    def sample(self, params: Params, *, step: int, position: int, first_group_id: int, timer: Timer) -> list[Sample]:
+        """Samples of the prompts from a position on."""
+        before = timer.seconds.get("time/rollout_s", 0.0)
+        with timer.phase("rollout"):
+            weights = self.session.engine.weights(params)
+            prompts = self.take_prompts(position)
+            samples = self.session.sample(weights, prompts, policy_version=step - 1, first_group_id=first_group_id)
+            del weights
+        elapsed_s = timer.seconds["time/rollout_s"] - before
+        return [replace(s, elapsed_s=elapsed_s) for s in samples]
+
+    def reward(self, samples: list[Sample], asked: list[RewardPass], *, step: int, timer: Timer) -> Scored:
+        """The samples with their rewards; a pass of the reward model is added to `asked`."""
+        with timer.phase("reward"):
+            of_model = None
+            if self.reward_model is not None:
+                with timer.phase("score_reward"), closing(CompilationCounter()) as compilations:
+                    of_model, cut = self.reward_model.outcomes(samples)
+                asked.append(RewardPass(cut, compilations.take()))
+            scored = self.rewards.score(samples, Moment(step, self.settings.run.steps), of_model=of_model)
+            timer.board.tell(scored.notices)
+            _check_rewards(scored)
+        return scored
 
     def take_prompts(self, position: int) -> list[Prompt]:
         """This host's prompts of the step that starts at a position of the global order."""
@@ -118,17 +165,6 @@ class Trainer:
     def prompts_per_step(self) -> int:
         """Over all hosts."""
         return self.settings.rollout.prompts_per_step * jax.process_count()
-
-    def ask_reward_model(
-        self, samples: Sequence[Sample], timer: Timer
-    ) -> tuple[list[Rewarded] | None, dict[str, float]]:
-        """What it says of each sample, None without one, and the metrics of the pass."""
-        if self.reward_model is None:
-            return None, {}
-        with timer.phase("score_reward"), closing(CompilationCounter()) as compilations:
-            outcomes, cut = self.reward_model.outcomes(samples)
-        metrics = scoring_metrics("reward", [cut])
-        return outcomes, {**metrics, "perf/score_reward_compilations": compilations.take()}
 
     def score(self, state: RunState, samples: list[Sample], timer: Timer) -> tuple[list[Sample], dict[str, float]]:
         """The samples with the logprobs and values that the step needs before its updates, and the metrics of them.
@@ -198,6 +234,24 @@ class Trainer:
         return judged
 
 
+class RewardPass(NamedTuple):
+    """One pass of the reward model over the samples of a round."""
+
+    cut: Cut
+    num_compilations: int
+
+
+def _asking_metrics(asked: Sequence[RewardPass]) -> dict[str, float]:
+    """Of all its passes of a step; none without a reward model."""
+    if not asked:
+        return {}
+    compilations = sum(one.num_compilations for one in asked)
+    return {
+        **scoring_metrics("reward", [one.cut for one in asked]),
+        "perf/score_reward_compilations": compilations,
+    }
+
+
 def _without_credit(sample: Sample) -> Sample:
     length = len(sample.completion_ids)
     zeros = np.zeros(length, np.float32)
@@ -265,7 +319,8 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
         check_packing(session, state.policy.params, random_samples(session))
     work = work_of(settings, session.input.definition)
     board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
-    board.tell((launch.input.report, *launch.rewards.reports))
+    changes = launch.resolved.algorithm_changes
+    board.tell((*((changes,) if changes else ()), launch.input.report, *launch.rewards.reports))
     journal = stack.enter_context(closing(_open_journal(launch, progress)))
     progress = replace(progress, wandb_id=journal.wandb_id)
     narrator = Narrator(launch.run, settings.logging, board, journal)
@@ -294,7 +349,8 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
         record = _record(metrics, samples, timer, work) | {"perf/compilations": compilations.take()}
         if held_out and (is_last or step % settings.eval.every_steps == 0):
             record |= _evaluated(trainer, state.policy.params, held_out, step=step, narrator=narrator)
-        progress = progress.after(step, num_prompts=trainer.prompts_per_step, metrics=record)
+        num_prompts = int(metrics["rollout/num_rounds"] or 1) * trainer.prompts_per_step
+        progress = progress.after(step, num_prompts=num_prompts, metrics=record)
         narrator.step(step, record)
         _stop_if_diverged(metrics, settings)
         in_turn = is_last or exit_code or agreed.save_is_due or step % settings.checkpoint.every_steps == 0
@@ -309,7 +365,7 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     return Outcome(exit_code, journal.history, checkpoints.best)
 
 
-def _record(metrics: dict[str, float], samples: Sequence[Sample], timer: Timer, work: Work) -> dict[str, Any]:
+def _record(metrics: dict[str, float | None], samples: Sequence[Sample], timer: Timer, work: Work) -> dict[str, Any]:
     """A step's line of `metrics.jsonl`."""
     performance = step_performance(samples, work, seconds=timer.seconds["time/step_s"])
     # Null until a penalty measures it.
@@ -337,8 +393,8 @@ def _open_state(checkpoints: Checkpoints, launch: Launch, learning: Learning) ->
     restored = checkpoints.restore(fingerprints)
     if restored is not None:
         arrays, progress = restored
-        is_adapted = algorithm.kl_target is not None and progress.kl_coef is not None
-        return RunState.of(arrays, kl_coef=progress.kl_coef if is_adapted else algorithm.beta), progress
+        adapted = progress.kl_coef if algorithm.kl_target is not None else None
+        return RunState.of(arrays, kl_coef=algorithm.beta if adapted is None else adapted), progress
     session = launch.session
     policy, critic = learning.policy.initial_state(session.load_params()), None
     if session.critic is not None:
@@ -394,7 +450,7 @@ def _check_rewards(scored: Scored) -> None:
         )
 
 
-def _stop_if_diverged(metrics: dict[str, float], settings: Settings) -> None:
+def _stop_if_diverged(metrics: dict[str, float | None], settings: Settings) -> None:
     for network, section in (("policy", "optimizer"), ("value", "critic")):
         in_a_row = metrics.get(f"{network}/nonfinite_in_a_row") or 0
         if in_a_row >= settings.optimizer.max_nonfinite_steps:

@@ -18,6 +18,7 @@ from app.flow import Sample
 from app.masked import Moments, moments
 from app.mesh.placement import gather_over_hosts, moments_over_hosts, sum_over_hosts
 from app.reward.weighing import Scored
+from app.training.refill import Refilled
 
 
 def over_hosts(values: Sequence[float]) -> np.ndarray:
@@ -111,6 +112,25 @@ def _token_moments(columns: Sequence[tuple[np.ndarray | None, np.ndarray]]) -> M
         return Moments(0.0, 0.0, 0.0)
     values, masks = zip(*known, strict=True)
     return moments(np.concatenate(values), np.concatenate(masks))
+
+
+def refill_metrics(refilled: Refilled, sampled: Sequence[Sample]) -> dict[str, float]:
+    """What a filter made of a step's rollouts, over all hosts.
+
+    Args:
+        sampled: of all rounds, whatever became of them.
+    """
+    rewards = [s.reward for s in sampled if s.reward is not None]
+    counts = (refilled.num_sampled, refilled.num_filtered, refilled.num_surplus, refilled.num_fillers)
+    groups, filtered, surplus, fillers = sum_over_hosts(np.asarray(counts)).tolist()
+    total, count = sum_over_hosts(np.asarray([sum(rewards), len(rewards)], np.float64)).tolist()
+    return {
+        "rollout/num_rounds": refilled.num_rounds,
+        "rollout/surplus_group_count": surplus,
+        "rollout/filler_group_count": fillers,
+        "reward/filtered_group_fraction": filtered / groups,
+        "reward/sampled_mean": total / count if count else float("nan"),
+    }
 
 
 def host_counts(scored: Scored) -> tuple[dict[str, int], dict[str, tuple[float, int]]]:

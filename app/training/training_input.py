@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from app.flow import Prompt
 from app.prompts.encode import encode_prompts
 from app.prompts.source import load_held_out_data, load_training_data
+from app.reward.overlong import OverlongPenalty
 from app.reward.rewards import Rewards, judge_of
 from app.reward.signature import Columns
 from app.reward.tasks import check_answers
@@ -37,7 +38,10 @@ class TrainingInput:
         if self.held_out:
             source = settings.data.eval_source or settings.data.source
             held_out = replace(data_columns(settings, self.held_out), source=source)
-        return Rewards(settings.reward, columns, held_out)
+        overlong, buffer = None, settings.reward.overlong_buffer
+        if buffer is not None:
+            overlong = OverlongPenalty(settings.rollout.max_new_tokens, buffer, settings.reward.overlong_penalty)
+        return Rewards(settings.reward, columns, held_out, overlong)
 
 
 def data_columns(settings: Settings, prompts: Sequence[Prompt]) -> Columns:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,14 +19,16 @@ from app.policy.decoder import DecoderDefinition, Params
 from app.training.crediting import Crediting, wire_crediting, wire_kl
 from app.training.cutting import Longest, wire_role, wire_update
 from app.training.metrics import Work
+from app.training.refill import Filter, keeps_all, rewards_differ
 from app.training.run_state import arrays_of
 from app.training.session import Critic, Session
 from app.update.aggregation import aggregations
 from app.update.mini_batches import MiniBatches, in_order, shuffled
 from app.update.objective import PolicyLoss, make_objective, own_logprobs, scored_logprobs
 from app.update.optimizer import TrainState, initial_state, make_optimizer, make_schedule, state_shardings
+from app.update.ratio import LogRatio, sequence_log_ratio, token_log_ratio
 from app.update.step import POLICY_METRICS, VALUE_METRICS, MetricNames, UpdateStep
-from app.update.surrogate import SurrogateLoss, clipped_surrogate, dual_clipped_surrogate
+from app.update.surrogate import Surrogate, SurrogateLoss, cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from app.update.updater import Pack, PolicyPack, Updater
 from app.update.value_loss import (
     ValueLoss,
@@ -38,6 +41,15 @@ from settings import Settings
 from settings.errors import InputError
 from settings.schema import Algorithm, Optimizer, ScoredRole
 from settings.schema import Critic as CriticSettings
+
+LOG_RATIOS: Mapping[str, LogRatio] = MappingProxyType({"token": token_log_ratio, "sequence": sequence_log_ratio})
+"""By `algorithm.ratio_level`."""
+SURROGATES: Mapping[str, Callable[..., Surrogate]] = MappingProxyType(
+    {"ppo": clipped_surrogate, "cispo": cispo_surrogate}
+)
+"""By `algorithm.clip`."""
+FILTERS: Mapping[str, Filter] = MappingProxyType({"none": keeps_all, "zero_variance": rewards_differ})
+"""By `algorithm.filter`."""
 
 OTHERWISE = "algorithm.dynamic_microbatch: true, instead of algorithm.rows_per_device, takes any number"
 
@@ -61,6 +73,8 @@ class Learning:
     """Credit and updates, wired for one run."""
 
     credit: Crediting
+    keep: Filter
+    """Which groups a step learns from."""
     cuts: Mapping[ScoredRole, Cutter]
     """How the samples that a role scores are cut."""
     mini_batches: MiniBatches
@@ -79,12 +93,14 @@ class Learning:
 
 def wire_learning(settings: Settings, session: Session) -> Learning:
     """Everything of `algorithm.*`, `critic.*` and `optimizer.*`."""
+    assert settings.algorithm.filter is not None
     longest = Longest.of(settings)
     cuts: dict[ScoredRole, Cutter] = {
         role: wire_role(settings, role, session.architecture_of(role), longest) for role in settings.scored_roles
     }
     return Learning(
         wire_crediting(settings),
+        FILTERS[settings.algorithm.filter],
         cuts,
         wire_mini_batches(settings),
         wire_policy(settings, session, longest),
@@ -106,6 +122,7 @@ def wire_policy(settings: Settings, session: Session, longest: Longest) -> Learn
     pack = PolicyPack(
         aggregation=aggregations(max_new_tokens=settings.rollout.max_new_tokens)[algorithm.loss_aggregation],
         roles=_roles_in_loss(settings),
+        reads_sample_means=algorithm.ratio_level == "sequence",
     )
     schedule = make_schedule(settings.optimizer, num_updates=settings.policy_updates)
     cut = wire_update(settings, algorithm, session.input.architecture, longest)
@@ -168,20 +185,23 @@ def _roles_in_loss(settings: Settings) -> list[ScoredRole]:
 
 def wire_loss(algorithm: Algorithm, *, several_updates: bool) -> PolicyLoss:
     """The loss of every token, before aggregation."""
+    assert algorithm.ratio_level is not None
     return PolicyLoss(
         proximal=scored_logprobs if several_updates else own_logprobs,
         surrogate=wire_surrogate(algorithm),
         kl_estimator=wire_kl(algorithm) if algorithm.beta > 0 else None,
         beta=0.0 if algorithm.kl_in_reward else algorithm.beta,
         entropy_coef=algorithm.entropy_coef,
+        log_ratio=LOG_RATIOS[algorithm.ratio_level],
     )
 
 
 def wire_surrogate(algorithm: Algorithm) -> SurrogateLoss:
     """One clip or two."""
+    assert algorithm.clip is not None and algorithm.clip_low is not None and algorithm.clip_high is not None
     clips = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     if algorithm.dual_clip is None:
-        return functools.partial(clipped_surrogate, **clips)
+        return functools.partial(SURROGATES[algorithm.clip], **clips)
     return functools.partial(dual_clipped_surrogate, dual_clip=algorithm.dual_clip, **clips)
 
 

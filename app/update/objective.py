@@ -14,6 +14,7 @@ from app.batching.row_logprobs import row_logprobs
 from app.policy.decoder import DecoderDefinition, Params
 from app.policy.token_logprobs import entropy, measured_entropy
 from app.update.kl import Estimator
+from app.update.ratio import LogRatio, SampleMeans, token_log_ratio
 from app.update.surrogate import SurrogateLoss
 
 
@@ -33,6 +34,8 @@ class UpdateBatch:
     """None when the step has one update: its own logprobs are then the proximal ones."""
     reference_logprobs: Float32[HostOrDevice, "R C"] | None
     """None when there is no KL penalty, in the loss or in the reward."""
+    sample_means: SampleMeans | None = None
+    """None where ratios are the tokens' own."""
 
 
 @jax.tree_util.register_dataclass
@@ -78,6 +81,7 @@ class PolicyLoss:
     beta: float
     """Weight of the penalty in this loss; 0 where it is in the reward."""
     entropy_coef: float
+    log_ratio: LogRatio = token_log_ratio
 
     def __call__(
         self, logprobs: Float32[Array, "R C"], entropies: Float32[Array, "R C"], batch: UpdateBatch
@@ -87,7 +91,8 @@ class PolicyLoss:
         # Padding holds rubbish; equal logprobs there keep ratios at 1 and differences at 0.
         current = jnp.where(mask, logprobs, batch.behavior_logprobs)
         proximal_logprobs = jnp.where(mask, self.proximal(current, batch), batch.behavior_logprobs)
-        surrogate = self.surrogate(current, proximal_logprobs, batch.advantages)
+        log_ratios = self.log_ratio(current, proximal_logprobs, batch.sample_means)
+        surrogate = self.surrogate(log_ratios, current, batch.advantages)
 
         def mean(x: Array) -> Array:
             return jnp.sum(batch.token_weights * x)

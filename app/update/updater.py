@@ -13,15 +13,16 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from app.batching.micro_batches import Cut, Cutter
-from app.batching.pack import pack_per_token, pack_tokens
+from app.batching.pack import pack_last_targets, pack_per_token, pack_tokens
 from app.batching.pass_metrics import update_metrics
 from app.batching.plan import MicroBatch
 from app.flow import Sample
 from app.mesh.placement import sum_over_hosts, to_global
-from app.update.aggregation import Totals, Weights, token_mean
+from app.update.aggregation import Totals, Weights, sequence_mean_token_mean, token_mean
 from app.update.mini_batches import Epochs
 from app.update.objective import UpdateBatch
 from app.update.optimizer import TrainState
+from app.update.ratio import SampleMeans
 from settings.schema import ScoredRole
 
 Step = Callable[[TrainState, Sequence[Any], Array], tuple[TrainState, dict[str, Array]]]
@@ -76,10 +77,12 @@ class PolicyPack:
     Args:
         aggregation: what each token's loss counts; see `app.update.aggregation`.
         roles: whose scored logprobs the loss reads.
+        reads_sample_means: whether it reads `UpdateBatch.sample_means`.
     """
 
     aggregation: Weights
     roles: Collection[ScoredRole]
+    reads_sample_means: bool = False
 
     def __call__(self, samples: Sequence[Sample], micro_batch: MicroBatch, totals: Totals) -> UpdateBatch:
         def packed(value_of: Callable[[Sample], Any]) -> np.ndarray:
@@ -96,7 +99,16 @@ class PolicyPack:
             token_weights=packed(lambda s: token_mean(s, totals)),
             policy_logprobs=where_needed("policy"),
             reference_logprobs=where_needed("reference"),
+            sample_means=pack_sample_means(samples, micro_batch) if self.reads_sample_means else None,
         )
+
+
+def pack_sample_means(samples: Sequence[Sample], micro_batch: MicroBatch) -> SampleMeans:
+    alone = Totals(num_tokens=0, num_samples=1)
+    return SampleMeans(
+        weights=pack_per_token(samples, micro_batch, lambda s: sequence_mean_token_mean(s, alone)),
+        last_targets=pack_last_targets(samples, micro_batch),
+    )
 
 
 LAST_UPDATE_ONLY = ("/learning_rate", "/nonfinite_updates", "/nonfinite_in_a_row")

@@ -34,9 +34,25 @@ CASES: tuple[dict[str, Any], ...] = (
     {"loss_type": "dapo", "delta": 1.5},
     {"loss_type": "dapo", "entropy_coef": 0.1},
     {"loss_type": "luspo", "beta": 0.04},
+    {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
+    {"loss_type": "grpo", "importance_sampling_level": "sequence", "old": False, "beta": 0.04},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence", "delta": 1.5},
+    {"loss_type": "cispo", "old": False},
+    {"loss_type": "cispo", "epsilon_high": 1.2},
+    {"loss_type": "cispo", "epsilon_high": 5.0, "beta": 0.04},
 )
-"""Settings of GRPOTrainer. `old` says whether the step is one of several on its rollout, which has `old` logprobs."""
-DEFAULTS = {"old": True, "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.2, "delta": None, "entropy_coef": 0.0}
+"""Settings of GRPOTrainer; its `epsilon_high` of CISPO is the bound itself.
+`old` says whether the step is one of several on its rollout, which has `old` logprobs."""
+DEFAULTS = {
+    "old": True,
+    "beta": 0.0,
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.2,
+    "delta": None,
+    "entropy_coef": 0.0,
+    "importance_sampling_level": "token",
+}
 
 
 def make_inputs(seed: int) -> dict[str, Any]:
@@ -79,6 +95,9 @@ def grpo_numbers(case: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]
     loss.backward()
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     names = {"kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean"} & metrics.keys()
+    # Of one ratio a sample it counts clipped samples, not their tokens.
+    if settings["importance_sampling_level"] == "sequence":
+        names &= {"kl", "entropy"}
     return {
         "settings": case,
         "loss": loss.item(),
@@ -198,7 +217,7 @@ def _stand_in(settings: dict[str, Any]) -> Any:
         _entropy_bonus_enabled=settings["entropy_coef"] > 0,
         use_adaptive_entropy=False,
         max_completion_length=LONGEST,
-        importance_sampling_level="token",
+        importance_sampling_level=settings["importance_sampling_level"],
         current_gradient_accumulation_steps=1,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,

@@ -100,6 +100,41 @@ def test_discounts_lie_between_0_and_1(resolve, field: str, value: str) -> None:
         resolve(f"algorithm.{field}={value}")
 
 
+def test_a_clip_that_cuts_nothing_below_belongs_to_cispo(resolve) -> None:
+    message = refusal(check_for_train, resolve("algorithm.clip_low=1.5"))
+    assert message.startswith("algorithm.clip_low = 1.5 (from --set): algorithm.clip = 'ppo' (from derived)")
+    assert "set it below 1" in message
+    check_for_train(resolve("algorithm.clip_low=1.5", "algorithm.clip=cispo"))
+
+
+def test_the_second_clip_has_nothing_to_do_beside_cispo(resolve) -> None:
+    message = refusal(check_for_train, resolve("algorithm.name=cispo", "algorithm.dual_clip=3.0"))
+    assert "leave algorithm.dual_clip null" in message
+
+
+def test_an_estimator_that_compares_no_siblings_takes_groups_of_one_unless_they_are_filtered(resolve) -> None:
+    alone = ("algorithm.name=reinforce_plus_plus", "rollout.group_size=1")
+    check_for_train(resolve(*alone))
+    message = refusal(check_for_train, resolve(*alone, "algorithm.filter=zero_variance"))
+    assert "none would be left" in message
+    refusal(check_for_train, resolve(*alone, "algorithm.estimator=rloo"))
+
+
+@pytest.mark.parametrize("buffer", [8, 9])
+def test_a_buffer_as_long_as_the_longest_completion_is_refused(resolve, buffer: int) -> None:
+    message = refusal(check_for_train, resolve(f"reward.overlong_buffer={buffer}", "rollout.max_new_tokens=8"))
+    assert message.startswith(
+        f"reward.overlong_buffer = {buffer} (from --set): rollout.max_new_tokens = 8 (from --set)"
+    )
+    check_for_train(resolve("reward.overlong_buffer=7", "rollout.max_new_tokens=8"))
+
+
+def test_the_name_of_the_penalty_for_length_is_taken_while_there_is_one(resolve) -> None:
+    function = "reward.functions=['judges:overlong']"
+    check_for_train(resolve(function))
+    assert "another `name:`" in refusal(check_for_train, resolve(function, "reward.overlong_buffer=2"))
+
+
 @pytest.mark.parametrize(("mini_batch", "nearest"), [(5, "4 or 6"), (7, "6 or 12"), (13, "12"), (500, "12")])
 def test_a_mini_batch_that_does_not_divide_the_step_is_told_its_neighbours(
     resolve, mini_batch: int, nearest: str

@@ -165,10 +165,10 @@ def test_offloading_is_for_the_reference_alone(resolve) -> None:
 
 def test_the_switch_of_verl_is_that_of_scoring_and_update(resolve) -> None:
     resolved = resolve("use_dynamic_bsz: false")
-    assert [cut_of(resolved, section)[0] for section, _ in SCOPES] == [False] * 4
+    assert [cut_of(resolved, section)[0] for section, _ in SCOPES] == [False] * len(SCOPES)
     assert resolved.provenance["score.policy.dynamic"] == "yaml:c.yaml:1"
     resolved = resolve("use_dynamic_bsz: true\nref_logprob_mbs_per_gpu: 4")
-    assert [cut_of(resolved, section)[0] for section, _ in SCOPES] == [True, True, True, False]
+    assert [cut_of(resolved, section)[0] for section, _ in SCOPES] == [True, True, True, False, True]
 
 
 # Contradictions

@@ -170,6 +170,10 @@ def test_the_rest_is_derived_from_other_settings(folder: Path) -> None:
         ("grpo", "token-mean", "loss", "k3"),
         ("dr_grpo", "constant-length", "loss", "k3"),
         ("rloo", "sequence-mean-token-sum", "reward", "k1"),
+        ("reinforce_plus_plus", "token-mean", "reward", "k1"),
+        ("gspo", "sequence-mean-token-mean", "loss", "k3"),
+        ("dapo", "token-mean", "loss", "k3"),
+        ("cispo", "token-mean", "loss", "k3"),
     ],
 )
 def test_an_algorithm_decides_what_its_paper_fixes_and_no_one_else_did(name, aggregation, kl_in, estimator) -> None:
@@ -180,6 +184,40 @@ def test_an_algorithm_decides_what_its_paper_fixes_and_no_one_else_did(name, agg
     mixed = with_sets(f"algorithm.name={name}", "algorithm.beta=0.1", "algorithm.loss_aggregation=token-mean")
     assert mixed.settings.algorithm.loss_aggregation == "token-mean"
     assert mixed.provenance["algorithm.loss_aggregation"] == "set"
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("grpo", ("grpo", "token", "ppo", 0.2, 0.2, "none")),
+        ("dr_grpo", ("dr_grpo", "token", "ppo", 0.2, 0.2, "none")),
+        ("rloo", ("rloo", "token", "ppo", 0.2, 0.2, "none")),
+        ("reinforce_plus_plus", ("reinforce_plus_plus", "token", "ppo", 0.2, 0.2, "none")),
+        ("gspo", ("grpo", "sequence", "ppo", 3e-4, 4e-4, "none")),
+        ("dapo", ("grpo", "token", "ppo", 0.2, 0.28, "zero_variance")),
+        ("cispo", ("grpo", "token", "cispo", 10.0, 0.2, "none")),
+    ],
+)
+def test_a_paper_is_a_combination_of_parts_that_are_settings_of_their_own(name: str, parts: tuple) -> None:
+    fields = ("estimator", "ratio_level", "clip", "clip_low", "clip_high", "filter")
+    resolved = with_sets(f"algorithm.name={name}")
+    assert tuple(getattr(resolved.settings.algorithm, field) for field in fields) == parts
+    assert {resolved.provenance[f"algorithm.{field}"] for field in fields} == {"derived"}
+    ours = with_sets(f"algorithm.name={name}", "algorithm.filter=zero_variance", "algorithm.clip_high=0.5")
+    assert (ours.settings.algorithm.filter, ours.settings.algorithm.clip_high) == ("zero_variance", 0.5)
+
+
+def test_a_name_says_what_it_changes_and_not_what_the_user_chose() -> None:
+    dapo = "algorithm.name=dapo"
+    expected = "dapo (Yu et al. 2025): clip_high 0.28 (grpo: 0.2), filter zero_variance (grpo: none)"
+    assert with_sets(dapo).algorithm_changes == expected
+    assert with_sets(dapo, "algorithm.clip_high=0.28").algorithm_changes == expected.replace(
+        "clip_high 0.28 (grpo: 0.2), ", ""
+    )
+    assert with_sets().algorithm_changes is None
+    # Without a penalty it has no place.
+    assert "kl_in" not in str(with_sets("algorithm.name=rloo").algorithm_changes)
+    assert "kl_in reward (grpo: loss)" in str(with_sets("algorithm.name=rloo", "algorithm.beta=0.1").algorithm_changes)
 
 
 def test_the_estimator_follows_the_place_of_the_penalty() -> None:

@@ -10,7 +10,8 @@ import pytest
 from app.training.wiring import wire_loss
 from app.update.kl import k1, k2, k3
 from app.update.objective import own_logprobs, scored_logprobs
-from app.update.surrogate import clipped_surrogate, dual_clipped_surrogate
+from app.update.ratio import sequence_log_ratio, token_log_ratio
+from app.update.surrogate import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from settings import load
 from settings.schema import Algorithm
 
@@ -45,6 +46,15 @@ def test_a_second_clip_is_another_surrogate():
     twice = partial_of(wire_loss(algorithm("dual_clip=3.0"), several_updates=False).surrogate)
     assert twice.func is dual_clipped_surrogate
     assert twice.keywords == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+
+
+def test_level_of_the_ratio_and_kind_of_clip_are_chosen_apart_from_each_other():
+    assert wire_loss(algorithm(), several_updates=True).log_ratio is token_log_ratio
+    mixed = wire_loss(algorithm("name=cispo", "ratio_level=sequence"), several_updates=True)
+    assert mixed.log_ratio is sequence_log_ratio
+    surrogate = partial_of(mixed.surrogate)
+    assert (surrogate.func, surrogate.keywords) == (cispo_surrogate, {"clip_low": 10.0, "clip_high": 0.2})
+    assert wire_loss(algorithm("name=gspo"), several_updates=True).log_ratio is sequence_log_ratio
 
 
 def test_the_ratio_is_taken_to_scored_logprobs_only_where_several_updates_follow():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.update.surrogate import LOG_RATIO_LIMIT, Surrogate, clipped_surrogate, dual_clipped_surrogate
+from app.update.surrogate import LOG_RATIO_LIMIT, Surrogate, cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 
 LOW, HIGH, DUAL = 0.2, 0.3, 3.0
 
@@ -65,9 +65,8 @@ def test_the_two_clips_are_separate_and_only_cut_gradients_are_counted():
 @given(st.floats(-20, 0, width=32), st.floats(-100, 100, width=32))
 def test_at_ratio_one_the_gradient_is_reinforce(logprob, advantage):
     def loss(current):
-        return clipped_surrogate(
-            current, jnp.float32(logprob), jnp.float32(advantage), clip_low=LOW, clip_high=HIGH
-        ).loss
+        arguments = (current - jnp.float32(logprob), current, jnp.float32(advantage))
+        return clipped_surrogate(*arguments, clip_low=LOW, clip_high=HIGH).loss
 
     assert float(jax.grad(loss)(jnp.float32(logprob))) == pytest.approx(-advantage, rel=1e-6)
 
@@ -77,8 +76,8 @@ def test_gradient_of_a_softmax_policy_at_ratio_one_is_reinforce():
 
     def loss(logits):
         current = jax.nn.log_softmax(logits)[chosen]
-        proximal = jax.lax.stop_gradient(current)
-        return clipped_surrogate(current, proximal, jnp.float32(advantage), clip_low=LOW, clip_high=HIGH).loss
+        log_ratio = current - jax.lax.stop_gradient(current)
+        return clipped_surrogate(log_ratio, current, jnp.float32(advantage), clip_low=LOW, clip_high=HIGH).loss
 
     # -A grad log pi(a) = -A (onehot(a) - pi)
     expected = -advantage * (jnp.eye(3)[chosen] - jax.nn.softmax(logits))
@@ -135,6 +134,38 @@ def test_only_gradients_that_the_second_clip_cut_are_counted_as_such():
     np.testing.assert_array_equal(result.clipped_high, [True, True, False, False, False])
     np.testing.assert_array_equal(result.clipped_low, [False] * 4 + [True])
     assert not surrogate(ratio, advantages).clipped_dual.any()
+
+
+def cispo(log_ratio, logprob, advantage, *, low: float = 10.0) -> Surrogate:
+    arguments = (jnp.asarray(x, jnp.float32) for x in (log_ratio, logprob, advantage))
+    return cispo_surrogate(*arguments, clip_low=low, clip_high=HIGH)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "low", "weight"),
+    [
+        (1.1, 2.0, 10.0, 1.1),
+        (5.0, 2.0, 10.0, 1.3),  # beyond the bound: the gradient stays, its weight does not grow
+        (5.0, -2.0, 10.0, 1.3),
+        (0.1, -2.0, 10.0, 0.1),  # no lower bound
+        (0.1, 2.0, 0.2, 0.8),
+    ],
+)
+def test_cispo_keeps_the_gradient_of_every_token_and_bounds_its_weight(ratio, advantage, low, weight):
+    def loss(logprob):
+        # The proximal logprob moves with it: only the logprob itself may have a gradient.
+        return cispo(jnp.log(ratio) + 3.0 * (logprob + 0.7), logprob, advantage, low=low).loss
+
+    value, slope = jax.value_and_grad(loss)(-0.7)
+    assert float(value) == pytest.approx(0.7 * weight * advantage, rel=1e-6)
+    assert float(slope) == pytest.approx(-weight * advantage, rel=1e-6)
+
+
+def test_cispo_counts_the_weights_that_it_bounded_whatever_the_advantage():
+    result = cispo(jnp.log(jnp.array([0.5, 1.0, 1.4, 1.4])), jnp.zeros(4), jnp.array([1.0, 1.0, 1.0, -1.0]), low=0.2)
+    np.testing.assert_array_equal(result.clipped_low, [True, False, False, False])
+    np.testing.assert_array_equal(result.clipped_high, [False, False, True, True])
+    assert not result.clipped_dual.any()
 
 
 @given(st.floats(-30, 30, width=32), st.floats(-100, 100, width=32))

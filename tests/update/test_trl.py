@@ -13,10 +13,11 @@ import pytest
 
 from app.advantage.group import credit_by_group, penalised_rewards, rloo_advantages
 from app.flow import Sample
+from app.training.wiring import LOG_RATIOS
 from app.update.aggregation import aggregations
 from app.update.kl import k1, k3
 from app.update.objective import own_logprobs, scored_logprobs
-from app.update.surrogate import clipped_surrogate, dual_clipped_surrogate
+from app.update.surrogate import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from tests.golden.trl_numbers import CASES, DEFAULTS, LENGTHS, LONGEST, PATH, ROWS, numbers
 from tests.tiny import PLAIN_LOSS, assert_trees_close, make_sample, one_a_row
 from tests.update.table_policy import loss_and_gradient
@@ -27,6 +28,7 @@ AGGREGATIONS = {
     "dr_grpo": "constant-length",
     "dapo": "token-mean",
     "luspo": "sequence-mean-token-sum",
+    "cispo": "token-mean",
 }
 METRICS = {
     "kl": "policy/kl",
@@ -61,6 +63,8 @@ def ours(case: dict[str, Any], inputs: dict[str, Any], aggregation: str):
     settings = DEFAULTS | case
     clips = {"clip_low": settings["epsilon_low"], "clip_high": settings["epsilon_high"]}
     surrogate = partial(clipped_surrogate, **clips)
+    if settings.get("loss_type") == "cispo":
+        surrogate = partial(cispo_surrogate, clip_low=10.0, clip_high=settings["epsilon_high"] - 1)
     if settings["delta"] is not None:
         surrogate = partial(dual_clipped_surrogate, dual_clip=settings["delta"], **clips)
     loss = replace(
@@ -70,6 +74,7 @@ def ours(case: dict[str, Any], inputs: dict[str, Any], aggregation: str):
         kl_estimator=k3 if settings["beta"] else None,
         beta=settings["beta"],
         entropy_coef=settings["entropy_coef"],
+        log_ratio=LOG_RATIOS[settings["importance_sampling_level"]],
     )
     return loss_and_gradient(
         loss,

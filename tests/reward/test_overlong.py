@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from app.reward.overlong import OverlongPenalty
+from app.reward.plugin import Moment
+from app.reward.rewards import Rewards
+from settings.reward_section import Reward
+from tests.reward.samples import columns_of, make_prompt, make_sample
+
+PENALTY = OverlongPenalty(longest=10, buffer=4, most=2.0)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"), [(0, 0.0), (6, 0.0), (7, -0.5), (8, -1.0), (9, -1.5), (10, -2.0), (12, -2.0)]
+)
+def test_the_penalty_falls_over_the_buffer_and_no_further(num_tokens: int, penalty: float) -> None:
+    assert PENALTY.of(num_tokens) == penalty
+    assert str(PENALTY.of(0)) == "0.0"
+
+
+def of_length(num_tokens: int):
+    ids = np.zeros(num_tokens, np.int32)
+    return replace(make_sample("#### 18", make_prompt()), completion_ids=ids)
+
+
+def test_it_is_a_reward_of_its_own_name_and_part_of_their_sum() -> None:
+    samples = [of_length(6), of_length(9)]
+    settings = Reward.model_validate({"functions": [{"name": "gsm8k", "weight": 3.0}]})
+    with Rewards(settings, columns_of(samples), overlong=PENALTY) as rewards:
+        assert rewards.names == ("gsm8k", "overlong")
+        short, long = rewards.score(samples, Moment(step=1, num_steps=2)).samples
+    assert (short.rewards, short.reward) == ({"gsm8k": 1.0, "overlong": 0.0}, 3.0)
+    assert (long.rewards, long.reward) == ({"gsm8k": 1.0, "overlong": -1.5}, 1.5)
+
+
+def test_a_sample_without_reward_gets_no_penalty_either() -> None:
+    sample = of_length(10)
+    assert PENALTY.added(sample) is sample

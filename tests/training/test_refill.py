@@ -1,0 +1,108 @@
+"""Dynamic sampling: which groups a step takes, how often it asks for more, and what fills up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from app.flow import Sample
+from app.training.metrics import refill_metrics
+from app.training.refill import Refilled, keeps_all, refill, rewards_differ
+from tests.tiny import make_sample
+
+Group = Sequence[float | None]
+"""Rewards of its samples."""
+SAME, MIXED = (1.0, 1.0), (0.0, 1.0)
+
+
+def samples_of(groups: Sequence[Group], *, first: int) -> list[Sample]:
+    return [
+        make_sample([3, 4], group_id=first + i, sample_index=j, reward=reward)
+        for i, group in enumerate(groups)
+        for j, reward in enumerate(group)
+    ]
+
+
+def run(rounds: Sequence[Sequence[Group]], *, max_rounds: int = 10, keep=rewards_differ) -> Refilled:
+    """Of rounds with as many groups as a step has, numbered one after another."""
+    size = len(rounds[0])
+
+    def source(number: int) -> list[Sample]:
+        return samples_of(rounds[number], first=number * size)
+
+    return refill(source, keep=keep, num_groups=size, max_rounds=max_rounds)
+
+
+def groups_of(refilled: Refilled) -> list[int]:
+    return list(dict.fromkeys(s.group_id for s in refilled.samples))
+
+
+def in_loss(refilled: Refilled) -> list[int]:
+    return list(dict.fromkeys(s.group_id for s in refilled.samples if s.mask.any()))
+
+
+def test_without_a_filter_one_round_is_the_step_whatever_its_rewards():
+    refilled = run([(SAME, MIXED, SAME)], keep=keeps_all)
+    assert groups_of(refilled) == in_loss(refilled) == [0, 1, 2]
+    assert (refilled.num_rounds, refilled.num_filtered, refilled.num_surplus, refilled.num_fillers) == (1, 0, 0, 0)
+
+
+def test_rounds_are_asked_until_enough_groups_differ_and_the_surplus_is_the_last_of_them():
+    refilled = run([(MIXED, SAME, SAME), (SAME, MIXED, SAME), (MIXED, MIXED, MIXED)])
+    assert groups_of(refilled) == in_loss(refilled) == [0, 4, 6]
+    assert (refilled.num_rounds, refilled.num_sampled) == (3, 9)
+    assert (refilled.num_filtered, refilled.num_surplus, refilled.num_fillers) == (4, 2, 0)
+
+
+def test_when_rounds_run_out_the_first_dropped_groups_fill_up_out_of_the_loss():
+    refilled = run([(SAME, MIXED, SAME), (SAME, SAME, MIXED)], max_rounds=2)
+    assert groups_of(refilled) == [0, 1, 5]
+    assert in_loss(refilled) == [1, 5]
+    assert (refilled.num_rounds, refilled.num_filtered, refilled.num_fillers) == (2, 4, 1)
+
+
+def test_a_step_without_any_difference_keeps_its_shape_and_has_no_loss():
+    refilled = run([(SAME, SAME)] * 3, max_rounds=3)
+    assert groups_of(refilled) == [0, 1]
+    assert in_loss(refilled) == []
+    assert len(refilled.samples) == 4
+
+
+def test_fillers_stand_among_the_others_rather_than_in_one_mini_batch():
+    refilled = run([(SAME, MIXED, SAME, MIXED), (MIXED, SAME, SAME, SAME)], max_rounds=2)
+    assert groups_of(refilled) == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "differ"),
+    [((0.0, 1.0), True), ((1.0, 1.0), False), ((1.0, None), False), ((None, None), False), ((0.5, None, 1.0), True)],
+)
+def test_only_rewards_that_there_are_can_differ(rewards, differ):
+    assert rewards_differ(samples_of([rewards], first=0)) == differ
+
+
+def test_a_prompt_that_an_earlier_round_has_asked_is_no_new_group():
+    def source(number: int) -> list[Sample]:
+        # Prompts are named by the group's number: the second round meets those of the first again.
+        return samples_of((MIXED, SAME), first=0) if number < 2 else samples_of((MIXED, MIXED), first=10)
+
+    refilled = refill(source, keep=rewards_differ, num_groups=2, max_rounds=5)
+    assert groups_of(refilled) == [0, 10]
+    assert refilled.num_rounds == 3
+
+
+def test_metrics_count_every_round_and_the_mean_is_of_all_that_was_sampled():
+    rounds = [(MIXED, SAME, SAME), (MIXED, MIXED, MIXED)]
+    refilled = run(rounds)
+    sampled = [s for i, groups in enumerate(rounds) for s in samples_of(groups, first=3 * i)]
+    metrics = refill_metrics(refilled, sampled)
+    assert metrics == {
+        "rollout/num_rounds": 2,
+        "rollout/surplus_group_count": 1,
+        "rollout/filler_group_count": 0,
+        "reward/filtered_group_fraction": pytest.approx(2 / 6),
+        "reward/sampled_mean": pytest.approx(8 / 12),
+    }
+    assert np.isnan(refill_metrics(refilled, [])["reward/sampled_mean"])

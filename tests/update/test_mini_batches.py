@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from app.update.mini_batches import in_order, shuffled
+from tests.tiny import make_sample
+
+SAMPLES = [make_sample([i], group_id=i // 2, sample_index=i % 2) for i in range(24)]
+
+
+def groups_of(epochs) -> list[list[list[int]]]:
+    return [[[s.group_id for s in part] for part in epoch] for epoch in epochs]
+
+
+def drawn(step: int = 1, seed: int = 0) -> list[list[list[int]]]:
+    return groups_of(shuffled(SAMPLES, step, num_mini_batches=3, epochs=2, seed=seed))
+
+
+def test_in_order_every_epoch_is_the_same():
+    first, second = in_order(SAMPLES, 1, num_mini_batches=3, epochs=2)
+    assert first is second
+    assert groups_of([first])[0][0] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_shuffled_epochs_hold_every_group_once_and_whole_in_mini_batches_of_one_size():
+    for epoch in drawn():
+        assert sorted(g for part in epoch for g in part) == sorted(s.group_id for s in SAMPLES)
+        assert [len(part) for part in epoch] == [8, 8, 8]
+        assert all(part[i] == part[i + 1] for part in epoch for i in range(0, 8, 2))
+
+
+def test_which_they_are_follows_from_seed_step_and_epoch_alone():
+    assert drawn() == drawn()
+    first, second = drawn()
+    assert first != second
+    assert drawn(step=2) != drawn() != drawn(seed=1)
