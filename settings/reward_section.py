@@ -105,15 +105,6 @@ class Reward(Section):
         default=(RewardFunction(name="arithmetic"),),
         description="Weighted sum. The first one decides what `eval/accuracy` counts.",
     )
-    overlong_buffer: int | None = Field(
-        default=None,
-        ge=1,
-        description="Tokens below `rollout.max_new_tokens` over which a completion's reward falls by up to "
-        "`overlong_penalty`, in proportion; null = no penalty for length.",
-    )
-    overlong_penalty: float = Field(
-        default=1.0, gt=0, description="What a completion of `rollout.max_new_tokens` tokens loses."
-    )
     model: str | None = Field(
         default=None,
         min_length=1,
@@ -124,7 +115,16 @@ class Reward(Section):
         default=None, description="Commit, tag or branch of its hub id; its newest commit when null."
     )
     model_weight: float = Field(
-        default=1.0, description="Factor of its score in the weighted sum; 0 = shown but not counted."
+        default=1.0, ge=-1e6, le=1e6, description="Factor of its score in the weighted sum; 0 = shown but not counted."
+    )
+    overlong_buffer: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens below `rollout.max_new_tokens` over which a completion's reward falls by up to "
+        "`overlong_penalty`, in proportion; null = no penalty for length.",
+    )
+    overlong_penalty: float = Field(
+        default=1.0, gt=0, description="What a completion of `rollout.max_new_tokens` tokens loses."
     )
     on_error: Literal["raise", "zero", "drop"] = Field(
         default="raise",

@@ -92,9 +92,9 @@ class Rewards:
     @property
     def names(self) -> tuple[str, ...]:
         """Of all that a sample's reward is made of."""
-        functions = (function.name for function in self._functions)
         model = (MODEL_REWARD,) if self._settings.model else ()
-        return (*functions, *model, *((OVERLONG,) if self._overlong else ()))
+        overlong = (OVERLONG,) if self._overlong else ()
+        return (*(function.name for function in self._functions), *model, *overlong)
 
     def score(self, samples: Sequence[Sample], moment: Moment, *, of_model: Sequence[Outcome] | None = None) -> Scored:
         """The samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value + overlong penalty.

@@ -18,7 +18,6 @@ from app.flow import Prompt, Sample
 from app.mesh.placement import max_over_hosts, sum_over_hosts, to_device_memory, to_host_memory
 from app.policy.decoder import Params
 from app.prompts.order import PromptOrder, host_slice
-from app.reward.outcome import Outcome as Rewarded
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.weighing import Scored, joined
@@ -77,19 +76,6 @@ class Timer:
 
 
 @dataclass
-class Asked:
-    """The reward model's passes of a step, one for each round of its rollout."""
-
-    cuts: list[Cut] = field(default_factory=list)
-    compilations: int = 0
-
-    def metrics(self) -> dict[str, float]:
-        if not self.cuts:
-            return {}
-        return {**scoring_metrics("reward", self.cuts), "perf/score_reward_compilations": self.compilations}
-
-
-@dataclass
 class Trainer:
     """The rooms of one run and the order of its prompts."""
 
@@ -106,8 +92,7 @@ class Trainer:
         self, state: RunState, *, step: int, position: int, timer: Timer
     ) -> tuple[RunState, list[Sample], dict[str, float | None]]:
         """One walk down the corridor. `position` counts the prompts taken before this step."""
-        asked = Asked()
-        refilled, scored = self.rollout(state.policy.params, asked, step=step, position=position, timer=timer)
+        refilled, scored, asking = self.rollout(state.policy.params, step=step, position=position, timer=timer)
         with timer.phase("score"):
             samples, scoring = self.score(state, refilled.samples, timer)
         with timer.phase("advantage"):
@@ -116,20 +101,25 @@ class Trainer:
         with timer.phase("update"):
             state, metrics = self.update(state, samples, step=step)
         told = {**reward_counts(scored), **refill_metrics(refilled, scored.samples)}
-        rewarded = {**sample_metrics(samples, self.rewards.names), **told, **asked.metrics()}
+        rewarded = {**sample_metrics(samples, self.rewards.names), **told, **asking}
         return state, samples, {**rewarded, **scoring, **credited.metrics, **metrics}
 
     def rollout(
-        self, params: Params, asked: Asked, *, step: int, position: int, timer: Timer
-    ) -> tuple[Refilled, Scored]:
-        """This host's groups of a step with their rewards, and all that was sampled to find them."""
+        self, params: Params, *, step: int, position: int, timer: Timer
+    ) -> tuple[Refilled, Scored, dict[str, float]]:
+        """This host's groups of a step with their rewards, and all that was sampled to find them.
+
+        Also the metrics of the reward model's passes.
+        """
         rounds: list[Scored] = []
+        asked: list[RewardPass] = []
 
         def next_round(number: int) -> list[Sample]:
             start = position + number * self.prompts_per_step
             # Groups are numbered over all hosts, for the metrics that gather them.
             first = (number * jax.process_count() + jax.process_index()) * self.settings.rollout.prompts_per_step
-            rounds.append(self.round(params, asked, step=step, position=start, first_group_id=first, timer=timer))
+            samples = self.sample(params, step=step, position=start, first_group_id=first, timer=timer)
+            rounds.append(self.reward(samples, asked, step=step, timer=timer))
             return rounds[-1].samples
 
         refilled = refill(
@@ -138,12 +128,10 @@ class Trainer:
             num_groups=self.settings.rollout.prompts_per_step,
             max_rounds=self.settings.algorithm.max_rounds,
         )
-        return refilled, joined(rounds)
+        return refilled, joined(rounds), _asking_metrics(asked)
 
-    def round(
-        self, params: Params, asked: Asked, *, step: int, position: int, first_group_id: int, timer: Timer
-    ) -> Scored:
-        """Samples of the prompts from a position on, with their rewards."""
+    def sample(self, params: Params, *, step: int, position: int, first_group_id: int, timer: Timer) -> list[Sample]:
+        """Samples of the prompts from a position on."""
         before = timer.seconds.get("time/rollout_s", 0.0)
         with timer.phase("rollout"):
             weights = self.session.engine.weights(params)
@@ -151,10 +139,17 @@ class Trainer:
             samples = self.session.sample(weights, prompts, policy_version=step - 1, first_group_id=first_group_id)
             del weights
         elapsed_s = timer.seconds["time/rollout_s"] - before
+        return [replace(s, elapsed_s=elapsed_s) for s in samples]
+
+    def reward(self, samples: list[Sample], asked: list[RewardPass], *, step: int, timer: Timer) -> Scored:
+        """The samples with their rewards; a pass of the reward model is added to `asked`."""
         with timer.phase("reward"):
-            moment = Moment(step, self.settings.run.steps)
-            samples = [replace(s, elapsed_s=elapsed_s) for s in samples]
-            scored = self.rewards.score(samples, moment, of_model=self.ask_reward_model(samples, asked, timer))
+            of_model = None
+            if self.reward_model is not None:
+                with timer.phase("score_reward"), closing(CompilationCounter()) as compilations:
+                    of_model, cut = self.reward_model.outcomes(samples)
+                asked.append(RewardPass(cut, compilations.take()))
+            scored = self.rewards.score(samples, Moment(step, self.settings.run.steps), of_model=of_model)
             timer.board.tell(scored.notices)
             _check_rewards(scored)
         return scored
@@ -170,16 +165,6 @@ class Trainer:
     def prompts_per_step(self) -> int:
         """Over all hosts."""
         return self.settings.rollout.prompts_per_step * jax.process_count()
-
-    def ask_reward_model(self, samples: Sequence[Sample], asked: Asked, timer: Timer) -> list[Rewarded] | None:
-        """What it says of each sample; None without one."""
-        if self.reward_model is None:
-            return None
-        with timer.phase("score_reward"), closing(CompilationCounter()) as compilations:
-            outcomes, cut = self.reward_model.outcomes(samples)
-        asked.cuts.append(cut)
-        asked.compilations += compilations.take()
-        return outcomes
 
     def score(self, state: RunState, samples: list[Sample], timer: Timer) -> tuple[list[Sample], dict[str, float]]:
         """The samples with the logprobs and values that the step needs before its updates, and the metrics of them.
@@ -247,6 +232,24 @@ class Trainer:
         board.tell(judged.notices)
         _check_rewards(judged)
         return judged
+
+
+class RewardPass(NamedTuple):
+    """One pass of the reward model over the samples of a round."""
+
+    cut: Cut
+    num_compilations: int
+
+
+def _asking_metrics(asked: Sequence[RewardPass]) -> dict[str, float]:
+    """Of all its passes of a step; none without a reward model."""
+    if not asked:
+        return {}
+    compilations = sum(one.num_compilations for one in asked)
+    return {
+        **scoring_metrics("reward", [one.cut for one in asked]),
+        "perf/score_reward_compilations": compilations,
+    }
 
 
 def _without_credit(sample: Sample) -> Sample:

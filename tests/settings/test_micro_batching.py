@@ -14,7 +14,7 @@ from settings.fields import value_of
 from settings.layers import env_name
 from tests.settings.loading import load_text
 
-ROLES = ("policy", "reference")
+ROLES = ("policy", "reference", "reward")
 UPDATE = ("algorithm", "dynamic_microbatch")
 SCOPES = [UPDATE, ("score", "dynamic"), *((f"score.{role}", "dynamic") for role in ROLES)]
 """Section and name of its switch."""
@@ -121,7 +121,7 @@ def test_one_pass_has_no_number_of_rows(resolve) -> None:
 @pytest.mark.parametrize("role", ROLES)
 def test_a_role_takes_from_score_what_it_does_not_say_and_shows_where_that_was_set(resolve, role: str) -> None:
     resolved = resolve(f"score:\n  rows_per_device: 3\n  strategy: scan\n  {role}:\n    rows_per_device: 2\n")
-    other = ROLES[1 - ROLES.index(role)]
+    other = ROLES[ROLES.index(role) - 1]
     assert cut_of(resolved, f"score.{role}") == (False, None, 2, "scan")
     assert origins_of(resolved, f"score.{role}") == ["derived", "default", "yaml:c.yaml:5", "yaml:c.yaml:3"]
     assert cut_of(resolved, f"score.{other}") == (False, None, 3, "scan")
@@ -130,10 +130,10 @@ def test_a_role_takes_from_score_what_it_does_not_say_and_shows_where_that_was_s
 
 def test_the_quota_goes_from_the_update_to_scoring_to_its_roles(resolve) -> None:
     resolved = resolve("algorithm:\n  max_tokens_per_device: 900\n")
-    assert [cut_of(resolved, section)[1] for section, _ in SCOPES] == [900] * 4
+    assert [cut_of(resolved, section)[1] for section, _ in SCOPES] == [900] * len(SCOPES)
     assert resolved.provenance["score.reference.max_tokens_per_device"] == "yaml:c.yaml:2"
     resolved = resolve("algorithm: {max_tokens_per_device: 900}", "score.max_tokens_per_device=1800")
-    assert [cut_of(resolved, section)[1] for section, _ in SCOPES] == [900, 1800, 1800, 1800]
+    assert [cut_of(resolved, section)[1] for section, _ in SCOPES] == [900, *[1800] * (len(SCOPES) - 1)]
     assert resolved.provenance["score.policy.max_tokens_per_device"] == "set"
 
 
@@ -165,10 +165,10 @@ def test_offloading_is_for_the_reference_alone(resolve) -> None:
 
 def test_the_switch_of_verl_is_that_of_scoring_and_update(resolve) -> None:
     resolved = resolve("use_dynamic_bsz: false")
-    assert [cut_of(resolved, section)[0] for section, _ in SCOPES] == [False] * 4
+    assert [cut_of(resolved, section)[0] for section, _ in SCOPES] == [False] * len(SCOPES)
     assert resolved.provenance["score.policy.dynamic"] == "yaml:c.yaml:1"
     resolved = resolve("use_dynamic_bsz: true\nref_logprob_mbs_per_gpu: 4")
-    assert [cut_of(resolved, section)[0] for section, _ in SCOPES] == [True, True, True, False]
+    assert [cut_of(resolved, section)[0] for section, _ in SCOPES] == [True, True, True, False, True]
 
 
 # Contradictions
@@ -302,3 +302,12 @@ def test_whatever_is_said_each_scope_is_either_dynamic_or_fixed(in_set: dict, in
 def test_verls_general_switch_may_stand_beside_that_of_a_part_where_they_agree() -> None:
     settings = load(None, ["use_dynamic_bsz=false", "log_prob_use_dynamic_bsz=false"], {}).settings
     assert settings.score.dynamic is False and settings.algorithm.dynamic_microbatch is False
+
+
+def test_a_reward_model_takes_the_quota_of_score_and_verls_name_sets_it(resolve) -> None:
+    assert resolve("", "score.max_tokens_per_device=500").settings.score.reward.max_tokens_per_device == 500
+    score = resolve("", "forward_max_token_len_per_gpu=900").settings.score
+    assert (score.critic.max_tokens_per_device, score.reward.max_tokens_per_device) == (900, 900)
+    assert score.policy.max_tokens_per_device != 900
+    fixed = resolve("", "score.reward.rows_per_device=3").settings.score.reward
+    assert (fixed.dynamic, fixed.rows_per_device, fixed.max_tokens_per_device) == (False, 3, None)

@@ -37,6 +37,8 @@ EXAMPLES = {
     "score.reference.rows_per_device": 2,
     "score.dynamic": False,
     "score.max_tokens_per_device": 3000,
+    "score.critic.max_tokens_per_device": 4000,
+    "score.reward.max_tokens_per_device": 4000,
     "algorithm.mini_batch_prompts": 4,
     "algorithm.dynamic_microbatch": False,
     "algorithm.max_tokens_per_device": 2000,

@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_directory import write_reward_model
 from tests.training.program import REPOSITORY, metrics_of, train_here
 
 PLACEHOLDERS = {"<function>": r"[^/]+", "<name>": r"[^/]+", "<n>": r"\d+"}
 
 
 @pytest.fixture
-def judged_by_plug_in(config: Path) -> Path:
-    """The run directory of a step whose reward function gives a further number, and whose tokens are credited."""
+def judged_by_plug_in(config: Path, tmp_path: Path) -> Path:
+    """The run directory of a step whose reward function gives a further number, beside a reward model, and whose tokens are credited."""
+    model = f"reward.model={write_reward_model(tmp_path / 'judge')}"
     (config.parent / "judge.py").write_text("def judge(completion): return {'score': 1.0, 'length': len(completion)}\n")
     functions = f"reward.functions=['{config.parent / 'judge.py'}:judge']"
     credit = ("algorithm.name=reinforce_plus_plus", "algorithm.beta=0.1", "algorithm.kl_target=0.1")
-    result = train_here(config, functions, *credit, "run.steps=1", "eval.every_steps=0")
+    result = train_here(config, functions, model, *credit, "run.steps=1", "eval.every_steps=0")
     assert result.exit_code == 0, result.stderr
     return config.parent / "runs" / "tiny"
 

@@ -62,7 +62,7 @@ def dialogues() -> list[Sample]:
 
 
 def values_of(model: RewardModel, samples: list[Sample]) -> np.ndarray:
-    return np.asarray([outcome.value for outcome in model.outcomes(samples)[0]], np.float64)
+    return np.asarray([outcome.value for outcome in model.outcomes(samples)[0]], float)
 
 
 def by_hand(read: RewardModelInput, sample: Sample) -> float:
@@ -134,7 +134,7 @@ def test_a_run_learns_from_the_model_beside_the_functions(config: Path, judge: P
     for line in lines:
         samples = samples_of(run, line["step"])
         scores = [(s.rewards or {})["model"] for s in samples]
-        np.testing.assert_allclose(scores, np.asarray(values_of(model, samples), float), atol=1e-4)
+        np.testing.assert_allclose(scores, values_of(model, samples), atol=1e-4)
         assert line["reward/model/mean"] == pytest.approx(np.mean(scores))
         functions = line["reward/arithmetic/mean"] + 0.5 * line["reward/arithmetic_format/mean"]
         assert line["reward/mean"] == pytest.approx(functions + 0.25 * line["reward/model/mean"])
@@ -212,7 +212,7 @@ def test_a_conversation_over_the_context_fails_alone(judge: Path) -> None:
     assert failure is not None and failure.kind == "too long"
     assert "score.reward.max_tokens_per_device holds 63" in failure.text
     kept = [i for i in range(len(samples)) if i != 2]
-    np.testing.assert_allclose(np.asarray([outcomes[i].value for i in kept], np.float64), expected[kept], atol=1e-5)
+    np.testing.assert_allclose(np.asarray([outcomes[i].value for i in kept], float), expected[kept], atol=1e-5)
 
 
 def test_a_reward_model_may_have_its_own_vocabulary_and_no_template(judge: Path, tmp_path: Path) -> None:
