@@ -11,6 +11,7 @@ same rounds. Torch is needed; it has as many threads as there are cores.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -66,7 +67,7 @@ def slime(rewards: np.ndarray, values: np.ndarray) -> torch.Tensor:
 def torchrl_vectorised() -> Solve | None:
     """torchrl's `vec_generalized_advantage_estimate`; None where it is not installed."""
     try:
-        from torchrl.objectives.value.functional import vec_generalized_advantage_estimate
+        functional: Any = importlib.import_module("torchrl.objectives.value.functional")
     except ImportError as error:
         print(f"torchrl is left out: {error}", file=sys.stderr)
         return None
@@ -76,7 +77,7 @@ def torchrl_vectorised() -> Solve | None:
         next_values = torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], dim=1)
         done = torch.zeros(r.shape, dtype=torch.bool)
         done[:, -1] = True
-        return vec_generalized_advantage_estimate(GAMMA, LAM, v, next_values, r, done, done)[0].squeeze(-1)
+        return functional.vec_generalized_advantage_estimate(GAMMA, LAM, v, next_values, r, done, done)[0].squeeze(-1)
 
     return solve
 

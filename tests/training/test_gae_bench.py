@@ -17,7 +17,7 @@ from tests.training.program import here
 
 def test_a_bench_measures_every_backend_checks_it_and_draws(tmp_path: Path) -> None:
     folder = tmp_path / "bench"
-    result = here("gae", "--bench", "--shapes", "3x70", "--gamma", 0.9, "--out", folder)
+    result = here("gae", "--bench", "--shapes", "3x70", "--gamma", "0.9", "--out", folder)
     assert result.exit_code == 0, result.stderr
     report = json.loads((folder / "bench.json").read_text())
     assert sorted(path.name for path in folder.iterdir()) == ["bench.json", "bench.png"]

@@ -19,7 +19,7 @@ from settings.errors import InputError
 from tests.training.program import here, records_of
 
 GAMMA, LAM = 0.9, 0.8
-RULE = ("--gamma", GAMMA, "--lam", LAM)
+RULE = ("--gamma", str(GAMMA), "--lam", str(LAM))
 
 
 def expected(
@@ -96,8 +96,8 @@ def test_matrices_get_the_credit_of_their_rows(tmp_path: Path, with_mask: bool, 
     rng = np.random.default_rng(1)
     rewards, values = rng.integers(0, 3, (5, 40)), rng.standard_normal((5, 40 + extra_column))
     mask = rng.random((5, 40)) < 0.6 if with_mask else np.ones((5, 40), bool)
-    of_mask: dict[str, Any] = {"mask": mask.astype(int)} if with_mask else {}
-    np.savez(tmp_path / "in.npz", rewards=rewards, values=values, **of_mask)
+    members: dict[str, Any] = {"mask": mask.astype(int)} if with_mask else {}
+    np.savez(tmp_path / "in.npz", rewards=rewards, values=values, **members)
     result = gae(tmp_path / "in.npz", tmp_path / "out.npz")
     assert result.exit_code == 0, result.stderr
     with np.load(tmp_path / "out.npz") as written:
