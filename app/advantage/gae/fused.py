@@ -1,11 +1,12 @@
-"""The plain case on the host, in one pass over memory: no mask, no ends, one gamma and one lambda.
+"""Differences, scan, advantages and returns in one go: kernels on GPU and TPU, blocks of rows on the host.
 
-A block of a few rows and of 2048 steps, which fits a core's cache, is taken through everything (temporal differences,
-scan, advantages, returns) before the one in front of it is read: main memory sees each input and each output once. In a
-block the scan is the chunk scan of `app.advantage.gae.chunked` with two differences. What a chunk hands on is found
-before the chunk is solved and is added to the input of its neighbour's last step, so that one product of 64 x 32
-and 32 x 32 writes the advantages where they belong; each product is so small that BLAS does not spread it over threads,
-which here costs more than it gives. And carries are float64, since blocks follow each other.
+On the host, for the plain case (no mask, no ends, one gamma and one lambda): a block of a few rows and of 2048 steps,
+which fits a core's cache, is taken through everything before the one in front of it is read, so that main memory sees
+each input and each output once. In a block the scan is the chunk scan of `app.advantage.gae.chunked` with two
+differences. What a chunk hands on is found before the chunk is solved and is added to the input of its neighbour's last
+step, so that one product of small matrices writes the advantages where they belong; each product is so small that BLAS
+does not spread it over threads, which here costs more than it gives. And carries are float64, since blocks follow each
+other.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float32, Float64
 
-from app.advantage.gae.terms import Credit, HostOrDevice
+from app.advantage.gae.chunked import chunked
+from app.advantage.gae.terms import Credit, HostOrDevice, Terms
 
 CHUNK = 32
 BLOCK_STEPS = 2048
@@ -35,6 +38,20 @@ class _Kernels(NamedTuple):
     """Over one step: from a chunk's end to its last step."""
     chunk_decay: float
     """Over one chunk."""
+
+
+def fused(terms: Terms, *, chunk_size: int) -> Credit:
+    """The kernel of this device where it has one for these terms; else the chunk scan.
+
+    There are kernels for GPU and TPU, and for one decay.
+    """
+    platform = jax.default_backend()
+    if platform not in ("gpu", "tpu") or terms.decays.ndim > 0 or terms.rewards.size == 0:
+        return chunked(terms, chunk_size=chunk_size)
+    # Pallas is slow to import, and a CPU has no use for it.
+    from app.advantage.gae import pallas_kernel
+
+    return pallas_kernel.KERNELS[platform](terms)
 
 
 def fused_plain(

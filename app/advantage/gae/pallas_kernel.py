@@ -14,6 +14,9 @@ Run in interpret mode on a CPU only: neither lowering has been compiled for or t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -92,6 +95,10 @@ def fused_on_tpu(terms: Terms, *, interpret: bool = False) -> Credit:
         interpret=interpret,
     )(*inputs, *numbers)
     return _credit(terms, *solved)
+
+
+KERNELS: Mapping[str, Callable[[Terms], Credit]] = MappingProxyType({"gpu": fused_on_gpu, "tpu": fused_on_tpu})
+"""By platform, as `jax.default_backend` names it."""
 
 
 def _solve_tile(

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from app.advantage.gae.choice import choose
+from app.advantage.gae.estimate import generalized_advantages
+from app.advantage.gae.fused import fused, fused_plain
+from app.advantage.gae.pallas_kernel import KERNELS
+from app.advantage.gae.terms import Terms
+from tests.advantage.gae_oracle import Case, oracle, random_case
+
+DISCOUNTS = list(itertools.product((0.0, 0.5, 0.95, 0.99, 1.0), repeat=2))
+
+
+def plain_case(rows: int, num_tokens: int) -> Case:
+    return random_case(np.random.default_rng(num_tokens), (rows, num_tokens), masked=False, packed=False)
+
+
+def plain_terms(case: Case, *, gamma: float, lam: float) -> Terms:
+    rewards, values = jnp.asarray(case.rewards), jnp.asarray(case.values)
+    return Terms(rewards, values[:, :-1], values[:, 1:], jnp.float32(gamma), jnp.float32(gamma * lam), None)
+
+
+def assert_close(got, expected) -> None:
+    limit = 1e-5 * max(1.0, float(np.abs(expected[0]).max(initial=0)))
+    for one, truth in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, truth, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 31, 33, 127, 128, 129, 511, 2048, 2049, 4096])
+def test_blocks_on_the_host_equal_a_float64_loop(num_tokens):
+    case = plain_case(3, num_tokens)
+    for gamma, lam in DISCOUNTS:
+        got = fused_plain(case.rewards, case.values[:, :-1], case.values[:, -1], gamma, lam)
+        assert_close(got, oracle(case, gamma=gamma, lam=lam))
+
+
+def test_blocks_on_the_host_equal_a_float64_loop_where_rows_are_dealt_to_threads():
+    case = plain_case(19, 65_537)
+    got = fused_plain(case.rewards, case.values[:, :-1], case.values[:, -1], 0.99, 0.95)
+    rows = [0, 15, 16, 18]
+    few = Case(case.rewards[rows], case.values[rows])
+    assert_close([x[rows] for x in got], oracle(few, gamma=0.99, lam=0.95))
+
+
+def test_blocks_on_the_host_hand_on_long_sums_exactly():
+    rewards = np.ones((1, 131_072), np.float32)
+    advantages, returns = fused_plain(rewards, 0 * rewards, np.zeros(1), 1.0, 1.0)
+    np.testing.assert_array_equal(advantages[0], np.arange(131_072, 0, -1))
+    np.testing.assert_array_equal(returns, advantages)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+def test_blocks_on_the_host_of_nothing_are_nothing(shape):
+    advantages, returns = fused_plain(np.zeros(shape), np.zeros(shape), np.zeros(shape[0]), 0.9, 0.9)
+    assert advantages.shape == returns.shape == shape
+
+
+def test_blocks_on_the_host_leave_what_they_read_alone():
+    case = plain_case(2, 300)
+    before = case.rewards.copy(), case.values.copy()
+    fused_plain(case.rewards, case.values[:, :-1], case.values[:, -1], 0.99, 0.95)
+    np.testing.assert_array_equal(case.rewards, before[0])
+    np.testing.assert_array_equal(case.values, before[1])
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+@pytest.mark.parametrize("num_tokens", [1, 129, 511, 17_000])
+def test_kernels_equal_a_float64_loop(platform, num_tokens):
+    case = plain_case(2, num_tokens)
+    kernel = jax.jit(lambda terms: KERNELS[platform](terms, interpret=True))
+    for gamma, lam in ((0.99, 0.95), (1.0, 1.0), (0.0, 0.5), (0.5, 1.0)):
+        assert_close(kernel(plain_terms(case, gamma=gamma, lam=lam)), oracle(case, gamma=gamma, lam=lam))
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_kernels_leave_masked_tokens_at_zero(platform):
+    case = plain_case(2, 40)
+    terms = plain_terms(case, gamma=0.9, lam=0.8)._replace(mask=jnp.arange(40)[None, :] % 3 > 0)
+    advantages, returns = KERNELS[platform](terms, interpret=True)
+    assert (np.asarray(advantages)[:, ::3] == 0).all() and (np.asarray(returns)[:, ::3] == 0).all()
+    assert (np.asarray(advantages)[:, 1::3] != 0).all()
+
+
+def test_fused_in_a_compiled_program_equals_fused_on_the_host():
+    case = plain_case(2, 300)
+    host = generalized_advantages(case.rewards, case.values, gamma=0.99, lam=0.95, backend="fused")
+    compiled = jax.jit(lambda r, v: generalized_advantages(r, v, gamma=0.99, lam=0.95, backend="fused"))
+    assert isinstance(host.advantages, np.ndarray)
+    assert_close(compiled(case.rewards, case.values), host)
+    assert_close(fused(plain_terms(case, gamma=0.99, lam=0.95), chunk_size=64), host)
+
+
+def test_auto_says_why_it_takes_what_it_takes():
+    plain = choose("auto", (16, 8192), per_token_decay=False)
+    assert plain.backend == "fused" and plain.on_host and "CPU" in plain.why
+    assert choose("auto", (16, 8192), per_token_decay=True).backend == "chunked"
+    assert not choose("fused", (16, 8192), per_token_decay=False, traced=True).on_host
+    assert choose("serial", (16, 8192), per_token_decay=False).why == "asked for"
