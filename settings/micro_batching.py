@@ -116,7 +116,8 @@ def settle(layers: Sequence[Layer]) -> tuple[Layer, list[str]]:
 def _scopes(said: Leaves) -> list[_Scope]:
     update = _Scope("algorithm", said, _DEFAULTS, switch="dynamic_microbatch")
     score = _Scope("score", said, {**_DEFAULTS, QUOTA: update.offers()[QUOTA]})
-    critic = _Scope("critic", said, update.offers(), switch="dynamic_microbatch")
+    of_critic = Leaf(FIELDS[f"critic.{QUOTA}"].default, "default")
+    critic = _Scope("critic", said, {**update.offers(), QUOTA: of_critic}, switch="dynamic_microbatch")
     roles = (_Scope(f"score.{role}", said, score.offers()) for role in get_args(ForwardRole))
     return [update, critic, score, *roles]
 

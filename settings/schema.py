@@ -350,10 +350,11 @@ class Critic(Section):
         default=None, description="As `algorithm.dynamic_microbatch`, whose choice it takes when null and undecided."
     )
     max_tokens_per_device: int | None = Field(
-        default=None,
+        default=32768,
         ge=1,
         le=MAX_QUOTA,
-        description="Token quota of a critic's update micro-batch; that of `algorithm` when null.",
+        description="Token quota of an update micro-batch of the critic on each device, which holds no logits; chooses "
+        "dynamic. Lower it when memory runs out.",
     )
     rows_per_device: int | None = Field(
         default=None,

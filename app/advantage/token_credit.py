@@ -63,13 +63,18 @@ def fixed_lam(row: TokenRow, *, lam: float) -> ArrayLike:
 
 
 def length_adaptive_lam(row: TokenRow, *, alpha: float) -> Float32[np.ndarray, "1 T"]:
+    """That of each token's sample; see `adaptive_lam`."""
+    return adaptive_lam(row.lengths, alpha=alpha)
+
+
+def adaptive_lam(lengths: Float32[np.ndarray, "*shape"], *, alpha: float) -> Float32[np.ndarray, "*shape"]:
     """1 - 1 / (alpha * l), at least 0, with l the tokens that the policy wrote of the sample.
 
     The weights of the TD errors then sum to alpha * l: a long sample's reward reaches its beginning, too.
 
     Source: Yue et al. 2025, "VAPO" (length-adaptive GAE).
     """
-    return np.clip(1 - 1 / (alpha * np.maximum(row.lengths, 1)), 0, 1).astype(np.float32)
+    return np.clip(1 - 1 / (alpha * np.maximum(lengths, 1)), 0, 1).astype(np.float32)
 
 
 def terminal(sample: Sample) -> float:

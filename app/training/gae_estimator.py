@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float32
 
 from app.advantage.gae.choice import Choice, choose
 from app.advantage.gae.estimate import generalized_advantages
+from app.advantage.token_credit import adaptive_lam
 from settings import Settings
 
 UNREAD_WHERE_MASKED = ("skip", "zero")
@@ -63,7 +64,11 @@ class Estimator:
 
     def credit(self, window: Window) -> HostCredit:
         """Advantages and returns, 0 where masked; returns = advantages + values by the critic's lambda."""
-        lam = self.lam if self.length_adaptive_lam is None else adaptive_lam(window.lengths, self.length_adaptive_lam)
+        lam = (
+            self.lam
+            if self.length_adaptive_lam is None
+            else adaptive_lam(window.lengths, alpha=self.length_adaptive_lam)
+        )
         credit = self._estimate(window, lam)
         # The same lambda for both unless one of them is set apart.
         apart = self.critic_lam if self.critic_lam is not None else self.lam
@@ -93,11 +98,3 @@ class Estimator:
             chunk_size=self.chunk_size,
         )
         return HostCredit(*map(np.asarray, credit))
-
-
-def adaptive_lam(lengths: Float32[np.ndarray, "B T"], alpha: float) -> Float32[np.ndarray, "B T"]:
-    """1 - 1 / (alpha * l), at least 0: the longer a sequence, the further a reward reaches back.
-
-    Source: Yue et al. 2025, "VAPO" (length-adaptive GAE).
-    """
-    return np.clip(1 - 1 / (alpha * np.maximum(lengths, 1)), 0, 1).astype(np.float32)
