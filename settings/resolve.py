@@ -28,7 +28,7 @@ from settings.layers import (
 from settings.micro_batching import settle
 from settings.papers import COMPARING_SIBLINGS, DECIDED, KL_ESTIMATORS, PAPERS, changes
 from settings.printing import to_yaml
-from settings.schema import HISTORIC_PROMPT_ALLOWANCE, Algorithm, Settings
+from settings.schema import HISTORIC_PROMPT_ALLOWANCE, WITH_CRITIC, Algorithm, Settings
 from settings.strict_yaml import Node, parse_file
 
 
@@ -134,7 +134,7 @@ def _derived_algorithm(given: Algorithm) -> Layer:
     kl_in = given.kl_in or paper.kl_in
     values: dict[str, Any] = {field: getattr(paper, field) for field in DECIDED if field != "kl_in"}
     estimator = given.estimator or paper.estimator
-    values |= {"whiten_advantages": estimator not in COMPARING_SIBLINGS, "shuffle": estimator == "gae"}
+    values |= {"whiten_advantages": estimator not in COMPARING_SIBLINGS, "shuffle": estimator in WITH_CRITIC}
     if given.beta > 0:
         values |= {"kl_in": kl_in, "kl_estimator": KL_ESTIMATORS[kl_in]}
     return {

@@ -20,6 +20,8 @@ from settings.section import Section
 
 MAX_NUM_MICRO_BATCHES = 4096
 """That somebody may ask for: empty ones are computed, too."""
+WITH_CRITIC = frozenset({"gae", "vtrace"})
+"""Values of `algorithm.estimator` that need a second network."""
 HISTORIC_PROMPT_ALLOWANCE = 128
 """The historic runner's `max_length_total` left this many tokens for the prompt."""
 
@@ -174,10 +176,11 @@ class Algorithm(Section):
         description="A paper: decides what is left null of `estimator`, `ratio_level`, `clip`, `clip_low`, "
         "`clip_high`, `loss_aggregation`, `kl_in` and `filter`, nothing else.",
     )
-    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"] | None = Field(
+    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae", "vtrace"] | None = Field(
         default=None,
         description="Where advantages come from: siblings compared as in GRPO, Dr. GRPO or RLOO, the discounted "
-        "rewards of each token, or GAE with a critic. Derived when null, as the next seven.",
+        "rewards of each token, GAE with a critic, or V-trace, which also corrects the critic's targets for a sampler "
+        "that is not the policy. Derived when null, as the next seven.",
     )
     ratio_level: Literal["token", "sequence"] | None = Field(
         default=None,
@@ -297,6 +300,15 @@ class Algorithm(Section):
         default=False,
         description="A sample cut at `rollout.max_new_tokens` goes on with the critic's value behind its last token; "
         "false: it ends there with 0, like one that stopped.",
+    )
+    vtrace_max_ratio: float = Field(
+        default=1.0,
+        gt=0,
+        description="V-trace's rho: what a token weighs at most, by how much likelier the policy makes it than the "
+        "sampler did.",
+    )
+    vtrace_max_trace: float = Field(
+        default=1.0, gt=0, description="V-trace's c: the same for how far back later surprises reach."
     )
     gae_backend: Literal["auto", "serial", "chunked", "fused"] = Field(
         default="auto", description="How the recurrence of GAE is solved; auto = the fastest here, by measurements."
@@ -480,7 +492,7 @@ class Settings(BaseSettings):
     @property
     def has_critic(self) -> bool:
         """A second network learns the values that advantages are estimated from."""
-        return self.algorithm.estimator == "gae"
+        return self.algorithm.estimator in WITH_CRITIC
 
     @property
     def policy_updates(self) -> int:
@@ -497,9 +509,9 @@ class Settings(BaseSettings):
     def scored_roles(self) -> tuple[ScoredRole, ...]:
         """Whose logprobs or values a step takes before its updates.
 
-        The policy's where several updates follow or a reward is penalised by them, the reference's for any KL.
+        The policy's where several updates follow or rewards or values are corrected by them, the reference's for KL.
         """
-        policy = self.updates_per_step > 1 or self.algorithm.kl_in_reward
+        policy = self.updates_per_step > 1 or self.algorithm.kl_in_reward or self.algorithm.estimator == "vtrace"
         reference = self.algorithm.beta > 0
         needed = {"policy": policy, "reference": reference, "critic": self.has_critic}
         return tuple(role for role in SCORED_ROLES if needed[role])

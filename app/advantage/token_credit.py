@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import ArrayLike, Bool, Float, Float32
@@ -43,6 +43,22 @@ class Estimate(Protocol):
         self,
         rewards: np.ndarray,
         values: np.ndarray,
+        *,
+        lam: ArrayLike,
+        mask: np.ndarray,
+        ends: np.ndarray,
+        bootstrap: np.ndarray,
+    ) -> tuple[ArrayLike, ArrayLike]: ...
+
+
+class Correct(Protocol):
+    """`vtrace` of app.advantage with its settings, but for lambda."""
+
+    def __call__(
+        self,
+        rewards: np.ndarray,
+        values: np.ndarray,
+        log_ratios: np.ndarray,
         *,
         lam: ArrayLike,
         mask: np.ndarray,
@@ -113,6 +129,33 @@ def credit_by_gae(
     if critic_lam is not None:
         _, returns = _estimated(row, estimate, critic_lam)
     return _credited(samples, advantages, returns)
+
+
+def credit_by_vtrace(
+    samples: Sequence[Sample], *, correct: Correct, lam: Lambda, token_rewards: TokenRewards, bootstrap: Bootstrap
+) -> list[Sample]:
+    """The samples with V-trace's advantages and targets: the critic learns the values of the policy as it is now.
+
+    However far it has moved from the one that drew the samples: by how much is in `policy_logprobs`, scored now, and
+    `behavior_logprobs`.
+
+    Source: Espeholt et al. 2018 (IMPALA), section 4.
+    """
+    row = token_row(samples, token_rewards=token_rewards, values=_critic_values, bootstrap=bootstrap)
+    log_ratios, start = np.zeros_like(row.rewards), 0
+    for sample in samples:
+        assert sample.policy_logprobs is not None
+        stop = start + len(sample.completion_ids)
+        log_ratios[0, start:stop] = sample.policy_logprobs - sample.behavior_logprobs
+        start = stop
+    estimate = partial(_corrected, correct=correct, log_ratios=log_ratios)
+    return _credited(samples, *_estimated(row, estimate, lam))
+
+
+def _corrected(
+    rewards: np.ndarray, values: np.ndarray, *, correct: Correct, log_ratios: np.ndarray, **rest: Any
+) -> tuple[ArrayLike, ArrayLike]:
+    return correct(rewards, values, log_ratios, **rest)
 
 
 def credit_by_return(samples: Sequence[Sample], *, estimate: Estimate, token_rewards: TokenRewards) -> list[Sample]:

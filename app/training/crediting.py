@@ -15,17 +15,20 @@ from app.advantage.adaptive_kl import adapted_kl_coef
 from app.advantage.gae.estimate import generalized_advantages
 from app.advantage.group import ADVANTAGES, Rewards, credit_by_group, penalised_rewards, task_rewards
 from app.advantage.token_credit import (
+    Bootstrap,
     Estimate,
     Lambda,
     bootstrapped_if_truncated,
     credit_by_gae,
     credit_by_return,
+    credit_by_vtrace,
     fixed_lam,
     length_adaptive_lam,
     terminal,
     whitened,
 )
 from app.advantage.token_rewards import TokenRewards, kl_moments, penalised_token_rewards, task_token_rewards
+from app.advantage.vtrace import vtrace
 from app.flow import Sample
 from app.mesh.placement import moments_over_hosts, sum_over_hosts
 from app.training.metrics import credit_metrics
@@ -94,16 +97,31 @@ def wire_gae_credit(settings: Settings) -> Credit:
     """GAE from the critic's values."""
     algorithm, alpha = settings.algorithm, settings.algorithm.length_adaptive_lam
     usual = partial(fixed_lam, lam=algorithm.lam)
-    lam: Lambda = usual if alpha is None else partial(length_adaptive_lam, alpha=alpha)
     of_targets = usual if settings.critic.lam is None else partial(fixed_lam, lam=settings.critic.lam)
     same = alpha is None and settings.critic.lam in (None, algorithm.lam)
     credit = partial(
         credit_by_gae,
         estimate=_estimate(algorithm),
-        lam=lam,
+        lam=_lam(algorithm),
         critic_lam=None if same else of_targets,
-        bootstrap=bootstrapped_if_truncated if algorithm.bootstrap_truncated else terminal,
+        bootstrap=_bootstrap(algorithm),
     )
+    return lambda samples, kl_coef: credit(samples, token_rewards=_token_rewards(algorithm, kl_coef))
+
+
+def wire_vtrace_credit(settings: Settings) -> Credit:
+    """V-trace from the critic's values and from how far the policy is from the one that drew the samples."""
+    algorithm = settings.algorithm
+    correct = partial(
+        vtrace,
+        gamma=algorithm.gamma,
+        max_ratio=algorithm.vtrace_max_ratio,
+        max_trace=algorithm.vtrace_max_trace,
+        mask_mode=algorithm.mask_mode,
+        backend=algorithm.gae_backend,
+        chunk_size=algorithm.gae_chunk_size,
+    )
+    credit = partial(credit_by_vtrace, correct=correct, lam=_lam(algorithm), bootstrap=_bootstrap(algorithm))
     return lambda samples, kl_coef: credit(samples, token_rewards=_token_rewards(algorithm, kl_coef))
 
 
@@ -114,9 +132,19 @@ def wire_return_credit(settings: Settings) -> Credit:
 
 
 CREDITS: Mapping[str, Callable[[Settings], Credit]] = MappingProxyType(
-    {"gae": wire_gae_credit, "reinforce_plus_plus": wire_return_credit}
+    {"gae": wire_gae_credit, "vtrace": wire_vtrace_credit, "reinforce_plus_plus": wire_return_credit}
 )
 """Estimators that credit each token; all others compare siblings."""
+
+
+def _lam(algorithm: Algorithm) -> Lambda:
+    """Of the advantages."""
+    alpha = algorithm.length_adaptive_lam
+    return partial(fixed_lam, lam=algorithm.lam) if alpha is None else partial(length_adaptive_lam, alpha=alpha)
+
+
+def _bootstrap(algorithm: Algorithm) -> Bootstrap:
+    return bootstrapped_if_truncated if algorithm.bootstrap_truncated else terminal
 
 
 def _estimate(algorithm: Algorithm) -> Estimate:

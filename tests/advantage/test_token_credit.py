@@ -17,6 +17,7 @@ from app.advantage.token_credit import (
     bootstrapped_if_truncated,
     credit_by_gae,
     credit_by_return,
+    credit_by_vtrace,
     fixed_lam,
     length_adaptive_lam,
     terminal,
@@ -24,6 +25,7 @@ from app.advantage.token_credit import (
     whitened,
 )
 from app.advantage.token_rewards import kl_moments, penalised_token_rewards, task_token_rewards, token_kl
+from app.advantage.vtrace import vtrace
 from app.update.kl import k1, k3
 from tests.tiny import make_sample
 
@@ -279,3 +281,29 @@ def test_a_coefficient_finds_the_penalty_that_holds_the_target():
     for _ in range(400):
         coef = adapted_kl_coef(coef, 0.01 / coef, target=0.1, num_samples=512, horizon=1000)
     assert coef == pytest.approx(0.1, rel=1e-3)
+
+
+def test_vtrace_of_the_samplers_own_policy_has_the_targets_of_gae():
+    samples = [sample(5, seed=1, mask=[1, 1, 0, 1, 1]), sample(3, seed=2, stop=False)]
+    own = [replace(s, policy_logprobs=s.behavior_logprobs) for s in samples]
+    lam = partial(fixed_lam, lam=0.8)
+    arguments = {"lam": lam, "token_rewards": task_token_rewards, "bootstrap": bootstrapped_if_truncated}
+    corrected = credit_by_vtrace(own, correct=partial(vtrace, gamma=0.9), **arguments)
+    for one, by_estimate in zip(
+        corrected, by_gae(own, gamma=0.9, lam=0.8, bootstrap=bootstrapped_if_truncated), strict=True
+    ):
+        np.testing.assert_allclose(one.returns, by_estimate.returns, atol=1e-5)
+
+
+def test_vtrace_weighs_a_token_by_how_far_the_policy_has_left_the_sampler():
+    (one,) = [sample(1, reward=2.0, values=np.array([0.5], np.float32))]
+    half = replace(one, policy_logprobs=one.behavior_logprobs + np.float32(np.log(0.5)))
+    (got,) = credit_by_vtrace(
+        [half],
+        correct=partial(vtrace, gamma=1.0),
+        lam=partial(fixed_lam, lam=1.0),
+        token_rewards=task_token_rewards,
+        bootstrap=terminal,
+    )
+    np.testing.assert_allclose(got.advantages, [0.75], rtol=1e-5)
+    np.testing.assert_allclose(got.returns, [1.25], rtol=1e-5)

@@ -127,3 +127,17 @@ def test_a_coefficient_is_adapted_once_a_step_by_the_tokens_kl() -> None:
     assert crediting(*target)([], 0.5).kl_coef == 0.5
     broken = [replace(samples_of(1.0)[0], policy_logprobs=np.full(3, np.nan, np.float32))]
     assert crediting(*target)(broken, 0.5).kl_coef == 0.5
+
+
+def test_vtrace_takes_its_bounds_from_the_settings() -> None:
+    (one,) = samples_of(1.0)
+    doubled = replace(one, behavior_logprobs=one.policy_logprobs - np.float32(np.log(2)))
+    chosen = (
+        "algorithm.estimator=vtrace",
+        "algorithm.gamma=0.5",
+        "algorithm.lam=0",
+        "algorithm.whiten_advantages=false",
+    )
+    for bound in (1.0, 1.5):
+        credited = crediting(*chosen, f"algorithm.vtrace_max_ratio={bound}")([doubled], 0.0)
+        np.testing.assert_allclose(credited.samples[0].returns[-1], 0.75 + bound * (1 - 0.75), rtol=1e-5)
