@@ -46,7 +46,7 @@ def choose(
     #   (128, 65536)     210            172     80
     #   (256, 131072)    568            495    268
     if plain_on_cpu and shape[0] > 1:
-        return Choice("fused", size, "one decay on a CPU: twice as fast there as the chunk scan, or more", on_host=True)
+        return Choice("fused", size, "one decay on a CPU: about twice as fast there as the chunk scan", on_host=True)
     if plain_on_cpu:
         return Choice("chunked", chunk_size or 64, "one row on a CPU: the chunk scan is twice as fast there as fused")
     if jax.default_backend() == "cpu":
