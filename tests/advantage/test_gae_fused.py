@@ -99,6 +99,7 @@ def test_fused_in_a_compiled_program_equals_fused_on_the_host():
 def test_auto_says_why_it_takes_what_it_takes():
     plain = choose("auto", (16, 8192), per_token_decay=False)
     assert plain.backend == "fused" and plain.on_host and "CPU" in plain.why
+    assert choose("auto", (1, 131_072), per_token_decay=False)[:2] == ("chunked", 64)
     assert choose("auto", (16, 8192), per_token_decay=True).backend == "chunked"
     assert not choose("fused", (16, 8192), per_token_decay=False, traced=True).on_host
     assert choose("serial", (16, 8192), per_token_decay=False).why == "asked for"

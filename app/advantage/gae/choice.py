@@ -38,13 +38,17 @@ def choose(
     plain_on_cpu = jax.default_backend() == "cpu" and not per_token_decay and not traced
     if backend != "auto":
         return Choice(backend, size, "asked for", on_host=backend == "fused" and plain_on_cpu)
+    # Milliseconds, medians of one run in turn on 2 cores of an AMD EPYC that other programs shared (load 5, so that
+    # all are slower than alone); from numpy to numpy, compiled before. numpy is a loop over time-major rows.
+    #   shape          numpy  chunked by 64  fused
+    #   (1, 131072)      307            0.6    1.2
+    #   (16, 8192)        16            4.7    0.7
+    #   (128, 65536)     210            172     80
+    #   (256, 131072)    568            495    268
+    if plain_on_cpu and shape[0] > 1:
+        return Choice("fused", size, "one decay on a CPU: about twice as fast there as the chunk scan", on_host=True)
     if plain_on_cpu:
-        # Milliseconds on 2 cores of an AMD EPYC, two other programs running; numpy_tm is numpy, time-major.
-        #   shape          numpy_tm  chunked in XLA, chunks of 64  fused
-        #   (16, 8192)           9                           1.0    0.3
-        #   (128, 65536)       103                           130     24
-        why = "one decay on a CPU: 2 to 6 times as fast there as the chunk scan in XLA"
-        return Choice("fused", size, why, on_host=True)
+        return Choice("chunked", chunk_size or 64, "one row on a CPU: the chunk scan is twice as fast there as fused")
     if jax.default_backend() == "cpu":
         return Choice("chunked", size, "a decay of each token, or a part of a compiled program: fused is chunked there")
     return Choice("chunked", size, "the kernel of fused has not been timed on a device of this kind")

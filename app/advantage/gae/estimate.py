@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 from app.advantage.gae.choice import choose
@@ -60,7 +61,7 @@ def generalized_advantages(
     Source: Schulman et al. 2016, eq. 16.
     """
     per_token = mask is not None or ends is not None or np.ndim(gamma) > 0 or np.ndim(lam) > 0
-    traced = any(isinstance(x, jax.core.Tracer) for x in (rewards, values, gamma, lam, bootstrap))
+    traced = any(isinstance(x, Tracer) for x in (rewards, values, gamma, lam, bootstrap))
     choice = choose(backend, rewards.shape, per_token_decay=per_token, chunk_size=chunk_size, traced=traced)
     if choice.on_host:
         last_values = _last_values(values, rewards.shape[1], bootstrap)

@@ -97,8 +97,8 @@ def fused_on_tpu(terms: Terms, *, interpret: bool = False) -> Credit:
     return _credit(terms, *solved)
 
 
-KERNELS: Mapping[str, Callable[[Terms], Credit]] = MappingProxyType({"gpu": fused_on_gpu, "tpu": fused_on_tpu})
-"""By platform, as `jax.default_backend` names it."""
+KERNELS: Mapping[str, Callable[..., Credit]] = MappingProxyType({"gpu": fused_on_gpu, "tpu": fused_on_tpu})
+"""By platform, as `jax.default_backend` names it: (terms, interpret=False) -> credit."""
 
 
 def _solve_tile(
