@@ -51,21 +51,8 @@ class Estimate(Protocol):
     ) -> tuple[ArrayLike, ArrayLike]: ...
 
 
-class Correct(Protocol):
-    """`vtrace` of app.advantage with its settings, but for lambda."""
-
-    def __call__(
-        self,
-        rewards: np.ndarray,
-        values: np.ndarray,
-        log_ratios: np.ndarray,
-        *,
-        lam: ArrayLike,
-        mask: np.ndarray,
-        ends: np.ndarray,
-        bootstrap: np.ndarray,
-    ) -> tuple[ArrayLike, ArrayLike]: ...
-
+Correct = Callable[..., tuple[ArrayLike, ArrayLike]]
+"""`vtrace` of app.advantage with its settings: as `Estimate`, with log ratios behind the values."""
 
 Lambda = Callable[[TokenRow], ArrayLike]
 """A row -> GAE's lambda: one number, or one at each token."""

@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 Metrics = Mapping[str, float | int | None]
 
 WANDB_SECTIONS = (
-    "run", "model", "data", "rollout", "reward", "batching", "score", "algorithm", "optimizer", "checkpoint", "eval",
+    "run", "model", "data", "rollout", "reward", "batching", "score", "algorithm", "critic", "optimizer", "checkpoint",
+    "eval",
 )  # fmt: skip
 """What of the settings is uploaded: an allow-list, so that a new section stays private until named here."""
 

@@ -288,7 +288,7 @@ def test_vtrace_of_the_samplers_own_policy_has_the_targets_of_gae():
     own = [replace(s, policy_logprobs=s.behavior_logprobs) for s in samples]
     lam = partial(fixed_lam, lam=0.8)
     arguments = {"lam": lam, "token_rewards": task_token_rewards, "bootstrap": bootstrapped_if_truncated}
-    corrected = credit_by_vtrace(own, correct=partial(vtrace, gamma=0.9), **arguments)
+    corrected: Any = credit_by_vtrace(own, correct=partial(vtrace, gamma=0.9), **arguments)
     for one, by_estimate in zip(
         corrected, by_gae(own, gamma=0.9, lam=0.8, bootstrap=bootstrapped_if_truncated), strict=True
     ):
@@ -298,6 +298,7 @@ def test_vtrace_of_the_samplers_own_policy_has_the_targets_of_gae():
 def test_vtrace_weighs_a_token_by_how_far_the_policy_has_left_the_sampler():
     (one,) = [sample(1, reward=2.0, values=np.array([0.5], np.float32))]
     half = replace(one, policy_logprobs=one.behavior_logprobs + np.float32(np.log(0.5)))
+    got: Any
     (got,) = credit_by_vtrace(
         [half],
         correct=partial(vtrace, gamma=1.0),

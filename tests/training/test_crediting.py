@@ -131,6 +131,7 @@ def test_a_coefficient_is_adapted_once_a_step_by_the_tokens_kl() -> None:
 
 def test_vtrace_takes_its_bounds_from_the_settings() -> None:
     (one,) = samples_of(1.0)
+    assert one.policy_logprobs is not None
     doubled = replace(one, behavior_logprobs=one.policy_logprobs - np.float32(np.log(2)))
     chosen = (
         "algorithm.estimator=vtrace",
