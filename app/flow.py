@@ -75,6 +75,7 @@ class Sample:
     policy_logprobs: Float32[np.ndarray, "C"] | None = None
     reference_logprobs: Float32[np.ndarray, "C"] | None = None
     values: Float32[np.ndarray, "C"] | None = None
+    """Of the state before each token; one more, of the state behind the last, where a cut sample is bootstrapped."""
     advantages: Float32[np.ndarray, "C"] | None = None
     returns: Float32[np.ndarray, "C"] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -83,6 +84,12 @@ class Sample:
     @property
     def uid(self) -> str:
         return f"{self.prompt.uid}/s{self.sample_index}"
+
+    @property
+    def token_values(self) -> Float32[np.ndarray, "C"]:
+        """Without the one behind the last token, which is no token's. The critic must have scored the sample."""
+        assert self.values is not None
+        return self.values[: len(self.completion_ids)]
 
     @property
     def mask(self) -> Bool[np.ndarray, "C"]:

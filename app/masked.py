@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,14 +31,25 @@ class Moments(NamedTuple):
         return (self.squares / max(self.count, 1)) ** 0.5
 
 
+NOTHING = Moments(0.0, 0.0, 0.0)
+
+
 def moments(values: Float[np.ndarray, "*any"], mask: Bool[np.ndarray, "*any"]) -> Moments:
     """Of the values where the mask is True, in float64. Of equal float32 numbers, `squares` is exactly 0."""
     kept = np.asarray(values, np.float64)[mask]
     if not len(kept):
-        return Moments(0.0, 0.0, 0.0)
+        return NOTHING
     # Not one pass over x and x^2: where the mean is large their difference is all rounding.
     mean = kept.sum() / len(kept)
     return Moments(float(len(kept)), float(mean), float(((kept - mean) ** 2).sum()))
+
+
+def joint_moments(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Moments:
+    """`moments` of all (values, mask) together."""
+    if not parts:
+        return NOTHING
+    values, masks = zip(*parts, strict=True)
+    return moments(np.concatenate(values), np.concatenate(masks))
 
 
 def merged(parts: Iterable[Moments]) -> Moments:
@@ -46,7 +57,7 @@ def merged(parts: Iterable[Moments]) -> Moments:
 
     Source: Chan, Golub & LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances".
     """
-    total = Moments(0.0, 0.0, 0.0)
+    total = NOTHING
     for part in parts:
         count = total.count + part.count
         if not part.count:

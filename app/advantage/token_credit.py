@@ -17,7 +17,7 @@ from jaxtyping import ArrayLike, Bool, Float, Float32
 from app.advantage.token_rewards import TokenRewards
 from app.batching.ladder import rung
 from app.flow import Sample
-from app.masked import Moments, moments, whiten
+from app.masked import Moments, joint_moments, whiten
 from app.mesh.placement import moments_over_hosts
 
 
@@ -111,7 +111,7 @@ def credit_by_gae(
     Sources: Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE"; Yuan et al. 2025, "What's Behind
     PPO's Collapse in Long-CoT?" (two lambdas).
     """
-    row = token_row(samples, token_rewards=token_rewards, values=_critic_values, bootstrap=bootstrap)
+    row = token_row(samples, token_rewards=token_rewards, values=_token_values, bootstrap=bootstrap)
     advantages, returns = _estimated(row, estimate, lam)
     if critic_lam is not None:
         _, returns = _estimated(row, estimate, critic_lam)
@@ -128,21 +128,19 @@ def credit_by_vtrace(
 
     Source: Espeholt et al. 2018 (IMPALA), section 4.
     """
-    row = token_row(samples, token_rewards=token_rewards, values=_critic_values, bootstrap=bootstrap)
-    log_ratios, start = np.zeros_like(row.rewards), 0
-    for sample in samples:
-        assert sample.policy_logprobs is not None
-        stop = start + len(sample.completion_ids)
-        log_ratios[0, start:stop] = sample.policy_logprobs - sample.behavior_logprobs
-        start = stop
-    estimate = partial(_corrected, correct=correct, log_ratios=log_ratios)
+    row = token_row(samples, token_rewards=token_rewards, values=_token_values, bootstrap=bootstrap)
+    own = np.concatenate([np.zeros(0, np.float32), *map(_log_ratios, samples)])
+    log_ratios = np.pad(own, (0, row.rewards.size - own.size))[None]
+
+    def estimate(rewards: np.ndarray, values: np.ndarray, **rest: Any) -> tuple[ArrayLike, ArrayLike]:
+        return correct(rewards, values, log_ratios, **rest)
+
     return _credited(samples, *_estimated(row, estimate, lam))
 
 
-def _corrected(
-    rewards: np.ndarray, values: np.ndarray, *, correct: Correct, log_ratios: np.ndarray, **rest: Any
-) -> tuple[ArrayLike, ArrayLike]:
-    return correct(rewards, values, log_ratios, **rest)
+def _log_ratios(sample: Sample) -> Float[np.ndarray, "C"]:
+    assert sample.policy_logprobs is not None
+    return sample.policy_logprobs - sample.behavior_logprobs
 
 
 def credit_by_return(samples: Sequence[Sample], *, estimate: Estimate, token_rewards: TokenRewards) -> list[Sample]:
@@ -183,9 +181,8 @@ def _empty_row(length: int) -> TokenRow:
     return TokenRow(zeros(np.float32), zeros(np.float32), zeros(np.float32), zeros(bool), zeros(bool), ones)
 
 
-def _critic_values(sample: Sample) -> Float[np.ndarray, "C"]:
-    assert sample.values is not None
-    return sample.values[: len(sample.completion_ids)]
+def _token_values(sample: Sample) -> Float[np.ndarray, "C"]:
+    return sample.token_values
 
 
 def _no_values(sample: Sample) -> Float[np.ndarray, "C"]:
@@ -207,11 +204,9 @@ def _credited(samples: Sequence[Sample], advantages: np.ndarray, returns: np.nda
 
 def advantage_moments(samples: Sequence[Sample]) -> Moments:
     """Of the advantages at the tokens that the policy wrote, of this host's samples."""
-    of_each = [s.advantages for s in samples if s.advantages is not None]
-    assert len(of_each) == len(samples)
-    if not samples:
-        return Moments(0.0, 0.0, 0.0)
-    return moments(np.concatenate(of_each), np.concatenate([s.mask for s in samples]))
+    parts = [(s.advantages, s.mask) for s in samples if s.advantages is not None]
+    assert len(parts) == len(samples)
+    return joint_moments(parts)
 
 
 def whitened(samples: Sequence[Sample]) -> list[Sample]:

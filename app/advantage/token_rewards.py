@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from app.flow import Sample
-from app.masked import Moments, moments
+from app.masked import Moments, joint_moments
 
 TokenRewards = Callable[[Sample], Float64[np.ndarray, "C"]]
 """A sample -> what each of its tokens earned; 0 on those that the policy did not write."""
@@ -46,7 +46,4 @@ def token_kl(sample: Sample, kl_estimator: TokenKL) -> Float64[np.ndarray, "C"]:
 
 def kl_moments(samples: Sequence[Sample], kl_estimator: TokenKL) -> Moments:
     """Of the KL at the tokens that the policy wrote, of this host's samples."""
-    if not samples:
-        return Moments(0.0, 0.0, 0.0)
-    kl = np.concatenate([token_kl(s, kl_estimator) for s in samples])
-    return moments(kl, np.concatenate([s.mask for s in samples]))
+    return joint_moments([(token_kl(s, kl_estimator), s.mask) for s in samples])

@@ -8,11 +8,11 @@ from jaxtyping import Array, Float32
 from app.batching.pack import TokenBatch
 from app.policy.decoder import ValueDecoder
 from app.policy.row_layout import RowLayout
+from app.policy.token_logprobs import before_targets
 
 
 def row_values(decoder: ValueDecoder, rows: TokenBatch, *, dtype: jnp.dtype, remat: str) -> Float32[Array, "R C"]:
     """The value of the state before each target, read where its logprob is; finite rubbish on padding."""
     layout = RowLayout(rows.segment_ids, rows.branch_ids, rows.positions)
     hidden = decoder.hidden(rows.token_ids, layout, dtype=dtype, remat=remat)
-    before_targets = jnp.take_along_axis(hidden, jnp.maximum(rows.score_index, 0)[:, :, None], axis=1)
-    return decoder.values(before_targets)
+    return decoder.values(before_targets(hidden, rows.score_index))

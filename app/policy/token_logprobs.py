@@ -149,6 +149,11 @@ def _in_front(wanted: Bool[Array, "n"]) -> tuple[Int32[Array, "n"], Int32[Array,
     return jnp.argsort(~wanted, stable=True), jnp.sum(wanted, dtype=jnp.int32)
 
 
+def before_targets(hidden: Float[Array, "R T D"], score_index: Int32[Array, "R C"]) -> Float[Array, "R C D"]:
+    """The hidden state that stands before each target; any where there is none."""
+    return jnp.take_along_axis(hidden, jnp.maximum(score_index, 0)[:, :, None], axis=1)
+
+
 def completion_logprobs(
     decoder: Decoder,
     *,
@@ -172,9 +177,8 @@ def completion_logprobs(
         logits_chunk: tokens of each device that pass the LM head at once, but at least one of each row.
     """
     hidden = decoder.hidden(token_ids, layout, dtype=dtype, remat=remat)
-    at_targets = jnp.take_along_axis(hidden, jnp.maximum(score_index, 0)[:, :, None], axis=1)
     return token_logprobs(
-        at_targets,
+        before_targets(hidden, score_index),
         decoder.head,
         targets,
         mask,

@@ -9,9 +9,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from app.flow import Sample
-
-ANY_TOKEN = 0
-"""Stands behind the last token of a conversation: values are read at the token before one."""
+from app.score.scorer import with_a_token_behind
 
 
 def as_read(samples: Sequence[Sample], texts: Sequence[Int32[np.ndarray, "T"]]) -> list[Sample]:
@@ -37,9 +35,6 @@ def _shared_lengths(uids: Sequence[str], texts: Sequence[np.ndarray]) -> Mapping
 
 
 def _as_read(sample: Sample, text: np.ndarray, shared: int) -> Sample:
-    return replace(
-        sample,
-        prompt=replace(sample.prompt, token_ids=text[:shared]),
-        completion_ids=np.append(text[shared:], np.int32(ANY_TOKEN)),
-        loss_mask=None,
-    )
+    prompt = replace(sample.prompt, token_ids=text[:shared])
+    # Values are read at the token before one.
+    return with_a_token_behind(replace(sample, prompt=prompt, completion_ids=text[shared:], loss_mask=None))

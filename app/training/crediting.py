@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -114,12 +114,9 @@ def wire_vtrace_credit(settings: Settings) -> Credit:
     algorithm = settings.algorithm
     correct = partial(
         vtrace,
-        gamma=algorithm.gamma,
         max_ratio=algorithm.vtrace_max_ratio,
         max_trace=algorithm.vtrace_max_trace,
-        mask_mode=algorithm.mask_mode,
-        backend=algorithm.gae_backend,
-        chunk_size=algorithm.gae_chunk_size,
+        **_recurrence(algorithm),
     )
     credit = partial(credit_by_vtrace, correct=correct, lam=_lam(algorithm), bootstrap=_bootstrap(algorithm))
     return lambda samples, kl_coef: credit(samples, token_rewards=_token_rewards(algorithm, kl_coef))
@@ -148,13 +145,17 @@ def _bootstrap(algorithm: Algorithm) -> Bootstrap:
 
 
 def _estimate(algorithm: Algorithm) -> Estimate:
-    return partial(
-        generalized_advantages,
-        gamma=algorithm.gamma,
-        mask_mode=algorithm.mask_mode,
-        backend=algorithm.gae_backend,
-        chunk_size=algorithm.gae_chunk_size,
-    )
+    return partial(generalized_advantages, **_recurrence(algorithm))
+
+
+def _recurrence(algorithm: Algorithm) -> dict[str, Any]:
+    """What GAE and V-trace are told alike."""
+    return {
+        "gamma": algorithm.gamma,
+        "mask_mode": algorithm.mask_mode,
+        "backend": algorithm.gae_backend,
+        "chunk_size": algorithm.gae_chunk_size,
+    }
 
 
 def _token_rewards(algorithm: Algorithm, kl_coef: float) -> TokenRewards:

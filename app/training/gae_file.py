@@ -15,7 +15,7 @@ from jaxtyping import Bool
 from app.advantage.gae.choice import Choice
 from app.batching.ladder import rung
 from app.jsonl import check_output, read_jsonl, write_jsonl
-from app.masked import Moments, merged, moments, whiten
+from app.masked import NOTHING, Moments, merged, moments, whiten
 from app.mesh import topology
 from app.npz_file import Matrix, open_matrices, replacing_matrices
 from app.sample_records import Steps, steps_from_record
@@ -33,7 +33,6 @@ SMALLEST_ROW = 1024
 """Tokens of a row of samples: shorter windows are padded to it, so that few lengths are compiled."""
 MAX_SAMPLES = 4096
 """Of a window, however short they are."""
-NOTHING = Moments(0.0, 0.0, 0.0)
 
 
 def estimate(resolved: Resolved, *, input: Path, out: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from app.advantage.group import zero_variance_fraction
 from app.flow import Sample
-from app.masked import Moments, moments
+from app.masked import Moments, joint_moments
 from app.mesh.placement import gather_over_hosts, moments_over_hosts, sum_over_hosts
 from app.reward.weighing import Scored
 from app.training.refill import Refilled
@@ -101,17 +101,12 @@ def credit_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 def _critic_error(sample: Sample) -> np.ndarray | None:
     if sample.values is None or sample.returns is None:
         return None
-    # A value behind the last token, where there is one, is no prediction of a return.
-    return sample.returns.astype(np.float64) - sample.values[: len(sample.returns)]
+    return sample.returns.astype(np.float64) - sample.token_values
 
 
 def _token_moments(columns: Sequence[tuple[np.ndarray | None, np.ndarray]]) -> Moments:
     """Of the values under their masks, of the samples that have values."""
-    known = [(values, mask) for values, mask in columns if values is not None]
-    if not known:
-        return Moments(0.0, 0.0, 0.0)
-    values, masks = zip(*known, strict=True)
-    return moments(np.concatenate(values), np.concatenate(masks))
+    return joint_moments([(values, mask) for values, mask in columns if values is not None])
 
 
 def refill_metrics(refilled: Refilled, sampled: Sequence[Sample]) -> dict[str, float]:

@@ -36,17 +36,12 @@ class ValueBatch:
 def pack_values(samples: Sequence[Sample], micro_batch: MicroBatch, totals: Totals) -> ValueBatch:
     """What the critic learns from these samples, which have values and returns."""
 
-    def scored(sample: Sample) -> np.ndarray:
-        assert sample.values is not None
-        # The value behind the last token, where there is one, is no token's.
-        return sample.values[: len(sample.completion_ids)]
-
     def packed(value_of: Callable[[Sample], Any]) -> np.ndarray:
         return pack_per_token(samples, micro_batch, value_of)
 
     return ValueBatch(
         tokens=pack_tokens(samples, micro_batch),
-        old_values=packed(scored),
+        old_values=packed(lambda s: s.token_values),
         returns=packed(lambda s: s.returns),
         token_weights=packed(lambda s: token_mean(s, totals)),
     )

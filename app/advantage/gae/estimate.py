@@ -15,7 +15,7 @@ from app.advantage.gae.choice import choose
 from app.advantage.gae.chunked import chunked
 from app.advantage.gae.fused import fused, fused_plain
 from app.advantage.gae.serial import serial
-from app.advantage.gae.terms import MASK_MODES, Credit, HostOrDevice, Terms, as_float32, rows_of
+from app.advantage.gae.terms import MASK_MODES, Credit, HostOrDevice, Terms, as_float32, last_values_of, rows_of
 
 Number = float | np.ndarray | Array
 
@@ -64,16 +64,9 @@ def generalized_advantages(
     traced = any(isinstance(x, Tracer) for x in (rewards, values, gamma, lam, bootstrap))
     choice = choose(backend, rewards.shape, per_token_decay=per_token, chunk_size=chunk_size, traced=traced)
     if choice.on_host:
-        last_values = _last_values(values, rewards.shape[1], bootstrap)
+        last_values = last_values_of(values, rewards.shape[1], bootstrap)
         return fused_plain(rewards, values[:, : rewards.shape[1]], last_values, float(gamma), float(lam))
     return _estimate(rewards, values, as_float32(gamma), as_float32(lam), mask, ends, bootstrap, mask_mode, *choice[:2])
-
-
-def _last_values(values: HostOrDevice, num_tokens: int, bootstrap: HostOrDevice | None) -> HostOrDevice:
-    """[B]: what follows each row, where rows are one sequence each."""
-    if values.shape[1] > num_tokens:
-        return values[:, num_tokens]
-    return np.zeros(len(values), np.float32) if bootstrap is None or num_tokens == 0 else bootstrap[:, -1]
 
 
 @functools.partial(jax.jit, static_argnums=(7, 8, 9))

@@ -135,21 +135,21 @@ def rows_of(
 ) -> Rows:
     """Everything in float32, the value behind the row apart from those on it."""
     num_tokens = rewards.shape[1]
-    values = jnp.asarray(values, jnp.float32)
-    if values.shape[1] > num_tokens:
-        last_values = values[:, num_tokens]
-    elif bootstrap is None or num_tokens == 0:
-        last_values = jnp.zeros(values.shape[0], jnp.float32)
-    else:
-        last_values = jnp.asarray(bootstrap, jnp.float32)[:, -1]
     return Rows(
         rewards=jnp.asarray(rewards, jnp.float32),
-        values=values[:, :num_tokens],
-        last_values=last_values,
+        values=jnp.asarray(values, jnp.float32)[:, :num_tokens],
+        last_values=jnp.asarray(last_values_of(values, num_tokens, bootstrap), jnp.float32),
         mask=None if mask is None else jnp.asarray(mask, bool),
         ends=None if ends is None else jnp.asarray(ends, bool),
         bootstrap=None if bootstrap is None else jnp.asarray(bootstrap, jnp.float32),
     )
+
+
+def last_values_of(values: HostOrDevice, num_tokens: int, bootstrap: HostOrDevice | None) -> HostOrDevice:
+    """[B]: what follows each row's last step, by one more value, by the last bootstrap, or 0."""
+    if values.shape[1] > num_tokens:
+        return values[:, num_tokens]
+    return np.zeros(values.shape[0], np.float32) if bootstrap is None or num_tokens == 0 else bootstrap[:, -1]
 
 
 def as_float32(x: float | np.ndarray | Array) -> Array:
