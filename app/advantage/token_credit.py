@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import ArrayLike, Bool, Float, Float32
+from jaxtyping import ArrayLike, Bool, Float, Float32, Float64
 
 from app.advantage.token_rewards import TokenRewards
 from app.batching.ladder import rung
@@ -65,19 +65,19 @@ def fixed_lam(row: TokenRow, *, lam: float) -> ArrayLike:
     return lam
 
 
-def length_adaptive_lam(row: TokenRow, *, alpha: float) -> Float32[np.ndarray, "1 T"]:
+def length_adaptive_lam(row: TokenRow, *, alpha: float) -> Float64[np.ndarray, "1 T"]:
     """That of each token's sample; see `adaptive_lam`."""
     return adaptive_lam(row.lengths, alpha=alpha)
 
 
-def adaptive_lam(lengths: Float32[np.ndarray, "*shape"], *, alpha: float) -> Float32[np.ndarray, "*shape"]:
+def adaptive_lam(lengths: Float32[np.ndarray, "*shape"], *, alpha: float) -> Float64[np.ndarray, "*shape"]:
     """1 - 1 / (alpha * l), at least 0, with l the tokens that the policy wrote of the sample.
 
     The weights of the TD errors then sum to alpha * l: a long sample's reward reaches its beginning, too.
 
     Source: Yue et al. 2025, "VAPO" (length-adaptive GAE).
     """
-    return np.clip(1 - 1 / (alpha * np.maximum(lengths, 1)), 0, 1).astype(np.float32)
+    return np.clip(1 - 1 / (alpha * np.maximum(lengths, 1).astype(np.float64)), 0, 1)
 
 
 def terminal(sample: Sample) -> float:

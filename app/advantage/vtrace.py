@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from app.advantage.gae.choice import choose
-from app.advantage.gae.estimate import BACKENDS, Number
-from app.advantage.gae.terms import MASK_MODES, HostOrDevice, Terms, as_float32, rows_of
+from app.advantage.gae.estimate import solve
+from app.advantage.gae.terms import MASK_MODES, Discounting, HostOrDevice, Number, Terms, rows_of
 
 LOG_RATIO_LIMIT = 20.0
 """Beyond it a ratio is clipped by any sensible bound, and would overflow."""
@@ -21,7 +21,7 @@ class VTrace(NamedTuple):
     """0 where the mask is False."""
 
     advantages: Float32[HostOrDevice, "B T"]
-    """Of the policy gradient: min(rho_bar, rho_t) * (r_t + gamma * target_{t+1} - V_t)."""
+    """Of the policy gradient: rho_t * (r_t + gamma * (lam * v_{t+1} + (1 - lam) * V_{t+1}) - V_t)."""
     targets: Float32[HostOrDevice, "B T"]
     """Of the critic: v_t."""
 
@@ -44,8 +44,8 @@ def vtrace(
 ) -> VTrace:
     """v_t - V_t = rho_t * delta_t + gamma * c_t * (v_{t+1} - V_{t+1}), delta_t = r_t + gamma * V_{t+1} - V_t.
 
-    With rho_t = min(max_ratio, ratio_t) and c_t = lam * min(max_trace, ratio_t). Where all ratios are 1 the targets are
-    those of GAE; with lam = 1 the advantages are, too.
+    With rho_t = min(max_ratio, ratio_t) and c_t = lam * min(max_trace, ratio_t). Where all ratios are 1, targets and
+    advantages are those of GAE.
 
     Args:
         log_ratios: [B, T], log of the target policy's probability over that of the policy that drew the token.
@@ -54,16 +54,15 @@ def vtrace(
 
     The other arguments are those of `app.advantage.gae.estimate.generalized_advantages`.
 
-    Source: Espeholt et al. 2018 (IMPALA), eq. 1 and section 4.2; lambda: remark 2.
+    Source: Espeholt et al. 2018 (IMPALA), eq. 1 and section 4.2; lambda: remark 2, and rlax in the advantages.
     """
-    choice = choose(backend, rewards.shape, per_token_decay=True, chunk_size=chunk_size)
-    bounds = as_float32(max_ratio), as_float32(max_trace)
-    numbers = as_float32(gamma), as_float32(lam)
+    choice = choose(backend, rewards.shape, one_leak=False, chunk_size=chunk_size)
+    bounds = jnp.asarray(max_ratio, jnp.float32), jnp.asarray(max_trace, jnp.float32)
     return _vtrace(
         rewards,
         values,
         log_ratios,
-        numbers,
+        Discounting.of(gamma, lam),
         bounds,
         mask,
         ends,
@@ -79,40 +78,37 @@ def _vtrace(
     rewards: HostOrDevice,
     values: HostOrDevice,
     log_ratios: HostOrDevice,
-    numbers: tuple[Array, Array],
+    by: Discounting,
     bounds: tuple[Array, Array],
     mask: HostOrDevice | None,
     ends: HostOrDevice | None,
     bootstrap: HostOrDevice | None,
     mask_mode: str,
     backend: str,
-    chunk_size: int,
+    chunk_size: int | None,
 ) -> VTrace:
-    (gamma, lam), (max_ratio, max_trace) = numbers, bounds
     rows = rows_of(rewards, values, mask=mask, ends=ends, bootstrap=bootstrap)
-    terms = MASK_MODES[mask_mode](rows, gamma, lam)
+    terms = MASK_MODES[mask_mode](rows, by)
     log_ratios = jnp.asarray(log_ratios, jnp.float32)
     if rows.mask is not None:
         # A token that the policy did not write has no ratio.
         log_ratios = jnp.where(rows.mask, log_ratios, 0.0)
     ratios = jnp.exp(jnp.clip(log_ratios, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    weights, traces = jnp.minimum(max_ratio, ratios), jnp.minimum(max_trace, ratios)
-    nothing = jnp.zeros_like(terms.values)
-    weighted = Terms(
-        rewards=weights * terms.deltas,
-        values=nothing,
-        next_values=nothing,
-        discounts=as_float32(0.0),
-        decays=terms.decays * jnp.where(_passes_over(terms), 1.0, traces),
-        mask=None,
-    )
-    corrections = BACKENDS[backend](weighted, chunk_size).advantages
+    weights, traces = (jnp.minimum(bound, ratios) for bound in bounds)
+    if rows.mask is not None:
+        # What is behind such a token is handed on as it is.
+        traces = jnp.where(rows.mask, traces, 1.0)
+    leaks = rows.closing(terms.leaks, 1.0)
+    deltas = terms.rewards + ((terms.next_weights + (1 - leaks)) * terms.next_values - terms.values)
+    nothing = jnp.zeros_like(deltas)
+    corrections = solve(
+        Terms(weights * deltas, nothing, nothing, nothing, leaks + (1 - leaks) * (1 - traces), None),
+        backend,
+        chunk_size,
+    ).returns
     behind = jnp.pad(corrections[:, 1:], ((0, 0), (0, 1)))[:, : corrections.shape[1]]
-    advantages = weights * (terms.deltas + rows.until_ends(jnp.broadcast_to(gamma, behind.shape)) * behind)
-    credit = terms.credit(corrections)
-    return VTrace(advantages if rows.mask is None else jnp.where(rows.mask, advantages, 0.0), credit.returns)
-
-
-def _passes_over(terms: Terms) -> Array:
-    """Masked tokens hand on what is behind them as it is, whatever ratio stands beside them."""
-    return jnp.zeros_like(terms.values, bool) if terms.mask is None else ~terms.mask
+    advantages = weights * (deltas + (1 - leaks) * behind)
+    return VTrace(
+        advantages if rows.mask is None else jnp.where(rows.mask, advantages, 0.0),
+        terms.credit(corrections + terms.values).returns,
+    )

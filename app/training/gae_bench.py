@@ -254,7 +254,7 @@ def _measure_shape(algorithm: Algorithm, shape: Shape, num_repeats: int) -> tupl
 
 def _sweep(algorithm: Algorithm, shape: Shape, *, per_token_decay: bool) -> Iterator[tuple[str, int | None, bool]]:
     """(backend, chunk size, whether auto takes it) of every case."""
-    auto: Choice = choose("auto", shape, per_token_decay=per_token_decay, chunk_size=algorithm.gae_chunk_size)
+    auto: Choice = choose("auto", shape, one_leak=not per_token_decay, chunk_size=algorithm.gae_chunk_size)
     asked = {algorithm.gae_chunk_size} if algorithm.gae_chunk_size else set()
     sizes = {*CHUNK_SIZES, *asked, *({auto.chunk_size} if auto.backend in WITH_CHUNKS else ())}
     for backend in BACKENDS:

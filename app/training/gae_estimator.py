@@ -78,8 +78,8 @@ class Estimator:
 
     def choice(self, window: Window) -> Choice:
         """The backend that solves such windows, and why."""
-        per_token = self.length_adaptive_lam is not None or window.mask is not None or window.ends is not None
-        return choose(self.backend, window.rewards.shape, per_token_decay=per_token, chunk_size=self.chunk_size)
+        one_leak = self.length_adaptive_lam is None and window.mask is None and window.ends is None
+        return choose(self.backend, window.rewards.shape, one_leak=one_leak, chunk_size=self.chunk_size)
 
     def reads_where_masked(self) -> bool:
         return self.mask_mode not in UNREAD_WHERE_MASKED

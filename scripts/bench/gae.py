@@ -143,7 +143,7 @@ def measure(rows: int, tokens: int, solvers: Mapping[str, Solve], *, repeats: in
         print(f"{rows}x{tokens}: round {round_number} of {repeats}", file=sys.stderr, flush=True)
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     best = min(medians[name] for name in BASELINES if name in medians)
-    choice = choose("auto", (rows, tokens), per_token_decay=False)
+    choice = choose("auto", (rows, tokens), one_leak=True)
     return {
         "shape": f"{rows}x{tokens}",
         "auto": f"{choice.backend}: {choice.why}",

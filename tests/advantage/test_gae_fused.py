@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from app.advantage.gae.choice import choose
+from app.advantage.gae.chunked import CHUNK_SIZE
 from app.advantage.gae.estimate import generalized_advantages
-from app.advantage.gae.fused import fused, fused_plain
+from app.advantage.gae.fused import fused_plain
 from app.advantage.gae.pallas_kernel import KERNELS
-from app.advantage.gae.terms import Terms
+from app.advantage.gae.terms import Discounting, Terms, rows_of, through
 from tests.advantage.gae_oracle import Case, oracle, random_case
 
 DISCOUNTS = list(itertools.product((0.0, 0.5, 0.95, 0.99, 1.0), repeat=2))
@@ -22,8 +23,8 @@ def plain_case(rows: int, num_tokens: int) -> Case:
 
 
 def plain_terms(case: Case, *, gamma: float, lam: float) -> Terms:
-    rewards, values = jnp.asarray(case.rewards), jnp.asarray(case.values)
-    return Terms(rewards, values[:, :-1], values[:, 1:], jnp.float32(gamma), jnp.float32(gamma * lam), None)
+    rows = rows_of(case.rewards, case.values, mask=None, ends=None, bootstrap=None)
+    return through(rows, Discounting.of(gamma, lam))
 
 
 def assert_close(got, expected) -> None:
@@ -32,7 +33,7 @@ def assert_close(got, expected) -> None:
         np.testing.assert_allclose(one, truth, rtol=0, atol=limit)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 31, 33, 127, 128, 129, 511, 2048, 2049, 4096])
+@pytest.mark.parametrize("num_tokens", [1, 15, 17, 127, 128, 129, 511, 1024, 1100, 4096])
 def test_blocks_on_the_host_equal_a_float64_loop(num_tokens):
     case = plain_case(3, num_tokens)
     for gamma, lam in DISCOUNTS:
@@ -40,12 +41,29 @@ def test_blocks_on_the_host_equal_a_float64_loop(num_tokens):
         assert_close(got, oracle(case, gamma=gamma, lam=lam))
 
 
-def test_blocks_on_the_host_equal_a_float64_loop_where_rows_are_dealt_to_threads():
-    case = plain_case(19, 65_537)
+@pytest.mark.parametrize("shape", [(19, 65_537), (300, 1024), (131, 1000), (3, 65_536), (2, 131_072)])
+def test_blocks_on_the_host_equal_a_float64_loop_where_there_are_many(shape):
+    case = plain_case(*shape)
     got = fused_plain(case.rewards, case.values[:, :-1], case.values[:, -1], 0.99, 0.95)
-    rows = [0, 15, 16, 18]
+    rows = [0, shape[0] // 2, shape[0] - 1]
     few = Case(case.rewards[rows], case.values[rows])
     assert_close([x[rows] for x in got], oracle(few, gamma=0.99, lam=0.95))
+
+
+def test_blocks_on_the_host_promote_bfloat16():
+    case = plain_case(2, 300)
+    rounded = Case(*(np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in case[:2]))
+    advantages, returns = fused_plain(rounded.rewards, rounded.values[:, :-1], rounded.values[:, -1], 0.99, 0.95)
+    assert advantages.dtype == returns.dtype == np.float32
+    exact = Case(*(x.astype(np.float32) for x in rounded[:2]))
+    assert_close((advantages, returns), oracle(exact, gamma=0.99, lam=0.95))
+
+
+def test_blocks_on_the_host_read_arrays_of_any_layout():
+    case = plain_case(70, 1024)
+    by_time = Case(*(np.asfortranarray(x) for x in case[:2]))
+    got = fused_plain(by_time.rewards, by_time.values[:, :-1], by_time.values[:, -1], 0.99, 0.95)
+    assert_close(got, oracle(case, gamma=0.99, lam=0.95))
 
 
 def test_blocks_on_the_host_hand_on_long_sums_exactly():
@@ -87,19 +105,33 @@ def test_kernels_leave_masked_tokens_at_zero(platform):
     assert (np.asarray(advantages)[:, 1::3] != 0).all()
 
 
+@pytest.mark.parametrize(("platform", "lowered_for"), [("gpu", "cuda"), ("tpu", "tpu")])
+@pytest.mark.parametrize("num_tokens", [100, 131_072])
+def test_kernels_are_lowered_for_their_platform(platform, lowered_for, num_tokens):
+    terms = plain_terms(plain_case(1, num_tokens), gamma=0.99, lam=0.95)
+    program = jax.jit(KERNELS[platform]).trace(terms).lower(lowering_platforms=(lowered_for,)).as_text()
+    assert {"gpu": "triton", "tpu": "tpu_custom_call"}[platform] in program
+
+
 def test_fused_in_a_compiled_program_equals_fused_on_the_host():
     case = plain_case(2, 300)
     host = generalized_advantages(case.rewards, case.values, gamma=0.99, lam=0.95, backend="fused")
     compiled = jax.jit(lambda r, v: generalized_advantages(r, v, gamma=0.99, lam=0.95, backend="fused"))
     assert isinstance(host.advantages, np.ndarray)
     assert_close(compiled(case.rewards, case.values), host)
-    assert_close(fused(plain_terms(case, gamma=0.99, lam=0.95), chunk_size=64), host)
 
 
-def test_auto_says_why_it_takes_what_it_takes():
-    plain = choose("auto", (16, 8192), per_token_decay=False)
-    assert plain.backend == "fused" and plain.on_host and "CPU" in plain.why
-    assert choose("auto", (1, 131_072), per_token_decay=False)[:2] == ("chunked", 64)
-    assert choose("auto", (16, 8192), per_token_decay=True).backend == "chunked"
-    assert not choose("fused", (16, 8192), per_token_decay=False, traced=True).on_host
-    assert choose("serial", (16, 8192), per_token_decay=False).why == "asked for"
+def test_a_choice_names_what_runs_and_why():
+    auto = choose("auto", (16, 8192), one_leak=True)
+    assert auto.backend == "fused" and auto.on_host and "CPU" in auto.why
+    assert choose("auto", (16, 8192), one_leak=True, traced=True).backend == "chunked"
+    assert choose("auto", (8192, 64), one_leak=True)[:2] == ("chunked", 64)
+    assert choose("serial", (16, 8192), one_leak=True, chunk_size=64) == ("serial", None, "asked for", False)
+    assert choose("chunked", (16, 8192), one_leak=True, chunk_size=64)[:3] == ("chunked", 64, "asked for")
+    assert choose("chunked", (16, 8192), one_leak=True).chunk_size == CHUNK_SIZE
+
+
+@pytest.mark.parametrize("asked", ["auto", "fused"])
+def test_a_choice_says_that_fused_has_no_form_for_masks(asked):
+    choice = choose(asked, (16, 8192), one_leak=False)
+    assert choice.backend == "chunked" and not choice.on_host and "masks" in choice.why

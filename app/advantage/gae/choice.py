@@ -1,4 +1,4 @@
-"""Which backend `auto` takes."""
+"""Which backend computes an estimate."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import jax
 
 from app.advantage.gae.chunked import CHUNK_SIZE
 
+ASKED_FOR = "asked for"
+SHORT_ROWS = 256
+
 
 class Choice(NamedTuple):
     backend: str
-    chunk_size: int
+    """What runs, which need not be what was asked for."""
+    chunk_size: int | None
+    """None where the backend has no chunks of a size that can be asked for."""
     why: str
     on_host: bool = False
     """By `app.advantage.gae.fused.fused_plain`."""
@@ -21,34 +26,41 @@ def choose(
     backend: str,
     shape: tuple[int, ...],
     *,
-    per_token_decay: bool,
+    one_leak: bool,
     chunk_size: int | None = None,
     traced: bool = False,
 ) -> Choice:
-    """The backend that was asked for, or for `auto` the one that is fastest here.
+    """The backend that was asked for where it can do it, or for `auto` the one that is fastest here.
 
     Args:
         backend: a name of `app.advantage.gae.estimate.BACKENDS`, or `auto`.
         shape: of the rewards, [B, T].
-        per_token_decay: there are masks, ends, or gammas or lambdas of each token.
+        one_leak: one gamma and one lambda for all tokens, no mask, and one sequence a row.
         chunk_size: steps of a chunk; None = what suits the backend.
         traced: the arrays are those of a program that is being compiled, not numbers.
     """
-    size = chunk_size or CHUNK_SIZE
-    plain_on_cpu = jax.default_backend() == "cpu" and not per_token_decay and not traced
-    if backend != "auto":
-        return Choice(backend, size, "asked for", on_host=backend == "fused" and plain_on_cpu)
-    # Milliseconds, medians of one run in turn on 2 cores of an AMD EPYC that other programs shared (load 5, so that
-    # all are slower than alone); from numpy to numpy, compiled before. numpy is a loop over time-major rows.
-    #   shape          numpy  chunked by 64  fused
-    #   (1, 131072)      307            0.6    1.2
-    #   (16, 8192)        16            4.7    0.7
-    #   (128, 65536)     210            172     80
-    #   (256, 131072)    568            495    268
-    if plain_on_cpu and shape[0] > 1:
-        return Choice("fused", size, "one decay on a CPU: about twice as fast there as the chunk scan", on_host=True)
-    if plain_on_cpu:
-        return Choice("chunked", chunk_size or 64, "one row on a CPU: the chunk scan is twice as fast there as fused")
-    if jax.default_backend() == "cpu":
-        return Choice("chunked", size, "a decay of each token, or a part of a compiled program: fused is chunked there")
-    return Choice("chunked", size, "the kernel of fused has not been timed on a device of this kind")
+    if backend == "serial":
+        return Choice("serial", None, ASKED_FOR)
+    chunks = Choice("chunked", chunk_size or CHUNK_SIZE, ASKED_FOR)
+    if backend == "chunked":
+        return chunks
+    on_cpu = jax.default_backend() == "cpu"
+    if not one_leak:
+        return chunks._replace(why="masks, or several sequences in a row: fused has no form for them")
+    if 0 in shape or (on_cpu and traced):
+        return chunks._replace(why="no tokens" if 0 in shape else "part of a compiled program")
+    if backend == "fused":
+        return Choice("fused", None, ASKED_FOR, on_host=on_cpu)
+    if not on_cpu:
+        return chunks._replace(why="fused has not been timed on a device of this kind")
+    # Milliseconds, the best of 24 in turn on 2 busy cores of an AMD EPYC; from numpy to numpy, compiled before.
+    #   shape          serial  chunked by 64  fused
+    #   (1, 131072)      1.69           0.79   0.56
+    #   (16, 8192)       1.38           0.50   0.39
+    #   (512, 4096)      12.0            5.4    4.6
+    #   (4096, 256)       5.5            3.5    3.3
+    #   (8192, 64)        2.6            1.2    2.7
+    #   (65536, 8)        1.8            0.7    5.8
+    if shape[1] < SHORT_ROWS:
+        return Choice("chunked", chunk_size or 64, "short rows, on a CPU")
+    return Choice("fused", None, "one sequence a row, on a CPU", on_host=True)

@@ -1,8 +1,8 @@
 """Chunk scan: all chunks of time at once, then the same scan over what they hand on.
 
-A chunk of C steps knows its own part of every advantage; what is missing is one number, the advantage right behind
-it, times the decay from there. Those numbers obey the same recurrence with one step a chunk, so they are found the same
-way: 131,072 steps in chunks of 128 are three levels, with no loop over the thousand chunks.
+A chunk of C steps knows its own part of every return; what is missing is one number, the return right behind it, times
+the decay from there. Those numbers obey the same recurrence with one step a chunk, so they are found the same way:
+131,072 steps in chunks of 128 are three levels, with no loop over the thousand chunks.
 
 Source: the chunked form of linear attention, applied to GAE in THUDM/slime.
 """
@@ -19,38 +19,45 @@ CHUNK_SIZE = 128
 
 
 def chunked(terms: Terms, *, chunk_size: int = CHUNK_SIZE) -> Credit:
-    """The advantages by chunks of any size: small matrix products for one decay, a scan of log depth for many.
+    """The returns by chunks of any size: small matrix products for one leak, a scan of log depth for many.
 
-    Memory per row: O(T + C^2) for one decay, O(T) for a decay of each token.
+    Memory per row: O(T + C^2) for one leak, O(T) for a leak of each token.
     """
-    solve = solve_one_decay if terms.decays.ndim == 0 else solve_many_decays
-    return terms.credit(solve(terms.deltas, terms.decays, chunk_size=chunk_size))
+    if terms.leaks.ndim == 0:
+        returns = solve_one_decay(terms.inputs, jnp.log1p(-terms.leaks), chunk_size=chunk_size)
+    else:
+        returns = solve_many_leaks(terms.inputs, terms.leaks, chunk_size=chunk_size)
+    return terms.credit(returns)
 
 
 def solve_one_decay(
-    inputs: Float32[Array, "B T"], decay: Float32[Array, ""], *, chunk_size: int
+    inputs: Float32[Array, "B T"], log_decay: Float32[Array, ""], *, chunk_size: int
 ) -> Float32[Array, "B T"]:
-    """A_t = inputs_t + decay * A_{t+1}; [C, C] products of full float32 precision, whatever the device prefers."""
+    """G_t = inputs_t + decay * G_{t+1}; [C, C] products of full float32 precision, whatever the device prefers.
+
+    Args:
+        log_decay: in [-inf, 0].
+    """
     num_tokens = inputs.shape[1]
     size = max(1, min(chunk_size, num_tokens))
     if chunk_size == 1 and num_tokens > 1:
         # A chunk of one step hands on all that it has: there would be no level above with fewer.
-        return solve_many_decays(inputs, jnp.broadcast_to(decay, inputs.shape), chunk_size=chunk_size)
+        return solve_many_leaks(inputs, jnp.broadcast_to(-jnp.expm1(log_decay), inputs.shape), chunk_size=chunk_size)
     chunks = _in_chunks(inputs, size)
-    powers = powers_of(decay, size + 1)
+    powers = powers_of(log_decay, size + 1)
     apart = jnp.arange(size)[:, None] - jnp.arange(size)[None, :]
     kernel = jnp.where(apart >= 0, powers[jnp.maximum(apart, 0)], 0.0)
     own = jnp.einsum("bnj,ji->bni", chunks, kernel, precision=jax.lax.Precision.HIGHEST)
     if chunks.shape[1] > 1:
-        handed_on = solve_one_decay(own[:, :, 0], powers[size], chunk_size=chunk_size)
+        handed_on = solve_one_decay(own[:, :, 0], size * log_decay, chunk_size=chunk_size)
         own = own + _behind(handed_on)[:, :, None] * powers[size - jnp.arange(size)]
     return own.reshape(inputs.shape[0], own.shape[1] * size)[:, :num_tokens]
 
 
-def solve_many_decays(
-    inputs: Float32[Array, "B T"], decays: Float32[Array, "B T"], *, chunk_size: int
+def solve_many_leaks(
+    inputs: Float32[Array, "B T"], leaks: Float32[Array, "B T"], *, chunk_size: int
 ) -> Float32[Array, "B T"]:
-    """A_t = inputs_t + decays_t * A_{t+1}, by (decay, input) pairs, which combine in any order.
+    """G_t = inputs_t + (1 - leaks_t) * G_{t+1}, by (leak, input) pairs, which combine in any order.
 
     Source: Blelloch 1990, "Prefix Sums and Their Applications", section 1.4.
     """
@@ -59,18 +66,19 @@ def solve_many_decays(
         return inputs
     # A level of chunks of one step would be as long as the one below it.
     size = min(max(chunk_size, 2), num_tokens)
-    decays, own = jax.lax.associative_scan(
-        _behind_pair, (_in_chunks(decays, size), _in_chunks(inputs, size)), reverse=True, axis=2
+    leaks, own = jax.lax.associative_scan(
+        _behind_pair, (_in_chunks(leaks, size), _in_chunks(inputs, size)), reverse=True, axis=2
     )
     if own.shape[1] > 1:
-        handed_on = solve_many_decays(own[:, :, 0], decays[:, :, 0], chunk_size=chunk_size)
-        own = own + _behind(handed_on)[:, :, None] * decays
+        behind = _behind(solve_many_leaks(own[:, :, 0], leaks[:, :, 0], chunk_size=chunk_size))[:, :, None]
+        own = own + (behind - leaks * behind)
     return own.reshape(inputs.shape[0], own.shape[1] * size)[:, :num_tokens]
 
 
 def _behind_pair(after: tuple[Array, Array], before: tuple[Array, Array]) -> tuple[Array, Array]:
-    """One step made of two: x -> input_before + decay_before * (input_after + decay_after * x)."""
-    return before[0] * after[0], before[1] + before[0] * after[1]
+    """One step made of two: what leaks on the way, and what is added to what comes through."""
+    (leak_after, own_after), (leak_before, own_before) = after, before
+    return leak_before + leak_after * (1 - leak_before), own_before + (own_after - leak_before * own_after)
 
 
 def _in_chunks(x: Float32[Array, "B T"], size: int) -> Float32[Array, "B chunks C"]:
@@ -84,6 +92,8 @@ def _behind(handed_on: Float32[Array, "B chunks"]) -> Float32[Array, "B chunks"]
     return jnp.pad(handed_on[:, 1:], ((0, 0), (0, 1)))
 
 
-def powers_of(base: Float32[Array, ""], count: int) -> Float32[Array, "count"]:
-    """base^0, base^1, ...: products alone, so that 0 and 1 are exact."""
-    return jnp.concatenate([jnp.ones(1, jnp.float32), jnp.cumprod(jnp.broadcast_to(base, count - 1))])
+def powers_of(log_decay: Float32[Array, ""], count: int) -> Float32[Array, "count"]:
+    """decay^0, decay^1, ...; exactly 1, 0, 0, ... for decay 0 and all 1 for decay 1."""
+    exponents = jnp.arange(count)
+    # -inf * 0 is no number.
+    return jnp.where(exponents == 0, 1.0, jnp.exp(jnp.maximum(exponents, 1) * log_decay))

@@ -9,24 +9,24 @@ from types import MappingProxyType
 import jax
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array
 
 from app.advantage.gae.choice import choose
 from app.advantage.gae.chunked import chunked
 from app.advantage.gae.fused import fused, fused_plain
 from app.advantage.gae.serial import serial
-from app.advantage.gae.terms import MASK_MODES, Credit, HostOrDevice, Terms, as_float32, last_values_of, rows_of
-
-Number = float | np.ndarray | Array
-
-BACKENDS: Mapping[str, Callable[[Terms, int], Credit]] = MappingProxyType(
-    {
-        "serial": lambda terms, chunk_size: serial(terms),
-        "chunked": lambda terms, chunk_size: chunked(terms, chunk_size=chunk_size),
-        "fused": lambda terms, chunk_size: fused(terms, chunk_size=chunk_size),
-    }
+from app.advantage.gae.terms import (
+    MASK_MODES,
+    Credit,
+    Discounting,
+    HostOrDevice,
+    Number,
+    Terms,
+    last_values_of,
+    rows_of,
 )
-"""(terms, chunk size) -> credit."""
+
+BACKENDS: Mapping[str, Callable[..., Credit]] = MappingProxyType({"serial": serial, "chunked": chunked, "fused": fused})
+"""terms, and `chunk_size` where the backend has chunks -> credit. Which one runs is decided in `choice`."""
 
 
 def generalized_advantages(
@@ -44,7 +44,8 @@ def generalized_advantages(
 ) -> Credit:
     """A_t = delta_t + gamma lambda A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t, and returns A + V; [B, T] each.
 
-    Float32 inside and out, whatever comes in. `gamma` and `lam` are traced: other values compile nothing anew.
+    Float32 inside and out, whatever comes in. `gamma` and `lam` are traced: other values compile nothing anew. Close to
+    1 they are best given as Python numbers or float64, see `Discounting`.
 
     Args:
         rewards: [B, T].
@@ -60,30 +61,35 @@ def generalized_advantages(
 
     Source: Schulman et al. 2016, eq. 16.
     """
-    per_token = mask is not None or ends is not None or np.ndim(gamma) > 0 or np.ndim(lam) > 0
+    one_leak = mask is None and ends is None and np.ndim(gamma) == np.ndim(lam) == 0
     traced = any(isinstance(x, Tracer) for x in (rewards, values, gamma, lam, bootstrap))
-    choice = choose(backend, rewards.shape, per_token_decay=per_token, chunk_size=chunk_size, traced=traced)
+    choice = choose(backend, rewards.shape, one_leak=one_leak, chunk_size=chunk_size, traced=traced)
     if choice.on_host:
         last_values = last_values_of(values, rewards.shape[1], bootstrap)
         return fused_plain(rewards, values[:, : rewards.shape[1]], last_values, float(gamma), float(lam))
-    return _estimate(rewards, values, as_float32(gamma), as_float32(lam), mask, ends, bootstrap, mask_mode, *choice[:2])
+    by = Discounting.of(gamma, lam)
+    return _estimate(rewards, values, by, mask, ends, bootstrap, mask_mode, choice.backend, choice.chunk_size)
 
 
-@functools.partial(jax.jit, static_argnums=(7, 8, 9))
+@functools.partial(jax.jit, static_argnums=(6, 7, 8))
 def _estimate(
     rewards: HostOrDevice,
     values: HostOrDevice,
-    gamma: Array,
-    lam: Array,
+    by: Discounting,
     mask: HostOrDevice | None,
     ends: HostOrDevice | None,
     bootstrap: HostOrDevice | None,
     mask_mode: str,
     backend: str,
-    chunk_size: int,
+    chunk_size: int | None,
 ) -> Credit:
     rows = rows_of(rewards, values, mask=mask, ends=ends, bootstrap=bootstrap)
-    return BACKENDS[backend](MASK_MODES[mask_mode](rows, gamma, lam), chunk_size)
+    return solve(MASK_MODES[mask_mode](rows, by), backend, chunk_size)
+
+
+def solve(terms: Terms, backend: str, chunk_size: int | None) -> Credit:
+    """By one of `BACKENDS`; `chunk_size` is None where it has no chunks."""
+    return BACKENDS[backend](terms, **({} if chunk_size is None else {"chunk_size": chunk_size}))
 
 
 def check_inputs(

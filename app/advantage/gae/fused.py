@@ -1,57 +1,40 @@
 """Differences, scan, advantages and returns in one go: kernels on GPU and TPU, blocks of rows on the host.
 
-On the host, for the plain case (no mask, no ends, one gamma and one lambda): a block of a few rows and of 2048 steps,
-which fits a core's cache, is taken through everything before the one in front of it is read, so that main memory sees
-each input and each output once. In a block the scan is the chunk scan of `app.advantage.gae.chunked` with two
-differences. What a chunk hands on is found before the chunk is solved and is added to the input of its neighbour's last
-step, so that one product of small matrices writes the advantages where they belong; each product is so small that BLAS
-does not spread it over threads, which here costs more than it gives. And carries are float64, since blocks follow each
-other.
+On the host, for the plain case (no mask, no ends, one gamma and one lambda), it is the returns that are solved for,
+
+    G_t = r_t + gamma (1 - lambda) V_{t+1} + gamma lambda G_{t+1},    A_t = G_t - V_t
+
+which is one pass less than by differences: what follows the row is the first G. A block of 65,536 tokens, which fits a
+core's cache, is taken through everything before the next is read, so that main memory sees each input and each output
+once. In a block the scan is the chunk scan of `app.advantage.gae.chunked` with one difference: what a chunk gets from
+the next one is found before the chunk is solved and is added to the input of its last step, so that one product with a
+small matrix writes the returns where they belong.
 """
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Float32, Float64
 
-from app.advantage.gae.chunked import chunked
 from app.advantage.gae.terms import Credit, HostOrDevice, Terms
 
-CHUNK = 32
-BLOCK_STEPS = 2048
-BLOCK_ROWS = 16
-THREADED = 1 << 20
-"""Numbers of an input from which on threads pay."""
+CHUNK = 16
+"""Steps."""
+SEGMENT = 64
+"""Chunks, at most."""
+BLOCK = 1 << 16
+"""Tokens, of several rows where they are short: four arrays of it fit a core's cache. Larger ones were no faster."""
 
 
-class _Kernels(NamedTuple):
-    """decay^(s - t) from step s back to step t, 0 where s < t: of steps of one chunk, and of chunks of one block."""
-
-    steps: Float32[np.ndarray, "C C"]
-    chunks: Float64[np.ndarray, "N N"]
-    last_decay: float
-    """Over one step: from a chunk's end to its last step."""
-    chunk_decay: float
-    """Over one chunk."""
-
-
-def fused(terms: Terms, *, chunk_size: int) -> Credit:
-    """The kernel of this device where it has one for these terms; else the chunk scan.
-
-    There are kernels for GPU and TPU, and for one decay.
-    """
-    platform = jax.default_backend()
-    if platform not in ("gpu", "tpu") or terms.decays.ndim > 0 or terms.rewards.size == 0:
-        return chunked(terms, chunk_size=chunk_size)
+def fused(terms: Terms) -> Credit:
+    """The kernel of this device, which is a GPU or a TPU, for terms with one leak and at least one token."""
     # Pallas is slow to import, and a CPU has no use for it.
     from app.advantage.gae import pallas_kernel
 
-    return pallas_kernel.KERNELS[platform](terms)
+    return pallas_kernel.KERNELS[jax.default_backend()](terms)
 
 
 def fused_plain(
@@ -66,92 +49,151 @@ def fused_plain(
         gamma: in [0, 1].
         lam: in [0, 1].
 
-    Source: Schulman et al. 2016, eq. 16.
+    Source: Schulman et al. 2016, eq. 16; the returns' recurrence is that of TD(lambda), Sutton & Barto 2018, eq. 12.20.
     """
     rewards, values, last_values = (np.asarray(x, np.float32) for x in (rewards, values, last_values))
     credit = Credit(np.empty(rewards.shape, np.float32), np.empty(rewards.shape, np.float32))
     if rewards.size == 0:
         return credit
-    kernels = _kernels(float(gamma) * float(lam))
-
-    def solve(start: int) -> None:
-        rows = slice(start, start + BLOCK_ROWS)
-        _solve_rows(
-            rewards[rows],
-            values[rows],
-            last_values[rows],
-            np.float32(gamma),
-            kernels,
-            Credit(credit.advantages[rows], credit.returns[rows]),
-        )
-
-    starts = range(0, len(rewards), BLOCK_ROWS)
-    if rewards.size < THREADED or len(starts) == 1:
-        for start in starts:
-            solve(start)
-    else:
-        with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1)) as threads:
-            list(threads.map(solve, starts))
+    layout = _Layout.of(rewards.shape[1])
+    scan = _Scan.of(float(gamma), float(lam), layout)
+    rows_at_once = max(1, BLOCK // layout.num_steps)
+    room = np.empty((rows_at_once, layout.num_steps), np.float32)
+    for first_row in range(0, len(rewards), rows_at_once):
+        rows = slice(first_row, first_row + rows_at_once)
+        after = last_values[rows]
+        carry = after.astype(np.float64)
+        for start in reversed(range(0, rewards.shape[1], layout.num_steps)):
+            block = rows, slice(start, start + layout.num_steps)
+            carry = scan.solve(
+                rewards[block],
+                values[block],
+                after,
+                carry,
+                room=room[: len(after)],
+                into=Credit(credit.advantages[block], credit.returns[block]),
+            )
+            after = values[rows, start]
     return credit
 
 
-def _solve_rows(
-    rewards: Float32[np.ndarray, "R T"],
-    values: Float32[np.ndarray, "R T"],
-    last_values: Float32[np.ndarray, "R"],
-    gamma: np.float32,
-    kernels: _Kernels,
-    credit: Credit,
-) -> None:
-    """Fills in `credit`, block after block from the back."""
-    num_rows, num_tokens = rewards.shape
-    scratch = np.empty((num_rows, BLOCK_STEPS), np.float32)
-    carry = np.zeros(num_rows)
-    after = last_values
-    for start in reversed(range(0, num_tokens, BLOCK_STEPS)):
-        block = slice(start, start + BLOCK_STEPS)
-        reward, value, advantages = rewards[:, block], values[:, block], credit.advantages[:, block]
-        num_steps = reward.shape[1]
-        num_chunks = -(-num_steps // CHUNK)
-        inputs = scratch[:, : num_chunks * CHUNK]
-        # Zeros behind the end hand nothing on.
-        inputs[:, num_steps:] = 0
-        deltas = inputs[:, :num_steps]
-        np.multiply(value[:, 1:], gamma, out=deltas[:, :-1])
-        np.multiply(after, gamma, out=deltas[:, -1])
-        deltas += reward
-        deltas -= value
-        chunks = inputs.reshape(num_rows, num_chunks, CHUNK)
-        carry = _hand_on(chunks, carry, kernels)
-        if num_steps == num_chunks * CHUNK:
-            np.matmul(chunks, kernels.steps, out=advantages.reshape(chunks.shape, copy=False))
+class _Layout(NamedTuple):
+    """How a block's steps are nested: segments of chunks of CHUNK steps."""
+
+    num_segments: int
+    num_chunks: int
+    """Of a segment."""
+
+    @property
+    def num_steps(self) -> int:
+        return self.num_segments * self.num_chunks * CHUNK
+
+    @classmethod
+    def of(cls, num_tokens: int) -> _Layout:
+        """Of equal blocks that hold a row of `num_tokens` with little to spare."""
+        num_blocks = -(-num_tokens // BLOCK)
+        chunks = -(-num_tokens // (num_blocks * CHUNK))
+        num_segments = -(-chunks // SEGMENT)
+        return cls(num_segments, -(-chunks // num_segments))
+
+
+class _Scan(NamedTuple):
+    """x_t -> sum over s >= t of decay^(s - t) x_s; of each level the matrix [s, t] = decay^(s - t), 0 where s < t."""
+
+    layout: _Layout
+    next_weight: np.float32
+    """gamma (1 - lambda): what the value behind a step counts for."""
+    steps: Float32[np.ndarray, "C C"]
+    chunks: Float32[np.ndarray, "N N"]
+    segments: Float64[np.ndarray, "S S"]
+    decay: float
+    """Over one step, one chunk, one segment."""
+    chunk_decay: float
+    segment_decay: float
+
+    @classmethod
+    def of(cls, gamma: float, lam: float, layout: _Layout) -> _Scan:
+        decay = gamma * lam
+        steps, chunk_decay = _kernel(decay, CHUNK)
+        chunks, segment_decay = _kernel(chunk_decay, layout.num_chunks)
+        segments, _ = _kernel(segment_decay, layout.num_segments)
+        next_weight = np.float32(gamma * (1 - lam))
+        return cls(layout, next_weight, _normal(steps), _normal(chunks), segments, decay, chunk_decay, segment_decay)
+
+    def solve(
+        self,
+        rewards: Float32[np.ndarray, "R T"],
+        values: Float32[np.ndarray, "R T"],
+        after: Float32[np.ndarray, "R"],
+        carry: Float64[np.ndarray, "R"],
+        *,
+        room: Float32[np.ndarray, "R S*N*C"],
+        into: Credit,
+    ) -> Float64[np.ndarray, "R"]:
+        """One block of rows; what its first steps return.
+
+        Args:
+            rewards: of at most S N C steps; fewer only at the end of a row.
+            values: likewise.
+            after: the value behind the block.
+            carry: the return behind the block.
+            room: to work in where the block is not full.
+            into: where the results belong.
+        """
+        num_rows, num_tokens = rewards.shape
+        # Less memory at a time is more of it in the cache: the inputs stand where the advantages will.
+        inputs = into.advantages if room.shape == rewards.shape else room
+        own = inputs[:, :num_tokens]
+        np.multiply(values[:, 1:], self.next_weight, out=own[:, :-1])
+        np.multiply(after, self.next_weight, out=own[:, -1])
+        own += rewards
+        if num_tokens < inputs.shape[1]:
+            # The return behind the row stands right behind it, as a step of its own.
+            inputs[:, num_tokens:] = 0
+            inputs[:, num_tokens] = carry
+            carry = np.zeros(num_rows)
+        carry = self._hand_on(inputs, carry)
+        returns = self._times_steps(inputs, into.returns)
+        np.subtract(returns, values, out=into.advantages)
+        return carry
+
+    def _hand_on(
+        self, inputs: Float32[np.ndarray, "R S*N*C"], carry: Float64[np.ndarray, "R"]
+    ) -> Float64[np.ndarray, "R"]:
+        """Adds to each chunk's last input what comes from behind the chunk; the first step's solution."""
+        steps = inputs.reshape(len(inputs), *self.layout, CHUNK, copy=False)
+        chunks = np.matmul(steps, self.steps[:, 0])
+        segments = np.matmul(chunks, self.chunks[:, 0]).astype(np.float64)
+        segments[:, -1] += self.segment_decay * carry
+        segments = segments @ self.segments
+        behind_segments = np.concatenate([segments[:, 1:], carry[:, None]], axis=1)
+        chunks[:, :, -1] += self.chunk_decay * behind_segments
+        solved = np.matmul(chunks, self.chunks)
+        steps[:, :, :-1, -1] += self.decay * solved[:, :, 1:]
+        steps[:, :, -1, -1] += self.decay * behind_segments
+        return segments[:, 0]
+
+    def _times_steps(
+        self, inputs: Float32[np.ndarray, "R S*N*C"], into: Float32[np.ndarray, "R T"]
+    ) -> Float32[np.ndarray, "R T"]:
+        """`into`, filled with each chunk's inputs times the matrix."""
+        # A stack of products, each so small that BLAS does not spread it over threads: waiting for them costs more.
+        chunks = inputs.reshape(len(inputs), *self.layout, CHUNK)
+        if into.shape == inputs.shape:
+            np.matmul(chunks, self.steps, out=into.reshape(chunks.shape, copy=False))
         else:
-            advantages[:] = np.matmul(chunks, kernels.steps).reshape(num_rows, -1)[:, :num_steps]
-        np.add(advantages, value, out=credit.returns[:, block])
-        after = value[:, 0]
+            into[:] = np.matmul(chunks, self.steps).reshape(inputs.shape)[:, : into.shape[1]]
+        return into
 
 
-def _hand_on(
-    chunks: Float32[np.ndarray, "R chunks C"], carry: Float64[np.ndarray, "R"], kernels: _Kernels
-) -> Float64[np.ndarray, "R"]:
-    """Adds to each chunk's last input what comes from behind the chunk; the advantage of the first step of all."""
-    num_chunks = chunks.shape[1]
-    own = np.matmul(chunks, kernels.steps[:, 0]).astype(np.float64)
-    own[:, -1] += kernels.chunk_decay * carry
-    advantages = own @ kernels.chunks[:num_chunks, :num_chunks]
-    chunks[:, -1, -1] += kernels.last_decay * carry
-    chunks[:, :-1, -1] += kernels.last_decay * advantages[:, 1:]
-    return advantages[:, 0]
+def _kernel(decay: float, size: int) -> tuple[Float64[np.ndarray, "C C"], float]:
+    """The matrix of `size` steps with this decay, and the decay over all of them."""
+    # Products alone, so that 0 and 1 are exact.
+    powers = np.cumprod(np.concatenate([[1.0], np.full(size, decay)]))
+    apart = np.arange(size)[:, None] - np.arange(size)
+    return np.where(apart >= 0, powers[np.maximum(apart, 0)], 0.0), float(powers[size])
 
 
-def _kernels(decay: float) -> _Kernels:
-    def kernel(decay: float, size: int) -> tuple[Float64[np.ndarray, "C C"], float]:
-        # Products alone, so that 0 and 1 are exact.
-        powers = np.cumprod(np.concatenate([[1.0], np.full(size, decay)]))
-        apart = np.arange(size)[:, None] - np.arange(size)
-        return np.where(apart >= 0, powers[np.maximum(apart, 0)], 0.0), float(powers[size])
-
-    steps, chunk_decay = kernel(decay, CHUNK)
-    # What float32 cannot hold at full precision is 0: the processor is slow with such numbers.
-    steps = np.where(steps < np.finfo(np.float32).tiny, 0.0, steps).astype(np.float32)
-    return _Kernels(steps, kernel(chunk_decay, BLOCK_STEPS // CHUNK)[0], decay, chunk_decay)
+def _normal(kernel: Float64[np.ndarray, "C C"]) -> Float32[np.ndarray, "C C"]:
+    """Without what float32 cannot hold at full precision: the processor is slow with such numbers."""
+    return np.where(kernel < np.finfo(np.float32).tiny, 0.0, kernel).astype(np.float32)

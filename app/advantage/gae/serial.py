@@ -8,24 +8,33 @@ from jaxtyping import Array
 
 from app.advantage.gae.terms import Credit, Terms
 
+Compensated = tuple[Array, Array]
+"""A sum and the rounding error that it lacks."""
+
 
 def serial(terms: Terms) -> Credit:
-    """A_t = delta_t + decay_t * A_{t+1}, from the last step to the first.
+    """G_t = input_t + G_{t+1} - leak_t G_{t+1}, from the last step to the first.
 
-    The rounding error of every sum is carried along beside it: over 131,072 steps without decay a plain float32 sum
-    would be off by 1e-3. Source of the error term: Knuth 1969, TAOCP vol. 2, section 4.2.2.
+    The rounding error of every sum is carried along beside it: over 131,072 steps without a leak a plain float32 sum
+    would be off by 1e-3.
     """
-    deltas = terms.deltas
-    decays = jnp.broadcast_to(terms.decays, deltas.shape)
+    inputs = terms.inputs
 
-    def step(after: tuple[Array, Array], one: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
-        (advantage, error), (delta, decay) = after, one
-        carried = decay * advantage
-        total = carried + delta
-        added = total - carried
-        error = decay * error + ((carried - (total - added)) + (delta - added))
+    def step(after: Compensated, one: tuple[Array, Array]) -> tuple[Compensated, Array]:
+        (total, error), (own, leak) = after, one
+        kept, lost_error = _sum(total, -leak * total)
+        total, own_error = _sum(kept, own)
+        error = (error - leak * error) + (lost_error + own_error)
         return (total, error), total + error
 
-    nothing = jnp.zeros(deltas.shape[0], jnp.float32)
-    _, advantages = jax.lax.scan(step, (nothing, nothing), (deltas.T, decays.T), reverse=True)
-    return terms.credit(advantages.T)
+    nothing = jnp.zeros(inputs.shape[0], jnp.float32)
+    leaks = jnp.broadcast_to(terms.leaks, inputs.shape)
+    _, returns = jax.lax.scan(step, (nothing, nothing), (inputs.T, leaks.T), reverse=True)
+    return terms.credit(returns.T)
+
+
+def _sum(a: Array, b: Array) -> Compensated:
+    """Source: Knuth 1969, "The Art of Computer Programming" vol. 2, section 4.2.2."""
+    total = a + b
+    added = total - a
+    return total, (a - (total - added)) + (b - added)

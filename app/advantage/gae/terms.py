@@ -1,12 +1,18 @@
 """Rewards, values and masks -> the terms of one linear recurrence.
 
+It is solved for the returns G, what the critic should have said, and the advantages A are what is left of them:
+
+    G_t = reward_t + gamma (1 - lambda) V_{t+1} + gamma lambda G_{t+1},      A_t = G_t - V_t
+
 Masks, ends of sequences, bootstrapped truncation, packed rows and per-step discounts are all data of
 
-    delta_t = reward_t + discount_t * next_value_t - value_t
-    A_t     = delta_t + decay_t * A_{t+1}
-    G_t     = A_t + value_t
+    G_t = input_t + (1 - leak_t) G_{t+1}
 
-Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation", eq. 16.
+The usual form in delta_t = r_t + gamma V_{t+1} - V_t is the same, but rounds every reward to the grid of the values.
+And leaks, not decays, are kept: close to 1, a float32 decay has lost the digits that decide how far it reaches.
+
+Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation", eq. 16;
+returns: Sutton & Barto 2018, eq. 12.20.
 """
 
 from __future__ import annotations
@@ -22,6 +28,8 @@ from jaxtyping import Array, Bool, Float32
 
 HostOrDevice = Any
 """numpy or `jax.Array`."""
+Number = float | np.ndarray | Array
+PerToken = Float32[Array, ""] | Float32[Array, "B T"]
 
 
 class Credit(NamedTuple):
@@ -29,7 +37,28 @@ class Credit(NamedTuple):
 
     advantages: Float32[HostOrDevice, "B T"]
     returns: Float32[HostOrDevice, "B T"]
-    """advantages + values: what the critic should have said."""
+    """advantages + values."""
+
+
+class Discounting(NamedTuple):
+    """Gamma and lambda as the recurrence needs them, each with all digits of float32."""
+
+    gamma: PerToken
+    next_weight: PerToken
+    """gamma (1 - lambda): what the next value counts for."""
+    leak: PerToken
+    """1 - gamma lambda: what is lost of a return on the way to the step before."""
+
+    @classmethod
+    def of(cls, gamma: Number, lam: Number) -> Discounting:
+        """Of numbers or [B, T] in [0, 1]; in float64, unless they are already on a device."""
+        if isinstance(gamma, Array) or isinstance(lam, Array):
+            gamma, lam = jnp.asarray(gamma, jnp.float32), jnp.asarray(lam, jnp.float32)
+        else:
+            gamma, lam = np.asarray(gamma, np.float64), np.asarray(lam, np.float64)
+        next_weight = gamma * (1 - lam)
+        parts = gamma, next_weight, (1 - gamma) + next_weight
+        return cls(*(jnp.asarray(part, jnp.float32) for part in parts))
 
 
 class Terms(NamedTuple):
@@ -39,20 +68,21 @@ class Terms(NamedTuple):
     values: Float32[Array, "B T"]
     next_values: Float32[Array, "B T"]
     """The value of what follows each step: 0 behind a terminal one."""
-    discounts: Float32[Array, ""] | Float32[Array, "B T"]
-    decays: Float32[Array, ""] | Float32[Array, "B T"]
-    """discount * lambda where the sequence goes on, 0 where it ends, 1 where a token is passed over."""
+    next_weights: Float32[Array, "B T"]
+    """What the next value counts for: where the sequence ends, all that follows."""
+    leaks: PerToken
+    """1 where the sequence ends, 0 where a token is passed over. What is behind a row's last step is 0."""
     mask: Bool[Array, "B T"] | None
     """Whose results count; None = all."""
 
     @property
-    def deltas(self) -> Float32[Array, "B T"]:
-        """The one-step temporal differences."""
-        return self.rewards + self.discounts * self.next_values - self.values
+    def inputs(self) -> Float32[Array, "B T"]:
+        """What each step adds to the return."""
+        return self.rewards + self.next_weights * self.next_values
 
-    def credit(self, advantages: Float32[Array, "B T"]) -> Credit:
+    def credit(self, returns: Float32[Array, "B T"]) -> Credit:
         """The solution, with what is masked set to 0."""
-        returns = advantages + self.values
+        advantages = returns - self.values
         if self.mask is None:
             return Credit(advantages, returns)
         return Credit(jnp.where(self.mask, advantages, 0.0), jnp.where(self.mask, returns, 0.0))
@@ -78,48 +108,60 @@ class Rows(NamedTuple):
             return behind
         after = jnp.zeros_like(behind) if self.bootstrap is None else self.bootstrap
         # The last column may be marked as an end or not; its value is that of `last_values`.
-        is_last = jnp.arange(behind.shape[1]) == behind.shape[1] - 1
-        return jnp.where(self.ends & ~is_last, after, behind)
+        return jnp.where(self.ends & ~self._is_last, after, behind)
 
-    def until_ends(self, decays: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        """0 at every end, where what comes next belongs to another sequence."""
-        return decays if self.ends is None else jnp.where(self.ends, 0.0, decays)
+    def closing(self, weights: PerToken | float, at_ends: PerToken | float) -> Float32[Array, "B T"]:
+        """`weights` inside the sequences and `at_ends` on the last step of each."""
+        closes = self._is_last if self.ends is None else self._is_last | self.ends
+        return jnp.broadcast_to(jnp.where(closes, at_ends, weights), self.rewards.shape)
+
+    @property
+    def _is_last(self) -> Bool[Array, "T"]:
+        num_tokens = self.rewards.shape[1]
+        return jnp.arange(num_tokens) == num_tokens - 1
 
 
-Discount = Float32[Array, ""] | Float32[Array, "B T"]
-MaskMode = Callable[[Rows, Discount, Discount], Terms]
-"""(rows, gamma, lambda) -> what masked tokens mean."""
+MaskMode = Callable[[Rows, Discounting], Terms]
+"""(rows, gamma and lambda) -> what masked tokens mean."""
 
 
-def through(rows: Rows, gamma: Discount, lam: Discount) -> Terms:
+def through(rows: Rows, by: Discounting) -> Terms:
     """Every token is a step; the mask only says whose advantages count."""
-    return Terms(rows.rewards, rows.values, rows.behind(rows.values), gamma, rows.until_ends(gamma * lam), rows.mask)
+    next_weights = rows.closing(by.next_weight, by.gamma)
+    # One leak for all is what the fast paths need, and nothing comes from behind a row's end to be held back.
+    leaks = by.leak if rows.ends is None else rows.closing(by.leak, 1.0)
+    return Terms(rows.rewards, rows.values, rows.behind(rows.values), next_weights, leaks, rows.mask)
 
 
-def zero(rows: Rows, gamma: Discount, lam: Discount) -> Terms:
+def zero(rows: Rows, by: Discounting) -> Terms:
     """A masked token is a step with reward 0 and value 0 that still decays."""
     if rows.mask is not None:
         written = {name: jnp.where(rows.mask, getattr(rows, name), 0.0) for name in ("rewards", "values")}
         rows = rows._replace(**written)
-    return through(rows, gamma, lam)
+    return through(rows, by)
 
 
-def skip(rows: Rows, gamma: Discount, lam: Discount) -> Terms:
-    """A masked token is no step: the recursion passes over it, from the step before to the step after."""
+def skip(rows: Rows, by: Discounting) -> Terms:
+    """A masked token is no step: it hands on what is behind it, from the step after to the step before."""
     if rows.mask is None or rows.rewards.shape[1] == 0:
-        return through(rows, gamma, lam)
+        return through(rows, by)
     mask = rows.mask
-    ends = jnp.zeros_like(mask) if rows.ends is None else rows.ends
-    masked = rows._replace(rewards=jnp.where(mask, rows.rewards, 0.0), values=jnp.where(mask, rows.values, 0.0))
+    values = jnp.where(mask, rows.values, 0.0)
     # What the first step at or behind each token is worth: looked up rather than added up, so that it is exact.
     # An end that is masked is worth what follows its sequence.
-    worth = jnp.where(mask, masked.values, masked.behind(masked.values))
+    worth = jnp.where(mask, values, rows.behind(values))
+    closes = rows.closing(0.0, 1.0) > 0
     last = mask.shape[1] - 1
-    stops = mask | ends | (jnp.arange(mask.shape[1]) == last)
-    nearest = jax.lax.cummin(jnp.where(stops, jnp.arange(mask.shape[1]), last), axis=1, reverse=True)
-    next_values = jnp.where(mask, masked.behind(jnp.take_along_axis(worth, nearest, axis=1)), 0.0)
-    decays = masked.until_ends(jnp.where(mask, gamma * lam, 1.0))
-    return Terms(masked.rewards, masked.values, next_values, gamma, decays, mask)
+    nearest = jax.lax.cummin(jnp.where(mask | closes, jnp.arange(mask.shape[1]), last), axis=1, reverse=True)
+    next_values = rows.behind(jnp.take_along_axis(worth, nearest, axis=1))
+    return Terms(
+        rewards=jnp.where(mask, rows.rewards, 0.0),
+        values=jnp.where(mask, values, next_values),
+        next_values=next_values,
+        next_weights=rows.closing(jnp.where(mask, by.next_weight, 0.0), jnp.where(mask, by.gamma, 1.0)),
+        leaks=rows.closing(jnp.where(mask, by.leak, 0.0), 1.0),
+        mask=mask,
+    )
 
 
 MASK_MODES: Mapping[str, MaskMode] = MappingProxyType({"skip": skip, "through": through, "zero": zero})
@@ -150,7 +192,3 @@ def last_values_of(values: HostOrDevice, num_tokens: int, bootstrap: HostOrDevic
     if values.shape[1] > num_tokens:
         return values[:, num_tokens]
     return np.zeros(values.shape[0], np.float32) if bootstrap is None or num_tokens == 0 else bootstrap[:, -1]
-
-
-def as_float32(x: float | np.ndarray | Array) -> Array:
-    return jnp.asarray(x, jnp.float32)
