@@ -271,6 +271,12 @@ def test_a_coefficient_follows_the_kl_by_hand():
     assert adapt(0.2, -1.0) == pytest.approx(0.2 * 0.98)
 
 
+def test_a_coefficient_changes_by_at_most_a_fifth_a_step_however_many_samples_it_has():
+    adapt = partial(adapted_kl_coef, target=0.1, num_samples=128, horizon=20)
+    assert adapt(0.5, 0.0) == pytest.approx(0.5 * 0.8)
+    assert adapt(0.5, 9.0) == pytest.approx(0.5 * 1.2)
+
+
 def test_the_trajectory_of_an_adapted_coefficient_is_that_of_the_papers_controller():
     kls, coef, expected, found = [6.0, 9.0, 6.6, 5.4, 0.0, 6.0], 0.2, 0.2, []
     for kl in kls:
