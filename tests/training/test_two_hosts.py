@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,11 +28,9 @@ from tests.training.program import (
 PPO = ("algorithm.name=ppo", "algorithm.kl_target=0.1", "algorithm.filter=zero_variance", "algorithm.max_rounds=3")
 """A critic; whitening, an adapted penalty and rounds of sampling, on all of which hosts agree."""
 # One mini-batch: which prompts share one depends on the host that samples them. A quota of few shapes to compile.
-CUT = ("algorithm.mini_batch_prompts=null", "algorithm.max_tokens_per_device=512", "model.remat=none")
-BOTH = (*PPO, *CUT)
-EVALUATED = "eval.every_steps=2"
-HALF = ("run.steps=100000", "rollout.prompts_per_step=2", "checkpoint.every_minutes=1e-9")
-"""A clock that is always due: process 0's, and both save."""
+CUT = ("algorithm.mini_batch_prompts=null", "algorithm.max_tokens_per_device=512")
+# A clock that is always due: process 0's, and both save.
+BOTH = (*PPO, *CUT, "eval.every_steps=2", "checkpoint.every_minutes=1e-9")
 OF_THE_CUT = ("batching/", "global_seqlen/", "score/", "value/batching/")
 """Each host packs its own samples, so rows and their number differ from one host's."""
 
@@ -67,30 +66,36 @@ def of_host(process_id: int, address: str) -> tuple[str, ...]:
     )
 
 
-def test_two_hosts_train_as_one_and_what_stops_one_stops_both_with_a_checkpoint_that_both_resume(
-    full_config: Path,
-) -> None:
-    run = full_config.parent / "runs" / "full"
-    with two_hosts(full_config, *BOTH, *HALF, EVALUATED, "logging.report=true") as hosts:
+def test_two_hosts_go_on_as_one_would_and_what_stops_one_stops_both_with_a_checkpoint(full_config: Path) -> None:
+    run, one = (full_config.parent / "runs" / name for name in ("full", "one"))
+    assert train_here(full_config, *BOTH, "run.name=one", "run.steps=2").exit_code == 0
+    as_it_stood_after_the_first_step(one, run)
+    endless = ("rollout.prompts_per_step=2", "run.steps=100000", "logging.report=true")
+    with two_hosts(full_config, *BOTH, *endless, resume="must") as hosts:
         wait_for_step(hosts[0], run, 2)
         os.kill(hosts[1].pid, signal.SIGTERM)
         (_, stderr), (stdout_of_second, stderr_of_second) = (host.communicate(timeout=DEADLINE_S) for host in hosts)
     assert [host.returncode for host in hosts] == [75, 75], stderr + stderr_of_second
     # Only the first process speaks; gloo, below JAX, greets on stdout.
-    assert "step     2  reward" in stderr
+    assert "continuing after step 1 of 100000" in stderr and "step     2  reward" in stderr
     assert "reward" not in stderr_of_second and "report" not in stderr_of_second
     assert "everything is in" not in stdout_of_second
     assert_complete(run)
+    assert_close(run, one, step=2)
     last = metrics_of(run)[-1]["step"]
-    with two_hosts(full_config, *BOTH, *HALF, "eval.every_steps=100", resume="must") as hosts:
-        wait_for_step(hosts[0], run, last + 1)
-        os.kill(hosts[1].pid, signal.SIGINT)
-        output = [host.communicate(timeout=DEADLINE_S) for host in hosts]
-    assert [host.returncode for host in hosts] == [130, 130], output
-    assert f"continuing after step {last} of 100000" in output[0][1]
-    assert [line["step"] for line in metrics_of(run)] == list(range(metrics_of(run)[-1]["step"] + 1))
-    assert train_here(full_config, *BOTH, EVALUATED, "run.name=one", "run.steps=2").exit_code == 0
-    assert_close(run, run.parent / "one")
+    # What both have saved, another number of hosts goes on from.
+    result = train_here(full_config, *BOTH, f"run.steps={last + 1}", resume="must")
+    assert result.exit_code == 0, result.stderr
+    assert f"continuing after step {last} of {last + 1}" in result.stderr
+    assert [line["step"] for line in metrics_of(run)] == list(range(last + 2))
+
+
+def as_it_stood_after_the_first_step(run: Path, copy: Path) -> None:
+    shutil.copytree(run, copy, symlinks=True)
+    shutil.rmtree(copy / "checkpoints" / "2")
+    (copy / "checkpoints" / "best").unlink()
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[:2]))
 
 
 def assert_complete(run: Path) -> None:
@@ -107,20 +112,17 @@ def assert_complete(run: Path) -> None:
     assert "process_id: 0  # set" in (run / "settings.yaml").read_text()
 
 
-def assert_close(run: Path, other: Path) -> None:
-    """In the first two steps: later ones magnify how differently the hosts' sums were rounded."""
-    lines, expected_lines = (reproducible(metrics_of(one))[:3] for one in (run, other))
-    for line, expected in zip(lines, expected_lines, strict=True):
-        assert line.keys() == expected.keys()
-        for name in (name for name in line if not name.startswith(OF_THE_CUT)):
-            assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
-    # Groups were left out, and from one host others came to fill the other's part.
-    assert max(line["rollout/num_rounds"] for line in lines[1:]) > 1
-    for step in (1, 2):
-        # The first host's share of the samples is the first half of them.
-        samples, expected = (uids_and_tokens(one, step) for one in (run, other))
-        assert len(samples) == 8
-        assert samples == expected[:8]
+def assert_close(run: Path, other: Path, *, step: int) -> None:
+    line, expected = (reproducible(metrics_of(one))[step] for one in (run, other))
+    assert line.keys() == expected.keys()
+    for name in (name for name in line if not name.startswith(OF_THE_CUT)):
+        assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
+    # Groups were left out, so one host has some that the other has sampled.
+    assert line["rollout/num_rounds"] > 1
+    # The first host's share of the samples is the first half of them.
+    samples, expected = (uids_and_tokens(one, step) for one in (run, other))
+    assert len(samples) == 8
+    assert samples == expected[:8]
 
 
 def uids_and_tokens(run: Path, step: int) -> list[tuple[Any, ...]]:
