@@ -17,8 +17,7 @@ from jaxtyping import ArrayLike, Bool, Float, Float32, Float64
 from app.advantage.token_rewards import TokenRewards
 from app.batching.ladder import rung
 from app.flow import Sample
-from app.masked import Moments, joint_moments, whiten
-from app.mesh.placement import moments_over_hosts
+from app.masked import Moments, whiten
 
 
 class TokenRow(NamedTuple):
@@ -202,14 +201,10 @@ def _credited(samples: Sequence[Sample], advantages: np.ndarray, returns: np.nda
     return [replace(s, advantages=a, returns=r) for s, a, r in parts]
 
 
-def advantage_moments(samples: Sequence[Sample]) -> Moments:
-    """Of the advantages at the tokens that the policy wrote, of this host's samples."""
-    parts = [(s.advantages, s.mask) for s in samples if s.advantages is not None]
-    assert len(parts) == len(samples)
-    return joint_moments(parts)
+def whitened(samples: Sequence[Sample], over: Moments) -> list[Sample]:
+    """The samples with advantages of mean 0 and variance 1 over all that `over` was taken of; returns stay as they are.
 
-
-def whitened(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with advantages of mean 0 and variance 1 over the tokens of all hosts; returns stay as they are."""
-    over = moments_over_hosts([advantage_moments(samples)])[0]
+    Args:
+        over: of the advantages at the tokens that the policy wrote, of all hosts.
+    """
     return [replace(s, advantages=whiten(s.advantages, s.mask, over)) for s in samples if s.advantages is not None]

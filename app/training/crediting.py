@@ -31,7 +31,7 @@ from app.advantage.token_rewards import TokenRewards, kl_moments, penalised_toke
 from app.advantage.vtrace import vtrace
 from app.flow import Sample
 from app.mesh.placement import moments_over_hosts, sum_over_hosts
-from app.training.metrics import credit_metrics
+from app.training.metrics import CreditMoments, credit_metrics
 from app.update.kl import ESTIMATORS, Estimator
 from settings import Settings
 from settings.schema import Algorithm
@@ -62,9 +62,11 @@ class Crediting:
 
     def __call__(self, samples: Sequence[Sample], kl_coef: float) -> Credited:
         credited = self.credit(samples, kl_coef)
-        metrics = credit_metrics(credited) | ({"policy/kl_coef": float(kl_coef)} if self.penalises else {})
+        moments = CreditMoments.of(credited)
+        metrics = credit_metrics(moments) | ({"policy/kl_coef": float(kl_coef)} if self.penalises else {})
         next_kl_coef = self.next_kl_coef(credited, kl_coef)
-        return Credited(whitened(credited) if self.whitens else credited, metrics, next_kl_coef)
+        samples = whitened(credited, moments.advantages) if self.whitens else credited
+        return Credited(samples, metrics, next_kl_coef)
 
 
 def wire_crediting(settings: Settings) -> Crediting:

@@ -21,7 +21,7 @@ from app.training.memory import (
     shapes_of,
     state_bytes,
 )
-from app.training.metrics import device_memory_bytes
+from app.training.metrics import Tokens, device_memory_bytes
 from app.training.reward_role import wire_reward
 from app.training.run_directory import Resume
 from app.training.wiring import Learning, wire_learning, work_of
@@ -221,6 +221,7 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
     mean_prompt = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
     prompt_tokens = round(samples_per_step * mean_prompt)
     completion_tokens = samples_per_step * settings.rollout.max_new_tokens
+    tokens = Tokens(prompt_tokens, completion_tokens)
 
     def micro_batches(plan: Plan, cut: Cutter) -> MicroBatches:
         return MicroBatches(
@@ -252,9 +253,7 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
         samples_per_step=samples_per_step,
         prompt_tokens_per_step=prompt_tokens,
         max_completion_tokens_per_step=completion_tokens,
-        max_flops_per_step=work_of(settings, definition).flops(
-            prompt_tokens=prompt_tokens, completion_tokens=completion_tokens
-        ),
+        max_flops_per_step=work_of(settings, session).flops(sampled=tokens, learned=tokens),
         mini_batches_per_step=settings.num_mini_batches,
         epochs_per_step=settings.algorithm.epochs,
         rollout=shapes.rollout._asdict(),
