@@ -53,8 +53,8 @@ def check_for_rollout(resolved: Resolved) -> None:
 
 
 def check_for_score(resolved: Resolved) -> None:
-    """Raises InputError; lengths are not checked, because scoring takes its shapes from its input."""
-    _run(resolved, (_reward_names_differ, _processes_are_known))
+    """Raises InputError; lengths of samples are not checked, because scoring takes its shapes from its input."""
+    _run(resolved, (_reward_names_differ, _overlong_completions_are_cut, _processes_are_known))
 
 
 def check_for_mesh(resolved: Resolved) -> None:
@@ -249,7 +249,7 @@ def _quotas_hold_the_longest_sample(resolved: Resolved) -> str | None:
             problems.append(
                 f"{resolved.named(f'{scope}.max_tokens_per_device')} is less than the longest possible sample: "
                 f"{' + '.join(resolved.named(field) for field in lengths)}"
-                f"{' + 1 (algorithm.bootstrap_truncated)' if behind else ''} = {longest} tokens, and no sample is cut; "
+                f"{' + 1 read behind it' if behind else ''} = {longest} tokens, and no sample is cut; "
                 f"raise it to {longest} or more, lower one of those, or choose {scope}.rows_per_device instead"
             )
     return "\n".join(problems) or None

@@ -40,9 +40,10 @@ def said_after_the_estimator(resolved: Resolved) -> str | None:
     return "\n".join(_explained(resolved, field) for field in said) or None
 
 
-def unread_lines(resolved: Resolved) -> tuple[str, ...]:
-    """What is told at a launch of settings that have no effect, a line for each."""
-    return tuple(_explained(resolved, field) for field in _unread(resolved))
+def launch_lines(resolved: Resolved) -> tuple[str, ...]:
+    """What is told at a launch: what the algorithm's name changes, then each setting that has no effect."""
+    changes = resolved.algorithm_changes
+    return (*((changes,) if changes else ()), *(_explained(resolved, field) for field in _unread(resolved)))
 
 
 def _unread(resolved: Resolved) -> Iterator[str]:

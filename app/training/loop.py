@@ -37,7 +37,7 @@ from app.training.metrics import (
 )
 from app.training.narrator import Narrator
 from app.training.packing_check import check_packing, random_samples
-from app.training.pinned_model import record_commit
+from app.training.pinned_model import record_commits
 from app.training.preservation import Best, NewestAndBest, SaveClock
 from app.training.progress import Board
 from app.training.refill import Refilled, refill
@@ -51,6 +51,7 @@ from app.training.wiring import Learning, wire_learning, work_of
 from app.update.mini_batches import split_by_group
 from settings import Resolved, Settings
 from settings.schema import ScoredRole
+from settings.unread import launch_lines
 
 
 @dataclass
@@ -316,11 +317,11 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     reward_model = _reward_model(launch)
     trainer = Trainer(settings, session, learning, launch.input.prompts, reference, launch.rewards, reward_model)
     if settings.packs_rows:
-        check_packing(session, state.policy.params, random_samples(session))
+        critic = state.critic and state.critic.params
+        check_packing(session, state.policy.params, random_samples(session), critic=critic)
     work = work_of(settings, session.input.definition)
     board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
-    changes = launch.resolved.algorithm_changes
-    board.tell((*((changes,) if changes else ()), launch.input.report, *launch.rewards.reports))
+    board.tell((*launch_lines(launch.resolved), launch.input.report, *launch.rewards.reports))
     journal = stack.enter_context(closing(_open_journal(launch, progress)))
     progress = replace(progress, wandb_id=journal.wandb_id)
     narrator = Narrator(launch.run, settings.logging, board, journal)
@@ -409,7 +410,7 @@ def _open_journal(launch: Launch, progress: Progress) -> Journal | NoJournal:
     if jax.process_index() != 0:
         return NoJournal()
     launch.run.write_settings(launch.resolved)
-    record_commit(launch.run, launch.resolved.settings, launch.input.model.files.commit)
+    record_commits(launch.run, launch.resolved.settings, launch.input.commits)
     return Journal(launch.run, launch.resolved, last_step=progress.step or None, wandb_id=progress.wandb_id)
 
 

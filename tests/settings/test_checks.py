@@ -10,7 +10,7 @@ from settings import InputError, Resolved, load
 from settings.checks import check_for_mesh, check_for_rollout, check_for_score, check_for_train
 from settings.config_file import presets
 from settings.fields import FIELDS
-from settings.unread import unread_lines
+from settings.unread import launch_lines
 from tests.settings.loading import load_text
 
 
@@ -126,21 +126,22 @@ def test_what_the_estimator_does_not_read_is_refused_where_it_is_said_later(
 
 
 def test_what_the_estimator_does_not_read_is_told_where_that_is_chosen_later_or_beside_it() -> None:
-    assert unread_lines(load("quickstart_ppo", [], {})) == ()
+    ppo = load("quickstart_ppo", [], {})
+    assert launch_lines(ppo) == (ppo.algorithm_changes,)
     resolved = load("quickstart_ppo", ["algorithm.name=grpo", "rollout.group_size=2"], {})
     check_for_train(resolved)
-    told = [line.partition(" = ")[0] for line in unread_lines(resolved)]
+    told = [line.partition(" = ")[0] for line in launch_lines(resolved)]
     critic = [f"critic.{name}" for name in ("learning_rate", "warmup_steps", "max_tokens_per_device")]
     assert told == ["algorithm.lam", *critic]
     beside = load(None, ["algorithm.estimator=vtrace", "critic.lam=0.5"], {})
     check_for_train(beside)
-    assert [line.partition(" has ")[0] for line in unread_lines(beside)] == ["critic.lam = 0.5 (from --set)"]
+    assert [line.partition(" has ")[0] for line in launch_lines(beside)[1:]] == ["critic.lam = 0.5 (from --set)"]
 
 
 def test_the_critic_s_micro_batches_are_not_taken_for_said_where_they_are_the_policy_s(resolve) -> None:
     resolved = resolve("algorithm.rows_per_device=2", "algorithm.dynamic_microbatch=false")
     check_for_train(resolved)
-    assert unread_lines(resolved) == ()
+    assert launch_lines(resolved) == ()
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
