@@ -20,6 +20,7 @@ import typer
 
 from settings import InputError, Resolved, load
 from settings.checks import check_for_mesh, check_for_rollout, check_for_score, check_for_train
+from settings.layers import Flag
 
 EXIT_FAILURE = 1
 EXIT_INPUT = 2
@@ -195,13 +196,14 @@ def gae(
     """Add advantages and returns (generalized advantage estimation) to samples or matrices; needs no model."""
     with _errors_for_people(debug):
         flags = {
-            "algorithm.gamma": gamma,
-            "algorithm.lam": lam,
-            "algorithm.gae_chunk_size": chunk_size,
-            "algorithm.gae_backend": backend,
-            "algorithm.mask_mode": mask_mode,
+            "--gamma": ("algorithm.gamma", gamma),
+            "--lam": ("algorithm.lam", lam),
+            "--chunk-size": ("algorithm.gae_chunk_size", chunk_size),
+            "--backend": ("algorithm.gae_backend", backend),
+            "--mask-mode": ("algorithm.mask_mode", mask_mode),
         }
-        resolved = _resolve(config, _overridden(overrides, flags), print_config=print_config, check=check_for_mesh)
+        said = {name: Flag(field, value) for name, (field, value) in flags.items() if value is not None}
+        resolved = _resolve(config, overrides, print_config=print_config, check=check_for_mesh, flags=said)
         for option, given, wanted in (("--shapes", shapes, bench), ("--input", source, not bench)):
             if given is not None and not wanted:
                 raise InputError(f"{option} goes {'with' if option == '--shapes' else 'without'} --bench")
@@ -284,9 +286,10 @@ def _resolve(
     *,
     print_config: bool,
     check: Callable[[Resolved], None],
+    flags: Mapping[str, Flag] | None = None,
 ) -> Resolved:
     """Checked settings, with secrets in place; stops after printing them when that is all that was asked."""
-    resolved = load(config, overrides or [], os.environ)
+    resolved = load(config, overrides or [], os.environ, flags)
     _tell(resolved.notices)
     if print_config:
         _write(resolved.to_yaml(), sys.stdout)
@@ -296,13 +299,6 @@ def _resolve(
 
     _tell(load_secrets(Path.cwd()))
     return resolved
-
-
-def _overridden(overrides: list[str] | None, flags: Mapping[str, str | None]) -> list[str]:
-    """The `--set` options, with a verb's own flags in the place of those that set the same."""
-    given = {field: value for field, value in flags.items() if value is not None}
-    kept = [one for one in overrides or [] if one.partition("=")[0].strip() not in given]
-    return kept + [f"{field}={value}" for field, value in given.items()]
 
 
 def _required(path: Path | None, option: str) -> Path:

@@ -1,4 +1,4 @@
-"""The layers of settings: YAML, `--set`, environment; tables of leaves that know where they were written.
+"""The layers of settings: YAML, `--set`, environment, flags; tables of leaves that know where they were written.
 
 One rule for all: a setting may be set once in a layer, by its own name or a historic one.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from settings.errors import InputError
 from settings.fields import FIELDS, SECTIONS, did_you_mean, is_text, nearest_fields
@@ -24,7 +24,7 @@ class Leaf:
 
     value: Any
     origin: str
-    """Provenance: `yaml:FILE:LINE`, `set`, `env:NAME` or `derived`."""
+    """Provenance: `yaml:FILE:LINE`, `set`, `env:NAME`, `flag:NAME` or `derived`."""
     node: Node | None = None
     """Lines of what is listed in the value; None when derived."""
     written: str = ""
@@ -33,6 +33,13 @@ class Leaf:
 
 Layer = dict[str, Leaf]
 """Dotted field -> its leaf."""
+
+
+class Flag(NamedTuple):
+    """An option of a verb that stands for a setting."""
+
+    field: str
+    value: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,13 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
     return _layer(_environment_entries(environ))
 
 
+def flag_layer(flags: Mapping[str, Flag]) -> Layer:
+    """What a verb's own flags set, by their names; values are YAML."""
+    return _layer(
+        _Entry(flag.field, parse(flag.value, name=name), f"flag:{name}", name) for name, flag in flags.items()
+    )
+
+
 def env_name(field: str) -> str:
     """`rollout.group_size` as GRPO__ROLLOUT__GROUP_SIZE."""
     return ENV_PREFIX + field.upper().replace(".", "__")
@@ -68,12 +82,12 @@ def env_name(field: str) -> str:
 
 def place(origin: str) -> int:
     """Place of a provenance's layer in their order; of two, the larger was said later."""
-    return ("default", "yaml", "set", "env").index(origin.partition(":")[0])
+    return ("default", "yaml", "set", "env", "flag").index(origin.partition(":")[0])
 
 
 def spoken(origin: str) -> str:
     """A provenance inside a sentence."""
-    return {"set": "--set", "default": "the default"}.get(origin, origin)
+    return {"set": "--set", "default": "the default"}.get(origin, origin.removeprefix("flag:"))
 
 
 def environment_notices(environment: Layer, overrides: Layer) -> list[str]:

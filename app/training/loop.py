@@ -50,6 +50,7 @@ from app.training.wiring import Learning, wire_learning, work_of
 from app.update.mini_batches import Epochs, picked
 from settings import Resolved, Settings
 from settings.schema import ScoredRole
+from settings.unread import launch_lines
 
 
 @dataclass
@@ -277,10 +278,10 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     reward_model = open_reward_model(launch)
     trainer = Trainer(settings, session, learning, launch.input.prompts, reference, launch.rewards, reward_model)
     if settings.packs_rows:
-        check_packing(session, state.policy.params, random_samples(session))
+        critic = state.critic and state.critic.params
+        check_packing(session, state.policy.params, random_samples(session), critic=critic)
     board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
-    changes = launch.resolved.algorithm_changes
-    board.tell((*((changes,) if changes else ()), launch.input.report, *launch.rewards.reports))
+    board.tell((*launch_lines(launch.resolved), launch.input.report, *launch.rewards.reports))
     journal = stack.enter_context(closing(open_journal(launch, progress)))
     progress = replace(progress, wandb_id=journal.wandb_id)
     narrator = Narrator(launch.run, settings.logging, board, journal)

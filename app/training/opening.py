@@ -10,7 +10,7 @@ from app.policy.decoder import Params
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.journal import Journal, NoJournal
 from app.training.launch import Launch
-from app.training.pinned_model import record_commit
+from app.training.pinned_model import record_commits
 from app.training.preservation import NewestAndBest
 from app.training.reward_role import RewardModel
 from app.training.run_state import RunState
@@ -48,7 +48,7 @@ def open_journal(launch: Launch, progress: Progress) -> Journal | NoJournal:
     if jax.process_index() != 0:
         return NoJournal()
     launch.run.write_settings(launch.resolved)
-    record_commit(launch.run, launch.resolved.settings, launch.input.model.files.commit)
+    record_commits(launch.run, launch.resolved.settings, launch.input.commits)
     return Journal(launch.run, launch.resolved, last_step=progress.step or None, wandb_id=progress.wandb_id)
 
 

@@ -52,7 +52,7 @@ SURROGATES: Mapping[str, Callable[..., Surrogate]] = MappingProxyType(
 FILTERS: Mapping[str, Filter] = MappingProxyType({"none": keeps_all, "zero_variance": rewards_differ})
 """By `algorithm.filter`."""
 
-OTHERWISE = "algorithm.dynamic_microbatch: true, instead of algorithm.rows_per_device, takes any number"
+OTHERWISE = "{scope}.dynamic_microbatch: true, instead of {scope}.rows_per_device, takes any number"
 
 
 @dataclass(frozen=True)
@@ -248,10 +248,17 @@ def check_rows(settings: Settings, session: Session) -> None:
 
     Raises: InputError naming the nearest values that do.
     """
-    algorithm, group_size = settings.algorithm, settings.rollout.group_size
-    if algorithm.dynamic_microbatch:
-        return
-    devices = num_local_row_shards(session.mesh)
+    scopes: dict[str, Algorithm | CriticSettings] = {"algorithm": settings.algorithm}
+    if settings.has_critic:
+        scopes["critic"] = settings.critic
+    for scope, chosen in scopes.items():
+        if not chosen.dynamic_microbatch:
+            assert chosen.rows_per_device is not None
+            _check_fixed_rows(settings, scope, chosen.rows_per_device, devices=num_local_row_shards(session.mesh))
+
+
+def _check_fixed_rows(settings: Settings, scope: str, rows: int, *, devices: int) -> None:
+    group_size, otherwise = settings.rollout.group_size, OTHERWISE.format(scope=scope)
     mini_batch_prompts = settings.rollout.prompts_per_step // settings.num_mini_batches
     for field, prompts in (
         ("rollout.prompts_per_step", settings.rollout.prompts_per_step),
@@ -262,16 +269,15 @@ def check_rows(settings: Settings, session: Session) -> None:
             raise InputError(
                 f"{field}: {prompts} prompts x rollout.group_size {group_size} = {prompts * group_size} samples do not "
                 f"divide over the {devices} devices of a host (mesh.shape {settings.mesh.shape}); the nearest values "
-                f"of {field} that fit: {_nearest(fitting, prompts)}; {OTHERWISE}"
+                f"of {field} that fit: {_nearest(fitting, prompts)}; {otherwise}"
             )
-    samples, rows = mini_batch_prompts * group_size // devices, algorithm.rows_per_device
-    assert rows is not None
+    samples = mini_batch_prompts * group_size // devices
     if samples % rows != 0:
         fitting = [n for n in range(1, samples + 1) if samples % n == 0]
         raise InputError(
-            f"algorithm.rows_per_device: {rows} does not divide the {samples} samples of an optimizer step on each "
+            f"{scope}.rows_per_device: {rows} does not divide the {samples} samples of an optimizer step on each "
             f"device ({mini_batch_prompts} prompts x rollout.group_size {group_size} over {devices} devices); the "
-            f"nearest that do: {_nearest(fitting, rows)}; {OTHERWISE}"
+            f"nearest that do: {_nearest(fitting, rows)}; {otherwise}"
         )
 
 

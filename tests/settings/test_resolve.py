@@ -174,6 +174,7 @@ def test_the_rest_is_derived_from_other_settings(folder: Path) -> None:
         ("gspo", "sequence-mean-token-mean", "loss", "k3"),
         ("dapo", "token-mean", "loss", "k3"),
         ("cispo", "token-mean", "loss", "k3"),
+        ("ppo", "token-mean", "reward", "k1"),
     ],
 )
 def test_an_algorithm_decides_what_its_paper_fixes_and_no_one_else_did(name, aggregation, kl_in, estimator) -> None:
@@ -195,7 +196,8 @@ def test_an_algorithm_decides_what_its_paper_fixes_and_no_one_else_did(name, agg
         ("reinforce_plus_plus", ("reinforce_plus_plus", "token", "ppo", 0.2, 0.2, "none")),
         ("gspo", ("grpo", "sequence", "ppo", 3e-4, 4e-4, "none")),
         ("dapo", ("grpo", "token", "ppo", 0.2, 0.28, "zero_variance")),
-        ("cispo", ("grpo", "token", "cispo", 10.0, 0.2, "none")),
+        ("cispo", ("grpo", "token", "cispo", 10.0, 0.2, "zero_variance")),
+        ("ppo", ("gae", "token", "ppo", 0.2, 0.2, "none")),
     ],
 )
 def test_a_paper_is_a_combination_of_parts_that_are_settings_of_their_own(name: str, parts: tuple) -> None:
@@ -218,6 +220,18 @@ def test_a_name_says_what_it_changes_and_not_what_the_user_chose() -> None:
     # Without a penalty it has no place.
     assert "kl_in" not in str(with_sets("algorithm.name=rloo").algorithm_changes)
     assert "kl_in reward (grpo: loss)" in str(with_sets("algorithm.name=rloo", "algorithm.beta=0.1").algorithm_changes)
+
+
+def test_what_follows_from_the_estimator_is_told_whoever_chose_it() -> None:
+    follows = "whiten_advantages true (grpo: false), shuffle true (grpo: false)"
+    expected = f"ppo (Schulman et al. 2017): estimator gae (grpo: grpo), {follows}"
+    assert with_sets("algorithm.name=ppo").algorithm_changes == expected
+    gae = ("algorithm.name=dapo", "algorithm.estimator=gae", "algorithm.clip_high=0.2", "algorithm.filter=none")
+    assert with_sets(*gae).algorithm_changes == f"estimator gae: {follows}"
+    assert (
+        with_sets(*gae, "algorithm.whiten_advantages=true").algorithm_changes
+        == "estimator gae: shuffle true (grpo: false)"
+    )
 
 
 def test_the_estimator_follows_the_place_of_the_penalty() -> None:
