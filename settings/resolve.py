@@ -1,4 +1,4 @@
-"""Joins the layers into settings: defaults, then YAML, `--set`, environment, derived; later wins."""
+"""Joins the layers into settings: defaults, then YAML, `--set`, environment, a verb's flags, derived; later wins."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from settings.config_file import find
 from settings.errors import InputError
 from settings.fields import FIELDS, ITEM_KEYS, did_you_mean, nearest_of, nested
 from settings.layers import (
+    NO_FLAGS,
+    Flags,
     Layer,
     Leaf,
     environment_layer,
     environment_notices,
+    flag_layer,
     place,
     set_layer,
     spoken,
@@ -38,7 +41,7 @@ class Resolved:
 
     settings: Settings
     provenance: Mapping[str, str]
-    """Dotted field -> `default`, `yaml:FILE:LINE`, `set`, `env:NAME` or `derived`."""
+    """Dotted field -> `default`, `yaml:FILE:LINE`, `set`, `env:NAME`, a flag such as `--gamma`, or `derived`."""
     notices: tuple[str, ...] = ()
     """What the user should be told on stderr."""
 
@@ -62,25 +65,29 @@ class Resolved:
         return changes(algorithm.name, decided)
 
 
-def load(config: str | None, overrides: Sequence[str], environ: Mapping[str, str]) -> Resolved:
+def load(config: str | None, overrides: Sequence[str], environ: Mapping[str, str], flags: Flags = NO_FLAGS) -> Resolved:
     """The settings of a run.
 
-    `config` is a path or a preset's name (None: the embedded default), `overrides` the `--set` options.
+    `config` is a path or a preset's name (None: the embedded default), `overrides` the `--set` options, `flags` the
+    verb's own options that name a setting.
 
-    Raises: InputError for whatever is wrong with any of the three.
+    Raises: InputError for whatever is wrong with any of the four.
     """
     file = find(config)
     in_yaml = yaml_layer(parse_file(file.content, name=file.name), file=file.name)
     in_set = set_layer(overrides)
     in_environment = environment_layer(environ)
-    layers = [in_environment, in_set, in_yaml]
+    in_flags = flag_layer(flags)
+    layers = [in_flags, in_environment, in_set, in_yaml]
+    if in_flags:
+        _validated(layers[1:])  # What a flag overrides is no less a mistake.
     given = _validated(layers)
     micro_batching, notices = settle(layers)
     layers.insert(0, micro_batching | _derived(given, _provenance(layers), config_stem=file.stem))
     return Resolved(
         settings=_validated(layers),
         provenance=_provenance(layers),
-        notices=(*environment_notices(in_environment, in_set), *notices),
+        notices=(*environment_notices(in_environment, in_set, in_flags), *notices),
     )
 
 
