@@ -26,10 +26,14 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         InputError: the file cannot be read, or a line is not UTF-8, not JSON, not an object, or holds a number that is
             none, such as NaN.
     """
-    for number, value in read_jsonl_lines(path):
-        if isinstance(value, InputError):
-            raise value
+    for number, _, value in read_jsonl_sized(path):
         yield number, value
+
+
+def read_jsonl_sized(path: str | Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """As `read_jsonl`, with the bytes of the line before the object."""
+    for number, raw in _lines(path):
+        yield number, len(raw), _parse_object(raw, f"{path}:{number}")
 
 
 def read_jsonl_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
@@ -38,6 +42,12 @@ def read_jsonl_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | I
     Raises:
         InputError: the file cannot be read.
     """
+    for number, raw in _lines(path):
+        yield number, _parsed(raw, f"{path}:{number}")
+
+
+def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """Those that are not blank."""
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -45,7 +55,7 @@ def read_jsonl_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | I
                 if number == 1:
                     raw = raw.removeprefix(b"\xef\xbb\xbf")
                 if raw.strip():
-                    yield number, _parsed(raw, f"{path}:{number}")
+                    yield number, raw
     except FileNotFoundError:
         raise InputError(f"{path.absolute()}: no such file") from None
     except OSError as error:

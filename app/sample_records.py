@@ -153,9 +153,9 @@ def credited_sample(record: Mapping[str, Any], *, where: str, bootstraps: bool, 
         was_cut = fields.scalar("finish_reason", str) == "length"
         if was_cut and bootstraps and not goes_on:
             raise InputError(
-                f"{where}: values has {num_tokens} entries, expected {num_tokens + 1}: the sample was cut (`length`), and "
-                "goes on with the value behind its last token; `grpo score --role critic` writes it under "
-                "algorithm.bootstrap_truncated"
+                f"{where}: values has {num_tokens} entries, expected {num_tokens + 1}: the sample was cut "
+                "(`length`), and goes on with the value behind its last token; under algorithm.bootstrap_truncated "
+                "`grpo score --role critic` writes it"
             )
         goes_on = was_cut and bootstraps
     if "token_rewards" not in optional:

@@ -64,7 +64,7 @@ def check_finite(
     first_row: int = 0,
     hint: str = "expected a finite float32",
 ) -> None:
-    """Raises ValueError that names the first NaN or infinity in float32. Columns of `x` behind those of `read` count."""
+    """Raises ValueError that names the first NaN or infinity. Columns of `x` behind those of `read` count."""
     with np.errstate(over="ignore", invalid="ignore"):
         as_float32 = x.astype(np.float32, copy=False)
         # A sum takes a quarter of the time; it may also overflow where no number is infinite.
