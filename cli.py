@@ -194,7 +194,12 @@ def gae(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Add advantages and returns (generalized advantage estimation) to samples or matrices; needs no model."""
+    """Add advantages and returns (generalized advantage estimation) to samples or matrices; needs no model.
+
+    Samples get what training under the same settings would give them: algorithm.gamma, lam, length_adaptive_lam,
+    mask_mode, bootstrap_truncated, whiten_advantages, critic.lam, and the KL penalty of algorithm.beta where it is in
+    the reward. What cannot be applied is named at the end.
+    """
     with _errors_for_people(debug):
         flags = {
             "--gamma": ("algorithm.gamma", gamma),

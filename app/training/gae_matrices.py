@@ -80,7 +80,8 @@ class MatrixFile:
                 advantages = finish(credit.advantages, mask)
                 output.write_rows(advantages=advantages, returns=credit.returns)
                 self.tally.count(advantages, credit.returns, mask, num_rows=len(mask))
-                self._progress.tell(f"estimated {self.tally.num_rows:,} of {shape[0]:,} rows")
+                if self.tally.num_rows < shape[0]:
+                    self._progress.tell(f"estimated {self.tally.num_rows:,} of {shape[0]:,} rows")
 
     def _credits(self) -> Iterator[tuple[TokenCredit, Bool[np.ndarray, "B T"]]]:
         first_row = 0

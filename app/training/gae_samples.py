@@ -94,7 +94,8 @@ class SampleFile:
             advantages = [finish(_known(s.advantages), mask) for s, mask in zip(samples, masks, strict=True)]
             returns = [_known(s.returns) for s in samples]
             self.tally.count(*map(np.concatenate, (advantages, returns, masks)), num_rows=len(samples))
-            self._progress.tell(f"estimated {self.tally.num_rows:,} of {self._num_samples:,} samples")
+            if self.tally.num_rows < self._num_samples:
+                self._progress.tell(f"estimated {self.tally.num_rows:,} of {self._num_samples:,} samples")
             for one, its_advantages, its_returns in zip(placed, advantages, returns, strict=True):
                 yield one.record | {"advantages": its_advantages.tolist(), "returns": its_returns.tolist()}
 

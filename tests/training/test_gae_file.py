@@ -393,10 +393,14 @@ def test_what_takes_long_is_told_on_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, rows: str
 ) -> None:
     monkeypatch.setattr(gae_tally, "SECONDS_BETWEEN_LINES", 0.0)
-    file = {"npz": MatrixFile, "jsonl": SampleFile}[kind](holed(tmp_path, kind), settings_of())
+    np.savez(tmp_path / "in.npz", rewards=np.ones((2, 3)), values=np.ones((2, 3)))
+    write_jsonl(tmp_path / "in.jsonl", [{"values": [1.0] * 3, "reward": 1.0}] * 2)
+    files = {"npz": MatrixFile, "jsonl": SampleFile}
+    file = files[kind](tmp_path / f"in.{kind}", settings_of(), window_tokens=3)
     file.check()
     file.write(tmp_path / f"out.{kind}", whitener(None))
-    assert capsys.readouterr().err.splitlines() == [f"checked 1 {rows}", f"estimated 1 of 1 {rows}"]
+    told = [f"checked 1 {rows}", f"checked 2 {rows}", f"estimated 1 of 2 {rows}"]
+    assert capsys.readouterr().err.splitlines() == told
 
 
 def test_what_cannot_be_done_to_matrices_is_told(tmp_path: Path) -> None:
