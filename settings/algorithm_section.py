@@ -36,9 +36,9 @@ class Algorithm(Section):
     beta: float = Field(default=0.0, ge=0, description="Weight of the KL penalty; 0 = no reference model in memory.")
     kl_in: Literal["loss", "reward"] | None = Field(
         default=None,
-        description="Where the penalty goes. Derived when null and beta > 0: `reward` for rloo and "
-        "reinforce_plus_plus, `loss` for the others. In the reward it is summed over the sample, before samples are "
-        "compared, or stays at its token, where tokens are credited.",
+        description="Where the penalty goes. Derived when null and beta > 0: `reward` for rloo, "
+        "reinforce_plus_plus and ppo, `loss` for the others. In the reward it is summed over the sample, before "
+        "samples are compared, or stays at its token, where tokens are credited.",
     )
     kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
         default=None,
@@ -159,7 +159,10 @@ class Algorithm(Section):
         default="auto", description="How the recurrence of GAE is solved; auto = the fastest here, by measurements."
     )
     gae_chunk_size: int | None = Field(
-        default=None, ge=1, description="Tokens of a chunk of `chunked`; null = the fastest here, by measurements."
+        default=None,
+        ge=1,
+        le=4096,
+        description="Tokens of a chunk of `chunked`; null = the fastest here, by measurements.",
     )
     whiten_advantages: bool | None = Field(
         default=None,

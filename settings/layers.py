@@ -1,4 +1,4 @@
-"""The layers of settings: YAML, `--set`, environment, flags; tables of leaves that know where they were written.
+"""The layers of settings: YAML, `--set`, environment, a verb's flags; tables of leaves that know their origin.
 
 One rule for all: a setting may be set once in a layer, by its own name or a historic one.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 from settings.errors import InputError
 from settings.fields import FIELDS, SECTIONS, did_you_mean, is_text, nearest_fields
@@ -24,7 +25,7 @@ class Leaf:
 
     value: Any
     origin: str
-    """Provenance: `yaml:FILE:LINE`, `set`, `env:NAME`, `flag:NAME` or `derived`."""
+    """Provenance: `yaml:FILE:LINE`, `set`, `env:NAME`, a flag such as `--gamma`, or `derived`."""
     node: Node | None = None
     """Lines of what is listed in the value; None when derived."""
     written: str = ""
@@ -33,13 +34,9 @@ class Leaf:
 
 Layer = dict[str, Leaf]
 """Dotted field -> its leaf."""
-
-
-class Flag(NamedTuple):
-    """An option of a verb that stands for a setting."""
-
-    field: str
-    value: str
+Flags = Mapping[str, tuple[str, str]]
+"""A verb's own option -> the field that it names, and its text: `--gamma` -> `algorithm.gamma`, `0.9`."""
+NO_FLAGS: Flags = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +65,9 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
     return _layer(_environment_entries(environ))
 
 
-def flag_layer(flags: Mapping[str, Flag]) -> Layer:
-    """What a verb's own flags set, by their names; values are YAML."""
-    return _layer(
-        _Entry(flag.field, parse(flag.value, name=name), f"flag:{name}", name) for name, flag in flags.items()
-    )
+def flag_layer(flags: Flags) -> Layer:
+    """What the verb's own options set; values are YAML."""
+    return _layer(_flag_entries(flags))
 
 
 def env_name(field: str) -> str:
@@ -82,16 +77,18 @@ def env_name(field: str) -> str:
 
 def place(origin: str) -> int:
     """Place of a provenance's layer in their order; of two, the larger was said later."""
-    return ("default", "yaml", "set", "env", "flag").index(origin.partition(":")[0])
+    layer = "flag" if origin.startswith("--") else origin.partition(":")[0]
+    return ("default", "yaml", "set", "env", "flag").index(layer)
 
 
 def spoken(origin: str) -> str:
     """A provenance inside a sentence."""
-    return {"set": "--set", "default": "the default"}.get(origin, origin.removeprefix("flag:"))
+    return {"set": "--set", "default": "the default"}.get(origin, origin)
 
 
-def environment_notices(environment: Layer, overrides: Layer) -> list[str]:
+def environment_notices(environment: Layer, overrides: Layer, flags: Layer) -> list[str]:
     """Lines for stderr: bare historic names in use, and `--set` values that the environment overrides."""
+    environment = {field: leaf for field, leaf in environment.items() if field not in flags}
     fields_of: dict[str, list[str]] = {}
     for field, leaf in environment.items():
         fields_of.setdefault(leaf.written, []).append(field)
@@ -125,6 +122,13 @@ def _set_entries(overrides: Iterable[str]) -> Iterator[_Entry]:
         if not value.strip():
             raise InputError(f"--set {name}= has no value; write {name}=null for none")
         yield _Entry(name, parse(value, name=f"--set {name}"), "set", name)
+
+
+def _flag_entries(flags: Flags) -> Iterator[_Entry]:
+    for option, (field, value) in flags.items():
+        if not value.strip():
+            raise InputError(f"{option} has no value; write {option} null for none")
+        yield _Entry(field, parse(value, name=option), option, option)
 
 
 def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:

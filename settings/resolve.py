@@ -1,4 +1,4 @@
-"""Joins the layers into settings: defaults, then YAML, `--set`, environment, flags, derived; later wins."""
+"""Joins the layers into settings: defaults, then YAML, `--set`, environment, a verb's flags, derived; later wins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from settings.config_file import find
 from settings.errors import InputError
 from settings.fields import FIELDS, ITEM_KEYS, did_you_mean, nearest_of, nested, value_of
 from settings.layers import (
-    Flag,
+    NO_FLAGS,
+    Flags,
     Layer,
     Leaf,
     environment_layer,
@@ -40,7 +41,7 @@ class Resolved:
 
     settings: Settings
     provenance: Mapping[str, str]
-    """Dotted field -> `default`, `yaml:FILE:LINE`, `set`, `env:NAME`, `flag:NAME` or `derived`."""
+    """Dotted field -> `default`, `yaml:FILE:LINE`, `set`, `env:NAME`, a flag such as `--gamma`, or `derived`."""
     notices: tuple[str, ...] = ()
     """What the user should be told on stderr."""
 
@@ -63,13 +64,11 @@ class Resolved:
         return changes(self.settings.algorithm, [field.removeprefix("algorithm.") for field in own])
 
 
-def load(
-    config: str | None, overrides: Sequence[str], environ: Mapping[str, str], flags: Mapping[str, Flag] | None = None
-) -> Resolved:
+def load(config: str | None, overrides: Sequence[str], environ: Mapping[str, str], flags: Flags = NO_FLAGS) -> Resolved:
     """The settings of a run.
 
     `config` is a path or a preset's name (None: the embedded default), `overrides` the `--set` options, `flags` the
-    verb's own options that stand for a setting.
+    verb's own options that name a setting.
 
     Raises: InputError for whatever is wrong with any of the four.
     """
@@ -77,15 +76,17 @@ def load(
     in_yaml = yaml_layer(parse_file(file.content, name=file.name), file=file.name)
     in_set = set_layer(overrides)
     in_environment = environment_layer(environ)
-    in_flags = flag_layer(flags or {})
+    in_flags = flag_layer(flags)
     layers = [in_flags, in_environment, in_set, in_yaml]
+    if in_flags:
+        _validated(layers[1:])  # What a flag overrides is no less a mistake.
     given = _validated(layers)
     micro_batching, notices = settle(layers)
     layers.insert(0, micro_batching | _derived(given, _provenance(layers), config_stem=file.stem))
     return Resolved(
         settings=_validated(layers),
         provenance=_provenance(layers),
-        notices=(*environment_notices(_without(in_environment, in_flags), in_set), *notices),
+        notices=(*environment_notices(in_environment, in_set, in_flags), *notices),
     )
 
 
@@ -102,10 +103,6 @@ def _validated(layers: Sequence[Layer]) -> Settings:
         # pydantic counts only the valid items of a list, so each invalid one would be reported twice.
         problems = [d for d in error.errors() if not (d["type"] == "too_short" and d["input"])]
         raise InputError("\n".join(_explained(details, leaves) for details in problems)) from None
-
-
-def _without(layer: Layer, later: Layer) -> Layer:
-    return {field: leaf for field, leaf in layer.items() if field not in later}
 
 
 def _provenance(layers: Sequence[Layer]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from app.advantage.token_credit import (
     credit_by_return,
     credit_by_vtrace,
     fixed_lam,
+    gae_of_rows,
     length_adaptive_lam,
     terminal,
     token_row,
@@ -50,13 +51,12 @@ def estimate(gamma: float, **settings):
 
 
 def by_gae(samples, *, gamma=1.0, lam: Any = 0.95, **changes) -> Any:
-    arguments = {
+    rule = {
         "estimate": estimate(gamma),
         "lam": partial(fixed_lam, lam=lam) if isinstance(lam, float) else lam,
-        "critic_lam": None,
-        "token_rewards": task_token_rewards,
-        "bootstrap": terminal,
+        "critic_lam": changes.pop("critic_lam", None),
     }
+    arguments = {"gae": partial(gae_of_rows, **rule), "token_rewards": task_token_rewards, "bootstrap": terminal}
     return credit_by_gae(samples, **{**arguments, **changes})
 
 
@@ -117,10 +117,12 @@ def test_a_row_has_one_of_few_lengths_and_nothing_behind_its_samples():
         values=lambda s: np.ones(len(s.mask)),
         bootstrap=terminal,
     )
-    assert {part.shape for part in row} == {(1, 24)}
+    assert row.ends is not None
+    assert {part.shape for part in row if part is not None} == {(1, 24)}
     np.testing.assert_array_equal(np.flatnonzero(row.ends), [4, 16])
     np.testing.assert_array_equal(row.lengths[0], [5] * 5 + [12] * 12 + [1] * 7)
-    assert not any(part[0, 17:].any() for part in row[:-1])
+    behind: Any = [part for name, part in row._asdict().items() if name != "lengths"]
+    assert not any(part[0, 17:].any() for part in behind)
 
 
 def test_tokens_that_the_policy_did_not_write_are_passed_over():

@@ -90,6 +90,34 @@ def test_a_bare_historic_variable_is_announced_once() -> None:
     assert with_sets(GRPO__ROLLOUT__GROUP_SIZE="4").notices == ()
 
 
+FLAGS = {"--gamma": ("algorithm.gamma", "0.9")}
+
+
+def test_a_verbs_flag_wins_over_every_layer_and_is_named() -> None:
+    resolved = load(None, ["algorithm.gamma=0.1"], {"GRPO__ALGORITHM__GAMMA": "0.5"}, FLAGS)
+    assert resolved.settings.algorithm.gamma == 0.9
+    assert resolved.provenance["algorithm.gamma"] == resolved.origin("algorithm.gamma") == "--gamma"
+    assert resolved.notices == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "flags", "message"),
+    [
+        ([], {"--gamma": ("algorithm.gamma", "2")}, r"algorithm\.gamma: .* got 2 \(from --gamma\)"),
+        ([], {"--gamma": ("algorithm.gamma", " ")}, "--gamma has no value"),
+        ([], {"--gamma": ("algorithm.gamma", "[")}, "--gamma"),
+        ([], {"--chunk-size": ("algorithm.gae_chunk_size", "131072")}, "less than or equal to 4096, got 131072"),
+        (["algorithm.gamma=zzz"], FLAGS, r"algorithm\.gamma: .* got 'zzz' \(from --set\)"),
+        (["algorithm.gama=1"], FLAGS, "did you mean algorithm.gamma"),
+    ],
+)
+def test_a_bad_flag_is_blamed_and_what_a_flag_overrides_is_checked_too(
+    overrides: list[str], flags: dict[str, tuple[str, str]], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        load(None, overrides, {}, flags)
+
+
 def test_variables_of_other_programs_are_left_alone() -> None:
     assert with_sets(MODEL="x", RUN="y", EVAL="1", steps="9", GRPO="z").settings == with_sets().settings
 

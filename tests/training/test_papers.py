@@ -95,7 +95,8 @@ def test_a_filtered_run_that_was_stopped_asks_the_same_prompts_as_one_in_one_go(
                 beyond = max(len(sample.completion_ids) - 2, 0)
                 assert sample.rewards is not None and sample.rewards["overlong"] == -beyond / 2
             # Equal but for what length cost.
-            right = {s.rewards["arithmetic"] + 0.5 * s.rewards["arithmetic_format"] for s in group}
+            told = [s.rewards or {} for s in group]
+            right = {rewards["arithmetic"] + 0.5 * rewards["arithmetic_format"] for rewards in told}
             assert (len(right) == 1) == (group in fillers)
 
 

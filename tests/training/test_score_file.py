@@ -40,7 +40,7 @@ def test_the_chain_of_verbs_adds_its_fields_and_carries_the_rest(
     sampled: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     records = [
-        record | {"note": [1, {"a": None}], "weight": 1e-30, "token_rewards": [0.5]} for record in records_of(sampled)
+        record | {"note": [1, {"a": None}], "weight": 1e-30, "my_scores": [0.5]} for record in records_of(sampled)
     ]
     write_jsonl(tmp_path / "0.jsonl", records)
     for step, role in enumerate(("policy", "reference", "reward")):
