@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from app.flow import Sample
 from app.mesh.placement import bytes_over_hosts, gather_over_hosts
-from app.sample_records import sample_from_record, sample_to_record
 from settings.reward_section import OVERLONG
 
 Source = Callable[[int], Sequence[Sample]]
@@ -67,7 +66,7 @@ def refill(source: Source, *, keep: Filter, num_groups: int, max_rounds: int) ->
     A step's groups, and their order, are the same on any number of hosts: hosts count what all of them have kept,
     choose alike, and hand each other what each lacks of its equal part.
 
-    A prompt that an earlier round has asked brings the same samples again, as noise follows prompt and step: such a
+    A prompt that was asked before in the step brings the same samples again, as noise follows prompt and step: such a
     group is left out. That happens where a step meets the end of the data.
     """
     num_wanted = num_groups * jax.process_count()
@@ -81,8 +80,9 @@ def refill(source: Source, *, keep: Filter, num_groups: int, max_rounds: int) ->
         # Host after host, as the prompts of a round are dealt: rows are groups by their number in the step.
         told = gather_over_hosts(np.asarray([(keep(group), _number(group[0].prompt.uid)) for group in new]))
         verdicts = told.reshape(-1, 2).tolist()
-        kept += [bool(is_kept) and prompt not in asked for is_kept, prompt in verdicts]
-        asked |= {prompt for _, prompt in verdicts}
+        for is_kept, prompt in verdicts:
+            kept.append(bool(is_kept) and prompt not in asked)
+            asked.add(prompt)
         own += new
         num_rounds += 1
     chosen = choose(kept, num_wanted)
@@ -138,14 +138,11 @@ def _delivered(own: Sequence[Group], numbers: Sequence[int], num_groups: int) ->
     moving = [number for number in numbers if places[number].host != goes_to[number]]
     at_hand = {number: own[place.index] for number, place in places.items() if place.host == this_host}
     if moving:
-        leaving = {number: list(map(sample_to_record, at_hand[number])) for number in moving if number in at_hand}
-        for sent in map(json.loads, bytes_over_hosts(json.dumps(leaving).encode())):
-            at_hand |= {int(number): list(map(_arrived, records)) for number, records in sent.items()}
+        leaving = {number: at_hand[number] for number in moving if number in at_hand}
+        # As they are, whatever is in them: hosts run one program, and a NaN is for the update to find.
+        for sent in map(pickle.loads, bytes_over_hosts(pickle.dumps(leaving))):
+            at_hand |= sent
     return [(number, at_hand[number]) for number in numbers if goes_to[number] == this_host]
-
-
-def _arrived(record: dict[str, Any]) -> Sample:
-    return sample_from_record(record, where="a sample of another host")
 
 
 def _number(uid: str) -> int:

@@ -24,13 +24,13 @@ def chunked(terms: Terms, *, chunk_size: int = CHUNK_SIZE) -> Credit:
     Memory per row: O(T + C^2) for one leak, O(T) for a leak of each token.
     """
     if terms.leaks.ndim == 0:
-        advantages = solve_one_decay(terms.deltas, jnp.log1p(-terms.leaks), chunk_size=chunk_size)
+        advantages = solve_one_leak(terms.deltas, jnp.log1p(-terms.leaks), chunk_size=chunk_size)
     else:
         advantages = solve_many_leaks(terms.deltas, terms.leaks, chunk_size=chunk_size)
     return terms.credit(advantages)
 
 
-def solve_one_decay(
+def solve_one_leak(
     inputs: Float32[Array, "B T"], log_decay: Float32[Array, ""], *, chunk_size: int
 ) -> Float32[Array, "B T"]:
     """A_t = inputs_t + decay * A_{t+1}; [C, C] products of full float32 precision, whatever the device prefers.
@@ -49,7 +49,7 @@ def solve_one_decay(
     kernel = jnp.where(apart >= 0, powers[jnp.maximum(apart, 0)], 0.0)
     own = jnp.einsum("bnj,ji->bni", chunks, kernel, precision=jax.lax.Precision.HIGHEST)
     if chunks.shape[1] > 1:
-        handed_on = solve_one_decay(own[:, :, 0], size * log_decay, chunk_size=chunk_size)
+        handed_on = solve_one_leak(own[:, :, 0], size * log_decay, chunk_size=chunk_size)
         own = own + _behind(handed_on)[:, :, None] * powers[size - jnp.arange(size)]
     return own.reshape(inputs.shape[0], own.shape[1] * size)[:, :num_tokens]
 
