@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from settings.reward_section import Reward
+from settings.rollout_section import Pdsr, Segment, Workers
 from settings.score_section import MAX_QUOTA, SCORED_ROLES, Score, ScoredRole
 from settings.section import Section
 
@@ -142,6 +143,9 @@ class Rollout(Section):
         lt=1,
         description="Keep tokens at least this likely relative to the likeliest; 0 = all.",
     )
+    segment: Segment = Segment()
+    pdsr: Pdsr = Pdsr()
+    workers: Workers = Workers()
 
 
 class Batching(Section):
