@@ -63,13 +63,14 @@ class Lengths:
         return max(self._sum_finished / self.num_finished, 1.0) if self.num_finished else otherwise
 
     def threshold(self, running: Iterable[float], *, percentile: float, min_finished: int) -> float | None:
-        """The percentile of the window; None before enough samples have finished.
+        """The percentile of the window; None before enough samples have finished to tell.
 
         `running` are the measures so far of samples that still run.
         """
         if len(self.measures) < min_finished:
             return None
-        return censored_quantile(self.measures, running, percentile / 100)
+        found = censored_quantile(self.measures, running, percentile / 100)
+        return None if math.isinf(found) else found
 
     def to_json(self) -> dict[str, Any]:
         return {

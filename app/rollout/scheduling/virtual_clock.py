@@ -109,7 +109,7 @@ class VirtualClock:
         self._free_at: dict[str, float] = {}
         self._inbox: list[tuple[float, int, Event]] = []
         self._num_posted = 0
-        self._num_faults = 0
+        self.num_faults = 0
         self._random = random.Random(self.faults.seed)
         for spec in workers:
             self._join(spec, at=0.0)
@@ -142,9 +142,9 @@ class VirtualClock:
             heapq.heappush(self._inbox, (one.at, self._num_posted, one))
 
     def _strikes(self, chance: float) -> bool:
-        if chance == 0.0 or self._num_faults >= self.faults.most or self._random.random() >= chance:
+        if chance == 0.0 or self.num_faults >= self.faults.most or self._random.random() >= chance:
             return False
-        self._num_faults += 1
+        self.num_faults += 1
         return True
 
     def _join(self, spec: WorkerSpec, *, at: float) -> None:
