@@ -43,7 +43,10 @@ class Pdsr(Section):
         "the schedule then.",
     )
     heavy_percent: float = Field(
-        default=10.0, gt=0, lt=100, description="pdsr_v1: prompts whose probes are longest, and whose samples go to heavy."
+        default=10.0,
+        gt=0,
+        lt=100,
+        description="pdsr_v1: prompts whose probes are longest, and whose samples go to heavy.",
     )
     probe_limit_tokens: int = Field(
         default=1024, ge=1, le=MAX_TOKENS, description="pdsr_v1: a probe this long is handed over, its prompt heavy."
@@ -65,7 +68,9 @@ class Pdsr(Section):
     percentile: float = Field(
         default=80.0, gt=0, lt=100, description="Samples beyond this percentile of the window are heavy."
     )
-    window: int = Field(default=256, ge=1, le=MAX_SLOTS, description="Finished samples that the percentile is taken of.")
+    window: int = Field(
+        default=256, ge=1, le=MAX_SLOTS, description="Finished samples that the percentile is taken of."
+    )
     window_min: int = Field(default=32, ge=1, le=MAX_SLOTS, description="No verdict before this many have finished.")
 
 

@@ -102,9 +102,7 @@ def simulate(
     workers = worker_specs(fast=rollout.workers.fast, heavy=rollout.workers.heavy)
     max_new = max(rollout.max_new_tokens, max(one.length for one in samples))
     model = CostModel() if cost is None else read_cost(cost)
-    simulation, panels = compare(
-        samples, workers, model, pdsr=rollout.pdsr, segment=rollout.segment, max_new=max_new
-    )
+    simulation, panels = compare(samples, workers, model, pdsr=rollout.pdsr, segment=rollout.segment, max_new=max_new)
     if out is not None:
         write_whole(out, json.dumps(simulation.to_dict(), indent=2).encode() + b"\n")
     if timeline is not None:

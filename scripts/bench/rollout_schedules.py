@@ -68,9 +68,9 @@ def measure(draw: Callable[[int], Trace], slots: int, cost: CostModel, seeds: in
     """policy -> means over the seeds."""
     pool = WorkerPool(count=1, slots=slots)
     runs = [
-        compare(
-            draw(seed), worker_specs(fast=pool, heavy=pool), cost, pdsr=Pdsr(), segment=Segment(), max_new=MAX_NEW
-        )[0]
+        compare(draw(seed), worker_specs(fast=pool, heavy=pool), cost, pdsr=Pdsr(), segment=Segment(), max_new=MAX_NEW)[
+            0
+        ]
         for seed in range(seeds)
     ]
     found = {}

@@ -92,7 +92,9 @@ class Adaptive(Policy):
 
     def _spread(self, worker: Worker, movable: list[Entry]) -> list[Eviction]:
         """When nothing waits, a worker that has run dry takes half of another's rows: fewer rows step faster."""
-        dry = any(not other.is_busy and not other.rows for other in self.context.workers.values() if other is not worker)
+        dry = any(
+            not other.is_busy and not other.rows for other in self.context.workers.values() if other is not worker
+        )
         return [Eviction(entry.uid, "spread") for entry in movable[: len(worker.rows) // 2]] if dry else []
 
     def offers(self, worker: Worker) -> bool:

@@ -128,7 +128,8 @@ class Admit:
 @dataclass(frozen=True, slots=True)
 class Suspend:
     """The worker takes rows out and keeps their caches (where the scheduler was told that it can) until each is admitted
-    elsewhere, or truncated."""
+    elsewhere, or truncated.
+    """
 
     worker: str
     uids: tuple[str, ...]

@@ -145,7 +145,9 @@ class Ledger:
         """Raises AssertionError where an entry contradicts itself or the counts."""
         assert +self.counts == Counter(entry.state for entry in self), "counts differ from states"
         for entry in self:
-            assert (entry.state is State.RUNNING) == (entry.worker is not None), f"{entry.uid}: worker while not running"
+            assert (entry.state is State.RUNNING) == (entry.worker is not None), (
+                f"{entry.uid}: worker while not running"
+            )
             assert (entry.state in ENDED) == (entry.finish is not None), f"{entry.uid}: finish while not ended"
             assert entry.held_by is None or entry.state in WAITING, f"{entry.uid}: a kept cache while {entry.state}"
             assert 0 <= entry.num_tokens <= entry.sample.max_new, f"{entry.uid}: {entry.num_tokens} tokens"

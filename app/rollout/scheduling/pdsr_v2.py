@@ -31,7 +31,7 @@ class PdsrV2(Policy):
     def __init__(self, context: Context):
         super().__init__(context)
         self._probes = Probes()
-        self._queues = {"fast": Queue(), "heavy": Queue(), "pinned": Queue()}
+        self._queues = {name: Queue() for name in ("fast", "heavy", "tripped", "pinned")}
         self._neutral: dict[str, float] = {}
         """Prompt -> what its probe measured before there was a threshold."""
 
@@ -43,7 +43,7 @@ class PdsrV2(Policy):
     def _queue_of(self, entry: Entry) -> str:
         if entry.moves >= MAX_MOVES:
             return "pinned"
-        return "heavy" if entry.moves else self._probes.verdicts.get(entry.prompt, "fast")
+        return "tripped" if entry.moves else self._probes.verdicts.get(entry.prompt, "fast")
 
     def observe(self, entry: Entry, *, grew: bool) -> None:
         threshold = self.context.threshold
@@ -78,9 +78,7 @@ class PdsrV2(Policy):
         tripped = [
             entry
             for entry in running_rows(self.context, worker)
-            if self.context.over(
-                entry, tokens=self._limit_tokens(entry), seconds=rules.fast_limit_s * 2**entry.moves
-            )
+            if self.context.over(entry, tokens=self._limit_tokens(entry), seconds=rules.fast_limit_s * 2**entry.moves)
         ]
         tripped.sort(key=lambda entry: -entry.num_tokens)
         tripped = tripped[: max(1, math.ceil(TRIPPED_SHARE * worker.slots))]
@@ -102,11 +100,14 @@ class PdsrV2(Policy):
         return self._source(worker) is not None
 
     def _source(self, worker: Worker) -> str | None:
-        """The queue that the worker takes from: its own, or one of the others' when their own workers are full."""
+        """The queue that the worker takes from: its own, or one of the others' when their own workers are full.
+
+        What tripped a breaker is stolen last: most likely it would trip the next.
+        """
         serves_heavy, serves_fast = (self.context.serves(worker, kind) for kind in ("heavy", "fast"))
-        sources = ["pinned", "heavy"] if serves_heavy else []
+        sources = ["pinned", "tripped", "heavy"] if serves_heavy else []
         sources += ["fast"] if serves_fast or not self.context.has_idle_room("fast") else []
-        sources += ["heavy"] if not self.context.has_idle_room("heavy") else []
+        sources += ["heavy", "tripped"] if not self.context.has_idle_room("heavy") else []
         return next((source for source in sources if len(self._queues[source])), None)
 
     def take(self, worker: Worker) -> tuple[str, Role] | None:

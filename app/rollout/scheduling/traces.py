@@ -150,5 +150,3 @@ def _whole(record: dict[str, Any], name: str, where: str, *, least: int, default
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"{where}: {name}: expected a whole number, at least {least}, got {value!r}")
     return value
-
-

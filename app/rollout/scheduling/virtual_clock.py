@@ -84,7 +84,10 @@ class VirtualClock:
     """Runs a trace through a scheduler.
 
     Args:
+        workers: that join at the start; `join` adds others.
+        max_new: tokens that a sample may have.
         check: whether all invariants are checked after every event.
+        submits: whether the trace is submitted, and closed; False where the scheduler knows its samples.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class VirtualClock:
         max_new: int,
         faults: Faults | None = None,
         check: bool = False,
+        submits: bool = True,
     ):
         self.scheduler = scheduler
         self.cost = cost
@@ -104,17 +108,19 @@ class VirtualClock:
         self.faults = faults or Faults()
         self.check = check
         self.records: list[LogRecord] = []
-        self._traced = {one.uid: one for one in trace}
+        self.traced = {one.uid: one for one in trace}
         self._workers: dict[str, _Worker] = {}
+        self._lost: set[str] = set()
         self._free_at: dict[str, float] = {}
         self._inbox: list[tuple[float, int, Event]] = []
         self._num_posted = 0
         self.num_faults = 0
         self._random = random.Random(self.faults.seed)
         for spec in workers:
-            self._join(spec, at=0.0)
-        self._post(Submitted(0.0, new_samples(trace, max_new=max_new)))
-        self._post(Closed(0.0))
+            self.join(spec)
+        if submits:
+            self._post(Submitted(0.0, new_samples(trace, max_new=max_new)))
+            self._post(Closed(0.0))
 
     def run(self) -> list[LogRecord]:
         """To the last message: also those that come after all is done."""
@@ -147,15 +153,18 @@ class VirtualClock:
         self.num_faults += 1
         return True
 
-    def _join(self, spec: WorkerSpec, *, at: float) -> None:
+    def join(self, spec: WorkerSpec, *, at: float = 0.0) -> None:
         self._workers[spec.name] = _Worker(spec)
         self._post(WorkerJoined(at, spec.name, spec.kind, spec.slots, spec.rungs))
 
     def _lose(self, spec: WorkerSpec, why: str, *, at: float) -> None:
-        """The worker is reported lost, and comes back under another name."""
+        """The worker is reported lost, and comes back, once, under another name."""
         self._post(WorkerLost(at, spec.name, why))
+        if spec.name in self._lost:
+            return
+        self._lost.add(spec.name)
         name, _, number = spec.name.partition("#")
-        self._join(replace(spec, name=f"{name}#{int(number or 1) + 1}"), at=at + self._random.random())
+        self.join(replace(spec, name=f"{name}#{int(number or 1) + 1}"), at=at + self._random.random())
 
     def _do(self, command: Command, now: float) -> None:
         match command:
@@ -212,7 +221,7 @@ class VirtualClock:
 
     def _admit(self, worker: _Worker, one: Admit) -> float:
         """Seconds that its copy takes, 0 where it is prefilled."""
-        traced = self._traced[one.uid]
+        traced = self.traced[one.uid]
         traced = traced._replace(length=min(traced.length, self.max_new))
         assert one.uid not in worker.rows, f"{one.uid} is admitted a second time"
         worker.rows[one.uid] = _Row(traced, one.epoch, one.num_tokens)
@@ -225,7 +234,7 @@ class VirtualClock:
     def _prefill_tokens(self, worker: _Worker, admitted: Sequence[Admit]) -> int:
         total = 0
         for one in admitted:
-            traced = self._traced[one.uid]
+            traced = self.traced[one.uid]
             if one.how == "prefill" and one.num_tokens:
                 total += traced.prompt_length + one.num_tokens
             elif one.how != "copy" and traced.prompt not in worker.prompts:

@@ -62,7 +62,8 @@ class Driven:
     def ended(self, worker: str, tokens: dict[str, int], finished: tuple[str, ...] = (), seconds: float = 1.0):
         self.at += seconds
         rows = tuple(
-            RowReport(uid, self.epochs[uid], count, "stop" if uid in finished else None) for uid, count in tokens.items()
+            RowReport(uid, self.epochs[uid], count, "stop" if uid in finished else None)
+            for uid, count in tokens.items()
         )
         return SegmentEnded(self.at, worker, self.running[worker].segment, rows, seconds, max(tokens.values()))
 

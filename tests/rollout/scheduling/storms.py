@@ -32,9 +32,7 @@ def storm(seed: int) -> VirtualClock:
     )
     is_calm = rng.random() < 0.2
     faults = Faults() if is_calm else Faults(seed, **{name: rng.choice([0.0, 0.02, 0.2]) for name in FAULT_NAMES})
-    return VirtualClock(
-        scheduler, trace, random_workers(rng), SECOND_COSTS, max_new=MAX_NEW, faults=faults, check=True
-    )
+    return VirtualClock(scheduler, trace, random_workers(rng), SECOND_COSTS, max_new=MAX_NEW, faults=faults, check=True)
 
 
 FAULT_NAMES = ("death", "stall", "silence", "duplicate", "delay", "no_number")

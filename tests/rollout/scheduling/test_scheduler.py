@@ -5,8 +5,8 @@ import pytest
 
 from app.rollout.scheduling.events import Commit, Finished, Retire, RunSegment, Submitted, WorkerLost
 from app.rollout.scheduling.ledger import State
-from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.scheduling.policy import Worker
+from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, samples
 from tests.rollout.scheduling.storms import storm
 
