@@ -33,6 +33,7 @@ class Bar(NamedTuple):
     start_s: float
     end_s: float
     activity: Activity
+    sample: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def _draw(axes: Axes, panel: TimelinePanel) -> None:
         merged = list(_merged(bars))
         axes.broken_barh(
             [(bar.start_s, bar.end_s - bar.start_s) for bar in merged], (tops[worker] + slot, 0.92),
-            facecolors=[COLORS[bar.activity] for bar in merged], linewidth=0,
+            facecolors=[COLORS[bar.activity] for bar in merged], edgecolor="white", linewidth=0.3,
         )  # fmt: skip
     lain = [(bar.start_s, bar.end_s - bar.start_s) for bar in panel.bars if bar.activity == "suspended"]
     axes.broken_barh(lain, (top, 1), facecolors=COLORS["suspended"], linewidth=0)
@@ -117,10 +118,10 @@ def _draw(axes: Axes, panel: TimelinePanel) -> None:
 
 
 def _merged(bars: Iterable[Bar]) -> Iterable[Bar]:
-    """Neighbours of one activity as one bar: segments that follow each other are hundreds."""
+    """The segments of a sample that follow each other as one bar: they are hundreds."""
     last: Bar | None = None
     for bar in bars:
-        if last is not None and (bar.activity, bar.start_s) == (last.activity, last.end_s):
+        if last is not None and (bar.activity, bar.sample, bar.start_s) == (last.activity, last.sample, last.end_s):
             last = last._replace(end_s=bar.end_s)
         else:
             if last is not None:

@@ -1,4 +1,4 @@
-"""`grpo rollout --simulate`: every scheduling policy on one trace of lengths, under one model of what decoding costs."""
+"""`grpo rollout --simulate`: every scheduling policy on one trace of lengths, under one model of costs."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def panel(
 ) -> TimelinePanel:
     """The log of a rollout, drawn; a worker that came back under another name goes on in its old lane."""
     bars = tuple(
-        Bar(one.worker.partition("#")[0], one.slot, one.start_s, one.end_s, one.role or "suspended")
+        Bar(one.worker.partition("#")[0], one.slot, one.start_s, one.end_s, one.role or "suspended", one.uid)
         for one in spans(records)
     )
     over = "" if bound is None else f", {found.makespan_s / bound:.2f} x the bound"

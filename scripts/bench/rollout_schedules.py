@@ -2,10 +2,10 @@
 
     python scripts/bench/rollout_schedules.py [--seeds 5] [--storms 10000] [--out FILE.json]
 
-No model and no device: seconds come from a cost model, by default a 7B model on an H200 by its data sheet. Makespans are
-over the lower bound of `app/rollout/scheduling/cost_model.py` (no padding, perfect packing), means over the seeds, the
-worst seed beside them. `sync` is the baseline of the ratios: each worker takes as many samples as it has slots, in
-order, whole groups together, until all are done. `oracle` is `adaptive` that knows every length: what is left to gain.
+No model and no device: seconds come from cost models, the first of them a 7B model on an H200 by its data sheet.
+Makespans are over the lower bound of `app/rollout/scheduling/cost_model.py` (no padding, perfect packing), means over
+the seeds, the worst seed beside them. `sync` is the baseline of the ratios: each worker takes as many samples as it has
+slots, in order, whole groups together, until all are done. `oracle` is `adaptive` that knows every length.
 """
 
 from __future__ import annotations

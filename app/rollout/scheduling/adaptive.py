@@ -77,7 +77,7 @@ class Adaptive(Policy):
         return []
 
     def _sorted_out(self, worker: Worker, movable: list[Entry]) -> list[Eviction]:
-        """While work waits: long rows go to heavy workers as far as these have slots, and short ones make room there."""
+        """While work waits, long rows go to heavy workers as far as these have slots; short ones make room there."""
         if not (self.context.has("fast") and self.context.has("heavy")):
             return []
         if worker.kind == "heavy":
@@ -91,9 +91,14 @@ class Adaptive(Policy):
         return [Eviction(entry.uid, "to heavy") for entry in long[:room]]
 
     def _spread(self, worker: Worker, movable: list[Entry]) -> list[Eviction]:
-        """When nothing waits, a worker that has run dry takes half of another's rows: fewer rows step faster."""
+        """When nothing waits, a worker that has run dry takes half of another's rows: fewer rows step faster.
+
+        Not on the same device, where the two would take turns.
+        """
         dry = any(
-            not other.is_busy and not other.rows for other in self.context.workers.values() if other is not worker
+            not other.is_busy and not other.rows and (other.device is None or other.device != worker.device)
+            for other in self.context.workers.values()
+            if other is not worker
         )
         return [Eviction(entry.uid, "spread") for entry in movable[: len(worker.rows) // 2]] if dry else []
 

@@ -72,9 +72,9 @@ class Work(NamedTuple):
 def lower_bound_s(work: Sequence[Work], slots: Iterable[int], cost: CostModel) -> float:
     """The larger of two bounds on any schedule's makespan, for workers with these slots.
 
-    All work at the best rate: with step time a + b rows, a worker of s slots makes at most s / (a + b s) tokens a second;
-    to this come the cache that unpadded rows read, and one prefill of each distinct prompt. And the longest sample
-    alone, with its prefill, on a worker to itself; a single worker also spends b and the cache on all others meanwhile.
+    All work at the best rate: with step time a + b rows, a worker of s slots makes at most s / (a + b s) tokens a
+    second; to this come the cache that unpadded rows read, and one prefill of each distinct prompt. And the longest
+    sample alone, with its prefill, on a worker to itself; a single worker also spends b and the cache on all others.
     """
     slots = list(slots)
     if not work or not slots:

@@ -98,6 +98,6 @@ def replay(path: Path, *, run: str) -> Scheduler:
         answer = tuple(scheduler.handle(event))
         if answer != commands:
             raise InputError(
-                f"{path}:{number}: this program answers {type(event).__name__} otherwise than the one that wrote the log"
+                f"{path}:{number}: this program answers {type(event).__name__} otherwise than the one that wrote it"
             )
     return scheduler

@@ -3,12 +3,12 @@
 A shell (real workers, or the virtual clock) owns devices, threads and the clock. It tells the scheduler what happened
 and does what the answer says, in its order:
 
-1. `WorkerJoined` for each worker, `Submitted` for samples, and `Closed` once no more will come. These may be mixed; more
-   samples may be submitted at any time before `Closed`.
+1. `WorkerJoined` for each worker, `Submitted` for samples, and `Closed` once no more will come. These may be mixed;
+   more samples may be submitted at any time before `Closed`.
 2. A worker holds its rows between segments and does nothing unless told. `Suspend` takes rows out of it, `RunSegment`
    puts rows in and decodes. A worker gets no second `RunSegment` before its `SegmentEnded` was handled.
-3. `SegmentEnded` reports every row that the worker held in that segment. `Commit` answers it: only then do tokens count.
-   What was not committed is thrown away; it will be drawn again, the same, because noise is keyed by position.
+3. `SegmentEnded` reports every row that the worker held in that segment. `Commit` answers it: only then do tokens
+   count. What was not committed is thrown away; it will be drawn again, the same, because noise is keyed by position.
 4. A worker that died, or is silent for longer than its lease (the shell's choice; three times what the segment should
    take is usual), is `WorkerLost`. `Retire` answers: nothing that it still says counts. It may come back empty, under a
    name that was never used before.
@@ -70,6 +70,8 @@ class WorkerJoined:
     slots: int
     rungs: tuple[int, ...] = ()
     """Numbers of rows that the worker can be compacted to, ascending, without `slots` itself."""
+    device: str | None = None
+    """Workers with the same one take turns on it; None: devices of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +119,8 @@ class Admit:
     num_tokens: int
     """Committed; 0 for a sample that starts."""
     how: How
-    """`prefill` of the prompt and all committed tokens; `copy` of the cache that `source` kept when it suspended the row
-    (which may be the same worker); `replay`: prefill of the prompt, then the committed tokens through the decode
+    """`prefill` of the prompt and all committed tokens; `copy` of the cache that `source` kept when it suspended the
+    row (which may be the same worker); `replay`: prefill of the prompt, then the committed tokens through the decode
     program, so that every bit is as it was."""
     source: str | None
     """Only for `copy`."""
@@ -127,14 +129,15 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """The worker takes rows out and keeps their caches (where the scheduler was told that it can) until each is admitted
-    elsewhere, or truncated.
+    """The worker takes rows out, and keeps the cache of each until it is admitted again.
+
+    Not so where the scheduler was told that workers keep no caches, and where `why` is `truncated`.
     """
 
     worker: str
     uids: tuple[str, ...]
     why: str
-    """`probe limit`, `breaker`, `truncated` (no more tokens; a `Commit` follows), `make room` or `spread`."""
+    """`probe limit`, `breaker`, `to heavy`, `make room`, `spread`, or `truncated`: it ends here, a `Commit` follows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,8 +95,8 @@ class Lengths:
 def censored_quantile(finished: Iterable[float], running: Iterable[float], quantile: float) -> float:
     """The quantile where running samples say only that they are longer than they are now.
 
-    The smallest t with S(t) = prod_{t_i <= t} (1 - d_i / n_i) <= 1 - quantile, with d_i the samples that finished at t_i
-    and n_i those that were as long at least. Infinite where too many still run to tell.
+    The smallest t with S(t) = prod_{t_i <= t} (1 - d_i / n_i) <= 1 - quantile, with d_i the samples that finished at
+    t_i and n_i those that were as long at least. Infinite where too many still run to tell.
 
     Finished samples alone are the short ones at the start of a step, and their quantile would be too low.
     Source: E. L. Kaplan, P. Meier, "Nonparametric Estimation from Incomplete Observations", 1958.

@@ -1,4 +1,4 @@
-"""P-DSR V1: probe all prompts, wait for the last probe, rank, then send each prompt's other samples where they belong."""
+"""P-DSR V1: probe all prompts, wait for the last probe, rank, then send each prompt's other samples accordingly."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from app.rollout.scheduling.events import Role
+from app.rollout.scheduling.events import Kind, Role
 from app.rollout.scheduling.ledger import Entry
 from app.rollout.scheduling.policy import Context, Eviction, Policy, Probes, Worker, running_rows
 from app.rollout.scheduling.queues import Queue
+
+SERVED_BY: dict[Role, Kind] = {"probe": "fast", "fast": "fast", "heavy": "heavy"}
+"""Queues in the order in which a worker looks into them."""
 
 
 class PdsrV1(Policy):
@@ -90,9 +93,10 @@ class PdsrV1(Policy):
         return self._queue_for(worker) is not None
 
     def _queue_for(self, worker: Worker) -> Role | None:
-        roles: list[Role] = ["probe", "fast"] if self.context.serves(worker, "fast") else []
-        roles += ["heavy"] if self.context.serves(worker, "heavy") else []
-        return next((role for role in roles if len(self._queues[role])), None)
+        for role, kind in SERVED_BY.items():
+            if self.context.serves(worker, kind) and len(self._queues[role]):
+                return role
+        return None
 
     def take(self, worker: Worker) -> tuple[str, Role] | None:
         role = self._queue_for(worker)

@@ -1,4 +1,4 @@
-"""P-DSR V2: each probe is judged when it ends, against a sliding percentile; a breaker and stealing mend what was wrong."""
+"""P-DSR V2: each probe is judged as it ends, by a sliding percentile; a breaker and stealing mend what was wrong."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ class Worker:
     kind: Kind
     slots: int
     rungs: tuple[int, ...]
+    device: str | None = None
     rows: list[str] = field(default_factory=list)
     """Uids, in the order of admission."""
     segment: int = 0

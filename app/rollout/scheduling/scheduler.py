@@ -39,7 +39,7 @@ EXPECTED_SHARE = 0.25
 
 
 class Scheduler:
-    """Events in, commands out; see `app.rollout.scheduling.events` for what they mean. The same events, the same commands.
+    """Events in, commands out, as `app.rollout.scheduling.events` says. The same events, the same commands.
 
     Args:
         policy: a name in `POLICIES`.
@@ -109,7 +109,7 @@ class Scheduler:
 
     def _join(self, event: WorkerJoined) -> None:
         if event.worker not in self.context.workers and event.worker not in self._gone:
-            worker = Worker(event.worker, event.kind, event.slots, tuple(event.rungs))
+            worker = Worker(event.worker, event.kind, event.slots, tuple(event.rungs), event.device)
             self.context.workers[event.worker] = worker
 
     def _lose(self, name: str) -> list[Command]:
@@ -271,7 +271,7 @@ class Scheduler:
 
     @classmethod
     def restore(cls, values: Mapping[str, Any]) -> Scheduler:
-        """The scheduler of which this is the snapshot. After a crash, tell it that its workers are lost, and new ones."""
+        """The scheduler of which this is the snapshot. After a crash, tell it that its workers are lost."""
         scheduler = cls(
             values["policy"],
             pdsr=Pdsr(**values["pdsr"]),

@@ -79,7 +79,7 @@ def drift(
 
 
 def ascending(trace: Trace) -> Trace:
-    """The same lengths, longest last and no two siblings alike: the worst order for whoever takes samples as they come."""
+    """The same lengths, longest last and no two siblings alike: the worst order for who takes samples as they come."""
     lengths = sorted(one.length for one in trace)
     by_index = sorted(range(len(trace)), key=lambda i: (trace[i].index, i))
     order = np.argsort(by_index)

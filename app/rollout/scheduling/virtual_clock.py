@@ -155,7 +155,7 @@ class VirtualClock:
 
     def join(self, spec: WorkerSpec, *, at: float = 0.0) -> None:
         self._workers[spec.name] = _Worker(spec)
-        self._post(WorkerJoined(at, spec.name, spec.kind, spec.slots, spec.rungs))
+        self._post(WorkerJoined(at, spec.name, spec.kind, spec.slots, spec.rungs, spec.device))
 
     def _lose(self, spec: WorkerSpec, why: str, *, at: float) -> None:
         """The worker is reported lost, and comes back, once, under another name."""

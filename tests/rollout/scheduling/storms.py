@@ -31,11 +31,13 @@ def storm(seed: int) -> VirtualClock:
         history={f"p{i}": rng.randint(1, MAX_NEW) for i in range(rng.choice([0, 3]))},
     )
     is_calm = rng.random() < 0.2
-    faults = Faults() if is_calm else Faults(seed, **{name: rng.choice([0.0, 0.02, 0.2]) for name in FAULT_NAMES})
+    faults = Faults() if is_calm else random_faults(rng, seed)
     return VirtualClock(scheduler, trace, random_workers(rng), SECOND_COSTS, max_new=MAX_NEW, faults=faults, check=True)
 
 
-FAULT_NAMES = ("death", "stall", "silence", "duplicate", "delay", "no_number")
+def random_faults(rng: random.Random, seed: int) -> Faults:
+    death, stall, silence, duplicate, delay, no_number = (rng.choice([0.0, 0.02, 0.2]) for _ in range(6))
+    return Faults(seed, death, stall, silence, duplicate, delay, no_number)
 
 
 def random_trace(rng: random.Random, seed: int) -> Trace:
