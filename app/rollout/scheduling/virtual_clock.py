@@ -30,6 +30,7 @@ from app.rollout.scheduling.traces import Trace, Traced, new_samples
 
 CACHE_RUNGS = tuple(256 * 2**i for i in range(13))
 """Cache lengths that an engine has programs for."""
+WAVE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ class VirtualClock:
         workers: that join at the start; `join` adds others.
         max_new: tokens that a sample may have.
         check: whether all invariants are checked after every event.
-        submits: whether the trace is submitted, and closed; False where the scheduler knows its samples.
+        num_waves: parts in which the trace is submitted, `WAVE_S` apart, before it is closed; 0 where the scheduler
+            knows its samples.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class VirtualClock:
         max_new: int,
         faults: Faults | None = None,
         check: bool = False,
-        submits: bool = True,
+        num_waves: int = 1,
     ):
         self.scheduler = scheduler
         self.cost = cost
@@ -118,9 +120,11 @@ class VirtualClock:
         self._random = random.Random(self.faults.seed)
         for spec in workers:
             self.join(spec)
-        if submits:
-            self._post(Submitted(0.0, new_samples(trace, max_new=max_new)))
-            self._post(Closed(0.0))
+        for wave in range(num_waves):
+            first, last = (len(trace) * edge // num_waves for edge in (wave, wave + 1))
+            self._post(Submitted(wave * WAVE_S, new_samples(trace[first:last], max_new=max_new)))
+        if num_waves:
+            self._post(Closed((num_waves - 1) * WAVE_S))
 
     def run(self) -> list[LogRecord]:
         """To the last message: also those that come after all is done."""

@@ -32,7 +32,17 @@ def storm(seed: int) -> VirtualClock:
     )
     is_calm = rng.random() < 0.2
     faults = Faults() if is_calm else random_faults(rng, seed)
-    return VirtualClock(scheduler, trace, random_workers(rng), SECOND_COSTS, max_new=MAX_NEW, faults=faults, check=True)
+    workers, num_waves = random_workers(rng), rng.choice([1, 1, 3])
+    return VirtualClock(
+        scheduler,
+        trace,
+        workers,
+        SECOND_COSTS,
+        max_new=MAX_NEW,
+        faults=faults,
+        check=True,
+        num_waves=num_waves,
+    )
 
 
 def random_faults(rng: random.Random, seed: int) -> Faults:

@@ -95,5 +95,5 @@ def finish(survivor: Scheduler, whole: VirtualClock) -> None:
         whole.cost,
         max_new=whole.max_new,
         check=True,
-        submits=not survivor.is_closed,
+        num_waves=0 if survivor.is_closed else 1,
     ).run()
