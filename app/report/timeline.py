@@ -20,6 +20,7 @@ IDLE = "#e4e4e4"
 COLORS: dict[str, str] = {"probe": ORANGE, "fast": BLUE, "heavy": RED, "suspended": PURPLE}
 SLOT_HEIGHT, LANE_GAP = 0.11, 0.8
 """Inches of a slot; slots between workers."""
+SAME_MOMENT_S = 1e-6
 MAX_SLOTS = 128
 """Drawn of a panel."""
 
@@ -121,7 +122,8 @@ def _merged(bars: Iterable[Bar]) -> Iterable[Bar]:
     """The segments of a sample that follow each other as one bar: they are hundreds."""
     last: Bar | None = None
     for bar in bars:
-        if last is not None and (bar.activity, bar.sample, bar.start_s) == (last.activity, last.sample, last.end_s):
+        goes_on = last is not None and (bar.activity, bar.sample) == (last.activity, last.sample)
+        if last is not None and goes_on and bar.start_s - last.end_s < SAME_MOMENT_S:
             last = last._replace(end_s=bar.end_s)
         else:
             if last is not None:

@@ -18,6 +18,7 @@ def test_a_censored_quantile_by_hand() -> None:
     # S after 1: 4/5; after 3, with 3 left (2 was censored): 4/5 * 2/3; after 5, the last: 0.
     assert censored_quantile([1, 3, 5], [2, 4], 0.2) == 1
     assert censored_quantile([1, 3, 5], [2, 4], 0.4) == 3
+    assert censored_quantile([1, 3, 5], [2, 4], 0.45) == 3
     assert censored_quantile([1, 3, 5], [2, 4], 0.5) == 5
 
 

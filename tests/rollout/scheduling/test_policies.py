@@ -36,10 +36,10 @@ def test_v1_waits_for_every_probe_and_then_sends_the_longest_prompt_to_heavy() -
 
 
 def test_v1_hands_over_a_probe_at_its_limit_and_calls_its_prompt_heavy() -> None:
-    driven = driven_pair("pdsr_v1", probe_limit_tokens=100, heavy_percent=1.0)
+    driven = driven_pair("pdsr_v1", probe_limit_tokens=30, heavy_percent=1.0)
     (run,) = [one for one in driven.submit(samples(2, 2)) if isinstance(one, RunSegment)]
-    assert run.length <= 100, "the segment ends at the limit"
-    commands = driven.end("fast", {"p0/s0": 100, "p1/s0": 60}, finished=("p1/s0",))
+    assert run.length == 30, "the segment ends at the limit"
+    commands = driven.end("fast", {"p0/s0": 30, "p1/s0": 20}, finished=("p1/s0",))
     assert suspended(commands) == [("p0/s0", "probe limit")]
     assert admitted(commands, "heavy") == ["p0/s0", "p0/s1"]
     assert admitted(commands, "fast") == ["p1/s1"]
