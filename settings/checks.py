@@ -37,6 +37,7 @@ def check_for_train(resolved: Resolved) -> None:
             said_after_the_estimator,
             _mini_batches_divide_the_step,
             _longest_sample_fits,
+            *_SCHEDULE,
             _quotas_hold_the_longest_sample,
             _critic_warmup_ends,
             _warmup_ends,
@@ -49,7 +50,12 @@ def check_for_train(resolved: Resolved) -> None:
 
 def check_for_rollout(resolved: Resolved) -> None:
     """Raises InputError listing everything that keeps these settings from being sampled with."""
-    _run(resolved, (_longest_sample_fits, _processes_are_known))
+    _run(resolved, (_longest_sample_fits, *_SCHEDULE, _processes_are_known))
+
+
+def check_for_simulation(resolved: Resolved) -> None:
+    """Raises InputError listing everything that keeps rollouts from being scheduled."""
+    _run(resolved, _SCHEDULE)
 
 
 def check_for_score(resolved: Resolved) -> None:
@@ -230,6 +236,39 @@ def _longest_sample_fits(resolved: Resolved) -> str | None:
         f"{longest} tokens, more than {resolved.named('rollout.max_length_total')}; "
         f"raise that to {longest} (or null){lower}"
     )
+
+
+def _segments_have_a_length(resolved: Resolved) -> str | None:
+    segment = resolved.settings.rollout.segment
+    if segment.min <= segment.max:
+        return None
+    return (
+        f"{_named(resolved, 'rollout.segment.min')} is more than {_named(resolved, 'rollout.segment.max')}; lower the "
+        "one or raise the other"
+    )
+
+
+def _the_window_holds_a_verdict(resolved: Resolved) -> str | None:
+    pdsr = resolved.settings.rollout.pdsr
+    if pdsr.window >= pdsr.window_min:
+        return None
+    return (
+        f"{_named(resolved, 'rollout.pdsr.window')} is shorter than {_named(resolved, 'rollout.pdsr.window_min')}, so "
+        "no prompt would ever be judged; raise it to that or more"
+    )
+
+
+def _somebody_decodes(resolved: Resolved) -> str | None:
+    workers = resolved.settings.rollout.workers
+    if workers.fast.count + workers.heavy.count > 0:
+        return None
+    return (
+        f"{_named(resolved, 'rollout.workers.fast.count')} and {_named(resolved, 'rollout.workers.heavy.count')}: "
+        "nobody would decode; set one of them to 1 or more"
+    )
+
+
+_SCHEDULE = (_segments_have_a_length, _the_window_holds_a_verdict, _somebody_decodes)
 
 
 def _quotas_hold_the_longest_sample(resolved: Resolved) -> str | None:

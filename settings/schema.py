@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from settings.algorithm_section import WITH_CRITIC, Algorithm
 from settings.critic_section import Critic
 from settings.reward_section import Reward
+from settings.rollout_section import Pdsr, Segment, Workers
 from settings.score_section import SCORED_ROLES, Score, ScoredRole
 from settings.section import Section
 
@@ -143,6 +144,9 @@ class Rollout(Section):
         lt=1,
         description="Keep tokens at least this likely relative to the likeliest; 0 = all.",
     )
+    segment: Segment = Segment()
+    pdsr: Pdsr = Pdsr()
+    workers: Workers = Workers()
 
 
 class Batching(Section):

@@ -1,0 +1,84 @@
+"""The settings of scheduling rollouts: segments, P-DSR and workers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from settings.section import Section
+
+MAX_TOKENS = 2**24
+"""Of a limit or a budget; beyond this it is a slip of the pen."""
+MAX_SLOTS = 2**16
+
+
+class Segment(Section):
+    """How many tokens a worker decodes before it looks up."""
+
+    rule: Literal["auto", "budget", "balance"] = Field(
+        default="auto",
+        description="Length of a segment: capacity / active rows (budget), or where an edge costs what finished rows "
+        "idle (balance); auto is balance while samples wait for slots, else budget.",
+    )
+    min: int = Field(default=64, ge=1, le=MAX_TOKENS, description="Tokens of a row in a segment, at least.")
+    max: int = Field(default=4096, ge=1, le=MAX_TOKENS, description="Tokens of a row in a segment, at most.")
+    capacity: int = Field(
+        default=8192, ge=1, le=MAX_TOKENS, description="Tokens of all rows in a segment, for the rule budget."
+    )
+    overhead_steps: float = Field(
+        default=0.5,
+        gt=0,
+        le=1000,
+        description="What the edge of a segment costs, in decode steps, for the rule balance.",
+    )
+
+
+class Pdsr(Section):
+    """Probe-based dynamic segment rollout: who is long, and what follows."""
+
+    unit: Literal["tokens", "seconds"] = Field(
+        default="tokens",
+        description="What samples are ranked, judged and limited by. Seconds depend on the machine's load, and so does "
+        "the schedule then.",
+    )
+    heavy_percent: float = Field(
+        default=10.0,
+        gt=0,
+        lt=100,
+        description="pdsr_v1: prompts whose probes are longest, and whose samples go to heavy.",
+    )
+    probe_limit_tokens: int = Field(
+        default=1024, ge=1, le=MAX_TOKENS, description="pdsr_v1: a probe this long is handed over, its prompt heavy."
+    )
+    probe_limit_s: float = Field(default=5.0, gt=0, description="The same where the unit is seconds.")
+    fast_limit_tokens: int = Field(
+        default=2048,
+        ge=1,
+        le=MAX_TOKENS,
+        description="pdsr_v1, pdsr_v2: a sample this long leaves its fast worker for a heavy one.",
+    )
+    fast_limit_s: float = Field(
+        default=10.0, gt=0, description="The same in seconds, beside the tokens, where the unit is seconds."
+    )
+    on_fast_limit: Literal["suspend", "truncate"] = Field(
+        default="suspend",
+        description="pdsr_v1: hand the sample over, or end it there, which changes what hard prompts are rewarded for.",
+    )
+    percentile: float = Field(
+        default=80.0, gt=0, lt=100, description="Samples beyond this percentile of the window are heavy."
+    )
+    window: int = Field(
+        default=256, ge=1, le=MAX_SLOTS, description="Finished samples that the percentile is taken of."
+    )
+    window_min: int = Field(default=32, ge=1, le=MAX_SLOTS, description="No verdict before this many have finished.")
+
+
+class WorkerPool(Section):
+    count: int = Field(default=1, ge=0, le=4096, description="Workers of this kind; 0 = none.")
+    slots: int = Field(default=8, ge=1, le=MAX_SLOTS, description="Rows that each of them decodes at once.")
+
+
+class Workers(Section):
+    fast: WorkerPool = WorkerPool()
+    heavy: WorkerPool = WorkerPool()
