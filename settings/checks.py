@@ -243,7 +243,7 @@ def _segments_have_a_length(resolved: Resolved) -> str | None:
     if segment.min <= segment.max:
         return None
     return (
-        f"{_named(resolved, 'rollout.segment.min')} is more than {_named(resolved, 'rollout.segment.max')}; lower the "
+        f"{resolved.named('rollout.segment.min')} is more than {resolved.named('rollout.segment.max')}; lower the "
         "one or raise the other"
     )
 
@@ -253,7 +253,7 @@ def _the_window_holds_a_verdict(resolved: Resolved) -> str | None:
     if pdsr.window >= pdsr.window_min:
         return None
     return (
-        f"{_named(resolved, 'rollout.pdsr.window')} is shorter than {_named(resolved, 'rollout.pdsr.window_min')}, so "
+        f"{resolved.named('rollout.pdsr.window')} is shorter than {resolved.named('rollout.pdsr.window_min')}, so "
         "no prompt would ever be judged; raise it to that or more"
     )
 
@@ -263,7 +263,7 @@ def _somebody_decodes(resolved: Resolved) -> str | None:
     if workers.fast.count + workers.heavy.count > 0:
         return None
     return (
-        f"{_named(resolved, 'rollout.workers.fast.count')} and {_named(resolved, 'rollout.workers.heavy.count')}: "
+        f"{resolved.named('rollout.workers.fast.count')} and {resolved.named('rollout.workers.heavy.count')}: "
         "nobody would decode; set one of them to 1 or more"
     )
 

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import pickle
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from app.flow import Sample
 from app.mesh.placement import bytes_over_hosts, gather_over_hosts
+from app.sample_records import sample_from_record, sample_to_record
 from settings.reward_section import OVERLONG
 
 Source = Callable[[int], Sequence[Sample]]
@@ -25,6 +26,7 @@ Filter = Callable[[Sequence[Sample]], bool]
 """A group's samples -> whether the step learns from them."""
 Group = list[Sample]
 
+OF_THE_SAMPLER = ("behavior_logprobs", "kept_mass_logs")
 ROUNDING = 1e-9
 """Rewards that are apart by more differ: a penalty that was added and is taken off again leaves less behind."""
 
@@ -138,11 +140,17 @@ def _delivered(own: Sequence[Group], numbers: Sequence[int], num_groups: int) ->
     moving = [number for number in numbers if places[number].host != goes_to[number]]
     at_hand = {number: own[place.index] for number, place in places.items() if place.host == this_host}
     if moving:
-        leaving = {number: at_hand[number] for number in moving if number in at_hand}
-        # As they are, whatever is in them: hosts run one program, and a NaN is for the update to find.
-        for sent in map(pickle.loads, bytes_over_hosts(pickle.dumps(leaving))):
-            at_hand |= sent
+        leaving = {number: list(map(sample_to_record, at_hand[number])) for number in moving if number in at_hand}
+        for sent in map(json.loads, bytes_over_hosts(json.dumps(leaving).encode())):
+            at_hand |= {int(number): list(map(_arrived, records)) for number, records in sent.items()}
     return [(number, at_hand[number]) for number in numbers if goes_to[number] == this_host]
+
+
+def _arrived(record: dict[str, Any]) -> Sample:
+    """The sample as it left its host, also with logprobs that no file may have: a NaN is for the update to find."""
+    drawn = {name: np.asarray(record[name], np.float32) for name in OF_THE_SAMPLER if name in record}
+    finite = {name: np.zeros(len(values)).tolist() for name, values in drawn.items()}
+    return replace(sample_from_record(record | finite, where="a sample of another host"), **drawn)
 
 
 def _number(uid: str) -> int:

@@ -132,7 +132,7 @@ def test_what_the_estimator_does_not_read_is_told_where_that_is_chosen_later_or_
     check_for_train(resolved)
     (told,) = launch_lines(resolved)
     assert told.startswith("no effect under algorithm.name = 'grpo' (from --set): algorithm.lam = 1.0 (from yaml:")
-    for name in ("learning_rate", "warmup_steps", "max_tokens_per_device"):
+    for name in ("learning_rate", "warmup_steps"):
         assert f", critic.{name} = " in told
     beside = load(None, ["algorithm.estimator=vtrace", "critic.lam=0.5"], {})
     check_for_train(beside)
