@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from settings.reward_section import Reward
+from settings.rollout_section import MAX_SLOTS, Segment
 from settings.score_section import MAX_QUOTA, SCORED_ROLES, Score, ScoredRole
 from settings.section import Section
 
@@ -142,6 +143,19 @@ class Rollout(Section):
         lt=1,
         description="Keep tokens at least this likely relative to the likeliest; 0 = all.",
     )
+    slots: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_SLOTS,
+        description="Samples that a host decodes at once: whenever one is done, the next waiting one takes its slot. "
+        "All of a rollout at once, until the longest is done, when null. Lower it when caches fill the memory.",
+    )
+    mode: Literal["exact", "fast"] = Field(
+        default="fast",
+        description="With slots: caches and batches as large as they need to be (fast), or always of one size in "
+        "float32 (exact), so that no sample depends, bit for bit, on when it was generated and beside which others.",
+    )
+    segment: Segment = Segment()
 
 
 class Batching(Section):
