@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,10 +20,12 @@ import typer
 
 from settings import InputError, Resolved, load
 from settings.checks import check_for_mesh, check_for_rollout, check_for_score, check_for_train
+from settings.layers import NO_FLAGS, Flags
 
 EXIT_FAILURE = 1
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130
+BENCH_SHAPES = "16x8192,128x65536"
 
 app = typer.Typer(
     help="Trains language models with GRPO on a JAX mesh.",
@@ -187,28 +189,36 @@ def gae(
     ] = False,
     shapes: Annotated[
         str | None,
-        typer.Option(metavar="BxT,...", help="Shapes that --bench measures.  [default: 16x8192,128x65536]"),
+        typer.Option(metavar="BxT,...", help=f"Shapes that --bench measures.  [default: {BENCH_SHAPES}]"),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Add advantages and returns (generalized advantage estimation) to samples or matrices; needs no model."""
+    """Add advantages and returns (generalized advantage estimation) to samples or matrices; needs no model.
+
+    Samples get what training under the same settings would give them: algorithm.gamma, lam, length_adaptive_lam,
+    mask_mode, bootstrap_truncated, whiten_advantages, critic.lam, and the KL penalty of algorithm.beta where it is in
+    the reward. What cannot be applied is named at the end.
+    """
     with _errors_for_people(debug):
         flags = {
-            "algorithm.gamma": gamma,
-            "algorithm.lam": lam,
-            "algorithm.gae_chunk_size": chunk_size,
-            "algorithm.gae_backend": backend,
-            "algorithm.mask_mode": mask_mode,
+            "--gamma": ("algorithm.gamma", gamma),
+            "--lam": ("algorithm.lam", lam),
+            "--chunk-size": ("algorithm.gae_chunk_size", chunk_size),
+            "--backend": ("algorithm.gae_backend", backend),
+            "--mask-mode": ("algorithm.mask_mode", mask_mode),
         }
-        resolved = _resolve(config, _overridden(overrides, flags), print_config=print_config, check=check_for_mesh)
-        for option, given, wanted in (("--shapes", shapes, bench), ("--input", source, not bench)):
-            if given is not None and not wanted:
-                raise InputError(f"{option} goes {'with' if option == '--shapes' else 'without'} --bench")
+        given = {option: (field, text) for option, (field, text) in flags.items() if text is not None}
+        resolved = _resolve(config, overrides, flags=given, print_config=print_config, check=check_for_mesh)
+        if shapes is not None and not bench:
+            raise InputError("--shapes goes with --bench")
+        for option, value in (("--input", source), ("--backend", backend)):
+            if value is not None and bench:
+                raise InputError(f"{option} goes without --bench, which measures every backend on numbers of its own")
         if bench:
             from app.training import gae_bench
 
-            measured = gae_bench.bench(resolved, shapes=shapes, out=out)
+            measured = gae_bench.bench(resolved, shapes=shapes or BENCH_SHAPES, out=out)
             _write(_as_json(measured.to_dict()) if as_json else measured.to_text(), sys.stdout)
         else:
             source, out = _required(source, "--input"), _required(out, "--out")
@@ -284,9 +294,10 @@ def _resolve(
     *,
     print_config: bool,
     check: Callable[[Resolved], None],
+    flags: Flags = NO_FLAGS,
 ) -> Resolved:
     """Checked settings, with secrets in place; stops after printing them when that is all that was asked."""
-    resolved = load(config, overrides or [], os.environ)
+    resolved = load(config, overrides or [], os.environ, flags)
     _tell(resolved.notices)
     if print_config:
         _write(resolved.to_yaml(), sys.stdout)
@@ -296,13 +307,6 @@ def _resolve(
 
     _tell(load_secrets(Path.cwd()))
     return resolved
-
-
-def _overridden(overrides: list[str] | None, flags: Mapping[str, str | None]) -> list[str]:
-    """The `--set` options, with a verb's own flags in the place of those that set the same."""
-    given = {field: value for field, value in flags.items() if value is not None}
-    kept = [one for one in overrides or [] if one.partition("=")[0].strip() not in given]
-    return kept + [f"{field}={value}" for field, value in given.items()]
 
 
 def _required(path: Path | None, option: str) -> Path:

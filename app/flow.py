@@ -72,6 +72,8 @@ class Sample:
     """Unweighted value of each reward function that gave one."""
     reward: float | None = None
     """Weighted sum of `rewards`; None also where the sample was dropped for want of them."""
+    token_rewards: Float32[np.ndarray, "C"] | None = None
+    """What each token earned, where a file says so; None = `reward`, on the last token that the policy wrote."""
     policy_logprobs: Float32[np.ndarray, "C"] | None = None
     reference_logprobs: Float32[np.ndarray, "C"] | None = None
     values: Float32[np.ndarray, "C"] | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,8 +12,10 @@ from typing import Any, NoReturn
 from app.whole_file import replacing
 from settings.errors import InputError
 
-MAYBE_INFINITE = re.compile(rb"[eE]\+?\d{3}|\d{309}")
-"""What stands in every JSON number that is too large for a float64, which Python would read as an infinity."""
+OUTLINE = bytes(ord("0") if chr(i) in "0123456789" else ord("e") if chr(i) in "eE" else i for i in range(256))
+MAYBE_INFINITE = (b"e000", b"e+000", b"0" * 309)
+"""One stands in the outline of every JSON number that is too large for a float64, which Python would read as an
+infinity. A translation and three searches: a pattern of `re` takes thirty times as long, more than the parsing."""
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -26,10 +27,14 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         InputError: the file cannot be read, or a line is not UTF-8, not JSON, not an object, or holds a number that is
             none, such as NaN.
     """
-    for number, value in read_jsonl_lines(path):
-        if isinstance(value, InputError):
-            raise value
+    for number, _, value in read_jsonl_sized(path):
         yield number, value
+
+
+def read_jsonl_sized(path: str | Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """As `read_jsonl`, with the bytes of the line before the object."""
+    for number, raw in _lines(path):
+        yield number, len(raw), _parse_object(raw, f"{path}:{number}")
 
 
 def read_jsonl_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
@@ -38,6 +43,12 @@ def read_jsonl_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | I
     Raises:
         InputError: the file cannot be read.
     """
+    for number, raw in _lines(path):
+        yield number, _parsed(raw, f"{path}:{number}")
+
+
+def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """Those that are not blank."""
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -45,7 +56,7 @@ def read_jsonl_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | I
                 if number == 1:
                     raw = raw.removeprefix(b"\xef\xbb\xbf")
                 if raw.strip():
-                    yield number, _parsed(raw, f"{path}:{number}")
+                    yield number, raw
     except FileNotFoundError:
         raise InputError(f"{path.absolute()}: no such file") from None
     except OSError as error:
@@ -72,7 +83,8 @@ def _parse_object(raw: bytes, where: str) -> dict[str, Any]:
         raise InputError(f"{where}: not usable JSON: {error}") from None
     if not isinstance(value, dict):
         raise InputError(f"{where}: expected a JSON object, got {type(value).__name__}")
-    if MAYBE_INFINITE.search(raw) and (place := _place_of_no_number(value)):
+    outline = raw.translate(OUTLINE)
+    if any(part in outline for part in MAYBE_INFINITE) and (place := _place_of_no_number(value)):
         raise InputError(f"{where}: {place} is too large for a float64")
     return value
 

@@ -36,12 +36,15 @@ NOTHING = Moments(0.0, 0.0, 0.0)
 
 def moments(values: Float[np.ndarray, "*any"], mask: Bool[np.ndarray, "*any"]) -> Moments:
     """Of the values where the mask is True, in float64. Of equal float32 numbers, `squares` is exactly 0."""
-    kept = np.asarray(values, np.float64)[mask]
+    kept = np.ravel(values) if mask.all() else values[mask]
+    kept = kept.astype(np.float64)
     if not len(kept):
         return NOTHING
     # Not one pass over x and x^2: where the mean is large their difference is all rounding.
     mean = kept.sum() / len(kept)
-    return Moments(float(len(kept)), float(mean), float(((kept - mean) ** 2).sum()))
+    kept -= mean
+    np.square(kept, out=kept)
+    return Moments(float(len(kept)), float(mean), float(kept.sum()))
 
 
 def joint_moments(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Moments:

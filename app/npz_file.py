@@ -21,6 +21,8 @@ from settings.errors import InputError
 
 NUMBERS = "fiub"
 """Kinds of NumPy types that are read: floats, signed and unsigned integers, booleans."""
+MAX_FORTRAN_BYTES = 1 << 28
+"""Of a matrix that is read whole, because it is stored column after column."""
 HEADER_READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
@@ -30,9 +32,10 @@ class Matrix:
     def __init__(self, where: str, info: zipfile.ZipInfo, stream: IO[bytes]) -> None:
         self.where = where
         """File and member, to open an error with."""
-        self.shape, self.dtype = _read_header(where, info, stream)
+        self.shape, self.dtype, by_columns = _read_header(where, info, stream)
         self._stream = stream
         self._rows_left = self.shape[0]
+        self._whole = self._read_columns() if by_columns else None
 
     def read_rows(self, count: int) -> Shaped[np.ndarray, "count T"]:
         """The next rows.
@@ -41,16 +44,30 @@ class Matrix:
             InputError: the file is damaged.
         """
         assert count <= self._rows_left
+        first = self.shape[0] - self._rows_left
         self._rows_left -= count
-        num_columns = self.shape[1]
-        num_bytes = count * num_columns * self.dtype.itemsize
+        if self._whole is not None:
+            return np.ascontiguousarray(self._whole[first : first + count])
+        return self._read(count * self.shape[1], to_the_end=not self._rows_left).reshape(count, self.shape[1])
+
+    def _read_columns(self) -> Shaped[np.ndarray, "B T"]:
+        num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        if num_bytes > MAX_FORTRAN_BYTES:
+            raise InputError(
+                f"{self.where}: stored in Fortran order, column after column, which cannot be read row by row, and its "
+                f"{num_bytes:,} bytes are too many to be read at once; save np.ascontiguousarray of it"
+            )
+        return self._read(math.prod(self.shape), to_the_end=True).reshape(self.shape, order="F")
+
+    def _read(self, count: int, *, to_the_end: bool) -> Shaped[np.ndarray, "count"]:
+        num_bytes = count * self.dtype.itemsize
         with _damage_explained(self.where):
             content = self._stream.read(num_bytes)
-            if not self._rows_left:
+            if to_the_end:
                 self._stream.read(1)  # Only behind the last byte is the checksum compared.
         if len(content) != num_bytes:
             raise InputError(f"{self.where}: the file ends in the middle of the array")
-        return np.frombuffer(content, self.dtype).reshape(count, num_columns)
+        return np.frombuffer(content, self.dtype)
 
 
 @contextmanager
@@ -58,7 +75,8 @@ def open_matrices(path: Path, *, required: Sequence[str], optional: Sequence[str
     """Matrices of an NPZ file by name, those of `optional` where they are there. Only headers are read so far.
 
     Raises:
-        InputError: no NPZ file, a required member is absent, or a member is no matrix of numbers in C order.
+        InputError: no NPZ file, a required member is absent, or a member is no matrix of numbers, or a large one in
+            Fortran order.
     """
     with ExitStack() as stack:
         archive = stack.enter_context(_opened(path))
@@ -107,7 +125,7 @@ class MatrixWriter:
         assert shape[1] == self._num_columns and shape[0] <= self.rows_left
         self.rows_left -= shape[0]
         for name, x in rows.items():
-            self._streams[name].write(np.ascontiguousarray(x, "<f4").tobytes())
+            self._streams[name].write(np.ascontiguousarray(x, "<f4").data)
 
 
 @contextmanager
@@ -129,7 +147,8 @@ def _opened(path: Path) -> zipfile.ZipFile:
         raise InputError(f"{path.absolute()}: cannot be read: {error.strerror}") from error
 
 
-def _read_header(where: str, info: zipfile.ZipInfo, stream: IO[bytes]) -> tuple[tuple[int, int], np.dtype[Any]]:
+def _read_header(where: str, info: zipfile.ZipInfo, stream: IO[bytes]) -> tuple[tuple[int, int], np.dtype[Any], bool]:
+    """Shape, type, and whether it is stored column after column."""
     with _damage_explained(where):
         version = npy.read_magic(stream)
         if version not in HEADER_READERS:
@@ -141,17 +160,12 @@ def _read_header(where: str, info: zipfile.ZipInfo, stream: IO[bytes]) -> tuple[
         raise InputError(f"{where}: expected floats, integers or booleans, got dtype {dtype}; save it as float32")
     if len(shape) != 2:
         raise InputError(f"{where}: expected two dimensions [B, T], got shape {list(shape)}")
-    if fortran_order:
-        raise InputError(
-            f"{where}: stored in Fortran order, column after column, which cannot be read row by row; "
-            "save np.ascontiguousarray of it"
-        )
     if info.file_size - stream.tell() != math.prod(shape) * dtype.itemsize:
         raise InputError(
             f"{where}: shape {list(shape)} of {dtype} takes {math.prod(shape) * dtype.itemsize:,} bytes, and the file "
             f"holds {info.file_size - stream.tell():,}"
         )
-    return shape, dtype
+    return shape, dtype, fortran_order
 
 
 @contextmanager

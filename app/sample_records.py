@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32
 
 from app.flow import Prompt, Sample
 from settings.errors import InputError
@@ -31,6 +30,7 @@ SCALARS: dict[str, tuple[type, ...]] = {"worker": (str,), "segments": (int,), "e
 """Optional fields with a default in `Sample`."""
 PER_TOKEN = (
     "kept_mass_logs",
+    "token_rewards",
     "policy_logprobs",
     "reference_logprobs",
     "values",
@@ -38,6 +38,8 @@ PER_TOKEN = (
     "returns",
 )
 """Optional floats, one per completion token (`values` may have one more)."""
+EARNED = frozenset({"reward", "token_rewards"})
+"""Numbers that may be written as booleans, as masks may be written as 0 and 1."""
 KNOWN = {*REQUIRED, *SCALARS, *PER_TOKEN, "answer", "columns", "loss_mask", "reward", "rewards"}
 TOKEN_IDS = "completion_token_ids"
 INT32_MAX = 2**31 - 1
@@ -121,52 +123,81 @@ def token_ids_from_record(record: Mapping[str, Any], *, where: str) -> tuple[np.
     return fields.prompt_ids(), fields.token_ids("completion_token_ids")
 
 
-class Steps(NamedTuple):
-    """A sample as advantage estimation sees it."""
+def credited_sample(record: Mapping[str, Any], *, where: str, bootstraps: bool, needs_logprobs: bool) -> Sample:
+    """What advantage estimation reads of a JSON object that needs no other field of a sample; the rest is left empty.
 
-    rewards: Float32[np.ndarray, "C"]
-    values: Float32[np.ndarray, "C"]
-    bootstrap: float
-    """The value after the last token: 0 where `values` ends with it."""
-    mask: Bool[np.ndarray, "C"]
+    Its `finish_reason` is `length` where it goes on with the value behind its last token, and `stop` where it is over.
+    Without `finish_reason`, it goes on where there is such a value.
 
-
-def steps_from_record(record: Mapping[str, Any], *, where: str) -> Steps:
-    """Rewards, values and mask of a JSON object that needs no other field of a sample.
-
-    Without `token_rewards` the reward stands on the last token that the policy wrote.
+    Args:
+        bootstraps: samples that were cut (`finish_reason: length`) go on.
+        needs_logprobs: there is a penalty by `policy_logprobs` and `reference_logprobs`.
 
     Raises:
-        InputError: `values` or a reward is absent, or a field has the wrong type, length or range.
+        InputError: what is read is absent, or a field has the wrong type, length or range.
     """
-    if record.get("values") is None:
-        raise InputError(f"{where}: missing values, a number for each completion token: a critic's scoring adds them")
+    _check_creditable(record, where, needs_logprobs=needs_logprobs)
     fields = _Fields(record, where)
     per_token = (TOKEN_IDS, "token_rewards", "loss_mask", "values")
     counted = next(name for name in per_token if record.get(name) is not None)
     num_tokens = len(fields.floats("values")) if counted == "values" else fields.length(counted)
-    values = fields.floats("values", num_tokens, than=counted)
-    masked = record.get("loss_mask") is not None
-    mask = fields.booleans("loss_mask", num_tokens, than=counted) if masked else np.ones(num_tokens, bool)
-    if record.get("token_rewards") is not None:
-        rewards = fields.floats("token_rewards", num_tokens, than=counted, accepts_booleans=True)
-    else:
-        rewards = np.zeros(num_tokens, np.float32)
-        if mask.any():
-            rewards[np.flatnonzero(mask)[-1]] = _sample_reward(fields)
-    return Steps(rewards, values[:num_tokens], float(values[num_tokens:].sum()), mask)
+    optional: dict[str, Any] = {}
+    logprobs = ("policy_logprobs", "reference_logprobs") if needs_logprobs else ()
+    for name in ("values", "token_rewards", *logprobs):
+        if record.get(name) is not None:
+            optional[name] = fields.floats(name, num_tokens, than=counted)
+    if record.get("loss_mask") is not None:
+        optional["loss_mask"] = fields.booleans("loss_mask", num_tokens, than=counted)
+    goes_on = len(optional["values"]) > num_tokens
+    if record.get("finish_reason") is not None:
+        was_cut = fields.scalar("finish_reason", str) == "length"
+        if was_cut and bootstraps and not goes_on:
+            raise InputError(
+                f"{where}: values has {num_tokens} entries, expected {num_tokens + 1}: the sample was cut "
+                "(`length`), and goes on with the value behind its last token; under algorithm.bootstrap_truncated "
+                "`grpo score --role critic` writes it"
+            )
+        goes_on = was_cut and bootstraps
+    if "token_rewards" not in optional:
+        optional["reward"] = _reward_if_any(fields, optional.get("loss_mask"))
+    return Sample(
+        prompt=Prompt(uid="", token_ids=np.zeros(0, np.int32), source="", answer=None),
+        sample_index=0,
+        group_id=0,
+        completion_ids=np.zeros(num_tokens, np.int32),
+        completion="",
+        behavior_logprobs=np.zeros(num_tokens, np.float32),
+        finish_reason="length" if goes_on else "stop",
+        policy_version=0,
+        **optional,
+    )
 
 
-def _sample_reward(fields: _Fields) -> float:
-    if fields.record.get("reward") is None:
+def _check_creditable(record: Mapping[str, Any], where: str, *, needs_logprobs: bool) -> None:
+    if record.get("values") is None:
         raise InputError(
-            f"{fields.where}: missing reward, or token_rewards, a number for each completion token; "
-            "`grpo score --role reward` adds a reward"
+            f"{where}: missing values, a number for each completion token; `grpo score --role critic` adds them"
         )
-    reward = float(fields.scalar("reward", int, float, bool))
-    if abs(reward) > FLOAT32_MAX:
-        raise InputError(f"{fields.where}: reward: expected a finite float32 number, got {_shown(reward)}")
-    return reward
+    if not needs_logprobs:
+        return
+    for role in ("policy", "reference"):
+        if record.get(f"{role}_logprobs") is None:
+            raise InputError(
+                f"{where}: missing {role}_logprobs, which the KL penalty in the reward is made of; `grpo score --role "
+                f"{role}` adds them, and algorithm.beta: 0 does without the penalty"
+            )
+
+
+def _reward_if_any(fields: _Fields, mask: np.ndarray | None) -> float:
+    """The sample's reward; 0 where it has no token that could earn it."""
+    if fields.record.get("reward") is not None:
+        return fields.reward()
+    if mask is not None and not mask.any():
+        return 0.0
+    raise InputError(
+        f"{fields.where}: missing reward, or token_rewards, a number for each completion token; "
+        "`grpo score --role reward` adds a reward"
+    )
 
 
 def _check_present(names: Sequence[str], record: Mapping[str, Any], where: str) -> None:
@@ -191,7 +222,7 @@ def _read_optional(fields: _Fields, num_tokens: int) -> dict[str, Any]:
     if record.get("rewards") is not None:
         optional["rewards"] = fields.rewards()
     if record.get("reward") is not None:
-        optional["reward"] = float(fields.scalar("reward", int, float))
+        optional["reward"] = fields.reward()
     return optional
 
 
@@ -242,11 +273,9 @@ class _Fields:
 
         return np.array(self._array(name, "token ids (integers >= 0)", is_id), np.int32)
 
-    def floats(
-        self, name: str, num_tokens: int | None = None, *, than: str = TOKEN_IDS, accepts_booleans: bool = False
-    ) -> np.ndarray:
+    def floats(self, name: str, num_tokens: int | None = None, *, than: str = TOKEN_IDS) -> np.ndarray:
         """Of any number where `num_tokens` is None; `than` is the field that has as many as tokens."""
-        numbers = (int, float, bool) if accepts_booleans else (int, float)
+        numbers = (int, float, bool) if name in EARNED else (int, float)
 
         def is_float32(value: Any) -> bool:
             return type(value) in numbers and abs(value) <= FLOAT32_MAX
@@ -258,12 +287,19 @@ class _Fields:
         return np.array(values, np.float32)
 
     def booleans(self, name: str, num_tokens: int, *, than: str = TOKEN_IDS) -> np.ndarray:
-        values = self._array(name, "booleans", lambda value: type(value) is bool)
+        # JSON's true is Python's True, which equals 1.
+        values = self._array(name, "booleans, or 0 and 1", lambda value: type(value) in (bool, int) and value in (0, 1))
         self._check_length(name, len(values), (num_tokens,), than)
         return np.array(values, bool)
 
     def length(self, name: str) -> int:
         return len(self._array(name, "entries, one per completion token", lambda value: True))
+
+    def reward(self) -> float:
+        reward = float(self.scalar("reward", int, float, bool))
+        if abs(reward) > FLOAT32_MAX:
+            raise InputError(f"{self.where}: reward: expected a finite float32 number, got {_shown(reward)}")
+        return reward
 
     def rewards(self) -> dict[str, float]:
         value = self.record["rewards"]

@@ -14,6 +14,7 @@ from settings.layers import place
 from settings.papers import COMPARING_SIBLINGS
 from settings.resolve import Resolved
 from settings.reward_section import MODEL_REWARD, OVERLONG
+from settings.unread import said_after_the_estimator
 
 Check = Callable[[Resolved], str | None]
 
@@ -24,7 +25,7 @@ def check_for_train(resolved: Resolved) -> None:
         resolved,
         (
             _groups_have_siblings,
-            _siblings_differ,
+            _samples_differ,
             _some_reward_counts,
             _reward_names_differ,
             _the_clip_can_cut,
@@ -32,6 +33,8 @@ def check_for_train(resolved: Resolved) -> None:
             _overlong_completions_are_cut,
             _penalty_weighs_something,
             _adapted_penalty_is_in_the_reward,
+            _traces_are_no_wider_than_ratios,
+            said_after_the_estimator,
             _mini_batches_divide_the_step,
             _longest_sample_fits,
             _quotas_hold_the_longest_sample,
@@ -50,8 +53,8 @@ def check_for_rollout(resolved: Resolved) -> None:
 
 
 def check_for_score(resolved: Resolved) -> None:
-    """Raises InputError; lengths are not checked, because scoring takes its shapes from its input."""
-    _run(resolved, (_reward_names_differ, _processes_are_known))
+    """Raises InputError; lengths of samples are not checked, because scoring takes its shapes from its input."""
+    _run(resolved, (_reward_names_differ, _overlong_completions_are_cut, _processes_are_known))
 
 
 def check_for_mesh(resolved: Resolved) -> None:
@@ -70,28 +73,28 @@ def _run(resolved: Resolved, checks: Sequence[Check]) -> None:
         raise InputError("\n".join(problems))
 
 
-def _named(resolved: Resolved, field: str) -> str:
-    """`rollout.group_size = 1 (from env:NUM_PRE_Q)`."""
-    return f"{field} = {value_of(resolved.settings, field)!r} (from {resolved.origin(field)})"
-
-
 def _groups_have_siblings(resolved: Resolved) -> str | None:
     algorithm = resolved.settings.algorithm
     if resolved.settings.rollout.group_size >= 2 or algorithm.estimator not in COMPARING_SIBLINGS:
         return None
     return (
-        f"{_named(resolved, 'rollout.group_size')}: {algorithm.name} compares the samples "
+        f"{resolved.named('rollout.group_size')}: {algorithm.name} compares the samples "
         "of a prompt with each other, so it needs at least 2; 8 is usual"
     )
 
 
-def _siblings_differ(resolved: Resolved) -> str | None:
+def _samples_differ(resolved: Resolved) -> str | None:
+    algorithm = resolved.settings.algorithm
     if resolved.settings.rollout.temperature > 0:
         return None
-    return (
-        f"{_named(resolved, 'rollout.temperature')}: greedy samples of a prompt are all alike, which leaves "
-        f"{resolved.settings.algorithm.name} nothing to compare; set it above 0, 1.0 is usual"
-    )
+    if algorithm.estimator in COMPARING_SIBLINGS:
+        reason = f"greedy samples of a prompt are all alike, which leaves {algorithm.name} nothing to compare"
+    else:
+        reason = (
+            "greedy sampling explores nothing, and the logprobs that updates compare are those at the sampler's "
+            "temperature, of which there are none at 0"
+        )
+    return f"{resolved.named('rollout.temperature')}: {reason}; set it above 0, 1.0 is usual"
 
 
 def _the_clip_can_cut(resolved: Resolved) -> str | None:
@@ -99,12 +102,12 @@ def _the_clip_can_cut(resolved: Resolved) -> str | None:
     assert algorithm.clip_low is not None
     if algorithm.clip == "ppo" and algorithm.clip_low >= 1:
         return (
-            f"{_named(resolved, 'algorithm.clip_low')}: {_named(resolved, 'algorithm.clip')} cuts below 1 - clip_low, "
+            f"{resolved.named('algorithm.clip_low')}: {resolved.named('algorithm.clip')} cuts below 1 - clip_low, "
             "and no ratio is below 0; set it below 1, 0.2 is usual, or algorithm.clip: cispo"
         )
     if algorithm.clip == "cispo" and algorithm.dual_clip is not None:
         return (
-            f"{_named(resolved, 'algorithm.dual_clip')}: {_named(resolved, 'algorithm.clip')} already bounds what "
+            f"{resolved.named('algorithm.dual_clip')}: {resolved.named('algorithm.clip')} already bounds what "
             "every token weighs; leave algorithm.dual_clip null, or lower algorithm.clip_high"
         )
     return None
@@ -114,7 +117,7 @@ def _filtered_groups_differ(resolved: Resolved) -> str | None:
     if resolved.settings.rollout.group_size >= 2 or resolved.settings.algorithm.filter == "none":
         return None
     return (
-        f"{_named(resolved, 'algorithm.filter')}: {_named(resolved, 'rollout.group_size')}, so the rewards of every "
+        f"{resolved.named('algorithm.filter')}: {resolved.named('rollout.group_size')}, so the rewards of every "
         "group are all equal and none would be left; set rollout.group_size to 2 or more, or algorithm.filter: none"
     )
 
@@ -125,13 +128,13 @@ def _overlong_completions_are_cut(resolved: Resolved) -> str | None:
         return None
     if reward.overlong_buffer >= longest:
         return (
-            f"{_named(resolved, 'reward.overlong_buffer')}: {_named(resolved, 'rollout.max_new_tokens')}, so every "
+            f"{resolved.named('reward.overlong_buffer')}: {resolved.named('rollout.max_new_tokens')}, so every "
             "completion would be too long; set it lower, a fifth of that is usual, or to null"
         )
     if OVERLONG in [function.name for function in reward.functions]:
         return (
             f"reward.functions (from {resolved.origin('reward.functions')}): `{OVERLONG}` is the name of the penalty "
-            f"of {_named(resolved, 'reward.overlong_buffer')}; give the function another `name:`"
+            f"of {resolved.named('reward.overlong_buffer')}; give the function another `name:`"
         )
     return None
 
@@ -152,7 +155,7 @@ def _reward_names_differ(resolved: Resolved) -> str | None:
         return None
     return (
         f"reward.functions (from {resolved.origin('reward.functions')}): `{MODEL_REWARD}` is the name of the score of "
-        f"{_named(resolved, 'reward.model')}; give the function another `name:`"
+        f"{resolved.named('reward.model')}; give the function another `name:`"
     )
 
 
@@ -164,7 +167,7 @@ def _penalty_weighs_something(resolved: Resolved) -> str | None:
     if place(resolved.provenance["algorithm.beta"]) > place(resolved.provenance["algorithm.kl_in"]):
         return None
     return (
-        f"{_named(resolved, 'algorithm.kl_in')}: {_named(resolved, 'algorithm.beta')}, so the reward would lose "
+        f"{resolved.named('algorithm.kl_in')}: {resolved.named('algorithm.beta')}, so the reward would lose "
         "nothing; set algorithm.beta above 0, 0.05 is usual, or leave algorithm.kl_in null"
     )
 
@@ -178,14 +181,25 @@ def _adapted_penalty_is_in_the_reward(resolved: Resolved) -> str | None:
         if place(resolved.provenance["algorithm.beta"]) > place(resolved.provenance["algorithm.kl_target"]):
             return None
         return (
-            f"{_named(resolved, 'algorithm.kl_target')}: {_named(resolved, 'algorithm.beta')} stays 0 however often it "
+            f"{resolved.named('algorithm.kl_target')}: {resolved.named('algorithm.beta')} stays 0 however often it "
             "is multiplied; set algorithm.beta above 0, 0.05 is usual, or leave algorithm.kl_target null"
         )
     if algorithm.kl_in == "reward":
         return None
     return (
-        f"{_named(resolved, 'algorithm.kl_target')}: only a penalty in the reward is adapted, and "
-        f"{_named(resolved, 'algorithm.kl_in')}; set algorithm.kl_in: reward, or leave algorithm.kl_target null"
+        f"{resolved.named('algorithm.kl_target')}: only a penalty in the reward is adapted, and "
+        f"{resolved.named('algorithm.kl_in')}; set algorithm.kl_in: reward, or leave algorithm.kl_target null"
+    )
+
+
+def _traces_are_no_wider_than_ratios(resolved: Resolved) -> str | None:
+    algorithm = resolved.settings.algorithm
+    if algorithm.estimator != "vtrace" or algorithm.vtrace_max_trace <= algorithm.vtrace_max_ratio:
+        return None
+    return (
+        f"{resolved.named('algorithm.vtrace_max_trace')} is larger than "
+        f"{resolved.named('algorithm.vtrace_max_ratio')}, and V-trace is defined for traces clipped at or below "
+        "their ratios; lower the former, or raise the latter"
     )
 
 
@@ -198,8 +212,8 @@ def _mini_batches_divide_the_step(resolved: Resolved) -> str | None:
     below = [size for size in divisors if size < mini_batch][-1:]
     above = [size for size in divisors if size > mini_batch][:1]
     return (
-        f"{_named(resolved, 'algorithm.mini_batch_prompts')} does not divide "
-        f"{_named(resolved, 'rollout.prompts_per_step')}; the nearest that does: "
+        f"{resolved.named('algorithm.mini_batch_prompts')} does not divide "
+        f"{resolved.named('rollout.prompts_per_step')}; the nearest that does: "
         f"{' or '.join(map(str, below + above))}"
     )
 
@@ -212,8 +226,8 @@ def _longest_sample_fits(resolved: Resolved) -> str | None:
     room = rollout.max_length_total - data.max_prompt_length
     lower = f", or lower rollout.max_new_tokens to {room}" if room >= 1 else ""
     return (
-        f"{_named(resolved, 'data.max_prompt_length')} and {_named(resolved, 'rollout.max_new_tokens')} make "
-        f"{longest} tokens, more than {_named(resolved, 'rollout.max_length_total')}; "
+        f"{resolved.named('data.max_prompt_length')} and {resolved.named('rollout.max_new_tokens')} make "
+        f"{longest} tokens, more than {resolved.named('rollout.max_length_total')}; "
         f"raise that to {longest} (or null){lower}"
     )
 
@@ -233,9 +247,9 @@ def _quotas_hold_the_longest_sample(resolved: Resolved) -> str | None:
         longest = sum(value_of(settings, field) for field in lengths) + behind
         if quota is not None and quota < longest:
             problems.append(
-                f"{_named(resolved, f'{scope}.max_tokens_per_device')} is less than the longest possible sample: "
-                f"{' + '.join(_named(resolved, field) for field in lengths)}"
-                f"{' + 1 (algorithm.bootstrap_truncated)' if behind else ''} = {longest} tokens, and no sample is cut; "
+                f"{resolved.named(f'{scope}.max_tokens_per_device')} is less than the longest possible sample: "
+                f"{' + '.join(resolved.named(field) for field in lengths)}"
+                f"{' + 1 read behind it' if behind else ''} = {longest} tokens, and no sample is cut; "
                 f"raise it to {longest} or more, lower one of those, or choose {scope}.rows_per_device instead"
             )
     return "\n".join(problems) or None
@@ -247,7 +261,7 @@ def _warmup_ends(resolved: Resolved) -> str | None:
     if settings.optimizer.warmup_steps < max(updates, 1):
         return None
     return (
-        f"{_named(resolved, 'optimizer.warmup_steps')}: {_named(resolved, 'run.steps')} make {updates} "
+        f"{resolved.named('optimizer.warmup_steps')}: {resolved.named('run.steps')} make {updates} "
         f"optimizer steps, so the warm-up would not end; lower it to at most {updates - 1}"
     )
 
@@ -257,7 +271,7 @@ def _critic_warmup_ends(resolved: Resolved) -> str | None:
     if not settings.has_critic or settings.critic.warmup_steps < settings.run.steps:
         return None
     return (
-        f"{_named(resolved, 'critic.warmup_steps')}: {_named(resolved, 'run.steps')}, so the policy would never learn; "
+        f"{resolved.named('critic.warmup_steps')}: {resolved.named('run.steps')}, so the policy would never learn; "
         f"lower it to at most {settings.run.steps - 1}"
     )
 
@@ -269,7 +283,7 @@ def _profiled_steps_are_run(resolved: Resolved) -> str | None:
         return None
     return (
         f"logging.profile_steps (from {resolved.origin('logging.profile_steps')}): step {beyond[0]} is beyond the run, "
-        f"which ends at {_named(resolved, 'run.steps')}; choose steps from 1 to {steps}"
+        f"which ends at {resolved.named('run.steps')}; choose steps from 1 to {steps}"
     )
 
 
@@ -278,7 +292,7 @@ def _the_best_is_measured(resolved: Resolved) -> str | None:
     if settings.checkpoint.best_metric is None or settings.eval.every_steps > 0:
         return None
     return (
-        f"{_named(resolved, 'checkpoint.best_metric')}: {_named(resolved, 'eval.every_steps')} means no evaluation, so "
+        f"{resolved.named('checkpoint.best_metric')}: {resolved.named('eval.every_steps')} means no evaluation, so "
         "it is never measured; set it to null, or eval.every_steps to 1 or more"
     )
 
@@ -288,17 +302,17 @@ def _processes_are_known(resolved: Resolved) -> str | None:
     trio = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
     missing = [field for field in trio if value_of(resolved.settings, field) is None]
     if mesh.coordinator_address == "auto":
-        given = " and ".join(_named(resolved, field) for field in trio[1:] if field not in missing)
+        given = " and ".join(resolved.named(field) for field in trio[1:] if field not in missing)
         return f"{given}: leave it null, mesh.coordinator_address is auto" if given else None
     if missing and len(missing) < len(trio):
-        present = " and ".join(_named(resolved, field) for field in trio if field not in missing)
+        present = " and ".join(resolved.named(field) for field in trio if field not in missing)
         return (
             f"{present}: also set {' and '.join(missing)}, or only mesh.coordinator_address: auto where the "
             "platform knows its hosts"
         )
     if mesh.num_processes is not None and mesh.process_id is not None and mesh.process_id >= mesh.num_processes:
         return (
-            f"{_named(resolved, 'mesh.process_id')} is too large for "
-            f"{_named(resolved, 'mesh.num_processes')}; ids go from 0 to {mesh.num_processes - 1}"
+            f"{resolved.named('mesh.process_id')} is too large for "
+            f"{resolved.named('mesh.num_processes')}; ids go from 0 to {mesh.num_processes - 1}"
         )
     return None

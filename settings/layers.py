@@ -1,4 +1,4 @@
-"""The layers of settings: YAML, `--set`, environment; tables of leaves that know where they were written.
+"""The layers of settings: YAML, `--set`, environment, a verb's flags; tables of leaves that know their origin.
 
 One rule for all: a setting may be set once in a layer, by its own name or a historic one.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from settings.errors import InputError
@@ -24,7 +25,7 @@ class Leaf:
 
     value: Any
     origin: str
-    """Provenance: `yaml:FILE:LINE`, `set`, `env:NAME` or `derived`."""
+    """Provenance: `yaml:FILE:LINE`, `set`, `env:NAME`, a flag such as `--gamma`, or `derived`."""
     node: Node | None = None
     """Lines of what is listed in the value; None when derived."""
     written: str = ""
@@ -33,6 +34,9 @@ class Leaf:
 
 Layer = dict[str, Leaf]
 """Dotted field -> its leaf."""
+Flags = Mapping[str, tuple[str, str]]
+"""A verb's own option -> the field that it names, and its text: `--gamma` -> `algorithm.gamma`, `0.9`."""
+NO_FLAGS: Flags = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,11 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
     return _layer(_environment_entries(environ))
 
 
+def flag_layer(flags: Flags) -> Layer:
+    """What the verb's own options set; values are YAML."""
+    return _layer(_flag_entries(flags))
+
+
 def env_name(field: str) -> str:
     """`rollout.group_size` as GRPO__ROLLOUT__GROUP_SIZE."""
     return ENV_PREFIX + field.upper().replace(".", "__")
@@ -68,7 +77,8 @@ def env_name(field: str) -> str:
 
 def place(origin: str) -> int:
     """Place of a provenance's layer in their order; of two, the larger was said later."""
-    return ("default", "yaml", "set", "env").index(origin.partition(":")[0])
+    layer = "flag" if origin.startswith("--") else origin.partition(":")[0]
+    return ("default", "yaml", "set", "env", "flag").index(layer)
 
 
 def spoken(origin: str) -> str:
@@ -76,8 +86,9 @@ def spoken(origin: str) -> str:
     return {"set": "--set", "default": "the default"}.get(origin, origin)
 
 
-def environment_notices(environment: Layer, overrides: Layer) -> list[str]:
+def environment_notices(environment: Layer, overrides: Layer, flags: Layer) -> list[str]:
     """Lines for stderr: bare historic names in use, and `--set` values that the environment overrides."""
+    environment = {field: leaf for field, leaf in environment.items() if field not in flags}
     fields_of: dict[str, list[str]] = {}
     for field, leaf in environment.items():
         fields_of.setdefault(leaf.written, []).append(field)
@@ -111,6 +122,13 @@ def _set_entries(overrides: Iterable[str]) -> Iterator[_Entry]:
         if not value.strip():
             raise InputError(f"--set {name}= has no value; write {name}=null for none")
         yield _Entry(name, parse(value, name=f"--set {name}"), "set", name)
+
+
+def _flag_entries(flags: Flags) -> Iterator[_Entry]:
+    for option, (field, value) in flags.items():
+        if not value.strip():
+            raise InputError(f"{option} has no value; write {option} null for none")
+        yield _Entry(field, parse(value, name=option), option, option)
 
 
 def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:

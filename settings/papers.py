@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+
+from settings.algorithm_section import WITH_CRITIC, Algorithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ PAPERS: Mapping[str, Paper] = MappingProxyType(
         ),
         "dapo": Paper("Yu et al. 2025", clip_high=0.28, filter="zero_variance"),
         # No lower bound, and an upper one that the paper tunes but does not tell: both numbers are those of verl's
-        # example. 1 - 10 is below any ratio.
-        "cispo": Paper("MiniMax 2025", clip="cispo", clip_low=10.0, clip_high=0.2),
+        # example. 1 - 10 is below any ratio. Dynamic sampling is DAPO's (section 3.1).
+        "cispo": Paper("MiniMax 2025", clip="cispo", clip_low=10.0, clip_high=0.2, filter="zero_variance"),
         # And Stiennon et al. 2020 for the penalty.
         "ppo": Paper("Schulman et al. 2017", estimator="gae", kl_in="reward"),
     }
@@ -60,20 +62,33 @@ DECIDED = ("estimator", "ratio_level", "clip", "clip_low", "clip_high", "loss_ag
 """Fields of `algorithm` that the name decides where they are null."""
 
 
-def changes(name: str, decided: Mapping[str, object]) -> str | None:
-    """What the name stands for beside `grpo`, for people; None where that is nothing.
+def of_estimator(estimator: str) -> dict[str, bool]:
+    """Fields of `algorithm` that follow from the estimator where they are null."""
+    return {"whiten_advantages": estimator not in COMPARING_SIBLINGS, "shuffle": estimator in WITH_CRITIC}
+
+
+def changes(algorithm: Algorithm, decided: Collection[str]) -> str | None:
+    """What was decided otherwise than `grpo` would have it, for people; None where that is nothing.
 
     Args:
-        decided: fields of `algorithm` that the name has decided, not the user, with their values.
+        decided: fields of `algorithm` that the name or the estimator has decided, not the user.
     """
-    usual = PAPERS["grpo"]
-    told = [
-        f"{field} {_plain(value)} (grpo: {_plain(getattr(usual, field))})"
-        for field, value in decided.items()
-        if value != getattr(usual, field)
-    ]
-    return f"{name} ({PAPERS[name].source}): {', '.join(told)}" if told else None
+    grpo = PAPERS["grpo"]
+    usual = {field: getattr(grpo, field) for field in DECIDED} | of_estimator(grpo.estimator)
+    told = {
+        field: f"{field} {_plain(value)} (grpo: {_plain(usual[field])})"
+        for field in usual
+        if field in decided and (value := getattr(algorithm, field)) not in (None, usual[field])
+    }
+    # An estimator of the user's own choice has its consequences, too.
+    by_estimator = [] if "estimator" in decided else [told.pop(field) for field in [*told] if field not in DECIDED]
+    lines = [f"{algorithm.name} ({PAPERS[algorithm.name].source}): {', '.join(told.values())}"] if told else []
+    if by_estimator:
+        lines.append(f"estimator {algorithm.estimator}: {', '.join(by_estimator)}")
+    return "\n".join(lines) or None
 
 
 def _plain(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

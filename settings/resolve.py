@@ -1,4 +1,4 @@
-"""Joins the layers into settings: defaults, then YAML, `--set`, environment, derived; later wins."""
+"""Joins the layers into settings: defaults, then YAML, `--set`, environment, a verb's flags, derived; later wins."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from pydantic_settings import InitSettingsSource
 
 from settings.config_file import find
 from settings.errors import InputError
-from settings.fields import FIELDS, ITEM_KEYS, did_you_mean, nearest_of, nested
+from settings.fields import FIELDS, ITEM_KEYS, did_you_mean, nearest_of, nested, value_of
 from settings.layers import (
+    NO_FLAGS,
+    Flags,
     Layer,
     Leaf,
     environment_layer,
     environment_notices,
+    flag_layer,
     place,
     set_layer,
     spoken,
     yaml_layer,
 )
 from settings.micro_batching import settle
-from settings.papers import COMPARING_SIBLINGS, DECIDED, KL_ESTIMATORS, PAPERS, changes
+from settings.papers import DECIDED, KL_ESTIMATORS, PAPERS, changes, of_estimator
 from settings.printing import to_yaml
-from settings.schema import HISTORIC_PROMPT_ALLOWANCE, WITH_CRITIC, Algorithm, Settings
+from settings.schema import HISTORIC_PROMPT_ALLOWANCE, Algorithm, Settings
 from settings.strict_yaml import Node, parse_file
 
 
@@ -38,7 +41,7 @@ class Resolved:
 
     settings: Settings
     provenance: Mapping[str, str]
-    """Dotted field -> `default`, `yaml:FILE:LINE`, `set`, `env:NAME` or `derived`."""
+    """Dotted field -> `default`, `yaml:FILE:LINE`, `set`, `env:NAME`, a flag such as `--gamma`, or `derived`."""
     notices: tuple[str, ...] = ()
     """What the user should be told on stderr."""
 
@@ -50,37 +53,40 @@ class Resolved:
         """What set a field, for the inside of a sentence."""
         return spoken(self.provenance[field])
 
+    def named(self, field: str) -> str:
+        """`rollout.group_size = 1 (from env:NUM_PRE_Q)`."""
+        return f"{field} = {value_of(self.settings, field)!r} (from {self.origin(field)})"
+
     @property
     def algorithm_changes(self) -> str | None:
         """What `algorithm.name` has decided otherwise than `grpo` would have; None where that is nothing."""
-        algorithm = self.settings.algorithm
-        decided = {
-            field: value
-            for field in DECIDED
-            if self.provenance[f"algorithm.{field}"] == "derived" and (value := getattr(algorithm, field)) is not None
-        }
-        return changes(algorithm.name, decided)
+        own = [field for field in FIELDS if field.startswith("algorithm.") and self.provenance[field] == "derived"]
+        return changes(self.settings.algorithm, [field.removeprefix("algorithm.") for field in own])
 
 
-def load(config: str | None, overrides: Sequence[str], environ: Mapping[str, str]) -> Resolved:
+def load(config: str | None, overrides: Sequence[str], environ: Mapping[str, str], flags: Flags = NO_FLAGS) -> Resolved:
     """The settings of a run.
 
-    `config` is a path or a preset's name (None: the embedded default), `overrides` the `--set` options.
+    `config` is a path or a preset's name (None: the embedded default), `overrides` the `--set` options, `flags` the
+    verb's own options that name a setting.
 
-    Raises: InputError for whatever is wrong with any of the three.
+    Raises: InputError for whatever is wrong with any of the four.
     """
     file = find(config)
     in_yaml = yaml_layer(parse_file(file.content, name=file.name), file=file.name)
     in_set = set_layer(overrides)
     in_environment = environment_layer(environ)
-    layers = [in_environment, in_set, in_yaml]
+    in_flags = flag_layer(flags)
+    layers = [in_flags, in_environment, in_set, in_yaml]
+    if in_flags:
+        _validated(layers[1:])  # What a flag overrides is no less a mistake.
     given = _validated(layers)
     micro_batching, notices = settle(layers)
     layers.insert(0, micro_batching | _derived(given, _provenance(layers), config_stem=file.stem))
     return Resolved(
         settings=_validated(layers),
         provenance=_provenance(layers),
-        notices=(*environment_notices(in_environment, in_set), *notices),
+        notices=(*environment_notices(in_environment, in_set, in_flags), *notices),
     )
 
 
@@ -134,7 +140,7 @@ def _derived_algorithm(given: Algorithm) -> Layer:
     kl_in = given.kl_in or paper.kl_in
     values: dict[str, Any] = {field: getattr(paper, field) for field in DECIDED if field != "kl_in"}
     estimator = given.estimator or paper.estimator
-    values |= {"whiten_advantages": estimator not in COMPARING_SIBLINGS, "shuffle": estimator in WITH_CRITIC}
+    values |= of_estimator(estimator)
     if given.beta > 0:
         values |= {"kl_in": kl_in, "kl_estimator": KL_ESTIMATORS[kl_in]}
     return {

@@ -121,7 +121,7 @@ class Reward(Section):
         default=None,
         ge=1,
         description="Tokens below `rollout.max_new_tokens` over which a completion's reward falls by up to "
-        "`overlong_penalty`, in proportion; null = no penalty for length.",
+        "`overlong_penalty`, in proportion; null = no penalty for length. `grpo score --role reward` counts it, too.",
     )
     overlong_penalty: float = Field(
         default=1.0, gt=0, description="What a completion of `rollout.max_new_tokens` tokens loses."

@@ -86,14 +86,16 @@ def test_print_config_shows_all_layers_and_announces_the_environment(tmp_path: P
 
 def test_flags_of_gae_override_the_settings_that_they_name() -> None:
     flags = ("--gamma", "0.9", "--lam", "1", "--chunk-size", "32", "--backend", "serial", "--mask-mode", "zero")
-    answer = grpo("gae", *flags, "--set", "algorithm.gamma=0.1", "--print-config")
+    environ = {"GRPO__ALGORITHM__GAMMA": "0.5", "GRPO__ALGORITHM__LAM": "0.5"}
+    answer = grpo("gae", *flags, "--set", "algorithm.gamma=0.1", "--print-config", environ=environ)
     assert answer.returncode == 0, answer.stderr
+    assert answer.stderr == ""
     for line in (
-        "  gamma: 0.9  # set",
-        "  lam: 1.0  # set",
-        "  gae_chunk_size: 32  # set",
-        "  gae_backend: serial  # set",
-        "  mask_mode: zero  # set",
+        "  gamma: 0.9  # --gamma",
+        "  lam: 1.0  # --lam",
+        "  gae_chunk_size: 32  # --chunk-size",
+        "  gae_backend: serial  # --backend",
+        "  mask_mode: zero  # --mask-mode",
     ):
         assert line in answer.stdout.splitlines()
 
@@ -124,9 +126,10 @@ def test_what_print_config_prints_is_a_config(tmp_path: Path) -> None:
         (("gae", "--input", "missing.jsonl", "--out", "o.jsonl"), "missing.jsonl: no such file"),
         (("gae", "--input", "missing.npz", "--out", "o.npz"), "missing.npz: no such file"),
         (("gae", "--input", "a.npz", "--out", "o.jsonl"), "--out: expected the format of --input"),
-        (("gae", "--gamma", "1.5"), "algorithm.gamma: expected less than or equal to 1, got 1.5 (from --set)"),
+        (("gae", "--gamma", "1.5"), "algorithm.gamma: expected less than or equal to 1, got 1.5 (from --gamma)"),
         (("gae", "--lam", "-0.1"), "algorithm.lam: expected greater than or equal to 0, got -0.1"),
         (("gae", "--chunk-size", "0"), "algorithm.gae_chunk_size: expected greater than or equal to 1, got 0"),
+        (("gae", "--bench", "--backend", "serial"), "--backend goes without --bench"),
         (("gae", "--shapes", "4x4"), "--shapes goes with --bench"),
         (("gae", "--bench", "--input", "a.npz"), "--input goes without --bench"),
         (("gae", "--bench", "--shapes", "4x"), "--shapes: expected ROWSxTOKENS,..."),

@@ -75,7 +75,8 @@ def samples(draw):
         values=draw(maybe | arrays(np.float32, length + 1, elements=FLOAT32)),
         advantages=draw(maybe),
         returns=draw(maybe),
-        extra=draw(st.just({}) | st.just({"token_rewards": [0.1], "note": None})),
+        token_rewards=draw(maybe),
+        extra=draw(st.just({}) | st.just({"my_scores": [0.1], "note": None})),
     )
 
 
@@ -92,7 +93,7 @@ def test_a_written_record_comes_back_unchanged(sample):
 
 @pytest.mark.parametrize("columns", [None, "a,b", ["a"], {"difficulty": 1}])
 def test_unknown_fields_are_carried_through_untouched(columns):
-    unknown = {"my_note": {"x": [1, None]}, "token_rewards": [0.0, 1.0], "columns": columns}
+    unknown = {"my_note": {"x": [1, None]}, "my_scores": [0.0, 1.0], "columns": columns}
     written = sample_to_record(sample_from_record({**RECORD, **unknown}, where="f:1"))
     assert {name: written[name] for name in unknown} == unknown
 
@@ -120,7 +121,7 @@ def test_a_missing_required_field_is_named_with_the_line(name):
         ({"values": [0.0] * 4}, "values has 4 entries, expected 2 or 3"),
         ({"advantages": [0.0] * 3}, "advantages has 3 entries"),
         ({"loss_mask": [True]}, "loss_mask has 1 entries"),
-        ({"loss_mask": [1, 0]}, r"loss_mask\[0\]: expected booleans, got int 1"),
+        ({"loss_mask": [1, 2]}, r"loss_mask\[1\]: expected booleans, or 0 and 1, got int 2"),
         ({"completion_token_ids": [1, -1]}, r"completion_token_ids\[1\].*got int -1"),
         ({"completion_token_ids": [1, True]}, r"completion_token_ids\[1\].*got bool"),
         ({"completion_token_ids": [2**31, 1]}, "completion_token_ids"),

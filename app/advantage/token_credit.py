@@ -17,23 +17,28 @@ from jaxtyping import ArrayLike, Bool, Float, Float32, Float64
 from app.advantage.token_rewards import TokenRewards
 from app.batching.ladder import rung
 from app.flow import Sample
-from app.masked import Moments, joint_moments, whiten
-from app.mesh.placement import moments_over_hosts
+from app.masked import Moments, whiten
 
 
-class TokenRow(NamedTuple):
-    """Samples one behind the other, then padding: tokens of no sequence that nobody wrote."""
+class TokenRows(NamedTuple):
+    """A sequence in each row; or samples one behind the other, then padding: tokens of none that nobody wrote."""
 
-    rewards: Float32[np.ndarray, "1 T"]
-    values: Float32[np.ndarray, "1 T"]
-    bootstrap: Float32[np.ndarray, "1 T"]
+    rewards: Float32[np.ndarray, "B T"]
+    values: Float32[np.ndarray, "B T"] | Float32[np.ndarray, "B T+1"]
+    """One more: that of what follows the row."""
+    lengths: Float32[np.ndarray, "B T"]
+    """How many tokens the policy wrote of the sequence that the token belongs to; 1 in the padding."""
+    mask: Bool[np.ndarray, "B T"] | None = None
+    """True where the policy wrote the token; None = everywhere."""
+    ends: Bool[np.ndarray, "B T"] | None = None
+    """True on the last token of a sample; None = a row is one."""
+    bootstrap: Float32[np.ndarray, "B T"] | None = None
     """Behind a sample's last token: the critic's value where it goes on, 0 where it is over."""
-    mask: Bool[np.ndarray, "1 T"]
-    """True where the policy wrote the token."""
-    ends: Bool[np.ndarray, "1 T"]
-    """True on the last token of a sample."""
-    lengths: Float32[np.ndarray, "1 T"]
-    """How many tokens the policy wrote of the sample that the token belongs to; 1 in the padding."""
+
+
+class TokenCredit(NamedTuple):
+    advantages: Float32[np.ndarray, "B T"]
+    returns: Float32[np.ndarray, "B T"]
 
 
 class Estimate(Protocol):
@@ -45,39 +50,34 @@ class Estimate(Protocol):
         values: np.ndarray,
         *,
         lam: ArrayLike,
-        mask: np.ndarray,
-        ends: np.ndarray,
-        bootstrap: np.ndarray,
+        mask: np.ndarray | None,
+        ends: np.ndarray | None,
+        bootstrap: np.ndarray | None,
     ) -> tuple[ArrayLike, ArrayLike]: ...
 
 
 Correct = Callable[..., tuple[ArrayLike, ArrayLike]]
 """`vtrace` of app.advantage with its settings: as `Estimate`, with log ratios behind the values."""
 
-Lambda = Callable[[TokenRow], ArrayLike]
-"""A row -> GAE's lambda: one number, or one at each token."""
+Lambda = Callable[[TokenRows], ArrayLike]
+"""Rows -> GAE's lambda: one number, or one at each token."""
 Bootstrap = Callable[[Sample], float]
 """A sample -> the value behind its last token."""
 
 
-def fixed_lam(row: TokenRow, *, lam: float) -> ArrayLike:
+def fixed_lam(rows: TokenRows, *, lam: float) -> ArrayLike:
     """The same for every token."""
     return lam
 
 
-def length_adaptive_lam(row: TokenRow, *, alpha: float) -> Float64[np.ndarray, "1 T"]:
-    """That of each token's sample; see `adaptive_lam`."""
-    return adaptive_lam(row.lengths, alpha=alpha)
-
-
-def adaptive_lam(lengths: Float32[np.ndarray, "*shape"], *, alpha: float) -> Float64[np.ndarray, "*shape"]:
+def length_adaptive_lam(rows: TokenRows, *, alpha: float) -> Float64[np.ndarray, "B T"]:
     """1 - 1 / (alpha * l), at least 0, with l the tokens that the policy wrote of the sample.
 
     The weights of the TD errors then sum to alpha * l: a long sample's reward reaches its beginning, too.
 
     Source: Yue et al. 2025, "VAPO" (length-adaptive GAE).
     """
-    return np.clip(1 - 1 / (alpha * np.maximum(lengths, 1).astype(np.float64)), 0, 1)
+    return np.clip(1 - 1 / (alpha * np.maximum(rows.lengths, 1).astype(np.float64)), 0, 1)
 
 
 def terminal(sample: Sample) -> float:
@@ -93,16 +93,8 @@ def bootstrapped_if_truncated(sample: Sample) -> float:
     return float(sample.values[-1])
 
 
-def credit_by_gae(
-    samples: Sequence[Sample],
-    *,
-    estimate: Estimate,
-    lam: Lambda,
-    critic_lam: Lambda | None,
-    token_rewards: TokenRewards,
-    bootstrap: Bootstrap,
-) -> list[Sample]:
-    """The samples with GAE's advantages and the critic's targets at every token, 0 where the policy did not write it.
+def gae_of_rows(rows: TokenRows, *, estimate: Estimate, lam: Lambda, critic_lam: Lambda | None) -> TokenCredit:
+    """GAE's advantages and the critic's targets at every token, 0 where the policy did not write it.
 
     Args:
         lam: of the advantages.
@@ -111,11 +103,20 @@ def credit_by_gae(
     Sources: Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE"; Yuan et al. 2025, "What's Behind
     PPO's Collapse in Long-CoT?" (two lambdas).
     """
+    credit = _estimated(rows, estimate, lam)
+    return credit if critic_lam is None else credit._replace(returns=_estimated(rows, estimate, critic_lam).returns)
+
+
+def credit_by_gae(
+    samples: Sequence[Sample],
+    *,
+    gae: Callable[[TokenRows], TokenCredit],
+    token_rewards: TokenRewards,
+    bootstrap: Bootstrap,
+) -> list[Sample]:
+    """The samples with the advantages and returns of `gae`: `gae_of_rows` with its settings."""
     row = token_row(samples, token_rewards=token_rewards, values=_token_values, bootstrap=bootstrap)
-    advantages, returns = _estimated(row, estimate, lam)
-    if critic_lam is not None:
-        _, returns = _estimated(row, estimate, critic_lam)
-    return _credited(samples, advantages, returns)
+    return _credited(samples, gae(row))
 
 
 def credit_by_vtrace(
@@ -135,7 +136,7 @@ def credit_by_vtrace(
     def estimate(rewards: np.ndarray, values: np.ndarray, **rest: Any) -> tuple[ArrayLike, ArrayLike]:
         return correct(rewards, values, log_ratios, **rest)
 
-    return _credited(samples, *_estimated(row, estimate, lam))
+    return _credited(samples, _estimated(row, estimate, lam))
 
 
 def _log_ratios(sample: Sample) -> Float[np.ndarray, "C"]:
@@ -149,7 +150,7 @@ def credit_by_return(samples: Sequence[Sample], *, estimate: Estimate, token_rew
     Source: Hu 2025, "REINFORCE++".
     """
     row = token_row(samples, token_rewards=token_rewards, values=_no_values, bootstrap=terminal)
-    return _credited(samples, *_estimated(row, estimate, partial(fixed_lam, lam=1.0)))
+    return _credited(samples, _estimated(row, estimate, partial(fixed_lam, lam=1.0)))
 
 
 def token_row(
@@ -158,27 +159,22 @@ def token_row(
     token_rewards: TokenRewards,
     values: Callable[[Sample], np.ndarray],
     bootstrap: Bootstrap,
-) -> TokenRow:
+) -> TokenRows:
     """`values`: a sample's value of the text before each of its tokens."""
     counts = [len(s.completion_ids) for s in samples]
-    row = _empty_row(rung(sum(counts)))
+    shape = (1, rung(sum(counts)))
+    rewards, token_values, behind = np.zeros((3, *shape), np.float32)
+    mask, ends = np.zeros((2, *shape), bool)
+    lengths = np.ones(shape, np.float32)
     start = 0
     for sample, count in zip(samples, counts, strict=True):
         own = (0, slice(start, start + count))
-        row.rewards[own], row.values[own], row.mask[own] = token_rewards(sample), values(sample), sample.mask
-        row.lengths[own] = sample.mask.sum()
+        rewards[own], token_values[own], mask[own] = token_rewards(sample), values(sample), sample.mask
+        lengths[own] = sample.mask.sum()
         start += count
         if count:
-            row.ends[0, start - 1], row.bootstrap[0, start - 1] = True, bootstrap(sample)
-    return row
-
-
-def _empty_row(length: int) -> TokenRow:
-    def zeros(dtype: type) -> np.ndarray:
-        return np.zeros((1, length), dtype)
-
-    ones = np.ones((1, length), np.float32)
-    return TokenRow(zeros(np.float32), zeros(np.float32), zeros(np.float32), zeros(bool), zeros(bool), ones)
+            ends[0, start - 1], behind[0, start - 1] = True, bootstrap(sample)
+    return TokenRows(rewards, token_values, lengths, mask, ends, behind)
 
 
 def _token_values(sample: Sample) -> Float[np.ndarray, "C"]:
@@ -189,27 +185,24 @@ def _no_values(sample: Sample) -> Float[np.ndarray, "C"]:
     return np.zeros(len(sample.completion_ids), np.float32)
 
 
-def _estimated(row: TokenRow, estimate: Estimate, lam: Lambda) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and returns, [T]."""
-    credit = estimate(row.rewards, row.values, lam=lam(row), mask=row.mask, ends=row.ends, bootstrap=row.bootstrap)
-    advantages, returns = (np.asarray(part)[0] for part in credit)
-    return advantages, returns
+def _estimated(rows: TokenRows, estimate: Estimate, lam: Lambda) -> TokenCredit:
+    credit = estimate(
+        rows.rewards, rows.values, lam=lam(rows), mask=rows.mask, ends=rows.ends, bootstrap=rows.bootstrap
+    )
+    return TokenCredit(*map(np.asarray, credit))
 
 
-def _credited(samples: Sequence[Sample], advantages: np.ndarray, returns: np.ndarray) -> list[Sample]:
+def _credited(samples: Sequence[Sample], credit: TokenCredit) -> list[Sample]:
+    """The samples with what is theirs of a single row."""
     cuts = np.cumsum([len(s.completion_ids) for s in samples])
-    parts = zip(samples, np.split(advantages, cuts), np.split(returns, cuts), strict=False)
+    parts = zip(samples, np.split(credit.advantages[0], cuts), np.split(credit.returns[0], cuts), strict=False)
     return [replace(s, advantages=a, returns=r) for s, a, r in parts]
 
 
-def advantage_moments(samples: Sequence[Sample]) -> Moments:
-    """Of the advantages at the tokens that the policy wrote, of this host's samples."""
-    parts = [(s.advantages, s.mask) for s in samples if s.advantages is not None]
-    assert len(parts) == len(samples)
-    return joint_moments(parts)
+def whitened(samples: Sequence[Sample], over: Moments) -> list[Sample]:
+    """The samples with advantages of mean 0 and variance 1 over all that `over` was taken of; returns stay as they are.
 
-
-def whitened(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with advantages of mean 0 and variance 1 over the tokens of all hosts; returns stay as they are."""
-    over = moments_over_hosts([advantage_moments(samples)])[0]
+    Args:
+        over: of the advantages at the tokens that the policy wrote, of all hosts.
+    """
     return [replace(s, advantages=whiten(s.advantages, s.mask, over)) for s in samples if s.advantages is not None]

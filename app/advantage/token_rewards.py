@@ -17,10 +17,12 @@ TokenKL = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def task_token_rewards(sample: Sample) -> Float64[np.ndarray, "C"]:
-    """The sample's reward on the last token that the policy wrote; nowhere where it wrote none.
+    """The sample's own, or its reward on the last token that the policy wrote; nowhere where it wrote none.
 
     On a masked last token (a tool's output) the reward would be passed over, or decay before it reaches the policy.
     """
+    if sample.token_rewards is not None:
+        return sample.token_rewards.astype(np.float64)
     assert sample.reward is not None
     rewards = np.zeros(len(sample.completion_ids))
     rewards[np.flatnonzero(sample.mask)[-1:]] = sample.reward

@@ -16,7 +16,16 @@ def update_metrics(cuts: Sequence[Cut]) -> dict[str, float]:
     Tokens of devices are those of an optimizer step, on average over the pass.
     """
     figures = [cut.figures() for cut in cuts]
+    lengths = {name: sum(f[f"seqlen_{name}"] for f in figures) / len(cuts) for name in SEQUENCE_LENGTHS}
+    return {**_batching(figures), **{f"global_seqlen/{name}": length for name, length in lengths.items()}}
 
+
+def critic_update_metrics(cuts: Sequence[Cut]) -> dict[str, float]:
+    """`value/batching/*`, of a pass over the same samples."""
+    return {f"value/{name}": value for name, value in _batching([cut.figures() for cut in cuts]).items()}
+
+
+def _batching(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
     def total(name: str) -> float:
         return sum(f[name] for f in figures)
 
@@ -26,7 +35,6 @@ def update_metrics(cuts: Sequence[Cut]) -> dict[str, float]:
         "batching/dummy_fraction": total("num_dummy_rows") / total("num_rows"),
         "batching/over_quota": total("over_quota"),
         "batching/flops_imbalance": max(f["flops_imbalance"] for f in figures),
-        **{f"global_seqlen/{name}": total(f"seqlen_{name}") / len(cuts) for name in SEQUENCE_LENGTHS},
     }
 
 

@@ -121,3 +121,11 @@ def moments_over_hosts(parts: Sequence[Moments]) -> list[Moments]:
     """Of several quantities, those of all hosts' numbers. Hosts have the same quantities, and any numbers of each."""
     hosts = gather_over_hosts(np.asarray(parts, np.float64))
     return [merged(Moments(*host) for host in quantity.tolist()) for quantity in hosts.swapaxes(0, 1)]
+
+
+def bytes_over_hosts(own: bytes) -> list[bytes]:
+    """Every host's, in the order of processes; they may differ in length."""
+    sizes = gather_over_hosts(np.asarray(len(own)))
+    padded = np.zeros(max(1, sizes.max()), np.uint8)
+    padded[: len(own)] = np.frombuffer(own, np.uint8)
+    return [raw[:size].tobytes() for raw, size in zip(gather_over_hosts(padded), sizes, strict=True)]

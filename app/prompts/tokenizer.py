@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,11 @@ class Tokenizer:
         self.fingerprint: str = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         """Hex SHA-256 of vocabulary, merges, splitting rules, chat template and end ids."""
 
+    @property
+    def ids_fingerprint(self) -> str:
+        """See the function of that name."""
+        return ids_fingerprint(self._fast)
+
     def chat_ids(self, messages: Messages) -> list[int]:
         """The ids of a chat up to where the assistant's next turn begins.
 
@@ -89,6 +95,14 @@ class Tokenizer:
         text = self._fast.decode(plain, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+
+def ids_fingerprint(fast: PreTrainedTokenizerFast) -> str:
+    """Hex SHA-256 of vocabulary, merges and splitting rules alone: where they are equal, texts become the same ids."""
+    rules = json.loads(fast.backend_tokenizer.to_str())
+    # What whoever saved it last did to batches.
+    del rules["truncation"], rules["padding"]
+    return hashlib.sha256(json.dumps(rules).encode()).hexdigest()
 
 
 def chat_ids(fast: PreTrainedTokenizerFast, messages: Messages, *, opens_answer: bool) -> list[int]:

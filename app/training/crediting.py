@@ -18,11 +18,14 @@ from app.advantage.token_credit import (
     Bootstrap,
     Estimate,
     Lambda,
+    TokenCredit,
+    TokenRows,
     bootstrapped_if_truncated,
     credit_by_gae,
     credit_by_return,
     credit_by_vtrace,
     fixed_lam,
+    gae_of_rows,
     length_adaptive_lam,
     terminal,
     whitened,
@@ -31,7 +34,7 @@ from app.advantage.token_rewards import TokenRewards, kl_moments, penalised_toke
 from app.advantage.vtrace import vtrace
 from app.flow import Sample
 from app.mesh.placement import moments_over_hosts, sum_over_hosts
-from app.training.metrics import credit_metrics
+from app.training.metrics import CreditMoments, credit_metrics
 from app.update.kl import ESTIMATORS, Estimator
 from settings import Settings
 from settings.schema import Algorithm
@@ -62,9 +65,11 @@ class Crediting:
 
     def __call__(self, samples: Sequence[Sample], kl_coef: float) -> Credited:
         credited = self.credit(samples, kl_coef)
-        metrics = credit_metrics(credited) | ({"policy/kl_coef": float(kl_coef)} if self.penalises else {})
+        moments = CreditMoments.of(credited)
+        metrics = credit_metrics(moments) | ({"policy/kl_coef": float(kl_coef)} if self.penalises else {})
         next_kl_coef = self.next_kl_coef(credited, kl_coef)
-        return Credited(whitened(credited) if self.whitens else credited, metrics, next_kl_coef)
+        samples = whitened(credited, moments.advantages) if self.whitens else credited
+        return Credited(samples, metrics, next_kl_coef)
 
 
 def wire_crediting(settings: Settings) -> Crediting:
@@ -93,19 +98,24 @@ def wire_group_credit(settings: Settings) -> Credit:
     return lambda samples, kl_coef: credit_by_group(samples, advantages=advantages, rewards=rewards(kl_coef))
 
 
-def wire_gae_credit(settings: Settings) -> Credit:
-    """GAE from the critic's values."""
+def wire_gae(settings: Settings) -> Callable[[TokenRows], TokenCredit]:
+    """GAE of rows of tokens, whoever made them."""
     algorithm, alpha = settings.algorithm, settings.algorithm.length_adaptive_lam
     usual = partial(fixed_lam, lam=algorithm.lam)
     of_targets = usual if settings.critic.lam is None else partial(fixed_lam, lam=settings.critic.lam)
     same = alpha is None and settings.critic.lam in (None, algorithm.lam)
-    credit = partial(
-        credit_by_gae,
+    return partial(
+        gae_of_rows,
         estimate=_estimate(algorithm),
         lam=_lam(algorithm),
         critic_lam=None if same else of_targets,
-        bootstrap=_bootstrap(algorithm),
     )
+
+
+def wire_gae_credit(settings: Settings, *, bootstrap: Bootstrap | None = None) -> Credit:
+    """GAE from the critic's values. `bootstrap`: other than `algorithm.bootstrap_truncated` says."""
+    algorithm = settings.algorithm
+    credit = partial(credit_by_gae, gae=wire_gae(settings), bootstrap=bootstrap or _bootstrap(algorithm))
     return lambda samples, kl_coef: credit(samples, token_rewards=_token_rewards(algorithm, kl_coef))
 
 

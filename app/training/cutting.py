@@ -26,9 +26,14 @@ class Longest(NamedTuple):
         prompt, completion = settings.data.max_prompt_length, settings.rollout.max_new_tokens
         return cls(prompt + completion, prompt + settings.rollout.group_size * completion)
 
-    def with_a_token_behind(self, group_size: int) -> Longest:
-        """What the critic reads of samples that go on behind their last token."""
-        return Longest(self.sample + 1, self.group + group_size if self.group else 0)
+    def with_tokens_behind(self, count: int, *, group_size: int) -> Longest:
+        """The same, each sample longer by `count`."""
+        return Longest(self.sample + count, self.group + count * group_size if self.group else 0)
+
+
+def num_tokens_behind(settings: Settings, role: str) -> int:
+    """What a role reads of a sample that was cut beyond its own tokens: the critic the value behind its last."""
+    return 1 if role == "critic" and settings.algorithm.bootstrap_truncated else 0
 
 
 def wire_role(
@@ -36,8 +41,8 @@ def wire_role(
 ) -> FixedRows | PackedRows:
     """How the samples that a role scores are cut."""
     scope = settings.score.of(role)
-    if role == "critic" and settings.algorithm.bootstrap_truncated:
-        longest = longest.with_a_token_behind(settings.rollout.group_size)
+    behind = num_tokens_behind(settings, role)
+    longest = longest.with_tokens_behind(behind, group_size=settings.rollout.group_size)
     if scope.max_tokens_per_device is None:
         work = forward_flops(architecture)
         return FixedRows(scope.rows_per_device, trim_tail=scope.strategy == "loop", work=work)

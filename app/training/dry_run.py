@@ -21,11 +21,12 @@ from app.training.memory import (
     shapes_of,
     state_bytes,
 )
-from app.training.metrics import device_memory_bytes
+from app.training.metrics import Tokens, device_memory_bytes
 from app.training.reward_role import wire_reward
 from app.training.run_directory import Resume
 from app.training.wiring import Learning, wire_learning, work_of
 from settings import Resolved
+from settings.unread import launch_lines
 
 WAYS_OUT = {
     "rollout": "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens",
@@ -54,6 +55,8 @@ class DryRun:
     """What a run would do and hold. Counts are over all hosts, bytes on each device."""
 
     directory: str
+    notes: tuple[str, ...]
+    """What a launch tells of the settings."""
     model: str
     family: str
     dtype: str
@@ -69,6 +72,8 @@ class DryRun:
     steps: int
     optimizer_steps: int
     epochs_of_data: float
+    max_rounds_per_step: int
+    """Rollouts, and so prompts, of a step may be so many times `prompts_per_step`: 1 without a filter."""
     prompts_per_step: int
     samples_per_step: int
     prompt_tokens_per_step: int
@@ -122,7 +127,8 @@ class DryRun:
         held_out = f"\nheld out: {self.num_held_out:,}" if self.num_held_out else ""
         return {
             "run": f"{self.directory}: {self.steps:,} steps, {self.optimizer_steps:,} optimizer steps, "
-            f"{self.epochs_of_data:.3g} epochs of the data",
+            f"{'at least ' if self.max_rounds_per_step > 1 else ''}{self.epochs_of_data:.3g} epochs of the data"
+            + "".join(f"\n{note}" for note in self.notes),
             "model": f"{self.model} ({self.family}): {self.num_parameters:,} parameters, computing in {self.dtype}"
             + (f"; critic: {self.num_critic_parameters:,}" if self.num_critic_parameters else "")
             + (f"; reward model: {self.num_reward_model_parameters:,}" if self.num_reward_model_parameters else ""),
@@ -221,6 +227,7 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
     mean_prompt = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
     prompt_tokens = round(samples_per_step * mean_prompt)
     completion_tokens = samples_per_step * settings.rollout.max_new_tokens
+    tokens = Tokens(prompt_tokens, completion_tokens)
 
     def micro_batches(plan: Plan, cut: Cutter) -> MicroBatches:
         return MicroBatches(
@@ -234,6 +241,7 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
     memory = memory_by_phase(session, learning, shapes, reward_model)
     return DryRun(
         directory=str(launch.run.path),
+        notes=launch_lines(launch.resolved),
         model=settings.model.path,
         family=session.input.architecture.family,
         dtype=settings.model.dtype,
@@ -248,13 +256,12 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
         steps=settings.run.steps,
         optimizer_steps=settings.policy_updates,
         epochs_of_data=settings.run.steps * prompts_per_step / len(prompts),
+        max_rounds_per_step=1 if settings.algorithm.filter == "none" else settings.algorithm.max_rounds,
         prompts_per_step=prompts_per_step,
         samples_per_step=samples_per_step,
         prompt_tokens_per_step=prompt_tokens,
         max_completion_tokens_per_step=completion_tokens,
-        max_flops_per_step=work_of(settings, definition).flops(
-            prompt_tokens=prompt_tokens, completion_tokens=completion_tokens
-        ),
+        max_flops_per_step=work_of(settings, session).flops(sampled=tokens, learned=tokens),
         mini_batches_per_step=settings.num_mini_batches,
         epochs_per_step=settings.algorithm.epochs,
         rollout=shapes.rollout._asdict(),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Bool
 
 from app.batching.figures import plan_figures
 from app.batching.micro_batches import FixedRows, PackedRows
@@ -20,9 +21,9 @@ from app.policy.architecture import Architecture
 from app.policy.flops import forward_flops
 from app.report.row_pictures import DrawnRow, Piece, file_picture, text_picture
 from app.sample_records import token_ids_from_record
-from app.training.cutting import Longest, wire_role, wire_update
+from app.training.cutting import Longest, num_tokens_behind, wire_role, wire_update
 from app.training.sample_file import check_quota, check_tokens
-from app.training.session import read_model_input, start_on_one_host
+from app.training.session import read_critic_input, read_model_input, start_on_one_host
 from app.whole_file import write_whole
 from settings import Resolved
 from settings.checks import check_for_plan
@@ -155,16 +156,19 @@ def inspect_plan(resolved: Resolved, *, file: Path, role: Pass, picture: Path | 
     if role == "update":
         check_for_plan(resolved)
     settings = resolved.settings
-    architecture = read_model_input(settings).architecture
-    lengths, longest_at = read_lengths(file, architecture)
+    model = read_model_input(settings)
+    architecture = (read_critic_input(settings, model) if role == "critic" else model).architecture
+    lengths, were_cut, longest_at = read_lengths(file, architecture)
     longest = int(lengths.totals.max())
     if role == "update":
         check_quota(resolved, "algorithm", longest, where=longest_at)
         run = Longest.of(settings)
         cut = wire_update(settings, settings.algorithm, architecture, run._replace(sample=max(longest, run.sample)))
     else:
-        check_quota(resolved, f"score.{role}", longest, where=longest_at)
+        behind = num_tokens_behind(settings, role)
+        check_quota(resolved, f"score.{role}", longest + behind, where=longest_at)
         cut = wire_role(settings, role, architecture, Longest(longest))
+        lengths = replace(lengths, completions=lengths.completions + behind * were_cut)
     start_on_one_host(settings)
     mesh = make_mesh(settings.mesh)
     check_rows_per_host(mesh)
@@ -182,8 +186,10 @@ def check_picture(path: Path) -> None:
     check_output(path)
 
 
-def read_lengths(path: Path, architecture: Architecture) -> tuple[Lengths, str]:
-    """Lengths of the samples of a file, and the line of the longest. Only token ids are asked for.
+def read_lengths(path: Path, architecture: Architecture) -> tuple[Lengths, Bool[np.ndarray, "N"], str]:
+    """Lengths of the samples of a file, which of them were cut short, and the line of the longest.
+
+    Only token ids are asked for; a sample without a finish reason was not cut.
 
     Raises:
         InputError: a line without them, or with ids that cannot be this model's; or a file without samples.
@@ -192,6 +198,7 @@ def read_lengths(path: Path, architecture: Architecture) -> tuple[Lengths, str]:
     completions: list[int] = []
     numbers: dict[bytes, int] = {}
     prompt_numbers: list[int] = []
+    were_cut: list[bool] = []
     places: list[str] = []
     for line, record in read_jsonl(path):
         places.append(f"{path}:{line}")
@@ -199,11 +206,12 @@ def read_lengths(path: Path, architecture: Architecture) -> tuple[Lengths, str]:
         check_tokens(prompt_ids, completion_ids, architecture, where=places[-1])
         prompts.append(len(prompt_ids))
         completions.append(len(completion_ids))
+        were_cut.append(record.get("finish_reason") == "length")
         prompt_numbers.append(numbers.setdefault(prompt_ids.tobytes(), len(numbers)))
     if not places:
         raise InputError(f"--plan: {path} holds no samples")
     lengths = Lengths(*(np.asarray(column, np.int64) for column in (prompts, completions, prompt_numbers)))
-    return lengths, places[int(lengths.totals.argmax())]
+    return lengths, np.asarray(were_cut), places[int(lengths.totals.argmax())]
 
 
 def plan_report(

@@ -3,76 +3,54 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from app.batching.micro_batches import Cut
 from app.batching.pass_metrics import scoring_metrics
 from app.flow import Prompt, Sample
-from app.mesh.placement import max_over_hosts, sum_over_hosts, to_device_memory, to_host_memory
+from app.mesh.placement import max_over_hosts, sum_over_hosts, to_device_memory
 from app.policy.decoder import Params
+from app.policy.kv_cache import DecodeWeights
 from app.prompts.order import PromptOrder, host_slice
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.weighing import Scored, joined
-from app.training.checkpoint import Checkpoints, Progress
+from app.training.checkpoint import Progress
 from app.training.crediting import Credited
 from app.training.evaluate import evaluate, evaluation_metrics, host_share
 from app.training.interrupts import Interrupts
-from app.training.journal import Journal, NoJournal
 from app.training.launch import Launch, prepared
 from app.training.metrics import (
     CompilationCounter,
-    Work,
+    Tokens,
     refill_metrics,
     reward_counts,
     sample_metrics,
     step_performance,
 )
 from app.training.narrator import Narrator
+from app.training.opening import open_checkpoints, open_journal, open_reference, open_reward_model, open_state
 from app.training.packing_check import check_packing, random_samples
-from app.training.pinned_model import record_commit
-from app.training.preservation import Best, NewestAndBest, SaveClock
+from app.training.preservation import Best, SaveClock
 from app.training.progress import Board
 from app.training.refill import Refilled, refill
-from app.training.reward_role import RewardModel
+from app.training.reward_role import RewardModel, RewardPass, asking_metrics
 from app.training.run_directory import Resume, claim
 from app.training.run_state import RunState
 from app.training.session import Session
 from app.training.step_traces import StepTraces
 from app.training.summary import summary_text
+from app.training.timer import Timer
 from app.training.wiring import Learning, wire_learning, work_of
-from app.update.mini_batches import split_by_group
+from app.update.mini_batches import Epochs, picked
 from settings import Resolved, Settings
 from settings.schema import ScoredRole
-
-
-@dataclass
-class Timer:
-    """Wall-clock seconds of each phase of a step, and of the step from the moment this is made."""
-
-    board: Board
-    seconds: dict[str, float] = field(default_factory=dict)
-    _start: float = field(default_factory=time.perf_counter)
-
-    def stop(self) -> None:
-        self.seconds["time/step_s"] = time.perf_counter() - self._start
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self.board.phase(name)
-        start = time.perf_counter()
-        with jax.profiler.TraceAnnotation(name):
-            yield
-        key = f"time/{name}_s"
-        # A phase may come several times in a step.
-        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
+from settings.unread import launch_lines
 
 
 @dataclass
@@ -93,16 +71,27 @@ class Trainer:
     ) -> tuple[RunState, list[Sample], dict[str, float | None]]:
         """One walk down the corridor. `position` counts the prompts taken before this step."""
         refilled, scored, asking = self.rollout(state.policy.params, step=step, position=position, timer=timer)
+        drawn = self.learning.mini_batches(refilled.samples, step)
         with timer.phase("score"):
-            samples, scoring = self.score(state, refilled.samples, timer)
+            samples, scoring = self.score(state, refilled.samples, drawn[0], timer)
         with timer.phase("advantage"):
             credited = self.credit(samples, state.kl_coef)
-            samples, state = credited.samples, replace(state, kl_coef=credited.kl_coef)
+            samples = credited.samples
+        learns = self.policy_learns(step)
         with timer.phase("update"):
-            state, metrics = self.update(state, samples, step=step)
+            state, metrics = self.update(state, picked(samples, drawn), policy_learns=learns)
+            # A policy that stands still has the same KL whatever its coefficient.
+            state = replace(state, kl_coef=credited.kl_coef) if learns else state
         told = {**reward_counts(scored), **refill_metrics(refilled, scored.samples)}
         rewarded = {**sample_metrics(samples, self.rewards.names), **told, **asking}
-        return state, samples, {**rewarded, **scoring, **credited.metrics, **metrics}
+        sampled, learned = Tokens.of(scored.samples, samples)
+        work = work_of(self.settings, self.session, policy_learns=learns)
+        flops = {"perf/flops": work.flops(sampled=sampled, learned=learned)}
+        return state, samples, {**rewarded, **scoring, **credited.metrics, **metrics, **flops}
+
+    def policy_learns(self, step: int) -> bool:
+        """Not while only the critic warms up."""
+        return not self.settings.has_critic or step > self.settings.critic.warmup_steps
 
     def rollout(
         self, params: Params, *, step: int, position: int, timer: Timer
@@ -113,12 +102,18 @@ class Trainer:
         """
         rounds: list[Scored] = []
         asked: list[RewardPass] = []
+        with timer.phase("rollout"):
+            weights = [self.session.engine.weights(params)]
 
         def next_round(number: int) -> list[Sample]:
             start = position + number * self.prompts_per_step
             # Groups are numbered over all hosts, for the metrics that gather them.
             first = (number * jax.process_count() + jax.process_index()) * self.settings.rollout.prompts_per_step
-            samples = self.sample(params, step=step, position=start, first_group_id=first, timer=timer)
+            is_last = number + 1 == self.learning.max_rounds
+            # No round comes after this one: the memory is free while rewards are asked for.
+            of_round = weights.pop() if is_last else weights[0]
+            samples = self.sample(of_round, step=step, position=start, first_group_id=first, timer=timer)
+            del of_round
             rounds.append(self.reward(samples, asked, step=step, timer=timer))
             return rounds[-1].samples
 
@@ -126,18 +121,18 @@ class Trainer:
             next_round,
             keep=self.learning.keep,
             num_groups=self.settings.rollout.prompts_per_step,
-            max_rounds=self.settings.algorithm.max_rounds,
+            max_rounds=self.learning.max_rounds,
         )
-        return refilled, joined(rounds), _asking_metrics(asked)
+        return refilled, joined(rounds), asking_metrics(asked)
 
-    def sample(self, params: Params, *, step: int, position: int, first_group_id: int, timer: Timer) -> list[Sample]:
+    def sample(
+        self, weights: DecodeWeights, *, step: int, position: int, first_group_id: int, timer: Timer
+    ) -> list[Sample]:
         """Samples of the prompts from a position on."""
         before = timer.seconds.get("time/rollout_s", 0.0)
         with timer.phase("rollout"):
-            weights = self.session.engine.weights(params)
             prompts = self.take_prompts(position)
             samples = self.session.sample(weights, prompts, policy_version=step - 1, first_group_id=first_group_id)
-            del weights
         elapsed_s = timer.seconds["time/rollout_s"] - before
         return [replace(s, elapsed_s=elapsed_s) for s in samples]
 
@@ -166,22 +161,25 @@ class Trainer:
         """Over all hosts."""
         return self.settings.rollout.prompts_per_step * jax.process_count()
 
-    def score(self, state: RunState, samples: list[Sample], timer: Timer) -> tuple[list[Sample], dict[str, float]]:
+    def score(
+        self, state: RunState, samples: list[Sample], first_epoch: Sequence[np.ndarray], timer: Timer
+    ) -> tuple[list[Sample], dict[str, float]]:
         """The samples with the logprobs and values that the step needs before its updates, and the metrics of them.
 
-        Cut like the update: mini-batch by mini-batch, so that with equal quotas both see the same rows.
+        Cut like the update: by the mini-batches of its first epoch, so that with equal quotas both see the same rows.
         """
         metrics: dict[str, float] = {}
         for role in self.settings.scored_roles:
-            cuts, scored = [], []
+            cuts, scored = [], dict[int, Sample]()
             with timer.phase(f"score_{role}"), closing(CompilationCounter()) as compilations:
                 weights = self.weights_of(role, state)
-                for mini_batch in split_by_group(samples, self.settings.num_mini_batches):
-                    part, cut = self.session.score(weights, mini_batch, role, cut=self.learning.cuts[role])
-                    scored += part
+                for part in first_epoch:
+                    mini_batch = [samples[i] for i in part]
+                    mini_batch, cut = self.session.score(weights, mini_batch, role, cut=self.learning.cuts[role])
+                    scored |= zip(part.tolist(), mini_batch, strict=True)
                     cuts.append(cut)
                 del weights
-            samples = scored
+            samples = [scored[i] for i in range(len(samples))]
             metrics |= {**scoring_metrics(role, cuts), f"perf/score_{role}_compilations": compilations.take()}
         return samples, metrics
 
@@ -194,24 +192,23 @@ class Trainer:
         return network.params
 
     def update(
-        self, state: RunState, samples: Sequence[Sample], *, step: int
+        self, state: RunState, epochs: Epochs, *, policy_learns: bool
     ) -> tuple[RunState, dict[str, float | None]]:
         """The state after the step's updates. Critic and policy see the same mini-batches.
 
         While only the critic warms up, nothing of the policy's state changes, and what its updates measure is None.
         """
         temperature, metrics = self.settings.rollout.temperature, dict[str, float | None]()
-        epochs = self.learning.mini_batches(samples, step)
         policy, critic = state.policy, state.critic
         if critic is not None:
             assert self.learning.critic is not None
             critic, of_critic = self.learning.critic.updater.update(critic, epochs, temperature=temperature)
             metrics |= of_critic
-        if critic is None or step > self.settings.critic.warmup_steps:
+        if policy_learns:
             policy, of_policy = self.learning.policy.updater.update(policy, epochs, temperature=temperature)
             metrics |= of_policy
         else:
-            metrics |= dict.fromkeys(FROZEN)
+            metrics |= self.learning.policy.unmeasured(policy.params)
         return replace(state, policy=policy, critic=critic), metrics
 
     def credit(self, samples: list[Sample], kl_coef: float) -> Credited:
@@ -234,45 +231,10 @@ class Trainer:
         return judged
 
 
-class RewardPass(NamedTuple):
-    """One pass of the reward model over the samples of a round."""
-
-    cut: Cut
-    num_compilations: int
-
-
-def _asking_metrics(asked: Sequence[RewardPass]) -> dict[str, float]:
-    """Of all its passes of a step; none without a reward model."""
-    if not asked:
-        return {}
-    compilations = sum(one.num_compilations for one in asked)
-    return {
-        **scoring_metrics("reward", [one.cut for one in asked]),
-        "perf/score_reward_compilations": compilations,
-    }
-
-
 def _without_credit(sample: Sample) -> Sample:
     length = len(sample.completion_ids)
     zeros = np.zeros(length, np.float32)
     return replace(sample, advantages=zeros, returns=zeros, loss_mask=np.zeros(length, bool))
-
-
-FROZEN = (
-    "loss",
-    "policy/entropy",
-    "policy/grad_norm",
-    "policy/learning_rate",
-    "policy/ratio_max",
-    "policy/clip_fraction_low",
-    "policy/clip_fraction_high",
-    "policy/clip_fraction_dual",
-    "policy/nonfinite_updates",
-    "policy/nonfinite_in_a_row",
-    "rollout/sampler_scorer_logprob_diff_mean",
-    "rollout/sampler_scorer_logprob_diff_max",
-)
-"""Metrics of the policy's updates, which steps that only warm the critic up do not have."""
 
 
 class Outcome(NamedTuple):
@@ -310,18 +272,17 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     settings, session, is_first = launch.resolved.settings, launch.session, jax.process_index() == 0
     learning = wire_learning(settings, session)
     compilations = stack.enter_context(closing(CompilationCounter()))
-    checkpoints = stack.enter_context(closing(_open_checkpoints(launch, learning)))
-    state, progress = _open_state(checkpoints, launch, learning)
-    reference = _reference(state, progress, session)
-    reward_model = _reward_model(launch)
+    checkpoints = stack.enter_context(closing(open_checkpoints(launch, learning)))
+    state, progress = open_state(checkpoints, launch, learning)
+    reference = open_reference(state, progress, session)
+    reward_model = open_reward_model(launch)
     trainer = Trainer(settings, session, learning, launch.input.prompts, reference, launch.rewards, reward_model)
     if settings.packs_rows:
-        check_packing(session, state.policy.params, random_samples(session))
-    work = work_of(settings, session.input.definition)
+        critic = state.critic and state.critic.params
+        check_packing(session, state.policy.params, random_samples(session), critic=critic)
     board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
-    changes = launch.resolved.algorithm_changes
-    board.tell((*((changes,) if changes else ()), launch.input.report, *launch.rewards.reports))
-    journal = stack.enter_context(closing(_open_journal(launch, progress)))
+    board.tell((*launch_lines(launch.resolved), launch.input.report, *launch.rewards.reports))
+    journal = stack.enter_context(closing(open_journal(launch, progress)))
     progress = replace(progress, wandb_id=journal.wandb_id)
     narrator = Narrator(launch.run, settings.logging, board, journal)
     # The report comes while signals are still minded: twice Ctrl-C stops it at once, too.
@@ -346,7 +307,7 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
         exit_code = 0 if is_last else agreed.exit_code
         timer.stop()
         traces.stop()
-        record = _record(metrics, samples, timer, work) | {"perf/compilations": compilations.take()}
+        record = _record(metrics, samples, timer) | {"perf/compilations": compilations.take()}
         if held_out and (is_last or step % settings.eval.every_steps == 0):
             record |= _evaluated(trainer, state.policy.params, held_out, step=step, narrator=narrator)
         num_prompts = int(metrics["rollout/num_rounds"] or 1) * trainer.prompts_per_step
@@ -365,9 +326,11 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     return Outcome(exit_code, journal.history, checkpoints.best)
 
 
-def _record(metrics: dict[str, float | None], samples: Sequence[Sample], timer: Timer, work: Work) -> dict[str, Any]:
+def _record(metrics: dict[str, float | None], samples: Sequence[Sample], timer: Timer) -> dict[str, Any]:
     """A step's line of `metrics.jsonl`."""
-    performance = step_performance(samples, work, seconds=timer.seconds["time/step_s"])
+    flops = metrics["perf/flops"]
+    assert flops is not None
+    performance = step_performance(samples, flops=flops, seconds=timer.seconds["time/step_s"])
     # Null until a penalty measures it.
     return {"policy/kl": None, **metrics, **timer.seconds, **performance}
 
@@ -377,54 +340,6 @@ def _continuing(progress: Progress, settings: Settings) -> str:
     text = f"continuing after step {progress.step} of {settings.run.steps}"
     done = [step for step in settings.logging.profile_steps if step <= progress.step]
     return f"{text}\nlogging.profile_steps: done before, so not profiled: {', '.join(map(str, done))}" if done else text
-
-
-def _open_checkpoints(launch: Launch, learning: Learning) -> Checkpoints:
-    settings = launch.resolved.settings.checkpoint
-    policy = NewestAndBest(settings.keep, settings.best_metric, settings.best_mode)
-    return Checkpoints(launch.run.checkpoints, policy=policy, shapes=learning.shapes, shardings=learning.shardings)
-
-
-def _open_state(checkpoints: Checkpoints, launch: Launch, learning: Learning) -> tuple[RunState, Progress]:
-    """The newest good checkpoint's state, or the models' own weights with fresh moments."""
-    algorithm = launch.resolved.settings.algorithm
-    per_step = launch.resolved.settings.rollout.prompts_per_step * jax.process_count()
-    fingerprints = {**launch.input.fingerprints, "rollout.prompts_per_step over all hosts": str(per_step)}
-    restored = checkpoints.restore(fingerprints)
-    if restored is not None:
-        arrays, progress = restored
-        adapted = progress.kl_coef if algorithm.kl_target is not None else None
-        return RunState.of(arrays, kl_coef=algorithm.beta if adapted is None else adapted), progress
-    session = launch.session
-    policy, critic = learning.policy.initial_state(session.load_params()), None
-    if session.critic is not None:
-        assert learning.critic is not None
-        critic = learning.critic.initial_state(session.critic.load_params(session.mesh))
-    state = RunState(policy, critic, kl_coef=algorithm.beta)
-    return state, Progress(step=0, position=0, fingerprints=fingerprints)
-
-
-def _open_journal(launch: Launch, progress: Progress) -> Journal | NoJournal:
-    """The run directory from here on tells of this run."""
-    if jax.process_index() != 0:
-        return NoJournal()
-    launch.run.write_settings(launch.resolved)
-    record_commit(launch.run, launch.resolved.settings, launch.input.model.files.commit)
-    return Journal(launch.run, launch.resolved, last_step=progress.step or None, wandb_id=progress.wandb_id)
-
-
-def _reference(state: RunState, progress: Progress, session: Session) -> Params | None:
-    """The weights of `model.path`: a fresh state still holds them, a restored one has moved on."""
-    if "reference" not in session.settings.scored_roles:
-        return None
-    if session.settings.score.reference.offload:
-        return to_host_memory(session.load_params() if progress.step else state.policy.params)
-    return session.load_params() if progress.step else jax.tree.map(jnp.copy, state.policy.params)
-
-
-def _reward_model(launch: Launch) -> RewardModel | None:
-    model = launch.input.reward_model
-    return None if model is None else RewardModel.load(launch.resolved.settings, model, launch.session.mesh)
 
 
 def _evaluated(

@@ -147,7 +147,9 @@ def memory_by_phase(
         phases["evaluation"] = {**always, **_generating(session, shapes.evaluation)}
     if reward_model is not None and shapes.reward is not None:
         rows, shape = rows_per_device(session, shapes.reward), fullest_of(shapes.reward).shape
-        phases["reward"] = {**always, "activations": saved_by_reward_model(session, reward_model, rows, shape)}
+        # Between the rounds of a filter the weights of the sampler stay.
+        kept = {"decode_weights": phases["rollout"]["decode_weights"]} if learning.max_rounds > 1 else {}
+        phases["reward"] = {**always, **kept, "activations": saved_by_reward_model(session, reward_model, rows, shape)}
     if shapes.scores:
         passes = [_scoring(session, role, plan) for role, plan in shapes.scores.items()]
         phases["score"] = {**always, **reference, **max(passes, key=lambda held: sum(held.values()))}

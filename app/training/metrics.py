@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from app.advantage.group import zero_variance_fraction
 from app.flow import Sample
 from app.masked import Moments, joint_moments
-from app.mesh.placement import gather_over_hosts, moments_over_hosts, sum_over_hosts
+from app.mesh.placement import bytes_over_hosts, gather_over_hosts, moments_over_hosts, sum_over_hosts
 from app.reward.weighing import Scored
 from app.training.refill import Refilled
 
@@ -39,11 +40,7 @@ def table_over_hosts(columns: Mapping[str, Sequence[float]]) -> dict[str, np.nda
 
 def names_over_hosts(names: Iterable[str]) -> list[str]:
     """The names that any host has, sorted."""
-    own = np.frombuffer(json.dumps(sorted(names)).encode(), np.uint8)
-    sizes = gather_over_hosts(np.asarray(len(own)))
-    padded = np.full(sizes.max(), ord(" "), np.uint8)
-    padded[: len(own)] = own
-    return sorted({name for raw in gather_over_hosts(padded) for name in json.loads(raw.tobytes())})
+    return sorted({name for host in bytes_over_hosts(json.dumps(sorted(names)).encode()) for name in json.loads(host)})
 
 
 def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[str, float]:
@@ -77,18 +74,33 @@ def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[
     return {name: float(value) for name, value in metrics.items()}
 
 
-def credit_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Advantages, returns and what the critic knew of them, over the tokens that the policy wrote, of all hosts.
+class CreditMoments(NamedTuple):
+    """Over the tokens that the policy wrote, of all hosts."""
+
+    advantages: Moments
+    returns: Moments
+    errors: Moments
+    """Of returns - values."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> CreditMoments:
+        """Every host asks at once, also one that has no samples left."""
+        own = (
+            _token_moments([(s.advantages, s.mask) for s in samples]),
+            _token_moments([(s.returns, s.mask) for s in samples]),
+            _token_moments([(_critic_error(s), s.mask) for s in samples]),
+        )
+        return cls(*moments_over_hosts(own))
+
+
+def credit_metrics(credit: CreditMoments) -> dict[str, float]:
+    """Advantages, returns and what the critic knew of them.
 
     Of advantages that are not whitened yet: mean 0 and deviation 1 would tell nothing. Population statistics
     (ddof = 0). Explained variance is 1 - Var(returns - values) / Var(returns): 1 of a critic that knows all, 0 of one
     that says the same everywhere, NaN where the returns are all equal.
     """
-    advantages = _token_moments([(s.advantages, s.mask) for s in samples])
-    returns = _token_moments([(s.returns, s.mask) for s in samples])
-    errors = _token_moments([(_critic_error(s), s.mask) for s in samples])
-    # One gathering whatever the samples hold: a host may have none left.
-    advantages, returns, errors = moments_over_hosts([advantages, returns, errors])
+    advantages, returns, errors = credit
     metrics = {"advantage/mean": advantages.mean, "advantage/std": advantages.population_std}
     if returns.count:
         metrics |= {"returns/mean": returns.mean, "returns/std": returns.population_std}
@@ -116,14 +128,12 @@ def refill_metrics(refilled: Refilled, sampled: Sequence[Sample]) -> dict[str, f
         sampled: of all rounds, whatever became of them.
     """
     rewards = [s.reward for s in sampled if s.reward is not None]
-    counts = (refilled.num_sampled, refilled.num_filtered, refilled.num_surplus, refilled.num_fillers)
-    groups, filtered, surplus, fillers = sum_over_hosts(np.asarray(counts)).tolist()
     total, count = sum_over_hosts(np.asarray([sum(rewards), len(rewards)], np.float64)).tolist()
     return {
         "rollout/num_rounds": refilled.num_rounds,
-        "rollout/surplus_group_count": surplus,
-        "rollout/filler_group_count": fillers,
-        "reward/filtered_group_fraction": filtered / groups,
+        "rollout/surplus_group_count": refilled.num_surplus,
+        "rollout/filler_group_count": refilled.num_fillers,
+        "reward/filtered_group_fraction": refilled.num_filtered / refilled.num_sampled,
         "reward/sampled_mean": total / count if count else float("nan"),
     }
 
@@ -173,39 +183,58 @@ PEAK_FLOPS = {
 """Dense bfloat16 peak of one device, by the start of its kind's name. Source: the vendors' data sheets."""
 
 
+class Tokens(NamedTuple):
+    """Of samples, over all hosts."""
+
+    prompt: int
+    """A prompt's counted once for each of its samples."""
+    completion: int
+
+    @classmethod
+    def of(cls, *parts: Sequence[Sample]) -> list[Tokens]:
+        """Of each part; hosts may hold different numbers of samples."""
+        own = [(sum(len(s.prompt.token_ids) for s in part), sum(len(s.completion_ids) for s in part)) for part in parts]
+        return [cls(*counts) for counts in sum_over_hosts(np.asarray(own, np.int64)).tolist()]
+
+
+class Pass(NamedTuple):
+    """One pass of a network over the samples of a step."""
+
+    flops_per_token: int
+    shares_prompts: bool
+    """A prompt passes once for all its samples."""
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What each token of a step goes through, for counting FLOPs."""
+    """What the tokens of a step go through, for counting FLOPs."""
 
-    num_parameters: int
     group_size: int
-    """A prompt is prefilled once for so many samples."""
-    update_shares_prompts: bool
-    """It passes the update once for so many, too."""
-    scoring_shares_prompts: tuple[bool, ...]
-    """Whether it does so in each scoring pass."""
-    epochs: int
+    rollout: Pass
+    passes: tuple[Pass, ...]
+    """Scoring and updates."""
 
-    def flops(self, *, prompt_tokens: int, completion_tokens: int) -> float:
-        """2 N a token forward, 6 N forward and backward. Source: Chowdhery et al. 2022 (PaLM), appendix B."""
-        sampled = completion_tokens + prompt_tokens / self.group_size
+    def flops(self, *, sampled: Tokens, learned: Tokens) -> float:
+        """2 N a token forward, 6 N forward and backward. Source: Chowdhery et al. 2022 (PaLM), appendix B.
 
-        def tokens(shared: bool) -> float:
-            return sampled if shared else prompt_tokens + completion_tokens
+        Args:
+            sampled: in all rounds.
+            learned: of the samples that the step took from them.
+        """
+        return self._flops(self.rollout, sampled) + sum(self._flops(one, learned) for one in self.passes)
 
-        forward = sampled + sum(map(tokens, self.scoring_shares_prompts))
-        return self.num_parameters * (2 * forward + 6 * tokens(self.update_shares_prompts) * self.epochs)
+    def _flops(self, one: Pass, tokens: Tokens) -> float:
+        prompt_tokens = tokens.prompt / (self.group_size if one.shares_prompts else 1)
+        return one.flops_per_token * (prompt_tokens + tokens.completion)
 
 
-def step_performance(samples: Sequence[Sample], work: Work, *, seconds: float) -> dict[str, float | int | None]:
+def step_performance(samples: Sequence[Sample], *, flops: float, seconds: float) -> dict[str, float | int | None]:
     """Speed over the whole step and peak memory, under `perf/`. `perf/mfu` is None where the peak is not known."""
-    completion_tokens = int(over_hosts([len(s.completion_ids) for s in samples]).sum())
-    prompt_tokens = int(over_hosts([len(s.prompt.token_ids) for s in samples]).sum())
+    (tokens,) = Tokens.of(samples)
     kind = jax.devices()[0].device_kind
-    peak = next((flops for start, flops in PEAK_FLOPS.items() if kind.startswith(start)), None)
-    flops = work.flops(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
+    peak = next((most for start, most in PEAK_FLOPS.items() if kind.startswith(start)), None)
     return {
-        "perf/tokens_per_s": completion_tokens / seconds,
+        "perf/tokens_per_s": tokens.completion / seconds,
         "perf/mfu": None if peak is None else flops / (seconds * peak * jax.device_count()),
         "perf/peak_memory_bytes": peak_memory_bytes(),
     }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from app.batching.micro_batches import lengths_of
@@ -15,9 +17,23 @@ from app.mesh.placement import max_over_hosts, num_local_row_shards
 from app.policy.decoder import Params
 from app.training.session import Session
 
+Read = Callable[[Sequence[Sample], Plan], list[np.ndarray]]
+"""Samples and where they stand -> a number for each of their completion tokens."""
+
+
+class Unit(NamedTuple):
+    """What differences are measured in, given what is read alone."""
+
+    name: str
+    of: Callable[[np.ndarray], Any]
+
+
+NATS = Unit("nats", lambda alone: 1.0)
+SPREADS = Unit("standard deviations", np.std)
+
 
 class Rounding(NamedTuple):
-    """What the order of sums may change a logprob by, in nats; another sample's tokens in view change far more."""
+    """What the order of sums may change a logprob or a value by; another sample's tokens in view change far more."""
 
     largest: float
     mean: float
@@ -30,22 +46,39 @@ LONGEST = 128
 """Tokens that are looked at of each sample. Three of them make a row that attention takes block by block everywhere."""
 
 
-def check_packing(session: Session, params: Params, samples: Sequence[Sample]) -> float:
+def check_packing(
+    session: Session, params: Params, samples: Sequence[Sample], *, critic: Params | None = None
+) -> float:
     """Largest |logprob in a shared row - logprob alone|, in nats, over all tokens of a few samples.
 
     Once every sample is a stranger to the others of its row; then, where prompts are shared, those of one prompt stand
-    behind it. Only the first tokens of long samples are looked at.
+    behind it. Only the first tokens of long samples are looked at. A critic of the policy's architecture sees what the
+    policy sees; of another it is asked, too, for values instead of logprobs.
 
     Raises:
         RuntimeError: it is beyond rounding, so that packed rows would not give the samples' own logprobs.
     """
+    logprobs = partial(session.scorer.logprobs, params, temperature=1.0)
+    largest = _largest_difference(session, logprobs, samples, unit=NATS)
+    if critic is None or session.architecture_of("critic") == session.input.architecture:
+        return largest
+    assert session.critic is not None
+    # A head of zeros, which one may start with, would agree on anything.
+    params = {**critic, "value": jnp.full_like(critic["value"], critic["value"].size ** -0.5)}
+    values = partial(session.critic.valuer.values, params)
+    return max(largest, _largest_difference(session, values, samples, unit=SPREADS))
+
+
+def _largest_difference(session: Session, read: Read, samples: Sequence[Sample], *, unit: Unit) -> float:
+    """As `check_packing`."""
     samples = [_start_of(sample) for sample in samples]
     apart = [(i,) for i in range(len(samples))]
     arrangements = [apart, _by_prompt(samples)] if session.settings.batching.share_prompts else [apart]
-    alone, *together = _scored(session, params, samples, arrangements)
+    alone, *together = _scored(session, read, samples, arrangements)
     # Weights that give no number alone have a trouble of their own, which the first update tells.
     known = np.isfinite(alone)
-    differences = np.concatenate([np.abs(logprobs - alone)[known] for logprobs in together])
+    scale = unit.of(alone[known]) if known.any() else 1.0
+    differences = np.concatenate([np.abs(shared - alone)[known] for shared in together]) / scale
     own = differences.max(initial=0.0), differences.mean() if known.any() else 0.0
     # On every host the same, or one would stop alone and the others wait for it.
     largest, mean = max_over_hosts(np.asarray(own)).tolist()
@@ -53,9 +86,9 @@ def check_packing(session: Session, params: Params, samples: Sequence[Sample]) -
     # Not `>`: a NaN is no agreement.
     if not (largest <= allowed.largest and mean <= allowed.mean):
         raise RuntimeError(
-            f"samples that share a row score differently from alone by up to {largest:.2g} nats: attention leaks "
-            "between them on this backend, please report it. Until then set score.dynamic: false and "
-            "algorithm.dynamic_microbatch: false"
+            f"samples that share a row score differently from alone by up to {largest:.2g} {unit.name}: attention "
+            "leaks between them on this backend, please report it. Until then set score.dynamic: false and "
+            "algorithm.dynamic_microbatch: false, with a critic critic.dynamic_microbatch: false as well"
         )
     return largest
 
@@ -71,9 +104,9 @@ def _by_prompt(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
 
 
 def _scored(
-    session: Session, params: Params, samples: Sequence[Sample], arrangements: Sequence[Sequence[tuple[int, ...]]]
+    session: Session, read: Read, samples: Sequence[Sample], arrangements: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[np.ndarray]:
-    """Logprobs of all samples, each in a row of its own, then arranged in one row in each of these ways.
+    """Logprobs, or values, of all samples, each in a row of its own, then arranged in one row in each of these ways.
 
     Rows go one at a time through one program, the other devices idle: that takes no more memory than a row.
     """
@@ -84,17 +117,19 @@ def _scored(
     empty = ((),) * (num_local_row_shards(session.mesh) - 1)
     plan = Plan(tuple(MicroBatch((row, *empty), RowShape(num_tokens, num_tokens)) for row in rows))
     copies = [sample for _ in range(1 + len(arrangements)) for sample in samples]
-    logprobs = session.scorer.logprobs(params, copies, plan, temperature=1.0)
-    return [np.concatenate(logprobs[first : first + count]) for first in range(0, len(copies), count)]
+    found = read(copies, plan)
+    return [np.concatenate(found[first : first + count]) for first in range(0, len(copies), count)]
 
 
 def random_samples(session: Session) -> list[Sample]:
     """Three samples of random tokens, two of them behind one prompt."""
     rng = np.random.default_rng(session.settings.run.seed)
-    longest = min(LONGEST, session.input.architecture.max_positions)
+    networks = [session.input.architecture, session.architecture_of("critic")]
+    longest = min(LONGEST, *(network.max_positions for network in networks))
+    vocab_size = min(network.vocab_size for network in networks)
 
     def tokens(count: int) -> np.ndarray:
-        return rng.integers(session.input.architecture.vocab_size, size=count).astype(np.int32)
+        return rng.integers(vocab_size, size=count).astype(np.int32)
 
     def sample(prompt: Prompt, index: int) -> Sample:
         completion = tokens(longest - len(prompt.token_ids) - index)

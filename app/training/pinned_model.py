@@ -1,49 +1,97 @@
-"""A run keeps the commit of its hub model, wherever the branch it came from has moved since."""
+"""A run keeps the commits of its hub models, wherever the branches they came from have moved since."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from app.training.run_directory import RunDirectory
 from app.whole_file import write_whole
 from settings import Settings
 from settings.errors import InputError
-from settings.schema import Model
+
+
+class Place(NamedTuple):
+    """The fields of a section that say which model is asked for."""
+
+    path: str
+    revision: str
+
+
+class AskedFor(NamedTuple):
+    """What those fields said."""
+
+    path: str | None
+    revision: str | None
+
+
+class Pin(NamedTuple):
+    """The commit that was found for it."""
+
+    asked_for: AskedFor
+    commit: str
+
+
+MODELS: Mapping[str, Place] = MappingProxyType(
+    {
+        "model": Place("path", "revision"),
+        "critic": Place("path", "revision"),
+        "reward": Place("model", "model_revision"),
+    }
+)
+"""By section. A critic without a path starts from the policy's files, and so from their commit."""
 
 
 def pinned(settings: Settings, run: RunDirectory) -> Settings:
-    """`model.revision` is the commit that this run started with, if it did so with the same model settings.
+    """The revision of each model is the commit that this run started with, where it did so with the same settings.
 
     Raises: InputError where the run's record cannot be read.
     """
     if not run.model.is_file():
         return settings
-    record = _read(run.model)
-    if _asked_for(settings.model) != (record.get("path"), record.get("revision")):
-        return settings
-    model = settings.model.model_copy(update={"revision": record.get("commit")})
-    return settings.model_copy(update={"model": model})
+    for section, known in _read(run.model).items():
+        if known.asked_for == _asked_for(settings, section):
+            commit = {MODELS[section].revision: known.commit}
+            settings = settings.model_copy(update={section: getattr(settings, section).model_copy(update=commit)})
+    return settings
 
 
-def record_commit(run: RunDirectory, settings: Settings, commit: str | None) -> None:
-    """Writes down what `pinned` reads; nothing for a model that is not from the hub."""
-    if commit is None:
-        return
-    path, revision = _asked_for(settings.model)
-    text = json.dumps({"path": path, "revision": revision, "commit": commit})
-    write_whole(run.model, f"{text}\n".encode())
+def record_commits(run: RunDirectory, settings: Settings, commits: Mapping[str, str | None]) -> None:
+    """Writes down what `pinned` reads; nothing of models that are not from the hub.
+
+    Args:
+        commits: by section; None where the model is not from the hub.
+    """
+    records = {
+        section: {**_asked_for(settings, section)._asdict(), "commit": commit}
+        for section, commit in commits.items()
+        if commit is not None
+    }
+    # The policy's own stands at the top.
+    record = {**records.pop("model", {}), **records}
+    if record:
+        write_whole(run.model, f"{json.dumps(record)}\n".encode())
 
 
-def _asked_for(model: Model) -> tuple[str, str | None]:
-    return model.path, model.revision
+def _asked_for(settings: Settings, section: str) -> AskedFor:
+    chosen, place = getattr(settings, section), MODELS[section]
+    return AskedFor(getattr(chosen, place.path), getattr(chosen, place.revision))
 
 
-def _read(path: Path) -> dict[str, str | None]:
+def _read(path: Path) -> dict[str, Pin]:
+    """By section."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"--resume: {path} is not readable as JSON ({error}); start another run.name") from error
     if not isinstance(record, dict):
         raise InputError(f"--resume: {path} does not hold a JSON object; start another run.name")
-    return record
+    records = {"model": record} | {section: record[section] for section in MODELS if section in record}
+    return {
+        section: Pin(AskedFor(one.get("path"), one.get("revision")), one["commit"])
+        for section, one in records.items()
+        if isinstance(one, dict) and "commit" in one
+    }

@@ -5,28 +5,38 @@ Source: Yu et al. 2025 (DAPO), section 3.2.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from app.flow import Sample
-from app.mesh.placement import gather_over_hosts
+from app.mesh.placement import bytes_over_hosts, gather_over_hosts
+from app.sample_records import sample_from_record, sample_to_record
+from settings.reward_section import OVERLONG
 
 Source = Callable[[int], Sequence[Sample]]
 """Round (0, 1, ...) -> this host's rewarded samples of as many groups as its step has. Every host asks alike."""
 Filter = Callable[[Sequence[Sample]], bool]
 """A group's samples -> whether the step learns from them."""
+Group = list[Sample]
+
+ROUNDING = 1e-9
+"""Rewards that are apart by more differ: a penalty that was added and is taken off again leaves less behind."""
 
 
 @dataclass(frozen=True)
 class Refilled:
-    """This host's groups of a step, and how many it took to find them."""
+    """This host's groups of a step; and over all hosts, how many it took to find theirs."""
 
     samples: list[Sample]
-    """Of exactly so many groups as a step has, in the order they came."""
+    """Of exactly so many groups as its step has, in the order they came."""
     num_rounds: int
-    """The same on every host."""
     num_sampled: int
     """Groups of all rounds; the next three count them, too."""
     num_filtered: int
@@ -43,45 +53,109 @@ def keeps_all(group: Sequence[Sample]) -> bool:
 
 
 def rewards_differ(group: Sequence[Sample]) -> bool:
-    """Whether comparing the group's samples teaches anything; a sample without reward is not compared."""
-    return len({s.reward for s in group if s.reward is not None}) > 1
+    """Whether comparing the group's samples teaches anything but length; one without reward is not compared.
+
+    What overlong samples lose is no difference: the paper filters by right and wrong answers alone (eq. 11).
+    """
+    rewards = [s.reward - (s.rewards or {}).get(OVERLONG, 0.0) for s in group if s.reward is not None]
+    return len(rewards) > 1 and max(rewards) - min(rewards) > ROUNDING
 
 
 def refill(source: Source, *, keep: Filter, num_groups: int, max_rounds: int) -> Refilled:
-    """Rounds until every host has kept `num_groups` groups of its own, at most `max_rounds` of them.
+    """Rounds until all hosts together have kept `num_groups` groups for each of them, at most `max_rounds` rounds.
+
+    A step's groups, and their order, are the same on any number of hosts: hosts count what all of them have kept,
+    choose alike, and hand each other what each lacks of its equal part.
 
     A prompt that an earlier round has asked brings the same samples again, as noise follows prompt and step: such a
     group is left out. That happens where a step meets the end of the data.
     """
-    groups: list[list[Sample]] = []
-    kept: list[int] = []
-    asked: set[str] = set()
+    num_wanted = num_groups * jax.process_count()
+    own: list[Group] = []
+    kept: list[bool] = []
+    asked: set[int] = set()
     num_rounds = 0
-    is_enough = False
-    while num_rounds < max_rounds and not is_enough:
-        new = list(enumerate(by_group(source(num_rounds)), start=len(groups)))
-        kept += [i for i, group in new if keep(group) and group[0].prompt.uid not in asked]
-        groups += [group for _, group in new]
-        asked |= {group[0].prompt.uid for _, group in new}
+    while num_rounds < max_rounds and sum(kept) < num_wanted:
+        new = by_group(source(num_rounds))
+        assert len(new) == num_groups
+        # Host after host, as the prompts of a round are dealt: rows are groups by their number in the step.
+        told = gather_over_hosts(np.asarray([(keep(group), _number(group[0].prompt.uid)) for group in new]))
+        verdicts = told.reshape(-1, 2).tolist()
+        kept += [bool(is_kept) and prompt not in asked for is_kept, prompt in verdicts]
+        asked |= {prompt for _, prompt in verdicts}
+        own += new
         num_rounds += 1
-        is_enough = int(gather_over_hosts(np.asarray(len(kept))).min()) >= num_groups
-    taken = kept[:num_groups]
-    fillers = sorted(set(range(len(groups))) - set(kept))[: num_groups - len(taken)]
-    # Fillers stay where they came: together they would be a mini-batch without a loss.
-    chosen = [(groups[i], i in fillers) for i in sorted(taken + fillers)]
+    chosen = choose(kept, num_wanted)
+    groups = _delivered(own, chosen.numbers, num_groups)
     return Refilled(
-        samples=[_out_of_loss(s) if is_filler else s for group, is_filler in chosen for s in group],
+        samples=[_out_of_loss(s) if number in chosen.fillers else s for number, group in groups for s in group],
         num_rounds=num_rounds,
-        num_sampled=len(groups),
-        num_filtered=len(groups) - len(kept),
-        num_surplus=len(kept) - len(taken),
-        num_fillers=len(fillers),
+        num_sampled=len(kept),
+        num_filtered=len(kept) - sum(kept),
+        num_surplus=max(sum(kept) - num_wanted, 0),
+        num_fillers=len(chosen.fillers),
     )
 
 
-def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
+class Chosen(NamedTuple):
+    """A step's groups by their numbers: the first kept ones, as many as it takes, filled up with the first others."""
+
+    numbers: list[int]
+    """Ascending: fillers stay where they came, together they would be a mini-batch without a loss."""
+    fillers: frozenset[int]
+
+
+def choose(kept: Sequence[bool], num_wanted: int) -> Chosen:
+    """Of groups in the order they came, at least `num_wanted`."""
+    taken = [number for number, is_kept in enumerate(kept) if is_kept][:num_wanted]
+    others = (number for number, is_kept in enumerate(kept) if not is_kept)
+    fillers = list(itertools.islice(others, num_wanted - len(taken)))
+    return Chosen(sorted(taken + fillers), frozenset(fillers))
+
+
+class Place(NamedTuple):
+    host: int
+    index: int
+    """Among all groups that the host has sampled in the step."""
+
+
+def place_of(number: int, *, num_groups: int, num_hosts: int) -> Place:
+    """Where the group of a number was sampled: in each round every host has `num_groups`, one host behind the other."""
+    round_number, in_round = divmod(number, num_groups * num_hosts)
+    host, slot = divmod(in_round, num_groups)
+    return Place(host, round_number * num_groups + slot)
+
+
+def _delivered(own: Sequence[Group], numbers: Sequence[int], num_groups: int) -> list[tuple[int, Group]]:
+    """This host's equal run of the chosen groups with their numbers. Every host calls it.
+
+    Args:
+        own: all that this host has sampled.
+    """
+    this_host, num_hosts = jax.process_index(), jax.process_count()
+    places = {number: place_of(number, num_groups=num_groups, num_hosts=num_hosts) for number in numbers}
+    goes_to = {number: position // num_groups for position, number in enumerate(numbers)}
+    moving = [number for number in numbers if places[number].host != goes_to[number]]
+    at_hand = {number: own[place.index] for number, place in places.items() if place.host == this_host}
+    if moving:
+        leaving = {number: list(map(sample_to_record, at_hand[number])) for number in moving if number in at_hand}
+        for sent in map(json.loads, bytes_over_hosts(json.dumps(leaving).encode())):
+            at_hand |= {int(number): list(map(_arrived, records)) for number, records in sent.items()}
+    return [(number, at_hand[number]) for number in numbers if goes_to[number] == this_host]
+
+
+def _arrived(record: dict[str, Any]) -> Sample:
+    return sample_from_record(record, where="a sample of another host")
+
+
+def _number(uid: str) -> int:
+    """A prompt's name as what hosts can gather."""
+    return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def by_group(samples: Sequence[Sample]) -> list[Group]:
     """In the order of their first samples."""
-    groups: dict[int, list[Sample]] = {}
+    groups: dict[int, Group] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
     return list(groups.values())

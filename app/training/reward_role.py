@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int32
 
 from app.batching.micro_batches import Cut, FixedRows, PackedRows
+from app.batching.pass_metrics import scoring_metrics
 from app.flow import Prompt, Sample
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params, ValueDecoder
@@ -148,3 +149,21 @@ def _outcome(score: float) -> Outcome:
     if math.isfinite(score):
         return Outcome(score)
     return Outcome(failure=Failure("value", f"the reward model's score is {score}"))
+
+
+class RewardPass(NamedTuple):
+    """One pass of the reward model over the samples of a round."""
+
+    cut: Cut
+    num_compilations: int
+
+
+def asking_metrics(asked: Sequence[RewardPass]) -> dict[str, float]:
+    """Of all its passes of a step; none without a reward model."""
+    if not asked:
+        return {}
+    compilations = sum(one.num_compilations for one in asked)
+    return {
+        **scoring_metrics("reward", [one.cut for one in asked]),
+        "perf/score_reward_compilations": compilations,
+    }

@@ -37,7 +37,7 @@ class RunDirectory:
 
     @property
     def model(self) -> Path:
-        """Which commit of a hub model this is a run of."""
+        """Which commit of a hub model, or of several, this is a run of."""
         return self.path / "model.json"
 
     @property

@@ -27,7 +27,7 @@ from app.reward.rewards import Rewards
 from app.reward.tasks import check_answers
 from app.reward.weighing import Scored
 from app.sample_records import sample_from_record, sample_to_record
-from app.training.cutting import Longest, wire_role
+from app.training.cutting import Longest, num_tokens_behind, wire_role
 from app.training.metrics import CompilationCounter, host_counts, peak_memory_bytes
 from app.training.packing_check import check_packing
 from app.training.reward_role import RewardModel, RewardModelInput, read_reward_model
@@ -40,7 +40,7 @@ from app.training.session import (
     read_model_input,
     start_on_one_host,
 )
-from app.training.training_input import data_columns
+from app.training.training_input import data_columns, overlong_penalty
 from app.training.wiring import check_host_memory
 from settings import Resolved, Settings
 from settings.errors import InputError
@@ -86,10 +86,10 @@ def score_logprobs(
         raise InputError("--check-packing compares logprobs, and --role critic has none; take --role policy for it")
     model = read_model_input(settings)
     critic = read_critic_input(settings, model) if role == "critic" else None
-    file = SampleFile(input, (critic or model).architecture)
+    architecture = (critic or model).architecture
+    file = SampleFile(input, architecture)
     extent, drawn = file.check(num_drawn=NUM_PACKED if checks_packing else 0, seed=settings.run.seed)
-    behind = 1 if role == "critic" and settings.algorithm.bootstrap_truncated else 0
-    check_quota(resolved, f"score.{role}", extent.longest + behind, where=extent.longest_at)
+    check_quota(resolved, f"score.{role}", extent.longest + num_tokens_behind(settings, role), where=extent.longest_at)
     session = open_on_one_host(settings, model, critic)
     start = time.perf_counter()
     params = session.critic.load_params(session.mesh) if session.critic else session.load_params()
@@ -99,7 +99,7 @@ def score_logprobs(
         # Of a file with fewer samples than a row is to hold, some stand in it twice.
         packed = (drawn * NUM_PACKED)[:NUM_PACKED]
         figures["max |packed - alone|"] = check_packing(session, params, packed)
-    passes = Passes(session, params, role, cut=_cut(settings, role, model.architecture, extent))
+    passes = Passes(session, params, role, cut=_cut(settings, role, architecture, extent))
     del params
     with closing(CompilationCounter()) as compilations:
         scored = passes.scored(file.windows(window), num_samples=extent.num_samples)
@@ -112,7 +112,7 @@ def _cut(settings: Settings, role: ScoredRole, architecture: Architecture, exten
     """The same rows for every window."""
     cut = wire_role(settings, role, architecture, Longest(extent.longest))
     if isinstance(cut, FixedRows):
-        behind = 1 if role == "critic" and settings.algorithm.bootstrap_truncated else 0
+        behind = num_tokens_behind(settings, role)
         return replace(cut, shape=fixed_shape(extent.longest + behind, extent.longest_completion + behind))
     return cut
 
@@ -208,7 +208,7 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
     model = read_reward_model(settings)
     if model is not None:
         model.check_prompt(prompts[0])
-    with Rewards(settings.reward, data_columns(settings, prompts)) as rewards:
+    with Rewards(settings.reward, data_columns(settings, prompts), overlong=overlong_penalty(settings)) as rewards:
         for report in rewards.reports:
             print(report, file=sys.stderr)
         of_model = None if model is None else _asked(settings, model, samples)
@@ -218,7 +218,7 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
     if scored.problem is not None:
         raise RuntimeError(scored.problem)
     write_jsonl(out, map(sample_to_record, scored.samples))
-    return {"samples": len(samples), **_reward_figures(scored), "written to": str(out)}
+    return {"samples": len(samples), **_reward_figures(scored, rewards.names), "written to": str(out)}
 
 
 def _asked(settings: Settings, model: RewardModelInput, samples: Sequence[Sample]) -> list[Outcome]:
@@ -228,14 +228,14 @@ def _asked(settings: Settings, model: RewardModelInput, samples: Sequence[Sample
     return outcomes
 
 
-def _reward_figures(scored: Scored) -> dict[str, Any]:
+def _reward_figures(scored: Scored, names: Sequence[str]) -> dict[str, Any]:
     """Means over the samples that have a value, None where none has, and what training counts. Starts no device."""
 
     def mean(values: Sequence[float]) -> float | None:
         return float(np.mean(values)) if values else None
 
     kept = [s for s in scored.samples if s.reward is not None]
-    values = {name: [s.rewards[name] for s in kept if s.rewards and name in s.rewards] for name in scored.tallies}
+    values = {name: [s.rewards[name] for s in kept if s.rewards and name in s.rewards] for name in names}
     counts, extras = host_counts(scored)
     figures: dict[str, Any] = {
         **{f"reward/{name}/mean": mean(of_function) for name, of_function in values.items()},

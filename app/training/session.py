@@ -19,7 +19,7 @@ from app.policy.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture
 from app.policy.kv_cache import DecodeWeights
 from app.policy.weight_files import ModelFiles, open_model
 from app.policy.weights import check_tensors, critic_entries, expected_entries, load_weights
-from app.prompts.tokenizer import Tokenizer, load_tokenizer
+from app.prompts.tokenizer import Tokenizer, ids_fingerprint, load_fast_tokenizer, load_tokenizer
 from app.rollout.engine import Engine
 from app.rollout.sampling import SamplingRules
 from app.score.scorer import Pass, RowPass, Scorer, Valuer, with_a_token_behind
@@ -48,34 +48,43 @@ def read_model_input(settings: Settings) -> ModelInput:
     architecture = architecture_from_config(files.config)
     definition = DecoderDefinition.of(architecture)
     check_tensors(expected_entries(definition), files.weights.shapes, architecture)
-    return ModelInput(files, architecture, definition, _tokenizer(files, architecture))
+    tokenizer = load_tokenizer(files)
+    _check_embedding(tokenizer, architecture)
+    return ModelInput(files, architecture, definition, tokenizer)
 
 
-def read_critic_input(settings: Settings, policy: ModelInput | None = None) -> ModelInput:
-    """The checkpoint that the critic starts from, as a value decoder: that of `critic.path`, or the policy's own.
+@dataclass(frozen=True)
+class CriticInput:
+    """What a critic starts from, looked at but not yet loaded. It reads the policy's tokens."""
 
-    Args:
-        policy: whose tokenizer it must share; None where no policy runs.
+    files: ModelFiles
+    architecture: Architecture
+    definition: DecoderDefinition
+
+
+def read_critic_input(settings: Settings, policy: ModelInput) -> CriticInput:
+    """The checkpoint of `critic.path`, or the policy's own, as a value decoder.
 
     Raises:
         InputError: anything about it that would only fail later, another tokenizer than the policy's among it.
     """
     if settings.critic.path is None:
-        policy = policy or read_model_input(settings)
-        return replace(policy, definition=DecoderDefinition.of(policy.architecture, ValueDecoder))
+        definition = DecoderDefinition.of(policy.architecture, ValueDecoder)
+        return CriticInput(policy.files, policy.architecture, definition)
     with naming("critic.path", revision="critic.revision"):
         files = open_model(settings.critic.path, revision=settings.critic.revision)
         architecture = architecture_from_config(files.config, heads=CAUSAL_LM + SEQUENCE_CLASSIFICATION)
         definition = DecoderDefinition.of(architecture, ValueDecoder)
         check_tensors(critic_entries(definition, files.weights.shapes), files.weights.shapes, architecture)
-        critic = ModelInput(files, architecture, definition, _tokenizer(files, architecture))
-    if policy is not None and critic.tokenizer.fingerprint != policy.tokenizer.fingerprint:
+        _check_embedding(policy.tokenizer, architecture)
+        same_ids = ids_fingerprint(load_fast_tokenizer(files)) == policy.tokenizer.ids_fingerprint
+    if not same_ids:
         raise InputError(
-            f"critic.path: {settings.critic.path} has another tokenizer ({critic.tokenizer.vocab_size} tokens) than "
-            f"model.path {settings.model.path} ({policy.tokenizer.vocab_size} tokens), so it would read other words "
-            "than the policy writes; choose a critic of the policy's family, or leave critic.path null"
+            f"critic.path: {settings.critic.path} has another tokenizer than model.path {settings.model.path}, so it "
+            "would read other words than the policy writes; choose a critic of the policy's family, or leave "
+            "critic.path null"
         )
-    return critic
+    return CriticInput(files, architecture, definition)
 
 
 @contextmanager
@@ -88,14 +97,12 @@ def naming(setting: str, *, revision: str) -> Iterator[None]:
         raise InputError(text if setting in text else f"{setting}: {text}") from error
 
 
-def _tokenizer(files: ModelFiles, architecture: Architecture) -> Tokenizer:
-    tokenizer = load_tokenizer(files)
+def _check_embedding(tokenizer: Tokenizer, architecture: Architecture) -> None:
     if tokenizer.vocab_size > architecture.vocab_size:
         raise InputError(
             f"model.path: the tokenizer has {tokenizer.vocab_size} tokens and the model's embedding only "
             f"{architecture.vocab_size}; they do not belong together"
         )
-    return tokenizer
 
 
 def check_context(architecture: Architecture, settings: Settings, *, path: str) -> None:
@@ -113,7 +120,7 @@ def check_context(architecture: Architecture, settings: Settings, *, path: str) 
 class Critic:
     """A value decoder on the mesh of a session."""
 
-    input: ModelInput
+    input: CriticInput
     valuer: Valuer
 
     def load_params(self, mesh: Mesh) -> Params:
@@ -134,7 +141,7 @@ class Session:
     critic: Critic | None = None
 
     @classmethod
-    def open(cls, settings: Settings, model: ModelInput, critic: ModelInput | None = None) -> Session:
+    def open(cls, settings: Settings, model: ModelInput, critic: CriticInput | None = None) -> Session:
         """The first thing that touches a device. `topology.start` must have run."""
         mesh = open_mesh(settings)
         dtype = compute_type(settings)
@@ -226,7 +233,7 @@ def compute_type(settings: Settings) -> jnp.dtype:
     return dtype
 
 
-def open_on_one_host(settings: Settings, model: ModelInput, critic: ModelInput | None = None) -> Session:
+def open_on_one_host(settings: Settings, model: ModelInput, critic: CriticInput | None = None) -> Session:
     """A session of a verb that writes one file. Starts the devices.
 
     Raises:

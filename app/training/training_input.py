@@ -14,7 +14,7 @@ from app.reward.signature import Columns
 from app.reward.tasks import check_answers
 from app.training.evaluate import check_best_metric
 from app.training.reward_role import RewardModelInput, check_reward_context, read_reward_model
-from app.training.session import ModelInput, check_context, read_critic_input, read_model_input
+from app.training.session import CriticInput, ModelInput, check_context, read_critic_input, read_model_input
 from settings import Settings
 
 
@@ -23,7 +23,7 @@ class TrainingInput:
     """Everything a run reads, checked before any device is touched."""
 
     model: ModelInput
-    critic: ModelInput | None
+    critic: CriticInput | None
     """What the critic starts from; None, and no memory, without one."""
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
@@ -32,16 +32,31 @@ class TrainingInput:
     """What a person should know of the data: column mapping, prompts kept and dropped."""
     reward_model: RewardModelInput | None = None
 
+    @property
+    def commits(self) -> dict[str, str | None]:
+        """Of the models that settings name, by section; None where one is not from the hub."""
+        reward = self.reward_model
+        return {
+            "model": self.model.files.commit,
+            "critic": self.critic and self.critic.files.commit,
+            "reward": reward and reward.files.commit,
+        }
+
     def rewards(self, settings: Settings) -> Rewards:
         """The reward functions over these data; importing them is what entering it does."""
         columns, held_out = data_columns(settings, self.prompts), None
         if self.held_out:
             source = settings.data.eval_source or settings.data.source
             held_out = replace(data_columns(settings, self.held_out), source=source)
-        overlong, buffer = None, settings.reward.overlong_buffer
-        if buffer is not None:
-            overlong = OverlongPenalty(settings.rollout.max_new_tokens, buffer, settings.reward.overlong_penalty)
-        return Rewards(settings.reward, columns, held_out, overlong)
+        return Rewards(settings.reward, columns, held_out, overlong_penalty(settings))
+
+
+def overlong_penalty(settings: Settings) -> OverlongPenalty | None:
+    """What length costs; None where it costs nothing."""
+    buffer = settings.reward.overlong_buffer
+    if buffer is None:
+        return None
+    return OverlongPenalty(settings.rollout.max_new_tokens, buffer, settings.reward.overlong_penalty)
 
 
 def data_columns(settings: Settings, prompts: Sequence[Prompt]) -> Columns:

@@ -14,22 +14,23 @@ import optax
 from jax.sharding import Mesh
 
 from app.batching.micro_batches import Cutter
+from app.batching.pass_metrics import critic_update_metrics, update_metrics
 from app.mesh.placement import has_host_memory, num_local_row_shards
 from app.policy.decoder import DecoderDefinition, Params
 from app.training.crediting import Crediting, wire_crediting, wire_kl
 from app.training.cutting import Longest, wire_role, wire_update
-from app.training.metrics import Work
+from app.training.metrics import Pass, Work
 from app.training.refill import Filter, keeps_all, rewards_differ
 from app.training.run_state import arrays_of
 from app.training.session import Critic, Session
-from app.update.aggregation import aggregations
+from app.update.aggregation import Totals, aggregations
 from app.update.mini_batches import MiniBatches, in_order, shuffled
 from app.update.objective import PolicyLoss, make_objective, own_logprobs, scored_logprobs
 from app.update.optimizer import TrainState, initial_state, make_optimizer, make_schedule, state_shardings
 from app.update.ratio import LogRatio, sequence_log_ratio, token_log_ratio
 from app.update.step import POLICY_METRICS, VALUE_METRICS, MetricNames, UpdateStep
 from app.update.surrogate import Surrogate, SurrogateLoss, cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
-from app.update.updater import Pack, PolicyPack, Updater
+from app.update.updater import CutMetrics, Pack, PolicyPack, Updater
 from app.update.value_loss import (
     ValueLoss,
     clipped_squared_error,
@@ -51,13 +52,14 @@ SURROGATES: Mapping[str, Callable[..., Surrogate]] = MappingProxyType(
 FILTERS: Mapping[str, Filter] = MappingProxyType({"none": keeps_all, "zero_variance": rewards_differ})
 """By `algorithm.filter`."""
 
-OTHERWISE = "algorithm.dynamic_microbatch: true, instead of algorithm.rows_per_device, takes any number"
+OTHERWISE = "{scope}.dynamic_microbatch: true, instead of {scope}.rows_per_device, takes any number"
 
 
 @dataclass(frozen=True)
 class Learner:
     """The update room, wired for one network."""
 
+    step: UpdateStep
     updater: Updater
     optimizer: optax.GradientTransformation
     shapes: TrainState
@@ -67,6 +69,15 @@ class Learner:
         """Fresh moments beside these weights."""
         return initial_state(self.optimizer, params, self.shardings)
 
+    def unmeasured(self, params: Params) -> dict[str, None]:
+        """What the updates of a step would have measured. Every host asks."""
+        updater = self.updater
+        cut = updater.cut([], updater.mesh)
+        batch = updater.pack([], cut.own.micro_batches[0], Totals(num_tokens=0, num_samples=0))
+        with jax.set_mesh(updater.mesh):
+            names = self.step.metric_names(params, batch, jnp.float32(1))
+        return dict.fromkeys([*names, *updater.cut_metrics([cut])])
+
 
 @dataclass(frozen=True)
 class Learning:
@@ -75,6 +86,8 @@ class Learning:
     credit: Crediting
     keep: Filter
     """Which groups a step learns from."""
+    max_rounds: int
+    """Rollouts of a step, while too few groups are kept; 1 without a filter."""
     cuts: Mapping[ScoredRole, Cutter]
     """How the samples that a role scores are cut."""
     mini_batches: MiniBatches
@@ -101,6 +114,7 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
     return Learning(
         wire_crediting(settings),
         FILTERS[settings.algorithm.filter],
+        1 if settings.algorithm.filter == "none" else settings.algorithm.max_rounds,
         cuts,
         wire_mini_batches(settings),
         wire_policy(settings, session, longest),
@@ -126,7 +140,8 @@ def wire_policy(settings: Settings, session: Session, longest: Longest) -> Learn
     )
     schedule = make_schedule(settings.optimizer, num_updates=settings.policy_updates)
     cut = wire_update(settings, algorithm, session.input.architecture, longest)
-    return _learner(settings.optimizer, schedule, definition, session.mesh, objective, cut, pack, POLICY_METRICS)
+    names = POLICY_METRICS, update_metrics
+    return _learner(settings.optimizer, schedule, definition, session.mesh, objective, cut, pack, *names)
 
 
 def wire_critic(settings: Settings, critic: Critic, mesh: Mesh, longest: Longest) -> Learner:
@@ -141,7 +156,8 @@ def wire_critic(settings: Settings, critic: Critic, mesh: Mesh, longest: Longest
     optimizer = settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate})
     schedule = make_schedule(optimizer, num_updates=settings.run.steps * settings.updates_per_step)
     cut = wire_update(settings, settings.critic, critic.input.architecture, longest)
-    return _learner(optimizer, schedule, definition, mesh, objective, cut, pack_values, VALUE_METRICS)
+    names = VALUE_METRICS, critic_update_metrics
+    return _learner(optimizer, schedule, definition, mesh, objective, cut, pack_values, *names)
 
 
 def _learner(
@@ -153,13 +169,15 @@ def _learner(
     cut: Cutter,
     pack: Pack,
     metrics: MetricNames,
+    cut_metrics: CutMetrics,
 ) -> Learner:
     optimizer = make_optimizer(settings, schedule)
     shardings = state_shardings(optimizer, definition.shapes, definition.shardings(mesh), mesh)
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
     shapes = TrainState(definition.shapes, jax.eval_shape(optimizer.init, definition.shapes), counter, counter, counter)
     step = UpdateStep(objective, optimizer, schedule, shardings, metrics=metrics)
-    return Learner(Updater(step, mesh, cut=cut, pack=pack), optimizer, shapes, shardings)
+    updater = Updater(step, mesh, cut=cut, pack=pack, cut_metrics=cut_metrics)
+    return Learner(step, updater, optimizer, shapes, shardings)
 
 
 def wire_value_loss(critic: CriticSettings) -> ValueLoss:
@@ -205,15 +223,23 @@ def wire_surrogate(algorithm: Algorithm) -> SurrogateLoss:
     return functools.partial(dual_clipped_surrogate, dual_clip=algorithm.dual_clip, **clips)
 
 
-def work_of(settings: Settings, definition: DecoderDefinition) -> Work:
-    """What a step's tokens go through."""
-    shares = settings.batching.share_prompts
+def work_of(settings: Settings, session: Session, *, policy_learns: bool = True) -> Work:
+    """What a step's tokens go through in policy, reference and critic."""
+    algorithm, shares = settings.algorithm, settings.batching.share_prompts
+    policy = session.input.definition.num_parameters
+    critic = session.critic.input.definition.num_parameters if session.critic else 0
+
+    def scoring(role: ScoredRole) -> Pass:
+        return Pass(2 * (critic if role == "critic" else policy), bool(shares and settings.score.of(role).dynamic))
+
+    def updating(num_parameters: int, scope: Algorithm | CriticSettings) -> Pass:
+        return Pass(6 * num_parameters * algorithm.epochs, bool(shares and scope.dynamic_microbatch))
+
+    updates = [updating(policy, algorithm)] * policy_learns + [updating(critic, settings.critic)] * bool(critic)
     return Work(
-        num_parameters=definition.num_parameters,
         group_size=settings.rollout.group_size,
-        update_shares_prompts=bool(shares and settings.algorithm.dynamic_microbatch),
-        scoring_shares_prompts=tuple(bool(shares and settings.score.of(r).dynamic) for r in settings.scored_roles),
-        epochs=settings.algorithm.epochs,
+        rollout=Pass(2 * policy, shares_prompts=True),
+        passes=(*map(scoring, settings.scored_roles), *updates),
     )
 
 
@@ -222,10 +248,17 @@ def check_rows(settings: Settings, session: Session) -> None:
 
     Raises: InputError naming the nearest values that do.
     """
-    algorithm, group_size = settings.algorithm, settings.rollout.group_size
-    if algorithm.dynamic_microbatch:
-        return
-    devices = num_local_row_shards(session.mesh)
+    scopes: dict[str, Algorithm | CriticSettings] = {"algorithm": settings.algorithm}
+    if settings.has_critic:
+        scopes["critic"] = settings.critic
+    for scope, chosen in scopes.items():
+        if not chosen.dynamic_microbatch:
+            assert chosen.rows_per_device is not None
+            _check_fixed_rows(settings, scope, chosen.rows_per_device, devices=num_local_row_shards(session.mesh))
+
+
+def _check_fixed_rows(settings: Settings, scope: str, rows: int, *, devices: int) -> None:
+    group_size, otherwise = settings.rollout.group_size, OTHERWISE.format(scope=scope)
     mini_batch_prompts = settings.rollout.prompts_per_step // settings.num_mini_batches
     for field, prompts in (
         ("rollout.prompts_per_step", settings.rollout.prompts_per_step),
@@ -236,16 +269,15 @@ def check_rows(settings: Settings, session: Session) -> None:
             raise InputError(
                 f"{field}: {prompts} prompts x rollout.group_size {group_size} = {prompts * group_size} samples do not "
                 f"divide over the {devices} devices of a host (mesh.shape {settings.mesh.shape}); the nearest values "
-                f"of {field} that fit: {_nearest(fitting, prompts)}; {OTHERWISE}"
+                f"of {field} that fit: {_nearest(fitting, prompts)}; {otherwise}"
             )
-    samples, rows = mini_batch_prompts * group_size // devices, algorithm.rows_per_device
-    assert rows is not None
+    samples = mini_batch_prompts * group_size // devices
     if samples % rows != 0:
         fitting = [n for n in range(1, samples + 1) if samples % n == 0]
         raise InputError(
-            f"algorithm.rows_per_device: {rows} does not divide the {samples} samples of an optimizer step on each "
+            f"{scope}.rows_per_device: {rows} does not divide the {samples} samples of an optimizer step on each "
             f"device ({mini_batch_prompts} prompts x rollout.group_size {group_size} over {devices} devices); the "
-            f"nearest that do: {_nearest(fitting, rows)}; {OTHERWISE}"
+            f"nearest that do: {_nearest(fitting, rows)}; {otherwise}"
         )
 
 

@@ -29,6 +29,8 @@ class MetricNames(NamedTuple):
     """Of what the optimizer adds."""
 
 
+OF_OPTIMIZER = ("grad_norm", "learning_rate", "nonfinite_updates", "nonfinite_in_a_row")
+"""What the optimizer adds, in the order of `apply_gradients`."""
 POLICY_METRICS = MetricNames("loss", "policy")
 VALUE_METRICS = MetricNames("value/loss", "value")
 
@@ -63,6 +65,7 @@ class UpdateStep:
             return apply_gradients(state, total, optimizer, schedule, metrics)
 
         self._objective = objective
+        self._names = metrics
         self._parts: LossParts | None = None
         self._zeros = jax.jit(zeros, out_shardings=sums)
         self._add = jax.jit(add, donate_argnums=0, out_shardings=sums)
@@ -75,12 +78,22 @@ class UpdateStep:
 
     def accumulate(self, params: Params, micro_batches: Sequence[Any], temperature: Array) -> Accumulated:
         """Gradient of the sum of all micro-batch losses, one micro-batch's activations in memory at a time."""
-        if self._parts is None:
-            self._parts = jax.eval_shape(self._objective, params, micro_batches[0], temperature)[1]
+        self._parts_of(params, micro_batches[0], temperature)
         total = self._zeros(params)
         for batch in micro_batches:
             total = self._add(total, params, batch, temperature)
         return total
+
+    def metric_names(self, params: Params, batch: Any, temperature: Array) -> list[str]:
+        """Of what an update with such micro-batches measures; nothing is computed."""
+        parts = self._parts_of(params, batch, temperature)
+        return [*parts.sums, *parts.maxima, *(f"{self._names.prefix}/{name}" for name in OF_OPTIMIZER)]
+
+    def _parts_of(self, params: Params, batch: Any, temperature: Array) -> LossParts:
+        """Their shapes, the same for every micro-batch."""
+        parts = self._parts or jax.eval_shape(self._objective, params, batch, temperature)[1]
+        self._parts = parts
+        return parts
 
 
 def apply_gradients(
@@ -110,12 +123,7 @@ def apply_gradients(
         nonfinite_in_a_row=jnp.where(finite, 0, state.nonfinite_in_a_row + 1),
         nonfinite_total=state.nonfinite_total + ~finite,
     )
-    metrics = {
-        **parts.sums,
-        **parts.maxima,
-        f"{names.prefix}/grad_norm": gradient_norm,
-        f"{names.prefix}/learning_rate": schedule(state.num_updates),
-        f"{names.prefix}/nonfinite_updates": new_state.nonfinite_total,
-        f"{names.prefix}/nonfinite_in_a_row": new_state.nonfinite_in_a_row,
-    }
-    return new_state, metrics
+    learning_rate: Any = schedule(state.num_updates)
+    measured = gradient_norm, learning_rate, new_state.nonfinite_total, new_state.nonfinite_in_a_row
+    added = {f"{names.prefix}/{name}": value for name, value in zip(OF_OPTIMIZER, measured, strict=True)}
+    return new_state, {**parts.sums, **parts.maxima, **added}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ Step = Callable[[TrainState, Sequence[Any], Array], tuple[TrainState, dict[str, 
 Pack = Callable[[Sequence[Sample], MicroBatch, Totals], Any]
 """(samples of a mini-batch, which of them in which rows, counts of the optimizer step) -> what its loss reads."""
 
+CutMetrics = Callable[[Sequence[Cut]], Mapping[str, float]]
+
 FIRST_UPDATE_ONLY = "rollout/"
 """Metrics under this prefix compare with the sampler: they mean something only before weights move."""
 
@@ -40,13 +42,15 @@ class Updater:
 
     Args:
         cut: cuts the samples of an optimizer step into micro-batches.
+        cut_metrics: what one pass over a step's samples tells of how they were cut.
     """
 
-    def __init__(self, step: Step, mesh: Mesh, *, cut: Cutter, pack: Pack):
+    def __init__(self, step: Step, mesh: Mesh, *, cut: Cutter, pack: Pack, cut_metrics: CutMetrics = update_metrics):
         self.step = step
         self.mesh = mesh
         self.cut = cut
         self.pack = pack
+        self.cut_metrics = cut_metrics
 
     def update(self, state: TrainState, epochs: Epochs, *, temperature: float) -> tuple[TrainState, dict[str, float]]:
         """The state after every mini-batch of every epoch, and the step's metrics.
@@ -63,7 +67,7 @@ class Updater:
                 state, metrics = self.step(state, micro_batches, jnp.float32(temperature))
             history.append(metrics)
         metrics = summarise([{k: float(v) for k, v in m.items()} for m in jax.device_get(history)])
-        return state, {**metrics, **update_metrics([cuts[id(samples)] for samples in epochs[0]])}
+        return state, {**metrics, **self.cut_metrics([cuts[id(samples)] for samples in epochs[0]])}
 
     def _place(self, samples: Sequence[Sample], cut: Cut) -> list[Any]:
         totals = Totals(*sum_over_hosts(np.asarray(Totals.of(samples))).tolist())

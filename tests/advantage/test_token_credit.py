@@ -19,6 +19,7 @@ from app.advantage.token_credit import (
     credit_by_return,
     credit_by_vtrace,
     fixed_lam,
+    gae_of_rows,
     length_adaptive_lam,
     terminal,
     token_row,
@@ -26,6 +27,7 @@ from app.advantage.token_credit import (
 )
 from app.advantage.token_rewards import kl_moments, penalised_token_rewards, task_token_rewards, token_kl
 from app.advantage.vtrace import vtrace
+from app.masked import NOTHING, joint_moments
 from app.update.kl import k1, k3
 from tests.tiny import make_sample
 
@@ -49,13 +51,12 @@ def estimate(gamma: float, **settings):
 
 
 def by_gae(samples, *, gamma=1.0, lam: Any = 0.95, **changes) -> Any:
-    arguments = {
+    rule = {
         "estimate": estimate(gamma),
         "lam": partial(fixed_lam, lam=lam) if isinstance(lam, float) else lam,
-        "critic_lam": None,
-        "token_rewards": task_token_rewards,
-        "bootstrap": terminal,
+        "critic_lam": changes.pop("critic_lam", None),
     }
+    arguments = {"gae": partial(gae_of_rows, **rule), "token_rewards": task_token_rewards, "bootstrap": terminal}
     return credit_by_gae(samples, **{**arguments, **changes})
 
 
@@ -116,10 +117,12 @@ def test_a_row_has_one_of_few_lengths_and_nothing_behind_its_samples():
         values=lambda s: np.ones(len(s.mask)),
         bootstrap=terminal,
     )
-    assert {part.shape for part in row} == {(1, 24)}
+    assert row.ends is not None
+    assert {part.shape for part in row if part is not None} == {(1, 24)}
     np.testing.assert_array_equal(np.flatnonzero(row.ends), [4, 16])
     np.testing.assert_array_equal(row.lengths[0], [5] * 5 + [12] * 12 + [1] * 7)
-    assert not any(part[0, 17:].any() for part in row[:-1])
+    behind: Any = [part for name, part in row._asdict().items() if name != "lengths"]
+    assert not any(part[0, 17:].any() for part in behind)
 
 
 def test_tokens_that_the_policy_did_not_write_are_passed_over():
@@ -193,8 +196,13 @@ def test_without_a_discount_and_a_penalty_every_token_is_worth_the_reward():
 
 
 def test_no_samples_are_no_trouble():
-    assert by_gae([]) == whitened([]) == []
+    assert by_gae([]) == whitened([], NOTHING) == []
     assert by_return([]) == []
+
+
+def white(samples) -> Any:
+    """Whitened over all of them."""
+    return whitened(samples, joint_moments([(s.advantages, s.mask) for s in samples]))
 
 
 def trl_ppo(samples, *, gamma: float, lam: float, kl_coef: float) -> tuple[np.ndarray, np.ndarray]:
@@ -224,7 +232,7 @@ def trl_ppo(samples, *, gamma: float, lam: float, kl_coef: float) -> tuple[np.nd
 def test_advantages_and_returns_are_those_of_trls_ppo(gamma, lam):
     samples = [sample(23, seed=seed) for seed in range(6)]
     penalised = partial(penalised_token_rewards, kl_estimator=k1, kl_coef=0.05)
-    ours: Any = whitened(by_gae(samples, gamma=gamma, lam=lam, token_rewards=penalised))
+    ours: Any = white(by_gae(samples, gamma=gamma, lam=lam, token_rewards=penalised))
     advantages, returns = trl_ppo(samples, gamma=gamma, lam=lam, kl_coef=0.05)
     np.testing.assert_allclose(np.stack([s.advantages for s in ours]), advantages, atol=1e-5)
     np.testing.assert_allclose(np.stack([s.returns for s in ours]), returns, atol=1e-5)
@@ -232,11 +240,11 @@ def test_advantages_and_returns_are_those_of_trls_ppo(gamma, lam):
 
 def test_whitening_is_over_the_tokens_of_all_samples_and_leaves_returns_alone():
     samples = by_gae([sample(5, mask=[1, 0, 1, 1, 1]), sample(9, seed=1), sample(0)])
-    white: Any = whitened(samples)
-    tokens = np.concatenate([s.advantages[s.mask] for s in white])
+    found: Any = white(samples)
+    tokens = np.concatenate([s.advantages[s.mask] for s in found])
     assert tokens.mean() == pytest.approx(0, abs=1e-6) and tokens.var(ddof=1) == pytest.approx(1, abs=1e-5)
-    assert white[0].advantages[1] == 0 and white[0].advantages.dtype == np.float32
-    for one, before in zip(white, samples, strict=True):
+    assert found[0].advantages[1] == 0 and found[0].advantages.dtype == np.float32
+    for one, before in zip(found, samples, strict=True):
         np.testing.assert_array_equal(one.returns, before.returns)
 
 
@@ -263,6 +271,12 @@ def test_a_coefficient_follows_the_kl_by_hand():
     assert adapt(0.2, 0.11) == pytest.approx(0.2 * 1.01)
     assert adapt(0.2, 5.0) == pytest.approx(0.2 * 1.02)
     assert adapt(0.2, -1.0) == pytest.approx(0.2 * 0.98)
+
+
+def test_a_coefficient_changes_by_at_most_a_fifth_a_step_however_many_samples_it_has():
+    adapt = partial(adapted_kl_coef, target=0.1, num_samples=128, horizon=20)
+    assert adapt(0.5, 0.0) == pytest.approx(0.5 * 0.8)
+    assert adapt(0.5, 9.0) == pytest.approx(0.5 * 1.2)
 
 
 def test_the_trajectory_of_an_adapted_coefficient_is_that_of_the_papers_controller():

@@ -12,20 +12,22 @@ import optax
 import pytest
 
 from app.batching.micro_batches import Cutter, FixedRows, PackedRows
+from app.batching.pass_metrics import critic_update_metrics
 from app.batching.plan import TokenBudget
 from app.flow import Sample
 from app.policy.architecture import Architecture
-from app.policy.decoder import DecoderDefinition, Params
+from app.policy.decoder import DecoderDefinition, Params, ValueDecoder
 from app.policy.flops import forward_flops
 from app.rollout.sampling import SamplingRules
-from app.score.scorer import Scorer
+from app.score.scorer import Scorer, Valuer
 from app.update.aggregation import aggregations
 from app.update.kl import k3
 from app.update.objective import make_objective
 from app.update.optimizer import initial_state, make_optimizer, state_shardings
-from app.update.step import UpdateStep
+from app.update.step import VALUE_METRICS, UpdateStep
 from app.update.surrogate import dual_clipped_surrogate
 from app.update.updater import PolicyPack, Updater
+from app.update.value_loss import ValueLoss, clipped_squared_error, make_value_objective, pack_values
 from settings.schema import Optimizer as Settings
 from tests.tiny import (
     BIASED,
@@ -142,3 +144,38 @@ def test_packed_rows_on_one_two_and_four_devices_learn_as_one_sample_a_row_does(
         np.testing.assert_allclose(a, b, atol=1e-5)
     assert_trees_close(ours.first_moments, expected.first_moments)
     assert_metrics_equal(ours, expected)
+
+
+def critic_outcome(shape: tuple[int, int, int], cut: Cutter) -> tuple[list[np.ndarray], Params, dict[str, float]]:
+    """Values of a critic, then the first moments and the metrics of one update of it."""
+    definition, mesh = DecoderDefinition.of(EVEN, ValueDecoder), make_mesh(shape)
+    shardings = definition.shardings(mesh)
+    params = jax.device_put(random_params(definition), shardings)
+    samples = random_samples(4, 3, vocab_size=50, with_holes=True)
+    values = Valuer(definition, mesh, dtype=FLOAT32).values(params, samples, cut(samples, mesh).own)
+    # Every other sample has moved beyond the clip.
+    learned = [
+        replace(s, values=v + (0.3 if s.sample_index % 2 else 0.1), returns=v - 0.1 * s.group_id)
+        for s, v in zip(samples, values, strict=True)
+    ]
+    schedule = optax.constant_schedule(0.1)
+    optimizer = make_optimizer(Settings(epsilon=1.0, max_grad_norm=1e6), schedule)
+    state_layout = state_shardings(optimizer, definition.shapes, shardings, mesh)
+    loss = ValueLoss(functools.partial(clipped_squared_error, clip_range=0.2))
+    objective = make_value_objective(definition, loss, dtype=FLOAT32, remat="none")
+    step = UpdateStep(objective, optimizer, schedule, state_layout, metrics=VALUE_METRICS)
+    updater = Updater(step, mesh, cut=cut, pack=pack_values, cut_metrics=critic_update_metrics)
+    state, metrics = updater.update(initial_state(optimizer, params, state_layout), [[learned]], temperature=0.9)
+    assert metrics["value/batching/over_quota"] == 0
+    assert 0 < metrics["value/clip_fraction"] < 1
+    moments = jax.tree.map(np.asarray, optax.tree.get(state.optimizer, "mu"))
+    return values, moments, {name: x for name, x in metrics.items() if "batching" not in name}
+
+
+def test_a_critic_on_eight_devices_with_packed_rows_learns_as_on_one_with_a_sample_a_row():
+    values, moments, metrics = critic_outcome((2, 2, 2), PACKED)
+    expected_values, expected_moments, expected_metrics = critic_outcome((1, 1, 1), FIXED)
+    for ours, expected in zip(values, expected_values, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-5)
+    assert_trees_close(moments, expected_moments)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-5)

@@ -9,6 +9,8 @@ import pytest
 from settings import InputError, Resolved, load
 from settings.checks import check_for_mesh, check_for_rollout, check_for_score, check_for_train
 from settings.config_file import presets
+from settings.fields import FIELDS
+from settings.unread import launch_lines
 from tests.settings.loading import load_text
 
 
@@ -43,7 +45,10 @@ def test_a_group_of_one_has_nobody_to_compare_with() -> None:
 
 def test_greedy_sampling_is_refused_by_train_alone(resolve) -> None:
     resolved = resolve("rollout.temperature=0", "rollout.group_size=1")
-    assert "rollout.temperature = 0.0 (from --set)" in refusal(check_for_train, resolved)
+    message = refusal(check_for_train, resolved)
+    assert "rollout.temperature = 0.0 (from --set): greedy samples of a prompt are all alike" in message
+    message = refusal(check_for_train, resolve("rollout.temperature=0", "algorithm.name=ppo"))
+    assert "rollout.temperature = 0.0 (from --set): greedy sampling explores nothing" in message
     check_for_rollout(resolved)
     check_for_score(resolved)
 
@@ -84,6 +89,59 @@ def test_an_adapted_penalty_may_be_turned_off_by_a_later_layer(tmp_path: Path) -
     path = tmp_path / "c.yaml"
     path.write_text("algorithm: {kl_in: reward, beta: 0.05, kl_target: 0.1}")
     check_for_train(load(str(path), ["algorithm.beta=0"], {}))
+
+
+def test_traces_are_cut_at_or_below_their_ratios(resolve) -> None:
+    vtrace = ("algorithm.estimator=vtrace", "algorithm.vtrace_max_trace=2.0")
+    message = refusal(check_for_train, resolve(*vtrace))
+    assert message.startswith("algorithm.vtrace_max_trace = 2.0 (from --set) is larger than algorithm.vtrace_max_ratio")
+    check_for_train(resolve(*vtrace, "algorithm.vtrace_max_ratio=2.0"))
+
+
+NOT_READ = [
+    ("algorithm.gamma=0.9", "grpo", "gae or reinforce_plus_plus or vtrace"),
+    ("algorithm.lam=0.9", "reinforce_plus_plus", "gae or vtrace"),
+    ("algorithm.mask_mode=zero", "dapo", "gae or reinforce_plus_plus or vtrace"),
+    ("algorithm.vtrace_max_ratio=2.0", "ppo", "vtrace"),
+    ("critic.learning_rate=1.0", "grpo", "gae or vtrace"),
+    ("critic.max_tokens_per_device=4096", "grpo", "gae or vtrace"),
+]
+
+
+@pytest.mark.parametrize(("setting", "name", "readers"), NOT_READ)
+def test_what_the_estimator_does_not_read_is_refused_where_it_is_said_later(
+    tmp_path: Path, setting: str, name: str, readers: str
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"algorithm: {{name: {name}}}")
+    field, _, value = setting.partition("=")
+    assert refusal(check_for_train, load(str(path), [setting], {})) == (
+        f"{field} = {value if value != 'zero' else repr(value)} (from --set) has no effect under "
+        f"algorithm.name = {name!r} (from yaml:{path}:1): it is for algorithm.estimator {readers}; "
+        "leave it out, or set that"
+    )
+    # The default, said aloud, claims nothing; and the other verbs read what they read.
+    check_for_train(load(str(path), [f"{field}={FIELDS[field].default}"], {}))
+    check_for_score(load(str(path), [setting], {}))
+
+
+def test_what_the_estimator_does_not_read_is_told_where_that_is_chosen_later_or_beside_it() -> None:
+    ppo = load("quickstart_ppo", [], {})
+    assert launch_lines(ppo) == (ppo.algorithm_changes,)
+    resolved = load("quickstart_ppo", ["algorithm.name=grpo", "rollout.group_size=2"], {})
+    check_for_train(resolved)
+    told = [line.partition(" = ")[0] for line in launch_lines(resolved)]
+    critic = [f"critic.{name}" for name in ("learning_rate", "warmup_steps", "max_tokens_per_device")]
+    assert told == ["algorithm.lam", *critic]
+    beside = load(None, ["algorithm.estimator=vtrace", "critic.lam=0.5"], {})
+    check_for_train(beside)
+    assert [line.partition(" has ")[0] for line in launch_lines(beside)[1:]] == ["critic.lam = 0.5 (from --set)"]
+
+
+def test_the_critic_s_micro_batches_are_not_taken_for_said_where_they_are_the_policy_s(resolve) -> None:
+    resolved = resolve("algorithm.rows_per_device=2", "algorithm.dynamic_microbatch=false")
+    check_for_train(resolved)
+    assert launch_lines(resolved) == ()
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])

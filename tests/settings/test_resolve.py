@@ -90,6 +90,34 @@ def test_a_bare_historic_variable_is_announced_once() -> None:
     assert with_sets(GRPO__ROLLOUT__GROUP_SIZE="4").notices == ()
 
 
+FLAGS = {"--gamma": ("algorithm.gamma", "0.9")}
+
+
+def test_a_verbs_flag_wins_over_every_layer_and_is_named() -> None:
+    resolved = load(None, ["algorithm.gamma=0.1"], {"GRPO__ALGORITHM__GAMMA": "0.5"}, FLAGS)
+    assert resolved.settings.algorithm.gamma == 0.9
+    assert resolved.provenance["algorithm.gamma"] == resolved.origin("algorithm.gamma") == "--gamma"
+    assert resolved.notices == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "flags", "message"),
+    [
+        ([], {"--gamma": ("algorithm.gamma", "2")}, r"algorithm\.gamma: .* got 2 \(from --gamma\)"),
+        ([], {"--gamma": ("algorithm.gamma", " ")}, "--gamma has no value"),
+        ([], {"--gamma": ("algorithm.gamma", "[")}, "--gamma"),
+        ([], {"--chunk-size": ("algorithm.gae_chunk_size", "131072")}, "less than or equal to 4096, got 131072"),
+        (["algorithm.gamma=zzz"], FLAGS, r"algorithm\.gamma: .* got 'zzz' \(from --set\)"),
+        (["algorithm.gama=1"], FLAGS, "did you mean algorithm.gamma"),
+    ],
+)
+def test_a_bad_flag_is_blamed_and_what_a_flag_overrides_is_checked_too(
+    overrides: list[str], flags: dict[str, tuple[str, str]], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        load(None, overrides, {}, flags)
+
+
 def test_variables_of_other_programs_are_left_alone() -> None:
     assert with_sets(MODEL="x", RUN="y", EVAL="1", steps="9", GRPO="z").settings == with_sets().settings
 
@@ -174,6 +202,7 @@ def test_the_rest_is_derived_from_other_settings(folder: Path) -> None:
         ("gspo", "sequence-mean-token-mean", "loss", "k3"),
         ("dapo", "token-mean", "loss", "k3"),
         ("cispo", "token-mean", "loss", "k3"),
+        ("ppo", "token-mean", "reward", "k1"),
     ],
 )
 def test_an_algorithm_decides_what_its_paper_fixes_and_no_one_else_did(name, aggregation, kl_in, estimator) -> None:
@@ -195,7 +224,8 @@ def test_an_algorithm_decides_what_its_paper_fixes_and_no_one_else_did(name, agg
         ("reinforce_plus_plus", ("reinforce_plus_plus", "token", "ppo", 0.2, 0.2, "none")),
         ("gspo", ("grpo", "sequence", "ppo", 3e-4, 4e-4, "none")),
         ("dapo", ("grpo", "token", "ppo", 0.2, 0.28, "zero_variance")),
-        ("cispo", ("grpo", "token", "cispo", 10.0, 0.2, "none")),
+        ("cispo", ("grpo", "token", "cispo", 10.0, 0.2, "zero_variance")),
+        ("ppo", ("gae", "token", "ppo", 0.2, 0.2, "none")),
     ],
 )
 def test_a_paper_is_a_combination_of_parts_that_are_settings_of_their_own(name: str, parts: tuple) -> None:
@@ -218,6 +248,18 @@ def test_a_name_says_what_it_changes_and_not_what_the_user_chose() -> None:
     # Without a penalty it has no place.
     assert "kl_in" not in str(with_sets("algorithm.name=rloo").algorithm_changes)
     assert "kl_in reward (grpo: loss)" in str(with_sets("algorithm.name=rloo", "algorithm.beta=0.1").algorithm_changes)
+
+
+def test_what_follows_from_the_estimator_is_told_whoever_chose_it() -> None:
+    follows = "whiten_advantages true (grpo: false), shuffle true (grpo: false)"
+    expected = f"ppo (Schulman et al. 2017): estimator gae (grpo: grpo), {follows}"
+    assert with_sets("algorithm.name=ppo").algorithm_changes == expected
+    gae = ("algorithm.name=dapo", "algorithm.estimator=gae", "algorithm.clip_high=0.2", "algorithm.filter=none")
+    assert with_sets(*gae).algorithm_changes == f"estimator gae: {follows}"
+    assert (
+        with_sets(*gae, "algorithm.whiten_advantages=true").algorithm_changes
+        == "estimator gae: shuffle true (grpo: false)"
+    )
 
 
 def test_the_estimator_follows_the_place_of_the_penalty() -> None:

@@ -91,6 +91,13 @@ def test_fixed_rows_that_do_not_divide_the_samples_of_a_device(config: Path) -> 
     assert "the nearest that do: 2; algo" in refused(config, "algorithm.dynamic_microbatch=false")
 
 
+def test_fixed_rows_of_the_critic_are_looked_at_as_the_policy_s(config: Path) -> None:
+    ppo = ("algorithm.name=ppo", "rollout.prompts_per_step=12", "critic.rows_per_device=4")
+    message = refused(config, *ppo)
+    assert "critic.rows_per_device: 4 does not divide the 6 samples of an optimizer step on each device" in message
+    assert "the nearest that do: 3 or 6; critic.dynamic_microbatch: true" in message
+
+
 def test_packed_micro_batches_take_any_number_of_samples(config: Path) -> None:
     odd = ("rollout.prompts_per_step=5", "rollout.group_size=3", "algorithm.mini_batch_prompts=1")
     resolved = load(str(config), odd, {})

@@ -165,6 +165,14 @@ def test_a_person_reads_a_table(config: Path) -> None:
     assert result.stderr == ""
 
 
+def test_a_table_tells_what_a_launch_tells_and_that_a_filter_asks_for_more_prompts(config: Path) -> None:
+    chosen = settings("algorithm.name=dapo", "algorithm.vtrace_max_ratio=2")
+    lines = here("train", "--config", config, "--dry-run", *chosen).stdout.splitlines()
+    assert lines[0].endswith("4 optimizer steps, at least 0.4 epochs of the data")
+    assert lines[1].strip() == "dapo (Yu et al. 2025): clip_high 0.28 (grpo: 0.2), filter zero_variance (grpo: none)"
+    assert lines[2].strip().startswith("algorithm.vtrace_max_ratio = 2.0 (from --set) has no effect")
+
+
 def test_a_program_reads_the_same_as_json(config: Path) -> None:
     found = json.loads(here("train", "--config", config, "--dry-run", "--json").stdout)
     assert found == json.loads(json.dumps(foreseen(config).to_dict()))

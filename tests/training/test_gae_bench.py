@@ -5,13 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
-from app.training.gae_bench import Measured, Shape, conclusion, interleaved, oracle, parse_shapes
+from app.advantage.gae.estimate import generalized_advantages
+from app.training import gae_bench
+from app.training.gae_bench import Shape, in_a_loop, interleaved, one_by_one, oracle, parse_shapes
+from app.training.gae_bench_report import Measured, conclusion
 from settings.errors import InputError
 from settings.schema import Algorithm
+from tests.advantage import gae_oracle
+from tests.advantage.gae_oracle import random_case
 from tests.training.program import here
 
 
@@ -29,9 +38,13 @@ def test_a_bench_measures_every_backend_checks_it_and_draws(tmp_path: Path) -> N
         assert case["num_repeats"] >= 20
         assert case["max_error"] < 1e-5
         assert 0 < case["median_s"] <= case["p90_s"]
-        assert case["gb_per_s"] == pytest.approx(16 * 3 * 70 / case["median_s"] / 1e9)
+        num_bytes = {"scalar": 16, "masked": 17}[case["decay"]]
+        assert case["gb_per_s"] == pytest.approx(num_bytes * 3 * 70 / case["median_s"] / 1e9)
+        assert case["percent_of_copy"] == pytest.approx(100 * case["gb_per_s"] / report["copies"][0]["gb_per_s"])
     for decay in ("scalar", "masked"):
         assert sum(case["is_auto"] for case in report["cases"] if case["decay"] == decay) == 1
+    assert report["method"]["arrays"] == "numpy in and out"
+    assert report["method"]["timing"] == "each call until its result is ready"
     lines = result.stdout.splitlines()
     assert "% of copy" in lines[2]
     assert lines[-1].startswith("3x70 with a mask: chunk-scan ")
@@ -39,13 +52,12 @@ def test_a_bench_measures_every_backend_checks_it_and_draws(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("mode", ["skip", "through", "zero"])
-def test_the_oracle_follows_the_mask_mode(mode: str) -> None:
-    rewards, values, mask = np.ones((1, 3)), np.ones((1, 3)), np.array([[True, False, True]])
-    algorithm = Algorithm(gamma=0.5, lam=0.5, mask_mode=mode)  # pyright: ignore[reportArgumentType]
-    advantages, returns = oracle(rewards, values, mask, algorithm)
-    first = {"skip": 1 + 0.5 - 1, "through": 0.5 + 0.25 * 0.5, "zero": 0.0 + 0.25 * 0.5}[mode]
-    np.testing.assert_allclose(advantages, [[first, 0, 0]])
-    np.testing.assert_allclose(returns, [[first + 1, 0, 1]])
+def test_the_oracle_of_the_bench_is_that_of_the_tests(mode: str) -> None:
+    case = random_case(np.random.default_rng(0), (3, 20), masked=True, packed=False)._replace(ends=None)
+    case = case._replace(values=case.values[:, :20])
+    algorithm = Algorithm(gamma=0.5, lam=0.75, mask_mode=mode)  # pyright: ignore[reportArgumentType]
+    found = oracle(case.rewards, case.values, case.mask, algorithm)
+    np.testing.assert_allclose(found, gae_oracle.oracle(case, gamma=0.5, lam=0.75, mask_mode=mode), atol=1e-12)
 
 
 @pytest.mark.parametrize("text", ["", "16", "0x4", "4x-1", "4x4;5x5", "4x4,", "99999x99999"])
@@ -58,26 +70,96 @@ def test_shapes_are_rows_and_tokens_each_once() -> None:
     assert parse_shapes("16x8192, 2x3,16x8192") == [Shape(16, 8192), Shape(2, 3)]
 
 
+def test_the_error_is_looked_for_in_rows_from_the_first_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_at_the_end(rewards: np.ndarray, *arrays: Any, **rule: Any) -> Any:
+        credit = generalized_advantages(rewards, *arrays, **rule)
+        return tuple(np.asarray(part) + (np.arange(len(rewards)) == len(rewards) - 1)[:, None] for part in credit)
+
+    monkeypatch.setattr(gae_bench, "generalized_advantages", wrong_at_the_end)
+    report = gae_bench.measure(Algorithm(), [Shape(40, 8)], num_repeats=1)
+    assert all(case.max_error > 0.01 for case in report.cases)
+
+
 def test_cases_are_timed_in_turn() -> None:
     told: list[str] = []
-    times = interleaved([lambda: told.append("a"), lambda: told.append("b")], 3)
-    assert [len(of_one) for of_one in times] == [3, 3]
-    blocks = "".join(told[2:]).replace("aa", "a").replace("bb", "b")
-    while "aa" in blocks or "bb" in blocks:
-        blocks = blocks.replace("aa", "a").replace("bb", "b")
-    assert blocks == "ababab"
+
+    def case(name: str) -> Any:
+        return lambda count: told.append(name) or 1.0
+
+    assert interleaved([case("a"), case("b")], 3) == [[1.0] * 3] * 2
+    assert "".join(told) == "ab" + "ababab"
 
 
-def test_the_last_sentence_says_whether_chunks_pay() -> None:
-    serial = Measured("1x9", "scalar", "serial", None, False, 0.1, 3.0, 3.0, 20, 1.0, 1.0, 0.0)
-    chunked = replace(serial, backend="chunked", chunk_size=64, is_auto=True, median_s=0.5)
-    slower = replace(chunked, chunk_size=128, is_auto=False, median_s=4.0)
-    assert conclusion([serial, chunked, slower]) == (
-        "1x9 with one decay: chunk-scan pays, 6.0 x as fast as serial at its best chunk size, 64; "
-        "auto takes chunked in chunks of 64 (500 ms)."
-    )
-    assert "chunk-scan does not pay, 0.8 x" in conclusion([serial, slower])
-    assert "serial takes over 2 s" in conclusion([replace(serial, median_s=None), chunked])
+def test_a_call_is_over_before_the_next_one_starts() -> None:
+    done: list[bool] = []
+    results: list[Any] = []
+
+    def call() -> jax.Array:
+        done.append(all(result.is_ready() for result in results))
+        results.append(slow(jnp.ones((300, 300))))
+        return results[-1]
+
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 300, x))
+    one_by_one(call)(5)
+    assert done == [True] * 5
+
+
+def test_a_loop_calls_as_often_as_it_says() -> None:
+    called: list[int] = []
+
+    def call(x: jax.Array) -> jax.Array:
+        io_callback(lambda: called.append(1), None)
+        return x + 1
+
+    in_a_loop(call, [jnp.ones(3)])(6)
+    jax.effects_barrier()
+    assert len(called) == 2 * 8  # once to compile; the next power of two
+
+
+SERIAL = Measured("1x9", "scalar", "serial", None, False, 0.1, 3.0, 3.0, 20, 1.0, 1.0, 0.0)
+CHUNKED = replace(SERIAL, backend="chunked", chunk_size=64, median_s=0.5)
+FUSED = replace(SERIAL, backend="fused", median_s=1.0)
+
+
+def as_auto(case: Measured) -> Measured:
+    return replace(case, is_auto=True)
+
+
+@pytest.mark.parametrize(
+    ("cases", "sentence"),
+    [
+        (
+            [SERIAL, as_auto(CHUNKED), replace(CHUNKED, chunk_size=128, median_s=0.7), FUSED],
+            "chunk-scan pays, in chunks of 64: 2.0 x as fast as fused; auto takes chunked in chunks of 64 (500 ms).",
+        ),
+        (
+            [SERIAL, as_auto(CHUNKED), replace(FUSED, median_s=0.25)],
+            "chunk-scan does not pay, fused is 2.0 x as fast as chunk-scan at its best, in chunks of 64; "
+            "auto takes chunked in chunks of 64 (500 ms), 2.0 x slower than the best: take --backend fused.",
+        ),
+        (
+            [as_auto(SERIAL), CHUNKED],
+            "chunk-scan pays, in chunks of 64: 6.0 x as fast as serial; "
+            "auto takes serial (3e+03 ms), 6.0 x slower than the best: take --backend chunked --chunk-size 64.",
+        ),
+        (
+            [as_auto(replace(SERIAL, median_s=0.505)), CHUNKED],
+            "chunk-scan makes no difference, in chunks of 64 it takes as long as serial; auto takes serial (505 ms).",
+        ),
+        (
+            [replace(SERIAL, median_s=None), as_auto(CHUNKED)],
+            "chunk-scan pays, in chunks of 64: the others take over 2 s; auto takes chunked in chunks of 64 (500 ms).",
+        ),
+        (
+            [as_auto(replace(SERIAL, median_s=None))],
+            "chunk-scan does not pay, it takes over 2 s; auto takes serial, over 2 s.",
+        ),
+    ],
+)
+def test_the_last_sentence_says_whether_chunks_pay_and_whether_auto_is_right(
+    cases: list[Measured], sentence: str
+) -> None:
+    assert conclusion(cases) == f"1x9 with one decay: {sentence}"
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +10,30 @@ import numpy as np
 import pytest
 
 from app.jsonl import write_jsonl
-from app.sample_records import steps_from_record
-from app.training.gae_estimator import Estimator, HostCredit, Window
-from app.training.gae_file import MatrixFile, Placed, SampleFile, packed, sample_windows, whitener
+from app.training import crediting, gae_tally
+from app.training.gae_file import whitener
+from app.training.gae_matrices import MatrixFile
+from app.training.gae_samples import SampleFile
+from settings import Settings, load
 from settings.errors import InputError
-from tests.training.program import here, records_of
+from tests.advantage.gae_oracle import Case, oracle
+from tests.training.program import here, records_of, settings
 
 GAMMA, LAM = 0.9, 0.8
 RULE = ("--gamma", str(GAMMA), "--lam", str(LAM))
 
 
 def expected(
-    rewards: Any, values: Any, *, mask: Any = None, bootstrap: float = 0.0, lam: float = LAM
+    rewards: Any, values: Any, *, mask: Any = None, bootstrap: float = 0.0, lam: float = LAM, mode: str = "skip"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and returns of one sequence in float64; masked tokens are no steps."""
-    rewards, values = np.asarray(rewards, float), np.asarray(values, float)
-    advantages, returns = np.zeros((2, len(rewards)))
-    after, next_value = 0.0, bootstrap
-    for t in reversed(np.flatnonzero(np.ones(len(rewards), bool) if mask is None else mask)):
-        after = rewards[t] + GAMMA * next_value - values[t] + GAMMA * lam * after
-        advantages[t], returns[t], next_value = after, after + values[t], values[t]
-    return advantages, returns
+    """Advantages and returns of one sequence in float64."""
+    case = Case(
+        np.asarray(rewards, float)[None],
+        np.append(values, bootstrap)[None],
+        None if mask is None else np.asarray(mask, bool)[None],
+    )
+    advantages, returns = oracle(case, gamma=GAMMA, lam=lam, mask_mode=mode)
+    return advantages[0], returns[0]
 
 
 def gae(source: Path, out: Path, *arguments: Any) -> Any:
@@ -129,7 +130,7 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_the_whole_file(tmp_
         [{"token_rewards": r.tolist(), "values": v.tolist()} for r, v in zip(rewards, values, strict=True)],
     )
     files = {"npz": MatrixFile, "jsonl": SampleFile}
-    file = files[kind](tmp_path / f"in.{kind}", rule(), window_tokens=32)
+    file = files[kind](tmp_path / f"in.{kind}", settings_of(), window_tokens=32)
     file.write(tmp_path / f"out.{kind}", whitener(file.advantage_moments()))
     assert file.tally.num_windows == 4
     if kind == "npz":
@@ -140,90 +141,82 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_the_whole_file(tmp_
     assert abs(written.var(ddof=1) - 1) < 1e-5
 
 
-def rule() -> Estimator:
-    return Estimator(
-        gamma=GAMMA,
-        lam=LAM,
-        critic_lam=None,
-        length_adaptive_lam=None,
-        mask_mode="skip",
-        backend="auto",
-        chunk_size=None,
-    )
+def settings_of(*overrides: str) -> Settings:
+    return load(None, (f"algorithm.gamma={GAMMA}", f"algorithm.lam={LAM}", *overrides), {}).settings
 
 
-class Watched(Estimator):
-    """Writes down how much it is given at a time."""
-
-    shapes: list[tuple[int, ...]]
-
-    def credit(self, window: Window) -> HostCredit:
-        self.shapes.append(window.rewards.shape)
-        return super().credit(window)
-
-
-def watched() -> Watched:
-    estimator = Watched(**rule().__dict__)
-    object.__setattr__(estimator, "shapes", [])
-    return estimator
+def holed(folder: Path, kind: str) -> Path:
+    """One sequence that somebody else has written into, in the middle and at its end."""
+    if kind == "npz":
+        rewards, values, mask = (np.array([HOLED[name]]) for name in ("token_rewards", "values", "mask"))
+        np.savez(folder / "in.npz", rewards=rewards, values=values, mask=mask)
+    else:
+        record = {name: HOLED[name] for name in ("values", "token_rewards")} | {"loss_mask": HOLED["mask"]}
+        write_jsonl(folder / "in.jsonl", [record])
+    return folder / f"in.{kind}"
 
 
-def test_no_more_rows_are_held_than_a_window_has_tokens_for(tmp_path: Path) -> None:
-    np.savez(tmp_path / "in.npz", rewards=np.ones((50, 16)), values=np.ones((50, 16)))
-    estimator = watched()
-    MatrixFile(tmp_path / "in.npz", estimator, window_tokens=100).write(tmp_path / "out.npz", whitener(None))
-    assert estimator.shapes == [(6, 16)] * 8 + [(2, 16)]
+HOLED: dict[str, list[Any]] = {
+    "values": [0.5, -1.0, 0.25, 2.0, 1.0],
+    "token_rewards": [1.0, 3.0, -2.0, 0.5, 4.0],
+    "mask": [1, 0, 1, 1, 0],
+}
 
 
-def test_no_more_samples_are_held_than_a_window_has_tokens_for_and_few_lengths_are_compiled(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "in.jsonl", ragged_samples(60))
-    estimator = watched()
-    file = SampleFile(tmp_path / "in.jsonl", estimator, window_tokens=64)
-    file.write(tmp_path / "out.jsonl", whitener(None))
-    assert len(estimator.shapes) == file.tally.num_windows > 6
-    assert set(estimator.shapes) == {(1, 1024)}
-
-    def of(length: int) -> Placed:
-        steps = steps_from_record({"values": [0.0] * length, "reward": 0.0}, where="")
-        return Placed("", {}, steps)
-
-    lengths = [30, 30, 30, 64, 65, 1, 0, 100, 2]
-    windows = [[len(one.steps.rewards) for one in window] for window in sample_windows(map(of, lengths), 64)]
-    assert windows == [[30, 30], [30], [64], [65], [1, 0], [100], [2]]
+def credit_in(path: Path) -> dict[str, np.ndarray]:
+    """Of the first sequence of a file."""
+    if path.suffix == ".npz":
+        with np.load(path) as written:
+            return {name: written[name][0] for name in ("advantages", "returns")}
+    (record,) = records_of(path)
+    return {name: np.array(record[name]) for name in ("advantages", "returns")}
 
 
-def test_reading_goes_no_further_than_the_window_that_is_worked_on() -> None:
-    taken = 0
+@pytest.mark.parametrize("mode", ["skip", "through", "zero"])
+@pytest.mark.parametrize("kind", ["npz", "jsonl"])
+def test_masked_tokens_mean_what_the_mode_says(tmp_path: Path, kind: str, mode: str) -> None:
+    result = gae(holed(tmp_path, kind), tmp_path / f"out.{kind}", "--mask-mode", mode)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["mask mode"] == mode
+    exact = expected(HOLED["token_rewards"], HOLED["values"], mask=HOLED["mask"], mode=mode)
+    for array, of_oracle in zip(credit_in(tmp_path / f"out.{kind}").values(), exact, strict=True):
+        np.testing.assert_allclose(array, of_oracle, atol=1e-6)
+    # The modes differ at the first token, by what the second one means.
+    step = GAMMA * LAM
+    third = {"skip": -2 + 0.9 * 2 - 0.25 + step * (0.5 - 2.0), "zero": -2 + 0.9 * 2 - 0.25 + step * (0.5 - 2.0)}
+    third["through"] = third["skip"] + step * (0.9 * 1.0 + step * 3.0)
+    first = {
+        "skip": 1 + 0.9 * 0.25 - 0.5 + step * third["skip"],
+        "zero": 1 - 0.5 + step * (0.9 * 0.25 + step * third["zero"]),
+        "through": 1 - 0.9 - 0.5 + step * (3 + 0.9 * 0.25 + 1 + step * third["through"]),
+    }
+    assert exact[0][0] == pytest.approx(first[mode])
 
-    def samples() -> Any:
-        nonlocal taken
-        for _ in range(100):
-            taken += 1
-            yield Placed("", {}, steps_from_record({"values": [0.0] * 10, "reward": 0.0}, where=""))
 
-    windows = sample_windows(samples(), 30)
-    seen = [taken for _ in windows]
-    assert seen[0] == 4
-    assert all(later - earlier == 3 for earlier, later in pairwise(seen[:-1]))
+@pytest.mark.parametrize("kind", ["npz", "jsonl"])
+@pytest.mark.parametrize("backend", ["serial", "chunked", "auto"])
+def test_the_backend_and_the_chunk_size_reach_the_solver_and_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, backend: str
+) -> None:
+    seen = []
+    solve = crediting.generalized_advantages
 
+    def watched(*arrays: Any, **rule: Any) -> Any:
+        seen.append((rule["backend"], rule["chunk_size"], rule["gamma"]))
+        return solve(*arrays, **rule)
 
-def test_samples_in_one_row_end_where_they_end() -> None:
-    steps = [
-        steps_from_record(record, where="")
-        for record in (
-            {"values": [1.0, 2.0], "reward": 3},
-            {"values": [], "completion_token_ids": []},
-            {"values": [4.0, 5.0], "completion_token_ids": [7], "reward": 6},
-        )
-    ]
-    window = packed(steps)
-    assert window.rewards.shape == (1, 1024)
-    assert window.rewards[0, :4].tolist() == [0, 3, 6, 0]
-    assert window.values[0, :4].tolist() == [1, 2, 4, 0]
-    assert window.ends is not None and window.bootstrap is not None
-    assert np.flatnonzero(window.ends).tolist() == [1, 2]
-    assert np.flatnonzero(window.bootstrap).tolist() == [2]
-    assert window.mask is not None and window.mask.sum() == 3
+    monkeypatch.setattr(crediting, "generalized_advantages", watched)
+    arguments = ("--backend", backend, "--chunk-size", "3")
+    result = gae(holed(tmp_path, kind), tmp_path / f"out.{kind}", *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert seen == [(backend, 3, GAMMA)]
+    figures = json.loads(result.stdout)
+    if backend == "serial":
+        assert figures["backend"].startswith("serial (")
+        assert figures["not applied"] == "algorithm.gae_chunk_size = 3 (from --chunk-size): serial has no chunks"
+    else:
+        assert figures["backend"].startswith("chunked in chunks of 3 (")
+        assert "not applied" not in figures
 
 
 BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
@@ -237,7 +230,11 @@ BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
         {"values": [1.0] * 2, "completion_token_ids": [1, 2], "token_rewards": [1.0] * 3},
         "in.jsonl:2: token_rewards has 3 entries, expected 2: one per completion token",
     ),
-    ({"values": [1.0], "reward": 1.0, "loss_mask": [1]}, "in.jsonl:2: loss_mask[0]: expected booleans, got int 1"),
+    (
+        {"values": [1.0], "reward": 1.0, "loss_mask": [2]},
+        "in.jsonl:2: loss_mask[0]: expected booleans, or 0 and 1, got int 2",
+    ),
+    ({"values": [True], "reward": 1.0}, "in.jsonl:2: values[0]: expected finite float32 numbers, got bool True"),
     ({"values": [1.0, "a"], "reward": 1.0}, "in.jsonl:2: values[1]: expected finite float32 numbers, got str 'a'"),
     ({"values": [1e39], "reward": 1.0}, "in.jsonl:2: values[0]: expected finite float32 numbers"),
     ({"values": [1.0], "reward": 1e39}, "in.jsonl:2: reward: expected a finite float32 number"),
@@ -282,6 +279,7 @@ BAD_MATRICES: list[tuple[dict[str, np.ndarray], str]] = [
     ({"rewards": with_number(1e300), "values": ZEROS}, "in.npz: rewards: row 1, index 2 is inf"),
     ({"rewards": ZEROS, "values": ZEROS, "mask": with_number(2)}, "in.npz: mask: row 1, index 2 is 2.0, expected 0 or"),
     ({"rewards": ZEROS, "values": ZEROS, "mask": ZEROS}, "in.npz: the mask of all 2 rows is False throughout"),
+    ({"rewards": ZEROS, "values": ZEROS > 0}, "in.npz: values: expected numbers, got dtype bool; is it the mask?"),
     ({"rewards": np.array([[None]]), "values": ZEROS}, "in.npz: rewards: an array of Python objects"),
     (
         {"rewards": np.full((1, 1), -3e38), "values": np.full((1, 1), 3e38)},
@@ -311,7 +309,7 @@ def test_a_row_of_a_later_window_is_named_by_its_place_in_the_file(tmp_path: Pat
     values[33, 2] = np.nan
     np.savez(tmp_path / "in.npz", rewards=np.zeros((50, 4)), values=values)
     with pytest.raises(InputError, match="values: row 33, index 2 is nan"):
-        MatrixFile(tmp_path / "in.npz", rule(), window_tokens=40).write(tmp_path / "out.npz", whitener(None))
+        MatrixFile(tmp_path / "in.npz", settings_of(), window_tokens=40).check()
 
 
 @pytest.mark.parametrize(("mode", "is_read"), [("skip", False), ("zero", False), ("through", True)])
@@ -358,8 +356,58 @@ def test_a_file_without_samples_is_refused(tmp_path: Path, content: str) -> None
 
 
 def test_the_output_may_replace_the_input(tmp_path: Path) -> None:
-    write: Callable[..., None] = write_jsonl
-    write(tmp_path / "in.jsonl", [{"values": [1.0], "reward": 2.0}])
+    write_jsonl(tmp_path / "in.jsonl", [{"values": [1.0], "reward": 2.0}])
     assert gae(tmp_path / "in.jsonl", tmp_path / "in.jsonl").exit_code == 0
     (record,) = records_of(tmp_path / "in.jsonl")
     assert record["advantages"] == [1.0]
+
+
+def test_a_suffix_may_be_in_capitals(tmp_path: Path) -> None:
+    holed(tmp_path, "npz").rename(tmp_path / "IN.NPZ")
+    result = gae(tmp_path / "IN.NPZ", tmp_path / "OUT.NPZ")
+    assert result.exit_code == 0, result.stderr
+    with np.load(tmp_path / "OUT.NPZ") as written:
+        assert written["advantages"].shape == (1, 5)
+
+
+@pytest.mark.parametrize("kind", ["npz", "jsonl"])
+def test_the_summary_tells_what_is_written_and_what_it_was_before_whitening(tmp_path: Path, kind: str) -> None:
+    source = holed(tmp_path, kind)
+    plain = json.loads(gae(source, tmp_path / f"plain.{kind}").stdout)
+    assert "before whitening" not in plain
+    white = json.loads(gae(source, tmp_path / f"white.{kind}", "--set", "algorithm.whiten_advantages=true").stdout)
+    written = credit_in(tmp_path / f"white.{kind}")["advantages"][np.array(HOLED["mask"], bool)]
+    assert white["mean advantage"] == pytest.approx(written.mean(), abs=1e-6) == pytest.approx(0, abs=1e-6)
+    assert white["std of advantages"] == pytest.approx(written.std(), abs=1e-5) == pytest.approx((2 / 3) ** 0.5)
+    mean, std = plain["mean advantage"], plain["std of advantages"]
+    assert white["before whitening"] == f"mean {mean:.6g}, std {std:.6g}"
+
+
+def test_other_hosts_have_no_part_in_a_file(tmp_path: Path) -> None:
+    result = gae(holed(tmp_path, "npz"), tmp_path / "out.npz", "--config", "gsm8k_qwen2_5_3b_v4_16")
+    assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("npz", "rows"), ("jsonl", "samples")])
+def test_what_takes_long_is_told_on_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, rows: str
+) -> None:
+    monkeypatch.setattr(gae_tally, "SECONDS_BETWEEN_LINES", 0.0)
+    np.savez(tmp_path / "in.npz", rewards=np.ones((2, 3)), values=np.ones((2, 3)))
+    write_jsonl(tmp_path / "in.jsonl", [{"values": [1.0] * 3, "reward": 1.0}] * 2)
+    files = {"npz": MatrixFile, "jsonl": SampleFile}
+    file = files[kind](tmp_path / f"in.{kind}", settings_of(), window_tokens=3)
+    file.check()
+    file.write(tmp_path / f"out.{kind}", whitener(None))
+    told = [f"checked 1 {rows}", f"checked 2 {rows}", f"estimated 1 of 2 {rows}"]
+    assert capsys.readouterr().err.splitlines() == told
+
+
+def test_what_cannot_be_done_to_matrices_is_told(tmp_path: Path) -> None:
+    penalty = ("algorithm.name=ppo", "algorithm.beta=0.02", "algorithm.estimator=vtrace")
+    result = gae(holed(tmp_path, "npz"), tmp_path / "out.npz", *settings(*penalty))
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["not applied"] == (
+        "algorithm.estimator = 'vtrace' (from --set): this is GAE; "
+        "algorithm.beta = 0.02 (from --set): matrices hold no logprobs for a KL penalty"
+    )

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import Result
 
 from app.jsonl import write_jsonl
+from tests.tiny_directory import write_model
 from tests.training.program import digest_of, here, of_tiny, records_of, settings
 
 UNSHARED = ("batching.share_prompts=false", "mesh.shape=1,8,1")
@@ -93,6 +94,27 @@ def test_the_plan_of_a_role_is_how_score_cuts(sampled: Path, tiny_model: Path, t
         assert figures["micro-batches"] == report["figures"]["num_micro_batches"]
         assert figures["real tokens"] == report["figures"]["real_tokens"]
         assert figures["padded tokens"] == report["figures"]["computed_tokens"] - report["figures"]["real_tokens"]
+
+
+def test_the_plan_of_the_critic_is_how_its_values_are_scored(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
+    records = records_of(sampled)
+    cut_short = sum(record["finish_reason"] == "length" for record in records)
+    assert 0 < cut_short < len(records)
+    longest = max(len(r["prompt_token_ids"]) + len(r["completion_token_ids"]) for r in records)
+
+    def of_critic(quota: int, *overrides: str, behind: str = "true") -> Result:
+        quotas = (f"algorithm.bootstrap_truncated={behind}", f"score.critic.max_tokens_per_device={quota}")
+        return plan(tiny_model, sampled, *quotas, *overrides, also=("--role", "critic", "--json"))
+
+    counted, without = (json.loads(of_critic(64, behind=behind).stdout)["num_tokens"] for behind in ("true", "false"))
+    assert counted == without + cut_short
+    # The value behind the longest sample wants a place, too.
+    assert of_critic(longest + 1).exit_code == 0
+    message = refused(of_critic(longest))
+    assert f"{longest + 1} tokens, more than score.critic.max_tokens_per_device = {longest} (from --set)" in message
+    # Whether samples fit is for the critic's own context to say.
+    short = write_model(tmp_path / "critic", max_position_embeddings=longest - 1)
+    assert f"holds {longest - 1}; leave" in refused(of_critic(longest + 1, f"critic.path={short}"))
 
 
 def test_rows_of_the_update_are_those_of_a_run_however_short_the_file_is(small: Path, tiny_model: Path) -> None:

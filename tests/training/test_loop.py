@@ -82,6 +82,7 @@ OF_A_STEP = {
     "time/update_s",
     "time/step_s",
     "perf/tokens_per_s",
+    "perf/flops",
     "perf/mfu",
     "perf/peak_memory_bytes",
     "perf/compilations",

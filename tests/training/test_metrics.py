@@ -13,6 +13,9 @@ import pytest
 from app.flow import Prompt, Sample
 from app.training.metrics import (
     CompilationCounter,
+    CreditMoments,
+    Pass,
+    Tokens,
     Work,
     credit_metrics,
     host_memory_bytes,
@@ -69,10 +72,11 @@ def test_a_step_of_two_groups() -> None:
 
 def test_advantages_are_counted_token_by_token_where_the_policy_wrote() -> None:
     samples = [sample(0, 1.0, [2.0, 9.0, 4.0], mask=[True, False, True]), sample(0, 0.0, [-3.0])]
-    metrics = credit_metrics(samples)
+    metrics = credit_metrics(CreditMoments.of(samples))
     assert metrics == pytest.approx({"advantage/mean": 1.0, "advantage/std": np.sqrt((1 + 9 + 16) / 3)})
     nothing = {"advantage/mean": 0.0, "advantage/std": 0.0}
-    assert credit_metrics([sample(0, 1.0, [0.0], mask=[False])]) == credit_metrics([]) == nothing
+    for empty in ([sample(0, 1.0, [0.0], mask=[False])], []):
+        assert credit_metrics(CreditMoments.of(empty)) == nothing
 
 
 def test_a_critic_is_measured_by_the_variance_that_it_leaves() -> None:
@@ -82,15 +86,15 @@ def test_a_critic_is_measured_by_the_variance_that_it_leaves() -> None:
 
     # The value behind the last token of the first, and the masked token of the second, count nowhere.
     samples = [credited([1, 2, 50], [1, 3], [True, True]), credited([5, 70], [5, 0], [True, False])]
-    metrics = credit_metrics(samples)
+    metrics = credit_metrics(CreditMoments.of(samples))
     assert metrics["returns/mean"] == 3.0
     assert metrics["returns/std"] == pytest.approx(np.sqrt(8 / 3))
     # Errors 0 1 0 around 1/3, returns 1 3 5 around 3.
     assert metrics["value/explained_variance"] == pytest.approx(1 - (2 / 3) / 8)
-    flat = credit_metrics([credited([1, 2], [3, 3], [True, True])])
+    flat = credit_metrics(CreditMoments.of([credited([1, 2], [3, 3], [True, True])]))
     assert flat["returns/std"] == 0 and np.isnan(flat["value/explained_variance"])
     without_critic = replace(samples[0], values=None)
-    assert credit_metrics([without_critic]).keys() == metrics.keys() - {"value/explained_variance"}
+    assert credit_metrics(CreditMoments.of([without_critic])).keys() == metrics.keys() - {"value/explained_variance"}
 
 
 def test_compilations_are_counted_until_the_counter_is_closed() -> None:
@@ -109,20 +113,21 @@ def test_compilations_are_counted_until_the_counter_is_closed() -> None:
     assert counter.take() == 0
 
 
-def test_flops_count_a_prompt_once_per_group_when_sampling_and_once_per_sample_after() -> None:
-    work = Work(num_parameters=10, group_size=4, update_shares_prompts=False, scoring_shares_prompts=(False,), epochs=2)
-    sampled, scored, trained = 2 * (6 + 8 / 4), 2 * (6 + 8), 2 * 6 * (6 + 8)
-    assert work.flops(prompt_tokens=8, completion_tokens=6) == 10 * (sampled + scored + trained)
+def test_flops_count_a_prompt_once_per_group_where_it_passes_once_and_every_round_of_sampling() -> None:
+    sampled, learned = Tokens(prompt=24, completion=18), Tokens(prompt=8, completion=6)
+    passes = (Pass(20, shares_prompts=False), Pass(120, shares_prompts=True))
+    work = Work(group_size=4, rollout=Pass(20, shares_prompts=True), passes=passes)
+    expected = 20 * (18 + 24 / 4) + 20 * (6 + 8) + 120 * (6 + 8 / 4)
+    assert work.flops(sampled=sampled, learned=learned) == expected
 
 
-def test_flops_count_a_shared_prompt_once_per_group_in_every_pass() -> None:
-    work = Work(num_parameters=10, group_size=4, update_shares_prompts=True, scoring_shares_prompts=(True,), epochs=2)
-    assert work.flops(prompt_tokens=8, completion_tokens=6) == 10 * (2 + 2 + 2 * 6) * (6 + 8 / 4)
+def test_tokens_are_those_of_all_samples_of_each_part() -> None:
+    ones = [sample(0, 1.0, [0.0] * 3), sample(0, 1.0, [0.0])]
+    assert Tokens.of(ones, []) == [Tokens(prompt=4, completion=4), Tokens(0, 0)]
 
 
 def test_utilization_is_not_claimed_where_the_peak_is_unknown() -> None:
-    work = Work(num_parameters=10, group_size=1, update_shares_prompts=False, scoring_shares_prompts=(), epochs=1)
-    performance = step_performance([sample(0, 1.0, [0.0, 0.0])], work, seconds=4.0)
+    performance = step_performance([sample(0, 1.0, [0.0, 0.0])], flops=1e9, seconds=4.0)
     assert performance["perf/mfu"] is None
     assert performance["perf/tokens_per_s"] == 0.5
 

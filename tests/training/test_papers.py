@@ -10,27 +10,60 @@ import pytest
 from app.jsonl import read_jsonl
 from app.sample_records import sample_from_record
 from settings import load
+from settings.config_file import presets
 from tests.training.program import assert_same_run, here, metrics_of, progress_of, settings, train_here
 
-PRESETS = ("dr_grpo", "rloo", "gspo", "dapo", "cispo")
-TINY_STEP = settings(
-    *("run.name=tiny", "run.steps=1", "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=4"),
-    *("algorithm.mini_batch_prompts=2", "eval.every_steps=0", "checkpoint.best_metric=null", "logging.report=false"),
-    *("data.num_problems=40", "algorithm.beta=0", "logging.completions_every_steps=0"),
+SHAPES = (
+    *("algorithm.mini_batch_prompts=2", "algorithm.rows_per_device=1", "score.rows_per_device=1"),
+    "model.remat=none",
 )
-FILTERED = ("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_buffer=2", "eval.every_steps=0")
+"""One sample on each of eight devices: the least there is to compile."""
+TINY_STEP = (
+    *("run.name=tiny", "run.dir=runs", "run.steps=1", "eval.every_steps=0", "eval.num_prompts=1"),
+    *("checkpoint.every_steps=1", "checkpoint.keep=1", "checkpoint.best_metric=null", "logging.report=false"),
+    *("logging.completions_every_steps=0", "logging.wandb_project=null", "mesh.shape=auto"),
+    *("mesh.coordinator_address=null", "model.path=model", "model.dtype=float32", "model.logits_chunk=1024"),
+    *("data.source=builtin:arithmetic", "data.num_problems=40", "data.difficulty=[1, 2]", "data.system_prompt=null"),
+    *("data.max_prompt_length=16", "rollout.prefill_length_min=16", "rollout.max_new_tokens=4"),
+    *("rollout.prompts_per_step=4", "rollout.group_size=4", "optimizer.learning_rate=1e-3"),
+    *("optimizer.schedule=constant", "optimizer.final_fraction=0", "optimizer.beta2=0.999"),
+    *("reward.functions=[arithmetic, {name: arithmetic_format, weight: 0.5}]", *SHAPES),
+)
+"""The smallest model, data and shapes, alike for all presets: what is left is the algorithm."""
+TINY_CRITIC = ("critic.rows_per_device=1", "critic.learning_rate=1e-3", "critic.warmup_steps=0")
+FILTERED = ("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_buffer=2", "eval.every_steps=0", *SHAPES)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_trains_a_tiny_step_and_says_what_it_changes(preset: str, tmp_path: Path) -> None:
-    result = here("train", "--config", preset, "--set", f"run.dir={tmp_path}", *TINY_STEP)
+def tiny_step(preset: str) -> tuple[str, ...]:
+    return (*TINY_STEP, *TINY_CRITIC) if load(preset, [], {}).settings.has_critic else TINY_STEP
+
+
+def distinct_presets() -> list[str]:
+    """Of presets that come to the same tiny step the first."""
+    by_step = {load(preset, tiny_step(preset), {}).settings.model_dump_json(): preset for preset in reversed(presets())}
+    return sorted(by_step.values())
+
+
+def test_presets_that_come_to_the_same_step_have_the_same_algorithm() -> None:
+    assert {load(preset, [], {}).settings.algorithm.name for preset in {*presets()} - {*distinct_presets()}} == {"grpo"}
+
+
+@pytest.mark.parametrize("preset", distinct_presets())
+def test_a_preset_trains_a_tiny_step_and_says_what_it_changes(
+    preset: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(tiny_model)
+    result = here("train", "--config", preset, *settings(*tiny_step(preset)))
     assert result.exit_code == 0, result.stderr
-    changes = load(preset, ["algorithm.beta=0"], {}).algorithm_changes
-    assert changes is not None and changes.startswith(preset)
-    assert changes in result.stderr
-    (line,) = metrics_of(tmp_path / "tiny")
+    chosen = load(preset, [], {})
+    assert (chosen.algorithm_changes or "") in result.stderr
+    (line,) = metrics_of(tmp_path / "runs" / "tiny")
     assert np.isfinite(line["loss"])
     assert line["policy/nonfinite_updates"] == 0
+    assert (line["policy/kl"] is not None) == (chosen.settings.algorithm.beta > 0)
+    assert ("policy/kl_coef" in line) == chosen.settings.algorithm.kl_in_reward
+    assert ("value/loss" in line) == chosen.settings.has_critic
 
 
 def test_grpo_changes_nothing_and_says_nothing(finished: Path) -> None:
@@ -58,10 +91,13 @@ def test_a_filtered_run_that_was_stopped_asks_the_same_prompts_as_one_in_one_go(
         fillers = [group for group in by_group.values() if not any(s.mask.any() for s in group)]
         assert len(fillers) == line["rollout/filler_group_count"]
         for group in by_group.values():
-            assert (len({s.reward for s in group}) == 1) == (group in fillers)
             for sample in group:
                 beyond = max(len(sample.completion_ids) - 2, 0)
                 assert sample.rewards is not None and sample.rewards["overlong"] == -beyond / 2
+            # Equal but for what length cost.
+            told = [s.rewards or {} for s in group]
+            right = {rewards["arithmetic"] + 0.5 * rewards["arithmetic_format"] for rewards in told}
+            assert (len(right) == 1) == (group in fillers)
 
 
 def samples_of(run: Path, step: int):

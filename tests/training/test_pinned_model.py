@@ -8,50 +8,70 @@ from pathlib import Path
 import pytest
 
 from app.policy.weight_files import open_model
-from tests.local_hub import LocalHub, serve, use_hub
-from tests.tiny_directory import write_model
+from app.training.pinned_model import pinned, record_commits
+from app.training.run_directory import Resume, RunDirectory
+from app.training.training_input import read_training_input
+from settings import InputError, load
+from tests.local_hub import serve, use_hub
+from tests.tiny_directory import write_model, write_reward_model
 from tests.training.program import train_here
 
 ID = "owner/tiny"
 
 
-@pytest.fixture
-def started(config: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A run of two steps, whose model's branch has moved to other weights since; the hub and the first commit."""
+def train(config: Path, *overrides: str, resume: Resume = "auto"):
+    return train_here(config, f"model.path={ID}", "eval.every_steps=0", *overrides, resume=resume)
+
+
+def test_a_run_goes_on_with_its_commit_when_the_branch_has_moved(
+    config: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = config.parent / "runs" / "tiny" / "model.json"
     with serve() as hub:
         use_hub(monkeypatch, hub.url, tmp_path / "cache")
         first = hub.commit(ID, tiny_model)
-        result = train_here(config, f"model.path={ID}", "run.steps=2", "eval.every_steps=0")
+        result = train(config, "run.steps=1")
         assert result.exit_code == 0, result.stderr
         hub.commit(ID, write_model(tmp_path / "moved", seed=1))
         assert open_model(ID).commit != first
-        yield hub, first
-
-
-def resumed(config: Path, *overrides: str):
-    return train_here(config, f"model.path={ID}", "run.steps=3", "eval.every_steps=0", *overrides, resume="auto")
-
-
-def test_a_run_goes_on_with_its_commit_when_the_branch_has_moved(started: tuple[LocalHub, str], config: Path) -> None:
-    _, first = started
-    record = config.parent / "runs" / "tiny" / "model.json"
-    assert json.loads(record.read_text()) == {"path": ID, "revision": None, "commit": first}
-    result = resumed(config)
+        assert json.loads(record.read_text()) == {"path": ID, "revision": None, "commit": first}
+        # Another revision that is asked for is a changed model.
+        result = train(config, "run.steps=2", "model.revision=main")
+        assert result.exit_code == 2
+        assert "error: --resume: model changed since this run was started" in result.stderr
+        assert "(of a hub id: the old revision)" in result.stderr
+        result = train(config, "run.steps=2")
     assert result.exit_code == 0, result.stderr
-    assert "continuing after step 2 of 3" in result.stderr
+    assert "continuing after step 1 of 2" in result.stderr
     assert json.loads(record.read_text())["commit"] == first
 
 
-def test_another_revision_that_is_asked_for_is_a_changed_model(started: tuple[LocalHub, str], config: Path) -> None:
-    result = resumed(config, "model.revision=main")
-    assert result.exit_code == 2
-    assert "error: --resume: model changed since this run was started" in result.stderr
-    assert "(of a hub id: the old revision)" in result.stderr
+def test_critic_and_reward_model_keep_their_commits_too(
+    config: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = {"model": "owner/policy", "critic": "owner/critic", "reward": "owner/judge"}
+    chosen = [f"model.path={ids['model']}", f"critic.path={ids['critic']}", f"reward.model={ids['reward']}"]
+    with serve() as hub:
+        use_hub(monkeypatch, hub.url, tmp_path / "cache")
+        judges = [write_reward_model(tmp_path / f"judge{seed}", seed=seed) for seed in (7, 8)]
+        moved = write_model(tmp_path / "moved", seed=1)
+        first = {section: hub.commit(ids[section], tiny_model) for section in ("model", "critic")}
+        first["reward"] = hub.commit(ids["reward"], judges[0])
+        settings = load(str(config), ["algorithm.name=ppo", *chosen], {}).settings
+        run = RunDirectory(tmp_path)
+        record_commits(run, settings, read_training_input(settings).commits)
+        hub.commit(ids["model"], moved)
+        hub.commit(ids["critic"], moved)
+        hub.commit(ids["reward"], judges[1])
+        assert read_training_input(pinned(settings, run)).commits == first
+        # Those who ask for another revision get it, and of the others the commit they had.
+        other = load(str(config), ["algorithm.name=ppo", *chosen, "critic.revision=main"], {}).settings
+        commits = read_training_input(pinned(other, run)).commits
+        assert commits["critic"] != first["critic"] and commits["reward"] == first["reward"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_damaged_record_of_the_commit_is_named(started: tuple[LocalHub, str], config: Path, text: str) -> None:
-    (config.parent / "runs" / "tiny" / "model.json").write_text(text)
-    result = resumed(config)
-    assert result.exit_code == 2
-    assert "model.json" in result.stderr and "start another run.name" in result.stderr
+def test_a_damaged_record_of_the_commit_is_named(config: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(InputError, match=r"--resume: .*model\.json .*start another run\.name"):
+        pinned(load(str(config), [], {}).settings, RunDirectory(tmp_path))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from app.update.mini_batches import shuffled
 from tests.tiny_directory import write_model
 from tests.training.conftest import NO_REPORT, write_config
 from tests.training.program import (
@@ -22,6 +23,7 @@ from tests.training.program import (
     train_here,
 )
 from tests.training.test_glossary import glossary, matches
+from tests.training.test_loop import samples_of
 
 PPO = """\
 run: {{dir: {runs}, name: ppo, steps: 4}}
@@ -31,9 +33,9 @@ rollout: {{prompts_per_step: 8, group_size: 1, max_new_tokens: 4}}
 reward: {{functions: [{{name: arithmetic_format, weight: 0.5}}]}}
 algorithm:
   {{name: ppo, beta: 0.05, kl_target: 0.01, kl_horizon: 20, epochs: 2,
-   mini_batch_prompts: 4, bootstrap_truncated: true}}
+   mini_batch_prompts: 4, bootstrap_truncated: true, max_tokens_per_device: 32}}
 critic: {{warmup_steps: 2, learning_rate: 1e-2}}
-optimizer: {{learning_rate: 1e-3}}
+optimizer: {{learning_rate: 1e-3, schedule: linear}}
 checkpoint: {{every_steps: 1, keep: 4, best_metric: null}}
 eval: {{every_steps: 0}}
 """
@@ -82,16 +84,52 @@ def test_what_the_policy_measures_is_null_while_it_is_frozen(whole: Path) -> Non
     assert frozen["value/loss"] > 0
 
 
-def test_k_steps_and_a_resume_equal_all_steps_at_once(config: Path, whole: Path) -> None:
-    """The second half starts in the middle: with the policy's first updates, and an adapted penalty."""
+def stopped_after(step: int, run: Path, whole: Path) -> None:
+    """`run` becomes `whole` as it stood then, had it been killed in the next step."""
+    shutil.copytree(whole, run)
+    for saved in (run / "checkpoints").iterdir():
+        if int(saved.name) > step:
+            shutil.rmtree(saved)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:step]))
+
+
+def test_killed_while_the_critic_warms_up_it_ends_as_if_it_had_not_been(config: Path, whole: Path) -> None:
+    """The rest holds a step of warm-up, the policy's first updates, and an adapted penalty; schedules end at step 4."""
     run = config.parent / "runs" / "ppo"
-    # The steps in between have to know of the whole run: schedules and warm-up end where it ends.
-    assert train_here(config, "run.steps=3").exit_code == 0
+    stopped_after(1, run, whole)
     result = train_here(config, resume="must")
     assert result.exit_code == 0, result.stderr
+    assert "continuing after step 1 of 4" in result.stderr
     assert_same_run(run, whole, step=4)
-    coefficients = [line["policy/kl_coef"] for line in metrics_of(run)]
-    assert coefficients[0] == 0.05 and coefficients[3] != coefficients[1]
+
+
+def test_an_adapted_penalty_waits_for_the_policy_to_move(whole: Path) -> None:
+    coefficients = [line["policy/kl_coef"] for line in metrics_of(whole)]
+    assert coefficients[:3] == [0.05] * 3 != coefficients[1:]
+    rates = [line["policy/learning_rate"] for line in metrics_of(whole)]
+    assert rates[:2] == [None, None] and rates[2] > rates[3] > 0
+
+
+def test_shuffled_mini_batches_are_scored_in_the_rows_that_they_learn_in(whole: Path) -> None:
+    """Of equal quotas the micro-batches are the same; and the first update finds the logprobs that were scored."""
+    for line in metrics_of(whole)[2:]:
+        for name in ("fill", "num_micro_batches"):
+            assert line[f"score/policy/{name}"] == line[f"batching/{name}"]
+        samples = samples_of(whole, line["step"])
+        (first, _), _ = shuffled(samples, line["step"], num_mini_batches=2, epochs=2, seed=0)
+        apart = [np.abs(s.policy_logprobs - s.behavior_logprobs).max() for s in (samples[i] for i in first)]
+        assert line["rollout/sampler_scorer_logprob_diff_max"] == max(apart)
+
+
+def test_vtrace_trains_and_goes_on_in_the_same_bits(config: Path) -> None:
+    vtrace = ("algorithm.estimator=vtrace", "algorithm.vtrace_max_ratio=1.5", "critic.warmup_steps=0", "run.steps=2")
+    assert train_here(config, *vtrace, "run.name=straight").exit_code == 0
+    straight, run = (config.parent / "runs" / name for name in ("straight", "ppo"))
+    stopped_after(1, run, straight)
+    result = train_here(config, *vtrace, resume="must")
+    assert result.exit_code == 0, result.stderr
+    assert_same_run(run, straight, step=2)
 
 
 def test_a_run_with_a_critic_is_not_continued_without_one(config: Path, whole: Path) -> None:

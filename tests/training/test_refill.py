@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from app.flow import Sample
+from app.reward.overlong import OverlongPenalty
 from app.training.metrics import refill_metrics
-from app.training.refill import Refilled, keeps_all, refill, rewards_differ
+from app.training.refill import Place, Refilled, choose, keeps_all, place_of, refill, rewards_differ
 from tests.tiny import make_sample
 
 Group = Sequence[float | None]
@@ -81,6 +83,39 @@ def test_fillers_stand_among_the_others_rather_than_in_one_mini_batch():
 )
 def test_only_rewards_that_there_are_can_differ(rewards, differ):
     assert rewards_differ(samples_of([rewards], first=0)) == differ
+
+
+def test_what_length_costs_is_no_difference():
+    penalty = OverlongPenalty(longest=4, buffer=3, most=0.1)
+
+    def penalised(*rewards: float) -> list[Sample]:
+        alike = samples_of([rewards], first=0)
+        return [penalty.added(replace(s, completion_ids=np.zeros(i + 2, np.int32))) for i, s in enumerate(alike)]
+
+    assert len({s.reward for s in penalised(0.3, 0.3, 0.3)}) == 3
+    assert not rewards_differ(penalised(0.3, 0.3, 0.3))
+    # Here it makes equal what is not: one is right.
+    right = penalised(0.3, 0.3 + 0.1 / 3, 0.3)
+    assert right[0].reward == pytest.approx(right[1].reward)
+    assert rewards_differ(right)
+
+
+def test_groups_are_chosen_in_the_order_of_their_numbers_and_the_first_others_fill_up():
+    assert choose([True, False, True, True], 2) == ([0, 2], frozenset())
+    assert choose([False, False, True, False], 3) == ([0, 1, 2], frozenset({0, 1}))
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+def test_a_round_is_numbered_host_after_host_so_that_numbers_do_not_depend_on_the_hosts(num_hosts: int):
+    places = [place_of(number, num_groups=8 // num_hosts, num_hosts=num_hosts) for number in range(16)]
+    per_host = 8 // num_hosts
+    expected = [
+        Place(host, round_number * per_host + slot)
+        for round_number in range(2)
+        for host in range(num_hosts)
+        for slot in range(per_host)
+    ]
+    assert places == expected
 
 
 def test_a_prompt_that_an_earlier_round_has_asked_is_no_new_group():

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -65,19 +66,26 @@ def values_of(model: RewardModel, samples: list[Sample]) -> np.ndarray:
     return np.asarray([outcome.value for outcome in model.outcomes(samples)[0]], float)
 
 
-def by_hand(read: RewardModelInput, sample: Sample) -> float:
-    """<hidden at the last token, score.weight>, the conversation alone in a row."""
-    ids = read.conversations.ids(sample.prompt, sample.completion)[None]
+def by_hand(read: RewardModelInput, samples: list[Sample]) -> np.ndarray:
+    """<hidden at the last token, score.weight>, each conversation alone in a row, padded behind."""
+    texts = [read.conversations.ids(sample.prompt, sample.completion) for sample in samples]
+    longest = max(map(len, texts))
+    ids = jnp.asarray([[*text, *[0] * (longest - len(text))] for text in texts])
+    mask = jnp.arange(longest) < jnp.asarray([[len(text)] for text in texts])
     params = load_weights(read.definition, read.files.weights, make_mesh())
-    network = read.definition.bind(params)
-    hidden = network.hidden(jnp.asarray(ids), one_segment(np.ones(ids.shape, bool)), dtype=jnp.dtype("float32"))
-    return float(np.asarray(hidden)[0, -1] @ read.files.weights.read("score.weight")[0])
+
+    @jax.jit
+    def hidden(params: Any) -> Any:
+        return read.definition.bind(params).hidden(ids, one_segment(mask), dtype=jnp.dtype("float32"))
+
+    last = np.asarray(hidden(params))[np.arange(len(texts)), [len(text) - 1 for text in texts]]
+    return last @ read.files.weights.read("score.weight")[0]
 
 
 def test_the_score_is_read_at_the_last_token_however_conversations_share_rows(judge: Path) -> None:
     samples = dialogues()
     packed = loaded(judge)
-    expected = [by_hand(packed.input, sample) for sample in samples]
+    expected = by_hand(packed.input, samples)
     assert np.std(expected) > 0.1
     np.testing.assert_allclose(values_of(packed, samples), expected, atol=1e-5)
     fixed: dict[str, Any] = {"dynamic": False, "max_tokens_per_device": None, "rows_per_device": 3}
@@ -125,7 +133,7 @@ def test_the_policy_is_no_classifier(judge: Path) -> None:
 
 
 def test_a_run_learns_from_the_model_beside_the_functions(config: Path, judge: Path) -> None:
-    chosen = (f"reward.model={judge}", "reward.model_weight=0.25", "run.steps=3", "eval.every_steps=0")
+    chosen = (f"reward.model={judge}", "reward.model_weight=0.25", "run.steps=2", "eval.every_steps=0")
     result = train_here(config, *chosen)
     assert result.exit_code == 0, result.stderr
     run = config.parent / "runs" / "tiny"
@@ -141,7 +149,7 @@ def test_a_run_learns_from_the_model_beside_the_functions(config: Path, judge: P
         assert line["reward/model/error_count"] == 0
         assert 0 < line["time/score_reward_s"] <= line["time/reward_s"]
         assert line["score/reward/fill"] > 0
-    assert [line["perf/score_reward_compilations"] for line in lines[1:]] == [0, 0]
+    assert lines[1]["perf/score_reward_compilations"] == 0
 
 
 def test_score_adds_the_score_of_every_sample_to_a_file(sampled: Path, judge: Path, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_the_chain_of_verbs_adds_its_fields_and_carries_the_rest(
     sampled: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     records = [
-        record | {"note": [1, {"a": None}], "weight": 1e-30, "token_rewards": [0.5]} for record in records_of(sampled)
+        record | {"note": [1, {"a": None}], "weight": 1e-30, "my_scores": [0.5]} for record in records_of(sampled)
     ]
     write_jsonl(tmp_path / "0.jsonl", records)
     for step, role in enumerate(("policy", "reference", "reward")):
@@ -193,6 +193,16 @@ def test_rewards_need_no_model(sampled: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     rewards = [record["reward"] for record in records_of(tmp_path / "rewarded.jsonl")]
     assert json.loads(result.stdout)["reward/mean"] == round(float(np.mean(rewards)), 4)
+
+
+def test_rewards_count_what_length_costs_as_in_training(sampled: Path, tmp_path: Path) -> None:
+    result = score(tmp_path, sampled, tmp_path / "rewarded.jsonl", "reward", "reward.overlong_buffer=2")
+    assert result.exit_code == 0, result.stderr
+    records = records_of(tmp_path / "rewarded.jsonl")
+    costs = [-max(len(record["completion_token_ids"]) - 2, 0) / 2 for record in records]
+    assert len(set(costs)) > 1 and [record["rewards"]["overlong"] for record in records] == costs
+    assert [record["reward"] - record["rewards"]["arithmetic"] for record in records] == costs
+    assert json.loads(result.stdout)["reward/overlong/mean"] == round(float(np.mean(costs)), 4)
 
 
 def test_rewards_take_no_device_from_whoever_trains(sampled: Path, tmp_path: Path) -> None:

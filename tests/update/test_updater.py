@@ -19,7 +19,7 @@ from app.policy.flops import forward_flops
 from app.score.scorer import Scorer
 from app.training.metrics import CompilationCounter
 from app.update.aggregation import token_mean
-from app.update.mini_batches import in_order, split_by_group
+from app.update.mini_batches import in_order, picked, split_by_group
 from app.update.objective import UpdateBatch, make_objective, own_logprobs, scored_logprobs
 from app.update.optimizer import TrainState, initial_state, make_optimizer, state_shardings
 from app.update.step import UpdateStep
@@ -45,7 +45,7 @@ class InOrder(Updater):
         self.mini_batches = functools.partial(in_order, step=1, num_mini_batches=num_mini_batches, epochs=epochs)
 
     def update(self, state: Any, samples: Any, *, temperature: float) -> tuple[Any, dict[str, float]]:
-        return super().update(state, self.mini_batches(samples), temperature=temperature)
+        return super().update(state, picked(samples, self.mini_batches(samples)), temperature=temperature)
 
 
 def make_updater(step: Step, *, roles: Collection[ScoredRole] = (), **changes) -> InOrder:
@@ -133,9 +133,8 @@ def test_logprobs_that_were_not_scored_are_not_sent():
 def test_mini_batches_are_whole_groups_in_order():
     ids = [7, -1, 7, 30, -1, 7, 5, 5, 2]
     samples = [make_sample([i], group_id=group, sample_index=i) for i, group in enumerate(ids)]
-    parts = [[s.sample_index for s in part] for part in split_by_group(samples, 2)]
-    assert parts == [[0, 2, 5, 1, 4, 3], [6, 7, 8]]
-    assert [[s.sample_index for s in part] for part in split_by_group(samples, 5)] == [
+    assert [part.tolist() for part in split_by_group(samples, 2)] == [[0, 2, 5, 1, 4, 3], [6, 7, 8]]
+    assert [part.tolist() for part in split_by_group(samples, 5)] == [
         [0, 2, 5], [1, 4], [3], [6, 7], [8],
     ]  # fmt: skip
 
@@ -199,7 +198,8 @@ def test_scorer_and_update_share_one_plan_of_packed_rows_and_every_mini_batch_st
     cut = PackedRows(budget, forward_flops(ODD))
     updater, state = make_updater(step, cut=cut, roles=["policy"], num_mini_batches=3), fresh_state()
     scored = []
-    for part in split_by_group(SIX_GROUPS, 3):
+    ((*parts,),) = picked(SIX_GROUPS, [split_by_group(SIX_GROUPS, 3)])
+    for part in parts:
         plan = cut(part, updater.mesh).own
         assert plan.num_micro_batches > 1
         logprobs = scorer().logprobs(state.params, part, plan, temperature=1.3)

@@ -1,0 +1,78 @@
+"""Whether an estimate of host arrays means something. To be asked before it: a compiled program looks at no number."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import ArrayLike, Bool
+
+
+def check_inputs(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    *,
+    gamma: ArrayLike,
+    lam: ArrayLike,
+    mask: np.ndarray | None = None,
+    mask_mode: str = "skip",
+    chunk_size: int | None = None,
+    first_row: int = 0,
+) -> None:
+    """Passes where `generalized_advantages` of these arrays means something.
+
+    Args:
+        first_row: number of the first row, where these are some rows of more.
+
+    Raises:
+        ValueError: shapes that disagree, gamma or lambda outside [0, 1], a chunk size below 1, or a NaN, an infinity or
+            a number beyond float32 that would be read; says which and where.
+    """
+    for name, number in (("gamma", gamma), ("lam", lam)):
+        numbers = np.asarray(number)
+        outside = numbers[~((numbers >= 0) & (numbers <= 1))]
+        if outside.size:
+            raise ValueError(f"{name}: expected a number from 0 to 1, got {outside.flat[0]}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size: expected at least 1 step, got {chunk_size}")
+    check_shapes(rewards.shape, values.shape, None if mask is None else mask.shape)
+    # Tokens that are passed over may hold anything.
+    read = None if mask is None or mask_mode == "through" else mask.astype(bool)
+    check_finite("rewards", rewards, read=read, first_row=first_row)
+    check_finite("values", values, read=read, first_row=first_row)
+
+
+def check_shapes(rewards: tuple[int, ...], values: tuple[int, ...], mask: tuple[int, ...] | None = None) -> None:
+    """Raises ValueError where values or mask do not belong to the rewards."""
+    if len(rewards) != 2:
+        raise ValueError(f"rewards: expected [B, T], got the shape {list(rewards)}")
+    num_rows, num_tokens = rewards
+    for name, shape, allowed in (
+        ("values", values, (rewards, (num_rows, num_tokens + 1))),
+        ("mask", rewards if mask is None else mask, (rewards,)),
+    ):
+        if tuple(shape) not in allowed:
+            expected = " or ".join(str(list(one)) for one in allowed)
+            raise ValueError(
+                f"{name}: shape {list(shape)} beside rewards of shape {list(rewards)}, expected {expected}"
+            )
+
+
+def check_finite(
+    name: str,
+    x: np.ndarray,
+    *,
+    read: Bool[np.ndarray, "B T"] | None = None,
+    first_row: int = 0,
+    hint: str = "expected a finite float32",
+) -> None:
+    """Raises ValueError that names the first NaN or infinity. Columns of `x` behind those of `read` count."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        as_float32 = x.astype(np.float32, copy=False)
+        # A sum takes a quarter of the time; it may also overflow where no number is infinite.
+        if np.isfinite(as_float32.sum()):
+            return
+    bad = ~np.isfinite(as_float32)
+    if read is not None:
+        bad[:, : read.shape[1]] &= read
+    if bad.any():
+        row, column = np.argwhere(bad)[0].tolist()
+        raise ValueError(f"{name}: row {first_row + row}, index {column} is {x[row, column]}; {hint}")

@@ -1,0 +1,140 @@
+"""What `grpo gae` says of a file when it is done, and on the way."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float32
+
+from app.advantage.gae.choice import Choice, choose
+from app.masked import NOTHING, Moments, merged, moments
+from settings import Resolved, Settings
+from settings.errors import InputError
+from settings.schema import Algorithm
+
+WITH_CHUNKS = frozenset({"chunked"})
+"""Backends that have a chunk size."""
+OTHER_CREDIT = frozenset({"vtrace", "reinforce_plus_plus"})
+"""Estimators that credit each token otherwise than GAE."""
+SECONDS_BETWEEN_LINES = 2.0
+
+
+def choice_of(algorithm: Algorithm, shape: tuple[int, ...], *, is_masked: bool) -> Choice:
+    """The backend that solves rows of this shape, and why. `is_masked`: by a mask or by ends of sequences."""
+    return choose(
+        algorithm.gae_backend,
+        shape,
+        one_leak=not is_masked and algorithm.length_adaptive_lam is None,
+        chunk_size=algorithm.gae_chunk_size,
+    )
+
+
+@dataclass
+class Tally:
+    """What has gone by."""
+
+    rows: str
+    """What the rows are called."""
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_trainable: int = 0
+    num_windows: int = 0
+    num_ended_early: int = 0
+    """Samples that were cut and have a value behind their last token, which the settings leave out."""
+    advantages: Moments = NOTHING
+    """As they are written."""
+    returns: Moments = NOTHING
+    choice: Choice | None = None
+    """Of the first window: the last may be smaller."""
+
+    def count(
+        self,
+        advantages: Float32[np.ndarray, "*any"],
+        returns: Float32[np.ndarray, "*any"],
+        mask: Bool[np.ndarray, "*any"],
+        *,
+        num_rows: int,
+    ) -> None:
+        self.num_windows += 1
+        self.num_rows += num_rows
+        self.num_tokens += mask.size
+        self.num_trainable += int(mask.sum())
+        self.advantages = merged([self.advantages, moments(advantages, mask)])
+        self.returns = merged([self.returns, moments(returns, mask)])
+
+    def figures(self, settings: Settings) -> dict[str, Any]:
+        algorithm = settings.algorithm
+        alpha = algorithm.length_adaptive_lam
+        figures: dict[str, Any] = {
+            self.rows: self.num_rows,
+            "tokens": self.num_tokens,
+            "trainable tokens": self.num_trainable,
+            "gamma": algorithm.gamma,
+            "lambda": algorithm.lam if alpha is None else f"1 - 1 / ({alpha} x tokens)",
+        }
+        if settings.critic.lam is not None:
+            figures["lambda of returns"] = settings.critic.lam
+        figures["mask mode"] = algorithm.mask_mode
+        if self.choice is not None:
+            figures["backend"] = spoken(self.choice)
+        return figures | {
+            "windows": self.num_windows,
+            "mean advantage": round(self.advantages.mean, 6),
+            "std of advantages": round(self.advantages.population_std, 6),
+            "mean return": round(self.returns.mean, 6),
+            "std of returns": round(self.returns.population_std, 6),
+        }
+
+
+def spoken(choice: Choice) -> str:
+    """`chunked in chunks of 64 (why)`."""
+    size = choice.chunk_size
+    return f"{choice.backend}{'' if size is None else f' in chunks of {size}'} ({choice.why})"
+
+
+def check_trainable(path: Path, rows: str, *, num_rows: int, num_tokens: int, num_trainable: int) -> None:
+    """Raises InputError where no token counts."""
+    if num_tokens and not num_trainable:
+        raise InputError(f"{path}: the mask of all {num_rows:,} {rows} is False throughout; nothing to credit")
+
+
+def not_applied(resolved: Resolved, tally: Tally, *, has_logprobs: bool) -> list[str]:
+    """Settings by which training would credit otherwise, and what became of them here."""
+    algorithm = resolved.settings.algorithm
+
+    def named(field: str) -> str:
+        return f"algorithm.{field} = {getattr(algorithm, field)!r} (from {resolved.origin(f'algorithm.{field}')})"
+
+    notes = []
+    if algorithm.estimator in OTHER_CREDIT:
+        notes.append(f"{named('estimator')}: this is GAE")
+    if algorithm.kl_in_reward and not has_logprobs:
+        notes.append(f"{named('beta')}: matrices hold no logprobs for a KL penalty")
+    if algorithm.kl_in_reward and has_logprobs and algorithm.kl_target is not None:
+        notes.append(f"{named('kl_target')}: the penalty's weight stays algorithm.beta, as in a run's first step")
+    if tally.num_ended_early:
+        notes.append(
+            f"the value behind the last token of {tally.num_ended_early:,} samples of finish_reason length, by "
+            f"{named('bootstrap_truncated')}"
+        )
+    if algorithm.gae_chunk_size is not None and tally.choice and tally.choice.chunk_size is None:
+        notes.append(f"{named('gae_chunk_size')}: {tally.choice.backend} has no chunks")
+    return notes
+
+
+@dataclass
+class Progress:
+    """Lines on stderr, while something takes long."""
+
+    last: float = field(default_factory=time.monotonic)
+
+    def tell(self, line: str) -> None:
+        now = time.monotonic()
+        if now - self.last >= SECONDS_BETWEEN_LINES:
+            self.last = now
+            print(line, file=sys.stderr, flush=True)

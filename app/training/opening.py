@@ -1,0 +1,66 @@
+"""What a run starts from: its directory's newest checkpoint, or the models' own weights."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from app.mesh.placement import to_host_memory
+from app.policy.decoder import Params
+from app.training.checkpoint import Checkpoints, Progress
+from app.training.journal import Journal, NoJournal
+from app.training.launch import Launch
+from app.training.pinned_model import record_commits
+from app.training.preservation import NewestAndBest
+from app.training.reward_role import RewardModel
+from app.training.run_state import RunState
+from app.training.session import Session
+from app.training.wiring import Learning
+
+
+def open_checkpoints(launch: Launch, learning: Learning) -> Checkpoints:
+    settings = launch.resolved.settings.checkpoint
+    policy = NewestAndBest(settings.keep, settings.best_metric, settings.best_mode)
+    return Checkpoints(launch.run.checkpoints, policy=policy, shapes=learning.shapes, shardings=learning.shardings)
+
+
+def open_state(checkpoints: Checkpoints, launch: Launch, learning: Learning) -> tuple[RunState, Progress]:
+    """The newest good checkpoint's state, or the models' own weights with fresh moments."""
+    algorithm = launch.resolved.settings.algorithm
+    per_step = launch.resolved.settings.rollout.prompts_per_step * jax.process_count()
+    fingerprints = {**launch.input.fingerprints, "rollout.prompts_per_step over all hosts": str(per_step)}
+    restored = checkpoints.restore(fingerprints)
+    if restored is not None:
+        arrays, progress = restored
+        adapted = progress.kl_coef if algorithm.kl_target is not None else None
+        return RunState.of(arrays, kl_coef=algorithm.beta if adapted is None else adapted), progress
+    session = launch.session
+    policy, critic = learning.policy.initial_state(session.load_params()), None
+    if session.critic is not None:
+        assert learning.critic is not None
+        critic = learning.critic.initial_state(session.critic.load_params(session.mesh))
+    state = RunState(policy, critic, kl_coef=algorithm.beta)
+    return state, Progress(step=0, position=0, fingerprints=fingerprints)
+
+
+def open_journal(launch: Launch, progress: Progress) -> Journal | NoJournal:
+    """The run directory from here on tells of this run."""
+    if jax.process_index() != 0:
+        return NoJournal()
+    launch.run.write_settings(launch.resolved)
+    record_commits(launch.run, launch.resolved.settings, launch.input.commits)
+    return Journal(launch.run, launch.resolved, last_step=progress.step or None, wandb_id=progress.wandb_id)
+
+
+def open_reference(state: RunState, progress: Progress, session: Session) -> Params | None:
+    """The weights of `model.path`: a fresh state still holds them, a restored one has moved on."""
+    if "reference" not in session.settings.scored_roles:
+        return None
+    if session.settings.score.reference.offload:
+        return to_host_memory(session.load_params() if progress.step else state.policy.params)
+    return session.load_params() if progress.step else jax.tree.map(jnp.copy, state.policy.params)
+
+
+def open_reward_model(launch: Launch) -> RewardModel | None:
+    model = launch.input.reward_model
+    return None if model is None else RewardModel.load(launch.resolved.settings, model, launch.session.mesh)

@@ -1,0 +1,34 @@
+"""Where a step's seconds go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import jax
+
+from app.training.progress import Board
+
+
+@dataclass
+class Timer:
+    """Wall-clock seconds of each phase of a step, and of the step from the moment this is made."""
+
+    board: Board
+    seconds: dict[str, float] = field(default_factory=dict)
+    _start: float = field(default_factory=time.perf_counter)
+
+    def stop(self) -> None:
+        self.seconds["time/step_s"] = time.perf_counter() - self._start
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.board.phase(name)
+        start = time.perf_counter()
+        with jax.profiler.TraceAnnotation(name):
+            yield
+        key = f"time/{name}_s"
+        # A phase may come several times in a step.
+        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start

@@ -1,0 +1,156 @@
+"""`grpo gae` on samples: windows of bounded size, and the credit that training gives under the same settings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.flow import Sample
+from app.jsonl import write_jsonl
+from app.sample_records import credited_sample, sample_to_record
+from app.training.crediting import wire_gae_credit
+from app.training.gae_file import whitener
+from app.training.gae_samples import Placed, SampleFile, sample_windows
+from settings import load
+from tests.tiny import make_sample
+from tests.training.program import here, records_of
+
+
+def placed(length: int, *, num_bytes: int = 1) -> Placed:
+    record = {"values": [0.0] * length, "reward": 0.0}
+    return Placed("", num_bytes, record, credited_sample(record, where="", bootstraps=False, needs_logprobs=False))
+
+
+def lengths_of(windows: Any) -> list[list[int]]:
+    return [[len(one.sample.completion_ids) for one in window] for window in windows]
+
+
+def test_no_more_tokens_are_held_than_a_window_has() -> None:
+    samples = map(placed, [30, 30, 30, 64, 65, 1, 0, 100, 2])
+    windows = lengths_of(sample_windows(samples, window_tokens=64))
+    assert windows == [[30, 30], [30], [64], [65], [1, 0], [100], [2]]
+
+
+def test_no_more_bytes_are_held_than_a_window_has() -> None:
+    samples = (placed(length, num_bytes=size) for length, size in enumerate([50, 50, 1, 99, 300, 2, 2]))
+    windows = lengths_of(sample_windows(samples, window_tokens=64, window_bytes=100))
+    assert windows == [[0, 1], [2, 3], [4], [5, 6]]
+
+
+def test_reading_goes_no_further_than_the_window_that_is_worked_on() -> None:
+    taken = 0
+
+    def samples() -> Any:
+        nonlocal taken
+        for _ in range(100):
+            taken += 1
+            yield placed(10)
+
+    seen = [taken for _ in sample_windows(samples(), window_tokens=30)]
+    assert seen[0] == 4
+    assert all(later - earlier == 3 for earlier, later in pairwise(seen[:-1]))
+
+
+def test_a_file_goes_through_in_windows(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "in.jsonl", [{"values": [0.5] * 10, "reward": 1.0}] * 7)
+    file = SampleFile(tmp_path / "in.jsonl", load(None, [], {}).settings, window_tokens=20)
+    file.write(tmp_path / "out.jsonl", whitener(None))
+    assert (file.tally.num_windows, file.tally.num_rows, file.tally.num_tokens) == (4, 7, 70)
+    first, *others = (record["advantages"] for record in records_of(tmp_path / "out.jsonl"))
+    assert others == [first] * 6
+
+
+def drawn() -> list[Sample]:
+    """A sample that stopped, one that was cut, and one with a hole; all with a value behind the last token."""
+    rng = np.random.default_rng(0)
+    samples = [
+        make_sample(
+            np.zeros(6),
+            sample_index=i,
+            reward=float(rng.normal()),
+            policy_logprobs=rng.normal(-1, 0.3, 6).astype(np.float32),
+            reference_logprobs=rng.normal(-1, 0.3, 6).astype(np.float32),
+            values=rng.normal(0, 1, 7).astype(np.float32),
+            loss_mask=np.array([1, 1, i != 2, 1, 1, 1], bool),
+        )
+        for i in range(3)
+    ]
+    return [replace(one, finish_reason=reason) for one, reason in zip(samples, ("stop", "length", "stop"), strict=True)]
+
+
+RUN = ("--config", "smollm2_gsm8k_ppo", "--set", "algorithm.whiten_advantages=false")
+
+
+@pytest.mark.parametrize("bootstraps", ["true", "false"])
+def test_samples_get_the_credit_that_training_gives_them(tmp_path: Path, bootstraps: str) -> None:
+    write_jsonl(tmp_path / "in.jsonl", map(sample_to_record, drawn()))
+    truncation = f"algorithm.bootstrap_truncated={bootstraps}"
+    arguments = (*RUN, "--set", truncation, "--set", "critic.lam=0.5", "--lam", "0.9", "--json")
+    result = here("gae", "--input", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", *arguments)
+    assert result.exit_code == 0, result.stderr
+    settings = load("smollm2_gsm8k_ppo", [truncation, "critic.lam=0.5", "algorithm.lam=0.9"], {}).settings
+    # The penalty counts: without it the numbers are others.
+    trained, unpenalised = (wire_gae_credit(settings)(drawn(), beta) for beta in (settings.algorithm.beta, 0.0))
+    for record, one, other in zip(records_of(tmp_path / "out.jsonl"), trained, unpenalised, strict=True):
+        assert one.advantages is not None and one.returns is not None and other.advantages is not None
+        np.testing.assert_array_equal(np.float32(record["advantages"]), one.advantages)
+        np.testing.assert_array_equal(np.float32(record["returns"]), one.returns)
+        assert not np.allclose(one.advantages, other.advantages, atol=1e-4)
+    told = json.loads(result.stdout).get("not applied")
+    if bootstraps == "false":
+        assert told == (
+            "the value behind the last token of 1 samples of finish_reason length, by "
+            "algorithm.bootstrap_truncated = False (from --set)"
+        )
+    else:
+        assert told is None
+
+
+def test_an_adaptive_penalty_is_not_adapted(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "in.jsonl", map(sample_to_record, drawn()[:1]))
+    arguments = (*RUN, "--set", "algorithm.kl_target=0.1", "--json")
+    result = here("gae", "--input", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", *arguments)
+    assert json.loads(result.stdout)["not applied"] == (
+        "algorithm.kl_target = 0.1 (from --set): the penalty's weight stays algorithm.beta, as in a run's first step"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reference_logprobs": None}, "missing reference_logprobs, which the KL penalty in the reward is made of"),
+        ({"policy_logprobs": [0.0]}, "policy_logprobs has 1 entries, expected 6"),
+        ({"finish_reason": "length", "values": [0.0] * 6}, "values has 6 entries, expected 7: the sample was cut"),
+        ({"values": None}, "missing values, a number for each completion token; `grpo score --role critic` adds them"),
+    ],
+)
+def test_what_training_would_need_is_needed_here(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write_jsonl(tmp_path / "in.jsonl", [sample_to_record(drawn()[0]) | changes])
+    arguments = (*RUN, "--set", "algorithm.bootstrap_truncated=true")
+    result = here("gae", "--input", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", *arguments)
+    assert result.exit_code == 2
+    assert f"in.jsonl:1: {message}" in result.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_sample_without_finish_reason_goes_on_where_it_has_one_value_more() -> None:
+    def read(**fields: Any) -> str:
+        record = {"reward": 1.0, "completion_token_ids": [7, 8], **fields}
+        return credited_sample(record, where="", bootstraps=False, needs_logprobs=False).finish_reason
+
+    assert read(values=[0.0, 0.0, 0.0]) == "length"
+    assert read(values=[0.0, 0.0]) == "stop"
+    assert read(values=[0.0, 0.0, 0.0], finish_reason="length") == "stop"
+
+
+def test_masks_may_be_numbers_and_rewards_booleans() -> None:
+    record = {"values": [1.0, 2.0], "loss_mask": [1, 0], "reward": True}
+    sample = credited_sample(record, where="", bootstraps=False, needs_logprobs=False)
+    assert sample.mask.tolist() == [True, False]
+    assert sample.reward == 1.0
