@@ -37,6 +37,8 @@ def check_for_train(resolved: Resolved) -> None:
             said_after_the_estimator,
             _mini_batches_divide_the_step,
             _longest_sample_fits,
+            _segments_have_a_length,
+            _exact_samples_are_exact,
             _quotas_hold_the_longest_sample,
             _critic_warmup_ends,
             _warmup_ends,
@@ -49,7 +51,7 @@ def check_for_train(resolved: Resolved) -> None:
 
 def check_for_rollout(resolved: Resolved) -> None:
     """Raises InputError listing everything that keeps these settings from being sampled with."""
-    _run(resolved, (_longest_sample_fits, _processes_are_known))
+    _run(resolved, (_longest_sample_fits, _segments_have_a_length, _exact_samples_are_exact, _processes_are_known))
 
 
 def check_for_score(resolved: Resolved) -> None:
@@ -230,6 +232,33 @@ def _longest_sample_fits(resolved: Resolved) -> str | None:
         f"{longest} tokens, more than {resolved.named('rollout.max_length_total')}; "
         f"raise that to {longest} (or null){lower}"
     )
+
+
+def _segments_have_a_length(resolved: Resolved) -> str | None:
+    segment = resolved.settings.rollout.segment
+    if segment.min <= segment.max:
+        return None
+    return (
+        f"{resolved.named('rollout.segment.min')} is above {resolved.named('rollout.segment.max')}, and no segment is "
+        "so long; lower the one or raise the other"
+    )
+
+
+def _exact_samples_are_exact(resolved: Resolved) -> str | None:
+    settings = resolved.settings
+    if settings.rollout.mode != "exact":
+        return None
+    if settings.rollout.slots is None:
+        return (
+            f"{resolved.named('rollout.mode')}: samples are the same bit for bit where they always meet as many slots; "
+            "set rollout.slots, 16 for example, or rollout.mode: fast"
+        )
+    if settings.model.dtype != "float32":
+        return (
+            f"{resolved.named('rollout.mode')}: {resolved.named('model.dtype')} rounds differently in every batch; set "
+            "model.dtype: float32, or rollout.mode: fast"
+        )
+    return None
 
 
 def _quotas_hold_the_longest_sample(resolved: Resolved) -> str | None:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float32, Int32
 from app.flow import Prompt
 from app.policy.decoder import DecoderDefinition
 from app.policy.kv_cache import Cache, DecodeWeights
-from app.rollout.engine import Footprint
+from app.rollout.engine import BatchShape, Footprint
 from app.rollout.sampling import SamplingRules, uid_words
 from app.rollout.slot_programs import Limits, RowStatus, RowTable, SlotPrograms, as_arrays
 from app.rollout.slot_shapes import SlotShapes
@@ -398,6 +398,15 @@ class SlotEngine:
         return Segment(ran, steps, len(self._rows), self._policy_version, drawn)
 
     # Known from shapes -------------------------------------------------------------------------------------------
+
+    @property
+    def batch_shape(self) -> BatchShape:
+        """At its fullest."""
+        shapes = self.shapes
+        num_prompts = shapes.prefill_rows[-1]
+        return BatchShape(
+            num_prompts, shapes.num_slots, shapes.max_prompt_length, shapes.max_length, shapes.segment_max
+        )
 
     def footprint(self) -> Footprint:
         """What full slots hold on the devices. Compiles nothing."""
