@@ -6,6 +6,7 @@ place; what else there is to know about a row are a few integers that go in and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -223,6 +224,7 @@ class SlotPrograms:
         self._dtype = dtype
         self._num_eos = num_eos
         self._compiled: dict[Name, Callable[..., Any]] = {}
+        self._served: set[tuple[bool, bool, bool]] = set()
 
     def __getitem__(self, name: Name) -> Callable[..., Any]:
         return self._compiled[name]
@@ -239,6 +241,9 @@ class SlotPrograms:
             rereads: some of them will go on without their caches.
             truncates: the sampling rules cut tokens off.
         """
+        if (suspends, rereads, truncates) in self._served:
+            return
+        self._served.add((suspends, rereads, truncates))
         wanted = self._wanted(suspends=suspends, rereads=rereads, truncates=truncates)
         with jax.set_mesh(self._mesh):
             for name, (function, arguments, options) in wanted.items():
@@ -255,7 +260,7 @@ class SlotPrograms:
     def abstract_pool(self) -> Cache:
         return self.abstract_cache(self._shapes.num_pooled, self._shapes.max_prompt_length)
 
-    @property
+    @functools.cached_property
     def abstract_weights(self) -> DecodeWeights:
         return abstract_decode_weights(self._definition, self._mesh, self._dtype)
 

@@ -5,7 +5,8 @@
 
 Samples get the lengths that a log-normal distribution says and nothing else ends them. Three ways to generate the very
 same samples take turns: through slots; as many rows at once as there are slots, batch after batch, each to its end
-(`sync`: the same memory); and all rows at once (`all`: as much memory as it takes). All are compiled beforehand.
+(`sync`: the same memory); and all rows at once (`all`: as much memory as it takes). All are
+compiled beforehand, and none knows how long a sample becomes, but for the most that it may be.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from app.policy.kv_cache import DecodeWeights
 from app.policy.weight_files import open_model
 from app.policy.weights import load_weights
 from app.rollout.continuous import ContinuousBatching
-from app.rollout.engine import Engine
+from app.rollout.engine import BatchShape, Engine
 from app.rollout.sampling import SamplingRules
 from app.rollout.slot_shapes import slot_shapes
 from app.rollout.slots import SlotEngine
@@ -43,7 +44,19 @@ PROMPT_LENGTHS = (48, 96)
 RULES = SamplingRules(1.0)
 DTYPE = jnp.dtype("float32")
 
-Way = Callable[[], list[Sample]]
+
+class UnforeseeingEngine(Engine):
+    """Makes room for the longest sample that may come, as in training: nobody knows the lengths there."""
+
+    longest: int
+
+    def batch_shape(self, *, max_new_tokens: int, **sizes: int) -> BatchShape:
+        assert max_new_tokens <= self.longest
+        return super().batch_shape(max_new_tokens=self.longest, **sizes)
+
+
+Way = Callable[[list[int]], list[Sample]]
+"""Forced lengths -> samples."""
 
 
 def forced_lengths(count: int, *, median: float, sigma: float, longest: int, seed: int) -> list[int]:
@@ -62,11 +75,11 @@ def spelled(token_ids: Sequence[int]) -> str:
     return ""
 
 
-def in_batches(engine: Engine, weights: DecodeWeights, prompts: list[Prompt], lengths: list[int], rows: int) -> Way:
+def in_batches(engine: Engine, weights: DecodeWeights, prompts: list[Prompt], rows: int) -> Way:
     """`rows` rows at a time, each batch until its longest sample is done; all with the longest one's shapes."""
     per_batch = rows // GROUP_SIZE
 
-    def run() -> list[Sample]:
+    def run(lengths: list[int]) -> list[Sample]:
         samples: list[Sample] = []
         for first in range(0, len(prompts), per_batch):
             samples += engine.generate(
@@ -83,19 +96,20 @@ def in_batches(engine: Engine, weights: DecodeWeights, prompts: list[Prompt], le
     return run
 
 
-def through_slots(slots: ContinuousBatching, weights: DecodeWeights, prompts: list[Prompt], lengths: list[int]) -> Way:
-    return lambda: slots.generate(
+def through_slots(slots: ContinuousBatching, weights: DecodeWeights, prompts: list[Prompt]) -> Way:
+    return lambda lengths: slots.generate(
         weights, prompts, group_size=GROUP_SIZE, max_new_tokens=lengths, rules=RULES, seed=0, policy_version=0
     )
 
 
-def ways_of(options: argparse.Namespace, lengths: list[int]) -> tuple[dict[str, Way], ContinuousBatching]:
+def ways_of(options: argparse.Namespace) -> tuple[dict[str, Way], ContinuousBatching]:
     files = open_model(options.model, revision=None)
     definition = DecoderDefinition.of(architecture_from_config(files.config))
     mesh = make_mesh(MeshSettings())
-    engine = Engine(
+    engine = UnforeseeingEngine(
         definition, mesh, eos_ids=(), decode_text=spelled, dtype=DTYPE, prefill_length_min=PROMPT_LENGTHS[1]
     )
+    engine.longest = options.longest
     weights = engine.weights(load_weights(definition, files.weights, mesh))
     shapes = slot_shapes(
         options.slots,
@@ -111,9 +125,9 @@ def ways_of(options: argparse.Namespace, lengths: list[int]) -> tuple[dict[str, 
     slots = ContinuousBatching(slot_engine, decode_text=spelled, rule=rule)
     prompts = random_prompts(definition.architecture.vocab_size)
     ways = {
-        "slots": through_slots(slots, weights, prompts, lengths),
-        "sync": in_batches(engine, weights, prompts, lengths, options.slots),
-        "all": in_batches(engine, weights, prompts, lengths, len(lengths)),
+        "slots": through_slots(slots, weights, prompts),
+        "sync": in_batches(engine, weights, prompts, options.slots),
+        "all": in_batches(engine, weights, prompts, NUM_PROMPTS * GROUP_SIZE),
     }
     return ways, slots
 
@@ -129,17 +143,18 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     lengths = forced_lengths(
         NUM_PROMPTS * GROUP_SIZE, median=options.median_length, sigma=options.sigma, longest=options.longest, seed=0
     )
-    ways, slots = ways_of(options, lengths)
-    samples, seconds = {}, {name: [] for name in ways}
+    ways, slots = ways_of(options)
+    samples: dict[str, list[Sample]] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for name, way in ways.items():
         start = time.perf_counter()
-        samples[name] = way()
-        print(f"{name}: {time.perf_counter() - start:.1f} s, programs compiled among it", flush=True)
+        way([1] * len(lengths))
+        print(f"{name}: compiled in {time.perf_counter() - start:.1f} s", flush=True)
     slots.engine.tally.take()
     for _ in range(options.repeats):
         for name, way in ways.items():
             start = time.perf_counter()
-            way()
+            samples[name] = way(lengths)
             seconds[name].append(time.perf_counter() - start)
             print(f"{name}: {seconds[name][-1]:.2f} s, {sum(lengths) / seconds[name][-1]:.0f} tokens/s", flush=True)
     counts = slots.engine.tally.take()
