@@ -140,5 +140,6 @@ class ContinuousBatching:
             finish_reason=row.finish_reason,
             policy_version=row.policy_version,
             segments=row.num_segments,
+            elapsed_s=row.elapsed_s,
             kept_mass_logs=row.kept_mass_logs if truncates else None,
         )

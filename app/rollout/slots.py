@@ -6,6 +6,7 @@ together. A segment runs on the devices while the host reads what the one before
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -38,6 +39,10 @@ class Row:
     num_tokens: int = 0
     """Drawn so far."""
     num_segments: int = 0
+    started_s: float = 0.0
+    """Of `time.perf_counter`, when it first came into a slot."""
+    elapsed_s: float = 0.0
+    """From then on, until it was done."""
     finish_reason: str | None = None
     """`stop` or `length` once it is done."""
     drawn: list[np.ndarray] = field(default_factory=list)
@@ -272,7 +277,9 @@ class SlotEngine:
 
     def _settle(self, row: Row) -> int:
         """Gives it the first free slot."""
+        assert row.is_collected
         slot = self._rows.index(None)
+        row.started_s = row.started_s or time.perf_counter()
         self._rows[slot] = row
         known = row.token_ids if row.num_tokens else row.prompt.token_ids
         low, high = uid_words([row.prompt.uid])[0].view(np.int32)
@@ -391,6 +398,7 @@ class SlotEngine:
             row.num_segments += 1
             if after.left[slot] == 0:
                 row.finish_reason = "stop" if after.stopped[slot] else "length"
+                row.elapsed_s = time.perf_counter() - row.started_s
                 self._rows[slot] = None
         self._table[:3] = after.token, after.length, after.left
         steps, ran = int(after.steps[0]), [(slot, row, int(counts[slot])) for slot, row in rows]

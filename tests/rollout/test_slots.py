@@ -12,6 +12,7 @@ from app.flow import Prompt, Sample
 from app.policy.decoder import DecoderDefinition
 from app.policy.kv_cache import DecodeWeights
 from app.rollout.continuous import ContinuousBatching
+from app.rollout.engine import Engine
 from app.rollout.sampling import SamplingRules
 from app.rollout.slot_programs import SlotPrograms
 from app.rollout.slot_shapes import slot_shapes
@@ -72,9 +73,14 @@ def generate(
 
 
 @functools.cache
+def without_slots() -> Engine:
+    return make_engine(DEFINITION)
+
+
+@functools.cache
 def in_one_batch() -> list[Sample]:
     """What the engine without slots makes of the same work."""
-    return make_engine(DEFINITION).generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+    return without_slots().generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
 
 
 def by_uid(rows: Sequence[Row]) -> dict[str, tuple[list[int], bytes]]:
@@ -195,6 +201,16 @@ def test_each_distinct_prompt_is_read_once():
     assert counts.prompt_tokens == GROUP_SIZE * (distinct + len(twin.token_ids))
     assert counts.drawn_tokens == 5 * len(samples) <= counts.row_steps
     assert not {s.completion for s in samples if s.prompt is twin} & {s.completion for s in samples[:GROUP_SIZE]}
+
+
+def test_one_batch_to_the_end_is_counted_alike():
+    without_slots().tally.take()
+    without_slots().generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+    counts = without_slots().tally.take()
+    distinct = sum(len(prompt.token_ids) for prompt in PROMPTS)
+    assert (counts.prefilled_tokens, counts.prompt_tokens) == (distinct, GROUP_SIZE * distinct)
+    assert (counts.segments, counts.drawn_tokens) == (1, sum(LENGTHS))
+    assert counts.row_steps == len(LENGTHS) * max(LENGTHS)
 
 
 def test_a_segment_leaves_when_enough_rows_are_done_or_few_are_left():
