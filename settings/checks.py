@@ -38,6 +38,7 @@ def check_for_train(resolved: Resolved) -> None:
             _mini_batches_divide_the_step,
             _longest_sample_fits,
             *_SCHEDULE,
+            _exact_samples_are_exact,
             _quotas_hold_the_longest_sample,
             _critic_warmup_ends,
             _warmup_ends,
@@ -50,7 +51,7 @@ def check_for_train(resolved: Resolved) -> None:
 
 def check_for_rollout(resolved: Resolved) -> None:
     """Raises InputError listing everything that keeps these settings from being sampled with."""
-    _run(resolved, (_longest_sample_fits, *_SCHEDULE, _processes_are_known))
+    _run(resolved, (_longest_sample_fits, *_SCHEDULE, _exact_samples_are_exact, _processes_are_known))
 
 
 def check_for_simulation(resolved: Resolved) -> None:
@@ -266,6 +267,23 @@ def _somebody_decodes(resolved: Resolved) -> str | None:
         f"{resolved.named('rollout.workers.fast.count')} and {resolved.named('rollout.workers.heavy.count')}: "
         "nobody would decode; set one of them to 1 or more"
     )
+
+
+def _exact_samples_are_exact(resolved: Resolved) -> str | None:
+    settings = resolved.settings
+    if settings.rollout.mode != "exact":
+        return None
+    if settings.rollout.slots is None:
+        return (
+            f"{resolved.named('rollout.mode')}: samples are the same bit for bit where they always meet as many slots; "
+            "set rollout.slots, 16 for example, or rollout.mode: fast"
+        )
+    if settings.model.dtype != "float32":
+        return (
+            f"{resolved.named('rollout.mode')}: {resolved.named('model.dtype')} rounds differently in every batch; set "
+            "model.dtype: float32, or rollout.mode: fast"
+        )
+    return None
 
 
 _SCHEDULE = (_segments_have_a_length, _the_window_holds_a_verdict, _somebody_decodes)

@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from settings.algorithm_section import WITH_CRITIC, Algorithm
 from settings.critic_section import Critic
 from settings.reward_section import Reward
-from settings.rollout_section import Pdsr, Segment, Workers
+from settings.rollout_section import MAX_SLOTS, Pdsr, Segment, Workers
 from settings.score_section import SCORED_ROLES, Score, ScoredRole
 from settings.section import Section
 
@@ -143,6 +143,18 @@ class Rollout(Section):
         ge=0,
         lt=1,
         description="Keep tokens at least this likely relative to the likeliest; 0 = all.",
+    )
+    slots: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_SLOTS,
+        description="Samples that a host decodes at once: whenever one is done, the next waiting one takes its slot. "
+        "All of a rollout at once, until the longest is done, when null. Lower it when caches fill the memory.",
+    )
+    mode: Literal["exact", "fast"] = Field(
+        default="fast",
+        description="With slots: caches and batches as large as they need to be (fast), or always of one size in "
+        "float32 (exact), so that no sample depends, bit for bit, on when it was generated and beside which others.",
     )
     segment: Segment = Segment()
     pdsr: Pdsr = Pdsr()

@@ -45,6 +45,7 @@ from app.rollout.sampling import (
     sample_keys,
     uid_words,
 )
+from app.rollout.tally import Tally
 
 
 class Slots(NamedTuple):
@@ -117,6 +118,7 @@ class Engine:
         self.decode_text = decode_text
         self.prefill_length_min = prefill_length_min
         self.max_length_total = max_length_total
+        self.tally = Tally()
         self._definition = definition
         self._dtype = dtype
         self._eos_ids = np.asarray(eos_ids, np.int32)
@@ -144,7 +146,7 @@ class Engine:
         prompts: Sequence[Prompt],
         *,
         group_size: int,
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         rules: SamplingRules,
         seed: int,
         policy_version: int,
@@ -154,6 +156,9 @@ class Engine:
 
         Every host calls it with the same number of prompts. `policy_version` keys the noise, so
         that the same prompt gives new samples at every training step.
+
+        Args:
+            max_new_tokens: of every sample, or of each in order; the largest is the same on every host.
         """
         rows = self._place_rows(prompts, group_size, max_new_tokens)
         with jax.set_mesh(self.mesh):
@@ -161,7 +166,7 @@ class Engine:
             keys = self._keys(seed, policy_version, rows.uid_words, rows.sample_index)
             constants = Rows(rows.prompt, rows.prompt_lengths, keys, rows.max_new_tokens)
             row_hidden, slots = self._open(
-                hidden, cache, constants, cache_length=rows.shape.cache_length, num_new=max_new_tokens
+                hidden, cache, constants, cache_length=rows.shape.cache_length, num_new=rows.shape.num_new
             )
             del hidden, cache
             sampler: Sampler = draw_truncated if rules.truncates else draw
@@ -170,6 +175,7 @@ class Engine:
             )
         token_ids, logprobs, kept = map(to_local, (slots.token_ids, slots.logprobs, slots.kept_mass_logs))
         lengths, stopped = to_local(slots.lengths), to_local(slots.stopped)
+        self._count(prompts, lengths, group_size=group_size)
         samples = []
         for row in range(len(prompts) * group_size):
             ids = token_ids[row, : lengths[row]]
@@ -188,6 +194,13 @@ class Engine:
                 )
             )
         return samples
+
+    def _count(self, prompts: Sequence[Prompt], lengths: Int32[np.ndarray, "B"], *, group_size: int) -> None:
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self.tally.prefilled_tokens += num_tokens
+        self.tally.prompt_tokens += num_tokens * group_size
+        steps = int(max_over_hosts(lengths.max()))
+        self.tally.segment(steps=steps, num_rows=len(lengths), drawn=int(lengths.sum()))
 
     def _bucket(self, length: int) -> int:
         """Prompt buckets and cache lengths share one ladder, so a prompt's cache always fits its slots."""
@@ -214,11 +227,16 @@ class Engine:
         _, slots = jax.eval_shape(opened, hidden, prompts, Rows(of_rows, of_rows, keys=of_rows, max_new_tokens=of_rows))
         return Footprint(weights, abstract_cache(prompts, self.mesh), abstract_cache(slots.cache, self.mesh))
 
-    def _place_rows(self, prompts: Sequence[Prompt], group_size: int, max_new_tokens: int) -> PlacedRows:
+    def _place_rows(
+        self, prompts: Sequence[Prompt], group_size: int, max_new_tokens: int | Sequence[int]
+    ) -> PlacedRows:
         """Right-pads prompts to a bucket, and prompts and rows to whole devices."""
         longest = int(max_over_hosts(np.asarray(max(len(p.token_ids) for p in prompts))))
         shape = self.batch_shape(
-            num_prompts=len(prompts), group_size=group_size, longest_prompt=longest, max_new_tokens=max_new_tokens
+            num_prompts=len(prompts),
+            group_size=group_size,
+            longest_prompt=longest,
+            max_new_tokens=int(np.max(max_new_tokens)),
         )
         num_prompts, num_rows = shape.num_prompts, shape.num_rows
         ids = np.zeros((num_prompts, shape.prompt_length), np.int32)
@@ -228,7 +246,8 @@ class Engine:
             lengths[i] = len(prompt.token_ids)
         # Padding rows repeat the last prompt and may draw nothing.
         prompt_of_row = np.minimum(np.arange(num_rows) // group_size, len(prompts) - 1)
-        budget = np.where(np.arange(num_rows) < len(prompts) * group_size, max_new_tokens, 0).astype(np.int32)
+        budget = np.zeros(num_rows, np.int32)
+        budget[: len(prompts) * group_size] = max_new_tokens
         global_prompts = num_prompts * jax.process_count()
         place = lambda x: to_global(self.mesh, x)  # noqa: E731
         return PlacedRows(

@@ -39,18 +39,17 @@ def evaluate(
 ) -> Scored:
     """One sample per prompt at `eval.temperature`, judged."""
     settings = session.settings
-    batch = evaluation_batch(settings, prompts)
+    # Slots take all of them, however many there are.
+    batch = len(prompts) if session.slots else evaluation_batch(settings, prompts)
     samples: list[Sample] = []
     for first in range(0, len(prompts), batch):
         # The last batch is filled up with repeats, so that every batch has the shape of the first.
         part = [prompts[i % len(prompts)] for i in range(first, first + batch)]
-        samples += session.engine.generate(
+        samples += session.generate(
             weights,
             part,
             group_size=1,
-            max_new_tokens=settings.rollout.max_new_tokens,
             rules=SamplingRules(settings.eval.temperature),
-            seed=settings.run.seed,
             policy_version=0,
             first_group_id=first,
         )

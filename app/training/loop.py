@@ -30,6 +30,7 @@ from app.training.metrics import (
     Tokens,
     refill_metrics,
     reward_counts,
+    rollout_performance,
     sample_metrics,
     step_performance,
 )
@@ -83,6 +84,7 @@ class Trainer:
             # A policy that stands still has the same KL whatever its coefficient.
             state = replace(state, kl_coef=credited.kl_coef) if learns else state
         told = {**reward_counts(scored), **refill_metrics(refilled, scored.samples)}
+        told |= rollout_performance(self.session.take_tally())
         rewarded = {**sample_metrics(samples, self.rewards.names), **told, **asking}
         sampled, learned = Tokens.of(scored.samples, samples)
         work = work_of(self.settings, self.session, policy_learns=learns)
@@ -226,6 +228,8 @@ class Trainer:
         board.phase("evaluate")
         weights = self.session.engine.weights(params)
         judged = evaluate(self.session, weights, prompts, self.rewards, Moment(step, self.settings.run.steps))
+        # The next step tells of its own rollouts alone.
+        self.session.take_tally()
         board.tell(judged.notices)
         _check_rewards(judged)
         return judged

@@ -82,12 +82,7 @@ def shapes_of(
     rollout = settings.rollout
 
     def generation(prompts: Sequence[Prompt], *, num_prompts: int, group_size: int) -> BatchShape:
-        return session.engine.batch_shape(
-            num_prompts=num_prompts,
-            group_size=group_size,
-            longest_prompt=longest(prompts),
-            max_new_tokens=rollout.max_new_tokens,
-        )
+        return session.generation_shape(num_prompts=num_prompts, group_size=group_size, longest_prompt=longest(prompts))
 
     def fullest(*, num_prompts: int, completion: int) -> Lengths:
         groups = np.arange(num_prompts).repeat(rollout.group_size)
@@ -176,7 +171,7 @@ def state_bytes(learning: Learning) -> int:
 
 
 def _generating(session: Session, shape: BatchShape) -> Held:
-    footprint = session.engine.footprint(shape)
+    footprint = session.footprint(shape)
     rows = -(-shape.num_prompts // num_local_row_shards(session.mesh))
     return {
         "decode_weights": bytes_per_device(footprint.weights),

@@ -19,6 +19,7 @@ from app.flow import Sample
 from app.masked import Moments, joint_moments
 from app.mesh.placement import bytes_over_hosts, gather_over_hosts, moments_over_hosts, sum_over_hosts
 from app.reward.weighing import Scored
+from app.rollout.tally import Tally
 from app.training.refill import Refilled
 
 
@@ -237,6 +238,17 @@ def step_performance(samples: Sequence[Sample], *, flops: float, seconds: float)
         "perf/tokens_per_s": tokens.completion / seconds,
         "perf/mfu": None if peak is None else flops / (seconds * peak * jax.device_count()),
         "perf/peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
+def rollout_performance(tally: Tally) -> dict[str, float]:
+    """What the rollouts of a step did, over all hosts, under `perf/rollout/`."""
+    counts = np.asarray(list(vars(tally).values()))
+    total = Tally(*sum_over_hosts(counts).tolist())
+    return {
+        "perf/rollout/segments": total.segments / jax.process_count(),
+        "perf/rollout/prefill_tokens_saved": total.prompt_tokens - total.prefilled_tokens - total.reread_tokens,
+        "perf/rollout/bubble": 1 - total.drawn_tokens / total.row_steps,
     }
 
 

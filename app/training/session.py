@@ -20,8 +20,12 @@ from app.policy.kv_cache import DecodeWeights
 from app.policy.weight_files import ModelFiles, open_model
 from app.policy.weights import check_tensors, critic_entries, expected_entries, load_weights
 from app.prompts.tokenizer import Tokenizer, ids_fingerprint, load_fast_tokenizer, load_tokenizer
-from app.rollout.engine import Engine
+from app.rollout.continuous import ContinuousBatching
+from app.rollout.engine import BatchShape, Engine, Footprint
 from app.rollout.sampling import SamplingRules
+from app.rollout.slot_shapes import slot_shapes
+from app.rollout.slots import SlotEngine
+from app.rollout.tally import Tally
 from app.score.scorer import Pass, RowPass, Scorer, Valuer, with_a_token_behind
 from settings import Settings
 from settings.errors import InputError
@@ -139,6 +143,8 @@ class Session:
     engine: Engine
     scorer: Scorer
     critic: Critic | None = None
+    slots: ContinuousBatching | None = None
+    """Generates instead of the engine where `rollout.slots` is set."""
 
     @classmethod
     def open(cls, settings: Settings, model: ModelInput, critic: CriticInput | None = None) -> Session:
@@ -156,7 +162,12 @@ class Session:
         )
         scorer = Scorer(model.definition, mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
         valuer = None if critic is None else Critic(critic, Valuer(critic.definition, mesh, dtype=dtype))
-        return cls(settings, model, mesh, engine, scorer, valuer)
+        slots = (
+            None
+            if settings.rollout.slots is None
+            else _open_slots(settings, model, mesh, num_slots=settings.rollout.slots)
+        )
+        return cls(settings, model, mesh, engine, scorer, valuer, slots)
 
     def architecture_of(self, role: ScoredRole) -> Architecture:
         """Of the network that scores for a role."""
@@ -175,17 +186,74 @@ class Session:
         first_group_id: int = 0,
     ) -> list[Sample]:
         """A rollout under `rollout.*`."""
+        return self.generate(
+            weights,
+            prompts,
+            group_size=self.settings.rollout.group_size,
+            rules=self._rules,
+            policy_version=policy_version,
+            first_group_id=first_group_id,
+        )
+
+    def stream(self, weights: DecodeWeights, prompts: Sequence[Prompt]) -> Iterator[Sample]:
+        """A rollout of any number of prompts through slots, one sample after the other."""
+        assert self.slots is not None
         rollout = self.settings.rollout
-        return self.engine.generate(
+        return self.slots.stream(
             weights,
             prompts,
             group_size=rollout.group_size,
             max_new_tokens=rollout.max_new_tokens,
-            rules=SamplingRules(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p),
+            rules=self._rules,
+            seed=self.settings.run.seed,
+            policy_version=0,
+        )
+
+    @property
+    def _rules(self) -> SamplingRules:
+        rollout = self.settings.rollout
+        return SamplingRules(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
+
+    def generate(
+        self,
+        weights: DecodeWeights,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        rules: SamplingRules,
+        policy_version: int,
+        first_group_id: int = 0,
+    ) -> list[Sample]:
+        """Through slots where there are any, else in one batch to the end."""
+        return (self.slots or self.engine).generate(
+            weights,
+            prompts,
+            group_size=group_size,
+            max_new_tokens=self.settings.rollout.max_new_tokens,
+            rules=rules,
             seed=self.settings.run.seed,
             policy_version=policy_version,
             first_group_id=first_group_id,
         )
+
+    def take_tally(self) -> Tally:
+        """Of what was generated since the last call."""
+        return (self.slots.engine if self.slots else self.engine).tally.take()
+
+    def generation_shape(self, *, num_prompts: int, group_size: int, longest_prompt: int) -> BatchShape:
+        """In which so many prompts of this host are generated from."""
+        if self.slots:
+            return self.slots.engine.batch_shape
+        return self.engine.batch_shape(
+            num_prompts=num_prompts,
+            group_size=group_size,
+            longest_prompt=longest_prompt,
+            max_new_tokens=self.settings.rollout.max_new_tokens,
+        )
+
+    def footprint(self, shape: BatchShape) -> Footprint:
+        """What generation in such a shape holds on the devices."""
+        return self.slots.engine.footprint() if self.slots else self.engine.footprint(shape)
 
     def score(
         self, params: Params, samples: Sequence[Sample], role: ScoredRole, *, cut: Cutter
@@ -216,6 +284,33 @@ class Session:
 
     def _run_of(self, rows: RowPass, role: ScoredRole) -> Pass:
         return rows.scanned if self.settings.score.of(role).strategy == "scan" else rows.one_by_one
+
+
+def _open_slots(settings: Settings, model: ModelInput, mesh: Mesh, *, num_slots: int) -> ContinuousBatching:
+    """Compiles nothing yet.
+
+    Raises:
+        InputError: several hosts, or devices that the slots cannot be split over.
+    """
+    if jax.process_count() > 1:
+        raise InputError(
+            f"rollout.slots: {num_slots} slots are filled by one host, and {jax.process_count()} have joined; leave it "
+            "null, so that all hosts generate one batch together"
+        )
+    rollout, exact = settings.rollout, settings.rollout.mode == "exact"
+    shapes = slot_shapes(
+        num_slots,
+        max_prompt_length=settings.data.max_prompt_length,
+        max_new_tokens=rollout.max_new_tokens,
+        prefill_length_min=rollout.prefill_length_min,
+        num_pooled=rollout.prompts_per_step,
+        segment_max=rollout.segment.max,
+        exact=exact,
+        row_shards=placement.num_row_shards(mesh),
+    )
+    eos_ids, dtype = model.tokenizer.eos_ids, compute_type(settings)
+    engine = SlotEngine(model.definition, mesh, shapes, eos_ids=eos_ids, dtype=dtype, exact=exact)
+    return ContinuousBatching(engine, decode_text=model.tokenizer.decode, rule=rollout.segment)
 
 
 def open_mesh(settings: Settings) -> Mesh:

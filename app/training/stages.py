@@ -69,7 +69,10 @@ def rollout(resolved: Resolved, *, prompts: Path | None, limit: int | None, out:
 
 
 def _sampled(session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]) -> Iterator[Sample]:
-    """Batches of `rollout.prompts_per_step` prompts, one after another."""
+    """Batches of `rollout.prompts_per_step` prompts, one after another; with slots a queue of all of them."""
+    if session.slots:
+        yield from session.stream(weights, prompts)
+        return
     size = session.settings.rollout.prompts_per_step
     for first in range(0, len(prompts), size):
         start = time.perf_counter()

@@ -86,6 +86,9 @@ OF_A_STEP = {
     "perf/mfu",
     "perf/peak_memory_bytes",
     "perf/compilations",
+    "perf/rollout/segments",
+    "perf/rollout/prefill_tokens_saved",
+    "perf/rollout/bubble",
 }
 OF_SCORING = {
     name

@@ -1,0 +1,145 @@
+"""Continuous batching: a queue in the order of its prompts, and slots that are never free while it waits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from app.flow import Prompt, Sample
+from app.policy.kv_cache import DecodeWeights
+from app.rollout.sampling import SamplingRules
+from app.rollout.scheduling.segments import balanced_length, budget_length, finished_worth_leaving
+from app.rollout.slots import Row, Segment, SlotEngine
+from settings.rollout_section import Segment as SegmentRule
+
+
+class ContinuousBatching:
+    """Generation through slots, for as many samples as there are.
+
+    Args:
+        decode_text: token ids -> text, for the record.
+        rule: how long segments are. Counted in tokens alone, so that a run repeats itself.
+    """
+
+    def __init__(self, engine: SlotEngine, *, decode_text: Callable[[Sequence[int]], str], rule: SegmentRule):
+        self.engine = engine
+        self._decode_text = decode_text
+        self._rule = rule
+
+    def generate(
+        self,
+        weights: DecodeWeights,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        max_new_tokens: int | Sequence[int],
+        rules: SamplingRules,
+        seed: int,
+        policy_version: int,
+        first_group_id: int = 0,
+    ) -> list[Sample]:
+        """`group_size` samples of each prompt, in order, as ragged records; see `Engine.generate`."""
+        return list(
+            self.stream(
+                weights,
+                prompts,
+                group_size=group_size,
+                max_new_tokens=max_new_tokens,
+                rules=rules,
+                seed=seed,
+                policy_version=policy_version,
+                first_group_id=first_group_id,
+            )
+        )
+
+    def stream(
+        self,
+        weights: DecodeWeights,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        max_new_tokens: int | Sequence[int],
+        rules: SamplingRules,
+        seed: int,
+        policy_version: int,
+        first_group_id: int = 0,
+    ) -> Iterator[Sample]:
+        """The same one by one, each as soon as it and all before it are done."""
+        num_new = np.broadcast_to(max_new_tokens, len(prompts) * group_size).tolist()
+        rows = deque(
+            Row(prompts[i // group_size], i % group_size, max_new_tokens=longest, policy_version=policy_version)
+            for i, longest in enumerate(num_new)
+        )
+        for row in rows:
+            self.engine.check(row)
+        self.engine.open(weights, rules=rules, seed=seed, policy_version=policy_version)
+        try:
+            number = 0
+            for _ in self._run(rows):
+                while rows and rows[0].finish_reason and rows[0].is_collected:
+                    yield self._sample(rows.popleft(), first_group_id + number // group_size, truncates=rules.truncates)
+                    number += 1
+        finally:
+            self.engine.close()
+        assert not rows
+
+    def _run(self, rows: Sequence[Row]) -> Iterator[None]:
+        """Until every row is done, stopping wherever some may have become so."""
+        engine, waiting = self.engine, deque(rows)
+        finished: list[int] = []
+        segment: Segment | None = None
+        while waiting or engine.resident:
+            if waiting and engine.num_free:
+                self._prefill_ahead(waiting)
+                engine.admit([waiting.popleft() for _ in range(min(engine.num_free, len(waiting)))])
+            elif not waiting:
+                engine.compact()
+            self._start(finished, is_waiting=bool(waiting))
+            # The devices decode while the host reads what they have drawn before.
+            if segment is not None:
+                segment.collect()
+                yield
+            segment = engine.wait()
+            finished += [row.num_tokens for row in segment.finished]
+        if segment is not None:
+            segment.collect()
+            yield
+
+    def _prefill_ahead(self, waiting: deque[Row]) -> None:
+        """Several prompts at once, where the next is not there: as many as the pool holds."""
+        if not self.engine.has_prefilled(waiting[0].prompt):
+            prompts = {row.prompt.uid: row.prompt for row in waiting}
+            self.engine.prefill(list(prompts.values())[: self.engine.shapes.num_pooled])
+
+    def _start(self, finished: Sequence[int], *, is_waiting: bool) -> None:
+        rule, engine = self._rule, self.engine
+        active = len(engine.resident)
+        bounds = {"minimum": rule.min, "maximum": rule.max}
+        length = budget_length(active, capacity=rule.capacity, **bounds)
+        if not is_waiting:
+            return engine.start(length=length, leave_when_active=engine.next_lower_rung)
+        lengths = finished or [row.max_new_tokens for row in engine.resident]
+        mean_length, cost = float(np.mean(lengths)), {"overhead_steps": rule.overhead_steps}
+        leave = finished_worth_leaving(active, mean_length, **cost)
+        if rule.rule != "budget":
+            length = balanced_length(mean_length, **cost, **bounds)
+        return engine.start(length=length, leave_when_finished=leave)
+
+    def _sample(self, row: Row, group_id: int, *, truncates: bool) -> Sample:
+        assert row.finish_reason is not None
+        ids = row.token_ids
+        return Sample(
+            prompt=row.prompt,
+            sample_index=row.sample_index,
+            group_id=group_id,
+            completion_ids=ids,
+            completion=self._decode_text(ids.tolist()),
+            behavior_logprobs=row.logprobs,
+            finish_reason=row.finish_reason,
+            policy_version=row.policy_version,
+            segments=row.num_segments,
+            elapsed_s=row.elapsed_s,
+            kept_mass_logs=row.kept_mass_logs if truncates else None,
+        )

@@ -1,0 +1,432 @@
+"""Slots on one mesh that samples come into and leave, decoded segment by segment.
+
+At a segment's edge, waiting samples are admitted to free slots, others may be suspended, and rows that are left move
+together. A segment runs on the devices while the host reads what the one before it drew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float32, Int32
+
+from app.flow import Prompt
+from app.policy.decoder import DecoderDefinition
+from app.policy.kv_cache import Cache, DecodeWeights
+from app.rollout.engine import BatchShape, Footprint
+from app.rollout.sampling import SamplingRules, uid_words
+from app.rollout.slot_programs import Limits, RowStatus, RowTable, SlotPrograms, as_arrays
+from app.rollout.slot_shapes import SlotShapes
+from app.rollout.tally import Tally
+from settings.errors import InputError
+
+
+@dataclass(eq=False)
+class Row:
+    """A sample on its way, from its first slot to its last token."""
+
+    prompt: Prompt
+    sample_index: int
+    max_new_tokens: int
+    policy_version: int
+    """Keys its noise, wherever and whenever it goes on."""
+    num_tokens: int = 0
+    """Drawn so far."""
+    num_segments: int = 0
+    started_s: float = 0.0
+    """Of `time.perf_counter`, when it first came into a slot."""
+    elapsed_s: float = 0.0
+    """From then on, until it was done."""
+    finish_reason: str | None = None
+    """`stop` or `length` once it is done."""
+    drawn: list[np.ndarray] = field(default_factory=list)
+    """int32 [3, tokens] of each segment: ids, and the bits of logprobs and logs of kept mass."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """(version of the weights, tokens) of each segment."""
+
+    @property
+    def uid(self) -> str:
+        return f"{self.prompt.uid}/s{self.sample_index}"
+
+    @property
+    def token_ids(self) -> Int32[np.ndarray, "C"]:
+        return self._joined[0]
+
+    @property
+    def logprobs(self) -> Float32[np.ndarray, "C"]:
+        return self._joined[1].view(np.float32)
+
+    @property
+    def kept_mass_logs(self) -> Float32[np.ndarray, "C"]:
+        return self._joined[2].view(np.float32)
+
+    @property
+    def _joined(self) -> Int32[np.ndarray, "3 C"]:
+        return np.concatenate([np.zeros((3, 0), np.int32), *self.drawn], axis=1)
+
+    @property
+    def is_collected(self) -> bool:
+        """All tokens that it has drawn have come from the devices."""
+        return sum(count for _, count in self.versions) == self.num_tokens
+
+    def forget(self) -> None:
+        """Back to its prompt."""
+        self.num_tokens = 0
+        self.drawn.clear()
+        self.versions.clear()
+
+
+class Suspended(NamedTuple):
+    """A sample out of its slot."""
+
+    row: Row
+    cache: Cache | None
+    """On the devices that it ran on; without it the sample goes on all the same, at the price of computing it anew."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What one segment did. Its tokens are on their way from the devices until `collect`."""
+
+    ran: Sequence[tuple[int, Row, int]]
+    """Slot, row and tokens drawn, of every row that was not done before it."""
+    steps: int
+    num_rows: int
+    """Decoded at each step, empty ones among them."""
+    policy_version: int
+    _drawn: Array
+
+    @property
+    def finished(self) -> list[Row]:
+        return [row for _, row, _ in self.ran if row.finish_reason]
+
+    def collect(self) -> None:
+        """Gives each row the tokens it has drawn; once, and segment after segment."""
+        drawn = np.asarray(self._drawn)
+        for slot, row, count in self.ran:
+            row.drawn.append(drawn[:, :count, slot].copy())
+            row.versions.append((self.policy_version, count))
+
+
+class SlotEngine:
+    """A fixed number of slots for one decoder on one mesh of this host's devices.
+
+    Args:
+        eos_ids: every token id that ends a sequence.
+        exact: a suspended sample without its cache is drawn anew from its prompt by the same programs, which gives the
+            same tokens; else they are read again in one pass, which rounds differently.
+    """
+
+    def __init__(
+        self,
+        definition: DecoderDefinition,
+        mesh: Mesh,
+        shapes: SlotShapes,
+        *,
+        eos_ids: Sequence[int],
+        dtype: jnp.dtype,
+        exact: bool,
+    ):
+        self.shapes = shapes
+        self.exact = exact
+        self.tally = Tally()
+        self.programs = SlotPrograms(definition, mesh, shapes, dtype=dtype, num_eos=len(eos_ids))
+        self._mesh = mesh
+        self._eos_ids = np.asarray(eos_ids, np.int32)
+        self._rows: list[Row | None] = []
+        self._running: tuple[list[tuple[int, Row]], Array, Array] | None = None
+
+    # From the first sample to the last ---------------------------------------------------------------------------
+
+    def open(
+        self, weights: DecodeWeights, *, rules: SamplingRules, seed: int, policy_version: int, suspends: bool = False
+    ) -> None:
+        """Empty slots. Compiles, the first time, every program that will run.
+
+        Args:
+            suspends: samples will be suspended.
+        """
+        self._truncates, self._suspends = rules.truncates, suspends
+        self.programs.compile(suspends=suspends, rereads=suspends and not self.exact, truncates=rules.truncates)
+        self._rules, self._seed = as_arrays(rules), np.int32(seed)
+        self._pool, self._cache = self.programs["open",]()
+        self._pooled: dict[bytes, int] = {}
+        self._room = self.shapes.cache_rungs[0]
+        self._rows = [None] * self.shapes.num_slots
+        self._table = np.zeros((len(RowTable._fields), self.shapes.num_slots), np.int32)
+        self.load(weights, policy_version=policy_version)
+
+    def load(self, weights: DecodeWeights, *, policy_version: int) -> None:
+        """Goes on with other weights. Rows keep their caches, and the noise that they began with."""
+        self._weights, self._policy_version = weights, policy_version
+
+    def close(self) -> None:
+        """Frees the devices. Samples that are not done are gone, and so are the caches of suspended ones."""
+        self._pool = self._cache = ()
+        del self._weights
+        self._rows, self._running = [], None
+
+    @property
+    def resident(self) -> list[Row]:
+        """Rows that are not done."""
+        return [row for row in self._rows if row is not None]
+
+    @property
+    def num_free(self) -> int:
+        return self.shapes.num_slots - len(self.resident)
+
+    # At a segment's edge -----------------------------------------------------------------------------------------
+
+    def check(self, row: Row) -> None:
+        """Raises InputError for a row that no slot has room for."""
+        length = len(row.prompt.token_ids)
+        self.shapes.prompt_rung(length)
+        if length + row.max_new_tokens > self.shapes.max_length:
+            raise InputError(
+                f"rollout.max_new_tokens: {length} + {row.max_new_tokens} tokens of prompt and completion are more "
+                f"than the {self.shapes.max_length} that a slot has room for; lower it, or data.max_prompt_length"
+            )
+
+    def has_prefilled(self, prompt: Prompt) -> bool:
+        return _key(prompt) in self._pooled
+
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        """Reads the distinct ones among them that are not in the pool; those used longest ago make room."""
+        wanted = {_key(prompt): prompt for prompt in prompts}
+        assert len(wanted) <= self.shapes.num_pooled
+        for key in wanted.keys() & self._pooled.keys():
+            self._pooled[key] = self._pooled.pop(key)
+        by_rung: dict[int, list[bytes]] = {}
+        for key, prompt in wanted.items():
+            if key not in self._pooled:
+                by_rung.setdefault(self.shapes.prompt_rung(len(prompt.token_ids)), []).append(key)
+        for rung, keys in by_rung.items():
+            most = self.shapes.prefill_rows[-1]
+            for first in range(0, len(keys), most):
+                part = keys[first : first + most]
+                self._prefill(rung, {key: wanted[key] for key in part}, keep=wanted)
+
+    def _prefill(self, rung: int, prompts: dict[bytes, Prompt], *, keep: dict[bytes, Prompt]) -> None:
+        num_rows = next(rows for rows in self.shapes.prefill_rows if rows >= len(prompts))
+        ids, lengths, places = np.zeros((num_rows, rung), np.int32), np.zeros(num_rows, np.int32), []
+        for i, (key, prompt) in enumerate(prompts.items()):
+            lengths[i] = len(prompt.token_ids)
+            ids[i, : lengths[i]] = prompt.token_ids
+            places.append(self._place_in_pool(keep))
+            self._pooled[key] = places[-1]
+        run = self.programs["prefill", num_rows, rung]
+        self._pool = run(self._weights, self._pool, ids, lengths, _padded(places, num_rows), np.int32(len(places)))
+        self.tally.prefilled_tokens += int(lengths.sum())
+
+    def _place_in_pool(self, keep: dict[bytes, Prompt]) -> int:
+        free = set(range(self.shapes.num_pooled)) - set(self._pooled.values())
+        return min(free) if free else self._pooled.pop(next(key for key in self._pooled if key not in keep))
+
+    def admit(self, rows: Sequence[Row | Suspended]) -> None:
+        """Into free slots. Prompts that are not in the pool are read first.
+
+        Raises:
+            InputError: a row that the slots have no room for.
+        """
+        assert self._running is None and len(rows) <= self.num_free
+        if not rows:
+            return
+        for row in rows:
+            self.check(row.row if isinstance(row, Suspended) else row)
+        self._use_all_slots()
+        fresh = []
+        for row in rows:
+            if isinstance(row, Row):
+                fresh.append(row)
+            elif row.cache is None and (self.exact or not row.row.num_tokens):
+                row.row.forget()
+                fresh.append(row.row)
+            else:
+                self._put(row)
+        for first in range(0, len(fresh), self.shapes.num_pooled):
+            self._insert(fresh[first : first + self.shapes.num_pooled])
+
+    def _insert(self, rows: Sequence[Row]) -> None:
+        """Rows at their prompts' ends, of no more different prompts than the pool holds."""
+        self.prefill([row.prompt for row in rows])
+        slots = [self._settle(row) for row in rows]
+        sources = _padded([self._pooled[_key(row.prompt)] for row in rows], self.shapes.num_slots)
+        targets = _padded(slots, self.shapes.num_slots)
+        self._cache = self.programs["insert", self._room](
+            self._cache, self._pool, sources, targets, np.int32(len(rows))
+        )
+        self.tally.prompt_tokens += sum(len(row.prompt.token_ids) for row in rows)
+
+    def _put(self, suspended: Suspended) -> None:
+        row, cache = suspended
+        self._grow_to(self.shapes.max_length)
+        if cache is None:
+            ids = np.concatenate([row.prompt.token_ids, row.token_ids])
+            padded = np.zeros((1, self.shapes.max_length), np.int32)
+            padded[0, : len(ids)] = ids
+            cache = self.programs["read",](self._weights, padded, np.asarray([len(ids)], np.int32))
+            self.tally.reread_tokens += len(ids)
+        places = _padded([0], self.shapes.num_slots), _padded([self._settle(row)], self.shapes.num_slots)
+        self._cache = self.programs["put",](self._cache, cache, *places, np.int32(1))
+
+    def _settle(self, row: Row) -> int:
+        """Gives it the first free slot."""
+        assert row.is_collected
+        slot = self._rows.index(None)
+        row.started_s = row.started_s or time.perf_counter()
+        self._rows[slot] = row
+        known = row.token_ids if row.num_tokens else row.prompt.token_ids
+        low, high = uid_words([row.prompt.uid])[0].view(np.int32)
+        self._table[:, slot] = RowTable(
+            token=int(known[-1]) if len(known) else 0,
+            length=len(row.prompt.token_ids) + row.num_tokens,
+            left=row.max_new_tokens - row.num_tokens,
+            uid_low=low,
+            uid_high=high,
+            sample_index=row.sample_index,
+            policy_version=row.policy_version,
+        )
+        return slot
+
+    def suspend(self, rows: Sequence[Row]) -> list[Suspended]:
+        """Takes samples that are not done out of their slots. The segment that they ran in must be collected."""
+        assert self._running is None and self._suspends
+        if not rows:
+            return []
+        self._use_all_slots()
+        self._grow_to(self.shapes.max_length)
+        suspended = []
+        for row in rows:
+            slot = self._rows.index(row)
+            suspended.append(Suspended(row, self.programs["take",](self._cache, np.int32(slot))))
+            self._rows[slot] = None
+            self._table[:, slot] = 0
+        return suspended
+
+    @property
+    def compacted_to(self) -> int:
+        """Rows of the smallest program that holds all that are not done."""
+        return next(size for size in self.shapes.batch_rungs if size >= len(self.resident))
+
+    @property
+    def next_lower_rung(self) -> int:
+        """Rows from which on `compact` would change something; 0 where there is nothing below."""
+        return max((size for size in self.shapes.batch_rungs if size < len(self._rows)), default=0)
+
+    def compact(self) -> None:
+        """Moves the rows that are not done together, where a smaller program holds them."""
+        while self.compacted_to < len(self._rows):
+            self._grow_to(self.shapes.max_length)
+            size, held = len(self._rows), [i for i, row in enumerate(self._rows) if row is not None]
+            smaller = max(rung for rung in self.shapes.batch_rungs if rung < size)
+            self._move(_padded(held, smaller), len(held), program=("compact", size))
+
+    def _use_all_slots(self) -> None:
+        size = len(self._rows)
+        if size < self.shapes.num_slots:
+            self._move(_padded(list(range(size)), self.shapes.num_slots), size, program=("expand", size))
+
+    def _move(self, sources: np.ndarray, count: int, *, program: tuple) -> None:
+        """Slot i becomes what slot `sources[i]` was; those from `count` on are empty."""
+        self._by_layer(program, sources)
+        self._rows = [self._rows[source] if i < count else None for i, source in enumerate(sources)]
+        self._table = self._table[:, sources]
+        self._table[:, count:] = 0
+
+    def _grow_to(self, length: int) -> None:
+        while self._room < length:
+            self._by_layer(("grow", self._room))
+            self._room = next(rung for rung in self.shapes.cache_rungs if rung > self._room)
+
+    def _by_layer(self, program: tuple, *arguments: np.ndarray) -> None:
+        run, layers = self.programs[program], list(self._cache)
+        # Nothing else may hold the old layers, or two caches would lie side by side.
+        self._cache = ()
+        for i in range(len(layers)):
+            layers[i] = run(layers[i], *arguments)
+        self._cache = tuple(layers)
+
+    # A segment ---------------------------------------------------------------------------------------------------
+
+    def start(self, *, length: int, leave_when_finished: int | None = None, leave_when_active: int = 0) -> None:
+        """Sets a segment going and returns at once.
+
+        It ends after `length` tokens of each row, or when all are done; or once `leave_when_finished` more rows are
+        done, because work waits for their slots; or when no more than `leave_when_active` are left, because they fit a
+        smaller program. Caches that are full end it, too; they are longer in the next.
+        """
+        assert self._running is None and self.resident
+        rows = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
+        leave = len(rows) if leave_when_finished is None else leave_when_finished
+        limits = np.asarray(
+            Limits(min(length, self.shapes.segment_max, self._steps_in_room()), leave, leave_when_active)
+        )
+        self._cache, status, drawn = self.programs["decode", len(self._rows), self._room, self._truncates](
+            *(self._weights, self._cache, self._table, limits.astype(np.int32)),
+            *(self._rules, self._seed, self._eos_ids),
+        )
+        for array in (status, drawn):
+            array.copy_to_host_async()
+        self._running = rows, status, drawn
+
+    def _steps_in_room(self) -> int:
+        """Tokens that every row may draw before one needs a longer cache. Grows it where that would be none."""
+        table = RowTable(*self._table)
+        while True:
+            # The last token drawn is not fed, so it needs no room.
+            steps = self._room - table.length + 1
+            short = (table.left > 0) & (table.left > steps)
+            least = int(steps[short].min()) if short.any() else self.shapes.segment_max
+            if least > 0:
+                return least
+            self._grow_to(self._room + 1)
+
+    def wait(self) -> Segment:
+        """What the running segment did. Slots of rows that are done are free."""
+        assert self._running is not None
+        (rows, status, drawn), self._running = self._running, None
+        after = RowStatus(*np.asarray(status))
+        counts = after.length - RowTable(*self._table).length
+        for slot, row in rows:
+            row.num_tokens += int(counts[slot])
+            row.num_segments += 1
+            if after.left[slot] == 0:
+                row.finish_reason = "stop" if after.stopped[slot] else "length"
+                row.elapsed_s = time.perf_counter() - row.started_s
+                self._rows[slot] = None
+        self._table[:3] = after.token, after.length, after.left
+        steps, ran = int(after.steps[0]), [(slot, row, int(counts[slot])) for slot, row in rows]
+        self.tally.segment(steps=steps, num_rows=len(self._rows), drawn=sum(count for _, _, count in ran))
+        return Segment(ran, steps, len(self._rows), self._policy_version, drawn)
+
+    # Known from shapes -------------------------------------------------------------------------------------------
+
+    @property
+    def batch_shape(self) -> BatchShape:
+        """At its fullest."""
+        shapes = self.shapes
+        num_prompts = shapes.prefill_rows[-1]
+        return BatchShape(
+            num_prompts, shapes.num_slots, shapes.max_prompt_length, shapes.max_length, shapes.segment_max
+        )
+
+    def footprint(self) -> Footprint:
+        """What full slots hold on the devices. Compiles nothing."""
+        slots = self.programs.abstract_cache(self.shapes.num_slots, self.shapes.max_length)
+        return Footprint(self.programs.abstract_weights, self.programs.abstract_pool, slots)
+
+
+def _key(prompt: Prompt) -> bytes:
+    """Equal for equal tokens, whoever asks."""
+    return prompt.token_ids.tobytes()
+
+
+def _padded(indices: Sequence[int], size: int) -> Int32[np.ndarray, "size"]:
+    """With zeros that stand for nothing."""
+    return np.asarray([*indices, *[0] * (size - len(indices))], np.int32)

@@ -1,0 +1,32 @@
+"""What a rollout costs, counted: the same counts for slots and for one batch to the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Tally:
+    """Of all that was generated since the last `take`."""
+
+    segments: int = 0
+    prompt_tokens: int = 0
+    """Of all samples, as if each had read its prompt itself."""
+    prefilled_tokens: int = 0
+    """Of prompts, padding left out."""
+    reread_tokens: int = 0
+    """Of suspended samples that went on without their caches."""
+    row_steps: int = 0
+    """Tokens that could have been drawn: rows times steps."""
+    drawn_tokens: int = 0
+
+    def segment(self, *, steps: int, num_rows: int, drawn: int) -> None:
+        self.segments += 1
+        self.row_steps += steps * num_rows
+        self.drawn_tokens += drawn
+
+    def take(self) -> Tally:
+        """The counts, which start again from 0."""
+        taken = Tally(**vars(self))
+        self.__init__()
+        return taken

@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from app.flow import Prompt, Sample
+from app.policy.decoder import DecoderDefinition
+from app.policy.kv_cache import DecodeWeights
+from app.rollout.continuous import ContinuousBatching
+from app.rollout.engine import Engine
+from app.rollout.sampling import SamplingRules
+from app.rollout.slot_programs import SlotPrograms
+from app.rollout.slot_shapes import slot_shapes
+from app.rollout.slots import Row, SlotEngine, Suspended
+from app.score.scorer import Scorer
+from app.training.metrics import CompilationCounter
+from settings.errors import InputError
+from settings.rollout_section import Segment
+from tests.tiny import ODD, make_engine, make_mesh, packed_plan, random_params, random_prompts, spell
+
+FLOAT32 = np.dtype("float32")
+DEFINITION = DecoderDefinition.of(ODD)
+PROMPTS = random_prompts(5, vocab_size=ODD.vocab_size, longest=8)
+GROUP_SIZE = 4
+LENGTHS = [int(n) for n in np.random.default_rng(3).integers(1, 25, len(PROMPTS) * GROUP_SIZE)]
+"""Of completions, forced."""
+LONGEST = 24
+ARGUMENTS = {"group_size": GROUP_SIZE, "rules": SamplingRules(1.0), "seed": 0, "policy_version": 3}
+
+
+@functools.cache
+def weights_on(shape: tuple[int, int, int] = (1, 1, 1)) -> DecodeWeights:
+    return make_engine(DEFINITION, make_mesh(shape)).weights(random_params(DEFINITION))
+
+
+def new_slots(
+    num_slots: int, *, exact: bool, mesh_shape: tuple[int, int, int] = (1, 1, 1), eos_ids: Sequence[int] = ()
+) -> SlotEngine:
+    """Compacted to half its slots, in the fast mode."""
+    shapes = slot_shapes(
+        num_slots,
+        max_prompt_length=8,
+        max_new_tokens=LONGEST,
+        prefill_length_min=4,
+        num_pooled=4,
+        segment_max=16,
+        exact=exact,
+    )
+    if not exact:
+        shapes = shapes._replace(batch_rungs=(num_slots // 2, num_slots))
+    return SlotEngine(DEFINITION, make_mesh(mesh_shape), shapes, eos_ids=eos_ids, dtype=FLOAT32, exact=exact)
+
+
+@functools.cache
+def slots_of(exact: bool) -> SlotEngine:
+    return new_slots(4 if exact else 8, exact=exact)
+
+
+def batching(engine: SlotEngine, **rule: object) -> ContinuousBatching:
+    return ContinuousBatching(engine, decode_text=spell, rule=Segment.model_validate({"min": 1, **rule}))
+
+
+def generate(
+    engine: SlotEngine, prompts: Sequence[Prompt] = PROMPTS, max_new_tokens: object = LENGTHS, **rule: object
+) -> list[Sample]:
+    arguments = {"max_new_tokens": max_new_tokens, **ARGUMENTS}
+    return batching(engine, **rule).generate(weights_on(), prompts, **arguments)
+
+
+@functools.cache
+def without_slots() -> Engine:
+    return make_engine(DEFINITION)
+
+
+@functools.cache
+def in_one_batch() -> list[Sample]:
+    """What the engine without slots makes of the same work."""
+    return without_slots().generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+
+
+def by_uid(rows: Sequence[Row]) -> dict[str, tuple[list[int], bytes]]:
+    """Tokens, and logprobs bit for bit."""
+    return {row.uid: (row.token_ids.tolist(), row.logprobs.tobytes()) for row in rows}
+
+
+def rows_of(prompts: Sequence[Prompt] = PROMPTS, lengths: Sequence[int] = LENGTHS) -> list[Row]:
+    numbers = range(len(prompts) * GROUP_SIZE)
+    return [Row(prompts[i // GROUP_SIZE], i % GROUP_SIZE, lengths[i], policy_version=3) for i in numbers]
+
+
+def run_at_random(engine: SlotEngine, seed: int, *, suspends: bool = True, compacts: bool = False) -> list[Row]:
+    """A schedule that nobody would choose: orders, lengths, suspensions and lost caches at random."""
+    rng = np.random.default_rng(seed)
+    rows = rows_of()
+    waiting: deque[Row | Suspended] = deque(rows[i] for i in rng.permutation(len(rows)))
+    engine.open(weights_on(), rules=SamplingRules(1.0), seed=0, policy_version=3, suspends=suspends)
+    while waiting or engine.resident:
+        num_admitted = int(rng.integers(0 if engine.resident else 1, engine.num_free + 1))
+        engine.admit([waiting.popleft() for _ in range(min(num_admitted, len(waiting)))])
+        if compacts:
+            engine.compact()
+        engine.start(
+            length=int(rng.integers(1, 9)),
+            leave_when_finished=int(rng.integers(1, 4)),
+            leave_when_active=int(rng.integers(0, len(engine.resident))),
+        )
+        engine.wait().collect()
+        if suspends and engine.resident and rng.random() < 0.5:
+            chosen = rng.permutation(len(engine.resident))[: int(rng.integers(1, 3))]
+            for suspended in engine.suspend([engine.resident[i] for i in chosen]):
+                waiting.append(suspended if rng.random() < 0.6 else suspended._replace(cache=None))
+    engine.close()
+    return rows
+
+
+def test_slots_make_the_same_samples_as_one_batch_to_the_end():
+    samples = generate(slots_of(False))
+    for ours, theirs, length in zip(samples, in_one_batch(), LENGTHS, strict=True):
+        assert (ours.uid, ours.group_id, ours.finish_reason) == (theirs.uid, theirs.group_id, "length")
+        assert len(ours.completion_ids) == length and ours.kept_mass_logs is None
+        np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
+        np.testing.assert_allclose(ours.behavior_logprobs, theirs.behavior_logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_exact_mode_no_schedule_changes_a_bit_of_any_sample(seed):
+    expected = {s.uid: (s.completion_ids.tolist(), s.behavior_logprobs.tobytes()) for s in generate(slots_of(True))}
+    assert by_uid(run_at_random(slots_of(True), seed)) == expected
+
+
+@pytest.mark.parametrize("rule", [{"rule": "budget", "max": 1}, {"rule": "balance", "max": 3}, {"rule": "budget"}])
+def test_in_exact_mode_segment_lengths_change_no_bit(rule):
+    expected = generate(slots_of(True))
+    for ours, theirs in zip(generate(slots_of(True), **rule), expected, strict=True):
+        np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
+        np.testing.assert_array_equal(ours.behavior_logprobs, theirs.behavior_logprobs)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_in_fast_mode_any_schedule_agrees_with_the_scorer(seed):
+    rows = run_at_random(slots_of(False), seed, compacts=True)
+    groups = {prompt.uid: i for i, prompt in enumerate(PROMPTS)}
+    samples = [
+        replace(
+            in_one_batch()[i],
+            completion_ids=row.token_ids,
+            behavior_logprobs=row.logprobs,
+            group_id=groups[row.prompt.uid],
+        )
+        for i, row in enumerate(rows)
+    ]
+    assert [len(s.completion_ids) for s in samples] == LENGTHS
+    plan = packed_plan(samples, quota=64, row_length=32, share_prompts=True)
+    scorer = Scorer(DEFINITION, make_mesh(), dtype=FLOAT32, logits_chunk=5)
+    scored = scorer.logprobs(random_params(DEFINITION), samples, plan, temperature=1.0)
+    for sample, logprobs in zip(samples, scored, strict=True):
+        np.testing.assert_allclose(sample.behavior_logprobs, logprobs, atol=1e-4)
+
+
+def test_nothing_is_compiled_once_the_slots_are_open():
+    engine = slots_of(False)
+    run_at_random(engine, 0, compacts=True)
+    compilations = CompilationCounter()
+    for seed in range(2, 6):
+        run_at_random(engine, seed, compacts=seed % 2 == 0)
+    generate(engine, PROMPTS[::-1], LENGTHS[::-1])
+    assert compilations.take() == 0
+    compilations.close()
+
+
+@pytest.mark.parametrize(("num_slots", "max_prompt_length", "max_new_tokens"), [(32, 128, 1024), (256, 512, 8192)])
+def test_there_are_few_programs_however_long_the_samples(num_slots, max_prompt_length, max_new_tokens):
+    shapes = slot_shapes(
+        num_slots,
+        max_prompt_length=max_prompt_length,
+        max_new_tokens=max_new_tokens,
+        prefill_length_min=16,
+        num_pooled=8,
+        segment_max=4096,
+        exact=False,
+    )
+    programs = SlotPrograms(DEFINITION, make_mesh(), shapes, dtype=FLOAT32, num_eos=1)
+    names = programs.names(suspends=True, rereads=True, truncates=False)
+    assert len(names) <= 24
+    assert sum(name[0] == "decode" for name in names) == 5
+
+
+def test_each_distinct_prompt_is_read_once():
+    engine = slots_of(False)
+    engine.tally.take()
+    twin = replace(PROMPTS[0], uid="twin")
+    samples = generate(engine, [*PROMPTS, twin], 5)
+    counts = engine.tally.take()
+    distinct = sum(len(prompt.token_ids) for prompt in PROMPTS)
+    assert counts.prefilled_tokens == distinct
+    assert counts.prompt_tokens == GROUP_SIZE * (distinct + len(twin.token_ids))
+    assert counts.drawn_tokens == 5 * len(samples) <= counts.row_steps
+    assert not {s.completion for s in samples if s.prompt is twin} & {s.completion for s in samples[:GROUP_SIZE]}
+
+
+def test_one_batch_to_the_end_is_counted_alike():
+    without_slots().tally.take()
+    without_slots().generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+    counts = without_slots().tally.take()
+    distinct = sum(len(prompt.token_ids) for prompt in PROMPTS)
+    assert (counts.prefilled_tokens, counts.prompt_tokens) == (distinct, GROUP_SIZE * distinct)
+    assert (counts.segments, counts.drawn_tokens) == (1, sum(LENGTHS))
+    assert counts.row_steps == len(LENGTHS) * max(LENGTHS)
+
+
+def test_a_segment_leaves_when_enough_rows_are_done_or_few_are_left():
+    engine, rows = slots_of(True), rows_of(lengths=[3, 7, 11, 14] * len(PROMPTS))[:4]
+    engine.open(weights_on(), rules=SamplingRules(1.0), seed=0, policy_version=3)
+    engine.admit(rows)
+    steps = []
+    for limits in ({"leave_when_finished": 1}, {"leave_when_active": 2}, {"length": 2}, {}):
+        engine.start(**({"length": 16} | limits))
+        steps.append(engine.wait().steps)
+    assert steps == [3, 4, 2, 5]
+    assert [row.num_segments for row in rows] == [1, 2, 4, 4] and not engine.resident
+    engine.close()
+
+
+def test_caches_that_are_full_end_a_segment_and_grow():
+    engine = slots_of(False)
+    room = engine.shapes.cache_rungs
+    assert len(room) == 3
+    row = replace(rows_of()[0], max_new_tokens=LONGEST)
+    engine.open(weights_on(), rules=SamplingRules(1.0), seed=0, policy_version=3)
+    engine.admit([row])
+    lengths = []
+    while engine.resident:
+        engine.start(length=LONGEST)
+        engine.wait().collect()
+        lengths.append(len(row.prompt.token_ids) + row.num_tokens)
+    assert lengths[:2] == [size + 1 for size in room[:2]] and row.num_tokens == LONGEST
+    engine.close()
+
+
+def test_a_row_is_done_at_its_first_token_where_that_ends_it_or_no_more_are_allowed():
+    samples = generate(slots_of(True), max_new_tokens=1)
+    assert [len(s.completion_ids) for s in samples] == [1] * len(samples)
+    eos_ids = tuple({int(s.completion_ids[0]) for s in samples[:6]})
+    ended = generate(new_slots(4, exact=True, eos_ids=eos_ids), max_new_tokens=3)
+    assert [s.finish_reason for s in ended[:6]] == ["stop"] * 6
+    assert [s.completion_ids.tolist() for s in ended[:6]] == [s.completion_ids.tolist() for s in samples[:6]]
+    assert any(s.finish_reason == "length" and len(s.completion_ids) == 3 for s in ended)
+
+
+def test_slots_split_over_devices_make_the_same_samples():
+    engine = new_slots(4, exact=True, mesh_shape=(2, 1, 2))
+    arguments = {"max_new_tokens": LENGTHS, **ARGUMENTS}
+    samples = batching(engine).generate(weights_on((2, 1, 2)), PROMPTS, **arguments)
+    for ours, theirs in zip(samples, in_one_batch(), strict=True):
+        np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
+        np.testing.assert_allclose(ours.behavior_logprobs, theirs.behavior_logprobs, atol=1e-5)
+
+
+def test_a_prompt_beyond_the_slots_is_refused_before_anything_runs():
+    long = replace(PROMPTS[0], token_ids=np.zeros(9, np.int32))
+    with pytest.raises(InputError, match=r"data\.max_prompt_length: a prompt has 9 tokens.* at most 8"):
+        generate(slots_of(True), [long], 5)
+    with pytest.raises(InputError, match=r"rollout\.max_new_tokens: .* more than the 32"):
+        generate(slots_of(True), max_new_tokens=40)
+
+
+def test_slots_that_devices_cannot_share_are_refused():
+    sizes = {"max_prompt_length": 8, "max_new_tokens": 8, "prefill_length_min": 4, "num_pooled": 1, "segment_max": 8}
+    with pytest.raises(InputError, match=r"rollout\.slots: 6 .* 4 devices"):
+        slot_shapes(6, **sizes, exact=False, row_shards=4)

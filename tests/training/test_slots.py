@@ -1,0 +1,68 @@
+"""`rollout.slots` in the verbs: the same samples from less memory and fewer steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.mesh.placement import bytes_per_device
+from tests.training.program import here, metrics_of, of_tiny, records_of, settings, train_here
+from tests.training.test_dry_run import foreseen, launched
+
+SLOTS = "rollout.slots=8"
+
+
+def texts(path: Path) -> list[tuple[str, int, str]]:
+    return [(r["group_id"], r["sample_index"], r["completion"]) for r in records_of(path)]
+
+
+def test_rollout_writes_the_same_samples_in_the_same_order(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "samples.jsonl"
+    result = here("rollout", *of_tiny(tiny_model), *settings(SLOTS), "--limit", "6", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert texts(out) == texts(sampled)
+
+
+def test_a_run_trains_and_is_evaluated_on_the_same_samples(config: Path, finished: Path) -> None:
+    result = train_here(config, SLOTS, "rollout.mode=exact", "run.steps=2", "logging.save_rollouts=true")
+    assert result.exit_code == 0, result.stderr
+    run = config.parent / "runs" / "tiny"
+    for ours, theirs in zip(metrics_of(run), metrics_of(finished), strict=False):
+        assert ours.get("eval/mean_length") == theirs.get("eval/mean_length")
+        assert ours.get("completions/mean_length") == theirs.get("completions/mean_length")
+    step = metrics_of(run)[-1]
+    assert step["perf/compilations"] == 0
+    assert step["perf/rollout/segments"] >= 2
+    assert step["perf/rollout/prefill_tokens_saved"] == metrics_of(finished)[2]["perf/rollout/prefill_tokens_saved"] > 0
+    assert 0 <= step["perf/rollout/bubble"] < 1
+
+
+def test_a_dry_run_foresees_the_caches_of_the_slots(config: Path) -> None:
+    memory = foreseen(config, SLOTS).memory
+    launch, _ = launched(config, SLOTS)
+    session = launch.session
+    assert session.slots is not None
+    engine = session.slots.engine
+    weights = session.engine.weights(session.load_params())
+    engine.open(weights, rules=session._rules, seed=0, policy_version=0)
+    engine._grow_to(engine.shapes.max_length)
+    assert memory["rollout"]["kv_cache"] == memory["evaluation"]["kv_cache"] == bytes_per_device(engine._cache)
+    assert memory["rollout"]["prompt_cache"] == bytes_per_device(engine._pool)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("rollout.slots=6",), "rollout.slots: 6 cannot be split over the 8 devices"),
+        (("rollout.mode=exact",), "rollout.mode = 'exact' (from --set): samples are the same bit for bit where"),
+        ((SLOTS, "rollout.mode=exact", "model.dtype=bfloat16"), "model.dtype = 'bfloat16' (from --set) rounds"),
+        ((SLOTS, "rollout.segment.min=9", "rollout.segment.max=8"), "rollout.segment.min = 9 (from --set) is above"),
+        (("rollout.slots=0",), "rollout.slots"),
+    ],
+)
+def test_slots_that_cannot_be_are_refused(config: Path, overrides: tuple[str, ...], message: str) -> None:
+    result = train_here(config, *overrides)
+    assert result.exit_code == 2 and message in result.stderr
+    assert not (config.parent / "runs").exists()
