@@ -19,7 +19,13 @@ from typing import Annotated, Any, Literal, NoReturn, TextIO
 import typer
 
 from settings import InputError, Resolved, load
-from settings.checks import check_for_mesh, check_for_rollout, check_for_score, check_for_train
+from settings.checks import (
+    check_for_mesh,
+    check_for_rollout,
+    check_for_score,
+    check_for_simulation,
+    check_for_train,
+)
 from settings.layers import NO_FLAGS, Flags
 
 EXIT_FAILURE = 1
@@ -113,13 +119,40 @@ def rollout(
         typer.Option(metavar="FILE", help="JSON Lines of prompts instead of data.source."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Take only the first prompts.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Where the samples go. Required.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Where the samples go, required; what --simulate finds, as JSON."),
+    ] = None,
+    simulate: Annotated[
+        Path | None,
+        typer.Option(metavar="TRACE.jsonl", help="Sample nothing; compare all schedules on the lengths of a file."),
+    ] = None,
+    cost: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="What decoding costs for --simulate.  [default: a 7B model on an H200]"),
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE.png|.svg", help="Draw what every slot of --simulate does over time.")
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Sample completions and write them as JSON Lines."""
     with _errors_for_people(debug):
-        resolved = _resolve(config, overrides, print_config=print_config, check=check_for_rollout)
+        check = check_for_rollout if simulate is None else check_for_simulation
+        resolved = _resolve(config, overrides, print_config=print_config, check=check)
+        for option, given, wanted in (
+            *(("--cost", cost, True), ("--timeline", timeline, True)),
+            *(("--prompts", prompts, False), ("--limit", limit, False)),
+        ):
+            if given is not None and wanted != (simulate is not None):
+                raise InputError(f"{option} goes {'with' if wanted else 'without'} --simulate")
+        if simulate is not None:
+            from app.training.simulate import simulate as compare_schedules
+
+            found = compare_schedules(resolved, trace=simulate, cost=cost, out=out, timeline=timeline)
+            _write(_as_json(found.to_dict()) if as_json else found.to_text(), sys.stdout)
+            raise typer.Exit
         out = _required(out, "--out")
         from app.training import stages
 

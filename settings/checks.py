@@ -37,7 +37,7 @@ def check_for_train(resolved: Resolved) -> None:
             said_after_the_estimator,
             _mini_batches_divide_the_step,
             _longest_sample_fits,
-            _segments_have_a_length,
+            *_SCHEDULE,
             _exact_samples_are_exact,
             _quotas_hold_the_longest_sample,
             _critic_warmup_ends,
@@ -51,7 +51,12 @@ def check_for_train(resolved: Resolved) -> None:
 
 def check_for_rollout(resolved: Resolved) -> None:
     """Raises InputError listing everything that keeps these settings from being sampled with."""
-    _run(resolved, (_longest_sample_fits, _segments_have_a_length, _exact_samples_are_exact, _processes_are_known))
+    _run(resolved, (_longest_sample_fits, *_SCHEDULE, _exact_samples_are_exact, _processes_are_known))
+
+
+def check_for_simulation(resolved: Resolved) -> None:
+    """Raises InputError listing everything that keeps rollouts from being scheduled."""
+    _run(resolved, _SCHEDULE)
 
 
 def check_for_score(resolved: Resolved) -> None:
@@ -239,9 +244,32 @@ def _segments_have_a_length(resolved: Resolved) -> str | None:
     if segment.min <= segment.max:
         return None
     return (
-        f"{resolved.named('rollout.segment.min')} is above {resolved.named('rollout.segment.max')}, and no segment is "
-        "so long; lower the one or raise the other"
+        f"{resolved.named('rollout.segment.min')} is more than {resolved.named('rollout.segment.max')}; lower the "
+        "one or raise the other"
     )
+
+
+def _the_window_holds_a_verdict(resolved: Resolved) -> str | None:
+    pdsr = resolved.settings.rollout.pdsr
+    if pdsr.window >= pdsr.window_min:
+        return None
+    return (
+        f"{resolved.named('rollout.pdsr.window')} is shorter than {resolved.named('rollout.pdsr.window_min')}, so "
+        "no prompt would ever be judged; raise it to that or more"
+    )
+
+
+def _somebody_decodes(resolved: Resolved) -> str | None:
+    workers = resolved.settings.rollout.workers
+    if workers.fast.count + workers.heavy.count > 0:
+        return None
+    return (
+        f"{resolved.named('rollout.workers.fast.count')} and {resolved.named('rollout.workers.heavy.count')}: "
+        "nobody would decode; set one of them to 1 or more"
+    )
+
+
+_SCHEDULE = (_segments_have_a_length, _the_window_holds_a_verdict, _somebody_decodes)
 
 
 def _exact_samples_are_exact(resolved: Resolved) -> str | None:

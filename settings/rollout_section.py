@@ -32,3 +32,53 @@ class Segment(Section):
         le=1000,
         description="What the edge of a segment costs, in decode steps, for the rule balance.",
     )
+
+
+class Pdsr(Section):
+    """Probe-based dynamic segment rollout: who is long, and what follows."""
+
+    unit: Literal["tokens", "seconds"] = Field(
+        default="tokens",
+        description="What samples are ranked, judged and limited by. Seconds depend on the machine's load, and so does "
+        "the schedule then.",
+    )
+    heavy_percent: float = Field(
+        default=10.0,
+        gt=0,
+        lt=100,
+        description="pdsr_v1: prompts whose probes are longest, and whose samples go to heavy.",
+    )
+    probe_limit_tokens: int = Field(
+        default=1024, ge=1, le=MAX_TOKENS, description="pdsr_v1: a probe this long is handed over, its prompt heavy."
+    )
+    probe_limit_s: float = Field(default=5.0, gt=0, description="The same where the unit is seconds.")
+    fast_limit_tokens: int = Field(
+        default=2048,
+        ge=1,
+        le=MAX_TOKENS,
+        description="pdsr_v1, pdsr_v2: a sample this long leaves its fast worker for a heavy one.",
+    )
+    fast_limit_s: float = Field(
+        default=10.0, gt=0, description="The same in seconds, beside the tokens, where the unit is seconds."
+    )
+    on_fast_limit: Literal["suspend", "truncate"] = Field(
+        default="suspend",
+        description="pdsr_v1: hand the sample over, or end it there, which changes what hard prompts are rewarded for.",
+    )
+    percentile: float = Field(
+        default=80.0, gt=0, lt=100, description="Samples beyond this percentile of the window are heavy."
+    )
+    window: int = Field(
+        default=256, ge=1, le=MAX_SLOTS, description="Finished samples that the percentile is taken of."
+    )
+    window_min: int = Field(default=32, ge=1, le=MAX_SLOTS, description="No verdict before this many have finished.")
+
+
+class WorkerPool(Section):
+    count: int = Field(default=1, ge=0, le=4096, description="Workers of this kind; 0 = none.")
+    slots: int = Field(default=8, ge=1, le=MAX_SLOTS, description="Rows that each of them decodes at once.")
+
+
+class Workers(Section):
+    fast: WorkerPool = WorkerPool()
+    heavy: WorkerPool = WorkerPool()

@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from settings.algorithm_section import WITH_CRITIC, Algorithm
 from settings.critic_section import Critic
 from settings.reward_section import Reward
-from settings.rollout_section import MAX_SLOTS, Segment
+from settings.rollout_section import MAX_SLOTS, Pdsr, Segment, Workers
 from settings.score_section import SCORED_ROLES, Score, ScoredRole
 from settings.section import Section
 
@@ -157,6 +157,8 @@ class Rollout(Section):
         "float32 (exact), so that no sample depends, bit for bit, on when it was generated and beside which others.",
     )
     segment: Segment = Segment()
+    pdsr: Pdsr = Pdsr()
+    workers: Workers = Workers()
 
 
 class Batching(Section):

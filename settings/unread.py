@@ -37,13 +37,21 @@ def said_after_the_estimator(resolved: Resolved) -> str | None:
     """A check: what was said for an estimator that does not read it."""
     choice = _choice(resolved)
     said = [field for field in _unread(resolved) if _place(resolved, field) > _place(resolved, choice)]
-    return "\n".join(_explained(resolved, field) for field in said) or None
+    return (
+        "\n".join(
+            f"{resolved.named(field)} has no effect under {resolved.named(choice)}: it is for algorithm.estimator "
+            f"{' or '.join(sorted(READERS[field]))}; leave it out, or set that"
+            for field in said
+        )
+        or None
+    )
 
 
 def launch_lines(resolved: Resolved) -> tuple[str, ...]:
-    """What is told at a launch: what the algorithm's name changes, then each setting that has no effect."""
-    changes = resolved.algorithm_changes
-    return (*((changes,) if changes else ()), *(_explained(resolved, field) for field in _unread(resolved)))
+    """What is told at a launch: what the algorithm's name changes, and the settings that have no effect."""
+    unread = ", ".join(resolved.named(field) for field in _unread(resolved))
+    told = resolved.algorithm_changes, unread and f"no effect under {resolved.named(_choice(resolved))}: {unread}"
+    return tuple(line for line in told if line)
 
 
 def _unread(resolved: Resolved) -> Iterator[str]:
@@ -57,9 +65,9 @@ def _unread(resolved: Resolved) -> Iterator[str]:
 
 
 def _is_inherited(resolved: Resolved, field: str) -> bool:
-    """Whether it is one of the critic's micro-batch settings, with the value and the origin of the policy's."""
+    """Whether it is one of the critic's micro-batch settings, with the value and from the layer of the policy's."""
     twin = field.replace("critic.", "algorithm.")
-    if twin == field or twin not in FIELDS or resolved.provenance[twin] != resolved.provenance[field]:
+    if twin == field or twin not in FIELDS or _place(resolved, twin) != _place(resolved, field):
         return False
     return value_of(resolved.settings, twin) == value_of(resolved.settings, field)
 
@@ -71,10 +79,3 @@ def _choice(resolved: Resolved) -> str:
 
 def _place(resolved: Resolved, field: str) -> int:
     return place(resolved.provenance[field])
-
-
-def _explained(resolved: Resolved, field: str) -> str:
-    return (
-        f"{resolved.named(field)} has no effect under {resolved.named(_choice(resolved))}: it is for "
-        f"algorithm.estimator {' or '.join(sorted(READERS[field]))}; leave it out, or set that"
-    )

@@ -98,17 +98,16 @@ def _vtrace(
     if rows.mask is not None:
         # What is behind such a token is handed on as it is.
         traces = jnp.where(rows.mask, traces, 1.0)
-    leaks = rows.closing(terms.leaks, 1.0)
-    deltas = terms.rewards + ((terms.next_weights + (1 - leaks)) * terms.next_values - terms.values)
-    nothing = jnp.zeros_like(deltas)
+    leaks = rows.ending(jnp.broadcast_to(terms.leaks, traces.shape))
+    nothing = jnp.zeros_like(traces)
     corrections = solve(
-        Terms(weights * deltas, nothing, nothing, nothing, leaks + (1 - leaks) * (1 - traces), None),
+        Terms(weights * terms.deltas, nothing, nothing, nothing, leaks + (1 - leaks) * (1 - traces), None),
         backend,
         chunk_size,
-    ).returns
+    ).advantages
     behind = jnp.pad(corrections[:, 1:], ((0, 0), (0, 1)))[:, : corrections.shape[1]]
-    advantages = weights * (deltas + (1 - leaks) * behind)
+    advantages = weights * (terms.deltas + (1 - leaks) * behind)
     return VTrace(
         advantages if rows.mask is None else jnp.where(rows.mask, advantages, 0.0),
-        terms.credit(corrections + terms.values).returns,
+        terms.credit(corrections).returns,
     )

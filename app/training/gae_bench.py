@@ -161,10 +161,10 @@ def _measure_shape(algorithm: Algorithm, shape: Shape, num_repeats: int) -> tupl
     # What `grpo gae` is given on a CPU; elsewhere the way to the device would be most of the time.
     place = np.asarray if on_cpu() else jnp.asarray
     cases = []
-    for decay, of_decay in (("scalar", None), ("masked", mask)):
-        exact = oracle(rewards[rows], values[rows], None if of_decay is None else of_decay[rows], algorithm)
-        arrays = [place(x) for x in (rewards, values, of_decay) if x is not None]
-        for backend, chunk_size, is_auto in _sweep(algorithm, shape, per_token_decay=of_decay is not None):
+    for decay, its_mask in (("scalar", None), ("masked", mask)):
+        exact = oracle(rewards[rows], values[rows], None if its_mask is None else its_mask[rows], algorithm)
+        arrays = [place(x) for x in (rewards, values, its_mask) if x is not None]
+        for backend, chunk_size, is_auto in _sweep(algorithm, shape, one_leak=its_mask is None):
             _tell(f"{shape} {decay}: {backend}{f', chunks of {chunk_size}' if chunk_size else ''}")
             call = _estimate_of(algorithm, backend, chunk_size)
             blank = Measured(str(shape), decay, backend, chunk_size, is_auto, 0.0, None, None, 0, None, None, 0.0)
@@ -172,15 +172,21 @@ def _measure_shape(algorithm: Algorithm, shape: Shape, num_repeats: int) -> tupl
             cases.append(_Case(measured, timer(call, arrays)))
     _tell(f"{shape}: {num_repeats} repeats of each in turn")
     quick = [case for case in cases if case.measured.median_s is not None]
-    # Times a number that the compiler does not know: else no byte would be moved.
-    copy = timer(jax.jit(lambda rewards, values, one: (rewards * one, values * one)), [
-        jnp.asarray(rewards), jnp.asarray(values), jnp.float32(1.0)
-    ])  # fmt: skip
+    copy = timer(*_copying(rewards, values))
     copy_times, *times = interleaved([copy, *(case.timer for case in quick)], num_repeats)
     copy_s = statistics.median(copy_times)
     copied = Copied(str(shape), copy_s, p90(copy_times), BYTES_PER_TOKEN * shape.rows * shape.tokens / copy_s / 1e9)
     timed = dict(zip(map(id, quick), times, strict=True))
     return copied, [_timed(case.measured, timed.get(id(case), []), copied, shape) for case in cases]
+
+
+def _copying(rewards: np.ndarray, values: np.ndarray) -> tuple[Callable[..., Any], list[Any]]:
+    """A call that reads and writes both, and its arguments: numpy's on a CPU, as those of an estimate."""
+    if on_cpu():
+        return (lambda rewards, values: (rewards.copy(), values.copy())), [rewards, values]
+    # Times a number that the compiler does not know: else no byte would be moved.
+    arguments = [jnp.asarray(rewards), jnp.asarray(values), jnp.float32(1.0)]
+    return jax.jit(lambda rewards, values, one: (rewards * one, values * one)), arguments
 
 
 def _estimate_of(algorithm: Algorithm, backend: str, chunk_size: int | None) -> Callable[..., Any]:
@@ -196,9 +202,9 @@ def _estimate_of(algorithm: Algorithm, backend: str, chunk_size: int | None) -> 
     return estimate
 
 
-def _sweep(algorithm: Algorithm, shape: Shape, *, per_token_decay: bool) -> Iterator[tuple[str, int | None, bool]]:
+def _sweep(algorithm: Algorithm, shape: Shape, *, one_leak: bool) -> Iterator[tuple[str, int | None, bool]]:
     """(backend, chunk size, whether auto takes it) of every case."""
-    take = partial(choose, shape=shape, one_leak=not per_token_decay, chunk_size=algorithm.gae_chunk_size)
+    take = partial(choose, shape=shape, one_leak=one_leak, chunk_size=algorithm.gae_chunk_size)
     auto = take("auto")
     sizes = {*CHUNK_SIZES, algorithm.gae_chunk_size, auto.chunk_size} - {None}
     for backend in BACKENDS:

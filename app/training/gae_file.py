@@ -10,9 +10,9 @@ from typing import Any
 from app.jsonl import check_output
 from app.masked import Moments, whiten
 from app.mesh import topology
-from app.training.gae_matrices import Finish, MatrixFile
+from app.training.gae_matrices import MatrixFile
 from app.training.gae_samples import SampleFile
-from app.training.gae_tally import not_applied
+from app.training.gae_tally import Finish, not_applied
 from app.training.metrics import CompilationCounter, peak_memory_bytes
 from settings import Resolved
 from settings.errors import InputError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,14 +14,12 @@ from app.advantage.token_credit import TokenCredit, TokenRows
 from app.masked import Moments, merged, moments
 from app.npz_file import Matrix, open_matrices, replacing_matrices
 from app.training.crediting import wire_gae
-from app.training.gae_tally import Progress, Tally, check_trainable, choice_of
+from app.training.gae_tally import Finish, Progress, Tally, check_trainable, choice_of
 from settings import Settings
 from settings.errors import InputError
 
 WINDOW_TOKENS = 1 << 21
 """Of a window: an array of it takes 8 MiB. A single row may have more."""
-Finish = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""(advantages, mask) -> the advantages that are written."""
 
 
 class MatrixFile:

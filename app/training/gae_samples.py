@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from app.jsonl import read_jsonl_sized, write_jsonl
 from app.masked import Moments, joint_moments, merged
 from app.sample_records import credited_sample
 from app.training.crediting import wire_gae_credit
-from app.training.gae_tally import Progress, Tally, check_trainable, choice_of
+from app.training.gae_tally import Finish, Progress, Tally, check_trainable, choice_of
 from settings import Settings
 from settings.errors import InputError
 
@@ -25,8 +25,6 @@ WINDOW_BYTES = 1 << 24
 """Of a window: bytes of its lines, which take about ten times as much in memory. A single line may have more."""
 WINDOW_SAMPLES = 4096
 """Of a window, however short they are."""
-Finish = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""(advantages, mask) -> the advantages that are written."""
 
 
 class Placed(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ WITH_CHUNKS = frozenset({"chunked"})
 OTHER_CREDIT = frozenset({"vtrace", "reinforce_plus_plus"})
 """Estimators that credit each token otherwise than GAE."""
 SECONDS_BETWEEN_LINES = 2.0
+Finish = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""(advantages, mask) -> the advantages that are written."""
 
 
 def choice_of(algorithm: Algorithm, shape: tuple[int, ...], *, is_masked: bool) -> Choice:

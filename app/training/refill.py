@@ -26,6 +26,7 @@ Filter = Callable[[Sequence[Sample]], bool]
 """A group's samples -> whether the step learns from them."""
 Group = list[Sample]
 
+OF_THE_SAMPLER = ("behavior_logprobs", "kept_mass_logs")
 ROUNDING = 1e-9
 """Rewards that are apart by more differ: a penalty that was added and is taken off again leaves less behind."""
 
@@ -67,7 +68,7 @@ def refill(source: Source, *, keep: Filter, num_groups: int, max_rounds: int) ->
     A step's groups, and their order, are the same on any number of hosts: hosts count what all of them have kept,
     choose alike, and hand each other what each lacks of its equal part.
 
-    A prompt that an earlier round has asked brings the same samples again, as noise follows prompt and step: such a
+    A prompt that was asked before in the step brings the same samples again, as noise follows prompt and step: such a
     group is left out. That happens where a step meets the end of the data.
     """
     num_wanted = num_groups * jax.process_count()
@@ -81,8 +82,9 @@ def refill(source: Source, *, keep: Filter, num_groups: int, max_rounds: int) ->
         # Host after host, as the prompts of a round are dealt: rows are groups by their number in the step.
         told = gather_over_hosts(np.asarray([(keep(group), _number(group[0].prompt.uid)) for group in new]))
         verdicts = told.reshape(-1, 2).tolist()
-        kept += [bool(is_kept) and prompt not in asked for is_kept, prompt in verdicts]
-        asked |= {prompt for _, prompt in verdicts}
+        for is_kept, prompt in verdicts:
+            kept.append(bool(is_kept) and prompt not in asked)
+            asked.add(prompt)
         own += new
         num_rounds += 1
     chosen = choose(kept, num_wanted)
@@ -145,7 +147,10 @@ def _delivered(own: Sequence[Group], numbers: Sequence[int], num_groups: int) ->
 
 
 def _arrived(record: dict[str, Any]) -> Sample:
-    return sample_from_record(record, where="a sample of another host")
+    """The sample as it left its host, also with logprobs that no file may have: a NaN is for the update to find."""
+    drawn = {name: np.asarray(record[name], np.float32) for name in OF_THE_SAMPLER if name in record}
+    finite = {name: np.zeros(len(values)).tolist() for name, values in drawn.items()}
+    return replace(sample_from_record(record | finite, where="a sample of another host"), **drawn)
 
 
 def _number(uid: str) -> int:

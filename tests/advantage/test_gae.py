@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.advantage.gae.chunked import solve_many_leaks, solve_one_decay
+from app.advantage.gae.chunked import solve_many_leaks, solve_one_leak
 from app.advantage.gae.estimate import BACKENDS, generalized_advantages
 from app.advantage.gae.terms import MASK_MODES
 from tests.advantage.gae_oracle import Case, oracle, random_case
@@ -88,14 +88,16 @@ def test_discounts_close_to_one_keep_their_digits(backend, gamma, lam, masked):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("center", "num_tokens"), [(1.5, 131_072), (10, 4096), (100, 4096)])
+@pytest.mark.parametrize(("center", "num_tokens"), [(1.5, 131_072), (30, 4096), (100, 4096)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_small_rewards_are_not_rounded_to_the_grid_of_the_values(backend, center, num_tokens, masked):
+@pytest.mark.parametrize("bootstrapped", [False, True])
+def test_small_advantages_survive_large_values(backend, center, num_tokens, masked, bootstrapped):
+    """A critic that is nearly right: advantages are what is left of numbers that are much larger."""
+    rng = np.random.default_rng(2)
     rewards = np.full((1, num_tokens), -0.001, np.float32)
-    noise = np.random.default_rng(2).uniform(-0.5, 0.5, (1, num_tokens)).astype(np.float32)
-    mask = np.arange(num_tokens)[None] % 5 > 0 if masked else None
-    case = Case(rewards, np.float32(center) + noise, mask)
-    for gamma, lam in ((1.0, 1.0), (1.0, 0.95), (0.99, 0.95)):
+    values = np.float32(center) + rng.uniform(-0.1, 0.1, (1, num_tokens + bootstrapped)).astype(np.float32)
+    case = Case(rewards, values, np.arange(num_tokens)[None] % 5 > 0 if masked else None)
+    for gamma, lam in ((1.0, 1.0), (1.0, 0.95), (0.999, 0.95), (0.99, 0.95)):
         assert_close(estimate(case, gamma=gamma, lam=lam, backend=backend), oracle(case, gamma=gamma, lam=lam))
 
 
@@ -268,11 +270,11 @@ def test_other_discounts_compile_nothing_anew():
     assert not [event for event in compilations if "backend_compile" in event]
 
 
-@pytest.mark.parametrize("solve", [solve_one_decay, solve_many_leaks])
+@pytest.mark.parametrize("solve", [solve_one_leak, solve_many_leaks])
 def test_the_program_does_not_grow_with_the_number_of_chunks(solve):
     def program(num_chunks: int) -> str:
         inputs = jax.ShapeDtypeStruct((2, 64 * num_chunks), jnp.float32)
-        decays = jax.ShapeDtypeStruct(() if solve is solve_one_decay else inputs.shape, jnp.float32)
+        decays = jax.ShapeDtypeStruct(() if solve is solve_one_leak else inputs.shape, jnp.float32)
         return str(jax.make_jaxpr(partial(solve, chunk_size=64))(inputs, decays))
 
     assert "while" not in program(512)
@@ -282,7 +284,7 @@ def test_the_program_does_not_grow_with_the_number_of_chunks(solve):
 
 def test_every_product_is_of_full_precision():
     jaxpr = str(
-        jax.make_jaxpr(partial(solve_one_decay, chunk_size=64))(
+        jax.make_jaxpr(partial(solve_one_leak, chunk_size=64))(
             jax.ShapeDtypeStruct((2, 5000), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
         )
     )
@@ -291,7 +293,7 @@ def test_every_product_is_of_full_precision():
 
 @pytest.mark.parametrize("one_decay", [True, False])
 def test_memory_grows_with_the_tokens_and_not_with_their_square(one_decay):
-    solve, size = (solve_one_decay if one_decay else solve_many_leaks), 128
+    solve, size = (solve_one_leak if one_decay else solve_many_leaks), 128
 
     def temporary_bytes(num_tokens: int) -> int:
         inputs = jax.ShapeDtypeStruct((1, num_tokens), jnp.float32)

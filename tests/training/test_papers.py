@@ -30,12 +30,15 @@ TINY_STEP = (
     *("reward.functions=[arithmetic, {name: arithmetic_format, weight: 0.5}]", *SHAPES),
 )
 """The smallest model, data and shapes, alike for all presets: what is left is the algorithm."""
-TINY_CRITIC = ("critic.rows_per_device=1", "critic.learning_rate=1e-3", "critic.warmup_steps=0")
+TINY_CRITIC = ("critic.rows_per_device=1", "critic.learning_rate=1e-3")
 FILTERED = ("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_buffer=2", "eval.every_steps=0", *SHAPES)
 
 
 def tiny_step(preset: str) -> tuple[str, ...]:
-    return (*TINY_STEP, *TINY_CRITIC) if load(preset, [], {}).settings.has_critic else TINY_STEP
+    if not load(preset, [], {}).settings.has_critic:
+        return TINY_STEP
+    # One that trains the policy, and one in which it is frozen.
+    return (*TINY_STEP, *TINY_CRITIC, f"critic.warmup_steps={int(preset != 'quickstart_ppo')}")
 
 
 def distinct_presets() -> list[str]:

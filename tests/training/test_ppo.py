@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from app.update.mini_batches import shuffled
+from app.batching.micro_batches import Cut, Cutter
+from app.batching.plan import Lengths, Plan
+from app.flow import Sample
+from app.training.launch import prepared
+from app.training.loop import Trainer
+from app.training.progress import Board
+from app.training.run_state import RunState
+from app.training.timer import Timer
+from app.training.wiring import wire_learning
+from settings import load
 from tests.tiny_directory import write_model
 from tests.training.conftest import NO_REPORT, write_config
 from tests.training.program import (
@@ -23,7 +37,6 @@ from tests.training.program import (
     train_here,
 )
 from tests.training.test_glossary import glossary, matches
-from tests.training.test_loop import samples_of
 
 PPO = """\
 run: {{dir: {runs}, name: ppo, steps: 4}}
@@ -111,15 +124,47 @@ def test_an_adapted_penalty_waits_for_the_policy_to_move(whole: Path) -> None:
     assert rates[:2] == [None, None] and rates[2] > rates[3] > 0
 
 
-def test_shuffled_mini_batches_are_scored_in_the_rows_that_they_learn_in(whole: Path) -> None:
-    """Of equal quotas the micro-batches are the same; and the first update finds the logprobs that were scored."""
-    for line in metrics_of(whole)[2:]:
-        for name in ("fill", "num_micro_batches"):
-            assert line[f"score/policy/{name}"] == line[f"batching/{name}"]
-        samples = samples_of(whole, line["step"])
-        (first, _), _ = shuffled(samples, line["step"], num_mini_batches=2, epochs=2, seed=0)
-        apart = [np.abs(s.policy_logprobs - s.behavior_logprobs).max() for s in (samples[i] for i in first)]
-        assert line["rollout/sampler_scorer_logprob_diff_max"] == max(apart)
+class Noting(Cutter):
+    """Cuts as another does, and notes of which samples."""
+
+    def __init__(self, cut: Cutter, noted: list[list[str]]) -> None:
+        self.cut, self.work, self.noted = cut, cut.work, noted
+
+    @property
+    def max_tokens_per_device(self) -> int | None:
+        return self.cut.max_tokens_per_device
+
+    def plan(self, hosts: Sequence[Lengths], *, devices_per_host: int) -> tuple[Plan, ...]:
+        return self.cut.plan(hosts, devices_per_host=devices_per_host)
+
+    def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> Cut:
+        self.noted.append([sample.uid for sample in samples])
+        return super().__call__(samples, mesh)
+
+
+def test_shuffled_mini_batches_are_scored_as_they_are_first_learned_from(config: Path) -> None:
+    noted: dict[str, list[list[str]]] = {name: [] for name in ("policy", "reference", "critic", "update", "learn")}
+    with prepared(load(str(config), ["critic.warmup_steps=0"], {}), resume="never") as launch:
+        chosen, session = launch.resolved.settings, launch.session
+        wired = wire_learning(chosen, session)
+        learning = replace(wired, cuts={role: Noting(cut, noted[role]) for role, cut in wired.cuts.items()})
+        assert learning.critic is not None and session.critic is not None
+        for name, learner in (("update", learning.policy), ("learn", learning.critic)):
+            learner.updater.cut = Noting(learner.updater.cut, noted[name])
+        params = session.load_params()
+        critic = learning.critic.initial_state(session.critic.load_params(session.mesh))
+        state = RunState(learning.policy.initial_state(jax.tree.map(jnp.copy, params)), critic, kl_coef=0.05)
+        trainer = Trainer(chosen, session, learning, launch.input.prompts, params, launch.rewards)
+        timer = Timer(Board(num_steps=1, first_step=0, shown=False))
+        _, samples, metrics = trainer.step(state, step=1, position=0, timer=timer)
+    first, second = noted["policy"]
+    assert first + second != [sample.uid for sample in samples]
+    # Two epochs of two mini-batches, of which the first two are those that were scored.
+    assert noted["reference"] == noted["critic"] == noted["update"][:2] == noted["learn"][:2] == [first, second]
+    assert len(noted["update"]) == 4
+    # So the first update finds the logprobs that were scored, to the bit.
+    apart = [np.abs(s.policy_logprobs - s.behavior_logprobs).max() for s in samples if s.uid in first]
+    assert metrics["rollout/sampler_scorer_logprob_diff_max"] == max(apart)
 
 
 def test_vtrace_trains_and_goes_on_in_the_same_bits(config: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,8 +11,9 @@ import pytest
 
 from app.flow import Sample
 from app.reward.overlong import OverlongPenalty
+from app.sample_records import sample_to_record
 from app.training.metrics import refill_metrics
-from app.training.refill import Place, Refilled, choose, keeps_all, place_of, refill, rewards_differ
+from app.training.refill import Place, Refilled, _arrived, choose, keeps_all, place_of, refill, rewards_differ
 from tests.tiny import make_sample
 
 Group = Sequence[float | None]
@@ -126,6 +128,24 @@ def test_a_prompt_that_an_earlier_round_has_asked_is_no_new_group():
     refilled = refill(source, keep=rewards_differ, num_groups=2, max_rounds=5)
     assert groups_of(refilled) == [0, 10]
     assert refilled.num_rounds == 3
+
+
+def test_a_prompt_that_comes_twice_in_a_round_is_one_group():
+    def source(number: int) -> list[Sample]:
+        if number > 0:
+            return samples_of((MIXED, MIXED), first=10)
+        once = samples_of((MIXED,), first=0)
+        return [*once, *(replace(s, group_id=1) for s in once)]
+
+    assert groups_of(refill(source, keep=rewards_differ, num_groups=2, max_rounds=5)) == [0, 10]
+
+
+def test_a_sample_of_another_host_arrives_as_it_left():
+    sample = make_sample([3, 4], group_id=1, sample_index=0, reward=1.0)
+    sample = replace(sample, behavior_logprobs=np.array([-0.5, np.nan], np.float32))
+    arrived = _arrived(json.loads(json.dumps(sample_to_record(sample))))
+    np.testing.assert_array_equal(arrived.behavior_logprobs, sample.behavior_logprobs)
+    assert (arrived.uid, arrived.reward) == (sample.uid, 1.0)
 
 
 def test_metrics_count_every_round_and_the_mean_is_of_all_that_was_sampled():

@@ -1,6 +1,6 @@
 """Chunk scan: all chunks of time at once, then the same scan over what they hand on.
 
-A chunk of C steps knows its own part of every return; what is missing is one number, the return right behind it, times
+A chunk of C steps knows its own part of every advantage; what is missing is one number, that right behind it, times
 the decay from there. Those numbers obey the same recurrence with one step a chunk, so they are found the same way:
 131,072 steps in chunks of 128 are three levels, with no loop over the thousand chunks.
 
@@ -19,21 +19,21 @@ CHUNK_SIZE = 128
 
 
 def chunked(terms: Terms, *, chunk_size: int = CHUNK_SIZE) -> Credit:
-    """The returns by chunks of any size: small matrix products for one leak, a scan of log depth for many.
+    """The advantages by chunks of any size: small matrix products for one leak, a scan of log depth for many.
 
     Memory per row: O(T + C^2) for one leak, O(T) for a leak of each token.
     """
     if terms.leaks.ndim == 0:
-        returns = solve_one_decay(terms.inputs, jnp.log1p(-terms.leaks), chunk_size=chunk_size)
+        advantages = solve_one_leak(terms.deltas, jnp.log1p(-terms.leaks), chunk_size=chunk_size)
     else:
-        returns = solve_many_leaks(terms.inputs, terms.leaks, chunk_size=chunk_size)
-    return terms.credit(returns)
+        advantages = solve_many_leaks(terms.deltas, terms.leaks, chunk_size=chunk_size)
+    return terms.credit(advantages)
 
 
-def solve_one_decay(
+def solve_one_leak(
     inputs: Float32[Array, "B T"], log_decay: Float32[Array, ""], *, chunk_size: int
 ) -> Float32[Array, "B T"]:
-    """G_t = inputs_t + decay * G_{t+1}; [C, C] products of full float32 precision, whatever the device prefers.
+    """A_t = inputs_t + decay * A_{t+1}; [C, C] products of full float32 precision, whatever the device prefers.
 
     Args:
         log_decay: in [-inf, 0].
@@ -49,7 +49,7 @@ def solve_one_decay(
     kernel = jnp.where(apart >= 0, powers[jnp.maximum(apart, 0)], 0.0)
     own = jnp.einsum("bnj,ji->bni", chunks, kernel, precision=jax.lax.Precision.HIGHEST)
     if chunks.shape[1] > 1:
-        handed_on = solve_one_decay(own[:, :, 0], size * log_decay, chunk_size=chunk_size)
+        handed_on = solve_one_leak(own[:, :, 0], size * log_decay, chunk_size=chunk_size)
         own = own + _behind(handed_on)[:, :, None] * powers[size - jnp.arange(size)]
     return own.reshape(inputs.shape[0], own.shape[1] * size)[:, :num_tokens]
 
@@ -57,7 +57,7 @@ def solve_one_decay(
 def solve_many_leaks(
     inputs: Float32[Array, "B T"], leaks: Float32[Array, "B T"], *, chunk_size: int
 ) -> Float32[Array, "B T"]:
-    """G_t = inputs_t + (1 - leaks_t) * G_{t+1}, by (leak, input) pairs, which combine in any order.
+    """A_t = inputs_t + (1 - leaks_t) * A_{t+1}, by (leak, input) pairs, which combine in any order.
 
     Source: Blelloch 1990, "Prefix Sums and Their Applications", section 1.4.
     """

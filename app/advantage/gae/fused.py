@@ -1,14 +1,10 @@
 """Differences, scan, advantages and returns in one go: kernels on GPU and TPU, blocks of rows on the host.
 
-On the host, for the plain case (no mask, no ends, one gamma and one lambda), it is the returns that are solved for,
-
-    G_t = r_t + gamma (1 - lambda) V_{t+1} + gamma lambda G_{t+1},    A_t = G_t - V_t
-
-which is one pass less than by differences: what follows the row is the first G. A block of 65,536 tokens, which fits a
+On the host, for the plain case (no mask, no ends, one gamma and one lambda), a block of 65,536 tokens, which fits a
 core's cache, is taken through everything before the next is read, so that main memory sees each input and each output
 once. In a block the scan is the chunk scan of `app.advantage.gae.chunked` with one difference: what a chunk gets from
 the next one is found before the chunk is solved and is added to the input of its last step, so that one product with a
-small matrix writes the returns where they belong.
+small matrix writes the advantages where they belong.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ def fused_plain(
         gamma: in [0, 1].
         lam: in [0, 1].
 
-    Source: Schulman et al. 2016, eq. 16; the returns' recurrence is that of TD(lambda), Sutton & Barto 2018, eq. 12.20.
+    Source: Schulman et al. 2016, eq. 16.
     """
     rewards, values, last_values = (np.asarray(x, np.float32) for x in (rewards, values, last_values))
     credit = Credit(np.empty(rewards.shape, np.float32), np.empty(rewards.shape, np.float32))
@@ -62,7 +58,7 @@ def fused_plain(
     for first_row in range(0, len(rewards), rows_at_once):
         rows = slice(first_row, first_row + rows_at_once)
         after = last_values[rows]
-        carry = after.astype(np.float64)
+        carry = np.zeros(len(after))
         for start in reversed(range(0, rewards.shape[1], layout.num_steps)):
             block = rows, slice(start, start + layout.num_steps)
             carry = scan.solve(
@@ -101,8 +97,8 @@ class _Scan(NamedTuple):
     """x_t -> sum over s >= t of decay^(s - t) x_s; of each level the matrix [s, t] = decay^(s - t), 0 where s < t."""
 
     layout: _Layout
-    next_weight: np.float32
-    """gamma (1 - lambda): what the value behind a step counts for."""
+    shrinkage: np.float32
+    """1 - gamma."""
     steps: Float32[np.ndarray, "C C"]
     chunks: Float32[np.ndarray, "N N"]
     segments: Float64[np.ndarray, "S S"]
@@ -117,8 +113,9 @@ class _Scan(NamedTuple):
         steps, chunk_decay = _kernel(decay, CHUNK)
         chunks, segment_decay = _kernel(chunk_decay, layout.num_chunks)
         segments, _ = _kernel(segment_decay, layout.num_segments)
-        next_weight = np.float32(gamma * (1 - lam))
-        return cls(layout, next_weight, _normal(steps), _normal(chunks), segments, decay, chunk_decay, segment_decay)
+        return cls(
+            layout, np.float32(1 - gamma), _normal(steps), _normal(chunks), segments, decay, chunk_decay, segment_decay
+        )
 
     def solve(
         self,
@@ -130,37 +127,37 @@ class _Scan(NamedTuple):
         room: Float32[np.ndarray, "R S*N*C"],
         into: Credit,
     ) -> Float64[np.ndarray, "R"]:
-        """One block of rows; what its first steps return.
+        """One block of rows; the advantages of its first steps.
 
         Args:
             rewards: of at most S N C steps; fewer only at the end of a row.
             values: likewise.
             after: the value behind the block.
-            carry: the return behind the block.
+            carry: the advantage behind the block.
             room: to work in where the block is not full.
             into: where the results belong.
         """
-        num_rows, num_tokens = rewards.shape
-        # Less memory at a time is more of it in the cache: the inputs stand where the advantages will.
-        inputs = into.advantages if room.shape == rewards.shape else room
-        own = inputs[:, :num_tokens]
-        np.multiply(values[:, 1:], self.next_weight, out=own[:, :-1])
-        np.multiply(after, self.next_weight, out=own[:, -1])
-        own += rewards
-        if num_tokens < inputs.shape[1]:
-            # The return behind the row stands right behind it, as a step of its own.
-            inputs[:, num_tokens:] = 0
-            inputs[:, num_tokens] = carry
-            carry = np.zeros(num_rows)
+        num_tokens = rewards.shape[1]
+        # Less memory at a time is more of it in the cache: until the end the inputs stand where the returns will.
+        inputs = into.returns if room.shape == rewards.shape else room
+        inputs[:, num_tokens:] = 0
+        deltas, shrunk = inputs[:, :num_tokens], into.advantages
+        np.subtract(values[:, 1:], values[:, :-1], out=deltas[:, :-1])
+        np.subtract(after, values[:, -1], out=deltas[:, -1])
+        if self.shrinkage:
+            np.multiply(values[:, 1:], self.shrinkage, out=shrunk[:, :-1])
+            np.multiply(after, self.shrinkage, out=shrunk[:, -1])
+            deltas -= shrunk
+        deltas += rewards
         carry = self._hand_on(inputs, carry)
-        returns = self._times_steps(inputs, into.returns)
-        np.subtract(returns, values, out=into.advantages)
+        self._times_steps(inputs, into.advantages)
+        np.add(into.advantages, values, out=into.returns)
         return carry
 
     def _hand_on(
         self, inputs: Float32[np.ndarray, "R S*N*C"], carry: Float64[np.ndarray, "R"]
     ) -> Float64[np.ndarray, "R"]:
-        """Adds to each chunk's last input what comes from behind the chunk; the first step's solution."""
+        """Adds to each chunk's last input what comes from behind the chunk; the solution at the first step."""
         steps = inputs.reshape(len(inputs), *self.layout, CHUNK, copy=False)
         chunks = np.matmul(steps, self.steps[:, 0])
         segments = np.matmul(chunks, self.chunks[:, 0]).astype(np.float64)
@@ -173,17 +170,14 @@ class _Scan(NamedTuple):
         steps[:, :, -1, -1] += self.decay * behind_segments
         return segments[:, 0]
 
-    def _times_steps(
-        self, inputs: Float32[np.ndarray, "R S*N*C"], into: Float32[np.ndarray, "R T"]
-    ) -> Float32[np.ndarray, "R T"]:
-        """`into`, filled with each chunk's inputs times the matrix."""
+    def _times_steps(self, inputs: Float32[np.ndarray, "R S*N*C"], into: Float32[np.ndarray, "R T"]) -> None:
+        """Fills `into` with each chunk's inputs times the matrix."""
         # A stack of products, each so small that BLAS does not spread it over threads: waiting for them costs more.
         chunks = inputs.reshape(len(inputs), *self.layout, CHUNK)
         if into.shape == inputs.shape:
             np.matmul(chunks, self.steps, out=into.reshape(chunks.shape, copy=False))
         else:
             into[:] = np.matmul(chunks, self.steps).reshape(inputs.shape)[:, : into.shape[1]]
-        return into
 
 
 def _kernel(decay: float, size: int) -> tuple[Float64[np.ndarray, "C C"], float]:

@@ -1,9 +1,9 @@
-"""One leak for all steps, as a Pallas kernel for GPU (Triton) and TPU (Mosaic): scan, returns and advantages at once.
+"""One leak for all steps, as a Pallas kernel for GPU (Triton) and TPU (Mosaic): scan, advantages and returns at once.
 
 Time is cut into tiles of C x C steps, C chunks of C steps. With decay^distance in tables a tile is two matrix products,
 
     own = inputs @ within                       what each step gets from its own chunk
-    G   = own + later @ (own[:, 0] x behind)    and from the tile's chunks behind it
+    A   = own + later @ (own[:, 0] x behind)    and from the tile's chunks behind it
             + far * carry                       and from what is behind the tile,
 
 with nothing serial in it; tiles hand the carry to the one in front. On a GPU a program walks a row with the carry in
@@ -35,10 +35,10 @@ Tables = tuple[Array, Array, Array, Array]
 
 
 def fused_on_gpu(terms: Terms, *, interpret: bool = False) -> Credit:
-    """The returns of terms with one leak; a program for each row."""
+    """The advantages of terms with one leak and no mask; a program for each row."""
     num_tokens = terms.rewards.shape[1]
     edge = next(edge for edge in (16, 32, GPU_TILE) if edge == GPU_TILE or edge * edge >= num_tokens)
-    inputs, values, tables = _tiled(terms.inputs, edge), _tiled(terms.values, edge), _tables(terms.leaks, edge)
+    inputs, values, tables = _tiled(terms.deltas, edge), _tiled(terms.values, edge), _tables(terms.leaks, edge)
     rows, tiles = inputs.shape[:2]
     row = pl.BlockSpec((None, tiles, edge, edge), lambda b: (b, 0, 0, 0))
 
@@ -49,8 +49,8 @@ def fused_on_gpu(terms: Terms, *, interpret: bool = False) -> Credit:
         def step(nth: Array, carry: Array) -> Array:
             tile = tiles - 1 - nth
             solved, carry = _solve_tile(own[tile], carry, tables)
-            returns[tile] = solved
-            advantages[tile] = solved - value[tile]
+            advantages[tile] = solved
+            returns[tile] = solved + value[tile]
             return carry
 
         jax.lax.fori_loop(0, tiles, step, jnp.zeros((1, 1), jnp.float32))
@@ -69,9 +69,9 @@ def fused_on_gpu(terms: Terms, *, interpret: bool = False) -> Credit:
 
 
 def fused_on_tpu(terms: Terms, *, interpret: bool = False) -> Credit:
-    """The returns of terms with one leak; the grid walks the tiles of a row from the back."""
+    """The advantages of terms with one leak and no mask; the grid walks the tiles of a row from the back."""
     inputs, values, tables = (
-        _tiled(terms.inputs, TPU_TILE),
+        _tiled(terms.deltas, TPU_TILE),
         _tiled(terms.values, TPU_TILE),
         _tables(terms.leaks, TPU_TILE),
     )
@@ -86,8 +86,8 @@ def fused_on_tpu(terms: Terms, *, interpret: bool = False) -> Credit:
             carry[...] = jnp.zeros_like(carry)
 
         tables = within[...], later[...], behind[...], far[...]
-        returns[...], carry[...] = _solve_tile(own[...], carry[...], tables)
-        advantages[...] = returns[...] - value[...]
+        advantages[...], carry[...] = _solve_tile(own[...], carry[...], tables)
+        returns[...] = advantages[...] + value[...]
 
     solved = pl.pallas_call(
         kernel,
@@ -108,7 +108,7 @@ KERNELS: Mapping[str, Callable[..., Credit]] = MappingProxyType({"gpu": fused_on
 def _solve_tile(
     inputs: Float32[Array, "C C"], carry: Float32[Array, "1 1"], tables: Tables
 ) -> tuple[Float32[Array, "C C"], Float32[Array, "1 1"]]:
-    """The returns of a tile (chunks by steps), and that of its first step, which the tile in front needs."""
+    """The advantages of a tile (chunks by steps), and that of its first step, which the tile in front needs."""
     within, later, behind, far = tables
     is_first_step = jax.lax.broadcasted_iota(jnp.int32, inputs.shape, 1) == 0
     is_first_chunk = jax.lax.broadcasted_iota(jnp.int32, inputs.shape, 0) == 0
@@ -139,5 +139,4 @@ def _tiled(x: Float32[Array, "B T"], edge: int) -> Float32[Array, "B tiles C C"]
 
 def _credit(terms: Terms, advantages: Array, returns: Array) -> Credit:
     rows, num_tokens = terms.rewards.shape
-    advantages, returns = (x.reshape(rows, -1)[:, :num_tokens] for x in (advantages, returns))
-    return Credit(advantages, returns) if terms.mask is None else terms.credit(returns)
+    return Credit(*(x.reshape(rows, -1)[:, :num_tokens] for x in (advantages, returns)))

@@ -13,12 +13,12 @@ Compensated = tuple[Array, Array]
 
 
 def serial(terms: Terms) -> Credit:
-    """G_t = input_t + G_{t+1} - leak_t G_{t+1}, from the last step to the first.
+    """A_t = delta_t + A_{t+1} - leak_t A_{t+1}, from the last step to the first.
 
     The rounding error of every sum is carried along beside it: over 131,072 steps without a leak a plain float32 sum
     would be off by 1e-3.
     """
-    inputs = terms.inputs
+    deltas = terms.deltas
 
     def step(after: Compensated, one: tuple[Array, Array]) -> tuple[Compensated, Array]:
         (total, error), (own, leak) = after, one
@@ -27,10 +27,10 @@ def serial(terms: Terms) -> Credit:
         error = (error - leak * error) + (lost_error + own_error)
         return (total, error), total + error
 
-    nothing = jnp.zeros(inputs.shape[0], jnp.float32)
-    leaks = jnp.broadcast_to(terms.leaks, inputs.shape)
-    _, returns = jax.lax.scan(step, (nothing, nothing), (inputs.T, leaks.T), reverse=True)
-    return terms.credit(returns.T)
+    nothing = jnp.zeros(deltas.shape[0], jnp.float32)
+    leaks = jnp.broadcast_to(terms.leaks, deltas.shape)
+    _, advantages = jax.lax.scan(step, (nothing, nothing), (deltas.T, leaks.T), reverse=True)
+    return terms.credit(advantages.T)
 
 
 def _sum(a: Array, b: Array) -> Compensated:

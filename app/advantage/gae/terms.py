@@ -1,18 +1,13 @@
 """Rewards, values and masks -> the terms of one linear recurrence.
 
-It is solved for the returns G, what the critic should have said, and the advantages A are what is left of them:
+    delta_t = reward_t + gamma V_{t+1} - V_t,      A_t = delta_t + (1 - leak_t) A_{t+1},      G_t = A_t + V_t
 
-    G_t = reward_t + gamma (1 - lambda) V_{t+1} + gamma lambda G_{t+1},      A_t = G_t - V_t
+Masks, ends of sequences, bootstrapped truncation, packed rows and per-step discounts are all data of it. What is close
+to 1 is kept as its distance from 1, since a float32 near 1 has lost the digits that decide how far a reward reaches:
+the leak is 1 - gamma lambda, and delta is reward + ((V_{t+1} - V_t) - (1 - gamma) V_{t+1}), in which the difference of
+two neighbours is exact and no reward is rounded to the grid of the values.
 
-Masks, ends of sequences, bootstrapped truncation, packed rows and per-step discounts are all data of
-
-    G_t = input_t + (1 - leak_t) G_{t+1}
-
-The usual form in delta_t = r_t + gamma V_{t+1} - V_t is the same, but rounds every reward to the grid of the values.
-And leaks, not decays, are kept: close to 1, a float32 decay has lost the digits that decide how far it reaches.
-
-Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation", eq. 16;
-returns: Sutton & Barto 2018, eq. 12.20.
+Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation", eq. 16.
 """
 
 from __future__ import annotations
@@ -41,13 +36,12 @@ class Credit(NamedTuple):
 
 
 class Discounting(NamedTuple):
-    """Gamma and lambda as the recurrence needs them, each with all digits of float32."""
+    """Gamma and lambda as the recurrence needs them, with all digits of float32."""
 
-    gamma: PerToken
-    next_weight: PerToken
-    """gamma (1 - lambda): what the next value counts for."""
+    shrinkage: PerToken
+    """1 - gamma: what a value loses in a step."""
     leak: PerToken
-    """1 - gamma lambda: what is lost of a return on the way to the step before."""
+    """1 - gamma lambda: what an advantage loses in a step."""
 
     @classmethod
     def of(cls, gamma: Number, lam: Number) -> Discounting:
@@ -56,8 +50,7 @@ class Discounting(NamedTuple):
             gamma, lam = jnp.asarray(gamma, jnp.float32), jnp.asarray(lam, jnp.float32)
         else:
             gamma, lam = np.asarray(gamma, np.float64), np.asarray(lam, np.float64)
-        next_weight = gamma * (1 - lam)
-        parts = gamma, next_weight, (1 - gamma) + next_weight
+        parts = 1 - gamma, (1 - gamma) + gamma * (1 - lam)
         return cls(*(jnp.asarray(part, jnp.float32) for part in parts))
 
 
@@ -68,21 +61,20 @@ class Terms(NamedTuple):
     values: Float32[Array, "B T"]
     next_values: Float32[Array, "B T"]
     """The value of what follows each step: 0 behind a terminal one."""
-    next_weights: Float32[Array, "B T"]
-    """What the next value counts for: where the sequence ends, all that follows."""
+    shrinkage: PerToken
     leaks: PerToken
     """1 where the sequence ends, 0 where a token is passed over. What is behind a row's last step is 0."""
     mask: Bool[Array, "B T"] | None
     """Whose results count; None = all."""
 
     @property
-    def inputs(self) -> Float32[Array, "B T"]:
-        """What each step adds to the return."""
-        return self.rewards + self.next_weights * self.next_values
+    def deltas(self) -> Float32[Array, "B T"]:
+        """The one-step temporal differences."""
+        return self.rewards + ((self.next_values - self.values) - self.shrinkage * self.next_values)
 
-    def credit(self, returns: Float32[Array, "B T"]) -> Credit:
+    def credit(self, advantages: Float32[Array, "B T"]) -> Credit:
         """The solution, with what is masked set to 0."""
-        advantages = returns - self.values
+        returns = advantages + self.values
         if self.mask is None:
             return Credit(advantages, returns)
         return Credit(jnp.where(self.mask, advantages, 0.0), jnp.where(self.mask, returns, 0.0))
@@ -108,17 +100,12 @@ class Rows(NamedTuple):
             return behind
         after = jnp.zeros_like(behind) if self.bootstrap is None else self.bootstrap
         # The last column may be marked as an end or not; its value is that of `last_values`.
-        return jnp.where(self.ends & ~self._is_last, after, behind)
+        is_last = jnp.arange(behind.shape[1]) == behind.shape[1] - 1
+        return jnp.where(self.ends & ~is_last, after, behind)
 
-    def closing(self, weights: PerToken | float, at_ends: PerToken | float) -> Float32[Array, "B T"]:
-        """`weights` inside the sequences and `at_ends` on the last step of each."""
-        closes = self._is_last if self.ends is None else self._is_last | self.ends
-        return jnp.broadcast_to(jnp.where(closes, at_ends, weights), self.rewards.shape)
-
-    @property
-    def _is_last(self) -> Bool[Array, "T"]:
-        num_tokens = self.rewards.shape[1]
-        return jnp.arange(num_tokens) == num_tokens - 1
+    def ending(self, leaks: PerToken) -> PerToken:
+        """`leaks`, but 1 at every end: what comes next belongs to another sequence."""
+        return leaks if self.ends is None else jnp.where(self.ends, 1.0, leaks)
 
 
 MaskMode = Callable[[Rows, Discounting], Terms]
@@ -127,10 +114,8 @@ MaskMode = Callable[[Rows, Discounting], Terms]
 
 def through(rows: Rows, by: Discounting) -> Terms:
     """Every token is a step; the mask only says whose advantages count."""
-    next_weights = rows.closing(by.next_weight, by.gamma)
-    # One leak for all is what the fast paths need, and nothing comes from behind a row's end to be held back.
-    leaks = by.leak if rows.ends is None else rows.closing(by.leak, 1.0)
-    return Terms(rows.rewards, rows.values, rows.behind(rows.values), next_weights, leaks, rows.mask)
+    next_values = rows.behind(rows.values)
+    return Terms(rows.rewards, rows.values, next_values, by.shrinkage, rows.ending(by.leak), rows.mask)
 
 
 def zero(rows: Rows, by: Discounting) -> Terms:
@@ -150,16 +135,17 @@ def skip(rows: Rows, by: Discounting) -> Terms:
     # What the first step at or behind each token is worth: looked up rather than added up, so that it is exact.
     # An end that is masked is worth what follows its sequence.
     worth = jnp.where(mask, values, rows.behind(values))
-    closes = rows.closing(0.0, 1.0) > 0
     last = mask.shape[1] - 1
-    nearest = jax.lax.cummin(jnp.where(mask | closes, jnp.arange(mask.shape[1]), last), axis=1, reverse=True)
+    stops = mask | (jnp.arange(mask.shape[1]) == last)
+    stops = stops if rows.ends is None else stops | rows.ends
+    nearest = jax.lax.cummin(jnp.where(stops, jnp.arange(mask.shape[1]), last), axis=1, reverse=True)
     next_values = rows.behind(jnp.take_along_axis(worth, nearest, axis=1))
     return Terms(
         rewards=jnp.where(mask, rows.rewards, 0.0),
         values=jnp.where(mask, values, next_values),
         next_values=next_values,
-        next_weights=rows.closing(jnp.where(mask, by.next_weight, 0.0), jnp.where(mask, by.gamma, 1.0)),
-        leaks=rows.closing(jnp.where(mask, by.leak, 0.0), 1.0),
+        shrinkage=jnp.where(mask, by.shrinkage, 0.0),
+        leaks=rows.ending(jnp.where(mask, by.leak, 0.0)),
         mask=mask,
     )
 

@@ -23,7 +23,7 @@ def balanced_length(mean_length: float, *, overhead_steps: float, minimum: int, 
 
 
 def finished_worth_leaving(active: int, mean_length: float, *, overhead_steps: float) -> int:
-    """Finished rows that pay for a segment's edge when work waits for their slots: those of a balanced segment, >= 1."""
+    """Finished rows that pay for a segment's edge when work waits for their slots: those of a balanced segment."""
     return max(1, round(active * math.sqrt(2 * overhead_steps / mean_length)))
 
 

@@ -1,0 +1,146 @@
+"""What every slot of every worker did over time, as a picture; schedules of the same work below each other."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from app.report.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
+from app.report.figures import STYLE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Activity = Literal["probe", "fast", "heavy", "suspended"]
+IDLE = "#e4e4e4"
+COLORS: dict[str, str] = {"probe": ORANGE, "fast": BLUE, "heavy": RED, "suspended": PURPLE}
+SLOT_HEIGHT, LANE_GAP = 0.11, 0.8
+"""Inches of a slot; slots between workers."""
+SAME_MOMENT_S = 1e-6
+MAX_SLOTS = 128
+"""Drawn of a panel."""
+
+
+class Bar(NamedTuple):
+    """A row that decodes, or a sample that lies suspended."""
+
+    worker: str
+    slot: int
+    """From 0; not used while suspended."""
+    start_s: float
+    end_s: float
+    activity: Activity
+    sample: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimelinePanel:
+    """One schedule."""
+
+    title: str
+    slots: tuple[tuple[str, int], ...]
+    """Every worker and how many it has."""
+    bars: tuple[Bar, ...]
+    makespan_s: float
+    lower_bound_s: float | None = None
+
+    @property
+    def drawn_slots(self) -> tuple[tuple[str, int], ...]:
+        """As many as there is space for."""
+        left, drawn = MAX_SLOTS, []
+        for worker, slots in self.slots:
+            drawn.append((worker, min(slots, left)))
+            left -= drawn[-1][1]
+        return tuple((worker, slots) for worker, slots in drawn if slots)
+
+    @property
+    def height(self) -> float:
+        """In slots, with a lane for what is suspended."""
+        return sum(slots + LANE_GAP for _, slots in self.drawn_slots) + 1 + LANE_GAP
+
+
+def timeline_picture(panels: Sequence[TimelinePanel], *, title: str, kind: Literal["png", "svg"] = "png") -> bytes:
+    """All panels over one time axis; the same bytes for the same panels."""
+    # As in `app.report.figures`: loading takes most of a second, and pyplot would choose a window system.
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(STYLE | {"svg.hashsalt": "timeline", "svg.fonttype": "path"})
+        heights = [max(panel.height, 6.0) for panel in panels]
+        figure = Figure(figsize=(10.0, 1.0 + sum(SLOT_HEIGHT * height + 0.45 for height in heights)))
+        FigureCanvasAgg(figure)
+        grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)
+        for axes, panel in zip(grid[:, 0], panels, strict=True):
+            _draw(axes, panel)
+        grid[-1, 0].set_xlabel("seconds")
+        grid[-1, 0].set_xlim(0, 1.01 * max(panel.makespan_s for panel in panels))
+        _explain(figure, title)
+        picture = io.BytesIO()
+        metadata = {"Date": None} if kind == "svg" else {"Software": None}
+        figure.savefig(picture, format=kind, dpi=130, metadata=metadata)
+    return picture.getvalue()
+
+
+def _draw(axes: Axes, panel: TimelinePanel) -> None:
+    top, tops, ticks, labels = 0.0, {}, [], []
+    for worker, slots in panel.drawn_slots:
+        tops[worker] = top
+        axes.broken_barh([(0, panel.makespan_s)], (top, slots), facecolors=IDLE, linewidth=0)
+        ticks.append(top + slots / 2)
+        labels.append(worker)
+        top += slots + LANE_GAP
+    slots = dict(panel.drawn_slots)
+    rows = [bar for bar in panel.bars if bar.activity != "suspended" and bar.slot < slots.get(bar.worker, 0)]
+    rows.sort(key=lambda bar: (bar.worker, bar.slot, bar.start_s))
+    for (worker, slot), bars in groupby(rows, key=lambda bar: (bar.worker, bar.slot)):
+        merged = list(_merged(bars))
+        axes.broken_barh(
+            [(bar.start_s, bar.end_s - bar.start_s) for bar in merged], (tops[worker] + slot, 0.92),
+            facecolors=[COLORS[bar.activity] for bar in merged], edgecolor="white", linewidth=0.3,
+        )  # fmt: skip
+    lain = [(bar.start_s, bar.end_s - bar.start_s) for bar in panel.bars if bar.activity == "suspended"]
+    axes.broken_barh(lain, (top, 1), facecolors=COLORS["suspended"], linewidth=0)
+    axes.set_yticks([*ticks, top + 0.5], [*labels, "suspended"])
+    if panel.lower_bound_s is not None:
+        axes.axvline(panel.lower_bound_s, color=GREEN, linestyle="--", linewidth=1.2)
+    axes.axvline(panel.makespan_s, color=GREY, linewidth=1.0)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False)
+    axes.spines["left"].set_visible(False)
+    axes.set_ylim(top + 1.2, -0.3)
+    axes.set_title(panel.title, fontsize=9, loc="left")
+
+
+def _merged(bars: Iterable[Bar]) -> Iterable[Bar]:
+    """The segments of a sample that follow each other as one bar: they are hundreds."""
+    last: Bar | None = None
+    for bar in bars:
+        goes_on = last is not None and (bar.activity, bar.sample) == (last.activity, last.sample)
+        if last is not None and goes_on and bar.start_s - last.end_s < SAME_MOMENT_S:
+            last = last._replace(end_s=bar.end_s)
+        else:
+            if last is not None:
+                yield last
+            last = bar
+    if last is not None:
+        yield last
+
+
+def _explain(figure: Figure, title: str) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=color, label=label) for label, color in {**COLORS, "idle": IDLE}.items()]
+    lines = [
+        Line2D([], [], color=GREEN, linestyle="--", linewidth=1.2, label="lower bound"),
+        Line2D([], [], color=GREY, linewidth=1.0, label="end"),
+    ]
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+    figure.legend(handles=[*handles, *lines], loc="outside lower right", ncols=7, frameon=False)

@@ -1,0 +1,99 @@
+"""What decoding costs, in seconds, and the least time in which any schedule could finish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+from settings.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Every cost is a fixed part and a rate: what a least-squares fit of measured times gives.
+
+    The defaults are a 7B model in bfloat16 on one H200 by its data sheet (989 TFLOP/s, 4.8 TB/s): weights of 15.2 GB
+    read at each step, 57,344 bytes of cache a token, 2 FLOPs a weight and token, prefill at 40 % of the peak.
+    """
+
+    step_s: float = 3.2e-3
+    """Of a decode step, whatever its rows: reading the weights."""
+    step_row_s: float = 1.5e-5
+    """For each row, padded ones included."""
+    step_cached_token_s: float = 1.2e-8
+    """For each token of cache read: rows x cache length, both padded."""
+    segment_s: float = 1.5e-3
+    """Of a segment's edge."""
+    prefill_s: float = 5e-3
+    """Of putting in rows that need a prefill, together."""
+    prefill_token_s: float = 3.8e-5
+    """For each token of a distinct prompt, or of a row whose cache is rebuilt."""
+    move_s: float = 1e-3
+    """Of copying a row from another worker."""
+    move_token_s: float = 1e-6
+
+    def step(self, *, rows: int, cache_length: int) -> float:
+        return self.step_s + self.step_row_s * rows + self.step_cached_token_s * rows * cache_length
+
+    def prefill(self, num_tokens: int) -> float:
+        return self.prefill_s + self.prefill_token_s * num_tokens if num_tokens else 0.0
+
+    def move(self, num_tokens: int) -> float:
+        return self.move_s + self.move_token_s * num_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], *, where: str) -> CostModel:
+        """Raises InputError for names that are no cost, and for costs that are no seconds."""
+        names = [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(names))
+        if unknown:
+            raise InputError(f"{where}: {unknown[0]} is no cost; expected some of {', '.join(names)}")
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                raise InputError(f"{where}: {name}: expected seconds, at least 0, got {value!r}")
+        model = cls(**values)
+        if model.step_s + model.step_row_s <= 0:
+            raise InputError(f"{where}: a decode step costs nothing; set step_s or step_row_s above 0")
+        return model
+
+
+class Work(NamedTuple):
+    """One sample of a lower bound."""
+
+    prompt: str
+    prompt_length: int
+    num_tokens: int
+
+
+def lower_bound_s(work: Sequence[Work], slots: Iterable[int], cost: CostModel) -> float:
+    """The larger of two bounds on any schedule's makespan, for workers with these slots.
+
+    All work at the best rate: with step time a + b rows, a worker of s slots makes at most s / (a + b s) tokens a
+    second; to this come the cache that unpadded rows read, and one prefill of each distinct prompt. And the longest
+    sample alone, with its prefill, on a worker to itself; a single worker also spends b and the cache on all others.
+    """
+    slots = list(slots)
+    if not work or not slots:
+        return 0.0
+    a, b = cost.step_s, cost.step_row_s
+    tokens = sum(one.num_tokens for one in work)
+    read = {one: _tokens_read(one) * cost.step_cached_token_s for one in set(work)}
+    prompts = {one.prompt: one.prompt_length for one in work}
+    extra = sum(read[one] for one in work) + sum(cost.prefill_token_s * length for length in prompts.values())
+    rates = [s / (a + b * s) for s in slots]
+    at_best_rate = (tokens + extra * min(rates)) / sum(rates)
+    longest = max(one.num_tokens for one in work)
+    if len(slots) == 1:
+        alone = a * longest + b * tokens + extra
+    else:
+        alone = max((a + b) * one.num_tokens + read[one] + cost.prefill_token_s * one.prompt_length for one in work)
+    return max(at_best_rate, alone)
+
+
+def _tokens_read(one: Work) -> float:
+    """Of cache, over the life of a sample: its prompt and what it has, at each step."""
+    return one.num_tokens * (one.prompt_length + (one.num_tokens - 1) / 2)

@@ -1,0 +1,233 @@
+"""The contract between the scheduler and whatever runs it: events go in, commands come out.
+
+A shell (real workers, or the virtual clock) owns devices, threads and the clock. It tells the scheduler what happened
+and does what the answer says, in its order:
+
+1. `WorkerJoined` for each worker, `Submitted` for samples, and `Closed` once no more will come. These may be mixed;
+   more samples may be submitted at any time before `Closed`.
+2. A worker holds its rows between segments and does nothing unless told. `Suspend` takes rows out of it, `RunSegment`
+   puts rows in and decodes. A worker gets no second `RunSegment` before its `SegmentEnded` was handled.
+3. `SegmentEnded` reports every row that the worker held in that segment. `Commit` answers it: only then do tokens
+   count. What was not committed is thrown away; it will be drawn again, the same, because noise is keyed by position.
+4. A worker that died, or is silent for longer than its lease (the shell's choice; three times what the segment should
+   take is usual), is `WorkerLost`. `Retire` answers: nothing that it still says counts. It may come back empty, under a
+   name that was never used before.
+5. `Finished` comes once: after `Closed`, when every sample is done or dropped.
+
+Messages about workers may come late, twice or in another order: a name that is gone, a segment number that is not the
+current one and an epoch that is not the row's change nothing. `at` is the shell's clock in seconds; it is recorded, and
+decides nothing unless `rollout.pdsr.unit` is `seconds`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeVar
+
+Kind = Literal["fast", "heavy"]
+Role = Literal["probe", "fast", "heavy"]
+"""Why a row was admitted: to learn about its prompt, or as one that is expected to be short or long."""
+How = Literal["prefill", "copy", "replay"]
+
+TRUNCATED = "length"
+"""The finish of a sample that ends because no more tokens are allowed."""
+DROPPED = "dropped:"
+"""What the finish of a sample begins with that must not be used; the reason follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewSample:
+    uid: str
+    """Never used twice in the life of a scheduler."""
+    prompt: str
+    """What siblings share. The same prompt submitted again is the same prompt: what was learned about it holds."""
+    index: int
+    """Among the siblings."""
+    prompt_length: int
+    max_new: int
+    """Tokens it may have; the worker ends it there with the finish `length`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    at: float
+    samples: tuple[NewSample, ...]
+    """A uid that is known already is passed over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Nothing more will be submitted."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    at: float
+    worker: str
+    kind: Kind
+    slots: int
+    rungs: tuple[int, ...] = ()
+    """Numbers of rows that the worker can be compacted to, ascending, without `slots` itself."""
+    device: str | None = None
+    """Workers with the same one take turns on it; None: devices of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    at: float
+    worker: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RowReport:
+    """What a row has become."""
+
+    uid: str
+    epoch: int
+    """As it was admitted with."""
+    num_tokens: int
+    """Of the whole completion so far."""
+    finish: str | None
+    """`stop`, `length`, `dropped:<why>` (as for logits that are no number), or None for a row that goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentEnded:
+    at: float
+    worker: str
+    segment: int
+    """Of the `RunSegment`."""
+    rows: tuple[RowReport, ...]
+    """Every row that the worker held; those with a finish have left it."""
+    seconds: float
+    """From the start of the segment, prefill and insertion included."""
+    steps: int
+    """Decode steps that it ran."""
+
+
+Event = Submitted | Closed | WorkerJoined | WorkerLost | SegmentEnded
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    uid: str
+    epoch: int
+    """To be reported with the row."""
+    num_tokens: int
+    """Committed; 0 for a sample that starts."""
+    how: How
+    """`prefill` of the prompt and all committed tokens; `copy` of the cache that `source` kept when it suspended the
+    row (which may be the same worker); `replay`: prefill of the prompt, then the committed tokens through the decode
+    program, so that every bit is as it was."""
+    source: str | None
+    """Only for `copy`."""
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Suspend:
+    """The worker takes rows out, and keeps the cache of each until it is admitted again.
+
+    Not so where the scheduler was told that workers keep no caches, and where `why` is `truncated`.
+    """
+
+    worker: str
+    uids: tuple[str, ...]
+    why: str
+    """`probe limit`, `breaker`, `to heavy`, `make room`, `spread`, or `truncated`: it ends here, a `Commit` follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSegment:
+    """Put `admit` in, then decode at most `length` tokens of each row the worker holds, and report `SegmentEnded`.
+
+    It ends earlier when every row is done; when `leave_when_finished` rows have finished in this segment (work is
+    waiting for their slots); or when at most `leave_when_active` rows are active (a smaller program fits). 0 = never.
+    """
+
+    worker: str
+    segment: int
+    """1, 2, ... of the worker."""
+    admit: tuple[Admit, ...]
+    length: int
+    leave_when_finished: int
+    leave_when_active: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRow:
+    uid: str
+    num_tokens: int
+    """These tokens are the sample's."""
+    finish: str | None
+    """The sample is complete, or dropped; None: it goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    rows: tuple[CommittedRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Stop the worker, if it still runs, and forget its rows and the caches it kept."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Every sample is done or dropped, and no more will come."""
+
+
+Command = Suspend | RunSegment | Commit | Retire | Finished
+
+_MESSAGES: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        *(Submitted, Closed, WorkerJoined, WorkerLost, SegmentEnded),
+        *(Suspend, RunSegment, Commit, Retire, Finished),
+    )
+}
+_ITEMS: dict[tuple[type, str], type] = {
+    (Submitted, "samples"): NewSample,
+    (SegmentEnded, "rows"): RowReport,
+    (RunSegment, "admit"): Admit,
+    (Commit, "rows"): CommittedRow,
+}
+
+Message = TypeVar("Message")
+
+
+def to_json(message: Event | Command) -> dict[str, Any]:
+    """What `json.dumps` takes; `type` says which message it is."""
+    return {"type": type(message).__name__, **fields_of(message)}
+
+
+def fields_of(message: Any) -> dict[str, Any]:
+    """Its fields by name, those of items inside as well."""
+    found = {}
+    for field in fields(message):
+        value = getattr(message, field.name)
+        if isinstance(value, tuple):
+            value = [fields_of(item) if is_dataclass(item) else item for item in value]
+        found[field.name] = value
+    return found
+
+
+def from_json(values: dict[str, Any]) -> Any:
+    """The message that `to_json` wrote.
+
+    Raises:
+        KeyError, TypeError: no such message, or not its fields.
+    """
+    kind = _MESSAGES[values["type"]]
+    given = {name: value for name, value in values.items() if name != "type"}
+    for name, value in given.items():
+        if isinstance(value, list):
+            item = _ITEMS.get((kind, name))
+            given[name] = tuple(item(**one) if item else one for one in value)
+    return kind(**given)

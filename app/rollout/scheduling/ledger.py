@@ -1,0 +1,165 @@
+"""Where every sample is: in exactly one state, under a fencing epoch, with tokens that only grow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from app.rollout.scheduling.events import DROPPED, TRUNCATED, NewSample, RowReport
+
+
+class State(StrEnum):
+    NEW = "new"
+    RUNNING = "running"
+    """A row of a worker, under the entry's epoch; what comes under another epoch is thrown away."""
+    SUSPENDED = "suspended"
+    """Begun, and in no worker."""
+    DONE = "done"
+    DROPPED = "dropped"
+
+
+WAITING = frozenset({State.NEW, State.SUSPENDED})
+ENDED = frozenset({State.DONE, State.DROPPED})
+
+
+@dataclass(slots=True)
+class Entry:
+    """One sample. Only the ledger changes it."""
+
+    sample: NewSample
+    number: int
+    """In the order of submission."""
+    state: State = State.NEW
+    worker: str | None = None
+    """Where it runs."""
+    epoch: int = 0
+    """How often it was admitted."""
+    num_tokens: int = 0
+    """Committed."""
+    seconds: float = 0.0
+    """That it was resident for, by the shell's clock."""
+    finish: str | None = None
+    held_by: str | None = None
+    """The worker that keeps the cache of a suspended row."""
+    moves: int = 0
+    """How often it was suspended."""
+
+    @property
+    def uid(self) -> str:
+        return self.sample.uid
+
+    @property
+    def prompt(self) -> str:
+        return self.sample.prompt
+
+
+@dataclass
+class Ledger:
+    entries: dict[str, Entry] = field(default_factory=dict)
+    counts: Counter[State] = field(default_factory=Counter)
+
+    def __getitem__(self, uid: str) -> Entry:
+        return self.entries[uid]
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self.entries
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return self.counts[State.NEW] + self.counts[State.SUSPENDED]
+
+    @property
+    def all_ended(self) -> bool:
+        return self.counts[State.DONE] + self.counts[State.DROPPED] == len(self.entries)
+
+    def add(self, sample: NewSample) -> Entry | None:
+        """The new entry; None for a uid that is known."""
+        if sample.uid in self.entries:
+            return None
+        entry = self.entries[sample.uid] = Entry(sample, number=len(self.entries))
+        self.counts[State.NEW] += 1
+        return entry
+
+    def start(self, entry: Entry, worker: str) -> None:
+        """The sample becomes a row of the worker, under a new epoch."""
+        assert entry.state in WAITING, f"{entry.uid} is {entry.state}, and was to start"
+        self._move(entry, State.RUNNING)
+        entry.worker = worker
+        entry.epoch += 1
+        entry.held_by = None
+
+    def commit(self, worker: str, row: RowReport, seconds: float) -> bool:
+        """Takes over what a row has become; False, and no change, where the row is not the worker's any more."""
+        entry = self.entries.get(row.uid)
+        if entry is None or (entry.state, entry.worker, entry.epoch) != (State.RUNNING, worker, row.epoch):
+            return False
+        if row.num_tokens < entry.num_tokens:
+            return False
+        entry.num_tokens = row.num_tokens
+        entry.seconds += seconds
+        if row.finish is not None:
+            self._end(entry, row.finish)
+        return True
+
+    def suspend(self, entry: Entry, *, held_by: str | None) -> None:
+        """Takes the row out of its worker, as chosen."""
+        self._to_waiting(entry)
+        entry.held_by = held_by if entry.num_tokens else None
+        entry.moves += 1
+
+    def lose(self, entry: Entry) -> None:
+        """The worker is gone; the sample is back at what was committed."""
+        self._to_waiting(entry)
+
+    def forget_cache(self, entry: Entry) -> None:
+        """Whoever kept it is gone."""
+        entry.held_by = None
+
+    def truncate(self, entry: Entry) -> None:
+        """The sample is complete as it stands."""
+        self._end(entry, TRUNCATED)
+
+    def _to_waiting(self, entry: Entry) -> None:
+        assert entry.state is State.RUNNING, f"{entry.uid} is {entry.state}, and was to be suspended"
+        self._move(entry, State.SUSPENDED if entry.num_tokens else State.NEW)
+        entry.worker = None
+
+    def _end(self, entry: Entry, finish: str) -> None:
+        self._move(entry, State.DROPPED if finish.startswith(DROPPED) else State.DONE)
+        entry.finish = finish
+        entry.worker = None
+
+    def _move(self, entry: Entry, state: State) -> None:
+        assert entry.state not in ENDED, f"{entry.uid} has ended, and was to become {state}"
+        self.counts[entry.state] -= 1
+        self.counts[state] += 1
+        entry.state = state
+
+    def check(self) -> None:
+        """Raises AssertionError where an entry contradicts itself or the counts."""
+        assert +self.counts == Counter(entry.state for entry in self), "counts differ from states"
+        for entry in self:
+            assert (entry.state is State.RUNNING) == (entry.worker is not None), (
+                f"{entry.uid}: worker while not running"
+            )
+            assert (entry.state in ENDED) == (entry.finish is not None), f"{entry.uid}: finish while not ended"
+            assert entry.held_by is None or entry.state in WAITING, f"{entry.uid}: a kept cache while {entry.state}"
+            assert 0 <= entry.num_tokens <= entry.sample.max_new, f"{entry.uid}: {entry.num_tokens} tokens"
+            assert entry.state is not State.SUSPENDED or entry.num_tokens, f"{entry.uid}: suspended before it began"
+            assert entry.epoch or entry.state is State.NEW, f"{entry.uid}: {entry.state} without being admitted"
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [asdict(entry) for entry in self]
+
+    @classmethod
+    def from_json(cls, values: list[dict[str, Any]]) -> Ledger:
+        entries = [
+            Entry(**{**one, "sample": NewSample(**one["sample"]), "state": State(one["state"])}) for one in values
+        ]
+        return cls({entry.uid: entry for entry in entries}, Counter(entry.state for entry in entries))

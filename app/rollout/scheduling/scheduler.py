@@ -1,0 +1,290 @@
+"""The state machine: each event is taken in, then every worker that is not in a segment is told what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from app.rollout.scheduling.adaptive import Adaptive
+from app.rollout.scheduling.events import (
+    Admit,
+    Closed,
+    Command,
+    Commit,
+    CommittedRow,
+    Event,
+    Finished,
+    How,
+    Retire,
+    Role,
+    RunSegment,
+    SegmentEnded,
+    Submitted,
+    Suspend,
+    WorkerJoined,
+    WorkerLost,
+)
+from app.rollout.scheduling.ledger import ENDED, WAITING, Entry, Ledger, State
+from app.rollout.scheduling.lengths import Lengths
+from app.rollout.scheduling.pdsr_v1 import PdsrV1
+from app.rollout.scheduling.pdsr_v2 import PdsrV2
+from app.rollout.scheduling.policy import Context, Policy, Worker
+from app.rollout.scheduling.segments import balanced_length, budget_length, finished_worth_leaving, next_lower_rung
+from app.rollout.scheduling.sync import Sync
+from settings.rollout_section import Pdsr, Segment
+
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Sync, PdsrV1, PdsrV2, Adaptive)}
+EXPECTED_SHARE = 0.25
+"""Of the tokens that a sample may have, as the mean length before any has finished."""
+
+
+class Scheduler:
+    """Events in, commands out, as `app.rollout.scheduling.events` says. The same events, the same commands.
+
+    Args:
+        policy: a name in `POLICIES`.
+        rebuild: how a row continues whose cache is gone.
+        keeps_caches: whether workers keep the caches of suspended rows, for others to copy.
+        history: prompt -> length of its samples in earlier epochs (`Lengths.history`).
+        known_lengths: uid -> length, which makes `adaptive` an oracle.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        *,
+        pdsr: Pdsr,
+        segment: Segment,
+        rebuild: Literal["prefill", "replay"] = "prefill",
+        keeps_caches: bool = True,
+        history: Mapping[str, float] | None = None,
+        known_lengths: Mapping[str, int] | None = None,
+    ):
+        self.rebuild: How = rebuild
+        self.keeps_caches = keeps_caches
+        self.segment = segment
+        lengths = Lengths(window=pdsr.window, history=history, known=known_lengths)
+        self.context = Context(Ledger(), {}, lengths, pdsr)
+        self.policy = POLICIES[policy](self.context)
+        self.is_closed = False
+        self.is_finished = False
+        self._gone: set[str] = set()
+        """Names of workers that were lost."""
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.context.ledger
+
+    def handle(self, event: Event) -> list[Command]:
+        """What is to be done now, in this order.
+
+        Raises:
+            ValueError: samples are submitted after `Closed`.
+        """
+        commands: list[Command] = []
+        match event:
+            case Submitted():
+                self._submit(event)
+            case Closed():
+                self.is_closed = True
+            case WorkerJoined():
+                self._join(event)
+            case WorkerLost():
+                commands += self._lose(event.worker)
+            case SegmentEnded():
+                commands += self._segment_ended(event)
+        commands += self._direct()
+        if self.is_closed and not self.is_finished and self.ledger.all_ended:
+            self.is_finished = True
+            commands.append(Finished())
+        return commands
+
+    def _submit(self, event: Submitted) -> None:
+        if self.is_closed and any(sample.uid not in self.ledger for sample in event.samples):
+            raise ValueError("samples are submitted to a scheduler that was closed")
+        for sample in event.samples:
+            entry = self.ledger.add(sample)
+            if entry is not None:
+                self.policy.add(entry)
+
+    def _join(self, event: WorkerJoined) -> None:
+        if event.worker not in self.context.workers and event.worker not in self._gone:
+            worker = Worker(event.worker, event.kind, event.slots, tuple(event.rungs), event.device)
+            self.context.workers[event.worker] = worker
+
+    def _lose(self, name: str) -> list[Command]:
+        if name in self._gone:
+            return []
+        self._gone.add(name)
+        worker = self.context.workers.pop(name, None)
+        for entry in self.ledger:
+            if entry.held_by == name:
+                self.ledger.forget_cache(entry)
+        for uid in worker.rows if worker else ():
+            entry = self.ledger[uid]
+            self.ledger.lose(entry)
+            self.policy.give_back(entry)
+        return [Retire(name)]
+
+    def _segment_ended(self, event: SegmentEnded) -> list[Command]:
+        worker = self.context.workers.get(event.worker)
+        if worker is None or not worker.is_busy or event.segment != worker.segment:
+            return []
+        worker.is_busy = False
+        committed, grown = [], set()
+        for row in event.rows:
+            if self.ledger.commit(event.worker, row, event.seconds):
+                entry = self.ledger[row.uid]
+                committed.append(entry)
+                if self.context.lengths.observe(entry, measure=self.context.measure(entry)):
+                    grown.add(entry.prompt)
+        worker.rows = [uid for uid in worker.rows if self.ledger[uid].state is State.RUNNING]
+        if any(entry.finish is not None for entry in committed):
+            self.context.update_threshold()
+        for entry in committed:
+            self.policy.observe(entry, grew=entry.prompt in grown)
+        return [Commit(tuple(CommittedRow(e.uid, e.num_tokens, e.finish) for e in committed))]
+
+    def _direct(self) -> list[Command]:
+        """Rows leave idle workers, samples are dealt to them, and their segments start."""
+        idle = [worker for worker in self.context.workers.values() if not worker.is_busy]
+        commands: list[Command] = []
+        for worker in idle:
+            commands += self._evict(worker)
+        admitted = self._deal(idle)
+        for worker in idle:
+            if worker.rows:
+                commands.append(self._run(worker, admitted[worker.name]))
+        return commands
+
+    def _evict(self, worker: Worker) -> list[Command]:
+        commands: list[Command] = []
+        by_reason: dict[str, list[str]] = {}
+        for uid, why in self.policy.evictions(worker):
+            by_reason.setdefault(why, []).append(uid)
+            worker.rows.remove(uid)
+            entry = self.ledger[uid]
+            if why == "truncated":
+                self.ledger.truncate(entry)
+                self.context.lengths.observe(entry, measure=self.context.measure(entry))
+                self.policy.observe(entry, grew=False)
+            else:
+                self.ledger.suspend(entry, held_by=worker.name if self.keeps_caches else None)
+                self.policy.give_back(entry)
+        for why, uids in by_reason.items():
+            commands.append(Suspend(worker.name, tuple(uids), why))
+            if why == "truncated":
+                ended = [self.ledger[uid] for uid in uids]
+                commands.append(Commit(tuple(CommittedRow(e.uid, e.num_tokens, e.finish) for e in ended)))
+        return commands
+
+    def _deal(self, idle: list[Worker]) -> dict[str, list[Admit]]:
+        """One sample after another to the emptiest worker that may take one."""
+        admitted: dict[str, list[Admit]] = {worker.name: [] for worker in idle}
+        for worker in idle:
+            worker.num_carried = len(worker.rows)
+        while True:
+            for worker in sorted(idle, key=lambda worker: len(worker.rows) / worker.slots):
+                taken = self.policy.take(worker) if worker.has_room else None
+                if taken is not None:
+                    admitted[worker.name].append(self._admit(worker, *taken))
+                    break
+            else:
+                return admitted
+
+    def _admit(self, worker: Worker, uid: str, role: Role) -> Admit:
+        entry = self.ledger[uid]
+        source = entry.held_by
+        how = "prefill" if entry.num_tokens == 0 else "copy" if source is not None else self.rebuild
+        self.ledger.start(entry, worker.name)
+        worker.rows.append(uid)
+        return Admit(uid, entry.epoch, entry.num_tokens, how, source, role)
+
+    def _run(self, worker: Worker, admitted: list[Admit]) -> RunSegment:
+        worker.is_busy = True
+        worker.segment += 1
+        if not self.policy.refills:
+            return RunSegment(worker.name, worker.segment, tuple(admitted), self.segment.max, 0, 0)
+        rows = [self.ledger[uid] for uid in worker.rows]
+        mean = self.context.lengths.mean_length(otherwise=max(1.0, EXPECTED_SHARE * rows[0].sample.max_new))
+        some_wait = self.ledger.num_waiting > 0 or not self.is_closed
+        return RunSegment(
+            worker.name,
+            worker.segment,
+            tuple(admitted),
+            length=self._length(worker, rows, mean, some_wait=some_wait),
+            leave_when_finished=finished_worth_leaving(
+                len(rows), mean, overhead_steps=self.segment.overhead_steps
+            ) if some_wait else 0,
+            leave_when_active=0 if some_wait else next_lower_rung(len(rows), worker.rungs),
+        )  # fmt: skip
+
+    def _length(self, worker: Worker, rows: list[Entry], mean: float, *, some_wait: bool) -> int:
+        segment = self.segment
+        if segment.rule == "budget" or (segment.rule == "auto" and not some_wait):
+            length = budget_length(len(rows), capacity=segment.capacity, minimum=segment.min, maximum=segment.max)
+        else:
+            length = balanced_length(
+                mean, overhead_steps=segment.overhead_steps, minimum=segment.min, maximum=segment.max
+            )
+        limits = ((self.policy.limit(entry, worker), entry.num_tokens) for entry in rows)
+        left = [limit - tokens for limit, tokens in limits if limit is not None and limit > tokens]
+        return min([length, *left])
+
+    def check(self) -> None:
+        """Raises AssertionError where an invariant is broken: ledger, rows, slots, queues, no idle slot beside work."""
+        self.ledger.check()
+        rows = [uid for worker in self.context.workers.values() for uid in worker.rows]
+        running = [entry for entry in self.ledger if entry.state is State.RUNNING]
+        assert len(rows) == len(set(rows)) == len(running), "rows of workers are not the samples that run"
+        for entry in running:
+            assert entry.worker in self.context.workers, f"{entry.uid} runs on {entry.worker}, which is gone"
+            assert entry.uid in self.context.workers[entry.worker].rows, f"{entry.uid} is no row of {entry.worker}"
+        waiting = self.policy.waiting()
+        expected = {entry.uid for entry in self.ledger if entry.state in WAITING}
+        assert len(waiting) == len(expected) and set(waiting) == expected, "the policy does not hold who waits"
+        for worker in self.context.workers.values():
+            assert len(worker.rows) <= worker.slots, f"{worker.name}: {len(worker.rows)} rows"
+            assert worker.is_busy == bool(worker.rows), f"{worker.name} holds rows and does nothing, or the reverse"
+            assert worker.is_busy or not self.policy.offers(worker), f"{worker.name} idles beside work"
+        all_wait = self.context.workers and not running and expected
+        assert not all_wait, "samples wait, and nobody runs"
+        assert self.is_finished == (self.is_closed and all(e.state in ENDED for e in self.ledger)), "finished or not"
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of its state, for `json.dumps`."""
+        return {
+            "policy": self.policy.name,
+            "pdsr": self.context.rules.model_dump(),
+            "segment": self.segment.model_dump(),
+            "rebuild": self.rebuild,
+            "keeps_caches": self.keeps_caches,
+            "ledger": self.ledger.to_json(),
+            "lengths": self.context.lengths.to_json(),
+            "threshold": self.context.threshold,
+            "workers": [worker.to_json() for worker in self.context.workers.values()],
+            "gone": sorted(self._gone),
+            "state": self.policy.to_json(),
+            "is_closed": self.is_closed,
+            "is_finished": self.is_finished,
+        }
+
+    @classmethod
+    def restore(cls, values: Mapping[str, Any]) -> Scheduler:
+        """The scheduler of which this is the snapshot. After a crash, tell it that its workers are lost."""
+        scheduler = cls(
+            values["policy"],
+            pdsr=Pdsr(**values["pdsr"]),
+            segment=Segment(**values["segment"]),
+            rebuild=values["rebuild"],
+            keeps_caches=values["keeps_caches"],
+        )
+        context = scheduler.context
+        context.ledger = Ledger.from_json(values["ledger"])
+        context.lengths = Lengths.from_json(values["lengths"])
+        context.threshold = values["threshold"]
+        context.workers = {one["name"]: Worker.from_json(one) for one in values["workers"]}
+        scheduler._gone = set(values["gone"])
+        scheduler.policy.load_json(values["state"])
+        scheduler.is_closed, scheduler.is_finished = values["is_closed"], values["is_finished"]
+        return scheduler

@@ -1,0 +1,152 @@
+"""How long samples are: drawn from distributions that a schedule must stand, or read from what a run has sampled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from app.jsonl import read_jsonl, write_jsonl
+from app.rollout.scheduling.cost_model import Work
+from app.rollout.scheduling.events import NewSample
+from settings.errors import InputError
+
+
+class Traced(NamedTuple):
+    """One sample, and what it will become."""
+
+    uid: str
+    prompt: str
+    index: int
+    length: int
+    """Tokens of its completion."""
+    prompt_length: int = 128
+
+
+Trace = Sequence[Traced]
+
+
+def new_samples(trace: Trace, *, max_new: int) -> tuple[NewSample, ...]:
+    return tuple(NewSample(one.uid, one.prompt, one.index, one.prompt_length, max_new) for one in trace)
+
+
+def work(trace: Trace) -> list[Work]:
+    return [Work(one.prompt, one.prompt_length, one.length) for one in trace]
+
+
+def log_normal(
+    rng: np.random.Generator, *, prompts: int, group: int, mean: float, sigma: float, correlation: float, max_new: int
+) -> Trace:
+    """log length = mu + sigma (sqrt(r) z_prompt + sqrt(1 - r) z_sample), with r the correlation inside a group.
+
+    `mean` is that of the lengths before those over `max_new` are cut there.
+    """
+    shared = rng.standard_normal((prompts, 1))
+    own = rng.standard_normal((prompts, group))
+    logs = math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own
+    return _trace(mean * np.exp(sigma * logs - sigma**2 / 2), max_new)
+
+
+def equal(*, prompts: int, group: int, length: int) -> Trace:
+    return _trace(np.full((prompts, group), length), length)
+
+
+def bimodal(rng: np.random.Generator, *, prompts: int, group: int, short: int, long: int, share: float) -> Trace:
+    """Whole prompts of long samples, the others short."""
+    is_long = rng.random((prompts, 1)) < share
+    return _trace(np.where(is_long, long, short) * np.ones((1, group)), long)
+
+
+def one_giant(*, prompts: int, group: int, length: int, giant: int) -> Trace:
+    """The very last sample is far longer than all others."""
+    lengths = np.full((prompts, group), length)
+    lengths[-1, -1] = giant
+    return _trace(lengths, giant)
+
+
+def drift(
+    rng: np.random.Generator, *, prompts: int, group: int, mean: float, sigma: float, correlation: float, max_new: int
+) -> Trace:
+    """The mean doubles half-way."""
+    trace = log_normal(
+        rng, prompts=prompts, group=group, mean=mean, sigma=sigma, correlation=correlation, max_new=max_new
+    )
+    half = len(trace) // 2
+    return [*trace[:half], *(one._replace(length=min(2 * one.length, max_new)) for one in trace[half:])]
+
+
+def ascending(trace: Trace) -> Trace:
+    """The same lengths, longest last and no two siblings alike: the worst order for who takes samples as they come."""
+    lengths = sorted(one.length for one in trace)
+    by_index = sorted(range(len(trace)), key=lambda i: (trace[i].index, i))
+    order = np.argsort(by_index)
+    return [one._replace(length=lengths[place]) for one, place in zip(trace, order, strict=True)]
+
+
+def _trace(lengths: np.ndarray, max_new: int) -> Trace:
+    whole = np.clip(np.rint(lengths), 1, max_new).astype(int)
+    return [
+        Traced(f"p{prompt}/s{index}", f"p{prompt}", index, int(length))
+        for prompt, of_prompt in enumerate(whole)
+        for index, length in enumerate(of_prompt)
+    ]
+
+
+def write_trace(path: str | Path, trace: Trace) -> None:
+    write_jsonl(path, (one._asdict() for one in trace))
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Lines of `uid`, `prompt`, `index`, `length` and `prompt_length`, or samples as `grpo rollout` writes them.
+
+    Raises:
+        InputError: a file or a line that is neither, a uid that comes twice, or no line at all.
+    """
+    trace, seen = [], set()
+    for number, record in read_jsonl(path):
+        one = _of_record(record, f"{path}:{number}")
+        if one.uid in seen:
+            raise InputError(f"{path}:{number}: uid {one.uid!r} comes a second time")
+        seen.add(one.uid)
+        trace.append(one)
+    if not trace:
+        raise InputError(f"{path}: expected a sample on every line, got no line")
+    return trace
+
+
+def _of_record(record: dict[str, Any], where: str) -> Traced:
+    uid = record.get("uid")
+    if not isinstance(uid, str):
+        raise InputError(f"{where}: uid: expected a string, got {uid!r}")
+    prompt, _, last = uid.rpartition("/s")
+    if "completion_token_ids" in record:
+        return Traced(
+            uid,
+            prompt or uid,
+            int(last) if last.isdecimal() else 0,
+            _count(record, "completion_token_ids", where),
+            _count(record, "prompt_token_ids", where),
+        )
+    given = record.get("prompt", prompt or uid)
+    if not isinstance(given, str):
+        raise InputError(f"{where}: prompt: expected a string, got {given!r}")
+    index = _whole(record, "index", where, least=0, default=int(last) if last.isdecimal() else 0)
+    length = _whole(record, "length", where, least=1, default=None)
+    return Traced(uid, given, index, length, _whole(record, "prompt_length", where, least=1, default=128))
+
+
+def _count(record: dict[str, Any], name: str, where: str) -> int:
+    ids = record.get(name)
+    if not isinstance(ids, list) or not ids:
+        raise InputError(f"{where}: {name}: expected token ids, got {ids!r}")
+    return len(ids)
+
+
+def _whole(record: dict[str, Any], name: str, where: str, *, least: int, default: int | None) -> int:
+    value = record.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{where}: {name}: expected a whole number, at least {least}, got {value!r}")
+    return value

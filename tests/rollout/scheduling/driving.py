@@ -1,0 +1,81 @@
+"""A scheduler driven by hand: workers that do what the test says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.rollout.scheduling.events import (
+    Closed,
+    Command,
+    NewSample,
+    RowReport,
+    RunSegment,
+    SegmentEnded,
+    Submitted,
+    Suspend,
+    WorkerJoined,
+)
+from app.rollout.scheduling.scheduler import Scheduler
+from settings.rollout_section import Pdsr, Segment
+
+
+def make_scheduler(policy: str = "adaptive", *, pdsr: dict | None = None, segment: dict | None = None, **more: Any):
+    return Scheduler(policy, pdsr=Pdsr(**(pdsr or {})), segment=Segment(**(segment or {})), **more)
+
+
+def samples(prompts: int, group: int, *, max_new: int = 4096, first: int = 0) -> tuple[NewSample, ...]:
+    return tuple(
+        NewSample(f"p{p}/s{i}", f"p{p}", i, 10, max_new) for p in range(first, first + prompts) for i in range(group)
+    )
+
+
+class Driven:
+    """Keeps the last segment of each worker, so that a test can end it with what it likes."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.scheduler = scheduler
+        self.at = 0.0
+        self.running: dict[str, RunSegment] = {}
+        self.epochs: dict[str, int] = {}
+        self.last: list[Command] = []
+
+    def tell(self, event: Any) -> list[Command]:
+        self.last = self.scheduler.handle(event)
+        self.scheduler.check()
+        for command in self.last:
+            if isinstance(command, RunSegment):
+                self.running[command.worker] = command
+                self.epochs |= {one.uid: one.epoch for one in command.admit}
+        return self.last
+
+    def join(self, worker: str, kind: Any = "fast", slots: int = 2, rungs: tuple[int, ...] = ()) -> list[Command]:
+        return self.tell(WorkerJoined(self.at, worker, kind, slots, rungs))
+
+    def submit(self, new: tuple[NewSample, ...], *, close: bool = True) -> list[Command]:
+        commands = self.tell(Submitted(self.at, new))
+        return commands + (self.tell(Closed(self.at)) if close else [])
+
+    def end(self, worker: str, tokens: dict[str, int], finished: tuple[str, ...] = (), seconds: float = 1.0):
+        """The rows of the worker's segment have so many tokens now."""
+        return self.tell(self.ended(worker, tokens, finished, seconds))
+
+    def ended(self, worker: str, tokens: dict[str, int], finished: tuple[str, ...] = (), seconds: float = 1.0):
+        self.at += seconds
+        rows = tuple(
+            RowReport(uid, self.epochs[uid], count, "stop" if uid in finished else None)
+            for uid, count in tokens.items()
+        )
+        return SegmentEnded(self.at, worker, self.running[worker].segment, rows, seconds, max(tokens.values()))
+
+    def rows(self, worker: str) -> list[str]:
+        return list(self.scheduler.context.workers[worker].rows)
+
+
+def admitted(commands: list[Command], worker: str | None = None) -> list[str]:
+    """Uids in the order in which they are put in."""
+    runs = [one for one in commands if isinstance(one, RunSegment) and worker in (None, one.worker)]
+    return [one.uid for run in runs for one in run.admit]
+
+
+def suspended(commands: list[Command]) -> list[tuple[str, str]]:
+    return [(uid, one.why) for one in commands if isinstance(one, Suspend) for uid in one.uids]

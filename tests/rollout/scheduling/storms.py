@@ -1,0 +1,113 @@
+"""Random rollouts under random faults, each from one seed."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from app.rollout.scheduling import traces
+from app.rollout.scheduling.cost_model import CostModel
+from app.rollout.scheduling.scheduler import POLICIES, Scheduler
+from app.rollout.scheduling.traces import Trace
+from app.rollout.scheduling.virtual_clock import Faults, VirtualClock, WorkerSpec
+from settings.rollout_section import Pdsr, Segment
+
+MAX_NEW = 200
+SECOND_COSTS = CostModel(step_s=0.01, segment_s=0.02, move_s=0.01)
+
+
+def storm(seed: int) -> VirtualClock:
+    """A small trace, workers, rules and faults; every invariant is checked after every event."""
+    rng = random.Random(seed)
+    policy = rng.choice(list(POLICIES))
+    trace = random_trace(rng, seed)
+    scheduler = Scheduler(
+        policy,
+        pdsr=random_rules(rng),
+        segment=random_segment(rng),
+        rebuild=rng.choice(["prefill", "replay"]),
+        keeps_caches=rng.random() < 0.7,
+        history={f"p{i}": rng.randint(1, MAX_NEW) for i in range(rng.choice([0, 3]))},
+    )
+    is_calm = rng.random() < 0.2
+    faults = Faults() if is_calm else random_faults(rng, seed)
+    workers, num_waves = random_workers(rng), rng.choice([1, 1, 3])
+    return VirtualClock(
+        scheduler,
+        trace,
+        workers,
+        SECOND_COSTS,
+        max_new=MAX_NEW,
+        faults=faults,
+        check=True,
+        num_waves=num_waves,
+    )
+
+
+def random_faults(rng: random.Random, seed: int) -> Faults:
+    death, stall, silence, duplicate, delay, no_number = (rng.choice([0.0, 0.02, 0.2]) for _ in range(6))
+    return Faults(seed, death, stall, silence, duplicate, delay, no_number)
+
+
+def random_trace(rng: random.Random, seed: int) -> Trace:
+    prompts, group = rng.randint(1, 8), rng.randint(1, 5)
+    numpy_rng = np.random.default_rng(seed)
+    shape = {"prompts": prompts, "group": group}
+    log_normal = {
+        "mean": rng.choice([5, 40, 150]),
+        "sigma": rng.choice([0.3, 1.0, 2.0]),
+        "correlation": rng.random(),
+        "max_new": MAX_NEW,
+    }
+    kind = rng.randrange(7)
+    if kind == 0:
+        return traces.equal(**shape, length=rng.choice([1, 20, MAX_NEW]))
+    if kind == 1:
+        return traces.one_giant(**shape, length=rng.randint(1, 10), giant=MAX_NEW)
+    if kind == 2:
+        return traces.bimodal(numpy_rng, **shape, short=2, long=MAX_NEW, share=rng.random())
+    if kind == 3:
+        return traces.drift(numpy_rng, **shape, **log_normal)
+    trace = traces.log_normal(numpy_rng, **shape, **log_normal)
+    return traces.ascending(trace) if kind == 4 else trace
+
+
+def random_rules(rng: random.Random) -> Pdsr:
+    """Limits from far below every sample (everything is heavy) to far above (everything is fast)."""
+    window_min = rng.choice([1, 4, 32])
+    return Pdsr(
+        unit=rng.choice(["tokens", "seconds"]),
+        heavy_percent=rng.choice([0.1, 10.0, 99.0]),
+        probe_limit_tokens=rng.choice([1, 30, 1000]),
+        probe_limit_s=rng.choice([0.01, 0.5, 100.0]),
+        fast_limit_tokens=rng.choice([1, 40, 1000]),
+        fast_limit_s=rng.choice([0.01, 1.0, 100.0]),
+        on_fast_limit=rng.choice(["suspend", "truncate"]),
+        percentile=rng.choice([1.0, 80.0, 99.0]),
+        window=window_min * rng.choice([1, 4]),
+        window_min=window_min,
+    )
+
+
+def random_segment(rng: random.Random) -> Segment:
+    least = rng.choice([1, 7, 64])
+    return Segment(
+        rule=rng.choice(["auto", "budget", "balance"]),
+        min=least,
+        max=least * rng.choice([1, 10]),
+        capacity=rng.choice([1, 100, 8192]),
+        overhead_steps=rng.choice([0.1, 5.0]),
+    )
+
+
+def random_workers(rng: random.Random) -> list[WorkerSpec]:
+    """Some of them on one device; never none."""
+    counts = rng.choice([(1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (3, 0)])
+    specs = []
+    for kind, count in zip(("fast", "heavy"), counts, strict=True):
+        for i in range(count):
+            slots = rng.choice([1, 2, 5, 8])
+            rungs = tuple(rung for rung in (2, 4) if rung < slots)
+            specs.append(WorkerSpec(f"{kind}-{i}", kind, slots, rungs, device=rng.choice([None, "shared"])))
+    return specs

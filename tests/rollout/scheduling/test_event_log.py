@@ -1,0 +1,99 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from app.rollout.scheduling.event_log import LogRecord, read_log, replay, write_log
+from app.rollout.scheduling.events import WorkerLost, from_json, to_json
+from app.rollout.scheduling.scheduler import Scheduler
+from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
+from settings.errors import InputError
+from tests.rollout.scheduling.storms import storm
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[Path, list[LogRecord]]:
+    path = tmp_path / "events.jsonl"
+    records = storm(3).run()
+    write_log(path, records, run="mine", scheduler=storm(3).scheduler)
+    return path, records
+
+
+def test_messages_survive_json() -> None:
+    for seed in range(20):
+        for event, commands in storm(seed).run():
+            for message in (event, *commands):
+                assert from_json(json.loads(json.dumps(to_json(message)))) == message
+
+
+def test_a_log_replays_to_the_same_commands_and_the_same_state(written: tuple[Path, list[LogRecord]]) -> None:
+    path, records = written
+    assert list(read_log(path, run="mine")[1]) == records
+    clock = storm(3)
+    clock.run()
+    assert replay(path, run="mine").snapshot() == clock.scheduler.snapshot()
+
+
+def test_a_log_of_another_run_is_refused(written: tuple[Path, list[LogRecord]]) -> None:
+    with pytest.raises(InputError, match=r"event log of another run: 'mine', and this is 'yours'"):
+        replay(written[0], run="yours")
+
+
+def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"uid": "a"}\n')
+    with pytest.raises(InputError, match="expected a rollout's event log"):
+        replay(path, run="mine")
+
+
+def test_a_line_that_a_crash_cut_off_is_left_out(written: tuple[Path, list[LogRecord]]) -> None:
+    path, records = written
+    path.write_bytes(path.read_bytes()[:-20])
+    assert list(read_log(path, run="mine")[1]) == records[:-1]
+
+
+def test_a_broken_line_in_the_middle_is_refused(written: tuple[Path, list[LogRecord]]) -> None:
+    path, _ = written
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:3], lines[3][:-5], *lines[4:]]))
+    with pytest.raises(InputError, match=r":4: not JSON"):
+        replay(path, run="mine")
+
+
+def test_an_answer_that_the_program_would_not_give_is_refused(written: tuple[Path, list[LogRecord]]) -> None:
+    path, _ = written
+    lines = path.read_text().splitlines()
+    changed = json.loads(lines[-1]) | {"commands": [{"type": "Retire", "worker": "nobody"}]}
+    path.write_text("\n".join([*lines[:-1], json.dumps(changed)]))
+    with pytest.raises(InputError, match=r"answers \w+ otherwise"):
+        replay(path, run="mine")
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 4))
+def test_a_rollout_killed_half_way_finishes_from_its_log(seed: int, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    whole = storm(seed)
+    records = whole.run()
+    write_log(path, records[: len(records) // 2], run="mine", scheduler=storm(seed).scheduler)
+    survivor = replay(path, run="mine")
+    committed = {entry.uid: entry.num_tokens for entry in survivor.ledger}
+    finish(survivor, whole)
+    assert survivor.is_finished
+    for entry in survivor.ledger:
+        assert entry.num_tokens >= committed.get(entry.uid, 0)
+
+
+def finish(survivor: Scheduler, whole: VirtualClock) -> None:
+    """New workers take over what is left; the trace gives every sample its length."""
+    for name in list(survivor.context.workers):
+        survivor.handle(WorkerLost(0.0, name, "the process ended"))
+    trace = list(whole.traced.values())
+    VirtualClock(
+        survivor,
+        trace,
+        [WorkerSpec("after the crash", "fast", 4)],
+        whole.cost,
+        max_new=whole.max_new,
+        check=True,
+        num_waves=0 if survivor.is_closed else 1,
+    ).run()

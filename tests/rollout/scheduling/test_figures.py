@@ -1,0 +1,77 @@
+import pytest
+
+from app.rollout.scheduling.event_log import LogRecord
+from app.rollout.scheduling.events import Closed, SegmentEnded, Submitted, WorkerJoined, WorkerLost
+from app.rollout.scheduling.figures import Span, figures, spans
+from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
+from tests.rollout.scheduling.storms import storm
+
+
+def handed_over() -> list[LogRecord]:
+    """Two samples; one trips the breaker of the fast worker and goes on in the heavy one."""
+    driven = Driven(make_scheduler("pdsr_v2", pdsr={"fast_limit_tokens": 10}, keeps_caches=False))
+    records = []
+
+    def tell(event) -> None:
+        records.append(LogRecord(event, tuple(driven.tell(event))))
+
+    tell(WorkerJoined(0.0, "fast", "fast", 1))
+    tell(WorkerJoined(0.0, "heavy", "heavy", 1))
+    tell(Submitted(0.0, samples(2, 1)))
+    tell(Closed(0.0))
+    tell(driven.ended("heavy", {"p1/s0": 4}, seconds=2.0))
+    tell(driven.ended("fast", {"p0/s0": 10}, seconds=2.0))  # at 4
+    tell(driven.ended("heavy", {"p1/s0": 6}, finished=("p1/s0",), seconds=2.0))  # at 6
+    worker = "fast" if driven.rows("fast") else "heavy"
+    tell(driven.ended(worker, {"p0/s0": 15}, finished=("p0/s0",), seconds=4.0))  # at 10
+    return records
+
+
+def test_figures_by_hand() -> None:
+    found = figures(handed_over())
+    assert found.makespan_s == 10
+    assert (found.useful_tokens, found.segments, found.breaker_trips, found.suspensions) == (21, 4, 1, 1)
+    assert (found.repacked_tokens, found.wasted_tokens) == (10, 10)
+    assert found.truncated == 0
+
+
+def test_the_spans_of_a_handed_over_sample() -> None:
+    of_sample = [one for one in spans(handed_over()) if one.uid == "p0/s0"]
+    assert of_sample[0] == Span("fast", 0, 2.0, 4.0, "probe", "p0/s0")
+    assert [one.role for one in of_sample][-1] == "heavy"
+
+
+def test_spans_never_overlap_in_a_slot() -> None:
+    for seed in range(60):
+        ends: dict[tuple[str, int], float] = {}
+        for one in spans(calm(seed)):
+            if one.slot < 0:
+                continue
+            place = (one.worker, one.slot)
+            assert one.start_s >= ends.get(place, 0.0) - 1e-9, f"seed {seed}: {one}"
+            ends[place] = one.end_s
+
+
+def calm(seed: int) -> list[LogRecord]:
+    clock = storm(seed)
+    clock.faults = type(clock.faults)()
+    return clock.run()
+
+
+def test_what_a_lost_worker_decoded_is_wasted() -> None:
+    driven = Driven(make_scheduler())
+    records = []
+    for event in (WorkerJoined(0.0, "a", "fast", 1), WorkerJoined(0.0, "b", "fast", 1), Submitted(0.0, samples(1, 1))):
+        records.append(LogRecord(event, tuple(driven.tell(event))))
+    late: SegmentEnded = driven.ended("a", {"p0/s0": 64})
+    for event in (WorkerLost(0.5, "a", "lease expired"), late):
+        records.append(LogRecord(event, tuple(driven.tell(event))))
+    found = figures(records)
+    assert (found.useful_tokens, found.wasted_tokens) == (0, 64)
+
+
+def test_a_log_without_samples_has_figures() -> None:
+    driven = Driven(make_scheduler())
+    event = WorkerJoined(0.0, "a", "fast", 1)
+    found = figures([LogRecord(event, tuple(driven.tell(event)))])
+    assert found.probe_recall is None and found.bubble == pytest.approx(1.0)

@@ -1,0 +1,217 @@
+import pytest
+
+from app.rollout.scheduling.events import Commit, RunSegment, WorkerLost
+from app.rollout.scheduling.ledger import State
+from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, samples, suspended
+
+
+def driven_pair(policy: str, *, slots: int = 2, **pdsr) -> Driven:
+    driven = Driven(make_scheduler(policy, pdsr=pdsr))
+    driven.join("fast", "fast", slots=slots)
+    driven.join("heavy", "heavy", slots=slots)
+    return driven
+
+
+def roles(commands) -> dict[str, str]:
+    return {one.uid: one.role for run in commands if isinstance(run, RunSegment) for one in run.admit}
+
+
+def test_sync_takes_nothing_before_the_last_of_a_batch_is_done() -> None:
+    driven = Driven(make_scheduler("sync"))
+    driven.join("w", slots=2)
+    assert admitted(driven.submit(samples(3, 1))) == ["p0/s0", "p1/s0"]
+    commands = driven.end("w", {"p0/s0": 5, "p1/s0": 5}, finished=("p0/s0",))
+    assert admitted(commands) == []
+    assert admitted(driven.end("w", {"p1/s0": 9}, finished=("p1/s0",))) == ["p2/s0"]
+
+
+def test_v1_waits_for_every_probe_and_then_sends_the_longest_prompt_to_heavy() -> None:
+    driven = driven_pair("pdsr_v1", heavy_percent=30.0)
+    assert roles(driven.submit(samples(2, 3))) == {"p0/s0": "probe", "p1/s0": "probe"}
+    assert driven.rows("heavy") == []
+    assert admitted(driven.end("fast", {"p0/s0": 5, "p1/s0": 5}, finished=("p0/s0",))) == []
+    commands = driven.end("fast", {"p1/s0": 50}, finished=("p1/s0",))
+    assert admitted(commands, "fast") == ["p0/s1", "p0/s2"]
+    assert admitted(commands, "heavy") == ["p1/s1", "p1/s2"]
+
+
+def test_v1_hands_over_a_probe_at_its_limit_and_calls_its_prompt_heavy() -> None:
+    driven = driven_pair("pdsr_v1", probe_limit_tokens=30, heavy_percent=1.0)
+    (run,) = [one for one in driven.submit(samples(2, 2)) if isinstance(one, RunSegment)]
+    assert run.length == 30, "the segment ends at the limit"
+    commands = driven.end("fast", {"p0/s0": 30, "p1/s0": 20}, finished=("p1/s0",))
+    assert suspended(commands) == [("p0/s0", "probe limit")]
+    assert admitted(commands, "heavy") == ["p0/s0", "p0/s1"]
+    assert admitted(commands, "fast") == ["p1/s1"]
+
+
+@pytest.mark.parametrize(("choice", "state"), [("suspend", State.RUNNING), ("truncate", State.DONE)])
+def test_v1_hands_over_or_truncates_at_the_fast_limit(choice: str, state: State) -> None:
+    driven = driven_pair("pdsr_v1", slots=1, fast_limit_tokens=50, on_fast_limit=choice, heavy_percent=1.0)
+    driven.submit(samples(2, 2))
+    driven.end("fast", {"p0/s0": 9}, finished=("p0/s0",))
+    driven.end("fast", {"p1/s0": 5}, finished=("p1/s0",))
+    assert (driven.rows("fast"), driven.rows("heavy")) == (["p1/s1"], ["p0/s1"])
+    driven.end("heavy", {"p0/s1": 5}, finished=("p0/s1",))
+    commands = driven.end("fast", {"p1/s1": 50})
+    assert suspended(commands) == [("p1/s1", "breaker" if choice == "suspend" else "truncated")]
+    assert driven.scheduler.ledger["p1/s1"].state is state
+    if choice == "truncate":
+        (commit,) = [one for one in commands if isinstance(one, Commit) and one.rows[0].finish]
+        assert (commit.rows[0].num_tokens, commit.rows[0].finish) == (50, "length")
+
+
+def test_v1_goes_on_without_heavy_workers() -> None:
+    driven = Driven(make_scheduler("pdsr_v1", pdsr={"probe_limit_tokens": 10, "fast_limit_tokens": 10}))
+    driven.join("fast", slots=1)
+    driven.submit(samples(1, 2))
+    assert suspended(driven.end("fast", {"p0/s0": 500})) == []
+    assert admitted(driven.end("fast", {"p0/s0": 600}, finished=("p0/s0",))) == ["p0/s1"]
+
+
+def with_threshold(driven: Driven) -> None:
+    """Finished samples of 10, 20, ... 50 tokens: the 80th percentile is 40."""
+    for i in range(5):
+        worker = next(name for name in ("fast", "heavy") if f"p{i}/s0" in driven.rows(name))
+        driven.end(worker, {f"p{i}/s0": 10 * (i + 1)}, finished=(f"p{i}/s0",))
+    assert driven.scheduler.context.threshold == 40
+
+
+def test_v2_judges_a_probe_when_it_ends() -> None:
+    driven = driven_pair("pdsr_v2", slots=4, window_min=5)
+    driven.submit(samples(5, 1), close=False)
+    with_threshold(driven)
+    assert roles(driven.submit(samples(2, 2, first=5))) == {"p5/s0": "probe", "p6/s0": "probe"}
+    (short,) = driven.rows("fast")[-1:]
+    commands = driven.end("fast", {short: 15}, finished=(short,))
+    assert roles(commands) == {f"{short[:2]}/s1": "fast"}
+
+
+def test_v2_judges_a_running_probe_that_is_past_the_threshold() -> None:
+    driven = driven_pair("pdsr_v2", slots=4, window_min=5)
+    driven.submit(samples(5, 1), close=False)
+    with_threshold(driven)
+    driven.submit(samples(1, 2, first=5))
+    assert driven.rows("fast") == ["p5/s0"]
+    commands = driven.end("fast", {"p5/s0": 64})
+    assert roles(commands) == {"p5/s1": "heavy"}
+    assert admitted(commands, "heavy") == ["p5/s1"]
+
+
+def test_v2_is_neutral_before_enough_have_finished() -> None:
+    driven = driven_pair("pdsr_v2", slots=1, window_min=5)
+    driven.submit(samples(2, 3))
+    driven.end("fast", {"p0/s0": 3000}, finished=("p0/s0",))
+    assert roles(driven.last) == {"p0/s1": "fast"}
+
+
+def test_v2_trips_the_breaker_hands_over_and_marks_the_prompt_hard() -> None:
+    driven = driven_pair("pdsr_v2", slots=1, window_min=30, fast_limit_tokens=50)
+    driven.submit(samples(2, 4))
+    assert (driven.rows("fast"), driven.rows("heavy")) == (["p0/s0"], ["p1/s0"])
+    driven.end("fast", {"p0/s0": 5}, finished=("p0/s0",))
+    assert driven.rows("fast") == ["p0/s1"]
+    commands = driven.end("fast", {"p0/s1": 50})
+    assert suspended(commands) == [("p0/s1", "breaker")]
+    assert roles(commands) == {"p0/s2": "heavy"}, "heavy is full, so that fast steals, but not what just tripped"
+    commands = driven.end("heavy", {"p1/s0": 9}, finished=("p1/s0",))
+    assert roles(commands) == {"p0/s1": "heavy"}
+    assert driven.scheduler.policy.to_json()["probes"]["verdicts"]["p0"] == "heavy"
+
+
+def test_v2_doubles_the_limit_with_every_move_and_then_leaves_the_sample_with_heavy() -> None:
+    driven = driven_pair("pdsr_v2", slots=1, window_min=30, fast_limit_tokens=50)
+    driven.submit(samples(2, 1))
+    assert suspended(driven.end("fast", {"p0/s0": 50})) == [("p0/s0", "breaker")]
+    assert driven.rows("fast") == ["p0/s0"], "heavy is full, so that fast steals it back"
+    assert suspended(driven.end("fast", {"p0/s0": 99})) == []
+    assert suspended(driven.end("fast", {"p0/s0": 100})) == [("p0/s0", "breaker")]
+    assert driven.rows("fast") == []
+    assert admitted(driven.end("heavy", {"p1/s0": 200}, finished=("p1/s0",)), "heavy") == ["p0/s0"]
+
+
+def test_v2_empties_only_a_part_of_a_worker_at_one_edge() -> None:
+    driven = driven_pair("pdsr_v2", slots=16, window_min=30, fast_limit_tokens=50)
+    driven.submit(samples(32, 1))
+    commands = driven.end("fast", dict.fromkeys(driven.rows("fast"), 60))
+    assert len(suspended(commands)) == 2
+
+
+def test_v2_steals_both_ways() -> None:
+    driven = driven_pair("pdsr_v2", slots=1, window_min=30)
+    assert roles(driven.submit(samples(4, 1))) == {f"p{i}/s0": "probe" for i in range(2)}
+    assert driven.rows("heavy") == ["p1/s0"]
+    driven.end("heavy", {"p1/s0": 3}, finished=("p1/s0",))
+    assert driven.rows("heavy") == ["p2/s0"]
+
+
+def test_seconds_can_be_the_unit() -> None:
+    driven = driven_pair("pdsr_v2", slots=1, window_min=30, unit="seconds", fast_limit_s=10.0)
+    driven.submit(samples(2, 1))
+    assert suspended(driven.end("fast", {"p0/s0": 5}, seconds=9.0)) == []
+    assert suspended(driven.end("fast", {"p0/s0": 6}, seconds=1.5)) == [("p0/s0", "breaker")]
+
+
+def test_adaptive_starts_one_sample_of_each_prompt_first() -> None:
+    driven = Driven(make_scheduler("adaptive"))
+    driven.join("w", slots=4)
+    commands = driven.submit(samples(3, 3))
+    assert roles(commands) == {"p0/s0": "probe", "p1/s0": "probe", "p2/s0": "probe", "p0/s1": "fast"}
+
+
+def test_adaptive_takes_the_siblings_of_the_longest_group() -> None:
+    driven = Driven(make_scheduler("adaptive"))
+    driven.join("w", slots=2)
+    driven.submit(samples(2, 2))
+    assert admitted(driven.end("w", {"p0/s0": 5, "p1/s0": 64}, finished=("p0/s0",))) == ["p1/s1"]
+
+
+def test_adaptive_believes_the_history_of_a_prompt() -> None:
+    driven = Driven(make_scheduler("adaptive", history={"p0": 10, "p1": 500, "p2": 90}))
+    driven.join("w", slots=3)
+    assert admitted(driven.submit(samples(3, 1))) == ["p1/s0", "p2/s0", "p0/s0"]
+
+
+def test_adaptive_lets_nobody_starve() -> None:
+    driven = Driven(make_scheduler("adaptive", history={"p0": 1} | {f"p{i}": 4000 for i in range(1, 2000)}))
+    driven.join("w", slots=1)
+    driven.submit(samples(1, 2), close=False)
+    for i in range(1, 2000):
+        driven.submit(samples(1, 1, first=i), close=False)
+        (uid,) = driven.rows("w")
+        if i > 1 and uid == "p0/s1":
+            assert i <= 300
+            return
+        driven.end("w", {uid: 10}, finished=(uid,))
+    pytest.fail("a short sample waited for all long ones")
+
+
+def test_adaptive_moves_long_rows_to_heavy_while_work_waits() -> None:
+    driven = driven_pair("adaptive", slots=4, window_min=5)
+    driven.submit(samples(5, 1), close=False)
+    with_threshold(driven)
+    driven.submit(samples(20, 1, first=5))
+    before = driven.rows("fast")
+    commands = driven.end("fast", {uid: 64 if uid == before[0] else 8 for uid in before})
+    assert suspended(commands) == [(before[0], "to heavy")]
+    others = driven.rows("heavy")
+    commands = driven.end("heavy", {uid: 10 + i for i, uid in enumerate(others)})
+    assert suspended(commands) == [(others[0], "make room")]
+    assert admitted(commands, "heavy") == [before[0]]
+
+
+def test_adaptive_spreads_the_last_rows() -> None:
+    driven = driven_pair("adaptive", slots=4)
+    driven.submit(samples(8, 1))
+    driven.end("heavy", dict.fromkeys(driven.rows("heavy"), 9), finished=tuple(driven.rows("heavy")))
+    commands = driven.end("fast", dict.fromkeys(driven.rows("fast"), 64))
+    assert {why for _, why in suspended(commands)} == {"spread"}
+    assert (len(driven.rows("fast")), len(driven.rows("heavy"))) == (2, 2)
+
+
+def test_adaptive_uses_whichever_pool_is_left() -> None:
+    driven = driven_pair("adaptive", slots=2)
+    driven.submit(samples(4, 1))
+    driven.tell(WorkerLost(1.0, "heavy", "died"))
+    done = tuple(driven.rows("fast"))
+    assert len(admitted(driven.end("fast", dict.fromkeys(done, 5), finished=done))) == 2

@@ -1,0 +1,169 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from app.rollout.scheduling.events import Commit, Finished, Retire, RunSegment, Submitted, WorkerLost
+from app.rollout.scheduling.ledger import State
+from app.rollout.scheduling.policy import Worker
+from app.rollout.scheduling.scheduler import POLICIES, Scheduler
+from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, samples
+from tests.rollout.scheduling.storms import storm
+
+
+def test_one_sample_from_submission_to_the_end() -> None:
+    driven = Driven(make_scheduler())
+    assert driven.join("w") == []
+    (run,) = driven.submit(samples(1, 1))
+    assert isinstance(run, RunSegment)
+    assert (run.worker, run.segment, run.admit[0].uid, run.admit[0].how, run.admit[0].role) == (
+        *("w", 1, "p0/s0", "prefill", "probe"),
+    )
+    commit, run = driven.end("w", {"p0/s0": 64})
+    assert isinstance(commit, Commit) and isinstance(run, RunSegment)
+    assert (commit.rows[0].num_tokens, commit.rows[0].finish, run.segment, run.admit) == (64, None, 2, ())
+    commit, finished = driven.end("w", {"p0/s0": 70}, finished=("p0/s0",))
+    assert isinstance(commit, Commit) and commit.rows[0].finish == "stop"
+    assert finished == Finished()
+
+
+def test_samples_are_dealt_evenly_to_idle_workers() -> None:
+    driven = Driven(make_scheduler())
+    driven.join("a", slots=8)
+    driven.join("b", slots=8)
+    driven.submit(samples(6, 1))
+    assert (len(driven.rows("a")), len(driven.rows("b"))) == (3, 3)
+
+
+def test_a_freed_slot_is_refilled_at_the_next_edge() -> None:
+    driven = Driven(make_scheduler())
+    driven.join("w", slots=2)
+    driven.submit(samples(3, 1))
+    commands = driven.end("w", {"p0/s0": 5, "p1/s0": 5}, finished=("p0/s0",))
+    assert admitted(commands) == ["p2/s0"]
+    assert driven.rows("w") == ["p1/s0", "p2/s0"]
+
+
+def test_a_repeated_report_changes_nothing() -> None:
+    driven = Driven(make_scheduler())
+    driven.join("w", slots=1)
+    driven.submit(samples(2, 1))
+    report = driven.ended("w", {"p0/s0": 5}, finished=("p0/s0",))
+    driven.tell(report)
+    before = driven.scheduler.snapshot()
+    assert driven.tell(report) == []
+    assert driven.tell(replace(report, segment=99)) == []
+    assert driven.scheduler.snapshot() == before
+
+
+def test_a_lost_workers_rows_go_on_elsewhere_and_its_late_report_is_refused() -> None:
+    driven = Driven(make_scheduler())
+    driven.join("a", slots=1)
+    driven.submit(samples(1, 1))
+    driven.end("a", {"p0/s0": 64})
+    late = driven.ended("a", {"p0/s0": 128}, finished=("p0/s0",))
+    driven.join("b", slots=1)
+    retire, run = driven.tell(WorkerLost(9.0, "a", "lease expired"))
+    assert retire == Retire("a")
+    assert isinstance(run, RunSegment) and run.worker == "b"
+    assert (run.admit[0].num_tokens, run.admit[0].epoch, run.admit[0].how, run.admit[0].source) == (
+        *(64, 2, "prefill", None),
+    )
+    assert driven.tell(late) == []
+    assert driven.tell(WorkerLost(9.0, "a", "again")) == []
+    assert driven.join("a") == [], "a name that is gone does not come back"
+    assert driven.scheduler.ledger["p0/s0"].state is State.RUNNING
+
+
+def test_rows_are_replayed_where_every_bit_must_be_the_same() -> None:
+    driven = Driven(make_scheduler(rebuild="replay"))
+    driven.join("a", slots=1)
+    driven.submit(samples(1, 1))
+    driven.end("a", {"p0/s0": 64})
+    driven.tell(WorkerLost(9.0, "a", "died"))
+    (run,) = driven.join("b")
+    assert isinstance(run, RunSegment) and run.admit[0].how == "replay"
+
+
+def test_a_kept_cache_is_copied_and_forgotten_with_its_worker() -> None:
+    scheduler = make_scheduler("pdsr_v2", pdsr={"fast_limit_tokens": 10, "window_min": 1})
+    driven = Driven(scheduler)
+    driven.join("f", "fast", slots=1)
+    driven.join("h", "heavy", slots=1)
+    driven.submit(samples(3, 1))
+    driven.end("f", {"p0/s0": 10})
+    assert scheduler.ledger["p0/s0"].held_by == "f"
+    commands = driven.end("h", {"p1/s0": 3}, finished=("p1/s0",))
+    (run,) = [one for one in commands if isinstance(one, RunSegment)]
+    assert (run.admit[0].uid, run.admit[0].how, run.admit[0].source) == ("p0/s0", "copy", "f")
+
+
+def test_a_segment_waits_for_slots_that_are_wanted_and_for_smaller_programs_when_none_is() -> None:
+    driven = Driven(make_scheduler(segment={"capacity": 1000, "min": 10, "max": 500}))
+    driven.join("w", slots=4, rungs=(2,))
+    (run, *_) = driven.submit(samples(5, 1), close=False)
+    assert isinstance(run, RunSegment)
+    assert (run.leave_when_finished, run.leave_when_active) == (1, 0)
+    rows = {f"p{i}/s0": 5 for i in range(4)}
+    driven.end("w", rows, finished=("p0/s0",))
+    driven.submit((), close=True)
+    (_, run) = driven.end("w", {f"p{i}/s0": 9 for i in (1, 2, 3, 4)})
+    assert isinstance(run, RunSegment)
+    assert (run.leave_when_finished, run.leave_when_active, run.length) == (0, 2, 250)
+
+
+@pytest.mark.parametrize(("rule", "length"), [("auto", 32), ("balance", 32), ("budget", 500)])
+def test_the_rule_of_a_segments_length_can_be_chosen(rule: str, length: int) -> None:
+    segment = {"rule": rule, "capacity": 1000, "min": 10, "max": 4096}
+    driven = Driven(make_scheduler(segment=segment))
+    driven.join("w", slots=2)
+    (run, *_) = driven.submit(samples(3, 1))
+    assert isinstance(run, RunSegment)
+    assert run.length == length
+
+
+def test_submitting_after_closing_is_a_bug() -> None:
+    driven = Driven(make_scheduler())
+    driven.submit(samples(1, 1))
+    with pytest.raises(ValueError, match="closed"):
+        driven.scheduler.handle(Submitted(0.0, samples(1, 1, first=5)))
+    driven.tell(Submitted(0.0, samples(1, 1)))
+
+
+def test_nothing_submitted_is_finished_when_closed() -> None:
+    assert Driven(make_scheduler()).submit(()) == [Finished()]
+
+
+def test_work_arriving_later_wakes_idle_workers() -> None:
+    driven = Driven(make_scheduler())
+    driven.join("w")
+    driven.submit(samples(1, 1), close=False)
+    assert driven.end("w", {"p0/s0": 5}, finished=("p0/s0",))[1:] == []
+    assert admitted(driven.submit(samples(1, 1, first=1))) == ["p1/s0"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_restored_scheduler_goes_on_with_the_same_commands(policy: str) -> None:
+    seeds = [seed for seed in range(120) if storm(seed).scheduler.policy.name == policy][:8]
+    for seed in seeds:
+        scheduler = storm(seed).scheduler
+        for event, commands in storm(seed).run():
+            scheduler = Scheduler.restore(json.loads(json.dumps(scheduler.snapshot(), allow_nan=False)))
+            assert tuple(scheduler.handle(event)) == commands, f"seed {seed}"
+
+
+def test_the_check_sees_an_idle_slot_beside_work() -> None:
+    driven = Driven(make_scheduler())
+    driven.join("w", slots=2)
+    driven.submit(samples(1, 1))
+    driven.scheduler.context.workers["w"].is_busy = False
+    with pytest.raises(AssertionError):
+        driven.scheduler.check()
+
+
+def test_the_check_sees_a_sample_that_nobody_holds() -> None:
+    driven = Driven(make_scheduler())
+    driven.submit(samples(2, 1))
+    driven.scheduler.policy.take(Worker("w", "heavy", 1, ()))
+    with pytest.raises(AssertionError):
+        driven.scheduler.check()

@@ -1,0 +1,75 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.rollout.scheduling import traces
+from app.rollout.scheduling.traces import Traced, read_trace, write_trace
+from settings.errors import InputError
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
+def test_lengths_correlate_inside_groups_as_asked(correlation: float) -> None:
+    trace = traces.log_normal(
+        np.random.default_rng(0), prompts=4000, group=2, mean=500, sigma=0.8, correlation=correlation, max_new=10**9
+    )
+    logs = np.log([one.length for one in trace]).reshape(-1, 2)
+    assert np.corrcoef(logs.T)[0, 1] == pytest.approx(correlation, abs=0.05)
+    assert logs.std() == pytest.approx(0.8, rel=0.05)
+    assert np.exp(logs).mean() == pytest.approx(500, rel=0.05)
+
+
+def test_long_samples_are_cut() -> None:
+    trace = traces.log_normal(
+        np.random.default_rng(0), prompts=100, group=2, mean=500, sigma=2.0, correlation=0.5, max_new=600
+    )
+    assert max(one.length for one in trace) == 600
+
+
+def test_the_other_traces_are_what_they_are_called() -> None:
+    rng, shape = np.random.default_rng(0), {"prompts": 20, "group": 4}
+    assert {one.length for one in traces.equal(**shape, length=9)} == {9}
+    assert {one.length for one in traces.bimodal(rng, **shape, short=3, long=70, share=0.5)} == {3, 70}
+    assert [one.length for one in traces.one_giant(**shape, length=3, giant=70)] == [3] * 79 + [70]
+    log_normal = {"mean": 100, "sigma": 0.8, "correlation": 0.5, "max_new": 10**6}
+    calm = traces.log_normal(np.random.default_rng(5), **shape, **log_normal)
+    drifting = traces.drift(np.random.default_rng(5), **shape, **log_normal)
+    assert [b.length / a.length for a, b in zip(calm, drifting, strict=True)] == [1] * 40 + [2] * 40
+    ascending = traces.ascending(calm)
+    assert sorted(one.length for one in ascending) == sorted(one.length for one in calm)
+    firsts = [one.length for one in ascending if one.index == 0]
+    assert max(firsts) <= min(one.length for one in ascending if one.index == 3)
+
+
+def test_a_trace_is_read_back(tmp_path: Path) -> None:
+    trace = [Traced("a/s0", "a", 0, 5, 7), Traced("odd", "q", 3, 1, 128)]
+    write_trace(tmp_path / "t.jsonl", trace)
+    assert read_trace(tmp_path / "t.jsonl") == trace
+
+
+def test_samples_of_a_rollout_are_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text(
+        '{"uid": "train/7/s2", "prompt": [{"role": "user"}], "prompt_token_ids": [1, 2], "completion_token_ids": [3]}\n'
+    )
+    assert read_trace(path) == [Traced("train/7/s2", "train/7", 2, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "expected a sample on every line, got no line"),
+        ('{"length": 3}', r":1: uid: expected a string, got None"),
+        ('{"uid": "a"}', r":1: length: expected a whole number, at least 1, got None"),
+        ('{"uid": "a", "length": 0}', "at least 1, got 0"),
+        ('{"uid": "a", "length": 1.5}', r"got 1\.5"),
+        ('{"uid": "a", "length": 3, "prompt": 4}', "prompt: expected a string, got 4"),
+        ('{"uid": "a", "completion_token_ids": []}', r"expected token ids, got \[\]"),
+        ('{"uid": "a", "length": 3}\n{"uid": "a", "length": 3}', r":2: uid 'a' comes a second time"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(line)
+    with pytest.raises(InputError, match=message):
+        read_trace(path)

@@ -1,0 +1,56 @@
+"""Settings of rollouts that no rollout can be scheduled with."""
+
+from __future__ import annotations
+
+import pytest
+
+from settings import InputError, load
+from settings.checks import check_for_rollout, check_for_simulation, check_for_train
+
+
+@pytest.mark.parametrize("check", [check_for_rollout, check_for_simulation, check_for_train])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["rollout.segment.min=128", "rollout.segment.max=64"],
+            "rollout.segment.min = 128 (from --set) is more than rollout.segment.max = 64 (from --set); lower the one",
+        ),
+        (
+            ["rollout.pdsr.window=16"],
+            "rollout.pdsr.window = 16 (from --set) is shorter than rollout.pdsr.window_min = 32 (from the default)",
+        ),
+        (
+            ["rollout.workers.fast.count=0", "rollout.workers.heavy.count=0"],
+            "nobody would decode; set one of them to 1 or more",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(check, overrides: list[str], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check(load(None, overrides, {}))
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.workers.fast.slots=0",
+        "rollout.workers.heavy.count=-1",
+        "rollout.pdsr.percentile=0",
+        "rollout.pdsr.percentile=100",
+        "rollout.pdsr.heavy_percent=0",
+        "rollout.segment.min=0",
+        "rollout.segment.rule=longest",
+        "rollout.pdsr.unit=steps",
+    ],
+)
+def test_values_out_of_bounds_are_refused(override: str) -> None:
+    with pytest.raises(InputError, match=override.partition("=")[0]):
+        load(None, [override], {})
+
+
+@pytest.mark.parametrize("check", [check_for_rollout, check_for_simulation, check_for_train])
+def test_the_defaults_can_be_scheduled(check) -> None:
+    check(load(None, [], {}))

@@ -1,0 +1,87 @@
+"""`grpo rollout --simulate`, run in this process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+import cli
+from app.rollout.scheduling import traces
+from app.training.simulate import ORACLE
+
+SMALL = ["--set", "rollout.workers.fast.slots=4", "--set", "rollout.workers.heavy.slots=4"]
+POLICIES = ["sync", "pdsr_v1", "pdsr_v2", "adaptive", ORACLE]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    drawn = traces.log_normal(
+        np.random.default_rng(0), prompts=8, group=4, mean=300, sigma=0.8, correlation=0.5, max_new=2048
+    )
+    traces.write_trace(path, drawn)
+    return path
+
+
+def grpo(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["rollout", *arguments])
+
+
+def test_all_policies_are_compared_as_a_table_json_and_a_picture(trace: Path, tmp_path: Path) -> None:
+    out, picture = tmp_path / "found.json", tmp_path / "timeline.png"
+    result = grpo("--simulate", str(trace), *SMALL, "--out", str(out), "--timeline", str(picture))
+    assert result.exit_code == 0, result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()[4:9]] == POLICIES
+    found = json.loads(out.read_text())
+    assert (found["samples"], found["prompts"]) == (32, 8)
+    assert found["workers"] == {"fast-0": 4, "heavy-0": 4}
+    by_name = {one["policy"]: one for one in found["policies"]}
+    assert by_name["sync"]["faster_than_sync"] == 1.0
+    assert by_name["adaptive"]["faster_than_sync"] > 1.2
+    assert all(one["over_lower_bound"] >= 1 for one in found["policies"])
+    assert {one["figures"]["useful_tokens"] for one in found["policies"]} == {found["tokens"]}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_trace_gives_the_same_comparison(trace: Path) -> None:
+    first, second = (grpo("--simulate", str(trace), "--json").stdout for _ in range(2))
+    assert first == second
+
+
+def test_the_cost_model_can_be_given(trace: Path, tmp_path: Path) -> None:
+    cost = tmp_path / "cost.json"
+    cost.write_text('{"step_s": 1.0, "step_row_s": 0, "step_cached_token_s": 0, "prefill_token_s": 0}')
+    found = json.loads(grpo("--simulate", str(trace), "--cost", str(cost), "--json").stdout)
+    longest, tokens, slots = found["longest"], found["tokens"], 16
+    assert found["lower_bound_s"] == pytest.approx(max(longest, tokens / slots))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--timeline", "a.png", "--out", "o.jsonl"], "--timeline goes with --simulate"),
+        (["--cost", "a.json", "--out", "o.jsonl"], "--cost goes with --simulate"),
+        (["--simulate", "TRACE", "--limit", "3"], "--limit goes without --simulate"),
+        (["--simulate", "TRACE", "--timeline", "a.pdf"], "expected a name that ends in .png or .svg, got a.pdf"),
+        (["--simulate", "TRACE", "--cost", "absent.json"], "cannot be read: No such file"),
+        (["--simulate", "TRACE", "--cost", "TRACE"], "not JSON"),
+        (["--simulate", "absent.jsonl"], "no such file"),
+        (["--simulate", "TRACE", "--set", "rollout.segment.min=5000"], "rollout.segment.min = 5000"),
+    ],
+)
+def test_bad_input_is_one_clear_error(trace: Path, arguments: list[str], message: str) -> None:
+    result = grpo(*(str(trace) if argument == "TRACE" else argument for argument in arguments))
+    assert result.exit_code == 2
+    assert message in result.stderr and result.stderr.count("error: ") == 1
+
+
+def test_simulating_never_imports_jax() -> None:
+    program = "import sys, app.training.simulate; print([name for name in ('jax', 'flax') if name in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
