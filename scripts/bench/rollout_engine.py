@@ -164,6 +164,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         "samples": len(lengths),
         "slots": options.slots,
         "sigma": options.sigma,
+        "overhead_steps": options.overhead_steps,
         "lengths": {"median": options.median_length, "mean": float(np.mean(lengths)), "max": max(lengths)},
         "tokens": sum(lengths),
         "segments": counts.segments // options.repeats,
