@@ -162,7 +162,7 @@ class Algorithm(Section):
         default=None,
         ge=1,
         le=4096,
-        description="Tokens of a chunk of `chunked`; null = the fastest here, by measurements.",
+        description="Tokens of a chunk, where `chunked` runs; null = the fastest here, by measurements.",
     )
     whiten_advantages: bool | None = Field(
         default=None,
