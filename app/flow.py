@@ -76,7 +76,7 @@ class Sample:
     """What each token earned, where a file says so; None = `reward`, on the last token that the policy wrote."""
     policy_logprobs: Float32[np.ndarray, "C"] | None = None
     reference_logprobs: Float32[np.ndarray, "C"] | None = None
-    values: Float32[np.ndarray, "C"] | None = None
+    values: Float32[np.ndarray, "C"] | Float32[np.ndarray, "C+1"] | None = None
     """Of the state before each token; one more, of the state behind the last, where a cut sample is bootstrapped."""
     advantages: Float32[np.ndarray, "C"] | None = None
     returns: Float32[np.ndarray, "C"] | None = None

@@ -133,17 +133,30 @@ def test_the_loss_is_half_the_mean_over_the_tokens_of_the_step():
 
 
 def test_a_value_is_read_from_the_state_before_its_token_and_the_last_one_from_behind_the_sample():
+    """It depends on every token before its own, on no later one; the one more depends on the last token, too."""
     valuer = Valuer(DEFINITION, make_mesh(), dtype=FLOAT32)
-    values = valuer.values(PARAMS, SAMPLES, ALONE)
-    longer = [with_a_token_behind(s) for s in SAMPLES]
     wide = one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=18, num_targets=12)
-    with_last = valuer.values(PARAMS, longer, wide, run=valuer.scanned)
-    # Another token at the end changes no value before it: none sees it.
-    other = [replace(s, completion_ids=np.append(s.completion_ids[:-1], np.int32(7))) for s in SAMPLES]
-    for s, short, long, moved in zip(SAMPLES, values, with_last, valuer.values(PARAMS, other, ALONE), strict=True):
-        assert len(long) == len(s.completion_ids) + 1 == len(short) + 1
-        np.testing.assert_allclose(long[:-1], short, atol=1e-5)
-        np.testing.assert_allclose(moved, short, atol=1e-5)
+
+    def values_of(samples: list[Sample]) -> list[np.ndarray]:
+        return valuer.values(PARAMS, [with_a_token_behind(s) for s in samples], wide, run=valuer.scanned)
+
+    short, long = valuer.values(PARAMS, SAMPLES, ALONE), values_of(SAMPLES)
+    for s, own, more in zip(SAMPLES, short, long, strict=True):
+        assert len(more) == len(s.completion_ids) + 1 == len(own) + 1
+        np.testing.assert_allclose(more[:-1], own, atol=1e-5)
+    for at in (-1, -2):
+        changed = values_of([with_another_token(s, at) for s in SAMPLES])
+        for s, own, other in zip(SAMPLES, long, changed, strict=True):
+            if len(s.completion_ids) >= -at:
+                np.testing.assert_allclose(other[:at], own[:at], atol=1e-5)
+                assert abs(other[at] - own[at]) > 1e-3
+
+
+def with_another_token(sample: Sample, at: int) -> Sample:
+    """Where it has one at `at`, which counts from the end."""
+    ids = sample.completion_ids.copy()
+    ids[at:][:1] = (ids[at:][:1] + 5) % ODD.vocab_size
+    return replace(sample, completion_ids=ids)
 
 
 def test_a_fresh_head_says_zero_everywhere_and_learns():
