@@ -94,7 +94,7 @@ class ContinuousBatching:
             if waiting and engine.num_free:
                 self._prefill_ahead(waiting)
                 engine.admit([waiting.popleft() for _ in range(min(engine.num_free, len(waiting)))])
-            elif not waiting:
+            if not waiting:
                 engine.compact()
             self._start(finished, is_waiting=bool(waiting))
             # The devices decode while the host reads what they have drawn before.

@@ -163,8 +163,12 @@ class SlotEngine:
         self.load(weights, policy_version=policy_version)
 
     def load(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Goes on with other weights. Rows keep their caches, and the noise that they began with."""
+        """Goes on with other weights. Rows keep their caches, and the noise that they began with.
+
+        Prompts are read anew for what is admitted from now on.
+        """
         self._weights, self._policy_version = weights, policy_version
+        self._pooled.clear()
 
     def close(self) -> None:
         """Frees the devices. Samples that are not done are gone, and so are the caches of suspended ones."""
@@ -200,7 +204,7 @@ class SlotEngine:
         """Reads the distinct ones among them that are not in the pool; those used longest ago make room."""
         wanted = {_key(prompt): prompt for prompt in prompts}
         assert len(wanted) <= self.shapes.num_pooled
-        for key in wanted.keys() & self._pooled.keys():
+        for key in [key for key in wanted if key in self._pooled]:
             self._pooled[key] = self._pooled.pop(key)
         by_rung: dict[int, list[bytes]] = {}
         for key, prompt in wanted.items():

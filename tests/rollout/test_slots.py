@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -201,6 +202,36 @@ def test_each_distinct_prompt_is_read_once():
     assert counts.prompt_tokens == GROUP_SIZE * (distinct + len(twin.token_ids))
     assert counts.drawn_tokens == 5 * len(samples) <= counts.row_steps
     assert not {s.completion for s in samples if s.prompt is twin} & {s.completion for s in samples[:GROUP_SIZE]}
+
+
+def test_after_new_weights_prompts_are_read_anew():
+    engine = slots_of(True)
+    other = jax.tree.map(lambda x: 1.5 * x, weights_on())
+    prompt = PROMPTS[0]
+
+    def first_logprob(*loads: DecodeWeights) -> float:
+        engine.open(loads[0], rules=SamplingRules(1.0), seed=0, policy_version=3)
+        engine.prefill([prompt])
+        for weights in loads[1:]:
+            engine.load(weights, policy_version=4)
+        row = Row(prompt, 0, 1, policy_version=3)
+        engine.admit([row])
+        engine.start(length=1)
+        engine.wait().collect()
+        engine.close()
+        return row.logprobs[0]
+
+    assert first_logprob(weights_on(), other) == first_logprob(other) != first_logprob(weights_on())
+
+
+def test_few_samples_in_many_slots_decode_in_the_small_program_at_once():
+    engine = slots_of(False)
+    engine.tally.take()
+    samples = generate(engine, PROMPTS[:1], 8)
+    counts = engine.tally.take()
+    assert len(samples) == engine.shapes.batch_rungs[0] == 4
+    assert counts.segments == 1
+    assert counts.row_steps == counts.drawn_tokens == 4 * 8
 
 
 def test_one_batch_to_the_end_is_counted_alike():

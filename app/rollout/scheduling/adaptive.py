@@ -91,22 +91,25 @@ class Adaptive(Policy):
         return [Eviction(entry.uid, "to heavy") for entry in long[:room]]
 
     def _spread(self, worker: Worker, movable: list[Entry]) -> list[Eviction]:
-        """When nothing waits, a worker that has run dry takes half of another's rows: fewer rows step faster.
+        """When nothing waits, workers that have run dry take up to half of another's rows: fewer rows step faster.
 
-        Not on the same device, where the two would take turns.
+        Not on the same device, where they would take turns.
         """
-        dry = any(
-            not other.is_busy and not other.rows and (other.device is None or other.device != worker.device)
+        room = sum(
+            other.slots
             for other in self.context.workers.values()
             if other is not worker
+            and not (other.is_busy or other.rows)
+            and (other.device is None or other.device != worker.device)
         )
-        return [Eviction(entry.uid, "spread") for entry in movable[: len(worker.rows) // 2]] if dry else []
+        return [Eviction(entry.uid, "spread") for entry in movable[: min(len(worker.rows) // 2, room)]]
 
     def offers(self, worker: Worker) -> bool:
         return len(self._queue) + len(self._long) > 0
 
     def take(self, worker: Worker) -> tuple[str, Role] | None:
-        first_long = worker.kind == "heavy" or not len(self._queue)
+        # Where no heavy worker is left, any one is theirs.
+        first_long = self.context.serves(worker, "heavy") or not len(self._queue)
         if first_long and (uid := self._long.take()) is not None:
             return uid, "heavy"
         uid = self._queue.take()
