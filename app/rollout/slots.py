@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -74,6 +74,18 @@ class Row:
     def is_collected(self) -> bool:
         """All tokens that it has drawn have come from the devices."""
         return sum(count for _, count in self.versions) == self.num_tokens
+
+    def rewound(self, num_tokens: int) -> Row:
+        """Another with its first tokens, or with all that were collected where those are fewer."""
+        row = replace(self, num_tokens=0, num_segments=0, finish_reason=None, drawn=[], versions=[])
+        for drawn, (version, count) in zip(self.drawn, self.versions, strict=False):
+            left = min(count, num_tokens - row.num_tokens)
+            if left > 0:
+                row.drawn.append(drawn[:, :left])
+                row.versions.append((version, left))
+                row.num_tokens += left
+                row.num_segments += 1
+        return row
 
     def forget(self) -> None:
         """Back to its prompt."""
