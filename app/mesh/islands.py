@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -15,7 +16,7 @@ from settings.rollout_section import WorkerPool
 def allot(pools: dict[str, WorkerPool], *, num_devices: int) -> list[tuple[int, ...]]:
     """The devices of each worker, by their numbers on this host, pool after pool.
 
-    Named devices are shared out among the workers of their pool, all others evenly among those of pools that name none.
+    Named devices are shared out evenly among the workers of their pool, all others among those of pools that name none.
     On a single device all workers take turns.
 
     Args:
@@ -35,20 +36,24 @@ def allot(pools: dict[str, WorkerPool], *, num_devices: int) -> list[tuple[int, 
         return [(0,)] * sum(pool.count for pool in pools.values())
     free = [device for device in range(num_devices) if device not in named]
     num_dealt = sum(pool.count for pool in pools.values() if pool.devices is None)
+    dealt = iter(_shares(free, num_dealt))
     islands: list[tuple[int, ...]] = []
     for name, pool in pools.items():
-        own = free if pool.devices is None else pool.devices
-        each = len(own) // (num_dealt if pool.devices is None else max(pool.count, 1)) if pool.count else 0
-        if pool.count and each == 0:
+        own, num_workers = (free, num_dealt) if pool.devices is None else (pool.devices, pool.count)
+        if pool.count and num_workers > len(own):
             raise InputError(
-                f"{name}.count: {len(own)} devices are there for {num_dealt if pool.devices is None else pool.count} "
-                "workers, and each needs one of its own; lower it"
+                f"{name}.count: {len(own)} devices are there for {num_workers} workers, and each needs one of its own; "
+                "lower it"
             )
-        islands += [tuple(own[i * each : (i + 1) * each]) for i in range(pool.count)]
-        if pool.devices is None:
-            free = free[pool.count * each :]
-            num_dealt -= pool.count
+        shares = dealt if pool.devices is None else iter(_shares(own, num_workers))
+        islands += itertools.islice(shares, pool.count)
     return islands
+
+
+def _shares(devices: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
+    """As many for each worker; what is left over stays idle."""
+    each = len(devices) // max(num_workers, 1)
+    return [tuple(devices[i * each : (i + 1) * each]) for i in range(num_workers)]
 
 
 def island(devices: Sequence[int], *, like: Mesh) -> Mesh:
