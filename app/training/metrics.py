@@ -253,10 +253,10 @@ def rollout_performance(tally: Tally) -> dict[str, float]:
     }
 
 
-def schedule_performance(found: Sequence[Figures]) -> dict[str, float]:
+def schedule_performance(found: Sequence[Figures]) -> dict[str, float | None]:
     """How good the schedules of a step's rollouts were, under `perf/rollout/`. Nothing where none was scheduled.
 
-    Shares are means over time; the recall is left out where no sample was long.
+    Shares are means over time; the recall is None where no sample was longer than others.
     """
     if not found:
         return {}
@@ -266,7 +266,7 @@ def schedule_performance(found: Sequence[Figures]) -> dict[str, float]:
         "perf/rollout/makespan_s": float(seconds.sum()),
         "perf/rollout/bubble": float(np.average([one.bubble for one in found], weights=seconds)),
         "perf/rollout/tail_fraction": float(np.average([one.tail_fraction for one in found], weights=seconds)),
-        **({"perf/rollout/probe_recall": float(np.mean(recalls))} if recalls else {}),
+        "perf/rollout/probe_recall": float(np.mean(recalls)) if recalls else None,
         "perf/rollout/breaker_trips": sum(one.breaker_trips for one in found),
         "perf/rollout/stolen": sum(one.stolen for one in found),
         "perf/rollout/repacked_tokens": sum(one.repacked_tokens for one in found),
