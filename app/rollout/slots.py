@@ -133,6 +133,7 @@ class SlotEngine:
         eos_ids: every token id that ends a sequence.
         exact: a suspended sample without its cache is drawn anew from its prompt by the same programs, which gives the
             same tokens; else they are read again in one pass, which rounds differently.
+        programs: of another engine that differs in nothing, to compile them once.
     """
 
     def __init__(
@@ -144,11 +145,12 @@ class SlotEngine:
         eos_ids: Sequence[int],
         dtype: jnp.dtype,
         exact: bool,
+        programs: SlotPrograms | None = None,
     ):
         self.shapes = shapes
         self.exact = exact
         self.tally = Tally()
-        self.programs = SlotPrograms(definition, mesh, shapes, dtype=dtype, num_eos=len(eos_ids))
+        self.programs = programs or SlotPrograms(definition, mesh, shapes, dtype=dtype, num_eos=len(eos_ids))
         self._mesh = mesh
         self._eos_ids = np.asarray(eos_ids, np.int32)
         self._rows: list[Row | None] = []

@@ -12,6 +12,7 @@ from app.policy.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
 from app.rollout.continuous import ContinuousBatching
 from app.rollout.scheduled import Schedule, ScheduledWorkers
+from app.rollout.slot_programs import SlotPrograms
 from app.rollout.slot_shapes import SlotShapes, slot_shapes
 from app.rollout.slots import SlotEngine
 from app.rollout.workers import Worker
@@ -58,13 +59,16 @@ def open_workers(
             "rollout.workers.fast.devices and rollout.workers.heavy.devices, or rollout.mode: fast"
         )
     are_shared = len(islands) > 1 and jax.local_device_count() == 1
+    compiled: dict[SlotShapes, SlotPrograms] = {}
     workers = []
     for i, (kind, devices) in enumerate(zip(kinds, islands, strict=True)):
         own = island(devices, like=mesh)
         num_slots = pools[f"rollout.workers.{kind}"].slots
         shards = placement.num_row_shards(own)
         shapes = _shapes(settings, num_slots, row_shards=shards, name=f"rollout.workers.{kind}.slots")
-        engine = _engine(settings, definition, tokenizer, own, shapes=shapes, dtype=dtype)
+        programs = compiled.get(shapes) if are_shared else None
+        engine = _engine(settings, definition, tokenizer, own, shapes=shapes, dtype=dtype, programs=programs)
+        compiled[shapes] = engine.programs
         number = i if kind == "fast" else i - rollout.workers.fast.count
         workers.append(Worker(f"{kind}-{number}", kind, engine, device="0" if are_shared else None))
     in_turn = rollout.workers.deterministic or len(workers) == 1 or are_shared
@@ -103,6 +107,8 @@ def _engine(
     *,
     shapes: SlotShapes,
     dtype: jnp.dtype,
+    programs: SlotPrograms | None = None,
 ) -> SlotEngine:
     exact = settings.rollout.mode == "exact"
-    return SlotEngine(definition, mesh, shapes, eos_ids=tokenizer.eos_ids, dtype=dtype, exact=exact)
+    eos_ids = tokenizer.eos_ids
+    return SlotEngine(definition, mesh, shapes, eos_ids=eos_ids, dtype=dtype, exact=exact, programs=programs)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -32,15 +34,31 @@ SHORT = Segment(min=1, max=5, overhead_steps=0.5)
 KINDS: tuple[Kind, ...] = ("fast", "heavy", "fast")
 
 
+class Mortal(SlotEngine):
+    """Fails once it has no lives left: each segment takes one."""
+
+    lives = math.inf
+
+    def wait(self) -> RanSegment:
+        self.lives -= 1
+        if self.lives < 0:
+            raise RuntimeError("the device is gone")
+        return super().wait()
+
+
 @functools.cache
-def engine_on(device: int, *, exact: bool = True) -> SlotEngine:
+def engine_on(device: int, *, exact: bool = True) -> Mortal:
     """Four slots on one device."""
-    return on_device(SlotEngine, device, exact=exact)
-
-
-def on_device(kind: type[SlotEngine], device: int, *, exact: bool) -> SlotEngine:
     shapes = new_slots(4, exact=exact).shapes
-    return kind(DEFINITION, mesh_of(device), shapes, eos_ids=(), dtype=FLOAT32, exact=exact)
+    return Mortal(DEFINITION, mesh_of(device), shapes, eos_ids=(), dtype=FLOAT32, exact=exact)
+
+
+@contextmanager
+def dying(worker: Worker, *, lives: int) -> Iterator[None]:
+    assert isinstance(worker.engine, Mortal)
+    worker.engine.lives = lives
+    yield
+    worker.engine.lives = math.inf
 
 
 def mesh_of(*devices: int) -> Mesh:
@@ -103,8 +121,11 @@ def test_suspended_rows_move_to_other_devices_with_their_caches() -> None:
 
 
 def test_workers_that_share_a_device_take_turns_on_it() -> None:
-    engines = engine_on(0), on_device(SlotEngine, 0, exact=True)
-    twins = [Worker(f"{kind}-0", kind, engine, device="0") for kind, engine in zip(KINDS, engines, strict=False)]
+    engine = engine_on(0)
+    twin = SlotEngine(
+        *(DEFINITION, mesh_of(0), engine.shapes), eos_ids=(), dtype=FLOAT32, exact=True, programs=engine.programs
+    )
+    twins = [Worker(f"{kind}-0", kind, engine, device="0") for kind, engine in zip(KINDS, (engine, twin), strict=False)]
     made = scheduled(twins, in_turn=True)
     assert bits(samples_of(made)) == bits(expected())
     busy = sorted({(span.start_s, span.worker) for span in spans(made.records) if span.slot == 0})
@@ -112,43 +133,24 @@ def test_workers_that_share_a_device_take_turns_on_it() -> None:
     assert figures(made.records).bubble >= 0.5
 
 
-class Dying(SlotEngine):
-    """Fails at a segment of its life, and at every one after it."""
-
-    lives = 3
-
-    def wait(self) -> RanSegment:
-        self.lives -= 1
-        if self.lives <= 0:
-            raise RuntimeError("the device is gone")
-        return super().wait()
-
-
 @pytest.mark.parametrize("in_turn", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_worker_that_dies_loses_nothing(policy: str, in_turn: bool) -> None:
-    engine = dying_engine(exact=True)
-    engine.lives = 3 if policy != "sync" else 2
-    made = scheduled([*workers_on(1), Worker("heavy-0", "heavy", engine)], policy, in_turn=in_turn)
-    assert bits(samples_of(made)) == bits(expected())
-    lost = [record.event for record in made.records if isinstance(record.event, WorkerLost)]
-    if policy == "adaptive":
-        assert [one.worker for one in lost] == ["heavy-0"] and "the device is gone" in lost[0].why
-        assert any(one.how == "replay" for one in admitted(made))
-
-
-@functools.cache
-def dying_engine(*, exact: bool) -> Dying:
-    engine = on_device(Dying, 1, exact=exact)
-    assert isinstance(engine, Dying)
-    return engine
+    workers = workers_on(2)
+    made = scheduled(workers, policy, in_turn=in_turn)
+    with dying(workers[0], lives=2):
+        assert bits(samples_of(made)) == bits(expected())
+    (lost,) = [record.event for record in made.records if isinstance(record.event, WorkerLost)]
+    assert lost.worker == "fast-0" and "the device is gone" in lost.why
+    assert any(one.how == "replay" for one in admitted(made))
 
 
 def test_in_fast_mode_what_a_dead_worker_held_is_read_again() -> None:
-    engine = dying_engine(exact=False)
-    engine.lives = 3
-    made = scheduled([*workers_on(1, exact=False), Worker("heavy-0", "heavy", engine)], in_turn=True)
-    for ours, theirs in zip(samples_of(made), expected(), strict=True):
+    workers = workers_on(2, exact=False)
+    made = scheduled(workers, in_turn=True)
+    with dying(workers[1], lives=2):
+        samples = samples_of(made)
+    for ours, theirs in zip(samples, expected(), strict=True):
         np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
         np.testing.assert_allclose(ours.behavior_logprobs, theirs.behavior_logprobs, atol=1e-4)
     again = [one for one in admitted(made) if one.how == "prefill" and one.num_tokens]
@@ -157,10 +159,10 @@ def test_in_fast_mode_what_a_dead_worker_held_is_read_again() -> None:
 
 
 def test_what_the_last_worker_failed_with_is_raised() -> None:
-    engine = dying_engine(exact=True)
-    engine.lives = 2
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        samples_of(scheduled([Worker("heavy-0", "heavy", engine)]))
+    workers = workers_on(2)
+    with dying(workers[0], lives=1), dying(workers[1], lives=2), pytest.raises(RuntimeError, match="device is gone"):
+        samples_of(scheduled(workers))
+    assert bits(samples_of(scheduled(workers))) == bits(expected())
 
 
 def test_a_real_log_replays_in_the_core(tmp_path: Path) -> None:
