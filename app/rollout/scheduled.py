@@ -221,6 +221,7 @@ class _Run:
         self._submit(rows)
         for uid in list(self._rows):
             while self._rows[uid].finish_reason is None or self.scheduler.ledger[uid].finish is None:
+                assert any(worker.is_busy for worker in self.scheduler.context.workers.values()), "nobody decodes"
                 self._advance(self._driver.next())
             yield self._rows[uid]
 

@@ -31,7 +31,7 @@ def open_slots(
     num_slots = settings.rollout.slots
     if num_slots is None:
         return None
-    _check_one_host(f"rollout.slots: {num_slots} slots are filled")
+    _check_one_host(f"rollout.slots: {num_slots} slots are filled by one host")
     shapes = _shapes(settings, num_slots, row_shards=placement.num_row_shards(mesh))
     engine = _engine(settings, definition, tokenizer, mesh, shapes=shapes, dtype=dtype)
     return ContinuousBatching(engine, decode_text=tokenizer.decode, rule=settings.rollout.segment)
@@ -48,7 +48,7 @@ def open_workers(
     rollout = settings.rollout
     if rollout.scheduler is None or not rollout.has_workers:
         return None
-    _check_one_host(f"rollout.scheduler: {rollout.scheduler} schedules workers")
+    _check_one_host(f"rollout.scheduler: {rollout.scheduler} schedules the workers of one host")
     kinds = ["fast"] * rollout.workers.fast.count + ["heavy"] * rollout.workers.heavy.count
     pools = {"rollout.workers.fast": rollout.workers.fast, "rollout.workers.heavy": rollout.workers.heavy}
     islands = allot(pools, num_devices=jax.local_device_count())
@@ -79,8 +79,8 @@ def open_workers(
 def _check_one_host(what: str) -> None:
     if jax.process_count() > 1:
         raise InputError(
-            f"{what} by one host, and {jax.process_count()} have joined; leave it null, so that all hosts generate one "
-            "batch together"
+            f"{what}, and {jax.process_count()} have joined; leave it null, so that all hosts generate one batch "
+            "together"
         )
 
 

@@ -262,7 +262,13 @@ class Session:
 
     def footprint(self, shape: BatchShape) -> Footprint:
         """What generation in such a shape holds on the devices."""
-        return self.queue.footprint() if self.queue else self.engine.footprint(shape)
+        whole = self.engine.footprint(shape)
+        if self.queue is None:
+            return whole
+        found = self.queue.footprint()
+        # Islands hold copies of the weights that lie on the whole mesh.
+        has_copies = self.workers is not None and self.mesh.size > 1
+        return found._replace(weights=(whole.weights, found.weights)) if has_copies else found
 
     def score(
         self, params: Params, samples: Sequence[Sample], role: ScoredRole, *, cut: Cutter

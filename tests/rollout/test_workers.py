@@ -24,6 +24,7 @@ from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.slots import Segment as RanSegment
 from app.rollout.slots import SlotEngine
 from app.rollout.workers import Worker
+from app.training.metrics import CompilationCounter
 from settings.rollout_section import Pdsr, Segment
 from tests.rollout.test_slots import ARGUMENTS, DEFINITION, FLOAT32, LENGTHS, PROMPTS, generate, new_slots, weights_on
 from tests.tiny import make_mesh, spell
@@ -118,6 +119,10 @@ def test_suspended_rows_move_to_other_devices_with_their_caches() -> None:
     assert any(isinstance(command, Suspend) for command in commands_of(made))
     assert {one.source for one in moved} >= {"fast-0"} and all(one.num_tokens for one in moved)
     assert figures(made.records).repacked_tokens == 0
+    compilations = CompilationCounter()
+    samples_of(made)
+    assert compilations.take() == 0
+    compilations.close()
 
 
 def test_workers_that_share_a_device_take_turns_on_it() -> None:
