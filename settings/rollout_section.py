@@ -87,6 +87,12 @@ class WorkerPool(Section):
 class Workers(Section):
     fast: WorkerPool = WorkerPool()
     heavy: WorkerPool = WorkerPool()
+    lease_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="A worker that is silent for so many seconds in a segment is given up, and its samples go on "
+        "elsewhere; any time when null. Not where one thread drives all workers.",
+    )
     deterministic: bool = Field(
         default=False,
         description="One thread drives all workers in turn, so that a rollout is scheduled the same every time; on a "

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,8 @@ class Schedule:
     segment: Segment
     in_turn: bool
     """One thread drives all workers: the same run, the same commands."""
+    lease_s: float | None = None
+    """How long a worker with a thread of its own may be silent in a segment; None: any time."""
 
 
 class ScheduledWorkers:
@@ -82,6 +85,7 @@ class ScheduledWorkers:
         self._history: dict[str, float] = {}
         """Prompt -> mean length of its samples when it came last."""
         self._figures: list[Figures] = []
+        self._stalled: dict[Worker, Thread] = {}
 
     def generate(
         self,
@@ -136,21 +140,38 @@ class ScheduledWorkers:
             self.workers[0].engine.check(row)
         suspends = self.schedule.policy != "sync" or len(self.workers) > 1
         opened: list[Worker] = []
-        driver = Turns() if self.schedule.in_turn else Threads(self.workers)
+        workers = self._awake()
+        driver = Turns() if self.schedule.in_turn else Threads(workers, lease_s=self.schedule.lease_s)
         try:
-            for worker in self.workers:
+            for worker in workers:
                 worker.open(weights, rules=rules, seed=seed, policy_version=policy_version, suspends=suspends)
                 opened.append(worker)
-            run = _Run(self._scheduler(rows), driver, self.workers, clock=self._clock_from_now())
+            run = _Run(self._scheduler(rows), driver, workers, clock=self._clock_from_now())
             self.start, self.records = run.scheduler.snapshot(), run.records
             for number, row in enumerate(run.in_order(rows)):
                 group_id = first_group_id + number // group_size
                 yield sample_of(row, group_id, decode_text=self._decode_text, truncates=rules.truncates)
             self._learn(run)
         finally:
-            driver.close()
+            self._stalled |= driver.close()
             for worker in opened:
+                if worker not in self._stalled:
+                    worker.close()
+
+    def _awake(self) -> list[Worker]:
+        """All workers but those that are still in a segment of an earlier rollout.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        for worker, thread in list(self._stalled.items()):
+            if not thread.is_alive():
                 worker.close()
+                del self._stalled[worker]
+        workers = [worker for worker in self.workers if worker not in self._stalled]
+        if not workers:
+            raise RuntimeError("every rollout worker has stalled in an earlier rollout")
+        return workers
 
     def _clock_from_now(self) -> Clock:
         start = self._clock()
@@ -296,8 +317,9 @@ class _Run:
         self._held.pop(committed.uid, None)
         if self._rows[committed.uid].finish_reason is None:
             # Truncated: to the engine it was not done.
-            self._rows[committed.uid] = self._best(committed.uid).rewound(committed.num_tokens)
-            self._rows[committed.uid].finish_reason = committed.finish
+            row = self._rows[committed.uid] = self._best(committed.uid).rewound(committed.num_tokens)
+            row.finish_reason = committed.finish
+            row.elapsed_s = time.perf_counter() - row.started_s
 
     def _take_back(self, worker: str) -> None:
         """The worker's rows as they were last committed, out of reach of whatever it may still do to them."""

@@ -6,12 +6,14 @@ run: `Threads` side by side, `Turns` by one thread, in an order that does not de
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -137,42 +139,83 @@ class Driver(Protocol):
         """Waits for the next worker that has something to say."""
         ...
 
-    def close(self) -> None:
-        """Waits for whatever still runs."""
+    def close(self) -> Mapping[Worker, Thread]:
+        """Waits for whatever still runs, but for workers that have stalled. Returns these."""
         ...
 
 
 class Threads:
-    """A thread for each worker. Whoever is done first is heard first."""
+    """A thread for each worker. Whoever is done first is heard first.
 
-    def __init__(self, workers: Sequence[Worker]):
-        self._threads = {worker: ThreadPoolExecutor(1, thread_name_prefix=worker.name) for worker in workers}
+    Args:
+        lease_s: how long a worker may be silent in a segment until it counts as failed; None: any time.
+    """
+
+    def __init__(self, workers: Sequence[Worker], *, lease_s: float | None):
+        self._lease_s = lease_s
+        self._inboxes: dict[Worker, SimpleQueue[_Job | None]] = {worker: SimpleQueue() for worker in workers}
         self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        self._due: dict[Worker, float] = {}
+        """When the lease of a worker that is in a segment ends, of `time.monotonic`."""
+        self._stalled: set[Worker] = set()
+        # Daemons: one that never comes back must not keep the program from ending.
+        self._threads = {
+            worker: Thread(target=_serve, args=(inbox,), name=worker.name, daemon=True)
+            for worker, inbox in self._inboxes.items()
+        }
+        for thread in self._threads.values():
+            thread.start()
 
     def suspend(self, worker: Worker, row: Row) -> Future[Suspended]:
-        future = self._threads[worker].submit(worker.suspend, row)
-        future.add_done_callback(lambda done: self._tell_failure(worker, done))
-        return future
+        return self._ask(worker, lambda: worker.suspend(row))
 
     def run(self, worker: Worker, command: RunSegment, admissions: Sequence[Admission]) -> None:
-        future = self._threads[worker].submit(self._segment, worker, command, admissions)
-        future.add_done_callback(lambda done: self._tell_failure(worker, done))
+        def segment() -> None:
+            worker.begin(command, admissions)
+            self._outcomes.put(Outcome(worker, worker.end()))
 
-    def _segment(self, worker: Worker, command: RunSegment, admissions: Sequence[Admission]) -> None:
-        worker.begin(command, admissions)
-        self._outcomes.put(Outcome(worker, worker.end()))
+        self._due[worker] = time.monotonic() + (math.inf if self._lease_s is None else self._lease_s)
+        self._ask(worker, segment)
 
-    def _tell_failure(self, worker: Worker, done: Future[Any]) -> None:
-        error = None if done.cancelled() else done.exception()
-        if error is not None:
-            self._outcomes.put(Outcome(worker, error if isinstance(error, Exception) else RuntimeError(repr(error))))
+    def _ask(self, worker: Worker, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.add_done_callback(lambda done: self._tell_failure(worker, done.exception()))
+        self._inboxes[worker].put((future, work))
+        return future
+
+    def _tell_failure(self, worker: Worker, error: BaseException | None) -> None:
+        if isinstance(error, Exception):
+            self._outcomes.put(Outcome(worker, error))
 
     def next(self) -> Outcome:
-        return self._outcomes.get()
+        left = min(self._due.values(), default=math.inf) - time.monotonic()
+        try:
+            outcome = self._outcomes.get(timeout=None if left == math.inf else max(left, 0.0))
+        except Empty:
+            late = min(self._due, key=lambda worker: self._due[worker])
+            outcome = Outcome(late, TimeoutError(f"silent for {self._lease_s} s"))
+            self._stalled.add(late)
+        self._due.pop(outcome.worker, None)
+        return outcome
 
-    def close(self) -> None:
-        for thread in self._threads.values():
-            thread.shutdown(wait=True, cancel_futures=True)
+    def close(self) -> dict[Worker, Thread]:
+        for inbox in self._inboxes.values():
+            inbox.put(None)
+        for worker in self._threads.keys() - self._stalled:
+            self._threads[worker].join()
+        return {worker: self._threads[worker] for worker in self._stalled}
+
+
+_Job = tuple[Future[Any], Callable[[], Any]]
+
+
+def _serve(inbox: SimpleQueue[_Job | None]) -> None:
+    while (job := inbox.get()) is not None:
+        future, work = job
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
 
 
 class Turns:
@@ -214,5 +257,6 @@ class Turns:
         self._free_at[device] = ended.at
         return Outcome(worker, ended)
 
-    def close(self) -> None:
+    def close(self) -> dict[Worker, Thread]:
         self._turns.clear()
+        return {}

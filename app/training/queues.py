@@ -72,7 +72,7 @@ def open_workers(
         number = i if kind == "fast" else i - rollout.workers.fast.count
         workers.append(Worker(f"{kind}-{number}", kind, engine, device="0" if are_shared else None))
     in_turn = rollout.workers.deterministic or len(workers) == 1 or are_shared
-    schedule = Schedule(rollout.scheduler, rollout.pdsr, rollout.segment, in_turn)
+    schedule = Schedule(rollout.scheduler, rollout.pdsr, rollout.segment, in_turn, rollout.workers.lease_s)
     return ScheduledWorkers(workers, schedule, decode_text=tokenizer.decode)
 
 

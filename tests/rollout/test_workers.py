@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +20,7 @@ from app.flow import Sample
 from app.mesh.islands import island
 from app.rollout.scheduled import Schedule, ScheduledWorkers
 from app.rollout.scheduling.event_log import replay, write_log
-from app.rollout.scheduling.events import Admit, Command, Kind, RunSegment, Suspend, WorkerLost, to_json
+from app.rollout.scheduling.events import Admit, Command, Kind, RunSegment, Suspend, WorkerJoined, WorkerLost, to_json
 from app.rollout.scheduling.figures import figures, spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.slots import Segment as RanSegment
@@ -39,8 +41,12 @@ class Mortal(SlotEngine):
     """Fails once it has no lives left: each segment takes one."""
 
     lives = math.inf
+    sleep: Event | None = None
+    """Until it is set, no segment ends."""
 
     def wait(self) -> RanSegment:
+        if self.sleep is not None:
+            self.sleep.wait()
         self.lives -= 1
         if self.lives < 0:
             raise RuntimeError("the device is gone")
@@ -71,9 +77,15 @@ def workers_on(num_workers: int, *, exact: bool = True) -> list[Worker]:
 
 
 def scheduled(
-    workers: Sequence[Worker], policy: str = "adaptive", *, in_turn: bool = False, pdsr: Pdsr = EAGER, **clock: object
+    workers: Sequence[Worker],
+    policy: str = "adaptive",
+    *,
+    in_turn: bool = False,
+    pdsr: Pdsr = EAGER,
+    lease_s: float | None = None,
+    **clock: Any,
 ) -> ScheduledWorkers:
-    return ScheduledWorkers(workers, Schedule(policy, pdsr, SHORT, in_turn), decode_text=spell, **clock)  # pyright: ignore[reportArgumentType]
+    return ScheduledWorkers(workers, Schedule(policy, pdsr, SHORT, in_turn, lease_s), decode_text=spell, **clock)
 
 
 def samples_of(made: ScheduledWorkers) -> list[Sample]:
@@ -148,6 +160,25 @@ def test_a_worker_that_dies_loses_nothing(policy: str, in_turn: bool) -> None:
     (lost,) = [record.event for record in made.records if isinstance(record.event, WorkerLost)]
     assert lost.worker == "fast-0" and "the device is gone" in lost.why
     assert any(one.how == "replay" for one in admitted(made))
+
+
+def test_a_worker_that_falls_asleep_is_given_up_until_it_wakes() -> None:
+    workers = workers_on(2)
+    sleeper = workers[1].engine
+    assert isinstance(sleeper, Mortal)
+    sleeper.sleep = Event()
+    made = scheduled(workers, lease_s=2.0)
+    assert bits(samples_of(made)) == bits(expected())
+    (lost,) = [record.event for record in made.records if isinstance(record.event, WorkerLost)]
+    assert lost.worker == "heavy-1" and "silent for 2.0 s" in lost.why
+    assert bits(samples_of(made)) == bits(expected())
+    assert {record.event.worker for record in made.records if isinstance(record.event, WorkerJoined)} == {"fast-0"}
+    sleeper.sleep.set()
+    for thread in made._stalled.values():
+        thread.join()
+    sleeper.sleep = None
+    assert bits(samples_of(made)) == bits(expected())
+    assert made._stalled == {}
 
 
 def test_in_fast_mode_what_a_dead_worker_held_is_read_again() -> None:
