@@ -10,9 +10,10 @@ import numpy as np
 from app.flow import Prompt, Sample
 from app.policy.kv_cache import DecodeWeights
 from app.rollout.engine import BatchShape, Footprint
+from app.rollout.rows import Row
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.segments import balanced_length, budget_length, finished_worth_leaving
-from app.rollout.slots import Row, Segment, SlotEngine
+from app.rollout.slots import Segment, SlotEngine
 from app.rollout.tally import Tally
 from settings.rollout_section import Segment as SegmentRule
 

@@ -17,6 +17,7 @@ from app.mesh.placement import bytes_per_device
 from app.policy.kv_cache import DecodeWeights
 from app.rollout.continuous import sample_of
 from app.rollout.engine import BatchShape, Footprint
+from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import (
@@ -36,7 +37,6 @@ from app.rollout.scheduling.events import (
 )
 from app.rollout.scheduling.figures import Figures, figures
 from app.rollout.scheduling.scheduler import Scheduler
-from app.rollout.slots import Row, Suspended
 from app.rollout.tally import Tally
 from app.rollout.workers import Admission, Clock, Driver, Outcome, Threads, Turns, Worker
 from settings.rollout_section import Pdsr, Segment

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from app.policy.kv_cache import DecodeWeights
+from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.events import Kind, RowReport, RunSegment, SegmentEnded
-from app.rollout.slots import Row, SlotEngine, Suspended
+from app.rollout.slots import SlotEngine
 
 Clock = Callable[[], float]
 """Seconds from any moment on."""
