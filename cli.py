@@ -132,7 +132,8 @@ def rollout(
         typer.Option(metavar="FILE.json", help="What decoding costs for --simulate.  [default: a 7B model on an H200]"),
     ] = None,
     timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE.png|.svg", help="Draw what every slot of --simulate does over time.")
+        Path | None,
+        typer.Option(metavar="FILE.png|.svg", help="Draw what every slot of rollout.scheduler or --simulate does."),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -142,7 +143,7 @@ def rollout(
         check = check_for_rollout if simulate is None else check_for_simulation
         resolved = _resolve(config, overrides, print_config=print_config, check=check)
         for option, given, wanted in (
-            *(("--cost", cost, True), ("--timeline", timeline, True)),
+            ("--cost", cost, True),
             *(("--prompts", prompts, False), ("--limit", limit, False)),
         ):
             if given is not None and wanted != (simulate is not None):
@@ -156,7 +157,7 @@ def rollout(
         out = _required(out, "--out")
         from app.training import stages
 
-        summary = stages.rollout(resolved, prompts=prompts, limit=limit, out=out)
+        summary = stages.rollout(resolved, prompts=prompts, limit=limit, out=out, timeline=timeline)
         _write(_as_text(summary, as_json=as_json), sys.stdout)
 
 

@@ -14,6 +14,7 @@ from settings.layers import place
 from settings.papers import COMPARING_SIBLINGS
 from settings.resolve import Resolved
 from settings.reward_section import MODEL_REWARD, OVERLONG
+from settings.schedule_checks import SCHEDULE, WORKERS
 from settings.unread import said_after_the_estimator
 
 Check = Callable[[Resolved], str | None]
@@ -37,8 +38,8 @@ def check_for_train(resolved: Resolved) -> None:
             said_after_the_estimator,
             _mini_batches_divide_the_step,
             _longest_sample_fits,
-            *_SCHEDULE,
-            _exact_samples_are_exact,
+            *SCHEDULE,
+            *WORKERS,
             _quotas_hold_the_longest_sample,
             _critic_warmup_ends,
             _warmup_ends,
@@ -51,12 +52,12 @@ def check_for_train(resolved: Resolved) -> None:
 
 def check_for_rollout(resolved: Resolved) -> None:
     """Raises InputError listing everything that keeps these settings from being sampled with."""
-    _run(resolved, (_longest_sample_fits, *_SCHEDULE, _exact_samples_are_exact, _processes_are_known))
+    _run(resolved, (_longest_sample_fits, *SCHEDULE, *WORKERS, _processes_are_known))
 
 
 def check_for_simulation(resolved: Resolved) -> None:
     """Raises InputError listing everything that keeps rollouts from being scheduled."""
-    _run(resolved, _SCHEDULE)
+    _run(resolved, SCHEDULE)
 
 
 def check_for_score(resolved: Resolved) -> None:
@@ -237,56 +238,6 @@ def _longest_sample_fits(resolved: Resolved) -> str | None:
         f"{longest} tokens, more than {resolved.named('rollout.max_length_total')}; "
         f"raise that to {longest} (or null){lower}"
     )
-
-
-def _segments_have_a_length(resolved: Resolved) -> str | None:
-    segment = resolved.settings.rollout.segment
-    if segment.min <= segment.max:
-        return None
-    return (
-        f"{resolved.named('rollout.segment.min')} is more than {resolved.named('rollout.segment.max')}; lower the "
-        "one or raise the other"
-    )
-
-
-def _the_window_holds_a_verdict(resolved: Resolved) -> str | None:
-    pdsr = resolved.settings.rollout.pdsr
-    if pdsr.window >= pdsr.window_min:
-        return None
-    return (
-        f"{resolved.named('rollout.pdsr.window')} is shorter than {resolved.named('rollout.pdsr.window_min')}, so "
-        "no prompt would ever be judged; raise it to that or more"
-    )
-
-
-def _somebody_decodes(resolved: Resolved) -> str | None:
-    workers = resolved.settings.rollout.workers
-    if workers.fast.count + workers.heavy.count > 0:
-        return None
-    return (
-        f"{resolved.named('rollout.workers.fast.count')} and {resolved.named('rollout.workers.heavy.count')}: "
-        "nobody would decode; set one of them to 1 or more"
-    )
-
-
-def _exact_samples_are_exact(resolved: Resolved) -> str | None:
-    settings = resolved.settings
-    if settings.rollout.mode != "exact":
-        return None
-    if settings.rollout.slots is None:
-        return (
-            f"{resolved.named('rollout.mode')}: samples are the same bit for bit where they always meet as many slots; "
-            "set rollout.slots, 16 for example, or rollout.mode: fast"
-        )
-    if settings.model.dtype != "float32":
-        return (
-            f"{resolved.named('rollout.mode')}: {resolved.named('model.dtype')} rounds differently in every batch; set "
-            "model.dtype: float32, or rollout.mode: fast"
-        )
-    return None
-
-
-_SCHEDULE = (_segments_have_a_length, _the_window_holds_a_verdict, _somebody_decodes)
 
 
 def _quotas_hold_the_longest_sample(resolved: Resolved) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -76,9 +76,25 @@ class Pdsr(Section):
 
 class WorkerPool(Section):
     count: int = Field(default=1, ge=0, le=4096, description="Workers of this kind; 0 = none.")
+    devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, strict=False)] | None = Field(
+        default=None,
+        description="Numbers of this host's devices that they share out evenly; those that no other worker names when "
+        "null. On a single device all workers take turns.",
+    )
     slots: int = Field(default=8, ge=1, le=MAX_SLOTS, description="Rows that each of them decodes at once.")
 
 
 class Workers(Section):
     fast: WorkerPool = WorkerPool()
     heavy: WorkerPool = WorkerPool()
+    lease_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="A worker that is silent for so many seconds in a segment is given up, and its samples go on "
+        "elsewhere; any time when null. Not where one thread drives all workers.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="One thread drives all workers in turn, so that a rollout is scheduled the same every time; on a "
+        "single device it always does.",
+    )

@@ -153,12 +153,28 @@ class Rollout(Section):
     )
     mode: Literal["exact", "fast"] = Field(
         default="fast",
-        description="With slots: caches and batches as large as they need to be (fast), or always of one size in "
-        "float32 (exact), so that no sample depends, bit for bit, on when it was generated and beside which others.",
+        description="With slots or workers: caches and batches as large as they need to be (fast), or always of one "
+        "size in float32 (exact), so that no sample depends, bit for bit, on when it was generated and beside which "
+        "others.",
+    )
+    scheduler: Literal["sync", "pdsr_v1", "pdsr_v2", "adaptive"] | None = Field(
+        default=None,
+        description="Who decides what the workers of `rollout.workers` do: a batch to its end, P-DSR of either "
+        "version, or longest expected first. No workers when null: all samples at once, or through `rollout.slots`.",
+    )
+    placement: Literal["island", "global"] = Field(
+        default="island",
+        description="With a scheduler: workers on devices of their own, or one batch over all devices, which only sync "
+        "schedules.",
     )
     segment: Segment = Segment()
     pdsr: Pdsr = Pdsr()
     workers: Workers = Workers()
+
+    @property
+    def has_workers(self) -> bool:
+        """Workers on devices of their own, rather than one batch or one queue over the whole mesh."""
+        return self.scheduler is not None and self.placement == "island"
 
 
 class Batching(Section):

@@ -9,9 +9,12 @@ import numpy as np
 
 from app.flow import Prompt, Sample
 from app.policy.kv_cache import DecodeWeights
+from app.rollout.engine import BatchShape, Footprint
+from app.rollout.rows import Row
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.segments import balanced_length, budget_length, finished_worth_leaving
-from app.rollout.slots import Row, Segment, SlotEngine
+from app.rollout.slots import Segment, SlotEngine
+from app.rollout.tally import Tally
 from settings.rollout_section import Segment as SegmentRule
 
 
@@ -79,11 +82,25 @@ class ContinuousBatching:
             number = 0
             for _ in self._run(rows):
                 while rows and rows[0].finish_reason and rows[0].is_collected:
-                    yield self._sample(rows.popleft(), first_group_id + number // group_size, truncates=rules.truncates)
+                    group_id = first_group_id + number // group_size
+                    yield sample_of(rows.popleft(), group_id, decode_text=self._decode_text, truncates=rules.truncates)
                     number += 1
         finally:
             self.engine.close()
         assert not rows
+
+    def take_tally(self) -> Tally:
+        """Of what was generated since the last call."""
+        return self.engine.tally.take()
+
+    @property
+    def batch_shape(self) -> BatchShape:
+        """At its fullest."""
+        return self.engine.batch_shape
+
+    def footprint(self) -> Footprint:
+        """What full slots hold on the devices."""
+        return self.engine.footprint()
 
     def _run(self, rows: Sequence[Row]) -> Iterator[None]:
         """Until every row is done, stopping wherever some may have become so."""
@@ -127,19 +144,21 @@ class ContinuousBatching:
             length = balanced_length(mean_length, **cost, **bounds)
         return engine.start(length=length, leave_when_finished=leave)
 
-    def _sample(self, row: Row, group_id: int, *, truncates: bool) -> Sample:
-        assert row.finish_reason is not None
-        ids = row.token_ids
-        return Sample(
-            prompt=row.prompt,
-            sample_index=row.sample_index,
-            group_id=group_id,
-            completion_ids=ids,
-            completion=self._decode_text(ids.tolist()),
-            behavior_logprobs=row.logprobs,
-            finish_reason=row.finish_reason,
-            policy_version=row.policy_version,
-            segments=row.num_segments,
-            elapsed_s=row.elapsed_s,
-            kept_mass_logs=row.kept_mass_logs if truncates else None,
-        )
+
+def sample_of(row: Row, group_id: int, *, decode_text: Callable[[Sequence[int]], str], truncates: bool) -> Sample:
+    """The record of a row that is done, its tokens collected."""
+    assert row.finish_reason is not None
+    ids = row.token_ids
+    return Sample(
+        prompt=row.prompt,
+        sample_index=row.sample_index,
+        group_id=group_id,
+        completion_ids=ids,
+        completion=decode_text(ids.tolist()),
+        behavior_logprobs=row.logprobs,
+        finish_reason=row.finish_reason,
+        policy_version=row.policy_version,
+        segments=row.num_segments,
+        elapsed_s=row.elapsed_s,
+        kept_mass_logs=row.kept_mass_logs if truncates else None,
+    )

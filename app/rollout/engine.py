@@ -87,7 +87,7 @@ class BatchShape(NamedTuple):
 class Footprint(NamedTuple):
     """What fills the devices while tokens are drawn, as shapes on their shardings."""
 
-    weights: DecodeWeights
+    weights: DecodeWeights | tuple[DecodeWeights, ...]
     prompts: Cache
     """Of the prefilled prompts; gone once every slot has its copy."""
     slots: Cache

@@ -68,6 +68,7 @@ def slot_shapes(
     segment_max: int,
     exact: bool,
     row_shards: int = 1,
+    name: str = "rollout.slots",
 ) -> SlotShapes:
     """The sizes for prompts and completions of up to so many tokens.
 
@@ -76,13 +77,14 @@ def slot_shapes(
         exact: a sample always meets programs of the same sizes: one batch, one cache, and its prompt alone in the
             rung of its own length.
         row_shards: devices that the slots are split over.
+        name: the setting that the number of slots comes from.
 
     Raises:
         InputError: the slots cannot be split so.
     """
     if num_slots % row_shards:
         raise InputError(
-            f"rollout.slots: {num_slots} cannot be split over the {row_shards} devices that hold rows (mesh.shape); "
+            f"{name}: {num_slots} cannot be split over the {row_shards} devices that hold rows (mesh.shape); "
             f"set it to a multiple of {row_shards}"
         )
     prompts = _rungs(max_prompt_length, smallest=prefill_length_min)

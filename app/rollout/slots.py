@@ -8,86 +8,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Int32
 
 from app.flow import Prompt
 from app.policy.decoder import DecoderDefinition
-from app.policy.kv_cache import Cache, DecodeWeights
+from app.policy.kv_cache import DecodeWeights
 from app.rollout.engine import BatchShape, Footprint
+from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules, uid_words
 from app.rollout.slot_programs import Limits, RowStatus, RowTable, SlotPrograms, as_arrays
 from app.rollout.slot_shapes import SlotShapes
 from app.rollout.tally import Tally
 from settings.errors import InputError
-
-
-@dataclass(eq=False)
-class Row:
-    """A sample on its way, from its first slot to its last token."""
-
-    prompt: Prompt
-    sample_index: int
-    max_new_tokens: int
-    policy_version: int
-    """Keys its noise, wherever and whenever it goes on."""
-    num_tokens: int = 0
-    """Drawn so far."""
-    num_segments: int = 0
-    started_s: float = 0.0
-    """Of `time.perf_counter`, when it first came into a slot."""
-    elapsed_s: float = 0.0
-    """From then on, until it was done."""
-    finish_reason: str | None = None
-    """`stop` or `length` once it is done."""
-    drawn: list[np.ndarray] = field(default_factory=list)
-    """int32 [3, tokens] of each segment: ids, and the bits of logprobs and logs of kept mass."""
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """(version of the weights, tokens) of each segment."""
-
-    @property
-    def uid(self) -> str:
-        return f"{self.prompt.uid}/s{self.sample_index}"
-
-    @property
-    def token_ids(self) -> Int32[np.ndarray, "C"]:
-        return self._joined[0]
-
-    @property
-    def logprobs(self) -> Float32[np.ndarray, "C"]:
-        return self._joined[1].view(np.float32)
-
-    @property
-    def kept_mass_logs(self) -> Float32[np.ndarray, "C"]:
-        return self._joined[2].view(np.float32)
-
-    @property
-    def _joined(self) -> Int32[np.ndarray, "3 C"]:
-        return np.concatenate([np.zeros((3, 0), np.int32), *self.drawn], axis=1)
-
-    @property
-    def is_collected(self) -> bool:
-        """All tokens that it has drawn have come from the devices."""
-        return sum(count for _, count in self.versions) == self.num_tokens
-
-    def forget(self) -> None:
-        """Back to its prompt."""
-        self.num_tokens = 0
-        self.drawn.clear()
-        self.versions.clear()
-
-
-class Suspended(NamedTuple):
-    """A sample out of its slot."""
-
-    row: Row
-    cache: Cache | None
-    """On the devices that it ran on; without it the sample goes on all the same, at the price of computing it anew."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +58,7 @@ class SlotEngine:
         eos_ids: every token id that ends a sequence.
         exact: a suspended sample without its cache is drawn anew from its prompt by the same programs, which gives the
             same tokens; else they are read again in one pass, which rounds differently.
+        programs: of another engine that differs in nothing, to compile them once.
     """
 
     def __init__(
@@ -132,11 +70,12 @@ class SlotEngine:
         eos_ids: Sequence[int],
         dtype: jnp.dtype,
         exact: bool,
+        programs: SlotPrograms | None = None,
     ):
         self.shapes = shapes
         self.exact = exact
         self.tally = Tally()
-        self.programs = SlotPrograms(definition, mesh, shapes, dtype=dtype, num_eos=len(eos_ids))
+        self.programs = programs or SlotPrograms(definition, mesh, shapes, dtype=dtype, num_eos=len(eos_ids))
         self._mesh = mesh
         self._eos_ids = np.asarray(eos_ids, np.int32)
         self._rows: list[Row | None] = []

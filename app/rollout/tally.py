@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -24,6 +25,10 @@ class Tally:
         self.segments += 1
         self.row_steps += steps * num_rows
         self.drawn_tokens += drawn
+
+    @classmethod
+    def sum(cls, tallies: Iterable[Tally]) -> Tally:
+        return cls(*map(sum, zip(*(vars(tally).values() for tally in tallies), strict=True)))
 
     def take(self) -> Tally:
         """The counts, which start again from 0."""

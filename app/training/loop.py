@@ -32,6 +32,7 @@ from app.training.metrics import (
     reward_counts,
     rollout_performance,
     sample_metrics,
+    schedule_performance,
     step_performance,
 )
 from app.training.narrator import Narrator
@@ -84,7 +85,7 @@ class Trainer:
             # A policy that stands still has the same KL whatever its coefficient.
             state = replace(state, kl_coef=credited.kl_coef) if learns else state
         told = {**reward_counts(scored), **refill_metrics(refilled, scored.samples)}
-        told |= rollout_performance(self.session.take_tally())
+        told |= rollout_performance(self.session.take_tally()) | schedule_performance(self.session.take_figures())
         rewarded = {**sample_metrics(samples, self.rewards.names), **told, **asking}
         sampled, learned = Tokens.of(scored.samples, samples)
         work = work_of(self.settings, self.session, policy_learns=learns)
@@ -230,6 +231,7 @@ class Trainer:
         judged = evaluate(self.session, weights, prompts, self.rewards, Moment(step, self.settings.run.steps))
         # The next step tells of its own rollouts alone.
         self.session.take_tally()
+        self.session.take_figures()
         board.tell(judged.notices)
         _check_rewards(judged)
         return judged

@@ -19,6 +19,7 @@ from app.flow import Sample
 from app.masked import Moments, joint_moments
 from app.mesh.placement import bytes_over_hosts, gather_over_hosts, moments_over_hosts, sum_over_hosts
 from app.reward.weighing import Scored
+from app.rollout.scheduling.figures import Figures
 from app.rollout.tally import Tally
 from app.training.refill import Refilled
 
@@ -249,6 +250,26 @@ def rollout_performance(tally: Tally) -> dict[str, float]:
         "perf/rollout/segments": total.segments / jax.process_count(),
         "perf/rollout/prefill_tokens_saved": total.prompt_tokens - total.prefilled_tokens - total.reread_tokens,
         "perf/rollout/bubble": 1 - total.drawn_tokens / total.row_steps,
+    }
+
+
+def schedule_performance(found: Sequence[Figures]) -> dict[str, float | None]:
+    """How good the schedules of a step's rollouts were, under `perf/rollout/`. Nothing where none was scheduled.
+
+    Shares are means over time; the recall is None where no sample was longer than others.
+    """
+    if not found:
+        return {}
+    seconds = np.asarray([one.makespan_s for one in found])
+    recalls = [one.probe_recall for one in found if one.probe_recall is not None]
+    return {
+        "perf/rollout/makespan_s": float(seconds.sum()),
+        "perf/rollout/bubble": float(np.average([one.bubble for one in found], weights=seconds)),
+        "perf/rollout/tail_fraction": float(np.average([one.tail_fraction for one in found], weights=seconds)),
+        "perf/rollout/probe_recall": float(np.mean(recalls)) if recalls else None,
+        "perf/rollout/breaker_trips": sum(one.breaker_trips for one in found),
+        "perf/rollout/stolen": sum(one.stolen for one in found),
+        "perf/rollout/repacked_tokens": sum(one.repacked_tokens for one in found),
     }
 
 

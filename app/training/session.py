@@ -23,10 +23,11 @@ from app.prompts.tokenizer import Tokenizer, ids_fingerprint, load_fast_tokenize
 from app.rollout.continuous import ContinuousBatching
 from app.rollout.engine import BatchShape, Engine, Footprint
 from app.rollout.sampling import SamplingRules
-from app.rollout.slot_shapes import slot_shapes
-from app.rollout.slots import SlotEngine
+from app.rollout.scheduled import ScheduledWorkers
+from app.rollout.scheduling.figures import Figures
 from app.rollout.tally import Tally
 from app.score.scorer import Pass, RowPass, Scorer, Valuer, with_a_token_behind
+from app.training.queues import open_slots, open_workers
 from settings import Settings
 from settings.errors import InputError
 from settings.schema import ScoredRole
@@ -145,6 +146,8 @@ class Session:
     critic: Critic | None = None
     slots: ContinuousBatching | None = None
     """Generates instead of the engine where `rollout.slots` is set."""
+    workers: ScheduledWorkers | None = None
+    """Generate instead of both where `rollout.scheduler` is set."""
 
     @classmethod
     def open(cls, settings: Settings, model: ModelInput, critic: CriticInput | None = None) -> Session:
@@ -162,12 +165,9 @@ class Session:
         )
         scorer = Scorer(model.definition, mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
         valuer = None if critic is None else Critic(critic, Valuer(critic.definition, mesh, dtype=dtype))
-        slots = (
-            None
-            if settings.rollout.slots is None
-            else _open_slots(settings, model, mesh, num_slots=settings.rollout.slots)
-        )
-        return cls(settings, model, mesh, engine, scorer, valuer, slots)
+        slots = open_slots(settings, model.definition, model.tokenizer, mesh, dtype=dtype)
+        workers = open_workers(settings, model.definition, model.tokenizer, mesh, dtype=dtype)
+        return cls(settings, model, mesh, engine, scorer, valuer, slots, workers)
 
     def architecture_of(self, role: ScoredRole) -> Architecture:
         """Of the network that scores for a role."""
@@ -196,10 +196,10 @@ class Session:
         )
 
     def stream(self, weights: DecodeWeights, prompts: Sequence[Prompt]) -> Iterator[Sample]:
-        """A rollout of any number of prompts through slots, one sample after the other."""
-        assert self.slots is not None
+        """A rollout of any number of prompts through slots or workers, one sample after the other."""
+        assert self.queue is not None
         rollout = self.settings.rollout
-        return self.slots.stream(
+        return self.queue.stream(
             weights,
             prompts,
             group_size=rollout.group_size,
@@ -208,6 +208,11 @@ class Session:
             seed=self.settings.run.seed,
             policy_version=0,
         )
+
+    @property
+    def queue(self) -> ContinuousBatching | ScheduledWorkers | None:
+        """What takes any number of samples at once, if there is such a thing."""
+        return self.workers or self.slots
 
     @property
     def _rules(self) -> SamplingRules:
@@ -224,8 +229,8 @@ class Session:
         policy_version: int,
         first_group_id: int = 0,
     ) -> list[Sample]:
-        """Through slots where there are any, else in one batch to the end."""
-        return (self.slots or self.engine).generate(
+        """Through workers or slots where there are any, else in one batch to the end."""
+        return (self.queue or self.engine).generate(
             weights,
             prompts,
             group_size=group_size,
@@ -238,12 +243,16 @@ class Session:
 
     def take_tally(self) -> Tally:
         """Of what was generated since the last call."""
-        return (self.slots.engine if self.slots else self.engine).tally.take()
+        return self.queue.take_tally() if self.queue else self.engine.tally.take()
+
+    def take_figures(self) -> list[Figures]:
+        """How good the schedules were since the last call; nothing where nothing is scheduled."""
+        return self.workers.take_figures() if self.workers else []
 
     def generation_shape(self, *, num_prompts: int, group_size: int, longest_prompt: int) -> BatchShape:
         """In which so many prompts of this host are generated from."""
-        if self.slots:
-            return self.slots.engine.batch_shape
+        if self.queue:
+            return self.queue.batch_shape
         return self.engine.batch_shape(
             num_prompts=num_prompts,
             group_size=group_size,
@@ -253,7 +262,13 @@ class Session:
 
     def footprint(self, shape: BatchShape) -> Footprint:
         """What generation in such a shape holds on the devices."""
-        return self.slots.engine.footprint() if self.slots else self.engine.footprint(shape)
+        whole = self.engine.footprint(shape)
+        if self.queue is None:
+            return whole
+        found = self.queue.footprint()
+        # Islands hold copies of the weights that lie on the whole mesh.
+        has_copies = self.workers is not None and self.mesh.size > 1
+        return found._replace(weights=(whole.weights, found.weights)) if has_copies else found
 
     def score(
         self, params: Params, samples: Sequence[Sample], role: ScoredRole, *, cut: Cutter
@@ -284,33 +299,6 @@ class Session:
 
     def _run_of(self, rows: RowPass, role: ScoredRole) -> Pass:
         return rows.scanned if self.settings.score.of(role).strategy == "scan" else rows.one_by_one
-
-
-def _open_slots(settings: Settings, model: ModelInput, mesh: Mesh, *, num_slots: int) -> ContinuousBatching:
-    """Compiles nothing yet.
-
-    Raises:
-        InputError: several hosts, or devices that the slots cannot be split over.
-    """
-    if jax.process_count() > 1:
-        raise InputError(
-            f"rollout.slots: {num_slots} slots are filled by one host, and {jax.process_count()} have joined; leave it "
-            "null, so that all hosts generate one batch together"
-        )
-    rollout, exact = settings.rollout, settings.rollout.mode == "exact"
-    shapes = slot_shapes(
-        num_slots,
-        max_prompt_length=settings.data.max_prompt_length,
-        max_new_tokens=rollout.max_new_tokens,
-        prefill_length_min=rollout.prefill_length_min,
-        num_pooled=rollout.prompts_per_step,
-        segment_max=rollout.segment.max,
-        exact=exact,
-        row_shards=placement.num_row_shards(mesh),
-    )
-    eos_ids, dtype = model.tokenizer.eos_ids, compute_type(settings)
-    engine = SlotEngine(model.definition, mesh, shapes, eos_ids=eos_ids, dtype=dtype, exact=exact)
-    return ContinuousBatching(engine, decode_text=model.tokenizer.decode, rule=rollout.segment)
 
 
 def open_mesh(settings: Settings) -> Mesh:

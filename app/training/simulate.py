@@ -163,7 +163,8 @@ def compare(
         lower_bound_s=bound,
         policies=policies,
     )
-    return simulation, [panel(one.policy, runs[one.policy], one.figures, workers, bound) for one in policies]
+    slots = tuple((spec.name, spec.slots) for spec in workers)
+    return simulation, [panel(one.policy, runs[one.policy], one.figures, slots, bound) for one in policies]
 
 
 def _run(
@@ -181,14 +182,21 @@ def _run(
 
 
 def panel(
-    name: str, records: Sequence[LogRecord], found: Figures, workers: Sequence[WorkerSpec], bound: float | None
+    name: str,
+    records: Sequence[LogRecord],
+    found: Figures,
+    slots: tuple[tuple[str, int], ...],
+    bound: float | None,
 ) -> TimelinePanel:
-    """The log of a rollout, drawn; a worker that came back under another name goes on in its old lane."""
+    """The log of a rollout, drawn; a worker that came back under another name goes on in its old lane.
+
+    Args:
+        slots: of each worker.
+    """
     bars = tuple(
         Bar(one.worker.partition("#")[0], one.slot, one.start_s, one.end_s, one.role or "suspended", one.uid)
         for one in spans(records)
     )
     over = "" if bound is None else f", {found.makespan_s / bound:.2f} x the bound"
     title = f"{name}: {found.makespan_s:.3g} s{over}, bubble {found.bubble:.0%}, tail {found.tail_fraction:.0%}"
-    slots = tuple((spec.name, spec.slots) for spec in workers)
     return TimelinePanel(title, slots, bars, found.makespan_s, bound)

@@ -20,19 +20,29 @@ from app.policy.kv_cache import DecodeWeights
 from app.prompts.dataset import load_dataset
 from app.prompts.encode import encode_prompts
 from app.prompts.source import load_training_data
+from app.report.timeline import timeline_picture
 from app.sample_records import sample_to_record
 from app.training.session import Session, check_context, open_on_one_host, read_model_input
-from settings import Resolved
+from app.training.simulate import panel, timeline_kind
+from app.whole_file import write_whole
+from settings import Resolved, Settings
+from settings.errors import InputError
 
 
-def rollout(resolved: Resolved, *, prompts: Path | None, limit: int | None, out: Path) -> dict[str, Any]:
+def rollout(
+    resolved: Resolved, *, prompts: Path | None, limit: int | None, out: Path, timeline: Path | None = None
+) -> dict[str, Any]:
     """Samples every prompt (the first `limit`) `rollout.group_size` times and writes the records to `out`.
+
+    Args:
+        timeline: where the picture of what the workers did goes.
 
     Raises:
         InputError: settings, model, prompts or output file that cannot be used.
     """
     settings = resolved.settings
     check_output(out)
+    _check_timeline(timeline, settings)
     model = read_model_input(settings)
     check_context(model.architecture, settings, path=settings.model.path)
     if prompts is None:
@@ -58,19 +68,53 @@ def rollout(resolved: Resolved, *, prompts: Path | None, limit: int | None, out:
     start = time.perf_counter()
     write_jsonl(out, (sample_to_record(s) for s in counter.count(_sampled(session, weights, encoded))))
     seconds = time.perf_counter() - start
+    scheduled = _scheduled(session, timeline)
     return {
         "prompts": len(encoded),
         "dropped prompts": report.dropped,
         **counter.figures(),
         "seconds": round(seconds, 2),
         "tokens per second": round(counter.num_tokens / seconds, 1),
+        **scheduled,
         "written to": str(out),
     }
 
 
+def _check_timeline(path: Path | None, settings: Settings) -> None:
+    if path is None:
+        return
+    if not settings.rollout.has_workers:
+        raise InputError(
+            "--timeline draws what scheduled workers do, and rollout.scheduler is null or rollout.placement global; "
+            "set rollout.scheduler: adaptive, or leave it out"
+        )
+    check_output(path)
+    timeline_kind(path)
+
+
+def _scheduled(session: Session, timeline: Path | None) -> dict[str, Any]:
+    """How good the schedule was, in words; nothing where nothing was scheduled. Draws it."""
+    if session.workers is None:
+        return {}
+    (found,) = session.take_figures()
+    policy = session.workers.schedule.policy
+    if timeline is not None:
+        slots = tuple((worker.name, worker.engine.shapes.num_slots) for worker in session.workers.workers)
+        drawn = panel(policy, session.workers.records, found, slots, None)
+        title = f"{session.settings.model.path}: {len(slots)} workers, {sum(n for _, n in slots)} slots"
+        write_whole(timeline, timeline_picture([drawn], title=title, kind=timeline_kind(timeline)))
+    return {
+        "scheduler": policy,
+        "makespan": f"{found.makespan_s:.3g} s, bubble {found.bubble:.0%}, tail {found.tail_fraction:.0%}",
+        "suspended": found.suspensions,
+        "wasted tokens": found.wasted_tokens,
+        **({} if timeline is None else {"timeline": str(timeline)}),
+    }
+
+
 def _sampled(session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]) -> Iterator[Sample]:
-    """Batches of `rollout.prompts_per_step` prompts, one after another; with slots a queue of all of them."""
-    if session.slots:
+    """Batches of `rollout.prompts_per_step` prompts, one after another; with slots or workers a queue of all."""
+    if session.queue:
         yield from session.stream(weights, prompts)
         return
     size = session.settings.rollout.prompts_per_step

@@ -14,10 +14,11 @@ from app.policy.decoder import DecoderDefinition
 from app.policy.kv_cache import DecodeWeights
 from app.rollout.continuous import ContinuousBatching
 from app.rollout.engine import Engine
+from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules
 from app.rollout.slot_programs import SlotPrograms
 from app.rollout.slot_shapes import slot_shapes
-from app.rollout.slots import Row, SlotEngine, Suspended
+from app.rollout.slots import SlotEngine
 from app.score.scorer import Scorer
 from app.training.metrics import CompilationCounter
 from settings.errors import InputError

@@ -24,6 +24,10 @@ from settings.checks import check_for_rollout, check_for_simulation, check_for_t
             ["rollout.workers.fast.count=0", "rollout.workers.heavy.count=0"],
             "nobody would decode; set one of them to 1 or more",
         ),
+        (
+            ["rollout.workers.fast.devices=[0,1]", "rollout.workers.heavy.devices=[1,2]"],
+            "overlap: 1 is named twice; give each device to one pool, once",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(check, overrides: list[str], message: str) -> None:
@@ -33,9 +37,38 @@ def test_settings_that_contradict_each_other_are_refused(check, overrides: list[
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("check", [check_for_rollout, check_for_train])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["rollout.scheduler=pdsr_v2", "rollout.placement=global"],
+            "rollout.placement = 'global' (from --set): one batch over all devices can only be scheduled by sync",
+        ),
+        (
+            ["rollout.scheduler=adaptive", "rollout.slots=8"],
+            "rollout.slots = 8 (from --set): with rollout.scheduler = 'adaptive' (from --set) slots are those of the",
+        ),
+        (
+            ["rollout.scheduler=sync", "rollout.mode=exact", "model.dtype=float32", "rollout.workers.fast.slots=4"],
+            "bit for bit where all workers have as many slots, got rollout.workers.fast.slots = 4",
+        ),
+    ],
+)
+def test_workers_that_cannot_be_scheduled_are_refused(check, overrides: list[str], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check(load(None, overrides, {}))
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     "override",
     [
+        "rollout.workers.fast.devices=[-1]",
+        "rollout.workers.fast.devices=[]",
+        "rollout.scheduler=fifo",
+        "rollout.placement=here",
         "rollout.workers.fast.slots=0",
         "rollout.workers.heavy.count=-1",
         "rollout.pdsr.percentile=0",

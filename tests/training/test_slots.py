@@ -1,4 +1,4 @@
-"""`rollout.slots` in the verbs: the same samples from less memory and fewer steps."""
+"""`rollout.slots` and `rollout.scheduler` in the verbs: the same samples from less memory and fewer steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tests.training.program import here, metrics_of, of_tiny, records_of, settin
 from tests.training.test_dry_run import foreseen, launched
 
 SLOTS = "rollout.slots=8"
+WORKERS = ("rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4")
+SCHEDULED = ("rollout.scheduler=adaptive", *WORKERS)
 
 
 def texts(path: Path) -> list[tuple[str, int, str]]:
@@ -22,6 +24,30 @@ def test_rollout_writes_the_same_samples_in_the_same_order(sampled: Path, tiny_m
     result = here("rollout", *of_tiny(tiny_model), *settings(SLOTS), "--limit", "6", "--out", out)
     assert result.exit_code == 0, result.stderr
     assert texts(out) == texts(sampled)
+
+
+def test_scheduled_workers_write_the_same_samples_and_a_picture(
+    sampled: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    out, picture = tmp_path / "samples.jsonl", tmp_path / "slots.svg"
+    files = ("--out", out, "--timeline", picture)
+    result = here("rollout", *of_tiny(tiny_model), *settings(*SCHEDULED), "--limit", "6", *files)
+    assert result.exit_code == 0, result.stderr
+    assert texts(out) == texts(sampled)
+    assert "makespan" in result.stdout and picture.read_bytes().startswith(b"<?xml")
+
+
+def test_a_run_trains_on_the_samples_of_scheduled_workers(config: Path, finished: Path) -> None:
+    result = train_here(config, *SCHEDULED, "run.steps=2")
+    assert result.exit_code == 0, result.stderr
+    lines = metrics_of(config.parent / "runs" / "tiny")
+    for ours, theirs in zip(lines, metrics_of(finished), strict=False):
+        assert ours.get("eval/mean_length") == theirs.get("eval/mean_length")
+        assert ours.get("completions/mean_length") == theirs.get("completions/mean_length")
+    step = lines[-1]
+    assert step["perf/compilations"] == 0
+    assert 0 < step["perf/rollout/makespan_s"] < step["time/rollout_s"]
+    assert step["perf/rollout/repacked_tokens"] == 0 and 0 <= step["perf/rollout/bubble"] < 1
 
 
 def test_a_run_trains_and_is_evaluated_on_the_same_samples(config: Path, finished: Path) -> None:
@@ -63,6 +89,9 @@ def test_a_dry_run_foresees_the_caches_of_the_slots(config: Path) -> None:
             "rollout.segment.min = 9 (from --set) is more than",
         ),
         (("rollout.slots=0",), "rollout.slots"),
+        ((*SCHEDULED, "rollout.workers.fast.devices=[8]"), "rollout.workers.fast.devices: got 8, and this host has 8"),
+        ((*SCHEDULED, "rollout.workers.fast.slots=6"), "rollout.workers.fast.slots: 6 cannot be split over the 4"),
+        ((*SCHEDULED, "rollout.workers.fast.count=8"), "8 devices are there for 9 workers"),
     ],
 )
 def test_slots_that_cannot_be_are_refused(config: Path, overrides: tuple[str, ...], message: str) -> None:

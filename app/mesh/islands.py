@@ -1,0 +1,73 @@
+"""Islands: disjoint sub-meshes of this host's devices, one for each worker of a rollout."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from app.mesh.axis_rules import AXES
+from settings.errors import InputError
+from settings.rollout_section import WorkerPool
+
+
+def allot(pools: dict[str, WorkerPool], *, num_devices: int) -> list[tuple[int, ...]]:
+    """The devices of each worker, by their numbers on this host, pool after pool.
+
+    Named devices are shared out evenly among the workers of their pool, all others among those of pools that name none.
+    On a single device all workers take turns.
+
+    Args:
+        pools: dotted setting -> workers; no device is named twice.
+
+    Raises:
+        InputError: devices that do not exist, or fewer of them than workers.
+    """
+    named = [device for pool in pools.values() for device in pool.devices or ()]
+    for name, pool in pools.items():
+        if beyond := [device for device in pool.devices or () if device >= num_devices]:
+            raise InputError(
+                f"{name}.devices: got {beyond[0]}, and this host has {num_devices} devices, 0 to {num_devices - 1}; "
+                "leave it null to share them out evenly"
+            )
+    if num_devices == 1:
+        return [(0,)] * sum(pool.count for pool in pools.values())
+    free = [device for device in range(num_devices) if device not in named]
+    num_dealt = sum(pool.count for pool in pools.values() if pool.devices is None)
+    dealt = iter(_shares(free, num_dealt))
+    islands: list[tuple[int, ...]] = []
+    for name, pool in pools.items():
+        own, num_workers = (free, num_dealt) if pool.devices is None else (pool.devices, pool.count)
+        if pool.count and num_workers > len(own):
+            raise InputError(
+                f"{name}.count: {len(own)} devices are there for {num_workers} workers, and each needs one of its own; "
+                "lower it"
+            )
+        shares = dealt if pool.devices is None else iter(_shares(own, num_workers))
+        islands += itertools.islice(shares, pool.count)
+    return islands
+
+
+def _shares(devices: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
+    """As many for each worker; what is left over stays idle."""
+    each = len(devices) // max(num_workers, 1)
+    return [tuple(devices[i * each : (i + 1) * each]) for i in range(num_workers)]
+
+
+def island(devices: Sequence[int], *, like: Mesh) -> Mesh:
+    """A mesh of some of this host's devices, weights split along tp as on another mesh.
+
+    Raises:
+        InputError: too few devices for that.
+    """
+    tp = like.shape["tp"]
+    if len(devices) % tp:
+        raise InputError(
+            f"rollout.workers: a worker has {len(devices)} devices, and mesh.shape splits weights over {tp}; give each "
+            f"worker a multiple of {tp}"
+        )
+    local = jax.local_devices()
+    shape = (1, len(devices) // tp, tp)
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=[local[i] for i in devices])

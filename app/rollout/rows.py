@@ -1,0 +1,87 @@
+"""A sample on its way through slots, and what is kept of it while it is in none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from app.flow import Prompt
+from app.policy.kv_cache import Cache
+
+
+@dataclass(eq=False)
+class Row:
+    """A sample on its way, from its first slot to its last token."""
+
+    prompt: Prompt
+    sample_index: int
+    max_new_tokens: int
+    policy_version: int
+    """Keys its noise, wherever and whenever it goes on."""
+    num_tokens: int = 0
+    """Drawn so far."""
+    num_segments: int = 0
+    started_s: float = 0.0
+    """Of `time.perf_counter`, when it first came into a slot."""
+    elapsed_s: float = 0.0
+    """From then on, until it was done."""
+    finish_reason: str | None = None
+    """`stop` or `length` once it is done."""
+    drawn: list[np.ndarray] = field(default_factory=list)
+    """int32 [3, tokens] of each segment: ids, and the bits of logprobs and logs of kept mass."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """(version of the weights, tokens) of each segment."""
+
+    @property
+    def uid(self) -> str:
+        return f"{self.prompt.uid}/s{self.sample_index}"
+
+    @property
+    def token_ids(self) -> Int32[np.ndarray, "C"]:
+        return self._joined[0]
+
+    @property
+    def logprobs(self) -> Float32[np.ndarray, "C"]:
+        return self._joined[1].view(np.float32)
+
+    @property
+    def kept_mass_logs(self) -> Float32[np.ndarray, "C"]:
+        return self._joined[2].view(np.float32)
+
+    @property
+    def _joined(self) -> Int32[np.ndarray, "3 C"]:
+        return np.concatenate([np.zeros((3, 0), np.int32), *self.drawn], axis=1)
+
+    @property
+    def is_collected(self) -> bool:
+        """All tokens that it has drawn have come from the devices."""
+        return sum(count for _, count in self.versions) == self.num_tokens
+
+    def rewound(self, num_tokens: int) -> Row:
+        """Another with its first tokens, or with all that were collected where those are fewer."""
+        row = replace(self, num_tokens=0, num_segments=0, finish_reason=None, drawn=[], versions=[])
+        for drawn, (version, count) in zip(self.drawn, self.versions, strict=False):
+            left = min(count, num_tokens - row.num_tokens)
+            if left > 0:
+                row.drawn.append(drawn[:, :left])
+                row.versions.append((version, left))
+                row.num_tokens += left
+                row.num_segments += 1
+        return row
+
+    def forget(self) -> None:
+        """Back to its prompt."""
+        self.num_tokens = 0
+        self.drawn.clear()
+        self.versions.clear()
+
+
+class Suspended(NamedTuple):
+    """A sample out of its slot."""
+
+    row: Row
+    cache: Cache | None
+    """On the devices that it ran on; without it the sample goes on all the same, at the price of computing it anew."""

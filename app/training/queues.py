@@ -1,0 +1,114 @@
+"""What takes any number of samples at once: slots over the whole mesh, or scheduled workers on parts of it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from app.mesh import placement
+from app.mesh.islands import allot, island
+from app.policy.decoder import DecoderDefinition
+from app.prompts.tokenizer import Tokenizer
+from app.rollout.continuous import ContinuousBatching
+from app.rollout.scheduled import Schedule, ScheduledWorkers
+from app.rollout.slot_programs import SlotPrograms
+from app.rollout.slot_shapes import SlotShapes, slot_shapes
+from app.rollout.slots import SlotEngine
+from app.rollout.workers import Worker
+from settings import Settings
+from settings.errors import InputError
+
+
+def open_slots(
+    settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
+) -> ContinuousBatching | None:
+    """Those of `rollout.slots`, if any. Compiles nothing yet.
+
+    Raises:
+        InputError: several hosts, or devices that the slots cannot be split over.
+    """
+    num_slots = settings.rollout.slots
+    if num_slots is None:
+        return None
+    _check_one_host(f"rollout.slots: {num_slots} slots are filled by one host")
+    shapes = _shapes(settings, num_slots, row_shards=placement.num_row_shards(mesh))
+    engine = _engine(settings, definition, tokenizer, mesh, shapes=shapes, dtype=dtype)
+    return ContinuousBatching(engine, decode_text=tokenizer.decode, rule=settings.rollout.segment)
+
+
+def open_workers(
+    settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
+) -> ScheduledWorkers | None:
+    """Those of `rollout.workers` under `rollout.scheduler`, if any. Compiles nothing yet.
+
+    Raises:
+        InputError: several hosts, devices that do not exist or suffice, or that the slots cannot be split over.
+    """
+    rollout = settings.rollout
+    if rollout.scheduler is None or not rollout.has_workers:
+        return None
+    _check_one_host(f"rollout.scheduler: {rollout.scheduler} schedules the workers of one host")
+    kinds = ["fast"] * rollout.workers.fast.count + ["heavy"] * rollout.workers.heavy.count
+    pools = {"rollout.workers.fast": rollout.workers.fast, "rollout.workers.heavy": rollout.workers.heavy}
+    islands = allot(pools, num_devices=jax.local_device_count())
+    sizes = {len(devices) for devices in islands}
+    if rollout.mode == "exact" and len(sizes) > 1:
+        raise InputError(
+            f"rollout.mode: exact samples need workers with as many devices each, got {sorted(sizes)}; set "
+            "rollout.workers.fast.devices and rollout.workers.heavy.devices, or rollout.mode: fast"
+        )
+    are_shared = len(islands) > 1 and jax.local_device_count() == 1
+    compiled: dict[SlotShapes, SlotPrograms] = {}
+    workers = []
+    for i, (kind, devices) in enumerate(zip(kinds, islands, strict=True)):
+        own = island(devices, like=mesh)
+        num_slots = pools[f"rollout.workers.{kind}"].slots
+        shards = placement.num_row_shards(own)
+        shapes = _shapes(settings, num_slots, row_shards=shards, name=f"rollout.workers.{kind}.slots")
+        programs = compiled.get(shapes) if are_shared else None
+        engine = _engine(settings, definition, tokenizer, own, shapes=shapes, dtype=dtype, programs=programs)
+        compiled[shapes] = engine.programs
+        number = i if kind == "fast" else i - rollout.workers.fast.count
+        workers.append(Worker(f"{kind}-{number}", kind, engine, device="0" if are_shared else None))
+    in_turn = rollout.workers.deterministic or len(workers) == 1 or are_shared
+    schedule = Schedule(rollout.scheduler, rollout.pdsr, rollout.segment, in_turn, rollout.workers.lease_s)
+    return ScheduledWorkers(workers, schedule, decode_text=tokenizer.decode)
+
+
+def _check_one_host(what: str) -> None:
+    if jax.process_count() > 1:
+        raise InputError(
+            f"{what}, and {jax.process_count()} have joined; leave it null, so that all hosts generate one batch "
+            "together"
+        )
+
+
+def _shapes(settings: Settings, num_slots: int, *, row_shards: int, name: str = "rollout.slots") -> SlotShapes:
+    rollout = settings.rollout
+    return slot_shapes(
+        num_slots,
+        max_prompt_length=settings.data.max_prompt_length,
+        max_new_tokens=rollout.max_new_tokens,
+        prefill_length_min=rollout.prefill_length_min,
+        num_pooled=rollout.prompts_per_step,
+        segment_max=rollout.segment.max,
+        exact=rollout.mode == "exact",
+        row_shards=row_shards,
+        name=name,
+    )
+
+
+def _engine(
+    settings: Settings,
+    definition: DecoderDefinition,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    *,
+    shapes: SlotShapes,
+    dtype: jnp.dtype,
+    programs: SlotPrograms | None = None,
+) -> SlotEngine:
+    exact = settings.rollout.mode == "exact"
+    eos_ids = tokenizer.eos_ids
+    return SlotEngine(definition, mesh, shapes, eos_ids=eos_ids, dtype=dtype, exact=exact, programs=programs)

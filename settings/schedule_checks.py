@@ -1,0 +1,92 @@
+"""What settings of a rollout contradict each other: segments, verdicts, workers and who schedules them."""
+
+from __future__ import annotations
+
+from settings.resolve import Resolved
+
+
+def _segments_have_a_length(resolved: Resolved) -> str | None:
+    segment = resolved.settings.rollout.segment
+    if segment.min <= segment.max:
+        return None
+    return (
+        f"{resolved.named('rollout.segment.min')} is more than {resolved.named('rollout.segment.max')}; lower the "
+        "one or raise the other"
+    )
+
+
+def _the_window_holds_a_verdict(resolved: Resolved) -> str | None:
+    pdsr = resolved.settings.rollout.pdsr
+    if pdsr.window >= pdsr.window_min:
+        return None
+    return (
+        f"{resolved.named('rollout.pdsr.window')} is shorter than {resolved.named('rollout.pdsr.window_min')}, so "
+        "no prompt would ever be judged; raise it to that or more"
+    )
+
+
+def _somebody_decodes(resolved: Resolved) -> str | None:
+    workers = resolved.settings.rollout.workers
+    if workers.fast.count + workers.heavy.count > 0:
+        return None
+    return (
+        f"{resolved.named('rollout.workers.fast.count')} and {resolved.named('rollout.workers.heavy.count')}: "
+        "nobody would decode; set one of them to 1 or more"
+    )
+
+
+def _exact_samples_are_exact(resolved: Resolved) -> str | None:
+    settings = resolved.settings
+    if settings.rollout.mode != "exact":
+        return None
+    if settings.rollout.slots is None and not settings.rollout.has_workers:
+        return (
+            f"{resolved.named('rollout.mode')}: samples are the same bit for bit where they always meet as many slots; "
+            "set rollout.slots, 16 for example, or rollout.mode: fast"
+        )
+    fast, heavy = settings.rollout.workers.fast, settings.rollout.workers.heavy
+    if settings.rollout.has_workers and fast.count and heavy.count and fast.slots != heavy.slots:
+        return (
+            f"{resolved.named('rollout.mode')}: samples are the same bit for bit where all workers have as many slots, "
+            f"got {resolved.named('rollout.workers.fast.slots')} and {resolved.named('rollout.workers.heavy.slots')}; "
+            "set both to the same"
+        )
+    if settings.model.dtype != "float32":
+        return (
+            f"{resolved.named('rollout.mode')}: {resolved.named('model.dtype')} rounds differently in every batch; set "
+            "model.dtype: float32, or rollout.mode: fast"
+        )
+    return None
+
+
+def _workers_have_devices_of_their_own(resolved: Resolved) -> str | None:
+    workers = resolved.settings.rollout.workers
+    named = [*(workers.fast.devices or ()), *(workers.heavy.devices or ())]
+    twice = sorted({device for device in named if named.count(device) > 1})
+    if not twice:
+        return None
+    return (
+        f"{resolved.named('rollout.workers.fast.devices')} and {resolved.named('rollout.workers.heavy.devices')} "
+        f"overlap: {', '.join(map(str, twice))} is named twice; give each device to one pool, once"
+    )
+
+
+def _the_scheduler_has_workers(resolved: Resolved) -> str | None:
+    rollout = resolved.settings.rollout
+    if rollout.scheduler is None:
+        return None
+    if rollout.placement == "global" and rollout.scheduler != "sync":
+        return (
+            f"{resolved.named('rollout.placement')}: one batch over all devices can only be scheduled by sync, and "
+            f"{resolved.named('rollout.scheduler')}; set rollout.placement: island"
+        )
+    if rollout.slots is not None and rollout.has_workers:
+        return (
+            f"{resolved.named('rollout.slots')}: with {resolved.named('rollout.scheduler')} slots are those of the "
+            "workers; leave it null, and set rollout.workers.fast.slots and rollout.workers.heavy.slots"
+        )
+    return None
+
+
+WORKERS = (_the_scheduler_has_workers, _exact_samples_are_exact)
+SCHEDULE = (_segments_have_a_length, _the_window_holds_a_verdict, _somebody_decodes, _workers_have_devices_of_their_own)

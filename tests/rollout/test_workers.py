@@ -1,0 +1,255 @@
+"""Real workers under the scheduler: the same samples, whoever decodes them, wherever and however often they move."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from app.flow import Sample
+from app.mesh.islands import island
+from app.rollout.scheduled import Schedule, ScheduledWorkers
+from app.rollout.scheduling.event_log import replay, write_log
+from app.rollout.scheduling.events import Admit, Command, Kind, RunSegment, Suspend, WorkerJoined, WorkerLost, to_json
+from app.rollout.scheduling.figures import figures, spans
+from app.rollout.scheduling.scheduler import POLICIES, Scheduler
+from app.rollout.slots import Segment as RanSegment
+from app.rollout.slots import SlotEngine
+from app.rollout.workers import Worker
+from app.training.metrics import CompilationCounter
+from settings.rollout_section import Pdsr, Segment
+from tests.rollout.test_slots import ARGUMENTS, DEFINITION, FLOAT32, LENGTHS, PROMPTS, generate, new_slots, weights_on
+from tests.tiny import make_mesh, spell
+
+EAGER = Pdsr(fast_limit_tokens=8, probe_limit_tokens=4, window=64, window_min=4)
+"""Limits so low that these short samples run into them."""
+SHORT = Segment(min=1, max=5, overhead_steps=0.5)
+KINDS: tuple[Kind, ...] = ("fast", "heavy", "fast")
+
+
+class Mortal(SlotEngine):
+    """Fails once it has no lives left: each segment takes one."""
+
+    lives = math.inf
+    sleep: Event | None = None
+    """Until it is set, no segment ends."""
+
+    def wait(self) -> RanSegment:
+        if self.sleep is not None:
+            self.sleep.wait()
+        self.lives -= 1
+        if self.lives < 0:
+            raise RuntimeError("the device is gone")
+        return super().wait()
+
+
+@functools.cache
+def engine_on(device: int, *, exact: bool = True) -> Mortal:
+    """Four slots on one device."""
+    shapes = new_slots(4, exact=exact).shapes
+    return Mortal(DEFINITION, mesh_of(device), shapes, eos_ids=(), dtype=FLOAT32, exact=exact)
+
+
+@contextmanager
+def dying(worker: Worker, *, lives: int) -> Iterator[None]:
+    assert isinstance(worker.engine, Mortal)
+    worker.engine.lives = lives
+    yield
+    worker.engine.lives = math.inf
+
+
+def mesh_of(*devices: int) -> Mesh:
+    return island(devices, like=make_mesh())
+
+
+def workers_on(num_workers: int, *, exact: bool = True) -> list[Worker]:
+    return [Worker(f"{kind}-{i}", kind, engine_on(i, exact=exact)) for i, kind in enumerate(KINDS[:num_workers])]
+
+
+def scheduled(
+    workers: Sequence[Worker],
+    policy: str = "adaptive",
+    *,
+    in_turn: bool = False,
+    pdsr: Pdsr = EAGER,
+    lease_s: float | None = None,
+    **clock: Any,
+) -> ScheduledWorkers:
+    return ScheduledWorkers(workers, Schedule(policy, pdsr, SHORT, in_turn, lease_s), decode_text=spell, **clock)
+
+
+def samples_of(made: ScheduledWorkers) -> list[Sample]:
+    return made.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+
+
+@functools.cache
+def expected() -> list[Sample]:
+    """In the order of the queue, on one worker's slots."""
+    return generate(engine_on(0))
+
+
+def bits(samples: Sequence[Sample]) -> list[tuple[str, int, str, list[int], bytes]]:
+    return [
+        (s.uid, s.group_id, s.finish_reason, s.completion_ids.tolist(), s.behavior_logprobs.tobytes()) for s in samples
+    ]
+
+
+def commands_of(made: ScheduledWorkers) -> Iterator[Command]:
+    return itertools.chain.from_iterable(record.commands for record in made.records)
+
+
+def admitted(made: ScheduledWorkers) -> list[Admit]:
+    return [one for command in commands_of(made) if isinstance(command, RunSegment) for one in command.admit]
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_in_exact_mode_neither_scheduler_nor_workers_change_a_bit(policy: str, num_workers: int, in_turn: bool) -> None:
+    made = scheduled(workers_on(num_workers), policy, in_turn=in_turn)
+    assert bits(samples_of(made)) == bits(expected())
+    found = figures(made.records)
+    assert found.useful_tokens == sum(LENGTHS) and found.wasted_tokens == 0
+    assert 0 <= found.bubble < 1 and found.makespan_s > 0
+    assert made.take_tally().drawn_tokens == sum(LENGTHS)
+
+
+def test_suspended_rows_move_to_other_devices_with_their_caches() -> None:
+    made = scheduled(workers_on(2), "pdsr_v2", in_turn=True)
+    samples_of(made)
+    moved = [one for one in admitted(made) if one.how == "copy"]
+    assert any(isinstance(command, Suspend) for command in commands_of(made))
+    assert {one.source for one in moved} >= {"fast-0"} and all(one.num_tokens for one in moved)
+    assert figures(made.records).repacked_tokens == 0
+    compilations = CompilationCounter()
+    samples_of(made)
+    assert compilations.take() == 0
+    compilations.close()
+
+
+def test_workers_that_share_a_device_take_turns_on_it() -> None:
+    engine = engine_on(0)
+    twin = SlotEngine(
+        *(DEFINITION, mesh_of(0), engine.shapes), eos_ids=(), dtype=FLOAT32, exact=True, programs=engine.programs
+    )
+    twins = [Worker(f"{kind}-0", kind, engine, device="0") for kind, engine in zip(KINDS, (engine, twin), strict=False)]
+    made = scheduled(twins, in_turn=True)
+    assert bits(samples_of(made)) == bits(expected())
+    busy = sorted({(span.start_s, span.worker) for span in spans(made.records) if span.slot == 0})
+    assert {worker for _, worker in busy} == {"fast-0", "heavy-0"}
+    assert figures(made.records).bubble >= 0.5
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_worker_that_dies_loses_nothing(policy: str, in_turn: bool) -> None:
+    workers = workers_on(2)
+    made = scheduled(workers, policy, in_turn=in_turn)
+    with dying(workers[0], lives=2):
+        assert bits(samples_of(made)) == bits(expected())
+    (lost,) = [record.event for record in made.records if isinstance(record.event, WorkerLost)]
+    assert lost.worker == "fast-0" and "the device is gone" in lost.why
+    assert any(one.how == "replay" for one in admitted(made))
+
+
+def test_a_worker_that_falls_asleep_is_given_up_until_it_wakes() -> None:
+    workers = workers_on(2)
+    sleeper = workers[1].engine
+    assert isinstance(sleeper, Mortal)
+    sleeper.sleep = Event()
+    made = scheduled(workers, lease_s=2.0)
+    assert bits(samples_of(made)) == bits(expected())
+    (lost,) = [record.event for record in made.records if isinstance(record.event, WorkerLost)]
+    assert lost.worker == "heavy-1" and "silent for 2.0 s" in lost.why
+    assert bits(samples_of(made)) == bits(expected())
+    assert {record.event.worker for record in made.records if isinstance(record.event, WorkerJoined)} == {"fast-0"}
+    sleeper.sleep.set()
+    for thread in made._stalled.values():
+        thread.join()
+    sleeper.sleep = None
+    assert bits(samples_of(made)) == bits(expected())
+    assert made._stalled == {}
+
+
+def test_in_fast_mode_what_a_dead_worker_held_is_read_again() -> None:
+    workers = workers_on(2, exact=False)
+    made = scheduled(workers, in_turn=True)
+    with dying(workers[1], lives=2):
+        samples = samples_of(made)
+    for ours, theirs in zip(samples, expected(), strict=True):
+        np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
+        np.testing.assert_allclose(ours.behavior_logprobs, theirs.behavior_logprobs, atol=1e-4)
+    again = [one for one in admitted(made) if one.how == "prefill" and one.num_tokens]
+    assert figures(made.records).repacked_tokens == sum(one.num_tokens for one in again) > 0
+    assert made.take_tally().reread_tokens > 0
+
+
+def test_what_the_last_worker_failed_with_is_raised() -> None:
+    workers = workers_on(2)
+    with dying(workers[0], lives=1), dying(workers[1], lives=2), pytest.raises(RuntimeError, match="device is gone"):
+        samples_of(scheduled(workers))
+    assert bits(samples_of(scheduled(workers))) == bits(expected())
+
+
+def test_a_real_log_replays_in_the_core(tmp_path: Path) -> None:
+    made = scheduled(workers_on(3), "pdsr_v2")
+    samples_of(made)
+    write_log(tmp_path / "log.jsonl", made.records, run="this", scheduler=Scheduler.restore(made.start))
+    replayed = replay(tmp_path / "log.jsonl", run="this")
+    replayed.check()
+    assert replayed.is_finished
+    assert {entry.uid: entry.num_tokens for entry in replayed.ledger} == {
+        s.uid: len(s.completion_ids) for s in expected()
+    }
+
+
+def test_in_turn_the_same_rollout_has_the_same_log() -> None:
+    logs = []
+    for _ in range(2):
+        made = scheduled(workers_on(3), "pdsr_v2", in_turn=True, clock=map(float, itertools.count()).__next__)
+        samples_of(made)
+        logs.append([(to_json(event), [to_json(one) for one in commands]) for event, commands in made.records])
+    assert logs[0] == logs[1]
+
+
+def test_a_truncating_fast_limit_ends_samples_exactly_there() -> None:
+    made = scheduled(workers_on(2), "pdsr_v1", pdsr=EAGER.model_copy(update={"on_fast_limit": "truncate"}))
+    samples = samples_of(made)
+    pairs = zip(samples, expected(), strict=True)
+    cut = [(ours, full) for ours, full in pairs if len(ours.completion_ids) < len(full.completion_ids)]
+    assert len(cut) == figures(made.records).truncated > 0
+    for ours, full in cut:
+        assert len(ours.completion_ids) == EAGER.fast_limit_tokens and ours.finish_reason == "length"
+        np.testing.assert_array_equal(ours.completion_ids, full.completion_ids[: EAGER.fast_limit_tokens])
+
+
+def test_a_stream_that_nobody_reads_to_its_end_frees_the_devices() -> None:
+    made = scheduled(workers_on(2))
+    stream = made.stream(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+    assert bits([next(stream)]) == bits(expected()[:1])
+    stream.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert not any(worker.engine.resident for worker in made.workers)
+    assert bits(samples_of(made)) == bits(expected())
+
+
+def test_a_later_rollout_knows_how_long_the_prompts_samples_were() -> None:
+    made = scheduled(workers_on(1), in_turn=True)
+    samples_of(made)
+    assert {one.role for one in admitted(made)} >= {"probe"}
+    samples_of(made)
+    assert "probe" not in {one.role for one in admitted(made)}
+    assert len(made.take_figures()) == 2 and made.take_figures() == []
+
+
+def test_devices_are_those_of_the_island() -> None:
+    assert mesh_of(5).devices.flatten().tolist() == [jax.local_devices()[5]]
