@@ -12,6 +12,7 @@ from app.policy.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
 from app.rollout.continuous import ContinuousBatching
 from app.rollout.scheduled import Schedule, ScheduledWorkers
+from app.rollout.scheduling.events import Kind
 from app.rollout.slot_programs import SlotPrograms
 from app.rollout.slot_shapes import SlotShapes, slot_shapes
 from app.rollout.slots import SlotEngine
@@ -49,7 +50,7 @@ def open_workers(
     if rollout.scheduler is None or not rollout.has_workers:
         return None
     _check_one_host(f"rollout.scheduler: {rollout.scheduler} schedules the workers of one host")
-    kinds = ["fast"] * rollout.workers.fast.count + ["heavy"] * rollout.workers.heavy.count
+    kinds: list[Kind] = ["fast"] * rollout.workers.fast.count + ["heavy"] * rollout.workers.heavy.count
     pools = {"rollout.workers.fast": rollout.workers.fast, "rollout.workers.heavy": rollout.workers.heavy}
     islands = allot(pools, num_devices=jax.local_device_count())
     sizes = {len(devices) for devices in islands}

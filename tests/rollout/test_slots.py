@@ -4,6 +4,7 @@ import functools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -302,6 +303,7 @@ def test_a_prompt_beyond_the_slots_is_refused_before_anything_runs():
 
 
 def test_slots_that_devices_cannot_share_are_refused():
-    sizes = {"max_prompt_length": 8, "max_new_tokens": 8, "prefill_length_min": 4, "num_pooled": 1, "segment_max": 8}
+    sizes: Any = {"max_prompt_length": 8, "max_new_tokens": 8, "prefill_length_min": 4}
+    sizes |= {"num_pooled": 1, "segment_max": 8}
     with pytest.raises(InputError, match=r"rollout\.slots: 6 .* 4 devices"):
         slot_shapes(6, **sizes, exact=False, row_shards=4)

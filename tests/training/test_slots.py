@@ -90,7 +90,10 @@ def test_a_dry_run_foresees_the_caches_of_the_slots(config: Path) -> None:
         ),
         (("rollout.slots=0",), "rollout.slots"),
         ((*SCHEDULED, "rollout.workers.fast.devices=[8]"), "rollout.workers.fast.devices: got 8, and this host has 8"),
-        ((*SCHEDULED, "rollout.workers.fast.slots=6"), "rollout.workers.fast.slots: 6 cannot be split over the 4"),
+        (
+            ("rollout.scheduler=sync", "rollout.workers.fast.slots=6"),
+            "rollout.workers.fast.slots: 6 cannot be split over the 4",
+        ),
         ((*SCHEDULED, "rollout.workers.fast.count=8"), "8 devices are there for 9 workers"),
     ],
 )
