@@ -19,7 +19,7 @@ SHAPES = (
 )
 """One sample on each of eight devices: the least there is to compile."""
 TINY_STEP = (
-    *("run.name=tiny", "run.dir=runs", "run.steps=1", "eval.every_steps=0", "eval.num_prompts=1"),
+    *("run.name=tiny", "run.dir=runs", "eval.every_steps=0", "eval.num_prompts=1"),
     *("checkpoint.every_steps=1", "checkpoint.keep=1", "checkpoint.best_metric=null", "logging.report=false"),
     *("logging.completions_every_steps=0", "logging.wandb_project=null", "mesh.shape=auto"),
     *("mesh.coordinator_address=null", "model.path=model", "model.dtype=float32", "model.logits_chunk=1024"),
@@ -35,10 +35,12 @@ FILTERED = ("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_bu
 
 
 def tiny_step(preset: str) -> tuple[str, ...]:
+    """The settings of a run whose last step trains the policy."""
     if not load(preset, [], {}).settings.has_critic:
-        return TINY_STEP
-    # One that trains the policy, and one in which it is frozen.
-    return (*TINY_STEP, *TINY_CRITIC, f"critic.warmup_steps={int(preset != 'quickstart_ppo')}")
+        return (*TINY_STEP, "run.steps=1")
+    # Of one preset with a step before it, in which the policy is frozen.
+    num_frozen = int(preset != "quickstart_ppo")
+    return (*TINY_STEP, *TINY_CRITIC, f"critic.warmup_steps={num_frozen}", f"run.steps={1 + num_frozen}")
 
 
 def distinct_presets() -> list[str]:
@@ -61,7 +63,8 @@ def test_a_preset_trains_a_tiny_step_and_says_what_it_changes(
     assert result.exit_code == 0, result.stderr
     chosen = load(preset, [], {})
     assert (chosen.algorithm_changes or "") in result.stderr
-    (line,) = metrics_of(tmp_path / "runs" / "tiny")
+    *frozen, line = metrics_of(tmp_path / "runs" / "tiny")
+    assert all(one["loss"] is None for one in frozen)
     assert np.isfinite(line["loss"])
     assert line["policy/nonfinite_updates"] == 0
     assert (line["policy/kl"] is not None) == (chosen.settings.algorithm.beta > 0)
