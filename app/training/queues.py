@@ -52,7 +52,7 @@ def open_workers(
         return None
     _check_one_host(f"rollout.scheduler: {rollout.scheduler} schedules the workers of one host")
     pools: dict[Kind, WorkerPool] = {"fast": rollout.workers.fast, "heavy": rollout.workers.heavy}
-    names = [(kind, f"{kind}-{i}") for kind, pool in pools.items() for i in range(pool.count)]
+    names: list[tuple[Kind, str]] = [(kind, f"{kind}-{i}") for kind, pool in pools.items() for i in range(pool.count)]
     dotted = {f"rollout.workers.{kind}": pool for kind, pool in pools.items()}
     islands = allot(dotted, num_devices=jax.local_device_count())
     sizes = {len(devices) for devices in islands}
