@@ -19,6 +19,7 @@ from app.rollout.slots import SlotEngine
 from app.rollout.workers import Worker
 from settings import Settings
 from settings.errors import InputError
+from settings.rollout_section import WorkerPool
 
 
 def open_slots(
@@ -50,9 +51,10 @@ def open_workers(
     if rollout.scheduler is None or not rollout.has_workers:
         return None
     _check_one_host(f"rollout.scheduler: {rollout.scheduler} schedules the workers of one host")
-    kinds: list[Kind] = ["fast"] * rollout.workers.fast.count + ["heavy"] * rollout.workers.heavy.count
-    pools = {"rollout.workers.fast": rollout.workers.fast, "rollout.workers.heavy": rollout.workers.heavy}
-    islands = allot(pools, num_devices=jax.local_device_count())
+    pools: dict[Kind, WorkerPool] = {"fast": rollout.workers.fast, "heavy": rollout.workers.heavy}
+    names: list[tuple[Kind, str]] = [(kind, f"{kind}-{i}") for kind, pool in pools.items() for i in range(pool.count)]
+    dotted = {f"rollout.workers.{kind}": pool for kind, pool in pools.items()}
+    islands = allot(dotted, num_devices=jax.local_device_count())
     sizes = {len(devices) for devices in islands}
     if rollout.mode == "exact" and len(sizes) > 1:
         raise InputError(
@@ -62,16 +64,15 @@ def open_workers(
     are_shared = len(islands) > 1 and jax.local_device_count() == 1
     compiled: dict[SlotShapes, SlotPrograms] = {}
     workers = []
-    for i, (kind, devices) in enumerate(zip(kinds, islands, strict=True)):
+    for (kind, name), devices in zip(names, islands, strict=True):
         own = island(devices, like=mesh)
-        num_slots = pools[f"rollout.workers.{kind}"].slots
+        num_slots = pools[kind].slots
         shards = placement.num_row_shards(own)
         shapes = _shapes(settings, num_slots, row_shards=shards, name=f"rollout.workers.{kind}.slots")
         programs = compiled.get(shapes) if are_shared else None
         engine = _engine(settings, definition, tokenizer, own, shapes=shapes, dtype=dtype, programs=programs)
         compiled[shapes] = engine.programs
-        number = i if kind == "fast" else i - rollout.workers.fast.count
-        workers.append(Worker(f"{kind}-{number}", kind, engine, device="0" if are_shared else None))
+        workers.append(Worker(name, kind, engine, device="0" if are_shared else None))
     in_turn = rollout.workers.deterministic or len(workers) == 1 or are_shared
     schedule = Schedule(rollout.scheduler, rollout.pdsr, rollout.segment, in_turn, rollout.workers.lease_s)
     return ScheduledWorkers(workers, schedule, decode_text=tokenizer.decode)
