@@ -3,88 +3,43 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
 
-from app.flow import Prompt, Sample
 from app.policy.kv_cache import DecodeWeights
 from app.rollout.engine import BatchShape, Footprint
 from app.rollout.rows import Row
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.segments import balanced_length, budget_length, finished_worth_leaving
 from app.rollout.slots import Segment, SlotEngine
+from app.rollout.streaming import Streaming
 from app.rollout.tally import Tally
 from settings.rollout_section import Segment as SegmentRule
 
 
-class ContinuousBatching:
-    """Generation through slots, for as many samples as there are.
+class ContinuousBatching(Streaming):
+    """One queue and one engine's slots.
 
     Args:
-        decode_text: token ids -> text, for the record.
         rule: how long segments are. Counted in tokens alone, so that a run repeats itself.
     """
 
     def __init__(self, engine: SlotEngine, *, decode_text: Callable[[Sequence[int]], str], rule: SegmentRule):
+        super().__init__(decode_text=decode_text)
         self.engine = engine
-        self._decode_text = decode_text
         self._rule = rule
 
-    def generate(
-        self,
-        weights: DecodeWeights,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        max_new_tokens: int | Sequence[int],
-        rules: SamplingRules,
-        seed: int,
-        policy_version: int,
-        first_group_id: int = 0,
-    ) -> list[Sample]:
-        """`group_size` samples of each prompt, in order, as ragged records; see `Engine.generate`."""
-        return list(
-            self.stream(
-                weights,
-                prompts,
-                group_size=group_size,
-                max_new_tokens=max_new_tokens,
-                rules=rules,
-                seed=seed,
-                policy_version=policy_version,
-                first_group_id=first_group_id,
-            )
-        )
-
-    def stream(
-        self,
-        weights: DecodeWeights,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        max_new_tokens: int | Sequence[int],
-        rules: SamplingRules,
-        seed: int,
-        policy_version: int,
-        first_group_id: int = 0,
-    ) -> Iterator[Sample]:
-        """The same one by one, each as soon as it and all before it are done."""
-        num_new = np.broadcast_to(max_new_tokens, len(prompts) * group_size).tolist()
-        rows = deque(
-            Row(prompts[i // group_size], i % group_size, max_new_tokens=longest, policy_version=policy_version)
-            for i, longest in enumerate(num_new)
-        )
+    def _in_order(
+        self, weights: DecodeWeights, rows: deque[Row], *, rules: SamplingRules, seed: int, policy_version: int
+    ) -> Generator[Row, None, None]:
         for row in rows:
             self.engine.check(row)
         self.engine.open(weights, rules=rules, seed=seed, policy_version=policy_version)
         try:
-            number = 0
             for _ in self._run(rows):
                 while rows and rows[0].finish_reason and rows[0].is_collected:
-                    group_id = first_group_id + number // group_size
-                    yield sample_of(rows.popleft(), group_id, decode_text=self._decode_text, truncates=rules.truncates)
-                    number += 1
+                    yield rows.popleft()
         finally:
             self.engine.close()
         assert not rows
@@ -143,22 +98,3 @@ class ContinuousBatching:
         if rule.rule != "budget":
             length = balanced_length(mean_length, **cost, **bounds)
         return engine.start(length=length, leave_when_finished=leave)
-
-
-def sample_of(row: Row, group_id: int, *, decode_text: Callable[[Sequence[int]], str], truncates: bool) -> Sample:
-    """The record of a row that is done, its tokens collected."""
-    assert row.finish_reason is not None
-    ids = row.token_ids
-    return Sample(
-        prompt=row.prompt,
-        sample_index=row.sample_index,
-        group_id=group_id,
-        completion_ids=ids,
-        completion=decode_text(ids.tolist()),
-        behavior_logprobs=row.logprobs,
-        finish_reason=row.finish_reason,
-        policy_version=row.policy_version,
-        segments=row.num_segments,
-        elapsed_s=row.elapsed_s,
-        kept_mass_logs=row.kept_mass_logs if truncates else None,
-    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
@@ -12,10 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from app.flow import Prompt, Sample
 from app.mesh.placement import bytes_per_device
 from app.policy.kv_cache import DecodeWeights
-from app.rollout.continuous import sample_of
 from app.rollout.engine import BatchShape, Footprint
 from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules
@@ -37,6 +36,7 @@ from app.rollout.scheduling.events import (
 )
 from app.rollout.scheduling.figures import Figures, figures
 from app.rollout.scheduling.scheduler import Scheduler
+from app.rollout.streaming import Streaming
 from app.rollout.tally import Tally
 from app.rollout.workers import Admission, Clock, Driver, Outcome, Threads, Turns, Worker
 from settings.rollout_section import Pdsr, Segment
@@ -58,12 +58,11 @@ class Schedule:
     """How long a worker with a thread of its own may be silent in a segment; None: any time."""
 
 
-class ScheduledWorkers:
-    """Generation by workers under a scheduler, for as many samples as there are.
+class ScheduledWorkers(Streaming):
+    """Workers under a scheduler.
 
     Args:
         workers: with slots of one size and as many devices each, where samples are to be exact.
-        decode_text: token ids -> text, for the record.
     """
 
     def __init__(
@@ -74,68 +73,27 @@ class ScheduledWorkers:
         decode_text: Callable[[Sequence[int]], str],
         clock: Clock = time.perf_counter,
     ):
+        super().__init__(decode_text=decode_text)
         self.workers = tuple(workers)
         self.schedule = schedule
         self.records: list[LogRecord] = []
         """What the scheduler was told and what it answered in the last rollout."""
         self.start: dict[str, Any] = {}
         """The scheduler's snapshot before it."""
-        self._decode_text = decode_text
         self._clock = clock
         self._history: dict[str, float] = {}
         """Prompt -> mean length of its samples when it came last."""
         self._figures: list[Figures] = []
         self._stalled: dict[Worker, Thread] = {}
 
-    def generate(
-        self,
-        weights: DecodeWeights,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        max_new_tokens: int | Sequence[int],
-        rules: SamplingRules,
-        seed: int,
-        policy_version: int,
-        first_group_id: int = 0,
-    ) -> list[Sample]:
-        """`group_size` samples of each prompt, in order, as ragged records; see `Engine.generate`."""
-        return list(
-            self.stream(
-                weights,
-                prompts,
-                group_size=group_size,
-                max_new_tokens=max_new_tokens,
-                rules=rules,
-                seed=seed,
-                policy_version=policy_version,
-                first_group_id=first_group_id,
-            )
-        )
-
-    def stream(
-        self,
-        weights: DecodeWeights,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        max_new_tokens: int | Sequence[int],
-        rules: SamplingRules,
-        seed: int,
-        policy_version: int,
-        first_group_id: int = 0,
-    ) -> Iterator[Sample]:
-        """The same one by one, each as soon as it and all before it are done.
+    def _in_order(
+        self, weights: DecodeWeights, rows: deque[Row], *, rules: SamplingRules, seed: int, policy_version: int
+    ) -> Generator[Row, None, None]:
+        """See `Streaming`.
 
         Raises:
-            InputError: a prompt that no slot has room for.
             Exception: what the last worker failed with, where all have.
         """
-        num_new = np.broadcast_to(max_new_tokens, len(prompts) * group_size).tolist()
-        rows = [
-            Row(prompts[i // group_size], i % group_size, max_new_tokens=longest, policy_version=policy_version)
-            for i, longest in enumerate(num_new)
-        ]
         for row in rows:
             self.workers[0].engine.check(row)
         suspends = self.schedule.policy != "sync" or len(self.workers) > 1
@@ -148,9 +106,7 @@ class ScheduledWorkers:
                 opened.append(worker)
             run = _Run(self._scheduler(rows), driver, workers, clock=self._clock_from_now())
             self.start, self.records = run.scheduler.snapshot(), run.records
-            for number, row in enumerate(run.in_order(rows)):
-                group_id = first_group_id + number // group_size
-                yield sample_of(row, group_id, decode_text=self._decode_text, truncates=rules.truncates)
+            yield from run.in_order(rows)
             self._learn(run)
         finally:
             self._stalled |= driver.close()
@@ -177,7 +133,7 @@ class ScheduledWorkers:
         start = self._clock()
         return lambda: self._clock() - start
 
-    def _scheduler(self, rows: Sequence[Row]) -> Scheduler:
+    def _scheduler(self, rows: Iterable[Row]) -> Scheduler:
         uids = {row.prompt.uid for row in rows}
         schedule = self.schedule
         return Scheduler(
@@ -237,7 +193,7 @@ class _Run:
         self._drawn: dict[str, Row] = {}
         """Uid of a row that is drawn again -> all that it had."""
 
-    def in_order(self, rows: Sequence[Row]) -> Iterator[Row]:
+    def in_order(self, rows: Iterable[Row]) -> Iterator[Row]:
         """All of them, done."""
         self._submit(rows)
         for uid in list(self._rows):
@@ -246,7 +202,7 @@ class _Run:
                 self._advance(self._driver.next())
             yield self._rows[uid]
 
-    def _submit(self, rows: Sequence[Row]) -> None:
+    def _submit(self, rows: Iterable[Row]) -> None:
         samples = []
         for number, row in enumerate(rows):
             uid = row.uid if row.uid not in self._rows else f"{row.uid}@{number}"

@@ -1,0 +1,102 @@
+"""Samples one by one, in order, from whatever takes rows through slots."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+
+import numpy as np
+
+from app.flow import Prompt, Sample
+from app.policy.kv_cache import DecodeWeights
+from app.rollout.rows import Row
+from app.rollout.sampling import SamplingRules
+
+
+class Streaming(ABC):
+    """Generation through slots, for as many samples as there are.
+
+    Args:
+        decode_text: token ids -> text, for the record.
+    """
+
+    def __init__(self, *, decode_text: Callable[[Sequence[int]], str]):
+        self._decode_text = decode_text
+
+    def generate(
+        self,
+        weights: DecodeWeights,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        max_new_tokens: int | Sequence[int],
+        rules: SamplingRules,
+        seed: int,
+        policy_version: int,
+        first_group_id: int = 0,
+    ) -> list[Sample]:
+        """`group_size` samples of each prompt, in order, as ragged records; see `Engine.generate`."""
+        return list(
+            self.stream(
+                weights,
+                prompts,
+                group_size=group_size,
+                max_new_tokens=max_new_tokens,
+                rules=rules,
+                seed=seed,
+                policy_version=policy_version,
+                first_group_id=first_group_id,
+            )
+        )
+
+    def stream(
+        self,
+        weights: DecodeWeights,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        max_new_tokens: int | Sequence[int],
+        rules: SamplingRules,
+        seed: int,
+        policy_version: int,
+        first_group_id: int = 0,
+    ) -> Iterator[Sample]:
+        """The same one by one, each as soon as it and all before it are done.
+
+        Raises:
+            InputError: a prompt that no slot has room for.
+        """
+        num_new = np.broadcast_to(max_new_tokens, len(prompts) * group_size).tolist()
+        rows = deque(
+            Row(prompts[i // group_size], i % group_size, max_new_tokens=longest, policy_version=policy_version)
+            for i, longest in enumerate(num_new)
+        )
+        done = self._in_order(weights, rows, rules=rules, seed=seed, policy_version=policy_version)
+        with closing(done):
+            for number, row in enumerate(done):
+                yield self._sample(row, first_group_id + number // group_size, truncates=rules.truncates)
+
+    @abstractmethod
+    def _in_order(
+        self, weights: DecodeWeights, rows: deque[Row], *, rules: SamplingRules, seed: int, policy_version: int
+    ) -> Generator[Row, None, None]:
+        """All rows, each as soon as it and all before it are done and its tokens collected. May empty the queue."""
+
+    def _sample(self, row: Row, group_id: int, *, truncates: bool) -> Sample:
+        assert row.finish_reason is not None
+        ids = row.token_ids
+        return Sample(
+            prompt=row.prompt,
+            sample_index=row.sample_index,
+            group_id=group_id,
+            completion_ids=ids,
+            completion=self._decode_text(ids.tolist()),
+            behavior_logprobs=row.logprobs,
+            finish_reason=row.finish_reason,
+            policy_version=row.policy_version,
+            segments=row.num_segments,
+            elapsed_s=row.elapsed_s,
+            kept_mass_logs=row.kept_mass_logs if truncates else None,
+        )
