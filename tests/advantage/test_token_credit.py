@@ -70,7 +70,7 @@ def serial(rewards, values, *, gamma: float, lam: float, after: float = 0.0) -> 
     return advantages, advantages + values
 
 
-def same(found, expected) -> None:
+def assert_same(found, expected) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -86,8 +86,8 @@ def test_a_penalty_is_paid_at_the_tokens_that_the_policy_wrote():
     one = sample(4, reward=1.0, mask=[1, 0, 1, 0])
     one.policy_logprobs[:] = [-1, np.nan, -2, -3]
     one.reference_logprobs[:] = [-1.5, -9, -1.5, np.nan]
-    same(penalised_token_rewards(one, kl_estimator=k1, kl_coef=0.1), [-0.05, 0, 1 + 0.05, 0])
-    same(token_kl(one, k3), [np.expm1(-0.5) + 0.5, 0, np.expm1(0.5) - 0.5, 0])
+    assert_same(penalised_token_rewards(one, kl_estimator=k1, kl_coef=0.1), [-0.05, 0, 1 + 0.05, 0])
+    assert_same(token_kl(one, k3), [np.expm1(-0.5) + 0.5, 0, np.expm1(0.5) - 0.5, 0])
 
 
 def test_the_kl_is_measured_over_tokens_not_samples():
@@ -105,8 +105,8 @@ def test_samples_in_one_row_are_credited_each_by_itself(gamma, lam):
     samples = [sample(n, seed=n) for n in (5, 1, 0, 9, 3)]
     for one in by_gae(samples, gamma=gamma, lam=lam):
         advantages, returns = serial(task_token_rewards(one), one.values, gamma=gamma, lam=lam)
-        same(one.advantages, advantages)
-        same(one.returns, returns)
+        assert_same(one.advantages, advantages)
+        assert_same(one.returns, returns)
         assert one.advantages.dtype == one.returns.dtype == np.float32
 
 
@@ -131,8 +131,8 @@ def test_tokens_that_the_policy_did_not_write_are_passed_over():
     holed.values[~mask] = np.nan
     (one,) = by_gae([holed], gamma=0.9)
     advantages, returns = serial([0, 0, one.reward], one.values[mask], gamma=0.9, lam=0.95)
-    same(one.advantages[mask], advantages)
-    same(one.returns[mask], returns)
+    assert_same(one.advantages[mask], advantages)
+    assert_same(one.returns[mask], returns)
     assert not one.advantages[~mask].any() and not one.returns[~mask].any()
 
 
@@ -140,22 +140,26 @@ def test_only_a_sample_that_was_cut_goes_on_with_the_critics_value():
     cut, stopped = sample(4, stop=False), sample(4, stop=True, seed=1)
     found = by_gae([cut, stopped], gamma=0.9, bootstrap=bootstrapped_if_truncated)
     for one, after in zip(found, (cut.values[4], 0.0), strict=True):
-        same(one.advantages, serial(task_token_rewards(one), one.values[:4], gamma=0.9, lam=0.95, after=after)[0])
+        assert_same(
+            one.advantages, serial(task_token_rewards(one), one.values[:4], gamma=0.9, lam=0.95, after=after)[0]
+        )
     over = by_gae([cut], gamma=0.9)[0]
-    same(over.advantages, serial(task_token_rewards(cut), cut.values[:4], gamma=0.9, lam=0.95)[0])
+    assert_same(over.advantages, serial(task_token_rewards(cut), cut.values[:4], gamma=0.9, lam=0.95)[0])
 
 
 def test_a_cut_sample_goes_on_also_where_its_last_tokens_are_not_the_policys():
     cut = sample(4, stop=False, mask=[1, 1, 0, 0])
     (one,) = by_gae([cut], gamma=0.9, bootstrap=bootstrapped_if_truncated)
-    same(one.advantages[:2], serial([0, cut.reward], cut.values[:2], gamma=0.9, lam=0.95, after=cut.values[4])[0])
+    assert_same(
+        one.advantages[:2], serial([0, cut.reward], cut.values[:2], gamma=0.9, lam=0.95, after=cut.values[4])[0]
+    )
 
 
 def test_the_critics_targets_may_have_a_lambda_of_their_own():
     one = by_gae([sample(7)], lam=0.8, critic_lam=partial(fixed_lam, lam=1.0))[0]
-    same(one.advantages, serial(task_token_rewards(one), one.values, gamma=1.0, lam=0.8)[0])
+    assert_same(one.advantages, serial(task_token_rewards(one), one.values, gamma=1.0, lam=0.8)[0])
     # With lambda 1 and no discount every token's target is the reward.
-    same(one.returns, np.full(7, one.reward))
+    assert_same(one.returns, np.full(7, one.reward))
 
 
 @pytest.mark.parametrize(("alpha", "lams"), [(0.25, (0.9, 0.2, 0.0)), (1e-3, (0.0, 0.0, 0.0))])
@@ -165,8 +169,8 @@ def test_a_long_sample_has_a_lambda_nearer_to_1(alpha, lams):
     found = by_gae(samples, lam=adaptive, critic_lam=partial(fixed_lam, lam=1.0))
     for one, lam in zip(found, lams, strict=True):
         rewards, values = task_token_rewards(one)[one.mask], one.values[one.mask]
-        same(one.advantages[one.mask], serial(rewards, values, gamma=1.0, lam=lam)[0])
-        same(one.returns[one.mask], one.reward)
+        assert_same(one.advantages[one.mask], serial(rewards, values, gamma=1.0, lam=lam)[0])
+        assert_same(one.returns[one.mask], one.reward)
 
 
 def test_an_adaptive_lambda_of_a_sample_that_the_policy_wrote_nothing_of_is_defined():
@@ -185,7 +189,7 @@ def test_without_a_critic_every_token_is_credited_with_its_discounted_return():
     kl = (one.policy_logprobs - one.reference_logprobs)[one.mask].astype(np.float64)
     rewards = -0.1 * kl + [0, 0, 0, 1]
     expected = [sum(0.9**k * r for k, r in enumerate(rewards[t:])) for t in range(4)]
-    same(found.advantages[one.mask], expected)
+    assert_same(found.advantages[one.mask], expected)
     np.testing.assert_array_equal(found.returns, found.advantages)
     assert found.advantages[2] == 0
 
@@ -260,8 +264,8 @@ def test_whatever_stands_in_masked_slots_and_in_which_order_changes_nothing(shap
         one.values[: len(one.mask)][~one.mask] = np.nan
     found = by_gae([samples[i] for i in order], gamma=0.9, bootstrap=bootstrapped_if_truncated)
     for one, i in zip(found, order, strict=True):
-        same(one.advantages, expected[i].advantages)
-        same(one.returns, expected[i].returns)
+        assert_same(one.advantages, expected[i].advantages)
+        assert_same(one.returns, expected[i].returns)
 
 
 def test_a_coefficient_follows_the_kl_by_hand():
