@@ -10,12 +10,14 @@ from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
 from settings.errors import InputError
 from tests.rollout.scheduling.storms import storm
 
+MINE = {"seed": 0, "the prompts": "0" * 64}
+
 
 @pytest.fixture
 def written(tmp_path: Path) -> tuple[Path, list[LogRecord]]:
     path = tmp_path / "events.jsonl"
     records = storm(3).run()
-    write_log(path, records, run="mine", scheduler=storm(3).scheduler)
+    write_log(path, records, run=MINE, scheduler=storm(3).scheduler)
     return path, records
 
 
@@ -28,28 +30,28 @@ def test_messages_survive_json() -> None:
 
 def test_a_log_replays_to_the_same_commands_and_the_same_state(written: tuple[Path, list[LogRecord]]) -> None:
     path, records = written
-    assert list(read_log(path, run="mine")[1]) == records
+    assert read_log(path, run=MINE).records == records
     clock = storm(3)
     clock.run()
-    assert replay(path, run="mine").snapshot() == clock.scheduler.snapshot()
+    assert replay(path, run=MINE).snapshot() == clock.scheduler.snapshot()
 
 
 def test_a_log_of_another_run_is_refused(written: tuple[Path, list[LogRecord]]) -> None:
-    with pytest.raises(InputError, match=r"event log of another run: 'mine', and this is 'yours'"):
-        replay(written[0], run="yours")
+    with pytest.raises(InputError, match=r"differs: seed \(0 there, 1 here\), the prompts\."):
+        replay(written[0], run={"seed": 1})
 
 
 def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text('{"uid": "a"}\n')
     with pytest.raises(InputError, match="expected a rollout's event log"):
-        replay(path, run="mine")
+        replay(path, run=MINE)
 
 
 def test_a_line_that_a_crash_cut_off_is_left_out(written: tuple[Path, list[LogRecord]]) -> None:
     path, records = written
     path.write_bytes(path.read_bytes()[:-20])
-    assert list(read_log(path, run="mine")[1]) == records[:-1]
+    assert read_log(path, run=MINE).records == records[:-1]
 
 
 def test_a_broken_line_in_the_middle_is_refused(written: tuple[Path, list[LogRecord]]) -> None:
@@ -57,7 +59,7 @@ def test_a_broken_line_in_the_middle_is_refused(written: tuple[Path, list[LogRec
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:3], lines[3][:-5], *lines[4:]]))
     with pytest.raises(InputError, match=r":4: not JSON"):
-        replay(path, run="mine")
+        replay(path, run=MINE)
 
 
 def test_an_answer_that_the_program_would_not_give_is_refused(written: tuple[Path, list[LogRecord]]) -> None:
@@ -66,7 +68,7 @@ def test_an_answer_that_the_program_would_not_give_is_refused(written: tuple[Pat
     changed = json.loads(lines[-1]) | {"commands": [{"type": "Retire", "worker": "nobody"}]}
     path.write_text("\n".join([*lines[:-1], json.dumps(changed)]))
     with pytest.raises(InputError, match=r"answers \w+ otherwise"):
-        replay(path, run="mine")
+        replay(path, run=MINE)
 
 
 @pytest.mark.parametrize("seed", range(0, 40, 4))
@@ -74,8 +76,8 @@ def test_a_rollout_killed_half_way_finishes_from_its_log(seed: int, tmp_path: Pa
     path = tmp_path / "events.jsonl"
     whole = storm(seed)
     records = whole.run()
-    write_log(path, records[: len(records) // 2], run="mine", scheduler=storm(seed).scheduler)
-    survivor = replay(path, run="mine")
+    write_log(path, records[: len(records) // 2], run=MINE, scheduler=storm(seed).scheduler)
+    survivor = replay(path, run=MINE)
     committed = {entry.uid: entry.num_tokens for entry in survivor.ledger}
     finish(survivor, whole)
     assert survivor.is_finished
