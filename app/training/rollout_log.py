@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from app.flow import Prompt
 from app.rollout.scheduling.event_log import EventLog, RunFacts
 from app.rollout.scheduling.ledger import ENDED
@@ -60,7 +62,7 @@ def open_log(out: Path, settings: Settings, model: ModelInput, prompts: Sequence
 
 
 def run_facts(settings: Settings, model: ModelInput, prompts: Sequence[Prompt]) -> RunFacts:
-    """Whatever decides a rollout's samples, by name, as JSON has it."""
+    """Whatever decides a rollout's samples, by name, as JSON has it. The devices must have been started."""
     exact = settings.rollout.mode == "exact"
     rollout = dict(_flat("rollout", settings.rollout.model_dump(mode="json")))
     kept = {
@@ -68,7 +70,7 @@ def run_facts(settings: Settings, model: ModelInput, prompts: Sequence[Prompt]) 
         for name, value in rollout.items()
         if name not in DECIDE_NOTHING and (exact or not name.startswith(ONLY_IN_EXACT_MODE))
     }
-    on_devices = {"mesh.shape": settings.mesh.shape, "mesh.cpu_devices": settings.mesh.cpu_devices} if exact else {}
+    on_devices = {"mesh.shape": settings.mesh.shape, "the devices": _devices()} if exact else {}
     return {
         "the model's files": model.files.fingerprint,
         "the tokenizer": model.tokenizer.fingerprint,
@@ -79,6 +81,10 @@ def run_facts(settings: Settings, model: ModelInput, prompts: Sequence[Prompt]) 
         **kept,
         **on_devices,
     }
+
+
+def _devices() -> str:
+    return f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

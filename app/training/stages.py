@@ -26,7 +26,7 @@ from app.rollout.scheduling.event_log import EventLog
 from app.sample_records import sample_to_record
 from app.training.rollout_log import Past, open_log
 from app.training.rollout_progress import RolloutProgress
-from app.training.session import ModelInput, Session, check_context, open_on_one_host, read_model_input
+from app.training.session import ModelInput, Session, check_context, read_model_input, start_on_one_host
 from app.training.simulate import panel, timeline_kind
 from app.whole_file import write_whole
 from settings import Resolved, Settings
@@ -62,10 +62,11 @@ def rollout(
     model = read_model_input(settings)
     check_context(model.architecture, settings, path=settings.model.path)
     encoded, report = _encoded(settings, model, prompts, limit=limit)
+    start_on_one_host(settings)
     with ExitStack() as stack:
         written = stack.enter_context(open_log(out, settings, model, encoded)) if settings.rollout.has_workers else None
         past = Past.of(written)
-        session = open_on_one_host(settings, model)
+        session = Session.open(settings, model)
         weights = session.engine.weights(session.load_params())
         counter = SampleCounter()
         start = time.perf_counter()

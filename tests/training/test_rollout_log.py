@@ -12,10 +12,11 @@ import pytest
 
 from app.rollout.scheduling.event_log import EventLog, read_log
 from app.rollout.scheduling.events import WorkerJoined, WorkerLost
-from tests.training.program import DEADLINE_S, digest_of, here, records_of, settings, started, wait_until
+from tests.training.program import DEADLINE_S, NUM_DEVICES, digest_of, here, records_of, settings, started, wait_until
 
 WORKERS = ("rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4")
 EXACT = (
+    f"mesh.cpu_devices={NUM_DEVICES}",
     *("data.max_prompt_length=16", "rollout.group_size=4", "rollout.max_new_tokens=48", "rollout.top_k=20"),
     *("rollout.scheduler=adaptive", "rollout.mode=exact", *WORKERS, "rollout.segment.min=1", "rollout.segment.max=2"),
 )
