@@ -13,7 +13,7 @@ import jax
 
 from app.flow import Prompt
 from app.rollout.scheduling.event_log import EventLog, RunFacts
-from app.rollout.scheduling.ledger import ENDED
+from app.training.progress import num_done
 from app.training.session import ModelInput
 from app.whole_file import is_leftover
 from settings import Settings
@@ -40,13 +40,13 @@ class Past:
         if log is None or log.begun is None:
             return None
         ledger = log.begun.scheduler.ledger
-        num_done = sum(ledger.counts[state] for state in ENDED)
-        num_begun = sum(entry.num_tokens > 0 for entry in ledger) - num_done
         num_tokens = sum(entry.num_tokens for entry in ledger)
-        return cls(log.path, num_done, num_begun, len(ledger.entries), num_tokens)
+        num_begun = sum(entry.num_tokens > 0 for entry in ledger) - num_done(ledger)
+        return cls(log.path, num_done(ledger), num_begun, len(ledger.entries), num_tokens)
 
     def to_text(self) -> str:
-        return f"going on from {self.path}: {self.num_done} of {self.num_samples} samples are done, {self.num_begun} have begun"
+        done = f"{self.num_done} of {self.num_samples} samples done"
+        return f"going on from {self.path}: {done}, {self.num_begun} begun"
 
 
 def open_log(out: Path, settings: Settings, model: ModelInput, prompts: Sequence[Prompt]) -> EventLog:

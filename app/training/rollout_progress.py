@@ -6,20 +6,15 @@ import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from app.flow import Sample
-from app.rollout.scheduling.ledger import ENDED, Ledger, State
+from app.rollout.scheduling.ledger import Ledger
+from app.training.progress import num_done, standing
 
 REDRAWN_EVERY_S = 0.1
 TOLD_EVERY_S = 10.0
 """Where there is no terminal."""
-
-
-def standing(ledger: Ledger) -> str:
-    """How many samples are where."""
-    counts = ledger.counts
-    return f"{counts[State.RUNNING]} active  {counts[State.NEW]} waiting  {counts[State.SUSPENDED]} suspended"
 
 
 class RolloutProgress:
@@ -40,7 +35,6 @@ class RolloutProgress:
         self._progress = Progress(
             TextColumn("rollout"),
             BarColumn(),
-            MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
             console=self._console,
             disable=not self._live,
@@ -61,8 +55,7 @@ class RolloutProgress:
     def watch(self, ledger: Ledger) -> None:
         """After an event of a scheduled rollout."""
         if self._is_due():
-            num_tokens = sum(entry.num_tokens for entry in ledger)
-            self._tell(sum(ledger.counts[state] for state in ENDED), num_tokens, standing(ledger))
+            self._tell(num_done(ledger), sum(entry.num_tokens for entry in ledger), standing(ledger))
 
     def count(self, samples: Iterator[Sample]) -> Iterator[Sample]:
         """Of a rollout that is not scheduled, in order, as they stream past."""
@@ -70,7 +63,7 @@ class RolloutProgress:
         for number, sample in enumerate(samples, start=1):
             num_tokens += len(sample.completion_ids)
             if self._is_due():
-                self._tell(number, num_tokens, "")
+                self._tell(number, num_tokens, f"{number} of {self._num_samples} done")
             yield sample
 
     def _is_due(self) -> bool:
@@ -79,12 +72,10 @@ class RolloutProgress:
     def _tell(self, num_done: int, num_tokens: int, where: str) -> None:
         now = self._clock()
         begun, before = self._first = self._first or (now, num_tokens)
-        rate = f"{(num_tokens - before) / (now - begun):,.0f} tokens/s" if now > begun else ""
+        rate = f"  {(num_tokens - before) / (now - begun):,.0f} tokens/s" if now > begun else ""
         if self._live:
-            figures = "  ".join(part for part in (where, rate) if part)
-            self._progress.update(self._task, completed=num_done, figures=figures)
+            self._progress.update(self._task, completed=num_done, figures=where + rate)
             self._next = now + REDRAWN_EVERY_S
         elif now >= self._next:
-            done = f"{num_done} of {self._num_samples} done"
-            self.say("  ".join(part for part in ("rollout:", where, done, rate) if part))
+            self.say(f"rollout: {where}{rate}")
             self._next = now + TOLD_EVERY_S

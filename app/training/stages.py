@@ -21,14 +21,13 @@ from app.policy.kv_cache import DecodeWeights
 from app.prompts.dataset import load_dataset
 from app.prompts.encode import EncodeReport, encode_prompts
 from app.prompts.source import load_training_data
-from app.report.timeline import timeline_picture
+from app.report.timeline import check_timeline, write_timeline
 from app.rollout.scheduling.event_log import EventLog
 from app.sample_records import sample_to_record
 from app.training.rollout_log import Past, open_log
 from app.training.rollout_progress import RolloutProgress
 from app.training.session import ModelInput, Session, check_context, read_model_input, start_on_one_host
-from app.training.simulate import panel, timeline_kind
-from app.whole_file import write_whole
+from app.training.simulate import panel, recorded_table
 from settings import Resolved, Settings
 from settings.errors import InputError
 
@@ -58,7 +57,7 @@ def rollout(
     _check_only_scheduled("--timeline draws", timeline, settings)
     _check_only_scheduled("--log keeps", log, settings)
     if timeline is not None:
-        timeline_kind(timeline)
+        check_timeline(timeline)
     model = read_model_input(settings)
     check_context(model.architecture, settings, path=settings.model.path)
     encoded, report = _encoded(settings, model, prompts, limit=limit)
@@ -76,7 +75,7 @@ def rollout(
             samples = _sampled(session, weights, encoded, progress=progress, log=written)
             write_jsonl(out, (sample_to_record(s) for s in counter.count(samples)))
         seconds = time.perf_counter() - start
-        scheduled = _scheduled(session, timeline)
+        scheduled = _scheduled(session, timeline, was_killed=past is not None)
         if written is not None:
             written.finish(keep=log)
     drawn_now = counter.num_tokens - (past.num_tokens if past else 0)
@@ -128,17 +127,21 @@ def _check_only_scheduled(option: str, path: Path | None, settings: Settings) ->
     check_output(path)
 
 
-def _scheduled(session: Session, timeline: Path | None) -> dict[str, Any]:
+def _scheduled(session: Session, timeline: Path | None, *, was_killed: bool) -> dict[str, Any]:
     """How good the schedule was, in words; nothing where nothing was scheduled. Draws it."""
     if session.workers is None:
         return {}
     (found,) = session.take_figures()
     policy = session.workers.schedule.policy
     if timeline is not None:
-        slots = tuple((worker.name, worker.engine.shapes.num_slots) for worker in session.workers.workers)
+        slots = tuple(
+            (worker.name.partition("#")[0], worker.engine.shapes.num_slots) for worker in session.workers.workers
+        )
         drawn = panel(policy, session.workers.records, found, slots, None)
         title = f"{session.settings.model.path}: {len(slots)} workers, {sum(n for _, n in slots)} slots"
-        write_whole(timeline, timeline_picture([drawn], title=title, kind=timeline_kind(timeline)))
+        if was_killed:
+            title += "; it was killed and went on, without the time between"
+        write_timeline(timeline, [drawn], title=title, table=recorded_table(policy, found))
     return {
         "scheduler": policy,
         "makespan": f"{found.makespan_s:.3g} s, bubble {found.bubble:.0%}, tail {found.tail_fraction:.0%}",

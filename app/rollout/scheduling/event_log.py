@@ -168,7 +168,9 @@ def write_log(path: Path, records: Iterable[LogRecord], *, run: RunFacts, schedu
 
 
 def is_log(path: Path) -> bool:
-    """Whether it begins as one."""
+    """Whether it is a file that begins as one."""
+    if not path.is_file():
+        return False
     with path.open("rb") as file:
         return file.read(len(_HEAD)) == _HEAD
 
