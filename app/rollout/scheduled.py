@@ -105,7 +105,9 @@ class ScheduledWorkers(Streaming):
         """
         for row in rows:
             self.workers[0].engine.check(row)
-        suspends = self.schedule.policy != "sync" or len(self.workers) > 1
+        scheduler = self._scheduler(rows)
+        begun = self.log.begin(scheduler) if self.log else Begun.now(scheduler)
+        suspends = self.schedule.policy != "sync" or len(self.workers) > 1 or bool(begun.records)
         opened: list[Worker] = []
         workers = self._awake()
         driver = Turns() if self.schedule.in_turn else Threads(workers, lease_s=self.schedule.lease_s)
@@ -113,8 +115,6 @@ class ScheduledWorkers(Streaming):
             for worker in workers:
                 worker.open(weights, rules=rules, seed=seed, policy_version=policy_version, suspends=suspends)
                 opened.append(worker)
-            scheduler = self._scheduler(rows)
-            begun = self.log.begin(scheduler) if self.log else Begun.now(scheduler)
             self.start, self.records = begun.start, begun.records
             run = _Run(begun, driver, workers, clock=self._clock_from(begun.at), log=self.log, watch=self.watch)
             yield from run.in_order(rows)
@@ -253,7 +253,9 @@ class _Run:
                 row.finish_reason, row.elapsed_s = entry.finish, end - begin
                 row.started_s = time.perf_counter() - (self._begun.at - begin)
                 self._rows[entry.uid], self._logged[entry.uid] = row, row.num_tokens
-        for name in list(self.scheduler.context.workers):
+        # Idle ones first: else they would be given what the others had.
+        gone = sorted(self.scheduler.context.workers.values(), key=lambda worker: worker.is_busy)
+        for name in [worker.name for worker in gone]:
             self._handle(WorkerLost(self._clock(), name, "the process ended"))
 
     def _advance(self, outcome: Outcome) -> None:
