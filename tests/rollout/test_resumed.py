@@ -16,7 +16,6 @@ from app.rollout.scheduling.event_log import EventLog, read_log
 from app.rollout.scheduling.events import RunSegment, WorkerJoined, WorkerLost
 from app.rollout.scheduling.figures import figures, spans
 from app.rollout.scheduling.scheduler import POLICIES
-from app.rollout.workers import Worker
 from tests.rollout.test_slots import LENGTHS, PROMPTS
 from tests.rollout.test_workers import bits, expected, samples_of, scheduled, workers_on
 
