@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -76,15 +77,13 @@ class EventLog:
         self.path = path
         self._run = run
         self._begun: Begun | None = None
-        self._file = _locked(path)
-        try:
+        with ExitStack() as stack:
+            self._file = stack.enter_context(_locked(path))
             if path.stat().st_size:
                 self._begun, num_bytes = _read(path, run=run)
                 _check_drawn(self._begun, path)
                 self._cut(num_bytes)
-        except InputError:
-            self._file.close()
-            raise
+            stack.pop_all()
 
     def __enter__(self) -> EventLog:
         return self
@@ -213,7 +212,7 @@ def _read(path: Path, *, run: RunFacts | None) -> tuple[Begun, int]:
             answer = tuple(begun.scheduler.handle(record.event))
             for uid, text in line.values.get("drawn", {}).items():
                 begun.drawn.setdefault(uid, []).append(_tokens(text))
-        except (KeyError, TypeError, ValueError, AssertionError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
             raise _damaged(where, f"no record of an event log: {error!r}") from None
         if answer != record.commands:
             raise InputError(

@@ -1,10 +1,11 @@
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 
-from app.rollout.scheduling.event_log import LogRecord, read_log, replay, write_log
-from app.rollout.scheduling.events import WorkerLost, from_json, to_json
+from app.rollout.scheduling.event_log import EventLog, LogRecord, is_log, read_log, replay, write_log
+from app.rollout.scheduling.events import Closed, Event, SegmentEnded, WorkerLost, from_json, to_json
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
 from settings.errors import InputError
@@ -69,6 +70,69 @@ def test_an_answer_that_the_program_would_not_give_is_refused(written: tuple[Pat
     path.write_text("\n".join([*lines[:-1], json.dumps(changed)]))
     with pytest.raises(InputError, match=r"answers \w+ otherwise"):
         replay(path, run=MINE)
+
+
+def test_a_log_that_nothing_was_written_to_goes_away(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with EventLog(path, run=MINE) as log:
+        assert log.begun is None and path.stat().st_size == 0
+    assert not path.exists()
+    path.touch()  # as a process leaves it that was killed before it wrote the header
+    with EventLog(path, run=MINE) as log:
+        assert log.begun is None
+
+
+def test_a_finished_log_is_removed_or_kept_elsewhere(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "log", run=MINE) as log:
+        log.begin(storm(3).scheduler)
+        log.finish()
+    assert list(tmp_path.iterdir()) == []
+    with EventLog(tmp_path / "log", run=MINE) as log:
+        log.begin(storm(3).scheduler)
+        log.finish(keep=tmp_path / "kept")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"] and is_log(tmp_path / "kept")
+
+
+def test_only_one_at_a_time_has_the_log(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "log", run=MINE) as log:
+        log.begin(storm(3).scheduler)
+        with pytest.raises(InputError, match="another process is at this rollout"):
+            EventLog(tmp_path / "log", run=MINE)
+    with EventLog(tmp_path / "log", run=MINE) as log:
+        assert log.begun is not None and log.begun.records == []
+
+
+def test_what_is_appended_after_a_torn_line_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    records = list(itertools.takewhile(lambda record: not isinstance(record.event, SegmentEnded), storm(3).run()))
+    write_log(path, records, run=MINE, scheduler=storm(3).scheduler)
+    for torn in (b"{", b'{"event": \n', b"\0" * 9):
+        path.write_bytes(path.read_bytes() + torn)
+        with EventLog(path, run=MINE) as log:
+            assert log.begun is not None and log.begun.records == records
+            records.append(told(log, Closed(9.0)))
+    path.write_bytes(path.read_bytes()[:-1])  # whole, but for the end of the line
+    with EventLog(path, run=MINE) as log:
+        records.append(told(log, WorkerLost(10.0, "nobody", "")))
+    assert read_log(path).records == records
+
+
+def told(log: EventLog, event: Event) -> LogRecord:
+    assert log.begun is not None
+    record = LogRecord(event, tuple(log.begun.scheduler.handle(event)))
+    log.append(record, {})
+    return record
+
+
+def test_tokens_that_are_not_those_committed_are_refused(written: tuple[Path, list[LogRecord]]) -> None:
+    path, _ = written
+    lines = path.read_text().splitlines(keepends=True)
+    for drawn in ({"p0/s0": "AAAA"}, {"p0/s0": "no base64"}, {"p0/s0": 7}, ["p0/s0"]):
+        path.write_text("".join([*lines[:-1], json.dumps(json.loads(lines[-1]) | {"drawn": drawn}) + "\n"]))
+        before = path.read_bytes()
+        with pytest.raises(InputError, match="the log is damaged: delete it"):
+            EventLog(path, run=MINE)
+        assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("seed", range(0, 40, 4))
