@@ -197,7 +197,7 @@ def _read(path: Path, *, run: RunFacts | None) -> tuple[Begun, int]:
     lines = _lines(path)
     _, num_bytes, header = next(lines)
     if header.get("format") != FORMAT:
-        raise InputError(f"{path}: expected a rollout's event log ({FORMAT}), got {header.get('format')!r}")
+        raise _no_log(path, repr(header.get("format")))
     try:
         known, start = header["run"], header["scheduler"]
         begun = Begun(start, Scheduler.restore(start))
@@ -238,7 +238,7 @@ def _lines(path: Path) -> Iterator[_Line]:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 if broken is not None:
-                    raise broken
+                    raise _no_log(path, "something else") if number == 2 else broken
                 end += len(raw)
                 try:
                     yield _Line(number, end, parse_object(raw, f"{path}:{number}"))
@@ -247,9 +247,15 @@ def _lines(path: Path) -> Iterator[_Line]:
     except OSError as error:
         raise InputError(f"{path.absolute()}: cannot be read: {error.strerror}") from error
     if number <= 1 and broken is not None:
-        raise broken
+        raise _no_log(path, "something else")
     if number == 0:
-        raise InputError(f"{path}: expected a rollout's event log ({FORMAT}), got an empty file")
+        raise _no_log(path, "an empty file")
+
+
+def _no_log(path: Path, got: str) -> InputError:
+    return InputError(
+        f"{path}: expected a rollout's event log ({FORMAT}), got {got}; move it away, or choose another --out"
+    )
 
 
 def _damaged(*what: str) -> InputError:

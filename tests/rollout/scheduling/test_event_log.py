@@ -44,9 +44,11 @@ def test_a_log_of_another_run_is_refused(written: tuple[Path, list[LogRecord]]) 
 
 def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
-    path.write_text('{"uid": "a"}\n')
-    with pytest.raises(InputError, match="expected a rollout's event log"):
-        replay(path, run=MINE)
+    for text in ('{"uid": "a"}\n', "notes\nof mine\n", "notes"):
+        path.write_text(text)
+        with pytest.raises(InputError, match=r"expected a rollout's event log .*move it away"):
+            EventLog(path, run=MINE)
+        assert path.read_text() == text
 
 
 def test_a_line_that_a_crash_cut_off_is_left_out(written: tuple[Path, list[LogRecord]]) -> None:
