@@ -125,7 +125,11 @@ def rollout(
     ] = None,
     simulate: Annotated[
         Path | None,
-        typer.Option(metavar="TRACE.jsonl", help="Sample nothing; compare all schedules on the lengths of a file."),
+        typer.Option(
+            metavar="TRACE.jsonl",
+            help="Sample nothing; compare all schedules on the lengths of a file: samples as --out has them, an event "
+            "log, or lines of uid, prompt, index, length, prompt_length.",
+        ),
     ] = None,
     cost: Annotated[
         Path | None,
@@ -133,7 +137,13 @@ def rollout(
     ] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png|.svg", help="Draw what every slot of rollout.scheduler or --simulate does."),
+        typer.Option(
+            metavar="FILE.png|.svg|.html", help="Draw what every slot of rollout.scheduler or --simulate does."
+        ),
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Keep the event log of rollout.scheduler, which --simulate reads."),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -144,7 +154,7 @@ def rollout(
         resolved = _resolve(config, overrides, print_config=print_config, check=check)
         for option, given, wanted in (
             ("--cost", cost, True),
-            *(("--prompts", prompts, False), ("--limit", limit, False)),
+            *(("--prompts", prompts, False), ("--limit", limit, False), ("--log", log, False)),
         ):
             if given is not None and wanted != (simulate is not None):
                 raise InputError(f"{option} goes {'with' if wanted else 'without'} --simulate")
@@ -157,7 +167,7 @@ def rollout(
         out = _required(out, "--out")
         from app.training import stages
 
-        summary = stages.rollout(resolved, prompts=prompts, limit=limit, out=out, timeline=timeline)
+        summary = stages.rollout(resolved, prompts=prompts, limit=limit, out=out, timeline=timeline, log=log)
         _write(_as_text(summary, as_json=as_json), sys.stdout)
 
 

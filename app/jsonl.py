@@ -34,7 +34,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def read_jsonl_sized(path: str | Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """As `read_jsonl`, with the bytes of the line before the object."""
     for number, raw in _lines(path):
-        yield number, len(raw), _parse_object(raw, f"{path}:{number}")
+        yield number, len(raw), parse_object(raw, f"{path}:{number}")
 
 
 def read_jsonl_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
@@ -65,12 +65,17 @@ def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
 
 def _parsed(raw: bytes, where: str) -> dict[str, Any] | InputError:
     try:
-        return _parse_object(raw, where)
+        return parse_object(raw, where)
     except InputError as error:
         return error
 
 
-def _parse_object(raw: bytes, where: str) -> dict[str, Any]:
+def parse_object(raw: bytes, where: str) -> dict[str, Any]:
+    """One line's object. `where` opens every error.
+
+    Raises:
+        InputError: as `read_jsonl`.
+    """
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:

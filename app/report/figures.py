@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from app.report.drawing import Evidence
@@ -72,8 +73,13 @@ def pictures(evidence: Evidence) -> dict[str, Picture | None]:
 
 
 def _inline(svg: str, panel: Panel) -> str:
-    """An SVG file as an element of a page: without prolog, metadata, the ids of its groups and the strip on top."""
+    """Without the strip on top."""
+    box = f"0 {TITLE_HEIGHT * POINTS_PER_INCH:g} {WIDTH * POINTS_PER_INCH:g} {panel.height * POINTS_PER_INCH:g}"
+    return inline_svg(svg, label=panel.title, box=box)
+
+
+def inline_svg(svg: str, *, label: str, box: str) -> str:
+    """An SVG file as an element of a page that shows its `box`: without prolog, metadata and the ids of its groups."""
     element = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     element = re.sub(r'(<g) id="[^"]*"', r"\1", element).replace(INK, "currentColor")
-    box = f"0 {TITLE_HEIGHT * POINTS_PER_INCH:g} {WIDTH * POINTS_PER_INCH:g} {panel.height * POINTS_PER_INCH:g}"
-    return f'<svg role="img" aria-label="{panel.title}" viewBox="{box}">' + element[element.index(">") + 1 :]
+    return f'<svg role="img" aria-label="{escape(label)}" viewBox="{box}">' + element[element.index(">") + 1 :]

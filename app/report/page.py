@@ -1,4 +1,4 @@
-"""The two pages of a run: one file each, which needs no network and runs no script but its own."""
+"""Pages of a run, and of a timeline: one file each, which needs no network and runs no script but its own."""
 
 from __future__ import annotations
 
@@ -48,6 +48,15 @@ def rollouts_page(run: RunFiles, viewer: Viewer) -> str:
         script=script,
         script_hash=_content_hash(script),
     )
+
+
+def timeline_page(picture: str, table: Sequence[Sequence[str]], *, title: str) -> str:
+    """The picture of a schedule, as an SVG element, over its figures.
+
+    Args:
+        table: headings first.
+    """
+    return _render("timeline.html", picture=picture, table=table, title=title)
 
 
 def json_for_html(value: Any) -> str:

@@ -6,10 +6,15 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from app.jsonl import check_output
 from app.report.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
-from app.report.figures import STYLE
+from app.report.figures import POINTS_PER_INCH, STYLE, inline_svg
+from app.report.page import timeline_page
+from app.whole_file import write_whole
+from settings.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +28,11 @@ SLOT_HEIGHT, LANE_GAP = 0.11, 0.8
 SAME_MOMENT_S = 1e-6
 MAX_SLOTS = 128
 """Drawn of a panel."""
+WIDTH = 10.0
+"""Inches."""
+LEAST_HEIGHT = 6.0
+"""Of a panel, in slots."""
+KINDS = (".png", ".svg", ".html")
 
 
 class Bar(NamedTuple):
@@ -62,9 +72,43 @@ class TimelinePanel:
         """In slots, with a lane for what is suspended."""
         return sum(slots + LANE_GAP for _, slots in self.drawn_slots) + 1 + LANE_GAP
 
+    @property
+    def heading(self) -> str:
+        """The title, and what is not drawn."""
+        drawn, slots = (sum(count for _, count in pools) for pools in (self.drawn_slots, self.slots))
+        return self.title if drawn == slots else f"{self.title} (the first {drawn} of {slots} slots)"
 
-def timeline_picture(panels: Sequence[TimelinePanel], *, title: str, kind: Literal["png", "svg"] = "png") -> bytes:
-    """All panels over one time axis; the same bytes for the same panels."""
+
+def check_timeline(path: Path) -> None:
+    """Raises InputError where no timeline can be written."""
+    if path.suffix.lower() not in KINDS:
+        raise InputError(f"--timeline: expected a name that ends in .png, .svg or .html, got {path}")
+    check_output(path)
+
+
+def write_timeline(path: Path, panels: Sequence[TimelinePanel], *, title: str, table: Sequence[Sequence[str]]) -> None:
+    """A picture, or a page of it with the figures below, as the name of the file says.
+
+    Args:
+        table: the figures of each panel, headings first.
+    """
+    suffix = path.suffix.lower()
+    if suffix != ".html":
+        return write_whole(path, timeline_picture(panels, title=title, kind="svg" if suffix == ".svg" else "png"))
+    width, height = (inches * POINTS_PER_INCH for inches in _size(panels))
+    svg = timeline_picture(panels, title="", kind="svg", is_inline=True).decode("utf-8")
+    element = inline_svg(svg, label=title, box=f"0 0 {width:g} {height:g}")
+    return write_whole(path, timeline_page(element, table, title=title).encode("utf-8"))
+
+
+def timeline_picture(
+    panels: Sequence[TimelinePanel], *, title: str, kind: Literal["png", "svg"] = "png", is_inline: bool = False
+) -> bytes:
+    """All panels over one time axis; the same bytes for the same panels.
+
+    Args:
+        is_inline: the SVG takes background and letters of the page that it stands in.
+    """
     # As in `app.report.figures`: loading takes most of a second, and pyplot would choose a window system.
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -72,9 +116,10 @@ def timeline_picture(panels: Sequence[TimelinePanel], *, title: str, kind: Liter
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE | {"svg.hashsalt": "timeline", "svg.fonttype": "path"})
-        heights = [max(panel.height, 6.0) for panel in panels]
-        figure = Figure(figsize=(10.0, 1.0 + sum(SLOT_HEIGHT * height + 0.45 for height in heights)))
+        letters = "none" if is_inline else "path"
+        matplotlib.rcParams.update(STYLE | {"svg.hashsalt": "timeline", "svg.fonttype": letters})
+        heights = [max(panel.height, LEAST_HEIGHT) for panel in panels]
+        figure = Figure(figsize=_size(panels))
         FigureCanvasAgg(figure)
         grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)
         for axes, panel in zip(grid[:, 0], panels, strict=True):
@@ -84,8 +129,13 @@ def timeline_picture(panels: Sequence[TimelinePanel], *, title: str, kind: Liter
         _explain(figure, title)
         picture = io.BytesIO()
         metadata = {"Date": None} if kind == "svg" else {"Software": None}
-        figure.savefig(picture, format=kind, dpi=130, metadata=metadata)
+        figure.savefig(picture, format=kind, dpi=130, transparent=is_inline, metadata=metadata)
     return picture.getvalue()
+
+
+def _size(panels: Sequence[TimelinePanel]) -> tuple[float, float]:
+    """Inches."""
+    return WIDTH, 1.0 + sum(SLOT_HEIGHT * max(panel.height, LEAST_HEIGHT) + 0.45 for panel in panels)
 
 
 def _draw(axes: Axes, panel: TimelinePanel) -> None:
@@ -115,7 +165,7 @@ def _draw(axes: Axes, panel: TimelinePanel) -> None:
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
     axes.set_ylim(top + 1.2, -0.3)
-    axes.set_title(panel.title, fontsize=9, loc="left")
+    axes.set_title(panel.heading, fontsize=9, loc="left")
 
 
 def _merged(bars: Iterable[Bar]) -> Iterable[Bar]:
@@ -142,5 +192,6 @@ def _explain(figure: Figure, title: str) -> None:
         Line2D([], [], color=GREEN, linestyle="--", linewidth=1.2, label="lower bound"),
         Line2D([], [], color=GREY, linewidth=1.0, label="end"),
     ]
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
     figure.legend(handles=[*handles, *lines], loc="outside lower right", ncols=7, frameon=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -59,6 +60,24 @@ class Row:
     def is_collected(self) -> bool:
         """All tokens that it has drawn have come from the devices."""
         return sum(count for _, count in self.versions) == self.num_tokens
+
+    def drawn_after(self, num_tokens: int, until: int) -> Int32[np.ndarray, "3 C"]:
+        """What `drawn` holds of the tokens from `num_tokens` on, up to `until`; nothing of the others is touched."""
+        parts, end = [np.zeros((3, 0), np.int32)], sum(drawn.shape[1] for drawn in self.drawn)
+        for drawn in reversed(self.drawn):
+            start = end - drawn.shape[1]
+            if end <= num_tokens:
+                break
+            parts.insert(1, drawn[:, max(num_tokens - start, 0) : max(until - start, 0)])
+            end = start
+        return np.concatenate(parts, axis=1)
+
+    @classmethod
+    def restored(cls, row: Row, drawn: Sequence[Int32[np.ndarray, "3 C"]]) -> Row:
+        """The row with what it had drawn in another process, segment by segment."""
+        versions = [(row.policy_version, tokens.shape[1]) for tokens in drawn]
+        num_tokens = sum(count for _, count in versions)
+        return replace(row, num_tokens=num_tokens, num_segments=len(versions), drawn=[*drawn], versions=versions)
 
     def rewound(self, num_tokens: int) -> Row:
         """Another with its first tokens, or with all that were collected where those are fewer."""

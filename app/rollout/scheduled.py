@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
@@ -18,7 +19,7 @@ from app.policy.kv_cache import DecodeWeights
 from app.rollout.engine import BatchShape, Footprint
 from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduling.event_log import LogRecord
+from app.rollout.scheduling.event_log import Begun, EventLog, LogRecord
 from app.rollout.scheduling.events import (
     Admit,
     Closed,
@@ -35,6 +36,7 @@ from app.rollout.scheduling.events import (
     WorkerLost,
 )
 from app.rollout.scheduling.figures import Figures, figures
+from app.rollout.scheduling.ledger import Ledger
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.streaming import Streaming
 from app.rollout.tally import Tally
@@ -58,6 +60,10 @@ class Schedule:
     """How long a worker with a thread of its own may be silent in a segment; None: any time."""
 
 
+Watch = Callable[[Ledger], None]
+"""Is shown after every event where all samples are."""
+
+
 class ScheduledWorkers(Streaming):
     """Workers under a scheduler.
 
@@ -78,8 +84,11 @@ class ScheduledWorkers(Streaming):
         self.schedule = schedule
         self.records: list[LogRecord] = []
         """What the scheduler was told and what it answered in the last rollout."""
-        self.start: dict[str, Any] = {}
+        self.start: Mapping[str, Any] = {}
         """The scheduler's snapshot before it."""
+        self.log: EventLog | None = None
+        """Where the next rollout is written down, and goes on from."""
+        self.watch: Watch | None = None
         self._clock = clock
         self._history: dict[str, float] = {}
         """Prompt -> mean length of its samples when it came last."""
@@ -96,7 +105,9 @@ class ScheduledWorkers(Streaming):
         """
         for row in rows:
             self.workers[0].engine.check(row)
-        suspends = self.schedule.policy != "sync" or len(self.workers) > 1
+        scheduler = self._scheduler(rows)
+        begun = self.log.begin(scheduler) if self.log else Begun.now(scheduler)
+        suspends = self.schedule.policy != "sync" or len(self.workers) > 1 or bool(begun.records)
         opened: list[Worker] = []
         workers = self._awake()
         driver = Turns() if self.schedule.in_turn else Threads(workers, lease_s=self.schedule.lease_s)
@@ -104,8 +115,8 @@ class ScheduledWorkers(Streaming):
             for worker in workers:
                 worker.open(weights, rules=rules, seed=seed, policy_version=policy_version, suspends=suspends)
                 opened.append(worker)
-            run = _Run(self._scheduler(rows), driver, workers, clock=self._clock_from_now())
-            self.start, self.records = run.scheduler.snapshot(), run.records
+            self.start, self.records = begun.start, begun.records
+            run = _Run(begun, driver, workers, clock=self._clock_from(begun.at), log=self.log, watch=self.watch)
             yield from run.in_order(rows)
             self._learn(run)
         finally:
@@ -129,8 +140,8 @@ class ScheduledWorkers(Streaming):
             raise RuntimeError("every rollout worker has stalled in an earlier rollout")
         return workers
 
-    def _clock_from_now(self) -> Clock:
-        start = self._clock()
+    def _clock_from(self, at: float) -> Clock:
+        start = self._clock() - at
         return lambda: self._clock() - start
 
     def _scheduler(self, rows: Iterable[Row]) -> Scheduler:
@@ -175,12 +186,24 @@ class ScheduledWorkers(Streaming):
 
 
 class _Run:
-    """One rollout, from its submission to its last sample."""
+    """One rollout, from its submission, or from where a log says that it had come, to its last sample."""
 
-    def __init__(self, scheduler: Scheduler, driver: Driver, workers: Sequence[Worker], *, clock: Clock):
-        self.scheduler = scheduler
-        self.records: list[LogRecord] = []
+    def __init__(
+        self,
+        begun: Begun,
+        driver: Driver,
+        workers: Sequence[Worker],
+        *,
+        clock: Clock,
+        log: EventLog | None = None,
+        watch: Watch | None = None,
+    ):
+        self.scheduler = begun.scheduler
+        self.records = begun.records
+        self._begun = begun
+        self._log, self._watch = log, watch
         self._driver = driver
+        _name_anew(workers, begun.records)
         self._workers: Mapping[str, Worker] = {worker.name: worker for worker in workers}
         self._clock = clock
         for worker in workers:
@@ -192,6 +215,8 @@ class _Run:
         """Uid of a suspended row -> its cache."""
         self._drawn: dict[str, Row] = {}
         """Uid of a row that is drawn again -> all that it had."""
+        self._logged: dict[str, int] = {}
+        """Uid -> its tokens that the log has."""
 
     def in_order(self, rows: Iterable[Row]) -> Iterator[Row]:
         """All of them, done."""
@@ -209,12 +234,29 @@ class _Run:
             self._rows[uid] = row
             length = len(row.prompt.token_ids)
             samples.append(NewSample(uid, row.prompt.uid, row.sample_index, length, row.max_new_tokens))
+        self._go_on()
         for worker in self._workers.values():
             shapes = worker.engine.shapes
             name, rungs = worker.name, shapes.batch_rungs[:-1]
             self._handle(WorkerJoined(self._clock(), name, worker.kind, shapes.num_slots, rungs, worker.device))
-        self._handle(Submitted(self._clock(), tuple(samples)))
-        self._handle(Closed(self._clock()))
+        if not self.scheduler.is_closed:
+            self._handle(Submitted(self._clock(), tuple(samples)))
+            self._handle(Closed(self._clock()))
+
+    def _go_on(self) -> None:
+        """Rows as the log has them; whoever held them then is gone."""
+        lives = _lives(self.records)
+        for entry in self.scheduler.ledger:
+            if entry.num_tokens or entry.finish:
+                begin, end = lives[entry.uid]
+                row = Row.restored(self._rows[entry.uid], self._begun.drawn.get(entry.uid, ()))
+                row.finish_reason, row.elapsed_s = entry.finish, end - begin
+                row.started_s = time.perf_counter() - (self._begun.at - begin)
+                self._rows[entry.uid], self._logged[entry.uid] = row, row.num_tokens
+        # Idle ones first: else they would be given what the others had.
+        gone = sorted(self.scheduler.context.workers.values(), key=lambda worker: worker.is_busy)
+        for name in [worker.name for worker in gone]:
+            self._handle(WorkerLost(self._clock(), name, "the process ended"))
 
     def _advance(self, outcome: Outcome) -> None:
         worker, said = outcome
@@ -227,10 +269,24 @@ class _Run:
         return None
 
     def _handle(self, event: Event) -> None:
-        commands = self.scheduler.handle(event)
-        self.records.append(LogRecord(event, tuple(commands)))
-        for command in commands:
+        record = LogRecord(event, tuple(self.scheduler.handle(event)))
+        self.records.append(record)
+        if self._log is not None:
+            self._log.append(record, self._newly_committed(record))
+        for command in record.commands:
             self._do(command)
+        if self._watch is not None:
+            self._watch(self.scheduler.ledger)
+
+    def _newly_committed(self, record: LogRecord) -> dict[str, np.ndarray]:
+        """Uid -> its tokens (`Row.drawn`) that the log does not have yet."""
+        found = {}
+        for committed in (row for one in record.commands if isinstance(one, Commit) for row in one.rows):
+            known = self._logged.get(committed.uid, 0)
+            if committed.num_tokens > known:
+                found[committed.uid] = self._best(committed.uid).drawn_after(known, committed.num_tokens)
+                self._logged[committed.uid] = committed.num_tokens
+        return found
 
     def _do(self, command: Command) -> None:
         match command:
@@ -282,3 +338,26 @@ class _Run:
         for uid in [uid for uid, holder in self._held.items() if holder == worker]:
             del self._held[uid]
             self._rows[uid] = self._best(uid).rewound(self.scheduler.ledger[uid].num_tokens)
+
+
+def _name_anew(workers: Sequence[Worker], records: Sequence[LogRecord]) -> None:
+    """A name that was used before is not used again: who comes back is told by the number behind its old one."""
+    used = {record.event.worker for record in records if isinstance(record.event, WorkerJoined)}
+    for worker in workers:
+        name = worker.name.partition("#")[0]
+        names = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
+        worker.name = next(one for one in names if one not in used)
+
+
+def _lives(records: Iterable[LogRecord]) -> dict[str, tuple[float, float]]:
+    """Uid -> when it first came into a worker, and when it was last committed."""
+    found: dict[str, tuple[float, float]] = {}
+    for event, commands in records:
+        for command in commands:
+            if isinstance(command, RunSegment):
+                for one in command.admit:
+                    found.setdefault(one.uid, (event.at, event.at))
+            elif isinstance(command, Commit):
+                for one in command.rows:
+                    found[one.uid] = (found[one.uid][0], event.at)
+    return found

@@ -287,6 +287,8 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
         critic = state.critic and state.critic.params
         check_packing(session, state.policy.params, random_samples(session), critic=critic)
     board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
+    if session.workers is not None:
+        session.workers.watch = board.watch
     board.tell((*launch_lines(launch.resolved), launch.input.report, *launch.rewards.reports))
     journal = stack.enter_context(closing(open_journal(launch, progress)))
     progress = replace(progress, wandb_id=journal.wandb_id)

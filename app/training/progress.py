@@ -15,6 +15,7 @@ from app.report.alerts import Alert
 from app.report.before_after import figure
 from app.report.completions import CompletionsTable, cell
 from app.report.history import is_judged_by_plug_in, names_between, number
+from app.rollout.scheduling.ledger import ENDED, Ledger, State
 
 PROMPT_CELL, COMPLETION_CELL, ANSWER_CELL = 120, 240, 40
 """Characters of a table's cells."""
@@ -74,6 +75,20 @@ def completions_view(table: CompletionsTable) -> Table:
     return view
 
 
+def standing(ledger: Ledger) -> str:
+    """Where the samples of a rollout are."""
+    counts = ledger.counts
+    active, waiting, suspended = (counts[state] for state in (State.RUNNING, State.NEW, State.SUSPENDED))
+    return (
+        f"{active} active  {waiting} waiting  {suspended} suspended  {num_done(ledger)} of {len(ledger.entries)} done"
+    )
+
+
+def num_done(ledger: Ledger) -> int:
+    """Samples that have ended."""
+    return sum(ledger.counts[state] for state in ENDED)
+
+
 class Board:
     """Phase, progress and the last step's figures, on stderr. Silent where `shown` is False."""
 
@@ -92,6 +107,8 @@ class Board:
             disable=not (shown and self._live),
         )
         self._task = self._progress.add_task("start", total=num_steps, completed=first_step, figures="")
+        self._figures = ""
+        """Of the last step."""
 
     def __enter__(self) -> Board:
         self._progress.start()
@@ -119,14 +136,19 @@ class Board:
             self.say(text)
 
     def phase(self, name: str) -> None:
-        self._progress.update(self._task, description=name)
+        self._progress.update(self._task, description=name, figures=self._figures)
+
+    def watch(self, ledger: Ledger) -> None:
+        """After an event of a scheduled rollout."""
+        if self._live:
+            self._progress.update(self._task, figures=standing(ledger))
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._live:
-            figures = (
+            self._figures = (
                 f"reward {metrics['reward/mean']:.3f}  {metrics['time/step_s']:.2f} s/step  "
                 f"{metrics['perf/tokens_per_s']:.0f} tokens/s"
             )
-            self._progress.update(self._task, completed=step, figures=figures)
+            self._progress.update(self._task, completed=step, figures=self._figures)
         else:
             self.say(step_line(step, metrics))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from app.jsonl import check_output
-from app.report.timeline import Bar, TimelinePanel, timeline_picture
+from app.report.timeline import Bar, TimelinePanel, check_timeline, write_timeline
 from app.rollout.scheduling.cost_model import CostModel, lower_bound_s
-from app.rollout.scheduling.event_log import LogRecord
-from app.rollout.scheduling.events import Kind
+from app.rollout.scheduling.event_log import Begun, LogRecord, is_log, read_log
+from app.rollout.scheduling.events import Kind, WorkerJoined
 from app.rollout.scheduling.figures import Figures, figures, spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from app.rollout.scheduling.traces import Trace, read_trace, work
+from app.rollout.scheduling.traces import Trace, Traced, read_trace, work
 from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
 from app.whole_file import write_whole
 from settings import Resolved
@@ -37,6 +37,33 @@ class Simulated:
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """A real rollout, by its event log."""
+
+    policy: str
+    slots: dict[str, int]
+    """Of each worker."""
+    num_events: int
+    """That the scheduler, asked again, answered as it did then."""
+    figures: Figures
+    """By the real clock."""
+
+    @classmethod
+    def of(cls, begun: Begun) -> Recorded:
+        joined = [event for event, _ in begun.records if isinstance(event, WorkerJoined)]
+        slots = {event.worker: event.slots for event in joined}
+        return cls(begun.scheduler.policy.name, slots, len(begun.records), figures(begun.records))
+
+    def to_text(self) -> str:
+        slots = ", ".join(f"{name} {slots}" for name, slots in self.slots.items())
+        return (
+            f"recorded: {self.policy} took {self.figures.makespan_s:.4g} s (slots: {slots}; bubble "
+            f"{self.figures.bubble:.0%}, tail {self.figures.tail_fraction:.0%});\nreplayed, its {self.num_events} "
+            "events are answered as they were"
+        )
+
+
+@dataclass(frozen=True)
 class Simulation:
     samples: int
     prompts: int
@@ -47,6 +74,8 @@ class Simulation:
     cost: CostModel
     lower_bound_s: float
     policies: tuple[Simulated, ...]
+    recorded: Recorded | None = None
+    """What the lengths come from, where that is an event log."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,22 +89,27 @@ class Simulation:
             f"{self.samples} samples of {self.prompts} prompts, {self.tokens:,} tokens, the longest {self.longest:,}\n"
             f"slots: {slots}; lower bound {self.lower_bound_s:.3g} s"
         )
-        return "\n".join([head, "", *table, "", f"{ORACLE} is adaptive that knows every length"])
+        told = [] if self.recorded is None else [self.recorded.to_text(), ""]
+        return "\n".join([head, "", *told, *table, "", f"{ORACLE} is adaptive that knows every length"])
 
 
-_HEADINGS = (
-    *("policy", "makespan s", "/ bound", "x sync", "bubble", "tail", "recall", "trips", "stolen", "suspended"),
-    *("truncated", "wasted tokens", "segments"),
-)
+_FIGURES = ("bubble", "tail", "recall", "trips", "stolen", "suspended", "truncated", "wasted tokens", "segments")
+_HEADINGS = ("policy", "makespan s", "/ bound", "x sync", *_FIGURES)
 
 
 def _cells(one: Simulated) -> tuple[str, ...]:
-    found = one.figures
+    over, faster = f"{one.over_lower_bound:.2f}", f"{one.faster_than_sync:.2f}"
+    return one.policy, f"{one.figures.makespan_s:.4g}", over, faster, *_figure_cells(one.figures)
+
+
+def recorded_table(policy: str, found: Figures) -> list[tuple[str, ...]]:
+    """The figures of one rollout that was not simulated, under their headings."""
+    row = (policy, f"{found.makespan_s:.4g}", *_figure_cells(found))
+    return [("policy", "makespan s", *_FIGURES), row]
+
+
+def _figure_cells(found: Figures) -> tuple[str, ...]:
     return (
-        one.policy,
-        f"{found.makespan_s:.4g}",
-        f"{one.over_lower_bound:.2f}",
-        f"{one.faster_than_sync:.2f}",
         f"{found.bubble:.0%}",
         f"{found.tail_fraction:.0%}",
         "" if found.probe_recall is None else f"{found.probe_recall:.2f}",
@@ -93,30 +127,41 @@ def simulate(
     Raises:
         InputError: a trace, a cost file or an output that cannot be used.
     """
-    for path in (out, timeline):
-        if path is not None:
-            check_output(path)
-    kind = timeline_kind(timeline)
-    samples = read_trace(trace)
+    if out is not None:
+        check_output(out)
+    if timeline is not None:
+        check_timeline(timeline)
+    log = read_log(trace) if is_log(trace) else None
+    samples = read_trace(trace) if log is None else recorded_trace(log, where=str(trace))
     rollout = resolved.settings.rollout
     workers = worker_specs(fast=rollout.workers.fast, heavy=rollout.workers.heavy)
     max_new = max(rollout.max_new_tokens, max(one.length for one in samples))
     model = CostModel() if cost is None else read_cost(cost)
     simulation, panels = compare(samples, workers, model, pdsr=rollout.pdsr, segment=rollout.segment, max_new=max_new)
+    if log is not None:
+        simulation = replace(simulation, recorded=Recorded.of(log))
     if out is not None:
         write_whole(out, json.dumps(simulation.to_dict(), indent=2).encode() + b"\n")
     if timeline is not None:
-        title = f"{trace.name}: {simulation.samples} samples, {sum(simulation.workers.values())} slots"
-        write_whole(timeline, timeline_picture(panels, title=title, kind=kind))
+        title = f"{trace.name}, simulated: {simulation.samples} samples, {sum(simulation.workers.values())} slots"
+        write_timeline(timeline, panels, title=title, table=[_HEADINGS, *map(_cells, simulation.policies)])
     return simulation
 
 
-def timeline_kind(path: Path | None) -> Any:
-    """`png` or `svg`, by the name of the file."""
-    suffix = ".png" if path is None else path.suffix.lower()
-    if suffix not in (".png", ".svg"):
-        raise InputError(f"--timeline: expected a name that ends in .png or .svg, got {path}")
-    return suffix[1:]
+def recorded_trace(log: Begun, *, where: str) -> Trace:
+    """How long the samples of a real rollout became.
+
+    Raises:
+        InputError: it was not finished.
+    """
+    entries = list(log.scheduler.ledger)
+    ended = [entry for entry in entries if entry.finish is not None and entry.num_tokens]
+    if not log.scheduler.is_finished or not ended:
+        raise InputError(
+            f"{where}: the log of a rollout that was not finished: {len(ended)} of its {len(entries)} samples are "
+            "done. Start that again, and it goes on from there"
+        )
+    return [Traced(one.uid, one.prompt, one.sample.index, one.num_tokens, one.sample.prompt_length) for one in ended]
 
 
 def read_cost(path: Path) -> CostModel:

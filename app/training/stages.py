@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,33 +19,83 @@ from app.mesh.placement import num_row_shards
 from app.policy.decoder import by_path
 from app.policy.kv_cache import DecodeWeights
 from app.prompts.dataset import load_dataset
-from app.prompts.encode import encode_prompts
+from app.prompts.encode import EncodeReport, encode_prompts
 from app.prompts.source import load_training_data
-from app.report.timeline import timeline_picture
+from app.report.timeline import check_timeline, write_timeline
+from app.rollout.scheduling.event_log import EventLog
 from app.sample_records import sample_to_record
-from app.training.session import Session, check_context, open_on_one_host, read_model_input
-from app.training.simulate import panel, timeline_kind
-from app.whole_file import write_whole
+from app.training.rollout_log import Past, open_log
+from app.training.rollout_progress import RolloutProgress
+from app.training.session import ModelInput, Session, check_context, read_model_input, start_on_one_host
+from app.training.simulate import panel, recorded_table
 from settings import Resolved, Settings
 from settings.errors import InputError
 
 
 def rollout(
-    resolved: Resolved, *, prompts: Path | None, limit: int | None, out: Path, timeline: Path | None = None
+    resolved: Resolved,
+    *,
+    prompts: Path | None,
+    limit: int | None,
+    out: Path,
+    timeline: Path | None = None,
+    log: Path | None = None,
 ) -> dict[str, Any]:
     """Samples every prompt (the first `limit`) `rollout.group_size` times and writes the records to `out`.
 
+    Under a scheduler, a rollout that was killed goes on from the log beside its output.
+
     Args:
         timeline: where the picture of what the workers did goes.
+        log: where the log is kept.
 
     Raises:
-        InputError: settings, model, prompts or output file that cannot be used.
+        InputError: settings, model, prompts, log or output file that cannot be used.
     """
     settings = resolved.settings
     check_output(out)
-    _check_timeline(timeline, settings)
+    _check_only_scheduled("--timeline draws", timeline, settings)
+    _check_only_scheduled("--log keeps", log, settings)
+    if timeline is not None:
+        check_timeline(timeline)
     model = read_model_input(settings)
     check_context(model.architecture, settings, path=settings.model.path)
+    encoded, report = _encoded(settings, model, prompts, limit=limit)
+    start_on_one_host(settings)
+    with ExitStack() as stack:
+        written = stack.enter_context(open_log(out, settings, model, encoded)) if settings.rollout.has_workers else None
+        past = Past.of(written)
+        session = Session.open(settings, model)
+        weights = session.engine.weights(session.load_params())
+        counter = SampleCounter()
+        start = time.perf_counter()
+        with RolloutProgress(num_samples=len(encoded) * settings.rollout.group_size) as progress:
+            if past is not None:
+                progress.say(past.to_text())
+            samples = _sampled(session, weights, encoded, progress=progress, log=written)
+            write_jsonl(out, (sample_to_record(s) for s in counter.count(samples)))
+        seconds = time.perf_counter() - start
+        scheduled = _scheduled(session, timeline, was_killed=past is not None)
+        if written is not None:
+            written.finish(keep=log)
+    drawn_now = counter.num_tokens - (past.num_tokens if past else 0)
+    return {
+        "prompts": len(encoded),
+        "dropped prompts": report.dropped,
+        **counter.figures(),
+        "seconds": round(seconds, 2),
+        "tokens per second": round(drawn_now / seconds, 1),
+        **({} if past is None else {"sampled before": f"{past.num_done} samples, {past.num_tokens} tokens"}),
+        **scheduled,
+        "written to": str(out),
+        **({} if log is None else {"log": str(log)}),
+    }
+
+
+def _encoded(
+    settings: Settings, model: ModelInput, prompts: Path | None, *, limit: int | None
+) -> tuple[Sequence[Prompt], EncodeReport]:
+    """The first prompts of the file, or of `data.source`."""
     if prompts is None:
         dataset = load_training_data(settings.data, seed=settings.run.seed)
     else:
@@ -55,54 +106,42 @@ def rollout(
             prompt_column=settings.data.prompt_column,
             answer_column=settings.data.answer_column,
         )
-    encoded, report = encode_prompts(
+    return encode_prompts(
         dataset.rows[:limit],
         model.tokenizer,
         system_prompt=settings.data.system_prompt,
         max_prompt_length=settings.data.max_prompt_length,
         overlong=settings.data.overlong_prompts,
     )
-    session = open_on_one_host(settings, model)
-    weights = session.engine.weights(session.load_params())
-    counter = SampleCounter()
-    start = time.perf_counter()
-    write_jsonl(out, (sample_to_record(s) for s in counter.count(_sampled(session, weights, encoded))))
-    seconds = time.perf_counter() - start
-    scheduled = _scheduled(session, timeline)
-    return {
-        "prompts": len(encoded),
-        "dropped prompts": report.dropped,
-        **counter.figures(),
-        "seconds": round(seconds, 2),
-        "tokens per second": round(counter.num_tokens / seconds, 1),
-        **scheduled,
-        "written to": str(out),
-    }
 
 
-def _check_timeline(path: Path | None, settings: Settings) -> None:
+def _check_only_scheduled(option: str, path: Path | None, settings: Settings) -> None:
+    """Whether there will be something to write there."""
     if path is None:
         return
     if not settings.rollout.has_workers:
         raise InputError(
-            "--timeline draws what scheduled workers do, and rollout.scheduler is null or rollout.placement global; "
+            f"{option} what scheduled workers do, and rollout.scheduler is null or rollout.placement global; "
             "set rollout.scheduler: adaptive, or leave it out"
         )
     check_output(path)
-    timeline_kind(path)
 
 
-def _scheduled(session: Session, timeline: Path | None) -> dict[str, Any]:
+def _scheduled(session: Session, timeline: Path | None, *, was_killed: bool) -> dict[str, Any]:
     """How good the schedule was, in words; nothing where nothing was scheduled. Draws it."""
     if session.workers is None:
         return {}
     (found,) = session.take_figures()
     policy = session.workers.schedule.policy
     if timeline is not None:
-        slots = tuple((worker.name, worker.engine.shapes.num_slots) for worker in session.workers.workers)
+        slots = tuple(
+            (worker.name.partition("#")[0], worker.engine.shapes.num_slots) for worker in session.workers.workers
+        )
         drawn = panel(policy, session.workers.records, found, slots, None)
         title = f"{session.settings.model.path}: {len(slots)} workers, {sum(n for _, n in slots)} slots"
-        write_whole(timeline, timeline_picture([drawn], title=title, kind=timeline_kind(timeline)))
+        if was_killed:
+            title += "; it was killed and went on, without the time between"
+        write_timeline(timeline, [drawn], title=title, table=recorded_table(policy, found))
     return {
         "scheduler": policy,
         "makespan": f"{found.makespan_s:.3g} s, bubble {found.bubble:.0%}, tail {found.tail_fraction:.0%}",
@@ -112,11 +151,25 @@ def _scheduled(session: Session, timeline: Path | None) -> dict[str, Any]:
     }
 
 
-def _sampled(session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]) -> Iterator[Sample]:
+def _sampled(
+    session: Session,
+    weights: DecodeWeights,
+    prompts: Sequence[Prompt],
+    *,
+    progress: RolloutProgress,
+    log: EventLog | None,
+) -> Iterator[Sample]:
     """Batches of `rollout.prompts_per_step` prompts, one after another; with slots or workers a queue of all."""
-    if session.queue:
+    if session.workers is not None:
+        session.workers.log, session.workers.watch = log, progress.watch
         yield from session.stream(weights, prompts)
-        return
+    elif session.slots is not None:
+        yield from progress.count(session.stream(weights, prompts))
+    else:
+        yield from progress.count(_in_batches(session, weights, prompts))
+
+
+def _in_batches(session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]) -> Iterator[Sample]:
     size = session.settings.rollout.prompts_per_step
     for first in range(0, len(prompts), size):
         start = time.perf_counter()

@@ -1,4 +1,13 @@
-from app.report.timeline import Bar, TimelinePanel, timeline_picture
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from app.report.timeline import Bar, TimelinePanel, check_timeline, timeline_picture, write_timeline
+from settings.errors import InputError
+
+TABLE = [("policy", "makespan s"), ("<adaptive>", "4")]
 
 
 def panel(**changes) -> TimelinePanel:
@@ -48,3 +57,40 @@ def test_slots_beyond_what_fits_are_left_out() -> None:
 
 def test_a_schedule_without_a_bound_is_drawn() -> None:
     assert drawn(panel(lower_bound_s=None)) != drawn(panel())
+
+
+class Loads(HTMLParser):
+    """What a page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href") and value]
+        self.found += [tag] * (tag in ("script", "link", "iframe", "object"))
+
+
+def test_a_page_holds_picture_and_figures_and_needs_nothing_else(tmp_path: Path) -> None:
+    write_timeline(tmp_path / "a.html", [panel(), panel()], title='one <b> & "two"', table=TABLE)
+    page = (tmp_path / "a.html").read_text()
+    assert "<h1>one &lt;b&gt; &amp; &#34;two&#34;</h1>" in page and '<td class="text">&lt;adaptive&gt;</td>' in page
+    assert page.count("<svg") == 1 and page.count("adaptive: 4 s") == 2 and "#d55e00" in page
+    assert "currentColor" in page and "#010203" not in page
+    loads = Loads()
+    loads.feed(page)
+    assert loads.found == [] and not re.findall(r"url\((?!#)|@import", page)
+    assert "default-src 'none'" in page
+
+
+def test_the_name_says_what_is_written(tmp_path: Path) -> None:
+    for name, head in (("a.png", b"\x89PNG"), ("a.SVG", b"<?xml"), ("a.html", b"<!doctype html>")):
+        write_timeline(tmp_path / name, [panel()], title="t", table=TABLE)
+        assert (tmp_path / name).read_bytes().startswith(head)
+    with pytest.raises(InputError, match=r"ends in \.png, \.svg or \.html, got a\.pdf"):
+        check_timeline(Path("a.pdf"))
+
+
+def test_a_title_says_what_is_not_drawn() -> None:
+    assert panel().heading == "adaptive: 4 s"
+    assert panel(slots=(("fast-0", 200),)).heading == "adaptive: 4 s (the first 128 of 200 slots)"

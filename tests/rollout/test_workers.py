@@ -204,8 +204,8 @@ def test_what_the_last_worker_failed_with_is_raised() -> None:
 def test_a_real_log_replays_in_the_core(tmp_path: Path) -> None:
     made = scheduled(workers_on(3), "pdsr_v2")
     samples_of(made)
-    write_log(tmp_path / "log.jsonl", made.records, run="this", scheduler=Scheduler.restore(made.start))
-    replayed = replay(tmp_path / "log.jsonl", run="this")
+    write_log(tmp_path / "log.jsonl", made.records, run={}, scheduler=Scheduler.restore(made.start))
+    replayed = replay(tmp_path / "log.jsonl", run={})
     replayed.check()
     assert replayed.is_finished
     assert {entry.uid: entry.num_tokens for entry in replayed.ledger} == {

@@ -68,7 +68,7 @@ def test_the_cost_model_can_be_given(trace: Path, tmp_path: Path) -> None:
         (["--timeline", "a.png", "--out", "o.jsonl"], "--timeline draws what scheduled workers do"),
         (["--cost", "a.json", "--out", "o.jsonl"], "--cost goes with --simulate"),
         (["--simulate", "TRACE", "--limit", "3"], "--limit goes without --simulate"),
-        (["--simulate", "TRACE", "--timeline", "a.pdf"], "expected a name that ends in .png or .svg, got a.pdf"),
+        (["--simulate", "TRACE", "--timeline", "a.pdf"], "expected a name that ends in .png, .svg or .html, got a.pdf"),
         (["--simulate", "TRACE", "--cost", "absent.json"], "cannot be read: No such file"),
         (["--simulate", "TRACE", "--cost", "TRACE"], "not JSON"),
         (["--simulate", "absent.jsonl"], "no such file"),

@@ -1,0 +1,112 @@
+"""What `grpo rollout` writes beside its output while it runs, so that it can go on after it was killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from app.flow import Prompt
+from app.rollout.scheduling.event_log import EventLog, RunFacts
+from app.training.progress import num_done
+from app.training.session import ModelInput
+from app.whole_file import is_leftover
+from settings import Settings
+
+ONLY_IN_EXACT_MODE = "rollout.workers."
+"""Else who decodes a sample changes nothing but its rounding."""
+DECIDE_NOTHING = ("rollout.workers.lease_s", "rollout.workers.deterministic")
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a rollout that was killed had sampled."""
+
+    path: Path
+    """Of the log that tells."""
+    num_done: int
+    num_begun: int
+    num_samples: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, log: EventLog | None) -> Past | None:
+        """None for a rollout that starts now."""
+        if log is None or log.begun is None:
+            return None
+        ledger = log.begun.scheduler.ledger
+        num_tokens = sum(entry.num_tokens for entry in ledger)
+        num_begun = sum(entry.num_tokens > 0 for entry in ledger) - num_done(ledger)
+        return cls(log.path, num_done(ledger), num_begun, len(ledger.entries), num_tokens)
+
+    def to_text(self) -> str:
+        done = f"{self.num_done} of {self.num_samples} samples done"
+        return f"going on from {self.path}: {done}, {self.num_begun} begun"
+
+
+def open_log(out: Path, settings: Settings, model: ModelInput, prompts: Sequence[Prompt]) -> EventLog:
+    """The log of the rollout that writes `out`, new or left by a process that was killed.
+
+    Raises:
+        InputError: see `EventLog`.
+    """
+    log = EventLog(out.with_name(f"{out.name}.log"), run=run_facts(settings, model, prompts))
+    if log.begun is not None:
+        _remove_leftovers(out)
+    return log
+
+
+def run_facts(settings: Settings, model: ModelInput, prompts: Sequence[Prompt]) -> RunFacts:
+    """Whatever decides a rollout's samples, by name, as JSON has it. The devices must have been started."""
+    exact = settings.rollout.mode == "exact"
+    rollout = dict(_flat("rollout", settings.rollout.model_dump(mode="json")))
+    kept = {
+        name: value
+        for name, value in rollout.items()
+        if name not in DECIDE_NOTHING and (exact or not name.startswith(ONLY_IN_EXACT_MODE))
+    }
+    on_devices = {"mesh.shape": settings.mesh.shape, "the devices": _devices()} if exact else {}
+    return {
+        "the model's files": model.files.fingerprint,
+        "the tokenizer": model.tokenizer.fingerprint,
+        "the prompts": _digest(prompts),
+        "run.seed": settings.run.seed,
+        "model.dtype": settings.model.dtype,
+        "data.max_prompt_length": settings.data.max_prompt_length,
+        **kept,
+        **on_devices,
+    }
+
+
+def _devices() -> str:
+    return f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields (dotted setting, value)."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}", inner)
+    else:
+        yield name, value
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 over all that samples take from their prompts, in order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        said = [prompt.uid, prompt.token_ids.tolist(), prompt.source, prompt.answer, dict(prompt.extra)]
+        digest.update(json.dumps(said, default=str).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Of the process that was killed: what it had written of the output."""
+    for path in out.absolute().parent.iterdir():
+        if is_leftover(path, of=out.absolute()):
+            path.unlink()

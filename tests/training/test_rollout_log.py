@@ -1,0 +1,157 @@
+"""A scheduled `grpo rollout` that is killed goes on from its log, as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.rollout.scheduling.event_log import EventLog, read_log
+from app.rollout.scheduling.events import WorkerJoined
+from tests.training.program import DEADLINE_S, NUM_DEVICES, digest_of, here, records_of, settings, started, wait_until
+
+SMALL = ("data.max_prompt_length=16", "rollout.group_size=4", "rollout.max_new_tokens=48", "rollout.top_k=20")
+SCHEDULED = (
+    *("rollout.scheduler=adaptive", "rollout.mode=exact", "rollout.segment.min=1", "rollout.segment.max=2"),
+    *("rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4", f"mesh.cpu_devices={NUM_DEVICES}"),
+)
+VARIES = ("worker", "segments", "elapsed_s")
+"""Fields that tell of the way a sample took."""
+
+
+def command(model: Path, out: Path, *overrides: str, limit: int = 16) -> list[str | Path]:
+    chosen = settings(f"model.path={model}", *SMALL, *SCHEDULED, *overrides)
+    return ["rollout", *chosen, "--limit", str(limit), "--out", out]
+
+
+def content(out: Path) -> list[dict[str, Any]]:
+    return [{name: value for name, value in one.items() if name not in VARIES} for one in records_of(out)]
+
+
+def num_lines(log: Path) -> int:
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A folder with the output of a rollout that nobody killed, and its log. Not to be written to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    result = here(*command(tiny_model, folder / "samples.jsonl"), "--log", folder / "events.jsonl")
+    assert result.exit_code == 0, result.stderr
+    assert {path.name for path in folder.iterdir()} == {"samples.jsonl", "events.jsonl"}
+    return folder
+
+
+def test_killed_half_way_it_writes_the_same_samples(tiny_model: Path, undisturbed: Path, tmp_path: Path) -> None:
+    out, log = tmp_path / "samples.jsonl", tmp_path / "samples.jsonl.log"
+    with started(*command(tiny_model, out)) as process:
+        wait_until(process, lambda: num_lines(log) >= 30)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=DEADLINE_S)
+    before = read_log(log)
+    assert not out.exists() and not before.scheduler.is_finished
+    result = here(*command(tiny_model, out), "--log", tmp_path / "events.jsonl", "--timeline", tmp_path / "slots.html")
+    assert result.exit_code == 0, result.stderr
+    assert f"going on from {log}: " in result.stderr and "sampled before" in result.stdout
+    assert content(out) == content(undisturbed / "samples.jsonl")
+    assert {path.name for path in tmp_path.iterdir()} == {"samples.jsonl", "events.jsonl", "slots.html"}
+    assert "it was killed and went on" in (tmp_path / "slots.html").read_text()
+    whole = read_log(tmp_path / "events.jsonl")
+    assert whole.records[: len(before.records)] == before.records
+    joined = [event.worker for event, _ in whole.records if isinstance(event, WorkerJoined)]
+    assert joined == ["fast-0", "heavy-0", "fast-0#2", "heavy-0#2"]
+
+
+def test_killed_before_the_log_was_removed_it_samples_nothing_again(
+    tiny_model: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "samples.jsonl"
+    shutil.copy(undisturbed / "events.jsonl", tmp_path / "samples.jsonl.log")
+    result = here(*command(tiny_model, out), "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "64 of 64 samples done" in result.stderr
+    assert json.loads(result.stdout)["tokens per second"] == 0
+    assert content(out) == content(undisturbed / "samples.jsonl")
+
+
+def cut_in_the_middle(log: bytes) -> bytes:
+    lines = log.splitlines(keepends=True)
+    return b"".join([*lines[:9], lines[9][:-20], b"\n", *lines[10:]])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limit", "message"),
+    [
+        (("rollout.temperature=0.5",), 16, "What differs: rollout.temperature (1.0 there, 0.5 here)."),
+        (("run.seed=8",), 15, "What differs: the prompts, run.seed (0 there, 8 here)."),
+        (("rollout.workers.heavy.count=2",), 16, "rollout.workers.heavy.count (1 there, 2 here)"),
+    ],
+)
+def test_a_log_of_another_run_is_left_as_it_is(
+    tiny_model: Path, undisturbed: Path, tmp_path: Path, overrides: tuple[str, ...], limit: int, message: str
+) -> None:
+    shutil.copy(undisturbed / "events.jsonl", tmp_path / "samples.jsonl.log")
+    before = digest_of(tmp_path)
+    result = here(*command(tiny_model, tmp_path / "samples.jsonl", *overrides, limit=limit))
+    assert result.exit_code == 2 and message in result.stderr and result.stderr.count("error: ") == 1
+    assert "delete the log to start over, or choose another --out" in result.stderr
+    assert digest_of(tmp_path) == before
+
+
+def test_a_damaged_log_is_left_as_it_is(tiny_model: Path, undisturbed: Path, tmp_path: Path) -> None:
+    log = tmp_path / "samples.jsonl.log"
+    log.write_bytes(cut_in_the_middle((undisturbed / "events.jsonl").read_bytes()))
+    before = digest_of(tmp_path)
+    result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
+    assert result.exit_code == 2 and f"{log}:10: not JSON" in result.stderr
+    assert "the log is damaged: delete it to start the rollout over" in result.stderr
+    assert digest_of(tmp_path) == before
+
+
+def test_two_processes_do_not_share_a_log(tiny_model: Path, tmp_path: Path) -> None:
+    with EventLog(tmp_path / "samples.jsonl.log", run={}):
+        result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
+        assert result.exit_code == 2 and "another process is at this rollout" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("overrides", [("rollout.workers.fast.devices=[99]",), ("rollout.workers.heavy.slots=6",)])
+def test_an_error_before_the_first_sample_leaves_no_log(
+    tiny_model: Path, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    result = here(*command(tiny_model, tmp_path / "samples.jsonl", *overrides))
+    assert result.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_log_wants_a_schedule(tiny_model: Path, tmp_path: Path) -> None:
+    files = ("--out", tmp_path / "samples.jsonl", "--log", tmp_path / "events.jsonl")
+    result = here("rollout", *settings(f"model.path={tiny_model}", *SMALL), *files)
+    assert result.exit_code == 2 and "--log keeps what scheduled workers do" in result.stderr
+
+
+def test_log_and_samples_of_a_real_rollout_are_traces(undisturbed: Path, tmp_path: Path) -> None:
+    found = []
+    for name in ("events.jsonl", "samples.jsonl"):
+        result = here("rollout", "--simulate", undisturbed / name, "--json")
+        assert result.exit_code == 0, result.stderr
+        found.append(json.loads(result.stdout))
+    recorded = found[0].pop("recorded")
+    assert found[1].pop("recorded") is None and found[0] == found[1]
+    assert (found[0]["samples"], found[0]["prompts"]) == (64, 16)
+    assert recorded["policy"] == "adaptive" and recorded["slots"] == {"fast-0": 4, "heavy-0": 4}
+    assert recorded["figures"]["useful_tokens"] == found[0]["tokens"]
+    text = here("rollout", "--simulate", undisturbed / "events.jsonl").stdout
+    assert "recorded: adaptive took" in text and "events are answered as they were" in text
+
+
+def test_the_log_of_an_unfinished_rollout_is_no_trace(undisturbed: Path, tmp_path: Path) -> None:
+    half = tmp_path / "half.log"
+    half.write_bytes(b"".join((undisturbed / "events.jsonl").read_bytes().splitlines(keepends=True)[:60]))
+    result = here("rollout", "--simulate", half)
+    assert result.exit_code == 2 and "of its 64 samples are done. Start that again" in result.stderr

@@ -1,0 +1,103 @@
+"""What a person sees while a rollout runs."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+
+import pytest
+
+from app.rollout.scheduling.events import NewSample, RowReport
+from app.rollout.scheduling.ledger import Ledger
+from app.training.progress import Board, standing
+from app.training.rollout_progress import RolloutProgress
+from tests.reward.samples import make_sample
+
+
+def ledger_of(num_samples: int) -> Ledger:
+    """One sample is done, one runs, one lies suspended, the others wait."""
+    ledger = Ledger()
+    for i in range(num_samples):
+        ledger.add(NewSample(f"p/s{i}", "p", i, 4, 100))
+    for entry in [*ledger][:3]:
+        ledger.start(entry, "fast-0")
+    grow(ledger, 0, 10, "stop")
+    grow(ledger, 1, 20)
+    grow(ledger, 2, 30)
+    ledger.suspend(ledger["p/s2"], held_by=None)
+    return ledger
+
+
+def grow(ledger: Ledger, index: int, num_tokens: int, finish: str | None = None) -> None:
+    assert ledger.commit("fast-0", RowReport(f"p/s{index}", 1, num_tokens, finish), 1.0)
+
+
+def test_every_sample_is_somewhere() -> None:
+    assert standing(ledger_of(8)) == "1 active  5 waiting  1 suspended  1 of 8 done"
+
+
+def test_without_a_terminal_a_line_comes_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    clock, ledger = [100.0], ledger_of(8)
+    with RolloutProgress(num_samples=8, clock=lambda: clock[0]) as progress:
+        for clock[0] in (100.0, 105.0, 109.9):
+            progress.watch(ledger)
+        assert capsys.readouterr().err == ""
+        grow(ledger, 1, 70)
+        for clock[0] in (110.0, 119.0):
+            progress.watch(ledger)
+    assert capsys.readouterr().err == "rollout: 1 active  5 waiting  1 suspended  1 of 8 done  5 tokens/s\n"
+
+
+def test_without_a_schedule_samples_and_tokens_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter(range(0, 1000, 6))
+    samples = [make_sample("1 + 1 = 2", index=index) for index in range(4)]
+    with RolloutProgress(num_samples=4, clock=lambda: float(next(times))) as progress:
+        assert list(progress.count(iter(samples))) == samples
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"rollout: \d of 4 done  \d+ tokens/s", first)
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, show) -> str:
+    """What `show` writes to stderr where that is a terminal."""
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        show()
+    written = b""
+    try:
+        while part := os.read(ours, 65536):
+            written += part
+    except OSError:
+        pass  # the other end is closed
+    os.close(ours)
+    return written.decode()
+
+
+def shown_once() -> None:
+    with RolloutProgress(num_samples=8) as progress:
+        progress.watch(ledger_of(8))
+
+
+def test_on_a_terminal_the_line_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    written = on_a_terminal(monkeypatch, shown_once)
+    assert "1 active  5 waiting  1 suspended  1 of 8 done" in written and "\x1b[2K" in written
+    assert "\x1b[91m" in written or "\x1b[38" in written
+
+
+def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    written = on_a_terminal(monkeypatch, shown_once)
+    assert "1 of 8 done" in written and re.search(r"\x1b\[(3|4|9|10)\d", written) is None
+
+
+def test_the_board_of_a_run_shows_where_its_samples_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def show() -> None:
+        with Board(num_steps=2, first_step=0, shown=True) as board:
+            board.phase("rollout")
+            board.watch(ledger_of(8))
+
+    assert "1 active  5 waiting  1 suspended  1 of 8 done" in on_a_terminal(monkeypatch, show)
