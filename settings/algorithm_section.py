@@ -84,6 +84,28 @@ class Algorithm(Section):
         description="Rollouts of a step, the first included, while a filter leaves fewer groups than "
         "`rollout.prompts_per_step`. After the last, dropped groups fill up, out of the loss.",
     )
+    correction: Literal["none", "truncate", "mask"] | None = Field(
+        default=None,
+        description="What a token's surrogate weighs by w, how much likelier the policy before the step makes it than "
+        "its sampler did: 1 (none), w up to `correction_max` (truncate), or w between both bounds and else 0 (mask). "
+        "Tokens of weight 0 still count in the loss's means; KL penalty and entropy bonus are not weighed. Derived "
+        "when null: truncate where `rollout.max_staleness` > 0, none for vtrace, which corrects itself, and else.",
+    )
+    correction_level: Literal["token", "sequence", "geometric"] | None = Field(
+        default=None,
+        description="Whose w it is: the token's own, or for all tokens of a sample the product (sequence) or the "
+        "geometric mean of theirs. Derived when null: geometric for `ratio_level: sequence`, else token.",
+    )
+    correction_max: float = Field(default=2.0, ge=1, description="Largest w that counts as it is.")
+    correction_min: float = Field(
+        default=0.5, ge=0, le=1, description="Smallest w that counts as it is, for `correction: mask`."
+    )
+    correction_veto: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="A sample with a token whose own w is below this weighs 0; 0 = off. Derived when null: 1e-4.",
+    )
     epochs: int = Field(default=1, ge=1, description="Passes over each rollout.")
     mini_batch_prompts: int | None = Field(
         default=None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from settings.correction_checks import CORRECTION
 from settings.errors import InputError
 from settings.fields import value_of
 from settings.layers import place
@@ -15,7 +16,7 @@ from settings.papers import COMPARING_SIBLINGS
 from settings.resolve import Resolved
 from settings.reward_section import MODEL_REWARD, OVERLONG
 from settings.schedule_checks import SCHEDULE, WORKERS
-from settings.unread import said_after_the_estimator
+from settings.unread import said_after_the_choice
 
 Check = Callable[[Resolved], str | None]
 
@@ -35,7 +36,8 @@ def check_for_train(resolved: Resolved) -> None:
             _penalty_weighs_something,
             _adapted_penalty_is_in_the_reward,
             _traces_are_no_wider_than_ratios,
-            said_after_the_estimator,
+            *CORRECTION,
+            said_after_the_choice,
             _mini_batches_divide_the_step,
             _longest_sample_fits,
             *SCHEDULE,

@@ -55,6 +55,9 @@ PAPERS: Mapping[str, Paper] = MappingProxyType(
 KL_ESTIMATORS: Mapping[str, str] = MappingProxyType({"loss": "k3", "reward": "k1"})
 """Of Shao et al. 2024, eq. 4, and Ahmadian et al. 2024."""
 
+CORRECTION_VETO = 1e-4
+"""What `algorithm.correction_veto` is where there is a correction: the usual value of verl's veto."""
+
 COMPARING_SIBLINGS = frozenset({"grpo", "dr_grpo", "rloo"})
 """Estimators by which a sample is as good as it stands out in its group."""
 

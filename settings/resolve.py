@@ -29,7 +29,7 @@ from settings.layers import (
     yaml_layer,
 )
 from settings.micro_batching import settle
-from settings.papers import DECIDED, KL_ESTIMATORS, PAPERS, changes, of_estimator
+from settings.papers import CORRECTION_VETO, DECIDED, KL_ESTIMATORS, PAPERS, changes, of_estimator
 from settings.printing import to_yaml
 from settings.schema import HISTORIC_PROMPT_ALLOWANCE, Algorithm, Settings
 from settings.strict_yaml import Node, parse_file
@@ -131,7 +131,7 @@ def _derived(given: Settings, provenance: Mapping[str, str], *, config_stem: str
         layer["checkpoint.best_metric"] = Leaf(None, "derived")
     if given.algorithm.mini_batch_prompts is None:
         layer["algorithm.mini_batch_prompts"] = Leaf(rollout.prompts_per_step, "derived")
-    return layer | _derived_algorithm(given.algorithm)
+    return layer | _derived_algorithm(given.algorithm) | _derived_correction(given)
 
 
 def _derived_algorithm(given: Algorithm) -> Layer:
@@ -145,6 +145,22 @@ def _derived_algorithm(given: Algorithm) -> Layer:
         values |= {"kl_in": kl_in, "kl_estimator": KL_ESTIMATORS[kl_in]}
     return {
         f"algorithm.{field}": Leaf(value, "derived") for field, value in values.items() if getattr(given, field) is None
+    }
+
+
+def _derived_correction(given: Settings) -> Layer:
+    """Whether and how tokens of an older policy are weighed. V-trace does so in its advantages."""
+    algorithm, paper = given.algorithm, PAPERS[given.algorithm.name]
+    is_stale = given.rollout.max_staleness > 0 and (algorithm.estimator or paper.estimator) != "vtrace"
+    correction = algorithm.correction or ("truncate" if is_stale else "none")
+    values: dict[str, Any] = {"correction": correction}
+    if correction != "none":
+        of_samples = (algorithm.ratio_level or paper.ratio_level) == "sequence"
+        values |= {"correction_level": "geometric" if of_samples else "token", "correction_veto": CORRECTION_VETO}
+    return {
+        f"algorithm.{field}": Leaf(value, "derived")
+        for field, value in values.items()
+        if getattr(algorithm, field) is None
     }
 
 

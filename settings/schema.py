@@ -167,6 +167,12 @@ class Rollout(Section):
         description="With a scheduler: workers on devices of their own, or one batch over all devices, which only sync "
         "schedules.",
     )
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        description="Optimizer steps by which the policy that drew a token may be older than the one that learns from "
+        "it; 0 = on policy: generation waits for training and training for generation.",
+    )
     segment: Segment = Segment()
     pdsr: Pdsr = Pdsr()
     workers: Workers = Workers()

@@ -1,46 +1,65 @@
-"""Settings that only some estimators read: said for a run of another one, they would have no effect.
+"""Settings that only some estimators or corrections read: said for a run of another one, they would have no effect.
 
-Whoever sets one of them after the estimator was chosen is mistaken, and refused. Where the estimator was chosen in the
-same layer or a later one, that choice wins, as when a preset meets `--set algorithm.name=grpo`: then it is told.
+Whoever sets one of them after that was chosen is mistaken, and refused. Where it was chosen in the same layer or a
+later one, that choice wins, as when a preset meets `--set algorithm.name=grpo`: then it is told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 from settings.algorithm_section import WITH_CRITIC
 from settings.fields import FIELDS, value_of
 from settings.layers import place
 from settings.resolve import Resolved
 
+ESTIMATOR, CORRECTION = "algorithm.estimator", "algorithm.correction"
 CREDITING_TOKENS = WITH_CRITIC | {"reinforce_plus_plus"}
 """Values of `algorithm.estimator` that credit each token."""
 
-_FIELDS: Mapping[frozenset[str], tuple[str, ...]] = {
-    CREDITING_TOKENS: ("algorithm.gamma", "algorithm.mask_mode", "algorithm.gae_backend", "algorithm.gae_chunk_size"),
-    WITH_CRITIC: (
+
+class Readers(NamedTuple):
+    choice: str
+    """The setting on whose value it depends who reads."""
+    values: frozenset[str]
+
+
+_FIELDS: Mapping[Readers, tuple[str, ...]] = {
+    Readers(ESTIMATOR, CREDITING_TOKENS): (
+        "algorithm.gamma",
+        "algorithm.mask_mode",
+        "algorithm.gae_backend",
+        "algorithm.gae_chunk_size",
+    ),
+    Readers(ESTIMATOR, WITH_CRITIC): (
         *("algorithm.lam", "algorithm.length_adaptive_lam", "algorithm.bootstrap_truncated"),
         *(field for field in FIELDS if field.startswith("critic.") and field != "critic.lam"),
     ),
     # V-trace corrects advantages and targets alike.
-    frozenset({"gae"}): ("critic.lam",),
-    frozenset({"vtrace"}): ("algorithm.vtrace_max_ratio", "algorithm.vtrace_max_trace"),
+    Readers(ESTIMATOR, frozenset({"gae"})): ("critic.lam",),
+    Readers(ESTIMATOR, frozenset({"vtrace"})): ("algorithm.vtrace_max_ratio", "algorithm.vtrace_max_trace"),
+    Readers(CORRECTION, frozenset({"truncate", "mask"})): (
+        *("algorithm.correction_level", "algorithm.correction_max", "algorithm.correction_veto"),
+    ),
+    Readers(CORRECTION, frozenset({"mask"})): ("algorithm.correction_min",),
 }
-READERS: Mapping[str, frozenset[str]] = MappingProxyType(
+READERS: Mapping[str, Readers] = MappingProxyType(
     {field: readers for readers, fields in _FIELDS.items() for field in fields}
 )
-"""Field -> the estimators that read it."""
+"""Field -> the choices under which it is read."""
 
 
-def said_after_the_estimator(resolved: Resolved) -> str | None:
-    """A check: what was said for an estimator that does not read it."""
-    choice = _choice(resolved)
-    said = [field for field in _unread(resolved) if _place(resolved, field) > _place(resolved, choice)]
+def said_after_the_choice(resolved: Resolved) -> str | None:
+    """A check: what was said for an estimator or a correction that does not read it."""
+    said = [
+        field for field in _unread(resolved) if _place(resolved, field) > _place(resolved, _chosen(resolved, field))
+    ]
     return (
         "\n".join(
-            f"{resolved.named(field)} has no effect under {resolved.named(choice)}: it is for algorithm.estimator "
-            f"{' or '.join(sorted(READERS[field]))}; leave it out, or set that"
+            f"{resolved.named(field)} has no effect under {resolved.named(_chosen(resolved, field))}: it is for "
+            f"{READERS[field].choice} {' or '.join(sorted(READERS[field].values))}; leave it out, or set that"
             for field in said
         )
         or None
@@ -49,18 +68,20 @@ def said_after_the_estimator(resolved: Resolved) -> str | None:
 
 def launch_lines(resolved: Resolved) -> tuple[str, ...]:
     """What is told at a launch: what the algorithm's name changes, and the settings that have no effect."""
-    unread = ", ".join(resolved.named(field) for field in _unread(resolved))
-    told = resolved.algorithm_changes, unread and f"no effect under {resolved.named(_choice(resolved))}: {unread}"
-    return tuple(line for line in told if line)
+    unread: dict[str, list[str]] = {}
+    for field in _unread(resolved):
+        unread.setdefault(resolved.named(_chosen(resolved, field)), []).append(resolved.named(field))
+    lines = [f"no effect under {chosen}: {', '.join(fields)}" for chosen, fields in unread.items()]
+    return tuple(line for line in (resolved.algorithm_changes, *lines) if line)
 
 
 def _unread(resolved: Resolved) -> Iterator[str]:
-    """Fields that somebody has set to something else than the default, and that the estimator does not read."""
-    estimator = resolved.settings.algorithm.estimator
+    """Fields that somebody has set to something else than the default, and that what was chosen does not read."""
     for field, readers in READERS.items():
         origin, value = resolved.provenance[field], value_of(resolved.settings, field)
         is_own = origin not in ("default", "derived") and not _is_inherited(resolved, field)
-        if estimator not in readers and is_own and value != FIELDS[field].default:
+        is_read = value_of(resolved.settings, readers.choice) in readers.values
+        if not is_read and is_own and value != FIELDS[field].default:
             yield field
 
 
@@ -72,9 +93,18 @@ def _is_inherited(resolved: Resolved, field: str) -> bool:
     return value_of(resolved.settings, twin) == value_of(resolved.settings, field)
 
 
-def _choice(resolved: Resolved) -> str:
-    """The field that decided the estimator."""
-    return "algorithm.name" if resolved.provenance["algorithm.estimator"] == "derived" else "algorithm.estimator"
+def _chosen(resolved: Resolved, field: str) -> str:
+    """The setting that decided that a field is not read: the choice itself, or what it was derived from."""
+    choice = READERS[field].choice
+    if resolved.provenance[choice] != "derived":
+        return choice
+    if choice == CORRECTION and not _vtrace_corrects(resolved):
+        return "rollout.max_staleness"
+    return "algorithm.name" if resolved.provenance[ESTIMATOR] == "derived" else ESTIMATOR
+
+
+def _vtrace_corrects(resolved: Resolved) -> bool:
+    return resolved.settings.rollout.max_staleness > 0 and resolved.settings.algorithm.estimator == "vtrace"
 
 
 def _place(resolved: Resolved, field: str) -> int:

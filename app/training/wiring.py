@@ -24,6 +24,16 @@ from app.training.refill import Filter, keeps_all, rewards_differ
 from app.training.run_state import arrays_of
 from app.training.session import Critic, Session
 from app.update.aggregation import Totals, aggregations
+from app.update.correction import (
+    Bound,
+    Correction,
+    LogWeight,
+    geometric_log_weight,
+    masked,
+    sequence_log_weight,
+    token_log_weight,
+    truncated,
+)
 from app.update.mini_batches import MiniBatches, in_order, shuffled
 from app.update.objective import PolicyLoss, make_objective, own_logprobs, scored_logprobs
 from app.update.optimizer import TrainState, initial_state, make_optimizer, make_schedule, state_shardings
@@ -49,6 +59,10 @@ SURROGATES: Mapping[str, Callable[..., Surrogate]] = MappingProxyType(
     {"ppo": clipped_surrogate, "cispo": cispo_surrogate}
 )
 """By `algorithm.clip`."""
+LOG_WEIGHTS: Mapping[str, LogWeight] = MappingProxyType(
+    {"token": token_log_weight, "sequence": sequence_log_weight, "geometric": geometric_log_weight}
+)
+"""By `algorithm.correction_level`."""
 FILTERS: Mapping[str, Filter] = MappingProxyType({"none": keeps_all, "zero_variance": rewards_differ})
 """By `algorithm.filter`."""
 
@@ -136,7 +150,7 @@ def wire_policy(settings: Settings, session: Session, longest: Longest) -> Learn
     pack = PolicyPack(
         aggregation=aggregations(max_new_tokens=settings.rollout.max_new_tokens)[algorithm.loss_aggregation],
         roles=_roles_in_loss(settings),
-        reads_sample_means=algorithm.ratio_level == "sequence",
+        reads_sample_means=_reads_samples(algorithm),
     )
     schedule = make_schedule(settings.optimizer, num_updates=settings.policy_updates)
     cut = wire_update(settings, algorithm, session.input.architecture, longest)
@@ -211,7 +225,28 @@ def wire_loss(algorithm: Algorithm, *, several_updates: bool) -> PolicyLoss:
         beta=0.0 if algorithm.kl_in_reward else algorithm.beta,
         entropy_coef=algorithm.entropy_coef,
         log_ratio=LOG_RATIOS[algorithm.ratio_level],
+        correction=wire_correction(algorithm),
     )
+
+
+def wire_correction(algorithm: Algorithm) -> Correction | None:
+    """What tokens of an older policy weigh; None where they are taken for the policy's own."""
+    if algorithm.correction == "none":
+        return None
+    assert algorithm.correction_level is not None and algorithm.correction_veto is not None
+    bounds: Mapping[str | None, Bound] = {
+        "truncate": functools.partial(truncated, max_weight=algorithm.correction_max),
+        "mask": functools.partial(masked, min_weight=algorithm.correction_min, max_weight=algorithm.correction_max),
+    }
+    return Correction(
+        LOG_WEIGHTS[algorithm.correction_level], bounds[algorithm.correction], veto=algorithm.correction_veto
+    )
+
+
+def _reads_samples(algorithm: Algorithm) -> bool:
+    """Whether the loss of a token depends on the others of its sample."""
+    corrects_samples = algorithm.correction_level != "token" or algorithm.correction_veto != 0
+    return algorithm.ratio_level == "sequence" or (algorithm.correction != "none" and corrects_samples)
 
 
 def wire_surrogate(algorithm: Algorithm) -> SurrogateLoss:

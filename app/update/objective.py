@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from app.batching.pack import HostOrDevice, TokenBatch
 from app.batching.row_logprobs import row_logprobs
 from app.policy.decoder import DecoderDefinition, Params
 from app.policy.token_logprobs import entropy, measured_entropy
+from app.update.correction import Correction
 from app.update.kl import Estimator
 from app.update.ratio import LogRatio, SampleMeans, token_log_ratio
 from app.update.surrogate import SurrogateLoss
@@ -35,21 +36,36 @@ class UpdateBatch:
     reference_logprobs: Float32[HostOrDevice, "R C"] | None
     """None when there is no KL penalty, in the loss or in the reward."""
     sample_means: SampleMeans | None = None
-    """None where ratios are the tokens' own."""
+    """None where ratios and corrections are the tokens' own."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossParts:
-    """What micro-batches add up to: `sums` add, `maxima` take the larger."""
+    """What micro-batches add up to: `sums` and `squares` add, `maxima` take the larger."""
 
     sums: dict[str, Float32[Array, ""]]
     maxima: dict[str, Float32[Array, ""]]
+    squares: dict[str, Float32[Array, ""]] = field(default_factory=dict)
+    """Mean squares of the weights whose mean is `<name>_mean` among the sums."""
 
     def __add__(self, other: LossParts) -> LossParts:
         return LossParts(
-            jax.tree.map(jnp.add, self.sums, other.sums), jax.tree.map(jnp.maximum, self.maxima, other.maxima)
+            jax.tree.map(jnp.add, self.sums, other.sums),
+            jax.tree.map(jnp.maximum, self.maxima, other.maxima),
+            jax.tree.map(jnp.add, self.squares, other.squares),
         )
+
+    def metrics(self) -> dict[str, Float32[Array, ""]]:
+        """Of an optimizer step all of whose micro-batches are in. `<name>_ess` is (sum w)^2 / (n sum w^2) of n weights.
+
+        Source: Kong 1992, "A note on importance sampling using standardized weights"; 0 where all weights are.
+        """
+        shares = {
+            f"{name}_ess": jnp.where(square > 0, self.sums[f"{name}_mean"] ** 2 / square, 0.0)
+            for name, square in self.squares.items()
+        }
+        return {**self.sums, **self.maxima, **shares}
 
 
 Proximal = Callable[[Array, UpdateBatch], Array]
@@ -71,7 +87,9 @@ def scored_logprobs(current_logprobs: Array, batch: UpdateBatch) -> Array:
 class PolicyLoss:
     """Per-token losses of one micro-batch, weighted into its share of the step's loss.
 
-    sum(w * (surrogate + beta * KL - entropy_coef * H)), w the step's `loss_weights`.
+    sum(w * (c * surrogate + beta * KL - entropy_coef * H)), w the step's `loss_weights`, c the correction's, 1 without
+    one. It weighs neither KL nor entropy: the entropy is over all tokens, whichever was drawn, and a penalty that left
+    out what has drifted furthest would hold the policy least where it should hold it most.
     """
 
     proximal: Proximal
@@ -82,6 +100,8 @@ class PolicyLoss:
     """Weight of the penalty in this loss; 0 where it is in the reward."""
     entropy_coef: float
     log_ratio: LogRatio = token_log_ratio
+    correction: Correction | None = None
+    """None takes the sampler for the policy before the step's updates."""
 
     def __call__(
         self, logprobs: Float32[Array, "R C"], entropies: Float32[Array, "R C"], batch: UpdateBatch
@@ -98,7 +118,7 @@ class PolicyLoss:
             return jnp.sum(batch.token_weights * x)
 
         difference = jnp.abs(current - batch.behavior_logprobs)
-        per_token = surrogate.loss
+        per_token, corrected = self._corrected(surrogate.loss, proximal_logprobs, batch)
         sums = {
             "policy/entropy": mean(entropies),
             "policy/clip_fraction_low": mean(surrogate.clipped_low),
@@ -119,7 +139,28 @@ class PolicyLoss:
             "policy/ratio_max": jnp.max(jnp.where(mask, surrogate.ratio, 0.0)),
             "rollout/sampler_scorer_logprob_diff_max": jnp.max(difference),
         }
-        return loss, jax.lax.stop_gradient(LossParts({"loss": loss, **sums}, maxima))
+        parts = LossParts({"loss": loss, **sums, **corrected.sums}, maxima | corrected.maxima, corrected.squares)
+        return loss, jax.lax.stop_gradient(parts)
+
+    def _corrected(
+        self, losses: Float32[Array, "R C"], proximal_logprobs: Float32[Array, "R C"], batch: UpdateBatch
+    ) -> tuple[Float32[Array, "R C"], LossParts]:
+        """The surrogate's losses, weighed by the correction if there is one, and what it tells."""
+        if self.correction is None:
+            return losses, LossParts({}, {})
+        corrected = self.correction(proximal_logprobs - batch.behavior_logprobs, batch.sample_means)
+
+        def mean(x: Array) -> Array:
+            return jnp.sum(batch.token_weights * x)
+
+        sums = {
+            "policy/correction_mean": mean(corrected.weights),
+            "policy/correction_cut_fraction": mean(corrected.cut),
+            "policy/veto_fraction": mean(corrected.vetoed),
+        }
+        maxima = {"policy/correction_max": jnp.max(jnp.where(batch.tokens.mask, corrected.unbounded, 0.0))}
+        squares = {"policy/correction": mean(corrected.weights**2)}
+        return corrected.weights * losses, LossParts(sums, maxima, squares)
 
 
 def make_objective(

@@ -15,7 +15,7 @@ from app.batching.pack import HostOrDevice
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SampleMeans:
-    """What means over each sample of packed rows need, beside the targets. No sample is split over rows."""
+    """What means and sums over each sample of packed rows need, beside the targets. No sample is split over rows."""
 
     weights: Float32[HostOrDevice, "R C"]
     """1 / (tokens of the sample that the policy wrote) on these, 0 elsewhere."""
@@ -23,12 +23,17 @@ class SampleMeans:
     """Where in the row the last target of the same sample stands; one value on all padding."""
 
     def of(self, values: Float32[Array, "R C"]) -> Float32[Array, "R C"]:
-        """Each sample's mean over the tokens that the policy wrote, beside all of its targets.
+        """Each sample's mean over the tokens that the policy wrote, beside all of its targets."""
+        return self._totals(self.weights * values)
 
-        A segmented scan: sums run over one sample alone, as a tree, in the same order every time.
-        """
+    def sum_of(self, values: Float32[Array, "R C"]) -> Float32[Array, "R C"]:
+        """Each sample's sum over the same tokens, beside all of its targets."""
+        return self._totals(jnp.where(self.weights > 0, values, 0.0))
+
+    def _totals(self, values: Float32[Array, "R C"]) -> Float32[Array, "R C"]:
+        """A segmented scan: sums run over one sample alone, as a tree, in the same order every time."""
         starts = jnp.diff(self.last_targets, axis=1, prepend=-2) != 0
-        _, sums = jax.lax.associative_scan(_add_within, (starts, self.weights * values), axis=1)
+        _, sums = jax.lax.associative_scan(_add_within, (starts, values), axis=1)
         return jnp.take_along_axis(sums, jnp.maximum(self.last_targets, 0), axis=1)
 
 

@@ -86,8 +86,8 @@ class UpdateStep:
 
     def metric_names(self, params: Params, batch: Any, temperature: Array) -> list[str]:
         """Of what an update with such micro-batches measures; nothing is computed."""
-        parts = self._parts_of(params, batch, temperature)
-        return [*parts.sums, *parts.maxima, *(f"{self._names.prefix}/{name}" for name in OF_OPTIMIZER)]
+        of_objective = jax.eval_shape(LossParts.metrics, self._parts_of(params, batch, temperature))
+        return [*of_objective, *(f"{self._names.prefix}/{name}" for name in OF_OPTIMIZER)]
 
     def _parts_of(self, params: Params, batch: Any, temperature: Array) -> LossParts:
         """Their shapes, the same for every micro-batch."""
@@ -126,4 +126,4 @@ def apply_gradients(
     learning_rate: Any = schedule(state.num_updates)
     measured = gradient_norm, learning_rate, new_state.nonfinite_total, new_state.nonfinite_in_a_row
     added = {f"{names.prefix}/{name}": value for name, value in zip(OF_OPTIMIZER, measured, strict=True)}
-    return new_state, {**parts.sums, **parts.maxima, **added}
+    return new_state, {**parts.metrics(), **added}

@@ -44,6 +44,17 @@ CASES: tuple[dict[str, Any], ...] = (
 )
 """Settings of GRPOTrainer; its `epsilon_high` of CISPO is the bound itself.
 `old` says whether the step is one of several on its rollout, which has `old` logprobs."""
+CORRECTION_CASES: tuple[dict[str, Any], ...] = (
+    {"mode": "token_truncate", "loss_type": "grpo"},
+    {"mode": "token_mask", "loss_type": "dapo", "beta": 0.04},
+    {"mode": "sequence_truncate", "loss_type": "dr_grpo", "delta": 1.5},
+    {"mode": "sequence_mask", "loss_type": "grpo", "beta": 0.04},
+    {"mode": "sequence_mask", "loss_type": "luspo", "importance_sampling_level": "sequence"},
+    {"mode": "token_mask", "loss_type": "cispo", "epsilon_high": 1.2},
+)
+"""Settings of GRPOTrainer where samples come from another engine; `mode` is `vllm_importance_sampling_mode`."""
+CORRECTION_BOUNDS = (0.75, 1.2)
+"""Of masks; truncation has only the upper one."""
 DEFAULTS = {
     "old": True,
     "beta": 0.0,
@@ -73,6 +84,7 @@ def make_inputs(seed: int) -> dict[str, Any]:
         "reference_logprobs": chosen + rng.normal(0, 0.6, chosen.shape).astype(np.float32),
         "rewards": np.asarray([1.0, 0.0, 0.25, 1.0], np.float32),
     }
+    inputs["behavior_logprobs"] = inputs["old_logprobs"] + rng.normal(0, 0.4, chosen.shape).astype(np.float32)
     return {name: value.tolist() for name, value in inputs.items()}
 
 
@@ -104,6 +116,62 @@ def grpo_numbers(case: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]
         "gradient": model.logits.grad.tolist(),
         "metrics": {name: metrics[name] for name in sorted(names)},
     }
+
+
+def correction_numbers(case: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """Weights by which GRPOTrainer corrects for the sampler, and loss and gradient with them."""
+    import torch
+
+    trl = _trl("grpo")
+    settings = DEFAULTS | case
+    trainer = _sampler_of_another_engine(settings, inputs)
+    output = trl.GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": ""}] * ROWS)
+    output["advantages"] = torch.tensor(inputs["advantages"])
+    output["ref_per_token_logps"] = torch.tensor(inputs["reference_logprobs"])
+    model = _Table(inputs["logits"])
+    loss_trainer = _stand_in(settings)
+    loss_trainer.use_vllm = loss_trainer.vllm_importance_sampling_correction = True
+    loss = trl.GRPOTrainer._compute_loss(loss_trainer, model, output)
+    loss.backward()
+    return {
+        "settings": case,
+        "weights": output["importance_sampling_ratio"].expand(ROWS, TOKENS).tolist(),
+        "loss": loss.item(),
+        "gradient": model.logits.grad.tolist(),
+    }
+
+
+def _sampler_of_another_engine(settings: dict[str, Any], inputs: dict[str, Any]) -> Any:
+    """A GRPOTrainer whose engine has drawn the completions, with the mask as that of tools."""
+    import torch
+
+    def rows(name: str) -> list[list[Any]]:
+        return [row[:length] for row, length in zip(inputs[name], LENGTHS, strict=True)]
+
+    trainer: Any = object.__new__(_trl("grpo").GRPOTrainer)
+    trainer.__dict__ |= vars(_stand_in(settings | {"beta": 0.0}))
+    trainer.args.gradient_accumulation_steps = trainer.num_iterations = 1
+    trainer.model = SimpleNamespace(training=True, is_gradient_checkpointing=False)
+    trainer.environment_factories = trainer.environments = trainer.tools = None
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+    trainer.vllm_importance_sampling_mode = settings["mode"]
+    lowest, highest = CORRECTION_BOUNDS
+    trainer.vllm_importance_sampling_clip_min = lowest if settings["mode"].endswith("mask") else None
+    trainer.vllm_importance_sampling_clip_max = highest
+    trainer.mask_truncated_completions, trainer.pad_to_multiple_of, trainer.log_multimodal = False, None, False
+    trainer._tokenizer = SimpleNamespace(pad_token_id=0)
+    trainer.num_generations, trainer.scale_rewards = ROWS, "group"
+    trainer.multi_objective_aggregation = "sum_then_normalize"
+    trainer.reward_func_names, trainer.reward_weights = ["reward"], torch.ones(1)
+    trainer._logs = {"rewards": defaultdict(list), "extra": defaultdict(list)} | {
+        name: [] for name in ("prompt", "completion", "advantages")
+    }
+    trainer._pending_extra_logs, trainer._pending_metrics = {}, {}
+    drawn = rows("completion_ids"), rows("mask"), [""] * ROWS, rows("behavior_logprobs")
+    trainer._generate = lambda prompts: ([[1]] * ROWS, *drawn, {}, None, None)
+    trainer._calculate_rewards = lambda *_: torch.tensor(inputs["rewards"])[:, None]
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (torch.tensor(inputs["old_logprobs"]), None, None)
+    return trainer
 
 
 def rloo_numbers(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -234,6 +302,7 @@ def numbers(seed: int) -> dict[str, Any]:
     return {
         "inputs": inputs,
         "grpo": [grpo_numbers(case, inputs) for case in CASES],
+        "corrections": [correction_numbers(case, inputs) for case in CORRECTION_CASES],
         "rloo": rloo_numbers(inputs),
         "rloo_advantages": [rloo_advantages(inputs, beta=beta) for beta in (0.0, 0.05)],
     }

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.training.wiring import wire_loss
+from app.training.wiring import wire_correction, wire_loss
+from app.update.correction import geometric_log_weight, masked, sequence_log_weight, truncated
 from app.update.kl import k1, k2, k3
 from app.update.objective import own_logprobs, scored_logprobs
 from app.update.ratio import sequence_log_ratio, token_log_ratio
@@ -61,3 +62,17 @@ def test_the_ratio_is_taken_to_scored_logprobs_only_where_several_updates_follow
     assert wire_loss(algorithm(), several_updates=True).proximal is scored_logprobs
     # A penalised reward has the policy scored, too, but with one update the ratio stays exactly 1.
     assert wire_loss(algorithm("beta=0.1", "kl_in=reward"), several_updates=False).proximal is own_logprobs
+
+
+def test_an_older_policy_is_corrected_only_where_that_is_asked_for():
+    assert wire_loss(algorithm(), several_updates=False).correction is None
+    truncating = wire_correction(algorithm("correction=truncate", "name=gspo", "correction_max=3.0"))
+    assert truncating is not None
+    assert (truncating.log_weight, truncating.veto) == (geometric_log_weight, 1e-4)
+    bound = partial_of(truncating.bound)
+    assert (bound.func, bound.keywords) == (truncated, {"max_weight": 3.0})
+    masking = wire_correction(algorithm("correction=mask", "correction_level=sequence", "correction_veto=0"))
+    assert masking is not None
+    assert (masking.log_weight, masking.veto) == (sequence_log_weight, 0.0)
+    bound = partial_of(masking.bound)
+    assert (bound.func, bound.keywords) == (masked, {"min_weight": 0.5, "max_weight": 2.0})

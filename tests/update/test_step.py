@@ -13,6 +13,7 @@ import pytest
 from app.batching.plan import Plan
 from app.policy.decoder import DecoderDefinition
 from app.update.aggregation import aggregations
+from app.update.correction import Correction, geometric_log_weight, masked
 from app.update.kl import k3
 from app.update.objective import PolicyLoss, make_objective
 from app.update.optimizer import TrainState, initial_state, make_optimizer, state_shardings
@@ -46,6 +47,7 @@ EVERYTHING = replace(
     kl_estimator=k3,
     beta=0.3,
     entropy_coef=0.2,
+    correction=Correction(geometric_log_weight, functools.partial(masked, min_weight=0.1, max_weight=4.0), veto=0.1),
 )
 
 
@@ -88,6 +90,14 @@ def test_micro_batches_padding_shared_rows_and_shared_prompts_change_neither_gra
         assert float(parts.maxima["policy/ratio_max"]) > 1.5
         for plan in plans:
             assert_trees_close(summed(plan), expected)
+
+
+def test_what_a_step_will_measure_is_known_before_it_is_taken():
+    step, fresh = update_step(EVERYTHING)
+    names = step.metric_names(fresh().params, GOOD[0], jnp.float32(1.3))
+    _, metrics = step(fresh(), GOOD, jnp.float32(1.3))
+    assert sorted(names) == sorted(metrics)
+    assert 0 < float(metrics["policy/correction_ess"]) < 1
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,23 @@ import pytest
 
 from app.advantage.group import credit_by_group, penalised_rewards, rloo_advantages
 from app.flow import Sample
-from app.training.wiring import LOG_RATIOS
+from app.training.wiring import LOG_RATIOS, LOG_WEIGHTS
 from app.update.aggregation import aggregations
+from app.update.correction import Correction, masked, truncated
 from app.update.kl import k1, k3
 from app.update.objective import own_logprobs, scored_logprobs
 from app.update.surrogate import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
-from tests.golden.trl_numbers import CASES, DEFAULTS, LENGTHS, LONGEST, PATH, ROWS, numbers
+from tests.golden.trl_numbers import (
+    CASES,
+    CORRECTION_BOUNDS,
+    CORRECTION_CASES,
+    DEFAULTS,
+    LENGTHS,
+    LONGEST,
+    PATH,
+    ROWS,
+    numbers,
+)
 from tests.tiny import PLAIN_LOSS, assert_trees_close, make_sample, one_a_row
 from tests.update.table_policy import loss_and_gradient
 
@@ -51,6 +62,7 @@ def samples_of(inputs: dict[str, Any]) -> list[Sample]:
             sample_index=i,
             loss_mask=mask,
             reward=inputs["rewards"][i],
+            behavior_logprobs=per_token("behavior_logprobs"),
             policy_logprobs=per_token("old_logprobs"),
             reference_logprobs=per_token("reference_logprobs"),
             advantages=np.where(mask, np.float32(inputs["advantages"][i]), np.float32(0)),
@@ -75,6 +87,7 @@ def ours(case: dict[str, Any], inputs: dict[str, Any], aggregation: str):
         beta=settings["beta"],
         entropy_coef=settings["entropy_coef"],
         log_ratio=LOG_RATIOS[settings["importance_sampling_level"]],
+        correction=correction_of(settings["mode"]) if "mode" in settings else None,
     )
     return loss_and_gradient(
         loss,
@@ -83,6 +96,17 @@ def ours(case: dict[str, Any], inputs: dict[str, Any], aggregation: str):
         one_a_row(ROWS, rows_per_micro_batch=3, num_tokens=16, num_targets=9),
         weights=aggregations(max_new_tokens=LONGEST)[aggregation],
     )
+
+
+def correction_of(mode: str) -> Correction:
+    """Of TRL's `vllm_importance_sampling_mode`."""
+    level, _, kind = mode.partition("_")
+    lowest, highest = CORRECTION_BOUNDS
+    bounds = {
+        "truncate": partial(truncated, max_weight=highest),
+        "mask": partial(masked, min_weight=lowest, max_weight=highest),
+    }
+    return Correction(LOG_WEIGHTS[level], bounds[kind])
 
 
 def rows_of(padded: list) -> np.ndarray:
@@ -98,6 +122,14 @@ def assert_all_equal_to_trl(expected: dict[str, Any]) -> None:
         assert_gradient(gradient, case["gradient"])
         for name, theirs in case["metrics"].items():
             assert float(parts.sums[METRICS[name]]) == pytest.approx(theirs, rel=1e-5)
+    for case in expected["corrections"]:
+        gradient, parts = ours(case["settings"], inputs, AGGREGATIONS[case["settings"]["loss_type"]])
+        assert float(parts.sums["loss"]) == pytest.approx(case["loss"], rel=1e-5, abs=1e-6)
+        assert_gradient(gradient, case["gradient"])
+        weights = np.concatenate(
+            [np.asarray(w[: len(s.mask)])[s.mask] for w, s in zip(case["weights"], samples_of(inputs), strict=True)]
+        )
+        assert float(parts.sums["policy/correction_mean"]) == pytest.approx(weights.mean(), rel=1e-5)
     # Its loss has one ratio a sample, ours one a token: at ratio 1 other numbers of the same gradient.
     gradient, _ = ours({"old": False}, inputs, "sequence-mean-token-sum")
     assert_gradient(gradient, expected["rloo"]["gradient"])
@@ -118,6 +150,7 @@ def assert_gradient(gradient, theirs: list) -> None:
 
 def test_every_case_has_stored_numbers_that_say_where_they_come_from():
     assert [case["settings"] for case in GOLDEN["grpo"]] == list(CASES)
+    assert [case["settings"] for case in GOLDEN["corrections"]] == list(CORRECTION_CASES)
     assert GOLDEN["provenance"].keys() == {"script", "trl", "torch", "date", "seed"}
 
 

@@ -1,0 +1,135 @@
+"""Settings of the correction for older policies: what follows from what, and what contradicts itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from settings import InputError, Resolved
+from settings.checks import check_for_rollout, check_for_train
+from settings.unread import launch_lines
+from tests.settings.loading import load_text, with_sets
+
+PARTS = ("correction", "correction_level", "correction_veto")
+VTRACE, STALE = "algorithm.estimator=vtrace", "rollout.max_staleness=2"
+
+
+def parts_of(*overrides: str) -> tuple:
+    return tuple(getattr(with_sets(*overrides).settings.algorithm, field) for field in PARTS)
+
+
+def refusal(resolved: Resolved) -> str:
+    with pytest.raises(InputError) as caught:
+        check_for_train(resolved)
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], ("none", None, None)),
+        ([STALE], ("truncate", "token", 1e-4)),
+        ([STALE, "algorithm.name=gspo"], ("truncate", "geometric", 1e-4)),
+        ([STALE, "algorithm.ratio_level=sequence"], ("truncate", "geometric", 1e-4)),
+        ([STALE, "algorithm.name=gspo", "algorithm.ratio_level=token"], ("truncate", "token", 1e-4)),
+        ([STALE, VTRACE], ("none", None, None)),
+        ([STALE, "algorithm.name=ppo"], ("truncate", "token", 1e-4)),
+        (["algorithm.correction=mask"], ("mask", "token", 1e-4)),
+        (["algorithm.correction=mask", "algorithm.correction_veto=0"], ("mask", "token", 0.0)),
+        ([STALE, "algorithm.correction_level=sequence"], ("truncate", "sequence", 1e-4)),
+    ],
+)
+def test_a_correction_follows_from_how_old_samples_may_be(overrides: list[str], expected: tuple) -> None:
+    resolved = with_sets(*overrides)
+    assert parts_of(*overrides) == expected
+    check_for_train(resolved)
+    assert resolved.provenance["algorithm.correction"] == (
+        "set" if "algorithm.correction=mask" in overrides else "derived"
+    )
+
+
+def test_older_policies_are_corrected_somehow() -> None:
+    message = refusal(with_sets(STALE, "algorithm.correction=none"))
+    assert message == (
+        "rollout.max_staleness = 2 (from --set): tokens may come from an older policy, and algorithm.correction = "
+        "'none' (from --set) takes them for the policy's own; leave algorithm.correction null, or set "
+        "rollout.max_staleness: 0"
+    )
+    check_for_train(with_sets("algorithm.correction=none"))
+    check_for_train(with_sets(STALE, VTRACE, "algorithm.correction=none"))
+    check_for_rollout(with_sets(STALE, "algorithm.correction=none"))
+
+
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_what_v_trace_has_weighed_is_not_weighed_again(correction: str) -> None:
+    message = refusal(with_sets(VTRACE, f"algorithm.correction={correction}"))
+    assert message.startswith(f"algorithm.correction = {correction!r} (from --set): algorithm.estimator = 'vtrace'")
+    assert "leave algorithm.correction null" in message
+
+
+def test_a_mask_lets_something_pass() -> None:
+    bounds = ("algorithm.correction_min=1", "algorithm.correction_max=1")
+    message = refusal(with_sets("algorithm.correction=mask", *bounds))
+    assert message.startswith(
+        "algorithm.correction_min = 1.0 (from --set) is not below algorithm.correction_max = 1.0 (from --set)"
+    )
+    check_for_train(with_sets("algorithm.correction=truncate", bounds[1]))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "algorithm.correction=clip",
+        "algorithm.correction_level=group",
+        "algorithm.correction_max=0.9",
+        "algorithm.correction_min=1.1",
+        "algorithm.correction_min=-0.1",
+        "algorithm.correction_veto=1",
+        "algorithm.correction_veto=-1",
+        "rollout.max_staleness=-1",
+    ],
+)
+def test_values_that_would_change_a_policy_s_own_samples_are_refused(override: str) -> None:
+    with pytest.raises(InputError, match=override.partition("=")[0]):
+        with_sets(override)
+
+
+@pytest.mark.parametrize(
+    ("unread", "readers"),
+    [
+        ("algorithm.correction_max=3.0", "mask or truncate"),
+        ("algorithm.correction_level=token", "mask or truncate"),
+        ("algorithm.correction_veto=0.1", "mask or truncate"),
+        ("algorithm.correction_min=0.1", "mask"),
+    ],
+)
+def test_what_no_correction_reads_is_refused_where_it_is_said_later(unread: str, readers: str, folder: Path) -> None:
+    message = refusal(load_text(folder, "algorithm: {correction: none}", unread))
+    assert "has no effect under algorithm.correction = 'none' (from yaml:c.yaml:1): " in message
+    assert f"it is for algorithm.correction {readers}; leave it out" in message
+    message = refusal(load_text(folder, "run: {seed: 0}", unread))
+    assert "has no effect under rollout.max_staleness = 0 (from the default)" in message
+
+
+def test_what_decided_against_a_correction_is_named(folder: Path) -> None:
+    truncating = load_text(folder, "rollout: {max_staleness: 2}", "algorithm.correction_min=0.1")
+    assert (
+        "no effect under rollout.max_staleness = 2 (from yaml:c.yaml:1): it is for algorithm.correction mask; "
+    ) in refusal(truncating)
+    vtrace = "rollout: {max_staleness: 2}\nalgorithm: {estimator: vtrace}"
+    assert "no effect under algorithm.estimator = 'vtrace' (from yaml:c.yaml:2)" in refusal(
+        load_text(folder, vtrace, "algorithm.correction_max=3.0")
+    )
+
+
+def test_what_a_correction_would_read_is_told_where_it_is_turned_off_later(folder: Path) -> None:
+    text = "algorithm: {correction: mask, correction_min: 0.1, lam: 0.5}"
+    off = load_text(folder, text, "algorithm.correction=none", "algorithm.name=rloo")
+    check_for_train(off)
+    assert launch_lines(off)[1:] == (
+        "no effect under algorithm.name = 'rloo' (from --set): algorithm.lam = 0.5 (from yaml:c.yaml:1)",
+        "no effect under algorithm.correction = 'none' (from --set): "
+        "algorithm.correction_min = 0.1 (from yaml:c.yaml:1)",
+    )
