@@ -19,8 +19,8 @@ class Row:
     prompt: Prompt
     sample_index: int
     max_new_tokens: int
-    policy_version: int
-    """Keys its noise, wherever and whenever it goes on."""
+    noise_step: int
+    """Keys its noise, wherever and whenever it goes on, and whatever versions of the weights draw it."""
     num_tokens: int = 0
     """Drawn so far."""
     num_segments: int = 0
@@ -50,6 +50,12 @@ class Row:
     @property
     def kept_mass_logs(self) -> Float32[np.ndarray, "C"]:
         return self._joined[2].view(np.float32)
+
+    @property
+    def policy_versions(self) -> Int32[np.ndarray, "C"]:
+        """Of the weights that drew each token."""
+        versions, counts = np.asarray(self.versions, np.int32).reshape(-1, 2).T
+        return np.repeat(versions, counts)
 
     @property
     def _joined(self) -> Int32[np.ndarray, "3 C"]:

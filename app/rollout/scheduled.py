@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any
@@ -27,6 +28,7 @@ from app.rollout.scheduling.events import (
     CommittedRow,
     Event,
     NewSample,
+    Released,
     Retire,
     RunSegment,
     Submitted,
@@ -94,8 +96,46 @@ class ScheduledWorkers(Streaming):
         Raises:
             Exception: what the last worker failed with, where all have.
         """
+        self.check(rows)
+        history = {uid: self._history[uid] for uid in {row.prompt.uid for row in rows} & self._history.keys()}
+        records: list[LogRecord] = []
+        with self.opened(
+            weights,
+            rules=rules,
+            seed=seed,
+            policy_version=policy_version,
+            history=history,
+            tell=records.append,
+        ) as run:
+            self.start, self.records = run.scheduler.snapshot(), records
+            yield from run.in_order(rows)
+            self._learn(run)
+
+    def check(self, rows: Iterable[Row]) -> None:
+        """Raises InputError for a row that no slot has room for."""
         for row in rows:
             self.workers[0].engine.check(row)
+
+    @contextmanager
+    def opened(
+        self,
+        weights: DecodeWeights,
+        *,
+        rules: SamplingRules,
+        seed: int,
+        policy_version: int,
+        history: Mapping[str, float],
+        tell: Callable[[LogRecord], None],
+    ) -> Iterator[Run]:
+        """A rollout by all workers that are awake, empty yet. Leaving it waits for the segments that still run.
+
+        Args:
+            history: prompt -> mean length of its samples when it came last.
+            tell: is told what the scheduler was told and what it answered.
+
+        Raises:
+            RuntimeError: all workers sleep.
+        """
         suspends = self.schedule.policy != "sync" or len(self.workers) > 1
         opened: list[Worker] = []
         workers = self._awake()
@@ -104,10 +144,7 @@ class ScheduledWorkers(Streaming):
             for worker in workers:
                 worker.open(weights, rules=rules, seed=seed, policy_version=policy_version, suspends=suspends)
                 opened.append(worker)
-            run = _Run(self._scheduler(rows), driver, workers, clock=self._clock_from_now())
-            self.start, self.records = run.scheduler.snapshot(), run.records
-            yield from run.in_order(rows)
-            self._learn(run)
+            yield Run(self._scheduler(history), driver, workers, clock=self._clock_from_now(), tell=tell)
         finally:
             self._stalled |= driver.close()
             for worker in opened:
@@ -133,19 +170,18 @@ class ScheduledWorkers(Streaming):
         start = self._clock()
         return lambda: self._clock() - start
 
-    def _scheduler(self, rows: Iterable[Row]) -> Scheduler:
-        uids = {row.prompt.uid for row in rows}
+    def _scheduler(self, history: Mapping[str, float]) -> Scheduler:
         schedule = self.schedule
         return Scheduler(
             schedule.policy,
             pdsr=schedule.pdsr,
             segment=schedule.segment,
             rebuild="replay" if self.workers[0].engine.exact else "prefill",
-            history={uid: length for uid, length in self._history.items() if uid in uids},
+            history=history,
         )
 
-    def _learn(self, run: _Run) -> None:
-        self._figures.append(figures(run.records))
+    def _learn(self, run: Run) -> None:
+        self.note(figures(self.records))
         lengths: dict[str, list[int]] = {}
         for entry in run.scheduler.ledger:
             lengths.setdefault(entry.prompt, []).append(entry.num_tokens)
@@ -153,7 +189,7 @@ class ScheduledWorkers(Streaming):
 
     def take_tally(self) -> Tally:
         """Of what was generated since the last call, by all workers."""
-        return Tally.sum([worker.engine.tally.take() for worker in self.workers])
+        return Tally.sum([worker.take_tally() for worker in self.workers])
 
     @property
     def batch_shape(self) -> BatchShape:
@@ -168,18 +204,30 @@ class ScheduledWorkers(Streaming):
         weights, prompts, slots = zip(*found, strict=True)
         return Footprint(weights[0], sum(prompts, ()), sum(slots, ()))
 
+    def note(self, found: Figures) -> None:
+        """Keeps the figures of a rollout, or of a part of one, until they are taken."""
+        self._figures.append(found)
+
     def take_figures(self) -> list[Figures]:
-        """Of each rollout since the last call."""
+        """Those noted since the last call."""
         taken, self._figures = self._figures, []
         return taken
 
 
-class _Run:
-    """One rollout, from its submission to its last sample."""
+class Run:
+    """One rollout: samples come in and are given to workers until they are done. One thread drives it."""
 
-    def __init__(self, scheduler: Scheduler, driver: Driver, workers: Sequence[Worker], *, clock: Clock):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        driver: Driver,
+        workers: Sequence[Worker],
+        *,
+        clock: Clock,
+        tell: Callable[[LogRecord], None],
+    ):
         self.scheduler = scheduler
-        self.records: list[LogRecord] = []
+        self._tell = tell
         self._driver = driver
         self._workers: Mapping[str, Worker] = {worker.name: worker for worker in workers}
         self._clock = clock
@@ -194,27 +242,68 @@ class _Run:
         """Uid of a row that is drawn again -> all that it had."""
 
     def in_order(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """All of them, done."""
-        self._submit(rows)
-        for uid in list(self._rows):
-            while self._rows[uid].finish_reason is None or self.scheduler.ledger[uid].finish is None:
-                assert any(worker.is_busy for worker in self.scheduler.context.workers.values()), "nobody decodes"
-                self._advance(self._driver.next())
+        """All of them, done. No others come."""
+        named: dict[str, Row] = {}
+        for number, row in enumerate(rows):
+            named[row.uid if row.uid not in named else f"{row.uid}@{number}"] = row
+        self.join()
+        self.submit(named)
+        self._handle(Closed(self._clock()))
+        for uid in named:
+            while not self.is_done(uid):
+                self.advance()
             yield self._rows[uid]
 
-    def _submit(self, rows: Iterable[Row]) -> None:
-        samples = []
-        for number, row in enumerate(rows):
-            uid = row.uid if row.uid not in self._rows else f"{row.uid}@{number}"
-            self._rows[uid] = row
-            length = len(row.prompt.token_ids)
-            samples.append(NewSample(uid, row.prompt.uid, row.sample_index, length, row.max_new_tokens))
+    def join(self) -> None:
+        """Tells the scheduler of all workers."""
         for worker in self._workers.values():
             shapes = worker.engine.shapes
             name, rungs = worker.name, shapes.batch_rungs[:-1]
             self._handle(WorkerJoined(self._clock(), name, worker.kind, shapes.num_slots, rungs, worker.device))
+
+    def submit(self, rows: Mapping[str, Row]) -> None:
+        """Rows by uids that were never used before in the rollout."""
+        self._rows |= rows
+        samples = [
+            NewSample(uid, row.prompt.uid, row.sample_index, len(row.prompt.token_ids), row.max_new_tokens)
+            for uid, row in rows.items()
+        ]
         self._handle(Submitted(self._clock(), tuple(samples)))
-        self._handle(Closed(self._clock()))
+
+    def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
+        """Segments that begin from now on are drawn by these weights. From any thread."""
+        for worker in self._workers.values():
+            worker.offer(weights, policy_version=policy_version)
+
+    def is_done(self, uid: str) -> bool:
+        return self._rows[uid].finish_reason is not None and self.scheduler.ledger[uid].finish is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anybody decodes."""
+        return any(worker.is_busy for worker in self.scheduler.context.workers.values())
+
+    def release(self, uids: Sequence[str]) -> list[Row]:
+        """The rows, done; nothing is kept of them."""
+        self._handle(Released(self._clock(), tuple(uids)))
+        for uid in uids:
+            self._drawn.pop(uid, None)
+        return [self._rows.pop(uid) for uid in uids]
+
+    def wake(self) -> None:
+        """Ends `advance` early. From any thread."""
+        self._driver.wake()
+
+    def advance(self) -> None:
+        """Waits until a worker has something to say, or until it is woken, and goes on from there.
+
+        Raises:
+            Exception: what the last worker failed with, where all have.
+        """
+        assert self.is_busy, "nobody decodes"
+        outcome = self._driver.next()
+        if outcome is not None:
+            self._advance(outcome)
 
     def _advance(self, outcome: Outcome) -> None:
         worker, said = outcome
@@ -228,7 +317,7 @@ class _Run:
 
     def _handle(self, event: Event) -> None:
         commands = self.scheduler.handle(event)
-        self.records.append(LogRecord(event, tuple(commands)))
+        self._tell(LogRecord(event, tuple(commands)))
         for command in commands:
             self._do(command)
 

@@ -1,0 +1,155 @@
+"""Generation that goes on while others train: rounds of prompts come in, new weights at any time, rounds go out.
+
+Rows stay in their slots when the weights change and go on with the caches they have, so that one sample may be drawn
+by several versions. Source: Piché et al. 2025 (PipelineRL).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import NamedTuple
+
+from app.policy.kv_cache import DecodeWeights
+from app.rollout.rows import Row
+from app.rollout.sampling import SamplingRules
+from app.rollout.scheduled import Run, ScheduledWorkers
+from app.rollout.scheduling.figures import Figures, FigureTally
+
+
+class Round(NamedTuple):
+    """Rows that are done, all of those that were submitted together."""
+
+    rows: list[Row]
+    figures: Figures
+    """Of what all workers did since the round before was done."""
+
+
+class OpenRollout:
+    """One rollout without an end. One thread drives it.
+
+    A round is given to the scheduler when no sample of the rounds before it waits: older rounds come first whatever
+    the policy, and the next one fills the slots that their last samples leave.
+    """
+
+    def __init__(self, run: Run, tally: FigureTally):
+        self._run = run
+        self._tally = tally
+        self._waiting: deque[dict[str, Row]] = deque()
+        self._given: deque[list[str]] = deque()
+        self._num_submitted = 0
+        run.join()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anybody decodes."""
+        return self._run.is_busy
+
+    def submit(self, rows: Sequence[Row]) -> None:
+        """The next round."""
+        # The same prompt may be in several rounds at once.
+        self._waiting.append({f"{row.uid}@{self._num_submitted}": row for row in rows})
+        self._num_submitted += 1
+        self._give()
+
+    def advance(self) -> None:
+        """To the next edge of a segment; see `Run.advance`."""
+        self._run.advance()
+        self._give()
+
+    def _give(self) -> None:
+        while self._waiting and self._run.scheduler.ledger.num_waiting == 0:
+            rows = self._waiting.popleft()
+            self._given.append(list(rows))
+            self._run.submit(rows)
+
+    def taken(self) -> Iterator[Round]:
+        """Rounds that are done, each once, in the order in which they were submitted."""
+        while self._given and all(map(self._run.is_done, self._given[0])):
+            found = self._tally.window()
+            yield Round(self._run.release(self._given.popleft()), found)
+
+
+class Generation:
+    """An open rollout with a thread of its own. Whoever trains submits, publishes and takes.
+
+    Args:
+        weights: of the policy that draws first.
+
+    Raises:
+        RuntimeError: all workers sleep.
+    """
+
+    def __init__(
+        self, workers: ScheduledWorkers, weights: DecodeWeights, *, rules: SamplingRules, seed: int, policy_version: int
+    ):
+        self.workers = workers
+        self._inbox: SimpleQueue[Sequence[Row] | None] = SimpleQueue()
+        self._outbox: SimpleQueue[Round | Exception] = SimpleQueue()
+        tally = FigureTally()
+        with ExitStack() as stack:
+            opened = workers.opened(
+                weights, rules=rules, seed=seed, policy_version=policy_version, history={}, tell=tally.add
+            )
+            self._run = stack.enter_context(opened)
+            self._rollout = OpenRollout(self._run, tally)
+            self._opened = stack.pop_all()
+        # A daemon: a device that never comes back must not keep the program from ending.
+        self._thread = Thread(target=self._serve, name="generation", daemon=True)
+        self._thread.start()
+
+    def submit(self, rows: Sequence[Row]) -> None:
+        """The next round.
+
+        Raises:
+            InputError: a row that no slot has room for.
+        """
+        self.workers.check(rows)
+        self._inbox.put(rows)
+        self._run.wake()
+
+    def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
+        """Segments that begin from now on are drawn by these weights."""
+        self._run.publish(weights, policy_version=policy_version)
+
+    def take(self) -> Round:
+        """The oldest round that was not taken, once it is done.
+
+        Raises:
+            Exception: what the generation has failed with.
+        """
+        done = self._outbox.get()
+        if isinstance(done, Exception):
+            self._outbox.put(done)
+            raise done
+        return done
+
+    def close(self) -> None:
+        """Stops at the edges of the segments that run. What was not taken is lost."""
+        self._inbox.put(None)
+        self._run.wake()
+        self._thread.join()
+        self._opened.close()
+
+    def _serve(self) -> None:
+        try:
+            while self._goes_on():
+                self._rollout.advance()
+                for done in self._rollout.taken():
+                    self._outbox.put(done)
+        except Exception as error:
+            self._outbox.put(error)
+
+    def _goes_on(self) -> bool:
+        """Takes in what was submitted, and waits for it where nobody decodes. False once it is closed."""
+        while True:
+            try:
+                rows = self._inbox.get(block=not self._rollout.is_busy)
+            except Empty:
+                return True
+            if rows is None:
+                return False
+            self._rollout.submit(rows)
