@@ -13,15 +13,17 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import NamedTuple
 
+from app.flow import Prompt, Sample
 from app.policy.kv_cache import DecodeWeights
 from app.rollout.rows import Row
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduled import Run, ScheduledWorkers
 from app.rollout.scheduling.figures import Figures, FigureTally
+from app.rollout.streaming import rows_of
 
 
-class Round(NamedTuple):
-    """Rows that are done, all of those that were submitted together."""
+class Done(NamedTuple):
+    """All rows of a round."""
 
     rows: list[Row]
     figures: Figures
@@ -66,11 +68,11 @@ class OpenRollout:
             self._given.append(list(rows))
             self._run.submit(rows)
 
-    def taken(self) -> Iterator[Round]:
+    def taken(self) -> Iterator[Done]:
         """Rounds that are done, each once, in the order in which they were submitted."""
         while self._given and all(map(self._run.is_done, self._given[0])):
             found = self._tally.window()
-            yield Round(self._run.release(self._given.popleft()), found)
+            yield Done(self._run.release(self._given.popleft()), found)
 
 
 class Generation:
@@ -84,11 +86,22 @@ class Generation:
     """
 
     def __init__(
-        self, workers: ScheduledWorkers, weights: DecodeWeights, *, rules: SamplingRules, seed: int, policy_version: int
+        self,
+        workers: ScheduledWorkers,
+        weights: DecodeWeights,
+        *,
+        group_size: int,
+        max_new_tokens: int | Sequence[int],
+        rules: SamplingRules,
+        seed: int,
+        policy_version: int,
     ):
-        self.workers = workers
+        self._workers = workers
+        self._group_size = group_size
+        self._max_new_tokens = max_new_tokens
+        self._truncates = rules.truncates
         self._inbox: SimpleQueue[Sequence[Row] | None] = SimpleQueue()
-        self._outbox: SimpleQueue[Round | Exception] = SimpleQueue()
+        self._outbox: SimpleQueue[Done | Exception] = SimpleQueue()
         tally = FigureTally()
         with ExitStack() as stack:
             opened = workers.opened(
@@ -101,13 +114,14 @@ class Generation:
         self._thread = Thread(target=self._serve, name="generation", daemon=True)
         self._thread.start()
 
-    def submit(self, rows: Sequence[Row]) -> None:
+    def submit(self, prompts: Sequence[Prompt], *, noise_step: int) -> None:
         """The next round.
 
         Raises:
-            InputError: a row that no slot has room for.
+            InputError: a prompt that no slot has room for.
         """
-        self.workers.check(rows)
+        rows = rows_of(prompts, group_size=self._group_size, max_new_tokens=self._max_new_tokens, noise_step=noise_step)
+        self._workers.check(rows)
         self._inbox.put(rows)
         self._run.wake()
 
@@ -115,8 +129,8 @@ class Generation:
         """Segments that begin from now on are drawn by these weights."""
         self._run.publish(weights, policy_version=policy_version)
 
-    def take(self) -> Round:
-        """The oldest round that was not taken, once it is done.
+    def take(self, *, first_group_id: int = 0) -> list[Sample]:
+        """Of the oldest round that was not taken, once it is done.
 
         Raises:
             Exception: what the generation has failed with.
@@ -125,7 +139,11 @@ class Generation:
         if isinstance(done, Exception):
             self._outbox.put(done)
             raise done
-        return done
+        self._workers.note(done.figures)
+        return [
+            self._workers.sample_of(row, first_group_id + number // self._group_size, truncates=self._truncates)
+            for number, row in enumerate(done.rows)
+        ]
 
     def close(self) -> None:
         """Stops at the edges of the segments that run. What was not taken is lost."""

@@ -68,6 +68,10 @@ class Worker:
         placed = self._placed(weights)
         self.engine.open(placed, rules=rules, seed=seed, policy_version=policy_version, suspends=suspends)
 
+    @property
+    def num_devices(self) -> int:
+        return len(jax.tree.leaves(self.engine.programs.abstract_weights)[0].sharding.device_set)
+
     def _placed(self, weights: DecodeWeights) -> DecodeWeights:
         return jax.device_put(weights, _shardings(self.engine.programs.abstract_weights))
 

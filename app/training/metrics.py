@@ -250,7 +250,8 @@ def rollout_performance(tally: Tally) -> dict[str, float]:
     return {
         "perf/rollout/segments": total.segments / jax.process_count(),
         "perf/rollout/prefill_tokens_saved": total.prompt_tokens - total.prefilled_tokens - total.reread_tokens,
-        "perf/rollout/bubble": 1 - total.drawn_tokens / total.row_steps,
+        # Where generation runs ahead, nothing may have ended since the step before.
+        "perf/rollout/bubble": 1 - total.drawn_tokens / total.row_steps if total.row_steps else 0.0,
     }
 
 

@@ -20,6 +20,7 @@ from app.policy.kv_cache import DecodeWeights
 from app.policy.weight_files import ModelFiles, open_model
 from app.policy.weights import check_tensors, critic_entries, expected_entries, load_weights
 from app.prompts.tokenizer import Tokenizer, ids_fingerprint, load_fast_tokenizer, load_tokenizer
+from app.rollout.ahead import Generation
 from app.rollout.continuous import ContinuousBatching
 from app.rollout.engine import BatchShape, Engine, Footprint
 from app.rollout.sampling import SamplingRules
@@ -215,6 +216,30 @@ class Session:
         return self.workers or self.slots
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether generation goes on while others train: the workers are taken all the time."""
+        return self.settings.rollout.max_staleness > 0 and self.workers is not None
+
+    @property
+    def _generator(self) -> ContinuousBatching | ScheduledWorkers | Engine:
+        # One batch beside workers that run ahead: it may round otherwise than their slots do, in the last bits.
+        return self.engine if self.queue is None or self.runs_ahead else self.queue
+
+    def open_generation(self, weights: DecodeWeights, *, policy_version: int) -> Generation:
+        """Rollouts under `rollout.*` that go on while others train."""
+        assert self.workers is not None
+        rollout = self.settings.rollout
+        return Generation(
+            self.workers,
+            weights,
+            group_size=rollout.group_size,
+            max_new_tokens=rollout.max_new_tokens,
+            rules=self._rules,
+            seed=self.settings.run.seed,
+            policy_version=policy_version,
+        )
+
+    @property
     def _rules(self) -> SamplingRules:
         rollout = self.settings.rollout
         return SamplingRules(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
@@ -229,8 +254,8 @@ class Session:
         policy_version: int,
         first_group_id: int = 0,
     ) -> list[Sample]:
-        """Through workers or slots where there are any, else in one batch to the end."""
-        return (self.queue or self.engine).generate(
+        """Through workers or slots where there are any and they are free, else in one batch to the end."""
+        return self._generator.generate(
             weights,
             prompts,
             group_size=group_size,
