@@ -44,7 +44,7 @@ def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
         topology.start(settings.mesh)
         session = Session.open(settings, training_input.model, training_input.critic)
         check_rows(settings, session)
-        if session.runs_ahead:
+        if session.workers is not None and session.runs_ahead:
             check_runs_ahead(session.workers)
         if "reference" in settings.scored_roles:
             check_host_memory(settings, session.mesh)

@@ -274,10 +274,19 @@ class Session:
         """How good the schedules were since the last call; nothing where nothing is scheduled."""
         return self.workers.take_figures() if self.workers else []
 
-    def generation_shape(self, *, num_prompts: int, group_size: int, longest_prompt: int) -> BatchShape:
-        """In which so many prompts of this host are generated from."""
+    def rollout_shape(self, *, num_prompts: int, group_size: int, longest_prompt: int) -> BatchShape:
+        """In which a rollout generates from so many prompts of this host."""
         if self.queue:
             return self.queue.batch_shape
+        return self._batch_shape(num_prompts, group_size=group_size, longest_prompt=longest_prompt)
+
+    def evaluation_shape(self, *, num_prompts: int, longest_prompt: int) -> BatchShape:
+        """In which an evaluation does."""
+        if self.queue and not self.runs_ahead:
+            return self.queue.batch_shape
+        return self._batch_shape(num_prompts, group_size=1, longest_prompt=longest_prompt)
+
+    def _batch_shape(self, num_prompts: int, *, group_size: int, longest_prompt: int) -> BatchShape:
         return self.engine.batch_shape(
             num_prompts=num_prompts,
             group_size=group_size,
@@ -285,8 +294,12 @@ class Session:
             max_new_tokens=self.settings.rollout.max_new_tokens,
         )
 
-    def footprint(self, shape: BatchShape) -> Footprint:
-        """What generation in such a shape holds on the devices."""
+    def evaluation_footprint(self, shape: BatchShape) -> Footprint:
+        """What an evaluation in such a shape holds on the devices, beside workers that run ahead."""
+        return self.engine.footprint(shape) if self.runs_ahead else self.rollout_footprint(shape)
+
+    def rollout_footprint(self, shape: BatchShape) -> Footprint:
+        """What a rollout in such a shape holds on the devices."""
         whole = self.engine.footprint(shape)
         if self.queue is None:
             return whole
