@@ -83,8 +83,8 @@ def check_runs_ahead(workers: ScheduledWorkers) -> None:
     for worker in workers.workers:
         if worker.num_devices > 1:
             raise InputError(
-                f"rollout.max_staleness: the worker {worker.name} has {worker.num_devices} devices, whose programs wait "
-                "for each other, as those of training on the same devices do: begun in different orders, neither would "
+                f"rollout.max_staleness: the worker {worker.name} has {worker.num_devices} devices, which wait for "
+                "each other as those of training do; begun in different orders on the same devices, neither would "
                 f"end. Give each worker one device (rollout.workers.{worker.kind}.devices and count), or set "
                 "rollout.max_staleness: 0"
             )

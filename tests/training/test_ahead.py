@@ -113,7 +113,7 @@ def test_ctrl_c_stops_the_generation_and_the_run_goes_on_later(config: Path) -> 
         ((), "rollout.max_staleness = 1 (from --set): only workers with a scheduler generate while others train; set "
          "rollout.scheduler: adaptive"),
         (("rollout.scheduler=sync", "rollout.placement=global"), "set rollout.placement: island, or"),
-        (SCHEDULED[:3], "rollout.max_staleness: the worker fast-0 has 4 devices, whose programs wait"),
+        (SCHEDULED[:3], "rollout.max_staleness: the worker fast-0 has 4 devices, which wait for"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_ahead_is_refused(config: Path, overrides: tuple[str, ...], message: str) -> None:

@@ -39,15 +39,15 @@ def test_figures_by_hand() -> None:
 
 def test_windows_by_hand() -> None:
     tally, records = FigureTally(), handed_over()
-    for record in records[:6]:
+    for record in records[:7]:
         tally.add(record)
     first = tally.window()
     tally.add(LogRecord(Released(6.0, ("p1/s0",)), ()))
-    for record in records[6:]:
+    for record in records[7:]:
         tally.add(record)
     second = tally.window()
-    assert (first.makespan_s, first.useful_tokens, first.segments) == (4, 14, 2)
-    assert (second.makespan_s, second.useful_tokens, second.segments) == (6, 7, 2)
+    assert (first.makespan_s, first.useful_tokens, first.segments) == (6, 16, 3)
+    assert (second.makespan_s, second.useful_tokens, second.segments) == (4, 5, 1)
     assert math.isnan(first.tail_fraction) and list(tally.samples) == ["p0/s0"]
 
 
