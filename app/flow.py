@@ -60,7 +60,9 @@ class Sample:
     finish_reason: str
     """`stop` (an end-of-sequence token), `length` (cut at `rollout.max_new_tokens`) or `dropped:<why>`."""
     policy_version: int
-    """Number of optimizer steps the sampling weights had seen, counted in training steps."""
+    """Number of optimizer steps the sampling weights had seen, counted in training steps; of its oldest token."""
+    policy_versions: Int32[np.ndarray, "C"] | None = None
+    """The same of each token, where generation went on while the weights changed; None = all are `policy_version`."""
     worker: str = "0"
     segments: int = 1
     elapsed_s: float = 0.0
@@ -86,6 +88,13 @@ class Sample:
     @property
     def uid(self) -> str:
         return f"{self.prompt.uid}/s{self.sample_index}"
+
+    @property
+    def token_versions(self) -> Int32[np.ndarray, "C"]:
+        """Of the policy that drew each token."""
+        if self.policy_versions is not None:
+            return self.policy_versions
+        return np.full(len(self.completion_ids), self.policy_version, np.int32)
 
     @property
     def token_values(self) -> Float32[np.ndarray, "C"]:

@@ -40,7 +40,7 @@ PER_TOKEN = (
 """Optional floats, one per completion token (`values` may have one more)."""
 EARNED = frozenset({"reward", "token_rewards"})
 """Numbers that may be written as booleans, as masks may be written as 0 and 1."""
-KNOWN = {*REQUIRED, *SCALARS, *PER_TOKEN, "answer", "columns", "loss_mask", "reward", "rewards"}
+KNOWN = {*REQUIRED, *SCALARS, *PER_TOKEN, "answer", "columns", "loss_mask", "reward", "rewards", "policy_versions"}
 TOKEN_IDS = "completion_token_ids"
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -72,6 +72,8 @@ def sample_to_record(sample: Sample) -> dict[str, Any]:
     for name in ("loss_mask", *PER_TOKEN):
         if (array := getattr(sample, name)) is not None:
             record[name] = array.tolist()
+    if sample.policy_versions is not None:
+        record["policy_versions"] = sample.policy_versions.tolist()
     if sample.rewards is not None:
         record["rewards"] = dict(sample.rewards)
     if sample.reward is not None:
@@ -219,6 +221,8 @@ def _read_optional(fields: _Fields, num_tokens: int) -> dict[str, Any]:
             optional[name] = fields.scalar(name, *types)
     if record.get("loss_mask") is not None:
         optional["loss_mask"] = fields.booleans("loss_mask", num_tokens)
+    if record.get("policy_versions") is not None:
+        optional["policy_versions"] = fields.versions("policy_versions", num_tokens)
     if record.get("rewards") is not None:
         optional["rewards"] = fields.rewards()
     if record.get("reward") is not None:
@@ -267,11 +271,11 @@ class _Fields:
             raise InputError(f"{self.where}: prompt_token_ids is empty; a completion needs a token before it")
         return ids
 
-    def token_ids(self, name: str) -> np.ndarray:
+    def token_ids(self, name: str, expected: str = "token ids (integers >= 0)") -> np.ndarray:
         def is_id(value: Any) -> bool:
             return type(value) is int and 0 <= value <= INT32_MAX
 
-        return np.array(self._array(name, "token ids (integers >= 0)", is_id), np.int32)
+        return np.array(self._array(name, expected, is_id), np.int32)
 
     def floats(self, name: str, num_tokens: int | None = None, *, than: str = TOKEN_IDS) -> np.ndarray:
         """Of any number where `num_tokens` is None; `than` is the field that has as many as tokens."""
@@ -291,6 +295,16 @@ class _Fields:
         values = self._array(name, "booleans, or 0 and 1", lambda value: type(value) in (bool, int) and value in (0, 1))
         self._check_length(name, len(values), (num_tokens,), than)
         return np.array(values, bool)
+
+    def versions(self, name: str, num_tokens: int) -> np.ndarray:
+        versions = self.token_ids(name, "versions (integers >= 0)")
+        self._check_length(name, len(versions), (num_tokens,), TOKEN_IDS)
+        oldest = self.scalar("policy_version", int)
+        if len(versions) and versions.min() != oldest:
+            raise InputError(
+                f"{self.where}: {name}: the oldest is {versions.min()}, and policy_version {oldest}; they are the same"
+            )
+        return versions
 
     def length(self, name: str) -> int:
         return len(self._array(name, "entries, one per completion token", lambda value: True))

@@ -15,7 +15,7 @@ from settings.layers import place
 from settings.papers import COMPARING_SIBLINGS
 from settings.resolve import Resolved
 from settings.reward_section import MODEL_REWARD, OVERLONG
-from settings.schedule_checks import SCHEDULE, WORKERS
+from settings.schedule_checks import AHEAD, SCHEDULE, WORKERS
 from settings.unread import said_after_the_choice
 
 Check = Callable[[Resolved], str | None]
@@ -42,6 +42,7 @@ def check_for_train(resolved: Resolved) -> None:
             _longest_sample_fits,
             *SCHEDULE,
             *WORKERS,
+            *AHEAD,
             _quotas_hold_the_longest_sample,
             _critic_warmup_ends,
             _warmup_ends,

@@ -11,6 +11,7 @@ from settings.section import Section
 MAX_TOKENS = 2**24
 """Of a limit or a budget; beyond this it is a slip of the pen."""
 MAX_SLOTS = 2**16
+MAX_STALENESS = 64
 
 
 class Segment(Section):

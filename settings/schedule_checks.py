@@ -88,5 +88,17 @@ def _the_scheduler_has_workers(resolved: Resolved) -> str | None:
     return None
 
 
+def _workers_run_ahead(resolved: Resolved) -> str | None:
+    rollout = resolved.settings.rollout
+    if rollout.max_staleness == 0 or rollout.has_workers:
+        return None
+    way_out = "rollout.scheduler: adaptive" if rollout.scheduler is None else "rollout.placement: island"
+    return (
+        f"{resolved.named('rollout.max_staleness')}: only workers with a scheduler generate while others train; set "
+        f"{way_out}, or rollout.max_staleness: 0"
+    )
+
+
 WORKERS = (_the_scheduler_has_workers, _exact_samples_are_exact)
+AHEAD = (_workers_run_ahead,)
 SCHEDULE = (_segments_have_a_length, _the_window_holds_a_verdict, _somebody_decodes, _workers_have_devices_of_their_own)

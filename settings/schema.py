@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from settings.algorithm_section import WITH_CRITIC, Algorithm
 from settings.critic_section import Critic
 from settings.reward_section import Reward
-from settings.rollout_section import MAX_SLOTS, Pdsr, Segment, Workers
+from settings.rollout_section import MAX_SLOTS, MAX_STALENESS, Pdsr, Segment, Workers
 from settings.score_section import SCORED_ROLES, Score, ScoredRole
 from settings.section import Section
 
@@ -170,8 +170,10 @@ class Rollout(Section):
     max_staleness: int = Field(
         default=0,
         ge=0,
+        le=MAX_STALENESS,
         description="Optimizer steps by which the policy that drew a token may be older than the one that learns from "
-        "it; 0 = on policy: generation waits for training and training for generation.",
+        "it; 0 = on policy: generation waits for training and training for generation. Above 0 generation never "
+        "waits, with `rollout.scheduler` only, and a resumed run repeats itself no more. Training alone reads it.",
     )
     segment: Segment = Segment()
     pdsr: Pdsr = Pdsr()

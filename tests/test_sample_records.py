@@ -48,6 +48,9 @@ def samples(draw):
     length = draw(st.integers(0, 6))
     floats = arrays(np.float32, length, elements=FLOAT32)
     maybe = st.none() | floats
+    version = draw(st.integers(0, 99))
+    newer = arrays(np.int32, max(length - 1, 0), elements=st.integers(version, 99))
+    versions = (st.none() | newer.map(lambda rest: np.append(rest, np.int32(version)))) if length else st.none()
     return Sample(
         prompt=Prompt(
             uid=draw(st.text(min_size=1)),
@@ -62,11 +65,12 @@ def samples(draw):
         completion=draw(st.text()),
         behavior_logprobs=draw(floats),
         finish_reason=draw(st.sampled_from(["stop", "length", "dropped:late"])),
-        policy_version=draw(st.integers(0, 99)),
+        policy_version=version,
         worker=draw(st.text()),
         segments=draw(st.integers(1, 9)),
         elapsed_s=draw(st.floats(0, 1e6)),
         kept_mass_logs=draw(maybe),
+        policy_versions=draw(versions),
         loss_mask=draw(st.none() | arrays(bool, length)),
         rewards=draw(st.none() | st.just({"gsm8k": 1.0, "gsm8k_format": 0.0})),
         reward=draw(st.none() | st.floats(-9, 9)),
@@ -118,6 +122,9 @@ def test_a_missing_required_field_is_named_with_the_line(name):
     ("change", "message"),
     [
         ({"behavior_logprobs": [-0.5]}, "behavior_logprobs has 1 entries, expected 2"),
+        ({"policy_versions": [4]}, "policy_versions has 1 entries, expected 2"),
+        ({"policy_versions": [4, -1]}, r"policy_versions\[1\]: expected versions \(integers >= 0\), got int -1"),
+        ({"policy_versions": [5, 6]}, "policy_versions: the oldest is 5, and policy_version 4"),
         ({"values": [0.0] * 4}, "values has 4 entries, expected 2 or 3"),
         ({"advantages": [0.0] * 3}, "advantages has 3 entries"),
         ({"loss_mask": [True]}, "loss_mask has 1 entries"),

@@ -189,6 +189,9 @@ def _ratio_blow_up(steps: Sequence[Record]) -> str | None:
 
 
 def _sampler_mismatch(steps: Sequence[Record]) -> str | None:
+    if any(number(step, "perf/rollout/staleness_max") for step in steps[-FEW:]):
+        # Drawn by an older policy, as was asked for.
+        return None
     differences = _last(steps, "rollout/sampler_scorer_logprob_diff_mean", FEW)
     if differences is None or differences.mean() < MISMATCH:
         return None

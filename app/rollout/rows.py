@@ -20,8 +20,8 @@ class Row:
     prompt: Prompt
     sample_index: int
     max_new_tokens: int
-    policy_version: int
-    """Keys its noise, wherever and whenever it goes on."""
+    noise_step: int
+    """Keys its noise, wherever and whenever it goes on, and whatever versions of the weights draw it."""
     num_tokens: int = 0
     """Drawn so far."""
     num_segments: int = 0
@@ -53,6 +53,12 @@ class Row:
         return self._joined[2].view(np.float32)
 
     @property
+    def policy_versions(self) -> Int32[np.ndarray, "C"]:
+        """Of the weights that drew each token."""
+        versions, counts = np.asarray(self.versions, np.int32).reshape(-1, 2).T
+        return np.repeat(versions, counts)
+
+    @property
     def _joined(self) -> Int32[np.ndarray, "3 C"]:
         return np.concatenate([np.zeros((3, 0), np.int32), *self.drawn], axis=1)
 
@@ -74,8 +80,8 @@ class Row:
 
     @classmethod
     def restored(cls, row: Row, drawn: Sequence[Int32[np.ndarray, "3 C"]]) -> Row:
-        """The row with what it had drawn in another process, segment by segment."""
-        versions = [(row.policy_version, tokens.shape[1]) for tokens in drawn]
+        """The row with what it had drawn in another process, segment by segment, all by the version of its noise."""
+        versions = [(row.noise_step, tokens.shape[1]) for tokens in drawn]
         num_tokens = sum(count for _, count in versions)
         return replace(row, num_tokens=num_tokens, num_segments=len(versions), drawn=[*drawn], versions=versions)
 

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any
@@ -28,6 +29,7 @@ from app.rollout.scheduling.events import (
     CommittedRow,
     Event,
     NewSample,
+    Released,
     Retire,
     RunSegment,
     Submitted,
@@ -103,10 +105,48 @@ class ScheduledWorkers(Streaming):
         Raises:
             Exception: what the last worker failed with, where all have.
         """
+        self.check(rows)
+        scheduler = self.scheduler({row.prompt.uid for row in rows})
+        begun = self.log.begin(scheduler) if self.log else Begun.now(scheduler)
+        self.start, self.records = begun.start, begun.records
+        opened = self.opened(
+            *(weights, begun),
+            rules=rules,
+            seed=seed,
+            policy_version=policy_version,
+            tell=begun.records.append,
+            log=self.log,
+        )
+        with opened as run:
+            yield from run.in_order(rows)
+            self._learn(run)
+
+    def check(self, rows: Iterable[Row]) -> None:
+        """Raises InputError for a row that no slot has room for."""
         for row in rows:
             self.workers[0].engine.check(row)
-        scheduler = self._scheduler(rows)
-        begun = self.log.begin(scheduler) if self.log else Begun.now(scheduler)
+
+    @contextmanager
+    def opened(
+        self,
+        weights: DecodeWeights,
+        begun: Begun,
+        *,
+        rules: SamplingRules,
+        seed: int,
+        policy_version: int,
+        tell: Callable[[LogRecord], None],
+        log: EventLog | None = None,
+    ) -> Iterator[Run]:
+        """A rollout by all workers that are awake. Leaving it waits for the segments that still run.
+
+        Args:
+            tell: is told what the scheduler is told from now on, and what it answers.
+            log: that `begun` is from.
+
+        Raises:
+            RuntimeError: all workers sleep.
+        """
         suspends = self.schedule.policy != "sync" or len(self.workers) > 1 or bool(begun.records)
         opened: list[Worker] = []
         workers = self._awake()
@@ -115,10 +155,8 @@ class ScheduledWorkers(Streaming):
             for worker in workers:
                 worker.open(weights, rules=rules, seed=seed, policy_version=policy_version, suspends=suspends)
                 opened.append(worker)
-            self.start, self.records = begun.start, begun.records
-            run = _Run(begun, driver, workers, clock=self._clock_from(begun.at), log=self.log, watch=self.watch)
-            yield from run.in_order(rows)
-            self._learn(run)
+            clock = self._clock_from(begun.at)
+            yield Run(begun, driver, workers, clock=clock, tell=tell, log=log, watch=self.watch)
         finally:
             self._stalled |= driver.close()
             for worker in opened:
@@ -144,19 +182,19 @@ class ScheduledWorkers(Streaming):
         start = self._clock() - at
         return lambda: self._clock() - start
 
-    def _scheduler(self, rows: Iterable[Row]) -> Scheduler:
-        uids = {row.prompt.uid for row in rows}
+    def scheduler(self, prompts: Iterable[str] = ()) -> Scheduler:
+        """A new one, that knows how long samples of these prompts were when they came last."""
         schedule = self.schedule
         return Scheduler(
             schedule.policy,
             pdsr=schedule.pdsr,
             segment=schedule.segment,
             rebuild="replay" if self.workers[0].engine.exact else "prefill",
-            history={uid: length for uid, length in self._history.items() if uid in uids},
+            history={uid: self._history[uid] for uid in prompts if uid in self._history},
         )
 
-    def _learn(self, run: _Run) -> None:
-        self._figures.append(figures(run.records))
+    def _learn(self, run: Run) -> None:
+        self.note(figures(self.records))
         lengths: dict[str, list[int]] = {}
         for entry in run.scheduler.ledger:
             lengths.setdefault(entry.prompt, []).append(entry.num_tokens)
@@ -164,7 +202,7 @@ class ScheduledWorkers(Streaming):
 
     def take_tally(self) -> Tally:
         """Of what was generated since the last call, by all workers."""
-        return Tally.sum([worker.engine.tally.take() for worker in self.workers])
+        return Tally.sum([worker.take_tally() for worker in self.workers])
 
     @property
     def batch_shape(self) -> BatchShape:
@@ -179,14 +217,18 @@ class ScheduledWorkers(Streaming):
         weights, prompts, slots = zip(*found, strict=True)
         return Footprint(weights[0], sum(prompts, ()), sum(slots, ()))
 
+    def note(self, found: Figures) -> None:
+        """Keeps the figures of a rollout, or of a part of one, until they are taken."""
+        self._figures.append(found)
+
     def take_figures(self) -> list[Figures]:
-        """Of each rollout since the last call."""
+        """Those noted since the last call."""
         taken, self._figures = self._figures, []
         return taken
 
 
-class _Run:
-    """One rollout, from its submission, or from where a log says that it had come, to its last sample."""
+class Run:
+    """One rollout: samples come in and are given to workers until they are done. One thread drives it."""
 
     def __init__(
         self,
@@ -195,13 +237,13 @@ class _Run:
         workers: Sequence[Worker],
         *,
         clock: Clock,
+        tell: Callable[[LogRecord], None],
         log: EventLog | None = None,
         watch: Watch | None = None,
     ):
         self.scheduler = begun.scheduler
-        self.records = begun.records
         self._begun = begun
-        self._log, self._watch = log, watch
+        self._tell, self._log, self._watch = tell, log, watch
         self._driver = driver
         _name_anew(workers, begun.records)
         self._workers: Mapping[str, Worker] = {worker.name: worker for worker in workers}
@@ -219,33 +261,75 @@ class _Run:
         """Uid -> its tokens that the log has."""
 
     def in_order(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """All of them, done."""
-        self._submit(rows)
-        for uid in list(self._rows):
-            while self._rows[uid].finish_reason is None or self.scheduler.ledger[uid].finish is None:
-                assert any(worker.is_busy for worker in self.scheduler.context.workers.values()), "nobody decodes"
-                self._advance(self._driver.next())
+        """All of them, done. No others come."""
+        named: dict[str, Row] = {}
+        for number, row in enumerate(rows):
+            named[row.uid if row.uid not in named else f"{row.uid}@{number}"] = row
+        self._go_on(named)
+        self.join()
+        if not self.scheduler.is_closed:
+            self.submit(named)
+            self._handle(Closed(self._clock()))
+        for uid in named:
+            while not self.is_done(uid):
+                self.advance()
             yield self._rows[uid]
 
-    def _submit(self, rows: Iterable[Row]) -> None:
-        samples = []
-        for number, row in enumerate(rows):
-            uid = row.uid if row.uid not in self._rows else f"{row.uid}@{number}"
-            self._rows[uid] = row
-            length = len(row.prompt.token_ids)
-            samples.append(NewSample(uid, row.prompt.uid, row.sample_index, length, row.max_new_tokens))
-        self._go_on()
+    def join(self) -> None:
+        """Tells the scheduler of all workers."""
         for worker in self._workers.values():
             shapes = worker.engine.shapes
             name, rungs = worker.name, shapes.batch_rungs[:-1]
             self._handle(WorkerJoined(self._clock(), name, worker.kind, shapes.num_slots, rungs, worker.device))
-        if not self.scheduler.is_closed:
-            self._handle(Submitted(self._clock(), tuple(samples)))
-            self._handle(Closed(self._clock()))
 
-    def _go_on(self) -> None:
-        """Rows as the log has them; whoever held them then is gone."""
-        lives = _lives(self.records)
+    def submit(self, rows: Mapping[str, Row]) -> None:
+        """Rows by uids that were never used before in the rollout."""
+        self._rows |= rows
+        samples = [
+            NewSample(uid, row.prompt.uid, row.sample_index, len(row.prompt.token_ids), row.max_new_tokens)
+            for uid, row in rows.items()
+        ]
+        self._handle(Submitted(self._clock(), tuple(samples)))
+
+    def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
+        """Segments that begin from now on are drawn by these weights. From any thread."""
+        for worker in self._workers.values():
+            worker.offer(weights, policy_version=policy_version)
+
+    def is_done(self, uid: str) -> bool:
+        return self._rows[uid].finish_reason is not None and self.scheduler.ledger[uid].finish is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anybody decodes."""
+        return any(worker.is_busy for worker in self.scheduler.context.workers.values())
+
+    def release(self, uids: Sequence[str]) -> list[Row]:
+        """The rows, done; nothing is kept of them."""
+        self._handle(Released(self._clock(), tuple(uids)))
+        for uid in uids:
+            self._drawn.pop(uid, None)
+        return [self._rows.pop(uid) for uid in uids]
+
+    def wake(self) -> None:
+        """Ends `advance` early. From any thread."""
+        self._driver.wake()
+
+    def advance(self) -> None:
+        """Waits until a worker has something to say, or until it is woken, and goes on from there.
+
+        Raises:
+            Exception: what the last worker failed with, where all have.
+        """
+        assert self.is_busy, "nobody decodes"
+        outcome = self._driver.next()
+        if outcome is not None:
+            self._advance(outcome)
+
+    def _go_on(self, rows: Mapping[str, Row]) -> None:
+        """Rows as the log has them, if there is one; whoever held them then is gone."""
+        self._rows |= rows
+        lives = _lives(self._begun.records)
         for entry in self.scheduler.ledger:
             if entry.num_tokens or entry.finish:
                 begin, end = lives[entry.uid]
@@ -270,7 +354,7 @@ class _Run:
 
     def _handle(self, event: Event) -> None:
         record = LogRecord(event, tuple(self.scheduler.handle(event)))
-        self.records.append(record)
+        self._tell(record)
         if self._log is not None:
             self._log.append(record, self._newly_committed(record))
         for command in record.commands:

@@ -233,7 +233,7 @@ class SlotEngine:
             uid_low=low,
             uid_high=high,
             sample_index=row.sample_index,
-            policy_version=row.policy_version,
+            policy_version=row.noise_step,
         )
         return slot
 

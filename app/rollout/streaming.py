@@ -68,15 +68,11 @@ class Streaming(ABC):
         Raises:
             InputError: a prompt that no slot has room for.
         """
-        num_new = np.broadcast_to(max_new_tokens, len(prompts) * group_size).tolist()
-        rows = deque(
-            Row(prompts[i // group_size], i % group_size, max_new_tokens=longest, policy_version=policy_version)
-            for i, longest in enumerate(num_new)
-        )
+        rows = deque(rows_of(prompts, group_size=group_size, max_new_tokens=max_new_tokens, noise_step=policy_version))
         done = self._in_order(weights, rows, rules=rules, seed=seed, policy_version=policy_version)
         with closing(done):
             for number, row in enumerate(done):
-                yield self._sample(row, first_group_id + number // group_size, truncates=rules.truncates)
+                yield self.sample_of(row, first_group_id + number // group_size, truncates=rules.truncates)
 
     @abstractmethod
     def _in_order(
@@ -84,9 +80,11 @@ class Streaming(ABC):
     ) -> Generator[Row, None, None]:
         """All rows, each as soon as it and all before it are done and its tokens collected. May empty the queue."""
 
-    def _sample(self, row: Row, group_id: int, *, truncates: bool) -> Sample:
+    def sample_of(self, row: Row, group_id: int, *, truncates: bool) -> Sample:
+        """The record of a row that is done."""
         assert row.finish_reason is not None
-        ids = row.token_ids
+        ids, versions = row.token_ids, row.policy_versions
+        oldest = int(versions.min())
         return Sample(
             prompt=row.prompt,
             sample_index=row.sample_index,
@@ -95,8 +93,20 @@ class Streaming(ABC):
             completion=self._decode_text(ids.tolist()),
             behavior_logprobs=row.logprobs,
             finish_reason=row.finish_reason,
-            policy_version=row.policy_version,
+            policy_version=oldest,
+            policy_versions=versions if versions.max() > oldest else None,
             segments=row.num_segments,
             elapsed_s=row.elapsed_s,
             kept_mass_logs=row.kept_mass_logs if truncates else None,
         )
+
+
+def rows_of(
+    prompts: Sequence[Prompt], *, group_size: int, max_new_tokens: int | Sequence[int], noise_step: int
+) -> list[Row]:
+    """`group_size` samples of each prompt, in order, that have not begun."""
+    num_new = np.broadcast_to(max_new_tokens, len(prompts) * group_size).tolist()
+    return [
+        Row(prompts[i // group_size], i % group_size, max_new_tokens=longest, noise_step=noise_step)
+        for i, longest in enumerate(num_new)
+    ]

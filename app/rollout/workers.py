@@ -23,6 +23,7 @@ from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.events import Kind, RowReport, RunSegment, SegmentEnded
 from app.rollout.slots import SlotEngine
+from app.rollout.tally import Tally
 
 Clock = Callable[[], float]
 """Seconds from any moment on."""
@@ -54,16 +55,37 @@ class Worker:
     """Rows in its slots -> how they came."""
     _running: tuple[RunSegment, float] | None = None
     """The segment, and when it was started."""
+    _offered: deque[tuple[DecodeWeights, int]] = field(default_factory=lambda: deque(maxlen=1))
+    """The newest weights that it has not loaded yet, and their version. Another thread may put them here."""
+    _tallies: deque[Tally] = field(default_factory=deque)
+    """Of its segments."""
 
     def open(
         self, weights: DecodeWeights, *, rules: SamplingRules, seed: int, policy_version: int, suspends: bool
     ) -> None:
         """Empty slots, and the weights on the worker's devices; see `SlotEngine.open`."""
-        placed = jax.device_put(weights, _shardings(self.engine.programs.abstract_weights))
+        self._offered.clear()
+        placed = self._placed(weights)
         self.engine.open(placed, rules=rules, seed=seed, policy_version=policy_version, suspends=suspends)
+
+    @property
+    def num_devices(self) -> int:
+        return len(jax.tree.leaves(self.engine.programs.abstract_weights)[0].sharding.device_set)
+
+    def _placed(self, weights: DecodeWeights) -> DecodeWeights:
+        return jax.device_put(weights, _shardings(self.engine.programs.abstract_weights))
+
+    def offer(self, weights: DecodeWeights, *, policy_version: int) -> None:
+        """Its next segment is drawn by these weights; rows go on with the caches they have. From any thread."""
+        self._offered.append((weights, policy_version))
+
+    def take_tally(self) -> Tally:
+        """Of all segments that have ended since the last call. From any thread."""
+        return Tally.sum([Tally(), *(self._tallies.popleft() for _ in range(len(self._tallies)))])
 
     def close(self) -> None:
         self._known_as, self._running = {}, None
+        self._offered.clear()
         self.engine.close()
 
     def suspend(self, row: Row) -> Suspended:
@@ -74,6 +96,9 @@ class Worker:
     def begin(self, command: RunSegment, admissions: Sequence[Admission]) -> None:
         """Admits rows and sets the segment going."""
         started = self.clock()
+        if self._offered:
+            weights, version = self._offered.pop()
+            self.engine.load(self._placed(weights), policy_version=version)
         self._known_as |= {one.row: one._replace(kept=None) for one in admissions}
         self.engine.admit([self._ready(one) for one in admissions])
         if not command.leave_when_finished:
@@ -105,6 +130,7 @@ class Worker:
         segment = self.engine.wait()
         # Before it is reported: what is committed must be there, whatever becomes of the worker.
         segment.collect()
+        self._tallies.append(self.engine.tally.take())
         at = self.clock()
         reports = []
         for _, row, _ in segment.ran:
@@ -136,8 +162,12 @@ class Driver(Protocol):
 
     def run(self, worker: Worker, command: RunSegment, admissions: Sequence[Admission]) -> None: ...
 
-    def next(self) -> Outcome:
-        """Waits for the next worker that has something to say."""
+    def next(self) -> Outcome | None:
+        """Waits for the next worker that has something to say. None: it was woken before."""
+        ...
+
+    def wake(self) -> None:
+        """Ends the wait of `next`, or the next one. From any thread."""
         ...
 
     def close(self) -> Mapping[Worker, Thread]:
@@ -155,7 +185,7 @@ class Threads:
     def __init__(self, workers: Sequence[Worker], *, lease_s: float | None):
         self._lease_s = lease_s
         self._inboxes: dict[Worker, SimpleQueue[_Job | None]] = {worker: SimpleQueue() for worker in workers}
-        self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        self._outcomes: SimpleQueue[Outcome | None] = SimpleQueue()
         self._due: dict[Worker, float] = {}
         """When the lease of a worker that is in a segment ends, of `time.monotonic`."""
         self._stalled: set[Worker] = set()
@@ -188,7 +218,10 @@ class Threads:
         if isinstance(error, Exception):
             self._outcomes.put(Outcome(worker, error))
 
-    def next(self) -> Outcome:
+    def wake(self) -> None:
+        self._outcomes.put(None)
+
+    def next(self) -> Outcome | None:
         left = min(self._due.values(), default=math.inf) - time.monotonic()
         try:
             outcome = self._outcomes.get(timeout=None if left == math.inf else max(left, 0.0))
@@ -196,7 +229,8 @@ class Threads:
             late = min(self._due, key=lambda worker: self._due[worker])
             outcome = Outcome(late, TimeoutError(f"silent for {self._lease_s} s"))
             self._stalled.add(late)
-        self._due.pop(outcome.worker, None)
+        if outcome is not None:
+            self._due.pop(outcome.worker, None)
         return outcome
 
     def close(self) -> dict[Worker, Thread]:
@@ -245,6 +279,9 @@ class Turns:
             self._turns.append((worker, None))
         except Exception as error:
             self._turns.append((worker, error))
+
+    def wake(self) -> None:
+        """It waits for no other thread."""
 
     def next(self) -> Outcome:
         worker, failure = self._turns.popleft()

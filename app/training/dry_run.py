@@ -82,6 +82,8 @@ class DryRun:
     max_flops_per_step: float
     mini_batches_per_step: int
     epochs_per_step: int
+    max_staleness: int
+    """Steps that generation is ahead of training at most; 0 where they wait for each other."""
     rollout: Mapping[str, int]
     """Sizes of a generation on each host, lengths in tokens, padding included."""
     evaluation: Mapping[str, int] | None
@@ -137,7 +139,8 @@ class DryRun:
             "step": f"{self.prompts_per_step:,} prompts, {self.samples_per_step:,} samples; "
             f"{self.prompt_tokens_per_step:,} prompt tokens on average, at most "
             f"{self.max_completion_tokens_per_step:,} completion tokens, {self.max_flops_per_step / 1e12:.3g} TFLOP",
-            "rollout": _generation(self.rollout),
+            "rollout": _generation(self.rollout)
+            + (f"\nall the time, at most {self.max_staleness} steps ahead of training" if self.max_staleness else ""),
             **({"evaluation": _generation(self.evaluation)} if self.evaluation else {}),
             **({"score reward": _passes(self.reward_model)} if self.reward_model else {}),
             **{f"score {role}": _passes(batches) for role, batches in self.score.items()},
@@ -264,6 +267,7 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
         max_flops_per_step=work_of(settings, session).flops(sampled=tokens, learned=tokens),
         mini_batches_per_step=settings.num_mini_batches,
         epochs_per_step=settings.algorithm.epochs,
+        max_staleness=settings.rollout.max_staleness,
         rollout=shapes.rollout._asdict(),
         evaluation=None if shapes.evaluation is None else shapes.evaluation._asdict(),
         score={role: micro_batches(plan, learning.cuts[role]) for role, plan in shapes.scores.items()},

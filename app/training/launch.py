@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from app.mesh import topology
 from app.reward.rewards import Rewards
 from app.training.pinned_model import pinned
+from app.training.queues import check_runs_ahead
 from app.training.run_directory import Resume, RunDirectory, check_claim
 from app.training.session import Session
 from app.training.training_input import TrainingInput, read_training_input
@@ -43,6 +44,8 @@ def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
         topology.start(settings.mesh)
         session = Session.open(settings, training_input.model, training_input.critic)
         check_rows(settings, session)
+        if session.workers is not None and session.runs_ahead:
+            check_runs_ahead(session.workers)
         if "reference" in settings.scored_roles:
             check_host_memory(settings, session.mesh)
         yield Launch(resolved, run, training_input, rewards, session)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +15,6 @@ from app.batching.pass_metrics import scoring_metrics
 from app.flow import Prompt, Sample
 from app.mesh.placement import max_over_hosts, sum_over_hosts, to_device_memory
 from app.policy.decoder import Params
-from app.policy.kv_cache import DecodeWeights
-from app.prompts.order import PromptOrder, host_slice
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.weighing import Scored, joined
@@ -33,6 +31,7 @@ from app.training.metrics import (
     rollout_performance,
     sample_metrics,
     schedule_performance,
+    staleness_metrics,
     step_performance,
 )
 from app.training.narrator import Narrator
@@ -42,6 +41,7 @@ from app.training.preservation import Best, SaveClock
 from app.training.progress import Board
 from app.training.refill import Refilled, refill
 from app.training.reward_role import RewardModel, RewardPass, asking_metrics
+from app.training.rounds import Rounds, open_rounds
 from app.training.run_directory import Resume, claim
 from app.training.run_state import RunState
 from app.training.session import Session
@@ -67,6 +67,10 @@ class Trainer:
     """Frozen weights of the KL penalty, maybe in the hosts' memory; None, and no memory, when `algorithm.beta` is 0."""
     rewards: Rewards
     reward_model: RewardModel | None = None
+    rounds: Rounds = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rounds = open_rounds(self.session, self.prompts, max_rounds=self.learning.max_rounds)
 
     def step(
         self, state: RunState, *, step: int, position: int, timer: Timer
@@ -84,8 +88,10 @@ class Trainer:
             state, metrics = self.update(state, picked(samples, drawn), policy_learns=learns)
             # A policy that stands still has the same KL whatever its coefficient.
             state = replace(state, kl_coef=credited.kl_coef) if learns else state
+        self.rounds.publish(state.policy.params, step=step)
         told = {**reward_counts(scored), **refill_metrics(refilled, scored.samples)}
         told |= rollout_performance(self.session.take_tally()) | schedule_performance(self.session.take_figures())
+        told |= staleness_metrics(samples, step=step) if self.session.runs_ahead else {}
         rewarded = {**sample_metrics(samples, self.rewards.names), **told, **asking}
         sampled, learned = Tokens.of(scored.samples, samples)
         work = work_of(self.settings, self.session, policy_learns=learns)
@@ -105,39 +111,19 @@ class Trainer:
         """
         rounds: list[Scored] = []
         asked: list[RewardPass] = []
-        with timer.phase("rollout"):
-            weights = [self.session.engine.weights(params)]
+        with self.rounds.of_step(params, step=step, position=position, timer=timer) as take:
 
-        def next_round(number: int) -> list[Sample]:
-            start = position + number * self.prompts_per_step
-            # Groups are numbered over all hosts, for the metrics that gather them.
-            first = (number * jax.process_count() + jax.process_index()) * self.settings.rollout.prompts_per_step
-            is_last = number + 1 == self.learning.max_rounds
-            # No round comes after this one: the memory is free while rewards are asked for.
-            of_round = weights.pop() if is_last else weights[0]
-            samples = self.sample(of_round, step=step, position=start, first_group_id=first, timer=timer)
-            del of_round
-            rounds.append(self.reward(samples, asked, step=step, timer=timer))
-            return rounds[-1].samples
+            def next_round(number: int) -> list[Sample]:
+                rounds.append(self.reward(take(number), asked, step=step, timer=timer))
+                return rounds[-1].samples
 
-        refilled = refill(
-            next_round,
-            keep=self.learning.keep,
-            num_groups=self.settings.rollout.prompts_per_step,
-            max_rounds=self.learning.max_rounds,
-        )
+            refilled = refill(
+                next_round,
+                keep=self.learning.keep,
+                num_groups=self.settings.rollout.prompts_per_step,
+                max_rounds=self.learning.max_rounds,
+            )
         return refilled, joined(rounds), asking_metrics(asked)
-
-    def sample(
-        self, weights: DecodeWeights, *, step: int, position: int, first_group_id: int, timer: Timer
-    ) -> list[Sample]:
-        """Samples of the prompts from a position on."""
-        before = timer.seconds.get("time/rollout_s", 0.0)
-        with timer.phase("rollout"):
-            prompts = self.take_prompts(position)
-            samples = self.session.sample(weights, prompts, policy_version=step - 1, first_group_id=first_group_id)
-        elapsed_s = timer.seconds["time/rollout_s"] - before
-        return [replace(s, elapsed_s=elapsed_s) for s in samples]
 
     def reward(self, samples: list[Sample], asked: list[RewardPass], *, step: int, timer: Timer) -> Scored:
         """The samples with their rewards; a pass of the reward model is added to `asked`."""
@@ -151,13 +137,6 @@ class Trainer:
             timer.board.tell(scored.notices)
             _check_rewards(scored)
         return scored
-
-    def take_prompts(self, position: int) -> list[Prompt]:
-        """This host's prompts of the step that starts at a position of the global order."""
-        order = PromptOrder(self.settings.run.seed, len(self.prompts), self.settings.data.shuffle)
-        indices = order.take(position, self.prompts_per_step)
-        own = host_slice(indices, process_index=jax.process_index(), process_count=jax.process_count())
-        return [self.prompts[i] for i in own]
 
     @property
     def prompts_per_step(self) -> int:
@@ -229,9 +208,10 @@ class Trainer:
         board.phase("evaluate")
         weights = self.session.engine.weights(params)
         judged = evaluate(self.session, weights, prompts, self.rewards, Moment(step, self.settings.run.steps))
-        # The next step tells of its own rollouts alone.
-        self.session.take_tally()
-        self.session.take_figures()
+        if not self.session.runs_ahead:
+            # The next step tells of its own rollouts alone.
+            self.session.take_tally()
+            self.session.take_figures()
         board.tell(judged.notices)
         _check_rewards(judged)
         return judged
@@ -298,6 +278,7 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     stack.callback(narrator.report)
     traces = StepTraces(settings.logging.profile_steps if is_first else (), launch.run.profile)
     stack.callback(traces.stop)
+    stack.enter_context(closing(trainer.rounds))
     held_out = host_share(launch.input.held_out) if launch.input.held_out else []
     if progress.step:
         board.say(_continuing(progress, settings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from app.flow import Prompt
 from app.mesh.axis_rules import partition_spec
 from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards, num_row_shards
 from app.policy.decoder import Params
-from app.rollout.engine import BatchShape
+from app.rollout.engine import BatchShape, Footprint
 from app.training.evaluate import evaluation_batch, host_share
 from app.training.reward_role import RewardModelInput, wire_reward
 from app.training.session import Session
@@ -81,9 +82,6 @@ def shapes_of(
     settings, mesh = session.settings, session.mesh
     rollout = settings.rollout
 
-    def generation(prompts: Sequence[Prompt], *, num_prompts: int, group_size: int) -> BatchShape:
-        return session.generation_shape(num_prompts=num_prompts, group_size=group_size, longest_prompt=longest(prompts))
-
     def fullest(*, num_prompts: int, completion: int) -> Lengths:
         groups = np.arange(num_prompts).repeat(rollout.group_size)
         lengths = longest(prompts), completion
@@ -103,9 +101,13 @@ def shapes_of(
         reward = plan(wire_reward(settings, reward_model.architecture), read)
 
     return Shapes(
-        rollout=generation(prompts, num_prompts=rollout.prompts_per_step, group_size=rollout.group_size),
+        rollout=session.rollout_shape(
+            num_prompts=rollout.prompts_per_step, group_size=rollout.group_size, longest_prompt=longest(prompts)
+        ),
         evaluation=(
-            generation(held_out, num_prompts=evaluation_batch(settings, host_share(held_out)), group_size=1)
+            session.evaluation_shape(
+                num_prompts=evaluation_batch(settings, host_share(held_out)), longest_prompt=longest(held_out)
+            )
             if held_out
             else None
         ),
@@ -137,21 +139,32 @@ def memory_by_phase(
     # On a CPU it waits in the same memory.
     if not session.settings.score.reference.offload or session.mesh.devices.flat[0].platform == "cpu":
         always |= reference
-    phases: dict[str, Held] = {"rollout": {**always, **_generating(session, shapes.rollout)}}
+    rollout = _generating(session, shapes.rollout, session.rollout_footprint(shapes.rollout))
+    if session.runs_ahead:
+        # Workers hold their slots while others work, and have the next weights before they drop the last.
+        always, rollout = _together(always, {**rollout, "decode_weights": 2 * rollout["decode_weights"]}), {}
+    phases: dict[str, Held] = {"rollout": {**always, **rollout}}
     if shapes.evaluation is not None:
-        phases["evaluation"] = {**always, **_generating(session, shapes.evaluation)}
+        generating = _generating(session, shapes.evaluation, session.evaluation_footprint(shapes.evaluation))
+        phases["evaluation"] = _together(always, generating)
     if reward_model is not None and shapes.reward is not None:
         rows, shape = rows_per_device(session, shapes.reward), fullest_of(shapes.reward).shape
         # Between the rounds of a filter the weights of the sampler stay.
-        kept = {"decode_weights": phases["rollout"]["decode_weights"]} if learning.max_rounds > 1 else {}
-        phases["reward"] = {**always, **kept, "activations": saved_by_reward_model(session, reward_model, rows, shape)}
+        kept = {name: size for name, size in rollout.items() if name == "decode_weights" and learning.max_rounds > 1}
+        read = {"activations": saved_by_reward_model(session, reward_model, rows, shape)}
+        phases["reward"] = _together({**always, **kept}, read)
     if shapes.scores:
         passes = [_scoring(session, role, plan) for role, plan in shapes.scores.items()]
-        phases["score"] = {**always, **reference, **max(passes, key=lambda held: sum(held.values()))}
+        phases["score"] = _together({**always, **reference}, max(passes, key=lambda held: sum(held.values())))
     if shapes.critic_update is not None:
-        phases["critic"] = {**always, **_gradients(always["critic"]), **_updating_critic(session, shapes.critic_update)}
-    phases["update"] = {**always, **_gradients(weights), **_updating(session, shapes.update)}
+        updating = _updating_critic(session, shapes.critic_update)
+        phases["critic"] = _together({**always, **_gradients(always["critic"])}, updating)
+    phases["update"] = _together({**always, **_gradients(weights)}, _updating(session, shapes.update))
     return phases
+
+
+def _together(held: Held, other: Held) -> Held:
+    return dict(Counter(held) + Counter(other))
 
 
 def _of_learner(learner: Learner) -> tuple[int, int]:
@@ -170,8 +183,7 @@ def state_bytes(learning: Learning) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(learning.shapes))
 
 
-def _generating(session: Session, shape: BatchShape) -> Held:
-    footprint = session.footprint(shape)
+def _generating(session: Session, shape: BatchShape, footprint: Footprint) -> Held:
     rows = -(-shape.num_prompts // num_local_row_shards(session.mesh))
     return {
         "decode_weights": bytes_per_device(footprint.weights),

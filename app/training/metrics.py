@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
@@ -249,27 +250,42 @@ def rollout_performance(tally: Tally) -> dict[str, float]:
     return {
         "perf/rollout/segments": total.segments / jax.process_count(),
         "perf/rollout/prefill_tokens_saved": total.prompt_tokens - total.prefilled_tokens - total.reread_tokens,
-        "perf/rollout/bubble": 1 - total.drawn_tokens / total.row_steps,
+        # Where generation runs ahead, nothing may have ended since the step before.
+        "perf/rollout/bubble": 1 - total.drawn_tokens / total.row_steps if total.row_steps else 0.0,
     }
 
 
 def schedule_performance(found: Sequence[Figures]) -> dict[str, float | None]:
     """How good the schedules of a step's rollouts were, under `perf/rollout/`. Nothing where none was scheduled.
 
-    Shares are means over time; the recall is None where no sample was longer than others.
+    Shares are means over time; the recall is None where no sample was longer than others, the tail of a rollout that
+    goes on.
     """
     if not found:
         return {}
     seconds = np.asarray([one.makespan_s for one in found])
+    tail = float(np.average([one.tail_fraction for one in found], weights=seconds))
     recalls = [one.probe_recall for one in found if one.probe_recall is not None]
     return {
         "perf/rollout/makespan_s": float(seconds.sum()),
         "perf/rollout/bubble": float(np.average([one.bubble for one in found], weights=seconds)),
-        "perf/rollout/tail_fraction": float(np.average([one.tail_fraction for one in found], weights=seconds)),
+        "perf/rollout/tail_fraction": None if math.isnan(tail) else tail,
         "perf/rollout/probe_recall": float(np.mean(recalls)) if recalls else None,
         "perf/rollout/breaker_trips": sum(one.breaker_trips for one in found),
         "perf/rollout/stolen": sum(one.stolen for one in found),
         "perf/rollout/repacked_tokens": sum(one.repacked_tokens for one in found),
+    }
+
+
+def staleness_metrics(samples: Sequence[Sample], *, step: int) -> dict[str, float]:
+    """By how many steps the policies that drew the tokens a step learns from were older than the one that learns.
+
+    Of one host: generation runs ahead of training nowhere else.
+    """
+    lags = np.concatenate([(step - 1 - s.token_versions)[s.mask] for s in samples])
+    return {
+        "perf/rollout/staleness_mean": float(lags.mean()) if len(lags) else 0.0,
+        "perf/rollout/staleness_max": int(lags.max(initial=0)),
     }
 
 

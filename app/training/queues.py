@@ -78,6 +78,18 @@ def open_workers(
     return ScheduledWorkers(workers, schedule, decode_text=tokenizer.decode)
 
 
+def check_runs_ahead(workers: ScheduledWorkers) -> None:
+    """Raises InputError where workers cannot generate while others train."""
+    for worker in workers.workers:
+        if worker.num_devices > 1:
+            raise InputError(
+                f"rollout.max_staleness: the worker {worker.name} has {worker.num_devices} devices, which wait for "
+                "each other as those of training do; begun in different orders on the same devices, neither would "
+                f"end. Give each worker one device (rollout.workers.{worker.kind}.devices and count), or set "
+                "rollout.max_staleness: 0"
+            )
+
+
 def _check_one_host(what: str) -> None:
     if jax.process_count() > 1:
         raise InputError(

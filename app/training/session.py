@@ -20,6 +20,7 @@ from app.policy.kv_cache import DecodeWeights
 from app.policy.weight_files import ModelFiles, open_model
 from app.policy.weights import check_tensors, critic_entries, expected_entries, load_weights
 from app.prompts.tokenizer import Tokenizer, ids_fingerprint, load_fast_tokenizer, load_tokenizer
+from app.rollout.ahead import Generation
 from app.rollout.continuous import ContinuousBatching
 from app.rollout.engine import BatchShape, Engine, Footprint
 from app.rollout.sampling import SamplingRules
@@ -215,6 +216,30 @@ class Session:
         return self.workers or self.slots
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether generation goes on while others train: the workers are taken all the time."""
+        return self.settings.rollout.max_staleness > 0 and self.workers is not None
+
+    @property
+    def _generator(self) -> ContinuousBatching | ScheduledWorkers | Engine:
+        # One batch beside workers that run ahead: it may round otherwise than their slots do, in the last bits.
+        return self.engine if self.queue is None or self.runs_ahead else self.queue
+
+    def open_generation(self, weights: DecodeWeights, *, policy_version: int) -> Generation:
+        """Rollouts under `rollout.*` that go on while others train."""
+        assert self.workers is not None
+        rollout = self.settings.rollout
+        return Generation(
+            self.workers,
+            weights,
+            group_size=rollout.group_size,
+            max_new_tokens=rollout.max_new_tokens,
+            rules=self._rules,
+            seed=self.settings.run.seed,
+            policy_version=policy_version,
+        )
+
+    @property
     def _rules(self) -> SamplingRules:
         rollout = self.settings.rollout
         return SamplingRules(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
@@ -229,8 +254,8 @@ class Session:
         policy_version: int,
         first_group_id: int = 0,
     ) -> list[Sample]:
-        """Through workers or slots where there are any, else in one batch to the end."""
-        return (self.queue or self.engine).generate(
+        """Through workers or slots where there are any and they are free, else in one batch to the end."""
+        return self._generator.generate(
             weights,
             prompts,
             group_size=group_size,
@@ -249,10 +274,19 @@ class Session:
         """How good the schedules were since the last call; nothing where nothing is scheduled."""
         return self.workers.take_figures() if self.workers else []
 
-    def generation_shape(self, *, num_prompts: int, group_size: int, longest_prompt: int) -> BatchShape:
-        """In which so many prompts of this host are generated from."""
+    def rollout_shape(self, *, num_prompts: int, group_size: int, longest_prompt: int) -> BatchShape:
+        """In which a rollout generates from so many prompts of this host."""
         if self.queue:
             return self.queue.batch_shape
+        return self._batch_shape(num_prompts, group_size=group_size, longest_prompt=longest_prompt)
+
+    def evaluation_shape(self, *, num_prompts: int, longest_prompt: int) -> BatchShape:
+        """In which an evaluation does."""
+        if self.queue and not self.runs_ahead:
+            return self.queue.batch_shape
+        return self._batch_shape(num_prompts, group_size=1, longest_prompt=longest_prompt)
+
+    def _batch_shape(self, num_prompts: int, *, group_size: int, longest_prompt: int) -> BatchShape:
         return self.engine.batch_shape(
             num_prompts=num_prompts,
             group_size=group_size,
@@ -260,8 +294,12 @@ class Session:
             max_new_tokens=self.settings.rollout.max_new_tokens,
         )
 
-    def footprint(self, shape: BatchShape) -> Footprint:
-        """What generation in such a shape holds on the devices."""
+    def evaluation_footprint(self, shape: BatchShape) -> Footprint:
+        """What an evaluation in such a shape holds on the devices, beside workers that run ahead."""
+        return self.engine.footprint(shape) if self.runs_ahead else self.rollout_footprint(shape)
+
+    def rollout_footprint(self, shape: BatchShape) -> Footprint:
+        """What a rollout in such a shape holds on the devices."""
         whole = self.engine.footprint(shape)
         if self.queue is None:
             return whole

@@ -32,6 +32,12 @@ def test_a_history_without_steps_raises_none() -> None:
     assert alerts_of([{"step": 1, "reward/mean": 0.5}]) == []
 
 
+def test_samples_of_an_older_policy_are_no_mismatch() -> None:
+    differences = {"rollout__sampler_scorer_logprob_diff_mean": 0.05}
+    assert "Sampler and trainer disagree" in titles(after_twenty_healthy_steps(12, **differences))
+    assert titles(after_twenty_healthy_steps(12, **differences, perf__rollout__staleness_max=1)) == []
+
+
 LONG = 12
 """Steps: longer than any rule waits."""
 

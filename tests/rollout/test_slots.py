@@ -93,7 +93,7 @@ def by_uid(rows: Sequence[Row]) -> dict[str, tuple[list[int], bytes]]:
 
 def rows_of(prompts: Sequence[Prompt] = PROMPTS, lengths: Sequence[int] = LENGTHS) -> list[Row]:
     numbers = range(len(prompts) * GROUP_SIZE)
-    return [Row(prompts[i // GROUP_SIZE], i % GROUP_SIZE, lengths[i], policy_version=3) for i in numbers]
+    return [Row(prompts[i // GROUP_SIZE], i % GROUP_SIZE, lengths[i], noise_step=3) for i in numbers]
 
 
 def run_at_random(engine: SlotEngine, seed: int, *, suspends: bool = True, compacts: bool = False) -> list[Row]:
@@ -216,7 +216,7 @@ def test_after_new_weights_prompts_are_read_anew():
         engine.prefill([prompt])
         for weights in loads[1:]:
             engine.load(weights, policy_version=4)
-        row = Row(prompt, 0, 1, policy_version=3)
+        row = Row(prompt, 0, 1, noise_step=3)
         engine.admit([row])
         engine.start(length=1)
         engine.wait().collect()

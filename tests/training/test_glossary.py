@@ -10,6 +10,7 @@ import pytest
 
 from tests.tiny_directory import write_reward_model
 from tests.training.program import REPOSITORY, metrics_of, train_here
+from tests.training.test_ahead import SCHEDULED
 
 PLACEHOLDERS = {"<function>": r"[^/]+", "<name>": r"[^/]+", "<n>": r"\d+"}
 
@@ -17,13 +18,14 @@ PLACEHOLDERS = {"<function>": r"[^/]+", "<name>": r"[^/]+", "<n>": r"\d+"}
 @pytest.fixture
 def judged_by_plug_in(config: Path, tmp_path: Path) -> Path:
     """The run directory of a step of PPO with a reward model beside a function that gives a further number, sampled by
-    scheduled workers and corrected."""
+    scheduled workers that run ahead, and corrected."""
     model = f"reward.model={write_reward_model(tmp_path / 'judge')}"
     (config.parent / "judge.py").write_text("def judge(completion): return {'score': 1.0, 'length': len(completion)}\n")
     functions = f"reward.functions=['{config.parent / 'judge.py'}:judge']"
     credit = ("algorithm.name=ppo", "algorithm.beta=0.1", "algorithm.kl_target=0.1", "algorithm.correction=truncate")
-    scheduled = ("rollout.scheduler=adaptive", "rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4")
-    result = train_here(config, functions, model, *credit, *scheduled, "run.steps=1", "eval.every_steps=0")
+    result = train_here(
+        config, functions, model, *credit, *SCHEDULED, "rollout.max_staleness=1", "run.steps=1", "eval.every_steps=0"
+    )
     assert result.exit_code == 0, result.stderr
     return config.parent / "runs" / "tiny"
 

@@ -4,7 +4,7 @@ A shell (real workers, or the virtual clock) owns devices, threads and the clock
 and does what the answer says, in its order:
 
 1. `WorkerJoined` for each worker, `Submitted` for samples, and `Closed` once no more will come. These may be mixed;
-   more samples may be submitted at any time before `Closed`.
+   more samples may be submitted at any time before `Closed`, and samples that have ended may be `Released`.
 2. A worker holds its rows between segments and does nothing unless told. `Suspend` takes rows out of it, `RunSegment`
    puts rows in and decodes. A worker gets no second `RunSegment` before its `SegmentEnded` was handled.
 3. `SegmentEnded` reports every row that the worker held in that segment. `Commit` answers it: only then do tokens
@@ -53,6 +53,17 @@ class Submitted:
     at: float
     samples: tuple[NewSample, ...]
     """A uid that is known already is passed over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """These samples have been taken and are forgotten; one that has not ended, or is not known, is passed over.
+
+    With its last sample a prompt becomes one of an earlier epoch: all that is remembered is how long its samples were.
+    """
+
+    at: float
+    uids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +119,7 @@ class SegmentEnded:
     """Decode steps that it ran."""
 
 
-Event = Submitted | Closed | WorkerJoined | WorkerLost | SegmentEnded
+Event = Submitted | Released | Closed | WorkerJoined | WorkerLost | SegmentEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +199,7 @@ Command = Suspend | RunSegment | Commit | Retire | Finished
 _MESSAGES: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        *(Submitted, Closed, WorkerJoined, WorkerLost, SegmentEnded),
+        *(Submitted, Released, Closed, WorkerJoined, WorkerLost, SegmentEnded),
         *(Suspend, RunSegment, Commit, Retire, Finished),
     )
 }

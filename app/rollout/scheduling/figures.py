@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from app.rollout.scheduling.events import (
     Commit,
     Kind,
     NewSample,
+    Released,
     Retire,
     Role,
     RunSegment,
@@ -49,7 +50,7 @@ class Figures:
     bubble: float
     """Share of slots x makespan in which no row decoded."""
     tail_fraction: float
-    """Share of the makespan after 90 % of the samples were done."""
+    """Share of the makespan after 90 % of the samples were done; NaN of a window of a rollout that goes on."""
     probe_recall: float | None
     """Share of samples beyond the 80th percentile that were expected to be heavy when they started, probes left out."""
     breaker_trips: int
@@ -68,8 +69,8 @@ class Figures:
     """Of prompts that a worker had prefilled for a sibling."""
 
 
-class _Tally:
-    """What a log has said so far."""
+class FigureTally:
+    """What a log has said so far, of a rollout that may go on for ever: samples that are released are forgotten."""
 
     def __init__(self) -> None:
         self.samples: dict[str, NewSample] = {}
@@ -77,19 +78,47 @@ class _Tally:
         self.slots: dict[str, int] = {}
         self.tokens: dict[str, int] = {}
         self.first_role: dict[str, Role] = {}
-        self.role: dict[str, Role] = {}
+        self.start: float | None = None
+        self._open_window()
+
+    def _open_window(self) -> None:
         self.prompts: set[tuple[str, str]] = set()
         self.ends: list[float] = []
         self.lengths: dict[str, int] = {}
+        self.expected_heavy: dict[str, bool] = {}
+        """Of the samples that have ended and were no probes."""
         self.busy_s = 0.0
+        self.useful = 0
         self.trips = self.stolen = self.suspended = self.truncated = self.segments = 0
         self.repacked = self.saved = self.lost = 0
-        self.last_commit_s = 0.0
+        self.last_commit_s = self.start or 0.0
 
-    def admit(self, worker: str, one: Admit) -> None:
+    def add(self, record: LogRecord) -> None:
+        event, commands = record
+        if isinstance(event, Submitted):
+            self.start = event.at if self.start is None else self.start
+            self.samples |= {sample.uid: sample for sample in event.samples}
+        elif isinstance(event, WorkerJoined):
+            self.kinds[event.worker], self.slots[event.worker] = event.kind, event.slots
+        for command in commands:
+            if isinstance(command, RunSegment):
+                for one in command.admit:
+                    self._admit(command.worker, one)
+            elif isinstance(command, Suspend):
+                self.suspended += len(command.uids)
+                self.trips += len(command.uids) * (command.why in ("breaker", "probe limit"))
+                self.truncated += len(command.uids) * (command.why == "truncated")
+        if isinstance(event, SegmentEnded):
+            commits = [command for command in commands if isinstance(command, Commit)][:1]
+            self._segment_ended(event, {row.uid: row.finish for one in commits for row in one.rows})
+        elif isinstance(event, Released):
+            for uid in event.uids:
+                for known in (self.samples, self.tokens, self.first_role):
+                    known.pop(uid, None)
+
+    def _admit(self, worker: str, one: Admit) -> None:
         sample = self.samples[one.uid]
         self.first_role.setdefault(one.uid, one.role)
-        self.role[one.uid] = one.role
         other: Role = "heavy" if self.kinds[worker] == "fast" else "fast"
         self.stolen += one.role == other
         if one.how != "copy":
@@ -99,73 +128,72 @@ class _Tally:
             self.saved += sample.prompt_length * (key in self.prompts)
             self.prompts.add(key)
 
-    def segment_ended(self, event: SegmentEnded, committed: dict[str, str | None]) -> None:
+    def _segment_ended(self, event: SegmentEnded, committed: dict[str, str | None]) -> None:
         self.segments += 1
         for row in event.rows:
             gained = row.num_tokens - self.tokens.get(row.uid, 0)
             if row.uid not in committed:
                 self.lost += max(gained, 0)
                 continue
-            self.busy_s += event.seconds * min(gained / max(event.steps, 1), 1.0)
+            share = min(gained / max(event.steps, 1), 1.0)
+            self.busy_s += event.seconds * share
+            self.useful += gained
             self.tokens[row.uid] = row.num_tokens
             self.last_commit_s = event.at
             if committed[row.uid] is not None:
-                end = event.at - event.seconds * (1 - min(gained / max(event.steps, 1), 1.0))
-                self.ends.append(end)
+                self.ends.append(event.at - event.seconds * (1 - share))
                 self.lengths[row.uid] = row.num_tokens
+                if (role := self.first_role[row.uid]) != "probe":
+                    self.expected_heavy[row.uid] = role == "heavy"
+
+    def figures(self) -> Figures:
+        """Since the first submission, or the last window."""
+        start = self.start or 0.0
+        makespan = max(self.last_commit_s - start, 1e-9)
+        # A worker that came back takes the slots of the one that was lost.
+        capacity = sum(slots for name, slots in self.slots.items() if "#" not in name)
+        ends = sorted(self.ends)
+        ninety = ends[max(int(TAIL_SHARE * len(ends)) - 1, 0)] - start if ends else makespan
+        return Figures(
+            makespan_s=makespan,
+            bubble=1 - self.busy_s / (capacity * makespan) if capacity else 0.0,
+            tail_fraction=1 - ninety / makespan,
+            probe_recall=self._recall(),
+            breaker_trips=self.trips,
+            stolen=self.stolen,
+            suspensions=self.suspended,
+            truncated=self.truncated,
+            segments=self.segments,
+            useful_tokens=self.useful,
+            repacked_tokens=self.repacked,
+            wasted_tokens=self.repacked + self.lost,
+            prefill_tokens_saved=self.saved,
+        )
+
+    def window(self) -> Figures:
+        """Since the last one, of a rollout that goes on: it has no tail, so that its `tail_fraction` is NaN.
+
+        A segment counts where it ends, so that `bubble` may be off by the part of it that lies in the window before.
+        """
+        found = self.figures()
+        self.start = self.last_commit_s
+        self._open_window()
+        return replace(found, bubble=max(found.bubble, 0.0), tail_fraction=float("nan"))
+
+    def _recall(self) -> float | None:
+        if not self.lengths:
+            return None
+        bound = np.percentile(list(self.lengths.values()), HEAVY_PERCENTILE)
+        long = [uid for uid in self.expected_heavy if self.lengths[uid] > bound]
+        return sum(self.expected_heavy[uid] for uid in long) / len(long) if long else None
 
 
 def figures(records: Sequence[LogRecord]) -> Figures:
-    tally = _Tally()
-    start = None
-    for event, commands in records:
-        if isinstance(event, Submitted):
-            start = event.at if start is None else start
-            tally.samples |= {sample.uid: sample for sample in event.samples}
-        elif isinstance(event, WorkerJoined):
-            tally.kinds[event.worker], tally.slots[event.worker] = event.kind, event.slots
-        for command in commands:
-            if isinstance(command, RunSegment):
-                for one in command.admit:
-                    tally.admit(command.worker, one)
-            elif isinstance(command, Suspend):
-                tally.suspended += len(command.uids)
-                tally.trips += len(command.uids) * (command.why in ("breaker", "probe limit"))
-                tally.truncated += len(command.uids) * (command.why == "truncated")
-        if isinstance(event, SegmentEnded):
-            commits = [command for command in commands if isinstance(command, Commit)][:1]
-            tally.segment_ended(event, {row.uid: row.finish for one in commits for row in one.rows})
-    return _figures(tally, makespan=max(tally.last_commit_s - (start or 0.0), 1e-9), start=start or 0.0)
-
-
-def _figures(tally: _Tally, *, makespan: float, start: float) -> Figures:
-    # A worker that came back takes the slots of the one that was lost.
-    capacity = sum(slots for name, slots in tally.slots.items() if "#" not in name)
-    ends = sorted(tally.ends)
-    ninety = ends[max(int(TAIL_SHARE * len(ends)) - 1, 0)] - start if ends else makespan
-    return Figures(
-        makespan_s=makespan,
-        bubble=1 - tally.busy_s / (capacity * makespan) if capacity else 0.0,
-        tail_fraction=1 - ninety / makespan,
-        probe_recall=_recall(tally),
-        breaker_trips=tally.trips,
-        stolen=tally.stolen,
-        suspensions=tally.suspended,
-        truncated=tally.truncated,
-        segments=tally.segments,
-        useful_tokens=sum(tally.tokens.values()),
-        repacked_tokens=tally.repacked,
-        wasted_tokens=tally.repacked + tally.lost,
-        prefill_tokens_saved=tally.saved,
-    )
-
-
-def _recall(tally: _Tally) -> float | None:
-    if not tally.lengths:
-        return None
-    bound = np.percentile(list(tally.lengths.values()), HEAVY_PERCENTILE)
-    long = [uid for uid, length in tally.lengths.items() if length > bound and tally.first_role[uid] != "probe"]
-    return sum(tally.first_role[uid] == "heavy" for uid in long) / len(long) if long else None
+    """Of a whole rollout."""
+    tally = FigureTally()
+    for record in records:
+        tally.add(record)
+    return tally.figures()
 
 
 def spans(records: Sequence[LogRecord]) -> Iterator[Span]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -60,6 +60,8 @@ class Entry:
 class Ledger:
     entries: dict[str, Entry] = field(default_factory=dict)
     counts: Counter[State] = field(default_factory=Counter)
+    num_added: int = 0
+    """Of all that were ever added, forgotten ones among them."""
 
     def __getitem__(self, uid: str) -> Entry:
         return self.entries[uid]
@@ -82,7 +84,8 @@ class Ledger:
         """The new entry; None for a uid that is known."""
         if sample.uid in self.entries:
             return None
-        entry = self.entries[sample.uid] = Entry(sample, number=len(self.entries))
+        entry = self.entries[sample.uid] = Entry(sample, number=self.num_added)
+        self.num_added += 1
         self.counts[State.NEW] += 1
         return entry
 
@@ -125,6 +128,12 @@ class Ledger:
         """The sample is complete as it stands."""
         self._end(entry, TRUNCATED)
 
+    def forget(self, entry: Entry) -> None:
+        """An ended sample; messages about it change nothing any more."""
+        assert entry.state in ENDED, f"{entry.uid} is {entry.state}, and was to be forgotten"
+        del self.entries[entry.uid]
+        self.counts[entry.state] -= 1
+
     def _to_waiting(self, entry: Entry) -> None:
         assert entry.state is State.RUNNING, f"{entry.uid} is {entry.state}, and was to be suspended"
         self._move(entry, State.SUSPENDED if entry.num_tokens else State.NEW)
@@ -154,12 +163,14 @@ class Ledger:
             assert entry.state is not State.SUSPENDED or entry.num_tokens, f"{entry.uid}: suspended before it began"
             assert entry.epoch or entry.state is State.NEW, f"{entry.uid}: {entry.state} without being admitted"
 
-    def to_json(self) -> list[dict[str, Any]]:
-        return [asdict(entry) for entry in self]
+    def to_json(self) -> dict[str, Any]:
+        return {"num_added": self.num_added, "entries": [asdict(entry) for entry in self]}
 
     @classmethod
-    def from_json(cls, values: list[dict[str, Any]]) -> Ledger:
+    def from_json(cls, values: Mapping[str, Any]) -> Ledger:
         entries = [
-            Entry(**{**one, "sample": NewSample(**one["sample"]), "state": State(one["state"])}) for one in values
+            Entry(**{**one, "sample": NewSample(**one["sample"]), "state": State(one["state"])})
+            for one in values["entries"]
         ]
-        return cls({entry.uid: entry for entry in entries}, Counter(entry.state for entry in entries))
+        counts = Counter(entry.state for entry in entries)
+        return cls({entry.uid: entry for entry in entries}, counts, values["num_added"])

@@ -48,6 +48,11 @@ class Lengths:
         """A first sample of the prompt runs now, and will say how long its samples are."""
         self.group_max.setdefault(prompt, 0)
 
+    def conclude(self, prompt: str, *, mean: float) -> None:
+        """All of the prompt's samples have ended and are forgotten: from now on they are its history."""
+        self.history[prompt] = mean
+        self.group_max.pop(prompt, None)
+
     def is_known(self, prompt: str) -> bool:
         """Whether anything says how long the prompt's samples are."""
         return prompt in self.history or prompt in self.group_max

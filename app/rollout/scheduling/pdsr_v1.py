@@ -89,6 +89,10 @@ class PdsrV1(Policy):
             queue = self._probes.verdicts[entry.prompt]
         self._queues[queue].put(entry.uid, -1, entry.number)
 
+    def forget(self, prompt: str) -> None:
+        self._probes.forget(prompt)
+        self._batch.pop(prompt, None)
+
     def offers(self, worker: Worker) -> bool:
         return self._queue_for(worker) is not None
 

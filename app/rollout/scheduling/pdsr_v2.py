@@ -96,6 +96,10 @@ class PdsrV2(Policy):
     def give_back(self, entry: Entry) -> None:
         self._queues[self._queue_of(entry)].put(entry.uid, -PROBE_ADVANCE - 1, entry.number)
 
+    def forget(self, prompt: str) -> None:
+        self._probes.forget(prompt)
+        self._neutral.pop(prompt, None)
+
     def offers(self, worker: Worker) -> bool:
         return self._source(worker) is not None
 

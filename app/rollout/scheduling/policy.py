@@ -125,6 +125,9 @@ class Policy(ABC):
     def observe(self, entry: Entry, *, grew: bool) -> None:  # noqa: B027 - a policy may learn nothing
         """A row was committed; `grew` says that it made its group longer than any sibling had."""
 
+    def forget(self, prompt: str) -> None:  # noqa: B027 - a policy may know nothing of prompts
+        """No sample of the prompt is left; if it comes again, it is a new one."""
+
     def evictions(self, worker: Worker) -> list[Eviction]:
         """Rows that leave a worker between two segments."""
         return []
@@ -156,6 +159,10 @@ class Probes:
         """Returns who was held back for it."""
         self.verdicts[prompt] = verdict
         return self.held.pop(prompt, [])
+
+    def forget(self, prompt: str) -> None:
+        self.uid_of.pop(prompt, None)
+        self.verdicts.pop(prompt, None)
 
     def waiting(self) -> list[str]:
         return [uid for uids in self.held.values() for uid in uids]

@@ -15,6 +15,7 @@ from app.rollout.scheduling.events import (
     Event,
     Finished,
     How,
+    Released,
     Retire,
     Role,
     RunSegment,
@@ -85,6 +86,8 @@ class Scheduler:
         match event:
             case Submitted():
                 self._submit(event)
+            case Released():
+                self._release(event)
             case Closed():
                 self.is_closed = True
             case WorkerJoined():
@@ -106,6 +109,19 @@ class Scheduler:
             entry = self.ledger.add(sample)
             if entry is not None:
                 self.policy.add(entry)
+
+    def _release(self, event: Released) -> None:
+        lengths: dict[str, list[int]] = {}
+        for uid in event.uids:
+            if uid in self.ledger and self.ledger[uid].state in ENDED:
+                entry = self.ledger[uid]
+                self.ledger.forget(entry)
+                lengths.setdefault(entry.prompt, []).append(entry.num_tokens)
+        left = {entry.prompt for entry in self.ledger}
+        for prompt, known in lengths.items():
+            if prompt not in left:
+                self.context.lengths.conclude(prompt, mean=sum(known) / len(known))
+                self.policy.forget(prompt)
 
     def _join(self, event: WorkerJoined) -> None:
         if event.worker not in self.context.workers and event.worker not in self._gone:

@@ -14,8 +14,10 @@ from app.rollout.scheduling.events import (
     Admit,
     Closed,
     Command,
+    Commit,
     Event,
     Kind,
+    Released,
     Retire,
     RowReport,
     RunSegment,
@@ -90,6 +92,7 @@ class VirtualClock:
         check: whether all invariants are checked after every event.
         num_waves: parts in which the trace is submitted, `WAVE_S` apart, before it is closed; 0 where the scheduler
             knows its samples.
+        releases: whether half of the samples are released some time after they have ended.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class VirtualClock:
         faults: Faults | None = None,
         check: bool = False,
         num_waves: int = 1,
+        releases: bool = False,
     ):
         self.scheduler = scheduler
         self.cost = cost
@@ -118,6 +122,7 @@ class VirtualClock:
         self._num_posted = 0
         self.num_faults = 0
         self._random = random.Random(self.faults.seed)
+        self._releases = random.Random(self.faults.seed) if releases else None
         for spec in workers:
             self.join(spec)
         for wave in range(num_waves):
@@ -142,7 +147,7 @@ class VirtualClock:
     def _post(self, event: Event) -> None:
         """Puts a message in the inbox, late or twice where the faults say so."""
         copies = [event]
-        if isinstance(event, WorkerJoined | WorkerLost | SegmentEnded):
+        if isinstance(event, WorkerJoined | WorkerLost | SegmentEnded | Released):
             if self._strikes(self.faults.delay):
                 copies = [replace(event, at=event.at + self._random.random())]
             if self._strikes(self.faults.duplicate):
@@ -180,6 +185,9 @@ class VirtualClock:
                     worker.kept.update(command.uids)
             case RunSegment():
                 self._run(command, now)
+            case Commit() if self._releases is not None:
+                ended = tuple(row.uid for row in command.rows if row.finish and self._releases.random() < 0.5)
+                self._post(Released(now + self._releases.random(), ended))
             case Retire():
                 self._workers.pop(command.worker, None)
 

@@ -33,6 +33,7 @@ def storm(seed: int) -> VirtualClock:
     is_calm = rng.random() < 0.2
     faults = Faults() if is_calm else random_faults(rng, seed)
     workers, num_waves = random_workers(rng), rng.choice([1, 1, 3])
+    releases = rng.random() < 0.3
     return VirtualClock(
         scheduler,
         trace,
@@ -42,6 +43,7 @@ def storm(seed: int) -> VirtualClock:
         faults=faults,
         check=True,
         num_waves=num_waves,
+        releases=releases,
     )
 
 

@@ -1,8 +1,10 @@
+import math
+
 import pytest
 
 from app.rollout.scheduling.event_log import LogRecord
-from app.rollout.scheduling.events import Closed, SegmentEnded, Submitted, WorkerJoined, WorkerLost
-from app.rollout.scheduling.figures import Span, figures, spans
+from app.rollout.scheduling.events import Closed, Released, SegmentEnded, Submitted, WorkerJoined, WorkerLost
+from app.rollout.scheduling.figures import FigureTally, Span, figures, spans
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 from tests.rollout.scheduling.storms import storm
 
@@ -33,6 +35,20 @@ def test_figures_by_hand() -> None:
     assert (found.useful_tokens, found.segments, found.breaker_trips, found.suspensions) == (21, 4, 1, 1)
     assert (found.repacked_tokens, found.wasted_tokens) == (10, 10)
     assert found.truncated == 0
+
+
+def test_windows_by_hand() -> None:
+    tally, records = FigureTally(), handed_over()
+    for record in records[:7]:
+        tally.add(record)
+    first = tally.window()
+    tally.add(LogRecord(Released(6.0, ("p1/s0",)), ()))
+    for record in records[7:]:
+        tally.add(record)
+    second = tally.window()
+    assert (first.makespan_s, first.useful_tokens, first.segments) == (6, 16, 3)
+    assert (second.makespan_s, second.useful_tokens, second.segments) == (4, 5, 1)
+    assert math.isnan(first.tail_fraction) and list(tally.samples) == ["p0/s0"]
 
 
 def test_the_spans_of_a_handed_over_sample() -> None:

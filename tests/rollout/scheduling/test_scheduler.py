@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.rollout.scheduling.events import Commit, Finished, Retire, RunSegment, Submitted, WorkerLost
+from app.rollout.scheduling.events import Commit, Finished, Released, Retire, RunSegment, Submitted, WorkerLost
 from app.rollout.scheduling.ledger import State
 from app.rollout.scheduling.policy import Worker
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
@@ -25,6 +25,28 @@ def test_one_sample_from_submission_to_the_end() -> None:
     commit, finished = driven.end("w", {"p0/s0": 70}, finished=("p0/s0",))
     assert isinstance(commit, Commit) and commit.rows[0].finish == "stop"
     assert finished == Finished()
+
+
+def test_samples_that_were_taken_are_forgotten_and_their_prompt_becomes_history() -> None:
+    driven = Driven(make_scheduler("pdsr_v2"))
+    driven.join("w", slots=4)
+    driven.submit(samples(1, 2), close=False)
+    report = driven.ended("w", {"p0/s0": 5}, finished=("p0/s0",))
+    driven.tell(report)
+    driven.end("w", {"p0/s1": 9})
+    driven.tell(Released(driven.at, ("p0/s0", "p0/s1", "nobody")))
+    ledger, lengths = driven.scheduler.ledger, driven.scheduler.context.lengths
+    assert [entry.uid for entry in ledger] == ["p0/s1"], "the other one still runs"
+    assert "p0" not in lengths.history and driven.scheduler.policy.to_json()["probes"]["verdicts"] == {"p0": "fast"}
+    driven.end("w", {"p0/s1": 12}, finished=("p0/s1",))
+    for _ in range(2):
+        driven.tell(Released(driven.at, ("p0/s1",)))
+    assert not list(ledger) and lengths.history == {"p0": 12} and lengths.group_max == {}
+    assert driven.scheduler.policy.to_json()["probes"] == {"uid_of": {}, "verdicts": {}, "held": {}}
+    assert driven.tell(report) == []
+    (run,) = driven.submit(samples(1, 1))
+    assert isinstance(run, RunSegment) and run.admit[0].role == "probe"
+    assert ledger["p0/s0"].number == 2, "numbers are never given twice"
 
 
 def test_samples_are_dealt_evenly_to_idle_workers() -> None:

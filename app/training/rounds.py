@@ -1,0 +1,180 @@
+"""The rollout side of a step: rounds of prompts, asked for one after the other.
+
+A round is the samples of the next `rollout.prompts_per_step` prompts. `OnPolicy` draws it when it is asked for, with
+the policy of the step; `Ahead` has asked for it before, while earlier steps trained.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import jax
+
+from app.flow import Prompt, Sample
+from app.policy.decoder import Params
+from app.prompts.order import PromptOrder, host_slice
+from app.rollout.ahead import Generation
+from app.training.session import Session
+from app.training.timer import Timer
+from settings import Settings
+
+TakeRound = Callable[[int], list[Sample]]
+"""Number of a round in its step (0, 1, ...) -> this host's samples of it."""
+
+
+class Rounds(Protocol):
+    """Where steps take their samples from."""
+
+    def of_step(self, params: Params, *, step: int, position: int, timer: Timer) -> AbstractContextManager[TakeRound]:
+        """While a step, whose policy has these weights, asks for its rounds. Its first one starts at a position."""
+        ...
+
+    def publish(self, params: Params, *, step: int) -> None:
+        """A step has made these weights of the policy. They may be donated afterwards."""
+        ...
+
+    def close(self) -> None:
+        """No step comes any more."""
+        ...
+
+
+@dataclass(frozen=True)
+class RoundPrompts:
+    """Which prompts a round has."""
+
+    settings: Settings
+    prompts: Sequence[Prompt]
+
+    def at(self, position: int) -> list[Prompt]:
+        """This host's, of the round that starts at a position of the global order."""
+        order = PromptOrder(self.settings.run.seed, len(self.prompts), self.settings.data.shuffle)
+        indices = order.take(position, self.per_round)
+        own = host_slice(indices, process_index=jax.process_index(), process_count=jax.process_count())
+        return [self.prompts[i] for i in own]
+
+    @property
+    def per_round(self) -> int:
+        """Over all hosts."""
+        return self.settings.rollout.prompts_per_step * jax.process_count()
+
+    def first_group_id(self, number: int) -> int:
+        """Of this host in a round of a step. Groups are numbered over all hosts, for the metrics that gather them."""
+        return (number * jax.process_count() + jax.process_index()) * self.settings.rollout.prompts_per_step
+
+
+class OnPolicy:
+    """Generation waits for training, and training for generation.
+
+    Args:
+        max_rounds: that a step asks for at most.
+    """
+
+    def __init__(self, session: Session, prompts: RoundPrompts, *, max_rounds: int):
+        self._session = session
+        self._prompts = prompts
+        self._max_rounds = max_rounds
+
+    @contextmanager
+    def of_step(self, params: Params, *, step: int, position: int, timer: Timer) -> Iterator[TakeRound]:
+        with timer.phase("rollout"):
+            weights = [self._session.engine.weights(params)]
+
+        def take(number: int) -> list[Sample]:
+            start = time.perf_counter()
+            with timer.phase("rollout"):
+                samples = self._session.sample(
+                    # After the last round the memory is free while rewards are asked for.
+                    weights.pop() if number + 1 == self._max_rounds else weights[0],
+                    self._prompts.at(position + number * self._prompts.per_round),
+                    policy_version=step - 1,
+                    first_group_id=self._prompts.first_group_id(number),
+                )
+            elapsed_s = time.perf_counter() - start
+            return [replace(s, elapsed_s=elapsed_s) for s in samples]
+
+        yield take
+
+    def publish(self, params: Params, *, step: int) -> None:
+        """The next step brings them."""
+
+    def close(self) -> None:
+        """Nothing runs between steps."""
+
+
+class Ahead:
+    """Generation goes on while steps train, `rollout.max_staleness` = k steps ahead of them at most.
+
+    Between the end of step v, which publishes version v, and the first round that step v + 1 takes, k + 1 rounds may be
+    asked for and not yet taken; from then until step v + 1 ends, k. Every step takes one at least. So a round that is
+    asked for while v is the newest version is learned from by step v + k + 1 at the latest, whose own version is v + k.
+    Source: Fu et al. 2025 (AReaL), eq. 3.
+    """
+
+    def __init__(self, session: Session, prompts: RoundPrompts, *, max_rounds: int):
+        self._session = session
+        self._prompts = prompts
+        self._max_rounds = max_rounds
+        self._num_steps = session.settings.run.steps
+        self._max_staleness = session.settings.rollout.max_staleness
+        self._generation: Generation | None = None
+        self._position = 0
+        """Of the next round that is asked for."""
+        self._num_waiting = 0
+        """Rounds that were asked for and not yet taken."""
+
+    @contextmanager
+    def of_step(self, params: Params, *, step: int, position: int, timer: Timer) -> Iterator[TakeRound]:
+        with timer.phase("rollout"):
+            generation = self._generation or self._open(params, step=step, position=position)
+        assert position == self._position - self._num_waiting * self._prompts.per_round
+
+        def take(number: int) -> list[Sample]:
+            with timer.phase("rollout"):
+                samples = generation.take(first_group_id=self._prompts.first_group_id(number))
+            self._num_waiting -= 1
+            left_in_step = self._max_rounds - number - 1
+            self._ask(generation, self._max_staleness, needed=left_in_step + self._needed_after(step))
+            oldest = min(s.policy_version for s in samples)
+            assert oldest >= step - 1 - self._max_staleness, f"step {step} took tokens of version {oldest}"
+            return samples
+
+        yield take
+
+    def _open(self, params: Params, *, step: int, position: int) -> Generation:
+        generation = self._generation = self._session.open_generation(
+            self._session.engine.weights(params), policy_version=step - 1
+        )
+        self._position = position
+        self._ask(generation, self._max_staleness + 1, needed=self._needed_after(step - 1))
+        return generation
+
+    def publish(self, params: Params, *, step: int) -> None:
+        assert self._generation is not None
+        self._generation.publish(self._session.engine.weights(params), policy_version=step)
+        self._ask(self._generation, self._max_staleness + 1, needed=self._needed_after(step))
+
+    def _needed_after(self, step: int) -> int:
+        """Rounds that the steps after this one may take."""
+        return (self._num_steps - step) * self._max_rounds
+
+    def _ask(self, generation: Generation, most: int, *, needed: int) -> None:
+        """For rounds until so many wait, but for no more than are needed."""
+        while self._num_waiting < min(most, needed):
+            number = self._position // self._prompts.per_round
+            generation.submit(self._prompts.at(self._position), noise_step=number)
+            self._position += self._prompts.per_round
+            self._num_waiting += 1
+
+    def close(self) -> None:
+        if self._generation is not None:
+            self._generation.close()
+
+
+def open_rounds(session: Session, prompts: Sequence[Prompt], *, max_rounds: int) -> Rounds:
+    """What `rollout.max_staleness` asks for."""
+    of_rounds = RoundPrompts(session.settings, prompts)
+    return (Ahead if session.runs_ahead else OnPolicy)(session, of_rounds, max_rounds=max_rounds)

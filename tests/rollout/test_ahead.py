@@ -1,0 +1,217 @@
+"""An open rollout: rounds come in and go out in order, while the weights change under it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from app.policy.kv_cache import DecodeWeights
+from app.rollout.ahead import Done, Generation, OpenRollout
+from app.rollout.rows import Row
+from app.rollout.scheduled import Run, ScheduledWorkers
+from app.rollout.scheduling.events import Event as Told
+from app.rollout.scheduling.events import Submitted
+from app.rollout.scheduling.figures import FigureTally
+from app.rollout.scheduling.scheduler import POLICIES
+from app.rollout.streaming import rows_of
+from app.rollout.workers import Worker
+from tests.rollout.test_slots import ARGUMENTS, DEFINITION, GROUP_SIZE, LENGTHS, PROMPTS, weights_on
+from tests.rollout.test_workers import bits, dying, engine_on, expected, scheduled, workers_on
+from tests.tiny import make_engine, make_mesh, random_params
+
+RULES, SEED = ARGUMENTS["rules"], ARGUMENTS["seed"]
+KEY = ARGUMENTS["policy_version"]
+HALF = len(PROMPTS) // 2
+"""Prompts of a round: two rounds are those that `expected` has."""
+
+
+def halves() -> list[list[Row]]:
+    rows = rows_of(PROMPTS, group_size=GROUP_SIZE, max_new_tokens=LENGTHS, noise_step=KEY)
+    return [rows[: HALF * GROUP_SIZE], rows[HALF * GROUP_SIZE :]]
+
+
+class Opened:
+    """An open rollout driven by hand."""
+
+    def __init__(self, made: ScheduledWorkers, run: Run, tally: FigureTally):
+        self.made, self.run = made, run
+        self.rollout = OpenRollout(run, tally)
+        self.done: list[Done] = []
+
+    def advance(self) -> None:
+        self.rollout.advance()
+        self.done += self.rollout.taken()
+
+    def finish(self, num_rounds: int) -> None:
+        while len(self.done) < num_rounds:
+            self.advance()
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for done in self.done for row in done.rows]
+
+
+@contextmanager
+def opened(made: ScheduledWorkers, told: list[Told] | None = None) -> Iterator[Opened]:
+    tally = FigureTally()
+
+    def tell(record) -> None:
+        tally.add(record)
+        if told is not None:
+            told.append(record.event)
+
+    weights = weights_on()
+    with made.opened(weights, rules=RULES, seed=SEED, policy_version=KEY, history={}, tell=tell) as run:
+        yield Opened(made, run, tally)
+
+
+def samples_of(made: ScheduledWorkers, rows: Sequence[Row]):
+    return [made.sample_of(row, i // GROUP_SIZE, truncates=RULES.truncates) for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rounds_come_out_in_order_with_the_samples_of_a_closed_rollout(policy: str) -> None:
+    made = scheduled(workers_on(2), policy, in_turn=True)
+    with opened(made) as one:
+        for rows in halves():
+            one.rollout.submit(rows)
+        one.finish(2)
+        assert bits(samples_of(made, one.rows)) == bits(expected())
+        assert not one.rollout.is_busy
+        scheduler = one.run.scheduler
+        assert not list(scheduler.ledger) and not one.run._rows and not scheduler.policy.waiting()
+        scheduler.check()
+    assert not any(worker.engine.resident for worker in made.workers)
+
+
+def test_a_round_is_begun_once_nobody_of_the_one_before_waits() -> None:
+    told: list[Told] = []
+    with opened(scheduled(workers_on(1), in_turn=True), told) as one:
+        first, second = halves()
+        one.rollout.submit(first)
+        one.rollout.submit(second)
+        assert sum(isinstance(event, Submitted) for event in told) == 1
+        while sum(isinstance(event, Submitted) for event in told) == 1:
+            assert one.run.scheduler.ledger.num_waiting > 0
+            one.advance()
+        assert any(row.finish_reason is None for row in first), "its last samples still run"
+        one.finish(2)
+
+
+def other_weights(seed: int) -> DecodeWeights:
+    return make_engine(DEFINITION).weights(random_params(DEFINITION, seed=seed))
+
+
+def test_each_token_tells_which_weights_drew_it() -> None:
+    made = scheduled(workers_on(1), in_turn=True)
+    with opened(made) as one:
+        (first, second) = halves()
+        one.rollout.submit(first)
+        one.advance()
+        before = {row.uid: row.num_tokens for row in first}
+        one.run.publish(other_weights(1), policy_version=KEY + 1)
+        # One segment was begun before.
+        one.advance()
+        begun = {row.uid: row.num_tokens for row in first}
+        assert begun != before
+        one.rollout.submit(second)
+        one.finish(2)
+    samples = samples_of(made, one.rows)
+    for sample in samples[: len(first)]:
+        drawn = begun[sample.uid]
+        assert sample.token_versions.tolist() == [KEY] * drawn + [KEY + 1] * (len(sample.completion_ids) - drawn)
+        assert sample.policy_version == (KEY if drawn else KEY + 1)
+        assert (sample.policy_versions is None) == (drawn in (0, len(sample.completion_ids)))
+    assert any(s.policy_versions is not None for s in samples)
+    assert {s.policy_version for s in samples[len(first) :]} == {KEY + 1}
+    whole = zip(samples, expected(), strict=True)
+    same = [np.array_equal(ours.completion_ids, theirs.completion_ids) for ours, theirs in whole]
+    assert all(same[i] for i, s in enumerate(samples) if s.policy_version == KEY and s.policy_versions is None)
+    assert not all(same)
+
+
+def test_only_the_newest_weights_are_loaded() -> None:
+    made = scheduled(workers_on(1), in_turn=True)
+    with opened(made) as one:
+        one.rollout.submit(halves()[0])
+        for version in (KEY + 1, KEY + 2):
+            one.run.publish(weights_on(), policy_version=version)
+        one.finish(1)
+    assert {version for row in one.rows for version, _ in row.versions} == {KEY, KEY + 2}
+    # They are the same weights, and the noise is that of the step that asked.
+    assert bits(samples_of(made, one.rows)) == bits(expected()[: HALF * GROUP_SIZE])
+
+
+def test_windows_add_up_to_what_was_generated() -> None:
+    with opened(scheduled(workers_on(2), in_turn=True)) as one:
+        for rows in halves():
+            one.rollout.submit(rows)
+        one.finish(2)
+    windows = [done.figures for done in one.done]
+    assert sum(found.useful_tokens for found in windows) == sum(LENGTHS)
+    assert all(found.makespan_s > 0 and 0 <= found.bubble <= 1 and np.isnan(found.tail_fraction) for found in windows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_published_weights_outlive_the_state_that_they_were_made_of(dtype: str) -> None:
+    engine = make_engine(DEFINITION, dtype=jnp.dtype(dtype))
+    params = jax.device_put(random_params(DEFINITION), make_mesh().devices.item())
+    weights = engine.weights(params)
+    again = jax.tree.map(np.asarray, weights)
+    update = jax.jit(lambda tree: jax.tree.map(lambda x: x - 1, tree), donate_argnums=0)
+    jax.block_until_ready(update(params))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), again)
+
+
+def generation_of(made: ScheduledWorkers) -> Generation:
+    return Generation(
+        made,
+        weights_on(),
+        group_size=GROUP_SIZE,
+        max_new_tokens=LENGTHS[: HALF * GROUP_SIZE],
+        rules=RULES,
+        seed=SEED,
+        policy_version=KEY,
+    )
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_a_thread_generates_while_others_do_something_else(in_turn: bool) -> None:
+    made = scheduled(workers_on(2), in_turn=in_turn)
+    generation = generation_of(made)
+    for _ in range(3):
+        generation.submit(PROMPTS[:HALF], noise_step=KEY)
+    rounds = [generation.take() for _ in range(2)]
+    generation.close()
+    assert not generation._thread.is_alive()
+    first = bits(expected()[: HALF * GROUP_SIZE])
+    assert [bits(samples) for samples in rounds] == [first, first]
+    assert len(made.take_figures()) == 2
+    assert bits(made.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)) == bits(expected())
+
+
+def test_a_worker_that_dies_hands_its_rows_to_the_others_of_an_open_rollout() -> None:
+    workers = workers_on(2)
+    generation = generation_of(scheduled(workers))
+    with dying(workers[0], lives=1):
+        generation.submit(PROMPTS[:HALF], noise_step=KEY)
+        assert bits(generation.take()) == bits(expected()[: HALF * GROUP_SIZE])
+    generation.close()
+
+
+def test_a_failure_of_the_last_worker_surfaces_where_samples_are_taken() -> None:
+    worker = Worker("fast-0", "fast", engine_on(0))
+    generation = generation_of(scheduled([worker]))
+    with dying(worker, lives=1):
+        generation.submit(PROMPTS[:HALF], noise_step=KEY)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                generation.take()
+    generation.close()
+    assert not generation._thread.is_alive()

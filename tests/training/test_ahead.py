@@ -1,0 +1,139 @@
+"""`rollout.max_staleness`: training on samples of earlier policies, while the next are generated."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.training.loop import train
+from settings import load
+from tests.training.program import here, metrics_of, of_tiny, progress_of, records_of, settings, train_here
+from tests.training.test_dry_run import foreseen
+
+SCHEDULED = (
+    *("rollout.scheduler=adaptive", "rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4"),
+    *("rollout.workers.fast.devices=[0]", "rollout.workers.heavy.devices=[1]"),
+)
+UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null")
+
+
+def run_of(config: Path) -> Path:
+    return config.parent / "runs" / "tiny"
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return [line for line in metrics_of(run) if "loss" in line]
+
+
+def samples_of(run: Path, step: int) -> list[dict[str, Any]]:
+    return records_of(run / "rollouts" / f"step_{step:06d}.jsonl")
+
+
+def oldest_of(steps: list[dict[str, Any]]) -> list[int]:
+    assert all(0 <= step["perf/rollout/staleness_mean"] <= step["perf/rollout/staleness_max"] for step in steps)
+    return [step["perf/rollout/staleness_max"] for step in steps]
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_no_token_is_older_than_allowed(config: Path, k: int) -> None:
+    result = train_here(config, *SCHEDULED, f"rollout.max_staleness={k}", "logging.save_rollouts=true")
+    assert result.exit_code == 0, result.stderr
+    steps = steps_of(run_of(config))
+    ages = oldest_of(steps)
+    assert ages[0] == 0 and max(ages) <= k and len(ages) == 4
+    for number, step in enumerate(steps, start=1):
+        for record in samples_of(run_of(config), number):
+            versions = record.get("policy_versions", [record["policy_version"]])
+            assert min(versions) == record["policy_version"] >= number - 1 - step["perf/rollout/staleness_max"]
+            assert max(versions) <= number - 1
+    assert steps[-1]["perf/compilations"] == 0 and steps[-1]["perf/rollout/tail_fraction"] is None
+    assert "eval/accuracy" in metrics_of(run_of(config))[-1]
+    assert progress_of(run_of(config), 4)["position"] == 16
+    assert not [thread for thread in threading.enumerate() if thread.name in ("generation", "fast-0", "heavy-0")]
+
+
+def test_where_nothing_is_learned_samples_are_those_of_a_run_that_waits(config: Path) -> None:
+    standing_still = ("optimizer.learning_rate=1e-30", "rollout.mode=exact", "logging.save_rollouts=true", *UNJUDGED)
+    for k in (0, 2):
+        result = train_here(config, *SCHEDULED, *standing_still, f"rollout.max_staleness={k}", f"run.name=k{k}")
+        assert result.exit_code == 0, result.stderr
+    for step in range(1, 5):
+        waited, ahead = (samples_of(config.parent / "runs" / name, step) for name in ("k0", "k2"))
+        for name in ("uid", "group_id", "completion_token_ids", "behavior_logprobs", "finish_reason", "reward"):
+            assert [record[name] for record in ahead] == [record[name] for record in waited], name
+
+
+def test_a_filter_refills_from_rounds_that_were_generated_ahead(config: Path) -> None:
+    dapo = ("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_buffer=2")
+    result = train_here(config, *SCHEDULED, *dapo, *UNJUDGED, "rollout.max_staleness=1")
+    assert result.exit_code == 0, result.stderr
+    steps = steps_of(run_of(config))
+    num_rounds = [int(step["rollout/num_rounds"]) for step in steps]
+    assert max(oldest_of(steps)) <= 1 and max(num_rounds) > 1
+    assert progress_of(run_of(config), 4)["position"] == 4 * sum(num_rounds)
+
+
+def test_ppo_corrects_with_vtrace_what_an_older_policy_drew(config: Path) -> None:
+    ppo = ("algorithm.name=ppo", "algorithm.estimator=vtrace", "critic.warmup_steps=1")
+    result = train_here(config, *SCHEDULED, *ppo, *UNJUDGED, "rollout.max_staleness=1")
+    assert result.exit_code == 0, result.stderr
+    assert max(oldest_of(steps_of(run_of(config)))) <= 1
+
+
+def test_ctrl_c_stops_the_generation_and_the_run_goes_on_later(config: Path) -> None:
+    asked = [*SCHEDULED, *UNJUDGED, "rollout.max_staleness=1", "checkpoint.every_minutes=60"]
+    num_looks = 0
+
+    def interrupting_clock() -> float:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return 0.0
+
+    assert train(load(str(config), [*asked, "run.steps=40"], {}), resume="never", clock=interrupting_clock) == 130
+    assert "generation" not in {thread.name for thread in threading.enumerate()}
+    done = metrics_of(run_of(config))[-1]["step"]
+    assert done < 40
+    assert progress_of(run_of(config), done)["position"] == 4 * done
+    result = train_here(config, *asked, f"run.steps={done + 2}", resume="must")
+    assert result.exit_code == 0, result.stderr
+    ages = oldest_of([step for step in steps_of(run_of(config)) if step["step"] > done])
+    assert ages[0] == 0 and len(ages) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((), "rollout.max_staleness = 1 (from --set): only workers with a scheduler generate while others train; set "
+         "rollout.scheduler: adaptive"),
+        (("rollout.scheduler=sync", "rollout.placement=global"), "set rollout.placement: island, or"),
+        (SCHEDULED[:3], "rollout.max_staleness: the worker fast-0 has 4 devices, which wait for"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_ahead_is_refused(config: Path, overrides: tuple[str, ...], message: str) -> None:
+    result = train_here(config, *overrides, "rollout.max_staleness=1")
+    assert result.exit_code == 2 and message in result.stderr
+    assert not (config.parent / "runs").exists()
+
+
+def test_a_rollout_alone_has_nothing_to_run_ahead_of(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "samples.jsonl"
+    asked = settings("rollout.max_staleness=1")
+    result = here("rollout", *of_tiny(tiny_model), *asked, "--limit", "6", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert [r["completion"] for r in records_of(out)] == [r["completion"] for r in records_of(sampled)]
+
+
+def test_a_dry_run_counts_the_slots_in_every_phase_and_two_versions_of_the_weights(config: Path) -> None:
+    waits, ahead = (foreseen(config, *SCHEDULED, f"rollout.max_staleness={k}").memory for k in (0, 1))
+    assert ahead["rollout"]["kv_cache"] == ahead["update"]["kv_cache"] == waits["rollout"]["kv_cache"]
+    assert ahead["update"]["decode_weights"] == 2 * waits["rollout"]["decode_weights"]
+    assert ahead["evaluation"]["kv_cache"] > waits["rollout"]["kv_cache"]
+    assert ahead["evaluation"]["decode_weights"] > ahead["update"]["decode_weights"]
+    assert ahead["update"]["logits"] > waits["update"]["logits"] > 0
