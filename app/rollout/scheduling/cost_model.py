@@ -24,20 +24,32 @@ class CostModel:
     step_cached_token_s: float = 1.2e-8
     """For each token of cache read: rows x cache length, both padded."""
     segment_s: float = 1.5e-3
-    """Of a segment's edge."""
+    """Of a segment's edge, on the host: another worker may have the device meanwhile."""
     prefill_s: float = 5e-3
-    """Of putting in rows that need a prefill, together."""
+    """Of one program that reads prompts, whatever it reads."""
     prefill_token_s: float = 3.8e-5
-    """For each token of a distinct prompt, or of a row whose cache is rebuilt."""
+    """For each token that it reads, padded ones included."""
+    admit_s: float = 1e-4
+    """Of putting the caches of prompts into slots, all that are admitted together."""
+    copy_token_s: float = 2.4e-8
+    """For each token of cache copied on its own device: into a slot, to fewer rows, into a longer cache."""
     move_s: float = 1e-3
-    """Of copying a row from another worker."""
+    """Of taking a row out of its worker and putting it into another, or back."""
     move_token_s: float = 1e-6
+    """For each token that its cache has room for."""
 
     def step(self, *, rows: int, cache_length: int) -> float:
         return self.step_s + self.step_row_s * rows + self.step_cached_token_s * rows * cache_length
 
     def prefill(self, num_tokens: int) -> float:
-        return self.prefill_s + self.prefill_token_s * num_tokens if num_tokens else 0.0
+        """Of one program."""
+        return self.prefill_s + self.prefill_token_s * num_tokens
+
+    def admit(self, num_tokens: int) -> float:
+        return self.admit_s + self.copy_token_s * num_tokens
+
+    def copy(self, num_tokens: int) -> float:
+        return self.copy_token_s * num_tokens
 
     def move(self, num_tokens: int) -> float:
         return self.move_s + self.move_token_s * num_tokens

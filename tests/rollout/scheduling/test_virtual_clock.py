@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -19,6 +21,8 @@ STEPS_ONLY = CostModel(
     segment_s=0,
     prefill_s=0,
     prefill_token_s=0,
+    admit_s=0,
+    copy_token_s=0,
     move_s=0,
     move_token_s=0,
 )
@@ -71,7 +75,7 @@ def test_workers_on_one_device_take_turns() -> None:
 
 
 def test_a_smaller_program_is_used_for_fewer_rows() -> None:
-    cost = CostModel(step_s=0.0, step_row_s=1.0, step_cached_token_s=0, segment_s=0, prefill_s=0, prefill_token_s=0)
+    cost = replace(STEPS_ONLY, step_s=0.0, step_row_s=1.0)
     with_rungs = simulated("adaptive", lone(10, 10, 10, 100), [WorkerSpec("w", "fast", 4, (2,))], cost)
     without = simulated("adaptive", lone(10, 10, 10, 100), [WorkerSpec("w", "fast", 4)], cost)
     assert with_rungs.makespan_s == 10 * 4 + 90 * 2
@@ -79,7 +83,7 @@ def test_a_smaller_program_is_used_for_fewer_rows() -> None:
 
 
 def test_a_prompt_is_prefilled_once_for_its_siblings() -> None:
-    cost = CostModel(step_s=0.0, step_row_s=1e-9, step_cached_token_s=0, segment_s=0, prefill_s=0, prefill_token_s=1.0)
+    cost = replace(STEPS_ONLY, step_s=0.0, step_row_s=1e-9, prefill_token_s=1.0)
     trace = [Traced(f"p/s{i}", "p", i, 1, prompt_length=7) for i in range(4)]
     found = simulated("adaptive", trace, [WorkerSpec("w", "fast", 1)], cost)
     assert found.makespan_s == pytest.approx(7)
