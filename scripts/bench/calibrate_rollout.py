@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import cost_fit
 import jax
 import numpy as np
-from cost_fit import Timed
+from cost_fit import CALL, FREE, OTHER_NAMES, Timed, explained, fit
 from forced_rollout import POLICY_VERSION, RULES, SEED, ForcedRollout, WatchedEngine, open_rollout
 
 from app.flow import Prompt
@@ -33,9 +32,8 @@ from app.rollout.scheduling.traces import trace_of
 from app.rollout.scheduling.virtual_clock import VirtualClock
 from settings.rollout_section import Pdsr, Segment
 
-STEPS = (4, 24)
+STEPS = (8, 40)
 """Of timed segments."""
-FREE = CostModel(**dict.fromkeys(cost_fit.NAMES, 0.0))
 EDGE_LENGTHS = (1, 6)
 """Of segments in rollouts that are timed for their edges."""
 EDGE_TOKENS = 16
@@ -92,8 +90,9 @@ class Bench:
         prompt = self.prompt(length)
         rows = [Row(prompt, i, max_new_tokens=full - length, policy_version=POLICY_VERSION) for i in range(slots)]
         engine.prefill([prompt])
-        taken = seconds_of(lambda: (engine.admit(rows), engine._cache))
-        yield Timed(f"admit {slots}", {"admit_s": 1, "copy_token_s": slots * length}, taken)
+        for part in (rows[:1], rows[1:]):
+            taken = seconds_of(lambda part=part: (engine.admit(part), engine._cache))
+            yield Timed(f"admit {len(part)}", {"admit_s": 1, "admit_row_s": len(part)}, taken)
         for room in self.shapes.cache_rungs:
             if room != self.shapes.cache_rungs[0]:
                 taken = seconds_of(lambda room=room: (engine._grow_to(room), engine._cache))
@@ -120,8 +119,13 @@ class Bench:
             ran = engine.wait()
             ran.collect()
             taken = time.perf_counter() - start
-            counts = cost_fit.decoded(ran.steps, rows=rows, cache_length=room) | {cost_fit.CALL: 1}
+            counts = {(rows, room): ran.steps, CALL: 1}
             yield Timed(f"decode {ran.steps} steps, {rows} rows, room {room}", counts, taken)
+
+
+def programs_of(rollout: ForcedRollout) -> list[tuple[int, int]]:
+    """Decode programs of the first worker, as (rows, room)."""
+    return rollout.engines[0].programs.decoding_sizes
 
 
 def edges(rollout: ForcedRollout) -> Iterator[Timed]:
@@ -146,7 +150,10 @@ def edges(rollout: ForcedRollout) -> Iterator[Timed]:
             return figures(VirtualClock(scheduler, trace, specs, cost, max_new=EDGE_TOKENS).run()).makespan_s
 
         # With one worker no command depends on costs, so that the makespan is a sum of them.
-        counts = {name: paid(replace(FREE, **{name: 1.0})) for name in cost_fit.NAMES}
+        counts = {name: paid(replace(FREE, **{name: 1.0})) for name in OTHER_NAMES}
+        counts |= {
+            program: paid(replace(FREE, measured_steps=((*program, 1.0),))) for program in programs_of(rollout)
+        }
         yield Timed(f"rollout in segments of {length}", counts, figures(made.records).makespan_s)
 
 
@@ -160,7 +167,7 @@ def calibrate(rollout: ForcedRollout, *, repeats: int) -> tuple[CostModel, list[
             if number:
                 taken.setdefault(one.what, []).append(one)
     medians = [ones[0]._replace(seconds=statistics.median(one.seconds for one in ones)) for ones in taken.values()]
-    return cost_fit.fit(medians), medians
+    return fit(medians), medians
 
 
 def edge_steps(cost: CostModel, rollout: ForcedRollout) -> float:
@@ -170,9 +177,8 @@ def edge_steps(cost: CostModel, rollout: ForcedRollout) -> float:
 
 
 def show(cost: CostModel, measured: list[Timed]) -> None:
-    ratios = cost_fit.errors(measured, cost)
     for one in measured:
-        print(f"{one.what:<44} {1e3 * one.seconds:9.3f} ms   fitted / measured {ratios[one.what]:.2f}")
+        print(f"{one.what:<44} {1e3 * one.seconds:9.3f} ms   fitted / measured {explained(one, cost):.2f}")
     print(json.dumps(cost.to_json(), indent=1))
 
 

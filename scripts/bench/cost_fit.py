@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -11,47 +11,59 @@ from scipy.optimize import nnls
 
 from app.rollout.scheduling.cost_model import CostModel
 
-NAMES = tuple(field.name for field in fields(CostModel))
+STEP_NAMES = ("step_s", "step_row_s", "step_cached_token_s")
+OTHER_NAMES = tuple(field.name for field in fields(CostModel) if field.name not in (*STEP_NAMES, "measured_steps"))
+FREE = CostModel(**dict.fromkeys((*STEP_NAMES, *OTHER_NAMES), 0.0))
+
+Program = tuple[int, int]
+"""Rows and cache length of a decode program."""
+Paid = str | Program
+"""One of `OTHER_NAMES`, `CALL`, or a step of a program."""
 CALL = "call_s"
-"""What it costs to time a program by itself; fitted, and no part of the model."""
+"""What it costs to time a segment by itself; fitted, and no part of the model."""
 
 
 class Timed(NamedTuple):
     """One measurement: seconds = sum of counts x constants."""
 
     what: str
-    counts: Mapping[str, float]
-    """Constant of the model, or `CALL` -> how often it was paid."""
+    counts: Mapping[Paid, float]
+    """How often each was paid."""
     seconds: float
 
 
-def decoded(steps: int, *, rows: int, cache_length: int) -> dict[str, float]:
-    """Counts of decode steps."""
-    cached = steps * rows * cache_length
-    return {"step_s": steps, "step_row_s": steps * rows, "step_cached_token_s": cached}
-
-
 def fit(measured: Sequence[Timed]) -> CostModel:
-    """Non-negative least squares of relative errors: min sum_i (counts_i . c / seconds_i - 1)^2, c >= 0.
+    """The model under which these times are least wrong, relative to what was measured.
 
-    Constants that no measurement has paid are 0, and of those that were always paid in the same proportion (a row's
-    move and its tokens, where all caches are as long) one may take the other's share.
-    Source: Lawson, Hanson, "Solving Least Squares Problems", 1974.
+    First everything that was paid, with a constant for each decode program, then the three constants of a step from
+    those of the programs. What was never paid is 0, and of constants that were always paid in the same proportion (a
+    row's move and its tokens, where all caches are as long) one may take the other's share.
     """
-    names = [name for name in (*NAMES, CALL) if any(one.counts.get(name) for one in measured)]
-    seconds = np.asarray([one.seconds for one in measured])
-    matrix = np.asarray([[one.counts.get(name, 0.0) for name in names] for one in measured]) / seconds[:, None]
+    names = sorted({name for one in measured for name, count in one.counts.items() if count}, key=str)
+    found = _least_squares([one.counts for one in measured], names, [one.seconds for one in measured])
+    programs = {name: seconds for name, seconds in found.items() if isinstance(name, tuple) and seconds > 0}
+    paid = [{"step_s": 1.0, "step_row_s": rows, "step_cached_token_s": rows * length} for rows, length in programs]
+    steps = _least_squares(paid, STEP_NAMES, list(programs.values()))
+    return CostModel(
+        **{name: steps[name] for name in STEP_NAMES},
+        **{name: found.get(name, 0.0) for name in OTHER_NAMES},
+        measured_steps=tuple((*program, seconds) for program, seconds in programs.items()),
+    )
+
+
+def _least_squares(
+    counts: Sequence[Mapping[Paid, float]], names: Iterable[Paid], seconds: Sequence[float]
+) -> dict[Paid, float]:
+    """min sum_i (counts_i . c / seconds_i - 1)^2, c >= 0. Source: Lawson, Hanson, "Solving Least Squares Problems"."""
+    names = list(names)
+    matrix = np.asarray([[one.get(name, 0.0) for name in names] for one in counts]) / np.asarray(seconds)[:, None]
     # Columns of one size: counts of calls and of tokens are five orders of magnitude apart.
     scale = np.linalg.norm(matrix, axis=0)
-    found = nnls(matrix / scale, np.ones(len(measured)))[0] / scale
-    constants = dict(zip(names, found.tolist(), strict=True))
-    return CostModel(**{name: constants.get(name, 0.0) for name in NAMES})
+    return dict(zip(names, (nnls(matrix / scale, np.ones(len(seconds)))[0] / scale).tolist(), strict=True))
 
 
-def errors(measured: Sequence[Timed], cost: CostModel) -> dict[str, float]:
-    """Of what was measured, predicted / measured; measurements of `CALL` seem too cheap by it."""
-    constants = cost.to_json()
-    return {
-        one.what: sum(constants.get(name, 0.0) * count for name, count in one.counts.items()) / one.seconds
-        for one in measured
-    }
+def explained(one: Timed, cost: CostModel) -> float:
+    """Fitted / measured. A segment timed by itself seems too cheap, by `CALL`."""
+    constants = {name: getattr(cost, name) for name in OTHER_NAMES}
+    constants |= {(rows, length): seconds for rows, length, seconds in cost.measured_steps}
+    return sum(constants.get(name, 0.0) * count for name, count in one.counts.items()) / one.seconds

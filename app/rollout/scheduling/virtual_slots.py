@@ -61,8 +61,7 @@ class VirtualSlots:
             seconds += self._grow_to(full) + num_copied * self.cost.move(self.room)
         if num_fresh:
             seconds += self._prefill({uid: tokens for uid, tokens in prompts.items() if uid not in self._pooled})
-            longest = max(_fitting(self.ladders.prompt, tokens) for tokens in prompts.values())
-            seconds += self.cost.admit(num_fresh * longest)
+            seconds += self.cost.admit(num_fresh)
         return seconds
 
     def _prefill(self, prompts: Mapping[str, int]) -> float:

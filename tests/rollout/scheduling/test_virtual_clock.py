@@ -22,6 +22,7 @@ STEPS_ONLY = CostModel(
     prefill_s=0,
     prefill_token_s=0,
     admit_s=0,
+    admit_row_s=0,
     copy_token_s=0,
     move_s=0,
     move_token_s=0,
