@@ -49,7 +49,7 @@ class Simulation:
     policies: tuple[Simulated, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"cost": self.cost.to_json()}
 
     def to_text(self) -> str:
         rows = [_HEADINGS, *map(_cells, self.policies)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, UInt32
 
-from app.flow import Prompt, Sample
+from app.flow import Prompt
 from app.mesh.topology import make_mesh
 from app.policy.decoder import DecoderDefinition
 from app.policy.families import architecture_from_config
@@ -31,15 +31,16 @@ from app.rollout.scheduled import Schedule, ScheduledWorkers
 from app.rollout.scheduling.events import Kind
 from app.rollout.scheduling.virtual_clock import WorkerSpec
 from app.rollout.scheduling.virtual_slots import Ladders
-from app.rollout.slot_programs import Program, SlotPrograms, decode_segment
+from app.rollout.slot_programs import Name, Program, SlotPrograms, decode_segment
 from app.rollout.slot_shapes import SlotShapes, slot_shapes
 from app.rollout.slots import Segment as RanSegment
 from app.rollout.slots import SlotEngine
+from app.rollout.streaming import Streaming
 from app.rollout.workers import Worker
 from settings.rollout_section import Pdsr, Segment
 from settings.schema import Mesh as MeshSettings
 
-SEED, POLICY_VERSION = 0, 0
+POLICY_VERSION = 0
 EOS = 0
 RULES = SamplingRules(1.0)
 DTYPE = jnp.dtype("float32")
@@ -52,13 +53,13 @@ def random_prompts(count: int, *, vocab_size: int) -> list[Prompt]:
     return [Prompt(f"prompt-{i}", token_ids, "", None) for i, token_ids in enumerate(ids)]
 
 
-def last_keys(prompts: Sequence[Prompt], lengths: Sequence[int]) -> UInt32[np.ndarray, "N 2"]:
+def last_keys(prompts: Sequence[Prompt], lengths: Sequence[int], *, seed: int) -> UInt32[np.ndarray, "N 2"]:
     """The key of each sample's last token, by which the devices know where it ends; noise is keyed by position."""
     of_sample = [prompts[i * len(prompts) // len(lengths)] for i in range(len(lengths))]
     group_size = len(lengths) // len(prompts)
     words = jnp.asarray(uid_words([prompt.uid for prompt in of_sample]))
     indices = jnp.arange(len(lengths)) % group_size
-    keys = sample_keys(jnp.int32(SEED), jnp.int32(POLICY_VERSION), words, indices)
+    keys = sample_keys(jnp.int32(seed), jnp.int32(POLICY_VERSION), words, indices)
     positions = np.asarray([len(prompt.token_ids) for prompt in of_sample]) + np.asarray(lengths) - 1
     return np.asarray(jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, positions)))
 
@@ -79,6 +80,13 @@ class EndingPrograms(SlotPrograms):
     """Programs with a sampler of their own."""
 
     sampler: Sampler
+    decode_asked_s: float
+    """When a decode program was last asked for; it is dispatched at once. Of `time.perf_counter`."""
+
+    def __getitem__(self, name: Name) -> Callable[..., Any]:
+        if name[0] == "decode":
+            self.decode_asked_s = time.perf_counter()
+        return super().__getitem__(name)
 
     def _decoding(self, rows: int, length: int, *, truncates: bool) -> Program:
         _, arguments, options = super()._decoding(rows, length, truncates=truncates)
@@ -89,6 +97,8 @@ class EndingPrograms(SlotPrograms):
 class WatchedEngine(SlotEngine):
     """Knows when its segments were with the devices."""
 
+    programs: EndingPrograms
+
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.spans: list[tuple[float, float]] = []
@@ -96,11 +106,11 @@ class WatchedEngine(SlotEngine):
 
     def start(self, **limits: Any) -> None:
         super().start(**limits)
-        self._dispatched = time.perf_counter()
+        self._started_s = self.programs.decode_asked_s
 
     def wait(self) -> RanSegment:
         ended = super().wait()
-        self.spans.append((self._dispatched, time.perf_counter()))
+        self.spans.append((self._started_s, time.perf_counter()))
         return ended
 
 
@@ -109,13 +119,14 @@ class ForcedRollout:
     """A model, prompts, and how long the samples of each become.
 
     Args:
+        lengths: of all samples, for each seed from 0 on. Under any other they have no end but `longest`.
         longest: tokens that a sample may have, for all that anybody is told.
         slots: of each worker: the first is fast, the others are heavy, and all take turns on one device.
     """
 
     model: str
     prompts: list[Prompt]
-    lengths: list[int]
+    lengths: list[list[int]]
     longest: int
     slots: tuple[int, ...]
     definition: DecoderDefinition
@@ -127,7 +138,7 @@ class ForcedRollout:
 
     @property
     def group_size(self) -> int:
-        return len(self.lengths) // len(self.prompts)
+        return len(self.lengths[0]) // len(self.prompts)
 
     def new_engine(self, num_slots: int) -> WatchedEngine:
         """Those with as many slots share their programs."""
@@ -142,7 +153,8 @@ class ForcedRollout:
         )
         if shapes not in self._programs:
             programs = EndingPrograms(self.definition, self.mesh, shapes, dtype=DTYPE, num_eos=1)
-            programs.sampler = ending_draw(last_keys(self.prompts, self.lengths))
+            ends = [last_keys(self.prompts, lengths, seed=seed) for seed, lengths in enumerate(self.lengths)]
+            programs.sampler = ending_draw(np.concatenate(ends))
             self._programs[shapes] = programs
         programs = self._programs[shapes]
         return WatchedEngine(
@@ -169,13 +181,25 @@ class ForcedRollout:
 
     def specs(self, num_workers: int | None = None) -> list[WorkerSpec]:
         """The same workers, for the virtual clock."""
-        return [
-            spec_of(worker.name, worker.kind, worker.engine.shapes) for worker in self.workers("sync").workers
-        ][:num_workers]
+        return [spec_of(worker.name, worker.kind, worker.engine.shapes) for worker in self.workers("sync").workers][
+            :num_workers
+        ]
 
-    def check(self, samples: Sequence[Sample]) -> None:
-        """Raises AssertionError where a sample did not end where it should."""
-        assert [len(sample.completion_ids) for sample in samples] == self.lengths
+    def generate(self, made: Streaming, *, seed: int = 0) -> float:
+        """Seconds for all samples: slots are opened, samples drawn and made into records, slots closed."""
+        start = time.perf_counter()
+        samples = made.generate(
+            self.weights,
+            self.prompts,
+            group_size=self.group_size,
+            max_new_tokens=self.longest,
+            rules=RULES,
+            seed=seed,
+            policy_version=POLICY_VERSION,
+        )
+        seconds = time.perf_counter() - start
+        assert [len(sample.completion_ids) for sample in samples] == self.lengths[seed]
+        return seconds
 
 
 def spec_of(name: str, kind: Kind, shapes: SlotShapes) -> WorkerSpec:
@@ -184,7 +208,7 @@ def spec_of(name: str, kind: Kind, shapes: SlotShapes) -> WorkerSpec:
 
 
 def open_rollout(
-    model: str, *, num_prompts: int, lengths: Sequence[int], longest: int, slots: Sequence[int], rule: Segment
+    model: str, *, num_prompts: int, lengths: Sequence[list[int]], longest: int, slots: Sequence[int], rule: Segment
 ) -> ForcedRollout:
     """`model` as in `model.path`. Compiles nothing yet."""
     files = open_model(model, revision=None)

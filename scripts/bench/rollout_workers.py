@@ -1,14 +1,14 @@
-"""Real workers under `sync` and under `adaptive`, where nobody can foresee how long a sample becomes; and what the
-simulator says of them.
+"""Real workers under `sync` and under `adaptive`, and what the simulator says of them.
 
-    python scripts/bench/rollout_workers.py --model builtin:tiny
-    python scripts/bench/rollout_workers.py --model models/SmolLM2-135M-Instruct.Q4_1.gguf --mean-length 28 --longest 128
+    python scripts/bench/rollout_workers.py --model builtin:tiny [--slots 16 | --slots 8 8]
+    python scripts/bench/rollout_workers.py --model models/SmolLM2-135M-Instruct.Q4_1.gguf \\
+        --mean-length 28 --longest 128
 
-Lengths are log-normal and correlated in groups; each sample ends by an end-of-sequence token that the devices draw where
-the benchmark says. `--slots 16` is one worker, `--slots 8 8` a fast and a heavy one that take turns on one device. In one
-process: the costs of this machine (`calibrate_rollout.py`, before, between and after), both schedules in turn, both on the
-virtual clock with these costs. `rollout.segment.overhead_steps` is what the first costs say. Rollouts know nothing of those
-before them.
+Nobody can foresee how long a sample becomes: lengths are log-normal and correlated in groups, and each sample ends by an
+end-of-sequence token that the devices draw where the benchmark says. `--slots 16` is one worker, `--slots 8 8` a fast and
+a heavy one that take turns on one device. In one process: the costs of this machine (`calibrate_rollout.py`, before,
+between and after), both schedules in turn, both on the virtual clock with these costs. Segments are as long as the first
+costs ask for (`rollout.segment.overhead_steps`). Rollouts know nothing of those before them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from calibrate_rollout import calibrate, edge_steps, show
-from cost_fit import Timed, fit
-from forced_rollout import POLICY_VERSION, RULES, SEED, ForcedRollout, machine, on_devices_s, open_rollout
+from cost_fit import fit
+from forced_rollout import ForcedRollout, machine, on_devices_s, open_rollout
 
 from app.rollout.scheduling import traces
 from app.rollout.scheduling.cost_model import CostModel
@@ -58,18 +57,7 @@ class Measured:
 
 def measure(rollout: ForcedRollout, policy: str, into: Measured) -> None:
     made = rollout.workers(policy)
-    start = time.perf_counter()
-    samples = made.generate(
-        rollout.weights,
-        rollout.prompts,
-        group_size=rollout.group_size,
-        max_new_tokens=rollout.longest,
-        rules=RULES,
-        seed=SEED,
-        policy_version=POLICY_VERSION,
-    )
-    into.seconds.append(time.perf_counter() - start)
-    rollout.check(samples)
+    into.seconds.append(rollout.generate(made))
     into.records = made.records
     into.makespans_s.append(into.found.makespan_s)
     into.no_segment.append(1 - on_devices_s(rollout.engines) / into.makespans_s[-1])
@@ -110,7 +98,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     rollout = open_rollout(
         options.model,
         num_prompts=options.prompts,
-        lengths=[one.length for one in trace],
+        lengths=[[one.length for one in trace]],
         longest=options.longest,
         slots=options.slots,
         rule=Segment(min=1),
@@ -126,7 +114,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
             measure(rollout, policy, measured[policy])
             print(f"{policy}: {measured[policy].seconds[-1]:.3f} s", flush=True)
         timed += calibrate(rollout, repeats=options.calibrations)[1]
-    cost = fit(timed)
+    cost, lengths = fit(timed), rollout.lengths[0]
     show(cost, timed[: len({one.what for one in timed})])
     found = {policy: result_of(rollout, policy, measured[policy], cost) for policy in POLICIES}
     return {
@@ -135,12 +123,12 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
         "slots": list(rollout.slots),
         "sigma": options.sigma,
         "correlation": options.correlation,
-        "lengths": {"mean": float(np.mean(rollout.lengths)), "max": max(rollout.lengths), "longest": options.longest},
-        "tokens": sum(rollout.lengths),
+        "lengths": {"mean": float(np.mean(lengths)), "max": max(lengths), "longest": options.longest},
+        "tokens": sum(lengths),
         "overhead_steps": rollout.rule.overhead_steps,
         **found,
         "adaptive_over_sync": round(found["adaptive"]["tokens_per_s"] / found["sync"]["tokens_per_s"], 3),
-        "cost": asdict(cost),
+        "cost": cost.to_json(),
         **machine(),
     }
 

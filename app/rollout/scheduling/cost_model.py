@@ -12,8 +12,7 @@ from settings.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Every cost is a fixed part and a rate: what a least-squares fit of measured times gives
-    (`scripts/bench/calibrate_rollout.py`).
+    """Every cost is a fixed part and a rate, as `scripts/bench/calibrate_rollout.py` fits them to measured times.
 
     The defaults are a 7B model in bfloat16 on one H200 by its data sheet (989 TFLOP/s, 4.8 TB/s): weights of 15.2 GB
     read at each step, 57,344 bytes of cache a token, 2 FLOPs a weight and token, prefill at 40 % of the peak.
@@ -69,7 +68,7 @@ class CostModel:
         return self.move_s + self.move_token_s * num_tokens
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"measured_steps": [list(program) for program in self.measured_steps]}
 
     @classmethod
     def from_json(cls, values: dict[str, Any], *, where: str) -> CostModel:

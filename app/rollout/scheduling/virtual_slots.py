@@ -29,7 +29,7 @@ class VirtualSlots:
     """Rows are decoded in programs of `size` rows with `room` for so many tokens each.
 
     As in the engine: admitting uses all slots, room only grows, and whatever is smaller than all slots has full room.
-    Every method returns the seconds that it takes.
+    What is done returns the seconds that it takes.
     """
 
     def __init__(self, ladders: Ladders, cost: CostModel):
@@ -87,7 +87,7 @@ class VirtualSlots:
         return seconds
 
     def make_room(self, rows: Iterable[tuple[int, int]]) -> tuple[int | None, float]:
-        """Steps until a row's cache is full, and seconds; caches that are full already are lengthened. None: any number.
+        """Steps until a row's cache is full (None: any number), and seconds: full ones are lengthened first.
 
         Args:
             rows: (tokens so far, tokens that may come) of each.
