@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from cost_fit import CALL, FREE, OTHER_NAMES, Timed, explained, fit
-from forced_rollout import POLICY_VERSION, RULES, ForcedRollout, WatchedEngine, open_rollout
+from forced_rollout import POLICY_VERSION, RULES, ForcedRollout, WatchedEngine, open_rollout, positive
 
 from app.flow import Prompt
 from app.rollout.rows import Row
@@ -152,19 +153,22 @@ def edges(rollout: ForcedRollout) -> Iterator[Timed]:
             return figures(VirtualClock(scheduler, trace, specs, cost, max_new=EDGE_TOKENS).run()).makespan_s
 
         # With one worker no command depends on costs, so that the makespan is a sum of them.
-        counts = {name: paid(replace(FREE, **{name: 1.0})) for name in OTHER_NAMES}
+        counts: dict[Any, float] = {name: paid(replace(FREE, **{name: 1.0})) for name in OTHER_NAMES}
         counts |= {program: paid(replace(FREE, measured_steps=((*program, 1.0),))) for program in programs_of(rollout)}
         yield Timed(f"rollout in segments of {length}", counts, figures(made.records).makespan_s)
 
 
-def calibrate(rollout: ForcedRollout, *, repeats: int) -> tuple[CostModel, list[Timed]]:
-    """The fitted constants, and the medians that they are fitted to."""
+def calibrate(rollout: ForcedRollout, *, repeats: int, rehearsals: int = 1) -> tuple[CostModel, list[Timed]]:
+    """The fitted constants, and the medians that they are fitted to.
+
+    Args:
+        rehearsals: rounds before, which touch memory for the first time.
+    """
     bench = Bench(rollout, rollout.engines[0])
     taken: dict[str, list[Timed]] = {}
-    # The first round is a rehearsal: it touches memory for the first time.
-    for number in range(repeats + 1):
+    for number in range(rehearsals + repeats):
         for one in [*bench.everything(), *edges(rollout)]:
-            if number:
+            if number >= rehearsals:
                 taken.setdefault(one.what, []).append(one)
     medians = [ones[0]._replace(seconds=statistics.median(one.seconds for one in ones)) for ones in taken.values()]
     return fit(medians), medians
@@ -189,9 +193,9 @@ def show(cost: CostModel, measured: list[Timed]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin:tiny", help="as `model.path`")
-    parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--longest", type=int, default=512, help="tokens that a sample may have")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--slots", type=positive, default=8)
+    parser.add_argument("--longest", type=positive, default=512, help="tokens that a sample may have")
+    parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--out", type=Path, required=True, help="what `grpo rollout --simulate --cost` takes")
     options = parser.parse_args()
     lengths = [[options.longest] * 2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
@@ -15,10 +15,8 @@ STEP_NAMES = ("step_s", "step_row_s", "step_cached_token_s")
 OTHER_NAMES = tuple(field.name for field in fields(CostModel) if field.name not in (*STEP_NAMES, "measured_steps"))
 FREE = CostModel(**dict.fromkeys((*STEP_NAMES, *OTHER_NAMES), 0.0))
 
-Program = tuple[int, int]
-"""Rows and cache length of a decode program."""
-Paid = str | Program
-"""One of `OTHER_NAMES`, `CALL`, or a step of a program."""
+Counts = Mapping[Any, float]
+"""How often each was paid: one of `OTHER_NAMES`, `CALL`, or (rows, cache length), a step of that decode program."""
 CALL = "call_s"
 """What it costs to time a segment by itself; fitted, and no part of the model."""
 
@@ -27,8 +25,7 @@ class Timed(NamedTuple):
     """One measurement: seconds = sum of counts x constants."""
 
     what: str
-    counts: Mapping[Paid, float]
-    """How often each was paid."""
+    counts: Counts
     seconds: float
 
 
@@ -41,9 +38,9 @@ def fit(measured: Sequence[Timed]) -> CostModel:
     """
     names = sorted({name for one in measured for name, count in one.counts.items() if count}, key=str)
     found = _least_squares([one.counts for one in measured], names, [one.seconds for one in measured])
-    programs = {name: seconds for name, seconds in found.items() if isinstance(name, tuple) and seconds > 0}
-    paid = [{"step_s": 1.0, "step_row_s": rows, "step_cached_token_s": rows * length} for rows, length in programs]
-    steps = _least_squares(paid, STEP_NAMES, list(programs.values()))
+    programs = {paid: seconds for paid, seconds in found.items() if isinstance(paid, tuple) and seconds > 0}
+    of_step = [{"step_s": 1.0, "step_row_s": rows, "step_cached_token_s": rows * length} for rows, length in programs]
+    steps = _least_squares(of_step, STEP_NAMES, list(programs.values()))
     return CostModel(
         **{name: steps[name] for name in STEP_NAMES},
         **{name: found.get(name, 0.0) for name in OTHER_NAMES},
@@ -51,9 +48,7 @@ def fit(measured: Sequence[Timed]) -> CostModel:
     )
 
 
-def _least_squares(
-    counts: Sequence[Mapping[Paid, float]], names: Iterable[Paid], seconds: Sequence[float]
-) -> dict[Paid, float]:
+def _least_squares(counts: Sequence[Counts], names: Iterable[Any], seconds: Sequence[float]) -> dict[Any, float]:
     """min sum_i (counts_i . c / seconds_i - 1)^2, c >= 0. Source: Lawson, Hanson, "Solving Least Squares Problems"."""
     names = list(names)
     matrix = np.asarray([[one.get(name, 0.0) for name in names] for one in counts]) / np.asarray(seconds)[:, None]

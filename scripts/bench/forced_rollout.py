@@ -5,6 +5,7 @@ The scheduler and the engine know how long a sample may become, and nothing else
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -171,7 +172,7 @@ class ForcedRollout:
 
     def workers(self, policy: str, *, rule: Segment | None = None, num_workers: int | None = None) -> ScheduledWorkers:
         """New ones, which know nothing of earlier rollouts."""
-        kinds: list[Kind] = ["fast", *["heavy"] * (len(self.engines) - 1)]
+        kinds: list[Kind] = ["heavy" if i else "fast" for i in range(len(self.engines))]
         workers = [
             Worker(f"{kind}-{i}", kind, engine, device="0")
             for i, (kind, engine) in enumerate(zip(kinds, self.engines, strict=True))
@@ -233,6 +234,13 @@ def on_devices_s(engines: Sequence[WatchedEngine]) -> float:
         total += max(end - max(start, until), 0.0)
         until = max(until, end)
     return total
+
+
+def positive(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
 
 
 def machine() -> dict[str, Any]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from forced_rollout import ForcedRollout, machine, open_rollout
+from forced_rollout import ForcedRollout, machine, open_rollout, positive
 
 from app.flow import Prompt
 from app.rollout.continuous import ContinuousBatching
@@ -57,7 +57,7 @@ class Peer:
     def __init__(self, model: str):
         torch.set_num_threads(os.cpu_count() or 1)
         transformers.logging.set_verbosity_error()
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._model.generation_config.eos_token_id = None
 
     def generate(self, prompts: Sequence[Prompt], lengths: Sequence[int]) -> float:
@@ -127,14 +127,16 @@ def compare(peer: Peer, rollout: ForcedRollout, *, repeats: int) -> Iterator[dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face directory")
-    parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--group", type=int, default=8, help="samples of a prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="mean length of a sample")
+    parser.add_argument("--samples", type=positive, default=32)
+    parser.add_argument("--group", type=positive, default=8, help="samples of a prompt")
+    parser.add_argument("--tokens", type=positive, default=64, help="mean length of a sample")
     parser.add_argument("--sigma", type=float, default=0.8)
     parser.add_argument("--overhead-steps", type=float, default=0.5, help="as `rollout.segment.overhead_steps`")
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=positive, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.samples % options.group:
+        parser.error(f"--samples: {options.samples} are no whole groups of --group {options.group}")
     drawn = traces.log_normal(
         np.random.default_rng(0),
         prompts=options.samples // options.group,

@@ -1,14 +1,13 @@
 """Real workers under `sync` and under `adaptive`, and what the simulator says of them.
 
     python scripts/bench/rollout_workers.py --model builtin:tiny [--slots 16 | --slots 8 8]
-    python scripts/bench/rollout_workers.py --model models/SmolLM2-135M-Instruct.Q4_1.gguf \\
-        --mean-length 28 --longest 128
+    python scripts/bench/rollout_workers.py --model FILE.gguf --mean-length 28 --longest 128
 
-Nobody can foresee how long a sample becomes: lengths are log-normal and correlated in groups, and each sample ends by an
-end-of-sequence token that the devices draw where the benchmark says. `--slots 16` is one worker, `--slots 8 8` a fast and
-a heavy one that take turns on one device. In one process: the costs of this machine (`calibrate_rollout.py`, before,
-between and after), both schedules in turn, both on the virtual clock with these costs. Segments are as long as the first
-costs ask for (`rollout.segment.overhead_steps`). Rollouts know nothing of those before them.
+Nobody can foresee how long a sample becomes: lengths are log-normal and correlated in groups, and each sample ends by
+an end-of-sequence token that the devices draw where the benchmark says. `--slots 16` is one worker, `--slots 8 8` a
+fast and a heavy one that take turns on one device. In one process: the costs of this machine (`calibrate_rollout.py`,
+before, between and after), both schedules in turn, both on the virtual clock with these costs. Segments are as long as
+the first costs ask for (`rollout.segment.overhead_steps`). Rollouts know nothing of those before them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 from calibrate_rollout import calibrate, edge_steps, show
 from cost_fit import fit
-from forced_rollout import ForcedRollout, machine, on_devices_s, open_rollout
+from forced_rollout import ForcedRollout, machine, on_devices_s, open_rollout, positive
 
 from app.rollout.scheduling import traces
 from app.rollout.scheduling.cost_model import CostModel
@@ -113,7 +112,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
             on_devices_s(rollout.engines)
             measure(rollout, policy, measured[policy])
             print(f"{policy}: {measured[policy].seconds[-1]:.3f} s", flush=True)
-        timed += calibrate(rollout, repeats=options.calibrations)[1]
+        timed += calibrate(rollout, repeats=options.calibrations, rehearsals=0)[1]
     cost, lengths = fit(timed), rollout.lengths[0]
     show(cost, timed[: len({one.what for one in timed})])
     found = {policy: result_of(rollout, policy, measured[policy], cost) for policy in POLICIES}
@@ -136,16 +135,16 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin:tiny", help="as `model.path`")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--slots", type=int, nargs="+", default=[16], help="of each worker; the first is fast")
+    parser.add_argument("--prompts", type=positive, default=16)
+    parser.add_argument("--group", type=positive, default=8)
+    parser.add_argument("--slots", type=positive, nargs="+", default=[16], help="of each worker; the first is fast")
     parser.add_argument("--mean-length", type=float, default=88.0)
     parser.add_argument("--sigma", type=float, default=0.8)
     parser.add_argument("--correlation", type=float, default=0.5)
-    parser.add_argument("--longest", type=int, default=512)
+    parser.add_argument("--longest", type=positive, default=512)
     parser.add_argument("--overhead-steps", type=float, help="as `rollout.segment.overhead_steps`")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--calibrations", type=int, default=2, help="before each repeat, and after the last")
+    parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--calibrations", type=positive, default=2, help="before each repeat, and after the last")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     result = bench(options)
