@@ -155,6 +155,8 @@ def edges(rollout: ForcedRollout) -> Iterator[Timed]:
         # With one worker no command depends on costs, so that the makespan is a sum of them.
         counts: dict[Any, float] = {name: paid(replace(FREE, **{name: 1.0})) for name in OTHER_NAMES}
         counts |= {program: paid(replace(FREE, measured_steps=((*program, 1.0),))) for program in programs_of(rollout)}
+        # A makespan is never quite 0.
+        counts = {name: count for name, count in counts.items() if count > 0.5}
         yield Timed(f"rollout in segments of {length}", counts, figures(made.records).makespan_s)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from app.rollout.scheduling.cost_model import CostModel
 
 STEP_NAMES = ("step_s", "step_row_s", "step_cached_token_s")
 OTHER_NAMES = tuple(field.name for field in fields(CostModel) if field.name not in (*STEP_NAMES, "measured_steps"))
-FREE = CostModel(**dict.fromkeys((*STEP_NAMES, *OTHER_NAMES), 0.0))
+FREE = replace(CostModel(), **dict.fromkeys((*STEP_NAMES, *OTHER_NAMES), 0.0))
 
 Counts = Mapping[Any, float]
 """How often each was paid: one of `OTHER_NAMES`, `CALL`, or (rows, cache length), a step of that decode program."""

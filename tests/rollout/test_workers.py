@@ -299,7 +299,7 @@ def test_the_simulator_gives_the_same_commands_as_real_workers_did(num_workers: 
     assert list(map(decisions, clock.run())) == list(map(decisions, made.records))
 
 
-def decisions(record: LogRecord) -> tuple[list[Command], set[tuple[str, int]]]:
+def decisions(record: LogRecord) -> tuple[Sequence[Command], set[tuple[str, int]]]:
     """What was commanded, and what samples had become; workers report their rows in the order of their slots."""
     commits = [command for command in record.commands if isinstance(command, Commit)]
     others = [command for command in record.commands if not isinstance(command, Commit)]

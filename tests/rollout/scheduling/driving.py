@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from app.rollout.scheduling.cost_model import CostModel
@@ -19,7 +20,7 @@ from app.rollout.scheduling.events import (
 from app.rollout.scheduling.scheduler import Scheduler
 from settings.rollout_section import Pdsr, Segment
 
-FREE = CostModel(**dict.fromkeys(CostModel().to_json().keys() - {"measured_steps"}, 0.0))
+FREE = replace(CostModel(), **dict.fromkeys(CostModel().to_json().keys() - {"measured_steps"}, 0.0))
 """Nothing costs anything."""
 
 
