@@ -92,7 +92,7 @@ class Bench:
         length = self.shapes.prompt_rungs[0]
         prompt = self.prompt(length)
         rows = [Row(prompt, i, max_new_tokens=full - length, policy_version=POLICY_VERSION) for i in range(slots)]
-        engine.prefill([prompt])
+        seconds_of(lambda: (engine.prefill([prompt]), engine._pool))
         for part in (rows[:1], rows[1:]):
             taken = seconds_of(lambda part=part: (engine.admit(part), engine._cache))
             yield Timed(f"admit {len(part)}", {"admit_s": 1, "admit_row_s": len(part)}, taken)
