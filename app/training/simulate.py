@@ -78,7 +78,7 @@ class Simulation:
     """What the lengths come from, where that is an event log."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"cost": self.cost.to_json()}
 
     def to_text(self) -> str:
         rows = [_HEADINGS, *map(_cells, self.policies)]

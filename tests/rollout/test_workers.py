@@ -19,16 +19,40 @@ from jax.sharding import Mesh
 from app.flow import Sample
 from app.mesh.islands import island
 from app.rollout.scheduled import Schedule, ScheduledWorkers
-from app.rollout.scheduling.event_log import replay, write_log
-from app.rollout.scheduling.events import Admit, Command, Kind, RunSegment, Suspend, WorkerJoined, WorkerLost, to_json
+from app.rollout.scheduling.cost_model import CostModel
+from app.rollout.scheduling.event_log import LogRecord, replay, write_log
+from app.rollout.scheduling.events import (
+    Admit,
+    Command,
+    Commit,
+    Kind,
+    RunSegment,
+    Suspend,
+    WorkerJoined,
+    WorkerLost,
+    to_json,
+)
 from app.rollout.scheduling.figures import figures, spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
+from app.rollout.scheduling.traces import trace_of
+from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
+from app.rollout.scheduling.virtual_slots import Ladders
 from app.rollout.slots import Segment as RanSegment
 from app.rollout.slots import SlotEngine
 from app.rollout.workers import Worker
 from app.training.metrics import CompilationCounter
 from settings.rollout_section import Pdsr, Segment
-from tests.rollout.test_slots import ARGUMENTS, DEFINITION, FLOAT32, LENGTHS, PROMPTS, generate, new_slots, weights_on
+from tests.rollout.test_slots import (
+    ARGUMENTS,
+    DEFINITION,
+    FLOAT32,
+    LENGTHS,
+    LONGEST,
+    PROMPTS,
+    generate,
+    new_slots,
+    weights_on,
+)
 from tests.tiny import make_mesh, spell
 
 EAGER = Pdsr(fast_limit_tokens=8, probe_limit_tokens=4, window=64, window_min=4)
@@ -253,3 +277,42 @@ def test_a_later_rollout_knows_how_long_the_prompts_samples_were() -> None:
 
 def test_devices_are_those_of_the_island() -> None:
     assert mesh_of(5).devices.flatten().tolist() == [jax.local_devices()[5]]
+
+
+@pytest.mark.parametrize("policy", ["sync", "adaptive"])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_simulator_gives_the_same_commands_as_real_workers_did(num_workers: int, policy: str) -> None:
+    """Slots that grow and shrink, samples that end where nobody foresaw it: only seconds may differ."""
+    engines = [unforeseen_engine(number) for number in range(num_workers)]
+    workers = [Worker(f"{kind}-0", kind, engine, device="0") for kind, engine in zip(KINDS, engines, strict=False)]
+    made = scheduled(workers, policy, in_turn=True)
+    samples = made.generate(weights_on(), PROMPTS, max_new_tokens=LONGEST, **ARGUMENTS)
+    assert len({len(sample.completion_ids) for sample in samples}) > 5
+    shapes = engines[0].shapes
+    ladders = Ladders(shapes.batch_rungs, shapes.cache_rungs, shapes.prompt_rungs, shapes.prefill_rows)
+    specs = [
+        WorkerSpec(one.name, one.kind, shapes.num_slots, shapes.batch_rungs[:-1], one.device, ladders)
+        for one in workers
+    ]
+    scheduler = Scheduler(policy, pdsr=EAGER, segment=SHORT)
+    clock = VirtualClock(scheduler, trace_of(made.records), specs, CostModel(), max_new=LONGEST)
+    assert list(map(decisions, clock.run())) == list(map(decisions, made.records))
+
+
+def decisions(record: LogRecord) -> tuple[Sequence[Command], set[tuple[str, int]]]:
+    """What was commanded, and what samples had become; workers report their rows in the order of their slots."""
+    commits = [command for command in record.commands if isinstance(command, Commit)]
+    others = [command for command in record.commands if not isinstance(command, Commit)]
+    return others, {(row.uid, row.num_tokens) for commit in commits for row in commit.rows}
+
+
+@functools.cache
+def unforeseen_engine(number: int) -> SlotEngine:
+    """In the fast mode, with ends of sequence in a tenth of the vocabulary; all share their programs."""
+    eos_ids = range(0, DEFINITION.architecture.vocab_size, 10)
+    if number == 0:
+        return new_slots(4, exact=False, eos_ids=eos_ids)
+    first = unforeseen_engine(0)
+    return SlotEngine(
+        *(DEFINITION, mesh_of(0), first.shapes), eos_ids=eos_ids, dtype=FLOAT32, exact=False, programs=first.programs
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from settings.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Every cost is a fixed part and a rate: what a least-squares fit of measured times gives.
+    """Every cost is a fixed part and a rate, as `scripts/bench/calibrate_rollout.py` fits them to measured times.
 
     The defaults are a 7B model in bfloat16 on one H200 by its data sheet (989 TFLOP/s, 4.8 TB/s): weights of 15.2 GB
     read at each step, 57,344 bytes of cache a token, 2 FLOPs a weight and token, prefill at 40 % of the peak.
@@ -24,26 +25,50 @@ class CostModel:
     step_cached_token_s: float = 1.2e-8
     """For each token of cache read: rows x cache length, both padded."""
     segment_s: float = 1.5e-3
-    """Of a segment's edge."""
+    """Of a segment's edge, on the host: another worker may have the device meanwhile."""
     prefill_s: float = 5e-3
-    """Of putting in rows that need a prefill, together."""
+    """Of one program that reads prompts, whatever it reads."""
     prefill_token_s: float = 3.8e-5
-    """For each token of a distinct prompt, or of a row whose cache is rebuilt."""
+    """For each token that it reads, padded ones included."""
+    admit_s: float = 1e-4
+    """Of putting the caches of prompts into slots, all that are admitted together."""
+    admit_row_s: float = 1e-5
+    """For each of them."""
+    copy_token_s: float = 2.4e-8
+    """For each token of cache copied on its own device: to fewer or more rows, into a longer cache."""
     move_s: float = 1e-3
-    """Of copying a row from another worker."""
+    """Of taking a row out of its worker and putting it into another, or back."""
     move_token_s: float = 1e-6
+    """For each token that its cache has room for."""
+    measured_steps: tuple[tuple[int, int, float], ...] = ()
+    """(rows, cache length, seconds of a step) of programs that were measured, for which it holds instead of the first
+    three: a cache that falls out of a processor's own is no straight line."""
 
     def step(self, *, rows: int, cache_length: int) -> float:
+        for program in self.measured_steps:
+            if program[:2] == (rows, cache_length):
+                return program[2]
+        return self.fitted_step(rows=rows, cache_length=cache_length)
+
+    def fitted_step(self, *, rows: int, cache_length: int) -> float:
+        """By the three constants."""
         return self.step_s + self.step_row_s * rows + self.step_cached_token_s * rows * cache_length
 
     def prefill(self, num_tokens: int) -> float:
-        return self.prefill_s + self.prefill_token_s * num_tokens if num_tokens else 0.0
+        """Of one program."""
+        return self.prefill_s + self.prefill_token_s * num_tokens
+
+    def admit(self, num_rows: int) -> float:
+        return self.admit_s + self.admit_row_s * num_rows
+
+    def copy(self, num_tokens: int) -> float:
+        return self.copy_token_s * num_tokens
 
     def move(self, num_tokens: int) -> float:
         return self.move_s + self.move_token_s * num_tokens
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"measured_steps": [list(program) for program in self.measured_steps]}
 
     @classmethod
     def from_json(cls, values: dict[str, Any], *, where: str) -> CostModel:
@@ -52,13 +77,28 @@ class CostModel:
         unknown = sorted(set(values) - set(names))
         if unknown:
             raise InputError(f"{where}: {unknown[0]} is no cost; expected some of {', '.join(names)}")
-        for name, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        programs = values.get("measured_steps", [])
+        if not isinstance(programs, list) or not all(map(_is_program, programs)):
+            raise InputError(
+                f"{where}: measured_steps: expected a list of [rows, cache length, seconds above 0], got {programs!r}"
+            )
+        constants = {name: value for name, value in values.items() if name != "measured_steps"}
+        for name, value in constants.items():
+            if not _is_number(value):
                 raise InputError(f"{where}: {name}: expected seconds, at least 0, got {value!r}")
-        model = cls(**values)
+        model = cls(**constants, measured_steps=tuple((rows, length, taken) for rows, length, taken in programs))
         if model.step_s + model.step_row_s <= 0:
             raise InputError(f"{where}: a decode step costs nothing; set step_s or step_row_s above 0")
         return model
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < math.inf
+
+
+def _is_program(value: Any) -> bool:
+    is_triple = isinstance(value, list) and len(value) == 3 and all(map(_is_number, value))
+    return is_triple and all(isinstance(size, int) and size for size in value[:2]) and value[2] > 0
 
 
 class Work(NamedTuple):
@@ -79,9 +119,12 @@ def lower_bound_s(work: Sequence[Work], slots: Iterable[int], cost: CostModel) -
     slots = list(slots)
     if not work or not slots:
         return 0.0
-    a, b = cost.step_s, cost.step_row_s
+    # The bounds are of the three constants; a program that is faster than they say lowers them.
+    fastest = [taken / cost.fitted_step(rows=rows, cache_length=length) for rows, length, taken in cost.measured_steps]
+    scale = min([1.0, *fastest])
+    a, b, c = scale * cost.step_s, scale * cost.step_row_s, scale * cost.step_cached_token_s
     tokens = sum(one.num_tokens for one in work)
-    read = {one: _tokens_read(one) * cost.step_cached_token_s for one in set(work)}
+    read = {one: _tokens_read(one) * c for one in set(work)}
     prompts = {one.prompt: one.prompt_length for one in work}
     extra = sum(read[one] for one in work) + sum(cost.prefill_token_s * length for length in prompts.values())
     rates = [s / (a + b * s) for s in slots]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,8 @@ import numpy as np
 
 from app.jsonl import read_jsonl, write_jsonl
 from app.rollout.scheduling.cost_model import Work
-from app.rollout.scheduling.events import NewSample
+from app.rollout.scheduling.event_log import LogRecord
+from app.rollout.scheduling.events import Commit, NewSample, Submitted
 from settings.errors import InputError
 
 
@@ -93,6 +94,18 @@ def _trace(lengths: np.ndarray, max_new: int) -> Trace:
         for prompt, of_prompt in enumerate(whole)
         for index, length in enumerate(of_prompt)
     ]
+
+
+def trace_of(records: Iterable[LogRecord]) -> Trace:
+    """What samples became, by the event log of a rollout, in the order of their submission."""
+    samples: list[NewSample] = []
+    lengths: dict[str, int] = {}
+    for event, commands in records:
+        if isinstance(event, Submitted):
+            samples += event.samples
+        ended = [row for command in commands if isinstance(command, Commit) for row in command.rows if row.finish]
+        lengths |= {row.uid: row.num_tokens for row in ended}
+    return [Traced(one.uid, one.prompt, one.index, lengths[one.uid], one.prompt_length) for one in samples]
 
 
 def write_trace(path: str | Path, trace: Trace) -> None:

@@ -29,9 +29,10 @@ from app.rollout.scheduling.events import (
 )
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.scheduling.traces import Trace, Traced, new_samples
+from app.rollout.scheduling.virtual_slots import Ladders, VirtualSlots
 
 CACHE_RUNGS = tuple(256 * 2**i for i in range(13))
-"""Cache lengths that an engine has programs for."""
+"""Cache lengths that an engine has programs for, up to the longest that a sample may need."""
 WAVE_S = 0.5
 
 
@@ -43,6 +44,8 @@ class WorkerSpec:
     rungs: tuple[int, ...] = ()
     device: str | None = None
     """Workers on one device take turns; None: a device of its own."""
+    ladders: Ladders | None = None
+    """Of its engine; None: `CACHE_RUNGS`, and prompts that are not padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +79,12 @@ class _Row:
 @dataclass(slots=True)
 class _Worker:
     spec: WorkerSpec
+    slots: VirtualSlots
     rows: dict[str, _Row] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
     """Uids whose caches it keeps."""
-    prompts: set[str] = field(default_factory=set)
-    """That it has prefilled."""
+    owed_s: float = 0.0
+    """Of what it was told since its last segment."""
 
 
 class VirtualClock:
@@ -163,8 +167,13 @@ class VirtualClock:
         return True
 
     def join(self, spec: WorkerSpec, *, at: float = 0.0) -> None:
-        self._workers[spec.name] = _Worker(spec)
+        ladders = spec.ladders or self._ladders((*spec.rungs, spec.slots))
+        self._workers[spec.name] = _Worker(spec, VirtualSlots(ladders, self.cost))
         self._post(WorkerJoined(at, spec.name, spec.kind, spec.slots, spec.rungs, spec.device))
+
+    def _ladders(self, rows: tuple[int, ...]) -> Ladders:
+        top = max(one.prompt_length for one in self.traced.values()) + self.max_new
+        return Ladders(rows, (*(rung for rung in CACHE_RUNGS if rung < top), top))
 
     def _lose(self, spec: WorkerSpec, why: str, *, at: float) -> None:
         """The worker is reported lost, and comes back, once, under another name."""
@@ -179,6 +188,7 @@ class VirtualClock:
         match command:
             case Suspend():
                 worker = self._workers[command.worker]
+                worker.owed_s += worker.slots.suspend()
                 for uid in command.uids:
                     del worker.rows[uid]
                 if command.why != "truncated" and self.scheduler.keeps_caches:
@@ -192,20 +202,27 @@ class VirtualClock:
                 self._workers.pop(command.worker, None)
 
     def _run(self, command: RunSegment, now: float) -> None:
-        worker = self._workers[command.worker]
-        seconds = self.cost.segment_s + sum(self._admit(worker, one) for one in command.admit)
-        prefilled = self._prefill_tokens(worker, command.admit)
-        seconds += self.cost.prefill(prefilled)
-        assert 0 < len(worker.rows) <= worker.spec.slots, f"{command.worker}: {len(worker.rows)} rows"
-        steps = self._steps(command, [row.traced.length - row.num_tokens for row in worker.rows.values()])
-        longest = max(row.traced.prompt_length + row.num_tokens for row in worker.rows.values()) + steps
-        step_s = self._step_s(worker, len(worker.rows), longest)
+        worker, slots = self._workers[command.worker], self._workers[command.worker].slots
+        seconds = worker.owed_s + self._admit(worker, command.admit)
+        worker.owed_s = 0.0
+        rows = list(worker.rows.values())
+        assert 0 < len(rows) <= worker.spec.slots, f"{command.worker}: {len(rows)} rows"
+        if not command.leave_when_finished:
+            seconds += slots.compact(len(rows))
+        in_room, growth_s = slots.make_room(
+            (row.traced.prompt_length + row.num_tokens, self.max_new - row.num_tokens) for row in rows
+        )
+        steps = self._steps(command, [row.traced.length - row.num_tokens for row in rows])
+        steps = steps if in_room is None else min(steps, in_room)
         # Replayed tokens pass through the decode program, all rows side by side.
         replayed = max((one.num_tokens for one in command.admit if one.how == "replay"), default=0)
-        seconds += (steps + replayed) * step_s
+        seconds += growth_s + slots.steps(steps + replayed)
         device = worker.spec.device or worker.spec.name.partition("#")[0]
-        ends = max(now, self._free_at.get(device, 0.0)) + seconds
-        self._free_at[device] = ends
+        free_at = self._free_at.get(device, 0.0)
+        starts = max(now, free_at)
+        # The host makes a segment ready while another's still has the device.
+        seconds += max(now + self.cost.segment_s, free_at) - starts
+        self._free_at[device] = ends = starts + seconds
         self._report(command, worker, seconds, steps, ends)
 
     def _report(self, command: RunSegment, worker: _Worker, seconds: float, steps: int, ends: float) -> None:
@@ -231,28 +248,28 @@ class VirtualClock:
                 ends += seconds * self._random.random()
             self._post(SegmentEnded(ends, command.worker, command.segment, tuple(reports), seconds, steps))
 
-    def _admit(self, worker: _Worker, one: Admit) -> float:
-        """Seconds that its copy takes, 0 where it is prefilled."""
-        traced = self.traced[one.uid]
-        traced = traced._replace(length=min(traced.length, self.max_new))
-        assert one.uid not in worker.rows, f"{one.uid} is admitted a second time"
-        worker.rows[one.uid] = _Row(traced, one.epoch, one.num_tokens)
-        if one.how != "copy":
-            return 0.0
-        assert one.source is not None and one.uid in self._workers[one.source].kept, f"{one.uid}: nobody kept its cache"
-        self._workers[one.source].kept.remove(one.uid)
-        return self.cost.move(traced.prompt_length + one.num_tokens)
-
-    def _prefill_tokens(self, worker: _Worker, admitted: Sequence[Admit]) -> int:
-        total = 0
+    def _admit(self, worker: _Worker, admitted: Sequence[Admit]) -> float:
+        """Seconds that it takes to put them in."""
+        prompts: dict[str, int] = {}
+        reread: list[int] = []
+        num_copied = 0
         for one in admitted:
             traced = self.traced[one.uid]
-            if one.how == "prefill" and one.num_tokens:
-                total += traced.prompt_length + one.num_tokens
-            elif one.how != "copy" and traced.prompt not in worker.prompts:
-                worker.prompts.add(traced.prompt)
-                total += traced.prompt_length
-        return total
+            traced = traced._replace(length=min(traced.length, self.max_new))
+            assert one.uid not in worker.rows, f"{one.uid} is admitted a second time"
+            worker.rows[one.uid] = _Row(traced, one.epoch, one.num_tokens)
+            if one.how == "copy":
+                assert one.source and one.uid in self._workers[one.source].kept, f"{one.uid}: nobody kept its cache"
+                self._workers[one.source].kept.remove(one.uid)
+                num_copied += 1
+            elif one.how == "prefill" and one.num_tokens:
+                reread.append(traced.prompt_length + one.num_tokens)
+            else:
+                prompts[traced.prompt] = traced.prompt_length
+        if not admitted:
+            return 0.0
+        num_fresh = len(admitted) - len(reread) - num_copied
+        return worker.slots.admit(prompts, num_fresh=num_fresh, reread=reread, num_copied=num_copied)
 
     @staticmethod
     def _steps(command: RunSegment, left: list[int]) -> int:
@@ -264,8 +281,3 @@ class VirtualClock:
         if 0 < command.leave_when_active < len(left):
             steps = min(steps, left[len(left) - command.leave_when_active - 1])
         return steps
-
-    def _step_s(self, worker: _Worker, num_rows: int, longest: int) -> float:
-        rows = min(rung for rung in (*worker.spec.rungs, worker.spec.slots) if rung >= num_rows)
-        cache = next((rung for rung in CACHE_RUNGS if rung >= longest), longest)
-        return self.cost.step(rows=rows, cache_length=cache)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.events import (
     Closed,
     Command,
@@ -17,6 +19,9 @@ from app.rollout.scheduling.events import (
 )
 from app.rollout.scheduling.scheduler import Scheduler
 from settings.rollout_section import Pdsr, Segment
+
+FREE = replace(CostModel(), **dict.fromkeys(CostModel().to_json().keys() - {"measured_steps"}, 0.0))
+"""Nothing costs anything."""
 
 
 def make_scheduler(policy: str = "adaptive", *, pdsr: dict | None = None, segment: dict | None = None, **more: Any):

@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 
 from app.rollout.scheduling import traces
+from app.rollout.scheduling.cost_model import CostModel
+from app.rollout.scheduling.scheduler import POLICIES
 from app.rollout.scheduling.traces import Traced, read_trace, write_trace
+from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
 from settings.errors import InputError
+from tests.rollout.scheduling.driving import make_scheduler
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
@@ -45,6 +49,15 @@ def test_a_trace_is_read_back(tmp_path: Path) -> None:
     trace = [Traced("a/s0", "a", 0, 5, 7), Traced("odd", "q", 3, 1, 128)]
     write_trace(tmp_path / "t.jsonl", trace)
     assert read_trace(tmp_path / "t.jsonl") == trace
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_event_log_of_a_rollout_is_its_trace(policy: str) -> None:
+    rng = np.random.default_rng(2)
+    trace = traces.log_normal(rng, prompts=6, group=4, mean=60, sigma=1.0, correlation=0.5, max_new=200)
+    workers = [WorkerSpec("f", "fast", 4), WorkerSpec("h", "heavy", 4)]
+    clock = VirtualClock(make_scheduler(policy), trace, workers, CostModel(), max_new=200)
+    assert traces.trace_of(clock.run()) == trace
 
 
 def test_samples_of_a_rollout_are_a_trace(tmp_path: Path) -> None:

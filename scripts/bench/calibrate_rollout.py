@@ -1,0 +1,215 @@
+"""What decoding costs on this machine, measured on the engine's own programs, for `grpo rollout --simulate --cost`.
+
+    python scripts/bench/calibrate_rollout.py --model builtin:tiny --out costs.json
+    grpo rollout --simulate lengths.jsonl --cost costs.json
+
+Decode segments over rungs of rows and of cache, prefills over rungs of prompts, rows admitted and suspended, and caches
+that grow are timed one by one; small scheduled rollouts in short segments add what a segment's edge costs, the
+scheduler's part in it included. The constants are fitted to all of them (`cost_fit.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from cost_fit import CALL, FREE, OTHER_NAMES, Timed, explained, fit
+from forced_rollout import POLICY_VERSION, RULES, ForcedRollout, WatchedEngine, open_rollout, positive
+
+from app.flow import Prompt
+from app.rollout.rows import Row
+from app.rollout.scheduling.cost_model import CostModel
+from app.rollout.scheduling.figures import figures
+from app.rollout.scheduling.scheduler import Scheduler
+from app.rollout.scheduling.traces import trace_of
+from app.rollout.scheduling.virtual_clock import VirtualClock
+from settings.rollout_section import Pdsr, Segment
+
+SEED = 99
+"""Under which nothing ends before it must."""
+STEPS = (8, 40)
+"""Of timed segments."""
+EDGE_LENGTHS = (1, 3, 8)
+"""Of segments in rollouts that are timed for their edges."""
+EDGE_TOKENS = 16
+"""Of each sample in them."""
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    """Until the devices have done it."""
+    start = time.perf_counter()
+    jax.block_until_ready(action())
+    return time.perf_counter() - start
+
+
+class Bench:
+    """One engine, put into any state."""
+
+    def __init__(self, rollout: ForcedRollout, engine: WatchedEngine):
+        self.rollout = rollout
+        self.engine = engine
+        self.shapes = engine.shapes
+        self._number = 0
+
+    def open(self) -> None:
+        self.engine.open(self.rollout.weights, rules=RULES, seed=SEED, policy_version=POLICY_VERSION, suspends=True)
+
+    def prompt(self, length: int) -> Prompt:
+        """That was never seen."""
+        self._number += 1
+        ids = np.full(length, 1, np.int32)
+        ids[:2] = 1 + self._number % 99, 1 + self._number // 99
+        return Prompt(f"calibration-{self._number}", ids, "", None)
+
+    def everything(self) -> Iterator[Timed]:
+        """Each measurement once."""
+        self.open()
+        yield from self.prefills()
+        yield from self.slots()
+        self.engine.close()
+
+    def prefills(self) -> Iterator[Timed]:
+        engine = self.engine
+        for num_rows in self.shapes.prefill_rows:
+            for rung in self.shapes.prompt_rungs:
+                prompts = [self.prompt(rung) for _ in range(num_rows)]
+                taken = seconds_of(lambda prompts=prompts: (engine.prefill(prompts), engine._pool))
+                counts = {"prefill_s": 1, "prefill_token_s": num_rows * rung}
+                yield Timed(f"prefill {num_rows} x {rung}", counts, taken)
+
+    def slots(self) -> Iterator[Timed]:
+        """From the shortest caches to the longest, from all rows to the fewest."""
+        engine, slots, full = self.engine, self.shapes.num_slots, self.shapes.max_length
+        # Short prompts leave room for many steps.
+        length = self.shapes.prompt_rungs[0]
+        prompt = self.prompt(length)
+        rows = [Row(prompt, i, max_new_tokens=full - length, policy_version=POLICY_VERSION) for i in range(slots)]
+        seconds_of(lambda: (engine.prefill([prompt]), engine._pool))
+        for part in (rows[:1], rows[1:]):
+            taken = seconds_of(lambda part=part: (engine.admit(part), engine._cache))
+            yield Timed(f"admit {len(part)}", {"admit_s": 1, "admit_row_s": len(part)}, taken)
+        for room in self.shapes.cache_rungs:
+            if room != self.shapes.cache_rungs[0]:
+                taken = seconds_of(lambda room=room: (engine._grow_to(room), engine._cache))
+                yield Timed(f"grow to {room}", {"copy_token_s": slots * room}, taken)
+            yield from self.decoding()
+        for count in (1, 2):
+            taken = seconds_of(lambda count=count: (self._move(count), engine._cache))
+            yield Timed(f"move {count}", {"move_s": count, "move_token_s": count * full}, taken)
+        for rung in reversed(self.shapes.batch_rungs[:-1]):
+            engine.suspend(engine.resident[rung:])
+            taken = seconds_of(lambda: (engine.compact(), engine._cache))
+            yield Timed(f"compact to {rung}", {"copy_token_s": rung * full}, taken)
+            yield from self.decoding()
+
+    def _move(self, count: int) -> None:
+        self.engine.admit(self.engine.suspend(self.engine.resident[:count]))
+
+    def decoding(self) -> Iterator[Timed]:
+        engine = self.engine
+        for most in STEPS:
+            rows, room = len(engine._rows), engine._room
+            start = time.perf_counter()
+            engine.start(length=most)
+            ran = engine.wait()
+            ran.collect()
+            taken = time.perf_counter() - start
+            counts = {(rows, room): ran.steps, CALL: 1}
+            yield Timed(f"decode {ran.steps} steps, {rows} rows, room {room}", counts, taken)
+
+
+def programs_of(rollout: ForcedRollout) -> list[tuple[int, int]]:
+    """Decode programs of the first worker, as (rows, room)."""
+    return rollout.engines[0].programs.decoding_sizes
+
+
+def edges(rollout: ForcedRollout) -> Iterator[Timed]:
+    """Rollouts on the first worker alone. What they paid, the virtual clock knows."""
+    prompts = rollout.prompts[:2]
+    for length in EDGE_LENGTHS:
+        rule = Segment(min=length, max=length)
+        made = rollout.workers("adaptive", rule=rule, num_workers=1)
+        made.generate(
+            rollout.weights,
+            prompts,
+            group_size=rollout.slots[0],
+            max_new_tokens=EDGE_TOKENS,
+            rules=RULES,
+            seed=SEED,
+            policy_version=POLICY_VERSION,
+        )
+        trace, specs = trace_of(made.records), rollout.specs(1)
+
+        def paid(cost: CostModel, trace=trace, specs=specs, rule=rule) -> float:
+            scheduler = Scheduler("adaptive", pdsr=Pdsr(), segment=rule)
+            return figures(VirtualClock(scheduler, trace, specs, cost, max_new=EDGE_TOKENS).run()).makespan_s
+
+        # With one worker no command depends on costs, so that the makespan is a sum of them.
+        counts: dict[Any, float] = {name: paid(replace(FREE, **{name: 1.0})) for name in OTHER_NAMES}
+        counts |= {program: paid(replace(FREE, measured_steps=((*program, 1.0),))) for program in programs_of(rollout)}
+        # A makespan is never quite 0.
+        counts = {name: count for name, count in counts.items() if count > 0.5}
+        yield Timed(f"rollout in segments of {length}", counts, figures(made.records).makespan_s)
+
+
+def calibrate(rollout: ForcedRollout, *, repeats: int, rehearsals: int = 1) -> tuple[CostModel, list[Timed]]:
+    """The fitted constants, and the medians that they are fitted to.
+
+    Args:
+        rehearsals: rounds before, which touch memory for the first time.
+    """
+    bench = Bench(rollout, rollout.engines[0])
+    taken: dict[str, list[Timed]] = {}
+    for number in range(rehearsals + repeats):
+        for one in [*bench.everything(), *edges(rollout)]:
+            if number >= rehearsals:
+                taken.setdefault(one.what, []).append(one)
+    medians = [ones[0]._replace(seconds=statistics.median(one.seconds for one in ones)) for ones in taken.values()]
+    return fit(medians), medians
+
+
+def edge_steps(cost: CostModel, rollout: ForcedRollout) -> float:
+    """What a segment's edge costs, in decode steps of the first worker: `rollout.segment.overhead_steps`.
+
+    Where several workers take turns, the host's part is hidden behind the segment of another.
+    """
+    shapes = rollout.engines[0].shapes
+    edge = cost.admit_s + (cost.segment_s if len(rollout.engines) == 1 else 0.0)
+    return round(max(edge / cost.step(rows=shapes.num_slots, cache_length=shapes.max_length), 0.01), 3)
+
+
+def show(cost: CostModel, measured: list[Timed]) -> None:
+    for one in measured:
+        print(f"{one.what:<44} {1e3 * one.seconds:9.3f} ms   fitted / measured {explained(one, cost):.2f}")
+    print(json.dumps(cost.to_json(), indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="builtin:tiny", help="as `model.path`")
+    parser.add_argument("--slots", type=positive, default=8)
+    parser.add_argument("--longest", type=positive, default=512, help="tokens that a sample may have")
+    parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--out", type=Path, required=True, help="what `grpo rollout --simulate --cost` takes")
+    options = parser.parse_args()
+    lengths = [[options.longest] * 2]
+    rollout = open_rollout(
+        options.model, num_prompts=2, lengths=lengths, longest=options.longest, slots=[options.slots], rule=Segment()
+    )
+    print(f"compiled in {rollout.compile():.1f} s", flush=True)
+    cost, measured = calibrate(rollout, repeats=options.repeats)
+    show(cost, measured)
+    print(f"rollout.segment.overhead_steps: {edge_steps(cost, rollout)}")
+    options.out.write_text(json.dumps(cost.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Rollouts whose samples end where a benchmark says, by end-of-sequence tokens that nobody can foresee.
+
+The scheduler and the engine know how long a sample may become, and nothing else, as in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, UInt32
+
+from app.flow import Prompt
+from app.mesh.topology import make_mesh
+from app.policy.decoder import DecoderDefinition
+from app.policy.families import architecture_from_config
+from app.policy.kv_cache import DecodeWeights, decode_weights
+from app.policy.weight_files import open_model
+from app.policy.weights import load_weights
+from app.rollout.sampling import Drawn, Sampler, SamplingRules, draw, sample_keys, uid_words
+from app.rollout.scheduled import Schedule, ScheduledWorkers
+from app.rollout.scheduling.events import Kind
+from app.rollout.scheduling.virtual_clock import WorkerSpec
+from app.rollout.scheduling.virtual_slots import Ladders
+from app.rollout.slot_programs import Name, Program, SlotPrograms, decode_segment
+from app.rollout.slot_shapes import SlotShapes, slot_shapes
+from app.rollout.slots import Segment as RanSegment
+from app.rollout.slots import SlotEngine
+from app.rollout.streaming import Streaming
+from app.rollout.workers import Worker
+from settings.rollout_section import Pdsr, Segment
+from settings.schema import Mesh as MeshSettings
+
+POLICY_VERSION = 0
+EOS = 0
+RULES = SamplingRules(1.0)
+DTYPE = jnp.dtype("float32")
+PROMPT_LENGTHS = (48, 96)
+
+
+def random_prompts(count: int, *, vocab_size: int) -> list[Prompt]:
+    rng = np.random.default_rng(1)
+    ids = [rng.integers(1, vocab_size, rng.integers(*PROMPT_LENGTHS)).astype(np.int32) for _ in range(count)]
+    return [Prompt(f"prompt-{i}", token_ids, "", None) for i, token_ids in enumerate(ids)]
+
+
+def last_keys(prompts: Sequence[Prompt], lengths: Sequence[int], *, seed: int) -> UInt32[np.ndarray, "N 2"]:
+    """The key of each sample's last token, by which the devices know where it ends; noise is keyed by position."""
+    of_sample = [prompts[i * len(prompts) // len(lengths)] for i in range(len(lengths))]
+    group_size = len(lengths) // len(prompts)
+    words = jnp.asarray(uid_words([prompt.uid for prompt in of_sample]))
+    indices = jnp.arange(len(lengths)) % group_size
+    keys = sample_keys(jnp.int32(seed), jnp.int32(POLICY_VERSION), words, indices)
+    positions = np.asarray([len(prompt.token_ids) for prompt in of_sample]) + np.asarray(lengths) - 1
+    return np.asarray(jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, positions)))
+
+
+def ending_draw(ends: UInt32[np.ndarray, "N 2"]) -> Sampler:
+    """`draw`, but for the end of sequence, which comes at these keys and nowhere else."""
+
+    def sampler(logits: Array, rules: SamplingRules, keys: Array) -> Drawn:
+        drawn = draw(logits, rules, keys)
+        is_last = jnp.any(jnp.all(jax.random.key_data(keys)[:, None] == ends, axis=-1), axis=-1)
+        token_ids = jnp.where(drawn.token_ids == EOS, EOS + 1, drawn.token_ids)
+        return drawn._replace(token_ids=jnp.where(is_last, EOS, token_ids))
+
+    return sampler
+
+
+class EndingPrograms(SlotPrograms):
+    """Programs with a sampler of their own."""
+
+    sampler: Sampler
+    decode_asked_s: float
+    """When a decode program was last asked for; it is dispatched at once. Of `time.perf_counter`."""
+
+    def __getitem__(self, name: Name) -> Callable[..., Any]:
+        if name[0] == "decode":
+            self.decode_asked_s = time.perf_counter()
+        return super().__getitem__(name)
+
+    def _decoding(self, rows: int, length: int, *, truncates: bool) -> Program:
+        _, arguments, options = super()._decoding(rows, length, truncates=truncates)
+        first = self._definition, self.sampler, self._shapes.segment_max
+        return lambda *more: decode_segment(*first, *more), arguments, options
+
+
+class WatchedEngine(SlotEngine):
+    """Knows when its segments were with the devices."""
+
+    programs: EndingPrograms
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.spans: list[tuple[float, float]] = []
+        """Of `time.perf_counter`: from its dispatch until the host knows that it has ended."""
+
+    def start(self, **limits: Any) -> None:
+        super().start(**limits)
+        self._started_s = self.programs.decode_asked_s
+
+    def wait(self) -> RanSegment:
+        ended = super().wait()
+        self.spans.append((self._started_s, time.perf_counter()))
+        return ended
+
+
+@dataclass
+class ForcedRollout:
+    """A model, prompts, and how long the samples of each become.
+
+    Args:
+        lengths: of all samples, for each seed from 0 on. Under any other they have no end but `longest`.
+        longest: tokens that a sample may have, for all that anybody is told.
+        slots: of each worker: the first is fast, the others are heavy, and all take turns on one device.
+    """
+
+    model: str
+    prompts: list[Prompt]
+    lengths: list[list[int]]
+    longest: int
+    slots: tuple[int, ...]
+    definition: DecoderDefinition
+    mesh: Mesh
+    weights: DecodeWeights
+    rule: Segment
+    engines: list[WatchedEngine] = field(default_factory=list)
+    _programs: dict[SlotShapes, EndingPrograms] = field(default_factory=dict)
+
+    @property
+    def group_size(self) -> int:
+        return len(self.lengths[0]) // len(self.prompts)
+
+    def new_engine(self, num_slots: int) -> WatchedEngine:
+        """Those with as many slots share their programs."""
+        shapes = slot_shapes(
+            num_slots,
+            max_prompt_length=PROMPT_LENGTHS[1],
+            max_new_tokens=self.longest,
+            prefill_length_min=32,
+            num_pooled=len(self.prompts),
+            segment_max=min(self.rule.max, self.longest),
+            exact=False,
+        )
+        if shapes not in self._programs:
+            programs = EndingPrograms(self.definition, self.mesh, shapes, dtype=DTYPE, num_eos=1)
+            ends = [last_keys(self.prompts, lengths, seed=seed) for seed, lengths in enumerate(self.lengths)]
+            programs.sampler = ending_draw(np.concatenate(ends))
+            self._programs[shapes] = programs
+        programs = self._programs[shapes]
+        return WatchedEngine(
+            self.definition, self.mesh, shapes, eos_ids=[EOS], dtype=DTYPE, exact=False, programs=programs
+        )
+
+    def compile(self) -> float:
+        """Seconds that it took."""
+        start = time.perf_counter()
+        self.engines = [self.new_engine(count) for count in self.slots]
+        for engine in self.engines:
+            engine.programs.compile(suspends=True, rereads=True, truncates=False)
+        return time.perf_counter() - start
+
+    def workers(self, policy: str, *, rule: Segment | None = None, num_workers: int | None = None) -> ScheduledWorkers:
+        """New ones, which know nothing of earlier rollouts."""
+        kinds: list[Kind] = ["heavy" if i else "fast" for i in range(len(self.engines))]
+        workers = [
+            Worker(f"{kind}-{i}", kind, engine, device="0")
+            for i, (kind, engine) in enumerate(zip(kinds, self.engines, strict=True))
+        ]
+        schedule = Schedule(policy, Pdsr(), rule or self.rule, in_turn=True)
+        return ScheduledWorkers(workers[:num_workers], schedule, decode_text=lambda _: "")
+
+    def specs(self, num_workers: int | None = None) -> list[WorkerSpec]:
+        """The same workers, for the virtual clock."""
+        return [spec_of(worker.name, worker.kind, worker.engine.shapes) for worker in self.workers("sync").workers][
+            :num_workers
+        ]
+
+    def generate(self, made: Streaming, *, seed: int = 0) -> float:
+        """Seconds for all samples: slots are opened, samples drawn and made into records, slots closed."""
+        start = time.perf_counter()
+        samples = made.generate(
+            self.weights,
+            self.prompts,
+            group_size=self.group_size,
+            max_new_tokens=self.longest,
+            rules=RULES,
+            seed=seed,
+            policy_version=POLICY_VERSION,
+        )
+        seconds = time.perf_counter() - start
+        assert [len(sample.completion_ids) for sample in samples] == self.lengths[seed]
+        return seconds
+
+
+def spec_of(name: str, kind: Kind, shapes: SlotShapes) -> WorkerSpec:
+    ladders = Ladders(shapes.batch_rungs, shapes.cache_rungs, shapes.prompt_rungs, shapes.prefill_rows)
+    return WorkerSpec(name, kind, shapes.num_slots, shapes.batch_rungs[:-1], device="0", ladders=ladders)
+
+
+def open_rollout(
+    model: str, *, num_prompts: int, lengths: Sequence[list[int]], longest: int, slots: Sequence[int], rule: Segment
+) -> ForcedRollout:
+    """`model` as in `model.path`. Compiles nothing yet."""
+    files = open_model(model, revision=None)
+    definition = DecoderDefinition.of(architecture_from_config(files.config))
+    mesh = make_mesh(MeshSettings())
+    params = load_weights(definition, files.weights, mesh)
+    with jax.set_mesh(mesh):
+        weights = jax.jit(lambda params: decode_weights(definition, params, DTYPE))(params)
+    prompts = random_prompts(num_prompts, vocab_size=definition.architecture.vocab_size)
+    return ForcedRollout(
+        Path(model).name, prompts, list(lengths), longest, tuple(slots), definition, mesh, weights, rule
+    )
+
+
+def on_devices_s(engines: Sequence[WatchedEngine]) -> float:
+    """Seconds in which at least one segment was with the devices, since the last call."""
+    spans = sorted(span for engine in engines for span in engine.spans)
+    for engine in engines:
+        engine.spans.clear()
+    total, until = 0.0, 0.0
+    for start, end in spans:
+        total += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return total
+
+
+def positive(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "jax": jax.__version__,
+    }

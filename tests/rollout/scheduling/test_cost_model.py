@@ -1,0 +1,44 @@
+from dataclasses import replace
+
+import pytest
+
+from app.rollout.scheduling.cost_model import CostModel, Work, lower_bound_s
+from settings.errors import InputError
+from tests.rollout.scheduling.driving import FREE
+
+MEASURED = replace(FREE, step_s=1.0, step_row_s=0.5, measured_steps=((8, 64, 3.0), (4, 64, 9.0)))
+
+
+def test_a_measured_program_costs_what_was_measured_and_others_what_the_constants_say() -> None:
+    assert MEASURED.step(rows=8, cache_length=64) == 3.0
+    assert MEASURED.step(rows=8, cache_length=128) == 1.0 + 8 * 0.5
+
+
+def test_a_program_faster_than_the_constants_lowers_the_bound() -> None:
+    work = [Work("p", 1, 10), Work("q", 1, 2)]
+    fitted = replace(MEASURED, measured_steps=())
+    # 3 s where the constants say 5; that the other is slower lowers nothing.
+    assert lower_bound_s(work, [8], MEASURED) == pytest.approx(0.6 * lower_bound_s(work, [8], fitted))
+
+
+def test_costs_are_read_back() -> None:
+    assert CostModel.from_json(MEASURED.to_json(), where="") == MEASURED
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"steps": 1}, "steps is no cost"),
+        ({"step_s": -1}, "step_s: expected seconds, at least 0, got -1"),
+        ({"step_s": True}, "got True"),
+        ({"step_s": float("nan")}, "got nan"),
+        ({"step_s": 0, "step_row_s": 0}, "a decode step costs nothing"),
+        ({"measured_steps": [[8, 64]]}, r"measured_steps: expected a list of \[rows, cache length, seconds above 0\]"),
+        ({"measured_steps": [[8, 64, 0]]}, "measured_steps"),
+        ({"measured_steps": [[0.5, 64, 1]]}, "measured_steps"),
+        ({"measured_steps": 3}, "measured_steps"),
+    ],
+)
+def test_costs_that_are_none_are_refused(values: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        CostModel.from_json(values, where="cost.json")
