@@ -13,6 +13,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import NamedTuple
 
+import jax
+
 from app.flow import Prompt, Sample
 from app.policy.kv_cache import DecodeWeights
 from app.rollout.rows import Row
@@ -129,6 +131,8 @@ class Generation:
 
     def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
         """Segments that begin from now on are drawn by these weights."""
+        # An update may still compute them: a segment would wait for it, and its worker's lease run.
+        jax.block_until_ready(weights)
         self._run.publish(weights, policy_version=policy_version)
 
     def take(self, *, first_group_id: int = 0) -> list[Sample]:

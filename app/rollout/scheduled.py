@@ -32,6 +32,7 @@ from app.rollout.scheduling.events import (
     Released,
     Retire,
     RunSegment,
+    SegmentEnded,
     Submitted,
     Suspend,
     WorkerJoined,
@@ -46,6 +47,9 @@ from app.rollout.workers import Admission, Clock, Driver, Outcome, Threads, Turn
 from settings.rollout_section import Pdsr, Segment
 
 log = logging.getLogger(__name__)
+
+FAILURES = (RuntimeError, OSError, MemoryError)
+"""Of a worker, whose samples go on elsewhere; what JAX raises among them. Any other exception is the program's own."""
 
 
 @dataclass(frozen=True)
@@ -148,20 +152,19 @@ class ScheduledWorkers(Streaming):
             RuntimeError: all workers sleep.
         """
         suspends = self.schedule.policy != "sync" or len(self.workers) > 1 or bool(begun.records)
-        opened: list[Worker] = []
-        workers = self._awake()
-        driver = Turns() if self.schedule.in_turn else Threads(workers, lease_s=self.schedule.lease_s)
+        awake = self._awake()
+        driver = Turns() if self.schedule.in_turn else Threads(awake, lease_s=self.schedule.lease_s)
         try:
-            for worker in workers:
-                worker.open(weights, rules=rules, seed=seed, policy_version=policy_version, suspends=suspends)
-                opened.append(worker)
+            workers = _opened(awake, weights, rules=rules, seed=seed, policy_version=policy_version, suspends=suspends)
             clock = self._clock_from(begun.at)
             yield Run(begun, driver, workers, clock=clock, tell=tell, log=log, watch=self.watch)
         finally:
-            self._stalled |= driver.close()
-            for worker in opened:
-                if worker not in self._stalled:
-                    worker.close()
+            try:
+                self._stalled |= driver.close()
+            finally:
+                for worker in awake:
+                    if worker not in self._stalled:
+                        worker.close()
 
     def _awake(self) -> list[Worker]:
         """All workers but those that are still in a segment of an earlier rollout.
@@ -225,6 +228,25 @@ class ScheduledWorkers(Streaming):
         """Those noted since the last call."""
         taken, self._figures = self._figures, []
         return taken
+
+
+def _opened(workers: Sequence[Worker], weights: DecodeWeights, **arguments: Any) -> list[Worker]:
+    """Those that could be opened; see `Worker.open`.
+
+    Raises:
+        Exception: what the last one failed with, where none could.
+    """
+    opened: list[Worker] = []
+    for worker in workers:
+        try:
+            worker.open(weights, **arguments)
+        except FAILURES as failure:
+            if worker is workers[-1] and not opened:
+                raise
+            log.warning("rollout worker %s cannot start, the others go on without it", worker.name, exc_info=failure)
+        else:
+            opened.append(worker)
+    return opened
 
 
 class Run:
@@ -344,8 +366,10 @@ class Run:
 
     def _advance(self, outcome: Outcome) -> None:
         worker, said = outcome
-        if not isinstance(said, Exception):
+        if isinstance(said, SegmentEnded):
             return self._handle(said)
+        if not isinstance(said, FAILURES):
+            raise said
         log.warning("rollout worker %s failed, its samples go on elsewhere", worker.name, exc_info=said)
         self._handle(WorkerLost(self._clock(), worker.name, repr(said)))
         if not self.scheduler.context.workers and not self.scheduler.is_finished:
@@ -377,7 +401,7 @@ class Run:
             case Suspend():
                 self._suspend(command)
             case RunSegment():
-                admissions = [self._admission(command.worker, one) for one in command.admit]
+                admissions = deque(self._admission(command.worker, one) for one in command.admit)
                 self._driver.run(self._workers[command.worker], command, admissions)
             case Commit():
                 for row in command.rows:
@@ -389,7 +413,10 @@ class Run:
         worker = self._workers[command.worker]
         for uid in command.uids:
             del self._held[uid]
-            kept = self._driver.suspend(worker, self._rows[uid])
+            row = self._rows[uid]
+            kept = self._driver.suspend(worker, row)
+            # Another from now on, whatever becomes of the worker and of what it still holds.
+            self._rows[uid] = row.rewound(row.num_tokens)
             if command.why != "truncated":
                 self._kept[uid] = kept
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,7 @@ from jaxtyping import Array, Int32
 
 from app.flow import Prompt
 from app.policy.decoder import DecoderDefinition
-from app.policy.kv_cache import DecodeWeights
+from app.policy.kv_cache import Cache, DecodeWeights
 from app.rollout.engine import BatchShape, Footprint
 from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules, uid_words
@@ -78,6 +79,9 @@ class SlotEngine:
         self.programs = programs or SlotPrograms(definition, mesh, shapes, dtype=dtype, num_eos=len(eos_ids))
         self._mesh = mesh
         self._eos_ids = np.asarray(eos_ids, np.int32)
+        self._weights: Any = ()
+        self._pool: Cache = ()
+        self._cache: Cache = ()
         self._rows: list[Row | None] = []
         self._running: tuple[list[tuple[int, Row]], Array, Array] | None = None
 
@@ -111,8 +115,7 @@ class SlotEngine:
 
     def close(self) -> None:
         """Frees the devices. Samples that are not done are gone, and so are the caches of suspended ones."""
-        self._pool = self._cache = ()
-        del self._weights
+        self._pool = self._cache = self._weights = ()
         self._rows, self._running = [], None
 
     @property

@@ -6,6 +6,7 @@ run: `Threads` side by side, `Turns` by one thread, in an order that does not de
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -18,12 +19,14 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from app.policy.kv_cache import DecodeWeights
+from app.policy.kv_cache import Cache, DecodeWeights
 from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.events import Kind, RowReport, RunSegment, SegmentEnded
 from app.rollout.slots import SlotEngine
 from app.rollout.tally import Tally
+
+log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 """Seconds from any moment on."""
@@ -38,7 +41,7 @@ class Admission(NamedTuple):
     num_tokens: int
     """All three as the scheduler knows it."""
     kept: Future[Suspended] | None
-    """Where its cache comes from; None: it is computed from the row."""
+    """Where its cache comes from; None, or one that failed: it is computed from the row."""
 
 
 @dataclass(eq=False)
@@ -50,6 +53,8 @@ class Worker:
     engine: SlotEngine
     device: str | None = None
     """Workers with the same one take turns on it; None: devices of its own."""
+    patience_s: float | None = None
+    """How long it waits for a cache that another worker should have kept; None: any time."""
     clock: Clock = time.perf_counter
     _known_as: dict[Row, Admission] = field(default_factory=dict)
     """Rows in its slots -> how they came."""
@@ -66,6 +71,8 @@ class Worker:
         """Empty slots, and the weights on the worker's devices; see `SlotEngine.open`."""
         self._offered.clear()
         placed = self._placed(weights)
+        # They may still be computed, by an update: no lease is to run while they are.
+        jax.block_until_ready(placed)
         self.engine.open(placed, rules=rules, seed=seed, policy_version=policy_version, suspends=suspends)
 
     @property
@@ -93,14 +100,24 @@ class Worker:
         del self._known_as[row]
         return self.engine.suspend([row])[0]
 
-    def begin(self, command: RunSegment, admissions: Sequence[Admission]) -> None:
-        """Admits rows and sets the segment going."""
+    def begin(self, command: RunSegment, admissions: deque[Admission]) -> None:
+        """Admits rows and sets the segment going. Empties the queue: who holds it holds the caches no longer."""
         started = self.clock()
         if self._offered:
             weights, version = self._offered.pop()
             self.engine.load(self._placed(weights), policy_version=version)
-        self._known_as |= {one.row: one._replace(kept=None) for one in admissions}
-        self.engine.admit([self._ready(one) for one in admissions])
+        computed = []
+        while admissions:
+            one = admissions.popleft()
+            self._known_as[one.row] = one._replace(kept=None)
+            cache = self._cache_of(one)
+            if cache is None:
+                computed.append(Suspended(one.row, None) if one.row.num_tokens else one.row)
+            else:
+                # One by one: together the copies would be as large as all slots.
+                self.engine.admit([Suspended(one.row, cache)])
+                del cache
+        self.engine.admit(computed)
         if not command.leave_when_finished:
             self.engine.compact()
         self.engine.start(
@@ -110,14 +127,17 @@ class Worker:
         )
         self._running = command, started
 
-    def _ready(self, one: Admission) -> Row | Suspended:
+    def _cache_of(self, one: Admission) -> Cache | None:
+        """On this worker's devices."""
         if one.kept is None:
-            return Suspended(one.row, None) if one.row.num_tokens else one.row
-        if one.kept.exception() is not None:
-            return Suspended(one.row, None)
-        cache = one.kept.result().cache
+            return None
+        try:
+            kept = one.kept.result(self.patience_s).cache
+        except Exception as error:
+            log.warning("rollout worker %s computes the cache of %s anew", self.name, one.uid, exc_info=error)
+            return None
         shapes = self.engine.programs.abstract_cache(1, self.engine.shapes.max_length)
-        return Suspended(one.row, jax.device_put(cache, _shardings(shapes)))
+        return jax.device_put(kept, _shardings(shapes))
 
     def end(self, *, not_before: float = 0.0) -> SegmentEnded:
         """Waits for the segment; its tokens have come from the devices, too.
@@ -152,15 +172,15 @@ class Outcome(NamedTuple):
     """What a worker has to say: a segment has ended, or it has failed."""
 
     worker: Worker
-    said: SegmentEnded | Exception
+    said: SegmentEnded | BaseException
 
 
 class Driver(Protocol):
-    """Lets workers do what they are told."""
+    """Lets workers do what they are told. One that has failed does nothing more, and says so once."""
 
     def suspend(self, worker: Worker, row: Row) -> Future[Suspended]: ...
 
-    def run(self, worker: Worker, command: RunSegment, admissions: Sequence[Admission]) -> None: ...
+    def run(self, worker: Worker, command: RunSegment, admissions: deque[Admission]) -> None: ...
 
     def next(self) -> Outcome | None:
         """Waits for the next worker that has something to say. None: it was woken before."""
@@ -191,8 +211,7 @@ class Threads:
         self._stalled: set[Worker] = set()
         # Daemons: one that never comes back must not keep the program from ending.
         self._threads = {
-            worker: Thread(target=_serve, args=(inbox,), name=worker.name, daemon=True)
-            for worker, inbox in self._inboxes.items()
+            worker: Thread(target=self._serve, args=(worker,), name=worker.name, daemon=True) for worker in workers
         }
         for thread in self._threads.values():
             thread.start()
@@ -200,7 +219,7 @@ class Threads:
     def suspend(self, worker: Worker, row: Row) -> Future[Suspended]:
         return self._ask(worker, lambda: worker.suspend(row))
 
-    def run(self, worker: Worker, command: RunSegment, admissions: Sequence[Admission]) -> None:
+    def run(self, worker: Worker, command: RunSegment, admissions: deque[Admission]) -> None:
         def segment() -> None:
             worker.begin(command, admissions)
             self._outcomes.put(Outcome(worker, worker.end()))
@@ -210,13 +229,26 @@ class Threads:
 
     def _ask(self, worker: Worker, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
-        future.add_done_callback(lambda done: self._tell_failure(worker, done.exception()))
         self._inboxes[worker].put((future, work))
         return future
 
-    def _tell_failure(self, worker: Worker, error: BaseException | None) -> None:
-        if isinstance(error, Exception):
-            self._outcomes.put(Outcome(worker, error))
+    def _serve(self, worker: Worker) -> None:
+        inbox = self._inboxes[worker]
+        failure: BaseException | None = None
+        while (job := inbox.get()) is not None:
+            future, work = job
+            try:
+                # Its slots are in no known state: what was asked before it was known to have failed is refused.
+                if failure is not None:
+                    raise RuntimeError(f"{worker.name} has failed") from failure
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+                if failure is None:
+                    failure = error
+                    self._outcomes.put(Outcome(worker, error))
+            # What they hold, caches among it, is not to wait for the next job.
+            del job, future, work
 
     def wake(self) -> None:
         self._outcomes.put(None)
@@ -237,20 +269,12 @@ class Threads:
         for inbox in self._inboxes.values():
             inbox.put(None)
         for worker in self._threads.keys() - self._stalled:
-            self._threads[worker].join()
-        return {worker: self._threads[worker] for worker in self._stalled}
+            due = self._due.get(worker, math.inf)
+            self._threads[worker].join(None if due == math.inf else max(due - time.monotonic(), 0.0))
+        return {worker: thread for worker, thread in self._threads.items() if thread.is_alive()}
 
 
 _Job = tuple[Future[Any], Callable[[], Any]]
-
-
-def _serve(inbox: SimpleQueue[_Job | None]) -> None:
-    while (job := inbox.get()) is not None:
-        future, work = job
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
 
 
 class Turns:
@@ -261,6 +285,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._turns: deque[tuple[Worker, Exception | None]] = deque()
+        self._failed: set[Worker] = set()
         self._free_at: dict[str, float] = {}
         """Device that is shared -> when its last segment ended."""
 
@@ -270,14 +295,21 @@ class Turns:
             future.set_result(worker.suspend(row))
         except Exception as error:
             future.set_exception(error)
-            self._turns.append((worker, error))
+            self._fail(worker, error)
         return future
 
-    def run(self, worker: Worker, command: RunSegment, admissions: Sequence[Admission]) -> None:
+    def run(self, worker: Worker, command: RunSegment, admissions: deque[Admission]) -> None:
+        if worker in self._failed:
+            return
         try:
             worker.begin(command, admissions)
             self._turns.append((worker, None))
         except Exception as error:
+            self._fail(worker, error)
+
+    def _fail(self, worker: Worker, error: Exception) -> None:
+        if worker not in self._failed:
+            self._failed.add(worker)
             self._turns.append((worker, error))
 
     def wake(self) -> None:
@@ -291,6 +323,7 @@ class Turns:
         try:
             ended = worker.end(not_before=self._free_at.get(device, 0.0))
         except Exception as error:
+            self._failed.add(worker)
             return Outcome(worker, error)
         self._free_at[device] = ended.at
         return Outcome(worker, ended)

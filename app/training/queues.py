@@ -72,7 +72,8 @@ def open_workers(
         programs = compiled.get(shapes) if are_shared else None
         engine = _engine(settings, definition, tokenizer, own, shapes=shapes, dtype=dtype, programs=programs)
         compiled[shapes] = engine.programs
-        workers.append(Worker(name, kind, engine, device="0" if are_shared else None))
+        device, patience_s = "0" if are_shared else None, rollout.workers.lease_s and rollout.workers.lease_s / 2
+        workers.append(Worker(name, kind, engine, device, patience_s))
     in_turn = rollout.workers.deterministic or len(workers) == 1 or are_shared
     schedule = Schedule(rollout.scheduler, rollout.pdsr, rollout.segment, in_turn, rollout.workers.lease_s)
     return ScheduledWorkers(workers, schedule, decode_text=tokenizer.decode)
