@@ -66,7 +66,8 @@ def opened(made: ScheduledWorkers, told: list[Told] | None = None) -> Iterator[O
             told.append(record.event)
 
     weights = weights_on()
-    with made.opened(weights, rules=RULES, seed=SEED, policy_version=KEY, history={}, tell=tell) as run:
+    begun = Begun.now(made.scheduler())
+    with made.opened(weights, begun, rules=RULES, seed=SEED, policy_version=KEY, tell=tell) as run:
         yield Opened(made, run, tally)
 
 
