@@ -51,8 +51,8 @@ def one_run(lead: int, *, steps: int, warmup: int, overrides: list[str]) -> dict
             **{"rollout.scheduler": "adaptive", "rollout.max_staleness": lead},
             **{"rollout.workers.fast.slots": 64, "rollout.workers.heavy.slots": 64},
         }
-        lines |= dict(override.partition("=")[::2] for override in overrides)
-        resolved = load("quickstart", [f"{name}={value}" for name, value in lines.items()], os.environ)
+        overridden = dict(override.split("=", 1) for override in overrides)
+        resolved = load("quickstart", [f"{name}={value}" for name, value in (lines | overridden).items()], os.environ)
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
             exit_code = train(resolved, resume="never")
         assert exit_code == 0
