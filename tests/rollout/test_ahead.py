@@ -14,6 +14,7 @@ from app.policy.kv_cache import DecodeWeights
 from app.rollout.ahead import Done, Generation, OpenRollout
 from app.rollout.rows import Row
 from app.rollout.scheduled import Run, ScheduledWorkers
+from app.rollout.scheduling.event_log import Begun
 from app.rollout.scheduling.events import Event as Told
 from app.rollout.scheduling.events import Submitted
 from app.rollout.scheduling.figures import FigureTally

@@ -84,7 +84,7 @@ def test_other_workers_may_go_on_under_names_that_were_never_used(tmp_path: Path
     logged(scheduled(workers_on(1)), tmp_path / "whole")
     for after in (9, 14):
         killed(tmp_path / "whole", tmp_path / "log", after=after) if after == 9 else cut(tmp_path / "log", after=after)
-        made = scheduled(workers_on(3))
+        made = scheduled(workers_on(3), in_turn=True)
         assert bits(logged(made, tmp_path / "log")) == bits(expected())
     joined = [event.worker for event, _ in made.records if isinstance(event, WorkerJoined)]
     assert joined == ["fast-0", "fast-0#2", "heavy-1", "fast-2", "fast-0#3", "heavy-1#2", "fast-2#2"]
@@ -114,7 +114,7 @@ def test_times_of_a_sample_leave_out_the_time_between(tmp_path: Path) -> None:
 
 
 def test_what_a_row_has_drawn_since_is_found_without_reading_the_rest() -> None:
-    row = Row(PROMPTS[0], 0, max_new_tokens=9, policy_version=0)
+    row = Row(PROMPTS[0], 0, max_new_tokens=9, noise_step=0)
     drawn = [np.arange(6, dtype=np.int32).reshape(3, 2), np.arange(9, dtype=np.int32).reshape(3, 3)]
     row = Row.restored(row, drawn)
     assert row.num_tokens == 5 and row.is_collected and row.num_segments == 2
