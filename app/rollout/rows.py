@@ -72,12 +72,6 @@ class Row:
                 row.num_segments += 1
         return row
 
-    def forget(self) -> None:
-        """Back to its prompt."""
-        self.num_tokens = 0
-        self.drawn.clear()
-        self.versions.clear()
-
 
 class Suspended(NamedTuple):
     """A sample out of its slot."""

@@ -190,8 +190,6 @@ class _Run:
         """Uid of a row in a worker -> the worker."""
         self._kept: dict[str, Future[Suspended]] = {}
         """Uid of a suspended row -> its cache."""
-        self._drawn: dict[str, Row] = {}
-        """Uid of a row that is drawn again -> all that it had."""
 
     def in_order(self, rows: Iterable[Row]) -> Iterator[Row]:
         """All of them, done."""
@@ -256,16 +254,7 @@ class _Run:
     def _admission(self, worker: str, one: Admit) -> Admission:
         self._held[one.uid] = worker
         kept = self._kept.pop(one.uid, None)
-        if one.how == "replay":
-            self._drawn[one.uid] = self._best(one.uid)
-            self._rows[one.uid] = self._drawn[one.uid].rewound(0)
-        return Admission(
-            self._rows[one.uid], one.uid, one.epoch, one.num_tokens, kept=kept if one.how == "copy" else None
-        )
-
-    def _best(self, uid: str) -> Row:
-        """The row, or what it was before it had to be drawn again, if that has more tokens."""
-        return max(self._rows[uid], self._drawn.get(uid, self._rows[uid]), key=lambda row: len(row.token_ids))
+        return Admission(self._rows[one.uid], one.uid, one.epoch, kept=kept if one.how == "copy" else None)
 
     def _commit(self, committed: CommittedRow) -> None:
         if committed.finish is None:
@@ -273,7 +262,7 @@ class _Run:
         self._held.pop(committed.uid, None)
         if self._rows[committed.uid].finish_reason is None:
             # Truncated: to the engine it was not done.
-            row = self._rows[committed.uid] = self._best(committed.uid).rewound(committed.num_tokens)
+            row = self._rows[committed.uid] = self._rows[committed.uid].rewound(committed.num_tokens)
             row.finish_reason = committed.finish
             row.elapsed_s = time.perf_counter() - row.started_s
 
@@ -281,4 +270,4 @@ class _Run:
         """The worker's rows as they were last committed, out of reach of whatever it may still do to them."""
         for uid in [uid for uid, holder in self._held.items() if holder == worker]:
             del self._held[uid]
-            self._rows[uid] = self._best(uid).rewound(self.scheduler.ledger[uid].num_tokens)
+            self._rows[uid] = self._rows[uid].rewound(self.scheduler.ledger[uid].num_tokens)

@@ -69,7 +69,7 @@ class Limits(NamedTuple):
     length: int
     """Tokens of each row, at most."""
     leave_when_finished: int
-    """So many rows are done that were not."""
+    """So many rows are done that were not; 0: only when all are."""
     leave_when_active: int
     """No more than so many rows are not done; 0: only when all are."""
 
@@ -163,8 +163,8 @@ def decode_segment(
 
     def goes_on(now: _Decoding) -> Array:
         active = jnp.sum(now.left > 0)
-        full = (now.step >= limit.length) | (num_active - active >= limit.leave_when_finished)
-        return ~full & (active > limit.leave_when_active)
+        enough = (limit.leave_when_finished > 0) & (num_active - active >= limit.leave_when_finished)
+        return (now.step < limit.length) & ~enough & (active > limit.leave_when_active)
 
     def step(now: _Decoding) -> _Decoding:
         positions = jnp.maximum(now.length - 1, 0)

@@ -136,6 +136,41 @@ def test_in_exact_mode_no_schedule_changes_a_bit_of_any_sample(seed):
     assert by_uid(run_at_random(slots_of(True), seed)) == expected
 
 
+def test_in_exact_mode_tokens_of_lost_caches_are_fed_again_and_never_drawn_twice():
+    engine = slots_of(True)
+    engine.tally.take()
+    run_at_random(engine, 0)
+    counts = engine.tally.take()
+    assert counts.drawn_tokens == sum(LENGTHS) and counts.reread_tokens > 0
+    assert counts.prompt_tokens == GROUP_SIZE * sum(len(prompt.token_ids) for prompt in PROMPTS)
+
+
+def test_in_exact_mode_tokens_stay_what_they_are_when_the_weights_have_changed():
+    engine = slots_of(True)
+    drawn = []
+    for first in (weights_on(), jax.tree.map(lambda x: 1.5 * x, weights_on())):
+        row, beside = (Row(PROMPTS[0], i, LONGEST, policy_version=3) for i in range(2))
+        engine.open(first, rules=SamplingRules(1.0), seed=0, policy_version=3, suspends=True)
+        engine.admit([row, beside])
+        engine.start(length=7)
+        engine.wait().collect()
+        known = by_uid([row])[row.uid]
+        engine.suspend([row])
+        engine.load(weights_on(), policy_version=4)
+        engine.admit([Suspended(row, None)])
+        assert row.num_tokens == 7 and by_uid([row])[row.uid] == known
+        while engine.resident:
+            engine.start(length=16)
+            engine.wait().collect()
+        engine.close()
+        tokens, logprobs = by_uid([row])[row.uid]
+        assert (tokens[:7], logprobs[: 4 * 7]) == known and len(tokens) == LONGEST
+        assert row.versions[0] == (3, 7) and {version for version, _ in row.versions[1:]} == {4}
+        drawn.append(tokens)
+    assert drawn[0] != drawn[1]
+    assert drawn[0] == [s.completion_ids.tolist() for s in generate(engine, PROMPTS[:1], LONGEST)][0]
+
+
 @pytest.mark.parametrize("rule", [{"rule": "budget", "max": 1}, {"rule": "balance", "max": 3}, {"rule": "budget"}])
 def test_in_exact_mode_segment_lengths_change_no_bit(rule):
     expected = generate(slots_of(True))

@@ -159,7 +159,10 @@ def test_a_worker_that_dies_loses_nothing(policy: str, in_turn: bool) -> None:
         assert bits(samples_of(made)) == bits(expected())
     (lost,) = [record.event for record in made.records if isinstance(record.event, WorkerLost)]
     assert lost.worker == "fast-0" and "the device is gone" in lost.why
-    assert any(one.how == "replay" for one in admitted(made))
+    fed_again = [one for one in admitted(made) if one.how == "replay"]
+    counts = made.take_tally()
+    assert counts.reread_tokens == sum(one.num_tokens for one in fed_again) > 0
+    assert counts.drawn_tokens == sum(LENGTHS)
 
 
 def test_a_worker_that_falls_asleep_is_given_up_until_it_wakes() -> None:
