@@ -168,7 +168,7 @@ def test_in_exact_mode_tokens_stay_what_they_are_when_the_weights_have_changed()
         assert row.versions[0] == (3, 7) and {version for version, _ in row.versions[1:]} == {4}
         drawn.append(tokens)
     assert drawn[0] != drawn[1]
-    assert drawn[0] == [s.completion_ids.tolist() for s in generate(engine, PROMPTS[:1], LONGEST)][0]
+    assert drawn[0] == generate(engine, PROMPTS[:1], LONGEST)[0].completion_ids.tolist()
 
 
 @pytest.mark.parametrize("rule", [{"rule": "budget", "max": 1}, {"rule": "balance", "max": 3}, {"rule": "budget"}])
