@@ -42,6 +42,7 @@ from app.rollout.sampling import (
     draw,
     draw_truncated,
     effective_temperature,
+    finish_reason,
     sample_keys,
     uid_words,
 )
@@ -60,6 +61,8 @@ class Slots(NamedTuple):
     done: Bool[Array, "B"]
     stopped: Bool[Array, "B"]
     """Done because of an end-of-sequence token."""
+    broken: Bool[Array, "B"]
+    """Done because its logits were not finite, without a token of that step."""
 
 
 class Rows(NamedTuple):
@@ -174,7 +177,7 @@ class Engine:
                 weights, row_hidden, constants, slots=slots, rules=rules, eos_ids=self._eos_ids
             )
         token_ids, logprobs, kept = map(to_local, (slots.token_ids, slots.logprobs, slots.kept_mass_logs))
-        lengths, stopped = to_local(slots.lengths), to_local(slots.stopped)
+        lengths, stopped, broken = map(to_local, (slots.lengths, slots.stopped, slots.broken))
         self._count(prompts, lengths, group_size=group_size)
         samples = []
         for row in range(len(prompts) * group_size):
@@ -187,7 +190,7 @@ class Engine:
                     completion_ids=ids,
                     completion=self.decode_text(ids.tolist()),
                     behavior_logprobs=logprobs[row, : lengths[row]],
-                    finish_reason="stop" if stopped[row] else "length",
+                    finish_reason=finish_reason(stopped[row], broken[row]),
                     policy_version=policy_version,
                     worker=str(jax.process_index()),
                     kept_mass_logs=kept[row, : lengths[row]] if rules.truncates else None,
@@ -295,6 +298,7 @@ def open_slots(
         lengths=jnp.zeros_like(rows.prompt),
         done=empty,
         stopped=jnp.zeros_like(empty),
+        broken=jnp.zeros_like(empty),
     )
     return constrain(hidden[rows.prompt], "rows", "activation"), slots
 
@@ -333,15 +337,19 @@ def _decode_loop(definition: DecoderDefinition, sampler: Sampler) -> Callable[..
 
 def record(slots: Slots, drawn: Drawn, *, max_new_tokens: Int32[Array, "B"], eos_ids: Int32[Array, "E"]) -> Slots:
     """Appends the drawn tokens to rows that are not done, and decides which rows now are."""
+    # Logits that are not finite leave no finite logprob.
+    broken = ~slots.done & ~jnp.isfinite(drawn.logprobs)
+    active = ~slots.done & ~broken
     at = jnp.arange(slots.token_ids.shape[1]) == slots.lengths[:, None]
-    writes = at & ~slots.done[:, None]
-    lengths = slots.lengths + ~slots.done
-    ends = ~slots.done & jnp.any(drawn.token_ids[:, None] == eos_ids, axis=1)
+    writes = at & active[:, None]
+    lengths = slots.lengths + active
+    ends = active & jnp.any(drawn.token_ids[:, None] == eos_ids, axis=1)
     return slots._replace(
         token_ids=jnp.where(writes, drawn.token_ids[:, None], slots.token_ids),
         logprobs=jnp.where(writes, drawn.logprobs[:, None], slots.logprobs),
         kept_mass_logs=jnp.where(writes, drawn.kept_mass_logs[:, None], slots.kept_mass_logs),
         lengths=lengths,
-        done=slots.done | ends | (lengths >= max_new_tokens),
+        done=slots.done | ends | broken | (lengths >= max_new_tokens),
         stopped=slots.stopped | ends,
+        broken=slots.broken | broken,
     )

@@ -35,6 +35,7 @@ from app.rollout.scheduling.events import (
     WorkerLost,
 )
 from app.rollout.scheduling.figures import Figures, figures
+from app.rollout.scheduling.ledger import State
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.streaming import Streaming
 from app.rollout.tally import Tally
@@ -148,6 +149,8 @@ class ScheduledWorkers(Streaming):
         self._figures.append(figures(run.records))
         lengths: dict[str, list[int]] = {}
         for entry in run.scheduler.ledger:
+            if entry.state is not State.DONE:
+                continue
             lengths.setdefault(entry.prompt, []).append(entry.num_tokens)
         self._history |= {prompt: float(np.mean(known)) for prompt, known in lengths.items()}
 

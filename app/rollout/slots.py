@@ -20,7 +20,7 @@ from app.policy.decoder import DecoderDefinition
 from app.policy.kv_cache import DecodeWeights
 from app.rollout.engine import BatchShape, Footprint
 from app.rollout.rows import Row, Suspended
-from app.rollout.sampling import SamplingRules, uid_words
+from app.rollout.sampling import SamplingRules, finish_reason, uid_words
 from app.rollout.slot_programs import Limits, RowStatus, RowTable, SlotPrograms, as_arrays
 from app.rollout.slot_shapes import SlotShapes
 from app.rollout.tally import Tally
@@ -354,7 +354,7 @@ class SlotEngine:
             row.num_tokens += int(counts[slot])
             row.num_segments += 1
             if after.left[slot] == 0:
-                row.finish_reason = "stop" if after.stopped[slot] else "length"
+                row.finish_reason = finish_reason(after.stopped[slot], after.broken[slot])
                 row.elapsed_s = time.perf_counter() - row.started_s
                 self._rows[slot] = None
         self._table[:3] = after.token, after.length, after.left

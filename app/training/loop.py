@@ -366,8 +366,8 @@ def _check_rewards(scored: Scored) -> None:
     num_kept = sum_over_hosts(np.asarray(sum(s.reward is not None for s in scored.samples)))
     if num_kept == 0:
         raise RuntimeError(
-            "no sample of this step has a reward, each one was dropped (reward.on_error); first: "
-            f"{scored.notices[0]}. Mend the reward functions before going on"
+            "no sample of this step has a reward, each one was dropped (reward.on_error, or while generated); "
+            f"first: {scored.notices[0]}. Mend the cause before going on"
         )
 
 

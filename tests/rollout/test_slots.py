@@ -320,6 +320,29 @@ def test_a_row_is_done_at_its_first_token_where_that_ends_it_or_no_more_are_allo
     assert any(s.finish_reason == "length" and len(s.completion_ids) == 3 for s in ended)
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_row_whose_logits_are_not_finite_ends_before_them_and_no_neighbour_changes(exact):
+    engine, rows = slots_of(exact), rows_of(lengths=[9] * len(LENGTHS))[:3]
+    expected = {s.uid: s.completion_ids.tolist() for s in generate(engine, PROMPTS[:1], 9)}
+    engine.open(weights_on(), rules=SamplingRules(1.0), seed=0, policy_version=3)
+    engine.admit(rows)
+    engine.start(length=4)
+    engine.wait().collect()
+    whole, num_tokens = by_uid(rows), rows[1].num_tokens
+    engine._cache = jax.tree.map(lambda x: x.at[1].set(np.nan), engine._cache)
+    while engine.resident:
+        engine.start(length=16)
+        engine.wait().collect()
+    caches = [np.asarray(layer) for layer in jax.tree.leaves(engine._cache)]
+    engine.close()
+    assert [row.finish_reason for row in rows] == ["length", "dropped:non-finite logits", "length"]
+    assert by_uid(rows)[rows[1].uid] == whole[rows[1].uid] and rows[1].num_tokens == num_tokens > 0
+    for row in (rows[0], rows[2]):
+        assert row.token_ids.tolist() == expected[row.uid] and np.isfinite(row.logprobs).all()
+    # Nothing is left in the slot for whoever comes next.
+    assert all(np.isfinite(layer).all() for layer in caches)
+
+
 def test_slots_split_over_devices_make_the_same_samples():
     engine = new_slots(4, exact=True, mesh_shape=(2, 1, 2))
     arguments = {"max_new_tokens": LENGTHS, **ARGUMENTS}

@@ -44,6 +44,15 @@ class Mortal(SlotEngine):
     sleep: Event | None = None
     """Until it is set, no segment ends."""
 
+    broken: str | None = None
+    """Uid of a sample whose cache becomes NaN once it has a token."""
+
+    def start(self, **limits: int) -> None:
+        for slot, row in enumerate(self._rows):
+            if row is not None and row.uid == self.broken and row.num_tokens:
+                self._cache = jax.tree.map(lambda x, slot=slot: x.at[slot].set(np.nan), self._cache)
+        super().start(**limits)
+
     def wait(self) -> RanSegment:
         if self.sleep is not None:
             self.sleep.wait()
@@ -163,6 +172,23 @@ def test_a_worker_that_dies_loses_nothing(policy: str, in_turn: bool) -> None:
     counts = made.take_tally()
     assert counts.reread_tokens == sum(one.num_tokens for one in fed_again) > 0
     assert counts.drawn_tokens == sum(LENGTHS)
+
+
+def test_a_sample_that_breaks_is_dropped_and_teaches_nothing() -> None:
+    workers, longest = workers_on(2), max(expected(), key=lambda s: len(s.completion_ids))
+    for worker in workers:
+        assert isinstance(worker.engine, Mortal)
+        worker.engine.broken = longest.uid
+    made = scheduled(workers, in_turn=True)
+    samples = samples_of(made)
+    for worker in workers:
+        worker.engine.broken = None
+    (broken,) = [s for s in samples if s.finish_reason == "dropped:non-finite logits"]
+    assert broken.uid == longest.uid and 0 < len(broken.completion_ids) < len(longest.completion_ids)
+    assert longest.completion_ids.tolist()[: len(broken.completion_ids)] == broken.completion_ids.tolist()
+    assert bits([s for s in samples if s is not broken]) == bits([s for s in expected() if s.uid != broken.uid])
+    siblings = [len(s.completion_ids) for s in samples if s.prompt is broken.prompt and s is not broken]
+    assert made._history[broken.prompt.uid] == np.mean(siblings)
 
 
 def test_a_worker_that_falls_asleep_is_given_up_until_it_wakes() -> None:

@@ -91,7 +91,7 @@ class RowReport:
     num_tokens: int
     """Of the whole completion so far."""
     finish: str | None
-    """`stop`, `length`, `dropped:<why>` (as for logits that are no number), or None for a row that goes on."""
+    """`stop`, `length`, `dropped:<why>` (as for logits that are not finite), or None for a row that goes on."""
 
 
 @dataclass(frozen=True, slots=True)

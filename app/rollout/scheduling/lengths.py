@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from app.rollout.scheduling.events import DROPPED
 from app.rollout.scheduling.ledger import Entry
 
 
@@ -31,10 +32,12 @@ class Lengths:
         self._sum_finished = 0
 
     def observe(self, entry: Entry, *, measure: float) -> bool:
-        """Learns from a committed row; True where its group has become longer.
+        """Learns from a committed row; True where its group has become longer. A dropped one teaches nothing.
 
         `measure` is what the threshold is in, tokens or seconds, and counts once the sample is complete.
         """
+        if entry.finish is not None and entry.finish.startswith(DROPPED):
+            return False
         if entry.finish is not None:
             self.measures.append(measure)
             self.num_finished += 1

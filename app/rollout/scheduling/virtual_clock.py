@@ -208,7 +208,7 @@ class VirtualClock:
             if row.num_tokens == row.traced.length:
                 finish = "length" if row.num_tokens == self.max_new else "stop"
             if self._strikes(self.faults.no_number):
-                finish = f"{DROPPED}logits are no number"
+                finish = f"{DROPPED}non-finite logits"
             reports.append(RowReport(uid, row.epoch, row.num_tokens, finish))
             if finish is not None:
                 del worker.rows[uid]
