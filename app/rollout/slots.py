@@ -269,11 +269,6 @@ class SlotEngine:
         """Rows of the smallest program that holds all that are not done."""
         return next(size for size in self.shapes.batch_rungs if size >= len(self.resident))
 
-    @property
-    def next_lower_rung(self) -> int:
-        """Rows from which on `compact` would change something; 0 where there is nothing below."""
-        return max((size for size in self.shapes.batch_rungs if size < len(self._rows)), default=0)
-
     def compact(self) -> None:
         """Moves the rows that are not done together, where a smaller program holds them."""
         while self.compacted_to < len(self._rows):
