@@ -207,7 +207,7 @@ class Scheduler:
         limits = segment_limits(
             self.segment,
             active=len(rows),
-            some_wait=self.ledger.num_waiting > 0 or not self.is_closed,
+            some_wait=self.policy.offers(worker) or not self.is_closed,
             mean_length=self.context.lengths.mean_length(otherwise=expected_length(rows[0].sample.max_new)),
             rungs=worker.rungs,
         )
