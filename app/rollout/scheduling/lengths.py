@@ -27,6 +27,8 @@ class Lengths:
         self.known = dict(known or {})
         self.group_max: dict[str, int] = {}
         """Prompt -> tokens of its longest sample so far, running ones included."""
+        self.group_measure: dict[str, float] = {}
+        """Prompt -> the longest measure so far of its samples, in the unit of the threshold."""
         self.measures: deque[float] = deque(maxlen=window)
         self.num_finished = 0
         self._sum_finished = 0
@@ -42,6 +44,7 @@ class Lengths:
             self.measures.append(measure)
             self.num_finished += 1
             self._sum_finished += entry.num_tokens
+        self.group_measure[entry.prompt] = max(measure, self.group_measure.get(entry.prompt, 0.0))
         if entry.num_tokens <= self.group_max.get(entry.prompt, -1):
             return False
         self.group_max[entry.prompt] = entry.num_tokens
@@ -80,6 +83,7 @@ class Lengths:
             "history": self.history,
             "known": self.known,
             "group_max": self.group_max,
+            "group_measure": self.group_measure,
             "measures": list(self.measures),
             "window": self.measures.maxlen,
             "num_finished": self.num_finished,
@@ -90,6 +94,7 @@ class Lengths:
     def from_json(cls, values: Mapping[str, Any]) -> Lengths:
         lengths = cls(window=values["window"], history=values["history"], known=values["known"])
         lengths.group_max = dict(values["group_max"])
+        lengths.group_measure = dict(values["group_measure"])
         lengths.measures.extend(values["measures"])
         lengths.num_finished, lengths._sum_finished = values["num_finished"], values["sum_finished"]
         return lengths
