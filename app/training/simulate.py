@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from app.jsonl import check_output
-from app.report.timeline import Bar, TimelinePanel, timeline_picture
+from app.report.timeline import Activity, Bar, TimelinePanel, timeline_picture
 from app.rollout.scheduling.cost_model import CostModel, lower_bound_s
 from app.rollout.scheduling.event_log import LogRecord
-from app.rollout.scheduling.events import Kind
+from app.rollout.scheduling.events import Kind, Role
 from app.rollout.scheduling.figures import Figures, figures, spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.scheduling.traces import Trace, read_trace, work
@@ -62,6 +62,12 @@ class Simulation:
         )
         return "\n".join([head, "", *table, "", f"{ORACLE} is adaptive that knows every length"])
 
+
+ACTIVITIES: dict[Role | None, Activity] = {
+    **{"probe": "probe", "fast": "fast", "heavy": "heavy"},
+    **{"any": "fast", None: "suspended"},
+}
+"""How spans are drawn."""
 
 _HEADINGS = (
     *("policy", "makespan s", "/ bound", "x sync", "bubble", "tail", "recall", "trips", "stolen", "suspended"),
@@ -194,7 +200,7 @@ def panel(
         slots: of each worker.
     """
     bars = tuple(
-        Bar(one.worker.partition("#")[0], one.slot, one.start_s, one.end_s, one.role or "suspended", one.uid)
+        Bar(one.worker.partition("#")[0], one.slot, one.start_s, one.end_s, ACTIVITIES[one.role], one.uid)
         for one in spans(records)
     )
     over = "" if bound is None else f", {found.makespan_s / bound:.2f} x the bound"

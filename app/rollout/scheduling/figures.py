@@ -10,6 +10,7 @@ import numpy as np
 
 from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import (
+    DROPPED,
     Admit,
     Commit,
     Kind,
@@ -51,7 +52,10 @@ class Figures:
     tail_fraction: float
     """Share of the makespan after 90 % of the samples were done."""
     probe_recall: float | None
-    """Share of samples beyond the 80th percentile that were expected to be heavy when they started, probes left out."""
+    """Share of samples beyond the 80th percentile that were expected to be heavy when they started, probes left out.
+
+    None where nothing was expected.
+    """
     breaker_trips: int
     stolen: int
     """Rows that started on a worker of the other kind."""
@@ -59,6 +63,7 @@ class Figures:
     truncated: int
     """By the fast limit."""
     segments: int
+    """That were committed."""
     useful_tokens: int
     repacked_tokens: int
     """Decoded before, and prefilled or replayed to go on."""
@@ -99,8 +104,10 @@ class _Tally:
             self.saved += sample.prompt_length * (key in self.prompts)
             self.prompts.add(key)
 
-    def segment_ended(self, event: SegmentEnded, committed: dict[str, str | None]) -> None:
-        self.segments += 1
+    def segment_ended(self, event: SegmentEnded, answer: Sequence[Commit]) -> None:
+        """`answer`: its commit, and of samples that end as they stand; empty where the report was refused."""
+        self.segments += len(answer) > 0
+        committed = {row.uid: row.finish for row in answer[0].rows} if answer else {}
         for row in event.rows:
             gained = row.num_tokens - self.tokens.get(row.uid, 0)
             if row.uid not in committed:
@@ -111,8 +118,14 @@ class _Tally:
             self.last_commit_s = event.at
             if committed[row.uid] is not None:
                 end = event.at - event.seconds * (1 - min(gained / max(event.steps, 1), 1.0))
-                self.ends.append(end)
-                self.lengths[row.uid] = row.num_tokens
+                self.ended(row.uid, committed[row.uid], at=end)
+        for uid, finish in [(row.uid, row.finish) for commit in answer[1:] for row in commit.rows]:
+            self.ended(uid, finish, at=event.at)
+
+    def ended(self, uid: str, finish: str | None, *, at: float) -> None:
+        self.ends.append(at)
+        if finish is not None and not finish.startswith(DROPPED):
+            self.lengths[uid] = self.tokens[uid]
 
 
 def figures(records: Sequence[LogRecord]) -> Figures:
@@ -133,8 +146,7 @@ def figures(records: Sequence[LogRecord]) -> Figures:
                 tally.trips += len(command.uids) * (command.why in ("breaker", "probe limit"))
                 tally.truncated += len(command.uids) * (command.why == "truncated")
         if isinstance(event, SegmentEnded):
-            commits = [command for command in commands if isinstance(command, Commit)][:1]
-            tally.segment_ended(event, {row.uid: row.finish for one in commits for row in one.rows})
+            tally.segment_ended(event, [command for command in commands if isinstance(command, Commit)])
     return _figures(tally, makespan=max(tally.last_commit_s - (start or 0.0), 1e-9), start=start or 0.0)
 
 
@@ -164,7 +176,8 @@ def _recall(tally: _Tally) -> float | None:
     if not tally.lengths:
         return None
     bound = np.percentile(list(tally.lengths.values()), HEAVY_PERCENTILE)
-    long = [uid for uid, length in tally.lengths.items() if length > bound and tally.first_role[uid] != "probe"]
+    judged = [uid for uid in tally.lengths if tally.first_role[uid] in ("fast", "heavy")]
+    long = [uid for uid in judged if tally.lengths[uid] > bound]
     return sum(tally.first_role[uid] == "heavy" for uid in long) / len(long) if long else None
 
 

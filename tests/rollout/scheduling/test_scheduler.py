@@ -121,7 +121,7 @@ def test_a_segment_does_not_leave_for_samples_that_wait_for_a_verdict() -> None:
     (_, run) = driven.end("w", probes)
     assert isinstance(run, RunSegment)
     assert (run.length, run.leave_when_finished, run.leave_when_active) == (250, 0, 2)
-    (_, run) = driven.end("w", {uid: 9 for uid in probes}, finished=("p0/s0", "p1/s0", "p2/s0", "p3/s0"))
+    (_, run) = driven.end("w", dict.fromkeys(probes, 9), finished=("p0/s0", "p1/s0", "p2/s0", "p3/s0"))
     assert isinstance(run, RunSegment) and len(run.admit) == 4
     assert run.leave_when_finished > 0 and run.leave_when_active == 0
 
