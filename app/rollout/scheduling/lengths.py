@@ -80,10 +80,10 @@ class Lengths:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "history": self.history,
-            "known": self.known,
-            "group_max": self.group_max,
-            "group_measure": self.group_measure,
+            "history": dict(self.history),
+            "known": dict(self.known),
+            "group_max": dict(self.group_max),
+            "group_measure": dict(self.group_measure),
             "measures": list(self.measures),
             "window": self.measures.maxlen,
             "num_finished": self.num_finished,

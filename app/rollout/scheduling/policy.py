@@ -167,7 +167,8 @@ class Probes:
         return [uid for uids in self.held.values() for uid in uids]
 
     def to_json(self) -> dict[str, Any]:
-        return {"uid_of": dict(self.uid_of), "verdicts": dict(self.verdicts), "held": {**self.held}}
+        held = {prompt: list(uids) for prompt, uids in self.held.items()}
+        return {"uid_of": dict(self.uid_of), "verdicts": dict(self.verdicts), "held": held}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Probes:

@@ -166,6 +166,18 @@ def test_a_restored_scheduler_goes_on_with_the_same_commands(policy: str) -> Non
             assert tuple(scheduler.handle(event)) == commands, f"seed {seed}"
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_snapshot_stays_what_it_was(policy: str) -> None:
+    driven = Driven(make_scheduler(policy))
+    driven.join("w", slots=2)
+    driven.submit(samples(3, 2))
+    snapshot = driven.scheduler.snapshot()
+    before = json.dumps(snapshot)
+    rows = driven.rows("w")
+    driven.end("w", dict.fromkeys(rows, 5), finished=tuple(rows))
+    assert json.dumps(snapshot) == before
+
+
 def test_the_check_sees_an_idle_slot_beside_work() -> None:
     driven = Driven(make_scheduler())
     driven.join("w", slots=2)
