@@ -17,6 +17,7 @@ from app.rollout.scheduling.figures import Figures, figures, spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.scheduling.traces import Trace, read_trace, work
 from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
+from app.rollout.slot_shapes import slot_shapes
 from app.whole_file import write_whole
 from settings import Resolved
 from settings.errors import InputError
@@ -105,8 +106,15 @@ def simulate(
     kind = timeline_kind(timeline)
     samples = read_trace(trace)
     rollout = resolved.settings.rollout
-    workers = worker_specs(fast=rollout.workers.fast, heavy=rollout.workers.heavy)
     max_new = max(rollout.max_new_tokens, max(one.length for one in samples))
+    longest_prompt = max(resolved.settings.data.max_prompt_length, max(one.prompt_length for one in samples))
+    workers = worker_specs(
+        fast=rollout.workers.fast,
+        heavy=rollout.workers.heavy,
+        max_prompt_length=longest_prompt,
+        max_new_tokens=max_new,
+        exact=rollout.mode == "exact",
+    )
     model = CostModel() if cost is None else read_cost(cost)
     simulation, panels = compare(samples, workers, model, pdsr=rollout.pdsr, segment=rollout.segment, max_new=max_new)
     if out is not None:
@@ -138,14 +146,25 @@ def read_cost(path: Path) -> CostModel:
     return CostModel.from_json(values, where=f"--cost: {path}")
 
 
-def worker_specs(*, fast: WorkerPool, heavy: WorkerPool) -> list[WorkerSpec]:
-    """The workers of the settings, each with devices of its own, and programs for powers of two of rows, from 2."""
+def worker_specs(
+    *, fast: WorkerPool, heavy: WorkerPool, max_prompt_length: int, max_new_tokens: int, exact: bool = False
+) -> list[WorkerSpec]:
+    """The workers of the settings, each with devices of its own, and the programs that real ones have."""
     pools: list[tuple[Kind, WorkerPool]] = [("fast", fast), ("heavy", heavy)]
-    return [
-        WorkerSpec(f"{kind}-{i}", kind, pool.slots, tuple(2**k for k in range(1, 17) if 2**k < pool.slots))
-        for kind, pool in pools
-        for i in range(pool.count)
-    ]
+    specs = []
+    for kind, pool in pools:
+        shapes = slot_shapes(
+            pool.slots,
+            max_prompt_length=max_prompt_length,
+            max_new_tokens=max_new_tokens,
+            prefill_length_min=1,
+            num_pooled=1,
+            segment_max=max_new_tokens,
+            exact=exact,
+        )
+        sizes = pool.slots, shapes.batch_rungs[:-1], shapes.cache_rungs
+        specs += [WorkerSpec(f"{kind}-{i}", kind, *sizes) for i in range(pool.count)]
+    return specs
 
 
 def compare(

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -19,16 +20,42 @@ from jax.sharding import Mesh
 from app.flow import Sample
 from app.mesh.islands import island
 from app.rollout.scheduled import Schedule, ScheduledWorkers
-from app.rollout.scheduling.event_log import replay, write_log
-from app.rollout.scheduling.events import Admit, Command, Kind, RunSegment, Suspend, WorkerJoined, WorkerLost, to_json
+from app.rollout.scheduling.cost_model import CostModel
+from app.rollout.scheduling.event_log import LogRecord, replay, write_log
+from app.rollout.scheduling.events import (
+    Admit,
+    Closed,
+    Command,
+    Kind,
+    RunSegment,
+    SegmentEnded,
+    Submitted,
+    Suspend,
+    WorkerJoined,
+    WorkerLost,
+    to_json,
+)
 from app.rollout.scheduling.figures import figures, spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
+from app.rollout.scheduling.traces import Traced
+from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
 from app.rollout.slots import Segment as RanSegment
 from app.rollout.slots import SlotEngine
 from app.rollout.workers import Worker
 from app.training.metrics import CompilationCounter
 from settings.rollout_section import Pdsr, Segment
-from tests.rollout.test_slots import ARGUMENTS, DEFINITION, FLOAT32, LENGTHS, PROMPTS, generate, new_slots, weights_on
+from tests.rollout.test_slots import (
+    ARGUMENTS,
+    DEFINITION,
+    FLOAT32,
+    LENGTHS,
+    LONGEST,
+    PROMPTS,
+    generate,
+    new_slots,
+    slots_of,
+    weights_on,
+)
 from tests.tiny import make_mesh, spell
 
 EAGER = Pdsr(fast_limit_tokens=8, probe_limit_tokens=4, window=64, window_min=4)
@@ -240,6 +267,29 @@ def test_a_real_log_replays_in_the_core(tmp_path: Path) -> None:
     assert {entry.uid: entry.num_tokens for entry in replayed.ledger} == {
         s.uid: len(s.completion_ids) for s in expected()
     }
+
+
+@pytest.mark.parametrize("policy", ["sync", "adaptive"])
+def test_the_virtual_clock_runs_the_segments_that_real_slots_run(policy: str) -> None:
+    shapes = slots_of(False).shapes
+    made = scheduled([Worker("fast-0", "fast", slots_of(False))], policy, in_turn=True)
+    samples = samples_of(made)
+    trace = [
+        Traced(s.uid, s.prompt.uid, s.sample_index, len(s.completion_ids), len(s.prompt.token_ids)) for s in samples
+    ]
+    spec = WorkerSpec("fast-0", "fast", shapes.num_slots, shapes.batch_rungs[:-1], shapes.cache_rungs)
+    virtual = VirtualClock(Scheduler.restore(made.start), trace, [spec], CostModel(), max_new=LONGEST, num_waves=0)
+    # Each real sample may have as many tokens as it has.
+    (submitted,) = [record.event for record in made.records if isinstance(record.event, Submitted)]
+    virtual._post(replace(submitted, at=0.0))
+    virtual._post(Closed(0.0))
+    assert segments_of(virtual.run()) == segments_of(made.records)
+
+
+def segments_of(records: Sequence[LogRecord]) -> list[tuple[int, dict[str, int]]]:
+    """Steps, and what the rows had by then."""
+    ended = [record.event for record in records if isinstance(record.event, SegmentEnded)]
+    return [(event.steps, {row.uid: row.num_tokens for row in event.rows}) for event in ended]
 
 
 def test_in_turn_the_same_rollout_has_the_same_log() -> None:

@@ -28,8 +28,6 @@ from app.rollout.scheduling.events import (
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.scheduling.traces import Trace, Traced, new_samples
 
-CACHE_RUNGS = tuple(256 * 2**i for i in range(13))
-"""Cache lengths that an engine has programs for."""
 WAVE_S = 0.5
 
 
@@ -39,6 +37,9 @@ class WorkerSpec:
     kind: Kind
     slots: int
     rungs: tuple[int, ...] = ()
+    """Rows of smaller programs."""
+    cache_rungs: tuple[int, ...] = ()
+    """Tokens that caches have room for; as many as are needed where there are none."""
     device: str | None = None
     """Workers on one device take turns; None: a device of its own."""
 
@@ -79,6 +80,18 @@ class _Worker:
     """Uids whose caches it keeps."""
     prompts: set[str] = field(default_factory=set)
     """That it has prefilled."""
+    size: int = 0
+    """Rows of the program that runs, empty ones among them."""
+    room: int = 0
+    """Of each row's cache, in tokens. It only grows."""
+
+    def grow(self, length: int) -> None:
+        """To the rung that holds so many tokens."""
+        self.room = max(self.room, next((rung for rung in self.spec.cache_rungs if rung >= length), length))
+
+    def grow_to_full(self) -> None:
+        """As rows that come, go or move together have it."""
+        self.room = max((self.room, *self.spec.cache_rungs[-1:]))
 
 
 class VirtualClock:
@@ -176,6 +189,7 @@ class VirtualClock:
                 worker = self._workers[command.worker]
                 for uid in command.uids:
                     del worker.rows[uid]
+                worker.grow_to_full()
                 if command.why != "truncated" and self.scheduler.keeps_caches:
                     worker.kept.update(command.uids)
             case RunSegment():
@@ -189,9 +203,10 @@ class VirtualClock:
         prefilled = self._prefill_tokens(worker, command.admit)
         seconds += self.cost.prefill(prefilled)
         assert 0 < len(worker.rows) <= worker.spec.slots, f"{command.worker}: {len(worker.rows)} rows"
+        self._resize(worker, command)
         steps = self._steps(command, [row.traced.length - row.num_tokens for row in worker.rows.values()])
-        longest = max(row.traced.prompt_length + row.num_tokens for row in worker.rows.values()) + steps
-        step_s = self._step_s(worker, len(worker.rows), longest)
+        steps = self._steps_in_room(worker, steps)
+        step_s = self.cost.step(rows=worker.size, cache_length=worker.room)
         # Replayed tokens pass through the decode program, all rows side by side.
         replayed = max((one.num_tokens for one in command.admit if one.how == "replay"), default=0)
         seconds += (steps + replayed) * step_s
@@ -257,7 +272,27 @@ class VirtualClock:
             steps = min(steps, left[len(left) - command.leave_when_active - 1])
         return steps
 
-    def _step_s(self, worker: _Worker, num_rows: int, longest: int) -> float:
-        rows = min(rung for rung in (*worker.spec.rungs, worker.spec.slots) if rung >= num_rows)
-        cache = next((rung for rung in CACHE_RUNGS if rung >= longest), longest)
-        return self.cost.step(rows=rows, cache_length=cache)
+    @staticmethod
+    def _resize(worker: _Worker, command: RunSegment) -> None:
+        """As `app.rollout.slots` does: all slots for who comes, and the smallest program when nobody waits."""
+        sizes = (*worker.spec.rungs, worker.spec.slots)
+        if command.admit or not worker.size:
+            worker.size = worker.spec.slots
+        if any(one.how == "copy" or (one.how == "prefill" and one.num_tokens) for one in command.admit):
+            worker.grow_to_full()
+        fitting = min(size for size in sizes if size >= len(worker.rows))
+        if not command.leave_when_finished and fitting < worker.size:
+            worker.size = fitting
+            worker.grow_to_full()
+
+    @staticmethod
+    def _steps_in_room(worker: _Worker, steps: int) -> int:
+        """As many of the steps as caches have room for; longer ones where that would be none."""
+        rows = [(row.traced.prompt_length + row.num_tokens, row) for row in worker.rows.values()]
+        if not worker.spec.cache_rungs:
+            worker.room = max(length for length, _ in rows) + steps
+            return steps
+        # The last token is not fed, so it needs no room.
+        worker.grow(max(length for length, _ in rows))
+        short = [length for length, row in rows if row.traced.length - row.num_tokens > worker.room - length + 1]
+        return min(steps, worker.room - max(short) + 1) if short else steps
