@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 
+import jax
+
 from app.flow import Prompt
 from app.policy.kv_cache import DecodeWeights
 from app.rollout.engine import BatchShape, Footprint
@@ -34,6 +36,7 @@ class ContinuousBatching(Streaming):
     ) -> Generator[Row, None, None]:
         for row in rows:
             self.engine.check(row)
+            row.worker = str(jax.process_index())
         self.engine.open(weights, rules=rules, seed=seed, policy_version=policy_version)
         try:
             for _ in self._run(rows):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from app.policy.kv_cache import (
     prefill,
 )
 from app.policy.token_logprobs import scaled_logits
+from app.rollout.rows import Row
 from app.rollout.sampling import (
     Drawn,
     Sampler,
@@ -163,6 +165,7 @@ class Engine:
         Args:
             max_new_tokens: of every sample, or of each in order; the largest is the same on every host.
         """
+        started = time.perf_counter()
         rows = self._place_rows(prompts, group_size, max_new_tokens)
         with jax.set_mesh(self.mesh):
             hidden, cache = self._prefill(weights, rows.prompt_ids, rows.prompt_lengths_of_prompts)
@@ -176,26 +179,25 @@ class Engine:
             slots = self._decode[sampler](
                 weights, row_hidden, constants, slots=slots, rules=rules, eos_ids=self._eos_ids
             )
-        token_ids, logprobs, kept = map(to_local, (slots.token_ids, slots.logprobs, slots.kept_mass_logs))
+        drawn = np.stack([to_local(x).view(np.int32) for x in (slots.token_ids, slots.logprobs, slots.kept_mass_logs)])
         lengths, stopped, broken = map(to_local, (slots.lengths, slots.stopped, slots.broken))
         self._count(prompts, lengths, group_size=group_size)
-        samples = []
-        for row in range(len(prompts) * group_size):
-            ids = token_ids[row, : lengths[row]]
-            samples.append(
-                Sample(
-                    prompt=prompts[row // group_size],
-                    sample_index=row % group_size,
-                    group_id=first_group_id + row // group_size,
-                    completion_ids=ids,
-                    completion=self.decode_text(ids.tolist()),
-                    behavior_logprobs=logprobs[row, : lengths[row]],
-                    finish_reason=finish_reason(stopped[row], broken[row]),
-                    policy_version=policy_version,
-                    worker=str(jax.process_index()),
-                    kept_mass_logs=kept[row, : lengths[row]] if rules.truncates else None,
-                )
+        samples, elapsed_s = [], time.perf_counter() - started
+        for number in range(len(prompts) * group_size):
+            row = Row(
+                prompts[number // group_size],
+                number % group_size,
+                max_new_tokens=len(drawn[0, number]),
+                policy_version=policy_version,
+                num_tokens=int(lengths[number]),
+                num_segments=1,
+                elapsed_s=elapsed_s,
+                finish_reason=finish_reason(stopped[number], broken[number]),
+                worker=str(jax.process_index()),
+                drawn=[drawn[:, number, : lengths[number]].copy()],
             )
+            group_id = first_group_id + number // group_size
+            samples.append(row.sample(group_id, decode_text=self.decode_text, truncates=rules.truncates))
         return samples
 
     def _count(self, prompts: Sequence[Prompt], lengths: Int32[np.ndarray, "B"], *, group_size: int) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from app.flow import Prompt
+from app.flow import Prompt, Sample
 from app.policy.kv_cache import Cache
 
 
@@ -29,7 +30,9 @@ class Row:
     elapsed_s: float = 0.0
     """From then on, until it was done."""
     finish_reason: str | None = None
-    """`stop` or `length` once it is done."""
+    """`stop`, `length` or `dropped:<why>` once it is done."""
+    worker: str = ""
+    """That had it last; without workers the number of the host."""
     drawn: list[np.ndarray] = field(default_factory=list)
     """int32 [3, tokens] of each segment: ids, and the bits of logprobs and logs of kept mass."""
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -59,6 +62,30 @@ class Row:
     def is_collected(self) -> bool:
         """All tokens that it has drawn have come from the devices."""
         return sum(count for _, count in self.versions) == self.num_tokens
+
+    def sample(self, group_id: int, *, decode_text: Callable[[Sequence[int]], str], truncates: bool) -> Sample:
+        """The record of a row that is done.
+
+        Args:
+            decode_text: token ids -> text, for the record.
+            truncates: its sampling rules cut tokens off.
+        """
+        assert self.finish_reason is not None
+        ids, logprobs, kept_mass_logs = self._joined
+        return Sample(
+            prompt=self.prompt,
+            sample_index=self.sample_index,
+            group_id=group_id,
+            completion_ids=ids,
+            completion=decode_text(ids.tolist()),
+            behavior_logprobs=logprobs.view(np.float32),
+            finish_reason=self.finish_reason,
+            policy_version=self.policy_version,
+            worker=self.worker,
+            segments=self.num_segments,
+            elapsed_s=self.elapsed_s,
+            kept_mass_logs=kept_mass_logs.view(np.float32) if truncates else None,
+        )
 
     def rewound(self, num_tokens: int) -> Row:
         """Another with its first tokens, or with all that were collected where those are fewer."""

@@ -76,27 +76,11 @@ class Streaming(ABC):
         done = self._in_order(weights, rows, rules=rules, seed=seed, policy_version=policy_version)
         with closing(done):
             for number, row in enumerate(done):
-                yield self._sample(row, first_group_id + number // group_size, truncates=rules.truncates)
+                group_id = first_group_id + number // group_size
+                yield row.sample(group_id, decode_text=self._decode_text, truncates=rules.truncates)
 
     @abstractmethod
     def _in_order(
         self, weights: DecodeWeights, rows: deque[Row], *, rules: SamplingRules, seed: int, policy_version: int
     ) -> Generator[Row, None, None]:
         """All rows, each as soon as it and all before it are done and its tokens collected. May empty the queue."""
-
-    def _sample(self, row: Row, group_id: int, *, truncates: bool) -> Sample:
-        assert row.finish_reason is not None
-        ids = row.token_ids
-        return Sample(
-            prompt=row.prompt,
-            sample_index=row.sample_index,
-            group_id=group_id,
-            completion_ids=ids,
-            completion=self._decode_text(ids.tolist()),
-            behavior_logprobs=row.logprobs,
-            finish_reason=row.finish_reason,
-            policy_version=row.policy_version,
-            segments=row.num_segments,
-            elapsed_s=row.elapsed_s,
-            kept_mass_logs=row.kept_mass_logs if truncates else None,
-        )

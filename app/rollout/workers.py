@@ -107,7 +107,7 @@ class Worker:
         at = self.clock()
         reports = []
         for _, row, _ in segment.ran:
-            known = self._known_as[row]
+            known, row.worker = self._known_as[row], self.name
             reports.append(RowReport(known.uid, known.epoch, row.num_tokens, row.finish_reason))
             if row.finish_reason is not None:
                 del self._known_as[row]

@@ -132,12 +132,9 @@ class Trainer:
         self, weights: DecodeWeights, *, step: int, position: int, first_group_id: int, timer: Timer
     ) -> list[Sample]:
         """Samples of the prompts from a position on."""
-        before = timer.seconds.get("time/rollout_s", 0.0)
         with timer.phase("rollout"):
             prompts = self.take_prompts(position)
-            samples = self.session.sample(weights, prompts, policy_version=step - 1, first_group_id=first_group_id)
-        elapsed_s = timer.seconds["time/rollout_s"] - before
-        return [replace(s, elapsed_s=elapsed_s) for s in samples]
+            return self.session.sample(weights, prompts, policy_version=step - 1, first_group_id=first_group_id)
 
     def reward(self, samples: list[Sample], asked: list[RewardPass], *, step: int, timer: Timer) -> Scored:
         """The samples with their rewards; a pass of the reward model is added to `asked`."""

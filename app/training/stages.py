@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +118,7 @@ def _sampled(session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]
         return
     size = session.settings.rollout.prompts_per_step
     for first in range(0, len(prompts), size):
-        start = time.perf_counter()
-        samples = session.sample(weights, prompts[first : first + size], policy_version=0, first_group_id=first)
-        seconds = time.perf_counter() - start
-        yield from (replace(s, elapsed_s=seconds) for s in samples)
+        yield from session.sample(weights, prompts[first : first + size], policy_version=0, first_group_id=first)
 
 
 class SampleCounter:

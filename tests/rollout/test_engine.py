@@ -106,6 +106,7 @@ def test_records_say_whose_they_are():
         assert len(s.completion_ids) == len(s.behavior_logprobs) == 6
         assert s.completion == " ".join(map(str, s.completion_ids))
         assert (s.finish_reason, s.policy_version, s.kept_mass_logs) == ("length", 3, None)
+        assert (s.worker, s.segments) == ("0", 1) and s.elapsed_s == samples[0].elapsed_s > 0
 
 
 @pytest.mark.parametrize("architecture", [ODD, BIASED], ids=["tied", "untied-biases"])

@@ -126,6 +126,7 @@ def test_slots_make_the_same_samples_as_one_batch_to_the_end():
     for ours, theirs, length in zip(samples, in_one_batch(), LENGTHS, strict=True):
         assert (ours.uid, ours.group_id, ours.finish_reason) == (theirs.uid, theirs.group_id, "length")
         assert len(ours.completion_ids) == length and ours.kept_mass_logs is None
+        assert ours.worker == theirs.worker == "0" and ours.elapsed_s > 0
         np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
         np.testing.assert_allclose(ours.behavior_logprobs, theirs.behavior_logprobs, atol=1e-5)
 

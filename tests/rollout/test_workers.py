@@ -153,7 +153,10 @@ def admitted(made: ScheduledWorkers) -> list[Admit]:
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_in_exact_mode_neither_scheduler_nor_workers_change_a_bit(policy: str, num_workers: int, in_turn: bool) -> None:
     made = scheduled(workers_on(num_workers), policy, in_turn=in_turn)
-    assert bits(samples_of(made)) == bits(expected())
+    samples = samples_of(made)
+    assert bits(samples) == bits(expected())
+    last = {row.uid: event.worker for event, _ in made.records if isinstance(event, SegmentEnded) for row in event.rows}
+    assert {s.uid: s.worker for s in samples} == last and all(s.elapsed_s > 0 for s in samples)
     found = figures(made.records)
     assert found.useful_tokens == sum(LENGTHS) and found.wasted_tokens == 0
     assert 0 <= found.bubble < 1 and found.makespan_s > 0
