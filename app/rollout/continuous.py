@@ -31,6 +31,10 @@ class ContinuousBatching(Streaming):
         self.engine = engine
         self._rule = rule
 
+    def compile(self, rules: SamplingRules) -> None:
+        """See `Streaming`."""
+        self.engine.compile(rules)
+
     def _in_order(
         self, weights: DecodeWeights, rows: deque[Row], *, rules: SamplingRules, seed: int, policy_version: int
     ) -> Generator[Row, None, None]:

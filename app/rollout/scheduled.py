@@ -87,6 +87,16 @@ class ScheduledWorkers(Streaming):
         self._figures: list[Figures] = []
         self._stalled: dict[Worker, Thread] = {}
 
+    @property
+    def _suspends(self) -> bool:
+        """Whether samples may leave their slots before they are done, if only with a worker that dies."""
+        return self.schedule.policy != "sync" or len(self.workers) > 1
+
+    def compile(self, rules: SamplingRules) -> None:
+        """See `Streaming`."""
+        for worker in self.workers:
+            worker.engine.compile(rules, suspends=self._suspends)
+
     def _in_order(
         self, weights: DecodeWeights, rows: deque[Row], *, rules: SamplingRules, seed: int, policy_version: int
     ) -> Generator[Row, None, None]:
@@ -97,13 +107,12 @@ class ScheduledWorkers(Streaming):
         """
         for row in rows:
             self.workers[0].engine.check(row)
-        suspends = self.schedule.policy != "sync" or len(self.workers) > 1
         opened: list[Worker] = []
         workers = self._awake()
         driver = Turns() if self.schedule.in_turn else Threads(workers, lease_s=self.schedule.lease_s)
         try:
             for worker in workers:
-                worker.open(weights, rules=rules, seed=seed, policy_version=policy_version, suspends=suspends)
+                worker.open(weights, rules=rules, seed=seed, policy_version=policy_version, suspends=self._suspends)
                 opened.append(worker)
             run = _Run(self._scheduler(rows), driver, workers, clock=self._clock_from_now())
             self.start, self.records = run.scheduler.snapshot(), run.records

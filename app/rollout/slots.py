@@ -83,16 +83,20 @@ class SlotEngine:
 
     # From the first sample to the last ---------------------------------------------------------------------------
 
+    def compile(self, rules: SamplingRules, *, suspends: bool = False) -> None:
+        """Every program that will run, unless it is there."""
+        self.programs.compile(suspends=suspends, rereads=suspends and not self.exact, truncates=rules.truncates)
+
     def open(
         self, weights: DecodeWeights, *, rules: SamplingRules, seed: int, policy_version: int, suspends: bool = False
     ) -> None:
-        """Empty slots. Compiles, the first time, every program that will run.
+        """Empty slots. Compiles what `compile` was not asked for before.
 
         Args:
             suspends: samples will be suspended.
         """
         self._truncates, self._suspends = rules.truncates, suspends
-        self.programs.compile(suspends=suspends, rereads=suspends and not self.exact, truncates=rules.truncates)
+        self.compile(rules, suspends=suspends)
         self._rules, self._seed = as_arrays(rules), np.int32(seed)
         self._pool, self._cache = self.programs["open",]()
         self._pooled: dict[bytes, int] = {}

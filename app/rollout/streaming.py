@@ -80,6 +80,10 @@ class Streaming(ABC):
                 yield row.sample(group_id, decode_text=self._decode_text, truncates=rules.truncates)
 
     @abstractmethod
+    def compile(self, rules: SamplingRules) -> None:
+        """Every program of such a rollout, ahead of the first."""
+
+    @abstractmethod
     def _in_order(
         self, weights: DecodeWeights, rows: deque[Row], *, rules: SamplingRules, seed: int, policy_version: int
     ) -> Generator[Row, None, None]:

@@ -294,6 +294,8 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     traces = StepTraces(settings.logging.profile_steps if is_first else (), launch.run.profile)
     stack.callback(traces.stop)
     held_out = host_share(launch.input.held_out) if launch.input.held_out else []
+    board.phase("compile")
+    session.compile_rollout(evaluates=bool(held_out))
     if progress.step:
         board.say(_continuing(progress, settings))
     elif held_out:

@@ -64,6 +64,7 @@ def rollout(
     session = open_on_one_host(settings, model)
     weights = session.engine.weights(session.load_params())
     counter = SampleCounter()
+    session.compile_rollout(evaluates=False)
     start = time.perf_counter()
     write_jsonl(out, (sample_to_record(s) for s in counter.count(_sampled(session, weights, encoded))))
     seconds = time.perf_counter() - start
