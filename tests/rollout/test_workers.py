@@ -212,6 +212,7 @@ def test_a_sample_that_breaks_is_dropped_and_teaches_nothing() -> None:
     made = scheduled(workers, in_turn=True)
     samples = samples_of(made)
     for worker in workers:
+        assert isinstance(worker.engine, Mortal)
         worker.engine.broken = None
     (broken,) = [s for s in samples if s.finish_reason == "dropped:non-finite logits"]
     assert broken.uid == longest.uid and 0 < len(broken.completion_ids) < len(longest.completion_ids)
