@@ -17,7 +17,7 @@ from app.reward.plugin import Moment, PlugIn, PlugInLostError
 from app.reward.pool import Limits, WorkerPool
 from app.reward.signature import Columns
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, grade, is_task_reward
-from app.reward.weighing import NO_REWARD, OnError, Scored, weigh
+from app.reward.weighing import NO_REWARD, OnError, Scored, is_unusable, weigh, with_unusable
 from settings.errors import InputError
 from settings.reward_section import MODEL_REWARD, OVERLONG, Reward, RewardFunction
 
@@ -153,11 +153,17 @@ def _scored(
     given: Mapping[str, Sequence[Outcome]] = MappingProxyType({}),
     when_all_abstain: Failure | None = NO_REWARD,
 ) -> Scored:
+    usable = [sample for sample in samples if not is_unusable(sample)]
     try:
-        outcomes = {function.name: function.outcomes(samples, moment) for function in functions}
+        outcomes: dict[str, Sequence[Outcome]] = {
+            function.name: function.outcomes(usable, moment) for function in functions
+        }
     except PlugInLostError as error:
         return Scored(list(samples), {}, 0, (), str(error))
-    return weigh(samples, {**outcomes, **given}, weights, on_error, when_all_abstain=when_all_abstain)
+    for name, of_all in given.items():
+        outcomes[name] = [one for one, sample in zip(of_all, samples, strict=True) if not is_unusable(sample)]
+    weighed = weigh(usable, outcomes, weights, on_error, when_all_abstain=when_all_abstain)
+    return with_unusable(weighed, samples)
 
 
 def judge_of(settings: Reward) -> str:

@@ -23,6 +23,9 @@ DROPPED = "dropped:reward"
 ERRORS_FIELD = "reward_errors"
 """Where a sample's record keeps its failures, as lines of text."""
 
+ENDED_UNUSABLE = "dropped:"
+"""What the `finish_reason` of a dropped sample begins with, whoever dropped it."""
+
 FINISH_FIELD = "finish_reason_before_drop"
 """Where the record of a dropped sample keeps how its generation ended."""
 
@@ -83,6 +86,23 @@ def _sum_of(tallies: Sequence[Tally]) -> Tally:
         num_abstained=sum(tally.num_abstained for tally in tallies),
         extras={name: (sum(x for x, _ in pairs), sum(n for _, n in pairs)) for name, pairs in known.items()},
     )
+
+
+def is_unusable(sample: Sample) -> bool:
+    """Whether it was dropped before any reward function could be asked, while it was generated."""
+    return sample.finish_reason.startswith(ENDED_UNUSABLE) and sample.finish_reason != DROPPED
+
+
+def with_unusable(scored: Scored, samples: Sequence[Sample]) -> Scored:
+    """All samples in their order; those that were not asked about have no reward."""
+    unusable = [sample for sample in samples if is_unusable(sample)]
+    if not unusable:
+        return scored
+    rest = iter(scored.samples)
+    placed = [replace(s, rewards={}, reward=None) if is_unusable(s) else next(rest) for s in samples]
+    why = unusable[0].finish_reason.removeprefix(ENDED_UNUSABLE)
+    notice = f"{len(unusable)} of {len(samples)} samples have {why}, left out; first {unusable[0].uid}"
+    return replace(scored, samples=placed, notices=(*scored.notices, notice))
 
 
 def weigh(

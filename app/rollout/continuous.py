@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 
-import numpy as np
+import jax
 
+from app.flow import Prompt
 from app.policy.kv_cache import DecodeWeights
 from app.rollout.engine import BatchShape, Footprint
 from app.rollout.rows import Row
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduling.segments import balanced_length, budget_length, finished_worth_leaving
+from app.rollout.scheduling.segments import expected_length, segment_limits
 from app.rollout.slots import Segment, SlotEngine
 from app.rollout.streaming import Streaming
 from app.rollout.tally import Tally
@@ -30,11 +31,16 @@ class ContinuousBatching(Streaming):
         self.engine = engine
         self._rule = rule
 
+    def compile(self, rules: SamplingRules) -> None:
+        """See `Streaming`."""
+        self.engine.compile(rules)
+
     def _in_order(
         self, weights: DecodeWeights, rows: deque[Row], *, rules: SamplingRules, seed: int, policy_version: int
     ) -> Generator[Row, None, None]:
         for row in rows:
             self.engine.check(row)
+            row.worker = str(jax.process_index())
         self.engine.open(weights, rules=rules, seed=seed, policy_version=policy_version)
         try:
             for _ in self._run(rows):
@@ -60,7 +66,7 @@ class ContinuousBatching(Streaming):
     def _run(self, rows: Sequence[Row]) -> Iterator[None]:
         """Until every row is done, stopping wherever some may have become so."""
         engine, waiting = self.engine, deque(rows)
-        finished: list[int] = []
+        num_finished = sum_finished = 0
         segment: Segment | None = None
         while waiting or engine.resident:
             if waiting and engine.num_free:
@@ -68,33 +74,33 @@ class ContinuousBatching(Streaming):
                 engine.admit([waiting.popleft() for _ in range(min(engine.num_free, len(waiting)))])
             if not waiting:
                 engine.compact()
-            self._start(finished, is_waiting=bool(waiting))
+            otherwise = expected_length(max(row.max_new_tokens for row in engine.resident))
+            limits = segment_limits(
+                self._rule,
+                active=len(engine.resident),
+                some_wait=bool(waiting),
+                mean_length=max(sum_finished / num_finished, 1.0) if num_finished else otherwise,
+                rungs=engine.shapes.batch_rungs[:-1],
+            )
+            engine.start(**limits._asdict())
             # The devices decode while the host reads what they have drawn before.
             if segment is not None:
                 segment.collect()
                 yield
             segment = engine.wait()
-            finished += [row.num_tokens for row in segment.finished]
+            num_finished += len(segment.finished)
+            sum_finished += sum(row.num_tokens for row in segment.finished)
         if segment is not None:
             segment.collect()
             yield
 
     def _prefill_ahead(self, waiting: deque[Row]) -> None:
         """Several prompts at once, where the next is not there: as many as the pool holds."""
-        if not self.engine.has_prefilled(waiting[0].prompt):
-            prompts = {row.prompt.uid: row.prompt for row in waiting}
-            self.engine.prefill(list(prompts.values())[: self.engine.shapes.num_pooled])
-
-    def _start(self, finished: Sequence[int], *, is_waiting: bool) -> None:
-        rule, engine = self._rule, self.engine
-        active = len(engine.resident)
-        bounds = {"minimum": rule.min, "maximum": rule.max}
-        length = budget_length(active, capacity=rule.capacity, **bounds)
-        if not is_waiting:
-            return engine.start(length=length, leave_when_active=engine.next_lower_rung)
-        lengths = finished or [row.max_new_tokens for row in engine.resident]
-        mean_length, cost = float(np.mean(lengths)), {"overhead_steps": rule.overhead_steps}
-        leave = finished_worth_leaving(active, mean_length, **cost)
-        if rule.rule != "budget":
-            length = balanced_length(mean_length, **cost, **bounds)
-        return engine.start(length=length, leave_when_finished=leave)
+        if self.engine.has_prefilled(waiting[0].prompt):
+            return
+        prompts: dict[str, Prompt] = {}
+        for row in waiting:
+            if row.prompt.uid not in prompts and len(prompts) == self.engine.shapes.num_pooled:
+                break
+            prompts[row.prompt.uid] = row.prompt
+        self.engine.prefill(list(prompts.values()))

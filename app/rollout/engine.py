@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from app.policy.kv_cache import (
     prefill,
 )
 from app.policy.token_logprobs import scaled_logits
+from app.rollout.rows import Row
 from app.rollout.sampling import (
     Drawn,
     Sampler,
@@ -42,6 +44,7 @@ from app.rollout.sampling import (
     draw,
     draw_truncated,
     effective_temperature,
+    finish_reason,
     sample_keys,
     uid_words,
 )
@@ -60,6 +63,8 @@ class Slots(NamedTuple):
     done: Bool[Array, "B"]
     stopped: Bool[Array, "B"]
     """Done because of an end-of-sequence token."""
+    broken: Bool[Array, "B"]
+    """Done because its logits were not finite, without a token of that step."""
 
 
 class Rows(NamedTuple):
@@ -160,6 +165,7 @@ class Engine:
         Args:
             max_new_tokens: of every sample, or of each in order; the largest is the same on every host.
         """
+        started = time.perf_counter()
         rows = self._place_rows(prompts, group_size, max_new_tokens)
         with jax.set_mesh(self.mesh):
             hidden, cache = self._prefill(weights, rows.prompt_ids, rows.prompt_lengths_of_prompts)
@@ -173,26 +179,26 @@ class Engine:
             slots = self._decode[sampler](
                 weights, row_hidden, constants, slots=slots, rules=rules, eos_ids=self._eos_ids
             )
-        token_ids, logprobs, kept = map(to_local, (slots.token_ids, slots.logprobs, slots.kept_mass_logs))
-        lengths, stopped = to_local(slots.lengths), to_local(slots.stopped)
+        drawn = np.stack([to_local(x).view(np.int32) for x in (slots.token_ids, slots.logprobs, slots.kept_mass_logs)])
+        lengths, stopped, broken = map(to_local, (slots.lengths, slots.stopped, slots.broken))
         self._count(prompts, lengths, group_size=group_size)
-        samples = []
-        for row in range(len(prompts) * group_size):
-            ids = token_ids[row, : lengths[row]]
-            samples.append(
-                Sample(
-                    prompt=prompts[row // group_size],
-                    sample_index=row % group_size,
-                    group_id=first_group_id + row // group_size,
-                    completion_ids=ids,
-                    completion=self.decode_text(ids.tolist()),
-                    behavior_logprobs=logprobs[row, : lengths[row]],
-                    finish_reason="stop" if stopped[row] else "length",
-                    policy_version=policy_version,
-                    worker=str(jax.process_index()),
-                    kept_mass_logs=kept[row, : lengths[row]] if rules.truncates else None,
-                )
+        samples, elapsed_s = [], time.perf_counter() - started
+        for number in range(len(prompts) * group_size):
+            row = Row(
+                prompts[number // group_size],
+                number % group_size,
+                max_new_tokens=len(drawn[0, number]),
+                noise_step=policy_version,
+                num_tokens=int(lengths[number]),
+                num_segments=1,
+                elapsed_s=elapsed_s,
+                finish_reason=finish_reason(stopped[number], broken[number]),
+                worker=str(jax.process_index()),
+                drawn=[drawn[:, number, : lengths[number]].copy()],
+                versions=[(policy_version, int(lengths[number]))],
             )
+            group_id = first_group_id + number // group_size
+            samples.append(row.sample(group_id, decode_text=self.decode_text, truncates=rules.truncates))
         return samples
 
     def _count(self, prompts: Sequence[Prompt], lengths: Int32[np.ndarray, "B"], *, group_size: int) -> None:
@@ -295,6 +301,7 @@ def open_slots(
         lengths=jnp.zeros_like(rows.prompt),
         done=empty,
         stopped=jnp.zeros_like(empty),
+        broken=jnp.zeros_like(empty),
     )
     return constrain(hidden[rows.prompt], "rows", "activation"), slots
 
@@ -333,15 +340,19 @@ def _decode_loop(definition: DecoderDefinition, sampler: Sampler) -> Callable[..
 
 def record(slots: Slots, drawn: Drawn, *, max_new_tokens: Int32[Array, "B"], eos_ids: Int32[Array, "E"]) -> Slots:
     """Appends the drawn tokens to rows that are not done, and decides which rows now are."""
+    # Logits that are not finite leave no finite logprob.
+    broken = ~slots.done & ~jnp.isfinite(drawn.logprobs)
+    active = ~slots.done & ~broken
     at = jnp.arange(slots.token_ids.shape[1]) == slots.lengths[:, None]
-    writes = at & ~slots.done[:, None]
-    lengths = slots.lengths + ~slots.done
-    ends = ~slots.done & jnp.any(drawn.token_ids[:, None] == eos_ids, axis=1)
+    writes = at & active[:, None]
+    lengths = slots.lengths + active
+    ends = active & jnp.any(drawn.token_ids[:, None] == eos_ids, axis=1)
     return slots._replace(
         token_ids=jnp.where(writes, drawn.token_ids[:, None], slots.token_ids),
         logprobs=jnp.where(writes, drawn.logprobs[:, None], slots.logprobs),
         kept_mass_logs=jnp.where(writes, drawn.kept_mass_logs[:, None], slots.kept_mass_logs),
         lengths=lengths,
-        done=slots.done | ends | (lengths >= max_new_tokens),
+        done=slots.done | ends | broken | (lengths >= max_new_tokens),
         stopped=slots.stopped | ends,
+        broken=slots.broken | broken,
     )

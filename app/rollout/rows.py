@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from app.flow import Prompt
+from app.flow import Prompt, Sample
 from app.policy.kv_cache import Cache
 
 
@@ -30,7 +30,9 @@ class Row:
     elapsed_s: float = 0.0
     """From then on, until it was done."""
     finish_reason: str | None = None
-    """`stop` or `length` once it is done."""
+    """`stop`, `length` or `dropped:<why>` once it is done."""
+    worker: str = ""
+    """That had it last; without workers the number of the host."""
     drawn: list[np.ndarray] = field(default_factory=list)
     """int32 [3, tokens] of each segment: ids, and the bits of logprobs and logs of kept mass."""
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -85,6 +87,33 @@ class Row:
         num_tokens = sum(count for _, count in versions)
         return replace(row, num_tokens=num_tokens, num_segments=len(versions), drawn=[*drawn], versions=versions)
 
+    def sample(self, group_id: int, *, decode_text: Callable[[Sequence[int]], str], truncates: bool) -> Sample:
+        """The record of a row that is done.
+
+        Args:
+            decode_text: token ids -> text, for the record.
+            truncates: its sampling rules cut tokens off.
+        """
+        assert self.finish_reason is not None
+        ids, logprobs, kept_mass_logs = self._joined
+        versions = self.policy_versions
+        oldest = int(versions.min()) if len(versions) else self.noise_step
+        return Sample(
+            prompt=self.prompt,
+            sample_index=self.sample_index,
+            group_id=group_id,
+            completion_ids=ids,
+            completion=decode_text(ids.tolist()),
+            behavior_logprobs=logprobs.view(np.float32),
+            finish_reason=self.finish_reason,
+            policy_version=oldest,
+            policy_versions=versions if (versions > oldest).any() else None,
+            worker=self.worker,
+            segments=self.num_segments,
+            elapsed_s=self.elapsed_s,
+            kept_mass_logs=kept_mass_logs.view(np.float32) if truncates else None,
+        )
+
     def rewound(self, num_tokens: int) -> Row:
         """Another with its first tokens, or with all that were collected where those are fewer."""
         row = replace(self, num_tokens=0, num_segments=0, finish_reason=None, drawn=[], versions=[])
@@ -96,12 +125,6 @@ class Row:
                 row.num_tokens += left
                 row.num_segments += 1
         return row
-
-    def forget(self) -> None:
-        """Back to its prompt."""
-        self.num_tokens = 0
-        self.drawn.clear()
-        self.versions.clear()
 
 
 class Suspended(NamedTuple):

@@ -38,6 +38,15 @@ class Drawn(NamedTuple):
     kept_mass_logs: Float32[Array, "B"]
 
 
+NON_FINITE = "dropped:non-finite logits"
+"""The finish of a sample whose next token cannot be drawn: its logits are NaN or infinite."""
+
+
+def finish_reason(stopped: bool, broken: bool) -> str:
+    """Of a sample that is done: an end-of-sequence token, logits that are not finite, or no more tokens allowed."""
+    return NON_FINITE if broken else "stop" if stopped else "length"
+
+
 Sampler = Callable[[Array, SamplingRules, Array], Drawn]
 
 

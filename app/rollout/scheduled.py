@@ -39,7 +39,7 @@ from app.rollout.scheduling.events import (
     WorkerLost,
 )
 from app.rollout.scheduling.figures import Figures, figures
-from app.rollout.scheduling.ledger import Ledger
+from app.rollout.scheduling.ledger import Ledger, State
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.streaming import Streaming
 from app.rollout.tally import Tally
@@ -101,6 +101,16 @@ class ScheduledWorkers(Streaming):
         self._figures: list[Figures] = []
         self._stalled: dict[Worker, Thread] = {}
 
+    @property
+    def _suspends(self) -> bool:
+        """Whether samples may leave their slots before they are done, if only with a worker that dies."""
+        return self.schedule.policy != "sync" or len(self.workers) > 1
+
+    def compile(self, rules: SamplingRules) -> None:
+        """See `Streaming`."""
+        for worker in self.workers:
+            worker.engine.compile(rules, suspends=self._suspends)
+
     def _in_order(
         self, weights: DecodeWeights, rows: deque[Row], *, rules: SamplingRules, seed: int, policy_version: int
     ) -> Generator[Row, None, None]:
@@ -151,7 +161,7 @@ class ScheduledWorkers(Streaming):
         Raises:
             RuntimeError: all workers sleep.
         """
-        suspends = self.schedule.policy != "sync" or len(self.workers) > 1 or bool(begun.records)
+        suspends = self._suspends or bool(begun.records)
         awake = self._awake()
         driver = Turns() if self.schedule.in_turn else Threads(awake, lease_s=self.schedule.lease_s)
         try:
@@ -200,6 +210,8 @@ class ScheduledWorkers(Streaming):
         self.note(figures(self.records))
         lengths: dict[str, list[int]] = {}
         for entry in run.scheduler.ledger:
+            if entry.state is not State.DONE:
+                continue
             lengths.setdefault(entry.prompt, []).append(entry.num_tokens)
         self._history |= {prompt: float(np.mean(known)) for prompt, known in lengths.items()}
 
@@ -277,8 +289,6 @@ class Run:
         """Uid of a row in a worker -> the worker."""
         self._kept: dict[str, Future[Suspended]] = {}
         """Uid of a suspended row -> its cache."""
-        self._drawn: dict[str, Row] = {}
-        """Uid of a row that is drawn again -> all that it had."""
         self._logged: dict[str, int] = {}
         """Uid -> its tokens that the log has."""
 
@@ -329,8 +339,6 @@ class Run:
     def release(self, uids: Sequence[str]) -> list[Row]:
         """The rows, done; nothing is kept of them."""
         self._handle(Released(self._clock(), tuple(uids)))
-        for uid in uids:
-            self._drawn.pop(uid, None)
         return [self._rows.pop(uid) for uid in uids]
 
     def wake(self) -> None:
@@ -392,7 +400,7 @@ class Run:
         for committed in (row for one in record.commands if isinstance(one, Commit) for row in one.rows):
             known = self._logged.get(committed.uid, 0)
             if committed.num_tokens > known:
-                found[committed.uid] = self._best(committed.uid).drawn_after(known, committed.num_tokens)
+                found[committed.uid] = self._rows[committed.uid].drawn_after(known, committed.num_tokens)
                 self._logged[committed.uid] = committed.num_tokens
         return found
 
@@ -423,16 +431,7 @@ class Run:
     def _admission(self, worker: str, one: Admit) -> Admission:
         self._held[one.uid] = worker
         kept = self._kept.pop(one.uid, None)
-        if one.how == "replay":
-            self._drawn[one.uid] = self._best(one.uid)
-            self._rows[one.uid] = self._drawn[one.uid].rewound(0)
-        return Admission(
-            self._rows[one.uid], one.uid, one.epoch, one.num_tokens, kept=kept if one.how == "copy" else None
-        )
-
-    def _best(self, uid: str) -> Row:
-        """The row, or what it was before it had to be drawn again, if that has more tokens."""
-        return max(self._rows[uid], self._drawn.get(uid, self._rows[uid]), key=lambda row: len(row.token_ids))
+        return Admission(self._rows[one.uid], one.uid, one.epoch, kept=kept if one.how == "copy" else None)
 
     def _commit(self, committed: CommittedRow) -> None:
         if committed.finish is None:
@@ -440,7 +439,7 @@ class Run:
         self._held.pop(committed.uid, None)
         if self._rows[committed.uid].finish_reason is None:
             # Truncated: to the engine it was not done.
-            row = self._rows[committed.uid] = self._best(committed.uid).rewound(committed.num_tokens)
+            row = self._rows[committed.uid] = self._rows[committed.uid].rewound(committed.num_tokens)
             row.finish_reason = committed.finish
             row.elapsed_s = time.perf_counter() - row.started_s
 
@@ -448,7 +447,7 @@ class Run:
         """The worker's rows as they were last committed, out of reach of whatever it may still do to them."""
         for uid in [uid for uid, holder in self._held.items() if holder == worker]:
             del self._held[uid]
-            self._rows[uid] = self._best(uid).rewound(self.scheduler.ledger[uid].num_tokens)
+            self._rows[uid] = self._rows[uid].rewound(self.scheduler.ledger[uid].num_tokens)
 
 
 def _name_anew(workers: Sequence[Worker], records: Sequence[LogRecord]) -> None:

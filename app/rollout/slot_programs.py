@@ -59,6 +59,8 @@ class RowStatus(NamedTuple):
     left: OfSlots
     stopped: OfSlots
     """1 where an end-of-sequence token was drawn."""
+    broken: OfSlots
+    """1 where logits were not finite; the row ends without a token of that step."""
     steps: OfSlots
     """Of the segment, the same everywhere."""
 
@@ -69,7 +71,7 @@ class Limits(NamedTuple):
     length: int
     """Tokens of each row, at most."""
     leave_when_finished: int
-    """So many rows are done that were not."""
+    """So many rows are done that were not; 0: only when all are."""
     leave_when_active: int
     """No more than so many rows are not done; 0: only when all are."""
 
@@ -80,6 +82,7 @@ class _Decoding(NamedTuple):
     length: Int32[Array, "B"]
     left: Int32[Array, "B"]
     stopped: Bool[Array, "B"]
+    broken: Bool[Array, "B"]
     drawn: Int32[Array, "3 C B"]
     """Token ids, and the bits of logprobs and logs of kept mass."""
     step: Int32[Array, ""]
@@ -96,6 +99,8 @@ def prefill_into(
 ) -> Cache:
     """The pool with the caches of the first `count` prompts at their places."""
     _, fresh = prefill(definition, weights, token_ids, lengths)
+    # Whole rows: what is masked is multiplied by 0, and of a NaN that an earlier prompt left, nothing else would come.
+    fresh = tuple(lengthened(layer, length=pool[0].keys.shape[2]) for layer in fresh)
     return insert(pool, fresh, jnp.arange(len(places)), places, count)
 
 
@@ -148,7 +153,7 @@ def decode_segment(
     rules: SamplingRules,
     seed: Int32[Array, ""],
     eos_ids: Int32[Array, "E"],
-) -> tuple[Cache, Int32[Array, "5 B"], Int32[Array, "3 C B"]]:
+) -> tuple[Cache, Int32[Array, "6 B"], Int32[Array, "3 C B"]]:
     """Up to `segment_max` tokens of every row: the cache, a `RowStatus`, and what was drawn at each step.
 
     A prompt's last token is fed here, not in the prefill, so that every token of a sample, the first among them, is
@@ -163,15 +168,17 @@ def decode_segment(
 
     def goes_on(now: _Decoding) -> Array:
         active = jnp.sum(now.left > 0)
-        full = (now.step >= limit.length) | (num_active - active >= limit.leave_when_finished)
-        return ~full & (active > limit.leave_when_active)
+        enough = (limit.leave_when_finished > 0) & (num_active - active >= limit.leave_when_finished)
+        return (now.step < limit.length) & ~enough & (active > limit.leave_when_active)
 
     def step(now: _Decoding) -> _Decoding:
         positions = jnp.maximum(now.length - 1, 0)
         hidden, cache = decode_step(definition, weights, now.cache, now.token, positions)
         logits = scaled_logits(hidden, head, effective_temperature(rules.temperature))
         drawn = sampler(logits, rules, jax.vmap(jax.random.fold_in)(keys, now.length))
-        active = now.left > 0
+        # Logits that are not finite leave no finite logprob.
+        broken = (now.left > 0) & ~jnp.isfinite(drawn.logprobs)
+        active = (now.left > 0) & ~broken
         ends = active & jnp.any(drawn.token_ids[:, None] == eos_ids, axis=1)
         bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (drawn.logprobs, drawn.kept_mass_logs)]
         record = jnp.stack([drawn.token_ids, *bits])[:, None]
@@ -179,8 +186,9 @@ def decode_segment(
             cache=constrain_cache(cache),
             token=jnp.where(active, drawn.token_ids, now.token),
             length=now.length + active,
-            left=jnp.where(ends, 0, now.left - active),
+            left=jnp.where(ends | broken, 0, now.left - active),
             stopped=now.stopped | ends,
+            broken=now.broken | broken,
             drawn=jax.lax.dynamic_update_slice(now.drawn, record, (0, now.step, 0)),
             step=now.step + 1,
         )
@@ -191,12 +199,26 @@ def decode_segment(
         length=rows.length,
         left=rows.left,
         stopped=jnp.zeros_like(rows.left, bool),
+        broken=jnp.zeros_like(rows.left, bool),
         drawn=jnp.zeros((3, segment_max, len(rows.token)), jnp.int32),
         step=jnp.int32(0),
     )
     end = jax.lax.while_loop(goes_on, step, start)
     steps = jnp.broadcast_to(end.step, end.left.shape)
-    return end.cache, jnp.stack(RowStatus(end.token, end.length, end.left, end.stopped, steps)), end.drawn
+    cache = _without(end.cache, end.broken)
+    status = RowStatus(end.token, end.length, end.left, end.stopped, end.broken, steps)
+    return cache, jnp.stack(status), end.drawn
+
+
+def _without(cache: Cache, broken: Bool[Array, "B"]) -> Cache:
+    """Zeros in the rows that broke: a NaN that stayed would break whoever comes into the slot next, masked or not."""
+    first = jnp.argsort(~broken)
+
+    def clear(i: Array, cache: Cache) -> Cache:
+        empty = lambda x: jnp.zeros_like(x, shape=(1, *x.shape[1:]))  # noqa: E731
+        return jax.tree.map(lambda x: jax.lax.dynamic_update_slice(x, empty(x), (first[i], 0, 0, 0)), cache)
+
+    return constrain_cache(jax.lax.fori_loop(0, jnp.sum(broken), clear, cache))
 
 
 Name = tuple[Any, ...]

@@ -21,7 +21,7 @@ from app.policy.decoder import DecoderDefinition
 from app.policy.kv_cache import Cache, DecodeWeights
 from app.rollout.engine import BatchShape, Footprint
 from app.rollout.rows import Row, Suspended
-from app.rollout.sampling import SamplingRules, uid_words
+from app.rollout.sampling import SamplingRules, finish_reason, uid_words
 from app.rollout.slot_programs import Limits, RowStatus, RowTable, SlotPrograms, as_arrays
 from app.rollout.slot_shapes import SlotShapes
 from app.rollout.tally import Tally
@@ -57,8 +57,8 @@ class SlotEngine:
 
     Args:
         eos_ids: every token id that ends a sequence.
-        exact: a suspended sample without its cache is drawn anew from its prompt by the same programs, which gives the
-            same tokens; else they are read again in one pass, which rounds differently.
+        exact: the tokens of a suspended sample without its cache are fed again to the program that drew them; else
+            they are read in one pass, which rounds differently.
         programs: of another engine that differs in nothing, to compile them once.
     """
 
@@ -87,16 +87,20 @@ class SlotEngine:
 
     # From the first sample to the last ---------------------------------------------------------------------------
 
+    def compile(self, rules: SamplingRules, *, suspends: bool = False) -> None:
+        """Every program that will run, unless it is there."""
+        self.programs.compile(suspends=suspends, rereads=suspends and not self.exact, truncates=rules.truncates)
+
     def open(
         self, weights: DecodeWeights, *, rules: SamplingRules, seed: int, policy_version: int, suspends: bool = False
     ) -> None:
-        """Empty slots. Compiles, the first time, every program that will run.
+        """Empty slots. Compiles what `compile` was not asked for before.
 
         Args:
             suspends: samples will be suspended.
         """
         self._truncates, self._suspends = rules.truncates, suspends
-        self.programs.compile(suspends=suspends, rereads=suspends and not self.exact, truncates=rules.truncates)
+        self.compile(rules, suspends=suspends)
         self._rules, self._seed = as_arrays(rules), np.int32(seed)
         self._pool, self._cache = self.programs["open",]()
         self._pooled: dict[bytes, int] = {}
@@ -191,23 +195,45 @@ class SlotEngine:
             if isinstance(row, Row):
                 fresh.append(row)
             elif row.cache is None and (self.exact or not row.row.num_tokens):
-                row.row.forget()
                 fresh.append(row.row)
             else:
                 self._put(row)
         for first in range(0, len(fresh), self.shapes.num_pooled):
             self._insert(fresh[first : first + self.shapes.num_pooled])
+        self._feed([row for row in fresh if row.num_tokens])
 
     def _insert(self, rows: Sequence[Row]) -> None:
         """Rows at their prompts' ends, of no more different prompts than the pool holds."""
         self.prefill([row.prompt for row in rows])
+        self.tally.prompt_tokens += sum(len(row.prompt.token_ids) for row in rows if not row.started_s)
         slots = [self._settle(row) for row in rows]
         sources = _padded([self._pooled[_key(row.prompt)] for row in rows], self.shapes.num_slots)
         targets = _padded(slots, self.shapes.num_slots)
         self._cache = self.programs["insert", self._room](
             self._cache, self._pool, sources, targets, np.int32(len(rows))
         )
-        self.tally.prompt_tokens += sum(len(row.prompt.token_ids) for row in rows)
+
+    def _feed(self, rows: Sequence[Row]) -> None:
+        """Tokens that they have, from their prompts' ends: side by side, one a segment, whose draw is ignored.
+
+        The other rows stand still: they write again what their next step will write.
+        """
+        table, known = self._table.copy(), [(self._rows.index(row), row, row.token_ids) for row in rows]
+        of_slots = RowTable(*table)
+        of_slots.left[:] = 0
+        for slot, row, _ in known:
+            table[:, slot] = _entry(row, 0)
+        steps = max((row.num_tokens for row in rows), default=0)
+        for count in range(steps):
+            for slot, row, ids in known:
+                fed = min(count, len(ids))
+                of_slots.token[slot] = ids[fed - 1] if fed else of_slots.token[slot]
+                of_slots.length[slot] = len(row.prompt.token_ids) + fed
+                of_slots.left[slot] = count < len(ids)
+            # The devices may still read the table when the next one is made.
+            self._decode(table.copy(), Limits(length=1, leave_when_finished=0, leave_when_active=0))
+        self.tally.row_steps += steps * len(self._rows)
+        self.tally.reread_tokens += sum(row.num_tokens for row in rows)
 
     def _put(self, suspended: Suspended) -> None:
         row, cache = suspended
@@ -227,17 +253,7 @@ class SlotEngine:
         slot = self._rows.index(None)
         row.started_s = row.started_s or time.perf_counter()
         self._rows[slot] = row
-        known = row.token_ids if row.num_tokens else row.prompt.token_ids
-        low, high = uid_words([row.prompt.uid])[0].view(np.int32)
-        self._table[:, slot] = RowTable(
-            token=int(known[-1]) if len(known) else 0,
-            length=len(row.prompt.token_ids) + row.num_tokens,
-            left=row.max_new_tokens - row.num_tokens,
-            uid_low=low,
-            uid_high=high,
-            sample_index=row.sample_index,
-            policy_version=row.noise_step,
-        )
+        self._table[:, slot] = _entry(row, row.num_tokens)
         return slot
 
     def suspend(self, rows: Sequence[Row]) -> list[Suspended]:
@@ -259,11 +275,6 @@ class SlotEngine:
     def compacted_to(self) -> int:
         """Rows of the smallest program that holds all that are not done."""
         return next(size for size in self.shapes.batch_rungs if size >= len(self.resident))
-
-    @property
-    def next_lower_rung(self) -> int:
-        """Rows from which on `compact` would change something; 0 where there is nothing below."""
-        return max((size for size in self.shapes.batch_rungs if size < len(self._rows)), default=0)
 
     def compact(self) -> None:
         """Moves the rows that are not done together, where a smaller program holds them."""
@@ -300,26 +311,28 @@ class SlotEngine:
 
     # A segment ---------------------------------------------------------------------------------------------------
 
-    def start(self, *, length: int, leave_when_finished: int | None = None, leave_when_active: int = 0) -> None:
+    def start(self, *, length: int, leave_when_finished: int = 0, leave_when_active: int = 0) -> None:
         """Sets a segment going and returns at once.
 
         It ends after `length` tokens of each row, or when all are done; or once `leave_when_finished` more rows are
         done, because work waits for their slots; or when no more than `leave_when_active` are left, because they fit a
-        smaller program. Caches that are full end it, too; they are longer in the next.
+        smaller program; 0: not for that. Caches that are full end it, too; they are longer in the next.
         """
         assert self._running is None and self.resident
         rows = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
-        leave = len(rows) if leave_when_finished is None else leave_when_finished
-        limits = np.asarray(
-            Limits(min(length, self.shapes.segment_max, self._steps_in_room()), leave, leave_when_active)
-        )
-        self._cache, status, drawn = self.programs["decode", len(self._rows), self._room, self._truncates](
-            *(self._weights, self._cache, self._table, limits.astype(np.int32)),
-            *(self._rules, self._seed, self._eos_ids),
-        )
+        length = min(length, self.shapes.segment_max, self._steps_in_room())
+        status, drawn = self._decode(self._table, Limits(length, leave_when_finished, leave_when_active))
         for array in (status, drawn):
             array.copy_to_host_async()
         self._running = rows, status, drawn
+
+    def _decode(self, table: Int32[np.ndarray, "7 B"], limits: Limits) -> tuple[Array, Array]:
+        """A `RowStatus`, and what was drawn. Both, and the cache, are on their way."""
+        self._cache, status, drawn = self.programs["decode", len(self._rows), self._room, self._truncates](
+            *(self._weights, self._cache, table, np.asarray(limits, np.int32)),
+            *(self._rules, self._seed, self._eos_ids),
+        )
+        return status, drawn
 
     def _steps_in_room(self) -> int:
         """Tokens that every row may draw before one needs a longer cache. Grows it where that would be none."""
@@ -343,7 +356,7 @@ class SlotEngine:
             row.num_tokens += int(counts[slot])
             row.num_segments += 1
             if after.left[slot] == 0:
-                row.finish_reason = "stop" if after.stopped[slot] else "length"
+                row.finish_reason = finish_reason(after.stopped[slot], after.broken[slot])
                 row.elapsed_s = time.perf_counter() - row.started_s
                 self._rows[slot] = None
         self._table[:3] = after.token, after.length, after.left
@@ -366,6 +379,21 @@ class SlotEngine:
         """What full slots hold on the devices. Compiles nothing."""
         slots = self.programs.abstract_cache(self.shapes.num_slots, self.shapes.max_length)
         return Footprint(self.programs.abstract_weights, self.programs.abstract_pool, slots)
+
+
+def _entry(row: Row, num_tokens: int) -> RowTable:
+    """Of a row with the first so many of its tokens in its slot."""
+    ids = row.token_ids[:num_tokens] if num_tokens else row.prompt.token_ids
+    low, high = uid_words([row.prompt.uid])[0].view(np.int32)
+    return RowTable(
+        token=int(ids[-1]) if len(ids) else 0,
+        length=len(row.prompt.token_ids) + num_tokens,
+        left=row.max_new_tokens - num_tokens,
+        uid_low=low,
+        uid_high=high,
+        sample_index=row.sample_index,
+        policy_version=row.noise_step,
+    )
 
 
 def _key(prompt: Prompt) -> bytes:

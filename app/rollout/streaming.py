@@ -75,6 +75,10 @@ class Streaming(ABC):
                 yield self.sample_of(row, first_group_id + number // group_size, truncates=rules.truncates)
 
     @abstractmethod
+    def compile(self, rules: SamplingRules) -> None:
+        """Every program of such a rollout, ahead of the first."""
+
+    @abstractmethod
     def _in_order(
         self, weights: DecodeWeights, rows: deque[Row], *, rules: SamplingRules, seed: int, policy_version: int
     ) -> Generator[Row, None, None]:
@@ -82,23 +86,7 @@ class Streaming(ABC):
 
     def sample_of(self, row: Row, group_id: int, *, truncates: bool) -> Sample:
         """The record of a row that is done."""
-        assert row.finish_reason is not None
-        ids, versions = row.token_ids, row.policy_versions
-        oldest = int(versions.min())
-        return Sample(
-            prompt=row.prompt,
-            sample_index=row.sample_index,
-            group_id=group_id,
-            completion_ids=ids,
-            completion=self._decode_text(ids.tolist()),
-            behavior_logprobs=row.logprobs,
-            finish_reason=row.finish_reason,
-            policy_version=oldest,
-            policy_versions=versions if versions.max() > oldest else None,
-            segments=row.num_segments,
-            elapsed_s=row.elapsed_s,
-            kept_mass_logs=row.kept_mass_logs if truncates else None,
-        )
+        return row.sample(group_id, decode_text=self._decode_text, truncates=truncates)
 
 
 def rows_of(

@@ -18,7 +18,7 @@ class Tally:
     reread_tokens: int = 0
     """Of suspended samples that went on without their caches."""
     row_steps: int = 0
-    """Tokens that could have been drawn: rows times steps."""
+    """Tokens that could have been drawn: rows times steps, those in which tokens were fed again among them."""
     drawn_tokens: int = 0
 
     def segment(self, *, steps: int, num_rows: int, drawn: int) -> None:

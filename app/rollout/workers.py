@@ -38,8 +38,7 @@ class Admission(NamedTuple):
     row: Row
     uid: str
     epoch: int
-    num_tokens: int
-    """All three as the scheduler knows it."""
+    """As the scheduler knows it."""
     kept: Future[Suspended] | None
     """Where its cache comes from; None, or one that failed: it is computed from the row."""
 
@@ -122,7 +121,7 @@ class Worker:
             self.engine.compact()
         self.engine.start(
             length=command.length,
-            leave_when_finished=command.leave_when_finished or None,
+            leave_when_finished=command.leave_when_finished,
             leave_when_active=command.leave_when_active,
         )
         self._running = command, started
@@ -154,10 +153,8 @@ class Worker:
         at = self.clock()
         reports = []
         for _, row, _ in segment.ran:
-            known = self._known_as[row]
-            # What is drawn again was there before.
-            num_tokens = max(row.num_tokens, known.num_tokens)
-            reports.append(RowReport(known.uid, known.epoch, num_tokens, row.finish_reason))
+            known, row.worker = self._known_as[row], self.name
+            reports.append(RowReport(known.uid, known.epoch, row.num_tokens, row.finish_reason))
             if row.finish_reason is not None:
                 del self._known_as[row]
         seconds = at - max(started, not_before)

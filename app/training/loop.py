@@ -18,6 +18,7 @@ from app.policy.decoder import Params
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.weighing import Scored, joined
+from app.rollout.sampling import NON_FINITE
 from app.training.checkpoint import Progress
 from app.training.crediting import Credited
 from app.training.evaluate import evaluate, evaluation_metrics, host_share
@@ -280,6 +281,8 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     stack.callback(traces.stop)
     stack.enter_context(closing(trainer.rounds))
     held_out = host_share(launch.input.held_out) if launch.input.held_out else []
+    board.phase("compile")
+    session.compile_rollout(evaluates=bool(held_out))
     if progress.step:
         board.say(_continuing(progress, settings))
     elif held_out:
@@ -347,6 +350,11 @@ def _check_rewards(scored: Scored) -> None:
     if max_over_hosts(np.asarray(scored.problem is not None)):
         raise RuntimeError(scored.problem or "a reward function failed on another host, which says why")
     num_kept = sum_over_hosts(np.asarray(sum(s.reward is not None for s in scored.samples)))
+    if num_kept == 0 and any(s.finish_reason == NON_FINITE for s in scored.samples):
+        raise RuntimeError(
+            f"no sample of this step could be generated: {scored.notices[-1]}. The policy's weights hold NaN or "
+            "infinity, or overflow: lower optimizer.learning_rate, train in float32, or choose another model.path"
+        )
     if num_kept == 0:
         raise RuntimeError(
             "no sample of this step has a reward, each one was dropped (reward.on_error); first: "

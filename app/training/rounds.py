@@ -6,10 +6,9 @@ the policy of the step; `Ahead` has asked for it before, while earlier steps tra
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import jax
@@ -84,17 +83,14 @@ class OnPolicy:
             weights = [self._session.engine.weights(params)]
 
         def take(number: int) -> list[Sample]:
-            start = time.perf_counter()
             with timer.phase("rollout"):
-                samples = self._session.sample(
+                return self._session.sample(
                     # After the last round the memory is free while rewards are asked for.
                     weights.pop() if number + 1 == self._max_rounds else weights[0],
                     self._prompts.at(position + number * self._prompts.per_round),
                     policy_version=step - 1,
                     first_group_id=self._prompts.first_group_id(number),
                 )
-            elapsed_s = time.perf_counter() - start
-            return [replace(s, elapsed_s=elapsed_s) for s in samples]
 
         yield take
 
@@ -138,7 +134,7 @@ class Ahead:
             self._num_waiting -= 1
             left_in_step = self._max_rounds - number - 1
             self._ask(generation, self._max_staleness, needed=left_in_step + self._needed_after(step))
-            oldest = min(s.policy_version for s in samples)
+            oldest = min((s.policy_version for s in samples if len(s.completion_ids)), default=step - 1)
             assert oldest >= step - 1 - self._max_staleness, f"step {step} took tokens of version {oldest}"
             return samples
 

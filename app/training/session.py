@@ -215,6 +215,14 @@ class Session:
         """What takes any number of samples at once, if there is such a thing."""
         return self.workers or self.slots
 
+    def compile_rollout(self, *, evaluates: bool) -> None:
+        """All that slots or workers will run, where there are any, and nothing else compiles in a rollout."""
+        if self.queue is None:
+            return
+        self.queue.compile(self._rules)
+        if evaluates:
+            self.queue.compile(SamplingRules(self.settings.eval.temperature))
+
     @property
     def runs_ahead(self) -> bool:
         """Whether generation goes on while others train: the workers are taken all the time."""

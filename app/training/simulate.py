@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from app.jsonl import check_output
-from app.report.timeline import Bar, TimelinePanel, check_timeline, write_timeline
+from app.report.timeline import Activity, Bar, TimelinePanel, check_timeline, write_timeline
 from app.rollout.scheduling.cost_model import CostModel, lower_bound_s
 from app.rollout.scheduling.event_log import Begun, LogRecord, is_log, read_log
-from app.rollout.scheduling.events import Kind, WorkerJoined
+from app.rollout.scheduling.events import Kind, Role, WorkerJoined
 from app.rollout.scheduling.figures import Figures, figures, spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.scheduling.traces import Trace, Traced, read_trace, work
 from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
+from app.rollout.scheduling.virtual_slots import Ladders
+from app.rollout.slot_shapes import slot_shapes
 from app.whole_file import write_whole
 from settings import Resolved
 from settings.errors import InputError
@@ -93,6 +95,12 @@ class Simulation:
         return "\n".join([head, "", *told, *table, "", f"{ORACLE} is adaptive that knows every length"])
 
 
+ACTIVITIES: dict[Role | None, Activity] = {
+    **{"probe": "probe", "fast": "fast", "heavy": "heavy"},
+    **{"any": "fast", None: "suspended"},
+}
+"""How spans are drawn."""
+
 _FIGURES = ("bubble", "tail", "recall", "trips", "stolen", "suspended", "truncated", "wasted tokens", "segments")
 _HEADINGS = ("policy", "makespan s", "/ bound", "x sync", *_FIGURES)
 
@@ -134,8 +142,15 @@ def simulate(
     log = read_log(trace) if is_log(trace) else None
     samples = read_trace(trace) if log is None else recorded_trace(log, where=str(trace))
     rollout = resolved.settings.rollout
-    workers = worker_specs(fast=rollout.workers.fast, heavy=rollout.workers.heavy)
     max_new = max(rollout.max_new_tokens, max(one.length for one in samples))
+    longest_prompt = max(resolved.settings.data.max_prompt_length, max(one.prompt_length for one in samples))
+    workers = worker_specs(
+        fast=rollout.workers.fast,
+        heavy=rollout.workers.heavy,
+        max_prompt_length=longest_prompt,
+        max_new_tokens=max_new,
+        exact=rollout.mode == "exact",
+    )
     model = CostModel() if cost is None else read_cost(cost)
     simulation, panels = compare(samples, workers, model, pdsr=rollout.pdsr, segment=rollout.segment, max_new=max_new)
     if log is not None:
@@ -177,14 +192,26 @@ def read_cost(path: Path) -> CostModel:
     return CostModel.from_json(values, where=f"--cost: {path}")
 
 
-def worker_specs(*, fast: WorkerPool, heavy: WorkerPool) -> list[WorkerSpec]:
-    """The workers of the settings, each with devices of its own, and programs for powers of two of rows, from 2."""
+def worker_specs(
+    *, fast: WorkerPool, heavy: WorkerPool, max_prompt_length: int, max_new_tokens: int, exact: bool = False
+) -> list[WorkerSpec]:
+    """The workers of the settings, each with devices of its own, and the programs that real ones have."""
     pools: list[tuple[Kind, WorkerPool]] = [("fast", fast), ("heavy", heavy)]
-    return [
-        WorkerSpec(f"{kind}-{i}", kind, pool.slots, tuple(2**k for k in range(1, 17) if 2**k < pool.slots))
-        for kind, pool in pools
-        for i in range(pool.count)
-    ]
+    specs = []
+    for kind, pool in pools:
+        shapes = slot_shapes(
+            pool.slots,
+            max_prompt_length=max_prompt_length,
+            max_new_tokens=max_new_tokens,
+            prefill_length_min=1,
+            num_pooled=1,
+            segment_max=max_new_tokens,
+            exact=exact,
+        )
+        ladders = Ladders(shapes.batch_rungs, shapes.cache_rungs, shapes.prompt_rungs, shapes.prefill_rows)
+        rungs = shapes.batch_rungs[:-1]
+        specs += [WorkerSpec(f"{kind}-{i}", kind, pool.slots, rungs, ladders=ladders) for i in range(pool.count)]
+    return specs
 
 
 def compare(
@@ -239,7 +266,7 @@ def panel(
         slots: of each worker.
     """
     bars = tuple(
-        Bar(one.worker.partition("#")[0], one.slot, one.start_s, one.end_s, one.role or "suspended", one.uid)
+        Bar(one.worker.partition("#")[0], one.slot, one.start_s, one.end_s, ACTIVITIES[one.role], one.uid)
         for one in spans(records)
     )
     over = "" if bound is None else f", {found.makespan_s / bound:.2f} x the bound"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +67,7 @@ def rollout(
         session = Session.open(settings, model)
         weights = session.engine.weights(session.load_params())
         counter = SampleCounter()
+        session.compile_rollout(evaluates=False)
         start = time.perf_counter()
         with RolloutProgress(num_samples=len(encoded) * settings.rollout.group_size) as progress:
             if past is not None:
@@ -172,10 +172,7 @@ def _sampled(
 def _in_batches(session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]) -> Iterator[Sample]:
     size = session.settings.rollout.prompts_per_step
     for first in range(0, len(prompts), size):
-        start = time.perf_counter()
-        samples = session.sample(weights, prompts[first : first + size], policy_version=0, first_group_id=first)
-        seconds = time.perf_counter() - start
-        yield from (replace(s, elapsed_s=seconds) for s in samples)
+        yield from session.sample(weights, prompts[first : first + size], policy_version=0, first_group_id=first)
 
 
 class SampleCounter:

@@ -91,7 +91,7 @@ class Bench:
         # Short prompts leave room for many steps.
         length = self.shapes.prompt_rungs[0]
         prompt = self.prompt(length)
-        rows = [Row(prompt, i, max_new_tokens=full - length, policy_version=POLICY_VERSION) for i in range(slots)]
+        rows = [Row(prompt, i, max_new_tokens=full - length, noise_step=POLICY_VERSION) for i in range(slots)]
         seconds_of(lambda: (engine.prefill([prompt]), engine._pool))
         for part in (rows[:1], rows[1:]):
             taken = seconds_of(lambda part=part: (engine.admit(part), engine._cache))

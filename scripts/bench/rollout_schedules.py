@@ -67,11 +67,9 @@ def other_traces(num_samples: int) -> dict[str, Callable[[int], Trace]]:
 def measure(draw: Callable[[int], Trace], slots: int, cost: CostModel, seeds: int) -> dict[str, Any]:
     """policy -> means over the seeds."""
     pool = WorkerPool(count=1, slots=slots)
+    workers = worker_specs(fast=pool, heavy=pool, max_prompt_length=128, max_new_tokens=MAX_NEW)
     runs = [
-        compare(draw(seed), worker_specs(fast=pool, heavy=pool), cost, pdsr=Pdsr(), segment=Segment(), max_new=MAX_NEW)[
-            0
-        ]
-        for seed in range(seeds)
+        compare(draw(seed), workers, cost, pdsr=Pdsr(), segment=Segment(), max_new=MAX_NEW)[0] for seed in range(seeds)
     ]
     found = {}
     for of_policy in zip(*(run.policies for run in runs), strict=True):

@@ -79,6 +79,24 @@ def assert_same(ours: Sequence[Sample], expected: Sequence[Sample]) -> None:
         np.testing.assert_allclose(sample.behavior_logprobs, others[sample.uid].behavior_logprobs, atol=1e-5)
 
 
+def test_a_sample_whose_logits_are_not_finite_is_dropped_and_no_other_changes():
+    samples = generate(architecture=BIASED)
+    used = {int(token) for prompt in PROMPTS for token in prompt.token_ids}
+    poison = next(int(token) for s in samples for token in s.completion_ids[:-1] if int(token) not in used)
+    engine, weights = engine_of(BIASED)
+    embedding = weights.params["embedding"].at[poison].set(np.nan)
+    poisoned = weights._replace(params={**weights.params, "embedding": embedding})
+    broken = engine.generate(
+        poisoned, PROMPTS, group_size=4, max_new_tokens=6, rules=SamplingRules(1.0), seed=0, policy_version=3
+    )
+    for ours, whole in zip(broken, samples, strict=True):
+        length = next((i + 1 for i, token in enumerate(whole.completion_ids[:-1]) if token == poison), 6)
+        assert ours.finish_reason == ("length" if length == 6 else "dropped:non-finite logits")
+        np.testing.assert_array_equal(ours.completion_ids, whole.completion_ids[:length])
+        np.testing.assert_array_equal(ours.behavior_logprobs, whole.behavior_logprobs[:length])
+    assert 0 < sum(s.finish_reason != "length" for s in broken) < len(broken)
+
+
 def test_records_say_whose_they_are():
     samples = generate(first_group_id=10)
     assert [s.prompt.uid for s in samples] == [p.uid for p in PROMPTS for _ in range(4)]
@@ -88,6 +106,7 @@ def test_records_say_whose_they_are():
         assert len(s.completion_ids) == len(s.behavior_logprobs) == 6
         assert s.completion == " ".join(map(str, s.completion_ids))
         assert (s.finish_reason, s.policy_version, s.kept_mass_logs) == ("length", 3, None)
+        assert (s.worker, s.segments) == ("0", 1) and s.elapsed_s == samples[0].elapsed_s > 0
 
 
 @pytest.mark.parametrize("architecture", [ODD, BIASED], ids=["tied", "untied-biases"])

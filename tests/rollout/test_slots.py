@@ -126,6 +126,7 @@ def test_slots_make_the_same_samples_as_one_batch_to_the_end():
     for ours, theirs, length in zip(samples, in_one_batch(), LENGTHS, strict=True):
         assert (ours.uid, ours.group_id, ours.finish_reason) == (theirs.uid, theirs.group_id, "length")
         assert len(ours.completion_ids) == length and ours.kept_mass_logs is None
+        assert ours.worker == theirs.worker == "0" and ours.elapsed_s > 0
         np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
         np.testing.assert_allclose(ours.behavior_logprobs, theirs.behavior_logprobs, atol=1e-5)
 
@@ -134,6 +135,41 @@ def test_slots_make_the_same_samples_as_one_batch_to_the_end():
 def test_in_exact_mode_no_schedule_changes_a_bit_of_any_sample(seed):
     expected = {s.uid: (s.completion_ids.tolist(), s.behavior_logprobs.tobytes()) for s in generate(slots_of(True))}
     assert by_uid(run_at_random(slots_of(True), seed)) == expected
+
+
+def test_in_exact_mode_tokens_of_lost_caches_are_fed_again_and_never_drawn_twice():
+    engine = slots_of(True)
+    engine.tally.take()
+    run_at_random(engine, 0)
+    counts = engine.tally.take()
+    assert counts.drawn_tokens == sum(LENGTHS) and counts.reread_tokens > 0
+    assert counts.prompt_tokens == GROUP_SIZE * sum(len(prompt.token_ids) for prompt in PROMPTS)
+
+
+def test_in_exact_mode_tokens_stay_what_they_are_when_the_weights_have_changed():
+    engine = slots_of(True)
+    drawn = []
+    for first in (weights_on(), jax.tree.map(lambda x: 1.5 * x, weights_on())):
+        row, beside = (Row(PROMPTS[0], i, LONGEST, noise_step=3) for i in range(2))
+        engine.open(first, rules=SamplingRules(1.0), seed=0, policy_version=3, suspends=True)
+        engine.admit([row, beside])
+        engine.start(length=7)
+        engine.wait().collect()
+        known = by_uid([row])[row.uid]
+        engine.suspend([row])
+        engine.load(weights_on(), policy_version=4)
+        engine.admit([Suspended(row, None)])
+        assert row.num_tokens == 7 and by_uid([row])[row.uid] == known
+        while engine.resident:
+            engine.start(length=16)
+            engine.wait().collect()
+        engine.close()
+        tokens, logprobs = by_uid([row])[row.uid]
+        assert (tokens[:7], logprobs[: 4 * 7]) == known and len(tokens) == LONGEST
+        assert row.versions[0] == (3, 7) and {version for version, _ in row.versions[1:]} == {4}
+        drawn.append(tokens)
+    assert drawn[0] != drawn[1]
+    assert drawn[0] == generate(engine, PROMPTS[:1], LONGEST)[0].completion_ids.tolist()
 
 
 @pytest.mark.parametrize("rule", [{"rule": "budget", "max": 1}, {"rule": "balance", "max": 3}, {"rule": "budget"}])
@@ -176,6 +212,17 @@ def test_nothing_is_compiled_once_the_slots_are_open():
     compilations.close()
 
 
+def test_compiled_ahead_the_first_rollout_compiles_nothing():
+    queue = batching(new_slots(4, exact=True))
+    queue.compile(SamplingRules(1.0))
+    arguments = {"max_new_tokens": 5, **ARGUMENTS}
+    weights = weights_on()
+    compilations = CompilationCounter()
+    queue.generate(weights, PROMPTS[:2], **arguments)
+    assert compilations.take() == 0
+    compilations.close()
+
+
 @pytest.mark.parametrize(("num_slots", "max_prompt_length", "max_new_tokens"), [(32, 128, 1024), (256, 512, 8192)])
 def test_there_are_few_programs_however_long_the_samples(num_slots, max_prompt_length, max_new_tokens):
     shapes = slot_shapes(
@@ -189,7 +236,7 @@ def test_there_are_few_programs_however_long_the_samples(num_slots, max_prompt_l
     )
     programs = SlotPrograms(DEFINITION, make_mesh(), shapes, dtype=FLOAT32, num_eos=1)
     names = programs.names(suspends=True, rereads=True, truncates=False)
-    assert len(names) <= 24
+    assert len(names) == len(programs.names(suspends=True, rereads=True, truncates=True)) <= 24
     assert sum(name[0] == "decode" for name in names) == 5
 
 
@@ -283,6 +330,29 @@ def test_a_row_is_done_at_its_first_token_where_that_ends_it_or_no_more_are_allo
     assert [s.finish_reason for s in ended[:6]] == ["stop"] * 6
     assert [s.completion_ids.tolist() for s in ended[:6]] == [s.completion_ids.tolist() for s in samples[:6]]
     assert any(s.finish_reason == "length" and len(s.completion_ids) == 3 for s in ended)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_row_whose_logits_are_not_finite_ends_before_them_and_no_neighbour_changes(exact):
+    engine, rows = slots_of(exact), rows_of(lengths=[9] * len(LENGTHS))[:3]
+    expected = {s.uid: s.completion_ids.tolist() for s in generate(engine, PROMPTS[:1], 9)}
+    engine.open(weights_on(), rules=SamplingRules(1.0), seed=0, policy_version=3)
+    engine.admit(rows)
+    engine.start(length=4)
+    engine.wait().collect()
+    whole, num_tokens = by_uid(rows), rows[1].num_tokens
+    engine._cache = jax.tree.map(lambda x: x.at[1].set(np.nan), engine._cache)
+    while engine.resident:
+        engine.start(length=16)
+        engine.wait().collect()
+    caches = [np.asarray(layer) for layer in jax.tree.leaves(engine._cache)]
+    engine.close()
+    assert [row.finish_reason for row in rows] == ["length", "dropped:non-finite logits", "length"]
+    assert by_uid(rows)[rows[1].uid] == whole[rows[1].uid] and rows[1].num_tokens == num_tokens > 0
+    for row in (rows[0], rows[2]):
+        assert row.token_ids.tolist() == expected[row.uid] and np.isfinite(row.logprobs).all()
+    # Nothing is left in the slot for whoever comes next.
+    assert all(np.isfinite(layer).all() for layer in caches)
 
 
 def test_slots_split_over_devices_make_the_same_samples():

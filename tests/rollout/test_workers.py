@@ -27,6 +27,7 @@ from app.rollout.scheduling.events import (
     Commit,
     Kind,
     RunSegment,
+    SegmentEnded,
     Suspend,
     WorkerJoined,
     WorkerLost,
@@ -67,6 +68,15 @@ class Mortal(SlotEngine):
     lives = math.inf
     sleep: Event | None = None
     """Until it is set, no segment ends."""
+
+    broken: str | None = None
+    """Uid of a sample whose cache becomes NaN once it has a token."""
+
+    def start(self, **limits: int) -> None:
+        for slot, row in enumerate(self._rows):
+            if row is not None and row.uid == self.broken and row.num_tokens:
+                self._cache = jax.tree.map(lambda x, slot=slot: x.at[slot].set(np.nan), self._cache)
+        super().start(**limits)
 
     def wait(self) -> RanSegment:
         if self.sleep is not None:
@@ -141,9 +151,10 @@ def admitted(made: ScheduledWorkers) -> list[Admit]:
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_in_exact_mode_neither_scheduler_nor_workers_change_a_bit(policy: str, num_workers: int, in_turn: bool) -> None:
     made = scheduled(workers_on(num_workers), policy, in_turn=in_turn)
-    samples = bits(expected())
-    made.take_tally()
-    assert bits(samples_of(made)) == samples
+    samples = samples_of(made)
+    assert bits(samples) == bits(expected())
+    last = {row.uid: event.worker for event, _ in made.records if isinstance(event, SegmentEnded) for row in event.rows}
+    assert {s.uid: s.worker for s in samples} == last and all(s.elapsed_s > 0 for s in samples)
     found = figures(made.records)
     assert found.useful_tokens == sum(LENGTHS) and found.wasted_tokens == 0
     assert 0 <= found.bubble < 1 and found.makespan_s > 0
@@ -185,7 +196,28 @@ def test_a_worker_that_dies_loses_nothing(policy: str, in_turn: bool) -> None:
         assert bits(samples_of(made)) == bits(expected())
     (lost,) = [record.event for record in made.records if isinstance(record.event, WorkerLost)]
     assert lost.worker == "fast-0" and "the device is gone" in lost.why
-    assert any(one.how == "replay" for one in admitted(made))
+    fed_again = [one for one in admitted(made) if one.how == "replay"]
+    counts = made.take_tally()
+    assert counts.reread_tokens == sum(one.num_tokens for one in fed_again) > 0
+    assert counts.drawn_tokens == sum(LENGTHS)
+
+
+def test_a_sample_that_breaks_is_dropped_and_teaches_nothing() -> None:
+    workers, longest = workers_on(2), max(expected(), key=lambda s: len(s.completion_ids))
+    for worker in workers:
+        assert isinstance(worker.engine, Mortal)
+        worker.engine.broken = longest.uid
+    made = scheduled(workers, in_turn=True)
+    samples = samples_of(made)
+    for worker in workers:
+        assert isinstance(worker.engine, Mortal)
+        worker.engine.broken = None
+    (broken,) = [s for s in samples if s.finish_reason == "dropped:non-finite logits"]
+    assert broken.uid == longest.uid and 0 < len(broken.completion_ids) < len(longest.completion_ids)
+    assert longest.completion_ids.tolist()[: len(broken.completion_ids)] == broken.completion_ids.tolist()
+    assert bits([s for s in samples if s is not broken]) == bits([s for s in expected() if s.uid != broken.uid])
+    siblings = [len(s.completion_ids) for s in samples if s.prompt is broken.prompt and s is not broken]
+    assert made._history[broken.prompt.uid] == np.mean(siblings)
 
 
 def test_a_worker_that_falls_asleep_is_given_up_until_it_wakes() -> None:

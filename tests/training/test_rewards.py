@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from app.advantage.group import grpo_advantages
+from app.flow import Sample
 from app.jsonl import read_jsonl, write_jsonl
+from app.rollout.sampling import NON_FINITE
+from app.training.session import Session
 from tests.reward.processes import children
 from tests.training.program import DEADLINE_S, here, metrics_of, settings, started, train_here
 from tests.training.test_loop import samples_of
@@ -120,6 +126,35 @@ def first_group(config: Path) -> list[dict]:
     """The records of the first prompt of the first step."""
     assert train_here(config, "run.steps=1", QUIET[0]).exit_code == 0
     return [record for _, record in read_jsonl(run_of(config) / "rollouts" / "step_000001.jsonl")][:4]
+
+
+def test_samples_that_broke_while_they_were_generated_leave_their_groups(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Session.sample
+
+    def some_broken(session: Session, *arguments: Any, **more: Any) -> list[Sample]:
+        return [broken(s, s.sample_index) if s.sample_index < 2 else s for s in whole(session, *arguments, **more)]
+
+    def broken(sample: Sample, length: int) -> Sample:
+        kept = {name: getattr(sample, name)[:length] for name in ("completion_ids", "behavior_logprobs")}
+        return replace(sample, **kept, completion="", finish_reason=NON_FINITE)
+
+    monkeypatch.setattr(Session, "sample", some_broken)
+    result = train_here(
+        config, "reward.functions=[plug.py:length]", "logging.save_rollouts=true", "run.steps=1", QUIET[0]
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "samples have non-finite logits, left out" in result.stderr
+    (line,) = [line for line in metrics_of(run_of(config)) if line["step"] == 1]
+    samples = samples_of(run_of(config), 1)
+    dropped = [s for s in samples if s.finish_reason == NON_FINITE]
+    assert 0 < len(dropped) == line["reward/dropped_count"] and line["reward/error_count"] == 0
+    assert {len(s.completion_ids) for s in dropped} == {0, 1}
+    assert all(s.reward is None and not s.mask.any() and not np.any(s.advantages) for s in dropped)
+    rewards = [s.reward for s in samples if s.reward is not None]
+    assert len(rewards) + len(dropped) == len(samples) and line["reward/mean"] == pytest.approx(np.mean(rewards))
+    assert line["policy/nonfinite_updates"] == 0 and math.isfinite(line["policy/grad_norm"])
 
 
 def test_a_failure_counts_zero_where_that_is_asked_for(config: Path) -> None:

@@ -130,7 +130,7 @@ class Adaptive(Policy):
         if not self.context.lengths.is_known(entry.prompt):
             return "probe"
         threshold = self.context.threshold
-        is_long = threshold is not None and self.context.lengths.estimate(entry) > threshold
+        is_long = threshold is not None and self.context.expected(entry) > threshold
         return "heavy" if is_long else "fast"
 
     def waiting(self) -> list[str]:

@@ -25,8 +25,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
 Kind = Literal["fast", "heavy"]
-Role = Literal["probe", "fast", "heavy"]
-"""Why a row was admitted: to learn about its prompt, or as one that is expected to be short or long."""
+Role = Literal["probe", "fast", "heavy", "any"]
+"""Why a row was admitted: to learn about its prompt, as one that is expected to be short or long, or as any other."""
 How = Literal["prefill", "copy", "replay"]
 
 TRUNCATED = "length"
@@ -102,7 +102,7 @@ class RowReport:
     num_tokens: int
     """Of the whole completion so far."""
     finish: str | None
-    """`stop`, `length`, `dropped:<why>` (as for logits that are no number), or None for a row that goes on."""
+    """`stop`, `length`, `dropped:<why>` (as for logits that are not finite), or None for a row that goes on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import numpy as np
 
 from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import (
+    DROPPED,
     Admit,
     Commit,
     Kind,
@@ -52,7 +53,10 @@ class Figures:
     tail_fraction: float
     """Share of the makespan after 90 % of the samples were done; NaN of a window of a rollout that goes on."""
     probe_recall: float | None
-    """Share of samples beyond the 80th percentile that were expected to be heavy when they started, probes left out."""
+    """Share of samples beyond the 80th percentile that were expected to be heavy when they started, probes left out.
+
+    None where nothing was expected.
+    """
     breaker_trips: int
     stolen: int
     """Rows that started on a worker of the other kind."""
@@ -60,6 +64,7 @@ class Figures:
     truncated: int
     """By the fast limit."""
     segments: int
+    """That were committed."""
     useful_tokens: int
     repacked_tokens: int
     """Decoded before, and prefilled or replayed to go on."""
@@ -86,7 +91,7 @@ class FigureTally:
         self.ends: list[float] = []
         self.lengths: dict[str, int] = {}
         self.expected_heavy: dict[str, bool] = {}
-        """Of the samples that have ended and were no probes."""
+        """Of the samples that have ended, and of which something was expected."""
         self.busy_s = 0.0
         self.useful = 0
         self.trips = self.stolen = self.suspended = self.truncated = self.segments = 0
@@ -109,8 +114,7 @@ class FigureTally:
                 self.trips += len(command.uids) * (command.why in ("breaker", "probe limit"))
                 self.truncated += len(command.uids) * (command.why == "truncated")
         if isinstance(event, SegmentEnded):
-            commits = [command for command in commands if isinstance(command, Commit)][:1]
-            self._segment_ended(event, {row.uid: row.finish for one in commits for row in one.rows})
+            self._segment_ended(event, [command for command in commands if isinstance(command, Commit)])
         elif isinstance(event, Released):
             for uid in event.uids:
                 for known in (self.samples, self.tokens, self.first_role):
@@ -128,8 +132,10 @@ class FigureTally:
             self.saved += sample.prompt_length * (key in self.prompts)
             self.prompts.add(key)
 
-    def _segment_ended(self, event: SegmentEnded, committed: dict[str, str | None]) -> None:
-        self.segments += 1
+    def _segment_ended(self, event: SegmentEnded, answer: Sequence[Commit]) -> None:
+        """`answer`: its commit, and of samples that end as they stand; empty where the report was refused."""
+        self.segments += len(answer) > 0
+        committed = {row.uid: row.finish for row in answer[0].rows} if answer else {}
         for row in event.rows:
             gained = row.num_tokens - self.tokens.get(row.uid, 0)
             if row.uid not in committed:
@@ -141,10 +147,18 @@ class FigureTally:
             self.tokens[row.uid] = row.num_tokens
             self.last_commit_s = event.at
             if committed[row.uid] is not None:
-                self.ends.append(event.at - event.seconds * (1 - share))
-                self.lengths[row.uid] = row.num_tokens
-                if (role := self.first_role[row.uid]) != "probe":
-                    self.expected_heavy[row.uid] = role == "heavy"
+                self._ended(row.uid, committed[row.uid], at=event.at - event.seconds * (1 - share))
+        for uid, finish in [(row.uid, row.finish) for commit in answer[1:] for row in commit.rows]:
+            self._ended(uid, finish, at=event.at)
+
+    def _ended(self, uid: str, finish: str | None, *, at: float) -> None:
+        self.ends.append(at)
+        if finish is None or finish.startswith(DROPPED):
+            return
+        self.lengths[uid] = self.tokens[uid]
+        role = self.first_role[uid]
+        if role in ("fast", "heavy"):
+            self.expected_heavy[uid] = role == "heavy"
 
     def figures(self) -> Figures:
         """Since the first submission, or the last window."""

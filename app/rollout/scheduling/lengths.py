@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from app.rollout.scheduling.events import DROPPED
 from app.rollout.scheduling.ledger import Entry
 
 
@@ -26,19 +27,24 @@ class Lengths:
         self.known = dict(known or {})
         self.group_max: dict[str, int] = {}
         """Prompt -> tokens of its longest sample so far, running ones included."""
+        self.group_measure: dict[str, float] = {}
+        """Prompt -> the longest measure so far of its samples, in the unit of the threshold."""
         self.measures: deque[float] = deque(maxlen=window)
         self.num_finished = 0
         self._sum_finished = 0
 
     def observe(self, entry: Entry, *, measure: float) -> bool:
-        """Learns from a committed row; True where its group has become longer.
+        """Learns from a committed row; True where its group has become longer. A dropped one teaches nothing.
 
         `measure` is what the threshold is in, tokens or seconds, and counts once the sample is complete.
         """
+        if entry.finish is not None and entry.finish.startswith(DROPPED):
+            return False
         if entry.finish is not None:
             self.measures.append(measure)
             self.num_finished += 1
             self._sum_finished += entry.num_tokens
+        self.group_measure[entry.prompt] = max(measure, self.group_measure.get(entry.prompt, 0.0))
         if entry.num_tokens <= self.group_max.get(entry.prompt, -1):
             return False
         self.group_max[entry.prompt] = entry.num_tokens
@@ -79,9 +85,10 @@ class Lengths:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "history": self.history,
-            "known": self.known,
-            "group_max": self.group_max,
+            "history": dict(self.history),
+            "known": dict(self.known),
+            "group_max": dict(self.group_max),
+            "group_measure": dict(self.group_measure),
             "measures": list(self.measures),
             "window": self.measures.maxlen,
             "num_finished": self.num_finished,
@@ -92,6 +99,7 @@ class Lengths:
     def from_json(cls, values: Mapping[str, Any]) -> Lengths:
         lengths = cls(window=values["window"], history=values["history"], known=values["known"])
         lengths.group_max = dict(values["group_max"])
+        lengths.group_measure = dict(values["group_measure"])
         lengths.measures.extend(values["measures"])
         lengths.num_finished, lengths._sum_finished = values["num_finished"], values["sum_finished"]
         return lengths

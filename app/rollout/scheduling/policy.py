@@ -63,6 +63,12 @@ class Context:
         """How long a sample is so far, in the unit of the rules."""
         return entry.seconds if self.rules.unit == "seconds" else entry.num_tokens
 
+    def expected(self, entry: Entry) -> float:
+        """How long it will be, as far as is known, in the unit of the rules. Earlier epochs know tokens only."""
+        if self.rules.unit == "tokens":
+            return self.lengths.estimate(entry)
+        return max(self.lengths.group_measure.get(entry.prompt, 0.0), self.measure(entry))
+
     def over(self, entry: Entry, *, tokens: int, seconds: float) -> bool:
         """Whether a sample is past a limit."""
         return entry.num_tokens >= tokens or (self.rules.unit == "seconds" and entry.seconds >= seconds)
@@ -168,7 +174,8 @@ class Probes:
         return [uid for uids in self.held.values() for uid in uids]
 
     def to_json(self) -> dict[str, Any]:
-        return {"uid_of": dict(self.uid_of), "verdicts": dict(self.verdicts), "held": {**self.held}}
+        held = {prompt: list(uids) for prompt, uids in self.held.items()}
+        return {"uid_of": dict(self.uid_of), "verdicts": dict(self.verdicts), "held": held}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Probes:

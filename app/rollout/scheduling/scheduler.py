@@ -25,18 +25,16 @@ from app.rollout.scheduling.events import (
     WorkerJoined,
     WorkerLost,
 )
-from app.rollout.scheduling.ledger import ENDED, WAITING, Entry, Ledger, State
+from app.rollout.scheduling.ledger import ENDED, WAITING, Ledger, State
 from app.rollout.scheduling.lengths import Lengths
 from app.rollout.scheduling.pdsr_v1 import PdsrV1
 from app.rollout.scheduling.pdsr_v2 import PdsrV2
 from app.rollout.scheduling.policy import Context, Policy, Worker
-from app.rollout.scheduling.segments import balanced_length, budget_length, finished_worth_leaving, next_lower_rung
+from app.rollout.scheduling.segments import expected_length, segment_limits
 from app.rollout.scheduling.sync import Sync
 from settings.rollout_section import Pdsr, Segment
 
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Sync, PdsrV1, PdsrV2, Adaptive)}
-EXPECTED_SHARE = 0.25
-"""Of the tokens that a sample may have, as the mean length before any has finished."""
 
 
 class Scheduler:
@@ -222,30 +220,17 @@ class Scheduler:
         if not self.policy.refills:
             return RunSegment(worker.name, worker.segment, tuple(admitted), self.segment.max, 0, 0)
         rows = [self.ledger[uid] for uid in worker.rows]
-        mean = self.context.lengths.mean_length(otherwise=max(1.0, EXPECTED_SHARE * rows[0].sample.max_new))
-        some_wait = self.ledger.num_waiting > 0 or not self.is_closed
-        return RunSegment(
-            worker.name,
-            worker.segment,
-            tuple(admitted),
-            length=self._length(worker, rows, mean, some_wait=some_wait),
-            leave_when_finished=finished_worth_leaving(
-                len(rows), mean, overhead_steps=self.segment.overhead_steps
-            ) if some_wait else 0,
-            leave_when_active=0 if some_wait else next_lower_rung(len(rows), worker.rungs),
-        )  # fmt: skip
-
-    def _length(self, worker: Worker, rows: list[Entry], mean: float, *, some_wait: bool) -> int:
-        segment = self.segment
-        if segment.rule == "budget" or (segment.rule == "auto" and not some_wait):
-            length = budget_length(len(rows), capacity=segment.capacity, minimum=segment.min, maximum=segment.max)
-        else:
-            length = balanced_length(
-                mean, overhead_steps=segment.overhead_steps, minimum=segment.min, maximum=segment.max
-            )
-        limits = ((self.policy.limit(entry, worker), entry.num_tokens) for entry in rows)
-        left = [limit - tokens for limit, tokens in limits if limit is not None and limit > tokens]
-        return min([length, *left])
+        limits = segment_limits(
+            self.segment,
+            active=len(rows),
+            some_wait=self.policy.offers(worker) or not self.is_closed,
+            mean_length=self.context.lengths.mean_length(otherwise=expected_length(rows[0].sample.max_new)),
+            rungs=worker.rungs,
+        )
+        looks = ((self.policy.limit(entry, worker), entry.num_tokens) for entry in rows)
+        left = [limit - tokens for limit, tokens in looks if limit is not None and limit > tokens]
+        limits = limits._replace(length=min([limits.length, *left]))
+        return RunSegment(worker.name, worker.segment, tuple(admitted), **limits._asdict())
 
     def check(self) -> None:
         """Raises AssertionError where an invariant is broken: ledger, rows, slots, queues, no idle slot beside work."""

@@ -3,6 +3,49 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
+
+from settings.rollout_section import Segment
+
+EXPECTED_SHARE = 0.25
+"""Of the tokens that a sample may have, as the mean length before any has finished."""
+
+
+class SegmentLimits(NamedTuple):
+    """When a segment ends, at the latest when all rows are done. 0 = not for that."""
+
+    length: int
+    """Tokens of a row."""
+    leave_when_finished: int
+    """Rows that finish in it: work waits for their slots."""
+    leave_when_active: int
+    """Rows that are left: a smaller program fits."""
+
+
+def segment_limits(
+    rule: Segment, *, active: int, some_wait: bool, mean_length: float, rungs: tuple[int, ...]
+) -> SegmentLimits:
+    """Of a worker's next segment.
+
+    Args:
+        active: rows that it holds.
+        some_wait: samples could take the slots of rows that finish.
+        mean_length: of completions.
+        rungs: numbers of rows that the worker can be compacted to.
+    """
+    bounds = {"minimum": rule.min, "maximum": rule.max}
+    if rule.rule == "budget" or (rule.rule == "auto" and not some_wait):
+        length = budget_length(active, capacity=rule.capacity, **bounds)
+    else:
+        length = balanced_length(mean_length, overhead_steps=rule.overhead_steps, **bounds)
+    if not some_wait:
+        return SegmentLimits(length, 0, next_lower_rung(active, rungs))
+    return SegmentLimits(length, finished_worth_leaving(active, mean_length, overhead_steps=rule.overhead_steps), 0)
+
+
+def expected_length(max_new: int) -> float:
+    """Mean length before any sample has finished, at least 1."""
+    return max(1.0, EXPECTED_SHARE * max_new)
 
 
 def budget_length(active: int, *, capacity: int, minimum: int, maximum: int) -> int:

@@ -30,7 +30,7 @@ class Sync(Policy):
 
     def take(self, worker: Worker) -> tuple[str, Role] | None:
         uid = self._queue.take() if self.offers(worker) else None
-        return None if uid is None else (uid, "fast")
+        return None if uid is None else (uid, "any")
 
     def waiting(self) -> list[str]:
         return self._queue.uids()

@@ -42,6 +42,7 @@ class WorkerSpec:
     kind: Kind
     slots: int
     rungs: tuple[int, ...] = ()
+    """Rows of smaller programs."""
     device: str | None = None
     """Workers on one device take turns; None: a device of its own."""
     ladders: Ladders | None = None
@@ -233,7 +234,7 @@ class VirtualClock:
             if row.num_tokens == row.traced.length:
                 finish = "length" if row.num_tokens == self.max_new else "stop"
             if self._strikes(self.faults.no_number):
-                finish = f"{DROPPED}logits are no number"
+                finish = f"{DROPPED}non-finite logits"
             reports.append(RowReport(uid, row.epoch, row.num_tokens, finish))
             if finish is not None:
                 del worker.rows[uid]

@@ -86,6 +86,53 @@ def test_what_a_lost_worker_decoded_is_wasted() -> None:
     assert (found.useful_tokens, found.wasted_tokens) == (0, 64)
 
 
+def test_a_report_that_is_refused_or_repeated_is_no_segment() -> None:
+    driven = Driven(make_scheduler())
+    records = []
+    for event in (WorkerJoined(0.0, "a", "fast", 1), Submitted(0.0, samples(1, 1))):
+        records.append(LogRecord(event, tuple(driven.tell(event))))
+    ended = driven.ended("a", {"p0/s0": 64})
+    for event in (ended, ended, WorkerLost(3.0, "a", "died"), ended):
+        records.append(LogRecord(event, tuple(driven.tell(event))))
+    found = figures(records)
+    assert (found.segments, found.useful_tokens, found.wasted_tokens) == (1, 64, 0)
+
+
+def test_where_nothing_is_expected_nothing_is_recalled_or_stolen() -> None:
+    driven = Driven(make_scheduler("sync"))
+    records = []
+    workers = (WorkerJoined(0.0, "f", "fast", 2), WorkerJoined(0.0, "h", "heavy", 2))
+    for event in (*workers, Submitted(0.0, samples(4, 1)), Closed(0.0)):
+        records.append(LogRecord(event, tuple(driven.tell(event))))
+    for worker in ("f", "h"):
+        tokens = {uid: 5 + i for i, uid in enumerate(driven.rows(worker))}
+        event = driven.ended(worker, tokens, finished=tuple(tokens))
+        records.append(LogRecord(event, tuple(driven.tell(event))))
+    found = figures(records)
+    assert (found.probe_recall, found.stolen, found.useful_tokens) == (None, 0, 22)
+
+
+def test_truncated_samples_have_ended() -> None:
+    rules = {"fast_limit_tokens": 10, "on_fast_limit": "truncate"}
+    driven = Driven(make_scheduler("pdsr_v1", pdsr=rules))
+    records = []
+    workers = (WorkerJoined(0.0, "f", "fast", 2), WorkerJoined(0.0, "h", "heavy", 2))
+    for event in (*workers, Submitted(0.0, samples(2, 2)), Closed(0.0)):
+        records.append(LogRecord(event, tuple(driven.tell(event))))
+
+    def end(worker: str, finished: tuple[str, ...], length: int) -> None:
+        event = driven.ended(worker, dict.fromkeys(driven.rows(worker), length), finished=finished)
+        records.append(LogRecord(event, tuple(driven.tell(event))))
+
+    end("f", ("p0/s0", "p1/s0"), 4)
+    end("f", (), 10)
+    found = figures(records)
+    assert found.truncated == 1 and found.makespan_s == driven.at
+    end("h", tuple(driven.rows("h")), 10)
+    # Three of four have ended when the tail begins.
+    assert figures(records).tail_fraction == pytest.approx(1 - 2 / 3)
+
+
 def test_a_log_without_samples_has_figures() -> None:
     driven = Driven(make_scheduler())
     event = WorkerJoined(0.0, "a", "fast", 1)

@@ -54,8 +54,8 @@ def test_tokens_never_shrink() -> None:
 
 def test_a_dropped_sample_keeps_its_reason() -> None:
     ledger, uid = running()
-    ledger.commit("w", RowReport(uid, 1, 3, "dropped:logits are no number"), 1.0)
-    assert (ledger[uid].state, ledger[uid].finish) == (State.DROPPED, "dropped:logits are no number")
+    ledger.commit("w", RowReport(uid, 1, 3, "dropped:non-finite logits"), 1.0)
+    assert (ledger[uid].state, ledger[uid].finish) == (State.DROPPED, "dropped:non-finite logits")
 
 
 def test_a_sample_that_lost_all_is_new_again() -> None:

@@ -34,6 +34,12 @@ def test_running_samples_can_only_raise_it() -> None:
     assert censored_quantile(finished, [60] * 5, 0.5) == 50
 
 
+def test_nothing_is_learnt_from_a_sample_that_was_dropped() -> None:
+    lengths = Lengths(window=4)
+    assert not lengths.observe(entry(tokens=5, finish="dropped:non-finite logits"), measure=5)
+    assert lengths.num_finished == 0 and not lengths.measures and not lengths.is_known("p")
+
+
 def test_it_is_infinite_while_too_many_run() -> None:
     assert censored_quantile([1], [2, 2, 2, 2], 0.8) == math.inf
 

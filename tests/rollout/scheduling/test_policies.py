@@ -172,6 +172,18 @@ def test_adaptive_believes_the_history_of_a_prompt() -> None:
     assert admitted(driven.submit(samples(3, 1))) == ["p1/s0", "p2/s0", "p0/s0"]
 
 
+def test_adaptive_compares_seconds_with_seconds() -> None:
+    rules = {"unit": "seconds", "window": 4, "window_min": 1, "percentile": 50}
+    driven = Driven(make_scheduler("adaptive", pdsr=rules))
+    driven.join("w", slots=2)
+    driven.submit(samples(2, 3))
+    # 100 tokens in 1 s: far below the threshold in seconds, whatever the number of tokens.
+    driven.end("w", {"p0/s0": 100, "p1/s0": 50}, finished=("p0/s0",), seconds=1.0)
+    (run,) = [one for one in driven.last if isinstance(one, RunSegment)]
+    assert driven.scheduler.context.threshold == 1.0
+    assert [(one.uid, one.role) for one in run.admit] == [("p0/s1", "fast")]
+
+
 def test_adaptive_lets_nobody_starve() -> None:
     driven = Driven(make_scheduler("adaptive", history={"p0": 1} | {f"p{i}": 4000 for i in range(1, 2000)}))
     driven.join("w", slots=1)

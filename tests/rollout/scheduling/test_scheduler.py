@@ -134,6 +134,20 @@ def test_a_segment_waits_for_slots_that_are_wanted_and_for_smaller_programs_when
     assert (run.leave_when_finished, run.leave_when_active, run.length) == (0, 2, 250)
 
 
+def test_a_segment_does_not_leave_for_samples_that_wait_for_a_verdict() -> None:
+    driven = Driven(make_scheduler("pdsr_v1", segment={"capacity": 1000, "min": 10, "max": 500}))
+    driven.join("w", slots=4, rungs=(2,))
+    driven.submit(samples(4, 3))
+    assert driven.scheduler.ledger.num_waiting == 8
+    probes = {f"p{i}/s0": 5 for i in range(4)}
+    (_, run) = driven.end("w", probes)
+    assert isinstance(run, RunSegment)
+    assert (run.length, run.leave_when_finished, run.leave_when_active) == (250, 0, 2)
+    (_, run) = driven.end("w", dict.fromkeys(probes, 9), finished=("p0/s0", "p1/s0", "p2/s0", "p3/s0"))
+    assert isinstance(run, RunSegment) and len(run.admit) == 4
+    assert run.leave_when_finished > 0 and run.leave_when_active == 0
+
+
 @pytest.mark.parametrize(("rule", "length"), [("auto", 32), ("balance", 32), ("budget", 500)])
 def test_the_rule_of_a_segments_length_can_be_chosen(rule: str, length: int) -> None:
     segment = {"rule": rule, "capacity": 1000, "min": 10, "max": 4096}
@@ -172,6 +186,18 @@ def test_a_restored_scheduler_goes_on_with_the_same_commands(policy: str) -> Non
         for event, commands in storm(seed).run():
             scheduler = Scheduler.restore(json.loads(json.dumps(scheduler.snapshot(), allow_nan=False)))
             assert tuple(scheduler.handle(event)) == commands, f"seed {seed}"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_snapshot_stays_what_it_was(policy: str) -> None:
+    driven = Driven(make_scheduler(policy))
+    driven.join("w", slots=2)
+    driven.submit(samples(3, 2))
+    snapshot = driven.scheduler.snapshot()
+    before = json.dumps(snapshot)
+    rows = driven.rows("w")
+    driven.end("w", dict.fromkeys(rows, 5), finished=tuple(rows))
+    assert json.dumps(snapshot) == before
 
 
 def test_the_check_sees_an_idle_slot_beside_work() -> None:

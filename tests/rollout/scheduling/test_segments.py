@@ -1,7 +1,14 @@
 import numpy as np
 import pytest
 
-from app.rollout.scheduling.segments import balanced_length, budget_length, finished_worth_leaving, next_lower_rung
+from app.rollout.scheduling.segments import (
+    balanced_length,
+    budget_length,
+    finished_worth_leaving,
+    next_lower_rung,
+    segment_limits,
+)
+from settings.rollout_section import Segment
 
 
 @pytest.mark.parametrize(("active", "expected"), [(1, 4096), (4, 2048), (16, 512), (1000, 64)])
@@ -29,3 +36,19 @@ def test_dear_edges_wait_for_more_finished_rows() -> None:
 
 def test_the_next_rung_is_below_the_active_rows() -> None:
     assert [next_lower_rung(active, (2, 4)) for active in (1, 2, 3, 4, 5, 8)] == [0, 0, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("rule", "some_wait", "expected"),
+    [
+        ("auto", True, (32, 1, 0)),
+        ("auto", False, (250, 0, 2)),
+        ("budget", True, (250, 1, 0)),
+        ("budget", False, (250, 0, 2)),
+        ("balance", True, (32, 1, 0)),
+        ("balance", False, (32, 0, 2)),
+    ],
+)
+def test_a_segment_leaves_for_those_who_wait_or_for_a_smaller_program(rule, some_wait, expected) -> None:
+    segment = Segment(rule=rule, min=10, max=4096, capacity=1000, overhead_steps=0.5)
+    assert segment_limits(segment, active=4, some_wait=some_wait, mean_length=1024, rungs=(2,)) == expected
