@@ -18,8 +18,9 @@ import jax
 from app.flow import Prompt, Sample
 from app.policy.kv_cache import DecodeWeights
 from app.rollout.rows import Row
+from app.rollout.run import Run
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduled import Run, ScheduledWorkers
+from app.rollout.scheduled import ScheduledWorkers
 from app.rollout.scheduling.event_log import Begun
 from app.rollout.scheduling.figures import Figures, FigureTally
 from app.rollout.streaming import rows_of

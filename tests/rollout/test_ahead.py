@@ -13,7 +13,8 @@ import pytest
 from app.policy.kv_cache import DecodeWeights
 from app.rollout.ahead import Done, Generation, OpenRollout
 from app.rollout.rows import Row
-from app.rollout.scheduled import Run, ScheduledWorkers
+from app.rollout.run import Run
+from app.rollout.scheduled import ScheduledWorkers
 from app.rollout.scheduling.event_log import Begun
 from app.rollout.scheduling.events import Event as Told
 from app.rollout.scheduling.events import Submitted

@@ -217,7 +217,7 @@ def test_a_sample_that_breaks_is_dropped_and_teaches_nothing() -> None:
     assert longest.completion_ids.tolist()[: len(broken.completion_ids)] == broken.completion_ids.tolist()
     assert bits([s for s in samples if s is not broken]) == bits([s for s in expected() if s.uid != broken.uid])
     siblings = [len(s.completion_ids) for s in samples if s.prompt is broken.prompt and s is not broken]
-    assert made._history[broken.prompt.uid] == np.mean(siblings)
+    assert made.history[broken.prompt.uid] == np.mean(siblings)
 
 
 def test_a_worker_that_falls_asleep_is_given_up_until_it_wakes() -> None:

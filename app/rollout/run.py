@@ -1,0 +1,255 @@
+"""One rollout: what a scheduler commands is carried out by real workers. The virtual clock's sibling."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from app.policy.kv_cache import DecodeWeights
+from app.rollout.rows import Row, Suspended
+from app.rollout.scheduling.event_log import Begun, EventLog, LogRecord
+from app.rollout.scheduling.events import (
+    Admit,
+    Closed,
+    Command,
+    Commit,
+    CommittedRow,
+    Event,
+    NewSample,
+    Released,
+    Retire,
+    RunSegment,
+    SegmentEnded,
+    Submitted,
+    Suspend,
+    WorkerJoined,
+    WorkerLost,
+)
+from app.rollout.scheduling.ledger import Ledger
+from app.rollout.workers import Admission, Clock, Driver, Outcome, Worker
+
+log = logging.getLogger(__name__)
+
+FAILURES = (RuntimeError, OSError, MemoryError)
+"""Of a worker, whose samples go on elsewhere; what JAX raises among them. Any other exception is the program's own."""
+
+Watch = Callable[[Ledger], None]
+"""Is shown after every event where all samples are."""
+
+
+class Run:
+    """One rollout: samples come in and are given to workers until they are done. One thread drives it."""
+
+    def __init__(
+        self,
+        begun: Begun,
+        driver: Driver,
+        workers: Sequence[Worker],
+        *,
+        clock: Clock,
+        tell: Callable[[LogRecord], None],
+        log: EventLog | None = None,
+        watch: Watch | None = None,
+    ):
+        self.scheduler = begun.scheduler
+        self._begun = begun
+        self._tell, self._log, self._watch = tell, log, watch
+        self._driver = driver
+        _name_anew(workers, begun.records)
+        self._workers: Mapping[str, Worker] = {worker.name: worker for worker in workers}
+        self._clock = clock
+        for worker in workers:
+            worker.clock = clock
+        self._rows: dict[str, Row] = {}
+        self._held: dict[str, str] = {}
+        """Uid of a row in a worker -> the worker."""
+        self._kept: dict[str, Future[Suspended]] = {}
+        """Uid of a suspended row -> its cache."""
+        self._logged: dict[str, int] = {}
+        """Uid -> its tokens that the log has."""
+
+    def in_order(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """All of them, done. No others come."""
+        named: dict[str, Row] = {}
+        for number, row in enumerate(rows):
+            named[row.uid if row.uid not in named else f"{row.uid}@{number}"] = row
+        self._go_on(named)
+        self.join()
+        if not self.scheduler.is_closed:
+            self.submit(named)
+            self._handle(Closed(self._clock()))
+        for uid in named:
+            while not self.is_done(uid):
+                self.advance()
+            yield self._rows[uid]
+
+    def join(self) -> None:
+        """Tells the scheduler of all workers."""
+        for worker in self._workers.values():
+            shapes = worker.engine.shapes
+            name, rungs = worker.name, shapes.batch_rungs[:-1]
+            self._handle(WorkerJoined(self._clock(), name, worker.kind, shapes.num_slots, rungs, worker.device))
+
+    def submit(self, rows: Mapping[str, Row]) -> None:
+        """Rows by uids that were never used before in the rollout."""
+        self._rows |= rows
+        samples = [
+            NewSample(uid, row.prompt.uid, row.sample_index, len(row.prompt.token_ids), row.max_new_tokens)
+            for uid, row in rows.items()
+        ]
+        self._handle(Submitted(self._clock(), tuple(samples)))
+
+    def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
+        """Segments that begin from now on are drawn by these weights. From any thread."""
+        for worker in self._workers.values():
+            worker.offer(weights, policy_version=policy_version)
+
+    def is_done(self, uid: str) -> bool:
+        return self._rows[uid].finish_reason is not None and self.scheduler.ledger[uid].finish is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anybody decodes."""
+        return any(worker.is_busy for worker in self.scheduler.context.workers.values())
+
+    def release(self, uids: Sequence[str]) -> list[Row]:
+        """The rows, done; nothing is kept of them."""
+        self._handle(Released(self._clock(), tuple(uids)))
+        return [self._rows.pop(uid) for uid in uids]
+
+    def wake(self) -> None:
+        """Ends `advance` early. From any thread."""
+        self._driver.wake()
+
+    def advance(self) -> None:
+        """Waits until a worker has something to say, or until it is woken, and goes on from there.
+
+        Raises:
+            Exception: what the last worker failed with, where all have.
+        """
+        assert self.is_busy, "nobody decodes"
+        outcome = self._driver.next()
+        if outcome is not None:
+            self._advance(outcome)
+
+    def _go_on(self, rows: Mapping[str, Row]) -> None:
+        """Rows as the log has them, if there is one; whoever held them then is gone."""
+        self._rows |= rows
+        lives = _lives(self._begun.records)
+        for entry in self.scheduler.ledger:
+            if entry.num_tokens or entry.finish:
+                begin, end = lives[entry.uid]
+                row = Row.restored(self._rows[entry.uid], self._begun.drawn.get(entry.uid, ()))
+                row.finish_reason, row.elapsed_s = entry.finish, end - begin
+                row.started_s = time.perf_counter() - (self._begun.at - begin)
+                self._rows[entry.uid], self._logged[entry.uid] = row, row.num_tokens
+        # Idle ones first: else they would be given what the others had.
+        gone = sorted(self.scheduler.context.workers.values(), key=lambda worker: worker.is_busy)
+        for name in [worker.name for worker in gone]:
+            self._handle(WorkerLost(self._clock(), name, "the process ended"))
+
+    def _advance(self, outcome: Outcome) -> None:
+        worker, said = outcome
+        if isinstance(said, SegmentEnded):
+            return self._handle(said)
+        if not isinstance(said, FAILURES):
+            raise said
+        log.warning("rollout worker %s failed, its samples go on elsewhere", worker.name, exc_info=said)
+        self._handle(WorkerLost(self._clock(), worker.name, repr(said)))
+        if not self.scheduler.context.workers and not self.scheduler.is_finished:
+            raise said
+        return None
+
+    def _handle(self, event: Event) -> None:
+        record = LogRecord(event, tuple(self.scheduler.handle(event)))
+        self._tell(record)
+        if self._log is not None:
+            self._log.append(record, self._newly_committed(record))
+        for command in record.commands:
+            self._do(command)
+        if self._watch is not None:
+            self._watch(self.scheduler.ledger)
+
+    def _newly_committed(self, record: LogRecord) -> dict[str, np.ndarray]:
+        """Uid -> its tokens (`Row.drawn`) that the log does not have yet."""
+        found = {}
+        for committed in (row for one in record.commands if isinstance(one, Commit) for row in one.rows):
+            known = self._logged.get(committed.uid, 0)
+            if committed.num_tokens > known:
+                found[committed.uid] = self._rows[committed.uid].drawn_after(known, committed.num_tokens)
+                self._logged[committed.uid] = committed.num_tokens
+        return found
+
+    def _do(self, command: Command) -> None:
+        match command:
+            case Suspend():
+                self._suspend(command)
+            case RunSegment():
+                admissions = deque(self._admission(command.worker, one) for one in command.admit)
+                self._driver.run(self._workers[command.worker], command, admissions)
+            case Commit():
+                for row in command.rows:
+                    self._commit(row)
+            case Retire():
+                self._take_back(command.worker)
+
+    def _suspend(self, command: Suspend) -> None:
+        worker = self._workers[command.worker]
+        for uid in command.uids:
+            del self._held[uid]
+            row = self._rows[uid]
+            kept = self._driver.suspend(worker, row)
+            # Another from now on, whatever becomes of the worker and of what it still holds.
+            self._rows[uid] = row.rewound(row.num_tokens)
+            if command.why != "truncated":
+                self._kept[uid] = kept
+
+    def _admission(self, worker: str, one: Admit) -> Admission:
+        self._held[one.uid] = worker
+        kept = self._kept.pop(one.uid, None)
+        return Admission(self._rows[one.uid], one.uid, one.epoch, kept=kept if one.how == "copy" else None)
+
+    def _commit(self, committed: CommittedRow) -> None:
+        if committed.finish is None:
+            return
+        self._held.pop(committed.uid, None)
+        if self._rows[committed.uid].finish_reason is None:
+            # Truncated: to the engine it was not done.
+            row = self._rows[committed.uid] = self._rows[committed.uid].rewound(committed.num_tokens)
+            row.finish_reason = committed.finish
+            row.elapsed_s = time.perf_counter() - row.started_s
+
+    def _take_back(self, worker: str) -> None:
+        """The worker's rows as they were last committed, out of reach of whatever it may still do to them."""
+        for uid in [uid for uid, holder in self._held.items() if holder == worker]:
+            del self._held[uid]
+            self._rows[uid] = self._rows[uid].rewound(self.scheduler.ledger[uid].num_tokens)
+
+
+def _name_anew(workers: Sequence[Worker], records: Sequence[LogRecord]) -> None:
+    """A name that was used before is not used again: who comes back is told by the number behind its old one."""
+    used = {record.event.worker for record in records if isinstance(record.event, WorkerJoined)}
+    for worker in workers:
+        name = worker.name.partition("#")[0]
+        names = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
+        worker.name = next(one for one in names if one not in used)
+
+
+def _lives(records: Iterable[LogRecord]) -> dict[str, tuple[float, float]]:
+    """Uid -> when it first came into a worker, and when it was last committed."""
+    found: dict[str, tuple[float, float]] = {}
+    for event, commands in records:
+        for command in commands:
+            if isinstance(command, RunSegment):
+                for one in command.admit:
+                    found.setdefault(one.uid, (event.at, event.at))
+            elif isinstance(command, Commit):
+                for one in command.rows:
+                    found[one.uid] = (found[one.uid][0], event.at)
+    return found
