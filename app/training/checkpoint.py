@@ -51,6 +51,8 @@ class Progress:
     wandb_id: str | None = None
     kl_coef: float | None = None
     """Weight of the KL in the next step's rewards, where it is adapted; None in older checkpoints."""
+    lengths: Mapping[str, float] | None = None
+    """Prompt -> mean length of its samples when it came last, which decides how the next are scheduled."""
     evaluation: Mapping[str, float | None] | None = None
     """Metrics under `eval/` of this step; None where there was no evaluation."""
 

@@ -309,7 +309,8 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
         in_turn = is_last or exit_code or agreed.save_is_due or step % settings.checkpoint.every_steps == 0
         if in_turn or checkpoints.is_best(progress):
             board.phase("save")
-            checkpoints.save(state.arrays, replace(progress, kl_coef=state.kl_coef))
+            lengths = session.workers and session.workers.history
+            checkpoints.save(state.arrays, replace(progress, kl_coef=state.kl_coef, lengths=lengths))
             save_clock.reset()
         checkpoints.point_at_best()
         if exit_code:

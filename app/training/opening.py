@@ -32,6 +32,8 @@ def open_state(checkpoints: Checkpoints, launch: Launch, learning: Learning) -> 
     restored = checkpoints.restore(fingerprints)
     if restored is not None:
         arrays, progress = restored
+        if launch.session.workers is not None:
+            launch.session.workers.history = progress.lengths or {}
         adapted = progress.kl_coef if algorithm.kl_target is not None else None
         return RunState.of(arrays, kl_coef=algorithm.beta if adapted is None else adapted), progress
     session = launch.session

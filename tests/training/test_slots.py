@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from app.mesh.placement import bytes_per_device
-from tests.training.program import here, metrics_of, of_tiny, records_of, settings, train_here
+from tests.training.program import (
+    assert_same_run,
+    here,
+    metrics_of,
+    of_tiny,
+    progress_of,
+    records_of,
+    settings,
+    train_here,
+)
 from tests.training.test_dry_run import foreseen, launched
 
 SLOTS = "rollout.slots=8"
@@ -101,3 +110,15 @@ def test_slots_that_cannot_be_are_refused(config: Path, overrides: tuple[str, ..
     result = train_here(config, *overrides)
     assert result.exit_code == 2 and message in result.stderr
     assert not (config.parent / "runs").exists()
+
+
+def test_a_resumed_run_schedules_by_the_lengths_that_it_knew(config: Path) -> None:
+    """Prompts return, and how long their samples were decides which rows share a program: in fast mode, its bits."""
+    alone = ("rollout.workers.fast.slots=16", "rollout.workers.heavy.count=0", "rollout.workers.fast.devices=[0]")
+    asked = ("rollout.scheduler=adaptive", *alone, "rollout.segment.min=1", "data.num_problems=4", "eval.every_steps=0")
+    assert train_here(config, *asked, "run.steps=4", "run.name=whole").exit_code == 0
+    for steps, resume in ((2, "never"), (4, "must")):
+        assert train_here(config, *asked, f"run.steps={steps}", "run.name=parts", resume=resume).exit_code == 0
+    runs = config.parent / "runs"
+    assert_same_run(runs / "parts", runs / "whole", step=4)
+    assert len(progress_of(runs / "parts", 2)["lengths"]) == 4
