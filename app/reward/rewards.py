@@ -116,11 +116,15 @@ class Rewards:
         """The samples with the one value that held-out accuracy counts, none where the function abstained.
 
         That is the correctness of the first function's task, or the first function itself where it is a plug-in. A
-        failure counts 0 unless it is to raise; an abstention is none, even where other functions would have a value.
+        failure counts 0 unless it is to raise, and so does a sample that could not be generated; an abstention is none,
+        even where other functions would have a value.
         """
         assert self._judge is not None
         on_error = "raise" if self._settings.on_error == "raise" else "zero"
-        return _scored(samples, moment, [self._judge], {self._judge.name: 1.0}, on_error, when_all_abstain=None)
+        judged = _scored(samples, moment, [self._judge], {self._judge.name: 1.0}, on_error, when_all_abstain=None)
+        # A policy that breaks on hard problems is not the better for it.
+        wrong = {self._judge.name: 0.0}
+        return replace(judged, samples=[replace(s, rewards=wrong) if is_unusable(s) else s for s in judged.samples])
 
     def _judging(self, first: Function, columns: Columns) -> Function:
         return first.for_held_out(columns) if isinstance(first, PlugIn) else TaskReward(judge_of(self._settings))

@@ -247,6 +247,8 @@ class SlotPrograms:
         self._num_eos = num_eos
         self._compiled: dict[Name, Callable[..., Any]] = {}
         self._served: set[tuple[bool, bool, bool]] = set()
+        self.truncates = False
+        """Some of them cut tokens off."""
 
     def __getitem__(self, name: Name) -> Callable[..., Any]:
         return self._compiled[name]
@@ -266,6 +268,7 @@ class SlotPrograms:
         if (suspends, rereads, truncates) in self._served:
             return
         self._served.add((suspends, rereads, truncates))
+        self.truncates |= truncates
         wanted = self._wanted(suspends=suspends, rereads=rereads, truncates=truncates)
         with jax.set_mesh(self._mesh):
             for name, (function, arguments, options) in wanted.items():

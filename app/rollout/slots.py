@@ -89,7 +89,9 @@ class SlotEngine:
 
     def compile(self, rules: SamplingRules, *, suspends: bool = False) -> None:
         """Every program that will run, unless it is there."""
-        self.programs.compile(suspends=suspends, rereads=suspends and not self.exact, truncates=rules.truncates)
+        # A sampler that can cut tokens off serves rules that do not as well: no program more.
+        truncates = rules.truncates or self.programs.truncates
+        self.programs.compile(suspends=suspends, rereads=suspends and not self.exact, truncates=truncates)
 
     def open(
         self, weights: DecodeWeights, *, rules: SamplingRules, seed: int, policy_version: int, suspends: bool = False
@@ -99,8 +101,8 @@ class SlotEngine:
         Args:
             suspends: samples will be suspended.
         """
-        self._truncates, self._suspends = rules.truncates, suspends
         self.compile(rules, suspends=suspends)
+        self._truncates, self._suspends = self.programs.truncates, suspends
         self._rules, self._seed = as_arrays(rules), np.int32(seed)
         self._pool, self._cache = self.programs["open",]()
         self._pooled: dict[bytes, int] = {}

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -221,7 +221,9 @@ class Threads:
             worker.begin(command, admissions)
             self._outcomes.put(Outcome(worker, worker.end()))
 
-        self._due[worker] = time.monotonic() + (math.inf if self._lease_s is None else self._lease_s)
+        self._due[worker] = time.monotonic() + (
+            math.inf if self._lease_s is None else self._lease_s * _length(admissions)
+        )
         self._ask(worker, segment)
 
     def _ask(self, worker: Worker, work: Callable[[], Any]) -> Future[Any]:
@@ -272,6 +274,11 @@ class Threads:
 
 
 _Job = tuple[Future[Any], Callable[[], Any]]
+
+
+def _length(admissions: Iterable[Admission]) -> int:
+    """In segments: tokens whose cache is gone may go through the decode program one by one before it begins."""
+    return 1 + max((one.row.num_tokens for one in admissions if one.kept is None), default=0)
 
 
 class Turns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,17 @@ def test_held_out_samples_are_given_what_their_own_data_have(tmp_path: Path) -> 
         scored, judged = rewards.score(training, Moment()), rewards.judge(held_out, Moment())
     assert (values_of(scored), scored.tallies["f"].extras) == ([11.0], {"trained": (1.0, 1), "asked": (0.0, 1)})
     assert (values_of(judged), judged.tallies["f"].extras) == ([4.0], {"trained": (0.0, 1), "asked": (1.0, 1)})
+
+
+def test_a_held_out_sample_that_could_not_be_generated_is_wrong(tmp_path: Path) -> None:
+    path = write_plug_in(tmp_path, "def f(completion): return 1.0")
+    settings = Reward.model_validate({"functions": [f"{path}:f"]})
+    samples = [make_sample("a"), replace(make_sample(""), finish_reason="dropped:non-finite logits")]
+    columns = Columns.of([s.prompt for s in samples], source="test")
+    with Rewards(settings, columns, columns) as rewards:
+        judged = rewards.judge(samples, Moment())
+    assert [s.rewards for s in judged.samples] == [{"f": 1.0}, {"f": 0.0}]
+    assert [s.reward for s in judged.samples] == [1.0, None]
 
 
 def test_of_a_long_completion_a_plug_in_sees_the_end(tmp_path: Path) -> None:

@@ -223,6 +223,19 @@ def test_compiled_ahead_the_first_rollout_compiles_nothing():
     compilations.close()
 
 
+def test_what_may_cut_tokens_off_serves_rules_that_cut_none():
+    queue = batching(new_slots(4, exact=True))
+    queue.compile(SamplingRules(1.0, top_k=3))
+    compilations = CompilationCounter()
+    queue.compile(SamplingRules(0.0))
+    samples = queue.generate(weights_on(), PROMPTS[:2], max_new_tokens=5, **ARGUMENTS)
+    assert compilations.take() == 0
+    compilations.close()
+    for ours, whole in zip(samples, generate(slots_of(True), PROMPTS[:2], 5), strict=True):
+        assert ours.completion_ids.tolist() == whole.completion_ids.tolist() and ours.kept_mass_logs is None
+        np.testing.assert_allclose(ours.behavior_logprobs, whole.behavior_logprobs, atol=1e-6)
+
+
 @pytest.mark.parametrize(("num_slots", "max_prompt_length", "max_new_tokens"), [(32, 128, 1024), (256, 512, 8192)])
 def test_there_are_few_programs_however_long_the_samples(num_slots, max_prompt_length, max_new_tokens):
     shapes = slot_shapes(

@@ -39,6 +39,9 @@ class Lengths:
         `measure` is what the threshold is in, tokens or seconds, and counts once the sample is complete.
         """
         if entry.finish is not None and entry.finish.startswith(DROPPED):
+            # Of a first sample that never was: its siblings are as unknown as before.
+            if self.group_max.get(entry.prompt) == 0:
+                del self.group_max[entry.prompt]
             return False
         if entry.finish is not None:
             self.measures.append(measure)
@@ -54,10 +57,16 @@ class Lengths:
         """A first sample of the prompt runs now, and will say how long its samples are."""
         self.group_max.setdefault(prompt, 0)
 
-    def conclude(self, prompt: str, *, mean: float) -> None:
-        """All of the prompt's samples have ended and are forgotten: from now on they are its history."""
-        self.history[prompt] = mean
+    def conclude(self, prompt: str, *, mean: float | None) -> None:
+        """All of the prompt's samples have ended and are forgotten: from now on they are its history.
+
+        Args:
+            mean: their length; None where all were dropped.
+        """
+        if mean is not None:
+            self.history[prompt] = mean
         self.group_max.pop(prompt, None)
+        self.group_measure.pop(prompt, None)
 
     def is_known(self, prompt: str) -> bool:
         """Whether anything says how long the prompt's samples are."""

@@ -114,11 +114,13 @@ class Scheduler:
             if uid in self.ledger and self.ledger[uid].state in ENDED:
                 entry = self.ledger[uid]
                 self.ledger.forget(entry)
-                lengths.setdefault(entry.prompt, []).append(entry.num_tokens)
+                known = lengths.setdefault(entry.prompt, [])
+                if entry.state is State.DONE:
+                    known.append(entry.num_tokens)
         left = {entry.prompt for entry in self.ledger}
         for prompt, known in lengths.items():
             if prompt not in left:
-                self.context.lengths.conclude(prompt, mean=sum(known) / len(known))
+                self.context.lengths.conclude(prompt, mean=sum(known) / len(known) if known else None)
                 self.policy.forget(prompt)
 
     def _join(self, event: WorkerJoined) -> None:

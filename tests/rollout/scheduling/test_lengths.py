@@ -40,6 +40,21 @@ def test_nothing_is_learnt_from_a_sample_that_was_dropped() -> None:
     assert lengths.num_finished == 0 and not lengths.measures and not lengths.is_known("p")
 
 
+def test_siblings_of_a_first_sample_that_was_dropped_are_as_unknown_as_before() -> None:
+    lengths = Lengths(window=4)
+    lengths.expect("p")
+    assert lengths.is_known("p")
+    lengths.observe(entry(tokens=0, finish="dropped:non-finite logits"), measure=0)
+    assert not lengths.is_known("p")
+
+
+def test_a_prompt_whose_samples_were_all_dropped_has_no_history() -> None:
+    lengths = Lengths(window=4)
+    lengths.observe(entry(tokens=7, finish=None), measure=7)
+    lengths.conclude("p", mean=None)
+    assert not lengths.is_known("p") and not lengths.group_measure
+
+
 def test_it_is_infinite_while_too_many_run() -> None:
     assert censored_quantile([1], [2, 2, 2, 2], 0.8) == math.inf
 
