@@ -99,6 +99,17 @@ def _workers_run_ahead(resolved: Resolved) -> str | None:
     )
 
 
+def _training_does_not_run_leases_out(resolved: Resolved) -> str | None:
+    rollout = resolved.settings.rollout
+    if rollout.max_staleness == 0 or rollout.workers.lease_s is None:
+        return None
+    return (
+        f"{resolved.named('rollout.workers.lease_s')}: under {resolved.named('rollout.max_staleness')} training "
+        "computes on the workers' devices meanwhile, and a worker that waits for it would count as silent; leave "
+        "rollout.workers.lease_s null, or set rollout.max_staleness: 0"
+    )
+
+
 WORKERS = (_the_scheduler_has_workers, _exact_samples_are_exact)
-AHEAD = (_workers_run_ahead,)
+AHEAD = (_workers_run_ahead, _training_does_not_run_leases_out)
 SCHEDULE = (_segments_have_a_length, _the_window_holds_a_verdict, _somebody_decodes, _workers_have_devices_of_their_own)

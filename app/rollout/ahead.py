@@ -24,12 +24,15 @@ from app.rollout.scheduled import ScheduledWorkers
 from app.rollout.scheduling.event_log import Begun
 from app.rollout.scheduling.figures import Figures, FigureTally
 from app.rollout.streaming import rows_of
+from app.rollout.workers import LAST_SEGMENT_S
 
 
 class Done(NamedTuple):
     """All rows of a round."""
 
     rows: list[Row]
+    lengths: dict[str, float]
+    """Of all prompts whose samples were taken: their mean lengths, when they came last."""
     figures: Figures
     """Of what all workers did since the round before was done."""
 
@@ -76,7 +79,8 @@ class OpenRollout:
         """Rounds that are done, each once, in the order in which they were submitted."""
         while self._given and all(map(self._run.is_done, self._given[0])):
             found = self._tally.window()
-            yield Done(self._run.release(self._given.popleft()), found)
+            rows = self._run.release(self._given.popleft())
+            yield Done(rows, dict(self._run.scheduler.context.lengths.history), found)
 
 
 class Generation:
@@ -105,10 +109,10 @@ class Generation:
         self._max_new_tokens = max_new_tokens
         self._truncates = rules.truncates
         self._inbox: SimpleQueue[Sequence[Row] | None] = SimpleQueue()
-        self._outbox: SimpleQueue[Done | Exception] = SimpleQueue()
+        self._outbox: SimpleQueue[Done | BaseException] = SimpleQueue()
         tally = FigureTally()
         with ExitStack() as stack:
-            begun = Begun.now(workers.scheduler())
+            begun = Begun.now(workers.scheduler(workers.history))
             opened = workers.opened(
                 weights, begun, rules=rules, seed=seed, policy_version=policy_version, tell=tally.add
             )
@@ -143,10 +147,11 @@ class Generation:
             Exception: what the generation has failed with.
         """
         done = self._outbox.get()
-        if isinstance(done, Exception):
+        if isinstance(done, BaseException):
             self._outbox.put(done)
             raise done
         self._workers.note(done.figures)
+        self._workers.history = done.lengths
         return [
             self._workers.sample_of(row, first_group_id + number // self._group_size, truncates=self._truncates)
             for number, row in enumerate(done.rows)
@@ -156,8 +161,9 @@ class Generation:
         """Stops at the edges of the segments that run. What was not taken is lost."""
         self._inbox.put(None)
         self._run.wake()
-        self._thread.join()
-        self._opened.close()
+        self._thread.join(LAST_SEGMENT_S)
+        if not self._thread.is_alive():
+            self._opened.close()
 
     def _serve(self) -> None:
         try:
@@ -165,7 +171,7 @@ class Generation:
                 self._rollout.advance()
                 for done in self._rollout.taken():
                     self._outbox.put(done)
-        except Exception as error:
+        except BaseException as error:
             self._outbox.put(error)
 
     def _goes_on(self) -> bool:

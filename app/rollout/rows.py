@@ -97,7 +97,8 @@ class Row:
         assert self.finish_reason is not None
         ids, logprobs, kept_mass_logs = self._joined
         versions = self.policy_versions
-        oldest = int(versions.min()) if len(versions) else self.noise_step
+        # Of a sample without a token, the version of the segment that dropped it.
+        oldest = int(versions.min()) if len(versions) else self.versions[-1][0]
         return Sample(
             prompt=self.prompt,
             sample_index=self.sample_index,

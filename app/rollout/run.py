@@ -32,7 +32,7 @@ from app.rollout.scheduling.events import (
     WorkerLost,
 )
 from app.rollout.scheduling.ledger import Ledger
-from app.rollout.workers import Admission, Clock, Driver, Outcome, Worker
+from app.rollout.workers import Admission, Clock, Driver, Outcome, SilentError, Worker
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,8 @@ class Run:
         """Uid of a row in a worker -> the worker."""
         self._kept: dict[str, Future[Suspended]] = {}
         """Uid of a suspended row -> its cache."""
+        self._failed: set[str] = set()
+        """Names of workers."""
         self._logged: dict[str, int] = {}
         """Uid -> its tokens that the log has."""
 
@@ -107,8 +109,9 @@ class Run:
 
     def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
         """Segments that begin from now on are drawn by these weights. From any thread."""
-        for worker in self._workers.values():
-            worker.offer(weights, policy_version=policy_version)
+        for name, worker in self._workers.items():
+            if name not in self._failed:
+                worker.offer(weights, policy_version=policy_version)
 
     def is_done(self, uid: str) -> bool:
         return self._rows[uid].finish_reason is not None and self.scheduler.ledger[uid].finish is not None
@@ -161,7 +164,11 @@ class Run:
         if not isinstance(said, FAILURES):
             raise said
         log.warning("rollout worker %s failed, its samples go on elsewhere", worker.name, exc_info=said)
+        self._failed.add(worker.name)
         self._handle(WorkerLost(self._clock(), worker.name, repr(said)))
+        if not isinstance(said, SilentError):
+            # Its devices may be needed: an open rollout goes on for long.
+            worker.close()
         if not self.scheduler.context.workers and not self.scheduler.is_finished:
             raise said
         return None

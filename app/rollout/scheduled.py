@@ -141,6 +141,8 @@ class ScheduledWorkers(Streaming):
         driver = Turns() if self.schedule.in_turn else Threads(awake, lease_s=self.schedule.lease_s)
         try:
             workers = _opened(awake, weights, rules=rules, seed=seed, policy_version=policy_version, suspends=suspends)
+            # The workers have them: an open rollout outlives these by many versions.
+            del weights
             clock = self._clock_from(begun.at)
             yield Run(begun, driver, workers, clock=clock, tell=tell, log=log, watch=self.watch)
         finally:

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -27,6 +27,9 @@ from app.rollout.slots import SlotEngine
 from app.rollout.tally import Tally
 
 log = logging.getLogger(__name__)
+
+LAST_SEGMENT_S = 600.0
+"""How long the end of a rollout waits for a worker without a lease: nobody needs its segment any more."""
 
 Clock = Callable[[], float]
 """Seconds from any moment on."""
@@ -165,6 +168,10 @@ def _shardings(shapes: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, shapes)
 
 
+class SilentError(RuntimeError):
+    """A worker has said nothing for as long as its lease; what it does is not known."""
+
+
 class Outcome(NamedTuple):
     """What a worker has to say: a segment has ended, or it has failed."""
 
@@ -221,9 +228,10 @@ class Threads:
             worker.begin(command, admissions)
             self._outcomes.put(Outcome(worker, worker.end()))
 
-        self._due[worker] = time.monotonic() + (
-            math.inf if self._lease_s is None else self._lease_s * _length(admissions)
-        )
+        # Where tokens go through the decode program again, one by one, each may take as long as a segment.
+        again = max((one.row.num_tokens for one in admissions if one.kept is None), default=0) * worker.engine.exact
+        lease_s = math.inf if self._lease_s is None else self._lease_s * (1 + again)
+        self._due[worker] = time.monotonic() + lease_s
         self._ask(worker, segment)
 
     def _ask(self, worker: Worker, work: Callable[[], Any]) -> Future[Any]:
@@ -258,7 +266,7 @@ class Threads:
             outcome = self._outcomes.get(timeout=None if left == math.inf else max(left, 0.0))
         except Empty:
             late = min(self._due, key=lambda worker: self._due[worker])
-            outcome = Outcome(late, TimeoutError(f"silent for {self._lease_s} s"))
+            outcome = Outcome(late, SilentError(f"silent for {self._lease_s} s"))
             self._stalled.add(late)
         if outcome is not None:
             self._due.pop(outcome.worker, None)
@@ -268,17 +276,15 @@ class Threads:
         for inbox in self._inboxes.values():
             inbox.put(None)
         for worker in self._threads.keys() - self._stalled:
-            due = self._due.get(worker, math.inf)
-            self._threads[worker].join(None if due == math.inf else max(due - time.monotonic(), 0.0))
-        return {worker: thread for worker, thread in self._threads.items() if thread.is_alive()}
+            due = min(self._due.get(worker, math.inf) - time.monotonic(), LAST_SEGMENT_S)
+            self._threads[worker].join(max(due, 0.0))
+        left = {worker: thread for worker, thread in self._threads.items() if thread.is_alive()}
+        for worker in left:
+            log.warning("rollout worker %s is left in a segment that does not end", worker.name)
+        return left
 
 
 _Job = tuple[Future[Any], Callable[[], Any]]
-
-
-def _length(admissions: Iterable[Admission]) -> int:
-    """In segments: tokens whose cache is gone may go through the decode program one by one before it begins."""
-    return 1 + max((one.row.num_tokens for one in admissions if one.kept is None), default=0)
 
 
 class Turns:

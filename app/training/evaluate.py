@@ -39,8 +39,7 @@ def evaluate(
 ) -> Scored:
     """One sample per prompt at `eval.temperature`, judged."""
     settings = session.settings
-    # Slots and workers take all of them, however many there are.
-    batch = len(prompts) if session.queue else evaluation_batch(settings, prompts)
+    batch = evaluation_batch(settings, prompts) if session.evaluates_in_batches else len(prompts)
     samples: list[Sample] = []
     for first in range(0, len(prompts), batch):
         # The last batch is filled up with repeats, so that every batch has the shape of the first.

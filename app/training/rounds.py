@@ -134,7 +134,7 @@ class Ahead:
             self._num_waiting -= 1
             left_in_step = self._max_rounds - number - 1
             self._ask(generation, self._max_staleness, needed=left_in_step + self._needed_after(step))
-            oldest = min((s.policy_version for s in samples if len(s.completion_ids)), default=step - 1)
+            oldest = min(s.policy_version for s in samples)
             assert oldest >= step - 1 - self._max_staleness, f"step {step} took tokens of version {oldest}"
             return samples
 

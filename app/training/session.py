@@ -220,7 +220,7 @@ class Session:
         if self.queue is None:
             return
         self.queue.compile(self._rules)
-        if evaluates:
+        if evaluates and not self.evaluates_in_batches:
             self.queue.compile(SamplingRules(self.settings.eval.temperature))
 
     @property
@@ -229,9 +229,16 @@ class Session:
         return self.settings.rollout.max_staleness > 0 and self.workers is not None
 
     @property
+    def evaluates_in_batches(self) -> bool:
+        """Whether an evaluation is as many batches as it takes, and not one queue of all its prompts.
+
+        So it is beside workers that run ahead; there it may round otherwise than their slots do, in the last bits.
+        """
+        return self.queue is None or self.runs_ahead
+
+    @property
     def _generator(self) -> ContinuousBatching | ScheduledWorkers | Engine:
-        # One batch beside workers that run ahead: it may round otherwise than their slots do, in the last bits.
-        return self.engine if self.queue is None or self.runs_ahead else self.queue
+        return self.queue if self.queue and not self.runs_ahead else self.engine
 
     def open_generation(self, weights: DecodeWeights, *, policy_version: int) -> Generation:
         """Rollouts under `rollout.*` that go on while others train."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -218,3 +220,36 @@ def test_a_failure_of_the_last_worker_surfaces_where_samples_are_taken() -> None
                 generation.take()
     generation.close()
     assert not generation._thread.is_alive()
+
+
+def test_weights_go_when_the_next_are_loaded() -> None:
+    made = scheduled(workers_on(1), in_turn=True)
+    first = jax.tree.map(jnp.copy, weights_on())
+    leaves = [weakref.ref(leaf) for leaf in jax.tree.leaves(first)]
+    rollout = made.opened(first, Begun.now(made.scheduler()), rules=RULES, seed=SEED, policy_version=KEY, tell=print)
+    del first
+    with rollout as run:
+        one = OpenRollout(run, FigureTally())
+        one.submit(halves()[0])
+        one.advance()
+        run.publish(weights_on(), policy_version=KEY + 1)
+        one.advance()
+        gc.collect()
+        assert not any(leaf() is not None for leaf in leaves)
+
+
+def test_lengths_are_known_to_the_next_generation() -> None:
+    made = scheduled(workers_on(1), in_turn=True)
+    with closing(generation_of(made)) as first:
+        first.submit(PROMPTS[:HALF], noise_step=KEY)
+        samples = first.take()
+    assert made.history.keys() == {prompt.uid for prompt in PROMPTS[:HALF]}
+    of_first = [len(s.completion_ids) for s in samples if s.prompt.uid == PROMPTS[0].uid]
+    assert made.history[PROMPTS[0].uid] == np.mean(of_first)
+    assert made.scheduler(made.history).context.lengths.is_known(PROMPTS[0].uid)
+
+
+def test_a_sample_without_a_token_is_of_the_version_that_dropped_it() -> None:
+    row = Row(PROMPTS[0], 0, max_new_tokens=4, noise_step=57, finish_reason="dropped:non-finite logits")
+    row.versions, row.drawn = [(3, 0)], [np.zeros((3, 0), np.int32)]
+    assert row.sample(0, decode_text=str, truncates=False).policy_version == 3

@@ -107,3 +107,21 @@ def test_closing_waits_for_a_sleeping_worker_no_longer_than_its_lease() -> None:
         thread.join()
     sleeper.sleep = None
     assert bits(samples_of(made)) == bits(expected())
+
+
+def test_a_segment_that_does_not_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.rollout.workers.LAST_SEGMENT_S", 0.2)
+    workers = workers_on(2)
+    sleeper = workers[1].engine
+    assert isinstance(sleeper, Mortal)
+    made = scheduled(workers)
+    stream = made.stream(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+    next(stream)
+    sleeper.sleep = Event()
+    stream.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert set(made._stalled) <= {workers[1]}
+    sleeper.sleep.set()
+    for thread in made._stalled.values():
+        thread.join()
+    sleeper.sleep = None
+    assert bits(samples_of(made)) == bits(expected())

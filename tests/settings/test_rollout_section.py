@@ -87,3 +87,9 @@ def test_values_out_of_bounds_are_refused(override: str) -> None:
 @pytest.mark.parametrize("check", [check_for_rollout, check_for_simulation, check_for_train])
 def test_the_defaults_can_be_scheduled(check) -> None:
     check(load(None, [], {}))
+
+
+def test_training_does_not_run_a_lease_out() -> None:
+    asked = ["rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.workers.lease_s=60"]
+    with pytest.raises(InputError, match="leave rollout.workers.lease_s null, or set rollout.max_staleness: 0"):
+        check_for_train(load(None, asked, {}))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from app.flow import Prompt, Sample
 from app.mesh.placement import bytes_per_device
+from app.rollout.engine import Engine
 from tests.training.program import (
     assert_same_run,
     here,
@@ -122,3 +125,20 @@ def test_a_resumed_run_schedules_by_the_lengths_that_it_knew(config: Path) -> No
     runs = config.parent / "runs"
     assert_same_run(runs / "parts", runs / "whole", step=4)
     assert len(progress_of(runs / "parts", 2)["lengths"]) == 4
+
+
+def test_evaluations_beside_generation_have_the_batches_that_a_dry_run_foresees(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = (*SCHEDULED, "rollout.workers.fast.devices=[0]", "rollout.workers.heavy.devices=[1]", "run.steps=1")
+    small = ("rollout.max_staleness=1", "rollout.prompts_per_step=2", "rollout.group_size=2")
+    batches, generate = [], Engine.generate
+
+    def counted(engine: Engine, weights: object, prompts: Sequence[Prompt], **rest: object) -> list[Sample]:
+        batches.append(len(prompts))
+        return generate(engine, weights, prompts, **rest)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(Engine, "generate", counted)
+    result = train_here(config, *asked, *small)
+    assert result.exit_code == 0, result.stderr
+    assert set(batches) == {4} and len(batches) == 2 * 20 / 4
