@@ -91,5 +91,5 @@ def test_the_defaults_can_be_scheduled(check) -> None:
 
 def test_training_does_not_run_a_lease_out() -> None:
     asked = ["rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.workers.lease_s=60"]
-    with pytest.raises(InputError, match="leave rollout.workers.lease_s null, or set rollout.max_staleness: 0"):
+    with pytest.raises(InputError, match="lease_s null, or"):
         check_for_train(load(None, asked, {}))
