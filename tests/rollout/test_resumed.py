@@ -17,7 +17,7 @@ from app.rollout.scheduling.events import RunSegment, WorkerJoined, WorkerLost
 from app.rollout.scheduling.figures import figures, spans
 from app.rollout.scheduling.scheduler import POLICIES
 from tests.rollout.test_slots import LENGTHS, PROMPTS
-from tests.rollout.test_workers import bits, expected, samples_of, scheduled, workers_on
+from tests.rollout.test_workers import EAGER, bits, expected, samples_of, scheduled, workers_on
 
 RUN = {"seed": 0}
 
@@ -57,6 +57,16 @@ def test_wherever_it_was_killed_the_samples_are_the_same(policy: str, tmp_path: 
         assert not done & {one.uid for run in runs(made, len(before.records)) for one in run.admit}
         unfinished = sum(len(sample.completion_ids) for sample in expected() if sample.uid not in done)
         assert made.take_tally().drawn_tokens <= unfinished
+
+
+def test_a_truncated_rollout_that_was_killed_cuts_the_same_samples(tmp_path: Path) -> None:
+    truncating = EAGER.model_copy(update={"on_fast_limit": "truncate"})
+    whole = logged(scheduled(workers_on(2), "pdsr_v1", pdsr=truncating), tmp_path / "whole")
+    assert figures(read_log(tmp_path / "whole").records).truncated
+    for after in range(1, (tmp_path / "whole").read_bytes().count(b"\n"), 2):
+        path = tmp_path / f"{after}"
+        killed(tmp_path / "whole", path, after=after)
+        assert bits(logged(scheduled(workers_on(2), "pdsr_v1", pdsr=truncating), path)) == bits(whole), after
 
 
 def runs(made: ScheduledWorkers, first: int) -> list[RunSegment]:
