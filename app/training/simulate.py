@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from app.jsonl import check_output
+from app.jsonl import check_distinct, check_output
 from app.report.timeline import Activity, Bar, TimelinePanel, check_timeline, write_timeline
 from app.rollout.scheduling.cost_model import CostModel, lower_bound_s
 from app.rollout.scheduling.event_log import Begun, LogRecord, is_log, read_log
@@ -135,6 +135,7 @@ def simulate(
     Raises:
         InputError: a trace, a cost file or an output that cannot be used.
     """
+    check_distinct({"--simulate": trace, "--cost": cost, "--out": out, "--timeline": timeline})
     if out is not None:
         check_output(out)
     if timeline is not None:

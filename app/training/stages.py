@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from app.flow import Prompt, Sample
-from app.jsonl import check_output, write_jsonl
+from app.jsonl import check_distinct, check_output, write_jsonl
 from app.mesh import topology
 from app.mesh.inspect import MeshReport, mesh_report
 from app.mesh.placement import num_row_shards
@@ -52,6 +52,7 @@ def rollout(
         InputError: settings, model, prompts, log or output file that cannot be used.
     """
     settings = resolved.settings
+    check_distinct({"--prompts": prompts, "--out": out, "--timeline": timeline, "--log": log})
     check_output(out)
     _check_only_scheduled("--timeline draws", timeline, settings)
     _check_only_scheduled("--log keeps", log, settings)

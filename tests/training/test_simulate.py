@@ -70,14 +70,20 @@ def test_the_cost_model_can_be_given(trace: Path, tmp_path: Path) -> None:
         (["--simulate", "TRACE", "--limit", "3"], "--limit goes without --simulate"),
         (["--simulate", "TRACE", "--timeline", "a.pdf"], "expected a name that ends in .png, .svg or .html, got a.pdf"),
         (["--simulate", "TRACE", "--cost", "absent.json"], "cannot be read: No such file"),
-        (["--simulate", "TRACE", "--cost", "TRACE"], "not JSON"),
+        (["--simulate", "TRACE", "--cost", cli.__file__], "not JSON"),
+        (["--simulate", "TRACE", "--out", "TRACE"], "--simulate and --out both name"),
+        (["--simulate", "TRACE", "--cost", "a.html", "--timeline", "./a.html"], "--cost and --timeline both name"),
+        (["--out", "a.html", "--timeline", "a.html"], "--out and --timeline both name a.html; give each a file"),
+        (["--out", "o.jsonl", "--log", "no/../o.jsonl"], "--out and --log both name"),
+        (["--out", "TRACE", "--prompts", "TRACE"], "--prompts and --out both name"),
         (["--simulate", "absent.jsonl"], "no such file"),
         (["--simulate", "TRACE", "--set", "rollout.segment.min=5000"], "rollout.segment.min = 5000"),
     ],
 )
 def test_bad_input_is_one_clear_error(trace: Path, arguments: list[str], message: str) -> None:
+    before = trace.read_bytes()
     result = grpo(*(str(trace) if argument == "TRACE" else argument for argument in arguments))
-    assert result.exit_code == 2
+    assert result.exit_code == 2 and trace.read_bytes() == before
     assert message in result.stderr and result.stderr.count("error: ") == 1
 
 

@@ -84,7 +84,7 @@ def test_a_log_that_nothing_was_written_to_goes_away(tmp_path: Path) -> None:
         assert log.begun is None
 
 
-def test_a_finished_log_is_removed_or_kept_elsewhere(tmp_path: Path) -> None:
+def test_a_finished_log_is_removed_or_kept_where_it_should_be(tmp_path: Path) -> None:
     with EventLog(tmp_path / "log", run=MINE) as log:
         log.begin(storm(3).scheduler)
         log.finish()
@@ -93,6 +93,10 @@ def test_a_finished_log_is_removed_or_kept_elsewhere(tmp_path: Path) -> None:
         log.begin(storm(3).scheduler)
         log.finish(keep=tmp_path / "kept")
     assert [path.name for path in tmp_path.iterdir()] == ["kept"] and is_log(tmp_path / "kept")
+    with EventLog(tmp_path / "log", run=MINE) as log:
+        log.begin(storm(3).scheduler)
+        log.finish(keep=tmp_path / "folder" / ".." / "log")
+    assert is_log(tmp_path / "log")
 
 
 def test_only_one_at_a_time_has_the_log(tmp_path: Path) -> None:
