@@ -12,10 +12,10 @@ from app.jsonl import check_distinct, check_output
 from app.report.timeline import Activity, Bar, TimelinePanel, check_timeline, write_timeline
 from app.rollout.scheduling.cost_model import CostModel, lower_bound_s
 from app.rollout.scheduling.event_log import Begun, LogRecord, is_log, read_log
-from app.rollout.scheduling.events import Kind, Role, WorkerJoined
-from app.rollout.scheduling.figures import Figures, figures, spans
+from app.rollout.scheduling.events import Kind, Role, Submitted
+from app.rollout.scheduling.figures import Figures, figures, lane, lanes, spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from app.rollout.scheduling.traces import Trace, Traced, read_trace, work
+from app.rollout.scheduling.traces import Trace, read_trace, trace_of, work
 from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
 from app.rollout.scheduling.virtual_slots import Ladders
 from app.rollout.slot_shapes import slot_shapes
@@ -52,9 +52,8 @@ class Recorded:
 
     @classmethod
     def of(cls, begun: Begun) -> Recorded:
-        joined = [event for event, _ in begun.records if isinstance(event, WorkerJoined)]
-        slots = {event.worker: event.slots for event in joined}
-        return cls(begun.scheduler.policy.name, slots, len(begun.records), figures(begun.records))
+        records = begun.records
+        return cls(begun.scheduler.policy.name, lanes(records), len(records), figures(records))
 
     def to_text(self) -> str:
         slots = ", ".join(f"{name} {slots}" for name, slots in self.slots.items())
@@ -141,7 +140,7 @@ def simulate(
     if timeline is not None:
         check_timeline(timeline)
     log = read_log(trace) if is_log(trace) else None
-    samples = read_trace(trace) if log is None else recorded_trace(log, where=str(trace))
+    samples = read_trace(trace) if log is None else trace_of(log.records, where=str(trace))
     rollout = resolved.settings.rollout
     max_new = max(rollout.max_new_tokens, max(one.length for one in samples))
     longest_prompt = max(resolved.settings.data.max_prompt_length, max(one.prompt_length for one in samples))
@@ -162,22 +161,6 @@ def simulate(
         title = f"{trace.name}, simulated: {simulation.samples} samples, {sum(simulation.workers.values())} slots"
         write_timeline(timeline, panels, title=title, table=[_HEADINGS, *map(_cells, simulation.policies)])
     return simulation
-
-
-def recorded_trace(log: Begun, *, where: str) -> Trace:
-    """How long the samples of a real rollout became.
-
-    Raises:
-        InputError: it was not finished.
-    """
-    entries = list(log.scheduler.ledger)
-    ended = [entry for entry in entries if entry.finish is not None and entry.num_tokens]
-    if not log.scheduler.is_finished or not ended:
-        raise InputError(
-            f"{where}: the log of a rollout that was not finished: {len(ended)} of its {len(entries)} samples are "
-            "done. Start that again, and it goes on from there"
-        )
-    return [Traced(one.uid, one.prompt, one.sample.index, one.num_tokens, one.sample.prompt_length) for one in ended]
 
 
 def read_cost(path: Path) -> CostModel:
@@ -236,8 +219,7 @@ def compare(
         lower_bound_s=bound,
         policies=policies,
     )
-    slots = tuple((spec.name, spec.slots) for spec in workers)
-    return simulation, [panel(one.policy, runs[one.policy], one.figures, slots, bound) for one in policies]
+    return simulation, [panel(one.policy, runs[one.policy], one.figures, bound) for one in policies]
 
 
 def _run(
@@ -254,22 +236,13 @@ def _run(
     return VirtualClock(scheduler, trace, workers, cost, max_new=max_new).run()
 
 
-def panel(
-    name: str,
-    records: Sequence[LogRecord],
-    found: Figures,
-    slots: tuple[tuple[str, int], ...],
-    bound: float | None,
-) -> TimelinePanel:
-    """The log of a rollout, drawn; a worker that came back under another name goes on in its old lane.
-
-    Args:
-        slots: of each worker.
-    """
+def panel(name: str, records: Sequence[LogRecord], found: Figures, bound: float | None) -> TimelinePanel:
+    """The log of a rollout from its first submission on, drawn; a worker that came back goes on in its old lane."""
+    zero = next((event.at for event, _ in records if isinstance(event, Submitted)), 0.0)
     bars = tuple(
-        Bar(one.worker.partition("#")[0], one.slot, one.start_s, one.end_s, ACTIVITIES[one.role], one.uid)
+        Bar(lane(one.worker), one.slot, one.start_s - zero, one.end_s - zero, ACTIVITIES[one.role], one.uid)
         for one in spans(records)
     )
     over = "" if bound is None else f", {found.makespan_s / bound:.2f} x the bound"
     title = f"{name}: {found.makespan_s:.3g} s{over}, bubble {found.bubble:.0%}, tail {found.tail_fraction:.0%}"
-    return TimelinePanel(title, slots, bars, found.makespan_s, bound)
+    return TimelinePanel(title, tuple(lanes(records).items()), bars, found.makespan_s, bound)

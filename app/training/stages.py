@@ -135,11 +135,9 @@ def _scheduled(session: Session, timeline: Path | None, *, was_killed: bool) -> 
     (found,) = session.take_figures()
     policy = session.workers.schedule.policy
     if timeline is not None:
-        slots = tuple(
-            (worker.name.partition("#")[0], worker.engine.shapes.num_slots) for worker in session.workers.workers
-        )
-        drawn = panel(policy, session.workers.records, found, slots, None)
-        title = f"{session.settings.model.path}: {len(slots)} workers, {sum(n for _, n in slots)} slots"
+        drawn = panel(policy, session.workers.records, found, None)
+        slots = [slots for _, slots in drawn.slots]
+        title = f"{session.settings.model.path}: {len(slots)} workers, {sum(slots)} slots"
         if was_killed:
             title += "; it was killed and went on, without the time between"
         write_timeline(timeline, [drawn], title=title, table=recorded_table(policy, found))

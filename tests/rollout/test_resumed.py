@@ -14,7 +14,7 @@ from app.rollout.rows import Row
 from app.rollout.scheduled import ScheduledWorkers
 from app.rollout.scheduling.event_log import EventLog, read_log
 from app.rollout.scheduling.events import RunSegment, WorkerJoined, WorkerLost
-from app.rollout.scheduling.figures import figures, spans
+from app.rollout.scheduling.figures import figures, lanes, spans
 from app.rollout.scheduling.scheduler import POLICIES
 from tests.rollout.test_slots import LENGTHS, PROMPTS
 from tests.rollout.test_workers import EAGER, bits, expected, samples_of, scheduled, workers_on
@@ -102,6 +102,8 @@ def test_other_workers_may_go_on_under_names_that_were_never_used(tmp_path: Path
     assert {event.worker for event in lost} == {*joined[:4]} and lost[0].why == "the process ended"
     times = [event.at for event, _ in made.records]
     assert times == sorted(times) and figures(made.records).useful_tokens == sum(LENGTHS)
+    assert 0 <= figures(made.records).bubble < 1
+    assert lanes(made.records) == {"fast-0": 4, "heavy-1": 4, "fast-2": 4}
     assert {span.worker for span in spans(made.records)} <= set(joined)
     samples_of(scheduled(made.workers))
     assert [worker.name for worker in made.workers] == ["fast-0", "heavy-1", "fast-2"]

@@ -12,8 +12,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import cli
+from app.jsonl import write_jsonl
 from app.rollout.scheduling import traces
-from app.training.simulate import ORACLE
+from app.rollout.scheduling.event_log import LogRecord
+from app.rollout.scheduling.events import Event, Submitted, WorkerJoined, WorkerLost
+from app.rollout.scheduling.figures import figures
+from app.training.simulate import ORACLE, panel
+from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 
 SMALL = ["--set", "rollout.workers.fast.slots=4", "--set", "rollout.workers.heavy.slots=4"]
 POLICIES = ["sync", "pdsr_v1", "pdsr_v2", "adaptive", ORACLE]
@@ -25,7 +30,7 @@ def trace(tmp_path: Path) -> Path:
     drawn = traces.log_normal(
         np.random.default_rng(0), prompts=8, group=4, mean=300, sigma=0.8, correlation=0.5, max_new=2048
     )
-    traces.write_trace(path, drawn)
+    write_jsonl(path, (one._asdict() for one in drawn))
     return path
 
 
@@ -85,6 +90,25 @@ def test_bad_input_is_one_clear_error(trace: Path, arguments: list[str], message
     result = grpo(*(str(trace) if argument == "TRACE" else argument for argument in arguments))
     assert result.exit_code == 2 and trace.read_bytes() == before
     assert message in result.stderr and result.stderr.count("error: ") == 1
+
+
+def test_a_picture_begins_with_the_first_submission_and_shows_workers_that_are_gone() -> None:
+    driven = Driven(make_scheduler())
+    records = []
+
+    def tell(event: Event) -> None:
+        records.append(LogRecord(event, tuple(driven.tell(event))))
+
+    tell(WorkerJoined(5.0, "a", "fast", 1))
+    tell(Submitted(7.0, samples(1, 1)))
+    driven.at = 7.0
+    tell(driven.ended("a", {"p0/s0": 4}, seconds=2.0))
+    tell(WorkerLost(9.0, "a", "the process ended"))
+    tell(WorkerJoined(9.0, "b", "fast", 2))
+    tell(driven.ended("b", {"p0/s0": 8}, finished=("p0/s0",), seconds=3.0))
+    drawn = panel("adaptive", records, figures(records), None)
+    assert drawn.slots == (("a", 1), ("b", 2)) and drawn.makespan_s == 5
+    assert [(bar.worker, bar.start_s, bar.end_s) for bar in drawn.bars] == [("a", 0, 2), ("b", 2, 3.5)]
 
 
 def test_simulating_never_imports_jax() -> None:

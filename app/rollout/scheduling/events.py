@@ -27,6 +27,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
+from app.flow import DROPPED as DROPPED
+
 Kind = Literal["fast", "heavy"]
 Role = Literal["probe", "fast", "heavy", "any"]
 """Why a row was admitted: to learn about its prompt, as one that is expected to be short or long, or as any other."""
@@ -34,8 +36,6 @@ How = Literal["prefill", "copy", "replay"]
 
 TRUNCATED = "length"
 """The finish of a sample that ends because no more tokens are allowed."""
-DROPPED = "dropped:"
-"""What the finish of a sample begins with that must not be used; the reason follows."""
 
 
 @dataclass(frozen=True, slots=True)

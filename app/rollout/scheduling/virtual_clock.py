@@ -7,10 +7,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from app.flow import DROPPED
 from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import (
-    DROPPED,
     Admit,
     Closed,
     Command,
