@@ -18,11 +18,12 @@ from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.scheduling.traces import Trace, read_trace, trace_of, work
 from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
 from app.rollout.scheduling.virtual_slots import Ladders
-from app.rollout.slot_shapes import slot_shapes
+from app.rollout.slot_shapes import shapes_of
 from app.whole_file import write_whole
 from settings import Resolved
 from settings.errors import InputError
 from settings.rollout_section import Pdsr, Segment, WorkerPool
+from settings.schema import Rollout
 
 ORACLE = "oracle"
 """`adaptive` that is told every length."""
@@ -141,16 +142,12 @@ def simulate(
         check_timeline(timeline)
     log = read_log(trace) if is_log(trace) else None
     samples = read_trace(trace) if log is None else trace_of(log.records, where=str(trace))
-    rollout = resolved.settings.rollout
-    max_new = max(rollout.max_new_tokens, max(one.length for one in samples))
-    longest_prompt = max(resolved.settings.data.max_prompt_length, max(one.prompt_length for one in samples))
-    workers = worker_specs(
-        fast=rollout.workers.fast,
-        heavy=rollout.workers.heavy,
-        max_prompt_length=longest_prompt,
-        max_new_tokens=max_new,
-        exact=rollout.mode == "exact",
-    )
+    settings = resolved.settings
+    max_new = max(settings.rollout.max_new_tokens, max(one.length for one in samples))
+    longest_prompt = max(settings.data.max_prompt_length, max(one.prompt_length for one in samples))
+    rollout = settings.rollout.model_copy(update={"max_new_tokens": max_new})
+    on_one_device = settings.mesh.cpu_devices == 1
+    workers = worker_specs(rollout, max_prompt_length=longest_prompt, on_one_device=on_one_device)
     model = CostModel() if cost is None else read_cost(cost)
     simulation, panels = compare(samples, workers, model, pdsr=rollout.pdsr, segment=rollout.segment, max_new=max_new)
     if log is not None:
@@ -176,25 +173,16 @@ def read_cost(path: Path) -> CostModel:
     return CostModel.from_json(values, where=f"--cost: {path}")
 
 
-def worker_specs(
-    *, fast: WorkerPool, heavy: WorkerPool, max_prompt_length: int, max_new_tokens: int, exact: bool = False
-) -> list[WorkerSpec]:
-    """The workers of the settings, each with devices of its own, and the programs that real ones have."""
-    pools: list[tuple[Kind, WorkerPool]] = [("fast", fast), ("heavy", heavy)]
+def worker_specs(rollout: Rollout, *, max_prompt_length: int, on_one_device: bool = False) -> list[WorkerSpec]:
+    """The workers of the settings with the programs that real ones have, in turn on one device or each on its own."""
+    pools: list[tuple[Kind, WorkerPool]] = [("fast", rollout.workers.fast), ("heavy", rollout.workers.heavy)]
+    device = "0" if on_one_device else None
     specs = []
     for kind, pool in pools:
-        shapes = slot_shapes(
-            pool.slots,
-            max_prompt_length=max_prompt_length,
-            max_new_tokens=max_new_tokens,
-            prefill_length_min=1,
-            num_pooled=1,
-            segment_max=max_new_tokens,
-            exact=exact,
-        )
+        shapes = shapes_of(rollout, pool.slots, max_prompt_length=max_prompt_length)
         ladders = Ladders(shapes.batch_rungs, shapes.cache_rungs, shapes.prompt_rungs, shapes.prefill_rows)
         rungs = shapes.batch_rungs[:-1]
-        specs += [WorkerSpec(f"{kind}-{i}", kind, pool.slots, rungs, ladders=ladders) for i in range(pool.count)]
+        specs += [WorkerSpec(f"{kind}-{i}", kind, pool.slots, rungs, device, ladders) for i in range(pool.count)]
     return specs
 
 

@@ -17,7 +17,8 @@ from app.rollout.scheduling import traces
 from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import Event, Submitted, WorkerJoined, WorkerLost
 from app.rollout.scheduling.figures import figures
-from app.training.simulate import ORACLE, panel
+from app.training.simulate import ORACLE, panel, worker_specs
+from settings.schema import Rollout
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 
 SMALL = ["--set", "rollout.workers.fast.slots=4", "--set", "rollout.workers.heavy.slots=4"]
@@ -90,6 +91,19 @@ def test_bad_input_is_one_clear_error(trace: Path, arguments: list[str], message
     result = grpo(*(str(trace) if argument == "TRACE" else argument for argument in arguments))
     assert result.exit_code == 2 and trace.read_bytes() == before
     assert message in result.stderr and result.stderr.count("error: ") == 1
+
+
+def test_simulated_workers_are_those_of_the_settings(trace: Path) -> None:
+    rollout = Rollout(max_new_tokens=48, prefill_length_min=64, prompts_per_step=2)
+    specs = worker_specs(rollout, max_prompt_length=128)
+    assert [(one.name, one.device) for one in specs] == [("fast-0", None), ("heavy-0", None)]
+    assert specs[0].ladders is not None and specs[0].ladders.prompt == (64, 128)
+    found = [
+        json.loads(grpo("--simulate", str(trace), *SMALL, "--set", f"mesh.cpu_devices={count}", "--json").stdout)
+        for count in (1, 2)
+    ]
+    in_turn, side_by_side = ({one["policy"]: one["figures"]["makespan_s"] for one in run["policies"]} for run in found)
+    assert in_turn["adaptive"] > 1.3 * side_by_side["adaptive"]
 
 
 def test_a_picture_begins_with_the_first_submission_and_shows_workers_that_are_gone() -> None:
