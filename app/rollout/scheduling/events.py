@@ -143,10 +143,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """The worker takes rows out, and keeps the cache of each until it is admitted again.
-
-    Not so where the scheduler was told that workers keep no caches, and where `why` is `truncated`.
-    """
+    """The worker takes rows out, and keeps the cache of each until it is admitted again, unless it was truncated."""
 
     worker: str
     uids: tuple[str, ...]

@@ -192,7 +192,7 @@ class VirtualClock:
                 worker.owed_s += worker.slots.suspend()
                 for uid in command.uids:
                     del worker.rows[uid]
-                if command.why != "truncated" and self.scheduler.keeps_caches:
+                if command.why != "truncated":
                     worker.kept.update(command.uids)
             case RunSegment():
                 self._run(command, now)
