@@ -20,6 +20,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
+DROPPED = "dropped:"
+"""What the `finish_reason` of a sample begins with that must not be used; why follows."""
+
 Messages = list[dict[str, str]]
 """A chat: dicts with `role` and `content`."""
 

@@ -131,6 +131,17 @@ def check_output(path: str | Path) -> None:
         raise InputError(f"{path}: the folder {path.parent} is not writable")
 
 
+def check_distinct(paths: Mapping[str, Path | None]) -> None:
+    """Raises InputError where two options of a command name the same file; `paths` by option, None where not given."""
+    named: dict[Path, str] = {}
+    for option, path in paths.items():
+        if path is None:
+            continue
+        other = named.setdefault(path.resolve(), option)
+        if other != option:
+            raise InputError(f"{other} and {option} both name {path}; give each a file of its own")
+
+
 def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Writes one object a line, the file whole or not at all.
 

@@ -90,6 +90,8 @@ def test_fitted_costs_are_what_the_simulator_reads() -> None:
     ("script", "arguments", "message"),
     [
         ("calibrate_rollout.py", ["--out", "x.json", "--slots", "0"], "expected a whole number above 0, got '0'"),
+        ("calibrate_rollout.py", ["--out", "x.json", "--slots", "1"], "expected a whole number above 1, got '1'"),
+        ("rollout_workers.py", ["--slots", "8", "1"], "expected a whole number above 1, got '1'"),
         ("calibrate_rollout.py", [], "--out"),
         ("rollout_workers.py", ["--slots", "8", "many"], "got 'many'"),
     ],

@@ -107,7 +107,7 @@ def _legend(figure: Figure) -> None:
         figure.legend(handles, labels, loc="outside upper left", ncols=3, frameon=False)
 
 
-def _as_label(name: str) -> str:
+def as_label(name: str) -> str:
     """A name that others chose, as text that matplotlib neither typesets nor takes for hidden."""
     text = name.encode("ascii", "replace").decode("ascii").replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
@@ -123,7 +123,7 @@ def draw_reward(figure: Figure, evidence: Evidence) -> None:
     functions = names_between(evidence.history, "reward/", "/mean")
     for i, name in enumerate(functions if len(functions) > 1 else []):
         color, style = (ORANGE, GREEN, PURPLE, SKY, RED)[i % 5], ("--", ":", "-.")[i % 3]
-        label = _as_label(name.removeprefix("reward/").removesuffix("/mean"))
+        label = as_label(name.removeprefix("reward/").removesuffix("/mean"))
         _line(axes, evidence, evidence.series(name), label, color=color, linestyle=style)
     _legend(figure)
 
@@ -140,7 +140,7 @@ def draw_accuracy(figure: Figure, evidence: Evidence) -> None:
     for i, name in enumerate(names_between(evidence.history, "eval/accuracy/", "")):
         part = evidence.series(name)
         color, style = (ORANGE, GREEN, PURPLE, SKY, RED)[i % 5], ("--", ":", "-.")[i % 3]
-        label = _as_label(name.removeprefix("eval/accuracy/"))
+        label = as_label(name.removeprefix("eval/accuracy/"))
         axes.plot(part.steps, part.values, color=color, linestyle=style, label=label)
     _legend(figure)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from app.jsonl import check_output
-from app.report.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
+from app.report.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, as_label
 from app.report.figures import POINTS_PER_INCH, STYLE, inline_svg
 from app.report.page import timeline_page
 from app.whole_file import write_whole
@@ -144,7 +144,7 @@ def _draw(axes: Axes, panel: TimelinePanel) -> None:
         tops[worker] = top
         axes.broken_barh([(0, panel.makespan_s)], (top, slots), facecolors=IDLE, linewidth=0)
         ticks.append(top + slots / 2)
-        labels.append(worker)
+        labels.append(as_label(worker))
         top += slots + LANE_GAP
     slots = dict(panel.drawn_slots)
     rows = [bar for bar in panel.bars if bar.activity != "suspended" and bar.slot < slots.get(bar.worker, 0)]
@@ -165,7 +165,7 @@ def _draw(axes: Axes, panel: TimelinePanel) -> None:
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
     axes.set_ylim(top + 1.2, -0.3)
-    axes.set_title(panel.heading, fontsize=9, loc="left")
+    axes.set_title(as_label(panel.heading), fontsize=9, loc="left")
 
 
 def _merged(bars: Iterable[Bar]) -> Iterable[Bar]:
@@ -193,5 +193,5 @@ def _explain(figure: Figure, title: str) -> None:
         Line2D([], [], color=GREY, linewidth=1.0, label="end"),
     ]
     if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+        figure.suptitle(as_label(title), x=0.01, ha="left", fontsize=10, fontweight="bold")
     figure.legend(handles=[*handles, *lines], loc="outside lower right", ncols=7, frameon=False)

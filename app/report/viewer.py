@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from app.flow import DROPPED
 from app.jsonl import read_jsonl_lines
 from app.report.history import is_number, number
 from settings.errors import InputError
@@ -76,7 +77,7 @@ class SavedSample:
     @property
     def end(self) -> str:
         """What the page can be filtered by; `finish_reason` says why."""
-        if self.finish_reason.startswith("dropped"):
+        if self.finish_reason.startswith(DROPPED):
             return "dropped"
         return "cut" if self.finish_reason == "length" else "complete"
 

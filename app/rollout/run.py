@@ -82,7 +82,7 @@ class Run:
         for number, row in enumerate(rows):
             named[row.uid if row.uid not in named else f"{row.uid}@{number}"] = row
         self._go_on(named)
-        self.join()
+        self._take_over()
         if not self.scheduler.is_closed:
             self.submit(named)
             self._handle(Closed(self._clock()))
@@ -142,7 +142,7 @@ class Run:
             self._advance(outcome)
 
     def _go_on(self, rows: Mapping[str, Row]) -> None:
-        """Rows as the log has them, if there is one; whoever held them then is gone."""
+        """Rows as the log has them, if there is one."""
         self._rows |= rows
         lives = _lives(self._begun.records)
         for entry in self.scheduler.ledger:
@@ -152,9 +152,20 @@ class Run:
                 row.finish_reason, row.elapsed_s = entry.finish, end - begin
                 row.started_s = time.perf_counter() - (self._begun.at - begin)
                 self._rows[entry.uid], self._logged[entry.uid] = row, row.num_tokens
-        # Idle ones first: else they would be given what the others had.
-        gone = sorted(self.scheduler.context.workers.values(), key=lambda worker: worker.is_busy)
-        for name in [worker.name for worker in gone]:
+
+    def _take_over(self) -> None:
+        """Whoever held rows when the log ended is gone; these workers are there instead.
+
+        No one may be given rows too early: who idled then is gone, and who is there alone serves every kind.
+        """
+        gone = list(self.scheduler.context.workers.values())
+        busy = [worker.name for worker in gone if worker.is_busy]
+        self._lose([worker.name for worker in gone if not worker.is_busy])
+        self.join()
+        self._lose(busy)
+
+    def _lose(self, names: Sequence[str]) -> None:
+        for name in names:
             self._handle(WorkerLost(self._clock(), name, "the process ended"))
 
     def _advance(self, outcome: Outcome) -> None:

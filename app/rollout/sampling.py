@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, Key, UInt32
 
+from app.flow import DROPPED
+
 
 class SamplingRules(NamedTuple):
     """Traced scalars: new values never recompile."""
@@ -38,7 +40,7 @@ class Drawn(NamedTuple):
     kept_mass_logs: Float32[Array, "B"]
 
 
-NON_FINITE = "dropped:non-finite logits"
+NON_FINITE = f"{DROPPED}non-finite logits"
 """The finish of a sample whose next token cannot be drawn: its logits are NaN or infinite."""
 
 

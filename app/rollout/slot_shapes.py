@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from settings.errors import InputError
+from settings.schema import Rollout
 
 NUM_RUNGS = 3
 """Of each ladder: a full size, a half and a quarter. More would save little and compile long."""
@@ -98,6 +99,23 @@ def slot_shapes(
         prefill_rows=(1,) if exact else PREFILL_ROWS,
         num_pooled=max(num_pooled, PREFILL_ROWS[-1]),
         segment_max=min(segment_max, max_new_tokens),
+    )
+
+
+def shapes_of(
+    rollout: Rollout, num_slots: int, *, max_prompt_length: int, row_shards: int = 1, name: str = "rollout.slots"
+) -> SlotShapes:
+    """The sizes that the settings ask for; see `slot_shapes`."""
+    return slot_shapes(
+        num_slots,
+        max_prompt_length=max_prompt_length,
+        max_new_tokens=rollout.max_new_tokens,
+        prefill_length_min=rollout.prefill_length_min,
+        num_pooled=rollout.prompts_per_step,
+        segment_max=rollout.segment.max,
+        exact=rollout.mode == "exact",
+        row_shards=row_shards,
+        name=name,
     )
 
 

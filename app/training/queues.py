@@ -14,7 +14,7 @@ from app.rollout.continuous import ContinuousBatching
 from app.rollout.scheduled import Schedule, ScheduledWorkers
 from app.rollout.scheduling.events import Kind
 from app.rollout.slot_programs import SlotPrograms
-from app.rollout.slot_shapes import SlotShapes, slot_shapes
+from app.rollout.slot_shapes import SlotShapes, shapes_of
 from app.rollout.slots import SlotEngine
 from app.rollout.workers import Worker
 from settings import Settings
@@ -34,7 +34,8 @@ def open_slots(
     if num_slots is None:
         return None
     _check_one_host(f"rollout.slots: {num_slots} slots are filled by one host")
-    shapes = _shapes(settings, num_slots, row_shards=placement.num_row_shards(mesh))
+    longest_prompt, shards = settings.data.max_prompt_length, placement.num_row_shards(mesh)
+    shapes = shapes_of(settings.rollout, num_slots, max_prompt_length=longest_prompt, row_shards=shards)
     engine = _engine(settings, definition, tokenizer, mesh, shapes=shapes, dtype=dtype)
     return ContinuousBatching(engine, decode_text=tokenizer.decode, rule=settings.rollout.segment)
 
@@ -68,7 +69,13 @@ def open_workers(
         own = island(devices, like=mesh)
         num_slots = pools[kind].slots
         shards = placement.num_row_shards(own)
-        shapes = _shapes(settings, num_slots, row_shards=shards, name=f"rollout.workers.{kind}.slots")
+        shapes = shapes_of(
+            rollout,
+            num_slots,
+            max_prompt_length=settings.data.max_prompt_length,
+            row_shards=shards,
+            name=f"rollout.workers.{kind}.slots",
+        )
         programs = compiled.get(shapes) if are_shared else None
         engine = _engine(settings, definition, tokenizer, own, shapes=shapes, dtype=dtype, programs=programs)
         compiled[shapes] = engine.programs
@@ -97,21 +104,6 @@ def _check_one_host(what: str) -> None:
             f"{what}, and {jax.process_count()} have joined; leave it null, so that all hosts generate one batch "
             "together"
         )
-
-
-def _shapes(settings: Settings, num_slots: int, *, row_shards: int, name: str = "rollout.slots") -> SlotShapes:
-    rollout = settings.rollout
-    return slot_shapes(
-        num_slots,
-        max_prompt_length=settings.data.max_prompt_length,
-        max_new_tokens=rollout.max_new_tokens,
-        prefill_length_min=rollout.prefill_length_min,
-        num_pooled=rollout.prompts_per_step,
-        segment_max=rollout.segment.max,
-        exact=rollout.mode == "exact",
-        row_shards=row_shards,
-        name=name,
-    )
 
 
 def _engine(

@@ -18,9 +18,13 @@ from app.training.session import ModelInput
 from app.whole_file import is_leftover
 from settings import Settings
 
-ONLY_IN_EXACT_MODE = "rollout.workers."
-"""Else who decodes a sample changes nothing but its rounding."""
-DECIDE_NOTHING = ("rollout.workers.lease_s", "rollout.workers.deterministic")
+ONLY_IN_EXACT_MODE = ("rollout.workers.", "rollout.prompts_per_step")
+"""Else who decodes a sample, and how many prompts its worker keeps, changes nothing but its rounding."""
+DECIDE_NOTHING = (
+    *("rollout.workers.lease_s", "rollout.workers.deterministic"),
+    *("rollout.max_staleness", "rollout.max_length_total"),
+)
+"""What workers do not read, or what changes only when they do what they do."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Past:
             return None
         ledger = log.begun.scheduler.ledger
         num_tokens = sum(entry.num_tokens for entry in ledger)
-        num_begun = sum(entry.num_tokens > 0 for entry in ledger) - num_done(ledger)
+        num_begun = sum(entry.num_tokens > 0 and entry.finish is None for entry in ledger)
         return cls(log.path, num_done(ledger), num_begun, len(ledger.entries), num_tokens)
 
     def to_text(self) -> str:

@@ -8,21 +8,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from app.jsonl import check_output
+from app.jsonl import check_distinct, check_output
 from app.report.timeline import Activity, Bar, TimelinePanel, check_timeline, write_timeline
 from app.rollout.scheduling.cost_model import CostModel, lower_bound_s
 from app.rollout.scheduling.event_log import Begun, LogRecord, is_log, read_log
-from app.rollout.scheduling.events import Kind, Role, WorkerJoined
-from app.rollout.scheduling.figures import Figures, figures, spans
+from app.rollout.scheduling.events import Kind, Role, Submitted
+from app.rollout.scheduling.figures import Figures, figures, lane, lanes, spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from app.rollout.scheduling.traces import Trace, Traced, read_trace, work
+from app.rollout.scheduling.traces import Trace, read_trace, trace_of, work
 from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
 from app.rollout.scheduling.virtual_slots import Ladders
-from app.rollout.slot_shapes import slot_shapes
+from app.rollout.slot_shapes import shapes_of
 from app.whole_file import write_whole
 from settings import Resolved
 from settings.errors import InputError
 from settings.rollout_section import Pdsr, Segment, WorkerPool
+from settings.schema import Rollout
 
 ORACLE = "oracle"
 """`adaptive` that is told every length."""
@@ -52,9 +53,8 @@ class Recorded:
 
     @classmethod
     def of(cls, begun: Begun) -> Recorded:
-        joined = [event for event, _ in begun.records if isinstance(event, WorkerJoined)]
-        slots = {event.worker: event.slots for event in joined}
-        return cls(begun.scheduler.policy.name, slots, len(begun.records), figures(begun.records))
+        records = begun.records
+        return cls(begun.scheduler.policy.name, lanes(records), len(records), figures(records))
 
     def to_text(self) -> str:
         slots = ", ".join(f"{name} {slots}" for name, slots in self.slots.items())
@@ -135,22 +135,19 @@ def simulate(
     Raises:
         InputError: a trace, a cost file or an output that cannot be used.
     """
+    check_distinct({"--simulate": trace, "--cost": cost, "--out": out, "--timeline": timeline})
     if out is not None:
         check_output(out)
     if timeline is not None:
         check_timeline(timeline)
     log = read_log(trace) if is_log(trace) else None
-    samples = read_trace(trace) if log is None else recorded_trace(log, where=str(trace))
-    rollout = resolved.settings.rollout
-    max_new = max(rollout.max_new_tokens, max(one.length for one in samples))
-    longest_prompt = max(resolved.settings.data.max_prompt_length, max(one.prompt_length for one in samples))
-    workers = worker_specs(
-        fast=rollout.workers.fast,
-        heavy=rollout.workers.heavy,
-        max_prompt_length=longest_prompt,
-        max_new_tokens=max_new,
-        exact=rollout.mode == "exact",
-    )
+    samples = read_trace(trace) if log is None else trace_of(log.records, where=str(trace))
+    settings = resolved.settings
+    max_new = max(settings.rollout.max_new_tokens, max(one.length for one in samples))
+    longest_prompt = max(settings.data.max_prompt_length, max(one.prompt_length for one in samples))
+    rollout = settings.rollout.model_copy(update={"max_new_tokens": max_new})
+    on_one_device = settings.mesh.cpu_devices == 1
+    workers = worker_specs(rollout, max_prompt_length=longest_prompt, on_one_device=on_one_device)
     model = CostModel() if cost is None else read_cost(cost)
     simulation, panels = compare(samples, workers, model, pdsr=rollout.pdsr, segment=rollout.segment, max_new=max_new)
     if log is not None:
@@ -161,22 +158,6 @@ def simulate(
         title = f"{trace.name}, simulated: {simulation.samples} samples, {sum(simulation.workers.values())} slots"
         write_timeline(timeline, panels, title=title, table=[_HEADINGS, *map(_cells, simulation.policies)])
     return simulation
-
-
-def recorded_trace(log: Begun, *, where: str) -> Trace:
-    """How long the samples of a real rollout became.
-
-    Raises:
-        InputError: it was not finished.
-    """
-    entries = list(log.scheduler.ledger)
-    ended = [entry for entry in entries if entry.finish is not None and entry.num_tokens]
-    if not log.scheduler.is_finished or not ended:
-        raise InputError(
-            f"{where}: the log of a rollout that was not finished: {len(ended)} of its {len(entries)} samples are "
-            "done. Start that again, and it goes on from there"
-        )
-    return [Traced(one.uid, one.prompt, one.sample.index, one.num_tokens, one.sample.prompt_length) for one in ended]
 
 
 def read_cost(path: Path) -> CostModel:
@@ -192,25 +173,16 @@ def read_cost(path: Path) -> CostModel:
     return CostModel.from_json(values, where=f"--cost: {path}")
 
 
-def worker_specs(
-    *, fast: WorkerPool, heavy: WorkerPool, max_prompt_length: int, max_new_tokens: int, exact: bool = False
-) -> list[WorkerSpec]:
-    """The workers of the settings, each with devices of its own, and the programs that real ones have."""
-    pools: list[tuple[Kind, WorkerPool]] = [("fast", fast), ("heavy", heavy)]
+def worker_specs(rollout: Rollout, *, max_prompt_length: int, on_one_device: bool = False) -> list[WorkerSpec]:
+    """The workers of the settings with the programs that real ones have, in turn on one device or each on its own."""
+    pools: list[tuple[Kind, WorkerPool]] = [("fast", rollout.workers.fast), ("heavy", rollout.workers.heavy)]
+    device = "0" if on_one_device else None
     specs = []
     for kind, pool in pools:
-        shapes = slot_shapes(
-            pool.slots,
-            max_prompt_length=max_prompt_length,
-            max_new_tokens=max_new_tokens,
-            prefill_length_min=1,
-            num_pooled=1,
-            segment_max=max_new_tokens,
-            exact=exact,
-        )
+        shapes = shapes_of(rollout, pool.slots, max_prompt_length=max_prompt_length)
         ladders = Ladders(shapes.batch_rungs, shapes.cache_rungs, shapes.prompt_rungs, shapes.prefill_rows)
         rungs = shapes.batch_rungs[:-1]
-        specs += [WorkerSpec(f"{kind}-{i}", kind, pool.slots, rungs, ladders=ladders) for i in range(pool.count)]
+        specs += [WorkerSpec(f"{kind}-{i}", kind, pool.slots, rungs, device, ladders) for i in range(pool.count)]
     return specs
 
 
@@ -235,8 +207,7 @@ def compare(
         lower_bound_s=bound,
         policies=policies,
     )
-    slots = tuple((spec.name, spec.slots) for spec in workers)
-    return simulation, [panel(one.policy, runs[one.policy], one.figures, slots, bound) for one in policies]
+    return simulation, [panel(one.policy, runs[one.policy], one.figures, bound) for one in policies]
 
 
 def _run(
@@ -253,22 +224,13 @@ def _run(
     return VirtualClock(scheduler, trace, workers, cost, max_new=max_new).run()
 
 
-def panel(
-    name: str,
-    records: Sequence[LogRecord],
-    found: Figures,
-    slots: tuple[tuple[str, int], ...],
-    bound: float | None,
-) -> TimelinePanel:
-    """The log of a rollout, drawn; a worker that came back under another name goes on in its old lane.
-
-    Args:
-        slots: of each worker.
-    """
+def panel(name: str, records: Sequence[LogRecord], found: Figures, bound: float | None) -> TimelinePanel:
+    """The log of a rollout from its first submission on, drawn; a worker that came back goes on in its old lane."""
+    zero = next((event.at for event, _ in records if isinstance(event, Submitted)), 0.0)
     bars = tuple(
-        Bar(one.worker.partition("#")[0], one.slot, one.start_s, one.end_s, ACTIVITIES[one.role], one.uid)
+        Bar(lane(one.worker), one.slot, one.start_s - zero, one.end_s - zero, ACTIVITIES[one.role], one.uid)
         for one in spans(records)
     )
     over = "" if bound is None else f", {found.makespan_s / bound:.2f} x the bound"
     title = f"{name}: {found.makespan_s:.3g} s{over}, bubble {found.bubble:.0%}, tail {found.tail_fraction:.0%}"
-    return TimelinePanel(title, slots, bars, found.makespan_s, bound)
+    return TimelinePanel(title, tuple(lanes(records).items()), bars, found.makespan_s, bound)

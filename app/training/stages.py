@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from app.flow import Prompt, Sample
-from app.jsonl import check_output, write_jsonl
+from app.jsonl import check_distinct, check_output, write_jsonl
 from app.mesh import topology
 from app.mesh.inspect import MeshReport, mesh_report
 from app.mesh.placement import num_row_shards
@@ -52,6 +52,7 @@ def rollout(
         InputError: settings, model, prompts, log or output file that cannot be used.
     """
     settings = resolved.settings
+    check_distinct({"--prompts": prompts, "--out": out, "--timeline": timeline, "--log": log})
     check_output(out)
     _check_only_scheduled("--timeline draws", timeline, settings)
     _check_only_scheduled("--log keeps", log, settings)
@@ -134,11 +135,9 @@ def _scheduled(session: Session, timeline: Path | None, *, was_killed: bool) -> 
     (found,) = session.take_figures()
     policy = session.workers.schedule.policy
     if timeline is not None:
-        slots = tuple(
-            (worker.name.partition("#")[0], worker.engine.shapes.num_slots) for worker in session.workers.workers
-        )
-        drawn = panel(policy, session.workers.records, found, slots, None)
-        title = f"{session.settings.model.path}: {len(slots)} workers, {sum(n for _, n in slots)} slots"
+        drawn = panel(policy, session.workers.records, found, None)
+        slots = [slots for _, slots in drawn.slots]
+        title = f"{session.settings.model.path}: {len(slots)} workers, {sum(slots)} slots"
         if was_killed:
             title += "; it was killed and went on, without the time between"
         write_timeline(timeline, [drawn], title=title, table=recorded_table(policy, found))

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 from cost_fit import CALL, FREE, OTHER_NAMES, Timed, explained, fit
-from forced_rollout import POLICY_VERSION, RULES, ForcedRollout, WatchedEngine, open_rollout, positive
+from forced_rollout import POLICY_VERSION, RULES, ForcedRollout, WatchedEngine, open_rollout, positive, several
 
 from app.flow import Prompt
 from app.rollout.rows import Row
@@ -195,7 +195,7 @@ def show(cost: CostModel, measured: list[Timed]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin:tiny", help="as `model.path`")
-    parser.add_argument("--slots", type=positive, default=8)
+    parser.add_argument("--slots", type=several, default=8)
     parser.add_argument("--longest", type=positive, default=512, help="tokens that a sample may have")
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--out", type=Path, required=True, help="what `grpo rollout --simulate --cost` takes")

@@ -243,6 +243,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def several(text: str) -> int:
+    """A whole number above 1, for argparse."""
+    if positive(text) == 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 1, got {text!r}")
+    return int(text)
+
+
 def machine() -> dict[str, Any]:
     return {
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),

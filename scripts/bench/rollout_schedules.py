@@ -26,7 +26,8 @@ from app.rollout.scheduling import traces
 from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.traces import Trace
 from app.training.simulate import compare, worker_specs
-from settings.rollout_section import Pdsr, Segment, WorkerPool
+from settings.rollout_section import Pdsr, Segment, WorkerPool, Workers
+from settings.schema import Rollout
 
 SIGMAS, CORRELATIONS = (0.5, 0.8, 1.0), (0.0, 0.5, 0.9)
 MEAN, MAX_NEW, GROUP = 512, 4096, 8
@@ -67,7 +68,8 @@ def other_traces(num_samples: int) -> dict[str, Callable[[int], Trace]]:
 def measure(draw: Callable[[int], Trace], slots: int, cost: CostModel, seeds: int) -> dict[str, Any]:
     """policy -> means over the seeds."""
     pool = WorkerPool(count=1, slots=slots)
-    workers = worker_specs(fast=pool, heavy=pool, max_prompt_length=128, max_new_tokens=MAX_NEW)
+    rollout = Rollout(workers=Workers(fast=pool, heavy=pool), max_new_tokens=MAX_NEW)
+    workers = worker_specs(rollout, max_prompt_length=128)
     runs = [
         compare(draw(seed), workers, cost, pdsr=Pdsr(), segment=Segment(), max_new=MAX_NEW)[0] for seed in range(seeds)
     ]

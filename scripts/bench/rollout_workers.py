@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from calibrate_rollout import calibrate, edge_steps, show
 from cost_fit import fit
-from forced_rollout import ForcedRollout, machine, on_devices_s, open_rollout, positive
+from forced_rollout import ForcedRollout, machine, on_devices_s, open_rollout, positive, several
 
 from app.rollout.scheduling import traces
 from app.rollout.scheduling.cost_model import CostModel
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--model", default="builtin:tiny", help="as `model.path`")
     parser.add_argument("--prompts", type=positive, default=16)
     parser.add_argument("--group", type=positive, default=8)
-    parser.add_argument("--slots", type=positive, nargs="+", default=[16], help="of each worker; the first is fast")
+    parser.add_argument("--slots", type=several, nargs="+", default=[16], help="of each worker; the first is fast")
     parser.add_argument("--mean-length", type=float, default=88.0)
     parser.add_argument("--sigma", type=float, default=0.8)
     parser.add_argument("--correlation", type=float, default=0.5)

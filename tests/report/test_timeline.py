@@ -59,6 +59,11 @@ def test_a_schedule_without_a_bound_is_drawn() -> None:
     assert drawn(panel(lower_bound_s=None)) != drawn(panel())
 
 
+def test_titles_are_not_typeset() -> None:
+    for kind in ("png", "svg"):
+        assert timeline_picture([panel(title="$a_$: \u6f22")], title=r"runs/$\frac$ \u6f22", kind=kind)
+
+
 class Loads(HTMLParser):
     """What a page would fetch."""
 

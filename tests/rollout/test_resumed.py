@@ -14,10 +14,10 @@ from app.rollout.rows import Row
 from app.rollout.scheduled import ScheduledWorkers
 from app.rollout.scheduling.event_log import EventLog, read_log
 from app.rollout.scheduling.events import RunSegment, WorkerJoined, WorkerLost
-from app.rollout.scheduling.figures import figures, spans
+from app.rollout.scheduling.figures import figures, lanes, spans
 from app.rollout.scheduling.scheduler import POLICIES
 from tests.rollout.test_slots import LENGTHS, PROMPTS
-from tests.rollout.test_workers import bits, expected, samples_of, scheduled, workers_on
+from tests.rollout.test_workers import EAGER, bits, expected, samples_of, scheduled, workers_on
 
 RUN = {"seed": 0}
 
@@ -59,6 +59,16 @@ def test_wherever_it_was_killed_the_samples_are_the_same(policy: str, tmp_path: 
         assert made.take_tally().drawn_tokens <= unfinished
 
 
+def test_a_truncated_rollout_that_was_killed_cuts_the_same_samples(tmp_path: Path) -> None:
+    truncating = EAGER.model_copy(update={"on_fast_limit": "truncate"})
+    whole = logged(scheduled(workers_on(2), "pdsr_v1", pdsr=truncating), tmp_path / "whole")
+    assert figures(read_log(tmp_path / "whole").records).truncated
+    for after in range(1, (tmp_path / "whole").read_bytes().count(b"\n"), 2):
+        path = tmp_path / f"{after}"
+        killed(tmp_path / "whole", path, after=after)
+        assert bits(logged(scheduled(workers_on(2), "pdsr_v1", pdsr=truncating), path)) == bits(whole), after
+
+
 def runs(made: ScheduledWorkers, first: int) -> list[RunSegment]:
     commands = itertools.chain.from_iterable(record.commands for record in made.records[first:])
     return [one for one in commands if isinstance(one, RunSegment)]
@@ -92,6 +102,8 @@ def test_other_workers_may_go_on_under_names_that_were_never_used(tmp_path: Path
     assert {event.worker for event in lost} == {*joined[:4]} and lost[0].why == "the process ended"
     times = [event.at for event, _ in made.records]
     assert times == sorted(times) and figures(made.records).useful_tokens == sum(LENGTHS)
+    assert 0 <= figures(made.records).bubble < 1
+    assert lanes(made.records) == {"fast-0": 4, "heavy-1": 4, "fast-2": 4}
     assert {span.worker for span in spans(made.records)} <= set(joined)
     samples_of(scheduled(made.workers))
     assert [worker.name for worker in made.workers] == ["fast-0", "heavy-1", "fast-2"]

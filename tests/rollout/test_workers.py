@@ -20,7 +20,7 @@ from app.flow import Sample
 from app.mesh.islands import island
 from app.rollout.scheduled import Schedule, ScheduledWorkers
 from app.rollout.scheduling.cost_model import CostModel
-from app.rollout.scheduling.event_log import LogRecord, replay, write_log
+from app.rollout.scheduling.event_log import EventLog, LogRecord, read_log
 from app.rollout.scheduling.events import (
     Admit,
     Command,
@@ -261,9 +261,9 @@ def test_what_the_last_worker_failed_with_is_raised() -> None:
 
 def test_a_real_log_replays_in_the_core(tmp_path: Path) -> None:
     made = scheduled(workers_on(3), "pdsr_v2")
-    samples_of(made)
-    write_log(tmp_path / "log.jsonl", made.records, run={}, scheduler=Scheduler.restore(made.start))
-    replayed = replay(tmp_path / "log.jsonl", run={})
+    with EventLog(tmp_path / "log.jsonl", run={}) as made.log:
+        samples_of(made)
+    replayed = read_log(tmp_path / "log.jsonl", run={}).scheduler
     replayed.check()
     assert replayed.is_finished
     assert {entry.uid: entry.num_tokens for entry in replayed.ledger} == {

@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 
-from app.rollout.scheduling.event_log import EventLog, read_log
-from app.rollout.scheduling.events import WorkerJoined
+from app.rollout.scheduling.event_log import EventLog, RunFacts, read_log
+from app.rollout.scheduling.events import RowReport, SegmentEnded, Submitted, WorkerJoined
+from app.training.rollout_log import Past, run_facts
+from app.training.session import read_model_input
+from settings import load
+from tests.rollout.scheduling.driving import make_scheduler, samples
 from tests.training.program import DEADLINE_S, NUM_DEVICES, digest_of, here, records_of, settings, started, wait_until
 
 SMALL = ("data.max_prompt_length=16", "rollout.group_size=4", "rollout.max_new_tokens=48", "rollout.top_k=20")
@@ -77,6 +81,33 @@ def test_killed_before_the_log_was_removed_it_samples_nothing_again(
     assert "64 of 64 samples done" in result.stderr
     assert json.loads(result.stdout)["tokens per second"] == 0
     assert content(out) == content(undisturbed / "samples.jsonl")
+
+
+def test_a_dropped_sample_without_tokens_has_not_begun(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "log", run={}) as log:
+        scheduler = log.begin(make_scheduler()).scheduler
+        scheduler.handle(WorkerJoined(0.0, "w", "fast", 2))
+        scheduler.handle(Submitted(0.0, samples(1, 3)))
+        rows = (RowReport("p0/s0", 1, 0, "dropped:non-finite logits"), RowReport("p0/s1", 1, 3, "stop"))
+        scheduler.handle(SegmentEnded(1.0, "w", 1, rows, 1.0, 3))
+        past = Past.of(log)
+    assert past is not None and (past.num_done, past.num_begun, past.num_samples) == (2, 0, 3)
+
+
+UNREAD = ("rollout.max_staleness=2", "rollout.max_length_total=99", "rollout.workers.lease_s=9", "eval.num_prompts=3")
+REWARDED = ("reward.on_error=zero", "optimizer.learning_rate=0.1", "algorithm.beta=0.5", "run.steps=3")
+
+
+def test_what_decides_no_sample_tells_no_runs_apart(tiny_model: Path) -> None:
+    for mode, of_mode in (("exact", ()), ("fast", ("rollout.prompts_per_step=3", "rollout.workers.fast.slots=2"))):
+        first = facts_of(tiny_model, f"rollout.mode={mode}")
+        assert first == facts_of(tiny_model, f"rollout.mode={mode}", *UNREAD, *REWARDED, *of_mode)
+        assert first != facts_of(tiny_model, f"rollout.mode={mode}", "rollout.top_k=9")
+
+
+def facts_of(model: Path, *overrides: str) -> RunFacts:
+    chosen = load(None, [f"model.path={model}", "rollout.scheduler=adaptive", *overrides], {}).settings
+    return run_facts(chosen, read_model_input(chosen), [])
 
 
 def cut_in_the_middle(log: bytes) -> bytes:

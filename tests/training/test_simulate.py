@@ -12,8 +12,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import cli
+from app.jsonl import write_jsonl
 from app.rollout.scheduling import traces
-from app.training.simulate import ORACLE
+from app.rollout.scheduling.event_log import LogRecord
+from app.rollout.scheduling.events import Event, Submitted, WorkerJoined, WorkerLost
+from app.rollout.scheduling.figures import figures
+from app.training.simulate import ORACLE, panel, worker_specs
+from settings.schema import Rollout
+from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 
 SMALL = ["--set", "rollout.workers.fast.slots=4", "--set", "rollout.workers.heavy.slots=4"]
 POLICIES = ["sync", "pdsr_v1", "pdsr_v2", "adaptive", ORACLE]
@@ -25,7 +31,7 @@ def trace(tmp_path: Path) -> Path:
     drawn = traces.log_normal(
         np.random.default_rng(0), prompts=8, group=4, mean=300, sigma=0.8, correlation=0.5, max_new=2048
     )
-    traces.write_trace(path, drawn)
+    write_jsonl(path, (one._asdict() for one in drawn))
     return path
 
 
@@ -70,15 +76,53 @@ def test_the_cost_model_can_be_given(trace: Path, tmp_path: Path) -> None:
         (["--simulate", "TRACE", "--limit", "3"], "--limit goes without --simulate"),
         (["--simulate", "TRACE", "--timeline", "a.pdf"], "expected a name that ends in .png, .svg or .html, got a.pdf"),
         (["--simulate", "TRACE", "--cost", "absent.json"], "cannot be read: No such file"),
-        (["--simulate", "TRACE", "--cost", "TRACE"], "not JSON"),
+        (["--simulate", "TRACE", "--cost", cli.__file__], "not JSON"),
+        (["--simulate", "TRACE", "--out", "TRACE"], "--simulate and --out both name"),
+        (["--simulate", "TRACE", "--cost", "a.html", "--timeline", "./a.html"], "--cost and --timeline both name"),
+        (["--out", "a.html", "--timeline", "a.html"], "--out and --timeline both name a.html; give each a file"),
+        (["--out", "o.jsonl", "--log", "no/../o.jsonl"], "--out and --log both name"),
+        (["--out", "TRACE", "--prompts", "TRACE"], "--prompts and --out both name"),
         (["--simulate", "absent.jsonl"], "no such file"),
         (["--simulate", "TRACE", "--set", "rollout.segment.min=5000"], "rollout.segment.min = 5000"),
     ],
 )
 def test_bad_input_is_one_clear_error(trace: Path, arguments: list[str], message: str) -> None:
+    before = trace.read_bytes()
     result = grpo(*(str(trace) if argument == "TRACE" else argument for argument in arguments))
-    assert result.exit_code == 2
+    assert result.exit_code == 2 and trace.read_bytes() == before
     assert message in result.stderr and result.stderr.count("error: ") == 1
+
+
+def test_simulated_workers_are_those_of_the_settings(trace: Path) -> None:
+    rollout = Rollout(max_new_tokens=48, prefill_length_min=64, prompts_per_step=2)
+    specs = worker_specs(rollout, max_prompt_length=128)
+    assert [(one.name, one.device) for one in specs] == [("fast-0", None), ("heavy-0", None)]
+    assert specs[0].ladders is not None and specs[0].ladders.prompt == (64, 128)
+    found = [
+        json.loads(grpo("--simulate", str(trace), *SMALL, "--set", f"mesh.cpu_devices={count}", "--json").stdout)
+        for count in (1, 2)
+    ]
+    in_turn, side_by_side = ({one["policy"]: one["figures"]["makespan_s"] for one in run["policies"]} for run in found)
+    assert in_turn["adaptive"] > 1.3 * side_by_side["adaptive"]
+
+
+def test_a_picture_begins_with_the_first_submission_and_shows_workers_that_are_gone() -> None:
+    driven = Driven(make_scheduler())
+    records = []
+
+    def tell(event: Event) -> None:
+        records.append(LogRecord(event, tuple(driven.tell(event))))
+
+    tell(WorkerJoined(5.0, "a", "fast", 1))
+    tell(Submitted(7.0, samples(1, 1)))
+    driven.at = 7.0
+    tell(driven.ended("a", {"p0/s0": 4}, seconds=2.0))
+    tell(WorkerLost(9.0, "a", "the process ended"))
+    tell(WorkerJoined(9.0, "b", "fast", 2))
+    tell(driven.ended("b", {"p0/s0": 8}, finished=("p0/s0",), seconds=3.0))
+    drawn = panel("adaptive", records, figures(records), None)
+    assert drawn.slots == (("a", 1), ("b", 2)) and drawn.makespan_s == 5
+    assert [(bar.worker, bar.start_s, bar.end_s) for bar in drawn.bars] == [("a", 0, 2), ("b", 2, 3.5)]
 
 
 def test_simulating_never_imports_jax() -> None:

@@ -13,7 +13,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,8 @@ from settings.errors import InputError
 
 FORMAT = "grpo-rollout-log/1"
 DRAWN = np.dtype("<i4")
+DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
+"""What comes of values that no scheduler has written."""
 LONGEST_SHOWN = 40
 """Characters of a value in an error; what is longer is a hash."""
 
@@ -79,7 +81,10 @@ class EventLog:
         self._begun: Begun | None = None
         with ExitStack() as stack:
             self._file = stack.enter_context(_locked(path))
-            if path.stat().st_size:
+            if _has_no_header(path):
+                self._file.seek(0)
+                self._file.truncate()
+            else:
                 self._begun, num_bytes = _read(path, run=run)
                 _check_drawn(self._begun, path)
                 self._cut(num_bytes)
@@ -112,17 +117,18 @@ class EventLog:
         Args:
             drawn: uid -> int32 [3, tokens] of what the record commits.
         """
-        self._write(
-            _to_json(record) | ({"drawn": {uid: _text(tokens) for uid, tokens in drawn.items()}} if drawn else {})
-        )
+        said = {"event": to_json(record.event), "commands": [to_json(one) for one in record.commands]}
+        self._write(said | ({"drawn": {uid: _text(tokens) for uid, tokens in drawn.items()}} if drawn else {}))
 
     def finish(self, *, keep: Path | None = None) -> None:
-        """The samples are where they should be: the log goes away, or is moved to `keep`."""
+        """The samples are where they should be: the log goes away, or is moved to `keep`, which may be where it is."""
+        if keep is not None and keep.resolve() == self.path.resolve():
+            return self._file.close()
         if keep is not None:
             with self.path.open("rb") as source, replacing(keep) as target:
                 shutil.copyfileobj(source, target)
         self.path.unlink()
-        self._file.close()
+        return self._file.close()
 
     def _cut(self, num_bytes: int) -> None:
         """Takes off what was being written when the process was killed."""
@@ -147,23 +153,27 @@ def _locked(path: Path) -> IO[bytes]:
             raise InputError(f"{path}: the log of the rollout cannot be written: {error.strerror}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        except OSError:
+        except BlockingIOError:
             file.close()
             raise InputError(
                 f"{path}: another process is at this rollout; wait for it, or choose another --out"
             ) from None
+        except OSError as error:
+            file.close()
+            raise InputError(
+                f"{path}: the log of the rollout cannot be locked: {error.strerror}; choose an --out on another disk"
+            ) from error
+        if _is_at(file, path):
+            return file
         # Whoever had it has finished and removed it in between.
         file.close()
 
 
-def write_log(path: Path, records: Iterable[LogRecord], *, run: RunFacts, scheduler: Scheduler) -> None:
-    """A log without tokens. `scheduler` as it was before the first record."""
-    with replacing(path) as file:
-        file.write(_line({"format": FORMAT, "run": run, "scheduler": scheduler.snapshot()}))
-        for record in records:
-            file.write(_line(_to_json(record)))
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def is_log(path: Path) -> bool:
@@ -175,6 +185,19 @@ def is_log(path: Path) -> bool:
 
 
 _HEAD = b'{"format": "grpo-rollout-log/'
+
+
+def _has_no_header(path: Path) -> bool:
+    """Whether it is empty, or the process was killed while it wrote the header."""
+    with path.open("rb") as file:
+        line = file.readline()
+    if line.endswith(b"\n") or not (line.startswith(_HEAD) or _HEAD.startswith(line)):
+        return False
+    try:
+        parse_object(line, "")
+    except InputError:
+        return True
+    return False
 
 
 def read_log(path: Path, *, run: RunFacts | None = None) -> Begun:
@@ -201,8 +224,8 @@ def _read(path: Path, *, run: RunFacts | None) -> tuple[Begun, int]:
     try:
         known, start = header["run"], header["scheduler"]
         begun = Begun(start, Scheduler.restore(start))
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(f"{path}:1", repr(error)) from None
+    except DAMAGE as error:
+        raise _damaged(f"{path}:1", f"no header of an event log: {error!r}") from None
     if run is not None and known != run:
         raise InputError(_says_otherwise(path, known, run))
     for line in lines:
@@ -212,7 +235,7 @@ def _read(path: Path, *, run: RunFacts | None) -> tuple[Begun, int]:
             answer = tuple(begun.scheduler.handle(record.event))
             for uid, text in line.values.get("drawn", {}).items():
                 begun.drawn.setdefault(uid, []).append(_tokens(text))
-        except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        except DAMAGE as error:
             raise _damaged(where, f"no record of an event log: {error!r}") from None
         if answer != record.commands:
             raise InputError(
@@ -281,15 +304,6 @@ def _check_drawn(begun: Begun, path: Path) -> None:
         found = sum(tokens.shape[1] for tokens in begun.drawn.get(entry.uid, ()))
         if found != entry.num_tokens:
             raise _damaged(str(path), f"{entry.uid} has {found} tokens, and {entry.num_tokens} were committed")
-
-
-def replay(path: Path, *, run: RunFacts) -> Scheduler:
-    """The scheduler as it was after the last record; see `read_log`."""
-    return read_log(path, run=run).scheduler
-
-
-def _to_json(record: LogRecord) -> dict[str, Any]:
-    return {"event": to_json(record.event), "commands": [to_json(one) for one in record.commands]}
 
 
 def _line(values: Mapping[str, Any]) -> bytes:

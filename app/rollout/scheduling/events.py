@@ -21,8 +21,13 @@ decides nothing unless `rollout.pdsr.unit` is `seconds`.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, TypeVar
+from types import UnionType
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+
+from app.flow import DROPPED as DROPPED
 
 Kind = Literal["fast", "heavy"]
 Role = Literal["probe", "fast", "heavy", "any"]
@@ -31,8 +36,6 @@ How = Literal["prefill", "copy", "replay"]
 
 TRUNCATED = "length"
 """The finish of a sample that ends because no more tokens are allowed."""
-DROPPED = "dropped:"
-"""What the finish of a sample begins with that must not be used; the reason follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +143,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """The worker takes rows out, and keeps the cache of each until it is admitted again.
-
-    Not so where the scheduler was told that workers keep no caches, and where `why` is `truncated`.
-    """
+    """The worker takes rows out, and keeps the cache of each until it is admitted again, unless it was truncated."""
 
     worker: str
     uids: tuple[str, ...]
@@ -203,14 +203,9 @@ _MESSAGES: dict[str, type] = {
         *(Suspend, RunSegment, Commit, Retire, Finished),
     )
 }
-_ITEMS: dict[tuple[type, str], type] = {
-    (Submitted, "samples"): NewSample,
-    (SegmentEnded, "rows"): RowReport,
-    (RunSegment, "admit"): Admit,
-    (Commit, "rows"): CommittedRow,
-}
 
-Message = TypeVar("Message")
+LARGEST = 2**32
+"""Of the numbers in a message: tokens, steps, seconds."""
 
 
 def to_json(message: Event | Command) -> dict[str, Any]:
@@ -229,16 +224,39 @@ def fields_of(message: Any) -> dict[str, Any]:
     return found
 
 
-def from_json(values: dict[str, Any]) -> Any:
+def from_json(values: Mapping[str, Any]) -> Any:
     """The message that `to_json` wrote.
 
     Raises:
         KeyError, TypeError: no such message, or not its fields.
     """
     kind = _MESSAGES[values["type"]]
-    given = {name: value for name, value in values.items() if name != "type"}
-    for name, value in given.items():
-        if isinstance(value, list):
-            item = _ITEMS.get((kind, name))
-            given[name] = tuple(item(**one) if item else one for one in value)
-    return kind(**given)
+    return _made(kind, {name: value for name, value in values.items() if name != "type"})
+
+
+def _made(kind: type, values: Mapping[str, Any]) -> Any:
+    hints = _hints(kind)
+    return kind(**{name: _typed(value, hints[name], f"{kind.__name__}.{name}") for name, value in values.items()})
+
+
+_hints = functools.cache(get_type_hints)
+
+
+def _typed(value: Any, hint: Any, where: str) -> Any:
+    """A value of JSON as a field has it."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_typed(item, arguments[0], where) for item in value)
+    if is_dataclass(hint) and isinstance(value, dict):
+        return _made(cast(type, hint), value)
+    kinds = arguments if origin is UnionType else (hint,)
+    if origin is Literal:
+        fits = value in arguments
+    elif type(value) in (int, float):
+        least = 1 if where == "WorkerJoined.slots" else 0
+        fits = (type(value) in kinds or float in kinds) and least <= value <= LARGEST
+    else:
+        fits = type(value) in kinds
+    if not fits:
+        raise TypeError(f"{where}: got {value!r}")
+    return value

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from app.flow import DROPPED
 from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import (
-    DROPPED,
     Admit,
     Commit,
-    Kind,
     NewSample,
     Released,
     Retire,
@@ -23,6 +23,7 @@ from app.rollout.scheduling.events import (
     Submitted,
     Suspend,
     WorkerJoined,
+    WorkerLost,
 )
 
 HEAVY_PERCENTILE = 80
@@ -49,7 +50,7 @@ class Figures:
     makespan_s: float
     """From the first submission to the last committed token."""
     bubble: float
-    """Share of slots x makespan in which no row decoded."""
+    """Share of the time of all slots in which no row decoded; those of a worker count while it is there."""
     tail_fraction: float
     """Share of the makespan after 90 % of the samples were done; NaN of a window of a rollout that goes on."""
     probe_recall: float | None
@@ -79,8 +80,8 @@ class FigureTally:
 
     def __init__(self) -> None:
         self.samples: dict[str, NewSample] = {}
-        self.kinds: dict[str, Kind] = {}
-        self.slots: dict[str, int] = {}
+        self.joined: dict[str, WorkerJoined] = {}
+        self.lost_at: dict[str, float] = {}
         self.tokens: dict[str, int] = {}
         self.first_role: dict[str, Role] = {}
         self.start: float | None = None
@@ -104,7 +105,9 @@ class FigureTally:
             self.start = event.at if self.start is None else self.start
             self.samples |= {sample.uid: sample for sample in event.samples}
         elif isinstance(event, WorkerJoined):
-            self.kinds[event.worker], self.slots[event.worker] = event.kind, event.slots
+            self.joined.setdefault(event.worker, event)
+        elif isinstance(event, WorkerLost):
+            self.lost_at.setdefault(event.worker, event.at)
         for command in commands:
             if isinstance(command, RunSegment):
                 for one in command.admit:
@@ -123,7 +126,7 @@ class FigureTally:
     def _admit(self, worker: str, one: Admit) -> None:
         sample = self.samples[one.uid]
         self.first_role.setdefault(one.uid, one.role)
-        other: Role = "heavy" if self.kinds[worker] == "fast" else "fast"
+        other: Role = "heavy" if self.joined[worker].kind == "fast" else "fast"
         self.stolen += one.role == other
         if one.how != "copy":
             self.repacked += one.num_tokens
@@ -164,13 +167,12 @@ class FigureTally:
         """Since the first submission, or the last window."""
         start = self.start or 0.0
         makespan = max(self.last_commit_s - start, 1e-9)
-        # A worker that came back takes the slots of the one that was lost.
-        capacity = sum(slots for name, slots in self.slots.items() if "#" not in name)
+        capacity_s = self._slot_seconds(start, start + makespan)
         ends = sorted(self.ends)
         ninety = ends[max(int(TAIL_SHARE * len(ends)) - 1, 0)] - start if ends else makespan
         return Figures(
             makespan_s=makespan,
-            bubble=1 - self.busy_s / (capacity * makespan) if capacity else 0.0,
+            bubble=1 - self.busy_s / capacity_s if capacity_s else 0.0,
             tail_fraction=1 - ninety / makespan,
             probe_recall=self._recall(),
             breaker_trips=self.trips,
@@ -183,6 +185,11 @@ class FigureTally:
             wasted_tokens=self.repacked + self.lost,
             prefill_tokens_saved=self.saved,
         )
+
+    def _slot_seconds(self, first: float, last: float) -> float:
+        """That workers were there for."""
+        stays = ((one.slots, one.at, self.lost_at.get(name, math.inf)) for name, one in self.joined.items())
+        return sum(slots * max(min(end, last) - max(begin, first), 0.0) for slots, begin, end in stays)
 
     def window(self) -> Figures:
         """Since the last one, of a rollout that goes on: it has no tail, so that its `tail_fraction` is NaN.
@@ -208,6 +215,22 @@ def figures(records: Sequence[LogRecord]) -> Figures:
     for record in records:
         tally.add(record)
     return tally.figures()
+
+
+def lanes(records: Sequence[LogRecord]) -> dict[str, int]:
+    """Every worker and its slots, at most; one that came back under another name (`fast-0#2`) is the same."""
+    joined: dict[str, int] = {}
+    for event in (event for event, _ in records if isinstance(event, WorkerJoined)):
+        joined.setdefault(event.worker, event.slots)
+    found: dict[str, int] = {}
+    for worker, slots in joined.items():
+        found[lane(worker)] = max(found.get(lane(worker), 0), slots)
+    return found
+
+
+def lane(worker: str) -> str:
+    """A worker's first name."""
+    return worker.partition("#")[0]
 
 
 def spans(records: Sequence[LogRecord]) -> Iterator[Span]:

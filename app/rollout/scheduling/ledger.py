@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from app.rollout.scheduling.events import DROPPED, TRUNCATED, NewSample, RowReport
+from app.flow import DROPPED
+from app.rollout.scheduling.events import TRUNCATED, NewSample, RowReport
 
 
 class State(StrEnum):

@@ -27,7 +27,7 @@ class PdsrV1(Policy):
     def __init__(self, context: Context):
         super().__init__(context)
         self._probes = Probes()
-        self._queues = {"probe": Queue(), "fast": Queue(), "heavy": Queue()}
+        self._queues: dict[Role, Queue] = {"probe": Queue(), "fast": Queue(), "heavy": Queue()}
         self._batch: dict[str, float | None] = {}
         """Prompt -> what its probe measured, infinite where it went over the limit, None while it runs."""
 
@@ -70,7 +70,7 @@ class PdsrV1(Policy):
                     self._measured(entry, math.inf)
                     gone.append(Eviction(entry.uid, "probe limit"))
             elif self.context.over(entry, tokens=rules.fast_limit_tokens, seconds=rules.fast_limit_s):
-                truncates = rules.on_fast_limit == "truncate"
+                truncates = rules.on_fast_limit == "truncate" and self._queue_of(entry) == "fast"
                 gone.append(Eviction(entry.uid, "truncated" if truncates else "breaker"))
         return gone
 
@@ -81,13 +81,15 @@ class PdsrV1(Policy):
         return rules.probe_limit_tokens if self._is_measuring(entry) else rules.fast_limit_tokens
 
     def give_back(self, entry: Entry) -> None:
+        self._queues[self._queue_of(entry)].put(entry.uid, -1, entry.number)
+
+    def _queue_of(self, entry: Entry) -> Role:
+        """Where a sample belongs that has run."""
         if self._is_measuring(entry):
-            queue = "probe"
-        elif entry.moves or self._probes.is_probe(entry):
-            queue = "heavy"
-        else:
-            queue = self._probes.verdicts[entry.prompt]
-        self._queues[queue].put(entry.uid, -1, entry.number)
+            return "probe"
+        if entry.moves or self._probes.is_probe(entry):
+            return "heavy"
+        return self._probes.verdicts[entry.prompt]
 
     def forget(self, prompt: str) -> None:
         self._probes.forget(prompt)

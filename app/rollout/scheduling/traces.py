@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.jsonl import read_jsonl, write_jsonl
+from app.flow import DROPPED
+from app.jsonl import read_jsonl
 from app.rollout.scheduling.cost_model import Work
 from app.rollout.scheduling.event_log import LogRecord
-from app.rollout.scheduling.events import Commit, NewSample, Submitted
+from app.rollout.scheduling.events import Commit, CommittedRow, Finished, NewSample, Submitted
 from settings.errors import InputError
+from settings.rollout_section import MAX_TOKENS
 
 
 class Traced(NamedTuple):
@@ -28,6 +31,11 @@ class Traced(NamedTuple):
 
 
 Trace = Sequence[Traced]
+
+LONGEST_SHOWN = 40
+"""Characters of a value in an error."""
+MAX_DIGITS = len(str(MAX_TOKENS))
+"""Of the number of a sample among its siblings."""
 
 
 def new_samples(trace: Trace, *, max_new: int) -> tuple[NewSample, ...]:
@@ -96,37 +104,60 @@ def _trace(lengths: np.ndarray, max_new: int) -> Trace:
     ]
 
 
-def trace_of(records: Iterable[LogRecord]) -> Trace:
-    """What samples became, by the event log of a rollout, in the order of their submission."""
-    samples: list[NewSample] = []
-    lengths: dict[str, int] = {}
+def trace_of(records: Iterable[LogRecord], *, where: str = "the event log") -> Trace:
+    """What samples became, by the event log of a rollout, in the order of their submission; dropped ones are left out.
+
+    Args:
+        where: opens every error.
+
+    Raises:
+        InputError: the rollout was not finished, or all of its samples were dropped.
+    """
+    samples: dict[str, NewSample] = {}
+    ended: dict[str, CommittedRow] = {}
+    is_finished = False
     for event, commands in records:
         if isinstance(event, Submitted):
-            samples += event.samples
-        ended = [row for command in commands if isinstance(command, Commit) for row in command.rows if row.finish]
-        lengths |= {row.uid: row.num_tokens for row in ended}
-    return [Traced(one.uid, one.prompt, one.index, lengths[one.uid], one.prompt_length) for one in samples]
+            samples |= {one.uid: one for one in event.samples}
+        committed = itertools.chain.from_iterable(one.rows for one in commands if isinstance(one, Commit))
+        ended |= {row.uid: row for row in committed if row.finish is not None}
+        is_finished = is_finished or Finished() in commands
+    if not is_finished:
+        raise InputError(
+            f"{where}: the log of a rollout that was not finished: {len(ended)} of its {len(samples)} samples are "
+            "done. Start that again, and it goes on from there"
+        )
+    kept = [(one, ended[uid]) for uid, one in samples.items() if not is_dropped(ended[uid].finish)]
+    if not kept:
+        raise InputError(f"{where}: the log of a rollout without a sample that was not dropped")
+    return [Traced(one.uid, one.prompt, one.index, row.num_tokens, one.prompt_length) for one, row in kept]
 
 
-def write_trace(path: str | Path, trace: Trace) -> None:
-    write_jsonl(path, (one._asdict() for one in trace))
+def is_dropped(finish: object) -> bool:
+    return isinstance(finish, str) and finish.startswith(DROPPED)
 
 
 def read_trace(path: str | Path) -> Trace:
     """Lines of `uid`, `prompt`, `index`, `length` and `prompt_length`, or samples as `grpo rollout` writes them.
 
+    Samples that were dropped are left out.
+
     Raises:
-        InputError: a file or a line that is neither, a uid that comes twice, or no line at all.
+        InputError: a file or a line that is neither, a uid that comes twice, or no sample at all.
     """
-    trace, seen = [], set()
+    trace, seen, num_dropped = [], set(), 0
     for number, record in read_jsonl(path):
+        if is_dropped(record.get("finish_reason")):
+            num_dropped += 1
+            continue
         one = _of_record(record, f"{path}:{number}")
         if one.uid in seen:
             raise InputError(f"{path}:{number}: uid {one.uid!r} comes a second time")
         seen.add(one.uid)
         trace.append(one)
     if not trace:
-        raise InputError(f"{path}: expected a sample on every line, got no line")
+        got = f"{num_dropped} that were dropped" if num_dropped else "no line"
+        raise InputError(f"{path}: expected a sample on every line, got {got}")
     return trace
 
 
@@ -135,6 +166,8 @@ def _of_record(record: dict[str, Any], where: str) -> Traced:
     if not isinstance(uid, str):
         raise InputError(f"{where}: uid: expected a string, got {uid!r}")
     prompt, _, last = uid.rpartition("/s")
+    if last.isdecimal() and len(last) > MAX_DIGITS:
+        raise InputError(f"{where}: uid: expected at most {MAX_DIGITS} digits behind /s, got {len(last)}")
     if "completion_token_ids" in record:
         return Traced(
             uid,
@@ -153,13 +186,16 @@ def _of_record(record: dict[str, Any], where: str) -> Traced:
 
 def _count(record: dict[str, Any], name: str, where: str) -> int:
     ids = record.get(name)
-    if not isinstance(ids, list) or not ids:
-        raise InputError(f"{where}: {name}: expected token ids, got {ids!r}")
+    if not isinstance(ids, list) or not 0 < len(ids) <= MAX_TOKENS:
+        got = f"{len(ids)} of them" if isinstance(ids, list) and ids else repr(ids)
+        raise InputError(f"{where}: {name}: expected token ids, at most {MAX_TOKENS}, got {got}")
     return len(ids)
 
 
 def _whole(record: dict[str, Any], name: str, where: str, *, least: int, default: int | None) -> int:
     value = record.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{where}: {name}: expected a whole number, at least {least}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_TOKENS:
+        got = repr(value)
+        got = got if len(got) <= LONGEST_SHOWN else f"{got[:LONGEST_SHOWN]}..."
+        raise InputError(f"{where}: {name}: expected a whole number from {least} to {MAX_TOKENS}, got {got}")
     return value

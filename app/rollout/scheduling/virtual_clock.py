@@ -7,10 +7,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from app.flow import DROPPED
 from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import (
-    DROPPED,
     Admit,
     Closed,
     Command,
@@ -192,7 +192,7 @@ class VirtualClock:
                 worker.owed_s += worker.slots.suspend()
                 for uid in command.uids:
                     del worker.rows[uid]
-                if command.why != "truncated" and self.scheduler.keeps_caches:
+                if command.why != "truncated":
                     worker.kept.update(command.uids)
             case RunSegment():
                 self._run(command, now)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from app.rollout.scheduling.cost_model import CostModel
+from app.rollout.scheduling.event_log import EventLog, LogRecord, RunFacts
 from app.rollout.scheduling.events import (
     Closed,
     Command,
@@ -32,6 +35,14 @@ def samples(prompts: int, group: int, *, max_new: int = 4096, first: int = 0) ->
     return tuple(
         NewSample(f"p{p}/s{i}", f"p{p}", i, 10, max_new) for p in range(first, first + prompts) for i in range(group)
     )
+
+
+def write_log(path: Path, records: Iterable[LogRecord], scheduler: Scheduler, *, run: RunFacts) -> None:
+    """As a rollout writes it. `scheduler` as it was before the first record."""
+    with EventLog(path, run=run) as log:
+        log.begin(scheduler)
+        for record in records:
+            log.append(record, {})
 
 
 class Driven:

@@ -27,7 +27,6 @@ def storm(seed: int) -> VirtualClock:
         pdsr=random_rules(rng),
         segment=random_segment(rng),
         rebuild=rng.choice(["prefill", "replay"]),
-        keeps_caches=rng.random() < 0.7,
         history={f"p{i}": rng.randint(1, MAX_NEW) for i in range(rng.choice([0, 3]))},
     )
     is_calm = rng.random() < 0.2

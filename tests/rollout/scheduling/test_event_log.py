@@ -1,14 +1,25 @@
+import copy
+import errno
+import fcntl
 import itertools
 import json
+import random
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from app.rollout.scheduling.event_log import EventLog, LogRecord, is_log, read_log, replay, write_log
-from app.rollout.scheduling.events import Closed, Event, SegmentEnded, WorkerLost, from_json, to_json
-from app.rollout.scheduling.scheduler import Scheduler
+from app.rollout.scheduling import traces
+from app.rollout.scheduling.cost_model import CostModel
+from app.rollout.scheduling.event_log import EventLog, LogRecord, is_log, read_log
+from app.rollout.scheduling.events import Closed, Event, SegmentEnded, WorkerJoined, WorkerLost, from_json, to_json
+from app.rollout.scheduling.figures import figures, spans
+from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
 from settings.errors import InputError
+from tests.rollout.scheduling.driving import make_scheduler, write_log
 from tests.rollout.scheduling.storms import storm
 
 MINE = {"seed": 0, "the prompts": "0" * 64}
@@ -18,7 +29,7 @@ MINE = {"seed": 0, "the prompts": "0" * 64}
 def written(tmp_path: Path) -> tuple[Path, list[LogRecord]]:
     path = tmp_path / "events.jsonl"
     records = storm(3).run()
-    write_log(path, records, run=MINE, scheduler=storm(3).scheduler)
+    write_log(path, records, storm(3).scheduler, run=MINE)
     return path, records
 
 
@@ -34,12 +45,12 @@ def test_a_log_replays_to_the_same_commands_and_the_same_state(written: tuple[Pa
     assert read_log(path, run=MINE).records == records
     clock = storm(3)
     clock.run()
-    assert replay(path, run=MINE).snapshot() == clock.scheduler.snapshot()
+    assert read_log(path, run=MINE).scheduler.snapshot() == clock.scheduler.snapshot()
 
 
 def test_a_log_of_another_run_is_refused(written: tuple[Path, list[LogRecord]]) -> None:
     with pytest.raises(InputError, match=r"differs: seed \(0 there, 1 here\), the prompts\."):
-        replay(written[0], run={"seed": 1})
+        read_log(written[0], run={"seed": 1})
 
 
 def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
@@ -62,7 +73,7 @@ def test_a_broken_line_in_the_middle_is_refused(written: tuple[Path, list[LogRec
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:3], lines[3][:-5], *lines[4:]]))
     with pytest.raises(InputError, match=r":4: not JSON"):
-        replay(path, run=MINE)
+        read_log(path, run=MINE)
 
 
 def test_an_answer_that_the_program_would_not_give_is_refused(written: tuple[Path, list[LogRecord]]) -> None:
@@ -71,7 +82,7 @@ def test_an_answer_that_the_program_would_not_give_is_refused(written: tuple[Pat
     changed = json.loads(lines[-1]) | {"commands": [{"type": "Retire", "worker": "nobody"}]}
     path.write_text("\n".join([*lines[:-1], json.dumps(changed)]))
     with pytest.raises(InputError, match=r"answers \w+ otherwise"):
-        replay(path, run=MINE)
+        read_log(path, run=MINE)
 
 
 def test_a_log_that_nothing_was_written_to_goes_away(tmp_path: Path) -> None:
@@ -79,12 +90,24 @@ def test_a_log_that_nothing_was_written_to_goes_away(tmp_path: Path) -> None:
     with EventLog(path, run=MINE) as log:
         assert log.begun is None and path.stat().st_size == 0
     assert not path.exists()
-    path.touch()  # as a process leaves it that was killed before it wrote the header
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 30, 200, -2])
+def test_a_log_that_was_cut_in_its_header_is_begun_anew(num_bytes: int, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    write_log(path, [], storm(3).scheduler, run=MINE)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:num_bytes])
     with EventLog(path, run=MINE) as log:
         assert log.begun is None
+    assert not path.exists()
+    path.write_bytes(whole[:num_bytes])
+    with EventLog(path, run=MINE) as log:
+        log.begin(storm(3).scheduler)
+    assert path.read_bytes() == whole
 
 
-def test_a_finished_log_is_removed_or_kept_elsewhere(tmp_path: Path) -> None:
+def test_a_finished_log_is_removed_or_kept_where_it_should_be(tmp_path: Path) -> None:
     with EventLog(tmp_path / "log", run=MINE) as log:
         log.begin(storm(3).scheduler)
         log.finish()
@@ -93,6 +116,10 @@ def test_a_finished_log_is_removed_or_kept_elsewhere(tmp_path: Path) -> None:
         log.begin(storm(3).scheduler)
         log.finish(keep=tmp_path / "kept")
     assert [path.name for path in tmp_path.iterdir()] == ["kept"] and is_log(tmp_path / "kept")
+    with EventLog(tmp_path / "log", run=MINE) as log:
+        log.begin(storm(3).scheduler)
+        log.finish(keep=tmp_path / "folder" / ".." / "log")
+    assert is_log(tmp_path / "log")
 
 
 def test_only_one_at_a_time_has_the_log(tmp_path: Path) -> None:
@@ -104,10 +131,19 @@ def test_only_one_at_a_time_has_the_log(tmp_path: Path) -> None:
         assert log.begun is not None and log.begun.records == []
 
 
+def test_a_disk_without_locks_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(InputError, match="cannot be locked: No locks available; choose an --out"):
+        EventLog(tmp_path / "log", run=MINE)
+
+
 def test_what_is_appended_after_a_torn_line_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "log"
     records = list(itertools.takewhile(lambda record: not isinstance(record.event, SegmentEnded), storm(3).run()))
-    write_log(path, records, run=MINE, scheduler=storm(3).scheduler)
+    write_log(path, records, storm(3).scheduler, run=MINE)
     for torn in (b"{", b'{"event": \n', b"\0" * 9):
         path.write_bytes(path.read_bytes() + torn)
         with EventLog(path, run=MINE) as log:
@@ -137,13 +173,66 @@ def test_tokens_that_are_not_those_committed_are_refused(written: tuple[Path, li
         assert path.read_bytes() == before
 
 
+WRONG = (None, "x", "7", -1, 0, 1.5, 10**400, True, [], {}, [None], {"x": None})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_damaged_log_is_an_error_for_people_whatever_is_wrong(policy: str, tmp_path: Path) -> None:
+    """Any one value replaced by any other: what can be read can also be shown."""
+    path, rng = tmp_path / "log", random.Random(0)
+    trace = traces.equal(prompts=2, group=2, length=9)
+    specs = [WorkerSpec("f", "fast", 2), WorkerSpec("h", "heavy", 2)]
+    clock = VirtualClock(make_scheduler(policy), trace, specs, CostModel(), max_new=20)
+    write_log(path, clock.run(), make_scheduler(policy), run=MINE)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    num_refused = 0
+    for _ in range(400):
+        changed = copy.deepcopy(lines)
+        holder, key = rng.choice([place for line in changed for place in places_in(line)])
+        holder[key] = rng.choice(WRONG)
+        path.write_text("\n".join(map(json.dumps, changed)))
+        try:
+            begun = read_log(path)
+            figures(begun.records)
+            list(spans(begun.records))
+        except InputError as error:
+            num_refused += 1
+            assert (
+                "damaged" in str(error) or "otherwise" in str(error) or "expected a rollout's event log" in str(error)
+            )
+    assert num_refused > 200
+
+
+def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields (object or list, key) of everything inside."""
+    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield value, key
+        yield from places_in(value[key])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"slots": 0}, "WorkerJoined.slots: got 0"),
+        ({"slots": "4"}, "WorkerJoined.slots: got '4'"),
+        ({"at": None}, "WorkerJoined.at: got None"),
+        ({"kind": "slow"}, "WorkerJoined.kind: got 'slow'"),
+        ({"rungs": [True]}, "WorkerJoined.rungs: got True"),
+    ],
+)
+def test_what_is_no_message_is_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        from_json(to_json(WorkerJoined(0.0, "a", "fast", 4, (2,))) | wrong)
+
+
 @pytest.mark.parametrize("seed", range(0, 40, 4))
 def test_a_rollout_killed_half_way_finishes_from_its_log(seed: int, tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     whole = storm(seed)
     records = whole.run()
-    write_log(path, records[: len(records) // 2], run=MINE, scheduler=storm(seed).scheduler)
-    survivor = replay(path, run=MINE)
+    write_log(path, records[: len(records) // 2], storm(seed).scheduler, run=MINE)
+    survivor = read_log(path, run=MINE).scheduler
     committed = {entry.uid: entry.num_tokens for entry in survivor.ledger}
     finish(survivor, whole)
     assert survivor.is_finished

@@ -3,15 +3,15 @@ import math
 import pytest
 
 from app.rollout.scheduling.event_log import LogRecord
-from app.rollout.scheduling.events import Closed, Released, SegmentEnded, Submitted, WorkerJoined, WorkerLost
-from app.rollout.scheduling.figures import FigureTally, Span, figures, spans
+from app.rollout.scheduling.events import Closed, Event, Released, SegmentEnded, Submitted, WorkerJoined, WorkerLost
+from app.rollout.scheduling.figures import FigureTally, Span, figures, lanes, spans
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 from tests.rollout.scheduling.storms import storm
 
 
 def handed_over() -> list[LogRecord]:
-    """Two samples; one trips the breaker of the fast worker and goes on in the heavy one."""
-    driven = Driven(make_scheduler("pdsr_v2", pdsr={"fast_limit_tokens": 10}, keeps_caches=False))
+    """Two samples; one trips the breaker of the fast worker, which dies, and goes on in the heavy one."""
+    driven = Driven(make_scheduler("pdsr_v2", pdsr={"fast_limit_tokens": 10}))
     records = []
 
     def tell(event) -> None:
@@ -23,9 +23,9 @@ def handed_over() -> list[LogRecord]:
     tell(Closed(0.0))
     tell(driven.ended("heavy", {"p1/s0": 4}, seconds=2.0))
     tell(driven.ended("fast", {"p0/s0": 10}, seconds=2.0))  # at 4
+    tell(WorkerLost(4.0, "fast", "died"))
     tell(driven.ended("heavy", {"p1/s0": 6}, finished=("p1/s0",), seconds=2.0))  # at 6
-    worker = "fast" if driven.rows("fast") else "heavy"
-    tell(driven.ended(worker, {"p0/s0": 15}, finished=("p0/s0",), seconds=4.0))  # at 10
+    tell(driven.ended("heavy", {"p0/s0": 15}, finished=("p0/s0",), seconds=4.0))  # at 10
     return records
 
 
@@ -37,13 +37,43 @@ def test_figures_by_hand() -> None:
     assert found.truncated == 0
 
 
+def test_slots_count_while_their_worker_is_there() -> None:
+    driven = Driven(make_scheduler())
+    records = []
+
+    def tell(event: Event) -> None:
+        records.append(LogRecord(event, tuple(driven.tell(event))))
+
+    tell(WorkerJoined(0.0, "a", "fast", 1))
+    tell(Submitted(1.0, samples(2, 1)))
+    driven.at = 1.0
+    tell(driven.ended("a", {"p0/s0": 4}, seconds=4.0))  # at 5
+    tell(WorkerLost(5.0, "a", "died"))
+    tell(WorkerJoined(7.0, "a#2", "fast", 2))
+    tell(WorkerJoined(7.5, "a#2", "fast", 9))  # once more
+    tell(Closed(7.0))
+    driven.at = 7.0
+    tell(driven.ended("a#2", {"p0/s0": 7, "p1/s0": 3}, finished=("p0/s0", "p1/s0"), seconds=3.0))  # at 10
+    tell(WorkerLost(20.0, "a#2", "late"))
+    share = (3 / 7 + 3 / 7) * 3 + 4
+    assert figures(records).bubble == pytest.approx(1 - share / (1 * 4 + 2 * 3))
+    tally = FigureTally()
+    for record in records[:4]:
+        tally.add(record)
+    tally.window()
+    for record in records[4:]:
+        tally.add(record)
+    assert tally.window().bubble == pytest.approx(1 - (share - 4) / (2 * 3))
+    assert lanes(records) == {"a": 2}
+
+
 def test_windows_by_hand() -> None:
     tally, records = FigureTally(), handed_over()
-    for record in records[:7]:
+    for record in records[:8]:
         tally.add(record)
     first = tally.window()
     tally.add(LogRecord(Released(6.0, ("p1/s0",)), ()))
-    for record in records[7:]:
+    for record in records[8:]:
         tally.add(record)
     second = tally.window()
     assert (first.makespan_s, first.useful_tokens, first.segments) == (6, 16, 3)

@@ -69,6 +69,16 @@ def test_v1_goes_on_without_heavy_workers() -> None:
     assert admitted(driven.end("fast", {"p0/s0": 600}, finished=("p0/s0",))) == ["p0/s1"]
 
 
+def test_v1_never_truncates_what_is_heavy() -> None:
+    driven = driven_pair("pdsr_v1", slots=1, fast_limit_tokens=50, on_fast_limit="truncate")
+    driven.submit(samples(1, 2))
+    assert admitted(driven.end("fast", {"p0/s0": 9}, finished=("p0/s0",)), "heavy") == ["p0/s1"]
+    assert admitted(driven.tell(WorkerLost(2.0, "heavy", "died")), "fast") == ["p0/s1"]
+    driven.join("heavy#2", "heavy", slots=1)
+    commands = driven.end("fast", {"p0/s1": 60})
+    assert suspended(commands) == [("p0/s1", "breaker")] and admitted(commands, "heavy#2") == ["p0/s1"]
+
+
 def with_threshold(driven: Driven) -> None:
     """Finished samples of 10, 20, ... 50 tokens: the 80th percentile is 40."""
     for i in range(5):
