@@ -11,20 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from app.flow import Sample
+from app.flow import DROPPED, Sample
 from app.reward.outcome import Failure, Outcome
 from settings.reward_section import MODEL_REWARD
 
 OnError = Literal["raise", "zero", "drop"]
 
-DROPPED = "dropped:reward"
+NO_REWARD_FINISH = f"{DROPPED}reward"
 """`finish_reason` of a sample that got no reward."""
 
 ERRORS_FIELD = "reward_errors"
 """Where a sample's record keeps its failures, as lines of text."""
-
-ENDED_UNUSABLE = "dropped:"
-"""What the `finish_reason` of a dropped sample begins with, whoever dropped it."""
 
 FINISH_FIELD = "finish_reason_before_drop"
 """Where the record of a dropped sample keeps how its generation ended."""
@@ -90,7 +87,7 @@ def _sum_of(tallies: Sequence[Tally]) -> Tally:
 
 def is_unusable(sample: Sample) -> bool:
     """Whether it was dropped before any reward function could be asked, while it was generated."""
-    return sample.finish_reason.startswith(ENDED_UNUSABLE) and sample.finish_reason != DROPPED
+    return sample.finish_reason.startswith(DROPPED) and sample.finish_reason != NO_REWARD_FINISH
 
 
 def with_unusable(scored: Scored, samples: Sequence[Sample]) -> Scored:
@@ -100,7 +97,7 @@ def with_unusable(scored: Scored, samples: Sequence[Sample]) -> Scored:
         return scored
     rest = iter(scored.samples)
     placed = [replace(s, rewards={}, reward=None) if is_unusable(s) else next(rest) for s in samples]
-    why = unusable[0].finish_reason.removeprefix(ENDED_UNUSABLE)
+    why = unusable[0].finish_reason.removeprefix(DROPPED)
     notice = f"{len(unusable)} of {len(samples)} samples have {why}, left out; first {unusable[0].uid}"
     return replace(scored, samples=placed, notices=(*scored.notices, notice))
 
@@ -163,7 +160,7 @@ def _weighed(
         extra[ERRORS_FIELD] = [_told(name, failure) for name, failure in failures.items()]
     if failures and on_error == "drop":
         extra[FINISH_FIELD] = sample.finish_reason
-        return replace(sample, rewards=rewards, reward=None, finish_reason=DROPPED, extra=extra)
+        return replace(sample, rewards=rewards, reward=None, finish_reason=NO_REWARD_FINISH, extra=extra)
     reward = sum(weights[name] * value for name, value in rewards.items())
     return replace(sample, rewards=rewards, reward=float(reward), extra=extra)
 
@@ -171,9 +168,9 @@ def _weighed(
 def _undropped(sample: Sample) -> Sample:
     """As it was before an earlier weighing said what had failed."""
     extra = {name: value for name, value in sample.extra.items() if name not in (ERRORS_FIELD, FINISH_FIELD)}
-    if sample.finish_reason != DROPPED:
+    if sample.finish_reason != NO_REWARD_FINISH:
         return replace(sample, extra=extra)
-    finish_reason = str(sample.extra.get(FINISH_FIELD, DROPPED))
+    finish_reason = str(sample.extra.get(FINISH_FIELD, NO_REWARD_FINISH))
     # Training masks what was dropped as a whole, and gives it no advantage; scoring leaves its mask alone.
     mask = sample.loss_mask if sample.mask.any() else None
     return replace(sample, finish_reason=finish_reason, loss_mask=mask, advantages=None, extra=extra)

@@ -65,8 +65,6 @@ class ScheduledWorkers(Streaming):
         self.schedule = schedule
         self.records: list[LogRecord] = []
         """What the scheduler was told and what it answered in the last rollout."""
-        self.start: Mapping[str, Any] = {}
-        """The scheduler's snapshot before it."""
         self.log: EventLog | None = None
         """Where the next rollout is written down, and goes on from."""
         self.watch: Watch | None = None
@@ -97,7 +95,7 @@ class ScheduledWorkers(Streaming):
         self.check(rows)
         scheduler = self.scheduler({row.prompt.uid for row in rows})
         begun = self.log.begin(scheduler) if self.log else Begun.now(scheduler)
-        self.start, self.records = begun.start, begun.records
+        self.records = begun.records
         opened = self.opened(
             *(weights, begun),
             rules=rules,

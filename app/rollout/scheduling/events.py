@@ -27,8 +27,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from app.flow import DROPPED as DROPPED
-
 Kind = Literal["fast", "heavy"]
 Role = Literal["probe", "fast", "heavy", "any"]
 """Why a row was admitted: to learn about its prompt, as one that is expected to be short or long, or as any other."""

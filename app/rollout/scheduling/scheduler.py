@@ -43,7 +43,6 @@ class Scheduler:
     Args:
         policy: a name in `POLICIES`.
         rebuild: how a row continues whose cache is gone.
-        keeps_caches: whether workers keep the caches of suspended rows, for others to copy.
         history: prompt -> length of its samples in earlier epochs (`Lengths.history`).
         known_lengths: uid -> length, which makes `adaptive` an oracle.
     """
@@ -55,12 +54,10 @@ class Scheduler:
         pdsr: Pdsr,
         segment: Segment,
         rebuild: Literal["prefill", "replay"] = "prefill",
-        keeps_caches: bool = True,
         history: Mapping[str, float] | None = None,
         known_lengths: Mapping[str, int] | None = None,
     ):
         self.rebuild: How = rebuild
-        self.keeps_caches = keeps_caches
         self.segment = segment
         lengths = Lengths(window=pdsr.window, history=history, known=known_lengths)
         self.context = Context(Ledger(), {}, lengths, pdsr)
@@ -185,7 +182,7 @@ class Scheduler:
                 self.context.lengths.observe(entry, measure=self.context.measure(entry))
                 self.policy.observe(entry, grew=False)
             else:
-                self.ledger.suspend(entry, held_by=worker.name if self.keeps_caches else None)
+                self.ledger.suspend(entry, held_by=worker.name)
                 self.policy.give_back(entry)
         for why, uids in by_reason.items():
             commands.append(Suspend(worker.name, tuple(uids), why))
@@ -261,7 +258,6 @@ class Scheduler:
             "pdsr": self.context.rules.model_dump(),
             "segment": self.segment.model_dump(),
             "rebuild": self.rebuild,
-            "keeps_caches": self.keeps_caches,
             "ledger": self.ledger.to_json(),
             "lengths": self.context.lengths.to_json(),
             "threshold": self.context.threshold,
@@ -280,7 +276,6 @@ class Scheduler:
             pdsr=Pdsr(**values["pdsr"]),
             segment=Segment(**values["segment"]),
             rebuild=values["rebuild"],
-            keeps_caches=values["keeps_caches"],
         )
         context = scheduler.context
         context.ledger = Ledger.from_json(values["ledger"])
