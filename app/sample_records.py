@@ -49,8 +49,9 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 def sample_to_record(sample: Sample) -> dict[str, Any]:
     """The sample as a JSON object; fields whose room has not run are absent.
 
-    `columns` holds the other columns of the data set's row; unknown fields of the file that the
-    sample came from stand at the end, as they were.
+    `policy_version` is of the oldest token; `policy_versions`, of each token, is there only where several versions drew
+    them. `columns` holds the other columns of the data set's row; unknown fields of the file that the sample came from
+    stand at the end, as they were.
     """
     prompt = sample.prompt
     record: dict[str, Any] = {

@@ -22,8 +22,8 @@ class Algorithm(Section):
     estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae", "vtrace"] | None = Field(
         default=None,
         description="Where advantages come from: siblings compared as in GRPO, Dr. GRPO or RLOO, the discounted "
-        "rewards of each token, GAE with a critic, or V-trace, which also corrects the critic's targets for a sampler "
-        "that is not the policy. Derived when null, as the next seven.",
+        "rewards of each token, GAE with a critic, or V-trace, which is GAE where the values behind a token and the "
+        "critic's targets are corrected for a sampler that is not the policy. Derived when null, as the next seven.",
     )
     ratio_level: Literal["token", "sequence"] | None = Field(
         default=None,
@@ -89,7 +89,7 @@ class Algorithm(Section):
         description="What a token's surrogate weighs by w, how much likelier the policy before the step makes it than "
         "its sampler did: 1 (none), w up to `correction_max` (truncate), or w between both bounds and else 0 (mask). "
         "Tokens of weight 0 still count in the loss's means; KL penalty and entropy bonus are not weighed. Derived "
-        "when null: truncate where `rollout.max_staleness` > 0, none for vtrace, which corrects itself, and else.",
+        "when null: truncate where `rollout.max_staleness` > 0, else none.",
     )
     correction_level: Literal["token", "sequence", "geometric"] | None = Field(
         default=None,
@@ -169,8 +169,8 @@ class Algorithm(Section):
     vtrace_max_ratio: float = Field(
         default=1.0,
         gt=0,
-        description="V-trace's rho: what a token weighs at most, by how much likelier the policy makes it than the "
-        "sampler did.",
+        description="V-trace's rho: what a token weighs at most in the critic's targets, by how much likelier the "
+        "policy makes it than the sampler did. In the policy's loss `correction` weighs it.",
     )
     vtrace_max_trace: float = Field(
         default=1.0,

@@ -9,23 +9,10 @@ def _an_older_policy_is_corrected(resolved: Resolved) -> str | None:
     settings = resolved.settings
     if settings.rollout.max_staleness == 0 or settings.algorithm.correction != "none":
         return None
-    if settings.algorithm.estimator == "vtrace":
-        return None
     return (
         f"{resolved.named('rollout.max_staleness')}: tokens may come from an older policy, and "
         f"{resolved.named('algorithm.correction')} takes them for the policy's own; leave algorithm.correction null, "
         "or set rollout.max_staleness: 0"
-    )
-
-
-def _tokens_are_weighed_once(resolved: Resolved) -> str | None:
-    algorithm = resolved.settings.algorithm
-    if algorithm.estimator != "vtrace" or algorithm.correction == "none":
-        return None
-    return (
-        f"{resolved.named('algorithm.correction')}: {resolved.named('algorithm.estimator')} already weighs each "
-        "token's advantage by how much likelier the policy makes it; leave algorithm.correction null, or set "
-        "algorithm.estimator: gae"
     )
 
 
@@ -39,4 +26,4 @@ def _the_mask_lets_something_pass(resolved: Resolved) -> str | None:
     )
 
 
-CORRECTION = (_an_older_policy_is_corrected, _tokens_are_weighed_once, _the_mask_lets_something_pass)
+CORRECTION = (_an_older_policy_is_corrected, _the_mask_lets_something_pass)

@@ -149,10 +149,9 @@ def _derived_algorithm(given: Algorithm) -> Layer:
 
 
 def _derived_correction(given: Settings) -> Layer:
-    """Whether and how tokens of an older policy are weighed. V-trace does so in its advantages."""
+    """Whether and how tokens of an older policy are weighed."""
     algorithm, paper = given.algorithm, PAPERS[given.algorithm.name]
-    is_stale = given.rollout.max_staleness > 0 and (algorithm.estimator or paper.estimator) != "vtrace"
-    correction = algorithm.correction or ("truncate" if is_stale else "none")
+    correction = algorithm.correction or ("truncate" if given.rollout.max_staleness > 0 else "none")
     values: dict[str, Any] = {"correction": correction}
     if correction != "none":
         of_samples = (algorithm.ratio_level or paper.ratio_level) == "sequence"

@@ -37,7 +37,7 @@ _FIELDS: Mapping[Readers, tuple[str, ...]] = {
         *("algorithm.lam", "algorithm.length_adaptive_lam", "algorithm.bootstrap_truncated"),
         *(field for field in FIELDS if field.startswith("critic.") and field != "critic.lam"),
     ),
-    # V-trace corrects advantages and targets alike.
+    # V-trace finds advantages and targets by one lambda.
     Readers(ESTIMATOR, frozenset({"gae"})): ("critic.lam",),
     Readers(ESTIMATOR, frozenset({"vtrace"})): ("algorithm.vtrace_max_ratio", "algorithm.vtrace_max_trace"),
     Readers(CORRECTION, frozenset({"truncate", "mask"})): (
@@ -98,13 +98,9 @@ def _chosen(resolved: Resolved, field: str) -> str:
     choice = READERS[field].choice
     if resolved.provenance[choice] != "derived":
         return choice
-    if choice == CORRECTION and not _vtrace_corrects(resolved):
+    if choice == CORRECTION:
         return "rollout.max_staleness"
     return "algorithm.name" if resolved.provenance[ESTIMATOR] == "derived" else ESTIMATOR
-
-
-def _vtrace_corrects(resolved: Resolved) -> bool:
-    return resolved.settings.rollout.max_staleness > 0 and resolved.settings.algorithm.estimator == "vtrace"
 
 
 def _place(resolved: Resolved, field: str) -> int:

@@ -125,7 +125,7 @@ def credit_by_vtrace(
     """The samples with V-trace's advantages and targets: the critic learns the values of the policy as it is now.
 
     However far it has moved from the one that drew the samples: by how much is in `policy_logprobs`, scored now, and
-    `behavior_logprobs`.
+    `behavior_logprobs`. What each token weighs by that in the policy's loss is for the loss.
 
     Source: Espeholt et al. 2018 (IMPALA), section 4.
     """

@@ -21,7 +21,11 @@ class VTrace(NamedTuple):
     """0 where the mask is False."""
 
     advantages: Float32[HostOrDevice, "B T"]
-    """Of the policy gradient: rho_t * (r_t + gamma * (lam * v_{t+1} + (1 - lam) * V_{t+1}) - V_t)."""
+    """r_t + gamma * (lam * v_{t+1} + (1 - lam) * V_{t+1}) - V_t; without the rho_t of the policy gradient.
+
+    That is what the token weighs in the loss, and the loss weighs it: in here, whitening would give a token of rho 0
+    the advantage -mean / std, at full weight.
+    """
     targets: Float32[HostOrDevice, "B T"]
     """Of the critic: v_t."""
 
@@ -55,6 +59,7 @@ def vtrace(
     The other arguments are those of `app.advantage.gae.estimate.generalized_advantages`.
 
     Source: Espeholt et al. 2018 (IMPALA), eq. 1 and section 4.2; lambda: remark 2, and rlax in the advantages.
+    Both multiply the advantages by rho_t.
     """
     choice = choose(backend, rewards.shape, one_leak=False, chunk_size=chunk_size)
     bounds = jnp.asarray(max_ratio, jnp.float32), jnp.asarray(max_trace, jnp.float32)
@@ -106,7 +111,7 @@ def _vtrace(
         chunk_size,
     ).advantages
     behind = jnp.pad(corrections[:, 1:], ((0, 0), (0, 1)))[:, : corrections.shape[1]]
-    advantages = weights * (terms.deltas + (1 - leaks) * behind)
+    advantages = terms.deltas + (1 - leaks) * behind
     return VTrace(
         advantages if rows.mask is None else jnp.where(rows.mask, advantages, 0.0),
         terms.credit(corrections).returns,

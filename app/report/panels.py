@@ -141,7 +141,8 @@ PANELS = (
         "sampler_mismatch",
         "Sampler against trainer",
         "Mean difference of their logprobs on the same tokens, in nats. About 1e-7 in float32 and below "
-        f"{MISMATCH:g} in bfloat16; more means that the gradient is of another policy than the one that sampled.",
+        f"{MISMATCH:g} in bfloat16; more means that the gradient is of another policy than the one that sampled, as is "
+        "meant with rollout.max_staleness.",
         "Not recorded.",
         has("rollout/sampler_scorer_logprob_diff_mean"),
         draw_line("rollout/sampler_scorer_logprob_diff_mean", "nats per token"),

@@ -69,7 +69,8 @@ def refill(source: Source, *, keep: Filter, num_groups: int, max_rounds: int) ->
     choose alike, and hand each other what each lacks of its equal part.
 
     A prompt that was asked before in the step brings the same samples again, as noise follows prompt and step: such a
-    group is left out. That happens where a step meets the end of the data.
+    group is left out. That happens where a step meets the end of the data. Where rounds are generated ahead of steps,
+    noise follows prompt and round: the same prompt brings other samples, and is left out all the same.
     """
     num_wanted = num_groups * jax.process_count()
     own: list[Group] = []

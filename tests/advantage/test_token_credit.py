@@ -313,7 +313,7 @@ def test_vtrace_of_the_samplers_own_policy_has_the_targets_of_gae():
         np.testing.assert_allclose(one.returns, by_estimate.returns, atol=1e-5)
 
 
-def test_vtrace_weighs_a_token_by_how_far_the_policy_has_left_the_sampler():
+def test_vtrace_weighs_a_token_of_the_targets_and_leaves_that_of_the_advantages_to_the_loss():
     (one,) = [sample(1, reward=2.0, values=np.array([0.5], np.float32))]
     half = replace(one, policy_logprobs=one.behavior_logprobs + np.float32(np.log(0.5)))
     got: Any
@@ -324,5 +324,5 @@ def test_vtrace_weighs_a_token_by_how_far_the_policy_has_left_the_sampler():
         token_rewards=task_token_rewards,
         bootstrap=terminal,
     )
-    np.testing.assert_allclose(got.advantages, [0.75], rtol=1e-5)
-    np.testing.assert_allclose(got.returns, [1.25], rtol=1e-5)
+    np.testing.assert_allclose(got.advantages, [2.0 - 0.5], rtol=1e-5)
+    np.testing.assert_allclose(got.returns, [0.5 + 0.5 * (2.0 - 0.5)], rtol=1e-5)

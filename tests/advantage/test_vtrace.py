@@ -35,9 +35,10 @@ def test_off_policy_it_is_the_recursion_of_the_paper():
         delta = weights[t] * (rewards[0, t] + gamma * values[0, t + 1] - values[0, t])
         targets[t] = values[0, t] + delta + gamma * traces[t] * (targets[t + 1] - values[0, t + 1])
     behind = np.append(lam * targets[1:9] + (1 - lam) * values[0, 1:9], values[0, 9])
-    advantages = weights * (rewards[0] + gamma * behind - values[0, :9])
+    of_the_policy_gradient = weights * (rewards[0] + gamma * behind - values[0, :9])
     np.testing.assert_allclose(got.targets[0], targets[:9], atol=1e-5)
-    np.testing.assert_allclose(got.advantages[0], advantages, atol=1e-5)
+    # The paper's advantages hold what tokens weigh; here the loss does that.
+    np.testing.assert_allclose(weights * got.advantages[0], of_the_policy_gradient, atol=1e-5)
 
 
 BOUNDS: dict[str, Any] = {"gamma": 0.9, "lam": 0.8, "max_ratio": 1.2, "max_trace": 0.7}

@@ -12,7 +12,8 @@ from settings.unread import launch_lines
 from tests.settings.loading import load_text, with_sets
 
 PARTS = ("correction", "correction_level", "correction_veto")
-VTRACE, STALE = "algorithm.estimator=vtrace", "rollout.max_staleness=2"
+VTRACE = "algorithm.estimator=vtrace"
+STALE = ("rollout.max_staleness=2", "rollout.scheduler=adaptive")
 
 
 def parts_of(*overrides: str) -> tuple:
@@ -30,15 +31,17 @@ def refusal(resolved: Resolved) -> str:
     ("overrides", "expected"),
     [
         ([], ("none", None, None)),
-        ([STALE], ("truncate", "token", 1e-4)),
-        ([STALE, "algorithm.name=gspo"], ("truncate", "geometric", 1e-4)),
-        ([STALE, "algorithm.ratio_level=sequence"], ("truncate", "geometric", 1e-4)),
-        ([STALE, "algorithm.name=gspo", "algorithm.ratio_level=token"], ("truncate", "token", 1e-4)),
-        ([STALE, VTRACE], ("none", None, None)),
-        ([STALE, "algorithm.name=ppo"], ("truncate", "token", 1e-4)),
+        ([*STALE], ("truncate", "token", 1e-4)),
+        ([*STALE, "algorithm.name=gspo"], ("truncate", "geometric", 1e-4)),
+        ([*STALE, "algorithm.ratio_level=sequence"], ("truncate", "geometric", 1e-4)),
+        ([*STALE, "algorithm.name=gspo", "algorithm.ratio_level=token"], ("truncate", "token", 1e-4)),
+        ([VTRACE], ("none", None, None)),
+        ([*STALE, VTRACE], ("truncate", "token", 1e-4)),
+        ([*STALE, VTRACE, "algorithm.correction=mask"], ("mask", "token", 1e-4)),
+        ([*STALE, "algorithm.name=ppo"], ("truncate", "token", 1e-4)),
         (["algorithm.correction=mask"], ("mask", "token", 1e-4)),
         (["algorithm.correction=mask", "algorithm.correction_veto=0"], ("mask", "token", 0.0)),
-        ([STALE, "algorithm.correction_level=sequence"], ("truncate", "sequence", 1e-4)),
+        ([*STALE, "algorithm.correction_level=sequence"], ("truncate", "sequence", 1e-4)),
     ],
 )
 def test_a_correction_follows_from_how_old_samples_may_be(overrides: list[str], expected: tuple) -> None:
@@ -50,23 +53,16 @@ def test_a_correction_follows_from_how_old_samples_may_be(overrides: list[str], 
     )
 
 
-def test_older_policies_are_corrected_somehow() -> None:
-    message = refusal(with_sets(STALE, "algorithm.correction=none"))
+@pytest.mark.parametrize("estimator", [(), ("algorithm.name=ppo",), (VTRACE,)])
+def test_older_policies_are_corrected_somehow_whatever_credits(estimator: tuple[str, ...]) -> None:
+    message = refusal(with_sets(*STALE, *estimator, "algorithm.correction=none"))
     assert message == (
         "rollout.max_staleness = 2 (from --set): tokens may come from an older policy, and algorithm.correction = "
         "'none' (from --set) takes them for the policy's own; leave algorithm.correction null, or set "
         "rollout.max_staleness: 0"
     )
-    check_for_train(with_sets("algorithm.correction=none"))
-    check_for_train(with_sets(STALE, VTRACE, "algorithm.correction=none"))
-    check_for_rollout(with_sets(STALE, "algorithm.correction=none"))
-
-
-@pytest.mark.parametrize("correction", ["truncate", "mask"])
-def test_what_v_trace_has_weighed_is_not_weighed_again(correction: str) -> None:
-    message = refusal(with_sets(VTRACE, f"algorithm.correction={correction}"))
-    assert message.startswith(f"algorithm.correction = {correction!r} (from --set): algorithm.estimator = 'vtrace'")
-    assert "leave algorithm.correction null" in message
+    check_for_train(with_sets(*estimator, "algorithm.correction=none"))
+    check_for_rollout(with_sets(*STALE, *estimator, "algorithm.correction=none"))
 
 
 def test_a_mask_lets_something_pass() -> None:
@@ -114,14 +110,12 @@ def test_what_no_correction_reads_is_refused_where_it_is_said_later(unread: str,
 
 
 def test_what_decided_against_a_correction_is_named(folder: Path) -> None:
-    truncating = load_text(folder, "rollout: {max_staleness: 2}", "algorithm.correction_min=0.1")
+    stale = "rollout: {max_staleness: 2, scheduler: adaptive}"
+    truncating = load_text(folder, stale, "algorithm.correction_min=0.1")
     assert (
         "no effect under rollout.max_staleness = 2 (from yaml:c.yaml:1): it is for algorithm.correction mask; "
     ) in refusal(truncating)
-    vtrace = "rollout: {max_staleness: 2}\nalgorithm: {estimator: vtrace}"
-    assert "no effect under algorithm.estimator = 'vtrace' (from yaml:c.yaml:2)" in refusal(
-        load_text(folder, vtrace, "algorithm.correction_max=3.0")
-    )
+    check_for_train(load_text(folder, stale, VTRACE, "algorithm.correction_max=3.0"))
 
 
 def test_what_a_correction_would_read_is_told_where_it_is_turned_off_later(folder: Path) -> None:

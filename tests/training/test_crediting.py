@@ -11,8 +11,11 @@ import pytest
 from app.advantage.group import ADVANTAGES
 from app.flow import Sample
 from app.training.crediting import wire_crediting, wire_gae_credit, wire_return_credit
+from app.training.wiring import wire_loss
+from app.update.aggregation import token_mean
 from settings import Settings, load
-from tests.tiny import make_sample
+from tests.tiny import make_sample, one_a_row
+from tests.update.table_policy import loss_and_gradient
 
 PENALTY = ("algorithm.beta=0.5", "algorithm.kl_in=reward")
 
@@ -142,3 +145,27 @@ def test_vtrace_takes_its_bounds_from_the_settings() -> None:
     for bound in (1.0, 1.5):
         credited = crediting(*chosen, f"algorithm.vtrace_max_ratio={bound}")([doubled], 0.0)
         np.testing.assert_allclose(credited.samples[0].returns[-1], 0.75 + bound * (1 - 0.75), rtol=1e-5)
+
+
+@pytest.mark.parametrize("correction", [(), ("algorithm.correction=mask",)])
+def test_nothing_is_learned_from_a_token_that_the_policy_would_not_draw_though_vtrace_is_whitened(
+    correction: tuple[str, ...],
+) -> None:
+    stale = ("rollout.max_staleness=1", "algorithm.correction_veto=0")
+    chosen = settings_of("algorithm.estimator=vtrace", *stale, *correction)
+    vocabulary = 5
+    scored = np.full(3, -np.log(vocabulary), np.float32)
+    drawn = scored + np.array([0, 12, 0], np.float32)
+    samples = [replace(s, policy_logprobs=scored, behavior_logprobs=drawn) for s in samples_of(1.0, 4.0)]
+    credited = wire_crediting(chosen)(samples, 0.0).samples
+    assert chosen.algorithm.whiten_advantages
+    assert all(s.advantages is not None and abs(s.advantages[1]) > 0.1 for s in credited)
+    gradient, _ = loss_and_gradient(
+        wire_loss(chosen.algorithm, several_updates=True),
+        np.zeros((6, vocabulary), np.float32),
+        credited,
+        one_a_row(2, rows_per_micro_batch=2, num_tokens=8, num_targets=4),
+        weights=token_mean,
+    )
+    of_tokens = np.abs(gradient).max(axis=1)
+    assert of_tokens[[1, 4]].max() < 1e-5 < 1e-2 < of_tokens[[0, 2, 3, 5]].min()

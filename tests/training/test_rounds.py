@@ -1,0 +1,94 @@
+"""How far ahead of training rounds are asked for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from app.flow import Prompt, Sample
+from app.training.progress import Board
+from app.training.rounds import Ahead, RoundPrompts
+from app.training.session import Session
+from app.training.timer import Timer
+from settings import load
+from tests.tiny import make_prompt, make_sample
+
+MAX_ROUNDS = 3
+NUM_STEPS = 8
+PROMPTS = [make_prompt(f"row-{i}", (1,)) for i in range(5)]
+
+
+class CountingGeneration:
+    """Of a round that is asked for, draws every token at once: none could be older."""
+
+    def __init__(self) -> None:
+        self.newest = 0
+        self.waiting: deque[Sample] = deque()
+        self.noise_steps: list[int] = []
+
+    def submit(self, prompts: Sequence[Prompt], *, noise_step: int) -> None:
+        self.waiting.append(replace(make_sample([0]), policy_version=self.newest))
+        self.noise_steps.append(noise_step)
+
+    def publish(self, weights: Any, *, policy_version: int) -> None:
+        assert policy_version == self.newest + 1
+        self.newest = policy_version
+
+    def take(self, *, first_group_id: int) -> list[Sample]:
+        return [self.waiting.popleft()]
+
+
+class Walk:
+    """Steps that take rounds, one step after the other."""
+
+    def __init__(self, *, k: int, num_steps: int):
+        settings = load(
+            None, [f"run.steps={num_steps}", f"rollout.max_staleness={k}", "rollout.prompts_per_step=2"], {}
+        ).settings
+        self.generation = CountingGeneration()
+        engine = SimpleNamespace(weights=lambda params: params)
+        session = SimpleNamespace(settings=settings, engine=engine, open_generation=lambda *_, **__: self.generation)
+        self.prompts = RoundPrompts(settings, PROMPTS)
+        self.rounds = Ahead(cast(Session, session), self.prompts, max_rounds=MAX_ROUNDS)
+        self.timer = Timer(Board(num_steps=num_steps, first_step=0, shown=False))
+        self.ages: list[int] = []
+        """In steps, of each round when it was taken."""
+        self._num_taken = 0
+
+    def step(self, step: int, *, num_rounds: int) -> tuple[int, list[int], int]:
+        """How many rounds wait before the first is taken, after each, and after the step."""
+        position = self._num_taken * self.prompts.per_round
+        with self.rounds.of_step({}, step=step, position=position, timer=self.timer) as take:
+            before, after = len(self.generation.waiting), []
+            for number in range(num_rounds):
+                (sample,) = take(number)
+                self.ages.append(step - 1 - sample.policy_version)
+                after.append(len(self.generation.waiting))
+        self.rounds.publish({}, step=step)
+        self._num_taken += num_rounds
+        return before, after, len(self.generation.waiting)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("rounds_of_steps", [(1,) * NUM_STEPS, (1, 3, 2, 1, 1, 3, 3, 1), (MAX_ROUNDS,) * NUM_STEPS])
+def test_as_many_rounds_wait_as_may_be_learned_from_in_time(k: int, rounds_of_steps: tuple[int, ...]) -> None:
+    walk = Walk(k=k, num_steps=100)
+    for step, num_rounds in enumerate(rounds_of_steps, start=1):
+        assert walk.step(step, num_rounds=num_rounds) == (k + 1, [k] * num_rounds, k + 1)
+    # Where every step takes a single round, the last that was asked for is as old as may be.
+    assert max(walk.ages) == k if set(rounds_of_steps) == {1} else 1 <= max(walk.ages) <= k
+    assert walk.generation.noise_steps == list(range(sum(rounds_of_steps) + k + 1))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_no_round_is_asked_for_that_no_step_could_take(k: int) -> None:
+    walk = Walk(k=k, num_steps=2)
+    for step in (1, 2):
+        walk.step(step, num_rounds=MAX_ROUNDS)
+    assert not walk.generation.waiting
+    assert walk.generation.noise_steps == list(range(2 * MAX_ROUNDS))
