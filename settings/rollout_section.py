@@ -92,8 +92,7 @@ class Workers(Section):
         default=None,
         gt=0,
         description="A worker that is silent for so many seconds in a segment is given up, and its samples go on "
-        "elsewhere; any time when null. Each token that it computes again counts as a segment. Not where one thread "
-        "drives all workers.",
+        "elsewhere; any time when null. Not where one thread drives all workers; null with `rollout.max_staleness`.",
     )
     deterministic: bool = Field(
         default=False,

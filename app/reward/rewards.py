@@ -121,7 +121,10 @@ class Rewards:
         """
         assert self._judge is not None
         on_error = "raise" if self._settings.on_error == "raise" else "zero"
-        judged = _scored(samples, moment, [self._judge], {self._judge.name: 1.0}, on_error, when_all_abstain=None)
+        weights = {self._judge.name: 1.0}
+        judged = _scored(
+            samples, moment, [self._judge], weights, on_error, when_all_abstain=None, of_unusable="counted as 0"
+        )
         # A policy that breaks on hard problems is not the better for it.
         wrong = {self._judge.name: 0.0}
         return replace(judged, samples=[replace(s, rewards=wrong) if is_unusable(s) else s for s in judged.samples])
@@ -156,6 +159,7 @@ def _scored(
     *,
     given: Mapping[str, Sequence[Outcome]] = MappingProxyType({}),
     when_all_abstain: Failure | None = NO_REWARD,
+    of_unusable: str = "left out",
 ) -> Scored:
     usable = [sample for sample in samples if not is_unusable(sample)]
     try:
@@ -167,7 +171,7 @@ def _scored(
     for name, of_all in given.items():
         outcomes[name] = [one for one, sample in zip(of_all, samples, strict=True) if not is_unusable(sample)]
     weighed = weigh(usable, outcomes, weights, on_error, when_all_abstain=when_all_abstain)
-    return with_unusable(weighed, samples)
+    return with_unusable(weighed, samples, fate=of_unusable)
 
 
 def judge_of(settings: Reward) -> str:

@@ -90,15 +90,19 @@ def is_unusable(sample: Sample) -> bool:
     return sample.finish_reason.startswith(DROPPED) and sample.finish_reason != NO_REWARD_FINISH
 
 
-def with_unusable(scored: Scored, samples: Sequence[Sample]) -> Scored:
-    """All samples in their order; those that were not asked about have no reward."""
+def with_unusable(scored: Scored, samples: Sequence[Sample], *, fate: str) -> Scored:
+    """All samples in their order; those that were not asked about have no reward.
+
+    Args:
+        fate: what becomes of these, for people.
+    """
     unusable = [sample for sample in samples if is_unusable(sample)]
     if not unusable:
         return scored
     rest = iter(scored.samples)
     placed = [replace(s, rewards={}, reward=None) if is_unusable(s) else next(rest) for s in samples]
     why = unusable[0].finish_reason.removeprefix(DROPPED)
-    notice = f"{len(unusable)} of {len(samples)} samples have {why}, left out; first {unusable[0].uid}"
+    notice = f"{len(unusable)} of {len(samples)} samples have {why}, {fate}; first {unusable[0].uid}"
     return replace(scored, samples=placed, notices=(*scored.notices, notice))
 
 

@@ -6,6 +6,7 @@ by several versions. Source: Piché et al. 2025 (PipelineRL).
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -25,6 +26,8 @@ from app.rollout.scheduling.event_log import Begun
 from app.rollout.scheduling.figures import Figures, FigureTally
 from app.rollout.streaming import rows_of
 from app.rollout.workers import LAST_SEGMENT_S
+
+log = logging.getLogger(__name__)
 
 
 class Done(NamedTuple):
@@ -136,7 +139,7 @@ class Generation:
 
     def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
         """Segments that begin from now on are drawn by these weights."""
-        # An update may still compute them: a segment would wait for it, and its worker's lease run.
+        # An update may still compute them: segments go on with the last ones until it has.
         jax.block_until_ready(weights)
         self._run.publish(weights, policy_version=policy_version)
 
@@ -158,11 +161,13 @@ class Generation:
         ]
 
     def close(self) -> None:
-        """Stops at the edges of the segments that run. What was not taken is lost."""
+        """Stops at the edges of the segments that run, or after `LAST_SEGMENT_S`. What was not taken is lost."""
         self._inbox.put(None)
         self._run.wake()
         self._thread.join(LAST_SEGMENT_S)
-        if not self._thread.is_alive():
+        if self._thread.is_alive():
+            log.warning("generation is left in a segment that does not end")
+        else:
             self._opened.close()
 
     def _serve(self) -> None:

@@ -98,7 +98,8 @@ class Row:
         ids, logprobs, kept_mass_logs = self._joined
         versions = self.policy_versions
         # Of a sample without a token, the version of the segment that dropped it.
-        oldest = int(versions.min()) if len(versions) else self.versions[-1][0]
+        of_last = self.versions[-1][0] if self.versions else self.noise_step
+        oldest = int(versions.min()) if len(versions) else of_last
         return Sample(
             prompt=self.prompt,
             sample_index=self.sample_index,

@@ -103,7 +103,7 @@ def slot_shapes(
 
 
 def shapes_of(
-    rollout: Rollout, num_slots: int, *, max_prompt_length: int, row_shards: int = 1, name: str = "rollout.slots"
+    rollout: Rollout, num_slots: int, *, max_prompt_length: int, name: str, row_shards: int = 1
 ) -> SlotShapes:
     """The sizes that the settings ask for; see `slot_shapes`."""
     return slot_shapes(

@@ -7,7 +7,7 @@ together. A segment runs on the devices while the host reads what the one before
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,8 @@ class SlotEngine:
         self._weights: Any = ()
         self._pool: Cache = ()
         self._cache: Cache = ()
+        self.when_fed: Callable[[], None] | None = None
+        """Is called after each token that is computed again, from the thread that admits."""
         self._rows: list[Row | None] = []
         self._running: tuple[list[tuple[int, Row]], Array, Array] | None = None
 
@@ -123,6 +125,11 @@ class SlotEngine:
         """Frees the devices. Samples that are not done are gone, and so are the caches of suspended ones."""
         self._pool = self._cache = self._weights = ()
         self._rows, self._running = [], None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds weights."""
+        return bool(self._weights)
 
     @property
     def resident(self) -> list[Row]:
@@ -233,7 +240,10 @@ class SlotEngine:
                 of_slots.length[slot] = len(row.prompt.token_ids) + fed
                 of_slots.left[slot] = count < len(ids)
             # The devices may still read the table when the next one is made.
-            self._decode(table.copy(), Limits(length=1, leave_when_finished=0, leave_when_active=0))
+            status, _ = self._decode(table.copy(), Limits(length=1, leave_when_finished=0, leave_when_active=0))
+            if self.when_fed is not None:
+                status.block_until_ready()
+                self.when_fed()
         self.tally.row_steps += steps * len(self._rows)
         self.tally.reread_tokens += sum(row.num_tokens for row in rows)
 

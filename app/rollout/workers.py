@@ -6,6 +6,7 @@ run: `Threads` side by side, `Turns` by one thread, in an order that does not de
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -29,7 +30,7 @@ from app.rollout.tally import Tally
 log = logging.getLogger(__name__)
 
 LAST_SEGMENT_S = 600.0
-"""How long the end of a rollout waits for a worker without a lease: nobody needs its segment any more."""
+"""How long the end of a rollout waits for whatever still runs, at most: nobody needs it any more."""
 
 Clock = Callable[[], float]
 """Seconds from any moment on."""
@@ -86,7 +87,8 @@ class Worker:
 
     def offer(self, weights: DecodeWeights, *, policy_version: int) -> None:
         """Its next segment is drawn by these weights; rows go on with the caches they have. From any thread."""
-        self._offered.append((weights, policy_version))
+        if self.engine.is_open:
+            self._offered.append((weights, policy_version))
 
     def take_tally(self) -> Tally:
         """Of all segments that have ended since the last call. From any thread."""
@@ -217,8 +219,16 @@ class Threads:
         self._threads = {
             worker: Thread(target=self._serve, args=(worker,), name=worker.name, daemon=True) for worker in workers
         }
+        for worker in workers if lease_s is not None else ():
+            worker.engine.when_fed = functools.partial(self._renew, worker)
         for thread in self._threads.values():
             thread.start()
+
+    def _renew(self, worker: Worker) -> None:
+        """It is alive: a token that it computes again has come from the devices."""
+        assert self._lease_s is not None
+        if worker in self._due:
+            self._due[worker] = time.monotonic() + self._lease_s
 
     def suspend(self, worker: Worker, row: Row) -> Future[Suspended]:
         return self._ask(worker, lambda: worker.suspend(row))
@@ -228,10 +238,7 @@ class Threads:
             worker.begin(command, admissions)
             self._outcomes.put(Outcome(worker, worker.end()))
 
-        # Where tokens go through the decode program again, one by one, each may take as long as a segment.
-        again = max((one.row.num_tokens for one in admissions if one.kept is None), default=0) * worker.engine.exact
-        lease_s = math.inf if self._lease_s is None else self._lease_s * (1 + again)
-        self._due[worker] = time.monotonic() + lease_s
+        self._due[worker] = time.monotonic() + (math.inf if self._lease_s is None else self._lease_s)
         self._ask(worker, segment)
 
     def _ask(self, worker: Worker, work: Callable[[], Any]) -> Future[Any]:
@@ -261,16 +268,23 @@ class Threads:
         self._outcomes.put(None)
 
     def next(self) -> Outcome | None:
-        left = min(self._due.values(), default=math.inf) - time.monotonic()
         try:
-            outcome = self._outcomes.get(timeout=None if left == math.inf else max(left, 0.0))
+            outcome = self._outcomes.get(timeout=self._until_due())
         except Empty:
+            if self._until_due():
+                # Its lease was renewed meanwhile.
+                return None
             late = min(self._due, key=lambda worker: self._due[worker])
             outcome = Outcome(late, SilentError(f"silent for {self._lease_s} s"))
             self._stalled.add(late)
         if outcome is not None:
             self._due.pop(outcome.worker, None)
         return outcome
+
+    def _until_due(self) -> float | None:
+        """Seconds until the first lease ends; None: none does."""
+        due = min(self._due.values(), default=math.inf)
+        return None if due == math.inf else max(due - time.monotonic(), 0.0)
 
     def close(self) -> dict[Worker, Thread]:
         for inbox in self._inboxes.values():

@@ -351,7 +351,7 @@ def _check_rewards(scored: Scored) -> None:
     if max_over_hosts(np.asarray(scored.problem is not None)):
         raise RuntimeError(scored.problem or "a reward function failed on another host, which says why")
     num_kept = sum_over_hosts(np.asarray(sum(s.reward is not None for s in scored.samples)))
-    if num_kept == 0 and all(s.finish_reason == NON_FINITE for s in scored.samples):
+    if num_kept == 0 and scored.samples and all(s.finish_reason == NON_FINITE for s in scored.samples):
         raise RuntimeError(
             f"no sample of this step could be generated: {scored.notices[-1]}. The policy's weights hold NaN or "
             "infinity, or overflow: lower optimizer.learning_rate, train in float32, or choose another model.path"

@@ -35,7 +35,9 @@ def open_slots(
         return None
     _check_one_host(f"rollout.slots: {num_slots} slots are filled by one host")
     longest_prompt, shards = settings.data.max_prompt_length, placement.num_row_shards(mesh)
-    shapes = shapes_of(settings.rollout, num_slots, max_prompt_length=longest_prompt, row_shards=shards)
+    shapes = shapes_of(
+        settings.rollout, num_slots, max_prompt_length=longest_prompt, name="rollout.slots", row_shards=shards
+    )
     engine = _engine(settings, definition, tokenizer, mesh, shapes=shapes, dtype=dtype)
     return ContinuousBatching(engine, decode_text=tokenizer.decode, rule=settings.rollout.segment)
 

@@ -179,7 +179,8 @@ def worker_specs(rollout: Rollout, *, max_prompt_length: int, on_one_device: boo
     device = "0" if on_one_device else None
     specs = []
     for kind, pool in pools:
-        shapes = shapes_of(rollout, pool.slots, max_prompt_length=max_prompt_length)
+        name = f"rollout.workers.{kind}.slots"
+        shapes = shapes_of(rollout, pool.slots, max_prompt_length=max_prompt_length, name=name)
         ladders = Ladders(shapes.batch_rungs, shapes.cache_rungs, shapes.prompt_rungs, shapes.prefill_rows)
         rungs = shapes.batch_rungs[:-1]
         specs += [WorkerSpec(f"{kind}-{i}", kind, pool.slots, rungs, device, ladders) for i in range(pool.count)]

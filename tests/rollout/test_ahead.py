@@ -226,7 +226,9 @@ def test_weights_go_when_the_next_are_loaded() -> None:
     made = scheduled(workers_on(1), in_turn=True)
     first = jax.tree.map(jnp.copy, weights_on())
     leaves = [weakref.ref(leaf) for leaf in jax.tree.leaves(first)]
-    rollout = made.opened(first, Begun.now(made.scheduler()), rules=RULES, seed=SEED, policy_version=KEY, tell=print)
+    rollout = made.opened(
+        first, Begun.now(made.scheduler()), rules=RULES, seed=SEED, policy_version=KEY, tell=lambda record: None
+    )
     del first
     with rollout as run:
         one = OpenRollout(run, FigureTally())

@@ -94,14 +94,15 @@ def test_closing_waits_for_a_sleeping_worker_no_longer_than_its_lease() -> None:
     workers = workers_on(2)
     sleeper = workers[1].engine
     assert isinstance(sleeper, Mortal)
+    sleeper.sleep = Event()
     made = scheduled(workers, lease_s=1.0)
     stream = made.stream(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
     next(stream)
-    sleeper.sleep = Event()
     closing = Thread(target=stream.close)  # pyright: ignore[reportAttributeAccessIssue]
     closing.start()
     closing.join(timeout=60.0)
     assert not closing.is_alive()
+    assert set(made._stalled) == {workers[1]}
     sleeper.sleep.set()
     for thread in made._stalled.values():
         thread.join()
@@ -114,12 +115,13 @@ def test_a_segment_that_does_not_end_is_left_behind(monkeypatch: pytest.MonkeyPa
     workers = workers_on(2)
     sleeper = workers[1].engine
     assert isinstance(sleeper, Mortal)
-    made = scheduled(workers)
+    sleeper.sleep = Event()
+    # The first sample is the first worker's, and stays there.
+    made = scheduled(workers, "sync")
     stream = made.stream(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
     next(stream)
-    sleeper.sleep = Event()
     stream.close()  # pyright: ignore[reportAttributeAccessIssue]
-    assert set(made._stalled) <= {workers[1]}
+    assert set(made._stalled) == {workers[1]}
     sleeper.sleep.set()
     for thread in made._stalled.values():
         thread.join()

@@ -134,3 +134,10 @@ def test_what_a_row_has_drawn_since_is_found_without_reading_the_rest() -> None:
     for first, last in itertools.combinations(range(6), 2):
         np.testing.assert_array_equal(row.drawn_after(first, last), whole[:, first:last])
     assert row.drawn_after(5, 5).shape == (3, 0)
+
+
+def test_a_sample_that_was_dropped_before_its_first_token_is_restored() -> None:
+    row = Row.restored(Row(PROMPTS[0], 0, max_new_tokens=9, noise_step=3), ())
+    row.finish_reason = "dropped:non-finite logits"
+    sample = row.sample(0, decode_text=str, truncates=False)
+    assert len(sample.completion_ids) == 0 and sample.policy_version == 3

@@ -123,12 +123,13 @@ class EventLog:
     def finish(self, *, keep: Path | None = None) -> None:
         """The samples are where they should be: the log goes away, or is moved to `keep`, which may be where it is."""
         if keep is not None and keep.resolve() == self.path.resolve():
-            return self._file.close()
+            self._file.close()
+            return
         if keep is not None:
             with self.path.open("rb") as source, replacing(keep) as target:
                 shutil.copyfileobj(source, target)
         self.path.unlink()
-        return self._file.close()
+        self._file.close()
 
     def _cut(self, num_bytes: int) -> None:
         """Takes off what was being written when the process was killed."""

@@ -85,6 +85,10 @@ class WorkerJoined:
     device: str | None = None
     """Workers with the same one take turns on it; None: devices of its own."""
 
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise TypeError(f"a worker of {self.slots} slots")
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
@@ -251,8 +255,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     if origin is Literal:
         fits = value in arguments
     elif type(value) in (int, float):
-        least = 1 if where == "WorkerJoined.slots" else 0
-        fits = (type(value) in kinds or float in kinds) and least <= value <= LARGEST
+        fits = (type(value) in kinds or float in kinds) and 0 <= value <= LARGEST
     else:
         fits = type(value) in kinds
     if not fits:
