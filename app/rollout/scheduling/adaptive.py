@@ -20,7 +20,8 @@ class Adaptive(Policy):
     """Work-conserving: a free slot never waits for a verdict.
 
     Nothing known about a prompt counts as the longest that it may become, so that one sample of each such prompt is
-    among the first to run; what it becomes orders its siblings.
+    among the first to run; what it becomes orders its siblings. A row stays where it is: taking it out costs its worker
+    caches of full length, and what could be won by sorting long rows from short ones is less.
     """
 
     name = "adaptive"
@@ -28,8 +29,6 @@ class Adaptive(Policy):
     def __init__(self, context: Context):
         super().__init__(context)
         self._queue = Queue()
-        self._long = Queue()
-        """Suspended on their way to a heavy worker."""
         self._siblings: dict[str, list[str]] = {}
         """Prompt -> its samples that wait."""
         self._since: dict[str, int] = {}
@@ -39,13 +38,7 @@ class Adaptive(Policy):
         self._wait(entry, since=self.context.lengths.num_finished)
 
     def give_back(self, entry: Entry) -> None:
-        if self._is_long(entry):
-            self._long.put(entry.uid, -entry.num_tokens, entry.number)
-        else:
-            self._wait(entry, since=0)
-
-    def _is_long(self, entry: Entry) -> bool:
-        return self.context.threshold is not None and self.context.measure(entry) > self.context.threshold
+        self._wait(entry, since=0)
 
     def _wait(self, entry: Entry, *, since: int) -> None:
         self._since[entry.uid] = since
@@ -54,7 +47,8 @@ class Adaptive(Policy):
 
     def _place(self, entry: Entry) -> None:
         lengths, longest = self.context.lengths, entry.sample.max_new
-        knows = lengths.is_known(entry.prompt) or entry.uid in lengths.known
+        # What has begun goes on first: it may still be the longest, and its siblings may learn from it.
+        knows = (lengths.is_known(entry.prompt) and not entry.num_tokens) or entry.uid in lengths.known
         expected = lengths.estimate(entry) if knows else longest
         age = self._since[entry.uid] * longest / FINISHES_TO_THE_FRONT
         self._queue.put(entry.uid, age - expected, entry.number)
@@ -68,29 +62,9 @@ class Adaptive(Policy):
             self._place_siblings(entry.prompt)
 
     def evictions(self, worker: Worker) -> list[Eviction]:
-        rows = running_rows(self.context, worker)
-        movable = [entry for entry in rows if entry.moves < MAX_MOVES]
-        if len(self._queue):
-            return self._sorted_out(worker, movable)
-        if len(self._long) == 0:
-            return self._spread(worker, movable)
-        return []
+        return [] if len(self._queue) else self._spread(worker)
 
-    def _sorted_out(self, worker: Worker, movable: list[Entry]) -> list[Eviction]:
-        """While work waits, long rows go to heavy workers as far as these have slots; short ones make room there."""
-        if not (self.context.has("fast") and self.context.has("heavy")):
-            return []
-        if worker.kind == "heavy":
-            short = sorted((entry for entry in movable if not self._is_long(entry)), key=lambda e: e.num_tokens)
-            missing = len(self._long) - (worker.slots - len(worker.rows))
-            return [Eviction(entry.uid, "make room") for entry in short[: max(missing, 0)]]
-        heavy = [other for other in self.context.workers.values() if other.kind == "heavy"]
-        taken = sum(self._is_long(self.context.ledger[uid]) for other in heavy for uid in other.rows) + len(self._long)
-        room = max(sum(other.slots for other in heavy) - taken, 0)
-        long = sorted((entry for entry in movable if self._is_long(entry)), key=lambda e: -e.num_tokens)
-        return [Eviction(entry.uid, "to heavy") for entry in long[:room]]
-
-    def _spread(self, worker: Worker, movable: list[Entry]) -> list[Eviction]:
+    def _spread(self, worker: Worker) -> list[Eviction]:
         """When nothing waits, workers that have run dry take up to half of another's rows: fewer rows step faster.
 
         Not on the same device, where they would take turns.
@@ -102,16 +76,13 @@ class Adaptive(Policy):
             and not (other.is_busy or other.rows)
             and (other.device is None or other.device != worker.device)
         )
+        movable = [entry for entry in running_rows(self.context, worker) if entry.moves < MAX_MOVES]
         return [Eviction(entry.uid, "spread") for entry in movable[: min(len(worker.rows) // 2, room)]]
 
     def offers(self, worker: Worker) -> bool:
-        return len(self._queue) + len(self._long) > 0
+        return len(self._queue) > 0
 
     def take(self, worker: Worker) -> tuple[str, Role] | None:
-        # Where no heavy worker is left, any one is theirs.
-        first_long = self.context.serves(worker, "heavy") or not len(self._queue)
-        if first_long and (uid := self._long.take()) is not None:
-            return uid, "heavy"
         uid = self._queue.take()
         if uid is None:
             return None
@@ -134,18 +105,16 @@ class Adaptive(Policy):
         return "heavy" if is_long else "fast"
 
     def waiting(self) -> list[str]:
-        return self._queue.uids() + self._long.uids()
+        return self._queue.uids()
 
     def to_json(self) -> dict[str, Any]:
         return {
             "queue": self._queue.to_json(),
-            "long": self._long.to_json(),
             "siblings": {prompt: list(uids) for prompt, uids in self._siblings.items()},
             "since": dict(self._since),
         }
 
     def load_json(self, values: Mapping[str, Any]) -> None:
         self._queue = Queue(values["queue"])
-        self._long = Queue(values["long"])
         self._siblings = {prompt: list(uids) for prompt, uids in values["siblings"].items()}
         self._since = dict(values["since"])

@@ -214,7 +214,7 @@ def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"slots": 0}, "WorkerJoined.slots: got 0"),
+        ({"slots": 0}, "a worker of 0 slots"),
         ({"slots": "4"}, "WorkerJoined.slots: got '4'"),
         ({"at": None}, "WorkerJoined.at: got None"),
         ({"kind": "slow"}, "WorkerJoined.kind: got 'slow'"),

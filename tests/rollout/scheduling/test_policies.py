@@ -208,17 +208,17 @@ def test_adaptive_lets_nobody_starve() -> None:
     pytest.fail("a short sample waited for all long ones")
 
 
-def test_adaptive_moves_long_rows_to_heavy_while_work_waits() -> None:
+def test_adaptive_moves_no_row_while_work_waits_and_takes_back_what_was_lost_first() -> None:
     driven = driven_pair("adaptive", slots=4, window_min=5)
     driven.submit(samples(5, 1), close=False)
     with_threshold(driven)
     driven.submit(samples(20, 1, first=5))
     before = driven.rows("fast")
     commands = driven.end("fast", {uid: 64 if uid == before[0] else 8 for uid in before})
-    assert suspended(commands) == [(before[0], "to heavy")]
+    assert suspended(commands) == [] and driven.rows("fast") == before
+    driven.tell(WorkerLost(9.0, "fast", "died"))
     others = driven.rows("heavy")
-    commands = driven.end("heavy", {uid: 10 + i for i, uid in enumerate(others)})
-    assert suspended(commands) == [(others[0], "make room")]
+    commands = driven.end("heavy", {uid: 10 + i for i, uid in enumerate(others)}, finished=(others[0],))
     assert admitted(commands, "heavy") == [before[0]]
 
 
@@ -237,17 +237,3 @@ def test_adaptive_uses_whichever_pool_is_left() -> None:
     driven.tell(WorkerLost(1.0, "heavy", "died"))
     done = tuple(driven.rows("fast"))
     assert len(admitted(driven.end("fast", dict.fromkeys(done, 5), finished=done))) == 2
-
-
-def test_adaptive_takes_long_rows_first_where_no_heavy_worker_is_left() -> None:
-    driven = driven_pair("adaptive", slots=4, window_min=5)
-    driven.submit(samples(5, 1), close=False)
-    with_threshold(driven)
-    driven.submit(samples(20, 1, first=5))
-    long = driven.rows("fast")[0]
-    driven.end("fast", {uid: 64 if uid == long else 8 for uid in driven.rows("fast")})
-    driven.end("heavy", {uid: 10 + i for i, uid in enumerate(driven.rows("heavy"))})
-    assert long in driven.rows("heavy")
-    driven.tell(WorkerLost(driven.at, "heavy", "died"))
-    rows = driven.rows("fast")
-    assert admitted(driven.end("fast", dict.fromkeys(rows, 9), finished=tuple(rows[:1])))[0] == long
