@@ -150,7 +150,7 @@ class Suspend:
     worker: str
     uids: tuple[str, ...]
     why: str
-    """`probe limit`, `breaker`, `to heavy`, `make room`, `spread`, or `truncated`: it ends here, a `Commit` follows."""
+    """`probe limit`, `breaker`, `spread`, or `truncated`: it ends here, a `Commit` follows."""
 
 
 @dataclass(frozen=True, slots=True)
