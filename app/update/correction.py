@@ -2,8 +2,7 @@
 
 With mu the policy that drew the token (`behavior_logprobs`), pi_old the one before the step's updates and
 w = pi_old / mu, its loss is sg(c(w)) * surrogate, and the surrogate's own ratio stays one to pi_old: so the clip
-bounds what an update changes, not how old a sample is. Where mu is pi_old, w is 1 and the loss the uncorrected one,
-bit for bit.
+bounds what an update changes, not how old a sample is. Where mu is pi_old, w is 1 and the loss the uncorrected one.
 
 Both policies' logprobs are over the whole vocabulary at the sampler's temperature: what top-k, top-p or min-p cut is
 ignored on both sides.
