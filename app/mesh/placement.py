@@ -67,6 +67,11 @@ def to_local(array: Array, *, row_dim: int = 0) -> np.ndarray:
     return np.concatenate([np.asarray(by_start[start].data) for start in sorted(by_start)], axis=row_dim)
 
 
+def shardings_of(arrays: Any) -> Any:
+    """Where the arrays of a tree lie, or those that it is the shapes of."""
+    return jax.tree.map(lambda x: x.sharding, arrays)
+
+
 def abstract(shapes: Any, shardings: Any) -> Any:
     """A tree of shaped leaves and the equally built tree of their shardings, as one tree of `jax.ShapeDtypeStruct`."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)

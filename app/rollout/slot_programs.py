@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int32
 
+from app.mesh.placement import shardings_of
 from app.policy.decoder import DecoderDefinition
 from app.policy.kv_cache import (
     Cache,
@@ -311,11 +312,11 @@ class SlotPrograms:
         row = self.abstract_cache(1, top)
         if suspends:
             full = self.abstract_cache(slots, top)
-            wanted["take",] = take, (full, self._whole()), {"out_shardings": _shardings(row)}
+            wanted["take",] = take, (full, self._whole()), {"out_shardings": shardings_of(row)}
             wanted["put",] = self._inserting(full, row)
         if rereads:
             arguments = (self.abstract_weights, *self._tokens(1, top))
-            wanted["read",] = _bound(read_row, self._definition), arguments, {"out_shardings": _shardings(row)}
+            wanted["read",] = _bound(read_row, self._definition), arguments, {"out_shardings": shardings_of(row)}
         return wanted
 
     @property
@@ -328,7 +329,7 @@ class SlotPrograms:
     def _opening(self) -> Program:
         shapes = (self.abstract_pool, self.abstract_cache(self._shapes.num_slots, self._shapes.cache_rungs[0]))
         empty = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
-        return empty, (), {"out_shardings": _shardings(shapes)}
+        return empty, (), {"out_shardings": shardings_of(shapes)}
 
     def _prefilling(self, rows: int, length: int) -> Program:
         pool = self.abstract_pool
@@ -347,7 +348,7 @@ class SlotPrograms:
     ) -> Program:
         """Of one layer at a time, so that there is never more than one too many."""
         arguments = (self.abstract_cache(*before)[0], *more)
-        return function, arguments, {"out_shardings": _shardings(self.abstract_cache(*after)[0])}
+        return function, arguments, {"out_shardings": shardings_of(self.abstract_cache(*after)[0])}
 
     def _decoding(self, rows: int, length: int, *, truncates: bool) -> Program:
         cache, scalar = self.abstract_cache(rows, length), self._whole(dtype=jnp.float32)
@@ -357,7 +358,7 @@ class SlotPrograms:
             *(self._whole(len(Limits._fields)), rules, self._whole(), self._whole(self._num_eos)),
         )
         whole = self._whole().sharding
-        options = {"donate_argnums": 1, "out_shardings": (_shardings(cache), whole, whole)}
+        options = {"donate_argnums": 1, "out_shardings": (shardings_of(cache), whole, whole)}
         sampler: Sampler = draw_truncated if truncates else draw
         return _bound(decode_segment, self._definition, sampler, self._shapes.segment_max), arguments, options
 
@@ -366,13 +367,9 @@ def _bound(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
     return lambda *arguments: function(*first, *arguments)
 
 
-def _shardings(shapes: Any) -> Any:
-    return jax.tree.map(lambda x: x.sharding, shapes)
-
-
 def _updating(number: int, cache: Cache) -> dict[str, Any]:
     """Options of a program that gives back its argument of this number, updated in place."""
-    return {"donate_argnums": number, "out_shardings": _shardings(cache)}
+    return {"donate_argnums": number, "out_shardings": shardings_of(cache)}
 
 
 def as_arrays(rules: SamplingRules) -> SamplingRules:

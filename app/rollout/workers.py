@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from app.mesh.placement import shardings_of
 from app.policy.kv_cache import Cache, DecodeWeights
 from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules
@@ -83,7 +84,7 @@ class Worker:
         return len(jax.tree.leaves(self.engine.programs.abstract_weights)[0].sharding.device_set)
 
     def _placed(self, weights: DecodeWeights) -> DecodeWeights:
-        return jax.device_put(weights, _shardings(self.engine.programs.abstract_weights))
+        return jax.device_put(weights, shardings_of(self.engine.programs.abstract_weights))
 
     def offer(self, weights: DecodeWeights, *, policy_version: int) -> None:
         """Its next segment is drawn by these weights; rows go on with the caches they have. From any thread."""
@@ -141,7 +142,7 @@ class Worker:
             log.warning("rollout worker %s computes the cache of %s anew", self.name, one.uid, exc_info=error)
             return None
         shapes = self.engine.programs.abstract_cache(1, self.engine.shapes.max_length)
-        return jax.device_put(kept, _shardings(shapes))
+        return jax.device_put(kept, shardings_of(shapes))
 
     def end(self, *, not_before: float = 0.0) -> SegmentEnded:
         """Waits for the segment; its tokens have come from the devices, too.
@@ -164,10 +165,6 @@ class Worker:
                 del self._known_as[row]
         seconds = at - max(started, not_before)
         return SegmentEnded(at, self.name, command.segment, tuple(reports), seconds, segment.steps)
-
-
-def _shardings(shapes: Any) -> Any:
-    return jax.tree.map(lambda x: x.sharding, shapes)
 
 
 class SilentError(RuntimeError):
