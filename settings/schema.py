@@ -1,7 +1,7 @@
 """Every setting of the program: its name, type, default, bounds and meaning.
 
-One class per section, in the order a step uses them; those of reward, score, algorithm and critic are in modules of
-their own. Types are strict: no setting takes a boolean for a number, `1e3` for an integer or a quoted number for a
+One class per section, in the order a step uses them; those of reward, score, algorithm, critic and mesh are in modules
+of their own. Types are strict: no setting takes a boolean for a number, `1e3` for an integer or a quoted number for a
 number. Checks that need two fields live in `settings.checks`; checks that need a model file or a device live with
 whoever opens it.
 This module imports neither jax nor numpy: `--print-config` and `--help` must answer at once.
@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from settings.algorithm_section import WITH_CRITIC, Algorithm
 from settings.critic_section import Critic
+from settings.mesh_section import Mesh
 from settings.reward_section import Reward
 from settings.rollout_section import MAX_SLOTS, MAX_STALENESS, Pdsr, Segment, Workers
 from settings.score_section import SCORED_ROLES, Score, ScoredRole
@@ -31,24 +32,6 @@ HISTORIC_PROMPT_ALLOWANCE = 128
 def _run_name(value: str) -> str:
     if len(value) > 100 or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
         raise ValueError("expected at most 100 letters, digits, `.`, `_`, `-`, starting with a letter or digit")
-    return value
-
-
-def _mesh_shape(value: str) -> str:
-    """`auto`, or sizes of dp, fsdp, tp; whether the devices divide so is for `app.mesh` to say."""
-    if value == "auto":
-        return value
-    sizes = value.replace(" ", "").split(",")
-    if len(sizes) != 3 or not all(re.fullmatch(r"-1|[1-9][0-9]{0,5}", size) for size in sizes):
-        raise ValueError("expected `auto` or three sizes `dp,fsdp,tp`, each at least 1 or -1, as in `1,-1,1`")
-    if sizes.count("-1") > 1:
-        raise ValueError("expected at most one -1: it takes the devices that the other sizes leave")
-    return ",".join(sizes)
-
-
-def _host_and_port(value: str) -> str:
-    if value != "auto" and not re.fullmatch(r"\S+:[0-9]{1,5}", value):
-        raise ValueError("expected `host:port`, as in `10.0.0.2:8476`, or `auto`")
     return value
 
 
@@ -233,20 +216,6 @@ class Optimizer(Section):
         ge=1,
         description="Abort after this many optimizer steps in a row with a NaN or infinite gradient.",
     )
-
-
-class Mesh(Section):
-    shape: Annotated[str, AfterValidator(_mesh_shape)] = Field(
-        default="auto",
-        description="`dp,fsdp,tp`, -1 takes what is left; `auto`: dp across hosts, fsdp inside one.",
-    )
-    cpu_devices: int | None = Field(default=None, ge=1, le=64, description="Virtual devices of a CPU host.")
-    coordinator_address: Annotated[str, AfterValidator(_host_and_port)] | None = Field(
-        default=None,
-        description="`host:port` of process 0, or `auto` where the platform knows its hosts; null: one host.",
-    )
-    num_processes: int | None = Field(default=None, ge=1, description="Hosts; given with `host:port`.")
-    process_id: int | None = Field(default=None, ge=0, description="This host's number, from 0; given with the same.")
 
 
 class Checkpoint(Section):

@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from app.masked import Moments, merged
 from app.mesh.axis_rules import ROW_AXES, axis_size
+from app.mesh.topology import num_hosts
 from settings.errors import InputError
 
 
@@ -24,7 +25,7 @@ def num_row_shards(mesh: Mesh) -> int:
 
 def num_local_row_shards(mesh: Mesh) -> int:
     """Row shards that one host feeds."""
-    return num_row_shards(mesh) // jax.process_count()
+    return num_row_shards(mesh) // num_hosts(mesh)
 
 
 def check_rows_per_host(mesh: Mesh) -> None:
@@ -33,9 +34,9 @@ def check_rows_per_host(mesh: Mesh) -> None:
     Raises:
         InputError: tp spans hosts.
     """
-    if num_row_shards(mesh) % jax.process_count() != 0:
+    if num_row_shards(mesh) % num_hosts(mesh) != 0:
         raise InputError(
-            f"mesh.shape: dp x fsdp = {num_row_shards(mesh)} cannot be split over {jax.process_count()} hosts; "
+            f"mesh.shape: dp x fsdp = {num_row_shards(mesh)} cannot be split over {num_hosts(mesh)} hosts; "
             "every host must own whole rows, so keep tp inside a host"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from typing import Any
 
 import jax
 from jax.sharding import AxisType
@@ -11,7 +12,7 @@ from jax.sharding import Mesh as DeviceMesh
 
 from app.mesh.axis_rules import AXES
 from settings.errors import InputError
-from settings.schema import Mesh as MeshSettings
+from settings.mesh_section import Mesh as MeshSettings
 
 M_MMAP_THRESHOLD = -3
 """glibc's name for it, in `man 3 mallopt`."""
@@ -28,14 +29,20 @@ def start(settings: MeshSettings) -> None:
     _return_freed_arrays_to_the_system()
     if settings.cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", settings.cpu_devices)
-    if settings.coordinator_address == "auto":
-        jax.distributed.initialize()
-    elif settings.coordinator_address is not None:
-        jax.distributed.initialize(
-            settings.coordinator_address,
-            num_processes=settings.num_processes,
-            process_id=settings.process_id,
-        )
+    if settings.platform != "auto":
+        jax.config.update("jax_platforms", settings.platform)
+    if settings.coordinator_address is None:
+        return
+    named = {
+        "coordinator_address": settings.coordinator_address,
+        "num_processes": settings.num_processes,
+        "process_id": settings.process_id,
+    }
+    jax.distributed.initialize(
+        **({} if settings.coordinator_address == "auto" else named),
+        initialization_timeout=settings.start_timeout_s,
+        heartbeat_timeout_seconds=settings.heartbeat_s,
+    )
 
 
 def _return_freed_arrays_to_the_system() -> None:
@@ -47,6 +54,16 @@ def _return_freed_arrays_to_the_system() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+
+
+def host_of(device: Any) -> int:
+    """The number of the host that a device belongs to."""
+    return device.process_index
+
+
+def num_hosts(mesh: DeviceMesh) -> int:
+    """Hosts whose devices are on a mesh: 1 of an island, also where many have joined."""
+    return len({host_of(device) for device in mesh.devices.flat})
 
 
 def parse_shape(text: str, *, num_devices: int, num_processes: int) -> tuple[int, int, int]:

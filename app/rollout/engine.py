@@ -24,6 +24,7 @@ from app.mesh.placement import (
     to_global,
     to_local,
 )
+from app.mesh.topology import num_hosts
 from app.policy.decoder import DecoderDefinition, Params
 from app.policy.kv_cache import (
     Cache,
@@ -48,6 +49,7 @@ from app.rollout.sampling import (
     sample_keys,
     uid_words,
 )
+from app.rollout.stopping import AskedToStop, never
 from app.rollout.tally import Tally
 
 
@@ -124,6 +126,7 @@ class Engine:
         self.prefill_length_min = prefill_length_min
         self.max_length_total = max_length_total
         self.tally = Tally()
+        self.asked_to_stop: AskedToStop = never
         self._definition = definition
         self._dtype = dtype
         self._eos_ids = np.asarray(eos_ids, np.int32)
@@ -205,8 +208,12 @@ class Engine:
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.tally.prefilled_tokens += num_tokens
         self.tally.prompt_tokens += num_tokens * group_size
-        steps = int(max_over_hosts(lengths.max()))
+        steps = self._agreed(int(lengths.max()))
         self.tally.segment(steps=steps, num_rows=len(lengths), drawn=int(lengths.sum()))
+
+    def _agreed(self, own: int) -> int:
+        """The largest of any host on the mesh. A mesh of this host's devices waits for nobody."""
+        return own if num_hosts(self.mesh) == 1 else int(max_over_hosts(np.asarray(own)))
 
     def _bucket(self, length: int) -> int:
         """Prompt buckets and cache lengths share one ladder, so a prompt's cache always fits its slots."""
@@ -222,7 +229,7 @@ class Engine:
 
     def footprint(self, shape: BatchShape) -> Footprint:
         """What `generate` holds, over all hosts. Traces its programs and compiles none of them."""
-        hosts = jax.process_count()
+        hosts = num_hosts(self.mesh)
         weights = abstract_decode_weights(self._definition, self.mesh, self._dtype)
         of_prompts: Any = jax.ShapeDtypeStruct((shape.num_prompts * hosts,), jnp.int32)
         of_rows: Any = jax.ShapeDtypeStruct((shape.num_rows * hosts,), jnp.int32)
@@ -237,7 +244,7 @@ class Engine:
         self, prompts: Sequence[Prompt], group_size: int, max_new_tokens: int | Sequence[int]
     ) -> PlacedRows:
         """Right-pads prompts to a bucket, and prompts and rows to whole devices."""
-        longest = int(max_over_hosts(np.asarray(max(len(p.token_ids) for p in prompts))))
+        longest = self._agreed(max(len(p.token_ids) for p in prompts))
         shape = self.batch_shape(
             num_prompts=len(prompts),
             group_size=group_size,
@@ -254,7 +261,7 @@ class Engine:
         prompt_of_row = np.minimum(np.arange(num_rows) // group_size, len(prompts) - 1)
         budget = np.zeros(num_rows, np.int32)
         budget[: len(prompts) * group_size] = max_new_tokens
-        global_prompts = num_prompts * jax.process_count()
+        global_prompts = num_prompts * num_hosts(self.mesh)
         place = lambda x: to_global(self.mesh, x)  # noqa: E731
         return PlacedRows(
             shape=shape,

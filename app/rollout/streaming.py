@@ -13,6 +13,7 @@ from app.flow import Prompt, Sample
 from app.policy.kv_cache import DecodeWeights
 from app.rollout.rows import Row
 from app.rollout.sampling import SamplingRules
+from app.rollout.stopping import AskedToStop, never
 
 
 class Streaming(ABC):
@@ -24,6 +25,7 @@ class Streaming(ABC):
 
     def __init__(self, *, decode_text: Callable[[Sequence[int]], str]):
         self._decode_text = decode_text
+        self.asked_to_stop: AskedToStop = never
 
     def generate(
         self,

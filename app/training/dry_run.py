@@ -10,6 +10,7 @@ import jax
 
 from app.batching.micro_batches import Cutter, PackedRows
 from app.batching.plan import Plan
+from app.mesh.topology import num_hosts
 from app.training.launch import Launch, prepared
 from app.training.memory import (
     LABELS,
@@ -224,8 +225,8 @@ def look_ahead(resolved: Resolved, *, resume: Resume) -> DryRun | None:
 def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
     """The figures of a launch that has passed its checks."""
     settings, session, prompts = launch.resolved.settings, launch.session, launch.input.prompts
-    definition, mesh, num_hosts = session.input.definition, session.mesh, jax.process_count()
-    prompts_per_step = settings.rollout.prompts_per_step * num_hosts
+    definition, mesh = session.input.definition, session.mesh
+    prompts_per_step = settings.rollout.prompts_per_step * num_hosts(mesh)
     samples_per_step = prompts_per_step * settings.rollout.group_size
     mean_prompt = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
     prompt_tokens = round(samples_per_step * mean_prompt)
@@ -252,7 +253,7 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
         mesh=dict(mesh.shape),
         device_kind=mesh.devices.flat[0].device_kind,
         num_devices=mesh.size,
-        num_hosts=num_hosts,
+        num_hosts=num_hosts(mesh),
         data=launch.input.report,
         num_prompts=len(prompts),
         num_held_out=len(launch.input.held_out),

@@ -16,7 +16,7 @@ from app.training.gae_tally import Finish, not_applied
 from app.training.metrics import CompilationCounter, peak_memory_bytes
 from settings import Resolved
 from settings.errors import InputError
-from settings.schema import Mesh
+from settings.mesh_section import Mesh
 
 NPZ = ".npz"
 

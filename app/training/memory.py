@@ -21,6 +21,7 @@ from app.batching.row_values import row_values
 from app.flow import Prompt
 from app.mesh.axis_rules import partition_spec
 from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards, num_row_shards
+from app.mesh.topology import num_hosts
 from app.policy.decoder import Params
 from app.rollout.engine import BatchShape, Footprint
 from app.training.evaluate import evaluation_batch, host_share
@@ -92,7 +93,7 @@ def shapes_of(
     )
 
     def plan(cut: Cutter, lengths: Lengths = mini_batch) -> Plan:
-        return cut.plan([lengths] * jax.process_count(), devices_per_host=num_local_row_shards(mesh))[0]
+        return cut.plan([lengths] * num_hosts(mesh), devices_per_host=num_local_row_shards(mesh))[0]
 
     reward = None
     if reward_model is not None:
@@ -189,7 +190,7 @@ def _generating(session: Session, shape: BatchShape, footprint: Footprint) -> He
         "decode_weights": bytes_per_device(footprint.weights),
         "prompt_cache": bytes_per_device(footprint.prompts),
         "kv_cache": bytes_per_device(footprint.slots),
-        "logits": _logits(session, shape.num_rows * jax.process_count(), num_tokens=1),
+        "logits": _logits(session, shape.num_rows * num_hosts(session.engine.mesh), num_tokens=1),
         "activations": _of_one_block(session, rows, RowShape(shape.prompt_length, num_completion_tokens=1)),
     }
 

@@ -26,6 +26,7 @@ from app.rollout.engine import BatchShape, Engine, Footprint
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduled import ScheduledWorkers
 from app.rollout.scheduling.figures import Figures
+from app.rollout.stopping import AskedToStop
 from app.rollout.tally import Tally
 from app.score.scorer import Pass, RowPass, Scorer, Valuer, with_a_token_behind
 from app.training.queues import open_slots, open_workers
@@ -209,6 +210,12 @@ class Session:
             seed=self.settings.run.seed,
             policy_version=0,
         )
+
+    def stop_when(self, asked: AskedToStop) -> None:
+        """From now on generation raises `StoppedError` at the next edge of a segment after this process is asked to stop."""
+        for generator in (self.engine, self.slots, self.workers):
+            if generator is not None:
+                generator.asked_to_stop = asked
 
     @property
     def queue(self) -> ContinuousBatching | ScheduledWorkers | None:

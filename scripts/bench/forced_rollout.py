@@ -38,8 +38,8 @@ from app.rollout.slots import Segment as RanSegment
 from app.rollout.slots import SlotEngine
 from app.rollout.streaming import Streaming
 from app.rollout.workers import Worker
+from settings.mesh_section import Mesh as MeshSettings
 from settings.rollout_section import Pdsr, Segment
-from settings.schema import Mesh as MeshSettings
 
 POLICY_VERSION = 0
 EOS = 0

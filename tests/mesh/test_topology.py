@@ -10,7 +10,7 @@ import pytest
 
 from app.mesh.topology import make_mesh, parse_shape
 from settings.errors import InputError
-from settings.schema import Mesh as Settings
+from settings.mesh_section import Mesh as Settings
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ FREED_ARRAYS = """
 import resource
 import numpy as np
 from app.mesh import topology
-from settings.schema import Mesh
+from settings.mesh_section import Mesh
 
 def resident():
     with open("/proc/self/statm") as file:

@@ -1,0 +1,17 @@
+"""How a rollout ends before its samples are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+AskedToStop = Callable[[], bool]
+"""Whether generation is to end at the next edge of a segment. Asked from any thread."""
+
+
+class StoppedError(Exception):
+    """Generation was asked to stop; the samples that it was to give are not there."""
+
+
+def never() -> bool:
+    """Nobody asks."""
+    return False
