@@ -212,7 +212,7 @@ class Session:
         )
 
     def stop_when(self, asked: AskedToStop) -> None:
-        """From now on generation raises `StoppedError` at the next edge of a segment after this process is asked to stop."""
+        """Generation raises `StoppedError` at the next edge of a segment after this process was asked to stop."""
         for generator in (self.engine, self.slots, self.workers):
             if generator is not None:
                 generator.asked_to_stop = asked
