@@ -19,6 +19,9 @@ M_MMAP_THRESHOLD = -3
 
 MAPPED_BYTES = 1 << 20
 
+SHUTDOWN_TIMEOUT_S = 60
+"""A host that is done waits so long for the others to be done, too."""
+
 
 def start(settings: MeshSettings) -> None:
     """Sets up the backend and joins the other hosts. Must run before any other use of JAX.
@@ -38,10 +41,13 @@ def start(settings: MeshSettings) -> None:
         "num_processes": settings.num_processes,
         "process_id": settings.process_id,
     }
+    # Who is asked to stop tells the others itself; JAX's service would take SIGTERM away from us.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         **({} if settings.coordinator_address == "auto" else named),
         initialization_timeout=settings.start_timeout_s,
         heartbeat_timeout_seconds=settings.heartbeat_s,
+        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
     )
 
 
