@@ -150,10 +150,11 @@ def devices(settings: MeshSettings) -> Sequence[Any]:
     """
     try:
         found = jax.devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the latter where JAX knows nothing of the platform
         if settings.platform == "auto":
             raise
-        raise _absent(settings.platform, f"JAX says {str(error).splitlines()[0]!r}") from error
+        said = f", JAX says {str(error).splitlines()[0]!r}" if str(error) else ""
+        raise _absent(settings.platform, f"no device of it was found{said}") from error
     if settings.platform != "auto" and found[0].platform != DEVICE_PLATFORMS[settings.platform]:
         raise _absent(settings.platform, f"JAX has started with {found[0].platform} devices")
     return found
@@ -233,8 +234,10 @@ def nearest_shapes(sizes: Sequence[int], num_devices: int) -> list[str]:
     A -1 stays what it is: it fits whatever the others leave.
     """
 
-    def distance(shape: Sequence[int]) -> float:
-        return sum(abs(math.log(a / b)) for a, b in zip(shape, sizes, strict=True) if b != -1)
+    def distance(shape: Sequence[int]) -> tuple[float, float]:
+        """Of two as near, the one whose tp is nearer: it is what a model's heads must divide by."""
+        steps = [abs(math.log(a / b)) if b != -1 else 0.0 for a, b in zip(shape, sizes, strict=True)]
+        return round(sum(steps), 9), steps[-1]
 
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     fitting = [s for s in itertools.product(divisors, repeat=len(sizes)) if math.prod(s) == num_devices]
