@@ -48,14 +48,14 @@ def check_for_train(resolved: Resolved) -> None:
             _warmup_ends,
             _profiled_steps_are_run,
             _the_best_is_measured,
-            _processes_are_known,
+            *HOSTS,
         ),
     )
 
 
 def check_for_rollout(resolved: Resolved) -> None:
     """Raises InputError listing everything that keeps these settings from being sampled with."""
-    _run(resolved, (_longest_sample_fits, *SCHEDULE, *WORKERS, _processes_are_known))
+    _run(resolved, (_longest_sample_fits, *SCHEDULE, *WORKERS, *HOSTS))
 
 
 def check_for_simulation(resolved: Resolved) -> None:
@@ -65,12 +65,12 @@ def check_for_simulation(resolved: Resolved) -> None:
 
 def check_for_score(resolved: Resolved) -> None:
     """Raises InputError; lengths of samples are not checked, because scoring takes its shapes from its input."""
-    _run(resolved, (_reward_names_differ, _overlong_completions_are_cut, _processes_are_known))
+    _run(resolved, (_reward_names_differ, _overlong_completions_are_cut, *HOSTS))
 
 
 def check_for_mesh(resolved: Resolved) -> None:
-    """Raises InputError when the processes of the mesh are half described."""
-    _run(resolved, (_processes_are_known,))
+    """Raises InputError when the hosts of the mesh are half described."""
+    _run(resolved, HOSTS)
 
 
 def check_for_plan(resolved: Resolved) -> None:
@@ -327,3 +327,27 @@ def _processes_are_known(resolved: Resolved) -> str | None:
             f"{resolved.named('mesh.num_processes')}; ids go from 0 to {mesh.num_processes - 1}"
         )
     return None
+
+
+def _as_many_processes_as_expected(resolved: Resolved) -> str | None:
+    mesh = resolved.settings.mesh
+    if None in (mesh.expect_processes, mesh.num_processes) or mesh.expect_processes == mesh.num_processes:
+        return None
+    return (
+        f"{resolved.named('mesh.expect_processes')} is not {resolved.named('mesh.num_processes')}; leave it null, or "
+        "set both to the number of hosts"
+    )
+
+
+def _virtual_devices_are_of_a_cpu(resolved: Resolved) -> str | None:
+    mesh = resolved.settings.mesh
+    if mesh.cpu_devices is None or mesh.platform in ("auto", "cpu"):
+        return None
+    return (
+        f"{resolved.named('mesh.cpu_devices')} is for CPU hosts, and {resolved.named('mesh.platform')}; leave it null, "
+        "or set mesh.platform: cpu"
+    )
+
+
+HOSTS: tuple[Check, ...] = (_processes_are_known, _as_many_processes_as_expected, _virtual_devices_are_of_a_cpu)
+"""Of every verb that starts devices."""

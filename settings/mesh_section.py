@@ -41,10 +41,16 @@ class Mesh(Section):
     cpu_devices: int | None = Field(default=None, ge=1, le=64, description="Virtual devices of a CPU host.")
     coordinator_address: Annotated[str, AfterValidator(_host_and_port)] | None = Field(
         default=None,
-        description="`host:port` of process 0, or `auto` where the platform knows its hosts; null: one host.",
+        description="`host:port` of process 0; `auto` asks Cloud TPU, Slurm, Open MPI or Kubernetes for the hosts; "
+        "null: all hosts of a Cloud TPU VM, elsewhere this one alone.",
     )
     num_processes: int | None = Field(default=None, ge=1, description="Hosts; given with `host:port`.")
     process_id: int | None = Field(default=None, ge=0, description="This host's number, from 0; given with the same.")
+    expect_processes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Stop where not exactly so many hosts join, however they find each other; null: any number.",
+    )
     start_timeout_s: int = Field(
         default=300, ge=1, le=86_400, description="How long a host waits for the others when it starts."
     )

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from app.masked import Moments, merged
 from app.mesh.axis_rules import ROW_AXES, axis_size
-from app.mesh.topology import num_hosts
+from app.mesh.topology import host_of, num_hosts
 from settings.errors import InputError
 
 
@@ -29,16 +29,22 @@ def num_local_row_shards(mesh: Mesh) -> int:
 
 
 def check_rows_per_host(mesh: Mesh) -> None:
-    """Each host must own whole rows.
+    """Each host must own whole rows, and as many as every other.
 
     Raises:
         InputError: tp spans hosts.
     """
-    if num_row_shards(mesh) % num_hosts(mesh) != 0:
-        raise InputError(
-            f"mesh.shape: dp x fsdp = {num_row_shards(mesh)} cannot be split over {num_hosts(mesh)} hosts; "
-            "every host must own whole rows, so keep tp inside a host"
-        )
+    tp, hosts = mesh.shape["tp"], np.vectorize(host_of)(mesh.devices).reshape(-1, mesh.shape["tp"])
+    for group in hosts:
+        if len(set(group.tolist())) > 1:
+            per_host = mesh.size // num_hosts(mesh)
+            fitting = [n for n in range(1, per_host + 1) if per_host % n == 0]
+            raise InputError(
+                f"mesh.shape: tp = {tp} spans hosts {', '.join(map(str, sorted(set(group.tolist()))))}, of {per_host} "
+                "devices each, and every host must own whole rows; keep tp inside a host: "
+                f"{' or '.join(map(str, fitting))}"
+            )
+    assert len(set(np.bincount(hosts[:, 0])[np.unique(hosts)])) == 1, "hosts have as many devices each"
 
 
 def row_sharding(mesh: Mesh, *, row_dim: int = 0) -> NamedSharding:

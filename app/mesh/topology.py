@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
+import os
+import pkgutil
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import Mesh as DeviceMesh
 
 from app.mesh.axis_rules import AXES
+from app.mesh.cluster import find_cluster, is_cloud_tpu_vm
+from app.mesh.roll_call import Member, address_to_bind, call_roll
 from settings.errors import InputError
 from settings.mesh_section import Mesh as MeshSettings
 
@@ -19,30 +30,145 @@ M_MMAP_THRESHOLD = -3
 
 MAPPED_BYTES = 1 << 20
 
+SHUTDOWN_TIMEOUT_S = 60
+"""A host that is done waits so long for the others to be done, too."""
+
+PROXIES = {"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"}
+DEVICE_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
+"""By `mesh.platform`: what JAX's devices of it call themselves."""
+
 
 def start(settings: MeshSettings) -> None:
     """Sets up the backend and joins the other hosts. Must run before any other use of JAX.
 
-    Several hosts are joined by the three coordinator settings, or by `mesh.coordinator_address: auto` where the
-    platform knows its hosts (Cloud TPU, Slurm, ...); without them this host works alone.
+    Several hosts are joined by the three coordinator settings; by themselves on a Cloud TPU VM of several hosts, and
+    with `mesh.coordinator_address: auto` also under Slurm, Open MPI and Kubernetes. Otherwise this host works alone.
+
+    Raises:
+        InputError: hosts that do not come, or are not as many or not as numbered as expected, a port that cannot be
+            used, a platform that is not there, or hosts with unequal numbers of devices.
+    """
+    start_alone(settings)
+    member = _member(settings)
+    _check_expected(settings, member)
+    if member is None:
+        return
+    _warn_of_proxies()
+    command = shlex.join(["grpo", *sys.argv[1:]])
+    call_roll(member, timeout_s=settings.start_timeout_s, command=command, tell=_tell)
+    # Who is asked to stop tells the others itself; JAX's service would take SIGTERM away from us.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_check_proxy_envs", False)
+    jax.distributed.initialize(
+        coordinator_address=member.address,
+        num_processes=member.num_processes,
+        process_id=member.process_id,
+        coordinator_bind_address=address_to_bind(member.address) if member.process_id == 0 else None,
+        initialization_timeout=settings.start_timeout_s,
+        heartbeat_timeout_seconds=settings.heartbeat_s,
+        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
+    )
+    check_equal_hosts(devices(settings))
+
+
+def start_alone(settings: MeshSettings) -> None:
+    """Sets up the backend of this host, whoever else `settings` name. Must run before any other use of JAX.
+
+    Raises:
+        InputError: the library for `mesh.platform` is not installed.
     """
     _return_freed_arrays_to_the_system()
     if settings.cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", settings.cpu_devices)
     if settings.platform != "auto":
+        _check_library(settings.platform)
         jax.config.update("jax_platforms", settings.platform)
-    if settings.coordinator_address is None:
+
+
+def _member(settings: MeshSettings) -> Member | None:
+    """This host among several; None where it works alone."""
+    if settings.coordinator_address not in (None, "auto"):
+        assert settings.num_processes is not None and settings.process_id is not None
+        return Member(settings.coordinator_address, settings.num_processes, settings.process_id)
+    if settings.coordinator_address is None and (settings.platform not in ("auto", "tpu") or not is_cloud_tpu_vm()):
+        return None
+    return find_cluster(timeout_s=settings.start_timeout_s)
+
+
+def _check_expected(settings: MeshSettings, member: Member | None) -> None:
+    """Raises InputError where the platform knows of fewer hosts than `mesh.expect_processes`, or of more."""
+    expected, found = settings.expect_processes, 1 if member is None else member.num_processes
+    if expected is None or expected == found:
         return
-    named = {
-        "coordinator_address": settings.coordinator_address,
-        "num_processes": settings.num_processes,
-        "process_id": settings.process_id,
-    }
-    jax.distributed.initialize(
-        **({} if settings.coordinator_address == "auto" else named),
-        initialization_timeout=settings.start_timeout_s,
-        heartbeat_timeout_seconds=settings.heartbeat_s,
+    where = "this host works alone" if member is None else f"{found} processes join at {member.address}"
+    missing = f"; missing: {', '.join(map(str, range(found, expected)))}" if expected > found else ""
+    raise InputError(
+        f"mesh.expect_processes: expected {expected} processes and {where}{missing}. On every host give "
+        "mesh.coordinator_address as host:port of process 0, with mesh.num_processes and mesh.process_id, or mend "
+        "mesh.expect_processes"
     )
+
+
+def _warn_of_proxies() -> None:
+    """Hosts talk to each other by gRPC, which asks a proxy where one is set."""
+    found = sorted(name for name in os.environ if name.lower() in PROXIES)
+    if found:
+        _tell(
+            f"warning: {', '.join(found)} set in the environment: hosts may not find each other through a proxy; unset "
+            "it, or name the coordinator's host in no_proxy"
+        )
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _check_library(platform: str) -> None:
+    """Before other hosts wait for this one."""
+    plugins = [
+        module.name
+        for module in pkgutil.iter_modules(getattr(find_spec("jax_plugins"), "submodule_search_locations", None) or [])
+    ]
+    there = {
+        "cpu": True,
+        "tpu": find_spec("libtpu") is not None or "TPU_LIBRARY_PATH" in os.environ,
+        "cuda": any("cuda" in name for name in plugins),
+    }
+    if not there[platform]:
+        raise _absent(platform, f"JAX's library for it is not installed: pip install 'grpo[{platform}]'")
+
+
+def _absent(platform: str, why: str) -> InputError:
+    return InputError(f"mesh.platform: {platform} was asked for and there is none: {why}; or set mesh.platform: auto")
+
+
+def devices(settings: MeshSettings) -> Sequence[Any]:
+    """All devices of all hosts. `start` must have run.
+
+    Raises:
+        InputError: `mesh.platform` has none.
+    """
+    try:
+        found = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter where JAX knows nothing of the platform
+        if settings.platform == "auto":
+            raise
+        said = f", JAX says {str(error).splitlines()[0]!r}" if str(error) else ""
+        raise _absent(settings.platform, f"no device of it was found{said}") from error
+    if settings.platform != "auto" and found[0].platform != DEVICE_PLATFORMS[settings.platform]:
+        raise _absent(settings.platform, f"JAX has started with {found[0].platform} devices")
+    return found
+
+
+def check_equal_hosts(devices: Sequence[Any]) -> None:
+    """Raises InputError where hosts have different numbers of devices: rows are dealt out evenly."""
+    per_host = Counter(host_of(device) for device in devices)
+    if len(set(per_host.values())) > 1:
+        told = ", ".join(f"host {host}: {count}" for host, count in sorted(per_host.items()))
+        raise InputError(
+            f"mesh.shape: hosts have different numbers of devices ({told}), and rows are dealt out evenly; give every "
+            "host as many (on CPU hosts: mesh.cpu_devices)"
+        )
 
 
 def _return_freed_arrays_to_the_system() -> None:
@@ -75,29 +201,73 @@ def parse_shape(text: str, *, num_devices: int, num_processes: int) -> tuple[int
         InputError: not three numbers, more than one -1, or a product that does not fit.
     """
     if text.strip() == "auto":
+        assert num_devices % num_processes == 0, "hosts have as many devices each"
         return num_processes, num_devices // num_processes, 1
-    parts = [part.strip() for part in text.split(",")]
-    try:
-        sizes = [int(part) for part in parts]
-    except ValueError:
-        sizes = []
-    if len(sizes) != len(AXES) or any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
-        raise InputError(
-            f"mesh.shape: got {text!r}; expected `auto` or three comma-separated sizes dp,fsdp,tp, "
-            "each at least 1, at most one of them -1 (takes what is left), such as `1,-1,1`"
-        )
+    sizes = _sizes(text)
     known = math.prod(size for size in sizes if size != -1)
     if num_devices % known != 0 or (-1 not in sizes and known != num_devices):
-        divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
         raise InputError(
             f"mesh.shape: {text!r} asks for {'a multiple of ' if -1 in sizes else ''}{known} devices and there "
-            f"are {num_devices}; sizes that fit divide {num_devices}: {', '.join(map(str, divisors))}"
+            f"are {num_devices}; the nearest shapes that fit: {' or '.join(nearest_shapes(sizes, num_devices))}"
         )
     dp, fsdp, tp = (num_devices // known if size == -1 else size for size in sizes)
     return dp, fsdp, tp
 
 
+def _sizes(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    try:
+        sizes = tuple(int(part) for part in parts)
+    except ValueError:
+        sizes = ()
+    if len(sizes) != len(AXES) or any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
+        raise InputError(
+            f"mesh.shape: got {text!r}; expected `auto` or three comma-separated sizes dp,fsdp,tp, "
+            "each at least 1, at most one of them -1 (takes what is left), such as `1,-1,1`"
+        )
+    return sizes
+
+
+def nearest_shapes(sizes: Sequence[int], num_devices: int) -> list[str]:
+    """The shapes of so many devices that differ by the smallest factors from sizes that do not fit, at most two.
+
+    A -1 stays what it is: it fits whatever the others leave.
+    """
+
+    def distance(shape: Sequence[int]) -> tuple[float, float]:
+        """Of two as near, the one whose tp is nearer: it is what a model's heads must divide by."""
+        steps = [abs(math.log(a / b)) if b != -1 else 0.0 for a, b in zip(shape, sizes, strict=True)]
+        return round(sum(steps), 9), steps[-1]
+
+    divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    fitting = [s for s in itertools.product(divisors, repeat=len(sizes)) if math.prod(s) == num_devices]
+    kept = [tuple(-1 if b == -1 else a for a, b in zip(shape, sizes, strict=True)) for shape in fitting]
+    distances = dict(zip(kept, map(distance, fitting), strict=True))
+    return [",".join(map(str, shape)) for shape in sorted(distances, key=distances.__getitem__)[:2]]
+
+
 def make_mesh(settings: MeshSettings) -> DeviceMesh:
-    """The mesh over all devices of all hosts. Axes are Auto: XLA places what we do not constrain."""
-    shape = parse_shape(settings.shape, num_devices=jax.device_count(), num_processes=jax.process_count())
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    """The mesh over all devices of all hosts. Axes are Auto: XLA places what we do not constrain.
+
+    In the order that suits the links between devices best, where that leaves the rows of every host together and tp
+    inside hosts; else host by host.
+
+    Raises:
+        InputError: a shape that the devices do not make.
+    """
+    found = devices(settings)
+    check_equal_hosts(found)
+    num_hosts = len({host_of(device) for device in found})
+    shape = parse_shape(settings.shape, num_devices=len(found), num_processes=num_hosts)
+    axis_types = (AxisType.Auto,) * len(AXES)
+    mesh = jax.make_mesh(shape, AXES, axis_types=axis_types, devices=found)
+    if is_host_by_host(mesh):
+        return mesh
+    in_order = sorted(found, key=lambda device: (host_of(device), device.id))
+    return DeviceMesh(np.asarray(in_order).reshape(shape), AXES, axis_types=axis_types)
+
+
+def is_host_by_host(mesh: DeviceMesh) -> bool:
+    """Whether the devices of each host follow each other, those of host 0 first."""
+    hosts = [host_of(device) for device in mesh.devices.flat]
+    return hosts == sorted(hosts)

@@ -245,7 +245,7 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
     memory = memory_by_phase(session, learning, shapes, reward_model)
     return DryRun(
         directory=str(launch.run.path),
-        notes=launch_lines(launch.resolved),
+        notes=(*launch_lines(launch.resolved), *launch.notes),
         model=settings.model.path,
         family=session.input.architecture.family,
         dtype=settings.model.dtype,

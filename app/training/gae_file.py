@@ -63,7 +63,7 @@ def estimate(resolved: Resolved, *, input: Path, out: Path) -> dict[str, Any]:
 
 def start_alone(mesh: Mesh) -> None:
     """Starts the devices of this host; whoever else `mesh` names has no part in a file."""
-    topology.start(mesh.model_copy(update={"coordinator_address": None}))
+    topology.start_alone(mesh)
 
 
 def whitener(over: Moments | None) -> Finish:

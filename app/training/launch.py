@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import jax
+
 from app.mesh import topology
+from app.mesh.placement import num_row_shards
+from app.mesh.topology import num_hosts
 from app.reward.rewards import Rewards
+from app.training.agreement import (
+    agree,
+    check_shared,
+    newest_checkpoint,
+    on_every_host,
+    plug_in_digests,
+    prompts_digest,
+)
+from app.training.mesh_fit import whole_dims
 from app.training.pinned_model import pinned
 from app.training.queues import check_runs_ahead
 from app.training.run_directory import Resume, RunDirectory, check_claim
 from app.training.session import Session
 from app.training.training_input import TrainingInput, read_training_input
 from app.training.wiring import check_host_memory, check_rows
-from settings import Resolved
+from settings import Resolved, Settings
 
 
 @dataclass(frozen=True)
@@ -27,25 +40,64 @@ class Launch:
     rewards: Rewards
     """Open: workers are running."""
     session: Session
+    notes: tuple[str, ...] = ()
+    """What a person should know of the mesh."""
 
 
 @contextmanager
 def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
-    """Looks at the run directory, model, tokenizer, data, reward functions and mesh, in that order.
+    """Joins the other hosts, then looks at run directory, model, tokenizer, data, reward functions and mesh in turn.
 
     Raises:
-        InputError: for the first that cannot be used.
+        InputError: for the first that cannot be used, on this host or another; for what hosts differ in.
     """
-    settings = resolved.settings
-    run = RunDirectory.of(settings.run)
-    check_claim(run, resume)
-    training_input = read_training_input(pinned(settings, run))
-    with training_input.rewards(settings) as rewards:
+    settings, run = resolved.settings, RunDirectory.of(resolved.settings.run)
+    with ExitStack() as stack:
         topology.start(settings.mesh)
-        session = Session.open(settings, training_input.model, training_input.critic)
+        read = on_every_host(lambda: _read(settings, run, resume))
+        rewards = on_every_host(lambda: stack.enter_context(read.rewards(settings)))
+        agree(resolved, _facts(settings, run, read))
+        check_shared(run)
+        session = Session.open(settings, read.model, read.critic)
         check_rows(settings, session)
         if session.workers is not None and session.runs_ahead:
             check_runs_ahead(session.workers)
         if "reference" in settings.scored_roles:
             check_host_memory(settings, session.mesh)
-        yield Launch(resolved, run, training_input, rewards, session)
+        yield Launch(resolved, run, read, rewards, session, launch_notes(settings, session))
+
+
+def _read(settings: Settings, run: RunDirectory, resume: Resume) -> TrainingInput:
+    check_claim(run, resume)
+    return read_training_input(pinned(settings, run))
+
+
+def _facts(settings: Settings, run: RunDirectory, read: TrainingInput) -> dict[str, str]:
+    """What hosts must have in common beside their settings."""
+    if jax.process_count() == 1:
+        return {}
+    return {
+        **read.fingerprints,
+        "the evaluation prompts": prompts_digest(read.held_out),
+        **plug_in_digests(settings.reward.functions),
+        f"the newest checkpoint in {run.path}": newest_checkpoint(run),
+    }
+
+
+def launch_notes(settings: Settings, session: Session) -> tuple[str, ...]:
+    """The arithmetic of a step over several hosts, and the weights that tp leaves whole."""
+    mesh, rollout = session.mesh, settings.rollout
+    notes = whole_dims(mesh, session.input.architecture)
+    if num_hosts(mesh) == 1:
+        return notes
+    prompts = rollout.prompts_per_step * num_hosts(mesh)
+    samples = prompts * rollout.group_size
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    return (
+        f"{num_hosts(mesh)} hosts, {mesh.size} devices ({axes}): {rollout.prompts_per_step} prompts x "
+        f"{rollout.group_size} samples x {num_hosts(mesh)} hosts = {samples} samples a step, "
+        f"{samples / num_row_shards(mesh):g} a {'device' if mesh.shape['tp'] == 1 else 'group of tp devices'}; "
+        f"{settings.updates_per_step} optimizer step{'s' if settings.updates_per_step > 1 else ''} of "
+        f"{samples // settings.num_mini_batches} samples each",
+        *notes,
+    )

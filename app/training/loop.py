@@ -19,6 +19,7 @@ from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.weighing import Scored, joined
 from app.rollout.sampling import NON_FINITE
+from app.training.agreement import on_every_host
 from app.training.checkpoint import Progress
 from app.training.crediting import Credited
 from app.training.evaluate import evaluate, evaluation_metrics, host_share
@@ -242,8 +243,7 @@ def train(resolved: Resolved, *, resume: Resume, clock: Callable[[], float] = ti
     """
     with ExitStack() as stack:
         launch = stack.enter_context(prepared(resolved, resume=resume))
-        if jax.process_index() == 0:
-            stack.enter_context(claim(launch.run))
+        on_every_host(lambda: stack.enter_context(claim(launch.run)) if jax.process_index() == 0 else None)
         outcome = _run(launch, stack, clock)
     # Only now: the board, while it lives, takes stdout with it to stderr.
     if jax.process_index() == 0:
@@ -270,7 +270,7 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
     if session.workers is not None:
         session.workers.watch = board.watch
-    board.tell((*launch_lines(launch.resolved), launch.input.report, *launch.rewards.reports))
+    board.tell((*launch_lines(launch.resolved), *launch.notes, launch.input.report, *launch.rewards.reports))
     journal = stack.enter_context(closing(open_journal(launch, progress)))
     progress = replace(progress, wandb_id=journal.wandb_id)
     narrator = Narrator(launch.run, settings.logging, board, journal)

@@ -29,6 +29,7 @@ from app.rollout.scheduling.figures import Figures
 from app.rollout.stopping import AskedToStop
 from app.rollout.tally import Tally
 from app.score.scorer import Pass, RowPass, Scorer, Valuer, with_a_token_behind
+from app.training.mesh_fit import check_heads
 from app.training.queues import open_slots, open_workers
 from settings import Settings
 from settings.errors import InputError
@@ -155,6 +156,9 @@ class Session:
     def open(cls, settings: Settings, model: ModelInput, critic: CriticInput | None = None) -> Session:
         """The first thing that touches a device. `topology.start` must have run."""
         mesh = open_mesh(settings)
+        check_heads(mesh, model.architecture, path=settings.model.path)
+        if critic is not None:
+            check_heads(mesh, critic.architecture, path=settings.critic.path or settings.model.path)
         dtype = compute_type(settings)
         engine = Engine(
             model.definition,

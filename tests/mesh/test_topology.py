@@ -1,16 +1,26 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh as DeviceMesh
 
-from app.mesh.topology import make_mesh, parse_shape
+from app.mesh import cluster, topology
+from app.mesh.axis_rules import AXES
+from app.mesh.placement import check_rows_per_host
+from app.mesh.roll_call import Member
+from app.mesh.topology import check_equal_hosts, is_host_by_host, make_mesh, nearest_shapes, num_hosts, parse_shape
 from settings.errors import InputError
 from settings.mesh_section import Mesh as Settings
+
+DEADLINE_S = 120
 
 
 @pytest.mark.parametrize(
@@ -26,6 +36,7 @@ from settings.mesh_section import Mesh as Settings
         ("auto", 1, 1, (1, 1, 1)),
         ("auto", 8, 1, (1, 8, 1)),
         ("auto", 16, 4, (4, 4, 1)),
+        ("1,-1,1", 8, 2, (1, 8, 1)),
     ],
 )
 def test_a_shape_uses_every_device(text, num_devices, num_processes, expected):
@@ -40,13 +51,149 @@ def test_what_is_no_shape_is_refused_with_what_was_got_and_what_is_expected(text
 
 
 @pytest.mark.parametrize(
-    ("text", "wants"),
-    [("1,3,1", "3 devices"), ("1,4,1", "4 devices"), ("2,8,1", "16 devices"), ("3,-1,1", "a multiple of 3 devices")],
+    ("text", "num_devices", "wants", "nearest"),
+    [
+        ("1,3,1", 8, "3 devices", "1,8,1 or 2,4,1"),
+        ("1,4,1", 8, "4 devices", "1,8,1 or 2,4,1"),
+        ("2,8,1", 8, "16 devices", "1,8,1 or 2,4,1"),
+        ("3,-1,1", 8, "a multiple of 3 devices", "4,-1,1 or 2,-1,1"),
+        ("1,-1,3", 8, "a multiple of 3 devices", "1,-1,4 or 1,-1,2"),
+        ("2,2,1", 1, "4 devices", "1,1,1"),
+    ],
 )
-def test_a_shape_that_does_not_fit_says_what_does(text, wants):
-    message = f"mesh.shape: {text!r} asks for {wants} and there are 8; sizes that fit divide 8: 1, 2, 4, 8"
-    with pytest.raises(InputError, match=re.escape(message)):
-        parse_shape(text, num_devices=8, num_processes=1)
+def test_a_shape_that_does_not_fit_says_what_does(text, num_devices, wants, nearest):
+    message = f"mesh.shape: {text!r} asks for {wants} and there are {num_devices}; the nearest shapes that fit: "
+    with pytest.raises(InputError, match=f"^{re.escape(message + nearest)}$"):
+        parse_shape(text, num_devices=num_devices, num_processes=1)
+
+
+def test_the_nearest_shapes_fit():
+    for num_devices in (1, 6, 8, 32):
+        for sizes in ((3, 5, 1), (1, -1, 7), (2, 2, -1), (64, 1, 1)):
+            for shape in nearest_shapes(sizes, num_devices):
+                assert math.prod(parse_shape(shape, num_devices=num_devices, num_processes=1)) == num_devices
+
+
+@dataclass(frozen=True)
+class Device:
+    """What of a device the order of a mesh depends on."""
+
+    id: int
+    process_index: int
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+
+
+def devices_of(*per_host: int) -> list[Device]:
+    hosts = [host for host, count in enumerate(per_host) for _ in range(count)]
+    return [Device(i, host) for i, host in enumerate(hosts)]
+
+
+def test_hosts_with_different_numbers_of_devices_are_refused_with_both_numbers():
+    check_equal_hosts(devices_of(4, 4))
+    with pytest.raises(InputError, match=r"different numbers of devices \(host 0: 4, host 1: 2\)"):
+        check_equal_hosts(devices_of(4, 2))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (1, 2, 4)])
+def test_the_rows_of_each_of_two_hosts_lie_together(shape):
+    mesh = DeviceMesh(np.array(devices_of(4, 4)).reshape(shape), AXES)
+    assert is_host_by_host(mesh)
+    assert num_hosts(mesh) == 2
+    check_rows_per_host(mesh)
+
+
+def test_the_rows_of_hosts_that_take_turns_do_not():
+    first, second, third, fourth = devices_of(2, 2)
+    assert not is_host_by_host(DeviceMesh(np.array([first, third, second, fourth]).reshape(4, 1, 1), AXES))
+
+
+@pytest.mark.parametrize(
+    ("shape", "per_host", "found"),
+    [
+        ((1, 1, 8), (4, 4), "tp = 8 spans hosts 0, 1, of 4 devices each"),
+        ((1, 2, 4), (2, 2, 2, 2), "tp = 4 spans hosts 0, 1, of 2 devices each"),
+        # As many rows as hosts, and yet two groups out of four lie on two of them.
+        ((1, 3, 2), (3, 3), "tp = 2 spans hosts 0, 1, of 3 devices each"),
+    ],
+)
+def test_tp_over_several_hosts_is_refused_with_the_hosts_and_the_tp_that_fit(shape, per_host, found):
+    mesh = DeviceMesh(np.array(devices_of(*per_host)).reshape(shape), AXES)
+    fitting = " or ".join(str(n) for n in range(1, per_host[0] + 1) if per_host[0] % n == 0)
+    with pytest.raises(InputError, match=re.escape(f"mesh.shape: {found}")) as caught:
+        check_rows_per_host(mesh)
+    assert str(caught.value).endswith(f"keep tp inside a host: {fitting}")
+
+
+@pytest.mark.parametrize(("platform", "extra"), [("cuda", "grpo[cuda]"), ("tpu", "grpo[tpu]")])
+def test_a_platform_without_its_library_is_refused_at_once(monkeypatch, platform, extra):
+    monkeypatch.setattr(topology, "find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    with pytest.raises(InputError, match=re.escape(f"mesh.platform: {platform} was asked for and there is none")) as e:
+        topology.start(Settings(platform=platform))
+    assert extra in str(e.value)
+
+
+def test_devices_of_another_platform_than_asked_for_are_refused():
+    assert topology.devices(Settings(platform="cpu"))[0].platform == "cpu"
+    with pytest.raises(InputError, match=r"mesh.platform: cuda was asked for .* JAX has started with cpu devices"):
+        make_mesh(Settings(platform="cuda"))
+
+
+def test_an_absent_platform_is_never_replaced_by_the_cpu():
+    script = "from app.mesh import topology; from settings.mesh_section import Mesh; import jax; "
+    script += "jax.config.update('jax_platforms', 'cuda'); topology.devices(Mesh(platform='cuda'))"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert (
+        "InputError: mesh.platform: cuda was asked for and there is none: no device of it was found" in process.stderr
+    )
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_a_host_that_expects_others_does_not_start_alone(address):
+    expected = r"mesh.expect_processes: expected 3 processes and this host works alone; missing: 1, 2\. On every host"
+    with pytest.raises(InputError, match=expected):
+        topology.start(Settings(coordinator_address=address, expect_processes=3))
+    topology.start(Settings(coordinator_address=address, expect_processes=1))
+
+
+@pytest.mark.parametrize(
+    ("expected", "said"), [(4, "2 processes join at 10.0.0.2:8482; missing: 2, 3"), (1, "2 processes join at 10.")]
+)
+def test_a_platform_with_another_number_of_hosts_than_expected_is_refused(monkeypatch, expected, said):
+    monkeypatch.setattr(topology, "is_cloud_tpu_vm", lambda: True)
+    monkeypatch.setattr(topology, "find_cluster", lambda timeout_s: Member("10.0.0.2:8482", 2, 0))
+    with pytest.raises(InputError, match=f"expected {expected} processes and {re.escape(said)}"):
+        topology.start(Settings(expect_processes=expected))
+    # With CPU devices it is nobody's pod.
+    topology.start(Settings(platform="cpu", expect_processes=1))
+
+
+@pytest.mark.parametrize(
+    ("found", "member"),
+    [
+        (("10.0.0.2:8482", 2, 1, None), Member("10.0.0.2:8482", 2, 1)),
+        (("10.0.0.2:8482", 1, 0, None), None),
+        ((None, None, None, None), None),
+    ],
+)
+def test_the_platform_says_who_the_hosts_are(monkeypatch, found, member):
+    monkeypatch.setattr(cluster.ClusterEnv, "auto_detect_unset_distributed_params", lambda *_: found)
+    assert cluster.find_cluster(timeout_s=1) == member
+
+
+@pytest.mark.parametrize(("error", "refused"), [(ConnectionError("no metadata"), False), (ValueError("odd"), True)])
+def test_tpus_without_metadata_work_alone_and_metadata_that_cannot_be_read_are_an_error(monkeypatch, error, refused):
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cluster.ClusterEnv, "auto_detect_unset_distributed_params", fail)
+    if refused:
+        with pytest.raises(InputError, match=r"the platform's account of its hosts cannot be read \(odd\); set"):
+            cluster.find_cluster(timeout_s=1)
+    else:
+        assert cluster.find_cluster(timeout_s=1) is None
 
 
 def test_the_mesh_holds_every_device_on_three_named_axes():

@@ -1,0 +1,230 @@
+"""What all hosts must have in common before the first step, and how one host's error becomes everybody's.
+
+Hosts that work together run the same program in step. One that was given another setting, package, file or folder would
+wait for the others for ever, or train something else than they do, so it is looked for while stopping costs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import socket
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import jax
+
+from app.flow import Prompt
+from app.mesh.placement import bytes_over_hosts
+from app.training.run_directory import RunDirectory
+from settings import Resolved
+from settings.errors import InputError
+from settings.fields import FIELDS, value_of
+from settings.reward_section import RewardFunction
+
+OF_A_HOST = frozenset(
+    f"mesh.{field}" for field in ("coordinator_address", "num_processes", "process_id", "start_timeout_s")
+)
+"""How a host finds the others; that it has, says that they agree."""
+PACKAGES = (
+    "grpo",
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "numpy",
+    "tokenizers",
+    "transformers",
+)
+CODE = Path(__file__).resolve().parents[2]
+"""Where `cli.py`, `app` and `settings` lie: a checkout or site-packages."""
+MAX_VALUE = 120
+"""Characters of a value in an error."""
+
+T = TypeVar("T")
+
+
+class Fact(NamedTuple):
+    """Something of a host that must be the same on all."""
+
+    value: str
+    origin: str = ""
+    """What set it, for the error; hosts may differ in it."""
+
+
+Facts = Mapping[str, Fact]
+
+
+def agree(resolved: Resolved, facts: Mapping[str, str] | None = None) -> None:
+    """Whether all hosts have the same packages, code and settings, and the same of whatever else `facts` says.
+
+    All hosts call it, after `topology.start`.
+
+    Raises:
+        InputError: on every host, what differs and where it is what.
+    """
+    if jax.process_count() == 1:
+        return
+    own = {
+        **_facts_of_program(),
+        **_facts_of_settings(resolved),
+        **{name: Fact(x) for name, x in (facts or {}).items()},
+    }
+    said = [json.loads(one) for one in bytes_over_hosts(json.dumps([socket.gethostname(), own]).encode())]
+    hosts = [f"host {i} ({name})" for i, (name, _) in enumerate(said)]
+    problem = difference(hosts, [{name: Fact(*fact) for name, fact in facts.items()} for _, facts in said])
+    if problem is not None:
+        raise InputError(problem)
+
+
+def difference(hosts: Sequence[str], facts: Sequence[Facts]) -> str | None:
+    """What the hosts do not agree on, the first in full; None where they agree on everything."""
+    names = dict.fromkeys(name for one in facts for name in one)
+    absent = Fact("not there")
+    differing = [name for name in names if len({one.get(name, absent).value for one in facts}) > 1]
+    if not differing:
+        return None
+    first, *others = differing
+    held: dict[Fact, list[str]] = {}
+    for host, one in zip(hosts, facts, strict=True):
+        held.setdefault(one.get(first, absent), []).append(host)
+    values = "; ".join(f"{_shown(fact)} on {', '.join(where)}" for fact, where in held.items())
+    more = f" (they also differ in {', '.join(others[:5])}{', ...' if len(others) > 5 else ''})" if others else ""
+    return (
+        f"{first}: the hosts differ: {values}{more}. Start the same command with the same code, packages and files on "
+        "every host"
+    )
+
+
+def _shown(fact: Fact) -> str:
+    value = fact.value if len(fact.value) <= MAX_VALUE else f"{fact.value[: MAX_VALUE - 3]}..."
+    return f"{value} (from {fact.origin})" if fact.origin else value
+
+
+def _facts_of_program() -> Facts:
+    packages = {f"version of {name}": Fact(_version(name)) for name in PACKAGES}
+    return {"version of Python": Fact(platform.python_version()), **packages, "code of grpo": Fact(code_digest())}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def code_digest() -> str:
+    """Of the program's own source files, wherever they lie."""
+    digest = hashlib.sha256()
+    files = [CODE / "cli.py", *(path for room in ("app", "settings") for path in sorted((CODE / room).rglob("*.py")))]
+    for path in files:
+        digest.update(f"{path.relative_to(CODE).as_posix()}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _facts_of_settings(resolved: Resolved) -> Facts:
+    return {
+        field: Fact(_spelled(value_of(resolved.settings, field)), resolved.origin(field))
+        for field in FIELDS
+        if field not in OF_A_HOST
+    }
+
+
+def _spelled(value: object) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """Of which prompts there are, and of their tokens."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(f"{prompt.uid} {prompt.answer}\n".encode())
+        digest.update(prompt.token_ids.tobytes())
+    return f"{len(prompts)} prompts, {digest.hexdigest()[:16]}"
+
+
+def plug_in_digests(functions: Sequence[RewardFunction]) -> dict[str, str]:
+    """By plug-in: of the file that it is in. One that is imported by its module's name is taken for granted."""
+    files = {one.function: Path(one.function.rpartition(":")[0]) for one in functions if one.function is not None}
+    return {
+        f"reward.functions: the file of {name}": hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for name, path in files.items()
+        if path.is_file()
+    }
+
+
+def on_every_host(look: Callable[[], T]) -> T:
+    """What `look` returns here. All hosts call it together.
+
+    Raises:
+        InputError: `look` raised it, here or on another host; alone, the others would wait for it for ever.
+    """
+    if jax.process_count() == 1:
+        return look()
+    found: list[T] = []
+    problem = ""
+    try:
+        found.append(look())
+    except InputError as error:
+        problem = str(error)
+    said = [json.loads(one) for one in bytes_over_hosts(json.dumps([socket.gethostname(), problem]).encode())]
+    if problem:
+        raise InputError(problem)
+    for host, (name, of_host) in enumerate(said):
+        if of_host:
+            raise InputError(f"on host {host} ({name}): {of_host}")
+    return found[0]
+
+
+def newest_checkpoint(run: RunDirectory) -> str:
+    """The step of the newest checkpoint that this host sees."""
+    steps = (
+        [int(child.name) for child in run.checkpoints.iterdir() if child.name.isdigit()] if run.has_checkpoint else []
+    )
+    return f"step {max(steps)}" if steps else "none"
+
+
+def check_shared(run: RunDirectory) -> None:
+    """Whether all hosts see one and the same folder where the run is to be. Leaves nothing behind.
+
+    All hosts call it together.
+
+    Raises:
+        InputError: on every host, where one does not see what host 0 has put there.
+    """
+    if jax.process_count() == 1:
+        return
+    is_first = jax.process_index() == 0
+    parents = list(run.path.absolute().parents)
+    depth = next(i for i, folder in enumerate(parents) if folder.is_dir())
+    depth, name = json.loads(bytes_over_hosts(json.dumps([depth, f".grpo-{uuid.uuid4().hex}"]).encode())[0])
+    note = parents[min(depth, len(parents) - 1)] / name
+
+    def put() -> None:
+        try:
+            note.touch(exist_ok=False)
+        except OSError as error:
+            raise InputError(f"run.dir: cannot write to {note.parent}: {error.strerror}; choose another") from error
+
+    def see() -> None:
+        if not note.exists():
+            raise InputError(
+                f"run.dir: {run.path.absolute()} is not the same folder on all hosts: in {note.parent} this one does "
+                "not see what host 0 has just put there. Set run.dir to a folder that all hosts share"
+            )
+
+    try:
+        on_every_host(put if is_first else lambda: None)
+        on_every_host(see)
+    finally:
+        if is_first:
+            with suppress(OSError):
+                note.unlink()

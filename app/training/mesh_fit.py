@@ -1,0 +1,45 @@
+"""How a model's sizes meet the tp of a mesh."""
+
+from __future__ import annotations
+
+from jax.sharding import Mesh
+
+from app.policy.architecture import Architecture
+from settings.errors import InputError
+
+
+def check_heads(mesh: Mesh, architecture: Architecture, *, path: str) -> None:
+    """Whether tp splits the attention of the model from `path`.
+
+    Raises:
+        InputError: it divides neither query heads nor, then, kv heads, so every device would compute all of it.
+    """
+    tp, queries, keys = mesh.shape["tp"], architecture.num_query_heads, architecture.num_kv_heads
+    if queries % tp and keys % tp:
+        raise InputError(
+            f"mesh.shape: tp = {tp} divides neither the {queries} query heads nor the {keys} kv heads of {path}; the "
+            f"nearest tp that divides the query heads: {_nearest(tp, queries)}"
+        )
+
+
+def whole_dims(mesh: Mesh, architecture: Architecture) -> tuple[str, ...]:
+    """A line for every dim that tp should split and does not: it stays whole on every device, which costs memory."""
+    tp = mesh.shape["tp"]
+    sizes = {
+        "kv heads": architecture.num_kv_heads,
+        "tokens of the vocabulary": architecture.vocab_size,
+        "units of a feed-forward layer": architecture.mlp_dim,
+    }
+    return tuple(
+        f"mesh.shape: tp = {tp} does not divide the {size:,} {name}, so every device holds them all; the nearest tp "
+        f"that does: {_nearest(tp, size)}"
+        for name, size in sizes.items()
+        if size % tp
+    )
+
+
+def _nearest(tp: int, size: int) -> str:
+    """The divisors of `size` right below and above."""
+    below = max(n for n in range(1, tp + 1) if size % n == 0)
+    above = next((n for n in range(tp, size + 1) if size % n == 0), None)
+    return " or ".join(str(n) for n in (below, above) if n is not None)
