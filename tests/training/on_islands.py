@@ -32,17 +32,14 @@ TINY = (
     *("rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=24", "rollout.segment.min=4"),
     *("model.dtype=float32", "rollout.segment.max=8"),
 )
-WORKERS = (
-    *("rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4"),
-    *("rollout.workers.fast.devices=[0]", "rollout.workers.heavy.devices=[1]"),
-)
+WORKER = ("rollout.workers.fast.slots=4", "rollout.workers.fast.devices=[1]", "rollout.workers.heavy.count=0")
 WAYS = {
     "global": ("rollout.placement=global",),
     "island": (),
     "slots": ("rollout.slots=4", "rollout.mode=exact"),
-    "adaptive": ("rollout.scheduler=adaptive", "rollout.mode=exact", *WORKERS),
+    "adaptive": ("rollout.scheduler=adaptive", "rollout.mode=exact", *WORKER),
 }
-"""`sync` follows, by the workers of `adaptive`."""
+"""`sync` follows, by the worker of `adaptive`."""
 NUM_PROMPTS = 4
 
 
