@@ -88,6 +88,17 @@ def _the_scheduler_has_workers(resolved: Resolved) -> str | None:
     return None
 
 
+def _slots_are_of_one_host(resolved: Resolved) -> str | None:
+    rollout = resolved.settings.rollout
+    if rollout.placement == "island" or rollout.slots is None:
+        return None
+    return (
+        f"{resolved.named('rollout.slots')}: every host fills slots of its own, and "
+        f"{resolved.named('rollout.placement')} asks for one batch of all hosts; leave rollout.slots null, or set "
+        "rollout.placement: island"
+    )
+
+
 def _workers_run_ahead(resolved: Resolved) -> str | None:
     rollout = resolved.settings.rollout
     if rollout.max_staleness == 0 or rollout.has_workers:
@@ -110,6 +121,6 @@ def _training_does_not_run_leases_out(resolved: Resolved) -> str | None:
     )
 
 
-WORKERS = (_the_scheduler_has_workers, _exact_samples_are_exact)
+WORKERS = (_the_scheduler_has_workers, _slots_are_of_one_host, _exact_samples_are_exact)
 AHEAD = (_workers_run_ahead, _training_does_not_run_leases_out)
 SCHEDULE = (_segments_have_a_length, _the_window_holds_a_verdict, _somebody_decodes, _workers_have_devices_of_their_own)

@@ -147,8 +147,9 @@ class Rollout(Section):
     )
     placement: Literal["island", "global"] = Field(
         default="island",
-        description="With a scheduler: workers on devices of their own, or one batch over all devices, which only sync "
-        "schedules.",
+        description="Each host generates on its own devices and waits for no other meanwhile (island), or all hosts "
+        "generate one batch on all devices, without slots or workers (global). On one host they differ only with the "
+        "scheduler sync: workers, or one batch.",
     )
     max_staleness: int = Field(
         default=0,
@@ -164,7 +165,7 @@ class Rollout(Section):
 
     @property
     def has_workers(self) -> bool:
-        """Workers on devices of their own, rather than one batch or one queue over the whole mesh."""
+        """Workers on devices of their own, rather than one batch or one queue over all of a host's or of all hosts'."""
         return self.scheduler is not None and self.placement == "island"
 
 

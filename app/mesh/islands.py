@@ -1,14 +1,21 @@
-"""Islands: disjoint sub-meshes of this host's devices, one for each worker of a rollout."""
+"""Islands: meshes of this host's devices alone. Programs on them wait for no other host.
+
+All devices of a host are one island, which takes weights over from the mesh of all hosts; disjoint parts of them are
+islands of the workers of a rollout.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from app.mesh.axis_rules import AXES
+from app.mesh.topology import host_of, num_hosts
 from settings.errors import InputError
 from settings.rollout_section import WorkerPool
 
@@ -56,6 +63,11 @@ def _shares(devices: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
     return [tuple(devices[i * each : (i + 1) * each]) for i in range(num_workers)]
 
 
+def own_devices() -> list[Any]:
+    """This host's, as `devices` of a pool of workers number them."""
+    return [device for device in jax.local_devices() if host_of(device) == jax.process_index()]
+
+
 def island(devices: Sequence[int], *, like: Mesh) -> Mesh:
     """A mesh of some of this host's devices, weights split along tp as on another mesh.
 
@@ -68,6 +80,39 @@ def island(devices: Sequence[int], *, like: Mesh) -> Mesh:
             f"rollout.workers: a worker has {len(devices)} devices, and mesh.shape splits weights over {tp}; give each "
             f"worker a multiple of {tp}"
         )
-    local = jax.local_devices()
+    own = own_devices()
     shape = (1, len(devices) // tp, tp)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=[local[i] for i in devices])
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=[own[i] for i in devices])
+
+
+def host_island(mesh: Mesh) -> Mesh:
+    """All devices that this host has on a mesh: tp as there, rows split over all others. Of one host, the mesh itself.
+
+    Raises:
+        InputError: weights are split over devices of several hosts, so that no host has them whole.
+    """
+    if num_hosts(mesh) == 1:
+        return mesh
+    groups = mesh.devices.reshape(-1, mesh.shape["tp"])
+    if any(len({host_of(device) for device in group}) > 1 for group in groups):
+        raise InputError(
+            f"mesh.shape: tp = {mesh.shape['tp']} splits weights over several hosts, and with rollout.placement = "
+            "island each host generates alone; make tp a divisor of a host's devices, or set rollout.placement: global"
+        )
+    own = np.stack([group for group in groups if host_of(group[0]) == jax.process_index()])
+    return Mesh(own[None], AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def taken_over(arrays: Any, mesh: Mesh) -> Any:
+    """Arrays that every host has whole, as arrays of this host's island: the same buffers, and no copy of any.
+
+    Args:
+        arrays: a tree of arrays on a mesh of which `mesh` is `host_island`, split along tp at most.
+    """
+
+    def take(array: jax.Array) -> jax.Array:
+        assert isinstance(array.sharding, NamedSharding)
+        shards = [shard.data for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(array.shape, NamedSharding(mesh, array.sharding.spec), shards)
+
+    return jax.tree.map(take, arrays)

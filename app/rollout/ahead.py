@@ -35,7 +35,7 @@ class Done(NamedTuple):
 
     rows: list[Row]
     lengths: dict[str, float]
-    """Of all prompts whose samples were taken: their mean lengths, when they came last."""
+    """Prompt -> mean length of its samples."""
     figures: Figures
     """Of what all workers did since the round before was done."""
 
@@ -83,7 +83,8 @@ class OpenRollout:
         while self._given and all(map(self._run.is_done, self._given[0])):
             found = self._tally.window()
             rows = self._run.release(self._given.popleft())
-            yield Done(rows, dict(self._run.scheduler.context.lengths.history), found)
+            history = self._run.scheduler.context.lengths.history
+            yield Done(rows, {uid: history[uid] for uid in (row.prompt.uid for row in rows) if uid in history}, found)
 
 
 class Generation:
@@ -147,6 +148,7 @@ class Generation:
         """Of the oldest round that was not taken, once it is done.
 
         Raises:
+            StoppedError: asked to stop before it was done.
             Exception: what the generation has failed with.
         """
         done = self._outbox.get()
@@ -154,7 +156,7 @@ class Generation:
             self._outbox.put(done)
             raise done
         self._workers.note(done.figures)
-        self._workers.history = done.lengths
+        self._workers.learn(done.lengths)
         return [
             self._workers.sample_of(row, first_group_id + number // self._group_size, truncates=self._truncates)
             for number, row in enumerate(done.rows)

@@ -14,6 +14,7 @@ from app.rollout.rows import Row
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.segments import expected_length, segment_limits
 from app.rollout.slots import Segment, SlotEngine
+from app.rollout.stopping import StoppedError
 from app.rollout.streaming import Streaming
 from app.rollout.tally import Tally
 from settings.rollout_section import Segment as SegmentRule
@@ -64,11 +65,17 @@ class ContinuousBatching(Streaming):
         return self.engine.footprint()
 
     def _run(self, rows: Sequence[Row]) -> Iterator[None]:
-        """Until every row is done, stopping wherever some may have become so."""
+        """Until every row is done, pausing wherever some may have become so.
+
+        Raises:
+            StoppedError: asked to stop.
+        """
         engine, waiting = self.engine, deque(rows)
         num_finished = sum_finished = 0
         segment: Segment | None = None
         while waiting or engine.resident:
+            if self.asked_to_stop():
+                raise StoppedError
             if waiting and engine.num_free:
                 self._prefill_ahead(waiting)
                 engine.admit([waiting.popleft() for _ in range(min(engine.num_free, len(waiting)))])

@@ -10,17 +10,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 from app.batching.ladder import rung
 from app.flow import Prompt, Sample
 from app.mesh.axis_rules import constrain
+from app.mesh.islands import taken_over
 from app.mesh.placement import (
     local_row_indices,
     max_over_hosts,
     num_local_row_shards,
     row_sharding,
+    shardings_of,
     to_global,
     to_local,
 )
@@ -49,8 +51,11 @@ from app.rollout.sampling import (
     sample_keys,
     uid_words,
 )
-from app.rollout.stopping import AskedToStop, never
+from app.rollout.stopping import AskedToStop, StoppedError, never
 from app.rollout.tally import Tally
+
+SEGMENT_STEPS = 256
+"""Tokens of a row until the host looks up from a batch, to see whether it was asked to stop."""
 
 
 class Slots(NamedTuple):
@@ -104,6 +109,8 @@ class Engine:
     """Compiled generation for one decoder on one mesh. Holds no weights.
 
     Args:
+        mesh: on which it generates; of a mesh of several hosts, the hosts generate one batch together.
+        trained_on: the mesh on which the policy lies, if that is another: `mesh` is this host's island of it.
         eos_ids: every token id that ends a sequence.
         decode_text: token ids -> text, for the record.
         prefill_length_min: smallest prompt bucket, in tokens.
@@ -115,6 +122,7 @@ class Engine:
         definition: DecoderDefinition,
         mesh: Mesh,
         *,
+        trained_on: Mesh | None = None,
         eos_ids: Sequence[int],
         decode_text: Callable[[Sequence[int]], str],
         dtype: jnp.dtype,
@@ -122,6 +130,7 @@ class Engine:
         max_length_total: int | None = None,
     ):
         self.mesh = mesh
+        self._trained_on = trained_on or mesh
         self.decode_text = decode_text
         self.prefill_length_min = prefill_length_min
         self.max_length_total = max_length_total
@@ -130,23 +139,31 @@ class Engine:
         self._definition = definition
         self._dtype = dtype
         self._eos_ids = np.asarray(eos_ids, np.int32)
-        self._weights = jax.jit(lambda params: decode_weights(definition, params, dtype))
+        # Said outright: an island takes over what it finds in this layout on its devices.
+        layout = shardings_of(abstract_decode_weights(definition, self._trained_on, dtype))
+        self._weights = jax.jit(lambda params: decode_weights(definition, params, dtype), out_shardings=layout)
         self._prefill = jax.jit(lambda weights, ids, lengths: prefill(definition, weights, ids, lengths))
         self._keys = jax.jit(sample_keys)
         self._open = jax.jit(open_slots, static_argnames=("cache_length", "num_new"))
         # Said outright, because XLA may leave a small array whole on every device, and a host would then read
         # the first host's rows as its own. The cache is never read back.
         rows = row_sharding(mesh)
-        laid_out = Slots._make(None if field == "cache" else rows for field in Slots._fields)
+        slots = Slots._make(None if field == "cache" else rows for field in Slots._fields)
+        laid_out = slots, NamedSharding(mesh, PartitionSpec())
         self._decode = {
             sampler: jax.jit(_decode_loop(definition, sampler), donate_argnames="slots", out_shardings=laid_out)
             for sampler in (draw, draw_truncated)
         }
 
     def weights(self, params: Params) -> DecodeWeights:
-        """The policy in decoding form; make it once per policy version and drop it before the update."""
-        with jax.set_mesh(self.mesh):
-            return self._weights(params)
+        """The policy in decoding form; make it once per policy version and drop it before the update.
+
+        One program on the mesh of training lays them out as they decode, whole on every host. All hosts call it, each
+        from the thread that trains: where it waits for other hosts, no other program of theirs may come in between.
+        """
+        with jax.set_mesh(self._trained_on):
+            weights = self._weights(params)
+        return weights if self.mesh == self._trained_on else taken_over(weights, self.mesh)
 
     def generate(
         self,
@@ -162,12 +179,16 @@ class Engine:
     ) -> list[Sample]:
         """`group_size` samples of each of this host's prompts, in order, as ragged records.
 
-        Every host calls it with the same number of prompts. `policy_version` keys the noise, so
+        Every host of its mesh calls it with the same number of prompts. `policy_version` keys the noise, so
         that the same prompt gives new samples at every training step.
 
         Args:
-            max_new_tokens: of every sample, or of each in order; the largest is the same on every host.
+            max_new_tokens: of every sample, or of each in order; the largest is the same on every host of the mesh.
+
+        Raises:
+            StoppedError: a host of the mesh was asked to stop. All of them raise it.
         """
+        self._check_not_stopped()
         started = time.perf_counter()
         rows = self._place_rows(prompts, group_size, max_new_tokens)
         with jax.set_mesh(self.mesh):
@@ -178,10 +199,17 @@ class Engine:
                 hidden, cache, constants, cache_length=rows.shape.cache_length, num_new=rows.shape.num_new
             )
             del hidden, cache
-            sampler: Sampler = draw_truncated if rules.truncates else draw
-            slots = self._decode[sampler](
-                weights, row_hidden, constants, slots=slots, rules=rules, eos_ids=self._eos_ids
-            )
+            decode = self._decode[draw_truncated if rules.truncates else draw]
+            first = 0
+            while True:
+                steps = np.asarray([first, first + SEGMENT_STEPS], np.int32)
+                slots, all_done = decode(
+                    weights, row_hidden, constants, slots=slots, steps=steps, rules=rules, eos_ids=self._eos_ids
+                )
+                if all_done:
+                    break
+                self._check_not_stopped()
+                first += SEGMENT_STEPS
         drawn = np.stack([to_local(x).view(np.int32) for x in (slots.token_ids, slots.logprobs, slots.kept_mass_logs)])
         lengths, stopped, broken = map(to_local, (slots.lengths, slots.stopped, slots.broken))
         self._count(prompts, lengths, group_size=group_size)
@@ -203,6 +231,11 @@ class Engine:
             group_id = first_group_id + number // group_size
             samples.append(row.sample(group_id, decode_text=self.decode_text, truncates=rules.truncates))
         return samples
+
+    def _check_not_stopped(self) -> None:
+        """At the edge of a segment."""
+        if self._agreed(int(self.asked_to_stop())):
+            raise StoppedError
 
     def _count(self, prompts: Sequence[Prompt], lengths: Int32[np.ndarray, "B"], *, group_size: int) -> None:
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -313,8 +346,12 @@ def open_slots(
     return constrain(hidden[rows.prompt], "rows", "activation"), slots
 
 
-def _decode_loop(definition: DecoderDefinition, sampler: Sampler) -> Callable[..., Slots]:
-    """The on-device loop over tokens, for one kind of sampler."""
+def _decode_loop(definition: DecoderDefinition, sampler: Sampler) -> Callable[..., tuple[Slots, Bool[Array, ""]]]:
+    """The on-device loop over the tokens of a segment, for one kind of sampler.
+
+    `steps` are the number of its first token and of the first that it draws no more, counted from a batch's first
+    token: one program serves all segments. It also says whether all rows are done.
+    """
 
     def loop(
         weights: DecodeWeights,
@@ -322,9 +359,10 @@ def _decode_loop(definition: DecoderDefinition, sampler: Sampler) -> Callable[..
         rows: Rows,
         *,
         slots: Slots,
+        steps: Int32[Array, "2"],
         rules: SamplingRules,
         eos_ids: Int32[Array, "E"],
-    ) -> Slots:
+    ) -> tuple[Slots, Bool[Array, ""]]:
         head = definition.bind(weights.params).head
 
         def draw_next(hidden: Array, slots: Slots) -> Slots:
@@ -333,14 +371,25 @@ def _decode_loop(definition: DecoderDefinition, sampler: Sampler) -> Callable[..
             drawn = sampler(logits, rules, jax.vmap(jax.random.fold_in)(rows.keys, positions))
             return record(slots, drawn, max_new_tokens=rows.max_new_tokens, eos_ids=eos_ids)
 
-        def step(slots: Slots) -> Slots:
+        def step(carry: tuple[Array, Slots]) -> tuple[Array, Slots]:
+            number, slots = carry
             last = jnp.maximum(slots.lengths - 1, 0)
             token_ids = jnp.take_along_axis(slots.token_ids, last[:, None], axis=1)[:, 0]
             hidden, cache = decode_step(definition, weights, slots.cache, token_ids, rows.prompt_lengths + last)
-            return draw_next(hidden, slots._replace(cache=constrain_cache(cache)))
+            return number + 1, draw_next(hidden, slots._replace(cache=constrain_cache(cache)))
 
-        slots = draw_next(hidden, slots)
-        return jax.lax.while_loop(lambda slots: ~jnp.all(slots.done), step, slots)
+        def goes_on(carry: tuple[Array, Slots]) -> Bool[Array, ""]:
+            number, slots = carry
+            return (number < end) & ~jnp.all(slots.done)
+
+        first, end = steps
+        # A prompt's last hidden state gives the first token; all others come from the token before. The cache stays
+        # out of it, lest it be copied.
+        drawn = slots._replace(cache=())
+        drawn = jax.lax.cond(first == 0, lambda drawn: draw_next(hidden, drawn), lambda drawn: drawn, drawn)
+        slots = drawn._replace(cache=slots.cache)
+        _, slots = jax.lax.while_loop(goes_on, step, (jnp.maximum(first, 1), slots))
+        return slots, jnp.all(slots.done)
 
     return loop
 

@@ -32,6 +32,7 @@ from app.rollout.scheduling.events import (
     WorkerLost,
 )
 from app.rollout.scheduling.ledger import Ledger
+from app.rollout.stopping import AskedToStop, StoppedError, never
 from app.rollout.workers import Admission, Clock, Driver, Outcome, SilentError, Worker
 
 log = logging.getLogger(__name__)
@@ -56,10 +57,12 @@ class Run:
         tell: Callable[[LogRecord], None],
         log: EventLog | None = None,
         watch: Watch | None = None,
+        asked_to_stop: AskedToStop = never,
     ):
         self.scheduler = begun.scheduler
         self._begun = begun
         self._tell, self._log, self._watch = tell, log, watch
+        self._asked_to_stop = asked_to_stop
         self._driver = driver
         _name_anew(workers, begun.records)
         self._workers: Mapping[str, Worker] = {worker.name: worker for worker in workers}
@@ -134,8 +137,11 @@ class Run:
         """Waits until a worker has something to say, or until it is woken, and goes on from there.
 
         Raises:
+            StoppedError: asked to stop. What had ended by then is in the log.
             Exception: what the last worker failed with, where all have.
         """
+        if self._asked_to_stop():
+            raise StoppedError
         assert self.is_busy, "nobody decodes"
         outcome = self._driver.next()
         if outcome is not None:
@@ -208,7 +214,7 @@ class Run:
         match command:
             case Suspend():
                 self._suspend(command)
-            case RunSegment():
+            case RunSegment() if not self._asked_to_stop():
                 admissions = deque(self._admission(command.worker, one) for one in command.admit)
                 self._driver.run(self._workers[command.worker], command, admissions)
             case Commit():

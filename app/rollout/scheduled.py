@@ -71,6 +71,8 @@ class ScheduledWorkers(Streaming):
         self._clock = clock
         self.history: Mapping[str, float] = {}
         """Prompt -> mean length of its samples when it came last; decides the schedule of the next rollout."""
+        self._news: dict[str, float] = {}
+        """Of `history`, what was learned here since `take_news`."""
         self._figures: list[Figures] = []
         self._stalled: dict[Worker, Thread] = {}
 
@@ -90,6 +92,7 @@ class ScheduledWorkers(Streaming):
         """See `Streaming`.
 
         Raises:
+            StoppedError: asked to stop. A log has what had ended by then, for another rollout to go on from.
             Exception: what the last worker failed with, where all have.
         """
         self.check(rows)
@@ -142,7 +145,8 @@ class ScheduledWorkers(Streaming):
             # The workers have them: an open rollout outlives these by many versions.
             del weights
             clock = self._clock_from(begun.at)
-            yield Run(begun, driver, workers, clock=clock, tell=tell, log=log, watch=self.watch)
+            asked = self.asked_to_stop
+            yield Run(begun, driver, workers, clock=clock, tell=tell, log=log, watch=self.watch, asked_to_stop=asked)
         finally:
             try:
                 self._stalled |= driver.close()
@@ -188,7 +192,17 @@ class ScheduledWorkers(Streaming):
             if entry.state is not State.DONE:
                 continue
             lengths.setdefault(entry.prompt, []).append(entry.num_tokens)
-        self.history = {**self.history, **{prompt: float(np.mean(known)) for prompt, known in lengths.items()}}
+        self.learn({prompt: float(np.mean(known)) for prompt, known in lengths.items()})
+
+    def learn(self, lengths: Mapping[str, float]) -> None:
+        """Mean lengths of prompts whose samples are done."""
+        self._news |= lengths
+        self.history = {**self.history, **lengths}
+
+    def take_news(self) -> dict[str, float]:
+        """What was learned since the last call, for other hosts to know."""
+        taken, self._news = self._news, {}
+        return taken
 
     def take_tally(self) -> Tally:
         """Of what was generated since the last call, by all workers."""

@@ -69,6 +69,7 @@ class Streaming(ABC):
 
         Raises:
             InputError: a prompt that no slot has room for.
+            StoppedError: asked to stop. The slots are free then.
         """
         rows = deque(rows_of(prompts, group_size=group_size, max_new_tokens=max_new_tokens, noise_step=policy_version))
         done = self._in_order(weights, rows, rules=rules, seed=seed, policy_version=policy_version)

@@ -304,13 +304,13 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
             record |= _evaluated(trainer, state.policy.params, held_out, step=step, narrator=narrator)
         num_prompts = int(metrics["rollout/num_rounds"] or 1) * trainer.prompts_per_step
         progress = progress.after(step, num_prompts=num_prompts, metrics=record)
+        progress = replace(progress, lengths=session.share_lengths())
         narrator.step(step, record)
         _stop_if_diverged(metrics, settings)
         in_turn = is_last or exit_code or agreed.save_is_due or step % settings.checkpoint.every_steps == 0
         if in_turn or checkpoints.is_best(progress):
             board.phase("save")
-            lengths = session.workers and session.workers.history
-            checkpoints.save(state.arrays, replace(progress, kl_coef=state.kl_coef, lengths=lengths))
+            checkpoints.save(state.arrays, replace(progress, kl_coef=state.kl_coef))
             save_clock.reset()
         checkpoints.point_at_best()
         if exit_code:

@@ -190,7 +190,7 @@ def _generating(session: Session, shape: BatchShape, footprint: Footprint) -> He
         "decode_weights": bytes_per_device(footprint.weights),
         "prompt_cache": bytes_per_device(footprint.prompts),
         "kv_cache": bytes_per_device(footprint.slots),
-        "logits": _logits(session, shape.num_rows * num_hosts(session.engine.mesh), num_tokens=1),
+        "logits": _logits(session, shape.num_rows * num_hosts(session.mesh), num_tokens=1),
         "activations": _of_one_block(session, rows, RowShape(shape.prompt_length, num_completion_tokens=1)),
     }
 

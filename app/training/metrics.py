@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,13 @@ import numpy as np
 from app.advantage.group import zero_variance_fraction
 from app.flow import Sample
 from app.masked import Moments, joint_moments
-from app.mesh.placement import bytes_over_hosts, gather_over_hosts, moments_over_hosts, sum_over_hosts
+from app.mesh.placement import (
+    bytes_over_hosts,
+    gather_over_hosts,
+    max_over_hosts,
+    moments_over_hosts,
+    sum_over_hosts,
+)
 from app.reward.weighing import Scored
 from app.rollout.scheduling.figures import Figures
 from app.rollout.tally import Tally
@@ -256,18 +262,22 @@ def rollout_performance(tally: Tally) -> dict[str, float]:
 
 
 def schedule_performance(found: Sequence[Figures]) -> dict[str, float | None]:
-    """How good the schedules of a step's rollouts were, under `perf/rollout/`. Nothing where none was scheduled.
+    """How good the schedules of a step's rollouts were on all hosts, under `perf/rollout/`. Nothing where none was.
 
     Shares are means over time; the recall is None where no sample was longer than others, the tail of a rollout that
-    goes on.
+    goes on. Hosts wait for each other behind every rollout, so that the makespan is that of the last.
     """
     if not found:
         return {}
+    own = json.dumps([asdict(one) for one in found]).encode()
+    hosts = [[Figures(**one) for one in json.loads(told)] for told in bytes_over_hosts(own)]
+    found = [one for host in hosts for one in host]
+    makespan_s = sum(max(one.makespan_s for one in rollout) for rollout in zip(*hosts, strict=True))
     seconds = np.asarray([one.makespan_s for one in found])
     tail = float(np.average([one.tail_fraction for one in found], weights=seconds))
     recalls = [one.probe_recall for one in found if one.probe_recall is not None]
     return {
-        "perf/rollout/makespan_s": float(seconds.sum()),
+        "perf/rollout/makespan_s": makespan_s,
         "perf/rollout/bubble": float(np.average([one.bubble for one in found], weights=seconds)),
         "perf/rollout/tail_fraction": None if math.isnan(tail) else tail,
         "perf/rollout/probe_recall": float(np.mean(recalls)) if recalls else None,
@@ -278,14 +288,12 @@ def schedule_performance(found: Sequence[Figures]) -> dict[str, float | None]:
 
 
 def staleness_metrics(samples: Sequence[Sample], *, step: int) -> dict[str, float]:
-    """By how many steps the policies that drew the tokens a step learns from were older than the one that learns.
-
-    Of one host: generation runs ahead of training nowhere else.
-    """
+    """By how many steps the policies that drew the tokens a step learns from were older than the one that learns."""
     lags = np.concatenate([(step - 1 - s.token_versions)[s.mask] for s in samples])
+    total, count = sum_over_hosts(np.asarray([lags.sum(), len(lags)], np.int64)).tolist()
     return {
-        "perf/rollout/staleness_mean": float(lags.mean()) if len(lags) else 0.0,
-        "perf/rollout/staleness_max": int(lags.max(initial=0)),
+        "perf/rollout/staleness_mean": total / count if count else 0.0,
+        "perf/rollout/staleness_max": int(max_over_hosts(np.asarray(lags.max(initial=0)))),
     }
 
 

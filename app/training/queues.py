@@ -1,4 +1,4 @@
-"""What takes any number of samples at once: slots over the whole mesh, or scheduled workers on parts of it."""
+"""What takes any number of samples at once: slots over a host's island, or scheduled workers on parts of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from app.mesh import placement
-from app.mesh.islands import allot, island
+from app.mesh.islands import allot, island, own_devices
 from app.policy.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
 from app.rollout.continuous import ContinuousBatching
@@ -25,15 +25,14 @@ from settings.rollout_section import WorkerPool
 def open_slots(
     settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
 ) -> ContinuousBatching | None:
-    """Those of `rollout.slots`, if any. Compiles nothing yet.
+    """Those of `rollout.slots` on this host's island, if any. Compiles nothing yet.
 
     Raises:
-        InputError: several hosts, or devices that the slots cannot be split over.
+        InputError: devices that the slots cannot be split over.
     """
     num_slots = settings.rollout.slots
     if num_slots is None:
         return None
-    _check_one_host(f"rollout.slots: {num_slots} slots are filled by one host")
     longest_prompt, shards = settings.data.max_prompt_length, placement.num_row_shards(mesh)
     shapes = shapes_of(
         settings.rollout, num_slots, max_prompt_length=longest_prompt, name="rollout.slots", row_shards=shards
@@ -45,26 +44,29 @@ def open_slots(
 def open_workers(
     settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
 ) -> ScheduledWorkers | None:
-    """Those of `rollout.workers` under `rollout.scheduler`, if any. Compiles nothing yet.
+    """Those of `rollout.workers` on this host under `rollout.scheduler`, if any. Compiles nothing yet.
 
     Raises:
-        InputError: several hosts, devices that do not exist or suffice, or that the slots cannot be split over.
+        InputError: devices that do not exist or suffice, or that the slots cannot be split over.
     """
     rollout = settings.rollout
     if rollout.scheduler is None or not rollout.has_workers:
         return None
-    _check_one_host(f"rollout.scheduler: {rollout.scheduler} schedules the workers of one host")
     pools: dict[Kind, WorkerPool] = {"fast": rollout.workers.fast, "heavy": rollout.workers.heavy}
-    names: list[tuple[Kind, str]] = [(kind, f"{kind}-{i}") for kind, pool in pools.items() for i in range(pool.count)]
+    host = f"host{jax.process_index()}/" if jax.process_count() > 1 else ""
+    names: list[tuple[Kind, str]] = [
+        (kind, f"{host}{kind}-{i}") for kind, pool in pools.items() for i in range(pool.count)
+    ]
     dotted = {f"rollout.workers.{kind}": pool for kind, pool in pools.items()}
-    islands = allot(dotted, num_devices=jax.local_device_count())
+    num_devices = len(own_devices())
+    islands = allot(dotted, num_devices=num_devices)
     sizes = {len(devices) for devices in islands}
     if rollout.mode == "exact" and len(sizes) > 1:
         raise InputError(
             f"rollout.mode: exact samples need workers with as many devices each, got {sorted(sizes)}; set "
             "rollout.workers.fast.devices and rollout.workers.heavy.devices, or rollout.mode: fast"
         )
-    are_shared = len(islands) > 1 and jax.local_device_count() == 1
+    are_shared = len(islands) > 1 and num_devices == 1
     compiled: dict[SlotShapes, SlotPrograms] = {}
     workers = []
     for (kind, name), devices in zip(names, islands, strict=True):
@@ -89,7 +91,13 @@ def open_workers(
 
 
 def check_runs_ahead(workers: ScheduledWorkers) -> None:
-    """Raises InputError where workers cannot generate while others train."""
+    """Raises InputError where workers cannot generate while others train.
+
+    A device runs programs in the order in which they are begun. One of a single device waits for no other, so whatever
+    a worker's thread begins ends, and a program of training that waits behind it on that device, for the devices of
+    this host and of others, goes on. Those of training alone wait for each other, and the main thread of every host
+    begins them in the same order.
+    """
     for worker in workers.workers:
         if worker.num_devices > 1:
             raise InputError(
@@ -98,14 +106,6 @@ def check_runs_ahead(workers: ScheduledWorkers) -> None:
                 f"end. Give each worker one device (rollout.workers.{worker.kind}.devices and count), or set "
                 "rollout.max_staleness: 0"
             )
-
-
-def _check_one_host(what: str) -> None:
-    if jax.process_count() > 1:
-        raise InputError(
-            f"{what}, and {jax.process_count()} have joined; leave it null, so that all hosts generate one batch "
-            "together"
-        )
 
 
 def _engine(

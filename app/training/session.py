@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from app.batching.micro_batches import Cut, Cutter
 from app.flow import Prompt, Sample
 from app.mesh import placement, topology
+from app.mesh.islands import host_island
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params, ValueDecoder
 from app.policy.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
@@ -144,7 +146,10 @@ class Session:
     settings: Settings
     input: ModelInput
     mesh: Mesh
+    """Of training and scoring, over all hosts."""
     engine: Engine
+    """Makes the weights that anything here generates with. On this host's island of the mesh, or on all of it, as
+    `rollout.placement` says."""
     scorer: Scorer
     critic: Critic | None = None
     slots: ContinuousBatching | None = None
@@ -160,9 +165,11 @@ class Session:
         if critic is not None:
             check_heads(mesh, critic.architecture, path=settings.critic.path or settings.model.path)
         dtype = compute_type(settings)
+        generates_on = mesh if settings.rollout.placement == "global" else host_island(mesh)
         engine = Engine(
             model.definition,
-            mesh,
+            generates_on,
+            trained_on=mesh,
             eos_ids=model.tokenizer.eos_ids,
             decode_text=model.tokenizer.decode,
             dtype=dtype,
@@ -171,7 +178,7 @@ class Session:
         )
         scorer = Scorer(model.definition, mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
         valuer = None if critic is None else Critic(critic, Valuer(critic.definition, mesh, dtype=dtype))
-        slots = open_slots(settings, model.definition, model.tokenizer, mesh, dtype=dtype)
+        slots = open_slots(settings, model.definition, model.tokenizer, generates_on, dtype=dtype)
         workers = open_workers(settings, model.definition, model.tokenizer, mesh, dtype=dtype)
         return cls(settings, model, mesh, engine, scorer, valuer, slots, workers)
 
@@ -295,6 +302,19 @@ class Session:
     def take_tally(self) -> Tally:
         """Of what was generated since the last call."""
         return self.queue.take_tally() if self.queue else self.engine.tally.take()
+
+    def share_lengths(self) -> Mapping[str, float] | None:
+        """Prompt -> mean length of its samples on any host: what the next are scheduled by. None without a schedule.
+
+        All hosts call it at the end of a step, so that the next one is scheduled alike in a run that goes on and in one
+        that is resumed. A rollout that is open goes on with what it has learned itself.
+        """
+        if self.workers is None:
+            return None
+        news = json.dumps(self.workers.take_news()).encode()
+        for told in map(json.loads, placement.bytes_over_hosts(news)):
+            self.workers.history = {**self.workers.history, **told}
+        return self.workers.history
 
     def take_figures(self) -> list[Figures]:
         """How good the schedules were since the last call; nothing where nothing is scheduled."""

@@ -255,8 +255,10 @@ def test_decoding_stops_when_every_row_is_done_and_rows_without_a_budget_draw_no
     fill = jax.jit(open_slots, static_argnames=("cache_length", "num_new"))
     hidden, slots = fill(hidden, cache, rows, cache_length=16, num_new=12)
     loop = jax.jit(_decode_loop(definition, counting))
-    slots = loop(weights, hidden, rows, slots=slots, rules=SamplingRules(1.0), eos_ids=np.zeros(0, np.int32))
+    constants = {"rules": SamplingRules(1.0), "eos_ids": np.zeros(0, np.int32)}
+    slots, all_done = loop(weights, hidden, rows, slots=slots, steps=np.asarray([0, 12], np.int32), **constants)
     jax.effects_barrier()
+    assert all_done
     np.testing.assert_array_equal(slots.lengths, budgets)
     assert len(draws) == 4
     assert not np.asarray(slots.token_ids)[np.arange(12) >= budgets[:, None]].any()

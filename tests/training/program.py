@@ -60,11 +60,11 @@ def train_here(config: Path, *overrides: str, resume: str = "never") -> Result:
 
 @contextmanager
 def started(
-    *arguments: str | Path, environ: dict[str, str] | None = None, cwd: Path = REPOSITORY
+    *arguments: str | Path, environ: dict[str, str] | None = None, cwd: Path = REPOSITORY, module: str = "cli"
 ) -> Iterator[subprocess.Popen[str]]:
-    """The command as a process of its own, in a process group that does not outlive the block."""
+    """The command, or another module, as a process of its own, in a process group that does not outlive the block."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "cli", *map(str, arguments)],
+        [sys.executable, "-m", module, *map(str, arguments)],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), **compilation_cache(), **(environ or {})},
         stdout=subprocess.PIPE,

@@ -1,0 +1,159 @@
+"""What one of several hosts samples in every way, beside hosts that may sample nothing: a program of its own.
+
+`python -m tests.training.on_islands MODEL OUT [--set mesh....]` writes what it has found to OUT as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from app.flow import Prompt, Sample
+from app.mesh import topology
+from app.mesh.placement import bytes_over_hosts
+from app.prompts.order import host_slice
+from app.rollout import engine as engine_room
+from app.rollout.stopping import StoppedError
+from app.training.metrics import CompilationCounter
+from app.training.session import Session, read_model_input
+from app.training.training_input import read_training_input
+from settings import load
+
+TINY = (
+    *("data.max_prompt_length=16", "data.num_problems=40", "eval.every_steps=0", "checkpoint.best_metric=null"),
+    *("rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=24", "rollout.segment.min=4"),
+    *("model.dtype=float32", "rollout.segment.max=8"),
+)
+WORKER = ("rollout.workers.fast.slots=4", "rollout.workers.fast.devices=[1]", "rollout.workers.heavy.count=0")
+WAYS = {
+    "global": ("rollout.placement=global",),
+    "island": (),
+    "slots": ("rollout.slots=4", "rollout.mode=exact"),
+    "adaptive": ("rollout.scheduler=adaptive", "rollout.mode=exact", *WORKER),
+}
+"""`sync` follows, by the worker of `adaptive`."""
+NUM_PROMPTS = 4
+
+
+class Found:
+    """One model in every way, on as many hosts as have joined."""
+
+    def __init__(self, model: Path, *mesh: str):
+        self._overrides = [f"model.path={model}", *TINY, *mesh]
+        settings = load(None, self._overrides, {}).settings
+        topology.start(settings.mesh)
+        self._model = read_model_input(settings)
+        prompts = read_training_input(settings).prompts
+        own = host_slice(np.arange(NUM_PROMPTS), process_index=jax.process_index(), process_count=jax.process_count())
+        self.prompts: list[Prompt] = [prompts[i] for i in own]
+
+        self._sessions: dict[str, Session] = {}
+
+    def session(self, way: str) -> Session:
+        """The same one each time: programs compile once."""
+        if way not in self._sessions:
+            settings = load(None, [*self._overrides, *WAYS[way]], {}).settings
+            self._sessions[way] = Session.open(settings, self._model)
+        return self._sessions[way]
+
+    def samples(self, way: str) -> list[Sample]:
+        session = self.session(way)
+        weights = session.engine.weights(session.load_params())
+        return session.sample(weights, self.prompts, policy_version=1)
+
+    def samples_under_sync(self) -> list[Sample]:
+        workers = self.session("adaptive").workers
+        assert workers is not None
+        adaptive, workers.schedule = workers.schedule, replace(workers.schedule, policy="sync")
+        samples = self.samples("adaptive")
+        workers.schedule = adaptive
+        return samples
+
+
+def told(samples: list[Sample]) -> list[tuple[str, list[int], str]]:
+    return [(s.uid, s.completion_ids.tolist(), s.finish_reason) for s in samples]
+
+
+def counted(most: int) -> Callable[[], bool]:
+    """Says yes when it is asked for more than so many times."""
+    asked = iter(range(most))
+    return lambda: next(asked, None) is None
+
+
+def stopped(found: Found, way: str, asked: Callable[[], bool]) -> str:
+    """What becomes of a rollout."""
+    session = found.session(way)
+    weights = session.engine.weights(session.load_params())
+    session.stop_when(asked)
+    try:
+        session.sample(weights, found.prompts, policy_version=1)
+    except StoppedError:
+        return "stopped"
+    return "went on"
+
+
+def buffers(tree: Any) -> list[dict[int, int]]:
+    """Of each array, device -> address of what it holds there."""
+    return [
+        {shard.device.id: shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
+        for array in jax.tree.leaves(tree)
+        if array.size
+    ]
+
+
+def taken(found: Found) -> dict[str, Any]:
+    """Whether an island's weights are the very buffers of the training mesh, and what lies on which devices."""
+    session = found.session("island")
+    engine, params = session.engine, session.load_params()
+    laid_out: list[Any] = []
+    lay_out = engine._weights
+    engine._weights = lambda params: laid_out.append(lay_out(params)) or laid_out[-1]  # pyright: ignore[reportAttributeAccessIssue]
+    weights = engine.weights(params)
+    (whole,) = laid_out
+    return {
+        "same buffers": buffers(whole) == buffers(weights),
+        "num arrays": len(buffers(weights)),
+        "devices of the mesh": session.mesh.size,
+        "devices of an array": sorted({len(array.sharding.device_set) for array in jax.tree.leaves(weights)}),
+        "are local": all(array.is_fully_addressable for array in jax.tree.leaves(weights)),
+    }
+
+
+def main(model: str, out: str, *mesh: str) -> None:
+    found = Found(Path(model), *mesh)
+    is_second = jax.process_index() == 1
+    told_of: dict[str, Any] = {"taken": taken(found)}
+    for way in WAYS:
+        samples = found.samples(way)
+        told_of[way] = told(samples)
+        told_of[f"workers of {way}"] = sorted({s.worker for s in samples})
+    told_of["sync"] = told(found.samples_under_sync())
+    # An island waits for nobody: the first host generates a second time, and the other does not.
+    session = found.session("island")
+    weights = session.engine.weights(session.load_params())
+    if is_second:
+        told_of["alone"] = told(session.sample(weights, found.prompts[:1], policy_version=1))
+    # Weights that another version makes cost one run of the program that is there.
+    with closing(CompilationCounter()) as compilations:
+        session.engine.weights(session.load_params())
+        told_of["compilations of a second version"] = compilations.take()
+    engine_room.SEGMENT_STEPS = 5
+    told_of["in segments"] = told(found.samples("global"))
+    # One host is asked; in one batch all of them end.
+    told_of["asked"] = {
+        way: stopped(found, way, counted(2) if is_second else counted(1000)) for way in ("global", "island", "adaptive")
+    }
+    told_of["together again"] = [json.loads(one) for one in bytes_over_hosts(json.dumps(jax.process_index()).encode())]
+    Path(out).write_text(json.dumps(told_of))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,134 @@
+"""Islands: every host generates on its own devices, the samples that all of them would have drawn together."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.on_islands import WAYS, Found, told
+from tests.training.program import (
+    DEADLINE_S,
+    metrics_of,
+    progress_of,
+    records_of,
+    reproducible,
+    settings,
+    started,
+    train_here,
+)
+
+SCHEDULED = (
+    *("rollout.scheduler=adaptive", "rollout.mode=exact", "model.dtype=float32"),
+    *("rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4"),
+    *("rollout.workers.fast.devices=[0]", "rollout.workers.heavy.devices=[1]"),
+)
+UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null", "logging.save_rollouts=true")
+
+
+def on_two_hosts() -> list[tuple[str, ...]]:
+    """Settings of two processes with four devices each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"mesh.coordinator_address=127.0.0.1:{probe.getsockname()[1]}"
+    return [("mesh.cpu_devices=4", address, "mesh.num_processes=2", f"mesh.process_id={i}") for i in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two hosts has found."""
+    folder = tmp_path_factory.mktemp("islands")
+    with ExitStack() as stack:
+        hosts = [
+            stack.enter_context(started(tiny_model, folder / f"{i}.json", *mesh, module="tests.training.on_islands"))
+            for i, mesh in enumerate(on_two_hosts())
+        ]
+        ends = [host.communicate(timeout=DEADLINE_S) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], ends
+    return [json.loads((folder / f"{i}.json").read_text()) for i in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def one_host(tiny_model: Path) -> list[list[Any]]:
+    """The samples of one host with eight devices, in one batch."""
+    samples = told(Found(tiny_model).samples("island"))
+    assert {reason for _, _, reason in samples} == {"stop", "length"}
+    return [list(sample) for sample in samples]
+
+
+@pytest.mark.parametrize("way", [*WAYS, "sync"])
+def test_two_hosts_sample_what_one_does_whoever_generates(
+    two_hosts: list[dict[str, Any]], one_host: list[list[Any]], way: str
+) -> None:
+    assert two_hosts[0][way] + two_hosts[1][way] == one_host
+
+
+def test_samples_say_which_host_drew_them(two_hosts: list[dict[str, Any]]) -> None:
+    for i, host in enumerate(two_hosts):
+        assert host["workers of global"] == host["workers of island"] == host["workers of slots"] == [str(i)]
+        assert host["workers of adaptive"] == [f"host{i}/fast-0"]
+
+
+def test_an_island_takes_the_weights_over_without_a_copy(two_hosts: list[dict[str, Any]]) -> None:
+    for host in two_hosts:
+        taken = host["taken"]
+        assert taken["same buffers"] and taken["are local"] and taken["num arrays"] > 20
+        assert (taken["devices of the mesh"], taken["devices of an array"]) == (8, [4])
+        # Nothing but the program on the mesh, which was there.
+        assert host["compilations of a second version"] == 0
+
+
+def test_a_host_generates_on_its_island_while_another_does_not(two_hosts: list[dict[str, Any]]) -> None:
+    assert two_hosts[1]["alone"] == two_hosts[1]["island"][:2]
+
+
+def test_segments_of_a_batch_change_no_sample(two_hosts: list[dict[str, Any]]) -> None:
+    for host in two_hosts:
+        assert host["in segments"] == host["island"]
+
+
+def test_one_host_that_is_asked_ends_a_batch_of_all_hosts_and_of_islands_its_own(
+    two_hosts: list[dict[str, Any]],
+) -> None:
+    first, second = two_hosts
+    assert first["asked"] == {"global": "stopped", "island": "went on", "adaptive": "went on"}
+    assert second["asked"] == {"global": "stopped", "island": "stopped", "adaptive": "stopped"}
+    assert first["together again"] == second["together again"] == [0, 1]
+
+
+def trained_on_two_hosts(config: Path, *overrides: str) -> None:
+    with ExitStack() as stack:
+        hosts = [
+            stack.enter_context(started("train", "--config", config, *settings(*mesh, *overrides)))
+            for mesh in on_two_hosts()
+        ]
+        ends = [host.communicate(timeout=DEADLINE_S) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], ends
+
+
+def test_workers_of_two_hosts_train_as_those_of_one_and_know_the_lengths_of_all(config: Path) -> None:
+    asked = (*SCHEDULED, *UNJUDGED, "run.steps=2")
+    trained_on_two_hosts(config, *asked, "rollout.prompts_per_step=2", "run.name=two")
+    assert train_here(config, *asked, "run.name=one").exit_code == 0
+    two, one = (config.parent / "runs" / name for name in ("two", "one"))
+    for ours, expected in zip(reproducible(metrics_of(two)), reproducible(metrics_of(one)), strict=True):
+        assert ours["step"] > 0 and ours.keys() == expected.keys()
+        for name in (name for name in ours if not name.startswith(("batching/", "global_seqlen/"))):
+            assert ours[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
+    lengths = progress_of(two, 2)["lengths"]
+    assert lengths == progress_of(one, 2)["lengths"] and len(lengths) == 8
+    assert {line["perf/rollout/stolen"] for line in metrics_of(two)} <= {0, 1, 2, 3, 4}
+
+
+def test_hosts_generate_ahead_each_by_itself(config: Path) -> None:
+    asked = (*SCHEDULED, *UNJUDGED, "run.steps=4", "rollout.max_staleness=1", "rollout.prompts_per_step=2")
+    trained_on_two_hosts(config, *asked)
+    run = config.parent / "runs" / "tiny"
+    ages = [line["perf/rollout/staleness_max"] for line in metrics_of(run)]
+    assert ages[:2] == [0, 1] and max(ages) == 1 and len(ages) == 4
+    assert len(progress_of(run, 4)["lengths"]) == progress_of(run, 4)["position"] == 16
+    assert {record["policy_version"] for record in records_of(run / "rollouts" / "step_000004.jsonl")} <= {2, 3}
