@@ -38,6 +38,8 @@ def start(settings: MeshSettings) -> None:
         "num_processes": settings.num_processes,
         "process_id": settings.process_id,
     }
+    # Signals are ours, and told to the other hosts in app/mesh/bulletin.py: JAX tells of SIGTERM only between steps.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         **({} if settings.coordinator_address == "auto" else named),
         initialization_timeout=settings.start_timeout_s,

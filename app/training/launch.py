@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from app.mesh import topology
+from app.mesh.bulletin import Bulletin, open_bulletin
 from app.reward.rewards import Rewards
+from app.training.parting import parting
 from app.training.pinned_model import pinned
 from app.training.queues import check_runs_ahead
 from app.training.run_directory import Resume, RunDirectory, check_claim
 from app.training.session import Session
 from app.training.training_input import TrainingInput, read_training_input
+from app.training.watchdog import Watchdog
 from app.training.wiring import check_host_memory, check_rows
 from settings import Resolved
 
@@ -27,6 +30,8 @@ class Launch:
     rewards: Rewards
     """Open: workers are running."""
     session: Session
+    bulletin: Bulletin
+    watchdog: Watchdog
 
 
 @contextmanager
@@ -40,12 +45,16 @@ def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
     run = RunDirectory.of(settings.run)
     check_claim(run, resume)
     training_input = read_training_input(pinned(settings, run))
-    with training_input.rewards(settings) as rewards:
+    with ExitStack() as stack:
+        rewards = stack.enter_context(training_input.rewards(settings))
         topology.start(settings.mesh)
+        bulletin = stack.enter_context(open_bulletin())
+        watchdog = stack.enter_context(Watchdog(settings.watchdog, run.crash, bulletin))
+        stack.enter_context(parting(bulletin, heartbeat_s=settings.mesh.heartbeat_s))
         session = Session.open(settings, training_input.model, training_input.critic)
         check_rows(settings, session)
         if session.workers is not None and session.runs_ahead:
             check_runs_ahead(session.workers)
         if "reference" in settings.scored_roles:
             check_host_memory(settings, session.mesh)
-        yield Launch(resolved, run, training_input, rewards, session)
+        yield Launch(resolved, run, training_input, rewards, session, bulletin, watchdog)
