@@ -1,9 +1,9 @@
 """Every setting of the program: its name, type, default, bounds and meaning.
 
-One class per section, in the order a step uses them; those of reward, score, algorithm, critic and mesh are in modules
-of their own. Types are strict: no setting takes a boolean for a number, `1e3` for an integer or a quoted number for a
-number. Checks that need two fields live in `settings.checks`; checks that need a model file or a device live with
-whoever opens it.
+One class per section, in the order a step uses them; those of reward, score, algorithm, critic, mesh and watchdog are
+in modules of their own. Types are strict: no setting takes a boolean for a number, `1e3` for an integer or a quoted
+number for a number. Checks that need two fields live in `settings.checks`; checks that need a model file or a device
+live with whoever opens it.
 This module imports neither jax nor numpy: `--print-config` and `--help` must answer at once.
 """
 
@@ -22,6 +22,7 @@ from settings.reward_section import Reward
 from settings.rollout_section import MAX_SLOTS, MAX_STALENESS, Pdsr, Segment, Workers
 from settings.score_section import SCORED_ROLES, Score, ScoredRole
 from settings.section import Section
+from settings.watchdog_section import Watchdog
 
 MAX_NUM_MICRO_BATCHES = 4096
 """That somebody may ask for: empty ones are computed, too."""
@@ -277,6 +278,7 @@ class Settings(BaseSettings):
     critic: Critic = Critic()
     optimizer: Optimizer = Optimizer()
     mesh: Mesh = Mesh()
+    watchdog: Watchdog = Watchdog()
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
     logging: Logging = Logging()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import shutil
@@ -21,6 +22,7 @@ from jaxtyping import Array, UInt32
 
 from app.mesh.placement import abstract, gather_over_hosts, max_over_hosts
 from app.training.preservation import Best, NewestAndBest
+from app.whole_file import write_whole
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -55,11 +57,17 @@ class Progress:
     """Prompt -> mean length of its samples when it came last, which decides how the next are scheduled."""
     evaluation: Mapping[str, float | None] | None = None
     """Metrics under `eval/` of this step; None where there was no evaluation."""
+    unevaluated: Mapping[str, Any] | None = None
+    """The step's other metrics, where its evaluation was stopped and is still to come."""
 
-    def after(self, step: int, *, num_prompts: int, metrics: Mapping[str, float | None]) -> Progress:
-        """Where the run stands when a step has taken so many prompts more."""
+    def after(self, step: int, *, num_prompts: int, **changed: Any) -> Progress:
+        """Where the run stands when a step has taken so many prompts more, before an evaluation."""
+        return replace(self, step=step, position=self.position + num_prompts, evaluation=None, **changed)
+
+    def evaluated(self, metrics: Mapping[str, float | None]) -> Progress:
+        """Where it stands behind an evaluation of the step, with these metrics."""
         evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
-        return replace(self, step=step, position=self.position + num_prompts, evaluation=evaluation or None)
+        return replace(self, evaluation=evaluation or None, unevaluated=None)
 
 
 class Checkpoints:
@@ -99,6 +107,19 @@ class Checkpoints:
             progress.step,
             args=ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(record)),
         )
+
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint of a step, or one is being written. The same on every host."""
+        return step in self._manager.all_steps()
+
+    def amend(self, progress: Progress) -> None:
+        """Says something else beside the arrays of a step that is on disk. All hosts call it together."""
+        self._policy.note(progress.step, progress.evaluation)
+        if jax.process_index() == 0:
+            path = self._directory / str(progress.step) / "progress" / "metadata"
+            record = json.loads(path.read_text()) | asdict(progress)
+            write_whole(path, json.dumps(record).encode())
+        self.point_at_best()
 
     def is_best(self, progress: Progress) -> bool:
         """Whether a checkpoint of this step would be the best one so far."""

@@ -15,6 +15,7 @@ from app.reward.rewards import Rewards
 from app.reward.tasks import is_formatted, is_task_reward
 from app.reward.weighing import Scored
 from app.rollout.sampling import SamplingRules
+from app.training.interrupts import stopped_together
 from app.training.metrics import mean_where_known, over_hosts
 from app.training.session import Session
 from settings import Settings
@@ -37,21 +38,26 @@ def evaluation_batch(settings: Settings, prompts: Sequence[Prompt]) -> int:
 def evaluate(
     session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], rewards: Rewards, moment: Moment
 ) -> Scored:
-    """One sample per prompt at `eval.temperature`, judged."""
+    """One sample per prompt at `eval.temperature`, judged.
+
+    Raises:
+        StoppedError: generation was stopped, on this host or another.
+    """
     settings = session.settings
     batch = evaluation_batch(settings, prompts) if session.evaluates_in_batches else len(prompts)
     samples: list[Sample] = []
-    for first in range(0, len(prompts), batch):
-        # The last batch is filled up with repeats, so that every batch has the shape of the first.
-        part = [prompts[i % len(prompts)] for i in range(first, first + batch)]
-        samples += session.generate(
-            weights,
-            part,
-            group_size=1,
-            rules=SamplingRules(settings.eval.temperature),
-            policy_version=0,
-            first_group_id=first,
-        )
+    with stopped_together():
+        for first in range(0, len(prompts), batch):
+            # The last batch is filled up with repeats, so that every batch has the shape of the first.
+            part = [prompts[i % len(prompts)] for i in range(first, first + batch)]
+            samples += session.generate(
+                weights,
+                part,
+                group_size=1,
+                rules=SamplingRules(settings.eval.temperature),
+                policy_version=0,
+                first_group_id=first,
+            )
     return rewards.judge(samples[: len(prompts)], moment)
 
 

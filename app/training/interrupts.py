@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: once finishes the step and saves, twice stops at once."""
+"""Ctrl-C and SIGTERM, on any host: once stops all of them with a checkpoint, twice stops the one at once."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
-from app.mesh.placement import max_over_hosts
+from app.mesh.bulletin import Bulletin
+from app.mesh.placement import gather_over_hosts, max_over_hosts
+from app.rollout.stopping import StoppedError
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 """What the process exits with once it has saved: stopped early, interrupted."""
+
+STOP = "stop"
+"""The topic under which a host says that it was asked to stop."""
 
 CLOSED = 0
 """No signal has this number: it ends the watching thread."""
@@ -26,29 +31,28 @@ class Agreement(NamedTuple):
     exit_code: int
     """What every host stops with; 0 = none was asked to."""
     save_is_due: bool
+    asked: tuple[int, ...]
+    """The hosts that have got a signal."""
 
 
 class Interrupts:
-    """A context in which signals are noted, for the loop to read between steps.
+    """A context in which signals are noted, for generation to read in its segments and for the loop between steps.
 
     A thread notes them: Python runs a signal's handler only between two instructions of the main thread, which
     may stand for minutes inside one compiled program, and it would run it once for two signals.
-
-    Where several processes train together SIGTERM is left to JAX, which tells all of them when one is to go; a
-    handler of ours would take that notice away.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bulletin: Bulletin) -> None:
         self.exit_code = 0
-        """Of the first signal; 0 while there was none."""
-        self._numbers = EXIT_CODES if jax.process_count() == 1 else {signal.SIGINT: EXIT_CODES[signal.SIGINT]}
+        """Of the first signal here; 0 while there was none."""
+        self._bulletin = bulletin
 
     def __enter__(self) -> Interrupts:
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)  # set_wakeup_fd demands it
         self._thread = threading.Thread(target=self._watch, args=(reading,), name="interrupts", daemon=True)
         self._thread.start()
-        self._handlers_before = {number: signal.signal(number, _noted_elsewhere) for number in self._numbers}
+        self._handlers_before = {number: signal.signal(number, _noted_elsewhere) for number in EXIT_CODES}
         self._descriptor_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         return self
 
@@ -62,15 +66,18 @@ class Interrupts:
         self._thread.join()
         os.close(self._writing)
 
-    def agreed(self, step: int, *, save_is_due: bool = False) -> Agreement:
-        """What all hosts do after this step, where any of them was asked to stop or finds that a save is due.
+    def is_asked(self) -> bool:
+        """Whether any host is known here to have been asked to stop. From any thread, and at once."""
+        return bool(self._bulletin.read(STOP))
 
-        All hosts call it at every step.
+    def agreed(self, *, save_is_due: bool = False) -> Agreement:
+        """What all hosts do now, where any of them was asked to stop or finds that a save is due.
+
+        All hosts call it at the same places.
         """
-        preempted = jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step)
-        own = EXIT_CODES[signal.SIGTERM] if preempted else self.exit_code
-        exit_code, due = max_over_hosts(np.asarray([own, save_is_due])).tolist()
-        return Agreement(exit_code, bool(due))
+        hosts = gather_over_hosts(np.asarray([self.exit_code, save_is_due]))
+        exit_code, due = hosts.max(axis=0).tolist()
+        return Agreement(exit_code, bool(due), tuple(np.flatnonzero(hosts[:, 0]).tolist()))
 
     def _watch(self, reading: int) -> None:
         with open(reading, "rb", buffering=0) as numbers:
@@ -78,14 +85,37 @@ class Interrupts:
                 self._note(number)
 
     def _note(self, number: int) -> None:
-        if number not in self._numbers:
+        if number not in EXIT_CODES:
             return
         if self.exit_code:
             # The second time a person means it: no clean-up, nothing half-written survives a rename.
             os._exit(EXIT_CODES[signal.SIGINT])
-        self.exit_code = self._numbers[signal.Signals(number)]
-        print("\nstopping after this step, with a checkpoint; once more stops at once", file=sys.stderr, flush=True)
+        self.exit_code = EXIT_CODES[signal.Signals(number)]
+        # Not before: whoever hears of it asks every host for its exit code.
+        self._bulletin.post(STOP, signal.Signals(number).name)
+        print(
+            "\nstopping with a checkpoint: a step that still generates is given up, one that learns is finished; "
+            "once more stops at once",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _noted_elsewhere(number: int, frame: FrameType | None) -> None:
     """Only a signal that has a handler reaches the thread."""
+
+
+@contextmanager
+def stopped_together() -> Iterator[None]:
+    """A part of the program in which this host generates. All hosts go through it.
+
+    Raises:
+        StoppedError: on every host, where generation was stopped on any.
+    """
+    stopped = None
+    try:
+        yield
+    except StoppedError as error:
+        stopped = error
+    if max_over_hosts(np.asarray(stopped is not None)):
+        raise stopped or StoppedError

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 
 from app.mesh import topology
+from app.mesh.bulletin import Bulletin, open_bulletin
 from app.mesh.placement import num_row_shards
 from app.mesh.topology import num_hosts
 from app.reward.rewards import Rewards
@@ -21,11 +22,13 @@ from app.training.agreement import (
     prompts_digest,
 )
 from app.training.mesh_fit import whole_dims
+from app.training.parting import parting
 from app.training.pinned_model import pinned
 from app.training.queues import check_runs_ahead
 from app.training.run_directory import Resume, RunDirectory, check_claim
 from app.training.session import Session
 from app.training.training_input import TrainingInput, read_training_input
+from app.training.watchdog import Watchdog
 from app.training.wiring import check_host_memory, check_rows
 from settings import Resolved, Settings
 
@@ -40,7 +43,9 @@ class Launch:
     rewards: Rewards
     """Open: workers are running."""
     session: Session
-    notes: tuple[str, ...] = ()
+    bulletin: Bulletin
+    watchdog: Watchdog
+    notes: tuple[str, ...]
     """What a person should know of the mesh."""
 
 
@@ -54,6 +59,9 @@ def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
     settings, run = resolved.settings, RunDirectory.of(resolved.settings.run)
     with ExitStack() as stack:
         topology.start(settings.mesh)
+        bulletin = stack.enter_context(open_bulletin())
+        watchdog = stack.enter_context(Watchdog(settings.watchdog, run.crash, bulletin))
+        stack.enter_context(parting(bulletin, heartbeat_s=settings.mesh.heartbeat_s))
         read = on_every_host(lambda: _read(settings, run, resume))
         rewards = on_every_host(lambda: stack.enter_context(read.rewards(settings)))
         agree(resolved, _facts(settings, run, read))
@@ -64,7 +72,8 @@ def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
             check_runs_ahead(session.workers)
         if "reference" in settings.scored_roles:
             check_host_memory(settings, session.mesh)
-        yield Launch(resolved, run, read, rewards, session, launch_notes(settings, session))
+        notes = launch_notes(settings, session)
+        yield Launch(resolved, run, read, rewards, session, bulletin=bulletin, watchdog=watchdog, notes=notes)
 
 
 def _read(settings: Settings, run: RunDirectory, resume: Resume) -> TrainingInput:

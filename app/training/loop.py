@@ -13,17 +13,16 @@ import numpy as np
 
 from app.batching.pass_metrics import scoring_metrics
 from app.flow import Prompt, Sample
-from app.mesh.placement import max_over_hosts, sum_over_hosts, to_device_memory
+from app.mesh.placement import to_device_memory
 from app.policy.decoder import Params
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.weighing import Scored, joined
-from app.rollout.sampling import NON_FINITE
 from app.training.agreement import on_every_host
-from app.training.checkpoint import Progress
 from app.training.crediting import Credited
-from app.training.evaluate import evaluate, evaluation_metrics, host_share
-from app.training.interrupts import Interrupts
+from app.training.evaluate import evaluate, host_share
+from app.training.failures import check_rewards
+from app.training.interrupts import Interrupts, stopped_together
 from app.training.launch import Launch, prepared
 from app.training.metrics import (
     CompilationCounter,
@@ -34,7 +33,6 @@ from app.training.metrics import (
     sample_metrics,
     schedule_performance,
     staleness_metrics,
-    step_performance,
 )
 from app.training.narrator import Narrator
 from app.training.opening import open_checkpoints, open_journal, open_reference, open_reward_model, open_state
@@ -50,6 +48,7 @@ from app.training.session import Session
 from app.training.step_traces import StepTraces
 from app.training.summary import summary_text
 from app.training.timer import Timer
+from app.training.walk import Walk
 from app.training.wiring import Learning, wire_learning, work_of
 from app.update.mini_batches import Epochs, picked
 from settings import Resolved, Settings
@@ -77,7 +76,11 @@ class Trainer:
     def step(
         self, state: RunState, *, step: int, position: int, timer: Timer
     ) -> tuple[RunState, list[Sample], dict[str, float | None]]:
-        """One walk down the corridor. `position` counts the prompts taken before this step."""
+        """One walk down the corridor. `position` counts the prompts taken before this step.
+
+        Raises:
+            StoppedError: generation was stopped, on this host or another; the state is as it was.
+        """
         refilled, scored, asking = self.rollout(state.policy.params, step=step, position=position, timer=timer)
         drawn = self.learning.mini_batches(refilled.samples, step)
         with timer.phase("score"):
@@ -110,13 +113,18 @@ class Trainer:
         """This host's groups of a step with their rewards, and all that was sampled to find them.
 
         Also the metrics of the reward model's passes.
+
+        Raises:
+            StoppedError: generation was stopped, on this host or another; nothing has been learned.
         """
         rounds: list[Scored] = []
         asked: list[RewardPass] = []
         with self.rounds.of_step(params, step=step, position=position, timer=timer) as take:
 
             def next_round(number: int) -> list[Sample]:
-                rounds.append(self.reward(take(number), asked, step=step, timer=timer))
+                with stopped_together():
+                    samples = take(number)
+                rounds.append(self.reward(samples, asked, step=step, timer=timer))
                 return rounds[-1].samples
 
             refilled = refill(
@@ -137,7 +145,7 @@ class Trainer:
                 asked.append(RewardPass(cut, compilations.take()))
             scored = self.rewards.score(samples, Moment(step, self.settings.run.steps), of_model=of_model)
             timer.board.tell(scored.notices)
-            _check_rewards(scored)
+            check_rewards(scored)
         return scored
 
     @property
@@ -215,7 +223,7 @@ class Trainer:
             self.session.take_tally()
             self.session.take_figures()
         board.tell(judged.notices)
-        _check_rewards(judged)
+        check_rewards(judged)
         return judged
 
 
@@ -257,6 +265,9 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     What it opens, `stack` closes.
     """
     settings, session, is_first = launch.resolved.settings, launch.session, jax.process_index() == 0
+    # Everything below comes while signals are minded, the report at the end, too: twice Ctrl-C stops it at once.
+    interrupts = stack.enter_context(Interrupts(launch.bulletin))
+    session.stop_when(interrupts.is_asked)
     learning = wire_learning(settings, session)
     compilations = stack.enter_context(closing(CompilationCounter()))
     checkpoints = stack.enter_context(closing(open_checkpoints(launch, learning)))
@@ -267,107 +278,30 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     if settings.packs_rows:
         critic = state.critic and state.critic.params
         check_packing(session, state.policy.params, random_samples(session), critic=critic)
-    board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
+    entered = launch.watchdog.enter
+    board = stack.enter_context(
+        Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first, entered=entered)
+    )
     if session.workers is not None:
         session.workers.watch = board.watch
     board.tell((*launch_lines(launch.resolved), *launch.notes, launch.input.report, *launch.rewards.reports))
     journal = stack.enter_context(closing(open_journal(launch, progress)))
-    progress = replace(progress, wandb_id=journal.wandb_id)
     narrator = Narrator(launch.run, settings.logging, board, journal)
-    # The report comes while signals are still minded: twice Ctrl-C stops it at once, too.
-    interrupts = stack.enter_context(Interrupts())
     stack.callback(narrator.report)
     traces = StepTraces(settings.logging.profile_steps if is_first else (), launch.run.profile)
     stack.callback(traces.stop)
     stack.enter_context(closing(trainer.rounds))
-    held_out = host_share(launch.input.held_out) if launch.input.held_out else []
-    board.phase("compile")
-    session.compile_rollout(evaluates=bool(held_out))
-    if progress.step:
-        board.say(_continuing(progress, settings))
-    elif held_out:
-        journal.write(0, _evaluated(trainer, state.policy.params, held_out, step=0, narrator=narrator))
-    exit_code, save_clock = 0, SaveClock(settings.checkpoint.every_minutes, clock)
-    for step in range(progress.step + 1, settings.run.steps + 1):
-        traces.start(step)
-        timer = Timer(board)
-        state, samples, metrics = trainer.step(state, step=step, position=progress.position, timer=timer)
-        narrator.samples(step, samples)
-        is_last = step == settings.run.steps
-        agreed = interrupts.agreed(step, save_is_due=is_first and save_clock.is_due)
-        # A signal during the last step changes nothing: the run is complete.
-        exit_code = 0 if is_last else agreed.exit_code
-        timer.stop()
-        traces.stop()
-        record = _record(metrics, samples, timer) | {"perf/compilations": compilations.take()}
-        if held_out and (is_last or step % settings.eval.every_steps == 0):
-            record |= _evaluated(trainer, state.policy.params, held_out, step=step, narrator=narrator)
-        num_prompts = int(metrics["rollout/num_rounds"] or 1) * trainer.prompts_per_step
-        progress = progress.after(step, num_prompts=num_prompts, metrics=record)
-        progress = replace(progress, lengths=session.share_lengths())
-        narrator.step(step, record)
-        _stop_if_diverged(metrics, settings)
-        in_turn = is_last or exit_code or agreed.save_is_due or step % settings.checkpoint.every_steps == 0
-        if in_turn or checkpoints.is_best(progress):
-            board.phase("save")
-            checkpoints.save(state.arrays, replace(progress, kl_coef=state.kl_coef))
-            save_clock.reset()
-        checkpoints.point_at_best()
-        if exit_code:
-            break
-    checkpoints.finish()
-    return Outcome(exit_code, journal.history, checkpoints.best)
-
-
-def _record(metrics: dict[str, float | None], samples: Sequence[Sample], timer: Timer) -> dict[str, Any]:
-    """A step's line of `metrics.jsonl`."""
-    flops = metrics["perf/flops"]
-    assert flops is not None
-    performance = step_performance(samples, flops=flops, seconds=timer.seconds["time/step_s"])
-    # Null until a penalty measures it.
-    return {"policy/kl": None, **metrics, **timer.seconds, **performance}
-
-
-def _continuing(progress: Progress, settings: Settings) -> str:
-    """What a resumed run says first."""
-    text = f"continuing after step {progress.step} of {settings.run.steps}"
-    done = [step for step in settings.logging.profile_steps if step <= progress.step]
-    return f"{text}\nlogging.profile_steps: done before, so not profiled: {', '.join(map(str, done))}" if done else text
-
-
-def _evaluated(
-    trainer: Trainer, params: Params, prompts: Sequence[Prompt], *, step: int, narrator: Narrator
-) -> dict[str, Any]:
-    """The metrics of an evaluation, which has been told of by then."""
-    start = time.perf_counter()
-    judged = trainer.evaluate(params, prompts, step=step, board=narrator.board)
-    metrics = evaluation_metrics(judged)
-    narrator.evaluation(step, metrics, judged.samples)
-    return {**metrics, "time/eval_s": time.perf_counter() - start}
-
-
-def _check_rewards(scored: Scored) -> None:
-    """Raises RuntimeError, on every host what stops one of them: alone, the others would wait for it for ever."""
-    if max_over_hosts(np.asarray(scored.problem is not None)):
-        raise RuntimeError(scored.problem or "a reward function failed on another host, which says why")
-    num_kept = sum_over_hosts(np.asarray(sum(s.reward is not None for s in scored.samples)))
-    if num_kept == 0 and scored.samples and all(s.finish_reason == NON_FINITE for s in scored.samples):
-        raise RuntimeError(
-            f"no sample of this step could be generated: {scored.notices[-1]}. The policy's weights hold NaN or "
-            "infinity, or overflow: lower optimizer.learning_rate, train in float32, or choose another model.path"
-        )
-    if num_kept == 0:
-        raise RuntimeError(
-            "no sample of this step has a reward, each one was dropped (reward.on_error); first: "
-            f"{scored.notices[0]}. Mend the reward functions before going on"
-        )
-
-
-def _stop_if_diverged(metrics: dict[str, float | None], settings: Settings) -> None:
-    for network, section in (("policy", "optimizer"), ("value", "critic")):
-        in_a_row = metrics.get(f"{network}/nonfinite_in_a_row") or 0
-        if in_a_row >= settings.optimizer.max_nonfinite_steps:
-            raise RuntimeError(
-                f"{int(in_a_row)} optimizer steps in a row had a NaN or infinite loss or gradient; the weights are "
-                f"those before them. Lower {section}.learning_rate, or train in float32"
-            )
+    walk = Walk(
+        trainer,
+        state,
+        replace(progress, wandb_id=journal.wandb_id),
+        checkpoints=checkpoints,
+        interrupts=interrupts,
+        narrator=narrator,
+        traces=traces,
+        compilations=compilations,
+        watchdog=launch.watchdog,
+        held_out=host_share(launch.input.held_out) if launch.input.held_out else [],
+        save_clock=SaveClock(settings.checkpoint.every_minutes if is_first else None, clock),
+    )
+    return Outcome(walk.go(), journal.history, checkpoints.best)

@@ -51,7 +51,9 @@ def open_journal(launch: Launch, progress: Progress) -> Journal | NoJournal:
         return NoJournal()
     launch.run.write_settings(launch.resolved)
     record_commits(launch.run, launch.resolved.settings, launch.input.commits)
-    return Journal(launch.run, launch.resolved, last_step=progress.step or None, wandb_id=progress.wandb_id)
+    # The line of a step whose evaluation is still to come is written after it.
+    last_step = progress.step - (progress.unevaluated is not None) if progress.step else None
+    return Journal(launch.run, launch.resolved, last_step=last_step, wandb_id=progress.wandb_id)
 
 
 def open_reference(state: RunState, progress: Progress, session: Session) -> Params | None:

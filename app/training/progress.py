@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -90,9 +90,16 @@ def num_done(ledger: Ledger) -> int:
 
 
 class Board:
-    """Phase, progress and the last step's figures, on stderr. Silent where `shown` is False."""
+    """Phase, progress and the last step's figures, on stderr. Silent where `shown` is False.
 
-    def __init__(self, *, num_steps: int, first_step: int, shown: bool):
+    Args:
+        entered: is told of each phase, too.
+    """
+
+    def __init__(
+        self, *, num_steps: int, first_step: int, shown: bool, entered: Callable[[str], None] = lambda phase: None
+    ):
+        self._entered = entered
         self._console = Console(stderr=True, quiet=not shown, highlight=False)
         if not self._console.is_terminal and "COLUMNS" not in os.environ:
             self._console.width = LOG_WIDTH
@@ -136,6 +143,7 @@ class Board:
             self.say(text)
 
     def phase(self, name: str) -> None:
+        self._entered(name)
         self._progress.update(self._task, description=name, figures=self._figures)
 
     def watch(self, ledger: Ledger) -> None:

@@ -48,6 +48,11 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def crash(self) -> Path:
+        """Where the threads of each host were when the watchdog ended it."""
+        return self.path / "crash"
+
     def rollouts(self, step: int) -> Path:
         return self.path / "rollouts" / f"step_{step:06d}.jsonl"
 
@@ -75,7 +80,7 @@ class RunDirectory:
         """Something lies here that no run left, not even one that failed before its settings were written."""
         if self.is_occupied or self.has_checkpoint or not self.path.is_dir():
             return False
-        ours = {".lock"}
+        ours = {".lock", self.crash.name}
         if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
             ours.add(self.checkpoints.name)
         return not all(child.name in ours or is_leftover(child, of=self.settings) for child in self.path.iterdir())

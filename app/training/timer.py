@@ -19,6 +19,8 @@ class Timer:
     board: Board
     seconds: dict[str, float] = field(default_factory=dict)
     _start: float = field(default_factory=time.perf_counter)
+    _within: list[str] = field(default_factory=list)
+    """Phases that have begun and not ended, the innermost last."""
 
     def stop(self) -> None:
         self.seconds["time/step_s"] = time.perf_counter() - self._start
@@ -26,9 +28,13 @@ class Timer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self.board.phase(name)
+        self._within.append(name)
         start = time.perf_counter()
         with jax.profiler.TraceAnnotation(name):
             yield
         key = f"time/{name}_s"
         # A phase may come several times in a step.
         self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
+        self._within.pop()
+        if self._within:
+            self.board.phase(self._within[-1])

@@ -60,11 +60,18 @@ def train_here(config: Path, *overrides: str, resume: str = "never") -> Result:
 
 @contextmanager
 def started(
-    *arguments: str | Path, environ: dict[str, str] | None = None, cwd: Path = REPOSITORY, module: str = "cli"
+    *arguments: str | Path,
+    environ: dict[str, str] | None = None,
+    cwd: Path = REPOSITORY,
+    program: Sequence[str] = ("-m", "cli"),
 ) -> Iterator[subprocess.Popen[str]]:
-    """The command, or another module, as a process of its own, in a process group that does not outlive the block."""
+    """The command as a process of its own, in a process group that does not outlive the block.
+
+    Args:
+        program: what Python runs; a command with a fault in it, perhaps.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, arguments)],
+        [sys.executable, *program, *map(str, arguments)],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), **compilation_cache(), **(environ or {})},
         stdout=subprocess.PIPE,

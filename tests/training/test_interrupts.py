@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
-import jax
 import pytest
 
+from app.mesh.bulletin import Bulletin
+from app.rollout.engine import Engine
+from app.rollout.stopping import StoppedError
 from app.training.interrupts import Interrupts
 from tests.training.program import (
     DEADLINE_S,
@@ -25,11 +30,17 @@ from tests.training.program import (
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+SAID = (
+    "stopping with a checkpoint: a step that still generates is given up, one that learns is finished; "
+    "once more stops at once"
+)
+
 BUSY = """\
 import jax
+from app.mesh.bulletin import Bulletin
 from app.training.interrupts import Interrupts
 forever = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 2, lambda x: x * 1.0, x))
-with Interrupts():
+with Interrupts(Bulletin(None, host=0)):
     print("ready", flush=True)
     forever(1.0).block_until_ready()
 """
@@ -42,11 +53,12 @@ def test_ctrl_c_ends_the_step_saves_and_the_run_can_go_on(full_config: Path, uni
         os.kill(process.pid, signal.SIGINT)
         stdout, stderr = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, stderr
-    assert "stopping after this step, with a checkpoint; once more stops at once" in stderr
+    assert SAID in stderr
     assert "Traceback" not in stderr
     assert f"everything is in {run}" in stdout
     last = metrics_of(run)[-1]["step"]
     assert 1 <= last < 12
+    assert f"stopped after step {last} of 12, which is saved; --resume auto goes on" in stderr
     assert (run / "checkpoints" / str(last)).is_dir()
     result = train_here(full_config, resume="must")
     assert result.exit_code == 0, result.stderr
@@ -82,9 +94,7 @@ def test_the_second_signal_stops_at_once_even_inside_a_compiled_program(number: 
         assert process.stdout.readline() == "ready\n"
         os.kill(process.pid, number)
         # Python's own handlers would run only when the program ends, which it never does.
-        assert process.stderr.readline() + process.stderr.readline() == (
-            "\nstopping after this step, with a checkpoint; once more stops at once\n"
-        )
+        assert process.stderr.readline() + process.stderr.readline() == f"\n{SAID}\n"
         os.kill(process.pid, number)
         assert process.wait(timeout=DEADLINE_S) == 130
     finally:
@@ -97,17 +107,70 @@ def test_handlers_are_what_they_were_afterwards() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     descriptor = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(descriptor)
-    with Interrupts() as interrupts:
+    with Interrupts(Bulletin(None, host=0)) as interrupts:
         assert [signal.getsignal(number) for number in SIGNALS] != before
-        assert interrupts.agreed(1) == (0, False)
+        assert not interrupts.is_asked()
+        assert interrupts.agreed() == (0, False, ())
     assert [signal.getsignal(number) for number in SIGNALS] == before
     assert signal.set_wakeup_fd(descriptor) == descriptor
 
 
-def test_where_several_processes_train_sigterm_is_left_to_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with Interrupts():
-        during = [signal.getsignal(number) for number in SIGNALS]
-    assert during[0] != before[0]
-    assert during[1] == before[1]
+def test_generation_and_the_loop_hear_of_a_signal() -> None:
+    with Interrupts(Bulletin(None, host=0)) as interrupts:
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(interrupts)
+        assert interrupts.agreed(save_is_due=True) == (75, True, (0,))
+
+
+def test_what_is_stopped_while_it_generates_goes_on_as_if_it_had_not_been(
+    full_config: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = full_config.parent / "runs" / "full"
+    # Generations of a start, evaluations among them, counted from one; and where the run stands then.
+    for resume, generation, stands in (
+        ("never", 1, "stopped after step 0 of 12"),  # the evaluation before the first step
+        ("must", 2, "stopped after step 0 of 12"),  # the first rollout
+        ("must", 5, "stopped after step 3 of 12, which is saved; --resume auto goes on, with the evaluation"),
+        ("must", 1, "stopped after step 3 of 12, which is saved; --resume auto goes on, with the evaluation"),
+        ("must", 4, "stopped after step 5 of 12, which is saved; --resume auto goes on\n"),  # no step's turn to save
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "generate", stopping_at(generation))
+            result = train_here(full_config, resume=resume)
+        assert result.exit_code == 75, result.stderr
+        assert stands in result.stderr
+        step = int(stands.split()[3])
+        assert newest_of(run) == step
+        # Only what is complete is told of.
+        lines = [line for line in metrics_of(run) if "eval/accuracy" in line or line["step"] % 3]
+        assert lines == metrics_of(run)
+    result = train_here(full_config, resume="must")
+    assert result.exit_code == 0, result.stderr
+    assert_same_run(run, uninterrupted, step=12)
+
+
+def stopping_at(generation: int) -> Any:
+    """`Engine.generate`, but that one of its calls is asked to stop, and does so as at the edge of a segment."""
+    generate, calls = Engine.generate, itertools.count(1)
+
+    def generate_or_stop(engine: Engine, *arguments: Any, **named: Any) -> Any:
+        if next(calls) != generation:
+            return generate(engine, *arguments, **named)
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(engine)
+        raise StoppedError
+
+    return generate_or_stop
+
+
+def wait_for(listener: Interrupts | Engine) -> None:
+    """Until it knows of the signal."""
+    end = time.monotonic() + DEADLINE_S
+    is_asked = listener.is_asked if isinstance(listener, Interrupts) else listener.asked_to_stop
+    while not is_asked():
+        assert time.monotonic() < end
+        os.sched_yield()
+
+
+def newest_of(run: Path) -> int:
+    return max(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit())

@@ -44,7 +44,9 @@ def two_hosts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
     folder = tmp_path_factory.mktemp("islands")
     with ExitStack() as stack:
         hosts = [
-            stack.enter_context(started(tiny_model, folder / f"{i}.json", *mesh, module="tests.training.on_islands"))
+            stack.enter_context(
+                started(tiny_model, folder / f"{i}.json", *mesh, program=("-m", "tests.training.on_islands"))
+            )
             for i, mesh in enumerate(on_two_hosts())
         ]
         ends = [host.communicate(timeout=DEADLINE_S) for host in hosts]

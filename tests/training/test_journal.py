@@ -106,7 +106,7 @@ def test_the_other_processes_write_nothing(tmp_path: Path) -> None:
 
 
 def test_only_named_sections_are_uploaded() -> None:
-    assert set(Settings.model_fields) - set(WANDB_SECTIONS) == {"logging", "mesh"}
+    assert set(Settings.model_fields) - set(WANDB_SECTIONS) == {"logging", "mesh", "watchdog"}
 
 
 def test_wandb_offline_needs_no_key_and_no_secret_reaches_a_file(config: Path) -> None:

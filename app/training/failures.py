@@ -1,0 +1,40 @@
+"""What a run does not go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from app.mesh.placement import max_over_hosts, sum_over_hosts
+from app.reward.weighing import Scored
+from app.rollout.sampling import NON_FINITE
+from settings import Settings
+
+
+def check_rewards(scored: Scored) -> None:
+    """Raises RuntimeError, on every host what stops one of them: alone, the others would wait for it for ever."""
+    if max_over_hosts(np.asarray(scored.problem is not None)):
+        raise RuntimeError(scored.problem or "a reward function failed on another host, which says why")
+    num_kept = sum_over_hosts(np.asarray(sum(s.reward is not None for s in scored.samples)))
+    if num_kept == 0 and scored.samples and all(s.finish_reason == NON_FINITE for s in scored.samples):
+        raise RuntimeError(
+            f"no sample of this step could be generated: {scored.notices[-1]}. The policy's weights hold NaN or "
+            "infinity, or overflow: lower optimizer.learning_rate, train in float32, or choose another model.path"
+        )
+    if num_kept == 0:
+        raise RuntimeError(
+            "no sample of this step has a reward, each one was dropped (reward.on_error); first: "
+            f"{scored.notices[0]}. Mend the reward functions before going on"
+        )
+
+
+def stop_if_diverged(metrics: Mapping[str, float | None], settings: Settings) -> None:
+    """Raises RuntimeError once too many updates in a row were not finite."""
+    for network, section in (("policy", "optimizer"), ("value", "critic")):
+        in_a_row = metrics.get(f"{network}/nonfinite_in_a_row") or 0
+        if in_a_row >= settings.optimizer.max_nonfinite_steps:
+            raise RuntimeError(
+                f"{int(in_a_row)} optimizer steps in a row had a NaN or infinite loss or gradient; the weights are "
+                f"those before them. Lower {section}.learning_rate, or train in float32"
+            )

@@ -1,0 +1,162 @@
+"""A run from where it stands to its last step, or to where it is asked to stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from app.flow import Prompt, Sample
+from app.rollout.stopping import StoppedError
+from app.training.checkpoint import Checkpoints, Progress
+from app.training.evaluate import evaluation_metrics
+from app.training.failures import stop_if_diverged
+from app.training.interrupts import Interrupts
+from app.training.metrics import CompilationCounter, step_performance
+from app.training.narrator import Narrator
+from app.training.preservation import SaveClock
+from app.training.run_state import RunState
+from app.training.step_traces import StepTraces
+from app.training.timer import Timer
+from app.training.watchdog import Watchdog
+from settings import Settings
+
+if TYPE_CHECKING:
+    from app.training.loop import Trainer
+
+
+@dataclass
+class Walk:
+    """Steps, one after the other, and what comes between them."""
+
+    trainer: Trainer
+    state: RunState
+    progress: Progress
+    """Of the last step that is done, like the state; what a checkpoint says."""
+    checkpoints: Checkpoints
+    interrupts: Interrupts
+    narrator: Narrator
+    traces: StepTraces
+    compilations: CompilationCounter
+    watchdog: Watchdog
+    held_out: Sequence[Prompt]
+    """This host's evaluation prompts; none where nothing is evaluated."""
+    save_clock: SaveClock
+
+    def go(self) -> int:
+        """Ends with a checkpoint on disk. The exit code: 0 when all steps are done, else what it was stopped with."""
+        steps, exit_code = self.settings.run.steps, 0
+        try:
+            self._begin()
+            for step in range(self.progress.step + 1, steps + 1):
+                self._step(step)
+        except StoppedError:
+            agreed = self.interrupts.agreed()
+            exit_code = agreed.exit_code
+            if not self.checkpoints.has(self.progress.step):
+                self._save()
+        self.narrator.board.phase("save")
+        self.checkpoints.finish()
+        if exit_code:
+            self.narrator.board.say(_farewell(self.progress, steps, agreed.asked))
+        return exit_code
+
+    @property
+    def settings(self) -> Settings:
+        return self.trainer.settings
+
+    def _begin(self) -> None:
+        """What comes before the first step that is to be done."""
+        board = self.narrator.board
+        board.phase("compile")
+        self.trainer.session.compile_rollout(evaluates=bool(self.held_out))
+        if self.interrupts.agreed().exit_code:
+            raise StoppedError
+        if self.progress.step:
+            board.say(_continuing(self.progress, self.settings))
+        if self.progress.unevaluated is not None:
+            record = self._evaluated(self.progress.unevaluated)
+            self.narrator.step(self.progress.step, record)
+            self.checkpoints.amend(self.progress)
+        elif self.held_out and not self.progress.step:
+            self.narrator.journal.write(0, self._evaluation(0))
+
+    def _step(self, step: int) -> None:
+        """Raises StoppedError where it is given up, and behind it where another would follow."""
+        self.watchdog.step = step
+        self.traces.start(step)
+        timer = Timer(self.narrator.board)
+        position, is_last = self.progress.position, step == self.settings.run.steps
+        self.state, samples, metrics = self.trainer.step(self.state, step=step, position=position, timer=timer)
+        self.narrator.samples(step, samples)
+        agreed = self.interrupts.agreed(save_is_due=self.save_clock.is_due)
+        timer.stop()
+        self.traces.stop()
+        record = _record(metrics, samples, timer) | {"perf/compilations": self.compilations.take()}
+        num_prompts = int(metrics["rollout/num_rounds"] or 1) * self.trainer.prompts_per_step
+        self.progress = self.progress.after(step, num_prompts=num_prompts, **self._between_steps())
+        if self.held_out and (is_last or step % self.settings.eval.every_steps == 0):
+            record = self._evaluated(record)
+        self.narrator.step(step, record)
+        stop_if_diverged(metrics, self.settings)
+        in_turn = is_last or agreed.save_is_due or step % self.settings.checkpoint.every_steps == 0
+        if in_turn or self.checkpoints.is_best(self.progress):
+            self._save()
+        self.checkpoints.point_at_best()
+        # A signal during the last step changes nothing: the run is complete.
+        if agreed.exit_code and not is_last:
+            raise StoppedError
+
+    def _between_steps(self) -> dict[str, Any]:
+        """What of the progress changes beside the step and the evaluation, as of now. All hosts ask together."""
+        return {"kl_coef": self.state.kl_coef, "lengths": self.trainer.session.share_lengths()}
+
+    def _evaluated(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The record of the step that is done, with its evaluation. Where that is stopped, it is still to come."""
+        self.progress = replace(self.progress, unevaluated=record)
+        # A run that goes on without evaluations has none to catch up on.
+        evaluation = self._evaluation(self.progress.step) if self.held_out else {}
+        self.progress = replace(self.progress.evaluated(evaluation), **self._between_steps())
+        return {**record, **evaluation}
+
+    def _evaluation(self, step: int) -> dict[str, Any]:
+        """The metrics of an evaluation, which has been told of by then."""
+        start = time.perf_counter()
+        judged = self.trainer.evaluate(self.state.policy.params, self.held_out, step=step, board=self.narrator.board)
+        metrics = evaluation_metrics(judged)
+        self.narrator.evaluation(step, metrics, judged.samples)
+        return {**metrics, "time/eval_s": time.perf_counter() - start}
+
+    def _save(self) -> None:
+        self.narrator.board.phase("save")
+        self.checkpoints.save(self.state.arrays, self.progress)
+        self.save_clock.reset()
+
+
+def _record(metrics: dict[str, float | None], samples: Sequence[Sample], timer: Timer) -> dict[str, Any]:
+    """A step's line of `metrics.jsonl`."""
+    flops = metrics["perf/flops"]
+    assert flops is not None
+    performance = step_performance(samples, flops=flops, seconds=timer.seconds["time/step_s"])
+    # Null until a penalty measures it.
+    return {"policy/kl": None, **metrics, **timer.seconds, **performance}
+
+
+def _continuing(progress: Progress, settings: Settings) -> str:
+    """What a resumed run says first."""
+    text = f"continuing after step {progress.step} of {settings.run.steps}"
+    done = [step for step in settings.logging.profile_steps if step <= progress.step]
+    return f"{text}\nlogging.profile_steps: done before, so not profiled: {', '.join(map(str, done))}" if done else text
+
+
+def _farewell(progress: Progress, steps: int, asked: Sequence[int]) -> str:
+    """What a run that was stopped says last."""
+    text = f"stopped after step {progress.step} of {steps}, which is saved; --resume auto goes on"
+    if progress.unevaluated is not None:
+        text += ", with the evaluation of that step"
+    if jax.process_count() > 1:
+        text += f" (asked to stop: host {' and '.join(map(str, asked))})"
+    return text

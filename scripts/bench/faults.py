@@ -1,0 +1,244 @@
+"""Signals and deaths at random moments of a run on two hosts: how each trial ends, and whether the run goes on.
+
+Two processes of virtual CPU devices train a tiny model. In each trial one of them, either, gets SIGTERM or is killed at
+a moment drawn between the first file of the run and its end. Then the same command goes on with `--resume auto`, and
+some of those runs are compared, bit for bit, with one that was left alone.
+
+    python scripts/bench/faults.py [--trials 30] [--heartbeat 10] [--compare-every 3] [--out results/faults.json]
+
+Exit code 1 where a trial did not end as promised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).resolve().parent / "results" / "faults.json"
+
+GRACE_S = 25.0
+"""In which a host that was asked to stop has saved."""
+START_S = 300.0
+"""In which a run on a busy machine has begun, or ended."""
+SETTINGS = (
+    *("run.steps=24", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=24"),
+    *("data.max_prompt_length=24", "eval.every_steps=6", "eval.num_prompts=8", "checkpoint.every_steps=4"),
+    *("logging.report=false", "logging.completions_every_steps=0"),
+)
+LAST_STEP = 24
+KINDS = {"SIGTERM": signal.SIGTERM, "kill -9": signal.SIGKILL}
+
+
+@dataclass(frozen=True)
+class Trial:
+    kind: str
+    host: int
+    """Which of the two it happens to."""
+    after_s: float
+    """Behind the first file of the run."""
+    seconds: float
+    """From there until both are gone."""
+    codes: tuple[int, ...]
+    step: int
+    """Of the newest whole checkpoint; -1 where there is none yet."""
+    hung: bool
+    ended_as_promised: bool
+    went_on: bool
+    equal: bool | None
+    """With a run that was left alone; None where that was not looked at."""
+
+    @property
+    def is_good(self) -> bool:
+        return not self.hung and self.ended_as_promised and self.went_on and self.equal is not False
+
+
+def started(folder: Path, name: str, heartbeat_s: int) -> list[subprocess.Popen[bytes]]:
+    """Both hosts of a run, which goes on where it has been before."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    shared = (*SETTINGS, f"run.dir={folder / 'runs'}", f"run.name={name}", "mesh.num_processes=2")
+    mesh = (f"mesh.heartbeat_s={heartbeat_s}", f"mesh.coordinator_address={address}", "mesh.cpu_devices=2")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    hosts = []
+    for i in range(2):
+        settings = [part for one in (*shared, *mesh, f"mesh.process_id={i}") for part in ("--set", one)]
+        with (folder / f"{name}.host_{i}.log").open("ab") as log:
+            hosts.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "cli", "train", "--config", "quickstart", "--resume", "auto", *settings],
+                    cwd=REPOSITORY,
+                    env=environment,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
+    return hosts
+
+
+def wait(hosts: Sequence[subprocess.Popen[bytes]], seconds: float) -> bool:
+    """Whether all are gone by then; what is left is killed."""
+    end = time.monotonic() + seconds
+    with suppress(subprocess.TimeoutExpired):
+        for host in hosts:
+            host.wait(max(end - time.monotonic(), 0.0))
+    left = [host for host in hosts if host.poll() is None]
+    for host in left:
+        os.killpg(host.pid, signal.SIGKILL)
+        host.wait()
+    return not left
+
+
+def wait_for(path: Path, hosts: Sequence[subprocess.Popen[bytes]]) -> None:
+    end = time.monotonic() + START_S
+    while not path.exists():
+        if time.monotonic() > end or any(host.poll() is not None for host in hosts):
+            wait(hosts, 0.0)
+            raise RuntimeError(f"{path} did not come; see the logs beside it")
+        time.sleep(0.01)
+
+
+def newest(run: Path) -> int:
+    folder = run / "checkpoints"
+    return max((int(child.name) for child in folder.glob("*") if child.name.isdigit()), default=-1)
+
+
+def content(run: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
+    """The last checkpoint's arrays, and all metrics that do not depend on a clock."""
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        path = run / "checkpoints" / str(LAST_STEP) / "state"
+        shapes = checkpointer.metadata(path).item_metadata.tree
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+        tree = checkpointer.restore(path, restore_args=as_numpy)
+    arrays = {jax.tree_util.keystr(path): leaf.tobytes() for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return arrays, [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
+
+
+def tried(kind: str, number: int, *, folder: Path, span_s: float, heartbeat_s: int, compared: bool) -> Trial:
+    name = f"{kind.replace(' ', '')}-{number}"
+    run, victim = folder / "runs" / name, random.randrange(2)
+    hosts = started(folder, name, heartbeat_s)
+    wait_for(run / "settings.yaml", hosts)
+    after_s = random.uniform(0.0, span_s)
+    time.sleep(after_s)
+    was_over = hosts[victim].poll() is not None
+    start = time.monotonic()
+    if not was_over:
+        os.kill(hosts[victim].pid, KINDS[kind])
+    bound_s = GRACE_S if kind == "SIGTERM" else heartbeat_s + 10.0
+    ended = wait(hosts, START_S)
+    seconds = time.monotonic() - start
+    codes, step = tuple(host.returncode for host in hosts), newest(run)
+    if was_over or (kind == "SIGTERM" and step == LAST_STEP):
+        as_promised = codes == (0, 0)  # asked in the last step: the run is complete
+    elif kind == "SIGTERM":
+        as_promised = codes == (75, 75)
+    else:
+        as_promised = codes[victim] == -signal.SIGKILL and codes[1 - victim] in (-signal.SIGABRT, 0)
+    again = started(folder, name, heartbeat_s)
+    went_on = wait(again, START_S) and [host.returncode for host in again] == [0, 0] and newest(run) == LAST_STEP
+    equal = content(run) == content(folder / "runs" / "alone") if compared and went_on else None
+    found = Trial(
+        kind,
+        victim,
+        round(after_s, 2),
+        round(seconds, 2),
+        codes,
+        step,
+        hung=not ended,
+        ended_as_promised=as_promised and seconds <= bound_s,
+        went_on=went_on,
+        equal=equal,
+    )
+    print(f"{name:<12} {json.dumps(asdict(found))}", flush=True)
+    return found
+
+
+def summary(trials: Sequence[Trial], kind: str) -> dict[str, Any]:
+    of_kind = [trial for trial in trials if trial.kind == kind]
+    compared = [trial for trial in of_kind if trial.equal is not None]
+    return {
+        "trials": len(of_kind),
+        "as promised": sum(trial.ended_as_promised for trial in of_kind),
+        "went on": sum(trial.went_on for trial in of_kind),
+        "equal bit for bit": f"{sum(bool(trial.equal) for trial in compared)} of {len(compared)}",
+        "hangs": sum(trial.hung for trial in of_kind),
+        "median s": statistics.median(trial.seconds for trial in of_kind),
+        "longest s": max(trial.seconds for trial in of_kind),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=30, help="of each kind")
+    parser.add_argument("--heartbeat", type=int, default=10, help="mesh.heartbeat_s")
+    parser.add_argument("--compare-every", type=int, default=3, help="which trials are compared with a run left alone")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    random.seed(options.seed)
+    trials: list[Trial] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        span_s = 0.0
+        # Twice: the first compiles, the second says how long a run takes that need not.
+        for name in ("compiling", "alone"):
+            hosts = started(folder, name, options.heartbeat)
+            wait_for(folder / "runs" / name / "settings.yaml", hosts)
+            start = time.monotonic()
+            if not wait(hosts, START_S) or any(host.returncode for host in hosts):
+                print((folder / f"{name}.host_0.log").read_text(errors="replace"), file=sys.stderr)
+                return 1
+            span_s = time.monotonic() - start
+        for number in range(options.trials):
+            for kind in KINDS:
+                compared = number % options.compare_every == 0
+                arguments: dict[str, Any] = {"folder": folder, "span_s": span_s, "heartbeat_s": options.heartbeat}
+                trials.append(tried(kind, number, compared=compared, **arguments))
+    rows = {kind: summary(trials, kind) for kind in KINDS}
+    for name in rows["SIGTERM"]:
+        print(f"{name:<20}" + "".join(f"{rows[kind][name]!s:>14}" for kind in KINDS))
+    record = {
+        "heartbeat_s": options.heartbeat,
+        "processes": 2,
+        "devices per process": 2,
+        "processors": os.cpu_count(),
+        "seconds of a run left alone": round(span_s, 1),
+        "kinds": rows,
+        "trials": [asdict(trial) for trial in trials],
+    }
+    options.out.parent.mkdir(exist_ok=True)
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if all(trial.is_good for trial in trials) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""A phase that does not end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.mesh.bulletin import Bulletin
+from app.training.progress import Board
+from app.training.timer import Timer
+from app.training.watchdog import Watchdog
+from settings.watchdog_section import Watchdog as Limits
+from tests.training.program import DEADLINE_S, REPOSITORY
+
+STUCK = """\
+import ctypes, sys, threading, time
+from pathlib import Path
+from app.mesh.bulletin import Bulletin
+from app.training import watchdog
+from settings.watchdog_section import Watchdog as Limits
+
+watchdog.LAST_RESORT_S = 1.0
+def in_python(): threading.Event().wait()
+def in_c_without_python(): ctypes.PyDLL(None).sleep(1000)
+with watchdog.Watchdog(Limits(compile_s=0.3, rollout_s=0.4), Path(sys.argv[2]), Bulletin(None, host=3)) as dog:
+    dog.step = 5
+    dog.enter("rollout")
+    {"in_python": in_python, "in_c_without_python": in_c_without_python}[sys.argv[1]]()
+"""
+
+
+def stuck(where: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", STUCK, where, str(folder)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+def test_a_phase_that_does_not_end_shows_every_stack_and_exits_70(tmp_path: Path) -> None:
+    ended = stuck("in_python", tmp_path / "crash")
+    assert ended.returncode == 70, ended.stderr
+    written = (tmp_path / "crash" / "host_3.txt").read_text()
+    for text in (ended.stderr, written):
+        assert "watchdog: host 3 has been in phase rollout of step 5 for 1 s, longer than " in text
+        assert "watchdog.rollout_s + watchdog.compile_s = 0.7" in text
+        assert "in in_python" in text
+
+
+def test_what_does_not_let_python_run_is_ended_all_the_same(tmp_path: Path) -> None:
+    ended = stuck("in_c_without_python", tmp_path / "crash")
+    assert ended.returncode == 1, ended.stderr
+    assert "in in_c_without_python" in ended.stderr
+
+
+def test_the_first_pass_of_a_phase_may_compile_and_inner_phases_have_limits_of_their_own(tmp_path: Path) -> None:
+    limits = Limits(compile_s=100.0, rollout_s=1.0, reward_s=2.0, score_s=None, update_s=4.0, save_s=5.0)
+    found: list[tuple[str, float | None]] = []
+
+    def limit() -> float | None:
+        assert dog._pass is not None
+        return dog._pass.limit_s
+
+    with Watchdog(limits, tmp_path / "crash", Bulletin(None, host=0)) as dog:
+        board = Board(num_steps=1, first_step=0, shown=False, entered=dog.enter)
+        assert limit() == 100.0
+        for _ in range(2):
+            timer = Timer(board)
+            with timer.phase("rollout"):
+                found.append(("rollout", limit()))
+            with timer.phase("reward"):
+                with timer.phase("score_reward"):
+                    found.append(("score_reward", limit()))
+                found.append(("reward", limit()))
+            with timer.phase("advantage"):
+                found.append(("advantage", limit()))
+            board.phase("report")
+            found.append(("report", limit()))
+    assert found[:5] == [
+        *(("rollout", 101.0), ("score_reward", None), ("reward", 2.0), ("advantage", 104.0), ("report", 105.0)),
+    ]
+    assert found[5:] == [
+        *(("rollout", 1.0), ("score_reward", None), ("reward", 2.0), ("advantage", 4.0), ("report", 5.0)),
+    ]
+    assert not (tmp_path / "crash").exists()
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("inf")])
+def test_a_limit_is_some_time(seconds: float) -> None:
+    with pytest.raises(ValueError, match="rollout_s"):
+        Limits(rollout_s=seconds)
