@@ -21,7 +21,7 @@ from app.reward.weighing import Scored, joined
 from app.rollout.sampling import NON_FINITE
 from app.training.checkpoint import Progress
 from app.training.crediting import Credited
-from app.training.evaluate import evaluate, evaluation_metrics, host_share
+from app.training.evaluate import evaluate, evaluation_metrics
 from app.training.interrupts import Interrupts
 from app.training.launch import Launch, prepared
 from app.training.metrics import (
@@ -205,7 +205,7 @@ class Trainer:
         return credited._replace(samples=[next(rest) if s.reward is not None else _without_credit(s) for s in samples])
 
     def evaluate(self, params: Params, prompts: Sequence[Prompt], *, step: int, board: Board) -> Scored:
-        """One judged sample of each held-out prompt."""
+        """One judged sample of each held-out prompt of this host's run of them."""
         board.phase("evaluate")
         weights = self.session.engine.weights(params)
         judged = evaluate(self.session, weights, prompts, self.rewards, Moment(step, self.settings.run.steps))
@@ -280,7 +280,7 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     traces = StepTraces(settings.logging.profile_steps if is_first else (), launch.run.profile)
     stack.callback(traces.stop)
     stack.enter_context(closing(trainer.rounds))
-    held_out = host_share(launch.input.held_out) if launch.input.held_out else []
+    held_out = launch.input.held_out
     board.phase("compile")
     session.compile_rollout(evaluates=bool(held_out))
     if progress.step:
@@ -359,7 +359,7 @@ def _check_rewards(scored: Scored) -> None:
     if num_kept == 0:
         raise RuntimeError(
             "no sample of this step has a reward, each one was dropped (reward.on_error); first: "
-            f"{scored.notices[0]}. Mend the reward functions before going on"
+            f"{next(iter(scored.notices), 'on another host')}. Mend the reward functions before going on"
         )
 
 
