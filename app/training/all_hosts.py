@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from app.flow import Sample
-from app.jsonl import check_output, to_line, write_jsonl
+from app.jsonl import check_output, to_line
 from app.mesh.placement import bytes_to_first_host, max_over_hosts
 from app.sample_records import PER_TOKEN, sample_from_record, sample_to_record
 from app.whole_file import replacing
@@ -78,29 +78,42 @@ def in_step(parts: Iterable[Item]) -> Iterator[Item]:
         yield part[0]
 
 
-def write_together(path: Path, parts: Iterable[Sequence[Sample]]) -> None:
-    """One file of the samples of all hosts, whole or not at all: part after part, of each host after host.
-
-    The first host writes it. One part is in memory at once, of all hosts.
+def as_lines(samples: Iterable[Sample], *, path: Path, first: int = 1) -> Iterator[bytes]:
+    """Of a file.
 
     Args:
-        parts: this host's samples of each part; as many parts on every host.
+        first: number of the first of them, for errors.
+
+    Raises:
+        ValueError: a sample holds NaN or an infinity, which JSON cannot say.
+    """
+    whose = "" if jax.process_count() == 1 else f" of host {jax.process_index()}"
+    for number, sample in enumerate(samples, start=first):
+        yield to_line(sample_to_record(sample), f"{path}: record {number}{whose}")
+
+
+def write_together(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
+    """One file of the lines of all hosts, whole or not at all: part after part, of each host after host.
+
+    The first host writes it, and with several hosts holds one part at once, of all of them.
+
+    Args:
+        parts: this host's lines of each part; as many parts on every host.
 
     Raises:
         InputError: `path` cannot be a file.
-        ValueError: a sample holds NaN or an infinity, which JSON cannot say.
     """
-    if jax.process_count() == 1:
-        write_jsonl(path, (sample_to_record(sample) for part in parts for sample in part))
-        return
     with together():
         check_output(path)
     with ExitStack() as stack:
         file = stack.enter_context(replacing(path.absolute())) if jax.process_index() == 0 else None
-        where = f"{path}: a record of host {jax.process_index()}"
         for part in parts:
+            if jax.process_count() == 1:
+                assert file is not None
+                file.writelines(part)
+                continue
             with together():
-                own = b"".join(to_line(sample_to_record(sample), where) for sample in part)
+                own = b"".join(part)
             lines = bytes_to_first_host(own)
             with together():
                 if file is not None:

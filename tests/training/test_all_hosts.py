@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from app.sample_records import sample_to_record
-from app.training.all_hosts import arrived, host_run, in_step, longest_run, of_host, together, write_together
+from app.training.all_hosts import arrived, as_lines, host_run, in_step, longest_run, of_host, together, write_together
 from settings import InputError
 from tests.tiny import make_sample
 from tests.training.program import records_of
@@ -53,8 +53,13 @@ def test_a_sample_of_another_host_arrives_as_it_left() -> None:
 
 
 def test_one_host_writes_part_after_part_and_raises_what_stops_it(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
     samples = [make_sample([3], group_id=i, sample_index=0) for i in range(3)]
-    write_together(tmp_path / "out.jsonl", in_step([samples[:2], [], samples[2:]]))
-    assert [record["group_id"] for record in records_of(tmp_path / "out.jsonl")] == [0, 1, 2]
+    write_together(out, in_step(as_lines(part, path=out) for part in (samples[:2], [], samples[2:])))
+    assert [record["group_id"] for record in records_of(out)] == [0, 1, 2]
+    broken = replace(samples[0], behavior_logprobs=np.array([np.nan], np.float32))
+    with pytest.raises(ValueError, match=r"out\.jsonl: record 3 "):
+        write_together(out, [as_lines([*samples[:2], broken], path=out)])
+    assert len(records_of(out)) == 3
     with pytest.raises(InputError, match="mine"), together():
         raise InputError("mine")
