@@ -25,10 +25,10 @@ Item = TypeVar("Item")
 OF_EACH_TOKEN = ("behavior_logprobs", *PER_TOKEN)
 
 
-def host_run(count: int) -> range:
-    """Which of so many this host has. Hosts' runs follow each other, and differ in length by one at most."""
+def host_run(count: int, *, host: int | None = None) -> range:
+    """Which of so many a host has, this one by default. Runs follow each other, and differ in length by one at most."""
     each, rest = divmod(count, jax.process_count())
-    host = jax.process_index()
+    host = jax.process_index() if host is None else host
     first = host * each + min(host, rest)
     return range(first, first + each + (host < rest))
 
@@ -90,6 +90,14 @@ def as_lines(samples: Iterable[Sample], *, path: Path, first: int = 1) -> Iterat
     whose = "" if jax.process_count() == 1 else f" of host {jax.process_index()}"
     for number, sample in enumerate(samples, start=first):
         yield to_line(sample_to_record(sample), f"{path}: record {number}{whose}")
+
+
+def as_parts(parts: Iterable[Sequence[Sample]], *, path: Path) -> Iterator[Iterator[bytes]]:
+    """As `as_lines`, part by part."""
+    number = 1
+    for part in parts:
+        yield as_lines(part, path=path, first=number)
+        number += len(part)
 
 
 def write_together(path: Path, parts: Iterable[Iterable[bytes]]) -> None:

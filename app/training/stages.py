@@ -68,7 +68,7 @@ def rollout(
     check_context(model.architecture, settings, path=settings.model.path)
     encoded, report = _encoded(settings, model, prompts, limit=limit)
     topology.start(settings.mesh)
-    agree({name: str(value) for name, value in run_facts(settings, model, encoded).items()})
+    agree(resolved, {name: str(value) for name, value in run_facts(settings, model, encoded).items()})
     work = Work.of(encoded, settings)
     with ExitStack() as stack:
         with together():
