@@ -168,7 +168,8 @@ def rollout(
         from app.training import stages
 
         summary = stages.rollout(resolved, prompts=prompts, limit=limit, out=out, timeline=timeline, log=log)
-        _write(_as_text(summary, as_json=as_json), sys.stdout)
+        if summary is not None:
+            _write(_as_text(summary, as_json=as_json), sys.stdout)
 
 
 @app.command()
@@ -203,7 +204,8 @@ def score(
         from app.training import score_file
 
         summary = score_file.score(resolved, input=samples, out=out, role=role, checks_packing=check_packing)
-        _write(_as_text(summary, as_json=as_json), sys.stdout)
+        if summary is not None:
+            _write(_as_text(summary, as_json=as_json), sys.stdout)
 
 
 @app.command()

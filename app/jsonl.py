@@ -155,10 +155,15 @@ def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
     path = Path(path).absolute()
     with replacing(path) as file:
         for number, record in enumerate(records, start=1):
-            file.write(_to_line(record, f"{path}: record {number}"))
+            file.write(to_line(record, f"{path}: record {number}"))
 
 
-def _to_line(record: Mapping[str, Any], where: str) -> bytes:
+def to_line(record: Mapping[str, Any], where: str) -> bytes:
+    """One object as its line. `where` opens the error.
+
+    Raises:
+        ValueError: it holds NaN or an infinity, which JSON cannot say.
+    """
     try:
         return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
     except ValueError as error:

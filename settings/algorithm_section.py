@@ -110,7 +110,8 @@ class Algorithm(Section):
     mini_batch_prompts: int | None = Field(
         default=None,
         ge=1,
-        description="Prompts of one optimizer step, per host; all of the step's when null.",
+        description="Prompts of one optimizer step, per host; all of the step's when null. Each of K optimizer "
+        "steps has one of every K prompts that follow each other.",
     )
     dynamic_microbatch: bool | None = Field(
         default=None,
@@ -132,8 +133,8 @@ class Algorithm(Section):
     )
     shuffle: bool | None = Field(
         default=None,
-        description="Draw the mini-batches of every epoch anew from the step's groups, by `run.seed`, step and epoch. "
-        "Derived when null: true with a critic, else false.",
+        description="Draw anew in every epoch which of K prompts goes to which optimizer step, by `run.seed`, step and "
+        "epoch. Derived when null: true with a critic, else false.",
     )
     balance_batch: bool = Field(
         default=True,

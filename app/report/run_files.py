@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from app.jsonl import read_jsonl_lines
-from app.report.history import History, Record, number, training_steps
+from app.report.history import History, Record, training_steps
 from settings import InputError, Settings
 from settings.fields import FIELDS, value_of
 from settings.printing import from_yaml
@@ -66,13 +66,6 @@ class RunFiles:
     def setting(self, name: str) -> Any:
         """Its value; None where the run did not know it."""
         return self.settings.get(name, (None, ""))[0]
-
-    def num_processes(self, step: int) -> int:
-        """Of the session that did the step. Sample files hold the first process' share."""
-        # The newest that began before it: a session does again what came after the checkpoint that it goes on from.
-        later = [session for session in self.sessions[1:] if (number(session, "after_step") or 0) < step]
-        did = [*self.sessions[:1], *later]
-        return int(number(did[-1], "processes") or 1) if did else 1
 
     def chosen_settings(self) -> list[ChosenSetting]:
         """Settings that somebody set, or that were derived, to something else than the default."""

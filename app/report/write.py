@@ -48,8 +48,8 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_SAMPLES) -> dict[str,
 
 
 def _eval_counts(run: RunFiles) -> dict[int, int]:
-    """Answers of each evaluation, over all hosts, which hold equally many."""
-    return {step: _num_lines(path) * run.num_processes(step) for step, path in run.evaluations.items()}
+    """Answers of each evaluation."""
+    return {step: _num_lines(path) for step, path in run.evaluations.items()}
 
 
 def _num_lines(path: Path) -> int:

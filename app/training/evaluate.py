@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from app.flow import Prompt, Sample
@@ -15,6 +14,7 @@ from app.reward.rewards import Rewards
 from app.reward.tasks import is_formatted, is_task_reward
 from app.reward.weighing import Scored
 from app.rollout.sampling import SamplingRules
+from app.training.all_hosts import host_run, longest_run
 from app.training.interrupts import stopped_together
 from app.training.metrics import mean_where_known, over_hosts
 from app.training.session import Session
@@ -23,32 +23,26 @@ from settings.errors import InputError
 from settings.fields import did_you_mean, nearest_of
 
 
-def host_share(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """This host's part of the evaluation prompts; every host gets equally many, at least one."""
-    per_host = max(len(prompts) // jax.process_count(), 1)
-    first = per_host * jax.process_index() % len(prompts)
-    return list(prompts[first : first + per_host])
-
-
-def evaluation_batch(settings: Settings, prompts: Sequence[Prompt]) -> int:
-    """How many of this host's prompts are generated from at once: no more rows than in a rollout."""
-    return min(len(prompts), settings.rollout.prompts_per_step * settings.rollout.group_size)
+def evaluation_batch(settings: Settings, num_prompts: int) -> int:
+    """How many of a host's prompts are generated from at once: no more rows than in a rollout."""
+    return min(num_prompts, settings.rollout.prompts_per_step * settings.rollout.group_size)
 
 
 def evaluate(
     session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], rewards: Rewards, moment: Moment
 ) -> Scored:
-    """One sample per prompt at `eval.temperature`, judged.
+    """One sample at `eval.temperature` of each prompt of this host's run of them, judged.
 
     Raises:
         StoppedError: generation was stopped, on this host or another.
     """
     settings = session.settings
-    batch = evaluation_batch(settings, prompts) if session.evaluates_in_batches else len(prompts)
+    own, longest = host_run(len(prompts)), longest_run(len(prompts))
+    batch = evaluation_batch(settings, longest) if session.evaluates_in_batches else longest
     samples: list[Sample] = []
     with stopped_together():
-        for first in range(0, len(prompts), batch):
-            # The last batch is filled up with repeats, so that every batch has the shape of the first.
+        for first in range(own.start, own.start + longest, batch):
+            # Filled up with other prompts, which do not count, so that all batches of all hosts have one shape.
             part = [prompts[i % len(prompts)] for i in range(first, first + batch)]
             samples += session.generate(
                 weights,
@@ -58,7 +52,7 @@ def evaluate(
                 policy_version=0,
                 first_group_id=first,
             )
-    return rewards.judge(samples[: len(prompts)], moment)
+    return rewards.judge(samples[: len(own)], moment)
 
 
 FORMAT_RATE = "eval/format_rate"

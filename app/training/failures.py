@@ -25,7 +25,7 @@ def check_rewards(scored: Scored) -> None:
     if num_kept == 0:
         raise RuntimeError(
             "no sample of this step has a reward, each one was dropped (reward.on_error); first: "
-            f"{scored.notices[0]}. Mend the reward functions before going on"
+            f"{next(iter(scored.notices), 'on another host')}. Mend the reward functions before going on"
         )
 
 

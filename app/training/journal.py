@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from app.flow import Sample
-from app.jsonl import write_jsonl
+from app.jsonl import to_line
 from app.report.alerts import Alert
 from app.report.completions import CompletionsTable, cell
 from app.sample_records import sample_to_record
@@ -52,6 +52,11 @@ def without_nonfinite(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nonfinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def lines_of(samples: Sequence[Sample]) -> bytes:
+    """As JSON Lines."""
+    return b"".join(to_line(without_nonfinite(sample_to_record(sample)), "a sample") for sample in samples)
 
 
 def session_record(*, after_step: int) -> dict[str, Any]:
@@ -106,9 +111,10 @@ class Journal:
         if self._wandb is not None:
             self._wandb.log({"completions": wandb_table(table)}, step=table.step)
 
-    def write_samples(self, path: Path, samples: Sequence[Sample]) -> None:
+    def write_lines(self, path: Path, lines: Sequence[bytes]) -> None:
+        """A file of samples, whole or not at all; `lines_of` makes them."""
         path.parent.mkdir(exist_ok=True)
-        write_jsonl(path, (without_nonfinite(sample_to_record(sample)) for sample in samples))
+        write_whole(path, b"".join(lines))
 
     def close(self) -> None:
         self._file.close()
@@ -194,7 +200,7 @@ class NoJournal:
     def completions(self, table: CompletionsTable) -> None:
         pass
 
-    def write_samples(self, path: Path, samples: Sequence[Sample]) -> None:
+    def write_lines(self, path: Path, lines: Sequence[bytes]) -> None:
         pass
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from app.reward.rewards import Rewards
 from app.reward.weighing import Scored, joined
 from app.training.agreement import on_every_host
 from app.training.crediting import Credited
-from app.training.evaluate import evaluate, host_share
+from app.training.evaluate import evaluate
 from app.training.failures import check_rewards
 from app.training.interrupts import Interrupts, stopped_together
 from app.training.launch import Launch, prepared
@@ -214,7 +214,7 @@ class Trainer:
         return credited._replace(samples=[next(rest) if s.reward is not None else _without_credit(s) for s in samples])
 
     def evaluate(self, params: Params, prompts: Sequence[Prompt], *, step: int, board: Board) -> Scored:
-        """One judged sample of each held-out prompt."""
+        """One judged sample of each held-out prompt of this host's run of them."""
         board.phase("evaluate")
         weights = self.session.engine.weights(params)
         judged = evaluate(self.session, weights, prompts, self.rewards, Moment(step, self.settings.run.steps))
@@ -301,7 +301,7 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
         traces=traces,
         compilations=compilations,
         watchdog=launch.watchdog,
-        held_out=host_share(launch.input.held_out) if launch.input.held_out else [],
+        held_out=launch.input.held_out,
         save_clock=SaveClock(settings.checkpoint.every_minutes if is_first else None, clock),
     )
     return Outcome(walk.go(), journal.history, checkpoints.best)

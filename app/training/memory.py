@@ -24,7 +24,8 @@ from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards,
 from app.mesh.topology import num_hosts
 from app.policy.decoder import Params
 from app.rollout.engine import BatchShape, Footprint
-from app.training.evaluate import evaluation_batch, host_share
+from app.training.all_hosts import longest_run
+from app.training.evaluate import evaluation_batch
 from app.training.reward_role import RewardModelInput, wire_reward
 from app.training.session import Session
 from app.training.wiring import Learner, Learning
@@ -107,7 +108,7 @@ def shapes_of(
         ),
         evaluation=(
             session.evaluation_shape(
-                num_prompts=evaluation_batch(settings, host_share(held_out)), longest_prompt=longest(held_out)
+                num_prompts=evaluation_batch(settings, longest_run(len(held_out))), longest_prompt=longest(held_out)
             )
             if held_out
             else None

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from app.flow import Sample
+from app.mesh.placement import bytes_to_first_host
 from app.report.alerts import Watch
 from app.report.completions import completions_table
 from app.report.history import training_steps
 from app.report.write import write_report
-from app.training.journal import Journal, NoJournal
+from app.training.all_hosts import samples_to_first_host
+from app.training.journal import Journal, NoJournal, lines_of
 from app.training.progress import Board, evaluation_line
 from app.training.run_directory import RunDirectory
 from settings.schema import Logging
@@ -42,18 +45,23 @@ class Narrator:
             self.journal.alert(alert)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """A step's samples, and some of them on the board where it is their turn."""
+        """A step's samples of all hosts, and some of them on the board where it is their turn. Every host tells."""
         if self.settings.save_rollouts:
-            self.journal.write_samples(self.run.rollouts(step), samples)
+            self._save(self.run.rollouts(step), samples)
         every = self.settings.completions_every_steps
         if every and (step == 1 or step % every == 0):
-            table = completions_table(samples, step=step)
+            table = completions_table(samples_to_first_host(samples), step=step)
             self.board.completions(table)
             self.journal.completions(table)
 
     def evaluation(self, step: int, metrics: dict[str, Any], samples: Sequence[Sample]) -> None:
-        self.journal.write_samples(self.run.evaluation(step), samples)
+        """As `samples`, of held-out prompts."""
+        self._save(self.run.evaluation(step), samples)
         self.board.say(evaluation_line(step, metrics))
+
+    def _save(self, path: Path, samples: Sequence[Sample]) -> None:
+        """The file is the same whatever the number of hosts."""
+        self.journal.write_lines(path, bytes_to_first_host(lines_of(samples)))
 
     def report(self) -> None:
         """The report of what there is, however the run ended."""

@@ -10,14 +10,15 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from app.flow import Sample
 from app.mesh.placement import bytes_over_hosts, gather_over_hosts
-from app.sample_records import sample_from_record, sample_to_record
+from app.sample_records import sample_to_record
+from app.training.all_hosts import arrived
 from settings.reward_section import OVERLONG
 
 Source = Callable[[int], Sequence[Sample]]
@@ -26,7 +27,6 @@ Filter = Callable[[Sequence[Sample]], bool]
 """A group's samples -> whether the step learns from them."""
 Group = list[Sample]
 
-OF_THE_SAMPLER = ("behavior_logprobs", "kept_mass_logs")
 ROUNDING = 1e-9
 """Rewards that are apart by more differ: a penalty that was added and is taken off again leaves less behind."""
 
@@ -143,15 +143,8 @@ def _delivered(own: Sequence[Group], numbers: Sequence[int], num_groups: int) ->
     if moving:
         leaving = {number: list(map(sample_to_record, at_hand[number])) for number in moving if number in at_hand}
         for sent in map(json.loads, bytes_over_hosts(json.dumps(leaving).encode())):
-            at_hand |= {int(number): list(map(_arrived, records)) for number, records in sent.items()}
+            at_hand |= {int(number): list(map(arrived, records)) for number, records in sent.items()}
     return [(number, at_hand[number]) for number in numbers if goes_to[number] == this_host]
-
-
-def _arrived(record: dict[str, Any]) -> Sample:
-    """The sample as it left its host, also with logprobs that no file may have: a NaN is for the update to find."""
-    drawn = {name: np.asarray(record[name], np.float32) for name in OF_THE_SAMPLER if name in record}
-    finite = {name: np.zeros(len(values)).tolist() for name, values in drawn.items()}
-    return replace(sample_from_record(record | finite, where="a sample of another host"), **drawn)
 
 
 def _number(uid: str) -> int:

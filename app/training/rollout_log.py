@@ -13,6 +13,7 @@ import jax
 
 from app.flow import Prompt
 from app.rollout.scheduling.event_log import EventLog, RunFacts
+from app.training.all_hosts import of_host
 from app.training.progress import num_done
 from app.training.session import ModelInput
 from app.whole_file import is_leftover
@@ -54,12 +55,15 @@ class Past:
 
 
 def open_log(out: Path, settings: Settings, model: ModelInput, prompts: Sequence[Prompt]) -> EventLog:
-    """The log of the rollout that writes `out`, new or left by a process that was killed.
+    """The log of the rollout that writes `out`, new or left by a process that was killed; each host has its own.
+
+    Args:
+        prompts: this host's.
 
     Raises:
         InputError: see `EventLog`.
     """
-    log = EventLog(out.with_name(f"{out.name}.log"), run=run_facts(settings, model, prompts))
+    log = EventLog(of_host(out.with_name(f"{out.name}.log")), run=run_facts(settings, model, prompts))
     if log.begun is not None:
         _remove_leftovers(out)
     return log

@@ -21,12 +21,13 @@ class RolloutProgress:
     """Of one rollout.
 
     Args:
+        shown: else nothing is told.
         clock: seconds.
     """
 
-    def __init__(self, *, num_samples: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, *, num_samples: int, shown: bool = True, clock: Callable[[], float] = time.monotonic):
         self._num_samples = num_samples
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False, quiet=not shown)
         self._clock = clock
         self._live = self._console.is_terminal
         self._next = clock() + (0.0 if self._live else TOLD_EVERY_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,6 +71,11 @@ class SampleFile:
         if not count:
             raise InputError(f"--input: {self._path} holds no samples")
         return Extent(count, longest, longest_at, longest_completion), drawn
+
+    def digest(self) -> str:
+        """SHA-256 of the file, for hosts to compare."""
+        with self._path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def windows(self, size: int) -> Iterator[list[Sample]]:
         """All samples in order, `size` at a time, the last window with what is left.

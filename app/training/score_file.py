@@ -17,30 +17,20 @@ import numpy as np
 from app.batching.micro_batches import Cut, EqualShapes, FixedRows, PackedRows
 from app.batching.plan import fixed_shape
 from app.flow import Sample
-from app.jsonl import check_output, read_jsonl, write_jsonl
-from app.mesh.placement import to_device_memory, to_host_memory
+from app.jsonl import check_output
+from app.mesh import topology
+from app.mesh.placement import max_over_hosts, sum_over_hosts, to_device_memory, to_host_memory
 from app.policy.architecture import Architecture
 from app.policy.decoder import Params
-from app.reward.outcome import Outcome
-from app.reward.plugin import Moment
-from app.reward.rewards import Rewards
-from app.reward.tasks import check_answers
-from app.reward.weighing import Scored
-from app.sample_records import sample_from_record, sample_to_record
+from app.policy.weight_files import ModelFiles
+from app.training.agreement import agree
+from app.training.all_hosts import as_parts, host_run, in_step, write_together
 from app.training.cutting import Longest, num_tokens_behind, wire_role
-from app.training.metrics import CompilationCounter, host_counts, peak_memory_bytes
+from app.training.metrics import CompilationCounter, peak_memory_bytes
 from app.training.packing_check import check_packing
-from app.training.reward_role import RewardModel, RewardModelInput, read_reward_model
 from app.training.sample_file import WINDOW, Extent, SampleFile, check_quota
-from app.training.session import (
-    Session,
-    open_mesh,
-    open_on_one_host,
-    read_critic_input,
-    read_model_input,
-    start_on_one_host,
-)
-from app.training.training_input import data_columns, overlong_penalty
+from app.training.score_rewards import score_rewards
+from app.training.session import Session, read_critic_input, read_model_input
 from app.training.wiring import check_host_memory
 from settings import Resolved, Settings
 from settings.errors import InputError
@@ -52,8 +42,10 @@ NUM_PACKED = 3
 
 def score(
     resolved: Resolved, *, input: Path, out: Path, role: ScoredRole | Literal["reward"], checks_packing: bool = False
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Adds one role's field to every sample of `input`, and returns the figures to be shown.
+
+    Several hosts score a run of every window each; the first of them writes the file, and it alone returns figures.
 
     Args:
         checks_packing: first see whether samples of the file score in a shared row as they do alone.
@@ -72,7 +64,7 @@ def score(
 
 def score_logprobs(
     resolved: Resolved, *, input: Path, out: Path, role: ScoredRole, checks_packing: bool, window: int = WINDOW
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """As `score`, of logprobs or values. The file is read twice, first to check every line before any device work.
 
     Then it goes window by window. Shapes follow from the longest sample of the file and the model's context alone;
@@ -90,7 +82,9 @@ def score_logprobs(
     file = SampleFile(input, architecture)
     extent, drawn = file.check(num_drawn=NUM_PACKED if checks_packing else 0, seed=settings.run.seed)
     check_quota(resolved, f"score.{role}", extent.longest + num_tokens_behind(settings, role), where=extent.longest_at)
-    session = open_on_one_host(settings, model, critic)
+    topology.start(settings.mesh)
+    agree(resolved, facts_of(file, model.files, critic and critic.files))
+    session = Session.open(settings, model, critic)
     start = time.perf_counter()
     params = session.critic.load_params(session.mesh) if session.critic else session.load_params()
     params = jax.block_until_ready(params)
@@ -102,10 +96,18 @@ def score_logprobs(
     passes = Passes(session, params, role, cut=_cut(settings, role, architecture, extent))
     del params
     with closing(CompilationCounter()) as compilations:
-        scored = passes.scored(file.windows(window), num_samples=extent.num_samples)
-        write_jsonl(out, map(sample_to_record, scored))
+        scored = passes.scored(in_step(file.windows(window)), num_samples=extent.num_samples)
+        write_together(out, as_parts(scored, path=out))
         figures |= passes.figures(compilations)
-    return {**figures, "written to": str(out)}
+    return {**figures, "written to": str(out)} if jax.process_index() == 0 else None
+
+
+def facts_of(file: SampleFile, *models: ModelFiles | None) -> dict[str, str]:
+    """What else than settings hosts must have in common."""
+    if jax.process_count() == 1:
+        return {}
+    prints = {f"the files of {model.name}": model.fingerprint for model in models if model is not None}
+    return {"--input": file.digest(), **prints}
 
 
 def _cut(settings: Settings, role: ScoredRole, architecture: Architecture, extent: Extent) -> FixedRows | PackedRows:
@@ -133,29 +135,33 @@ class Passes:
         self._totals: defaultdict[str, float] = defaultdict(int)
         self._seconds = self._largest = 0.0
 
-    def scored(self, windows: Iterable[Sequence[Sample]], *, num_samples: int) -> Iterator[Sample]:
-        """The samples of all windows, in order, with the role's logprobs."""
+    def scored(self, windows: Iterable[Sequence[Sample]], *, num_samples: int) -> Iterator[list[Sample]]:
+        """This host's run of each window, in order, with the role's logprobs."""
         done = 0
         for samples in windows:
             done += len(samples)
             cut = self._cut if done == num_samples else EqualShapes(self._cut)
+            run = host_run(len(samples))
             start = time.perf_counter()
-            scored, pieces = self._session.score(to_device_memory(self._params), samples, self._role, cut=cut)
+            own, pieces = self._session.score(
+                to_device_memory(self._params), samples[run.start : run.stop], self._role, cut=cut
+            )
             self._seconds += time.perf_counter() - start
-            self._count(scored, pieces)
-            yield from scored
-            if len(samples) < num_samples:
+            self._totals["tokens"] += sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
+            self._count(own, pieces)
+            yield own
+            if len(samples) < num_samples and jax.process_index() == 0:
                 print(f"scored {done:,} of {num_samples:,} samples", file=sys.stderr)
 
-    def _count(self, scored: Sequence[Sample], cut: Cut) -> None:
+    def _count(self, own: Sequence[Sample], cut: Cut) -> None:
         if self._role != "critic":
-            differences = np.abs(np.concatenate([self._logprobs(s) - s.behavior_logprobs for s in scored]))
+            none = np.zeros(0, np.float32)
+            differences = np.abs(np.concatenate([none, *(self._logprobs(s) - s.behavior_logprobs for s in own)]))
             self._largest = max(self._largest, float(differences.max(initial=0.0)))
             self._totals["differences"] += differences.size
             self._totals["difference"] += float(differences.sum(dtype=np.float64))
         figures = cut.figures()
         for name, count in {
-            "tokens": sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in scored),
             "real tokens": figures["real_tokens"],
             "computed tokens": figures["computed_tokens"],
             "micro-batches": figures["num_micro_batches"],
@@ -169,7 +175,7 @@ class Passes:
         return getattr(sample, f"{self._role}_logprobs")
 
     def figures(self, compilations: CompilationCounter) -> dict[str, Any]:
-        """Tokens, shapes and seconds of all passes. Speed leaves compilation out."""
+        """Tokens, shapes and seconds of all passes. Speed leaves compilation out. Every host asks."""
         total = self._totals
         real, computed = total["real tokens"], total["computed tokens"]
         seconds = self._seconds - compilations.seconds
@@ -191,56 +197,9 @@ class Passes:
     def _against_the_sampler(self) -> dict[str, float]:
         if self._role == "critic":
             return {}
+        own = (self._totals["difference"], self._totals["differences"])
+        total, count = sum_over_hosts(np.asarray(own, np.float64)).tolist()
         return {
-            "mean |logprob - behavior|": self._totals["difference"] / max(self._totals["differences"], 1),
-            "max |logprob - behavior|": self._largest,
+            "mean |logprob - behavior|": total / max(count, 1),
+            "max |logprob - behavior|": float(max_over_hosts(np.asarray(self._largest))),
         }
-
-
-def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, Any]:
-    """As `score`. The functions see the whole file in one call, since a group's samples may stand anywhere in it."""
-    settings = resolved.settings
-    samples = [sample_from_record(record, where=f"{input}:{line}") for line, record in read_jsonl(input)]
-    if not samples:
-        raise InputError(f"--input: {input} holds no samples")
-    prompts = [s.prompt for s in samples]
-    check_answers(prompts, [function.name for function in settings.reward.functions])
-    model = read_reward_model(settings)
-    if model is not None:
-        model.check_prompt(prompts[0])
-    with Rewards(settings.reward, data_columns(settings, prompts), overlong=overlong_penalty(settings)) as rewards:
-        for report in rewards.reports:
-            print(report, file=sys.stderr)
-        of_model = None if model is None else _asked(settings, model, samples)
-        scored = rewards.score(samples, Moment(), of_model=of_model)
-        for notice in scored.notices:
-            print(notice, file=sys.stderr)
-    if scored.problem is not None:
-        raise RuntimeError(scored.problem)
-    write_jsonl(out, map(sample_to_record, scored.samples))
-    return {"samples": len(samples), **_reward_figures(scored, rewards.names), "written to": str(out)}
-
-
-def _asked(settings: Settings, model: RewardModelInput, samples: Sequence[Sample]) -> list[Outcome]:
-    """What the reward model says of each sample. Starts the devices."""
-    start_on_one_host(settings)
-    outcomes, _ = RewardModel.load(settings, model, open_mesh(settings)).outcomes(samples)
-    return outcomes
-
-
-def _reward_figures(scored: Scored, names: Sequence[str]) -> dict[str, Any]:
-    """Means over the samples that have a value, None where none has, and what training counts. Starts no device."""
-
-    def mean(values: Sequence[float]) -> float | None:
-        return float(np.mean(values)) if values else None
-
-    kept = [s for s in scored.samples if s.reward is not None]
-    values = {name: [s.rewards[name] for s in kept if s.rewards and name in s.rewards] for name in names}
-    counts, extras = host_counts(scored)
-    figures: dict[str, Any] = {
-        **{f"reward/{name}/mean": mean(of_function) for name, of_function in values.items()},
-        "reward/mean": mean([s.reward or 0.0 for s in kept]),
-        **{name: total / count for name, (total, count) in extras.items()},
-        **counts,
-    }
-    return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}

@@ -400,16 +400,6 @@ def compute_type(settings: Settings) -> jnp.dtype:
     return dtype
 
 
-def open_on_one_host(settings: Settings, model: ModelInput, critic: CriticInput | None = None) -> Session:
-    """A session of a verb that writes one file. Starts the devices.
-
-    Raises:
-        InputError: other hosts have joined.
-    """
-    start_on_one_host(settings)
-    return Session.open(settings, model, critic)
-
-
 def start_on_one_host(settings: Settings) -> None:
     """Starts the devices.
 

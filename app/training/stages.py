@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from app.flow import Prompt, Sample
-from app.jsonl import check_distinct, check_output, write_jsonl
+from app.jsonl import check_distinct, check_output
 from app.mesh import topology
 from app.mesh.inspect import MeshReport, mesh_report
-from app.mesh.placement import num_row_shards
+from app.mesh.placement import gather_over_hosts, num_row_shards, sum_over_hosts
 from app.policy.decoder import by_path
 from app.policy.kv_cache import DecodeWeights
 from app.prompts.dataset import load_dataset
@@ -22,10 +25,12 @@ from app.prompts.encode import EncodeReport, encode_prompts
 from app.prompts.source import load_training_data
 from app.report.timeline import check_timeline, write_timeline
 from app.rollout.scheduling.event_log import EventLog
-from app.sample_records import sample_to_record
-from app.training.rollout_log import Past, open_log
+from app.training.agreement import agree
+from app.training.all_hosts import as_lines, of_host, together, write_together
+from app.training.rollout_log import Past, open_log, run_facts
 from app.training.rollout_progress import RolloutProgress
-from app.training.session import ModelInput, Session, check_context, read_model_input, start_on_one_host
+from app.training.rollout_work import Work
+from app.training.session import ModelInput, Session, check_context, read_model_input
 from app.training.simulate import panel, recorded_table
 from settings import Resolved, Settings
 from settings.errors import InputError
@@ -39,10 +44,11 @@ def rollout(
     out: Path,
     timeline: Path | None = None,
     log: Path | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Samples every prompt (the first `limit`) `rollout.group_size` times and writes the records to `out`.
 
-    Under a scheduler, a rollout that was killed goes on from the log beside its output.
+    Several hosts share the prompts, and the first of them writes the file; it alone returns figures. Under a scheduler,
+    a rollout that was killed goes on from the log beside its output, or from those of all hosts.
 
     Args:
         timeline: where the picture of what the workers did goes.
@@ -61,36 +67,64 @@ def rollout(
     model = read_model_input(settings)
     check_context(model.architecture, settings, path=settings.model.path)
     encoded, report = _encoded(settings, model, prompts, limit=limit)
-    start_on_one_host(settings)
+    topology.start(settings.mesh)
+    agree(resolved, {name: str(value) for name, value in run_facts(settings, model, encoded).items()})
+    work = Work.of(encoded, settings)
     with ExitStack() as stack:
-        written = stack.enter_context(open_log(out, settings, model, encoded)) if settings.rollout.has_workers else None
+        with together():
+            written = (
+                stack.enter_context(open_log(out, settings, model, work.own)) if settings.rollout.has_workers else None
+            )
         past = Past.of(written)
         session = Session.open(settings, model)
         weights = session.engine.weights(session.load_params())
         counter = SampleCounter()
         session.compile_rollout(evaluates=False)
         start = time.perf_counter()
-        with RolloutProgress(num_samples=len(encoded) * settings.rollout.group_size) as progress:
+        with RolloutProgress(num_samples=work.num_samples, shown=jax.process_index() == 0) as progress:
             if past is not None:
                 progress.say(past.to_text())
-            samples = _sampled(session, weights, encoded, progress=progress, log=written)
-            write_jsonl(out, (sample_to_record(s) for s in counter.count(samples)))
+            samples = counter.count(_sampled(session, weights, work, progress=progress, log=written))
+            with _kept(as_lines(samples, path=out), beside=out) as lines:
+                write_together(out, work.in_rounds(lines))
         seconds = time.perf_counter() - start
-        scheduled = _scheduled(session, timeline, was_killed=past is not None)
+        scheduled = _scheduled(session, timeline and of_host(timeline), was_killed=past is not None)
         if written is not None:
-            written.finish(keep=log)
-    drawn_now = counter.num_tokens - (past.num_tokens if past else 0)
+            written.finish(keep=log and of_host(log))
+    total, before = counter.over_hosts(), _before(past)
+    if jax.process_index() > 0:
+        return None
     return {
         "prompts": len(encoded),
         "dropped prompts": report.dropped,
-        **counter.figures(),
+        **({} if jax.process_count() == 1 else {"hosts": jax.process_count()}),
+        **total.figures(),
         "seconds": round(seconds, 2),
-        "tokens per second": round(drawn_now / seconds, 1),
-        **({} if past is None else {"sampled before": f"{past.num_done} samples, {past.num_tokens} tokens"}),
+        "tokens per second": round((total.num_tokens - before[1]) / seconds, 1),
+        **({"sampled before": f"{before[0]} samples, {before[1]} tokens"} if any(before) or past else {}),
         **scheduled,
         "written to": str(out),
-        **({} if log is None else {"log": str(log)}),
+        **({} if log is None else {"log": str(of_host(log))}),
     }
+
+
+@contextmanager
+def _kept(lines: Iterator[bytes], *, beside: Path) -> Iterator[Iterator[bytes]]:
+    """Of several hosts, in a file without a name: they wait for each other only when all have theirs."""
+    if jax.process_count() == 1:
+        yield lines
+        return
+    with tempfile.TemporaryFile(dir=beside.absolute().parent) as file:
+        file.writelines(lines)
+        file.seek(0)
+        yield file
+
+
+def _before(past: Past | None) -> tuple[int, int]:
+    """Samples and tokens, over all hosts, of a rollout that was killed."""
+    own = (past.num_done, past.num_tokens) if past else (0, 0)
+    num_done, num_tokens = sum_over_hosts(np.asarray(own)).tolist()
+    return num_done, num_tokens
 
 
 def _encoded(
@@ -129,7 +163,7 @@ def _check_only_scheduled(option: str, path: Path | None, settings: Settings) ->
 
 
 def _scheduled(session: Session, timeline: Path | None, *, was_killed: bool) -> dict[str, Any]:
-    """How good the schedule was, in words; nothing where nothing was scheduled. Draws it."""
+    """How good the schedule was, in words; nothing where nothing was scheduled. Draws this host's."""
     if session.workers is None:
         return {}
     (found,) = session.take_figures()
@@ -141,37 +175,45 @@ def _scheduled(session: Session, timeline: Path | None, *, was_killed: bool) -> 
         if was_killed:
             title += "; it was killed and went on, without the time between"
         write_timeline(timeline, [drawn], title=title, table=recorded_table(policy, found))
+    own = (found.makespan_s, found.bubble, found.tail_fraction, found.suspensions, found.wasted_tokens)
+    makespans, bubbles, tails, suspensions, wasted = gather_over_hosts(np.asarray(own, np.float64)).T
+    bubble, tail = (np.average(shares, weights=makespans) for shares in (bubbles, tails))
     return {
         "scheduler": policy,
-        "makespan": f"{found.makespan_s:.3g} s, bubble {found.bubble:.0%}, tail {found.tail_fraction:.0%}",
-        "suspended": found.suspensions,
-        "wasted tokens": found.wasted_tokens,
+        "makespan": f"{makespans.max():.3g} s, bubble {bubble:.0%}, tail {tail:.0%}",
+        "suspended": int(suspensions.sum()),
+        "wasted tokens": int(wasted.sum()),
         **({} if timeline is None else {"timeline": str(timeline)}),
     }
 
 
 def _sampled(
-    session: Session,
-    weights: DecodeWeights,
-    prompts: Sequence[Prompt],
-    *,
-    progress: RolloutProgress,
-    log: EventLog | None,
+    session: Session, weights: DecodeWeights, work: Work, *, progress: RolloutProgress, log: EventLog | None
 ) -> Iterator[Sample]:
-    """Batches of `rollout.prompts_per_step` prompts, one after another; with slots or workers a queue of all."""
+    """This host's, round after round; with slots or workers a queue of all."""
     if session.workers is not None:
         session.workers.log, session.workers.watch = log, progress.watch
-        yield from session.stream(weights, prompts)
+        yield from _in_a_queue(session, weights, work)
     elif session.slots is not None:
-        yield from progress.count(session.stream(weights, prompts))
+        yield from progress.count(_in_a_queue(session, weights, work))
     else:
-        yield from progress.count(_in_batches(session, weights, prompts))
+        yield from progress.count(_in_rounds(session, weights, work))
 
 
-def _in_batches(session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]) -> Iterator[Sample]:
-    size = session.settings.rollout.prompts_per_step
-    for first in range(0, len(prompts), size):
-        yield from session.sample(weights, prompts[first : first + size], policy_version=0, first_group_id=first)
+def _in_a_queue(session: Session, weights: DecodeWeights, work: Work) -> Iterator[Sample]:
+    # A host without a prompt samples one all the same, and drops it: its queue is no special case.
+    samples = session.stream(weights, work.own or work.prompts[:1])
+    places = (place for place in work.places for _ in range(work.group_size))
+    for place, sample in zip(places, samples, strict=False):
+        yield replace(sample, group_id=place)
+    for _ in samples:
+        assert not work.own
+
+
+def _in_rounds(session: Session, weights: DecodeWeights, work: Work) -> Iterator[Sample]:
+    for one in work.rounds:
+        samples = session.sample(weights, work.asked(one), policy_version=0, first_group_id=one.own.start)
+        yield from samples[: len(one.own) * work.group_size]
 
 
 class SampleCounter:
@@ -186,6 +228,12 @@ class SampleCounter:
             self.num_tokens += len(sample.completion_ids)
             self.num_truncated += sample.finish_reason == "length"
             yield sample
+
+    def over_hosts(self) -> SampleCounter:
+        """The same of all hosts."""
+        total, own = SampleCounter(), (self.num_samples, self.num_tokens, self.num_truncated)
+        total.num_samples, total.num_tokens, total.num_truncated = sum_over_hosts(np.asarray(own)).tolist()
+        return total
 
     def figures(self) -> dict[str, Any]:
         return {

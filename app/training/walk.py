@@ -43,7 +43,7 @@ class Walk:
     compilations: CompilationCounter
     watchdog: Watchdog
     held_out: Sequence[Prompt]
-    """This host's evaluation prompts; none where nothing is evaluated."""
+    """The evaluation prompts of all hosts; none where nothing is evaluated."""
     save_clock: SaveClock
 
     def go(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 from jaxtyping import Int64
 
@@ -18,19 +19,33 @@ MiniBatches = Callable[[Sequence[Sample], int], Drawn]
 """(this host's samples, training step) -> its part of every mini-batch."""
 
 
+Order = Callable[[int], Int64[np.ndarray, "K"]]
+"""Number of a block -> for each of its groups in turn, the mini-batch that gets it."""
+
+
 def split_by_group(
-    samples: Sequence[Sample], num_parts: int, *, order: Callable[[int], np.ndarray] = np.arange
+    samples: Sequence[Sample], num_parts: int, *, order: Order | None = None
 ) -> list[Int64[np.ndarray, "N"]]:
-    """Indices of the samples, whole groups in `num_parts` parts whose counts of groups differ by at most one.
+    """Indices of this host's samples in each of `num_parts` mini-batches, whole groups in the order they came.
+
+    The step's groups, host after host, make blocks of `num_parts` one after another, and each mini-batch gets one
+    group of every block. A host has whole blocks, so mini-batches are the same on any number of hosts, and no sample
+    moves. Where groups are missing, the last block is short.
 
     Args:
-        order: number of groups -> the order in which they are dealt; as they come by default.
+        order: the k-th group of a block goes to the k-th mini-batch by default.
     """
     groups: dict[int, list[int]] = {}
     for index, sample in enumerate(samples):
         groups.setdefault(sample.group_id, []).append(index)
-    parts = np.array_split(np.asarray(list(groups))[order(len(groups))], num_parts)
-    return [np.asarray([index for group in part.tolist() for index in groups[group]], np.int64) for part in parts]
+    members = list(groups.values())
+    firsts = range(0, len(members), num_parts)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for block, first in enumerate(firsts, start=jax.process_index() * len(firsts)):
+        goes_to = np.arange(num_parts) if order is None else order(block)
+        for part, group in zip(goes_to.tolist(), members[first : first + num_parts], strict=False):
+            parts[part] += group
+    return [np.asarray(part, np.int64) for part in parts]
 
 
 def in_order(samples: Sequence[Sample], step: int, *, num_mini_batches: int, epochs: int) -> Drawn:
@@ -40,10 +55,13 @@ def in_order(samples: Sequence[Sample], step: int, *, num_mini_batches: int, epo
 
 
 def shuffled(samples: Sequence[Sample], step: int, *, num_mini_batches: int, epochs: int, seed: int) -> Drawn:
-    """Every epoch draws its mini-batches anew: which, follows from seed, step and epoch alone."""
+    """Every epoch draws its mini-batches anew, a stratified draw: each block is permuted by itself.
 
-    def drawn(epoch: int) -> Callable[[int], np.ndarray]:
-        return np.random.default_rng((seed, step, epoch)).permutation
+    Which they are follows from seed, step, epoch and the number of the block among those of all hosts.
+    """
+
+    def drawn(epoch: int) -> Order:
+        return lambda block: np.random.default_rng((seed, step, epoch, block)).permutation(num_mini_batches)
 
     return [split_by_group(samples, num_mini_batches, order=drawn(epoch)) for epoch in range(epochs)]
 

@@ -79,16 +79,9 @@ def test_a_line_that_is_being_written_is_left_out(run: Path) -> None:
 
 
 def test_a_damaged_session_is_passed_over_and_none_is_no_error(run: Path) -> None:
-    assert RunFiles.read(run).sessions == [] and RunFiles.read(run).num_processes(1) == 1
-    (run / "sessions.jsonl").write_text('{"processes": 4}\nhalf\n{"processes": "two"}\n{"processes": 2}\n')
-    assert RunFiles.read(run).num_processes(1) == 2
-
-
-def test_a_step_belongs_to_the_newest_session_that_began_before_it(run: Path) -> None:
-    sessions = [(0, 4), (20, 2), (10, 8), (30, 1)]  # the third goes on from an older checkpoint than the second
-    write_lines(run / "sessions.jsonl", [{"after_step": step, "processes": n} for step, n in sessions])
-    files = RunFiles.read(run)
-    assert [files.num_processes(step) for step in (0, 10, 11, 20, 25, 30, 31)] == [4, 4, 8, 8, 8, 8, 1]
+    assert RunFiles.read(run).sessions == []
+    (run / "sessions.jsonl").write_text('{"processes": 4}\nhalf\n{"processes": 2}\n')
+    assert RunFiles.read(run).sessions == [{"processes": 4}, {"processes": 2}]
 
 
 def test_sample_files_are_found_by_step_and_others_are_left_alone(tmp_path: Path) -> None:

@@ -43,17 +43,15 @@ def test_it_needs_no_jax_no_model_and_no_window_and_says_what_it_wrote(tmp_path:
     assert not list(run.rglob("*.partial"))
 
 
-def test_the_answers_of_an_evaluation_are_counted_over_the_hosts_that_gave_them(tmp_path: Path) -> None:
+def test_the_answers_of_an_evaluation_are_counted(tmp_path: Path) -> None:
     evaluated = {"eval/accuracy": 0.5, "eval/format_rate": 1.0}
     run = write_run(
         tmp_path / "run",
         [{"step": 0, **evaluated}, step_record(1), {**step_record(2), **evaluated}],
-        evaluations={0: SAMPLES, 2: SAMPLES},
+        evaluations={0: SAMPLES, 2: SAMPLES * 2},
     )
-    sessions = [{"after_step": 0, "processes": 4}, {"after_step": 1, "processes": 2}]
-    write_lines(run / "sessions.jsonl", sessions)
     assert here("report", run).exit_code == 0
-    assert "95 % interval (6 to 12 answers)" in (run / "report.html").read_text()
+    assert "95 % interval (3 to 6 answers)" in (run / "report.html").read_text()
 
 
 def test_a_plot_whose_data_is_gone_goes(tmp_path: Path) -> None:

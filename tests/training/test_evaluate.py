@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -12,7 +11,7 @@ from app.flow import Prompt, Sample
 from app.jsonl import read_jsonl
 from app.reward.outcome import Outcome
 from app.reward.weighing import Scored, weigh
-from app.training.evaluate import check_best_metric, evaluation_metrics, host_share
+from app.training.evaluate import check_best_metric, evaluation_metrics
 from app.training.progress import evaluation_line
 from settings import InputError
 from tests.training.program import metrics_of
@@ -105,24 +104,6 @@ def test_a_format_that_no_plug_in_knows_chooses_no_checkpoint() -> None:
 
 def prompts(count: int) -> list[Prompt]:
     return [Prompt(str(i), np.array([1], np.int32), "?", None) for i in range(count)]
-
-
-@pytest.mark.parametrize(
-    ("num_prompts", "num_hosts", "shares"),
-    [
-        (6, 1, ["012345"]),
-        (6, 2, ["012", "345"]),
-        (7, 3, ["01", "23", "45"]),
-        (2, 3, ["0", "1", "0"]),
-    ],
-)
-def test_hosts_share_the_prompts_evenly(
-    num_prompts: int, num_hosts: int, shares: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jax, "process_count", lambda: num_hosts)
-    for host, share in enumerate(shares):
-        monkeypatch.setattr(jax, "process_index", lambda host=host: host)
-        assert "".join(prompt.uid for prompt in host_share(prompts(num_prompts))) == share
 
 
 def test_each_prompt_is_asked_once_though_the_last_batch_is_filled_up(finished: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from app.flow import Prompt, Sample
 from app.jsonl import read_jsonl
-from app.training.journal import WANDB_SECTIONS, Journal, NoJournal, kept_lines, without_nonfinite
+from app.training.journal import WANDB_SECTIONS, Journal, NoJournal, kept_lines, lines_of, without_nonfinite
 from app.training.run_directory import RunDirectory
 from settings import Settings, load
 from tests.training.program import DEADLINE_S, metrics_of, settings, started
@@ -91,7 +91,7 @@ def test_samples_of_a_diverged_model_can_be_written(run: RunDirectory) -> None:
         policy_version=1,
     )
     journal = opened(run)
-    journal.write_samples(run.rollouts(1), [sample])
+    journal.write_lines(run.rollouts(1), [lines_of([sample])])
     journal.close()
     ((_, record),) = read_jsonl(run.path / "rollouts" / "step_000001.jsonl")
     assert record["behavior_logprobs"] == [-1.5, None]
@@ -100,7 +100,7 @@ def test_samples_of_a_diverged_model_can_be_written(run: RunDirectory) -> None:
 def test_the_other_processes_write_nothing(tmp_path: Path) -> None:
     journal = NoJournal()
     journal.write(1, {"loss": 0.5})
-    journal.write_samples(tmp_path / "rollouts" / "step_000001.jsonl", [])
+    journal.write_lines(tmp_path / "rollouts" / "step_000001.jsonl", [])
     journal.close()
     assert list(tmp_path.iterdir()) == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,9 +10,8 @@ import pytest
 
 from app.flow import Sample
 from app.reward.overlong import OverlongPenalty
-from app.sample_records import sample_to_record
 from app.training.metrics import refill_metrics
-from app.training.refill import Place, Refilled, _arrived, choose, keeps_all, place_of, refill, rewards_differ
+from app.training.refill import Place, Refilled, choose, keeps_all, place_of, refill, rewards_differ
 from tests.tiny import make_sample
 
 Group = Sequence[float | None]
@@ -138,14 +136,6 @@ def test_a_prompt_that_comes_twice_in_a_round_is_one_group():
         return [*once, *(replace(s, group_id=1) for s in once)]
 
     assert groups_of(refill(source, keep=rewards_differ, num_groups=2, max_rounds=5)) == [0, 10]
-
-
-def test_a_sample_of_another_host_arrives_as_it_left():
-    sample = make_sample([3, 4], group_id=1, sample_index=0, reward=1.0)
-    sample = replace(sample, behavior_logprobs=np.array([-0.5, np.nan], np.float32))
-    arrived = _arrived(json.loads(json.dumps(sample_to_record(sample))))
-    np.testing.assert_array_equal(arrived.behavior_logprobs, sample.behavior_logprobs)
-    assert (arrived.uid, arrived.reward) == (sample.uid, 1.0)
 
 
 def test_metrics_count_every_round_and_the_mean_is_of_all_that_was_sampled():

@@ -16,10 +16,11 @@ from app.flow import Sample
 from app.jsonl import read_jsonl, write_jsonl
 from app.rollout.sampling import NON_FINITE
 from app.training.session import Session
+from tests.free_address import free_address
 from tests.reward.processes import children
 from tests.training.program import DEADLINE_S, here, metrics_of, settings, started, train_here
 from tests.training.test_loop import samples_of
-from tests.training.test_two_hosts import free_address, of_host
+from tests.two_hosts import of_host
 
 PLUG = """\
 import os

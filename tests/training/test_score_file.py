@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from app.sample_records import sample_from_record
 from app.training.cutting import Longest, wire_role
 from app.training.metrics import CompilationCounter, reward_counts
 from app.training.score_file import Passes
-from app.training.session import open_on_one_host, read_model_input
+from app.training.session import Session, read_model_input, start_on_one_host
 from settings import load
 from tests.tiny_directory import CONFIG, random_tensors, write_model
 from tests.training.program import DEADLINE_S, digest_of, here, of_tiny, records_of, settings, started, wait_until
@@ -131,7 +131,8 @@ def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(
     """Every window is scored and handed on before the next is read, in the shapes of the first."""
     given = [argument for argument in of_tiny(tiny_model) if argument != "--set"]
     chosen = load(None, [*given, "mesh.shape=1,8,1", *overrides], {}).settings
-    session = open_on_one_host(chosen, read_model_input(chosen))
+    start_on_one_host(chosen)
+    session = Session.open(chosen, read_model_input(chosen))
     samples = [sample_from_record(r, where="") for r in records_of(sampled)]
     longest = max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
     cut = wire_role(chosen, "policy", session.input.architecture, Longest(longest))
@@ -145,7 +146,7 @@ def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(
 
     counter = CompilationCounter()
     scored: list[Sample] = []
-    stream = passes.scored(windows(11), num_samples=24)
+    stream = chain.from_iterable(passes.scored(windows(11), num_samples=24))
     for window in range(2):
         scored += islice(stream, 11)
         assert read == [0, 11][: window + 1]

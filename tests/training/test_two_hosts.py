@@ -1,92 +1,73 @@
-"""Two processes of four devices each train as one process of eight."""
+"""Two processes of four devices each train as one process of eight, and go on from each other's checkpoints."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.jsonl import read_jsonl
-from tests.training.program import (
-    DEADLINE_S,
-    metrics_of,
-    reproducible,
-    settings,
-    started,
-    train_here,
-    wait_for_step,
-)
+from tests.training.program import metrics_of, records_of, reproducible, settings, train_here, wait_for_step
+from tests.two_hosts import ended, run_on_two_hosts, two_hosts
 
 PPO = ("algorithm.name=ppo", "algorithm.kl_target=0.1", "algorithm.filter=zero_variance", "algorithm.max_rounds=3")
 """A critic; whitening, an adapted penalty and rounds of sampling, on all of which hosts agree."""
-# One mini-batch: which prompts share one depends on the host that gets them. A quota of few shapes to compile.
-CUT = ("algorithm.mini_batch_prompts=null", "algorithm.max_tokens_per_device=512")
+# A quota of few shapes to compile; evaluation prompts that two hosts cannot share out evenly.
+SHARED = ("algorithm.max_tokens_per_device=512", "eval.every_steps=2", "eval.num_prompts=15")
 # A clock that is always due: process 0's, and both save.
-BOTH = (*PPO, *CUT, "eval.every_steps=2", "checkpoint.every_minutes=1e-9")
+TIMED = "checkpoint.every_minutes=1e-9"
+HALF = ("rollout.prompts_per_step=2", "algorithm.mini_batch_prompts=1")
+"""Of what one host has in a step and in an optimizer step: together two hosts have as much."""
 OF_THE_CUT = ("batching/", "global_seqlen/", "score/", "value/batching/")
 """Each host packs its own samples, so rows and their number differ from one host's."""
 
 
-@contextmanager
-def two_hosts(config: Path, *overrides: str) -> Iterator[list[subprocess.Popen[str]]]:
-    address = free_address()
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                started(
-                    *("train", "--config", config),
-                    *settings(*of_host(process_id, address), *overrides),
-                )
-            )
-            for process_id in (0, 1)
-        ]
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def of_host(process_id: int, address: str) -> tuple[str, ...]:
-    """Settings of one of two processes with four devices each."""
-    return (
-        "mesh.cpu_devices=4",
-        f"mesh.coordinator_address={address}",
-        "mesh.num_processes=2",
-        f"mesh.process_id={process_id}",
-    )
-
-
-def test_two_hosts_train_as_one_would_and_what_stops_one_stops_both_with_a_checkpoint(full_config: Path) -> None:
+def test_two_hosts_train_ppo_as_one_would_and_what_stops_one_stops_both_with_a_checkpoint(full_config: Path) -> None:
     two, one = (full_config.parent / "runs" / name for name in ("two", "one"))
-    assert train_here(full_config, *BOTH, "run.name=one", "run.steps=2").exit_code == 0
-    endless = ("run.name=two", "rollout.prompts_per_step=2", "run.steps=100000", "logging.report=true")
-    with two_hosts(full_config, *BOTH, *endless) as hosts:
+    both = (*PPO, *SHARED, TIMED)
+    assert train_here(full_config, *both, "run.name=one", "run.steps=2").exit_code == 0
+    endless = settings(*both, *HALF, "run.name=two", "run.steps=100000", "logging.report=true")
+    with two_hosts("train", "--config", full_config, *endless) as hosts:
         wait_for_step(hosts[0], two, 2)
         os.kill(hosts[1].pid, signal.SIGTERM)
-        (_, stderr), (stdout_of_second, stderr_of_second) = (host.communicate(timeout=DEADLINE_S) for host in hosts)
-    assert [host.returncode for host in hosts] == [75, 75], stderr + stderr_of_second
+        first, second = ended(hosts)
+    assert (first.exit_code, second.exit_code) == (75, 75), first.stderr + second.stderr
     # Only the first process speaks; gloo, below JAX, greets on stdout.
-    assert "evaluation at step 0" in stderr and "step     2  reward" in stderr
-    assert "reward" not in stderr_of_second and "report" not in stderr_of_second
-    assert "everything is in" not in stdout_of_second
+    assert "evaluation at step 0" in first.stderr and "step     2  reward" in first.stderr
+    assert "reward" not in second.stderr and "report" not in second.stderr
+    assert "everything is in" not in second.stdout
     assert_complete(two)
-    for step in (1, 2):
-        assert_close(two, one, step=step)
+    assert_same_steps(two, one, steps=range(3))
+    # Groups were left out, so one host has some that the other has sampled.
+    assert all(metrics_of(two)[step]["rollout/num_rounds"] > 1 for step in (1, 2))
     last = metrics_of(two)[-1]["step"]
     # What both have saved, another number of hosts goes on from.
-    result = train_here(full_config, *BOTH, "run.name=two", f"run.steps={last + 1}", resume="must")
+    result = train_here(full_config, *both, "run.name=two", f"run.steps={last + 1}", resume="must")
     assert result.exit_code == 0, result.stderr
     assert f"continuing after step {last} of {last + 1}" in result.stderr
     assert [line["step"] for line in metrics_of(two)] == list(range(last + 2))
+
+
+def test_a_run_goes_from_two_hosts_to_one_and_back_and_is_the_run_of_one_host(full_config: Path) -> None:
+    """GRPO with a KL penalty, two epochs and two mini-batches a step."""
+    moved, stayed = (full_config.parent / "runs" / name for name in ("moved", "stayed"))
+    assert train_here(full_config, *SHARED, "run.name=stayed", "run.steps=6").exit_code == 0
+
+    def on_two(steps: int, resume: str) -> None:
+        chosen = settings(*SHARED, *HALF, "run.name=moved", f"run.steps={steps}")
+        hosts = run_on_two_hosts("train", "--config", full_config, "--resume", resume, *chosen)
+        assert [host.exit_code for host in hosts] == [0, 0], hosts
+
+    on_two(2, "never")
+    result = train_here(full_config, *SHARED, "run.name=moved", "run.steps=4", resume="must")
+    assert result.exit_code == 0, result.stderr
+    on_two(6, "must")
+    assert_same_steps(moved, stayed, steps=range(7))
+    asked = [record["uid"] for step in range(1, 7) for record in records_of(moved / "rollouts" / name_of(step))]
+    # Forty problems: six steps of four do not come to the end of them.
+    assert len(set(asked)) == len(asked) == 6 * 4 * 4
 
 
 def assert_complete(run: Path) -> None:
@@ -95,27 +76,28 @@ def assert_complete(run: Path) -> None:
         *(".lock", "settings.yaml", "metrics.jsonl", "sessions.jsonl", "rollouts", "checkpoints", "eval"),
         *("report.html", "rollouts.html", "plots"),
     }
-    # Of the sixteen evaluation prompts the first process saved its half.
-    assert "95 % interval (16 answers)" in (run / "report.html").read_text()
+    assert "95 % interval (15 answers)" in (run / "report.html").read_text()
     saved = {path.name for path in (run / "checkpoints").iterdir()}
     assert saved >= {str(last - 1), str(last), "best"}
     assert os.readlink(run / "checkpoints" / "best") in saved
     assert "process_id: 0  # set" in (run / "settings.yaml").read_text()
 
 
-def assert_close(run: Path, other: Path, *, step: int) -> None:
-    line, expected = (reproducible(metrics_of(one))[step] for one in (run, other))
-    assert line.keys() == expected.keys()
-    for name in (name for name in line if not name.startswith(OF_THE_CUT)):
-        assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
-    # Groups were left out, so one host has some that the other has sampled.
-    assert line["rollout/num_rounds"] > 1
-    # The first host's share of the samples is the first half of them.
-    samples, expected = (uids_and_tokens(one, step) for one in (run, other))
-    assert len(samples) == 8
-    assert samples == expected[:8]
+def assert_same_steps(run: Path, other: Path, *, steps: range) -> None:
+    """Metrics within 1e-5; samples of all hosts in one order, and their texts, the same."""
+    for step in steps:
+        line, expected = (reproducible(metrics_of(one))[step] for one in (run, other))
+        assert line.keys() == expected.keys()
+        for name in (name for name in line if not name.startswith(OF_THE_CUT)):
+            assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), (step, name)
+        for folder in ("rollouts", "eval"):
+            if (other / folder / name_of(step)).exists():
+                assert texts(run / folder / name_of(step)) == texts(other / folder / name_of(step)), (step, folder)
 
 
-def uids_and_tokens(run: Path, step: int) -> list[tuple[Any, ...]]:
-    records = (record for _, record in read_jsonl(run / "rollouts" / f"step_{step:06d}.jsonl"))
-    return [(r["uid"], r["group_id"], r["completion_token_ids"], r.get("loss_mask")) for r in records]
+def name_of(step: int) -> str:
+    return f"step_{step:06d}.jsonl"
+
+
+def texts(path: Path) -> list[tuple[Any, ...]]:
+    return [(r["uid"], r["group_id"], r["completion_token_ids"], r.get("loss_mask")) for r in records_of(path)]

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import functools
+
+import jax
+import pytest
+
 from app.update.mini_batches import in_order, picked, shuffled
 from tests.tiny import make_sample
 
@@ -17,7 +22,7 @@ def drawn(step: int = 1, seed: int = 0) -> list[list[list[int]]]:
 def test_in_order_every_epoch_is_the_same():
     first, second = picked(SAMPLES, in_order(SAMPLES, 1, num_mini_batches=3, epochs=2))
     assert all(part is again for part, again in zip(first, second, strict=True))
-    assert groups_of([first])[0][0] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert groups_of([first])[0][0] == [0, 0, 3, 3, 6, 6, 9, 9]
 
 
 def test_shuffled_epochs_hold_every_group_once_and_whole_in_mini_batches_of_one_size():
@@ -32,3 +37,19 @@ def test_which_they_are_follows_from_seed_step_and_epoch_alone():
     first, second = drawn()
     assert first != second
     assert drawn(step=2) != drawn() != drawn(seed=1)
+
+
+@pytest.mark.parametrize("num_hosts", [2, 4])
+@pytest.mark.parametrize("draw", [in_order, functools.partial(shuffled, seed=7)])
+def test_mini_batches_do_not_depend_on_the_number_of_hosts(draw, num_hosts: int, monkeypatch: pytest.MonkeyPatch):
+    def mini_batches(samples) -> list[list[list[int]]]:
+        return groups_of(picked(samples, draw(samples, 3, num_mini_batches=3, epochs=2)))
+
+    expected = mini_batches(SAMPLES)
+    per_host = len(SAMPLES) // num_hosts
+    joined: list[list[list[int]]] = [[[], [], []] for _ in range(2)]
+    for host in range(num_hosts):
+        monkeypatch.setattr(jax, "process_index", lambda host=host: host)
+        own = mini_batches(SAMPLES[host * per_host : (host + 1) * per_host])
+        joined = [[a + b for a, b in zip(*epochs, strict=True)] for epochs in zip(joined, own, strict=True)]
+    assert joined == expected

@@ -107,7 +107,8 @@ def test_every_epoch_goes_over_every_mini_batch_in_the_same_order():
     tape = Tape()
     state, metrics = make_updater(tape, num_mini_batches=2, epochs=3).update(COUNT, SAMPLES, temperature=1.0)
     assert state == 6
-    assert tape.targets == [tokens_of(SAMPLES[:4]), tokens_of(SAMPLES[4:])] * 3
+    first, second = SAMPLES[:2] + SAMPLES[4:6], SAMPLES[2:4] + SAMPLES[6:]
+    assert tape.targets == [tokens_of(first), tokens_of(second)] * 3
     assert len({batch.tokens.token_ids.shape for update in tape.updates for batch in update}) == 1
     assert metrics["loss"] == pytest.approx(2.5)
     assert metrics["policy/ratio_max"] == 10.0
@@ -130,10 +131,11 @@ def test_logprobs_that_were_not_scored_are_not_sent():
     assert tape.updates[0][0].reference_logprobs is None
 
 
-def test_mini_batches_are_whole_groups_in_order():
+def test_each_mini_batch_has_whole_groups_one_of_every_block():
     ids = [7, -1, 7, 30, -1, 7, 5, 5, 2]
     samples = [make_sample([i], group_id=group, sample_index=i) for i, group in enumerate(ids)]
-    assert [part.tolist() for part in split_by_group(samples, 2)] == [[0, 2, 5, 1, 4, 3], [6, 7, 8]]
+    # Groups in the order they came: 7, -1, 30, 5, 2.
+    assert [part.tolist() for part in split_by_group(samples, 2)] == [[0, 2, 5, 3, 8], [1, 4, 6, 7]]
     assert [part.tolist() for part in split_by_group(samples, 5)] == [
         [0, 2, 5], [1, 4], [3], [6, 7], [8],
     ]  # fmt: skip
@@ -194,7 +196,7 @@ def test_scorer_and_update_share_one_plan_of_packed_rows_and_every_mini_batch_st
     loss = replace(PLAIN_LOSS, proximal=scored_logprobs)
     objective = make_objective(DEFINITION, loss, dtype=FLOAT32, remat="none", logits_chunk=6)
     step = UpdateStep(objective, optimizer, optax.constant_schedule(0.0), shardings())
-    budget = TokenBudget(32, 32, share_prompts=True, packing="best_fit", balance=True)
+    budget = TokenBudget(16, 16, share_prompts=True, packing="best_fit", balance=True)
     cut = PackedRows(budget, forward_flops(ODD))
     updater, state = make_updater(step, cut=cut, roles=["policy"], num_mini_batches=3), fresh_state()
     scored = []
