@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from app.mesh.axis_rules import AXES
+from app.mesh.topology import local_devices
 from settings.errors import InputError
 from settings.rollout_section import WorkerPool
 
@@ -68,6 +69,6 @@ def island(devices: Sequence[int], *, like: Mesh) -> Mesh:
             f"rollout.workers: a worker has {len(devices)} devices, and mesh.shape splits weights over {tp}; give each "
             f"worker a multiple of {tp}"
         )
-    local = jax.local_devices()
+    local = local_devices()
     shape = (1, len(devices) // tp, tp)
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=[local[i] for i in devices])

@@ -53,7 +53,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
         )
     }
 )
-"""By the name that slices of them begin with."""
+"""By the name that slices of them begin with; v5e before v5p, whose kind its own begins with."""
 
 SIZES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {1: (1, 4, 8, 16, 32, 64, 128, 256), 2: (8, 16, 32, 64, 128, 256, 512)}
@@ -109,5 +109,4 @@ def _nearest(found: re.Match[str] | None, chip: Chip | None, name: str) -> str:
 
 def chip_of(device_kind: str) -> Chip | None:
     """The chip of a device, by what JAX calls its kind; None of any other device."""
-    matching = [chip for chip in CHIPS.values() if device_kind.startswith(chip.device_kind)]
-    return max(matching, key=lambda chip: len(chip.device_kind), default=None)
+    return next((chip for chip in CHIPS.values() if device_kind.startswith(chip.device_kind)), None)

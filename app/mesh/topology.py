@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import Mesh as DeviceMesh
 
 from app.mesh.axis_rules import AXES
+from app.mesh.pretend import Slice, parse_slice
 from settings.errors import InputError
 from settings.mesh_section import Mesh as MeshSettings
 
@@ -19,6 +20,9 @@ M_MMAP_THRESHOLD = -3
 
 MAPPED_BYTES = 1 << 20
 
+_pretended: Slice | None = None
+"""What the virtual devices of this process stand for since `start`."""
+
 
 def start(settings: MeshSettings) -> None:
     """Sets up the backend and joins the other hosts. Must run before any other use of JAX.
@@ -26,7 +30,13 @@ def start(settings: MeshSettings) -> None:
     Several hosts are joined by the three coordinator settings, or by `mesh.coordinator_address: auto` where the
     platform knows its hosts (Cloud TPU, Slurm, ...); without them this host works alone.
     """
+    global _pretended
+    _pretended = None if settings.pretend is None else parse_slice(settings.pretend)
     _return_freed_arrays_to_the_system()
+    if _pretended is not None:
+        jax.config.update("jax_num_cpu_devices", _pretended.num_chips)
+        jax.config.update("jax_platforms", "cpu")
+        return
     if settings.cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", settings.cpu_devices)
     if settings.platform != "auto":
@@ -58,7 +68,27 @@ def _return_freed_arrays_to_the_system() -> None:
 
 def host_of(device: Any) -> int:
     """The number of the host that a device belongs to."""
-    return device.process_index
+    return device.process_index if _pretended is None else device.id // _pretended.chips_per_host
+
+
+def pretended() -> Slice | None:
+    """The slice that this process's virtual devices stand for; None where devices are what they are."""
+    return _pretended
+
+
+def platform_of(device: Any) -> str:
+    """`cpu`, `gpu` or `tpu`."""
+    return device.platform if _pretended is None else "tpu"
+
+
+def device_kind_of(device: Any) -> str:
+    """What JAX calls its kind."""
+    return device.device_kind if _pretended is None else _pretended.chip.device_kind
+
+
+def local_devices() -> list[Any]:
+    """This host's; of a pretended slice those of its first host."""
+    return [device for device in jax.local_devices() if _pretended is None or host_of(device) == 0]
 
 
 def num_hosts(mesh: DeviceMesh) -> int:
@@ -99,5 +129,6 @@ def parse_shape(text: str, *, num_devices: int, num_processes: int) -> tuple[int
 
 def make_mesh(settings: MeshSettings) -> DeviceMesh:
     """The mesh over all devices of all hosts. Axes are Auto: XLA places what we do not constrain."""
-    shape = parse_shape(settings.shape, num_devices=jax.device_count(), num_processes=jax.process_count())
+    num_processes = jax.process_count() if _pretended is None else _pretended.num_hosts
+    shape = parse_shape(settings.shape, num_devices=jax.device_count(), num_processes=num_processes)
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))

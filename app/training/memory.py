@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,12 @@ from app.batching.row_values import row_values
 from app.flow import Prompt
 from app.mesh.axis_rules import partition_spec
 from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards, num_row_shards
-from app.mesh.topology import num_hosts
-from app.policy.decoder import Params
+from app.mesh.topology import num_hosts, platform_of
+from app.policy.architecture import Architecture
+from app.policy.decoder import DecoderDefinition, Params
 from app.rollout.engine import BatchShape, Footprint
-from app.training.evaluate import evaluation_batch, host_share
-from app.training.reward_role import RewardModelInput, wire_reward
+from app.training.evaluate import evaluation_batch
+from app.training.reward_role import wire_reward
 from app.training.session import Session
 from app.training.wiring import Learner, Learning
 from settings.schema import ScoredRole
@@ -52,6 +53,24 @@ LABELS = {
 """What may be held, in the order of the table. The starred ones are up to the compiler: they are estimated."""
 
 
+def memory_table(memory: Mapping[str, Held]) -> list[str]:
+    """A line for each thing that is held, a column for each phase."""
+    phases = list(memory)
+    rows = {label: [memory[phase].get(name) for phase in phases] for name, label in LABELS.items()}
+    lines = [_row("MiB on each device", phases)]
+    lines += [_row(label, map(_mebibytes, sizes)) for label, sizes in rows.items() if any(sizes)]
+    lines.append(_row("in all", [_mebibytes(sum(held.values())) for held in memory.values()]))
+    return [*lines, "* estimated: the compiler may need more or less; all else follows from shapes"]
+
+
+def _row(label: str, cells: Iterable[str]) -> str:
+    return f"{label:<32}" + "".join(f"{cell:>12}" for cell in cells)
+
+
+def _mebibytes(size: int | None) -> str:
+    return f"{size / 2**20:,.1f}" if size else "-"
+
+
 def longest(prompts: Sequence[Prompt]) -> int:
     """Tokens of the longest prompt."""
     return max(len(prompt.token_ids) for prompt in prompts)
@@ -72,55 +91,70 @@ class Shapes:
     """Of the reward model, were its conversations as long as the policy's samples."""
 
 
+class Network(Protocol):
+    """A network that is not loaded."""
+
+    @property
+    def architecture(self) -> Architecture: ...
+
+    @property
+    def definition(self) -> DecoderDefinition: ...
+
+
 def shapes_of(
     session: Session,
     learning: Learning,
     prompts: Sequence[Prompt],
     held_out: Sequence[Prompt],
-    reward_model: RewardModelInput | None = None,
+    reward_model: Network | None = None,
 ) -> Shapes:
     """The shapes of a run over these prompts, alike on every host."""
-    settings, mesh = session.settings, session.mesh
-    rollout = settings.rollout
-
-    def fullest(*, num_prompts: int, completion: int) -> Lengths:
-        groups = np.arange(num_prompts).repeat(rollout.group_size)
-        lengths = longest(prompts), completion
-        return Lengths(*(np.full_like(groups, length) for length in lengths), prompt_numbers=groups)
-
-    mini_batch = fullest(
-        num_prompts=rollout.prompts_per_step // settings.num_mini_batches, completion=rollout.max_new_tokens
-    )
-
-    def plan(cut: Cutter, lengths: Lengths = mini_batch) -> Plan:
-        return cut.plan([lengths] * num_hosts(mesh), devices_per_host=num_local_row_shards(mesh))[0]
-
+    settings, rollout = session.settings, session.settings.rollout
+    mini_batch = fullest_mini_batch(session, longest_prompt=longest(prompts))
     reward = None
     if reward_model is not None:
         # One token more, behind the last, which the score is read at.
-        read = fullest(num_prompts=rollout.prompts_per_step, completion=rollout.max_new_tokens + 1)
-        reward = plan(wire_reward(settings, reward_model.architecture), read)
-
+        read = _fullest(session, longest(prompts), rollout.max_new_tokens + 1, num_prompts=rollout.prompts_per_step)
+        reward = plan_of(session, wire_reward(settings, reward_model.architecture), read)
+    share_of_host = held_out[: max(len(held_out) // num_hosts(session.mesh), 1)]
     return Shapes(
         rollout=session.rollout_shape(
             num_prompts=rollout.prompts_per_step, group_size=rollout.group_size, longest_prompt=longest(prompts)
         ),
         evaluation=(
             session.evaluation_shape(
-                num_prompts=evaluation_batch(settings, host_share(held_out)), longest_prompt=longest(held_out)
+                num_prompts=evaluation_batch(settings, share_of_host), longest_prompt=longest(held_out)
             )
             if held_out
             else None
         ),
-        scores={role: plan(cut) for role, cut in learning.cuts.items()},
-        update=plan(learning.policy.updater.cut),
-        critic_update=plan(learning.critic.updater.cut) if learning.critic else None,
+        scores={role: plan_of(session, cut, mini_batch) for role, cut in learning.cuts.items()},
+        update=plan_of(session, learning.policy.updater.cut, mini_batch),
+        critic_update=plan_of(session, learning.critic.updater.cut, mini_batch) if learning.critic else None,
         reward=reward,
     )
 
 
+def fullest_mini_batch(session: Session, *, longest_prompt: int) -> Lengths:
+    """A host's samples of an optimizer step, each as long as can be."""
+    settings = session.settings
+    num_prompts = settings.rollout.prompts_per_step // settings.num_mini_batches
+    return _fullest(session, longest_prompt, settings.rollout.max_new_tokens, num_prompts=num_prompts)
+
+
+def _fullest(session: Session, prompt: int, completion: int, *, num_prompts: int) -> Lengths:
+    groups = np.arange(num_prompts).repeat(session.settings.rollout.group_size)
+    return Lengths(*(np.full_like(groups, length) for length in (prompt, completion)), prompt_numbers=groups)
+
+
+def plan_of(session: Session, cut: Cutter, lengths: Lengths) -> Plan:
+    """How a host cuts such samples, where every host has the like."""
+    mesh = session.mesh
+    return cut.plan([lengths] * num_hosts(mesh), devices_per_host=num_local_row_shards(mesh))[0]
+
+
 def memory_by_phase(
-    session: Session, learning: Learning, shapes: Shapes, reward_model: RewardModelInput | None = None
+    session: Session, learning: Learning, shapes: Shapes, reward_model: Network | None = None
 ) -> dict[str, Held]:
     """Bytes on each device in each phase that the run has.
 
@@ -133,12 +167,13 @@ def memory_by_phase(
     if reward_model is not None:
         definition = reward_model.definition
         always["reward_model"] = bytes_per_device(abstract(definition.shapes, definition.shardings(session.mesh)))
-    if session.mesh.devices.flat[0].platform == "cpu":
+    on_cpu = platform_of(session.mesh.devices.flat[0]) == "cpu"
+    if on_cpu:
         # It is copied into the host's memory, which here is the device's, and written while steps go on.
         always["checkpoint"] = state_bytes(learning) // jax.device_count()
     reference = {"reference": weights} if "reference" in session.settings.scored_roles else {}
     # On a CPU it waits in the same memory.
-    if not session.settings.score.reference.offload or session.mesh.devices.flat[0].platform == "cpu":
+    if not session.settings.score.reference.offload or on_cpu:
         always |= reference
     rollout = _generating(session, shapes.rollout, session.rollout_footprint(shapes.rollout))
     if session.runs_ahead:
@@ -158,9 +193,9 @@ def memory_by_phase(
         passes = [_scoring(session, role, plan) for role, plan in shapes.scores.items()]
         phases["score"] = _together({**always, **reference}, max(passes, key=lambda held: sum(held.values())))
     if shapes.critic_update is not None:
-        updating = _updating_critic(session, shapes.critic_update)
-        phases["critic"] = _together({**always, **_gradients(always["critic"])}, updating)
-    phases["update"] = _together({**always, **_gradients(weights)}, _updating(session, shapes.update))
+        gradients = _gradients(always["critic"])
+        phases["critic"] = _together({**always, **gradients}, updating_critic(session, shapes.critic_update))
+    phases["update"] = _together({**always, **_gradients(weights)}, updating(session, shapes.update))
     return phases
 
 
@@ -202,14 +237,14 @@ def _scoring(session: Session, role: ScoredRole, plan: Plan) -> Held:
     return {"logits": _chunk(session, rows, shape), "activations": _of_one_block(session, rows, shape)}
 
 
-def _updating(session: Session, plan: Plan) -> Held:
+def updating(session: Session, plan: Plan) -> Held:
     rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
     kept = saved_bytes(session, rows, shape, remat=session.settings.model.remat)
     # The backward pass works on one block at a time, computed again or not.
     return {"logits": _chunk(session, rows, shape), "activations": kept + _of_one_block(session, rows, shape)}
 
 
-def _updating_critic(session: Session, plan: Plan) -> Held:
+def updating_critic(session: Session, plan: Plan) -> Held:
     rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
     kept = saved_by_critic(session, rows, shape, remat=session.settings.model.remat)
     return {"activations": kept + _of_one_critic_block(session, rows, shape)}
@@ -274,7 +309,7 @@ def saved_by_critic(session: Session, rows: int, shape: RowShape, *, remat: str)
     return _saved(forward, definition.shapes, rows, shape)
 
 
-def saved_by_reward_model(session: Session, model: RewardModelInput, rows: int, shape: RowShape) -> int:
+def saved_by_reward_model(session: Session, model: Network, rows: int, shape: RowShape) -> int:
     """The same for one block of the reward model, which is never trained."""
     dtype = jnp.dtype(session.settings.model.dtype)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from app.mesh import placement
+from app.mesh import placement, topology
 from app.mesh.islands import allot, island
 from app.policy.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
@@ -57,14 +57,15 @@ def open_workers(
     pools: dict[Kind, WorkerPool] = {"fast": rollout.workers.fast, "heavy": rollout.workers.heavy}
     names: list[tuple[Kind, str]] = [(kind, f"{kind}-{i}") for kind, pool in pools.items() for i in range(pool.count)]
     dotted = {f"rollout.workers.{kind}": pool for kind, pool in pools.items()}
-    islands = allot(dotted, num_devices=jax.local_device_count())
+    num_devices = len(topology.local_devices())
+    islands = allot(dotted, num_devices=num_devices)
     sizes = {len(devices) for devices in islands}
     if rollout.mode == "exact" and len(sizes) > 1:
         raise InputError(
             f"rollout.mode: exact samples need workers with as many devices each, got {sorted(sizes)}; set "
             "rollout.workers.fast.devices and rollout.workers.heavy.devices, or rollout.mode: fast"
         )
-    are_shared = len(islands) > 1 and jax.local_device_count() == 1
+    are_shared = len(islands) > 1 and num_devices == 1
     compiled: dict[SlotShapes, SlotPrograms] = {}
     workers = []
     for (kind, name), devices in zip(names, islands, strict=True):
