@@ -186,7 +186,7 @@ def device_places(mesh: Mesh) -> list[DevicePlace]:
     for where, device in np.ndenumerate(mesh.devices):
         dp, fsdp, tp = map(int, where)
         row_shard = dp * mesh.shape["fsdp"] + fsdp
-        coordinates = dict(zip(AXES, (dp, fsdp, tp), strict=True))
+        coordinates: dict[str, int] = dict(zip(AXES, (dp, fsdp, tp), strict=True))
         places.append(DevicePlace(device.id, host_of(device), coordinates, row_shard, (fsdp, tp)))
     return sorted(places, key=lambda place: place.process)
 

@@ -12,20 +12,12 @@ from app.batching.micro_batches import Cutter, PackedRows
 from app.batching.plan import Plan
 from app.mesh.topology import device_kind_of, num_hosts, pretended
 from app.training.launch import Launch, prepared
-from app.training.memory import (
-    Held,
-    Shapes,
-    fullest_of,
-    memory_by_phase,
-    memory_table,
-    rows_per_device,
-    shapes_of,
-    state_bytes,
-)
+from app.training.memory import Shapes, memory_by_phase, memory_table, shapes_of, state_bytes
 from app.training.metrics import Tokens, device_memory_bytes
 from app.training.reward_role import wire_reward
 from app.training.run_directory import Resume
 from app.training.wiring import Learning, wire_learning, work_of
+from app.training.working_set import Held, fullest_of, rows_per_device
 from settings import Resolved
 from settings.unread import launch_lines
 

@@ -10,8 +10,9 @@ import jax
 from app.mesh.placement import bytes_per_device, num_local_row_shards, num_row_shards
 from app.rollout.slots import SlotEngine
 from app.training.cutting import Longest, wire_update
-from app.training.memory import Held, Shapes, fullest_mini_batch, plan_of, updating, updating_critic
+from app.training.memory import Shapes, fullest_mini_batch, plan_of
 from app.training.session import Session
+from app.training.working_set import WORKING_SET, Held, fullest_of, updating, updating_critic
 from settings.rollout_section import MAX_SLOTS
 from settings.schema import Algorithm, Critic
 
@@ -85,13 +86,15 @@ def _row_shards(engine: SlotEngine) -> int:
 def _prompts(session: Session, shapes: Shapes, held: Held, room: int) -> Largest:
     """Of one batch: rows hold caches and logits, prompts the caches and activations of their prefill."""
     settings, shards = session.settings, num_local_row_shards(session.mesh)
-    by_row = sum(held[name] for name in ("kv_cache", "logits")) / (shapes.rollout.num_rows // shards)
-    by_prompt = sum(held[name] for name in ("prompt_cache", "activations")) / (shapes.rollout.num_prompts // shards)
-    rest = sum(held.values()) - sum(held[name] for name in ("kv_cache", "logits", "prompt_cache", "activations"))
+    of_rows = sum(held[name] for name in ("kv_cache", "logits", "logits_work"))
+    of_prompts = sum(held[name] for name in ("prompt_cache", "activations"))
+    rest = sum(held.values()) - of_rows - of_prompts
 
     def held_at(prompts: int) -> int:
         rows = -(-prompts * settings.rollout.group_size // shards)
-        return rest + int(by_row * rows + by_prompt * -(-prompts // shards))
+        more_rows = rows * shards / shapes.rollout.num_rows
+        more_prompts = -(-prompts // shards) * shards / shapes.rollout.num_prompts
+        return rest + int(of_rows * more_rows + of_prompts * more_prompts)
 
     now = settings.rollout.prompts_per_step
     # Mini-batches stay as large as they are, and then there may be more of them.
@@ -118,12 +121,12 @@ def _quota(session: Session, scope: str, phase: str, chosen: Algorithm | Critic,
     architecture = session.architecture_of("critic" if scope == "critic" else "policy")
     of_pass = updating_critic if scope == "critic" else updating
     known: dict[tuple[int, int], int] = {}
-    base = sum(size for name, size in held.items() if name not in ("logits", "activations"))
+    base = sum(size for name, size in held.items() if name not in WORKING_SET)
 
     def held_at(quota: int) -> int:
         scope_then = chosen.model_copy(update={"max_tokens_per_device": quota})
         plan = plan_of(session, wire_update(settings, scope_then, architecture, longest), mini_batch)
-        fullest = max(plan.micro_batches, key=lambda one: len(one.rows) * one.shape.num_tokens)
+        fullest = fullest_of(plan)
         key = len(fullest.rows), fullest.shape.num_tokens
         if key not in known:
             known[key] = base + sum(of_pass(session, plan).values())

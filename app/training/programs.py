@@ -16,13 +16,11 @@ from app.batching.pack import pack_tokens
 from app.batching.plan import MicroBatch, Plan
 from app.mesh.placement import abstract, row_sharding
 from app.mesh.topology import num_hosts
-from app.training.memory import Held, Shapes, fullest_of
+from app.training.memory import Shapes
 from app.training.session import Session
 from app.training.wiring import Learner, Learning
+from app.training.working_set import WORKING_SET, Held, fullest_of
 from app.update.aggregation import Totals
-
-TEMPORARY = ("micro_batch_gradients", "gathered", "logits", "activations")
-"""What of a phase's table is held between a program's arguments and its outputs."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class CompiledProgram:
 def compiled_programs(
     session: Session, learning: Learning, shapes: Shapes, memory: Mapping[str, Held]
 ) -> tuple[CompiledProgram, ...]:
-    """Of every phase of a step, for the devices that JAX has here, virtual ones among them. Takes minutes of large models."""
+    """Of every phase of a step, for the devices that JAX has here, virtual ones among them."""
     found = []
     for phase, name, lowered, estimated in _lowered(session, learning, shapes, memory):
         started = time.perf_counter()
@@ -98,11 +96,12 @@ def _rollout(session: Session, shapes: Shapes, held: Held) -> Iterator[tuple[str
     else:
         programs = session.engine.lowered(shapes.rollout, truncates=truncates)
     for name, lowered in programs.items():
-        yield "rollout", name, lowered, held["activations" if name == "prefill" else "logits"]
+        works_in = ("activations",) if name == "prefill" else ("logits", "logits_work")
+        yield "rollout", name, lowered, sum(held[part] for part in works_in)
 
 
 def _foreseen(held: Held) -> int:
-    return sum(held.get(name, 0) for name in TEMPORARY)
+    return sum(held.get(name, 0) for name in ("micro_batch_gradients", *WORKING_SET))
 
 
 def _update(session: Session, learner: Learner, plan: Plan) -> dict[str, Lowered]:
