@@ -20,6 +20,8 @@ import typer
 
 from settings import InputError, Resolved, load
 from settings.checks import (
+    check_for_dry_run,
+    check_for_inspection,
     check_for_mesh,
     check_for_rollout,
     check_for_score,
@@ -95,7 +97,8 @@ def train(
     with _errors_for_people(debug):
         if as_json and not dry_run:
             raise InputError("--json goes with --dry-run; a run's figures are in its metrics.jsonl")
-        resolved = _resolve(config, overrides, print_config=print_config, check=check_for_train)
+        check = check_for_dry_run if dry_run else check_for_train
+        resolved = _resolve(config, overrides, print_config=print_config, check=check)
         if dry_run:
             from app.training.dry_run import look_ahead
 
@@ -290,19 +293,28 @@ def inspect_mesh(
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE.png|.svg", help="Draw the rows that --plan shows to a file.")
     ] = None,
+    compiles: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Also compile each phase's programs, and read from them what they need. Takes minutes."
+        ),
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show the devices, the mesh over them, and where weights and batches lie."""
+    """Show the devices, the mesh over them, where weights and batches lie, and what fits. Loads no weights."""
     with _errors_for_people(debug):
-        resolved = _resolve(config, overrides, print_config=print_config, check=check_for_mesh)
+        check = check_for_inspection if plan is None else check_for_mesh
+        resolved = _resolve(config, overrides, print_config=print_config, check=check)
         for option, given in (("--picture", picture), ("--role", role)):
             if given is not None and plan is None:
                 raise InputError(f"{option} goes with --plan FILE.jsonl")
+        if compiles and plan is not None:
+            raise InputError("--compile goes without --plan, which needs no programs")
         if plan is None:
-            from app.training import stages
+            from app.training.inspect_mesh import inspect_mesh as look_at
 
-            report = stages.inspect_mesh(resolved)
+            report = look_at(resolved, compiles=compiles)
         else:
             from app.training.inspect_plan import inspect_plan
 

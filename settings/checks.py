@@ -13,7 +13,7 @@ from settings.errors import InputError
 from settings.fields import value_of
 from settings.layers import place
 from settings.papers import COMPARING_SIBLINGS
-from settings.resolve import Resolved
+from settings.resolve import Resolved, real_devices
 from settings.reward_section import MODEL_REWARD, OVERLONG
 from settings.schedule_checks import AHEAD, SCHEDULE, WORKERS
 from settings.unread import said_after_the_choice
@@ -23,54 +23,77 @@ Check = Callable[[Resolved], str | None]
 
 def check_for_train(resolved: Resolved) -> None:
     """Raises InputError listing everything that keeps these settings from being trained with."""
+    _run(resolved, (*_to_train(), _devices_are_real))
+
+
+def check_for_dry_run(resolved: Resolved) -> None:
+    """The same, for a run that is only looked ahead at: its devices may be pretended."""
+    _run(resolved, (*_to_train(), _pretends_alone))
+
+
+def check_for_inspection(resolved: Resolved) -> None:
+    """Raises InputError listing everything by which no sizes follow from these settings."""
     _run(
         resolved,
         (
-            _groups_have_siblings,
-            _samples_differ,
-            _some_reward_counts,
-            _reward_names_differ,
-            _the_clip_can_cut,
-            _filtered_groups_differ,
-            _overlong_completions_are_cut,
-            _penalty_weighs_something,
-            _adapted_penalty_is_in_the_reward,
-            _traces_are_no_wider_than_ratios,
-            *CORRECTION,
-            said_after_the_choice,
             _mini_batches_divide_the_step,
             _longest_sample_fits,
             *SCHEDULE,
             *WORKERS,
             *AHEAD,
             _quotas_hold_the_longest_sample,
-            _critic_warmup_ends,
-            _warmup_ends,
-            _profiled_steps_are_run,
-            _the_best_is_measured,
             *HOSTS,
+            _pretends_alone,
         ),
+    )
+
+
+def _to_train() -> tuple[Check, ...]:
+    return (
+        _groups_have_siblings,
+        _samples_differ,
+        _some_reward_counts,
+        _reward_names_differ,
+        _the_clip_can_cut,
+        _filtered_groups_differ,
+        _overlong_completions_are_cut,
+        _penalty_weighs_something,
+        _adapted_penalty_is_in_the_reward,
+        _traces_are_no_wider_than_ratios,
+        *CORRECTION,
+        said_after_the_choice,
+        _mini_batches_divide_the_step,
+        _longest_sample_fits,
+        *SCHEDULE,
+        *WORKERS,
+        *AHEAD,
+        _quotas_hold_the_longest_sample,
+        _critic_warmup_ends,
+        _warmup_ends,
+        _profiled_steps_are_run,
+        _the_best_is_measured,
+        *HOSTS,
     )
 
 
 def check_for_rollout(resolved: Resolved) -> None:
     """Raises InputError listing everything that keeps these settings from being sampled with."""
-    _run(resolved, (_longest_sample_fits, *SCHEDULE, *WORKERS, *HOSTS))
+    _run(resolved, (_longest_sample_fits, *SCHEDULE, *WORKERS, *HOSTS, _devices_are_real))
 
 
 def check_for_simulation(resolved: Resolved) -> None:
     """Raises InputError listing everything that keeps rollouts from being scheduled."""
-    _run(resolved, SCHEDULE)
+    _run(resolved, (*SCHEDULE, _devices_are_real))
 
 
 def check_for_score(resolved: Resolved) -> None:
     """Raises InputError; lengths of samples are not checked, because scoring takes its shapes from its input."""
-    _run(resolved, (_reward_names_differ, _overlong_completions_are_cut, *HOSTS))
+    _run(resolved, (_reward_names_differ, _overlong_completions_are_cut, *HOSTS, _devices_are_real))
 
 
 def check_for_mesh(resolved: Resolved) -> None:
     """Raises InputError when the hosts of the mesh are half described."""
-    _run(resolved, HOSTS)
+    _run(resolved, (*HOSTS, _devices_are_real))
 
 
 def check_for_plan(resolved: Resolved) -> None:
@@ -351,3 +374,22 @@ def _virtual_devices_are_of_a_cpu(resolved: Resolved) -> str | None:
 
 HOSTS: tuple[Check, ...] = (_processes_are_known, _as_many_processes_as_expected, _virtual_devices_are_of_a_cpu)
 """Of every verb that starts devices."""
+
+
+def _devices_are_real(resolved: Resolved) -> str | None:
+    if resolved.settings.mesh.pretend is None:
+        return None
+    return (
+        f"{resolved.named('mesh.pretend')}: only grpo inspect-mesh and grpo train --dry-run take devices that are not "
+        "there; leave it out"
+    )
+
+
+def _pretends_alone(resolved: Resolved) -> str | None:
+    real = real_devices(resolved.settings)
+    if resolved.settings.mesh.pretend is None or not real:
+        return None
+    return (
+        f"{resolved.named('mesh.pretend')} and {' and '.join(map(resolved.named, real))} ask for pretended and for "
+        "real devices; leave one of the two out"
+    )

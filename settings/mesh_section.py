@@ -39,6 +39,12 @@ class Mesh(Section):
         "them stops.",
     )
     cpu_devices: int | None = Field(default=None, ge=1, le=64, description="Virtual devices of a CPU host.")
+    pretend: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A TPU slice that virtual devices stand for, as in `v4-16` or `v5e-8`: for `inspect-mesh` and "
+        "`train --dry-run`, which need none of its hardware.",
+    )
     coordinator_address: Annotated[str, AfterValidator(_host_and_port)] | None = Field(
         default=None,
         description="`host:port` of process 0; `auto` asks Cloud TPU, Slurm, Open MPI or Kubernetes for the hosts; "

@@ -82,7 +82,9 @@ def load(config: str | None, overrides: Sequence[str], environ: Mapping[str, str
         _validated(layers[1:])  # What a flag overrides is no less a mistake.
     given = _validated(layers)
     micro_batching, notices = settle(layers)
-    layers.insert(0, micro_batching | _derived(given, _provenance(layers), config_stem=file.stem))
+    derived = _derived(given, _provenance(layers), config_stem=file.stem)
+    notices += _overridden_pretence(derived, in_set)
+    layers.insert(0, micro_batching | derived)
     return Resolved(
         settings=_validated(layers),
         provenance=_provenance(layers),
@@ -131,7 +133,34 @@ def _derived(given: Settings, provenance: Mapping[str, str], *, config_stem: str
         layer["checkpoint.best_metric"] = Leaf(None, "derived")
     if given.algorithm.mini_batch_prompts is None:
         layer["algorithm.mini_batch_prompts"] = Leaf(rollout.prompts_per_step, "derived")
-    return layer | _derived_algorithm(given.algorithm) | _derived_correction(given)
+    return layer | _derived_algorithm(given.algorithm) | _derived_correction(given) | _derived_mesh(given, provenance)
+
+
+def _derived_mesh(given: Settings, provenance: Mapping[str, str]) -> Layer:
+    """A pretended slice and real devices: what was said later counts. Said in one layer, they are refused."""
+    pretends = place(provenance["mesh.pretend"])
+    real = {field: place(provenance[field]) for field in real_devices(given)}
+    if given.mesh.pretend is None or not real:
+        return {}
+    if max(real.values()) > pretends:
+        return {"mesh.pretend": Leaf(None, "derived")}
+    return {field: Leaf(FIELDS[field].default, "derived") for field, said in real.items() if said < pretends}
+
+
+def _overridden_pretence(derived: Layer, in_set: Layer) -> list[str]:
+    """A line for stderr where the environment's devices have taken the place of a slice of `--set`."""
+    if "mesh.pretend" not in derived or "mesh.pretend" not in in_set:
+        return []
+    return [f"the environment's settings of the mesh override mesh.pretend {in_set['mesh.pretend'].value!r} from --set"]
+
+
+def real_devices(settings: Settings) -> list[str]:
+    """The settings that ask for devices which must be there."""
+    names = ("cpu_devices", "platform", "coordinator_address", "num_processes", "process_id", "expect_processes")
+    fields = [f"mesh.{name}" for name in names]
+    values = {field: value_of(settings, field) for field in fields}
+    # Virtual devices are the CPU's.
+    return [f for f, value in values.items() if value != FIELDS[f].default and (f, value) != ("mesh.platform", "cpu")]
 
 
 def _derived_algorithm(given: Algorithm) -> Layer:

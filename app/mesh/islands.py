@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from app.mesh.axis_rules import AXES
-from app.mesh.topology import host_of, num_hosts
+from app.mesh.topology import host_of, local_devices, num_hosts
 from settings.errors import InputError
 from settings.rollout_section import WorkerPool
 
@@ -63,11 +63,6 @@ def _shares(devices: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
     return [tuple(devices[i * each : (i + 1) * each]) for i in range(num_workers)]
 
 
-def own_devices() -> list[Any]:
-    """This host's, as `devices` of a pool of workers number them."""
-    return [device for device in jax.local_devices() if host_of(device) == jax.process_index()]
-
-
 def island(devices: Sequence[int], *, like: Mesh) -> Mesh:
     """A mesh of some of this host's devices, weights split along tp as on another mesh.
 
@@ -80,7 +75,7 @@ def island(devices: Sequence[int], *, like: Mesh) -> Mesh:
             f"rollout.workers: a worker has {len(devices)} devices, and mesh.shape splits weights over {tp}; give each "
             f"worker a multiple of {tp}"
         )
-    own = own_devices()
+    own = local_devices()
     shape = (1, len(devices) // tp, tp)
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=[own[i] for i in devices])
 

@@ -21,6 +21,7 @@ from jax.sharding import Mesh as DeviceMesh
 
 from app.mesh.axis_rules import AXES
 from app.mesh.cluster import find_cluster, is_cloud_tpu_vm
+from app.mesh.pretend import Slice, parse_slice
 from app.mesh.roll_call import Member, address_to_bind, call_roll
 from settings.errors import InputError
 from settings.mesh_section import Mesh as MeshSettings
@@ -36,6 +37,8 @@ SHUTDOWN_TIMEOUT_S = 60
 PROXIES = {"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"}
 DEVICE_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 """By `mesh.platform`: what JAX's devices of it call themselves."""
+_pretended: Slice | None = None
+"""What the virtual devices of this process stand for since `start`."""
 
 
 def start(settings: MeshSettings) -> None:
@@ -49,6 +52,8 @@ def start(settings: MeshSettings) -> None:
             used, a platform that is not there, or hosts with unequal numbers of devices.
     """
     start_alone(settings)
+    if _pretended is not None:
+        return
     member = _member(settings)
     _check_expected(settings, member)
     if member is None:
@@ -77,7 +82,13 @@ def start_alone(settings: MeshSettings) -> None:
     Raises:
         InputError: the library for `mesh.platform` is not installed.
     """
+    global _pretended
+    _pretended = None if settings.pretend is None else parse_slice(settings.pretend)
     _return_freed_arrays_to_the_system()
+    if _pretended is not None:
+        jax.config.update("jax_num_cpu_devices", _pretended.num_chips)
+        jax.config.update("jax_platforms", "cpu")
+        return
     if settings.cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", settings.cpu_devices)
     if settings.platform != "auto":
@@ -184,7 +195,27 @@ def _return_freed_arrays_to_the_system() -> None:
 
 def host_of(device: Any) -> int:
     """The number of the host that a device belongs to."""
-    return device.process_index
+    return device.process_index if _pretended is None else device.id // _pretended.chips_per_host
+
+
+def pretended() -> Slice | None:
+    """The slice that this process's virtual devices stand for; None where devices are what they are."""
+    return _pretended
+
+
+def platform_of(device: Any) -> str:
+    """`cpu`, `gpu` or `tpu`."""
+    return device.platform if _pretended is None else "tpu"
+
+
+def device_kind_of(device: Any) -> str:
+    """What JAX calls its kind."""
+    return device.device_kind if _pretended is None else _pretended.chip.device_kind
+
+
+def local_devices() -> list[Any]:
+    """This host's; of a pretended slice those of its first host."""
+    return [device for device in jax.local_devices() if _pretended is None or host_of(device) == 0]
 
 
 def num_hosts(mesh: DeviceMesh) -> int:

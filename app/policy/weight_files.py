@@ -126,6 +126,37 @@ class SafetensorsFiles:
             return shard.get_tensor(name)
 
 
+class NoWeights:
+    """In the place of weight files that are not looked for."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {}
+
+    def read(self, name: str) -> np.ndarray:
+        raise AssertionError(f"{name} is wanted of a model that was opened without its weights")
+
+
+def open_outline(path: str, *, revision: str | None = None) -> ModelFiles:
+    """Opens `model.path` for its configuration alone: of the hub nothing else is fetched.
+
+    Raises: InputError where it cannot be found or fetched.
+    """
+    local = Path(path).expanduser()
+    if path.startswith(BUILTIN_PREFIX) or local.exists() or local.suffix == ".gguf":
+        directory = _builtin_directory(path) if path.startswith(BUILTIN_PREFIX) else local
+        if not directory.is_dir():
+            return open_model(path)
+        return _outline(directory, name=directory.resolve().name)
+    snapshot = fetch_from_hub(path, revision, files=(CONFIG_FILE,))
+    return _outline(snapshot, name=path, commit=snapshot.name)
+
+
+def _outline(directory: Path, *, name: str, commit: str | None = None) -> ModelFiles:
+    config = _read_config(directory)
+    return ModelFiles(name, directory, config, {}, NoWeights(), _fingerprint(config, ()), commit)
+
+
 def open_model(path: str, *, revision: str | None = None) -> ModelFiles:
     """Opens `model.path`. An existing file or directory is taken before a hub id of the same spelling.
 
@@ -147,11 +178,7 @@ def open_model(path: str, *, revision: str | None = None) -> ModelFiles:
 
 
 def _open_directory(directory: Path, *, name: str, commit: str | None = None) -> ModelFiles:
-    if not (directory / CONFIG_FILE).is_file():
-        found = sorted(file.name for file in directory.glob("*.gguf"))
-        hint = f"; to use {found[0]}, name that file" if found else ""
-        raise InputError(f"model.path: {directory} has no {CONFIG_FILE}, so it is not a Hugging Face model{hint}")
-    config = _read_json(directory / CONFIG_FILE)
+    config = _read_config(directory)
     generation = directory / "generation_config.json"
     weights = SafetensorsFiles(directory)
     return ModelFiles(
@@ -163,6 +190,14 @@ def _open_directory(directory: Path, *, name: str, commit: str | None = None) ->
         fingerprint=_fingerprint(config, weights.paths),
         commit=commit,
     )
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    if not (directory / CONFIG_FILE).is_file():
+        found = sorted(file.name for file in directory.glob("*.gguf"))
+        hint = f"; to use {found[0]}, name that file" if found else ""
+        raise InputError(f"model.path: {directory} has no {CONFIG_FILE}, so it is not a Hugging Face model{hint}")
+    return _read_json(directory / CONFIG_FILE)
 
 
 def _open_gguf(path: Path) -> ModelFiles:

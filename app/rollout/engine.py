@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 from app.batching.ladder import rung
@@ -272,6 +273,34 @@ class Engine:
         # Opening a slot does not look at its keys.
         _, slots = jax.eval_shape(opened, hidden, prompts, Rows(of_rows, of_rows, keys=of_rows, max_new_tokens=of_rows))
         return Footprint(weights, abstract_cache(prompts, self.mesh), abstract_cache(slots.cache, self.mesh))
+
+    def lowered(self, shape: BatchShape, *, truncates: bool) -> dict[str, Lowered]:
+        """The programs of `generate`, for shapes with shardings."""
+        hosts, dim = num_hosts(self.mesh), self._definition.architecture.model_dim
+        held, rows = self.footprint(shape), row_sharding(self.mesh)
+        num_prompts, num_rows = shape.num_prompts * hosts, shape.num_rows * hosts
+
+        def of(*sizes: int, dtype: Any = jnp.int32) -> Any:
+            return jax.ShapeDtypeStruct(sizes, dtype, sharding=rows)
+
+        keys: Any = jax.eval_shape(sample_keys, 0, 0, of(num_rows, 2, dtype=jnp.uint32), of(num_rows))
+        constants = Rows(of(num_rows), of(num_rows), of(*keys.shape, dtype=keys.dtype), of(num_rows))
+        drawn = of(num_rows, shape.num_new, dtype=jnp.float32)
+        flag = of(num_rows, dtype=jnp.bool)
+        slots = Slots(held.slots, of(*drawn.shape), drawn, drawn, of(num_rows), flag, flag, flag)
+        rules = SamplingRules(1.0, 0, 1.0, 0.0)
+        with jax.set_mesh(self.mesh):
+            weights = held.weights
+            prefill = self._prefill.lower(weights, of(num_prompts, shape.prompt_length), of(num_prompts))
+            decode = self._decode[draw_truncated if truncates else draw].lower(
+                weights,
+                of(num_rows, dim, dtype=self._dtype),
+                constants,
+                slots=slots,
+                rules=rules,
+                eos_ids=self._eos_ids,
+            )
+        return {"prefill": prefill, "decode": decode}
 
     def _place_rows(
         self, prompts: Sequence[Prompt], group_size: int, max_new_tokens: int | Sequence[int]

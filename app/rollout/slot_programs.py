@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Lowered
 from jaxtyping import Array, Bool, Int32
 
 from app.mesh.placement import shardings_of
@@ -275,6 +276,16 @@ class SlotPrograms:
             for name, (function, arguments, options) in wanted.items():
                 if name not in self._compiled:
                     self._compiled[name] = jax.jit(function, **options).lower(*arguments).compile()
+
+    def lowered(self) -> dict[str, Lowered]:
+        """The programs that take most memory: the longest prefill, and decoding with all slots full."""
+        shapes = self._shapes
+        wanted = {
+            "prefill": self._prefilling(shapes.prefill_rows[-1], shapes.max_prompt_length),
+            "decode": self._decoding(shapes.num_slots, shapes.max_length, truncates=self.truncates),
+        }
+        with jax.set_mesh(self._mesh):
+            return {name: jax.jit(run, **options).lower(*args) for name, (run, args, options) in wanted.items()}
 
     def abstract_cache(self, rows: int, length: int) -> Cache:
         """Shapes of `rows` rows with room for `length` tokens, on their shardings."""

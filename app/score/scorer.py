@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.stages import Lowered
 from jaxtyping import Array, Float32
 
 from app.batching.pack import TokenBatch, pack_tokens, unpack_per_token
@@ -69,6 +70,11 @@ class RowPass:
             if len(waiting) > AHEAD:
                 scored.append(to_local(waiting.popleft()))
         return scored + [to_local(per_target) for per_target in waiting]
+
+    def lowered(self, params: Params, batch: TokenBatch) -> Lowered:
+        """The program of one micro-batch, for shapes with shardings."""
+        with jax.set_mesh(self.mesh):
+            return self._forward.lower(params, batch, np.float32(1))
 
     def scanned(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
         """Micro-batches of one shape in one `lax.map`, one program for so many of them."""

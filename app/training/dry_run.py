@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,22 +10,14 @@ import jax
 
 from app.batching.micro_batches import Cutter, PackedRows
 from app.batching.plan import Plan
-from app.mesh.topology import num_hosts
+from app.mesh.topology import device_kind_of, num_hosts, pretended
 from app.training.launch import Launch, prepared
-from app.training.memory import (
-    LABELS,
-    Held,
-    Shapes,
-    fullest_of,
-    memory_by_phase,
-    rows_per_device,
-    shapes_of,
-    state_bytes,
-)
+from app.training.memory import Shapes, memory_by_phase, memory_table, shapes_of, state_bytes
 from app.training.metrics import Tokens, device_memory_bytes
 from app.training.reward_role import wire_reward
 from app.training.run_directory import Resume
 from app.training.wiring import Learning, wire_learning, work_of
+from app.training.working_set import Held, fullest_of, rows_per_device
 from settings import Resolved
 from settings.unread import launch_lines
 
@@ -66,6 +58,8 @@ class DryRun:
     device_kind: str
     num_devices: int
     num_hosts: int
+    is_pretended: bool
+    """Virtual devices stand for those of `mesh.pretend`."""
     data: str
     """Column mapping, prompts kept and dropped, lengths."""
     num_prompts: int
@@ -123,7 +117,7 @@ class DryRun:
             for name, text in arithmetic.items()
             for i, line in enumerate(text.splitlines())
         ]
-        return "\n".join([*lines, "", *self._memory_table(), "", *self._verdict()])
+        return "\n".join([*lines, "", *memory_table(self.memory), "", *self._verdict()])
 
     def _arithmetic(self) -> dict[str, str]:
         axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.items())
@@ -135,7 +129,8 @@ class DryRun:
             "model": f"{self.model} ({self.family}): {self.num_parameters:,} parameters, computing in {self.dtype}"
             + (f"; critic: {self.num_critic_parameters:,}" if self.num_critic_parameters else "")
             + (f"; reward model: {self.num_reward_model_parameters:,}" if self.num_reward_model_parameters else ""),
-            "mesh": f"{self.num_devices} x {self.device_kind} on {self.num_hosts} host(s): {axes}",
+            "mesh": f"{self.num_devices} x {self.device_kind} on {self.num_hosts} host(s): {axes}"
+            + (" (pretended: none of it is there)" if self.is_pretended else ""),
             "data": f"{self.data}{held_out}",
             "step": f"{self.prompts_per_step:,} prompts, {self.samples_per_step:,} samples; "
             f"{self.prompt_tokens_per_step:,} prompt tokens on average, at most "
@@ -149,14 +144,6 @@ class DryRun:
             f"{self.mini_batches_per_step} x epochs {self.epochs_per_step}), each {_passes(self.update)}",
             **({"critic": f"as many, each {_passes(self.critic_update)}"} if self.critic_update else {}),
         }
-
-    def _memory_table(self) -> list[str]:
-        phases = list(self.memory)
-        rows = {label: [self.memory[phase].get(name) for phase in phases] for name, label in LABELS.items()}
-        lines = [_row("MiB on each device", phases)]
-        lines += [_row(label, map(_mebibytes, sizes)) for label, sizes in rows.items() if any(sizes)]
-        lines.append(_row("in all", [_mebibytes(sum(held.values())) for held in self.memory.values()]))
-        return [*lines, "* estimated: the compiler may need more or less; all else follows from shapes"]
 
     def _way_out(self) -> str:
         critic = [self.critic_update] if self.critic_update else []
@@ -193,14 +180,6 @@ def _passes(batches: MicroBatches) -> str:
         f"at most {batches.count:,} micro-batches of {batches.rows_per_device:,} rows a device, "
         f"{batches.tokens_per_row:,} tokens a row"
     )
-
-
-def _row(label: str, cells: Iterable[str]) -> str:
-    return f"{label:<32}" + "".join(f"{cell:>12}" for cell in cells)
-
-
-def _mebibytes(size: int | None) -> str:
-    return f"{size / 2**20:,.1f}" if size else "-"
 
 
 def _size(num_bytes: float) -> str:
@@ -251,9 +230,10 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
         dtype=settings.model.dtype,
         num_parameters=definition.num_parameters,
         mesh=dict(mesh.shape),
-        device_kind=mesh.devices.flat[0].device_kind,
+        device_kind=device_kind_of(mesh.devices.flat[0]),
         num_devices=mesh.size,
         num_hosts=num_hosts(mesh),
+        is_pretended=pretended() is not None,
         data=launch.input.report,
         num_prompts=len(prompts),
         num_held_out=len(launch.input.held_out),

@@ -18,6 +18,7 @@ import numpy as np
 from app.advantage.group import zero_variance_fraction
 from app.flow import Sample
 from app.masked import Moments, joint_moments
+from app.mesh import topology
 from app.mesh.placement import (
     bytes_over_hosts,
     gather_over_hosts,
@@ -25,6 +26,7 @@ from app.mesh.placement import (
     moments_over_hosts,
     sum_over_hosts,
 )
+from app.mesh.pretend import CHIPS
 from app.reward.weighing import Scored
 from app.rollout.scheduling.figures import Figures
 from app.rollout.tally import Tally
@@ -181,10 +183,7 @@ def mean_where_known(values: np.ndarray) -> float:
 
 
 PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
+    **{chip.device_kind: chip.flops for chip in CHIPS.values()},
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
@@ -308,6 +307,8 @@ def peak_memory_bytes() -> int:
 
 def device_memory_bytes() -> int | None:
     """What a local device may use; on a CPU its share of the host's memory; None where it is not told."""
+    if (pretended := topology.pretended()) is not None:
+        return pretended.chip.hbm_bytes
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if all("bytes_limit" in s for s in stats):
         return min(s["bytes_limit"] for s in stats)

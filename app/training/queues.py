@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from app.mesh import placement
-from app.mesh.islands import allot, island, own_devices
+from app.mesh import placement, topology
+from app.mesh.islands import allot, island
 from app.policy.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
 from app.rollout.continuous import ContinuousBatching
@@ -58,7 +58,7 @@ def open_workers(
         (kind, f"{host}{kind}-{i}") for kind, pool in pools.items() for i in range(pool.count)
     ]
     dotted = {f"rollout.workers.{kind}": pool for kind, pool in pools.items()}
-    num_devices = len(own_devices())
+    num_devices = len(topology.local_devices())
     islands = allot(dotted, num_devices=num_devices)
     sizes = {len(devices) for devices in islands}
     if rollout.mode == "exact" and len(sizes) > 1:

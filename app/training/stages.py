@@ -1,4 +1,4 @@
-"""One room at a time: what `grpo rollout` and `grpo inspect-mesh` do."""
+"""One room at a time: what `grpo rollout` does."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ import numpy as np
 
 from app.flow import Prompt, Sample
 from app.jsonl import check_distinct, check_output
-from app.mesh import topology
-from app.mesh.inspect import MeshReport, mesh_report
-from app.mesh.placement import gather_over_hosts, num_row_shards, sum_over_hosts
-from app.policy.decoder import by_path
+from app.mesh.placement import gather_over_hosts, sum_over_hosts
 from app.policy.kv_cache import DecodeWeights
 from app.prompts.dataset import load_dataset
 from app.prompts.encode import EncodeReport, encode_prompts
@@ -242,18 +239,3 @@ class SampleCounter:
             "mean length": round(self.num_tokens / max(self.num_samples, 1), 1),
             "truncated": self.num_truncated,
         }
-
-
-def inspect_mesh(resolved: Resolved) -> MeshReport:
-    """Where the weights of `model.path` and the samples of a step lie on the mesh. Loads no weights."""
-    settings = resolved.settings
-    definition = read_model_input(settings).definition
-    topology.start(settings.mesh)
-    mesh = topology.make_mesh(settings.mesh)
-    shapes, dims = by_path(definition.shapes), by_path(definition.dims)
-    return mesh_report(
-        mesh,
-        {".".join(path): (shapes[path].shape, dims[path]) for path in shapes},
-        samples_per_step=settings.rollout.prompts_per_step * settings.rollout.group_size * jax.process_count(),
-        num_row_shards=num_row_shards(mesh),
-    )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.stages import Lowered
 from jaxtyping import Array
 
 from app.policy.decoder import Params
@@ -83,6 +84,19 @@ class UpdateStep:
         for batch in micro_batches:
             total = self._add(total, params, batch, temperature)
         return total
+
+    def lowered(self, state: TrainState, batch: Any, temperature: Array) -> dict[str, Lowered]:
+        """Both programs that do the work, for shapes with shardings: a micro-batch's gradients, and the update."""
+        whole = state.num_updates.sharding
+        parts = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+            self._parts_of(state.params, batch, temperature),
+        )
+        total = Accumulated(state.params, parts)
+        return {
+            "gradients": self._add.lower(total, state.params, batch, temperature),
+            "optimizer": self._apply.lower(state, total),
+        }
 
     def metric_names(self, params: Params, batch: Any, temperature: Array) -> list[str]:
         """Of what an update with such micro-batches measures; nothing is computed."""

@@ -1,0 +1,170 @@
+"""`grpo inspect-mesh`: where everything will lie, what it will hold, and what fits. Loads no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from app.flow import Prompt
+from app.mesh import topology
+from app.mesh.inspect import MeshReport, id_ranges, mesh_report
+from app.mesh.placement import bytes_per_device
+from app.policy.decoder import by_path
+from app.training.largest import USABLE, Largest, largest
+from app.training.memory import Shapes, memory_by_phase, memory_table, shapes_of
+from app.training.metrics import device_memory_bytes
+from app.training.outline import Outline, read_outline
+from app.training.programs import CompiledProgram, compiled_programs, programs_table
+from app.training.session import Session
+from app.training.wiring import check_host_memory, check_rows, wire_learning
+from app.training.working_set import Held
+from settings import Resolved
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """One worker of `rollout.workers`; every host has the same ones, on devices of its own."""
+
+    name: str
+    devices: tuple[int, ...]
+    """Ids, of this host's."""
+    mesh: Mapping[str, int]
+    slots: int
+    cache_bytes: int
+    """On each of its devices: slots and the pool of prompts."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Bytes are those of each device, at the longest prompts and completions that the settings allow."""
+
+    mesh: MeshReport
+    generation: str
+    """How rows are generated, in words."""
+    workers: tuple[WorkerPlace, ...]
+    memory: Mapping[str, Held]
+    """By phase. What `app.training.memory.LABELS` stars is estimated, the rest follows from shapes."""
+    peak_bytes: int
+    largest: tuple[Largest, ...]
+    """Empty where a device's memory is not known."""
+    programs: tuple[CompiledProgram, ...] = ()
+    """Empty unless they were asked for."""
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.memory, key=lambda phase: sum(self.memory[phase].values()))
+
+    def to_dict(self) -> dict[str, Any]:
+        rest = asdict(self)
+        del rest["mesh"]
+        return {**self.mesh.to_dict(), **rest, "peak_phase": self.peak_phase}
+
+    def to_text(self) -> str:
+        lines = [self.mesh.to_text(), "", f"rollout: {self.generation}", *self._workers()]
+        lines += ["", *memory_table(self.memory), "", self._verdict()]
+        lines += [f"  {one.to_text()}" for one in self.largest]
+        if self.programs:
+            lines += ["", *programs_table(self.programs)]
+        return "\n".join(lines)
+
+    def _workers(self) -> list[str]:
+        if not self.workers:
+            return []
+        head = f"{'worker':<12}{'devices':<16}{'dp, fsdp, tp':<16}{'slots':>6}{'MiB of caches a device':>26}"
+        return [head] + [
+            f"{one.name:<12}{id_ranges(one.devices):<16}{', '.join(map(str, one.mesh.values())):<16}{one.slots:>6}"
+            f"{one.cache_bytes / 2**20:>26,.1f}"
+            for one in self.workers
+        ]
+
+    def _verdict(self) -> str:
+        peak, there = self.peak_bytes / 2**30, self.mesh.topology.memory_bytes
+        if there is None:
+            return f"{self.peak_phase} holds most, {peak:.2f} GiB on each device; how much it has is not known"
+        share = self.peak_bytes / there
+        fits = "this does not fit" if share > 1 else f"what fits under {USABLE:.0%} of it, one setting at a time"
+        return f"{self.peak_phase} holds most, {peak:.2f} GiB on each device, {share:.0%} of what it has; {fits}:"
+
+
+def inspect_mesh(resolved: Resolved, *, compiles: bool) -> Inspection:
+    """Where weights, rows and workers lie under these settings, and what each phase of a step holds.
+
+    Args:
+        compiles: also compiles the programs of every phase, for the devices that JAX has here.
+
+    Raises:
+        InputError: settings or a configuration that cannot be used, or rows that do not come out even.
+    """
+    settings = resolved.settings
+    outline = read_outline(settings)
+    topology.start(settings.mesh)
+    session = Session.open(settings, outline.model, outline.critic)
+    check_rows(settings, session)
+    if "reference" in settings.scored_roles:
+        check_host_memory(settings, session.mesh)
+    return inspection_of(session, outline, compiles=compiles)
+
+
+def inspection_of(session: Session, outline: Outline, *, compiles: bool) -> Inspection:
+    """The report of a session whose networks are not loaded."""
+    settings, memory_bytes = session.settings, device_memory_bytes()
+    learning = wire_learning(settings, session)
+    prompt = longest_prompt(settings.data.max_prompt_length)
+    held_out = [prompt] * settings.eval.num_prompts if settings.eval.every_steps else []
+    shapes = shapes_of(session, learning, [prompt], held_out, outline.reward_model)
+    memory = memory_by_phase(session, learning, shapes, outline.reward_model)
+    return Inspection(
+        mesh=_mesh_report(session, outline, memory_bytes),
+        generation=_generation(session, shapes),
+        workers=_worker_places(session),
+        memory=memory,
+        peak_bytes=max(sum(held.values()) for held in memory.values()),
+        largest=tuple(largest(session, shapes, memory, available_bytes=memory_bytes)) if memory_bytes else (),
+        programs=compiled_programs(session, learning, shapes, memory) if compiles else (),
+    )
+
+
+def longest_prompt(num_tokens: int) -> Prompt:
+    """One as long as `data.max_prompt_length` allows."""
+    return Prompt("longest", np.zeros(num_tokens, np.int32), "", None)
+
+
+def _mesh_report(session: Session, outline: Outline, memory_bytes: int | None) -> MeshReport:
+    definition, rollout = outline.model.definition, session.settings.rollout
+    shapes, dims = by_path(definition.shapes), by_path(definition.dims)
+    return mesh_report(
+        session.mesh,
+        {".".join(path): (shapes[path].shape, dims[path]) for path in shapes},
+        samples_per_step=rollout.prompts_per_step * rollout.group_size * topology.num_hosts(session.mesh),
+        memory_bytes=memory_bytes,
+    )
+
+
+def _generation(session: Session, shapes: Shapes) -> str:
+    rows = f"{shapes.rollout.num_rows:,} rows with a cache of {shapes.rollout.cache_length:,} tokens"
+    if session.workers is not None:
+        return f"{len(session.workers.workers)} workers on each host, the largest with {rows}"
+    return f"{'slots' if session.slots is not None else 'one batch'} of {rows} on each host"
+
+
+def _worker_places(session: Session) -> tuple[WorkerPlace, ...]:
+    if session.workers is None:
+        return ()
+    places = []
+    for worker in session.workers.workers:
+        footprint = worker.engine.footprint()
+        mesh = jax.tree.leaves(footprint.slots)[0].sharding.mesh
+        places.append(
+            WorkerPlace(
+                name=worker.name,
+                devices=tuple(device.id for device in mesh.devices.flat),
+                mesh=dict(mesh.shape),
+                slots=worker.engine.shapes.num_slots,
+                cache_bytes=bytes_per_device((footprint.slots, footprint.prompts)),
+            )
+        )
+    return tuple(places)

@@ -1,0 +1,139 @@
+"""What the compiler says of the programs of a step: read from an abstract compile, without weights or samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.stages import Lowered
+
+from app.batching.pack import pack_tokens
+from app.batching.plan import MicroBatch, Plan
+from app.mesh.placement import abstract, row_sharding
+from app.mesh.topology import num_hosts
+from app.training.memory import Shapes
+from app.training.session import Session
+from app.training.wiring import Learner, Learning
+from app.training.working_set import WORKING_SET, Held, fullest_of
+from app.update.aggregation import Totals
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """Bytes on each device. Arguments and outputs are exact; temporaries are what one backend's compiler reserves."""
+
+    phase: str
+    name: str
+    backend: str
+    """Whose compiler it was: another one's temporaries differ."""
+    argument_bytes: int
+    output_bytes: int
+    aliased_bytes: int
+    """Of the outputs, written over arguments."""
+    temporary_bytes: int
+    estimated_bytes: int | None
+    """Of the temporaries, by the table of `memory_by_phase`; None where the table does not tell this program's."""
+    compile_s: float
+
+
+def compiled_programs(
+    session: Session, learning: Learning, shapes: Shapes, memory: Mapping[str, Held]
+) -> tuple[CompiledProgram, ...]:
+    """Of every phase of a step, for the devices that JAX has here, virtual ones among them."""
+    found = []
+    for phase, name, lowered, estimated in _lowered(session, learning, shapes, memory):
+        started = time.perf_counter()
+        compiled = lowered.compile()
+        analysis: Any = compiled.memory_analysis()
+        found.append(
+            CompiledProgram(
+                phase=phase,
+                name=name,
+                backend=jax.default_backend(),
+                argument_bytes=analysis.argument_size_in_bytes,
+                output_bytes=analysis.output_size_in_bytes,
+                aliased_bytes=analysis.alias_size_in_bytes,
+                temporary_bytes=analysis.temp_size_in_bytes,
+                estimated_bytes=estimated,
+                compile_s=time.perf_counter() - started,
+            )
+        )
+    return tuple(found)
+
+
+def _lowered(
+    session: Session, learning: Learning, shapes: Shapes, memory: Mapping[str, Held]
+) -> Iterator[tuple[str, str, Lowered, int | None]]:
+    """Phase, name, program, and the temporaries that its phase's table foresees; lowered one after the other."""
+    yield from _rollout(session, shapes, memory["rollout"])
+    for role, plan in shapes.scores.items():
+        network, scorer = learning.policy, session.scorer
+        if role == "critic":
+            assert learning.critic is not None and session.critic is not None
+            network, scorer = learning.critic, session.critic.valuer
+        params = abstract(network.shapes, network.shardings).params
+        batch = _on_mesh(session.mesh, pack_tokens((), _empty(plan)))
+        yield "score", role, scorer.lowered(params, batch), _foreseen(memory["score"])
+    learners = {"critic": (learning.critic, shapes.critic_update), "update": (learning.policy, shapes.update)}
+    for phase, (learner, plan) in learners.items():
+        if learner is not None and plan is not None:
+            for name, lowered in _update(session, learner, plan).items():
+                yield phase, name, lowered, _foreseen(memory[phase]) if name == "gradients" else None
+
+
+def _rollout(session: Session, shapes: Shapes, held: Held) -> Iterator[tuple[str, str, Lowered, int | None]]:
+    rollout = session.settings.rollout
+    truncates = bool(rollout.top_k or rollout.top_p < 1 or rollout.min_p)
+    if session.workers is not None:
+        programs = max((w.engine for w in session.workers.workers), key=lambda e: e.shapes.num_slots).programs.lowered()
+    elif session.slots is not None:
+        programs = session.slots.engine.programs.lowered()
+    else:
+        programs = session.engine.lowered(shapes.rollout, truncates=truncates)
+    for name, lowered in programs.items():
+        works_in = ("activations",) if name == "prefill" else ("logits", "logits_work")
+        yield "rollout", name, lowered, sum(held[part] for part in works_in)
+
+
+def _foreseen(held: Held) -> int:
+    return sum(held.get(name, 0) for name in ("micro_batch_gradients", *WORKING_SET))
+
+
+def _update(session: Session, learner: Learner, plan: Plan) -> dict[str, Lowered]:
+    batch = _on_mesh(session.mesh, learner.updater.pack((), _empty(plan), Totals(num_tokens=0, num_samples=0)))
+    with jax.set_mesh(session.mesh):
+        return learner.step.lowered(abstract(learner.shapes, learner.shardings), batch, jnp.float32(1))
+
+
+def _empty(plan: Plan) -> MicroBatch:
+    """The fullest micro-batch, without samples: its arrays have the same shapes."""
+    fullest = fullest_of(plan)
+    return MicroBatch(((),) * len(fullest.rows), fullest.shape)
+
+
+def _on_mesh(mesh: Mesh, batch: Any) -> Any:
+    """The shapes of all hosts' rows."""
+    rows, hosts = row_sharding(mesh), num_hosts(mesh)
+    shape_of = lambda x: jax.ShapeDtypeStruct((x.shape[0] * hosts, *x.shape[1:]), x.dtype, sharding=rows)  # noqa: E731
+    return jax.tree.map(shape_of, batch)
+
+
+def programs_table(programs: Sequence[CompiledProgram]) -> list[str]:
+    """A line for each program, in MiB."""
+    head = ("arguments", "outputs", "in place", "temporaries", "foreseen", "compiled in")
+    lines = [f"{'MiB on each device':<24}" + "".join(f"{name:>13}" for name in head)]
+    for one in programs:
+        sizes = (one.argument_bytes, one.output_bytes, one.aliased_bytes, one.temporary_bytes, one.estimated_bytes)
+        cells = ["-" if size is None else f"{size / 2**20:,.1f}" for size in sizes]
+        name = f"{one.phase}: {one.name}"
+        lines.append(f"{name:<24}" + "".join(f"{cell:>13}" for cell in [*cells, f"{one.compile_s:.1f} s"]))
+    return [
+        *lines,
+        f"Arguments and outputs are exact. Temporaries are those of the compiler of backend {programs[0].backend}; "
+        "another backend's differ.",
+    ]

@@ -1,0 +1,230 @@
+"""What a step's programs work in, beside what they are given and what they give: from shapes, mostly estimated.
+
+Nothing is compiled. The factors below are how much the CPU's compiler reserved for networks of 0.2 million to 3 billion
+weights (`scripts/bench/memory_estimate.py`); another backend fuses more or less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array
+
+from app.batching.pack import TokenBatch
+from app.batching.plan import MicroBatch, Plan, RowShape
+from app.batching.row_logprobs import row_logprobs
+from app.batching.row_values import row_values
+from app.mesh.axis_rules import partition_spec, sharding_tree
+from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards, num_row_shards
+from app.mesh.topology import num_hosts
+from app.policy.architecture import Architecture
+from app.policy.decoder import DecoderDefinition, Params
+from app.policy.kv_cache import decode_dims
+from app.rollout.engine import BatchShape, Footprint
+from app.training.session import Session
+from settings.schema import ScoredRole
+
+Held = dict[str, int]
+"""Name of what is held -> its bytes on each device; names are those of `app.training.memory.LABELS`."""
+
+WORKING_SET = ("whole_weights", "logits", "logits_work", "activations")
+"""What a program holds beside its arguments and outputs, gradients apart."""
+
+BACKWARD_OF_A_BLOCK = 1.25
+"""Room that the backward pass of a block needs, over what differentiation keeps of its forward."""
+FORWARD_OF_A_BLOCK = 0.5
+"""Room that the forward pass of a block needs where nothing is kept, over the same."""
+SAMPLING = 4
+"""Arrays as large as the logits that drawing from them needs: noise, and how it is made."""
+
+
+class Network(Protocol):
+    """A network that is not loaded."""
+
+    @property
+    def architecture(self) -> Architecture: ...
+
+    @property
+    def definition(self) -> DecoderDefinition: ...
+
+
+def generating(session: Session, shape: BatchShape, footprint: Footprint) -> Held:
+    """Of a rollout or an evaluation."""
+    rows = -(-shape.num_prompts // num_local_row_shards(session.mesh))
+    logits = _logits(session, shape.num_rows * num_hosts(session.mesh), num_tokens=1)
+    prompt_cache = bytes_per_device(footprint.prompts)
+    return {
+        "decode_weights": bytes_per_device(footprint.weights),
+        "prompt_cache": prompt_cache,
+        "kv_cache": bytes_per_device(footprint.slots),
+        "logits": logits,
+        "logits_work": SAMPLING * logits,
+        # The prefill has its keys and values once more, before they are laid out as a cache.
+        "activations": _of_one_block(session, rows, RowShape(shape.prompt_length, 1)) + prompt_cache,
+    }
+
+
+def scoring(session: Session, role: ScoredRole, plan: Plan) -> Held:
+    """Of a forward pass: at its blocks or at its head, whichever needs more."""
+    rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
+    is_split = session.mesh.shape["fsdp"] > 1
+    if role == "critic":
+        assert session.critic is not None
+        _, layer = whole_weights(session.critic.input.definition, session.mesh)
+        of_block = _of_one_critic_block(session, rows, shape)
+        return {"whole_weights": is_split * layer, "activations": int(FORWARD_OF_A_BLOCK * of_block)}
+    table, layer = whole_weights(session.input.definition, session.mesh)
+    chunk, hidden = _chunk(session, rows, shape), _hidden(session, rows, shape)
+    of_block = int(FORWARD_OF_A_BLOCK * _of_one_block(session, rows, shape))
+    at_blocks = {"whole_weights": is_split * layer, "activations": of_block}
+    at_head = {"logits": chunk, "logits_work": chunk, "whole_weights": is_split * table, "activations": hidden}
+    return _fuller(at_blocks, at_head)
+
+
+def reading(session: Session, model: Network, plan: Plan) -> Held:
+    """Of the reward model's forward pass."""
+    rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
+    of_block = saved_by_reward_model(session, model, rows, shape)
+    return {"activations": int(FORWARD_OF_A_BLOCK * of_block)}
+
+
+def updating(session: Session, plan: Plan) -> Held:
+    """Of a micro-batch's gradients: in the backward pass of one block or of the head, whichever needs more."""
+    rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
+    kept = saved_bytes(session, rows, shape, remat=session.settings.model.remat)
+    table, layer = whole_weights(session.input.definition, session.mesh)
+    chunk, copies = _chunk(session, rows, shape), _copies(session.mesh)
+    of_block = int(BACKWARD_OF_A_BLOCK * _of_one_block(session, rows, shape))
+    at_blocks = {"whole_weights": copies * layer, "activations": kept + of_block}
+    at_head = {"logits": chunk, "logits_work": chunk, "whole_weights": copies * table, "activations": kept}
+    return _fuller(at_blocks, at_head)
+
+
+def updating_critic(session: Session, plan: Plan) -> Held:
+    """The same of the critic, whose head is one number wide."""
+    assert session.critic is not None
+    rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
+    kept = saved_by_critic(session, rows, shape, remat=session.settings.model.remat)
+    _, layer = whole_weights(session.critic.input.definition, session.mesh)
+    of_block = int(BACKWARD_OF_A_BLOCK * _of_one_critic_block(session, rows, shape))
+    return {"whole_weights": _copies(session.mesh) * layer, "activations": kept + of_block}
+
+
+def _fuller(one: Held, other: Held) -> Held:
+    return max(one, other, key=lambda held: sum(held.values()))
+
+
+def whole_weights(definition: DecoderDefinition, mesh: Mesh) -> tuple[int, int]:
+    """Bytes of the LM head's table and of one block while they are used: float32, gathered along fsdp."""
+    dims = jax.tree.map(lambda _, dims: decode_dims(dims), definition.shapes, definition.dims)
+    whole = abstract(definition.shapes, sharding_tree(mesh, definition.shapes, dims))
+    table = whole.get("output", whole["embedding"])
+    return bytes_per_device(table), bytes_per_device(whole["blocks"]) // definition.architecture.num_layers
+
+
+def _copies(mesh: Mesh) -> int:
+    """Of weights in a backward pass: they themselves where fsdp splits them, and their gradient.
+
+    That twice, where devices add theirs up.
+    """
+    return (mesh.shape["fsdp"] > 1) + 1 + (num_row_shards(mesh) > 1)
+
+
+def _hidden(session: Session, rows: int, shape: RowShape) -> int:
+    itemsize = jnp.dtype(session.settings.model.dtype).itemsize
+    return rows * shape.num_tokens * session.input.architecture.model_dim * itemsize
+
+
+def fullest_of(plan: Plan) -> MicroBatch:
+    """The micro-batch with the most token positions."""
+    return max(plan.micro_batches, key=lambda one: len(one.rows) * one.shape.num_tokens)
+
+
+def rows_per_device(session: Session, plan: Plan) -> int:
+    """Rows of the fullest micro-batch on each device."""
+    return len(fullest_of(plan).rows) // num_local_row_shards(session.mesh)
+
+
+def _chunk(session: Session, rows: int, shape: RowShape) -> int:
+    of_a_row = max(1, session.settings.model.logits_chunk // rows)
+    num_tokens = min(of_a_row, shape.num_completion_tokens)
+    return _logits(session, rows * num_row_shards(session.mesh), num_tokens=num_tokens)
+
+
+def _logits(session: Session, num_rows: int, *, num_tokens: int) -> int:
+    shape = (num_rows, num_tokens, session.input.architecture.vocab_size)
+    sharding = NamedSharding(session.mesh, partition_spec(("rows", "tokens", "vocab"), shape, session.mesh))
+    return bytes_per_device(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding))
+
+
+def _of_one_block(session: Session, rows: int, shape: RowShape) -> int:
+    return saved_bytes(session, rows, shape, remat="none") // session.input.architecture.num_layers
+
+
+def _of_one_critic_block(session: Session, rows: int, shape: RowShape) -> int:
+    num_layers = session.architecture_of("critic").num_layers
+    return saved_by_critic(session, rows, shape, remat="none") // num_layers
+
+
+def saved_bytes(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
+    """What differentiation keeps from the policy's forward for the backward pass of `rows` rows; see `_saved`."""
+    definition, model = session.input.definition, session.settings.model
+
+    def forward(params: Params, batch: TokenBatch) -> tuple[Array, Array]:
+        return row_logprobs(
+            definition.bind(params),
+            batch,
+            temperature=1.0,
+            dtype=jnp.dtype(model.dtype),
+            remat=remat,
+            logits_chunk=model.logits_chunk,
+        )
+
+    return _saved(forward, definition.shapes, rows, shape)
+
+
+def saved_by_critic(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
+    """The same for the critic."""
+    assert session.critic is not None
+    definition, dtype = session.critic.input.definition, jnp.dtype(session.settings.model.dtype)
+
+    def forward(params: Params, batch: TokenBatch) -> Array:
+        return row_values(definition.bind(params), batch, dtype=dtype, remat=remat)
+
+    return _saved(forward, definition.shapes, rows, shape)
+
+
+def saved_by_reward_model(session: Session, model: Network, rows: int, shape: RowShape) -> int:
+    """The same for one block of the reward model, which is never trained."""
+    dtype = jnp.dtype(session.settings.model.dtype)
+
+    def forward(params: Params, batch: TokenBatch) -> Array:
+        return row_values(model.definition.bind(params), batch, dtype=dtype, remat="none")
+
+    return _saved(forward, model.definition.shapes, rows, shape) // model.architecture.num_layers
+
+
+def _saved(forward: Callable[[Params, TokenBatch], Any], weights: Params, rows: int, shape: RowShape) -> int:
+    """Bytes of residuals, the weights left out.
+
+    Traced, not computed: what twice as many rows would keep more. The compiler may keep some of it differently,
+    and needs room to work in; split over tp it is less.
+    """
+
+    def kept(rows: int) -> int:
+        tokens = jax.ShapeDtypeStruct((rows, shape.num_tokens), jnp.int32)
+        targets = jax.ShapeDtypeStruct((rows, shape.num_completion_tokens), jnp.int32)
+        mask = jax.ShapeDtypeStruct(targets.shape, jnp.bool)
+        batch = TokenBatch(tokens, tokens, tokens, tokens, score_index=targets, targets=targets, mask=mask)
+
+        def backward(params: Params, batch: TokenBatch) -> Callable[..., Any]:
+            return jax.vjp(lambda params: forward(params, batch), params)[1]
+
+        residuals = jax.tree.leaves(jax.eval_shape(backward, weights, batch))
+        return sum(x.size * x.dtype.itemsize for x in residuals)
+
+    return kept(2 * rows) - kept(rows)
