@@ -19,7 +19,7 @@ from settings.algorithm_section import WITH_CRITIC, Algorithm
 from settings.critic_section import Critic
 from settings.mesh_section import Mesh
 from settings.reward_section import Reward
-from settings.rollout_section import MAX_SLOTS, MAX_STALENESS, Pdsr, Segment, Workers
+from settings.rollout_section import MAX_SLOTS, MAX_STALENESS, DecodeLayout, Pdsr, Segment, Workers
 from settings.score_section import SCORED_ROLES, Score, ScoredRole
 from settings.section import Section
 
@@ -149,6 +149,11 @@ class Rollout(Section):
         default="island",
         description="With a scheduler: workers on devices of their own, or one batch over all devices, which only sync "
         "schedules.",
+    )
+    decode_layout: DecodeLayout = Field(
+        default="gathered",
+        description="Weights while tokens are drawn: whole on every device but for tp (gathered), or still split over "
+        "fsdp, which holds less and moves all weights between the devices for every token.",
     )
     max_staleness: int = Field(
         default=0,

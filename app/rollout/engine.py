@@ -51,6 +51,7 @@ from app.rollout.sampling import (
 )
 from app.rollout.stopping import AskedToStop, never
 from app.rollout.tally import Tally
+from settings.rollout_section import DecodeLayout
 
 
 class Slots(NamedTuple):
@@ -108,6 +109,7 @@ class Engine:
         decode_text: token ids -> text, for the record.
         prefill_length_min: smallest prompt bucket, in tokens.
         max_length_total: no prompt and completion are longer together: the top of the cache's ladder.
+        decode_layout: where the weights lie meanwhile; see `DecodeWeights`.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class Engine:
         dtype: jnp.dtype,
         prefill_length_min: int,
         max_length_total: int | None = None,
+        decode_layout: DecodeLayout = "gathered",
     ):
         self.mesh = mesh
         self.decode_text = decode_text
@@ -129,8 +132,9 @@ class Engine:
         self.asked_to_stop: AskedToStop = never
         self._definition = definition
         self._dtype = dtype
+        self._decode_layout: DecodeLayout = decode_layout
         self._eos_ids = np.asarray(eos_ids, np.int32)
-        self._weights = jax.jit(lambda params: decode_weights(definition, params, dtype))
+        self._weights = jax.jit(lambda params: decode_weights(definition, params, dtype, decode_layout))
         self._prefill = jax.jit(lambda weights, ids, lengths: prefill(definition, weights, ids, lengths))
         self._keys = jax.jit(sample_keys)
         self._open = jax.jit(open_slots, static_argnames=("cache_length", "num_new"))
@@ -230,7 +234,7 @@ class Engine:
     def footprint(self, shape: BatchShape) -> Footprint:
         """What `generate` holds, over all hosts. Traces its programs and compiles none of them."""
         hosts = num_hosts(self.mesh)
-        weights = abstract_decode_weights(self._definition, self.mesh, self._dtype)
+        weights = abstract_decode_weights(self._definition, self.mesh, self._dtype, self._decode_layout)
         of_prompts: Any = jax.ShapeDtypeStruct((shape.num_prompts * hosts,), jnp.int32)
         of_rows: Any = jax.ShapeDtypeStruct((shape.num_rows * hosts,), jnp.int32)
         ids = jax.ShapeDtypeStruct((*of_prompts.shape, shape.prompt_length), jnp.int32)

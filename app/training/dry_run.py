@@ -23,6 +23,7 @@ from app.training.memory import (
     state_bytes,
 )
 from app.training.metrics import Tokens, device_memory_bytes
+from app.training.placement_lines import placement_lines
 from app.training.reward_role import wire_reward
 from app.training.run_directory import Resume
 from app.training.wiring import Learning, wire_learning, work_of
@@ -57,7 +58,7 @@ class DryRun:
 
     directory: str
     notes: tuple[str, ...]
-    """What a launch tells of the settings."""
+    """What a launch tells of the settings, and of how weights move."""
     model: str
     family: str
     dtype: str
@@ -245,7 +246,7 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
     memory = memory_by_phase(session, learning, shapes, reward_model)
     return DryRun(
         directory=str(launch.run.path),
-        notes=launch_lines(launch.resolved),
+        notes=(*launch_lines(launch.resolved), *placement_lines(settings, definition, mesh)),
         model=settings.model.path,
         family=session.input.architecture.family,
         dtype=settings.model.dtype,

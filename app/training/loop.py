@@ -39,6 +39,7 @@ from app.training.narrator import Narrator
 from app.training.opening import open_checkpoints, open_journal, open_reference, open_reward_model, open_state
 from app.training.packing_check import check_packing, random_samples
 from app.training.preservation import Best, SaveClock
+from app.training.placement_lines import placement_lines
 from app.training.progress import Board
 from app.training.refill import Refilled, refill
 from app.training.reward_role import RewardModel, RewardPass, asking_metrics
@@ -270,7 +271,8 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     board = stack.enter_context(Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first))
     if session.workers is not None:
         session.workers.watch = board.watch
-    board.tell((*launch_lines(launch.resolved), launch.input.report, *launch.rewards.reports))
+    told = (*launch_lines(launch.resolved), *placement_lines(settings, session.input.definition, session.mesh))
+    board.tell((*told, launch.input.report, *launch.rewards.reports))
     journal = stack.enter_context(closing(open_journal(launch, progress)))
     progress = replace(progress, wandb_id=journal.wandb_id)
     narrator = Narrator(launch.run, settings.logging, board, journal)

@@ -29,6 +29,7 @@ from app.rollout.scheduling.figures import Figures
 from app.rollout.stopping import AskedToStop
 from app.rollout.tally import Tally
 from app.score.scorer import Pass, RowPass, Scorer, Valuer, with_a_token_behind
+from app.training.placement_lines import check_decode_layout
 from app.training.queues import open_slots, open_workers
 from settings import Settings
 from settings.errors import InputError
@@ -155,6 +156,7 @@ class Session:
     def open(cls, settings: Settings, model: ModelInput, critic: CriticInput | None = None) -> Session:
         """The first thing that touches a device. `topology.start` must have run."""
         mesh = open_mesh(settings)
+        check_decode_layout(settings, mesh)
         dtype = compute_type(settings)
         engine = Engine(
             model.definition,
@@ -164,6 +166,7 @@ class Session:
             dtype=dtype,
             prefill_length_min=settings.rollout.prefill_length_min,
             max_length_total=settings.rollout.max_length_total,
+            decode_layout=settings.rollout.decode_layout,
         )
         scorer = Scorer(model.definition, mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
         valuer = None if critic is None else Critic(critic, Valuer(critic.definition, mesh, dtype=dtype))
