@@ -21,6 +21,7 @@ from app.mesh.placement import (
     max_over_hosts,
     num_local_row_shards,
     row_sharding,
+    shardings_of,
     to_global,
     to_local,
 )
@@ -134,7 +135,11 @@ class Engine:
         self._dtype = dtype
         self._decode_layout: DecodeLayout = decode_layout
         self._eos_ids = np.asarray(eos_ids, np.int32)
-        self._weights = jax.jit(lambda params: decode_weights(definition, params, dtype, decode_layout))
+        # Said outright: programs of slots are compiled for weights that lie so.
+        layout = shardings_of(abstract_decode_weights(definition, mesh, dtype, decode_layout))
+        self._weights = jax.jit(
+            lambda params: decode_weights(definition, params, dtype, decode_layout), out_shardings=layout
+        )
         self._prefill = jax.jit(lambda weights, ids, lengths: prefill(definition, weights, ids, lengths))
         self._keys = jax.jit(sample_keys)
         self._open = jax.jit(open_slots, static_argnames=("cache_length", "num_new"))
