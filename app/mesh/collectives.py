@@ -234,7 +234,8 @@ def parse_groups(text: str, num_partitions: int) -> Groups:
 
     `{{0,1},{2,3}}` lists them and `{}` means one of all. `[4,2]<=[2,4]T(1,0)` are the rows of a [4, 2] array: the numbers
     from 0 on as [2, 4], transposed, reshaped. `mesh['x'=2,'y'=4] {'y'}` puts together what differs along y alone; of an
-    axis that is split, `'y':(2)4` is the part of size 4 with 2 before it.
+    axis that is split, `'y':(2)4` is the part of size 4 with 2 before it. Where the mesh does not hold the numbers in
+    order, `device_ids=([2,4]T(1,0))` says of which rows they are, as above.
 
     Raises:
         ValueError: another notation.
@@ -244,9 +245,10 @@ def parse_groups(text: str, num_partitions: int) -> Groups:
         return tuple(tuple(map(int, group.split(","))) for group in groups) or _everybody(num_partitions)
     if iota := re.match(r"\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", text):
         shape, sizes, order = (_integers(part) for part in iota.groups())
-        return _rows(np.arange(math.prod(sizes)).reshape(sizes).transpose(order or None).reshape(shape))
-    if named := re.match(r"@?\w*mesh\[([^\]]*)\] \{([^}]*)\}", text):
-        return _groups_on_axes(named[1], named[2])
+        return _rows(_transposed(sizes, order).reshape(shape))
+    if named := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(\[([0-9,]+)\]T\(([0-9,]+)\)\))? \{([^}]*)\}", text):
+        mesh, sizes, order, axes = named.groups()
+        return _groups_on_axes(mesh, axes, _transposed(_integers(sizes), _integers(order)) if sizes else None)
     raise ValueError(f"groups in a notation that is not known here: {text[:120]}")
 
 
@@ -254,11 +256,15 @@ def _integers(text: str | None) -> tuple[int, ...]:
     return tuple(map(int, text.split(","))) if text else ()
 
 
+def _transposed(sizes: tuple[int, ...], order: tuple[int, ...]) -> np.ndarray:
+    return np.arange(math.prod(sizes)).reshape(sizes).transpose(order or tuple(range(len(sizes))))
+
+
 def _rows(groups: np.ndarray) -> Groups:
     return tuple(tuple(row) for row in groups.tolist())
 
 
-def _groups_on_axes(mesh: str, axes: str) -> Groups:
+def _groups_on_axes(mesh: str, axes: str, order: np.ndarray | None) -> Groups:
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     # Every axis as one or three parts: those before, in and behind what is named of it.
     parts: list[tuple[int, bool]] = []
@@ -266,7 +272,8 @@ def _groups_on_axes(mesh: str, axes: str) -> Groups:
     for name, size in sizes.items():
         before, inside = named.get(name, (1, 1))
         parts += [(before, False), (inside, name in named), (size // (before * inside), False)]
-    ids = np.arange(math.prod(sizes.values())).reshape([size for size, _ in parts])
+    in_order = np.arange(math.prod(sizes.values())) if order is None else order
+    ids = in_order.reshape([size for size, _ in parts])
     together = [i for i, (_, is_named) in enumerate(parts) if is_named]
     apart = [i for i, (_, is_named) in enumerate(parts) if not is_named]
     width = math.prod(parts[i][0] for i in together)
