@@ -93,8 +93,8 @@ def _workers_hold_whole_weights(resolved: Resolved) -> str | None:
     if rollout.decode_layout == "gathered" or not rollout.has_workers:
         return None
     return (
-        f"{resolved.named('rollout.decode_layout')}: {resolved.named('rollout.scheduler')} gives each worker weights of "
-        "its own, whole but for tp; set rollout.decode_layout: gathered, or rollout.scheduler: null"
+        f"{resolved.named('rollout.decode_layout')}: {resolved.named('rollout.scheduler')} gives each worker weights "
+        "of its own, whole but for tp; set rollout.decode_layout: gathered, or rollout.scheduler: null"
     )
 
 

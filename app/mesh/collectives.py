@@ -1,6 +1,6 @@
 """Bytes that a compiled program moves between devices, read from its HLO text: nothing is run.
 
-    collectives_of(jax.jit(f).lower(x).compile().as_text())
+    collectives_of(jax.jit(f).lower(x).compile())
 
 Bytes are those that each device of a group of n sends under ring algorithms, which are optimal in bandwidth. With b the
 bytes of a device's operand:
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
+from jax.stages import Compiled
 
 Groups = tuple[tuple[int, ...], ...]
 """Partitions that communicate with each other: places in `mesh.devices.flat`. Of a permute: (from, to) of each pair."""
@@ -150,7 +151,14 @@ class _Instruction:
         return self.opcode.removesuffix("-start")
 
 
-def collectives_of(hlo: str) -> list[Collective]:
+def collectives_of(program: Compiled) -> list[Collective]:
+    """Every collective of a compiled program; see `collectives_in`."""
+    text = program.as_text()
+    assert text is not None, "this backend does not show its programs"
+    return collectives_in(text)
+
+
+def collectives_in(hlo: str) -> list[Collective]:
     """Every collective of a compiled module, with the loops around it. Of a branch all sides are counted.
 
     Raises:
@@ -232,7 +240,7 @@ def _everybody(num_partitions: int) -> Groups:
 def parse_groups(text: str, num_partitions: int) -> Groups:
     """The groups at the beginning of `text`, in any of XLA's notations.
 
-    `{{0,1},{2,3}}` lists them and `{}` means one of all. `[4,2]<=[2,4]T(1,0)` are the rows of a [4, 2] array: the numbers
+    `{{0,1},{2,3}}` lists them and `{}` means one of all. `[4,2]<=[2,4]T(1,0)` are the rows of a [4, 2] array: numbers
     from 0 on as [2, 4], transposed, reshaped. `mesh['x'=2,'y'=4] {'y'}` puts together what differs along y alone; of an
     axis that is split, `'y':(2)4` is the part of size 4 with 2 before it. Where the mesh does not hold the numbers in
     order, `device_ids=([2,4]T(1,0))` says of which rows they are, as above.

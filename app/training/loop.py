@@ -38,8 +38,8 @@ from app.training.metrics import (
 from app.training.narrator import Narrator
 from app.training.opening import open_checkpoints, open_journal, open_reference, open_reward_model, open_state
 from app.training.packing_check import check_packing, random_samples
-from app.training.preservation import Best, SaveClock
 from app.training.placement_lines import placement_lines
+from app.training.preservation import Best, SaveClock
 from app.training.progress import Board
 from app.training.refill import Refilled, refill
 from app.training.reward_role import RewardModel, RewardPass, asking_metrics

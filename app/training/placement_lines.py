@@ -34,8 +34,8 @@ def placement_lines(settings: Settings, definition: DecoderDefinition, mesh: Mes
     hosts, shards = hosts_of_a_weight(mesh), mesh.shape["fsdp"]
     if hosts > 1:
         lines.append(
-            f"mesh.shape: fsdp {shards} spans {hosts} hosts, so every micro-batch gathers the weights across them; fsdp "
-            f"inside a host (mesh.shape: auto) keeps that off, at {hosts} times the weights and moments on each device"
+            f"mesh.shape: fsdp {shards} spans {hosts} hosts, so every micro-batch gathers the weights across them; fsdp"
+            f" inside a host (mesh.shape: auto) keeps that off, at {hosts} times the weights and moments on each device"
         )
     return tuple(lines)
 

@@ -112,7 +112,7 @@ def decoding(architecture: Architecture, mesh: Mesh, layout: DecodeLayout, rows:
 
     with jax.set_mesh(mesh):
         compiled = jax.jit(decode, donate_argnums=1).lower(weights, cache, of_rows, of_rows).compile()
-    return collectives_of(compiled.as_text())
+    return collectives_of(compiled)
 
 
 def gathering(architecture: Architecture, mesh: Mesh, layout: DecodeLayout) -> list[Collective]:
@@ -121,7 +121,7 @@ def gathering(architecture: Architecture, mesh: Mesh, layout: DecodeLayout) -> l
     params = abstract(definition.shapes, definition.shardings(mesh))
     with jax.set_mesh(mesh):
         program = jax.jit(lambda params: decode_weights(definition, params, COMPILED, layout))
-        return collectives_of(program.lower(params).compile().as_text())
+        return collectives_of(program.lower(params).compile())
 
 
 def measure(architecture: Architecture, mesh: Mesh, hosts: Sequence[int], layout: DecodeLayout, rows: int) -> dict:

@@ -11,32 +11,34 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from app.mesh.collectives import Collective, collectives_of, parse_groups, traffic
+from app.mesh.collectives import Collective, collectives_in, collectives_of, parse_groups, traffic
 from tests.tiny import make_mesh
 
 ONE_HOST, TWO_HOSTS = [0] * 8, [0, 0, 0, 0, 1, 1, 1, 1]
 ALL = (tuple(range(8)),)
 
 
-def compiled(function: Callable[..., Any], *, shape: tuple[int, int, int], size: int, spec: P, out: P) -> str:
-    """Text of `function` of each device's part of a float32 array of `size` numbers."""
+def compiled(
+    function: Callable[..., Any], *, shape: tuple[int, int, int], size: int, spec: P, out: P
+) -> list[Collective]:
+    """Those of `function` of each device's part of a float32 array of `size` numbers."""
     mesh = make_mesh(shape)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False)
     x = jax.ShapeDtypeStruct((size,), jnp.float32, sharding=NamedSharding(mesh, spec))
-    return jax.jit(mapped).lower(x).compile().as_text()
-
-
-def only(text: str) -> Collective:
-    (found,) = collectives_of(text)
-    return found
+    return collectives_of(jax.jit(mapped).lower(x).compile())
 
 
 def test_gathering_shards_of_eight_devices_sends_all_but_ones_own_part():
-    text = compiled(
+    (found,) = compiled(
         lambda x: jax.lax.all_gather(x, "fsdp", tiled=True), shape=(1, 8, 1), size=64, spec=P("fsdp"), out=P()
     )
-    found = only(text)
-    assert (found.kind, found.dtype, found.operand_bytes, found.groups, found.loops) == ("all-gather", "f32", 32, ALL, ())
+    assert (found.kind, found.dtype, found.operand_bytes, found.groups, found.loops) == (
+        "all-gather",
+        "f32",
+        32,
+        ALL,
+        (),
+    )
     assert found.bytes_per_device == 7 * 32
     # A ring of eight devices crosses from host to host once in each direction.
     assert found.bytes_leaving_host(TWO_HOSTS) == 7 * 32
@@ -44,8 +46,7 @@ def test_gathering_shards_of_eight_devices_sends_all_but_ones_own_part():
 
 
 def test_a_sum_over_pairs_is_sent_once_there_and_once_back():
-    text = compiled(lambda x: jax.lax.psum(x, "tp"), shape=(2, 2, 2), size=64, spec=P("tp"), out=P())
-    found = only(text)
+    (found,) = compiled(lambda x: jax.lax.psum(x, "tp"), shape=(2, 2, 2), size=64, spec=P("tp"), out=P())
     assert found.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert found.bytes_per_device == 2 * 1 / 2 * 128
     assert found.bytes_leaving_host(TWO_HOSTS) == 0
@@ -60,8 +61,8 @@ def test_other_kinds_are_counted_by_what_a_device_sends():
         passed_on = jax.lax.ppermute(x, "dp", [(i, (i + 1) % 4) for i in range(4)])
         return scattered, exchanged, passed_on
 
-    text = compiled(everything, shape=(4, 1, 2), size=64, spec=P("dp"), out=P("dp"))
-    found = {one.kind: one for one in collectives_of(text)}
+    collectives = compiled(everything, shape=(4, 1, 2), size=64, spec=P("dp"), out=P("dp"))
+    found = {one.kind: one for one in collectives}
     assert {kind: one.bytes_per_device for kind, one in found.items()} == {
         "reduce-scatter": 3 / 4 * 64,
         "all-to-all": 3 / 4 * 64,
@@ -82,11 +83,11 @@ def test_a_closed_loop_counts_as_often_as_it_goes_round_and_an_open_one_once():
         closed = jax.lax.scan(turn, x, None, length=5)[0]
         return jax.lax.while_loop(lambda x: jnp.all(x < 1e3), lambda x: 2 * jax.lax.psum(x, "dp"), closed)
 
-    found = collectives_of(compiled(looped, shape=(8, 1, 1), size=64, spec=P("dp"), out=P("dp")))
+    found = compiled(looped, shape=(8, 1, 1), size=64, spec=P("dp"), out=P("dp"))
     once = 2 * 7 / 8 * 32
-    assert sorted((one.loops, one.bytes_per_device) for one in found if one.dtype == "f32" and not one.is_in_open_loop) == [
-        ((5,), 5 * once)
-    ]
+    assert sorted(
+        (one.loops, one.bytes_per_device) for one in found if one.dtype == "f32" and not one.is_in_open_loop
+    ) == [((5,), 5 * once)]
     in_open = [one for one in found if one.is_in_open_loop]
     assert [(one.loops, one.bytes_per_device) for one in in_open] == [((None,), once)]
     whole = traffic(found, TWO_HOSTS)
@@ -105,7 +106,7 @@ HloModule two, is_scheduled=true, num_partitions=4
 ENTRY %main (x: bf16[8,16], y: s32[3]) -> bf16[2,16] {
   %x = bf16[8,16]{1,0:T(8,128)(2,1)} parameter(0)
   %y = s32[3]{0} parameter(1)
-  %gather = ((bf16[8,16]{1,0}, s32[3]{0}), (bf16[16,16]{1,0}, s32[6]{0})) all-gather-start(%x, %y), replica_groups={{0,1},{2,3}}, dimensions={0}
+  %gather = ((bf16[8,16], s32[3]), (bf16[16,16], s32[6])) all-gather-start(%x, %y), replica_groups={{0,1},{2,3}}
   %gathered = (bf16[16,16]{1,0}, s32[6]{0}) all-gather-done(%gather)
   %sum = f32[] all-reduce-start(%gathered), replica_groups={}, to_apply=%add
   %start = ((bf16[8,16]{1,0}), bf16[2,16]{1,0}, u32[]) async-start(%x), calls=%wrapped
@@ -119,7 +120,7 @@ ENTRY %main (x: bf16[8,16], y: s32[3]) -> bf16[2,16] {
 
 
 def test_asynchronous_and_merged_collectives_are_counted_once():
-    gather, total, scatter = collectives_of(ASYNC)
+    gather, total, scatter = collectives_in(ASYNC)
     assert (gather.kind, gather.operand_bytes, gather.groups) == ("all-gather", 256 + 12, ((0, 1), (2, 3)))
     assert (total.kind, total.operand_bytes, total.groups) == ("all-reduce", 512 + 24, ((0, 1, 2, 3),))
     assert (scatter.kind, scatter.bytes_per_device) == ("reduce-scatter", 3 / 4 * 256)
@@ -127,7 +128,7 @@ def test_asynchronous_and_merged_collectives_are_counted_once():
 
 def test_what_is_not_counted_is_refused():
     with pytest.raises(ValueError, match="send"):
-        collectives_of(ASYNC.replace("all-gather-start", "send"))
+        collectives_in(ASYNC.replace("all-gather-start", "send"))
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def collectives_of_decoding(layout: DecodeLayout) -> list[Collective]:
         return jax.lax.while_loop(lambda carry: ~jnp.all(carry[1] == 0), step, (cache, token_ids, positions))
 
     with jax.set_mesh(mesh):
-        return collectives_of(jax.jit(decode).lower(weights, cache, of_rows, of_rows).compile().as_text())
+        return collectives_of(jax.jit(decode).lower(weights, cache, of_rows, of_rows).compile())
 
 
 def test_split_weights_are_gathered_for_every_token_and_whole_ones_never():
