@@ -52,8 +52,8 @@ def _decoding_line(definition: DecoderDefinition, mesh: Mesh, dtype: jnp.dtype) 
     seconds = f", at best {gather_s(mesh, moved, chip):.2g} s" if chip else ""
     across = f", across {hosts} hosts" if hosts > 1 else ""
     return [
-        f"warning: rollout.decode_layout: fsdp moves {_size(moved)} of weights into each device for every token of its "
-        f"rows{across}{seconds}; gathered moves none and holds {_size(whole)} instead of {_size(held)}"
+        f"warning: rollout.decode_layout: fsdp moves {_size(moved)} of weights into each device at every token "
+        f"step{across}{seconds}; gathered moves none and holds {_size(whole)} instead of {_size(held)}"
     ]
 
 

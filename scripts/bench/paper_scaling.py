@@ -227,8 +227,8 @@ def historic_lengths(place: Slice) -> str:
     by_fsdp = paper.step().rollout_by_fsdp_decode / NEW
     steps = HISTORIC["rollout"] / by_fsdp
     return (
-        f"The historic rollout, {HISTORIC['rollout']} s, is {steps:.0f} token steps of fsdp-decode by the expected set: "
-        "its longest completions were shorter than allowed, or its links gave more than assumed."
+        f"The historic rollout, {HISTORIC['rollout']} s, is {steps:.0f} token steps of fsdp-decode by the expected set:"
+        " its longest completions were shorter than allowed, or its links gave more than assumed."
     )
 
 

@@ -52,7 +52,7 @@ def test_one_slice_gathers_over_its_own_links_and_two_over_their_hosts_network()
 def test_a_launch_says_what_crosses_hosts():
     settings = load(None, ["rollout.decode_layout=fsdp", "rollout.placement=global"], {}).settings
     decoding, training = placement_lines(settings, DEFINITION, mesh_of(1, 8, 1))
-    assert "for every token of its rows, across 2 hosts, at best " in decoding
+    assert "at every token step, across 2 hosts, at best " in decoding
     assert training.startswith("mesh.shape: fsdp 8 spans 2 hosts") and "at 2 times the weights" in training
     (inside,) = placement_lines(settings, DEFINITION, mesh_of(2, 4, 1))
     assert "hosts" not in inside
