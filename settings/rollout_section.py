@@ -13,6 +13,9 @@ MAX_TOKENS = 2**24
 MAX_SLOTS = 2**16
 MAX_STALENESS = 64
 
+DecodeLayout = Literal["gathered", "fsdp"]
+"""Values of `rollout.decode_layout`."""
+
 
 class Segment(Section):
     """How many tokens a worker decodes before it looks up."""

@@ -99,6 +99,16 @@ def _slots_are_of_one_host(resolved: Resolved) -> str | None:
     )
 
 
+def _workers_hold_whole_weights(resolved: Resolved) -> str | None:
+    rollout = resolved.settings.rollout
+    if rollout.decode_layout == "gathered" or not rollout.has_workers:
+        return None
+    return (
+        f"{resolved.named('rollout.decode_layout')}: {resolved.named('rollout.scheduler')} gives each worker weights "
+        "of its own, whole but for tp; set rollout.decode_layout: gathered, or rollout.scheduler: null"
+    )
+
+
 def _workers_run_ahead(resolved: Resolved) -> str | None:
     rollout = resolved.settings.rollout
     if rollout.max_staleness == 0 or rollout.has_workers:
@@ -121,6 +131,11 @@ def _training_does_not_run_leases_out(resolved: Resolved) -> str | None:
     )
 
 
-WORKERS = (_the_scheduler_has_workers, _slots_are_of_one_host, _exact_samples_are_exact)
+WORKERS = (
+    _the_scheduler_has_workers,
+    _slots_are_of_one_host,
+    _workers_hold_whole_weights,
+    _exact_samples_are_exact,
+)
 AHEAD = (_workers_run_ahead, _training_does_not_run_leases_out)
 SCHEDULE = (_segments_have_a_length, _the_window_holds_a_verdict, _somebody_decodes, _workers_have_devices_of_their_own)

@@ -19,7 +19,7 @@ from settings.algorithm_section import WITH_CRITIC, Algorithm
 from settings.critic_section import Critic
 from settings.mesh_section import Mesh
 from settings.reward_section import Reward
-from settings.rollout_section import MAX_SLOTS, MAX_STALENESS, Pdsr, Segment, Workers
+from settings.rollout_section import MAX_SLOTS, MAX_STALENESS, DecodeLayout, Pdsr, Segment, Workers
 from settings.score_section import SCORED_ROLES, Score, ScoredRole
 from settings.section import Section
 from settings.watchdog_section import Watchdog
@@ -151,6 +151,11 @@ class Rollout(Section):
         description="Each host generates on its own devices and waits for no other meanwhile (island), or all hosts "
         "generate one batch on all devices, without slots or workers (global). On one host they differ only with the "
         "scheduler sync: workers, or one batch.",
+    )
+    decode_layout: DecodeLayout = Field(
+        default="gathered",
+        description="Weights while tokens are drawn: whole on every device but for tp (gathered), or still split over "
+        "fsdp, which holds less and moves all weights between the devices for every token.",
     )
     max_staleness: int = Field(
         default=0,

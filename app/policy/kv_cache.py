@@ -8,6 +8,7 @@ position are visible.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from app.mesh.placement import abstract
 from app.policy.attention import cached_attention, packed_attention, pairs_of_blocks
 from app.policy.decoder import Attend, Decoder, DecoderDefinition, Params
 from app.policy.row_layout import one_segment
+from settings.rollout_section import DecodeLayout
 
 
 class LayerCache(NamedTuple):
@@ -35,7 +37,9 @@ Cache = tuple[LayerCache, ...]
 CACHE_DIMS = ("rows", "kv_heads", "tokens", "head")
 
 
-class DecodeWeights(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeWeights:
     """The policy's weights in the form that decodes fastest.
 
     One array per layer, because slicing a stacked one copies it at every token, and already in the
@@ -45,39 +49,46 @@ class DecodeWeights(NamedTuple):
     params: Params
     """Everything but the blocks."""
     blocks: tuple[Params, ...]
+    layout: DecodeLayout = field(default="gathered", metadata={"static": True})
+    """Whole along their model dim on every device, split over tp alone; or split over fsdp as they are in training, and
+    gathered again for every token."""
 
 
-def decode_weights(definition: DecoderDefinition, params: Params, dtype: jnp.dtype) -> DecodeWeights:
-    """Unstacks, casts and gathers; once per policy version, under jit.
-
-    Rows alone are split over dp and fsdp while decoding: gathering fsdp shards at every token would
-    move all weights once per token.
-    """
+def decode_weights(
+    definition: DecoderDefinition, params: Params, dtype: jnp.dtype, layout: DecodeLayout = "gathered"
+) -> DecodeWeights:
+    """Unstacks, casts and lays out; once per policy version, under jit."""
 
     def laid_out(x: Array, dims: tuple[str, ...]) -> Array:
-        return constrain(x.astype(dtype), *decode_dims(dims))
+        return constrain(x.astype(dtype), *decode_dims(dims, layout))
 
     def of_layer(layer: int) -> Params:
-        return jax.tree.map(lambda x: x[layer], laid["blocks"])
+        return jax.tree.map(
+            lambda x, dims: constrain(x[layer], *decode_dims(dims[1:], layout)),
+            laid["blocks"],
+            definition.dims["blocks"],
+        )
 
     laid = jax.tree.map(laid_out, params, definition.dims)
     # The stacked blocks stay in the tree as empty leaves so that the graph still fits it.
     rest = {**laid, "blocks": jax.tree.map(lambda x: x[:0], laid["blocks"])}
-    return DecodeWeights(rest, tuple(of_layer(i) for i in range(definition.architecture.num_layers)))
+    return DecodeWeights(rest, tuple(of_layer(i) for i in range(definition.architecture.num_layers)), layout)
 
 
-def decode_dims(dims: tuple[str, ...]) -> tuple[str, ...]:
-    """A weight's logical dims while decoding: whole along its model dim."""
-    return tuple("activation" if dim == "embed" else dim for dim in dims)
+def decode_dims(dims: tuple[str, ...], layout: DecodeLayout) -> tuple[str, ...]:
+    """A weight's logical dims while decoding."""
+    return tuple("activation" if dim == "embed" else dim for dim in dims) if layout == "gathered" else dims
 
 
-def abstract_decode_weights(definition: DecoderDefinition, mesh: Mesh, dtype: jnp.dtype) -> DecodeWeights:
+def abstract_decode_weights(
+    definition: DecoderDefinition, mesh: Mesh, dtype: jnp.dtype, layout: DecodeLayout = "gathered"
+) -> DecodeWeights:
     """What `decode_weights` gives, as shapes on their shardings."""
-    shapes = jax.eval_shape(lambda params: decode_weights(definition, params, dtype), definition.shapes)
-    dims = jax.tree.map(lambda _, dims: decode_dims(dims), definition.shapes, definition.dims)
+    shapes = jax.eval_shape(lambda params: decode_weights(definition, params, dtype, layout), definition.shapes)
+    dims = jax.tree.map(lambda _, dims: decode_dims(dims, layout), definition.shapes, definition.dims)
     of_layer = jax.tree.map(lambda _, dims: dims[1:], definition.shapes["blocks"], dims["blocks"])
-    layout = DecodeWeights(dims, (of_layer,) * len(shapes.blocks))
-    return abstract(shapes, sharding_tree(mesh, shapes, layout))
+    tree = DecodeWeights(dims, (of_layer,) * len(shapes.blocks), layout)
+    return abstract(shapes, sharding_tree(mesh, shapes, tree))
 
 
 def constrain_cache(cache: Cache) -> Cache:
@@ -141,6 +152,9 @@ def decode_step(
     positions: Int32[Array, "B"],
 ) -> tuple[Float[Array, "B D"], Cache]:
     """Feeds one token per slot at its position. Returns its hidden state and the updated cache."""
+    if weights.layout == "fsdp":
+        # Tied to what differs from token to token: else XLA gathers before the loop over tokens, and holds it all.
+        weights, token_ids = jax.lax.optimization_barrier((weights, token_ids))
     decoder = definition.bind(weights.params)
     # vmap tells the partitioner that slots are independent, so no slot ever crosses a device.
     write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))

@@ -54,6 +54,7 @@ from app.rollout.sampling import (
 )
 from app.rollout.stopping import AskedToStop, StoppedError, never
 from app.rollout.tally import Tally
+from settings.rollout_section import DecodeLayout
 
 SEGMENT_STEPS = 256
 """Tokens of a row until the host looks up from a batch, to see whether it was asked to stop."""
@@ -116,6 +117,7 @@ class Engine:
         decode_text: token ids -> text, for the record.
         prefill_length_min: smallest prompt bucket, in tokens.
         max_length_total: no prompt and completion are longer together: the top of the cache's ladder.
+        decode_layout: where the weights lie meanwhile; see `DecodeWeights`.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Engine:
         dtype: jnp.dtype,
         prefill_length_min: int,
         max_length_total: int | None = None,
+        decode_layout: DecodeLayout = "gathered",
     ):
         self.mesh = mesh
         self._trained_on = trained_on or mesh
@@ -139,10 +142,13 @@ class Engine:
         self.asked_to_stop: AskedToStop = never
         self._definition = definition
         self._dtype = dtype
+        self._decode_layout: DecodeLayout = decode_layout
         self._eos_ids = np.asarray(eos_ids, np.int32)
-        # Said outright: an island takes over what it finds in this layout on its devices.
-        layout = shardings_of(abstract_decode_weights(definition, self._trained_on, dtype))
-        self._weights = jax.jit(lambda params: decode_weights(definition, params, dtype), out_shardings=layout)
+        # Said outright: an island takes over what it finds in this layout, programs of slots are compiled for it.
+        layout = shardings_of(abstract_decode_weights(definition, self._trained_on, dtype, decode_layout))
+        self._weights = jax.jit(
+            lambda params: decode_weights(definition, params, dtype, decode_layout), out_shardings=layout
+        )
         self._prefill = jax.jit(lambda weights, ids, lengths: prefill(definition, weights, ids, lengths))
         self._keys = jax.jit(sample_keys)
         self._open = jax.jit(open_slots, static_argnames=("cache_length", "num_new"))
@@ -264,7 +270,7 @@ class Engine:
     def footprint(self, shape: BatchShape) -> Footprint:
         """What `generate` holds, over all hosts. Traces its programs and compiles none of them."""
         hosts = num_hosts(self.mesh)
-        weights = abstract_decode_weights(self._definition, self.mesh, self._dtype)
+        weights = abstract_decode_weights(self._definition, self.mesh, self._dtype, self._decode_layout)
         of_prompts: Any = jax.ShapeDtypeStruct((shape.num_prompts * hosts,), jnp.int32)
         of_rows: Any = jax.ShapeDtypeStruct((shape.num_rows * hosts,), jnp.int32)
         ids = jax.ShapeDtypeStruct((*of_prompts.shape, shape.prompt_length), jnp.int32)

@@ -32,6 +32,7 @@ from app.policy.kv_cache import (
 from app.policy.token_logprobs import scaled_logits
 from app.rollout.sampling import Sampler, SamplingRules, draw, draw_truncated, effective_temperature, sample_keys
 from app.rollout.slot_shapes import SlotShapes
+from settings.rollout_section import DecodeLayout
 
 OfSlots = Any
 """int32 [B], on the host or in a program."""
@@ -241,12 +242,14 @@ class SlotPrograms:
         *,
         dtype: jnp.dtype,
         num_eos: int,
+        decode_layout: DecodeLayout = "gathered",
     ):
         self._definition = definition
         self._mesh = mesh
         self._shapes = shapes
         self._dtype = dtype
         self._num_eos = num_eos
+        self._decode_layout: DecodeLayout = decode_layout
         self._compiled: dict[Name, Callable[..., Any]] = {}
         self._served: set[tuple[bool, bool, bool]] = set()
         self.truncates = False
@@ -299,7 +302,7 @@ class SlotPrograms:
 
     @functools.cached_property
     def abstract_weights(self) -> DecodeWeights:
-        return abstract_decode_weights(self._definition, self._mesh, self._dtype)
+        return abstract_decode_weights(self._definition, self._mesh, self._dtype, self._decode_layout)
 
     def _whole(self, *shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, PartitionSpec()))

@@ -26,6 +26,7 @@ from app.rollout.slot_programs import Limits, RowStatus, RowTable, SlotPrograms,
 from app.rollout.slot_shapes import SlotShapes
 from app.rollout.tally import Tally
 from settings.errors import InputError
+from settings.rollout_section import DecodeLayout
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class SlotEngine:
         exact: the tokens of a suspended sample without its cache are fed again to the program that drew them; else
             they are read in one pass, which rounds differently.
         programs: of another engine that differs in nothing, to compile them once.
+        decode_layout: of the weights that it is given; see `DecodeWeights`.
     """
 
     def __init__(
@@ -72,11 +74,14 @@ class SlotEngine:
         dtype: jnp.dtype,
         exact: bool,
         programs: SlotPrograms | None = None,
+        decode_layout: DecodeLayout = "gathered",
     ):
         self.shapes = shapes
         self.exact = exact
         self.tally = Tally()
-        self.programs = programs or SlotPrograms(definition, mesh, shapes, dtype=dtype, num_eos=len(eos_ids))
+        self.programs = programs or SlotPrograms(
+            definition, mesh, shapes, dtype=dtype, num_eos=len(eos_ids), decode_layout=decode_layout
+        )
         self._mesh = mesh
         self._eos_ids = np.asarray(eos_ids, np.int32)
         self._weights: Any = ()

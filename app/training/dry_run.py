@@ -49,7 +49,7 @@ class DryRun:
 
     directory: str
     notes: tuple[str, ...]
-    """What a launch tells of the settings."""
+    """What a launch tells of the settings, and of how weights move."""
     model: str
     family: str
     dtype: str

@@ -24,6 +24,7 @@ from app.training.agreement import (
 from app.training.mesh_fit import whole_dims
 from app.training.parting import parting
 from app.training.pinned_model import pinned
+from app.training.placement_lines import placement_lines
 from app.training.queues import check_runs_ahead
 from app.training.run_directory import Resume, RunDirectory, check_claim
 from app.training.session import Session
@@ -94,9 +95,12 @@ def _facts(settings: Settings, run: RunDirectory, read: TrainingInput) -> dict[s
 
 
 def launch_notes(settings: Settings, session: Session) -> tuple[str, ...]:
-    """The arithmetic of a step over several hosts, and the weights that tp leaves whole."""
+    """The arithmetic of a step over several hosts, weights that tp leaves whole, and what moves them at every token."""
     mesh, rollout = session.mesh, settings.rollout
-    notes = whole_dims(mesh, session.input.architecture)
+    notes = (
+        *whole_dims(mesh, session.input.architecture),
+        *placement_lines(settings, session.input.definition, mesh),
+    )
     if num_hosts(mesh) == 1:
         return notes
     prompts = rollout.prompts_per_step * num_hosts(mesh)

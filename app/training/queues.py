@@ -120,4 +120,13 @@ def _engine(
 ) -> SlotEngine:
     exact = settings.rollout.mode == "exact"
     eos_ids = tokenizer.eos_ids
-    return SlotEngine(definition, mesh, shapes, eos_ids=eos_ids, dtype=dtype, exact=exact, programs=programs)
+    return SlotEngine(
+        definition,
+        mesh,
+        shapes,
+        eos_ids=eos_ids,
+        dtype=dtype,
+        exact=exact,
+        programs=programs,
+        decode_layout=settings.rollout.decode_layout,
+    )

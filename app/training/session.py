@@ -32,6 +32,7 @@ from app.rollout.stopping import AskedToStop
 from app.rollout.tally import Tally
 from app.score.scorer import Pass, RowPass, Scorer, Valuer, with_a_token_behind
 from app.training.mesh_fit import check_heads
+from app.training.placement_lines import check_decode_layout
 from app.training.queues import open_slots, open_workers
 from settings import Settings
 from settings.errors import InputError
@@ -164,6 +165,7 @@ class Session:
         check_heads(mesh, model.architecture, path=settings.model.path)
         if critic is not None:
             check_heads(mesh, critic.architecture, path=settings.critic.path or settings.model.path)
+        check_decode_layout(settings, mesh)
         dtype = compute_type(settings)
         generates_on = mesh if settings.rollout.placement == "global" else host_island(mesh)
         engine = Engine(
@@ -175,6 +177,7 @@ class Session:
             dtype=dtype,
             prefill_length_min=settings.rollout.prefill_length_min,
             max_length_total=settings.rollout.max_length_total,
+            decode_layout=settings.rollout.decode_layout,
         )
         scorer = Scorer(model.definition, mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
         valuer = None if critic is None else Critic(critic, Valuer(critic.definition, mesh, dtype=dtype))

@@ -15,6 +15,7 @@ import numpy as np
 
 from app.flow import Prompt, Sample
 from app.jsonl import check_distinct, check_output
+from app.mesh import topology
 from app.mesh.placement import gather_over_hosts, sum_over_hosts
 from app.policy.kv_cache import DecodeWeights
 from app.prompts.dataset import load_dataset

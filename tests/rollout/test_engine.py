@@ -85,7 +85,7 @@ def test_a_sample_whose_logits_are_not_finite_is_dropped_and_no_other_changes():
     poison = next(int(token) for s in samples for token in s.completion_ids[:-1] if int(token) not in used)
     engine, weights = engine_of(BIASED)
     embedding = weights.params["embedding"].at[poison].set(np.nan)
-    poisoned = weights._replace(params={**weights.params, "embedding": embedding})
+    poisoned = replace(weights, params={**weights.params, "embedding": embedding})
     broken = engine.generate(
         poisoned, PROMPTS, group_size=4, max_new_tokens=6, rules=SamplingRules(1.0), seed=0, policy_version=3
     )

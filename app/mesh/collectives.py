@@ -1,0 +1,297 @@
+"""Bytes that a compiled program moves between devices, read from its HLO text: nothing is run.
+
+    collectives_of(jax.jit(f).lower(x).compile())
+
+Bytes are those that each device of a group of n sends under ring algorithms, which are optimal in bandwidth. With b the
+bytes of a device's operand:
+
+    all-gather          (n - 1) b
+    reduce-scatter      (n - 1) / n b
+    all-reduce      2 x (n - 1) / n b     a reduce-scatter, then an all-gather
+    all-to-all          (n - 1) / n b
+    collective-permute              b     of each pair of different devices
+
+Sources: Chan, Heimlich, Purkayastha & van de Geijn 2007, "Collective communication"; NVIDIA nccl-tests, PERFORMANCE.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+from jax.stages import Compiled
+
+Groups = tuple[tuple[int, ...], ...]
+"""Partitions that communicate with each other: places in `mesh.devices.flat`. Of a permute: (from, to) of each pair."""
+
+SENT: Mapping[str, Callable[[int, int], float]] = MappingProxyType(
+    {
+        "all-gather": lambda n, b: (n - 1) * b,
+        "reduce-scatter": lambda n, b: (n - 1) / n * b,
+        "all-reduce": lambda n, b: 2 * (n - 1) / n * b,
+        "all-to-all": lambda n, b: (n - 1) / n * b,
+        "collective-permute": lambda n, b: b,
+    }
+)
+"""Kind -> (devices of a group, bytes of a device's operand) -> bytes that each of them sends."""
+
+UNCOUNTED = frozenset({"send", "recv", "collective-broadcast", "ragged-all-to-all"})
+"""Move bytes as well. A program that has one is refused, not counted short."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One instruction of a program."""
+
+    kind: str
+    dtype: str
+    """HLO's name: `f32`, `bf16`, `pred`; of the first operand."""
+    operand_bytes: int
+    """On each device; of all operands where several were merged."""
+    groups: Groups
+    loops: tuple[int | None, ...] = ()
+    """Times that each loop around it goes round, the outermost first; None where only running tells."""
+
+    @property
+    def is_in_open_loop(self) -> bool:
+        """Whether how often it runs depends on the data."""
+        return None in self.loops
+
+    @property
+    def times(self) -> int:
+        """In one turn of every open loop."""
+        return math.prod(loop for loop in self.loops if loop is not None)
+
+    @property
+    def bytes_per_device(self) -> float:
+        """That the busiest device sends."""
+        if self.kind == "collective-permute":
+            return self.times * self.operand_bytes * any(a != b for a, b in self.groups)
+        return self.times * max(SENT[self.kind](len(group), self.operand_bytes) for group in self.groups)
+
+    def bytes_leaving_host(self, hosts: Sequence[int]) -> float:
+        """That the busiest host sends to others.
+
+        A ring that goes from host to host leaves each of them over one link. All-to-all sends each device its own part,
+        wherever it is.
+
+        Args:
+            hosts: of each partition, in order.
+        """
+        leaving = dict.fromkeys(hosts, 0.0)
+        for group in self.groups:
+            members = [hosts[partition] for partition in group]
+            if self.kind == "collective-permute":
+                leaving[members[0]] += self.operand_bytes * (members[0] != members[1])
+            elif self.kind == "all-to-all":
+                for host in members:
+                    leaving[host] += self.operand_bytes * sum(other != host for other in members) / len(members)
+            elif len(set(members)) > 1:
+                for host in set(members):
+                    leaving[host] += SENT[self.kind](len(group), self.operand_bytes)
+        return self.times * max(leaving.values())
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of some collectives, each in one turn of the open loops around it."""
+
+    count: int
+    """Calls, those in closed loops as often as they run."""
+    bytes_per_device: float
+    bytes_leaving_host: float
+    by_kind: Mapping[str, float]
+    """Kind -> bytes per device."""
+
+
+def traffic(collectives: Iterable[Collective], hosts: Sequence[int]) -> Traffic:
+    """What they move altogether, on hosts as in `Collective.bytes_leaving_host`."""
+    found = list(collectives)
+    by_kind: dict[str, float] = {}
+    for one in found:
+        by_kind[one.kind] = by_kind.get(one.kind, 0.0) + one.bytes_per_device
+    leaving = sum(one.bytes_leaving_host(hosts) for one in found)
+    return Traffic(sum(one.times for one in found), sum(by_kind.values()), leaving, by_kind)
+
+
+# The text ----------------------------------------------------------------------------------------------------------
+
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>.*?) (?P<opcode>[a-z][a-z0-9\-]*)\(")
+_ARRAY = re.compile(r"\b(?P<dtype>[a-z]+(?P<bits>\d*)\w*)\[(?P<sizes>[0-9,<= ]*)\]")
+_CALLED = re.compile(r"\b(?P<role>body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED_LISTS = re.compile(r"\b(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    name: str
+    shape: str
+    opcode: str
+    rest: str
+    """Behind the opening parenthesis of its operands."""
+
+    @property
+    def operands(self) -> list[str]:
+        depth, end = 1, 0
+        while depth:
+            depth += {"(": 1, ")": -1}.get(self.rest[end], 0)
+            end += 1
+        return re.findall(r"%([\w.\-]+)", self.rest[: end - 1])
+
+    @property
+    def kind(self) -> str:
+        """Without the suffix of its asynchronous form; the other half of that, `-done`, is no collective."""
+        return self.opcode.removesuffix("-start")
+
+
+def collectives_of(program: Compiled) -> list[Collective]:
+    """Every collective of a compiled program; see `collectives_in`."""
+    text = program.as_text()
+    assert text is not None, "this backend does not show its programs"
+    return collectives_in(text)
+
+
+def collectives_in(hlo: str) -> list[Collective]:
+    """Every collective of a compiled module, with the loops around it. Of a branch all sides are counted.
+
+    Raises:
+        ValueError: a collective or a notation of its groups that is not known here.
+    """
+    computations, entry = _computations(hlo)
+    partitions = re.search(r"\bnum_partitions=(\d+)", hlo.partition("\n")[0])
+    num_partitions = int(partitions[1]) if partitions else 1
+    return list(_walk(computations, entry, (), num_partitions))
+
+
+def _computations(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
+    """Name -> instructions, and the name of the first to run."""
+    found: dict[str, list[_Instruction]] = {}
+    entry, inside = "", None
+    for line in hlo.splitlines():
+        if header := _COMPUTATION.match(line):
+            inside = found.setdefault(header["name"], [])
+            entry = header["name"] if header["entry"] else entry
+        elif line.startswith("}"):
+            inside = None
+        elif inside is not None and (match := _INSTRUCTION.match(line)):
+            inside.append(_Instruction(match["name"], match["shape"], match["opcode"], line[match.end() :]))
+    if not entry:
+        raise ValueError("no ENTRY computation; expected the text of a compiled HLO module")
+    return found, entry
+
+
+def _walk(
+    computations: Mapping[str, list[_Instruction]], name: str, loops: tuple[int | None, ...], num_partitions: int
+) -> Iterator[Collective]:
+    shapes = {one.name: one.shape for one in computations[name]}
+    for one in computations[name]:
+        if one.opcode in UNCOUNTED:
+            raise ValueError(f"{one.opcode} ({one.name}) moves bytes that are not counted here")
+        if one.kind in SENT:
+            yield _collective(one, shapes, loops, num_partitions)
+        elif not one.opcode.endswith(("-done", "-update")):
+            # A while that is not annotated goes round until its data say so.
+            trips = _TRIPS.search(one.rest)
+            around = (*loops, int(trips[1]) if trips else None) if one.opcode == "while" else loops
+            for called in _called(one):
+                yield from _walk(computations, called, around, num_partitions)
+
+
+def _called(one: _Instruction) -> Iterator[str]:
+    for match in _CALLED.finditer(one.rest):
+        yield match[2]
+    for match in _CALLED_LISTS.finditer(one.rest):
+        yield from re.findall(r"%?([\w.\-]+)", match[1])
+
+
+def _collective(
+    one: _Instruction, shapes: Mapping[str, str], loops: tuple[int | None, ...], num_partitions: int
+) -> Collective:
+    operands = [shapes[name] for name in one.operands]
+    first = _ARRAY.search(operands[0])
+    assert first is not None, one
+    attribute = "source_target_pairs" if one.kind == "collective-permute" else "replica_groups"
+    written = re.search(rf"\b{attribute}=(.*)", one.rest)
+    groups = parse_groups(written[1], num_partitions) if written else _everybody(num_partitions)
+    return Collective(one.kind, first["dtype"], sum(map(_num_bytes, operands)), groups, loops)
+
+
+def _num_bytes(shape: str) -> int:
+    """Of an array or a tuple of arrays, as the text names them: `f32[2,3]{1,0}`."""
+    total = 0
+    for array in _ARRAY.finditer(shape):
+        bits = 8 if array["dtype"] == "pred" else int(array["bits"] or 0)
+        sizes = [int(size.strip(" <=")) for size in array["sizes"].split(",") if size.strip()]
+        total += math.prod(sizes) * bits // 8
+    return total
+
+
+def _everybody(num_partitions: int) -> Groups:
+    return (tuple(range(num_partitions)),)
+
+
+def parse_groups(text: str, num_partitions: int) -> Groups:
+    """The groups at the beginning of `text`, in any of XLA's notations.
+
+    `{{0,1},{2,3}}` lists them and `{}` means one of all. `[4,2]<=[2,4]T(1,0)` are the rows of a [4, 2] array: numbers
+    from 0 on as [2, 4], transposed, reshaped. `mesh['x'=2,'y'=4] {'y'}` puts together what differs along y alone; of an
+    axis that is split, `'y':(2)4` is the part of size 4 with 2 before it. Where the mesh does not hold the numbers in
+    order, `device_ids=([2,4]T(1,0))` says of which rows they are, as above.
+
+    Raises:
+        ValueError: another notation.
+    """
+    if listed := re.match(r"\{((?:\{[0-9, ]*\},?\s*)*)\}", text):
+        groups = re.findall(r"\{([0-9, ]*)\}", listed[1])
+        return tuple(tuple(map(int, group.split(","))) for group in groups) or _everybody(num_partitions)
+    if iota := re.match(r"\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", text):
+        shape, sizes, order = (_integers(part) for part in iota.groups())
+        return _rows(_transposed(sizes, order).reshape(shape))
+    if named := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(\[([0-9,]+)\]T\(([0-9,]+)\)\))? \{([^}]*)\}", text):
+        mesh, sizes, order, axes = named.groups()
+        return _groups_on_axes(mesh, axes, _transposed(_integers(sizes), _integers(order)) if sizes else None)
+    raise ValueError(f"groups in a notation that is not known here: {text[:120]}")
+
+
+def _integers(text: str | None) -> tuple[int, ...]:
+    return tuple(map(int, text.split(","))) if text else ()
+
+
+def _transposed(sizes: tuple[int, ...], order: tuple[int, ...]) -> np.ndarray:
+    return np.arange(math.prod(sizes)).reshape(sizes).transpose(order or tuple(range(len(sizes))))
+
+
+def _rows(groups: np.ndarray) -> Groups:
+    return tuple(tuple(row) for row in groups.tolist())
+
+
+def _groups_on_axes(mesh: str, axes: str, order: np.ndarray | None) -> Groups:
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    # Every axis as one or three parts: those before, in and behind what is named of it.
+    parts: list[tuple[int, bool]] = []
+    named = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in _axes(axes)}
+    for name, size in sizes.items():
+        before, inside = named.get(name, (1, 1))
+        parts += [(before, False), (inside, name in named), (size // (before * inside), False)]
+    in_order = np.arange(math.prod(sizes.values())) if order is None else order
+    ids = in_order.reshape([size for size, _ in parts])
+    together = [i for i, (_, is_named) in enumerate(parts) if is_named]
+    apart = [i for i, (_, is_named) in enumerate(parts) if not is_named]
+    width = math.prod(parts[i][0] for i in together)
+    return _rows(ids.transpose([*apart, *together]).reshape(-1, width))
+
+
+def _axes(text: str) -> list[tuple[str, str, str]]:
+    """(name, size before it, its size) of each axis named; the last two are empty where it is whole."""
+    found = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", text)
+    names = [name for name, _, _ in found]
+    if any(a == b for a, b in itertools.combinations(names, 2)):
+        raise ValueError(f"groups over two parts of one axis are not known here: {text}")
+    return found

@@ -1,0 +1,64 @@
+"""Which hosts weights are gathered over, on meshes of pretended devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from app.mesh.axis_rules import AXES
+from app.mesh.links import gather_s, hosts_of_a_weight
+from app.mesh.pretend import CHIPS
+from app.training.placement_lines import check_decode_layout, placement_lines
+from settings import InputError, load
+from tests.rollout.test_decode_layout import DEFINITION
+
+
+@dataclass(frozen=True)
+class Device:
+    """What is looked at of one."""
+
+    id: int
+    process_index: int
+    slice_index: int = 0
+    device_kind: str = "TPU v4"
+    platform: str = "tpu"
+
+
+def mesh_of(*shape: int, num_slices: int = 1) -> Mesh:
+    """Over 8 devices of two hosts."""
+    devices: list[Any] = [Device(i, i // 4, i // 4 if num_slices > 1 else 0) for i in range(8)]
+    return Mesh(np.asarray(devices, object).reshape(shape), AXES)
+
+
+@pytest.mark.parametrize(
+    ("shape", "hosts"), [((1, 8, 1), 2), ((2, 4, 1), 1), ((1, 4, 2), 2), ((2, 2, 2), 1), ((8, 1, 1), 1)]
+)
+def test_weights_are_gathered_across_hosts_where_fsdp_spans_them(shape: tuple[int, int, int], hosts: int):
+    assert hosts_of_a_weight(mesh_of(*shape)) == hosts
+
+
+def test_one_slice_gathers_over_its_own_links_and_two_over_their_hosts_network():
+    v4 = CHIPS["v4"]
+    assert gather_s(mesh_of(1, 8, 1), 3e9, v4) == 3e9 / v4.ici_bytes_per_s
+    assert gather_s(mesh_of(1, 8, 1, num_slices=2), 3e9, v4) == 3e9 / v4.dcn_bytes_per_s_per_host
+    # With tp, two rings share the network of a host.
+    assert gather_s(mesh_of(1, 4, 2, num_slices=2), 3e9, v4) == 2 * 3e9 / v4.dcn_bytes_per_s_per_host
+
+
+def test_a_launch_says_what_crosses_hosts():
+    settings = load(None, ["rollout.decode_layout=fsdp", "rollout.placement=global"], {}).settings
+    decoding, training = placement_lines(settings, DEFINITION, mesh_of(1, 8, 1))
+    assert "at every token step, across 2 hosts, at best " in decoding
+    assert training.startswith("mesh.shape: fsdp 8 spans 2 hosts") and "at 2 times the weights" in training
+    (inside,) = placement_lines(settings, DEFINITION, mesh_of(2, 4, 1))
+    assert "hosts" not in inside
+
+
+def test_hosts_that_generate_alone_hold_whole_weights():
+    settings = load(None, ["rollout.decode_layout=fsdp"], {}).settings
+    with pytest.raises(InputError, match=r"on each of 2 hosts.*rollout\.placement: global"):
+        check_decode_layout(settings, mesh_of(1, 8, 1))

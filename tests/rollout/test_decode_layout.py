@@ -1,0 +1,140 @@
+"""Weights that stay split over fsdp while tokens are drawn: the same samples, less held, more moved."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from app.flow import Sample
+from app.mesh.collectives import Collective, collectives_of
+from app.mesh.placement import bytes_per_device, row_sharding
+from app.policy.decoder import DecoderDefinition
+from app.policy.kv_cache import (
+    LayerCache,
+    abstract_cache,
+    abstract_decode_weights,
+    constrain_cache,
+    decode_step,
+)
+from app.rollout.continuous import ContinuousBatching
+from app.rollout.sampling import SamplingRules
+from app.rollout.slot_shapes import slot_shapes
+from app.rollout.slots import SlotEngine
+from app.training.placement_lines import placement_lines
+from settings import InputError, Settings, load
+from settings.checks import check_for_train
+from settings.rollout_section import DecodeLayout, Segment
+from tests.tiny import EVEN, make_engine, make_mesh, random_params, random_prompts, spell
+
+DEFINITION = DecoderDefinition.of(EVEN)
+FLOAT32 = jnp.dtype("float32")
+PROMPTS = random_prompts(4, vocab_size=50, longest=8)
+ARGUMENTS: dict[str, Any] = {
+    "group_size": 2,
+    "max_new_tokens": 6,
+    "rules": SamplingRules(1.0),
+    "seed": 1,
+    "policy_version": 2,
+}
+
+
+def samples_of(layout: DecodeLayout, shape: tuple[int, int, int]) -> list[Sample]:
+    mesh = make_mesh(shape)
+    params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))
+    engine = make_engine(DEFINITION, mesh, decode_layout=layout)
+    return engine.generate(engine.weights(params), PROMPTS, **ARGUMENTS)
+
+
+@functools.cache
+def expected() -> list[Sample]:
+    return samples_of("gathered", (1, 1, 1))
+
+
+def assert_same_samples(ours: list[Sample]) -> None:
+    for sample, other in zip(ours, expected(), strict=True):
+        np.testing.assert_array_equal(sample.completion_ids, other.completion_ids)
+        np.testing.assert_allclose(sample.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)])
+def test_samples_do_not_depend_on_where_weights_lie(shape: tuple[int, int, int]):
+    assert_same_samples(samples_of("fsdp", shape))
+
+
+def test_slots_draw_the_same_samples_from_split_weights():
+    mesh = make_mesh((1, 4, 1))
+    shapes = slot_shapes(
+        4, max_prompt_length=8, max_new_tokens=6, prefill_length_min=8, num_pooled=4, segment_max=6, exact=True
+    )
+    engine = SlotEngine(DEFINITION, mesh, shapes, eos_ids=(), dtype=FLOAT32, exact=True, decode_layout="fsdp")
+    params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))
+    weights = make_engine(DEFINITION, mesh, decode_layout="fsdp").weights(params)
+    batching = ContinuousBatching(engine, decode_text=spell, rule=Segment(min=1))
+    assert_same_samples(batching.generate(weights, PROMPTS, **ARGUMENTS))
+
+
+@functools.cache
+def collectives_of_decoding(layout: DecodeLayout) -> list[Collective]:
+    """Of a loop of decode steps on eight devices that share every weight."""
+    mesh = make_mesh((1, 8, 1))
+    weights = abstract_decode_weights(DEFINITION, mesh, FLOAT32, layout)
+    one: Any = jax.ShapeDtypeStruct((8, EVEN.num_kv_heads, 16, EVEN.head_dim), FLOAT32)
+    cache = abstract_cache((LayerCache(one, one),) * EVEN.num_layers, mesh)
+    of_rows: Any = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=row_sharding(mesh))
+
+    def decode(weights: Any, cache: Any, token_ids: jax.Array, positions: jax.Array) -> Any:
+        def step(carry: tuple) -> tuple:
+            cache, token_ids, positions = carry
+            hidden, cache = decode_step(DEFINITION, weights, cache, token_ids, positions)
+            token_ids = jnp.argmax(hidden, axis=-1).astype(jnp.int32)
+            return constrain_cache(cache), token_ids, positions + 1
+
+        return jax.lax.while_loop(lambda carry: ~jnp.all(carry[1] == 0), step, (cache, token_ids, positions))
+
+    with jax.set_mesh(mesh):
+        return collectives_of(jax.jit(decode).lower(weights, cache, of_rows, of_rows).compile())
+
+
+def test_split_weights_are_gathered_for_every_token_and_whole_ones_never():
+    gathers = [one for one in collectives_of_decoding("fsdp") if one.kind == "all-gather"]
+    # Before the loop they would be gathered once, and held whole.
+    assert gathers and all(one.is_in_open_loop for one in gathers)
+    assert [one.kind for one in collectives_of_decoding("gathered") if one.dtype == "f32"] == []
+
+
+def test_a_launch_foresees_what_the_compiled_steps_move():
+    mesh = make_mesh((1, 8, 1))
+    held, whole = (
+        bytes_per_device(abstract_decode_weights(DEFINITION, mesh, FLOAT32, layout)) for layout in ("fsdp", "gathered")
+    )
+    assert whole == 8 * held
+    moved = sum(one.bytes_per_device for one in collectives_of_decoding("fsdp") if one.kind == "all-gather")
+    assert moved == whole - held
+    settings = load(None, ["rollout.decode_layout=fsdp"], {}).settings
+    (line,) = placement_lines(settings, DEFINITION, mesh)
+    assert line.startswith("warning: rollout.decode_layout: fsdp moves 0.1 MiB of weights into each device")
+    assert placement_lines(settings, DEFINITION, make_mesh()) == ()
+    assert placement_lines(Settings(), DEFINITION, mesh) == ()
+
+
+def test_decode_weights_lie_as_their_shapes_say():
+    """Programs are compiled for the shapes."""
+    mesh = make_mesh((2, 2, 2))
+    params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))
+    weights = make_engine(DEFINITION, mesh, decode_layout="fsdp").weights(params)
+    foreseen = abstract_decode_weights(DEFINITION, mesh, FLOAT32, "fsdp")
+    same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), weights, foreseen)
+    assert all(jax.tree.leaves(same))
+    assert bytes_per_device(weights) == bytes_per_device(foreseen)
+
+
+def test_workers_and_split_weights_exclude_each_other():
+    asked = load(None, ["rollout.decode_layout=fsdp", "rollout.scheduler=adaptive"], {})
+    with pytest.raises(InputError, match=r"rollout\.decode_layout = 'fsdp' \(from --set\): rollout\.scheduler = "):
+        check_for_train(asked)
+    check_for_train(load(None, ["rollout.decode_layout=fsdp", "rollout.slots=8"], {}))
