@@ -18,7 +18,8 @@
 #   --stop          stops what an earlier launch has left running, and does nothing else
 #   --dry-run       prints the gcloud commands instead of running them
 #
-# Ctrl-C and SIGTERM are handed on to all workers, which save and end; the second time they are killed.
+# Ctrl-C and SIGTERM are handed on to all workers, which save and end; the second time they are killed. A terminal that
+# is closed counts as SIGTERM.
 # Exit code: of the worker that ended badly first (124 = --limit was reached), 0 when all have ended well.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/tpu_vm.sh"
@@ -66,7 +67,8 @@ check_launch() {
 
 # What runs on a worker. The lock file holds process and tag of the newest launch, and is locked while it runs.
 # gcloud repeats a command whose connection broke: a tag that was seen before is not started again.
-# The shell outlives `timeout`, so that an end by a signal is an exit code (134, 137) and not a broken connection.
+# The shell outlives `timeout`, so that an end by a signal is an exit code (134, 137) and not a broken connection, and
+# ends what the program has left behind, which would keep the devices.
 # shellcheck disable=SC2016  # the worker's shell expands it
 START='
 tag=$1 folder=$2 grace=$3 limit=$4
@@ -90,7 +92,10 @@ fi
     echo "$BASHPID $tag" >"$lock"
     exec setsid timeout --foreground -k "$grace" "$limit" "$@"
 )
-exit $?
+status=$?
+read -r pid seen <"$lock"
+kill -s KILL -- "-$pid" 2>/dev/null
+exit "$status"
 '
 
 # Ends what START runs: the signal once, to the program alone; KILL for its whole process group after the grace.
@@ -120,7 +125,7 @@ echo "killed"
 '
 
 say() {
-    printf '%s: %s\n' "$program" "$*" >&2
+    printf '%s: %s\n' "$program" "$*" >&2 || true # the terminal may be gone
 }
 
 # Interrupted at once by a signal that is trapped, which a sleep in the foreground is not.
@@ -172,11 +177,12 @@ first_bad() { # the exit code of the worker that ended badly first; nothing whil
     awk '$2 != 0 { print $2; exit }' "$scratch/ended"
 }
 
-# Whatever became of the workers, this machine stops waiting for them.
-abandon() {
+# A job that is gone without a word counts as a lost connection; with `kill`, so do those that are still there.
+note_lost_jobs() {
     local index
     for index in "${!jobs[@]}"; do
-        kill -s KILL -- "-${jobs[index]}" 2>/dev/null || true
+        [ "${1-}" != kill ] || kill -s KILL -- "-${jobs[index]}" 2>/dev/null || true
+        [ "${1-}" != kill ] && kill -s 0 "${jobs[index]}" 2>/dev/null && continue
         grep -q "^${workers[index]} " "$scratch/ended" || echo "${workers[index]} 255" >>"$scratch/ended"
     done
 }
@@ -210,8 +216,9 @@ run_once() {
                 stop_all TERM
             fi
         elif [ "$kill_at" -gt 0 ] && [ "$SECONDS" -ge "$kill_at" ]; then
-            abandon
+            note_lost_jobs kill
         fi
+        note_lost_jobs
         pause "$POLL_S"
     done
     # Also where all have ended by themselves: behind a broken connection the program may be left.
@@ -276,7 +283,7 @@ fi
 logs=${logs:-launches/${tpu_name#*@}-$(date +%Y%m%d-%H%M%S)}
 mkdir -p -- "$logs" || fail "cannot make the folder $logs."
 trap 'asked=$((asked + 1)) asked_by=INT' INT
-trap 'asked=$((asked + 1)) asked_by=TERM' TERM
+trap 'asked=$((asked + 1)) asked_by=TERM' TERM HUP
 set -m # every job has a process group of its own: a Ctrl-C reaches this script alone, and a job ends with all it started
 
 say "worker ${workers[*]} of $tpu_name: ${command[*]}; logs in $logs"

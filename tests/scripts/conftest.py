@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -89,7 +90,9 @@ class Tpu:
     def verbs(self) -> list[str]:
         return sorted(call[3] for call in self.calls())
 
-    def command(self, script: str | Path, *arguments: str, tpu: str = "tpu-1", zone: str = "us-central2-b") -> list[str]:
+    def command(
+        self, script: str | Path, *arguments: str, tpu: str = "tpu-1", zone: str = "us-central2-b"
+    ) -> list[str]:
         return ["bash", str(SCRIPTS / script), "--name", tpu, "--zone", zone, *arguments]
 
     @property
@@ -110,16 +113,16 @@ class Tpu:
         )
 
     def running(self, worker: int) -> int | None:
-        """Process group that a launch has left on the worker."""
+        """Process group that holds the lock of a launch on the worker."""
         lock = self.home(worker) / ".grpo-launch"
-        pid = lock.read_text().split()[0] if lock.is_file() and lock.stat().st_size else "-"
-        if pid == "-":
+        if not lock.exists():
             return None
-        try:
-            os.killpg(int(pid), 0)
-        except ProcessLookupError:
-            return None
-        return int(pid)
+        with lock.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(file.read().split()[0])
+        return None
 
 
 @pytest.fixture

@@ -26,7 +26,9 @@ def script(request: pytest.FixtureRequest, tpu: Tpu) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("name", ["my tpu", "-tpu", "--zone", "", "TPU", "tpu_1", "tpu-", "tpu;id", "a" * 64, "tpu\nx", "@tpu"])
+@pytest.mark.parametrize(
+    "name", ["my tpu", "-tpu", "--zone", "", "TPU", "tpu_1", "tpu-", "tpu;id", "a" * 64, "tpu\nx", "@tpu"]
+)
 def test_a_name_that_is_none_is_refused(tpu: Tpu, name: str) -> None:
     done = tpu.run("sync_env_to_tpu_vm.sh", tpu=name)
     assert (done.returncode, tpu.calls()) == (2, [])
@@ -57,9 +59,7 @@ def test_every_script_checks_names_first(tpu: Tpu, script: str) -> None:
         (("--zone",), "--zone needs a value"),
     ],
 )
-def test_other_options_are_checked_alike(
-    tpu: Tpu, script: str, arguments: tuple[str, ...], complaint: str
-) -> None:
+def test_other_options_are_checked_alike(tpu: Tpu, script: str, arguments: tuple[str, ...], complaint: str) -> None:
     done = tpu.run(script, *arguments)
     assert (done.returncode, tpu.calls()) == (2, [])
     assert complaint in done.stderr
