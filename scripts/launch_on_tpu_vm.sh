@@ -157,7 +157,7 @@ run_worker() { # WORKER LINE: its exit code goes to $scratch/ended, a line for e
     echo "$1 $status" >>"$scratch/ended"
 }
 
-# shellcheck disable=SC2317  # called by each_worker
+# shellcheck disable=SC2317,SC2329  # called by each_worker
 stop_worker() { # WORKER
     on_worker "$1" "$(remote_command "$STOP" stop "$tag" "$stop_signal" "$grace_s")"
 }

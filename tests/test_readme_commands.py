@@ -1,8 +1,8 @@
 """The commands people are told to type, tried as written.
 
 Every line of a ```bash block counts. A script must exist and parse. A `grpo` command, also one that a script launches
-elsewhere (behind `--`), runs with `--print-config` added, which resolves its settings and stops, or with `--help` where a
-verb takes no settings; with `--help` or `--version` it runs as it is.
+elsewhere (behind `--`), runs with `--print-config` added, which resolves its settings and stops, or with `--help` where
+a verb takes no settings; with `--help` or `--version` it runs as it is.
 """
 
 from __future__ import annotations

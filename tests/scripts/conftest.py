@@ -41,7 +41,10 @@ fi
 home=$cloud/home-$worker
 case $verb in
     describe) cat "$cloud/describe" ;;
-    scp) cp --preserve=mode -- "${places[0]}" "$home/${places[1]#*:}" ;;
+    scp)
+        stat -c %a "${places[0]}" >>"$cloud/modes"
+        cp --preserve=mode -- "${places[0]}" "$home/${places[1]#*:}"
+        ;;
     ssh)
         cd "$home" || exit 1
         if [ -e "$cloud/break-$worker" ]; then

@@ -90,6 +90,15 @@ def test_one_that_ends_badly_takes_the_others_with_it(
     assert tpu.running(0) is None
 
 
+def test_what_a_program_leaves_behind_ends_with_it(
+    tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    install_grpo(tpu, "sleep 60 >/dev/null 2>&1 &\nexit 0\n")
+    done = launch("grpo", "train")
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: (tpu.running(0), tpu.running(1)) == (None, None))
+
+
 def test_one_that_ignores_term_is_killed_after_the_grace_with_all_it_started(
     tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -37,6 +37,7 @@ def test_every_worker_gets_the_keys_where_the_program_reads_them(tpu: Tpu, monke
         assert (os.environ["WANDB_API_KEY"], os.environ["HF_TOKEN"]) == (f"{CANARY} $x", f"{CANARY}-2")
         assert f"worker {worker}: {there}, mode 600" in done.stdout
     assert "copying WANDB_API_KEY HF_TOKEN from .env" in done.stdout
+    assert (tpu.cloud / "modes").read_text() == "600\n" * 2
 
 
 @pytest.mark.parametrize("broken", [None, "scp", "ssh"])

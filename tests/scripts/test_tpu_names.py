@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,7 @@ def test_help_is_the_head_of_the_script(script: str) -> None:
 
 
 def test_shellcheck_finds_nothing() -> None:
-    shellcheck = shutil.which("shellcheck")
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if shellcheck is None:
         pytest.skip("shellcheck is not installed (the dev extra brings it)")
     files = sorted(str(path) for path in Path(SCRIPTS).glob("*.sh"))
