@@ -66,12 +66,12 @@ tpu() {
 
 # on_worker NUMBER COMMAND: a connection that is gone ends within a minute, instead of never.
 on_worker() {
-    tpu ssh "$tpu_name" --worker="$1" --ssh-flag='-o ConnectTimeout=20' --ssh-flag='-o ServerAliveInterval=15' \
-        --ssh-flag='-o ServerAliveCountMax=4' --command="$2"
+    tpu ssh "$tpu_name" --worker="$1" --ssh-flag='-oConnectTimeout=20' --ssh-flag='-oServerAliveInterval=15' \
+        --ssh-flag='-oServerAliveCountMax=4' --command="$2"
 }
 
 to_worker() { # NUMBER FILE NAME: into the home directory there; a new file gets the mode of this one
-    tpu scp "$2" "$tpu_name:$3" --worker="$1" --scp-flag='-o ConnectTimeout=20'
+    tpu scp "$2" "$tpu_name:$3" --worker="$1" --scp-flag='-oConnectTimeout=20'
 }
 
 # remote_command SCRIPT ARGUMENTS...: a line for the worker's shell that runs the script in bash, every argument whole.
