@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh [--lint] [options of pytest]
 #
-# --lint, or CI=true, first checks style, formatting and types with ruff and pyright.
+# --lint, or CI=true, first checks style, formatting and types with ruff and pyright, and the scripts with shellcheck.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -20,6 +20,7 @@ if [ "$lint" = true ]; then
     "$VENV/bin/ruff" check
     "$VENV/bin/ruff" format --check
     "$VENV/bin/pyright" --pythonpath "$VENV/bin/python"
+    "$VENV/bin/shellcheck" scripts/*.sh
 fi
 echo "Running the tests"
 exec "$VENV/bin/python" -m pytest -q "$@"

@@ -1,8 +1,8 @@
 """The commands people are told to type, tried as written.
 
-Every line of a ```bash block counts. A script must exist and parse. A `grpo` command runs with
-`--print-config` added, which resolves its settings and stops, or with `--help` where a verb takes no settings; with
-`--help` or `--version` it runs as it is.
+Every line of a ```bash block counts. A script must exist and parse. A `grpo` command, also one that a script launches
+elsewhere (behind `--`), runs with `--print-config` added, which resolves its settings and stops, or with `--help` where
+a verb takes no settings; with `--help` or `--version` it runs as it is.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def test_command_works_as_written(command: str) -> None:
     for word in words:
         if re.fullmatch(r"(\./)?(scripts/[\w/-]+\.sh|\.ci/run)", word):
             subprocess.run(["bash", "-n", REPOSITORY / word], check=True)
+    if words[:1] == ["bash"] and "--" in words:
+        words = words[words.index("--") + 1 :]
     if words[0].split("/")[-1] != "grpo":
         return
     if not {"--help", "--version", "--print-config"} & set(words):

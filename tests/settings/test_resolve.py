@@ -403,3 +403,5 @@ def test_the_historic_runner_keeps_its_numbers() -> None:
     )
     assert (settings.rollout.max_new_tokens, settings.model.path) == (1024, "Qwen/Qwen2.5-3B-Instruct")
     assert math.isclose(settings.optimizer.learning_rate, 1e-6)
+    one_host = load("gsm8k_qwen2_5_3b_v6e_8", [], {}).settings.rollout
+    assert (one_host.prompts_per_step * one_host.group_size, one_host.max_new_tokens) == (128, 1024)

@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# Copies the API keys of a .env file, and nothing else, to every worker of a Cloud TPU VM.
+#
+#   bash scripts/sync_env_to_tpu_vm.sh --name TPU --zone ZONE [options]
+#
+#   --project ID    Google Cloud project (default: gcloud's own)
+#   --worker N      only this worker (default: all)
+#   --env FILE      file to copy (default: .env in the working directory)
+#   --folder NAME   folder below the home directory there in which grpo is started (default: grpo)
+#   --dry-run       says what would be copied and where; asks only gcloud which workers there are
+#
+# The file must belong to you alone (chmod 600). What goes over are the names that grpo takes from a .env,
+# WANDB_API_KEY and HF_TOKEN; on the other side the file has mode 0600 and appears whole. Values are never printed
+# and stand on no command line. Exit code 2: unusable input; 1: a worker failed, and is named.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/tpu_vm.sh"
+set +x # a trace of this script would print values
+
+TAKEN=(WANDB_API_KEY HF_TOKEN)
+
+file=.env dry_run=false
+while [ $# -gt 0 ]; do
+    case $1 in
+        -h | --help) show_help && exit ;;
+        --dry-run) dry_run=true && shift && continue ;;
+        --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+    esac
+    case $1 in
+        --env) file=${2-} ;;
+        --worker) tpu_worker=${2-} ;;
+        *) tpu_option "$1" "${2-}" || refuse "unknown argument $(printf '%q' "$1"); --help lists them." ;;
+    esac
+    [ $# -ge 2 ] || refuse "$1 needs a value."
+    shift 2
+done
+check_tpu
+
+check_file() {
+    local mode
+    [ ! -L "$file" ] || refuse "$file is a symbolic link; expected the file itself."
+    [ -e "$file" ] || refuse "$file does not exist. Copy .env.example to .env and fill it in, or name one: --env FILE"
+    [ -f "$file" ] || refuse "$file is not a regular file."
+    [ -r "$file" ] || refuse "$file cannot be read."
+    mode=$(ls -ld -- "$file")
+    [ "${mode:4:6}" = ------ ] || refuse "$file holds secrets and other users have access to it (${mode:0:10}); run: chmod 600 $file"
+}
+
+# take_names FILE: writes the lines that go over to FILE, their names to `names`, other names to `left_out`.
+take_names() {
+    local line name value number=0
+    local assignment='^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)[[:space:]]*=[[:space:]]*(.*)$'
+    while IFS= read -r line || [ -n "$line" ]; do
+        number=$((number + 1))
+        line=${line%$'\r'}
+        [[ $line =~ ^[[:space:]]*(#.*)?$ ]] && continue
+        # Never the line itself: it may be a key without its name.
+        [[ $line =~ $assignment ]] || refuse "line $number of $file is not NAME=VALUE with a name of letters, digits and _."
+        name=${BASH_REMATCH[2]} value=${BASH_REMATCH[3]}
+        case $value in
+            \"*\"* | \'*\'* | [!\"\']* | '') ;;
+            *) refuse "line $number of $file, $name: a value in quotes must end on its line." ;;
+        esac
+        if [[ " ${TAKEN[*]} " != *" $name "* ]]; then
+            left_out+=("$name")
+        elif [ -n "$value" ]; then
+            printf '%s\n' "$line" >>"$1"
+            names+=("$name")
+        fi
+    done <"$file"
+}
+
+# shellcheck disable=SC2016  # the worker's shell expands it
+PUT='
+set -eu
+umask 077
+incoming=$HOME/$1 folder=$HOME/$2
+trap "rm -f -- \"\$incoming\"" EXIT
+mkdir -p -- "$folder"
+[ ! -d "$folder/.env" ] || { echo "$folder/.env is a folder" >&2; exit 1; }
+chmod 600 -- "$incoming"
+mv -f -- "$incoming" "$folder/$1"
+mv -fT -- "$folder/$1" "$folder/.env"
+echo "$folder/.env, mode $(stat -c %a -- "$folder/.env")"
+'
+
+put_on() { # WORKER
+    if ! to_worker "$1" "$scratch/env" "$incoming"; then
+        on_worker "$1" "rm -f -- $incoming" || true
+        return 1
+    fi
+    on_worker "$1" "$(remote_command "$PUT" put "$incoming" "$tpu_folder")"
+}
+
+check_file
+make_scratch
+umask 077
+names=() left_out=()
+: >"$scratch/env"
+take_names "$scratch/env"
+[ "${#names[@]}" -gt 0 ] || refuse "$file sets none of ${TAKEN[*]}; nothing else is copied."
+find_workers
+
+[ "${#left_out[@]}" -eq 0 ] || echo "not copied, since grpo takes only ${TAKEN[*]} from a .env: ${left_out[*]}"
+if [ "$dry_run" = true ]; then
+    echo "would copy ${names[*]} from $file to ~/$tpu_folder/.env on worker ${workers[*]} of $tpu_name"
+    exit
+fi
+echo "copying ${names[*]} from $file to ~/$tpu_folder/.env on worker ${workers[*]} of $tpu_name"
+incoming=.env.incoming-$(date +%Y%m%d-%H%M%S)-$$
+first_contact
+each_worker put_on

@@ -1,0 +1,140 @@
+"""A TPU VM of two workers behind a `gcloud` of our own, which runs commands in a home folder for each of them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+SCRIPTS = REPOSITORY / "scripts"
+DEADLINE_S = 30
+"""No script under test takes so long, whatever it is given."""
+
+# Records its arguments, one file a call. `ssh` runs the command through the login shell, and once more where the
+# connection broke, as gcloud does.
+GCLOUD = """#!/usr/bin/env bash
+cloud=@CLOUD@
+printf '%s\\0' "$@" >"$(mktemp "$cloud/calls/XXXXXX")"
+[ "$1 $2 $3" = "compute tpus tpu-vm" ] || { echo "unknown group: $*" >&2; exit 2; }
+verb=$4
+shift 4
+worker='' command='' places=()
+for word in "$@"; do
+    case $word in
+        --worker=*) worker=${word#*=} ;;
+        --command=*) command=${word#*=} ;;
+        -*) ;;
+        *) places+=("$word") ;;
+    esac
+done
+if [ -e "$cloud/fail-$verb-${worker:-0}" ]; then
+    cat "$cloud/fail-$verb-${worker:-0}" >&2
+    exit 1
+fi
+home=$cloud/home-$worker
+case $verb in
+    describe) cat "$cloud/describe" ;;
+    scp)
+        stat -c %a "${places[0]}" >>"$cloud/modes"
+        cp --preserve=mode -- "${places[0]}" "$home/${places[1]#*:}"
+        ;;
+    ssh)
+        cd "$home" || exit 1
+        if [ -e "$cloud/break-$worker" ]; then
+            rm "$cloud/break-$worker"
+            HOME=$home setsid bash -c "$command" >/dev/null 2>&1 &
+            while [ ! -s "$home/.grpo-launch" ]; do sleep 0.05; done
+            echo "Retrying: SSH command error" >&2
+        fi
+        HOME=$home bash -c "$command"
+        ;;
+esac
+"""
+
+
+class Tpu:
+    """What the scripts find: two workers with empty home folders."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cloud = folder / "cloud"
+        self.bin = folder / "bin"
+        self.here = folder / "here"
+        for path in (self.cloud / "calls", self.bin, self.here, *(self.home(worker) for worker in (0, 1))):
+            path.mkdir(parents=True)
+        self.set_state("READY\t10.0.0.2;10.0.0.3\n")
+        self.program("gcloud", GCLOUD.replace("@CLOUD@", str(self.cloud)))
+
+    def home(self, worker: int) -> Path:
+        return self.cloud / f"home-{worker}"
+
+    def set_state(self, described: str) -> None:
+        (self.cloud / "describe").write_text(described)
+
+    def fail(self, verb: str, worker: int, message: str = "") -> None:
+        (self.cloud / f"fail-{verb}-{worker}").write_text(message)
+
+    def program(self, name: str, text: str, *, folder: Path | None = None) -> None:
+        path = (folder or self.bin) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def calls(self) -> list[list[str]]:
+        """Arguments of every call of gcloud, in no order."""
+        return [path.read_text().split("\0")[:-1] for path in (self.cloud / "calls").iterdir()]
+
+    def verbs(self) -> list[str]:
+        return sorted(call[3] for call in self.calls())
+
+    def command(
+        self, script: str | Path, *arguments: str, tpu: str = "tpu-1", zone: str = "us-central2-b"
+    ) -> list[str]:
+        return ["bash", str(SCRIPTS / script), "--name", tpu, "--zone", zone, *arguments]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}"}
+
+    def run(
+        self, script: str | Path, *arguments: str, tpu: str = "tpu-1", zone: str = "us-central2-b"
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(script, *arguments, tpu=tpu, zone=zone),
+            cwd=self.here,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+
+    def running(self, worker: int) -> int | None:
+        """Process group that holds the lock of a launch on the worker."""
+        lock = self.home(worker) / ".grpo-launch"
+        if not lock.exists():
+            return None
+        with lock.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(file.read().split()[0])
+        return None
+
+
+@pytest.fixture
+def tpu(tmp_path: Path) -> Iterator[Tpu]:
+    if not all(shutil.which(tool) for tool in ("bash", "flock", "setsid", "timeout", "git")):
+        pytest.skip("needs bash, flock, setsid, timeout and git, as a TPU VM has them")
+    machines = Tpu(tmp_path)
+    yield machines
+    left = [pid for worker in (0, 1) if (pid := machines.running(worker))]
+    for pid in left:
+        os.killpg(pid, signal.SIGKILL)
+    assert not left, "a launch has left processes behind"
