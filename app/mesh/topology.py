@@ -35,6 +35,8 @@ SHUTDOWN_TIMEOUT_S = 60
 """A host that is done waits so long for the others to be done, too."""
 
 PROXIES = {"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"}
+NO_PROXY = "no_grpc_proxy"
+"""Read by gRPC alone, instead of `no_proxy`."""
 DEVICE_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 """By `mesh.platform`: what JAX's devices of it call themselves."""
 _pretended: Slice | None = None
@@ -58,7 +60,7 @@ def start(settings: MeshSettings) -> None:
     _check_expected(settings, member)
     if member is None:
         return
-    _warn_of_proxies()
+    _keep_from_proxies(member)
     command = shlex.join(["grpo", *sys.argv[1:]])
     call_roll(member, timeout_s=settings.start_timeout_s, command=command, tell=_tell)
     # Who is asked to stop tells the others itself; JAX's service would take SIGTERM away from us.
@@ -120,13 +122,16 @@ def _check_expected(settings: MeshSettings, member: Member | None) -> None:
     )
 
 
-def _warn_of_proxies() -> None:
-    """Hosts talk to each other by gRPC, which asks a proxy where one is set."""
+def _keep_from_proxies(member: Member) -> None:
+    """Hosts talk to process 0 by gRPC, which would ask a proxy for it where one is set, and wait for that for ever."""
     found = sorted(name for name in os.environ if name.lower() in PROXIES)
     if found:
+        host = member.address.rpartition(":")[0]
+        direct = os.environ.get(NO_PROXY) or os.environ.get("no_proxy")
+        os.environ[NO_PROXY] = f"{direct},{host}" if direct else host
         _tell(
-            f"warning: {', '.join(found)} set in the environment: hosts may not find each other through a proxy; unset "
-            "it, or name the coordinator's host in no_proxy"
+            f"warning: {', '.join(found)} set in the environment: the hosts reach {host} without a proxy; unset it if "
+            "they do not find each other"
         )
 
 

@@ -325,3 +325,17 @@ def test_processes_are_described_whole_or_not_at_all(resolve, check) -> None:
 def test_all_problems_are_told_at_once(resolve) -> None:
     message = refusal(check_for_train, resolve("rollout.temperature=0", "rollout.group_size=1"))
     assert len(message.splitlines()) == 2
+
+
+def test_as_many_hosts_as_expected_are_given(resolve) -> None:
+    trio = ("mesh.coordinator_address=h:1", "mesh.num_processes=2", "mesh.process_id=1")
+    check_for_mesh(resolve(*trio, "mesh.expect_processes=2"))
+    check_for_mesh(resolve("mesh.expect_processes=4"))
+    message = refusal(check_for_mesh, resolve(*trio, "mesh.expect_processes=4"))
+    assert "mesh.expect_processes = 4 (from --set) is not mesh.num_processes = 2 (from --set)" in message
+
+
+def test_virtual_devices_are_of_a_cpu(resolve) -> None:
+    check_for_mesh(resolve("mesh.cpu_devices=8", "mesh.platform=cpu"))
+    message = refusal(check_for_mesh, resolve("mesh.cpu_devices=8", "mesh.platform=tpu"))
+    assert "mesh.cpu_devices = 8 (from --set) is for CPU hosts, and mesh.platform = 'tpu' (from --set)" in message

@@ -1,0 +1,289 @@
+"""Two hosts that start together: what they must have in common, and whose error ends both."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.policy.architecture import Architecture
+from app.training.agreement import Fact, code_digest, difference, newest_checkpoint, plug_in_digests
+from app.training.mesh_fit import check_heads, whole_dims
+from app.training.run_directory import RunDirectory
+from settings import load
+from settings.errors import InputError
+from tests.free_address import free_address
+from tests.tiny import EVEN, make_mesh
+from tests.training.program import DEADLINE_S, REPOSITORY, digest_of, settings, started
+
+HOSTS = ("host 0 (a)", "host 1 (b)", "host 2 (c)")
+
+
+def facts(**values: str) -> dict[str, Fact]:
+    return {name: Fact(value) for name, value in values.items()}
+
+
+def test_hosts_that_have_the_same_agree_wherever_they_have_it_from():
+    same = {"rollout.group_size": Fact("8", "--set")}, {"rollout.group_size": Fact("8", "env:NUM_PRE_Q")}
+    assert difference(HOSTS[:2], same) is None
+
+
+def test_the_first_that_differs_is_named_with_every_value_and_where_it_is_from():
+    told = difference(
+        HOSTS,
+        [
+            {"a": Fact("1"), "rollout.group_size": Fact("8", "--set"), "run.seed": Fact("0")},
+            {"a": Fact("1"), "rollout.group_size": Fact("4", "env:NUM_PRE_Q"), "run.seed": Fact("1")},
+            {"a": Fact("1"), "rollout.group_size": Fact("8", "--set"), "run.seed": Fact("0")},
+        ],
+    )
+    assert told is not None
+    assert told.startswith(
+        "rollout.group_size: the hosts differ: 8 (from --set) on host 0 (a), host 2 (c); "
+        "4 (from env:NUM_PRE_Q) on host 1 (b) (they also differ in run.seed). Start the same command"
+    )
+
+
+def test_what_a_host_lacks_is_a_difference_and_long_values_are_cut():
+    told = difference(HOSTS[:2], [facts(critic="x" * 500), {}])
+    assert told is not None
+    assert "not there on host 1 (b)" in told
+    assert f"{'x' * 117}... on host 0 (a)" in told
+
+
+def test_the_digest_of_the_code_is_of_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("cli.py", "app/flow.py", "settings/schema.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert code_digest() == code_digest()
+    monkeypatch.setattr("app.training.agreement.CODE", tmp_path)
+    before = code_digest()
+    (tmp_path / "app" / "flow.py").write_text("another flow")
+    assert code_digest() != before
+
+
+def test_plug_ins_are_compared_by_their_files(tmp_path: Path):
+    path = tmp_path / "rewards.py"
+    path.write_text("def brevity(completion): return 1.0\n")
+    functions = load(None, [f"reward.functions=['{path}:brevity', arithmetic]"], {}).settings.reward.functions
+    (before,) = plug_in_digests(functions).items()
+    path.write_text("def brevity(completion): return 2.0\n")
+    (after,) = plug_in_digests(functions).items()
+    assert before[0] == after[0] == f"reward.functions: the file of {path}:brevity"
+    assert before[1] != after[1]
+
+
+def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    assert newest_checkpoint(run) == "none"
+    for name in ("8", "10", "damaged-12", "best"):
+        (run.checkpoints / name).mkdir(parents=True)
+    assert newest_checkpoint(run) == "step 10"
+
+
+def test_tp_that_divides_no_heads_is_refused_with_both_numbers_and_the_nearest_that_does():
+    # Six query heads on two kv heads.
+    check_heads(make_mesh((1, 2, 2)), grouped(6, 2), path="model")
+    check_heads(make_mesh((1, 1, 3)), grouped(6, 2), path="model")
+    message = r"tp = 4 divides neither the 6 query heads nor the 2 kv heads of model; .* query heads: 3 or 6"
+    with pytest.raises(InputError, match=message):
+        check_heads(make_mesh((1, 2, 4)), grouped(6, 2), path="model")
+
+
+def test_dims_that_tp_leaves_whole_are_told_with_the_nearest_that_would_split_them():
+    assert whole_dims(make_mesh((1, 8, 1)), grouped(6, 2)) == ()
+    told = whole_dims(make_mesh((1, 1, 3)), grouped(6, 2))
+    assert told[0].startswith("mesh.shape: tp = 3 does not divide the 2 kv heads, so every device holds them all")
+    assert told[0].endswith("the nearest tp that does: 2")
+
+
+def grouped(num_query_heads: int, num_kv_heads: int) -> Architecture:
+    return replace(EVEN, num_query_heads=num_query_heads, num_kv_heads=num_kv_heads)
+
+
+IN_TURN = """
+import json, os, sys
+from pathlib import Path
+import jax, numpy as np
+from app.mesh import topology
+from app.mesh.placement import check_rows_per_host, local_row_indices, to_global, to_local
+from app.training.agreement import agree, check_shared, on_every_host
+from app.training.run_directory import RunDirectory
+from settings import load
+from settings.errors import InputError
+
+host, address, other = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+joins = [f"mesh.coordinator_address={address}", "mesh.num_processes=2", f"mesh.process_id={host}", "mesh.cpu_devices=4"]
+resolved = load(None, joins, {})
+topology.start(resolved.settings.mesh)
+told = {}
+
+def note(name, look):
+    try:
+        told[name] = look()
+    except InputError as error:
+        told[name] = f"refused: {error}"
+
+def fail_there():
+    if host == 1:
+        raise InputError("model.path: no such folder")
+
+def rows_of(shape):
+    mesh = topology.make_mesh(resolved.settings.mesh.model_copy(update={"shape": shape}))
+    check_rows_per_host(mesh)
+    own = np.arange(8) + 8 * host
+    assert to_local(to_global(mesh, own)).tolist() == own.tolist()
+    return [dict(mesh.shape), local_row_indices(mesh, 16).tolist()]
+
+note("same", lambda: agree(resolved, {"data": "abc"}))
+note("settings", lambda: agree(load(None, [*joins, f"rollout.group_size={4 + host}"], {})))
+note("data", lambda: agree(resolved, {"data": f"abc{host}"}))
+note("one fails", lambda: on_every_host(fail_there))
+note("none fails", lambda: on_every_host(lambda: host))
+note("shared", lambda: check_shared(RunDirectory(other / "runs" / "new")))
+note("not shared", lambda: check_shared(RunDirectory(other / str(host) / "runs" / "new")))
+for shape in ("2,4,1", "1,8,1", "1,-1,1", "2,2,2", "1,4,2", "1,2,4", "auto", "1,1,8"):
+    note(shape, lambda: rows_of(shape))
+Path(other / f"told{host}.json").write_text(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two hosts was told, one question after the other."""
+    folder, address = tmp_path_factory.mktemp("hosts"), free_address()
+    for host in ("0", "1"):
+        (folder / host).mkdir()
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-c", IN_TURN, str(host), address, str(folder)],
+            env={**environ, "HOME": str(folder / str(host))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for host in (0, 1)
+    ]
+    with ExitStack() as stack:
+        for host in hosts:
+            stack.callback(host.wait, DEADLINE_S)
+            stack.callback(host.kill)
+        said = [host.communicate(timeout=DEADLINE_S)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], said
+    assert sorted(path.name for path in folder.rglob("*")) == ["0", "1", "told0.json", "told1.json"]
+    return [json.loads((folder / f"told{host}.json").read_text()) for host in (0, 1)]
+
+
+def test_hosts_with_the_same_settings_code_and_packages_agree_whatever_their_numbers_and_homes(told):
+    assert [one["same"] for one in told] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("settings", "refused: rollout.group_size: the hosts differ: 4 (from --set) on host 0 ("),
+        ("data", "refused: data: the hosts differ: abc0 on host 0 ("),
+    ],
+)
+def test_both_hosts_hear_what_they_differ_in(told, case, message):
+    assert told[0][case] == told[1][case]
+    assert told[0][case].startswith(message)
+    assert "; 5 (from --set) on host 1 (" in told[0][case] or "; abc1 on host 1 (" in told[0][case]
+
+
+def test_what_one_host_cannot_use_ends_both(told):
+    assert told[0]["one fails"].startswith("refused: on host 1 (")
+    assert told[0]["one fails"].endswith("): model.path: no such folder")
+    assert told[1]["one fails"] == "refused: model.path: no such folder"
+    assert [one["none fails"] for one in told] == [0, 1]
+
+
+def test_a_folder_that_the_hosts_do_not_share_is_refused_and_nothing_is_left_behind(told):
+    assert [one["shared"] for one in told] == [None, None]
+    assert told[0]["not shared"].startswith("refused: on host 1 (")
+    for one in told:
+        assert "is not the same folder on all hosts" in one["not shared"]
+        assert "Set run.dir to a folder that all hosts share" in one["not shared"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        ("2,4,1", (2, 4, 1)),
+        ("1,8,1", (1, 8, 1)),
+        ("1,-1,1", (1, 8, 1)),
+        ("2,2,2", (2, 2, 2)),
+        ("1,4,2", (1, 4, 2)),
+        ("1,2,4", (1, 2, 4)),
+        ("auto", (2, 4, 1)),
+    ],
+)
+def test_rows_of_a_host_follow_each_other_and_those_of_the_hosts_before(told, shape, sizes):
+    named = dict(zip(("dp", "fsdp", "tp"), sizes, strict=True))
+    assert told[0][shape] == [named, list(range(8))]
+    assert told[1][shape] == [named, list(range(8, 16))]
+
+
+def test_tp_over_both_hosts_is_refused(told):
+    for one in told:
+        assert one["1,1,8"].startswith("refused: mesh.shape: tp = 8 spans hosts 0, 1, of 4 devices each")
+
+
+def look_ahead_on_two_hosts(config: Path, *of_second: str) -> list[tuple[int | None, str, str]]:
+    address = free_address()
+    with ExitStack() as stack:
+        hosts = [
+            stack.enter_context(
+                started(
+                    *("train", "--config", config, "--dry-run"),
+                    *settings(
+                        "mesh.cpu_devices=4",
+                        f"mesh.coordinator_address={address}",
+                        "mesh.num_processes=2",
+                        "mesh.expect_processes=2",
+                        "mesh.start_timeout_s=60",
+                        f"mesh.process_id={host}",
+                        *(of_second if host else ()),
+                    ),
+                    # gRPC would ask it for the other host, for ever.
+                    environ={"http_proxy": "http://proxy.invalid:3128"},
+                )
+            )
+            for host in (0, 1)
+        ]
+        said = [host.communicate(timeout=DEADLINE_S) for host in hosts]
+    return [(host.returncode, *one) for host, one in zip(hosts, said, strict=True)]
+
+
+def test_hosts_with_other_settings_end_before_anything_is_written(config: Path):
+    before = digest_of(config.parent)
+    for code, stdout, stderr in look_ahead_on_two_hosts(config, "optimizer.learning_rate=2e-3"):
+        assert code == 2
+        assert "Traceback" not in stderr and "Check failure" not in stderr
+        errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+        (error,) = errors
+        assert error.startswith("error: optimizer.learning_rate: the hosts differ: 0.001 (from yaml:")
+        assert "0.002 (from --set) on host 1 (" in error
+        assert "mesh" not in stdout
+    assert digest_of(config.parent) == before
+
+
+def test_the_arithmetic_of_a_step_is_told_once_and_proxies_are_warned_of(config: Path):
+    (code, told, stderr), (code_of_second, told_by_second, _) = look_ahead_on_two_hosts(config)
+    assert (code, code_of_second) == (0, 0), stderr
+    arithmetic = (
+        "2 hosts, 8 devices (dp 2, fsdp 4, tp 1): 4 prompts x 4 samples x 2 hosts = 32 samples a step, 4 a device; "
+        "1 optimizer step of 32 samples each"
+    )
+    assert told.count(arithmetic) == 1
+    assert "samples a step" not in told_by_second
+    assert stderr.count("warning: http_proxy set in the environment: the hosts reach 127.0.0.1 without a proxy") == 1
+    assert not (config.parent / "runs").exists()
