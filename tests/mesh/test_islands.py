@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.mesh.islands import allot, island
+from app.mesh import islands
+from app.mesh.islands import allot, host_island, island
 from settings.errors import InputError
 from settings.rollout_section import WorkerPool
 from tests.tiny import make_mesh
@@ -47,3 +48,28 @@ def test_an_island_splits_weights_as_the_whole_mesh_does() -> None:
     assert dict(island((2, 3, 4, 5), like=make_mesh((1, 1, 2))).shape) == {"dp": 1, "fsdp": 2, "tp": 2}
     with pytest.raises(InputError, match=r"has 3 devices, and mesh\.shape splits weights over 2"):
         island((0, 1, 2), like=make_mesh((1, 1, 2)))
+
+
+def test_of_one_host_the_island_is_the_mesh() -> None:
+    mesh = make_mesh((2, 2, 2))
+    assert host_island(mesh) is mesh
+
+
+@pytest.mark.parametrize(
+    ("hosts", "shape"),
+    [((0, 0, 0, 0, 1, 1, 1, 1), (1, 8, 1)), ((0, 1, 0, 1, 0, 1, 0, 1), (2, 4, 1)), ((0, 0, 1, 1) * 2, (4, 1, 2))],
+)
+def test_an_island_has_the_devices_of_its_host_and_keeps_tp_together(hosts, shape, monkeypatch) -> None:
+    mesh = make_mesh(shape)
+    monkeypatch.setattr(islands, "host_of", lambda device: hosts[device.id])
+    monkeypatch.setattr(islands, "num_hosts", lambda mesh: 2)
+    own = host_island(mesh)
+    assert [device.id for device in own.devices.flat] == [i for i, host in enumerate(hosts) if host == 0]
+    assert own.devices.shape == (1, 4 // shape[2], shape[2])
+
+
+def test_weights_split_over_hosts_are_no_islands(monkeypatch) -> None:
+    monkeypatch.setattr(islands, "host_of", lambda device: device.id % 2)
+    monkeypatch.setattr(islands, "num_hosts", lambda mesh: 2)
+    with pytest.raises(InputError, match=r"mesh\.shape: tp = 2 splits weights over several hosts"):
+        host_island(make_mesh((2, 2, 2)))

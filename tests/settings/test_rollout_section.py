@@ -46,6 +46,10 @@ def test_settings_that_contradict_each_other_are_refused(check, overrides: list[
             "rollout.placement = 'global' (from --set): one batch over all devices can only be scheduled by sync",
         ),
         (
+            ["rollout.slots=8", "rollout.placement=global"],
+            "rollout.slots = 8 (from --set): every host fills slots of its own, and rollout.placement = 'global'",
+        ),
+        (
             ["rollout.scheduler=adaptive", "rollout.slots=8"],
             "rollout.slots = 8 (from --set): with rollout.scheduler = 'adaptive' (from --set) slots are those of the",
         ),

@@ -1,0 +1,114 @@
+"""Whoever generates ends at the edge of a segment when asked, and can begin anew."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from app.rollout import engine as engine_room
+from app.rollout.scheduling.event_log import EventLog, read_log
+from app.rollout.scheduling.events import RunSegment
+from app.rollout.stopping import StoppedError, never
+from app.training.metrics import CompilationCounter
+from tests.rollout.test_ahead import HALF, KEY, generation_of
+from tests.rollout.test_resumed import RUN
+from tests.rollout.test_slots import (
+    ARGUMENTS,
+    LENGTHS,
+    PROMPTS,
+    batching,
+    in_one_batch,
+    weights_on,
+    without_slots,
+)
+from tests.rollout.test_workers import bits, engine_on, expected, samples_of, scheduled, workers_on
+
+
+def after(num_looks: int) -> Callable[[], bool]:
+    """No as often, and yes from then on."""
+    left = iter(range(num_looks))
+    return lambda: next(left, None) is None
+
+
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    in_one_batch()
+    monkeypatch.setattr(engine_room, "SEGMENT_STEPS", 5)
+    yield
+    without_slots().asked_to_stop = never
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_segments_of_a_batch_change_no_bit_and_compile_nothing() -> None:
+    engine = without_slots()
+    looks = []
+    engine.asked_to_stop = lambda: bool(looks.append(1))
+    with closing(CompilationCounter()) as compilations:
+        samples = engine.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+        assert compilations.take() == 0
+    assert bits(samples) == bits(in_one_batch())
+    # Before the first segment, and behind each but the last.
+    assert len(looks) == -(-max(LENGTHS) // 5) == 5
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_a_batch_ends_where_a_segment_does() -> None:
+    engine = without_slots()
+    for looks in (0, 1, 4):
+        engine.asked_to_stop = after(looks)
+        with pytest.raises(StoppedError):
+            engine.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+    # Nobody looks once all are done.
+    engine.asked_to_stop = after(5)
+    assert len(engine.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)) == len(LENGTHS)
+
+
+def test_slots_are_free_when_they_were_asked_to_stop() -> None:
+    made = batching(engine_on(0))
+    for looks in (0, 2):
+        made.asked_to_stop = after(looks)
+        with pytest.raises(StoppedError):
+            made.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+        assert not made.engine.is_open
+    made.asked_to_stop = never
+    assert bits(made.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)) == bits(expected())
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_a_scheduled_rollout_that_was_asked_to_stop_goes_on_from_its_log(in_turn: bool, tmp_path: Path) -> None:
+    made = scheduled(workers_on(2), in_turn=in_turn)
+    made.asked_to_stop = after(30)
+    with EventLog(tmp_path / "log", run=RUN) as made.log, pytest.raises(StoppedError):
+        samples_of(made)
+    assert not any(worker.engine.is_open for worker in made.workers)
+    assert not {"fast-0", "heavy-1"} & {thread.name for thread in threading.enumerate()}
+    before = read_log(tmp_path / "log")
+    done = {entry.uid for entry in before.scheduler.ledger if entry.finish}
+    assert 0 < sum(entry.num_tokens for entry in before.scheduler.ledger) < sum(LENGTHS)
+    made.asked_to_stop = never
+    with EventLog(tmp_path / "log", run=RUN) as made.log:
+        assert bits(samples_of(made)) == bits(expected())
+    commands = (one for record in made.records[len(before.records) :] for one in record.commands)
+    assert not done & {row.uid for one in commands if isinstance(one, RunSegment) for row in one.admit}
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_who_waits_for_a_round_that_is_generated_ahead_hears_that_it_does_not_come(in_turn: bool) -> None:
+    made = scheduled(workers_on(2), in_turn=in_turn)
+    asked = threading.Event()
+    made.asked_to_stop = asked.is_set
+    generation = generation_of(made)
+    with closing(generation):
+        generation.submit(PROMPTS[:HALF], noise_step=KEY)
+        generation.take()
+        asked.set()
+        generation.submit(PROMPTS[:HALF], noise_step=KEY)
+        for _ in range(2):
+            with pytest.raises(StoppedError):
+                generation.take()
+    assert not generation._thread.is_alive()
+    assert not any(worker.engine.is_open for worker in made.workers)
