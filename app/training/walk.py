@@ -56,6 +56,7 @@ class Walk:
         except StoppedError:
             agreed = self.interrupts.agreed()
             exit_code = agreed.exit_code
+            assert exit_code, "generation was stopped, and nobody has asked"
             if not self.checkpoints.has(self.progress.step):
                 self._save()
         self.narrator.board.phase("save")

@@ -36,11 +36,11 @@ GRACE_S = 25.0
 START_S = 300.0
 """In which a run on a busy machine has begun, or ended."""
 SETTINGS = (
-    *("run.steps=24", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=24"),
-    *("data.max_prompt_length=24", "eval.every_steps=6", "eval.num_prompts=8", "checkpoint.every_steps=4"),
+    *("run.steps=12", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=12"),
+    *("data.max_prompt_length=24", "eval.every_steps=4", "eval.num_prompts=4", "checkpoint.every_steps=3"),
     *("logging.report=false", "logging.completions_every_steps=0"),
 )
-LAST_STEP = 24
+LAST_STEP = 12
 KINDS = {"SIGTERM": signal.SIGTERM, "kill -9": signal.SIGKILL}
 
 
