@@ -43,7 +43,9 @@ def run_on_two_hosts(*arguments: str | Path, of_each: tuple[Arguments, Arguments
 
 
 def ended(hosts: Hosts) -> tuple[Ended, Ended]:
-    first, second = (Ended(host.returncode, *output) for host, output in [(h, h.communicate(timeout=DEADLINE_S)) for h in hosts])
+    first, second = (
+        Ended(host.returncode, *output) for host, output in [(h, h.communicate(timeout=DEADLINE_S)) for h in hosts]
+    )
     return first, second
 
 

@@ -19,7 +19,7 @@ from app.training.session import Session
 from tests.reward.processes import children
 from tests.training.program import DEADLINE_S, here, metrics_of, settings, started, train_here
 from tests.training.test_loop import samples_of
-from tests.training.test_two_hosts import free_address, of_host
+from tests.two_hosts import free_address, of_host
 
 PLUG = """\
 import os
