@@ -1,0 +1,83 @@
+"""`grpo score` on two hosts writes the file that one host writes, within rounding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.jsonl import write_jsonl
+from tests.tiny_directory import write_reward_model
+from tests.training.program import here, of_tiny, records_of, settings
+from tests.two_hosts import run_on_two_hosts
+
+
+def scored_by_one_and_two(folder: Path, *arguments: str | Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Also compares what both say of the whole file."""
+    one = here("score", *arguments, "--out", folder / "one.jsonl", "--json")
+    assert one.exit_code == 0, one.stderr
+    first, second = run_on_two_hosts("score", *arguments, "--out", folder / "two.jsonl", "--json")
+    assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
+    assert "{" not in second.stdout
+    found, expected = json.loads(first.stdout[first.stdout.index("{") :]), json.loads(one.stdout)
+    assert found.keys() == expected.keys()
+    for name in ("samples", "tokens", "mean |logprob - behavior|", *(n for n in found if n.startswith("reward/"))):
+        if name in found:
+            assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7), name
+    return records_of(folder / "two.jsonl"), records_of(folder / "one.jsonl")
+
+
+def assert_close(records: list[dict[str, Any]], expected: list[dict[str, Any]], *, field: str) -> None:
+    for record, other in zip(records, expected, strict=True):
+        np.testing.assert_allclose(record.pop(field), other.pop(field), rtol=1e-5, atol=1e-5)
+    assert records == expected
+
+
+def test_two_hosts_score_packed_rows_of_several_windows(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
+    # Two windows, the second of 123 samples, which two hosts cannot share out evenly.
+    records = [record | {"note": number} for number, record in enumerate(records_of(sampled) * 176)]
+    write_jsonl(tmp_path / "many.jsonl", records[:4219])
+    quota = settings("score.max_tokens_per_device=1024")
+    arguments = (*of_tiny(tiny_model), *quota, "--input", tmp_path / "many.jsonl", "--check-packing")
+    assert_close(*scored_by_one_and_two(tmp_path, *arguments), field="policy_logprobs")
+
+
+def test_two_hosts_ask_a_critic_in_fixed_rows(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
+    # Of a single sample the second host has none.
+    write_jsonl(tmp_path / "one_sample.jsonl", records_of(sampled)[:1])
+    fixed = settings("score.rows_per_device=2", "algorithm.name=ppo")
+    arguments = (*of_tiny(tiny_model), *fixed, "--role", "critic", "--input", tmp_path / "one_sample.jsonl")
+    assert_close(*scored_by_one_and_two(tmp_path, *arguments), field="values")
+
+
+def test_two_hosts_share_out_groups_among_reward_functions_and_a_reward_model(
+    sampled: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    judge = write_reward_model(tmp_path / "judge")
+    # Five of the six groups, their samples far apart.
+    records = sorted(records_of(sampled)[:20], key=lambda record: record["sample_index"])
+    write_jsonl(tmp_path / "samples.jsonl", records)
+    chosen = settings(f"reward.model={judge}", "reward.functions=[arithmetic, arithmetic_format]")
+    arguments = (*of_tiny(tiny_model), *chosen, "--role", "reward", "--input", tmp_path / "samples.jsonl")
+    found, expected = scored_by_one_and_two(tmp_path, *arguments)
+    for record, other in zip(found, expected, strict=True):
+        assert record.pop("rewards") == pytest.approx(other.pop("rewards"), abs=1e-5)
+    assert_close(found, expected, field="reward")
+
+
+def test_another_file_on_one_host_stops_both_before_anything_is_scored(
+    sampled: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    records = records_of(sampled)
+    for host, folder in enumerate(("a", "b")):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "samples.jsonl", records[host:])
+    first, second = (("--input", tmp_path / folder / "samples.jsonl") for folder in ("a", "b"))
+    hosts = run_on_two_hosts("score", *of_tiny(tiny_model), "--out", tmp_path / "out.jsonl", of_each=(first, second))
+    for host in hosts:
+        assert host.exit_code == 2, host
+        assert "error: --input: the hosts differ" in host.stderr and "Traceback" not in host.stderr
+    assert not (tmp_path / "out.jsonl").exists()
