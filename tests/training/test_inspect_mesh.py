@@ -251,7 +251,10 @@ def test_of_a_slice_and_real_devices_the_later_counts(tmp_path: Path) -> None:
 
 def test_a_slice_and_real_devices_in_one_layer_are_refused() -> None:
     found = load(None, ["mesh.pretend=v4-16", "mesh.cpu_devices=4"], {})
-    message = "mesh.pretend = 'v4-16' (from --set) and mesh.cpu_devices = 4 (from --set) ask for pretended and for real devices"
+    message = (
+        "mesh.pretend = 'v4-16' (from --set) and mesh.cpu_devices = 4 (from --set) ask for pretended and for real "
+        "devices; leave one of the two out"
+    )
     with pytest.raises(InputError, match=re.escape(message)):
         check_for_inspection(found)
 
