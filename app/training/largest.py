@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import jax
 
+from app.batching.plan import Plan
 from app.mesh.placement import bytes_per_device, num_local_row_shards, num_row_shards
 from app.rollout.slots import SlotEngine
 from app.training.cutting import Longest, wire_update
 from app.training.memory import Shapes, fullest_mini_batch, plan_of
 from app.training.session import Session
-from app.training.working_set import WORKING_SET, Held, fullest_of, updating, updating_critic
+from app.training.working_set import WORKING_SET, Held, critic_moments, fullest_of, update_moments
 from settings.rollout_section import MAX_SLOTS
 from settings.schema import Algorithm, Critic
 
@@ -115,30 +116,35 @@ def _updates(session: Session, memory: dict[str, Held], room: int) -> list[Large
 
 
 def _quota(session: Session, scope: str, phase: str, chosen: Algorithm | Critic, held: Held, room: int) -> Largest:
-    settings = session.settings
-    longest = Longest.of(settings)
+    settings, longest = session.settings, Longest.of(session.settings)
     mini_batch = fullest_mini_batch(session, longest_prompt=settings.data.max_prompt_length)
     architecture = session.architecture_of("critic" if scope == "critic" else "policy")
-    of_pass = updating_critic if scope == "critic" else updating
-    known: dict[tuple[int, int], int] = {}
+
+    def plan_at(quota: int) -> Plan:
+        scope_then = chosen.model_copy(update={"max_tokens_per_device": quota})
+        return plan_of(session, wire_update(settings, scope_then, architecture, longest), mini_batch)
+
+    now = chosen.max_tokens_per_device
+    assert now is not None
+    present = plan_at(now)
+    moments = (critic_moments if scope == "critic" else update_moments)(session, present)
     base = sum(size for name, size in held.items() if name not in WORKING_SET)
 
     def held_at(quota: int) -> int:
-        scope_then = chosen.model_copy(update={"max_tokens_per_device": quota})
-        plan = plan_of(session, wire_update(settings, scope_then, architecture, longest), mini_batch)
-        fullest = fullest_of(plan)
-        key = len(fullest.rows), fullest.shape.num_tokens
-        if key not in known:
-            known[key] = base + sum(of_pass(session, plan).values())
-        return known[key]
+        """Activations grow with the tokens of the fullest micro-batch, and nothing else does."""
+        more = _num_tokens(plan_at(quota)) / _num_tokens(present) - 1
+        return base + max(sum(moment.values()) + int(more * moment["activations"]) for moment in moments)
 
     all_at_once = -(-int(mini_batch.totals.sum()) // num_local_row_shards(session.mesh) // GRAIN) * GRAIN
     smallest = -(-longest.sample // GRAIN) * GRAIN
     most = max(all_at_once, smallest)
     fits = _largest(held_at, grain=GRAIN, most=most, room=room, least=smallest)
-    now = chosen.max_tokens_per_device
-    assert now is not None
     return Largest(f"{scope}.max_tokens_per_device", now, fits, phase, held_at(fits) if fits else base, fits == most)
+
+
+def _num_tokens(plan: Plan) -> int:
+    fullest = fullest_of(plan)
+    return len(fullest.rows) * fullest.shape.num_tokens
 
 
 def _largest(held_at: Callable[[int], int], *, grain: int, most: int, room: int, least: int = 1) -> int | None:

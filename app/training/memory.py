@@ -19,7 +19,16 @@ from app.training.evaluate import evaluation_batch
 from app.training.reward_role import wire_reward
 from app.training.session import Session
 from app.training.wiring import Learner, Learning
-from app.training.working_set import Held, Network, generating, reading, scoring, updating, updating_critic
+from app.training.working_set import (
+    Held,
+    Network,
+    critic_moments,
+    fullest_moment,
+    generating,
+    reading,
+    scoring,
+    update_moments,
+)
 from settings.schema import ScoredRole
 
 LABELS = {
@@ -172,8 +181,12 @@ def memory_by_phase(
         phases["score"] = _together({**always, **reference}, max(passes, key=lambda held: sum(held.values())))
     if shapes.critic_update is not None:
         gradients = _gradients(always["critic"])
-        phases["critic"] = _together({**always, **gradients}, updating_critic(session, shapes.critic_update))
-    phases["update"] = _together({**always, **_gradients(weights)}, updating(session, shapes.update))
+        phases["critic"] = _together(
+            {**always, **gradients}, fullest_moment(critic_moments(session, shapes.critic_update))
+        )
+    phases["update"] = _together(
+        {**always, **_gradients(weights)}, fullest_moment(update_moments(session, shapes.update))
+    )
     return phases
 
 

@@ -6,7 +6,8 @@ weights (`scripts/bench/memory_estimate.py`); another backend fuses more or less
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -22,7 +23,7 @@ from app.mesh.axis_rules import partition_spec, sharding_tree
 from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards, num_row_shards
 from app.mesh.topology import num_hosts
 from app.policy.architecture import Architecture
-from app.policy.decoder import DecoderDefinition, Params
+from app.policy.decoder import DecoderDefinition, Params, ValueDecoder
 from app.policy.kv_cache import decode_dims
 from app.rollout.engine import BatchShape, Footprint
 from app.training.session import Session
@@ -82,7 +83,7 @@ def scoring(session: Session, role: ScoredRole, plan: Plan) -> Held:
     of_block = int(FORWARD_OF_A_BLOCK * _of_one_block(session, rows, shape))
     at_blocks = {"whole_weights": is_split * layer, "activations": of_block}
     at_head = {"logits": chunk, "logits_work": chunk, "whole_weights": is_split * table, "activations": hidden}
-    return _fuller(at_blocks, at_head)
+    return fullest_moment((at_blocks, at_head))
 
 
 def reading(session: Session, model: Network, plan: Plan) -> Held:
@@ -92,30 +93,32 @@ def reading(session: Session, model: Network, plan: Plan) -> Held:
     return {"activations": int(FORWARD_OF_A_BLOCK * of_block)}
 
 
-def updating(session: Session, plan: Plan) -> Held:
-    """Of a micro-batch's gradients: in the backward pass of one block or of the head, whichever needs more."""
+def update_moments(session: Session, plan: Plan) -> tuple[Held, ...]:
+    """In the backward pass of one block, and of the head."""
     rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
     kept = saved_bytes(session, rows, shape, remat=session.settings.model.remat)
     table, layer = whole_weights(session.input.definition, session.mesh)
     chunk, copies = _chunk(session, rows, shape), _copies(session.mesh)
     of_block = int(BACKWARD_OF_A_BLOCK * _of_one_block(session, rows, shape))
-    at_blocks = {"whole_weights": copies * layer, "activations": kept + of_block}
-    at_head = {"logits": chunk, "logits_work": chunk, "whole_weights": copies * table, "activations": kept}
-    return _fuller(at_blocks, at_head)
+    return (
+        {"whole_weights": copies * layer, "activations": kept + of_block},
+        {"logits": chunk, "logits_work": chunk, "whole_weights": copies * table, "activations": kept},
+    )
 
 
-def updating_critic(session: Session, plan: Plan) -> Held:
+def critic_moments(session: Session, plan: Plan) -> tuple[Held, ...]:
     """The same of the critic, whose head is one number wide."""
     assert session.critic is not None
     rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
     kept = saved_by_critic(session, rows, shape, remat=session.settings.model.remat)
     _, layer = whole_weights(session.critic.input.definition, session.mesh)
     of_block = int(BACKWARD_OF_A_BLOCK * _of_one_critic_block(session, rows, shape))
-    return {"whole_weights": _copies(session.mesh) * layer, "activations": kept + of_block}
+    return ({"whole_weights": _copies(session.mesh) * layer, "activations": kept + of_block},)
 
 
-def _fuller(one: Held, other: Held) -> Held:
-    return max(one, other, key=lambda held: sum(held.values()))
+def fullest_moment(moments: Sequence[Held]) -> Held:
+    """The one that holds most."""
+    return max(moments, key=lambda held: sum(held.values()))
 
 
 def whole_weights(definition: DecoderDefinition, mesh: Mesh) -> tuple[int, int]:
@@ -172,40 +175,48 @@ def _of_one_critic_block(session: Session, rows: int, shape: RowShape) -> int:
 
 def saved_bytes(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
     """What differentiation keeps from the policy's forward for the backward pass of `rows` rows; see `_saved`."""
-    definition, model = session.input.definition, session.settings.model
+    model = session.settings.model
+    return _saved_by_policy(session.input.architecture, model.dtype, remat, model.logits_chunk, rows, shape)
+
+
+def saved_by_critic(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
+    """The same for the critic."""
+    return _saved_by_values(session.architecture_of("critic"), session.settings.model.dtype, remat, rows, shape)
+
+
+def saved_by_reward_model(session: Session, model: Network, rows: int, shape: RowShape) -> int:
+    """The same for one block of the reward model, which is never trained."""
+    whole = _saved_by_values(model.architecture, session.settings.model.dtype, "none", rows, shape)
+    return whole // model.architecture.num_layers
+
+
+@functools.cache
+def _saved_by_policy(
+    architecture: Architecture, dtype: str, remat: str, logits_chunk: int, rows: int, shape: RowShape
+) -> int:
+    definition = DecoderDefinition.of(architecture)
 
     def forward(params: Params, batch: TokenBatch) -> tuple[Array, Array]:
         return row_logprobs(
             definition.bind(params),
             batch,
             temperature=1.0,
-            dtype=jnp.dtype(model.dtype),
+            dtype=jnp.dtype(dtype),
             remat=remat,
-            logits_chunk=model.logits_chunk,
+            logits_chunk=logits_chunk,
         )
 
     return _saved(forward, definition.shapes, rows, shape)
 
 
-def saved_by_critic(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
-    """The same for the critic."""
-    assert session.critic is not None
-    definition, dtype = session.critic.input.definition, jnp.dtype(session.settings.model.dtype)
+@functools.cache
+def _saved_by_values(architecture: Architecture, dtype: str, remat: str, rows: int, shape: RowShape) -> int:
+    definition = DecoderDefinition.of(architecture, ValueDecoder)
 
     def forward(params: Params, batch: TokenBatch) -> Array:
-        return row_values(definition.bind(params), batch, dtype=dtype, remat=remat)
+        return row_values(definition.bind(params), batch, dtype=jnp.dtype(dtype), remat=remat)
 
     return _saved(forward, definition.shapes, rows, shape)
-
-
-def saved_by_reward_model(session: Session, model: Network, rows: int, shape: RowShape) -> int:
-    """The same for one block of the reward model, which is never trained."""
-    dtype = jnp.dtype(session.settings.model.dtype)
-
-    def forward(params: Params, batch: TokenBatch) -> Array:
-        return row_values(model.definition.bind(params), batch, dtype=dtype, remat="none")
-
-    return _saved(forward, model.definition.shapes, rows, shape) // model.architecture.num_layers
 
 
 def _saved(forward: Callable[[Params, TokenBatch], Any], weights: Params, rows: int, shape: RowShape) -> int:

@@ -6,8 +6,12 @@ import json
 
 import jax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from app.mesh.inspect import MeshReport, mesh_report, weight_placement
+from app.mesh import topology
+from app.mesh.inspect import DevicePlace, MeshReport, Topology, device_places, mesh_report, weight_placement
+from app.mesh.placement import row_sharding
+from app.mesh.pretend import CHIPS, parse_slice
 from tests.tiny import make_mesh
 
 WEIGHTS = {
@@ -19,7 +23,7 @@ WEIGHTS = {
 
 @pytest.fixture
 def report() -> MeshReport:
-    return mesh_report(make_mesh((2, 2, 2)), WEIGHTS, samples_per_step=12, num_row_shards=4)
+    return mesh_report(make_mesh((2, 2, 2)), WEIGHTS, samples_per_step=12, memory_bytes=2**30)
 
 
 def test_sizes_are_those_of_one_device(report: MeshReport) -> None:
@@ -47,9 +51,47 @@ def test_the_report_agrees_with_what_jax_does(report: MeshReport) -> None:
 
 def test_every_device_has_its_place(report: MeshReport) -> None:
     assert report.shape == {"dp": 2, "fsdp": 2, "tp": 2}
-    places = {tuple(device["coordinates"].values()) for device in report.devices}
-    assert len(places) == len(report.devices) == report.num_devices == 8
-    assert {device["process"] for device in report.devices} == {0}
+    places = {tuple(device.coordinates.values()) for device in report.devices}
+    assert len(places) == len(report.devices) == report.topology.num_devices == 8
+    assert {device.process for device in report.devices} == {0}
+
+
+def test_the_picture_shows_the_shards_that_jax_gives_each_device() -> None:
+    mesh = make_mesh((2, 2, 2))
+    rows = row_sharding(mesh).devices_indices_map((4,))
+    weights = NamedSharding(mesh, PartitionSpec("fsdp", "tp")).devices_indices_map((2, 2))
+    by_id = {device.id: device for device in mesh.devices.flat}
+    for place in device_places(mesh):
+        device = by_id[place.id]
+        assert rows[device] == (slice(place.row_shard, place.row_shard + 1, None),)
+        assert weights[device] == tuple(slice(part, part + 1, None) for part in place.weight_shard)
+
+
+@pytest.fixture
+def pretended_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eight virtual devices stand for two hosts of four."""
+    monkeypatch.setattr(topology, "_pretended", parse_slice("v4-16"))
+
+
+def test_a_pretended_slice_is_told_as_if_it_were_there(pretended_hosts: None) -> None:
+    report = mesh_report(make_mesh((2, 4, 1)), WEIGHTS, samples_per_step=12, memory_bytes=2**35)
+    assert (report.topology.platform, report.topology.device_kind) == ("tpu", "TPU v4")
+    assert (report.topology.num_hosts, report.topology.local_devices) == (2, (0, 1, 2, 3))
+    assert report.topology.chip == CHIPS["v4"]
+    lines = report.to_text().splitlines()
+    assert lines[0] == "8 x TPU v4 (tpu), 32.0 GiB each, on 2 host(s), one process each"
+    assert lines[1].startswith("host 0 of v4-16: none of this is there")
+    assert lines[4].split("  ")[0] == "host 0" and "[1: b1 w1]" in lines[4]
+    assert lines[5].split("  ")[0] == "host 1" and "[5: b5 w1]" in lines[5]
+
+
+def test_many_hosts_are_drawn_as_few_lines() -> None:
+    places = [DevicePlace(i, i // 2, {}, i, (i % 2, 0)) for i in range(20)]
+    here = Topology("tpu", "TPU v4", None, 20, 10, 0, (0, 1), None, None)
+    report = MeshReport(here, {"dp": 10, "fsdp": 2, "tp": 1}, places, [], 0, 0, 20, 1.0)
+    drawn = [line for line in report.to_text().splitlines() if line.startswith("host")][1:]
+    assert [line.split("  ")[0] for line in drawn] == ["host 0", "host 1", "hosts 2-8", "host 9"]
+    assert drawn[2].endswith("[4: b4 w0] to [17: b17 w1], 2 on each, each host with the same w")
 
 
 def test_what_could_not_be_split_is_named() -> None:
@@ -62,16 +104,17 @@ def test_what_could_not_be_split_is_named() -> None:
 
 
 def test_one_device_leaves_nothing_to_note() -> None:
-    report = mesh_report(make_mesh(), WEIGHTS, samples_per_step=12, num_row_shards=1)
+    report = mesh_report(make_mesh(), WEIGHTS, samples_per_step=12, memory_bytes=None)
     assert "note:" not in report.to_text()
     assert report.weight_bytes_per_device == 4 * report.num_parameters
 
 
 def test_a_person_reads_a_table(report: MeshReport) -> None:
     lines = report.to_text().splitlines()
-    assert lines[0] == "8 x cpu (cpu) on 1 host(s); mesh dp 2, fsdp 2, tp 2"
-    assert lines[2].split() == ["device", "host", "dp", "fsdp", "tp"]
-    assert [line.split() for line in lines[3:5]] == [["0", "0", "0", "0", "0"], ["1", "0", "0", "0", "1"]]
+    assert lines[0] == "8 x cpu (cpu), 1.0 GiB each, on 1 host(s), one process each"
+    assert lines[1] == "host 0 here: devices 0-7"
+    assert lines[3] == "mesh dp 2 x fsdp 2 x tp 2"
+    assert lines[4].startswith("host 0        [0: b0 w0.0]        [1: b0 w0.1]        [2: b1 w1.0]")
     assert "12 samples a step, 3 a device" in lines
     assert lines[-1] == (
         "note: blocks.key.kernel: kv_heads of (2, 32, 3, 8) is not divisible by its axis and stays whole"

@@ -1,8 +1,7 @@
-"""`grpo rollout` and `grpo inspect-mesh`: one room at a time, to files."""
+"""`grpo rollout`: one room at a time, to files."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -54,20 +53,3 @@ def test_the_folder_of_the_output_must_exist(tiny_model: Path, tmp_path: Path) -
     assert result.exit_code == 2
     assert "the folder" in result.stderr and "does not exist; create it first" in result.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_inspect_mesh_speaks_to_people_and_programs(tiny_model: Path) -> None:
-    text = here("inspect-mesh", *of_tiny(tiny_model), *settings("mesh.shape=2,2,2"))
-    assert text.exit_code == 0, text.stderr
-    assert text.stdout.startswith("8 x cpu (cpu) on 1 host(s); mesh dp 2, fsdp 2, tp 2\n")
-    report = json.loads(here("inspect-mesh", *of_tiny(tiny_model), "--json").stdout)
-    assert report["shape"] == {"dp": 1, "fsdp": 8, "tp": 1}
-    assert report["samples_per_step"] == 16 and report["samples_per_device"] == 2
-    names = [weight["name"] for weight in report["weights"]]
-    assert "embedding" in names and "blocks.query.kernel" in names
-
-
-def test_inspect_mesh_refuses_a_shape_that_does_not_fit(tiny_model: Path) -> None:
-    result = here("inspect-mesh", *of_tiny(tiny_model), *settings("mesh.shape=1,3,1"))
-    assert result.exit_code == 2
-    assert "mesh.shape: '1,3,1' asks for 3 devices and there are 8" in result.stderr
