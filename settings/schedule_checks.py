@@ -88,6 +88,26 @@ def _the_scheduler_has_workers(resolved: Resolved) -> str | None:
     return None
 
 
+def _actors_have_a_scheduler(resolved: Resolved) -> str | None:
+    rollout = resolved.settings.rollout
+    if rollout.pool == "local":
+        return None
+    if not rollout.has_workers:
+        way_out = "rollout.scheduler: adaptive" if rollout.scheduler is None else "rollout.placement: island"
+        return (
+            f"{resolved.named('rollout.pool')}: only workers with a scheduler run as actors; set {way_out}, or "
+            "rollout.pool: local"
+        )
+    for kind in ("fast", "heavy"):
+        if getattr(rollout.workers, kind).devices is not None:
+            return (
+                f"{resolved.named(f'rollout.workers.{kind}.devices')} are numbers of this host's devices, and with "
+                f"{resolved.named('rollout.pool')} an actor has all that Ray gives it; leave it null, and set "
+                f"rollout.ray.{kind}.num_gpus or resources"
+            )
+    return None
+
+
 def _workers_run_ahead(resolved: Resolved) -> str | None:
     rollout = resolved.settings.rollout
     if rollout.max_staleness == 0 or rollout.has_workers:
@@ -101,7 +121,8 @@ def _workers_run_ahead(resolved: Resolved) -> str | None:
 
 def _training_does_not_run_leases_out(resolved: Resolved) -> str | None:
     rollout = resolved.settings.rollout
-    if rollout.max_staleness == 0 or rollout.workers.lease_s is None:
+    # Actors have devices of their own.
+    if rollout.max_staleness == 0 or rollout.workers.lease_s is None or rollout.pool == "ray":
         return None
     return (
         f"{resolved.named('rollout.workers.lease_s')}: under {resolved.named('rollout.max_staleness')} training "
@@ -110,6 +131,6 @@ def _training_does_not_run_leases_out(resolved: Resolved) -> str | None:
     )
 
 
-WORKERS = (_the_scheduler_has_workers, _exact_samples_are_exact)
+WORKERS = (_the_scheduler_has_workers, _actors_have_a_scheduler, _exact_samples_are_exact)
 AHEAD = (_workers_run_ahead, _training_does_not_run_leases_out)
 SCHEDULE = (_segments_have_a_length, _the_window_holds_a_verdict, _somebody_decodes, _workers_have_devices_of_their_own)

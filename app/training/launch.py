@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 from app.mesh import topology
@@ -40,9 +40,11 @@ def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
     run = RunDirectory.of(settings.run)
     check_claim(run, resume)
     training_input = read_training_input(pinned(settings, run))
-    with training_input.rewards(settings) as rewards:
+    with training_input.rewards(settings) as rewards, ExitStack() as stack:
         topology.start(settings.mesh)
-        session = Session.open(settings, training_input.model, training_input.critic)
+        session = stack.enter_context(
+            closing(Session.open(settings, training_input.model, training_input.critic))
+        )
         check_rows(settings, session)
         if session.workers is not None and session.runs_ahead:
             check_runs_ahead(session.workers)

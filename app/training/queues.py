@@ -17,6 +17,7 @@ from app.rollout.slot_programs import SlotPrograms
 from app.rollout.slot_shapes import SlotShapes, shapes_of
 from app.rollout.slots import SlotEngine
 from app.rollout.workers import Worker
+from app.training.actors import open_actors
 from settings import Settings
 from settings.errors import InputError
 from settings.rollout_section import WorkerPool
@@ -53,6 +54,8 @@ def open_workers(
     rollout = settings.rollout
     if rollout.scheduler is None or not rollout.has_workers:
         return None
+    if rollout.pool == "ray":
+        return open_actors(settings, definition, tokenizer, mesh, dtype=dtype)
     _check_one_host(f"rollout.scheduler: {rollout.scheduler} schedules the workers of one host")
     pools: dict[Kind, WorkerPool] = {"fast": rollout.workers.fast, "heavy": rollout.workers.heavy}
     names: list[tuple[Kind, str]] = [(kind, f"{kind}-{i}") for kind, pool in pools.items() for i in range(pool.count)]

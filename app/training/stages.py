@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def rollout(
     with ExitStack() as stack:
         written = stack.enter_context(open_log(out, settings, model, encoded)) if settings.rollout.has_workers else None
         past = Past.of(written)
-        session = Session.open(settings, model)
+        session = stack.enter_context(closing(Session.open(settings, model)))
         weights = session.engine.weights(session.load_params())
         counter = SampleCounter()
         session.compile_rollout(evaluates=False)
