@@ -31,7 +31,7 @@ from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition
 from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduling.events import RunSegment
+from app.rollout.scheduling.events import Kind, RunSegment
 from app.rollout.slot_shapes import SlotShapes
 from app.rollout.slots import SlotEngine
 from app.rollout.tally import Tally
@@ -64,8 +64,8 @@ class SlotPlan:
 
     architecture: Architecture
     shapes: SlotShapes
-    setting: str
-    """That the number of slots comes from."""
+    kind: Kind
+    """Of the worker, in the settings of which errors speak."""
     eos_ids: tuple[int, ...]
     dtype: str
     exact: bool
@@ -131,7 +131,7 @@ class SlotActor:
         patience_s: how long it waits for a cache that another has kept; then it computes it.
 
     Raises:
-        InputError: devices that the slots cannot be split over.
+        InputError: no devices, or devices that the slots cannot be split over.
     """
 
     def __init__(self, plan: SlotPlan, patience_s: float):
@@ -139,6 +139,7 @@ class SlotActor:
         jax.config.update("jax_default_matmul_precision", plan.matmul_precision)
         if plan.platforms == "cpu":
             jax.config.update("jax_num_cpu_devices", plan.tp)
+        _check_devices(plan)
         mesh = topology.make_mesh(MeshSettings(shape=f"1,-1,{plan.tp}"))
         _check_rows(plan, num_row_shards(mesh))
         engine = SlotEngine(
@@ -149,7 +150,7 @@ class SlotActor:
             dtype=np.dtype(plan.dtype),
             exact=plan.exact,
         )
-        self._worker = Worker("", "fast", engine)
+        self._worker = Worker("", plan.kind, engine)
         self._patience_s = patience_s
         self._rows: dict[str, Row] = {}
         self._has_failed = False
@@ -165,9 +166,7 @@ class SlotActor:
         """See `SlotEngine.compile`."""
         self._worker.engine.compile(rules, suspends=suspends)
 
-    def open(
-        self, weights: Leaves, *, rules: SamplingRules, seed: int, policy_version: int, suspends: bool
-    ) -> None:
+    def open(self, weights: Leaves, *, rules: SamplingRules, seed: int, policy_version: int, suspends: bool) -> None:
         """Empty slots; see `Worker.open`."""
         self._rows, self._has_failed = {}, False
         with self._failing_for_good():
@@ -253,9 +252,20 @@ class SlotActor:
             raise
 
 
-def _check_rows(plan: SlotPlan, row_shards: int) -> None:
-    if any(rows % row_shards for rows in plan.shapes.batch_rungs):
+def _check_devices(plan: SlotPlan) -> None:
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
         raise InputError(
-            f"{plan.setting}: batches of {', '.join(map(str, plan.shapes.batch_rungs))} rows cannot all be split over "
+            f"rollout.ray.{plan.kind}: JAX finds no {plan.platforms} devices on {socket.gethostname()}, where Ray put "
+            "an actor; ask for them with num_gpus or resources"
+        ) from error
+
+
+def _check_rows(plan: SlotPlan, row_shards: int) -> None:
+    rungs = plan.shapes.batch_rungs
+    if any(rows % row_shards for rows in rungs):
+        raise InputError(
+            f"rollout.workers.{plan.kind}.slots: batches of {', '.join(map(str, rungs))} rows cannot all be split over "
             f"the {row_shards} devices of a Ray actor that hold rows; set it to a multiple of {4 * row_shards}"
         )

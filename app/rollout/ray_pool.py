@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from settings.errors import InputError
 
 log = logging.getLogger(__name__)
 
+CONNECT_S = 10.0
 MIN_CPUS = 1
 """Of a cluster of our own."""
 
@@ -95,22 +97,22 @@ class RayWorkers(ScheduledWorkers):
         late = [worker for worker in self.remote if not _is_ready(worker, until)]
         if late:
             raise InputError(
-                f"rollout.ray.start_timeout_s: after {self._start_timeout_s:g} s {len(late)} of {len(self.remote)} actors "
-                f"have not {done}; {late[0].name} needs {_spoken(late[0].needs)}, and what the cluster has left is "
-                f"{_spoken(ray.available_resources())}; ask for less (rollout.ray.{late[0].kind}), add machines, or wait "
-                "for longer"
+                f"rollout.ray.start_timeout_s: after {self._start_timeout_s:g} s {len(late)} of {len(self.remote)} "
+                f"actors have not {done}; {late[0].name} needs {_spoken(late[0].needs)}, and what the cluster has left "
+                f"is {_spoken(ray.available_resources())}; ask for less (rollout.ray.{late[0].kind}), add machines, or "
+                "wait for longer"
             )
 
     def _check_alike(self) -> None:
-        """Whether all processes run the same program on the same packages, and in the exact mode on the same devices."""
+        """Whether all processes run the same program and packages, and in the exact mode on the same devices."""
         here = facts_here()
         found = {worker.name: worker.introduction for worker in self.remote if worker.introduction is not None}
         for name, who in found.items():
             for fact, value in who.facts.items():
                 if value != here[fact]:
                     raise InputError(
-                        f"rollout.pool: {fact} is {value} where {name} runs ({who.host}) and {here[fact]} here; install "
-                        "the same on all machines"
+                        f"rollout.pool: {fact} is {value} where {name} runs ({who.host}) and {here[fact]} here; "
+                        "install the same on all machines"
                     )
         devices = Counter(who.devices for who in found.values())
         if self.remote[0].engine.exact and len(devices) > 1:
@@ -158,15 +160,23 @@ def _connect(address: str | None, needs: Sequence[Mapping[str, Any]]) -> None:
         arguments |= {"num_cpus": num_cpus, "resources": dict(wanted), "include_dashboard": False}
     with _own_signals():
         try:
+            if address is not None and ":" in address:
+                _check_answers(address)
             ray.init(**arguments, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             where = "a cluster on this machine" if address is None else f"the cluster at {address}"
             raise InputError(
-                f"rollout.ray.address: {where} cannot be used: {_first_line(error)}; `ray start --head` starts one, and "
-                "null has this program start one of its own"
+                f"rollout.ray.address: {where} cannot be used: {_first_line(error)}; `ray start --head` starts one, "
+                "and null has this program start one of its own"
             ) from error
     # It would tell on stdout of every process that ends, where only results belong; the workers tell on stderr.
     ray_process._worker_logs_enabled = False
+
+
+def _check_answers(address: str) -> None:
+    """Raises OSError where nobody listens, for which Ray would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
 
 
 @contextmanager

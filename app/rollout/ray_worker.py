@@ -244,7 +244,7 @@ class RemoteWorker(Worker):
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else RuntimeError(str(error)) from None
         except ray.exceptions.RayError as error:
-            self._give_up(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}", error)
+            self._give_up(f"{type(error).__name__}: {_gist(error)}", error)
 
 
 def _bare(row: Row) -> Row:
@@ -261,3 +261,9 @@ def _take_in(row: Row, tokens: np.ndarray, version: int, finish: str | None) -> 
     row.num_segments += 1
     if finish is not None:
         row.finish_reason, row.elapsed_s = finish, time.perf_counter() - row.started_s
+
+
+def _gist(error: Exception) -> str:
+    """One line of many: what was raised while the actor was made, which Ray tells last, or what Ray says first."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[-1] if "creation task" in lines[0] else lines[0]

@@ -46,8 +46,8 @@ def open_actors(
 
     if jax.process_count() > 1:
         raise InputError(
-            f"rollout.pool: ray takes its weights from one training host, and {jax.process_count()} have joined; set it "
-            "to local, so that every host has workers on its own devices, or train on one host beside the cluster"
+            f"rollout.pool: ray takes its weights from one training host, and {jax.process_count()} have joined; set "
+            "it to local, so that every host has workers on its own devices, or train on one host beside the cluster"
         )
     rollout, platform = settings.rollout, mesh.devices.flat[0].platform
     assert rollout.scheduler is not None and rollout.workers.lease_s is not None
@@ -62,7 +62,7 @@ def open_actors(
         plan = SlotPlan(
             architecture=definition.architecture,
             shapes=shapes,
-            setting=setting,
+            kind=kind,
             eos_ids=tuple(tokenizer.eos_ids),
             dtype=jnp.dtype(dtype).name,
             exact=exact,

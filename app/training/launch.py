@@ -42,9 +42,7 @@ def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
     training_input = read_training_input(pinned(settings, run))
     with training_input.rewards(settings) as rewards, ExitStack() as stack:
         topology.start(settings.mesh)
-        session = stack.enter_context(
-            closing(Session.open(settings, training_input.model, training_input.critic))
-        )
+        session = stack.enter_context(closing(Session.open(settings, training_input.model, training_input.critic)))
         check_rows(settings, session)
         if session.workers is not None and session.runs_ahead:
             check_runs_ahead(session.workers)
