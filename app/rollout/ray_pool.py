@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -158,7 +159,9 @@ def _connect(address: str | None, needs: Sequence[Mapping[str, Any]]) -> None:
         # Processes of one machine share its cores; these numbers only have to add up.
         num_cpus = max(math.ceil(sum(one["num_cpus"] for one in needs)), MIN_CPUS)
         arguments |= {"num_cpus": num_cpus, "resources": dict(wanted), "include_dashboard": False}
-    with _own_signals():
+    with _own_signals(), warnings.catch_warnings():
+        # JAX warns of forks. These children do nothing of this process before they become other programs.
+        warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
         try:
             if address is not None and ":" in address:
                 _check_answers(address)
