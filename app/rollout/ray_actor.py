@@ -74,6 +74,7 @@ class SlotPlan:
     platforms: str
     """Of JAX: whose devices are used, and no others."""
     matmul_precision: str | None
+    """Of JAX, as in the process that trains."""
 
 
 class Incoming(NamedTuple):

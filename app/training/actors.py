@@ -49,7 +49,7 @@ def open_actors(
             f"rollout.pool: ray takes its weights from one training host, and {jax.process_count()} have joined; set "
             "it to local, so that every host has workers on its own devices, or train on one host beside the cluster"
         )
-    rollout, platform = settings.rollout, mesh.devices.flat[0].platform
+    rollout, platform = settings.rollout, str(mesh.devices.flat[0].platform)
     assert rollout.scheduler is not None and rollout.workers.lease_s is not None
     pools: dict[Kind, tuple[WorkerPool, ActorNeeds]] = {
         "fast": (rollout.workers.fast, rollout.ray.fast),
@@ -68,7 +68,7 @@ def open_actors(
             exact=exact,
             tp=mesh.shape["tp"],
             platforms=JAX_PLATFORMS.get(platform, platform),
-            matmul_precision=jax.config.jax_default_matmul_precision,
+            matmul_precision="highest" if dtype == jnp.float32 else None,
         )
         engine = SlotEngine(definition, mesh, shapes, eos_ids=tokenizer.eos_ids, dtype=dtype, exact=exact)
         workers += [

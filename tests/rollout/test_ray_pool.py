@@ -59,7 +59,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         environment.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
         environment.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         nodes = started_nodes()
-    yield nodes.address
+    yield str(nodes.address)
     nodes.shutdown()
 
 
@@ -82,7 +82,7 @@ def actors(
         exact=True,
         tp=1,
         platforms="cpu",
-        matmul_precision=None,
+        matmul_precision="highest",
     )
     workers = [
         RemoteWorker(

@@ -55,7 +55,7 @@ def test_settings_that_contradict_each_other_are_refused(check, overrides: list[
         ),
         (
             ["rollout.pool=ray"],
-            "rollout.pool = 'ray' (from --set): only workers with a scheduler run as actors; set rollout.scheduler: adapt",
+            "rollout.pool = 'ray' (from --set): only workers with a scheduler run as actors; set rollout.scheduler",
         ),
         (
             ["rollout.pool=ray", "rollout.scheduler=sync", "rollout.placement=global"],
