@@ -31,6 +31,7 @@ from settings.layers import (
 from settings.micro_batching import settle
 from settings.papers import CORRECTION_VETO, DECIDED, KL_ESTIMATORS, PAPERS, changes, of_estimator
 from settings.printing import to_yaml
+from settings.rollout_section import RAY_LEASE_S
 from settings.schema import HISTORIC_PROMPT_ALLOWANCE, Algorithm, Settings
 from settings.strict_yaml import Node, parse_file
 
@@ -126,6 +127,9 @@ def _derived(given: Settings, provenance: Mapping[str, str], *, config_stem: str
         layer["data.eval_split"] = Leaf("test", "derived")
     if rollout.max_length_total is None:
         layer["rollout.max_length_total"] = Leaf(rollout.max_new_tokens + prompt_allowance, "derived")
+    # Machines may vanish at any moment.
+    if rollout.pool == "ray" and rollout.workers.lease_s is None:
+        layer["rollout.workers.lease_s"] = Leaf(RAY_LEASE_S, "derived")
     # No evaluation, said later than what it should measure: that choice wins.
     if given.eval.every_steps == 0 and place(provenance["eval.every_steps"]) > place(
         provenance["checkpoint.best_metric"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from settings.section import Section
 
@@ -12,6 +13,8 @@ MAX_TOKENS = 2**24
 """Of a limit or a budget; beyond this it is a slip of the pen."""
 MAX_SLOTS = 2**16
 MAX_STALENESS = 64
+RAY_LEASE_S = 600.0
+"""Longer than a segment takes, and than a user waits."""
 
 DecodeLayout = Literal["gathered", "fsdp"]
 """Values of `rollout.decode_layout`."""
@@ -95,10 +98,47 @@ class Workers(Section):
         default=None,
         gt=0,
         description="A worker that is silent for so many seconds in a segment is given up, and its samples go on "
-        "elsewhere; any time when null. Not where one thread drives all workers; null with `rollout.max_staleness`.",
+        "elsewhere; any time when null. With `rollout.pool: ray` 600 when null. Not where one thread drives workers of "
+        "this host; null with `rollout.max_staleness` there.",
     )
     deterministic: bool = Field(
         default=False,
         description="One thread drives all workers in turn, so that a rollout is scheduled the same every time; on a "
         "single device it always does.",
     )
+
+
+def _cluster(value: str) -> str:
+    if value != "auto" and not re.fullmatch(r"[^\s/]+:[0-9]{1,5}", value):
+        raise ValueError("expected `host:port` of a cluster's head, as in `10.0.0.2:6379`, or `auto`")
+    return value
+
+
+class ActorNeeds(Section):
+    """What an actor takes of the machine that it runs on."""
+
+    num_cpus: float = Field(default=1.0, ge=0, le=4096, description="Cores that Ray counts for each of them.")
+    num_gpus: float = Field(default=0.0, ge=0, le=64, description="GPUs of each of them.")
+    memory_gb: float | None = Field(
+        default=None, gt=0, le=2**16, description="Main memory of each, in GiB, which Ray counts; none when null."
+    )
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default={},
+        description="What else each takes, as `{TPU: 4}`, or as machines were started with to tell them apart: "
+        "`{large_memory: 1}`.",
+    )
+
+
+class RayPool(Section):
+    """Where the actors of `rollout.pool: ray` run."""
+
+    address: Annotated[str, AfterValidator(_cluster)] | None = Field(
+        default=None,
+        description="`host:port` of a cluster's head, or `auto` for the cluster that this machine has joined; null: "
+        "several processes on this machine, for as long as the run.",
+    )
+    start_timeout_s: float = Field(
+        default=900.0, gt=0, le=86_400, description="For all actors to start, and for each to compile or take weights."
+    )
+    fast: ActorNeeds = ActorNeeds()
+    heavy: ActorNeeds = ActorNeeds()

@@ -109,6 +109,26 @@ def _workers_hold_whole_weights(resolved: Resolved) -> str | None:
     )
 
 
+def _actors_have_a_scheduler(resolved: Resolved) -> str | None:
+    rollout = resolved.settings.rollout
+    if rollout.pool == "local":
+        return None
+    if not rollout.has_workers:
+        way_out = "rollout.scheduler: adaptive" if rollout.scheduler is None else "rollout.placement: island"
+        return (
+            f"{resolved.named('rollout.pool')}: only workers with a scheduler run as actors; set {way_out}, or "
+            "rollout.pool: local"
+        )
+    for kind in ("fast", "heavy"):
+        if getattr(rollout.workers, kind).devices is not None:
+            return (
+                f"{resolved.named(f'rollout.workers.{kind}.devices')} are numbers of this host's devices, and with "
+                f"{resolved.named('rollout.pool')} an actor has all that Ray gives it; leave it null, and set "
+                f"rollout.ray.{kind}.num_gpus or resources"
+            )
+    return None
+
+
 def _workers_run_ahead(resolved: Resolved) -> str | None:
     rollout = resolved.settings.rollout
     if rollout.max_staleness == 0 or rollout.has_workers:
@@ -122,7 +142,8 @@ def _workers_run_ahead(resolved: Resolved) -> str | None:
 
 def _training_does_not_run_leases_out(resolved: Resolved) -> str | None:
     rollout = resolved.settings.rollout
-    if rollout.max_staleness == 0 or rollout.workers.lease_s is None:
+    # Actors have devices of their own.
+    if rollout.max_staleness == 0 or rollout.workers.lease_s is None or rollout.pool == "ray":
         return None
     return (
         f"{resolved.named('rollout.workers.lease_s')}: under {resolved.named('rollout.max_staleness')} training "
@@ -135,6 +156,7 @@ WORKERS = (
     _the_scheduler_has_workers,
     _slots_are_of_one_host,
     _workers_hold_whole_weights,
+    _actors_have_a_scheduler,
     _exact_samples_are_exact,
 )
 AHEAD = (_workers_run_ahead, _training_does_not_run_leases_out)

@@ -19,7 +19,7 @@ from settings.algorithm_section import WITH_CRITIC, Algorithm
 from settings.critic_section import Critic
 from settings.mesh_section import Mesh
 from settings.reward_section import Reward
-from settings.rollout_section import MAX_SLOTS, MAX_STALENESS, DecodeLayout, Pdsr, Segment, Workers
+from settings.rollout_section import MAX_SLOTS, MAX_STALENESS, DecodeLayout, Pdsr, RayPool, Segment, Workers
 from settings.score_section import SCORED_ROLES, Score, ScoredRole
 from settings.section import Section
 from settings.watchdog_section import Watchdog
@@ -165,9 +165,15 @@ class Rollout(Section):
         "it; 0 = on policy: generation waits for training and training for generation. Above 0 generation never "
         "waits, with `rollout.scheduler` only, and a resumed run repeats itself no more. Training alone reads it.",
     )
+    pool: Literal["local", "ray"] = Field(
+        default="local",
+        description="Where the workers of `rollout.workers` run: on this host's devices, or each in a Ray actor of "
+        "`rollout.ray`, on other machines or in processes here.",
+    )
     segment: Segment = Segment()
     pdsr: Pdsr = Pdsr()
     workers: Workers = Workers()
+    ray: RayPool = RayPool()
 
     @property
     def has_workers(self) -> bool:

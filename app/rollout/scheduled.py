@@ -221,6 +221,9 @@ class ScheduledWorkers(Streaming):
         weights, prompts, slots = zip(*found, strict=True)
         return Footprint(weights[0], sum(prompts, ()), sum(slots, ()))
 
+    def shut_down(self) -> None:
+        """No rollout comes any more: ends what was started for them beyond this process."""
+
     def note(self, found: Figures) -> None:
         """Keeps the figures of a rollout, or of a part of one, until they are taken."""
         self._figures.append(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 import jax
@@ -67,7 +67,7 @@ def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
         rewards = on_every_host(lambda: stack.enter_context(read.rewards(settings)))
         agree(resolved, _facts(settings, run, read))
         check_shared(run)
-        session = Session.open(settings, read.model, read.critic)
+        session = stack.enter_context(closing(Session.open(settings, read.model, read.critic)))
         check_rows(settings, session)
         if session.workers is not None and session.runs_ahead:
             check_runs_ahead(session.workers)

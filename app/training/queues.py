@@ -17,6 +17,7 @@ from app.rollout.slot_programs import SlotPrograms
 from app.rollout.slot_shapes import SlotShapes, shapes_of
 from app.rollout.slots import SlotEngine
 from app.rollout.workers import Worker
+from app.training.actors import open_actors
 from settings import Settings
 from settings.errors import InputError
 from settings.rollout_section import WorkerPool
@@ -52,6 +53,8 @@ def open_workers(
     rollout = settings.rollout
     if rollout.scheduler is None or not rollout.has_workers:
         return None
+    if rollout.pool == "ray":
+        return open_actors(settings, definition, tokenizer, mesh, dtype=dtype)
     pools: dict[Kind, WorkerPool] = {"fast": rollout.workers.fast, "heavy": rollout.workers.heavy}
     host = f"host{jax.process_index()}/" if jax.process_count() > 1 else ""
     names: list[tuple[Kind, str]] = [

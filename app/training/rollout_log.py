@@ -19,11 +19,12 @@ from app.training.session import ModelInput
 from app.whole_file import is_leftover
 from settings import Settings
 
-ONLY_IN_EXACT_MODE = ("rollout.workers.", "rollout.prompts_per_step")
+ONLY_IN_EXACT_MODE = ("rollout.workers.", "rollout.pool", "rollout.ray.", "rollout.prompts_per_step")
 """Else who decodes a sample, and how many prompts its worker keeps, changes nothing but its rounding."""
 DECIDE_NOTHING = (
     *("rollout.workers.lease_s", "rollout.workers.deterministic"),
     *("rollout.max_staleness", "rollout.max_length_total"),
+    *("rollout.ray.address", "rollout.ray.start_timeout_s"),
 )
 """What workers do not read, or what changes only when they do what they do."""
 

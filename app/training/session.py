@@ -31,6 +31,7 @@ from app.rollout.scheduling.figures import Figures
 from app.rollout.stopping import AskedToStop
 from app.rollout.tally import Tally
 from app.score.scorer import Pass, RowPass, Scorer, Valuer, with_a_token_behind
+from app.training.actors import check_ray_is_there
 from app.training.mesh_fit import check_heads
 from app.training.placement_lines import check_decode_layout
 from app.training.queues import open_slots, open_workers
@@ -161,6 +162,7 @@ class Session:
     @classmethod
     def open(cls, settings: Settings, model: ModelInput, critic: CriticInput | None = None) -> Session:
         """The first thing that touches a device. `topology.start` must have run."""
+        check_ray_is_there(settings)
         mesh = open_mesh(settings)
         check_heads(mesh, model.architecture, path=settings.model.path)
         if critic is not None:
@@ -184,6 +186,11 @@ class Session:
         slots = open_slots(settings, model.definition, model.tokenizer, generates_on, dtype=dtype)
         workers = open_workers(settings, model.definition, model.tokenizer, mesh, dtype=dtype)
         return cls(settings, model, mesh, engine, scorer, valuer, slots, workers)
+
+    def close(self) -> None:
+        """Ends what it has started beyond this process."""
+        if self.workers is not None:
+            self.workers.shut_down()
 
     def architecture_of(self, role: ScoredRole) -> Architecture:
         """Of the network that scores for a role."""
@@ -352,6 +359,9 @@ class Session:
         whole = self.engine.footprint(shape)
         if self.queue is None:
             return whole
+        if self.settings.rollout.pool == "ray":
+            # The caches are elsewhere.
+            return whole._replace(prompts=(), slots=())
         found = self.queue.footprint()
         # Islands hold copies of the weights that lie on the whole mesh.
         has_copies = self.workers is not None and self.mesh.size > 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def rollout(
                 stack.enter_context(open_log(out, settings, model, work.own)) if settings.rollout.has_workers else None
             )
         past = Past.of(written)
-        session = Session.open(settings, model)
+        session = stack.enter_context(closing(Session.open(settings, model)))
         weights = session.engine.weights(session.load_params())
         counter = SampleCounter()
         session.compile_rollout(evaluates=False)

@@ -123,7 +123,7 @@ def fullest_moment(moments: Sequence[Held]) -> Held:
 
 def whole_weights(definition: DecoderDefinition, mesh: Mesh) -> tuple[int, int]:
     """Bytes of the LM head's table and of one block while they are used: float32, gathered along fsdp."""
-    dims = jax.tree.map(lambda _, dims: decode_dims(dims), definition.shapes, definition.dims)
+    dims = jax.tree.map(lambda _, dims: decode_dims(dims, "gathered"), definition.shapes, definition.dims)
     whole = abstract(definition.shapes, sharding_tree(mesh, definition.shapes, dims))
     table = whole.get("output", whole["embedding"])
     return bytes_per_device(table), bytes_per_device(whole["blocks"]) // definition.architecture.num_layers

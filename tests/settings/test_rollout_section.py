@@ -57,6 +57,18 @@ def test_settings_that_contradict_each_other_are_refused(check, overrides: list[
             ["rollout.scheduler=sync", "rollout.mode=exact", "model.dtype=float32", "rollout.workers.fast.slots=4"],
             "bit for bit where all workers have as many slots, got rollout.workers.fast.slots = 4",
         ),
+        (
+            ["rollout.pool=ray"],
+            "rollout.pool = 'ray' (from --set): only workers with a scheduler run as actors; set rollout.scheduler",
+        ),
+        (
+            ["rollout.pool=ray", "rollout.scheduler=sync", "rollout.placement=global"],
+            "only workers with a scheduler run as actors; set rollout.placement: island",
+        ),
+        (
+            ["rollout.pool=ray", "rollout.scheduler=sync", "rollout.workers.heavy.devices=[1]"],
+            "leave it null, and set rollout.ray.heavy.num_gpus or resources",
+        ),
     ],
 )
 def test_workers_that_cannot_be_scheduled_are_refused(check, overrides: list[str], message: str) -> None:
@@ -81,6 +93,11 @@ def test_workers_that_cannot_be_scheduled_are_refused(check, overrides: list[str
         "rollout.segment.min=0",
         "rollout.segment.rule=longest",
         "rollout.pdsr.unit=steps",
+        "rollout.pool=slurm",
+        "rollout.ray.address=ray://head:10001",
+        "rollout.ray.fast.num_cpus=-1",
+        "rollout.ray.heavy.resources={large_memory: 0}",
+        "rollout.ray.start_timeout_s=0",
     ],
 )
 def test_values_out_of_bounds_are_refused(override: str) -> None:
@@ -97,3 +114,12 @@ def test_training_does_not_run_a_lease_out() -> None:
     asked = ["rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.workers.lease_s=60"]
     with pytest.raises(InputError, match="lease_s null, or"):
         check_for_train(load(None, asked, {}))
+
+
+def test_actors_always_have_a_lease_and_may_have_one_beside_training() -> None:
+    asked = ["rollout.pool=ray", "rollout.scheduler=adaptive", "rollout.max_staleness=1"]
+    resolved = load(None, [*asked, "rollout.ray.heavy.resources={large_memory: 1}"], {})
+    check_for_train(resolved)
+    assert resolved.settings.rollout.workers.lease_s == 600 and resolved.origin("rollout.workers.lease_s") == "derived"
+    assert resolved.settings.rollout.ray.heavy.resources == {"large_memory": 1.0}
+    check_for_train(load(None, [*asked, "rollout.workers.lease_s=60"], {}))

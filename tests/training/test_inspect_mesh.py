@@ -1,4 +1,4 @@
-"""`grpo inspect-mesh`: where everything lies, what it holds and what fits, on devices that are there and that are not."""
+"""`grpo inspect-mesh`: where everything lies, what it holds and what fits, on real and pretended devices."""
 
 from __future__ import annotations
 
