@@ -162,7 +162,8 @@ def tried(kind: str, number: int, *, folder: Path, span_s: float, heartbeat_s: i
     seconds = time.monotonic() - start
     codes, step = tuple(host.returncode for host in hosts), newest(run)
     if kind == "SIGTERM" and step == LAST_STEP:
-        as_promised = codes == (0, 0)  # asked in the last step: the run is complete
+        # Asked in the last step: the run is complete, or only its evaluation is still to come.
+        as_promised = codes in ((0, 0), (75, 75))
     elif kind == "SIGTERM":
         as_promised = codes == (75, 75)
     else:
