@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import statistics
@@ -142,23 +143,27 @@ def content(run: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
     return arrays, [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
 
 
-def tried(kind: str, number: int, *, folder: Path, span_s: float, heartbeat_s: int, compared: bool) -> Trial:
+def tried(kind: str, number: int, *, folder: Path, span_s: float, heartbeat_s: int, compared: bool) -> Trial | None:
+    """What came of it; None where the run was over before anything could happen to it."""
     name = f"{kind.replace(' ', '')}-{number}"
     run, victim = folder / "runs" / name, random.randrange(2)
     hosts = started(folder, name, heartbeat_s)
     wait_for(run / "settings.yaml", hosts)
     after_s = random.uniform(0.0, span_s)
     time.sleep(after_s)
-    was_over = hosts[victim].poll() is not None
+    if hosts[victim].poll() is not None:
+        wait(hosts, START_S)
+        shutil.rmtree(run)
+        return None
     start = time.monotonic()
-    if not was_over:
-        os.kill(hosts[victim].pid, KINDS[kind])
+    os.kill(hosts[victim].pid, KINDS[kind])
     bound_s = GRACE_S if kind == "SIGTERM" else heartbeat_s + 10.0
     ended = wait(hosts, START_S)
     seconds = time.monotonic() - start
     codes, step = tuple(host.returncode for host in hosts), newest(run)
-    if was_over or (kind == "SIGTERM" and step == LAST_STEP):
-        as_promised = codes == (0, 0)  # asked in the last step: the run is complete
+    if kind == "SIGTERM" and step == LAST_STEP:
+        # Asked in the last step: the run is complete, or only its evaluation is still to come.
+        as_promised = codes in ((0, 0), (75, 75))
     elif kind == "SIGTERM":
         as_promised = codes == (75, 75)
     else:
@@ -222,7 +227,9 @@ def main() -> int:
             for kind in KINDS:
                 compared = number % options.compare_every == 0
                 arguments: dict[str, Any] = {"folder": folder, "span_s": span_s, "heartbeat_s": options.heartbeat}
-                trials.append(tried(kind, number, compared=compared, **arguments))
+                while (trial := tried(kind, number, compared=compared, **arguments)) is None:
+                    pass
+                trials.append(trial)
     rows = {kind: summary(trials, kind) for kind in KINDS}
     for name in rows["SIGTERM"]:
         print(f"{name:<20}" + "".join(f"{rows[kind][name]!s:>14}" for kind in KINDS))
