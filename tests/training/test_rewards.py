@@ -334,9 +334,11 @@ def test_what_fails_on_one_host_is_counted_on_both_and_stops_both(
         file = run_of(config) / "eval" / f"step_{evaluated['step']:06d}.jsonl"
         # What the other host's judge had no opinion of is not counted as wrong.
         lengths = [len(record["completion"]) for _, record in read_jsonl(file)]
-        assert len(lengths) == 4 and evaluated["eval/accuracy"] == np.mean(lengths) > 0
-    samples = samples_of(run_of(config), line["step"])  # of the first host
-    assert len(samples) == 8 and line["reward/dropped_count"] == line["reward/of_host/error_count"] == 8
+        assert len(lengths) == 8 and evaluated["eval/accuracy"] == np.mean(lengths[:4]) > 0
+    # Of the first host, and of the second.
+    samples, dropped = (samples_of(run_of(config), line["step"])[part] for part in (slice(8), slice(8, 16)))
+    assert len(samples) == 8 == len([s for s in dropped if s.reward is None])
+    assert line["reward/dropped_count"] == line["reward/of_host/error_count"] == 8
     assert line["reward/of_host/mean"] == np.mean([len(s.completion) for s in samples])
     assert line["reward/of_host/only_here/mean"] == 1
     assert line["completions/mean_length"] == np.mean([len(s.completion_ids) for s in samples])
