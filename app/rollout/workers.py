@@ -65,7 +65,7 @@ class Worker:
     _running: tuple[RunSegment, float] | None = None
     """The segment, and when it was started."""
     _offered: deque[tuple[DecodeWeights, int]] = field(default_factory=lambda: deque(maxlen=1))
-    """The newest weights that it has not loaded yet, and their version. Another thread may put them here."""
+    """The newest weights that it has not loaded yet, on its devices, and their version. From another thread."""
     _tallies: deque[Tally] = field(default_factory=deque)
     """Of its segments."""
 
@@ -87,9 +87,13 @@ class Worker:
         return jax.device_put(weights, shardings_of(self.engine.programs.abstract_weights))
 
     def offer(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Its next segment is drawn by these weights; rows go on with the caches they have. From any thread."""
+        """Its next segment is drawn by these weights; rows go on with the caches they have. From any thread.
+
+        One thread offers the same weights to all workers: an array that several threads place at once is seen by some
+        of them while JAX still lists its shards (jax 0.10.2).
+        """
         if self.engine.is_open:
-            self._offered.append((weights, policy_version))
+            self._offered.append((self._placed(weights), policy_version))
 
     def take_tally(self) -> Tally:
         """Of all segments that have ended since the last call. From any thread."""
@@ -110,7 +114,7 @@ class Worker:
         started = self.clock()
         if self._offered:
             weights, version = self._offered.pop()
-            self.engine.load(self._placed(weights), policy_version=version)
+            self.engine.load(weights, policy_version=version)
         computed = []
         while admissions:
             one = admissions.popleft()
