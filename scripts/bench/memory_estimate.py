@@ -1,6 +1,6 @@
 """What `grpo inspect-mesh` foresees of a device's memory, against what the compiler reserves: nothing is run.
 
-    python scripts/bench/memory_estimate.py [--shapes tiny,0.5B] [--slices v5e-8,v4-16] [--out FILE.json] [--set a.b=c ...]
+    python scripts/bench/memory_estimate.py [--shapes tiny,...] [--slices v5e-8,v4-16] [--out FILE.json] [--set a.b=c]
 
 For each shape, slice and program: arguments, outputs and temporaries of the compiled program (here, the CPU's compiler
 on virtual devices), and the temporaries that the table of `inspect-mesh` foresees, as a ratio to those. Networks are
