@@ -132,8 +132,10 @@ def programs_table(programs: Sequence[CompiledProgram]) -> list[str]:
         cells = ["-" if size is None else f"{size / 2**20:,.1f}" for size in sizes]
         name = f"{one.phase}: {one.name}"
         lines.append(f"{name:<24}" + "".join(f"{cell:>13}" for cell in [*cells, f"{one.compile_s:.1f} s"]))
+    backend = programs[0].backend
+    copies = " (this one multiplies bfloat16 by way of float32 copies)" if backend == "cpu" else ""
     return [
         *lines,
-        f"Arguments and outputs are exact. Temporaries are those of the compiler of backend {programs[0].backend}; "
-        "another backend's differ.",
+        f"Arguments and outputs are exact. Temporaries are those of the compiler of backend {backend}; "
+        f"another backend's differ{copies}.",
     ]

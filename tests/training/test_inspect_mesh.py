@@ -1,4 +1,4 @@
-"""`grpo inspect-mesh`: where everything lies, what it holds and what fits, on real and pretended devices."""
+"""`grpo inspect-mesh`: where everything lies, what it holds and what fits, on real devices and pretended ones."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def inspected(model: Path, *overrides: str) -> dict[str, Any]:
 
 
 def loaded(model: Path, *overrides: str) -> Settings:
-    arguments = of_tiny(model)[1::2]
-    return load(None, [*arguments, *overrides], {}).settings
+    """Of a tiny run; of two settings of a name the later counts."""
+    chosen = dict(text.split("=", 1) for text in (*of_tiny(model)[1::2], *overrides))
+    return load(None, [f"{name}={value}" for name, value in chosen.items()], {}).settings
 
 
 def opened(chosen: Settings) -> tuple[Session, Inspection]:
@@ -75,7 +76,7 @@ def test_a_configuration_is_all_of_a_model_that_is_read(tiny_model: Path, tmp_pa
     assert inspected(tmp_path) == inspected(tiny_model)
 
 
-@pytest.mark.parametrize("preset", ["quickstart", "quickstart_ppo", "gsm8k_qwen2_5_3b_v4_16", "smollm2_gsm8k_ppo"])
+@pytest.mark.parametrize("preset", ["quickstart_ppo", "gsm8k_qwen2_5_3b_v4_16"])
 def test_presets_can_be_looked_at(preset: str, tiny_model: Path, tmp_path: Path) -> None:
     config = json.loads((tiny_model / "config.json").read_text()) | {"max_position_embeddings": 32_768}
     (tmp_path / "config.json").write_text(json.dumps(config))
