@@ -62,7 +62,7 @@ def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
         topology.start(settings.mesh)
         bulletin = stack.enter_context(open_bulletin())
         watchdog = stack.enter_context(Watchdog(settings.watchdog, run.crash, bulletin))
-        stack.enter_context(parting(bulletin, heartbeat_s=settings.mesh.heartbeat_s))
+        stack.enter_context(parting(bulletin, heartbeat_s=settings.mesh.heartbeat_s, entered=watchdog.enter))
         read = on_every_host(lambda: _read(settings, run, resume))
         rewards = on_every_host(lambda: stack.enter_context(read.rewards(settings)))
         agree(resolved, _facts(settings, run, read))

@@ -37,6 +37,7 @@ from app.training.metrics import (
 from app.training.narrator import Narrator
 from app.training.opening import open_checkpoints, open_journal, open_reference, open_reward_model, open_state
 from app.training.packing_check import check_packing, random_samples
+from app.training.parting import meet, telling
 from app.training.preservation import Best, SaveClock
 from app.training.progress import Board
 from app.training.refill import Refilled, refill
@@ -267,6 +268,7 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     settings, session, is_first = launch.resolved.settings, launch.session, jax.process_index() == 0
     # Everything below comes while signals are minded, the report at the end, too: twice Ctrl-C stops it at once.
     interrupts = stack.enter_context(Interrupts(launch.bulletin))
+    stack.push(_met(launch))
     session.stop_when(interrupts.is_asked)
     learning = wire_learning(settings, session)
     compilations = stack.enter_context(closing(CompilationCounter()))
@@ -304,4 +306,17 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
         held_out=launch.input.held_out,
         save_clock=SaveClock(settings.checkpoint.every_minutes if is_first else None, clock),
     )
-    return Outcome(walk.go(), journal.history, checkpoints.best)
+    with telling(launch.bulletin):
+        exit_code = walk.go()
+    return Outcome(exit_code, journal.history, checkpoints.best)
+
+
+def _met(launch: Launch) -> Callable[..., None]:
+    """An exit of a stack: a host that is done waits for the others, of which the first has a report to write."""
+
+    def leave(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            launch.watchdog.enter("report")
+            meet(launch.bulletin)
+
+    return leave

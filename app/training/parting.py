@@ -1,4 +1,4 @@
-"""How a host that fails leaves the others."""
+"""How hosts leave each other, at the end of a run or with an error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import jax
@@ -15,27 +15,61 @@ from app.mesh.bulletin import POLL_S, Bulletin
 from settings.errors import InputError
 
 FAILED = "failed"
-"""The topic under which a host says that it ends with an error."""
+"""The topic under which a host says that it ends with an error, as soon as it knows."""
+ENDED = "ended"
+"""The topic under which a host says that it has nothing left to do."""
 MET_S = 5.0
 """Hosts that fail for the same reason do so within so many seconds."""
 
 
+def meet(bulletin: Bulletin) -> None:
+    """Returns when every host has come here, and no sooner: JAX's own wait at the end of a program is a short one.
+
+    Raises:
+        RuntimeError: another host has failed meanwhile, and this one has not.
+    """
+    bulletin.post(ENDED, "")
+    while len(bulletin.read(ENDED)) < bulletin.num_hosts:
+        failed = bulletin.read(FAILED)
+        if failed and bulletin.host not in failed:
+            host, reason = min(failed.items())
+            raise RuntimeError(f"host {host} has failed: {reason}")
+        time.sleep(POLL_S / 10)
+
+
 @contextmanager
-def parting(bulletin: Bulletin, *, heartbeat_s: float) -> Iterator[None]:
-    """Where this host fails and the others do not, it will not wait for them when the program ends.
+def telling(bulletin: Bulletin) -> Iterator[None]:
+    """An error inside is known to the other hosts at once, whatever is still to be written here before this one ends."""
+    try:
+        yield
+    except Exception as error:
+        bulletin.post(FAILED, str(error))
+        raise
+
+
+@contextmanager
+def parting(bulletin: Bulletin, *, heartbeat_s: float, entered: Callable[[str], None]) -> Iterator[None]:
+    """Where all hosts fail they end together; where this one fails alone, it will not wait for them.
 
     JAX has every process wait at its end for all the others, minutes long. Those are in the middle of something that
     they cannot finish without this one; once it is gone, their heartbeat ends them.
 
     What JAX itself raises may come of a host that has died: then the heartbeat ends this one, too, with exit code 134.
+
+    Args:
+        entered: is told that the phase `report` begins, in which this host waits for those that fail, too.
     """
     try:
         yield
     except Exception as error:
-        if bulletin.num_hosts > 1 and not _all_fail(bulletin, str(error)):
-            # Runs before what JAX has registered, and after the error has been told.
-            patience_s = heartbeat_s + MET_S if isinstance(error, jax.errors.JaxRuntimeError) else 0.0
-            atexit.register(_leave, 2 if isinstance(error, InputError) else 1, patience_s)
+        if bulletin.num_hosts > 1:
+            if _all_fail(bulletin, str(error)):
+                entered("report")
+                meet(bulletin)
+            else:
+                # Runs before what JAX has registered, and after the error has been told.
+                patience_s = heartbeat_s + MET_S if isinstance(error, jax.errors.JaxRuntimeError) else 0.0
+                atexit.register(_leave, 2 if isinstance(error, InputError) else 1, patience_s)
         raise
 
 
@@ -47,8 +81,6 @@ def _all_fail(bulletin: Bulletin, reason: str) -> bool:
         if time.monotonic() > end:
             return False
         time.sleep(POLL_S / 10)
-    # The others are to read this, too, before the one that keeps it is gone.
-    time.sleep(2 * POLL_S)
     return True
 
 

@@ -55,6 +55,22 @@ cli.main()
 """
 )
 
+LATE = """\
+import os, threading
+import cli
+from app.mesh import topology
+from app.training import parting
+from app.training.narrator import Narrator
+
+topology.SHUTDOWN_TIMEOUT_S = parting.MET_S = 1
+def report(narrator):
+    if os.environ["THIS_HOST"] == "0":
+        threading.Event().wait(4)
+Narrator.report = report
+cli.main()
+"""
+"""The command, but that the first host's report takes longer than JAX waits, and than hosts that fail alike do."""
+
 STUCK = """\
 import os, threading
 def stuck(prompts, completions, trainer_state, **rest):
@@ -66,9 +82,9 @@ def stuck(prompts, completions, trainer_state, **rest):
 
 @contextmanager
 def two_hosts(
-    config: Path, *overrides: str, second: Sequence[str] = ("-m", "cli")
+    config: Path, *overrides: str, first: Sequence[str] = ("-m", "cli"), second: Sequence[str] = ("-m", "cli")
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two processes of two devices each; `second` is what the second one runs."""
+    """Two processes of two devices each; `first` and `second` are what they run."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -83,7 +99,7 @@ def two_hosts(
                     program=program,
                 )
             )
-            for i, program in enumerate((("-m", "cli"), second))
+            for i, program in enumerate((first, second))
         ]
 
 
@@ -147,6 +163,21 @@ def test_a_host_that_fails_alone_does_not_wait_for_the_other(config: Path) -> No
     assert [host.returncode for host in hosts] == [-signal.SIGABRT, 1], said
     assert "error: RuntimeError: no idea" in said[1]
     assert time.monotonic() - start < DEADLINE_S
+
+
+def test_a_host_that_is_done_waits_for_the_first_to_write_its_report(config: Path) -> None:
+    with two_hosts(config, *SMALL[1:], "run.steps=1", first=("-c", LATE), second=("-c", LATE)) as hosts:
+        said = ended(hosts)
+    assert [host.returncode for host in hosts] == [0, 0], said
+
+
+def test_hosts_that_fail_together_end_alike_whatever_the_first_has_to_write(config: Path) -> None:
+    file = config.parent / "reward.py"
+    file.write_text("def broken(completions, **rest):\n    raise ValueError('no idea')\n")
+    reward = (f"reward.functions=['{file}:broken']", "reward.on_error=raise")
+    with two_hosts(config, *SMALL, *reward, first=("-c", LATE), second=("-c", LATE)) as hosts:
+        said = ended(hosts)
+    assert [host.returncode for host in hosts] == [1, 1], said
 
 
 def with_reward(config: Path, source: str, *overrides: str) -> list[tuple[int, str]]:
