@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from app.mesh.bulletin import Bulletin
+from app.training.parting import LEAVING, parting_s
 from settings.watchdog_section import Watchdog as Limits
 
 EXIT_CODE = 70
@@ -20,8 +21,6 @@ STUCK = "stuck"
 """The topic under which hosts say so."""
 LOOK_S = 0.5
 """How often the clock is looked at."""
-PARTING_S = 3.0
-"""How long the others have to hear of it: when process 0 ends, JAX ends them at once."""
 LAST_RESORT_S = 10.0
 """After so many seconds more the process is ended from C, with exit code 1: Python code does not run any more."""
 
@@ -92,9 +91,20 @@ class Watchdog:
             where = f"in phase {current.phase} of step {current.step} for {seconds:.0f} s"
             if current.limit_s is not None and seconds > current.limit_s:
                 self._end(f"has been {where}, longer than {current.setting} = {current.limit_s:g}", tells=True)
-            others = {host: told for host, told in self._bulletin.read(STUCK).items() if host != self._bulletin.host}
-            for told in others.values():
+            for told in self._of_others(STUCK).values():
                 self._end(f"has been {where}; {told}", tells=False)
+            for host, reason in self._of_others(LEAVING).items():
+                self._follow(host, reason)
+
+    def _of_others(self, topic: str) -> dict[int, str]:
+        return {host: told for host, told in self._bulletin.read(topic).items() if host != self._bulletin.host}
+
+    def _follow(self, host: int, reason: str) -> None:
+        """Ends this process, which waits for one that leaves, and would until the heartbeat tells of it."""
+        with suppress(OSError):
+            os.write(STDERR, f"\nhost {host} has failed, so this one ends: {reason}\n".encode())
+        time.sleep(parting_s(self._bulletin, tells=False))
+        os._exit(1)
 
     def _end(self, what: str, *, tells: bool) -> None:
         """Shows every thread's stack, and ends this process."""
@@ -111,8 +121,7 @@ class Watchdog:
             self._folder.mkdir(parents=True, exist_ok=True)
             with (self._folder / f"host_{self._bulletin.host}.txt").open("w", encoding="utf-8") as file:
                 _write(file, text)
-        if tells and self._bulletin.num_hosts > 1:
-            time.sleep(PARTING_S)
+        time.sleep(parting_s(self._bulletin, tells=tells))
         os._exit(EXIT_CODE)
 
 
