@@ -303,6 +303,7 @@ class Engine:
                 of(num_rows, dim, dtype=self._dtype),
                 constants,
                 slots=slots,
+                steps=np.asarray([0, SEGMENT_STEPS], np.int32),
                 rules=rules,
                 eos_ids=self._eos_ids,
             )
