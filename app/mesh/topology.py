@@ -98,12 +98,19 @@ def start_alone(settings: MeshSettings) -> None:
         jax.config.update("jax_platforms", settings.platform)
 
 
+def joins_others(settings: MeshSettings) -> bool:
+    """Whether `start` would look for other hosts. Asks none of them, and starts no device."""
+    if settings.pretend is not None:
+        return False
+    return settings.coordinator_address is not None or (settings.platform in ("auto", "tpu") and is_cloud_tpu_vm())
+
+
 def _member(settings: MeshSettings) -> Member | None:
     """This host among several; None where it works alone."""
     if settings.coordinator_address not in (None, "auto"):
         assert settings.num_processes is not None and settings.process_id is not None
         return Member(settings.coordinator_address, settings.num_processes, settings.process_id)
-    if settings.coordinator_address is None and (settings.platform not in ("auto", "tpu") or not is_cloud_tpu_vm()):
+    if not joins_others(settings):
         return None
     return find_cluster(timeout_s=settings.start_timeout_s)
 

@@ -151,11 +151,12 @@ class Engine:
         )
         self._prefill = jax.jit(lambda weights, ids, lengths: prefill(definition, weights, ids, lengths))
         self._keys = jax.jit(sample_keys)
-        self._open = jax.jit(open_slots, static_argnames=("cache_length", "num_new"))
-        # Said outright, because XLA may leave a small array whole on every device, and a host would then read
-        # the first host's rows as its own. The cache is never read back.
+        # Said outright, because XLA may leave a small array whole on every device: a host would then read the first
+        # host's rows as its own, and the second segment find its rows elsewhere than the first and compile anew.
+        # The cache is never read back, and both programs constrain it.
         rows = row_sharding(mesh)
         slots = Slots._make(None if field == "cache" else rows for field in Slots._fields)
+        self._open = jax.jit(open_slots, static_argnames=("cache_length", "num_new"), out_shardings=(None, slots))
         laid_out = slots, NamedSharding(mesh, PartitionSpec())
         self._decode = {
             sampler: jax.jit(_decode_loop(definition, sampler), donate_argnames="slots", out_shardings=laid_out)
@@ -303,6 +304,7 @@ class Engine:
                 of(num_rows, dim, dtype=self._dtype),
                 constants,
                 slots=slots,
+                steps=np.asarray([0, SEGMENT_STEPS], np.int32),
                 rules=rules,
                 eos_ids=self._eos_ids,
             )

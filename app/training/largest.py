@@ -13,7 +13,7 @@ from app.rollout.slots import SlotEngine
 from app.training.cutting import Longest, wire_update
 from app.training.memory import Shapes, fullest_mini_batch, plan_of
 from app.training.session import Session
-from app.training.working_set import WORKING_SET, Held, critic_moments, fullest_of, update_moments
+from app.training.working_set import WORKING_SET, Held, critic_moments, fullest_of, num_decoding, update_moments
 from settings.rollout_section import MAX_SLOTS
 from settings.schema import Algorithm, Critic
 
@@ -51,18 +51,23 @@ class Largest:
 def largest(session: Session, shapes: Shapes, memory: dict[str, Held], *, available_bytes: int) -> list[Largest]:
     """For each setting that decides about a batch, its largest value that keeps the phase under `USABLE`."""
     room = int(USABLE * available_bytes)
-    return [_rollout(session, shapes, memory["rollout"], room), *_updates(session, memory, room)]
+    # What actors hold is elsewhere.
+    is_here = session.settings.rollout.pool != "ray"
+    rollout = [_rollout(session, shapes, memory["rollout"], room)] if is_here else []
+    return [*rollout, *_updates(session, memory, room)]
 
 
 def _rollout(session: Session, shapes: Shapes, held: Held, room: int) -> Largest:
     if session.queue is None:
         return _prompts(session, shapes, held, room)
     setting, engine, num_alike = _slots_of(session)
-    now, caches = engine.shapes.num_slots, num_alike * bytes_per_device(engine.footprint().slots)
-    rest = sum(held.values()) - caches
+    now = engine.shapes.num_slots
+    of_logits = (held["logits"] + held["logits_work"]) // num_decoding(session, session.queue.footprint()) * now
+    of_slots = num_alike * (bytes_per_device(engine.footprint().slots) + of_logits)
+    rest = sum(held.values()) - of_slots
 
     def held_at(slots: int) -> int:
-        return rest + caches * slots // now
+        return rest + of_slots * slots // now
 
     fits = _largest(held_at, grain=_row_shards(engine), most=MAX_SLOTS, room=room)
     return Largest(setting, now, fits, "rollout", held_at(fits) if fits else rest)

@@ -97,7 +97,7 @@ def _rollout(session: Session, shapes: Shapes, held: Held) -> Iterator[tuple[str
         programs = session.engine.lowered(shapes.rollout, truncates=truncates)
     for name, lowered in programs.items():
         works_in = ("activations",) if name == "prefill" else ("logits", "logits_work")
-        yield "rollout", name, lowered, sum(held[part] for part in works_in)
+        yield "rollout", name, lowered, sum(held.get(part, 0) for part in works_in)
 
 
 def _foreseen(held: Held) -> int:

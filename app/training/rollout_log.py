@@ -118,4 +118,5 @@ def _remove_leftovers(out: Path) -> None:
     """Of the process that was killed: what it had written of the output."""
     for path in out.absolute().parent.iterdir():
         if is_leftover(path, of=out.absolute()):
-            path.unlink()
+            # Hosts that share a folder clear it at the same time.
+            path.unlink(missing_ok=True)

@@ -55,7 +55,7 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
         model.check_prompt(prompts[0])
     with Rewards(settings.reward, data_columns(settings, prompts), overlong=overlong_penalty(settings)) as rewards:
         hosts = [range(len(samples))]
-        if model is not None or settings.mesh.coordinator_address is not None:
+        if model is not None or topology.joins_others(settings.mesh):
             topology.start(settings.mesh)
             agree(resolved, {"--input": f"{len(samples)} samples, {hashlib.sha256(input.read_bytes()).hexdigest()}"})
             hosts = groups_of_hosts(samples)

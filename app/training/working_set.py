@@ -21,7 +21,6 @@ from app.batching.row_logprobs import row_logprobs
 from app.batching.row_values import row_values
 from app.mesh.axis_rules import partition_spec, sharding_tree
 from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards, num_row_shards
-from app.mesh.topology import num_hosts
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params, ValueDecoder
 from app.policy.kv_cache import decode_dims
@@ -54,10 +53,14 @@ class Network(Protocol):
 
 
 def generating(session: Session, shape: BatchShape, footprint: Footprint) -> Held:
-    """Of a rollout or an evaluation."""
-    rows = -(-shape.num_prompts // num_local_row_shards(session.mesh))
-    logits = _logits(session, shape.num_rows * num_hosts(session.mesh), num_tokens=1)
+    """Of a rollout or an evaluation, on the mesh that its slots lie on."""
+    if not footprint.slots:
+        # Others generate, and only the weights for them are here.
+        return {"decode_weights": bytes_per_device(footprint.weights)}
+    mesh: Mesh = jax.tree.leaves(footprint.slots)[0].sharding.mesh
     prompt_cache = bytes_per_device(footprint.prompts)
+    rows = -(-shape.num_prompts // num_local_row_shards(mesh))
+    logits = _logits(session, mesh, num_decoding(session, footprint), num_tokens=1)
     return {
         "decode_weights": bytes_per_device(footprint.weights),
         "prompt_cache": prompt_cache,
@@ -67,6 +70,11 @@ def generating(session: Session, shape: BatchShape, footprint: Footprint) -> Hel
         # The prefill has its keys and values once more, before they are laid out as a cache.
         "activations": _of_one_block(session, rows, RowShape(shape.prompt_length, 1)) + prompt_cache,
     }
+
+
+def num_decoding(session: Session, footprint: Footprint) -> int:
+    """Rows that draw at once: of one batch over all its hosts, or of all workers that share a device."""
+    return sum(layer.keys.shape[0] for layer in footprint.slots) // session.input.architecture.num_layers
 
 
 def scoring(session: Session, role: ScoredRole, plan: Plan) -> Held:
@@ -155,12 +163,12 @@ def rows_per_device(session: Session, plan: Plan) -> int:
 def _chunk(session: Session, rows: int, shape: RowShape) -> int:
     of_a_row = max(1, session.settings.model.logits_chunk // rows)
     num_tokens = min(of_a_row, shape.num_completion_tokens)
-    return _logits(session, rows * num_row_shards(session.mesh), num_tokens=num_tokens)
+    return _logits(session, session.mesh, rows * num_row_shards(session.mesh), num_tokens=num_tokens)
 
 
-def _logits(session: Session, num_rows: int, *, num_tokens: int) -> int:
+def _logits(session: Session, mesh: Mesh, num_rows: int, *, num_tokens: int) -> int:
     shape = (num_rows, num_tokens, session.input.architecture.vocab_size)
-    sharding = NamedSharding(session.mesh, partition_spec(("rows", "tokens", "vocab"), shape, session.mesh))
+    sharding = NamedSharding(mesh, partition_spec(("rows", "tokens", "vocab"), shape, mesh))
     return bytes_per_device(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding))
 
 

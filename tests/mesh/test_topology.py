@@ -166,7 +166,9 @@ def test_a_platform_with_another_number_of_hosts_than_expected_is_refused(monkey
     monkeypatch.setattr(topology, "find_cluster", lambda timeout_s: Member("10.0.0.2:8482", 2, 0))
     with pytest.raises(InputError, match=f"expected {expected} processes and {re.escape(said)}"):
         topology.start(Settings(expect_processes=expected))
+    assert topology.joins_others(Settings())
     # With CPU devices it is nobody's pod.
+    assert not topology.joins_others(Settings(platform="cpu"))
     topology.start(Settings(platform="cpu", expect_processes=1))
 
 

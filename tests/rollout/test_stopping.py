@@ -18,6 +18,7 @@ from tests.rollout.test_ahead import HALF, KEY, generation_of
 from tests.rollout.test_resumed import RUN
 from tests.rollout.test_slots import (
     ARGUMENTS,
+    DEFINITION,
     LENGTHS,
     PROMPTS,
     batching,
@@ -26,6 +27,7 @@ from tests.rollout.test_slots import (
     without_slots,
 )
 from tests.rollout.test_workers import bits, engine_on, expected, samples_of, scheduled, workers_on
+from tests.tiny import make_engine, make_mesh
 
 
 def after(num_looks: int) -> Callable[[], bool]:
@@ -42,15 +44,19 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     without_slots().asked_to_stop = never
 
 
-@pytest.mark.usefixtures("short_segments")
-def test_segments_of_a_batch_change_no_bit_and_compile_nothing() -> None:
-    engine = without_slots()
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 8, 1), (2, 2, 2)])
+def test_segments_of_a_batch_change_no_bit_and_compile_nothing(
+    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, weights = make_engine(DEFINITION, make_mesh(shape)), weights_on(shape)
+    whole = engine.generate(weights, PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+    monkeypatch.setattr(engine_room, "SEGMENT_STEPS", 5)
     looks = []
-    engine.asked_to_stop = lambda: bool(looks.append(1))
+    monkeypatch.setattr(engine, "asked_to_stop", lambda: bool(looks.append(1)))
     with closing(CompilationCounter()) as compilations:
-        samples = engine.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+        samples = engine.generate(weights, PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
         assert compilations.take() == 0
-    assert bits(samples) == bits(in_one_batch())
+    assert bits(samples) == bits(whole)
     # Before the first segment, and behind each but the last.
     assert len(looks) == -(-max(LENGTHS) // 5) == 5
 

@@ -19,6 +19,7 @@ from app.training.memory import memory_by_phase, shapes_of
 from app.training.outline import read_outline
 from app.training.session import Session
 from app.training.wiring import wire_learning
+from app.training.working_set import num_decoding
 from settings import InputError, Settings, load
 from settings.checks import check_for_inspection
 from tests.training.program import DEADLINE_S, here, of_tiny, settings, started
@@ -155,6 +156,45 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tiny_model: Path) -> N
 
     assert at(prompts.fits) == pytest.approx(prompts.bytes_at_fits, rel=1e-3)
     assert at(prompts.fits) <= USABLE * there < at(prompts.fits + 4)
+
+
+ON_WORKERS = (
+    *("rollout.scheduler=adaptive", "rollout.workers.fast.slots=6", "rollout.workers.heavy.slots=32"),
+    "rollout.workers.heavy.devices=[3]",
+)
+
+
+@pytest.mark.parametrize(
+    ("generator", "scope"), [(("rollout.slots=16",), "rollout"), (ON_WORKERS, "rollout.workers.heavy")]
+)
+def test_the_most_slots_fit_and_more_do_not(tiny_model: Path, generator: tuple[str, ...], scope: str) -> None:
+    chosen = loaded(tiny_model, "mesh.pretend=v4-16", "eval.every_steps=0", *generator)
+    session, found = opened(chosen)
+    learning = wire_learning(chosen, session)
+    shapes = shapes_of(session, learning, [longest_prompt(chosen.data.max_prompt_length)], ())
+    there = 4 * sum(found.memory["rollout"].values())
+    slots = largest(session, shapes, dict(found.memory), available_bytes=there)[0]
+    assert slots.setting == f"{scope}.slots"
+    assert slots.fits is not None and slots.fits > slots.now
+
+    def at(value: int) -> int:
+        more = tuple(text for text in generator if not text.startswith(slots.setting))
+        return phases_at(loaded(tiny_model, "mesh.pretend=v4-16", *more, f"{slots.setting}={value}"))["rollout"]
+
+    assert at(slots.fits) == pytest.approx(slots.bytes_at_fits, rel=1e-3)
+    # Four devices share the slots of a host, and a worker has one.
+    assert at(slots.fits) <= USABLE * there < at(slots.fits + (4 if scope == "rollout" else 1))
+
+
+def test_logits_are_those_of_the_devices_that_draw(tiny_model: Path) -> None:
+    session, found = opened(loaded(tiny_model, "mesh.pretend=v4-16", *ON_WORKERS))
+    a_row = 4 * session.input.architecture.vocab_size
+    assert found.memory["rollout"]["logits"] == 32 * a_row
+    assert session.workers is not None
+    for worker in session.workers.workers:
+        worker.device = "0"
+    # One after the other has its turn there, and the programs of all may wait at once.
+    assert num_decoding(session, session.workers.footprint()) == 6 + 32
 
 
 def test_a_quota_is_raised_until_memory_or_samples_end(tiny_model: Path) -> None:

@@ -22,7 +22,7 @@ TINY_STEP = (
     *("run.name=tiny", "run.dir=runs", "eval.every_steps=0", "eval.num_prompts=1"),
     *("checkpoint.every_steps=1", "checkpoint.keep=1", "checkpoint.best_metric=null", "logging.report=false"),
     *("logging.completions_every_steps=0", "logging.wandb_project=null", "mesh.shape=auto"),
-    *("mesh.coordinator_address=null", "model.path=model", "model.dtype=float32", "model.logits_chunk=1024"),
+    *("mesh.coordinator_address=null", "mesh.platform=auto", "model.path=model", "model.dtype=float32", "model.logits_chunk=1024"),
     *("data.source=builtin:arithmetic", "data.num_problems=40", "data.difficulty=[1, 2]", "data.system_prompt=null"),
     *("data.max_prompt_length=16", "rollout.prefill_length_min=16", "rollout.max_new_tokens=4"),
     *("rollout.prompts_per_step=4", "rollout.group_size=4", "optimizer.learning_rate=1e-3"),
