@@ -8,9 +8,10 @@
 #   --folder NAME   folder below the home directory there, with the .venv of setup_tpu_vm.sh (default: grpo)
 #   --logs DIR      folder for worker_0.log, worker_1.log, ... (default: launches/TPU-TIME in the working directory)
 #   --show          also prints every line here, behind its worker's number
-#   --restarts N    starts it again, N times at most, after what passes: exit codes 70 (watchdog), 75 (preempted),
-#                   134 (lost another host), 137 (killed) and 76 or 255 (connection lost), unless a worker ended with
-#                   2 (unusable input). `grpo train` goes on with --resume auto. (default: 0)
+#   --restarts N    starts it again, N times at most, where the worker that ended badly first did so by what passes:
+#                   70 (watchdog), 75 (preempted), 134 (lost another host), 137 (killed), 143 (preempted while it was
+#                   starting) and 76 or 255 (connection lost), unless a worker ended with 2 (unusable input).
+#                   `grpo train` goes on with --resume auto. (default: 0)
 #   --wait S        seconds before it is started again (default: 10)
 #   --settle S      seconds that the others have to end by themselves when one has ended badly (default: 5)
 #   --grace S       seconds from a TERM to the KILL (default: 120); a step and its checkpoint must fit
@@ -241,17 +242,19 @@ tell() {
         BEGIN {
             why[2] = "unusable input"; why[70] = "watchdog"; why[75] = "stopped, with a checkpoint"; why[76] = "connection lost"
             why[124] = "--limit reached"; why[130] = "interrupted"; why[134] = "lost another host"; why[137] = "killed"
-            why[255] = "connection lost"
+            why[143] = "ended by SIGTERM"; why[255] = "connection lost"
         }
         $2 != 0 { text = text (text ? ", " : "") "worker " $1 " ended with " $2 ($2 in why ? " (" why[$2] ")" : "") }
         END { print text ? text : "all workers ended well" }'
 }
 
-passes() { # whether what ended by itself is worth another start
+# Whether what ended by itself is worth another start. The first that ended badly decides: where one fails, the others
+# end with 134, since they lost it.
+passes() {
     awk '
         $2 == 2 { never = 1 }
-        $2 == 70 || $2 == 75 || $2 == 76 || $2 == 134 || $2 == 137 || $2 == 255 { again = 1 }
-        END { exit !(again && !never) }' <<<"$by_itself"
+        $2 != 0 && !first { first = $2 }
+        END { exit never || first !~ /^(70|75|76|134|137|143|255)$/ }' <<<"$by_itself"
 }
 
 # Fills `resumed`: the command as it goes on from its newest checkpoint.

@@ -2,7 +2,11 @@
 
 Two processes of virtual CPU devices train a tiny model. In each trial one of them, either, gets SIGTERM or is killed at
 a moment drawn between the first file of the run and its end. Then the same command goes on with `--resume auto`, and
-some of those runs are compared, bit for bit, with one that was left alone.
+some of those runs are compared, bit for bit, with one that was left alone. A moment at which both had ended well is
+drawn again; whatever else happens is a trial, and the logs of a bad one are printed.
+
+SIGTERM ends a host plainly while it still sets up: signals are minded before the run's settings are written. Those
+trials are counted apart too; what is promised of them is that the other host is gone in time, as after a death.
 
     python scripts/bench/faults.py [--trials 30] [--heartbeat 10] [--compare-every 3] [--out results/faults.json]
 
@@ -17,7 +21,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,12 +29,20 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+from tests.free_address import free_address  # noqa: E402
+
 RESULTS = Path(__file__).resolve().parent / "results" / "faults.json"
 
+LOG_CHARACTERS = 6000
+"""Of each host's log, from its end, that are printed of a bad trial."""
 GRACE_S = 25.0
 """In which a host that was asked to stop has saved."""
 START_S = 300.0
@@ -57,6 +68,8 @@ class Trial:
     codes: tuple[int, ...]
     step: int
     """Of the newest whole checkpoint; -1 where there is none yet."""
+    minded: bool
+    """Whether the run's settings were there at that moment, so that signals were minded."""
     hung: bool
     ended_as_promised: bool
     went_on: bool
@@ -70,11 +83,8 @@ class Trial:
 
 def started(folder: Path, name: str, heartbeat_s: int) -> list[subprocess.Popen[bytes]]:
     """Both hosts of a run, which goes on where it has been before."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
     shared = (*SETTINGS, f"run.dir={folder / 'runs'}", f"run.name={name}", "mesh.num_processes=2")
-    mesh = (f"mesh.heartbeat_s={heartbeat_s}", f"mesh.coordinator_address={address}", "mesh.cpu_devices=2")
+    mesh = (f"mesh.heartbeat_s={heartbeat_s}", f"mesh.coordinator_address={free_address()}", "mesh.cpu_devices=2")
     environment = {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),
@@ -113,13 +123,19 @@ def wait(hosts: Sequence[subprocess.Popen[bytes]], seconds: float) -> bool:
     return not left
 
 
-def wait_for(path: Path, hosts: Sequence[subprocess.Popen[bytes]]) -> None:
+def begun(run: Path, hosts: Sequence[subprocess.Popen[bytes]]) -> bool:
+    """Waits for the first file of the run; False where it does not come."""
     end = time.monotonic() + START_S
-    while not path.exists():
+    while not (run / ".lock").exists():
         if time.monotonic() > end or any(host.poll() is not None for host in hosts):
-            wait(hosts, 0.0)
-            raise RuntimeError(f"{path} did not come; see the logs beside it")
+            return False
         time.sleep(0.01)
+    return True
+
+
+def show_logs(folder: Path, name: str) -> None:
+    for path in sorted(folder.glob(f"{name}.host_*.log")):
+        print(f"--- {path.name}\n{path.read_text(errors='replace')[-LOG_CHARACTERS:]}", file=sys.stderr, flush=True)
 
 
 def newest(run: Path) -> int:
@@ -143,34 +159,39 @@ def content(run: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
     return arrays, [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
 
 
+def as_promised(kind: str, victim: int, codes: tuple[int, ...], *, minded: bool, is_complete: bool) -> bool:
+    """Whether the hosts may end so; `is_complete`: the last step is saved."""
+    if kind == "SIGTERM" and (minded or codes == (75, 75)):
+        # Asked in the last step: the run is complete, or only its evaluation is still to come.
+        return codes == (75, 75) or (is_complete and codes == (0, 0))
+    of_other = codes[1 - victim]
+    return codes[victim] == -KINDS[kind] and (of_other == -signal.SIGABRT or (is_complete and of_other == 0))
+
+
 def tried(kind: str, number: int, *, folder: Path, span_s: float, heartbeat_s: int, compared: bool) -> Trial | None:
-    """What came of it; None where the run was over before anything could happen to it."""
+    """What came of it; None where both had ended well before anything could happen to them."""
     name = f"{kind.replace(' ', '')}-{number}"
     run, victim = folder / "runs" / name, random.randrange(2)
     hosts = started(folder, name, heartbeat_s)
-    wait_for(run / "settings.yaml", hosts)
+    has_begun = begun(run, hosts)
     after_s = random.uniform(0.0, span_s)
-    time.sleep(after_s)
-    if hosts[victim].poll() is not None:
-        wait(hosts, START_S)
-        shutil.rmtree(run)
-        return None
+    if has_begun:
+        time.sleep(after_s)
+    was_alive = has_begun and hosts[victim].poll() is None
+    minded = (run / "settings.yaml").exists()
     start = time.monotonic()
-    os.kill(hosts[victim].pid, KINDS[kind])
-    bound_s = GRACE_S if kind == "SIGTERM" else heartbeat_s + 10.0
+    if was_alive:
+        os.kill(hosts[victim].pid, KINDS[kind])
     ended = wait(hosts, START_S)
     seconds = time.monotonic() - start
     codes, step = tuple(host.returncode for host in hosts), newest(run)
-    if kind == "SIGTERM" and step == LAST_STEP:
-        # Asked in the last step: the run is complete, or only its evaluation is still to come.
-        as_promised = codes in ((0, 0), (75, 75))
-    elif kind == "SIGTERM":
-        as_promised = codes == (75, 75)
-    else:
-        as_promised = codes[victim] == -signal.SIGKILL and codes[1 - victim] in (-signal.SIGABRT, 0)
+    if ended and codes == (0, 0) and not (was_alive and kind == "SIGTERM"):
+        shutil.rmtree(run)
+        return None
+    bound_s = GRACE_S if kind == "SIGTERM" and minded else heartbeat_s + 10.0
+    promised = as_promised(kind, victim, codes, minded=minded, is_complete=step == LAST_STEP)
     again = started(folder, name, heartbeat_s)
     went_on = wait(again, START_S) and [host.returncode for host in again] == [0, 0] and newest(run) == LAST_STEP
-    equal = content(run) == content(folder / "runs" / "alone") if compared and went_on else None
     found = Trial(
         kind,
         victim,
@@ -178,12 +199,15 @@ def tried(kind: str, number: int, *, folder: Path, span_s: float, heartbeat_s: i
         round(seconds, 2),
         codes,
         step,
+        minded=minded,
         hung=not ended,
-        ended_as_promised=as_promised and seconds <= bound_s,
+        ended_as_promised=was_alive and promised and seconds <= bound_s,
         went_on=went_on,
-        equal=equal,
+        equal=content(run) == content(folder / "runs" / "alone") if compared and went_on else None,
     )
     print(f"{name:<12} {json.dumps(asdict(found))}", flush=True)
+    if not found.is_good:
+        show_logs(folder, name)
     return found
 
 
@@ -192,6 +216,7 @@ def summary(trials: Sequence[Trial], kind: str) -> dict[str, Any]:
     compared = [trial for trial in of_kind if trial.equal is not None]
     return {
         "trials": len(of_kind),
+        "before signals are minded": sum(not trial.minded for trial in of_kind),
         "as promised": sum(trial.ended_as_promised for trial in of_kind),
         "went on": sum(trial.went_on for trial in of_kind),
         "equal bit for bit": f"{sum(bool(trial.equal) for trial in compared)} of {len(compared)}",
@@ -217,10 +242,9 @@ def main() -> int:
         # Twice: the first compiles, the second says how long a run takes that need not.
         for name in ("compiling", "alone"):
             hosts = started(folder, name, options.heartbeat)
-            wait_for(folder / "runs" / name / "settings.yaml", hosts)
-            start = time.monotonic()
-            if not wait(hosts, START_S) or any(host.returncode for host in hosts):
-                print((folder / f"{name}.host_0.log").read_text(errors="replace"), file=sys.stderr)
+            has_begun, start = begun(folder / "runs" / name, hosts), time.monotonic()
+            if not wait(hosts, START_S if has_begun else 0.0) or any(host.returncode for host in hosts):
+                show_logs(folder, name)
                 return 1
             span_s = time.monotonic() - start
         for number in range(options.trials):
@@ -232,8 +256,12 @@ def main() -> int:
                 trials.append(trial)
     rows = {kind: summary(trials, kind) for kind in KINDS}
     for name in rows["SIGTERM"]:
-        print(f"{name:<20}" + "".join(f"{rows[kind][name]!s:>14}" for kind in KINDS))
+        print(f"{name:<28}" + "".join(f"{rows[kind][name]!s:>14}" for kind in KINDS))
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
     record = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "jax": metadata.version("jax"),
+        "commit": commit.stdout.strip() or None,
         "heartbeat_s": options.heartbeat,
         "processes": 2,
         "devices per process": 2,

@@ -115,20 +115,26 @@ def test_one_that_ignores_term_is_killed_after_the_grace_with_all_it_started(
 def test_what_passes_is_started_again_from_the_newest_checkpoint(
     tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """The watchdog, a preemption, another host's death and a kill, one after the other."""
-    ends = ("exit 70", "exit 75", "kill -ABRT $$", "kill -KILL $$", "exit 0")
+    """The watchdog, preemptions, another host's death and a kill, one after the other."""
+    ends = ("exit 70", "exit 75", "kill -ABRT $$", "kill -KILL $$", "kill -TERM $$", "exit 0")
     cases = " ".join(f"{attempt}) {end} ;;" for attempt, end in enumerate(ends, 1))
     install_grpo(
         tpu,
-        f"[ $worker.$attempt = 0.5 ] && exit 0\n[ $worker = 0 ] || case $attempt in {cases} esac\n{SLEEP_UNTIL_TERM}",
+        f"[ $worker.$attempt = 0.6 ] && exit 0\n[ $worker = 0 ] || case $attempt in {cases} esac\n{SLEEP_UNTIL_TERM}",
     )
-    done = launch("grpo", "train", "--set", "run.steps=2", options=("--restarts", "4"))
+    done = launch("grpo", "train", "--set", "run.steps=2", options=("--restarts", "5"))
     assert done.returncode == 0, done.stderr
     for worker in (0, 1):
         first, *others = calls_of(tpu, worker)
         assert first == "train --set run.steps=2"
-        assert others == ["train --set run.steps=2 --resume auto"] * 4
-    told = "worker 1 ended with 70 (watchdog)", "75 (stopped", "134 (lost another host)", "137 (killed)", "start 4 of 4"
+        assert others == ["train --set run.steps=2 --resume auto"] * 5
+    told = (
+        "worker 1 ended with 70 (watchdog)",
+        "75 (stopped",
+        "134 (lost another host)",
+        "137 (killed)",
+        "143 (ended by",
+    )
     assert [text for text in told if text not in done.stderr] == []
 
 
@@ -148,6 +154,18 @@ def test_unusable_input_on_one_worker_is_never_started_again(
     install_grpo(tpu, "[ $worker = 0 ] && exit 2\nexit 134\n")
     done = launch("grpo", "train", options=("--restarts", "3", "--settle", "1"))
     assert done.returncode in (2, 134)
+    assert len(calls_of(tpu, 1)) == 1
+
+
+def test_an_error_that_costs_another_worker_its_host_is_not_started_again(
+    tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    has_failed = f"grep -qs '^0 1$' {tmp_path}/*/ended"
+    install_grpo(tpu, f"[ $worker = 0 ] && exit 1\nuntil {has_failed}; do sleep 0.05; done\nkill -ABRT $$\n")
+    done = launch("grpo", "train", options=("--restarts", "3", "--settle", "10"))
+    assert done.returncode == 1
+    assert "worker 0 ended with 1, worker 1 ended with 134 (lost another host)" in done.stderr
     assert len(calls_of(tpu, 1)) == 1
 
 

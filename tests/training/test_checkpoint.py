@@ -417,6 +417,7 @@ def said_by_hosts(*folders: Path, program: str = RESTORE) -> list[str]:
     return [stdout.splitlines()[-1] for stdout, _ in outputs]
 
 
+@pytest.mark.two_hosts
 @pytest.mark.parametrize("damage", [truncate_arrays, remove_progress], ids=lambda damage: damage.__name__)
 def test_what_one_host_cannot_read_all_pass_over(folder: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
     other = shutil.copytree(folder, tmp_path / "other")
@@ -424,6 +425,7 @@ def test_what_one_host_cannot_read_all_pass_over(folder: Path, tmp_path: Path, d
     assert said_by_hosts(folder, other) == ["found 2", "found 2"]
 
 
+@pytest.mark.two_hosts
 def test_hosts_that_see_different_checkpoints_are_told_to_share(folder: Path, tmp_path: Path) -> None:
     first, second = said_by_hosts(folder, tmp_path / "not_shared")
     for line in (first, second):
@@ -432,6 +434,7 @@ def test_hosts_that_see_different_checkpoints_are_told_to_share(folder: Path, tm
     assert steps_in(folder) == {"2", "4"}
 
 
+@pytest.mark.two_hosts
 def test_two_hosts_keep_the_same_best(tmp_path: Path) -> None:
     assert said_by_hosts(tmp_path, tmp_path, program=SAVE) == ["best 3", "best 3"]
     assert steps_in(tmp_path) == {"3", "best"}

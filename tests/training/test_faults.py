@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.training.program import (
     DEADLINE_S,
     metrics_of,
@@ -19,6 +21,8 @@ from tests.training.program import (
     train_here,
     wait_for_step,
 )
+
+pytestmark = pytest.mark.two_hosts
 
 HEARTBEAT_S = 3
 SMALL = ("run.steps=100000", "eval.every_steps=0", "checkpoint.best_metric=null", "rollout.prompts_per_step=2")

@@ -302,6 +302,7 @@ def test_scoring_a_file_uses_the_same_functions(config: Path, tmp_path: Path) ->
         assert record["finish_reason"] == sampled["finish_reason"]
 
 
+@pytest.mark.two_hosts
 @pytest.mark.parametrize(("on_error", "exit_code"), [("drop", 0), ("raise", 1)])
 def test_what_fails_on_one_host_is_counted_on_both_and_stops_both(
     config: Path, tmp_path: Path, on_error: str, exit_code: int

@@ -182,10 +182,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"told{host}.json").read_text()) for host in (0, 1)]
 
 
+@pytest.mark.two_hosts
 def test_hosts_with_the_same_settings_code_and_packages_agree_whatever_their_numbers_and_homes(told):
     assert [one["same"] for one in told] == [None, None]
 
 
+@pytest.mark.two_hosts
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -199,6 +201,7 @@ def test_both_hosts_hear_what_they_differ_in(told, case, message):
     assert "; 5 (from --set) on host 1 (" in told[0][case] or "; abc1 on host 1 (" in told[0][case]
 
 
+@pytest.mark.two_hosts
 def test_what_one_host_cannot_use_ends_both(told):
     assert told[0]["one fails"].startswith("refused: on host 1 (")
     assert told[0]["one fails"].endswith("): model.path: no such folder")
@@ -206,6 +209,7 @@ def test_what_one_host_cannot_use_ends_both(told):
     assert [one["none fails"] for one in told] == [0, 1]
 
 
+@pytest.mark.two_hosts
 def test_a_folder_that_the_hosts_do_not_share_is_refused_and_nothing_is_left_behind(told):
     assert [one["shared"] for one in told] == [None, None]
     assert told[0]["not shared"].startswith("refused: on host 1 (")
@@ -214,6 +218,7 @@ def test_a_folder_that_the_hosts_do_not_share_is_refused_and_nothing_is_left_beh
         assert "Set run.dir to a folder that all hosts share" in one["not shared"]
 
 
+@pytest.mark.two_hosts
 @pytest.mark.parametrize(
     ("shape", "sizes"),
     [
@@ -232,6 +237,7 @@ def test_rows_of_a_host_follow_each_other_and_those_of_the_hosts_before(told, sh
     assert told[1][shape] == [named, list(range(8, 16))]
 
 
+@pytest.mark.two_hosts
 def test_tp_over_both_hosts_is_refused(told):
     for one in told:
         assert one["1,1,8"].startswith("refused: mesh.shape: tp = 8 spans hosts 0, 1, of 4 devices each")
@@ -263,6 +269,7 @@ def look_ahead_on_two_hosts(config: Path, *of_second: str) -> list[tuple[int | N
     return [(host.returncode, *one) for host, one in zip(hosts, said, strict=True)]
 
 
+@pytest.mark.two_hosts
 def test_hosts_with_other_settings_end_before_anything_is_written(config: Path):
     before = digest_of(config.parent)
     for code, stdout, stderr in look_ahead_on_two_hosts(config, "optimizer.learning_rate=2e-3"):
@@ -276,6 +283,7 @@ def test_hosts_with_other_settings_end_before_anything_is_written(config: Path):
     assert digest_of(config.parent) == before
 
 
+@pytest.mark.two_hosts
 def test_the_arithmetic_of_a_step_is_told_once_and_proxies_are_warned_of(config: Path):
     (code, told, stderr), (code_of_second, told_by_second, _) = look_ahead_on_two_hosts(config)
     assert (code, code_of_second) == (0, 0), stderr

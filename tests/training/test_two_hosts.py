@@ -12,6 +12,8 @@ import pytest
 from tests.training.program import metrics_of, records_of, reproducible, settings, train_here, wait_for_step
 from tests.two_hosts import ended, run_on_two_hosts, two_hosts
 
+pytestmark = pytest.mark.two_hosts
+
 PPO = ("algorithm.name=ppo", "algorithm.kl_target=0.1", "algorithm.filter=zero_variance", "algorithm.max_rounds=3")
 """A critic; whitening, an adapted penalty and rounds of sampling, on all of which hosts agree."""
 # A quota of few shapes to compile; evaluation prompts that two hosts cannot share out evenly.

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.training.program import here, records_of, settings
 from tests.two_hosts import run_on_two_hosts
+
+pytestmark = pytest.mark.two_hosts
 
 OF_THE_SCHEDULE = ("elapsed_s", "worker", "segments")
 

@@ -14,6 +14,8 @@ from tests.tiny_directory import write_reward_model
 from tests.training.program import here, of_tiny, records_of, settings
 from tests.two_hosts import run_on_two_hosts
 
+pytestmark = pytest.mark.two_hosts
+
 
 def scored_by_one_and_two(folder: Path, *arguments: str | Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Also compares what both say of the whole file."""
