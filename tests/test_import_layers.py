@@ -20,7 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"app.batching"}),
     frozenset({"app.policy"}),
     frozenset({"app.mesh"}),
-    frozenset({"app.jsonl", "app.npz_file", "app.sample_records"}),
+    frozenset({"app.jsonl", "app.npz_file", "app.program_facts", "app.sample_records"}),
     frozenset({"app.flow", "app.masked", "app.whole_file", "app.terminal_text"}),
     frozenset({"settings"}),
 )

@@ -6,7 +6,6 @@ are needed; it hands back what was drawn at the edge of every segment, so that n
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import socket
@@ -17,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +27,7 @@ from app.mesh import topology
 from app.mesh.placement import num_row_shards
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition
+from app.program_facts import code_digest
 from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.events import Kind, RunSegment
@@ -115,14 +114,11 @@ class Introduction(NamedTuple):
 
 def facts_here() -> dict[str, str]:
     """Of this process; see `Introduction`."""
-    return {"Python": platform.python_version(), **{name: version(name) for name in ALIKE}, "this program": _digest()}
-
-
-def _digest() -> str:
-    digest, program = hashlib.sha256(), Path(__file__).parent.parent
-    for path in sorted(program.rglob("*.py")):
-        digest.update(path.relative_to(program).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
+    return {
+        "Python": platform.python_version(),
+        **{name: version(name) for name in ALIKE},
+        "this program": code_digest(),
+    }
 
 
 class SlotActor:

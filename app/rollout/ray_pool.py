@@ -27,11 +27,14 @@ from app.rollout.ray_actor import facts_here
 from app.rollout.ray_worker import RemoteWorker
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduled import Schedule, ScheduledWorkers
+from app.rollout.stopping import StoppedError
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
+LOOK_S = 1.0
+"""Between looks at whether to stop, while actors start."""
 MIN_CPUS = 1
 """Of a cluster of our own."""
 
@@ -66,6 +69,7 @@ class RayWorkers(ScheduledWorkers):
 
         Raises:
             InputError: no cluster, not enough of what the actors need, or processes that would not draw alike.
+            StoppedError: asked to stop meanwhile.
         """
         if self._has_started:
             return
@@ -94,8 +98,12 @@ class RayWorkers(ScheduledWorkers):
         return super()._awake()
 
     def _await_all(self, done: str) -> None:
-        until = time.monotonic() + self._start_timeout_s
-        late = [worker for worker in self.remote if not _is_ready(worker, until)]
+        until, late = time.monotonic() + self._start_timeout_s, list(self.remote)
+        while late and time.monotonic() < until:
+            if self.asked_to_stop():
+                raise StoppedError
+            look = min(time.monotonic() + LOOK_S, until)
+            late = [worker for worker in late if not _is_ready(worker, look)]
         if late:
             raise InputError(
                 f"rollout.ray.start_timeout_s: after {self._start_timeout_s:g} s {len(late)} of {len(self.remote)} "

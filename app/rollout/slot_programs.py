@@ -280,12 +280,12 @@ class SlotPrograms:
                 if name not in self._compiled:
                     self._compiled[name] = jax.jit(function, **options).lower(*arguments).compile()
 
-    def lowered(self) -> dict[str, Lowered]:
+    def lowered(self, *, truncates: bool) -> dict[str, Lowered]:
         """The programs that take most memory: the longest prefill, and decoding with all slots full."""
         shapes = self._shapes
         wanted = {
             "prefill": self._prefilling(shapes.prefill_rows[-1], shapes.max_prompt_length),
-            "decode": self._decoding(shapes.num_slots, shapes.max_length, truncates=self.truncates),
+            "decode": self._decoding(shapes.num_slots, shapes.max_length, truncates=truncates),
         }
         with jax.set_mesh(self._mesh):
             return {name: jax.jit(run, **options).lower(*args) for name, (run, args, options) in wanted.items()}

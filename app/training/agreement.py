@@ -21,6 +21,7 @@ import jax
 
 from app.flow import Prompt
 from app.mesh.placement import bytes_over_hosts
+from app.program_facts import code_digest
 from app.training.run_directory import RunDirectory
 from settings import Resolved
 from settings.errors import InputError
@@ -43,8 +44,6 @@ PACKAGES = (
     "tokenizers",
     "transformers",
 )
-CODE = Path(__file__).resolve().parents[2]
-"""Where `cli.py`, `app` and `settings` lie: a checkout or site-packages."""
 MAX_VALUE = 120
 """Characters of a value in an error."""
 
@@ -118,16 +117,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def code_digest() -> str:
-    """Of the program's own source files, wherever they lie."""
-    digest = hashlib.sha256()
-    files = [CODE / "cli.py", *(path for room in ("app", "settings") for path in sorted((CODE / room).rglob("*.py")))]
-    for path in files:
-        digest.update(f"{path.relative_to(CODE).as_posix()}\n".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _facts_of_settings(resolved: Resolved) -> Facts:

@@ -15,6 +15,7 @@ from app.mesh.inspect import MeshReport, id_ranges, mesh_report
 from app.mesh.placement import bytes_per_device
 from app.policy.decoder import by_path
 from app.training.largest import USABLE, Largest, largest
+from app.training.launch import launch_notes
 from app.training.memory import Shapes, memory_by_phase, memory_table, shapes_of
 from app.training.metrics import device_memory_bytes
 from app.training.outline import Outline, read_outline
@@ -51,6 +52,8 @@ class Inspection:
     peak_bytes: int
     largest: tuple[Largest, ...]
     """Empty where a device's memory is not known."""
+    notes: tuple[str, ...] = ()
+    """What a launch would say of the mesh."""
     programs: tuple[CompiledProgram, ...] = ()
     """Empty unless they were asked for."""
 
@@ -64,7 +67,7 @@ class Inspection:
         return {**self.mesh.to_dict(), **rest, "peak_phase": self.peak_phase}
 
     def to_text(self) -> str:
-        lines = [self.mesh.to_text(), "", f"rollout: {self.generation}", *self._workers()]
+        lines = [self.mesh.to_text(), *self.notes, "", f"rollout: {self.generation}", *self._workers()]
         lines += ["", *memory_table(self.memory), "", self._verdict()]
         lines += [f"  {one.to_text()}" for one in self.largest]
         if self.programs:
@@ -124,6 +127,7 @@ def inspection_of(session: Session, outline: Outline, *, compiles: bool) -> Insp
         memory=memory,
         peak_bytes=max(sum(held.values()) for held in memory.values()),
         largest=tuple(largest(session, shapes, memory, available_bytes=memory_bytes)) if memory_bytes else (),
+        notes=launch_notes(settings, session),
         programs=compiled_programs(session, learning, shapes, memory) if compiles else (),
     )
 
@@ -148,7 +152,10 @@ def _generation(session: Session, shapes: Shapes) -> str:
     rows = f"{shapes.rollout.num_rows:,} rows with a cache of {shapes.rollout.cache_length:,} tokens"
     if session.workers is not None:
         return f"{len(session.workers.workers)} workers on each host, the largest with {rows}"
-    return f"{'slots' if session.slots is not None else 'one batch'} of {rows} on each host"
+    if session.slots is not None:
+        return f"slots of {rows} on each host"
+    hosts = topology.num_hosts(session.engine.mesh)
+    return f"one batch of {rows} on each host" if hosts == 1 else f"one batch of all {hosts} hosts, {rows} on each"
 
 
 def _worker_places(session: Session) -> tuple[WorkerPlace, ...]:

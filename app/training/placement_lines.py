@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from app.mesh.links import gather_s, hosts_of_a_weight
 from app.mesh.placement import bytes_per_device
 from app.mesh.pretend import chip_of
-from app.mesh.topology import num_hosts
+from app.mesh.topology import device_kind_of, num_hosts
 from app.policy.decoder import DecoderDefinition
 from app.policy.kv_cache import abstract_decode_weights
 from settings import Settings
@@ -48,7 +48,7 @@ def _decoding_line(definition: DecoderDefinition, mesh: Mesh, dtype: jnp.dtype) 
     moved = whole - held
     if moved == 0:
         return []
-    chip, hosts = chip_of(mesh.devices.flat[0].device_kind), hosts_of_a_weight(mesh)
+    chip, hosts = chip_of(device_kind_of(mesh.devices.flat[0])), hosts_of_a_weight(mesh)
     seconds = f", at best {gather_s(mesh, moved, chip):.2g} s" if chip else ""
     across = f", across {hosts} hosts" if hosts > 1 else ""
     return [

@@ -90,9 +90,10 @@ def _rollout(session: Session, shapes: Shapes, held: Held) -> Iterator[tuple[str
     rollout = session.settings.rollout
     truncates = bool(rollout.top_k or rollout.top_p < 1 or rollout.min_p)
     if session.workers is not None:
-        programs = max((w.engine for w in session.workers.workers), key=lambda e: e.shapes.num_slots).programs.lowered()
+        largest = max((worker.engine for worker in session.workers.workers), key=lambda e: e.shapes.num_slots)
+        programs = largest.programs.lowered(truncates=truncates)
     elif session.slots is not None:
-        programs = session.slots.engine.programs.lowered()
+        programs = session.slots.engine.programs.lowered(truncates=truncates)
     else:
         programs = session.engine.lowered(shapes.rollout, truncates=truncates)
     for name, lowered in programs.items():

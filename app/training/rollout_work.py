@@ -62,4 +62,7 @@ class Work:
 
     def in_rounds(self, lines: Iterator[bytes]) -> Iterator[Iterator[bytes]]:
         """Lines of this host's samples, as they come, by rounds. Each is to be used up before the next."""
-        return (islice(lines, len(one.own) * self.group_size) for one in self.rounds)
+        for one in self.rounds:
+            yield islice(lines, len(one.own) * self.group_size)
+        # Who generates them sums up behind the last.
+        assert next(lines, None) is None

@@ -84,7 +84,7 @@ def score_logprobs(
     check_quota(resolved, f"score.{role}", extent.longest + num_tokens_behind(settings, role), where=extent.longest_at)
     topology.start(settings.mesh)
     agree(resolved, facts_of(file, model.files, critic and critic.files))
-    session = Session.open(settings, model, critic)
+    session = Session.open(settings, model, critic, generates=False)
     start = time.perf_counter()
     params = session.critic.load_params(session.mesh) if session.critic else session.load_params()
     params = jax.block_until_ready(params)

@@ -160,14 +160,22 @@ class Session:
     """Generate instead of both where `rollout.scheduler` is set."""
 
     @classmethod
-    def open(cls, settings: Settings, model: ModelInput, critic: CriticInput | None = None) -> Session:
-        """The first thing that touches a device. `topology.start` must have run."""
-        check_ray_is_there(settings)
+    def open(
+        cls, settings: Settings, model: ModelInput, critic: CriticInput | None = None, *, generates: bool = True
+    ) -> Session:
+        """The first thing that touches a device. `topology.start` must have run.
+
+        Args:
+            generates: False where samples are only read: slots and workers need not be possible then.
+        """
+        if generates:
+            check_ray_is_there(settings)
         mesh = open_mesh(settings)
         check_heads(mesh, model.architecture, path=settings.model.path)
         if critic is not None:
             check_heads(mesh, critic.architecture, path=settings.critic.path or settings.model.path)
-        check_decode_layout(settings, mesh)
+        if generates:
+            check_decode_layout(settings, mesh)
         dtype = compute_type(settings)
         generates_on = mesh if settings.rollout.placement == "global" else host_island(mesh)
         engine = Engine(
@@ -183,9 +191,11 @@ class Session:
         )
         scorer = Scorer(model.definition, mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
         valuer = None if critic is None else Critic(critic, Valuer(critic.definition, mesh, dtype=dtype))
-        slots = open_slots(settings, model.definition, model.tokenizer, generates_on, dtype=dtype)
-        workers = open_workers(settings, model.definition, model.tokenizer, mesh, dtype=dtype)
-        return cls(settings, model, mesh, engine, scorer, valuer, slots, workers)
+        session = cls(settings, model, mesh, engine, scorer, valuer)
+        if generates:
+            session.slots = open_slots(settings, model.definition, model.tokenizer, generates_on, dtype=dtype)
+            session.workers = open_workers(settings, model.definition, model.tokenizer, mesh, dtype=dtype)
+        return session
 
     def close(self) -> None:
         """Ends what it has started beyond this process."""

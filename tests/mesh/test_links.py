@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from app.mesh import topology
 from app.mesh.axis_rules import AXES
 from app.mesh.links import gather_s, hosts_of_a_weight
-from app.mesh.pretend import CHIPS
+from app.mesh.pretend import CHIPS, parse_slice
 from app.training.placement_lines import check_decode_layout, placement_lines
 from settings import InputError, load
 from tests.rollout.test_decode_layout import DEFINITION
@@ -28,9 +30,9 @@ class Device:
     platform: str = "tpu"
 
 
-def mesh_of(*shape: int, num_slices: int = 1) -> Mesh:
+def mesh_of(*shape: int, num_slices: int = 1, device_kind: str = "TPU v4") -> Mesh:
     """Over 8 devices of two hosts."""
-    devices: list[Any] = [Device(i, i // 4, i // 4 if num_slices > 1 else 0) for i in range(8)]
+    devices: list[Any] = [Device(i, i // 4, i // 4 if num_slices > 1 else 0, device_kind) for i in range(8)]
     return Mesh(np.asarray(devices, object).reshape(shape), AXES)
 
 
@@ -56,6 +58,14 @@ def test_a_launch_says_what_crosses_hosts():
     assert training.startswith("mesh.shape: fsdp 8 spans 2 hosts") and "at 2 times the weights" in training
     (inside,) = placement_lines(settings, DEFINITION, mesh_of(2, 4, 1))
     assert "hosts" not in inside
+
+
+def test_seconds_are_those_of_a_pretended_slice(monkeypatch: pytest.MonkeyPatch):
+    settings = load(None, ["rollout.decode_layout=fsdp", "rollout.placement=global"], {}).settings
+    mesh = mesh_of(1, 8, 1, device_kind="cpu")
+    assert " s; gathered" not in placement_lines(settings, DEFINITION, mesh)[0]
+    monkeypatch.setattr(topology, "_pretended", parse_slice("v4-16"))
+    assert re.search(r"across 2 hosts, at best \S+ s; gathered", placement_lines(settings, DEFINITION, mesh)[0])
 
 
 def test_hosts_that_generate_alone_hold_whole_weights():

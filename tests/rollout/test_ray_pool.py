@@ -26,6 +26,7 @@ from app.rollout.scheduling.events import SegmentEnded, Suspend, WorkerJoined, W
 from app.rollout.scheduling.figures import figures
 from app.rollout.scheduling.ledger import Ledger
 from app.rollout.scheduling.scheduler import POLICIES
+from app.rollout.stopping import StoppedError
 from settings.errors import InputError
 from tests.rollout.test_slots import ARGUMENTS, DEFINITION, LENGTHS, PROMPTS
 from tests.rollout.test_workers import (
@@ -252,6 +253,15 @@ def test_weights_are_put_into_the_store_once_a_version(rested: RayWorkers, monke
 def test_an_actor_without_a_place_is_named_in_time(cluster: str, pool: RayWorkers) -> None:
     made = actors(cluster, num_workers=1, start_timeout_s=1.0)
     with pytest.raises(InputError, match=r"after 1 s 1 of 1 actors have not started; fast-0 needs num_cpus 1"):
+        made.start()
+    assert ray.is_initialized()
+
+
+def test_nobody_waits_for_actors_who_was_asked_to_stop(cluster: str, pool: RayWorkers) -> None:
+    made = actors(cluster, num_workers=1)
+    looks = iter([False, True])
+    made.asked_to_stop = lambda: next(looks)
+    with pytest.raises(StoppedError):
         made.start()
     assert ray.is_initialized()
 

@@ -98,6 +98,15 @@ def test_ray_that_is_not_installed_is_named(
     assert not (config.parent / "runs").exists()
 
 
+def test_who_only_scores_needs_no_ray(
+    sampled: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    files = ("--input", sampled, "--out", tmp_path / "scored.jsonl")
+    result = here("score", *of_tiny(tiny_model), *settings(*ACTORS), *files)
+    assert result.exit_code == 0, result.stderr
+
+
 def test_a_dry_run_starts_no_actors_and_sees_no_caches_of_theirs(config: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'grpo[ray]'")
     memory = foreseen(config, *ACTORS).memory

@@ -100,6 +100,16 @@ def test_a_pretended_slice_has_its_hosts_memory_and_devices(tiny_model: Path) ->
     )
 
 
+def test_it_says_what_a_launch_would_say_of_the_mesh(tiny_model: Path) -> None:
+    chosen = ("mesh.pretend=v4-16", "mesh.shape=1,8,1", "rollout.placement=global")
+    _, found = opened(loaded(tiny_model, *chosen))
+    arithmetic, across = found.to_dict()["notes"]
+    assert arithmetic.startswith("2 hosts, 8 devices (dp 1, fsdp 8, tp 1): 4 prompts x 4 samples x 2 hosts = 32")
+    assert across.startswith("mesh.shape: fsdp 8 spans 2 hosts")
+    assert f"{across}\n" in found.to_text()
+    assert found.generation.startswith("one batch of all 2 hosts, 16 rows with a cache of ")
+
+
 def test_a_slice_of_any_size_needs_no_more_than_this_process(tiny_model: Path) -> None:
     arguments = ["inspect-mesh", *of_tiny(tiny_model), *settings("mesh.pretend=v5e-256")]
     with started(*arguments, "--json") as process:

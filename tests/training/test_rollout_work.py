@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import numpy as np
 import pytest
@@ -46,3 +48,15 @@ def test_lines_come_back_by_rounds() -> None:
     assert [list(part) for part in work_of(5, prompts_per_step=2).in_rounds(lines)] == [
         [b"0", b"1", b"2", b"3"], [b"4", b"5", b"6", b"7"], [b"8", b"9"],
     ]  # fmt: skip
+
+
+def test_who_generates_is_heard_to_the_end() -> None:
+    has_ended = []
+
+    def lines() -> Iterator[bytes]:
+        yield from [b""] * 4
+        has_ended.append(True)
+
+    parts = work_of(2, prompts_per_step=1).in_rounds(lines())
+    assert [len(list(part)) for part in parts] == [2, 2]
+    assert has_ended

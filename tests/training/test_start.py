@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from app.policy.architecture import Architecture
-from app.training.agreement import Fact, code_digest, difference, newest_checkpoint, plug_in_digests
+from app.program_facts import code_digest
+from app.training.agreement import Fact, difference, newest_checkpoint, plug_in_digests
 from app.training.mesh_fit import check_heads, whole_dims
 from app.training.run_directory import RunDirectory
 from settings import load
@@ -63,7 +64,7 @@ def test_the_digest_of_the_code_is_of_its_content(tmp_path: Path, monkeypatch: p
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     assert code_digest() == code_digest()
-    monkeypatch.setattr("app.training.agreement.CODE", tmp_path)
+    monkeypatch.setattr("app.program_facts.CODE", tmp_path)
     before = code_digest()
     (tmp_path / "app" / "flow.py").write_text("another flow")
     assert code_digest() != before
