@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.free_address import free_address
-from tests.training.program import DEADLINE_S, settings, started
+from tests.training.program import DEADLINE_S, THE_PROGRAM, settings, started
 
 Hosts = list["subprocess.Popen[str]"]
 Arguments = Sequence[str | Path]
@@ -22,7 +22,9 @@ class Ended(NamedTuple):
 
 
 @contextmanager
-def two_hosts(*arguments: str | Path, of_each: tuple[Arguments, Arguments] = ((), ())) -> Iterator[Hosts]:
+def two_hosts(
+    *arguments: str | Path, of_each: tuple[Arguments, Arguments] = ((), ()), program: Sequence[str] = THE_PROGRAM
+) -> Iterator[Hosts]:
     """The same command on both; neither outlives the block.
 
     Args:
@@ -31,7 +33,7 @@ def two_hosts(*arguments: str | Path, of_each: tuple[Arguments, Arguments] = (()
     address = free_address()
     with ExitStack() as stack:
         yield [
-            stack.enter_context(started(*arguments, *own, *settings(*of_host(process_id, address))))
+            stack.enter_context(started(*arguments, *own, *settings(*of_host(process_id, address)), program=program))
             for process_id, own in enumerate(of_each)
         ]
 
@@ -42,8 +44,8 @@ def run_on_two_hosts(*arguments: str | Path, of_each: tuple[Arguments, Arguments
         return ended(hosts)
 
 
-def ended(hosts: Hosts) -> tuple[Ended, Ended]:
-    output = [host.communicate(timeout=DEADLINE_S) for host in hosts]
+def ended(hosts: Hosts, *, deadline_s: float = DEADLINE_S) -> tuple[Ended, Ended]:
+    output = [host.communicate(timeout=deadline_s) for host in hosts]
     first, second = (Ended(host.returncode, *text) for host, text in zip(hosts, output, strict=True))
     return first, second
 

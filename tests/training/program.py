@@ -26,6 +26,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120
 """Nothing here takes a quarter of it; a process that hangs must not hang the suite."""
 
+THE_PROGRAM = ("-m", "cli")
+"""What Python runs."""
+
 NUM_DEVICES = 8
 """Of every process, as in this one: the same programs, so the same bits."""
 
@@ -63,7 +66,7 @@ def started(
     *arguments: str | Path,
     environ: dict[str, str] | None = None,
     cwd: Path = REPOSITORY,
-    program: Sequence[str] = ("-m", "cli"),
+    program: Sequence[str] = THE_PROGRAM,
 ) -> Iterator[subprocess.Popen[str]]:
     """The command as a process of its own, in a process group that does not outlive the block.
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections import defaultdict
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,11 @@ from tests.training.program import (
     records_of,
     reproducible,
     settings,
-    started,
     train_here,
 )
+from tests.two_hosts import ended, two_hosts
+
+pytestmark = pytest.mark.two_hosts
 
 SCHEDULED = (
     *("rollout.scheduler=adaptive", "rollout.mode=exact", "model.dtype=float32"),
@@ -31,28 +31,16 @@ SCHEDULED = (
 UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null", "logging.save_rollouts=true")
 
 
-def on_two_hosts() -> list[tuple[str, ...]]:
-    """Settings of two processes with four devices each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"mesh.coordinator_address=127.0.0.1:{probe.getsockname()[1]}"
-    return [("mesh.cpu_devices=4", address, "mesh.num_processes=2", f"mesh.process_id={i}") for i in (0, 1)]
-
-
 @pytest.fixture(scope="module")
-def two_hosts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two hosts has found."""
     folder = tmp_path_factory.mktemp("islands")
-    with ExitStack() as stack:
-        hosts = [
-            stack.enter_context(
-                started(tiny_model, folder / f"{i}.json", *mesh, program=("-m", "tests.training.on_islands"))
-            )
-            for i, mesh in enumerate(on_two_hosts())
-        ]
-        ends = [host.communicate(timeout=2 * DEADLINE_S) for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], ends
-    return [json.loads((folder / f"{i}.json").read_text()) for i in (0, 1)]
+    files = folder / "0.json", folder / "1.json"
+    program = ("-m", "tests.training.on_islands")
+    with two_hosts(tiny_model, of_each=((files[0],), (files[1],)), program=program) as hosts:
+        first, second = ended(hosts, deadline_s=2 * DEADLINE_S)
+    assert (first.exit_code, second.exit_code) == (0, 0), (first, second)
+    return [json.loads(file.read_text()) for file in files]
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +53,19 @@ def one_host(tiny_model: Path) -> list[list[Any]]:
 
 @pytest.mark.parametrize("way", [*WAYS, "sync"])
 def test_two_hosts_sample_what_one_does_whoever_generates(
-    two_hosts: list[dict[str, Any]], one_host: list[list[Any]], way: str
+    found: list[dict[str, Any]], one_host: list[list[Any]], way: str
 ) -> None:
-    assert two_hosts[0][way] + two_hosts[1][way] == one_host
+    assert found[0][way] + found[1][way] == one_host
 
 
-def test_samples_say_which_host_drew_them(two_hosts: list[dict[str, Any]]) -> None:
-    for i, host in enumerate(two_hosts):
+def test_samples_say_which_host_drew_them(found: list[dict[str, Any]]) -> None:
+    for i, host in enumerate(found):
         assert host["workers of global"] == host["workers of island"] == host["workers of slots"] == [str(i)]
         assert host["workers of adaptive"] == [f"host{i}/fast-0"]
 
 
-def test_an_island_takes_the_weights_over_without_a_copy(two_hosts: list[dict[str, Any]]) -> None:
-    for host in two_hosts:
+def test_an_island_takes_the_weights_over_without_a_copy(found: list[dict[str, Any]]) -> None:
+    for host in found:
         taken = host["taken"]
         assert taken["same buffers"] and taken["are local"] and taken["num arrays"] > 20
         assert (taken["devices of the mesh"], taken["devices of an array"]) == (8, [4])
@@ -85,39 +73,31 @@ def test_an_island_takes_the_weights_over_without_a_copy(two_hosts: list[dict[st
         assert host["compilations of a second version"] == 0
 
 
-def test_a_host_generates_on_its_island_while_another_does_not(two_hosts: list[dict[str, Any]]) -> None:
-    assert two_hosts[1]["alone"] == two_hosts[1]["island"][:2]
+def test_a_host_generates_on_its_island_while_another_does_not(found: list[dict[str, Any]]) -> None:
+    assert found[1]["alone"] == found[1]["island"][:2]
 
 
-def test_segments_of_a_batch_change_no_sample(two_hosts: list[dict[str, Any]]) -> None:
-    for host in two_hosts:
+def test_segments_of_a_batch_change_no_sample(found: list[dict[str, Any]]) -> None:
+    for host in found:
         assert host["in segments"] == host["island"]
 
 
 def test_one_host_that_is_asked_ends_a_batch_of_all_hosts_and_of_islands_its_own(
-    two_hosts: list[dict[str, Any]],
+    found: list[dict[str, Any]],
 ) -> None:
-    first, second = two_hosts
+    first, second = found
     assert first["asked"] == {"global": "stopped", "island": "went on", "adaptive": "went on"}
     assert second["asked"] == {"global": "stopped", "island": "stopped", "adaptive": "stopped"}
     assert first["together again"] == second["together again"] == [0, 1]
-
-
-def trained_on_two_hosts(config: Path, *overrides: str) -> None:
-    with ExitStack() as stack:
-        hosts = [
-            stack.enter_context(started("train", "--config", config, *settings(*mesh, *overrides)))
-            for mesh in on_two_hosts()
-        ]
-        ends = [host.communicate(timeout=2 * DEADLINE_S) for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], ends
 
 
 def test_hosts_generate_ahead_each_by_itself_and_train_as_one_does_that_waits(config: Path) -> None:
     """Where nothing is learned, samples are those of one host that waits. Lengths are of all hosts' samples."""
     asked = ("optimizer.learning_rate=1e-30", "run.steps=3", *UNJUDGED)
     ahead = (*SCHEDULED, "rollout.max_staleness=1", "rollout.prompts_per_step=2", "run.name=two")
-    trained_on_two_hosts(config, *asked, *ahead)
+    with two_hosts("train", "--config", config, *settings(*asked, *ahead)) as hosts:
+        ends = ended(hosts, deadline_s=2 * DEADLINE_S)
+    assert [end.exit_code for end in ends] == [0, 0], ends
     assert train_here(config, *asked, "run.name=one").exit_code == 0
     two, one = (config.parent / "runs" / name for name in ("two", "one"))
     for ours, expected in zip(metrics_of(two), reproducible(metrics_of(one)), strict=True):
