@@ -20,7 +20,7 @@ if [ "$lint" = true ]; then
     "$VENV/bin/ruff" check
     "$VENV/bin/ruff" format --check
     "$VENV/bin/pyright" --pythonpath "$VENV/bin/python"
-    "$VENV/bin/shellcheck" scripts/*.sh
+    "$VENV/bin/shellcheck" scripts/*.sh .ci/run
 fi
 echo "Running the tests"
 exec "$VENV/bin/python" -m pytest -q "$@"
