@@ -13,10 +13,12 @@ import argparse
 import json
 import tempfile
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
+from shapes import QWEN2_5
 
 from app.mesh import topology
 from app.training.inspect_mesh import inspection_of
@@ -25,6 +27,7 @@ from app.training.programs import programs_table
 from app.training.session import Session
 from settings import load
 
+RESULTS = Path(__file__).resolve().parent / "results" / "memory_estimate.json"
 TINY = {
     **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 512},
     **{"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False, "rope_theta": 1e4},
@@ -34,23 +37,10 @@ SMOLLM2 = {
     **{"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True, "vocab_size": 49152},
     "rope_theta": 1e5,
 }
-
-
-def qwen2_5(width: int, mlp: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    """The family's `config.json` of one size; all three sizes here tie their embeddings."""
-    return {
-        **{"model_type": "qwen2", "hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers},
-        **{"num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": True},
-        **{"vocab_size": 151_936, "rope_theta": 1e6, "use_sliding_window": False},
-    }
-
-
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": TINY,
     "SmolLM2-135M": SMOLLM2,
-    "Qwen2.5-0.5B": qwen2_5(896, 4864, 24, 14, 2),
-    "Qwen2.5-1.5B": qwen2_5(1536, 8960, 28, 12, 2),
-    "Qwen2.5-3B": qwen2_5(2048, 11008, 36, 16, 2),
+    **{name: QWEN2_5[name] for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B")},
 }
 RUN = (
     *("model.dtype=float32", "model.remat=block", "data.max_prompt_length=512", "rollout.max_new_tokens=1024"),
@@ -92,16 +82,20 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--slices", default="v5e-8,v4-16", help="all with as many chips: a process has one number")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="overrides")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     found = [
         measured(shape, slice_name, options.overrides)
         for shape in options.shapes.split(",")
         for slice_name in options.slices.split(",")
     ]
-    if options.out:
-        record = {"settings": [*RUN, *options.overrides], "jax": jax.__version__, "measured": found}
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    record = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "jax": jax.__version__,
+        "settings": [*RUN, *options.overrides],
+        "measured": found,
+    }
+    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from app.policy.architecture import Architecture
-from app.policy.rope import Rope
+from typing import Any
+
+from app.policy.families import qwen2
 
 
 def _qwen2_5(
-    num_layers: int, model_dim: int, mlp_dim: int, query_heads: int, kv_heads: int, *, vocab_size: int, tied: bool
-) -> Architecture:
-    return Architecture(
-        family="qwen2",
-        vocab_size=vocab_size,
-        num_layers=num_layers,
-        model_dim=model_dim,
-        mlp_dim=mlp_dim,
-        num_query_heads=query_heads,
-        num_kv_heads=kv_heads,
-        head_dim=128,
-        rope=Rope(theta=1e6),
-        norm_epsilon=1e-6,
-        max_positions=32_768,
-        tied_embeddings=tied,
-        qkv_bias=True,
-    )
+    num_layers: int,
+    model_dim: int,
+    mlp_dim: int,
+    query_heads: int,
+    kv_heads: int,
+    *,
+    vocab_size: int = 151_936,
+    tied: bool = True,
+) -> dict[str, Any]:
+    return {
+        **{"model_type": "qwen2", "hidden_size": model_dim, "intermediate_size": mlp_dim},
+        **{"num_hidden_layers": num_layers, "num_attention_heads": query_heads, "num_key_value_heads": kv_heads},
+        **{"vocab_size": vocab_size, "tie_word_embeddings": tied, "max_position_embeddings": 32_768},
+        **{"rope_theta": 1e6, "rms_norm_eps": 1e-6, "use_sliding_window": False},
+    }
 
 
-QWEN2_5_1_5B = _qwen2_5(28, 1536, 8960, 12, 2, vocab_size=151_936, tied=True)
-QWEN2_5_3B = _qwen2_5(36, 2048, 11_008, 16, 2, vocab_size=151_936, tied=True)
-QWEN2_5_7B = _qwen2_5(28, 3584, 18_944, 28, 4, vocab_size=152_064, tied=False)
+QWEN2_5 = {
+    "Qwen2.5-0.5B": _qwen2_5(24, 896, 4864, 14, 2),
+    "Qwen2.5-1.5B": _qwen2_5(28, 1536, 8960, 12, 2),
+    "Qwen2.5-3B": _qwen2_5(36, 2048, 11_008, 16, 2),
+    "Qwen2.5-7B": _qwen2_5(28, 3584, 18_944, 28, 4, vocab_size=152_064, tied=False),
+}
+"""What decides about the network in each one's `config.json`."""
+QWEN2_5_1_5B = qwen2(QWEN2_5["Qwen2.5-1.5B"])
+QWEN2_5_3B = qwen2(QWEN2_5["Qwen2.5-3B"])
+QWEN2_5_7B = qwen2(QWEN2_5["Qwen2.5-7B"])

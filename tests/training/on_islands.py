@@ -1,6 +1,6 @@
 """What one of several hosts samples in every way, beside hosts that may sample nothing: a program of its own.
 
-`python -m tests.training.on_islands MODEL OUT [--set mesh....]` writes what it has found to OUT as JSON.
+`python -m tests.training.on_islands MODEL OUT [--set mesh....=...]...` writes what it has found to OUT as JSON.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def taken(found: Found) -> dict[str, Any]:
     }
 
 
-def main(model: str, out: str, *mesh: str) -> None:
-    found = Found(Path(model), *mesh)
+def main(model: str, out: str, *options: str) -> None:
+    found = Found(Path(model), *options[1::2])  # behind each --set
     is_second = jax.process_index() == 1
     told_of: dict[str, Any] = {"taken": taken(found)}
     for way in WAYS:
