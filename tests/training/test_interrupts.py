@@ -40,7 +40,7 @@ BUSY = """\
 import jax
 from app.mesh.bulletin import Bulletin
 from app.training.interrupts import Interrupts
-forever = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 2, lambda x: x * 1.0, x))
+forever = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 2, jax.lax.sin, x))
 with Interrupts(Bulletin(None, host=0)):
     print("ready", flush=True)
     forever(1.0).block_until_ready()
