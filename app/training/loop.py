@@ -289,8 +289,9 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     if session.workers is not None:
         session.workers.watch = board.watch
     board.tell((*launch_lines(launch.resolved), *launch.notes, launch.input.report, *launch.rewards.reports))
+    resumed = checkpoints.has(progress.step)
     with together():
-        journal = stack.enter_context(closing(open_journal(launch, progress)))
+        journal = stack.enter_context(closing(open_journal(launch, progress, resumed=resumed)))
     narrator = Narrator(launch.run, settings.logging, board, journal)
     stack.callback(narrator.report)
     traces = StepTraces(settings.logging.profile_steps if is_first else (), launch.run.profile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -154,6 +155,8 @@ def test_what_is_stopped_while_it_generates_goes_on_as_if_it_had_not_been(
     result = train_here(full_config, resume="must")
     assert result.exit_code == 0, result.stderr
     assert_same_run(run, uninterrupted, step=12)
+    starts = [json.loads(line)["after_step"] for line in (run / "sessions.jsonl").read_text().splitlines()]
+    assert starts == [0, 0, 0, 2, 2, 5]
 
 
 def stopping_at(generation: int) -> Any:
