@@ -23,8 +23,12 @@ def _mesh_shape(value: str) -> str:
 
 
 def _host_and_port(value: str) -> str:
-    if value != "auto" and not re.fullmatch(r"\S+:[0-9]{1,5}", value):
+    if value == "auto":
+        return value
+    if not re.fullmatch(r"\S+:[0-9]{1,5}", value):
         raise ValueError("expected `host:port`, as in `10.0.0.2:8476`, or `auto`")
+    if not 1 <= int(value.rpartition(":")[2]) <= 65_535:
+        raise ValueError("expected a port from 1 to 65535")
     return value
 
 

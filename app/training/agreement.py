@@ -1,4 +1,4 @@
-"""What all hosts must have in common before the first step, and how one host's error becomes everybody's.
+"""What all hosts must have in common before the first step.
 
 Hosts that work together run the same program in step. One that was given another setting, package, file or folder would
 wait for the others for ever, or train something else than they do, so it is looked for while stopping costs nothing.
@@ -11,17 +11,18 @@ import json
 import platform
 import socket
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 
 from app.flow import Prompt
 from app.mesh.placement import bytes_over_hosts
 from app.program_facts import code_digest
+from app.training.all_hosts import together
 from app.training.run_directory import RunDirectory
 from settings import Resolved
 from settings.errors import InputError
@@ -46,8 +47,6 @@ PACKAGES = (
 )
 MAX_VALUE = 120
 """Characters of a value in an error."""
-
-T = TypeVar("T")
 
 
 class Fact(NamedTuple):
@@ -150,29 +149,6 @@ def plug_in_digests(functions: Sequence[RewardFunction]) -> dict[str, str]:
     }
 
 
-def on_every_host(look: Callable[[], T]) -> T:
-    """What `look` returns here. All hosts call it together.
-
-    Raises:
-        InputError: `look` raised it, here or on another host; alone, the others would wait for it for ever.
-    """
-    if jax.process_count() == 1:
-        return look()
-    found: list[T] = []
-    problem = ""
-    try:
-        found.append(look())
-    except InputError as error:
-        problem = str(error)
-    said = [json.loads(one) for one in bytes_over_hosts(json.dumps([socket.gethostname(), problem]).encode())]
-    if problem:
-        raise InputError(problem)
-    for host, (name, of_host) in enumerate(said):
-        if of_host:
-            raise InputError(f"on host {host} ({name}): {of_host}")
-    return found[0]
-
-
 def newest_checkpoint(run: RunDirectory) -> str:
     """The step of the newest checkpoint that this host sees."""
     steps = (
@@ -197,23 +173,28 @@ def check_shared(run: RunDirectory) -> None:
     depth, name = json.loads(bytes_over_hosts(json.dumps([depth, f".grpo-{uuid.uuid4().hex}"]).encode())[0])
     note = parents[min(depth, len(parents) - 1)] / name
 
-    def put() -> None:
-        try:
-            note.touch(exist_ok=False)
-        except OSError as error:
-            raise InputError(f"run.dir: cannot write to {note.parent}: {error.strerror}; choose another") from error
-
-    def see() -> None:
-        if not note.exists():
-            raise InputError(
-                f"run.dir: {run.path.absolute()} is not the same folder on all hosts: in {note.parent} this one does "
-                "not see what host 0 has just put there. Set run.dir to a folder that all hosts share"
-            )
-
     try:
-        on_every_host(put if is_first else lambda: None)
-        on_every_host(see)
+        with together():
+            if is_first:
+                _put(note)
+        with together():
+            _check_seen(note, run)
     finally:
         if is_first:
             with suppress(OSError):
                 note.unlink()
+
+
+def _put(note: Path) -> None:
+    try:
+        note.touch(exist_ok=False)
+    except OSError as error:
+        raise InputError(f"run.dir: cannot write to {note.parent}: {error.strerror}; choose another") from error
+
+
+def _check_seen(note: Path, run: RunDirectory) -> None:
+    if not note.exists():
+        raise InputError(
+            f"run.dir: {run.path.absolute()} is not the same folder on all hosts: in {note.parent} this one does "
+            "not see what host 0 has just put there. Set run.dir to a folder that all hosts share"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ import numpy as np
 
 from app.flow import Sample
 from app.jsonl import check_output, to_line
-from app.mesh.placement import bytes_to_first_host, max_over_hosts
+from app.mesh.placement import bytes_over_hosts, bytes_to_first_host, max_over_hosts
 from app.sample_records import PER_TOKEN, sample_from_record, sample_to_record
 from app.whole_file import replacing
 from settings.errors import InputError
@@ -50,21 +51,35 @@ def together() -> Iterator[None]:
     """What stops one host inside stops all of them behind it. Every host enters; nothing inside waits for another.
 
     Raises:
-        InputError: on the hosts that it did not come from, too.
+        InputError: on the hosts that it did not come from, too, where any host has raised one.
         RuntimeError: on the others, whatever else one host has raised.
     """
+    if jax.process_count() == 1:
+        yield
+        return
     problem: Exception | None = None
     try:
         yield
+    except jax.errors.JaxRuntimeError:
+        # Maybe another host has died, and would not answer.
+        raise
     # Blanket, because the others wait for this host whatever it is; it goes on its way below.
     except Exception as error:
         problem = error
     kind = 0 if problem is None else 2 if isinstance(problem, InputError) else 1
     worst = int(max_over_hosts(np.asarray(kind)))
+    if not worst:
+        return
+    said = bytes_over_hosts(json.dumps([kind, socket.gethostname(), _reason(problem)]).encode())
     if problem is not None:
         raise problem
-    if worst:
-        raise (InputError if worst == 2 else RuntimeError)("another host could not go on, and says why")
+    host, name, reason = next((i, *rest) for i, (found, *rest) in enumerate(map(json.loads, said)) if found == worst)
+    raise (InputError if worst == 2 else RuntimeError)(f"on host {host} ({name}): {reason}")
+
+
+def _reason(problem: Exception | None) -> str:
+    """In the words of an error of ours; with its kind, of another."""
+    return str(problem) if isinstance(problem, InputError | RuntimeError) else f"{type(problem).__name__}: {problem}"
 
 
 def in_step(parts: Iterable[Item]) -> Iterator[Item]:

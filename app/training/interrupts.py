@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -22,6 +23,9 @@ EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 
 STOP = "stop"
 """The topic under which a host says that it was asked to stop."""
+
+ECHO_S = 1.0
+"""Signals that come so soon after the first are the same: a supervisor tells the program and its process group."""
 
 CLOSED = 0
 """No signal has this number: it ends the watching thread."""
@@ -46,6 +50,7 @@ class Interrupts:
         self.exit_code = 0
         """Of the first signal here; 0 while there was none."""
         self._bulletin = bulletin
+        self._asked_at = 0.0
 
     def __enter__(self) -> Interrupts:
         reading, self._writing = os.pipe()
@@ -88,8 +93,11 @@ class Interrupts:
         if number not in EXIT_CODES:
             return
         if self.exit_code:
+            if time.monotonic() - self._asked_at < ECHO_S:
+                return
             # The second time a person means it: no clean-up, nothing half-written survives a rename.
             os._exit(EXIT_CODES[signal.SIGINT])
+        self._asked_at = time.monotonic()
         self.exit_code = EXIT_CODES[signal.Signals(number)]
         # Not before: whoever hears of it asks every host for its exit code.
         self._bulletin.post(STOP, signal.Signals(number).name)

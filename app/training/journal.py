@@ -77,7 +77,11 @@ def session_record(*, after_step: int) -> dict[str, Any]:
 
 
 class Journal:
-    """Appends one object per step; on resume, drops what was written after the checkpoint."""
+    """Appends one object per step; on resume, drops what was written after the checkpoint.
+
+    Args:
+        last_step: whose line is kept as the last, -1 where none is; None for a run that begins.
+    """
 
     def __init__(self, run: RunDirectory, resolved: Resolved, *, last_step: int | None, wandb_id: str | None):
         self.run = run
@@ -85,7 +89,7 @@ class Journal:
         self.history: list[dict[str, Any]] = [json.loads(line) for line in kept]
         write_whole(run.metrics, "".join(f"{line}\n" for line in kept).encode("utf-8"))
         with run.sessions.open("w" if last_step is None else "a", encoding="utf-8") as sessions:
-            sessions.write(json.dumps(session_record(after_step=last_step or 0)) + "\n")
+            sessions.write(json.dumps(session_record(after_step=max(last_step or 0, 0))) + "\n")
         self._file = run.metrics.open("a", encoding="utf-8", buffering=1)
         self._wandb = open_wandb(run, resolved, wandb_id)
 

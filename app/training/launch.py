@@ -13,14 +13,8 @@ from app.mesh.bulletin import Bulletin, open_bulletin
 from app.mesh.placement import num_row_shards
 from app.mesh.topology import num_hosts
 from app.reward.rewards import Rewards
-from app.training.agreement import (
-    agree,
-    check_shared,
-    newest_checkpoint,
-    on_every_host,
-    plug_in_digests,
-    prompts_digest,
-)
+from app.training.agreement import agree, check_shared, newest_checkpoint, plug_in_digests, prompts_digest
+from app.training.all_hosts import together
 from app.training.mesh_fit import whole_dims
 from app.training.parting import parting
 from app.training.pinned_model import pinned
@@ -63,9 +57,11 @@ def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
         bulletin = stack.enter_context(open_bulletin())
         watchdog = stack.enter_context(Watchdog(settings.watchdog, run.crash, bulletin))
         stack.enter_context(parting(bulletin, heartbeat_s=settings.mesh.heartbeat_s, entered=watchdog.enter))
-        read = on_every_host(lambda: _read(settings, run, resume))
-        rewards = on_every_host(lambda: stack.enter_context(read.rewards(settings)))
-        agree(resolved, _facts(settings, run, read))
+        with together():
+            read = _read(settings, run, resume)
+            rewards = stack.enter_context(read.rewards(settings))
+            facts = _facts(settings, run, read)
+        agree(resolved, facts)
         check_shared(run)
         session = stack.enter_context(closing(Session.open(settings, read.model, read.critic)))
         check_rows(settings, session)

@@ -18,7 +18,7 @@ from app.policy.decoder import Params
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.weighing import Scored, joined
-from app.training.agreement import on_every_host
+from app.training.all_hosts import together
 from app.training.crediting import Credited
 from app.training.evaluate import evaluate
 from app.training.failures import check_rewards
@@ -252,7 +252,9 @@ def train(resolved: Resolved, *, resume: Resume, clock: Callable[[], float] = ti
     """
     with ExitStack() as stack:
         launch = stack.enter_context(prepared(resolved, resume=resume))
-        on_every_host(lambda: stack.enter_context(claim(launch.run)) if jax.process_index() == 0 else None)
+        with together():
+            if jax.process_index() == 0:
+                stack.enter_context(claim(launch.run))
         outcome = _run(launch, stack, clock)
     # Only now: the board, while it lives, takes stdout with it to stderr.
     if jax.process_index() == 0:
@@ -287,7 +289,9 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     if session.workers is not None:
         session.workers.watch = board.watch
     board.tell((*launch_lines(launch.resolved), *launch.notes, launch.input.report, *launch.rewards.reports))
-    journal = stack.enter_context(closing(open_journal(launch, progress)))
+    resumed = checkpoints.has(progress.step)
+    with together():
+        journal = stack.enter_context(closing(open_journal(launch, progress, resumed=resumed)))
     narrator = Narrator(launch.run, settings.logging, board, journal)
     stack.callback(narrator.report)
     traces = StepTraces(settings.logging.profile_steps if is_first else (), launch.run.profile)

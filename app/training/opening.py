@@ -45,14 +45,15 @@ def open_state(checkpoints: Checkpoints, launch: Launch, learning: Learning) -> 
     return state, Progress(step=0, position=0, fingerprints=fingerprints)
 
 
-def open_journal(launch: Launch, progress: Progress) -> Journal | NoJournal:
-    """The run directory from here on tells of this run."""
+def open_journal(launch: Launch, progress: Progress, *, resumed: bool) -> Journal | NoJournal:
+    """The run directory from here on tells of this run, or goes on to."""
     if jax.process_index() != 0:
         return NoJournal()
     launch.run.write_settings(launch.resolved)
     record_commits(launch.run, launch.resolved.settings, launch.input.commits)
-    # The line of a step whose evaluation is still to come is written after it.
-    last_step = progress.step - (progress.unevaluated is not None) if progress.step else None
+    # The line of a step whose evaluation is still to come is written after it; that of step 0 always is.
+    is_to_come = progress.step == 0 or progress.unevaluated is not None
+    last_step = progress.step - is_to_come if resumed else None
     return Journal(launch.run, launch.resolved, last_step=last_step, wandb_id=progress.wandb_id)
 
 

@@ -15,6 +15,7 @@ import jax
 
 from app.flow import Prompt, Sample
 from app.policy.decoder import Params
+from app.policy.kv_cache import DecodeWeights
 from app.prompts.order import PromptOrder, host_slice
 from app.rollout.ahead import Generation
 from app.training.session import Session
@@ -79,11 +80,13 @@ class OnPolicy:
 
     @contextmanager
     def of_step(self, params: Params, *, step: int, position: int, timer: Timer) -> Iterator[TakeRound]:
-        with timer.phase("rollout"):
-            weights = [self._session.engine.weights(params)]
+        weights: list[DecodeWeights] = []
 
         def take(number: int) -> list[Sample]:
             with timer.phase("rollout"):
+                # Here, since the phase's first pass alone may take as long as compiling does.
+                if number == 0:
+                    weights.append(self._session.engine.weights(params))
                 return self._session.sample(
                     # After the last round the memory is free while rewards are asked for.
                     weights.pop() if number + 1 == self._max_rounds else weights[0],
@@ -124,12 +127,11 @@ class Ahead:
 
     @contextmanager
     def of_step(self, params: Params, *, step: int, position: int, timer: Timer) -> Iterator[TakeRound]:
-        with timer.phase("rollout"):
-            generation = self._generation or self._open(params, step=step, position=position)
-        assert position == self._position - self._num_waiting * self._prompts.per_round
-
         def take(number: int) -> list[Sample]:
             with timer.phase("rollout"):
+                generation = self._generation or self._open(params, step=step, position=position)
+                taken = self._position - self._num_waiting * self._prompts.per_round
+                assert taken == position + number * self._prompts.per_round
                 samples = generation.take(first_group_id=self._prompts.first_group_id(number))
             self._num_waiting -= 1
             left_in_step = self._max_rounds - number - 1

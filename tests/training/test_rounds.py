@@ -12,7 +12,7 @@ import pytest
 
 from app.flow import Prompt, Sample
 from app.training.progress import Board
-from app.training.rounds import Ahead, RoundPrompts
+from app.training.rounds import Ahead, OnPolicy, RoundPrompts
 from app.training.session import Session
 from app.training.timer import Timer
 from settings import load
@@ -79,7 +79,9 @@ class Walk:
 def test_as_many_rounds_wait_as_may_be_learned_from_in_time(k: int, rounds_of_steps: tuple[int, ...]) -> None:
     walk = Walk(k=k, num_steps=100)
     for step, num_rounds in enumerate(rounds_of_steps, start=1):
-        assert walk.step(step, num_rounds=num_rounds) == (k + 1, [k] * num_rounds, k + 1)
+        # The first take of all asks for those that wait with it.
+        before = k + 1 if step > 1 else 0
+        assert walk.step(step, num_rounds=num_rounds) == (before, [k] * num_rounds, k + 1)
     # Where every step takes a single round, the last that was asked for is as old as may be.
     assert max(walk.ages) == k if set(rounds_of_steps) == {1} else 1 <= max(walk.ages) <= k
     assert walk.generation.noise_steps == list(range(sum(rounds_of_steps) + k + 1))
@@ -92,3 +94,16 @@ def test_no_round_is_asked_for_that_no_step_could_take(k: int) -> None:
         walk.step(step, num_rounds=MAX_ROUNDS)
     assert not walk.generation.waiting
     assert walk.generation.noise_steps == list(range(2 * MAX_ROUNDS))
+
+
+def test_weights_are_laid_out_in_the_phase_whose_first_pass_may_compile() -> None:
+    settings = load(None, ["rollout.prompts_per_step=2"], {}).settings
+    entered: list[str] = []
+    engine = SimpleNamespace(weights=lambda _: entered.append("weights"))
+    session = SimpleNamespace(settings=settings, engine=engine, sample=lambda *_, **__: entered.append("sample"))
+    rounds = OnPolicy(cast(Session, session), RoundPrompts(settings, PROMPTS), max_rounds=2)
+    timer = Timer(Board(num_steps=1, first_step=0, shown=False, entered=entered.append))
+    with rounds.of_step({}, step=1, position=0, timer=timer) as take:
+        take(0)
+        take(1)
+    assert entered == ["rollout", "weights", "sample", "rollout", "sample"]

@@ -115,7 +115,8 @@ from pathlib import Path
 import jax, numpy as np
 from app.mesh import topology
 from app.mesh.placement import check_rows_per_host, local_row_indices, to_global, to_local
-from app.training.agreement import agree, check_shared, on_every_host
+from app.training.agreement import agree, check_shared
+from app.training.all_hosts import together
 from app.training.run_directory import RunDirectory
 from settings import load
 from settings.errors import InputError
@@ -131,10 +132,14 @@ def note(name, look):
         told[name] = look()
     except InputError as error:
         told[name] = f"refused: {error}"
+    except Exception as error:
+        told[name] = f"{type(error).__name__}: {error}"
 
-def fail_there():
-    if host == 1:
-        raise InputError("model.path: no such folder")
+def fail_there(error):
+    with together():
+        if host == 1 and error:
+            raise error
+    return host
 
 def rows_of(shape):
     mesh = topology.make_mesh(resolved.settings.mesh.model_copy(update={"shape": shape}))
@@ -146,8 +151,9 @@ def rows_of(shape):
 note("same", lambda: agree(resolved, {"data": "abc"}))
 note("settings", lambda: agree(load(None, [*joins, f"rollout.group_size={4 + host}"], {})))
 note("data", lambda: agree(resolved, {"data": f"abc{host}"}))
-note("one fails", lambda: on_every_host(fail_there))
-note("none fails", lambda: on_every_host(lambda: host))
+note("one fails", lambda: fail_there(InputError("model.path: no such folder")))
+note("one has a bug", lambda: fail_there(KeyError("x")))
+note("none fails", lambda: fail_there(None))
 note("shared", lambda: check_shared(RunDirectory(other / "runs" / "new")))
 note("not shared", lambda: check_shared(RunDirectory(other / str(host) / "runs" / "new")))
 for shape in ("2,4,1", "1,8,1", "1,-1,1", "2,2,2", "1,4,2", "1,2,4", "auto", "1,1,8"):
@@ -207,6 +213,9 @@ def test_what_one_host_cannot_use_ends_both(told):
     assert told[0]["one fails"].startswith("refused: on host 1 (")
     assert told[0]["one fails"].endswith("): model.path: no such folder")
     assert told[1]["one fails"] == "refused: model.path: no such folder"
+    assert told[0]["one has a bug"].startswith("RuntimeError: on host 1 (")
+    assert told[0]["one has a bug"].endswith("): KeyError: 'x'")
+    assert told[1]["one has a bug"] == "KeyError: 'x'"
     assert [one["none fails"] for one in told] == [0, 1]
 
 
