@@ -14,7 +14,10 @@ Limit = Annotated[float, Field(gt=0, le=30 * 86_400)]
 
 
 class Watchdog(Section):
-    """A phase that takes longer ends the run on every host, with the stacks of all threads and exit code 70."""
+    """A phase that takes longer ends the run on every host, with the stacks of all threads and exit code 70.
+
+    Of `grpo rollout` and `grpo score` on several hosts, a phase is the time from a sample, or a window, to the next.
+    """
 
     compile_s: Limit | None = Field(
         default=HOUR_S,

@@ -38,9 +38,11 @@ def two_hosts(
         ]
 
 
-def run_on_two_hosts(*arguments: str | Path, of_each: tuple[Arguments, Arguments] = ((), ())) -> tuple[Ended, Ended]:
+def run_on_two_hosts(
+    *arguments: str | Path, of_each: tuple[Arguments, Arguments] = ((), ()), program: Sequence[str] = THE_PROGRAM
+) -> tuple[Ended, Ended]:
     """How the command ends on the first and on the second."""
-    with two_hosts(*arguments, of_each=of_each) as hosts:
+    with two_hosts(*arguments, of_each=of_each, program=program) as hosts:
         return ended(hosts)
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import jax
 
 from app.mesh import topology
-from app.mesh.bulletin import Bulletin, open_bulletin
+from app.mesh.bulletin import Bulletin
 from app.mesh.placement import num_row_shards
 from app.mesh.topology import num_hosts
 from app.reward.rewards import Rewards
 from app.training.agreement import agree, check_shared, newest_checkpoint, plug_in_digests, prompts_digest
 from app.training.all_hosts import together
+from app.training.joining import guarded
 from app.training.mesh_fit import whole_dims
-from app.training.parting import parting
 from app.training.pinned_model import pinned
 from app.training.placement_lines import placement_lines
 from app.training.queues import check_runs_ahead
@@ -54,9 +54,7 @@ def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
     settings, run = resolved.settings, RunDirectory.of(resolved.settings.run)
     with ExitStack() as stack:
         topology.start(settings.mesh)
-        bulletin = stack.enter_context(open_bulletin())
-        watchdog = stack.enter_context(Watchdog(settings.watchdog, run.crash, bulletin))
-        stack.enter_context(parting(bulletin, heartbeat_s=settings.mesh.heartbeat_s, entered=watchdog.enter))
+        bulletin, watchdog = stack.enter_context(guarded(settings, run.crash))
         with together():
             read = _read(settings, run, resume)
             rewards = stack.enter_context(read.rewards(settings))

@@ -18,7 +18,6 @@ from app.batching.micro_batches import Cut, EqualShapes, FixedRows, PackedRows
 from app.batching.plan import fixed_shape
 from app.flow import Sample
 from app.jsonl import check_output
-from app.mesh import topology
 from app.mesh.placement import max_over_hosts, sum_over_hosts, to_device_memory, to_host_memory
 from app.policy.architecture import Architecture
 from app.policy.decoder import Params
@@ -26,6 +25,7 @@ from app.policy.weight_files import ModelFiles
 from app.training.agreement import agree
 from app.training.all_hosts import as_parts, host_run, in_step, write_together
 from app.training.cutting import Longest, num_tokens_behind, wire_role
+from app.training.joining import getting_on, joined_hosts
 from app.training.metrics import CompilationCounter, peak_memory_bytes
 from app.training.packing_check import check_packing
 from app.training.sample_file import WINDOW, Extent, SampleFile, check_quota
@@ -82,23 +82,27 @@ def score_logprobs(
     file = SampleFile(input, architecture)
     extent, drawn = file.check(num_drawn=NUM_PACKED if checks_packing else 0, seed=settings.run.seed)
     check_quota(resolved, f"score.{role}", extent.longest + num_tokens_behind(settings, role), where=extent.longest_at)
-    topology.start(settings.mesh)
-    agree(resolved, facts_of(file, model.files, critic and critic.files))
-    session = Session.open(settings, model, critic, generates=False)
-    start = time.perf_counter()
-    params = session.critic.load_params(session.mesh) if session.critic else session.load_params()
-    params = jax.block_until_ready(params)
-    figures: dict[str, Any] = {"samples": extent.num_samples, "loading seconds": round(time.perf_counter() - start, 2)}
-    if drawn:
-        # Of a file with fewer samples than a row is to hold, some stand in it twice.
-        packed = (drawn * NUM_PACKED)[:NUM_PACKED]
-        figures["max |packed - alone|"] = check_packing(session, params, packed)
-    passes = Passes(session, params, role, cut=_cut(settings, role, architecture, extent))
-    del params
-    with closing(CompilationCounter()) as compilations:
-        scored = passes.scored(in_step(file.windows(window)), num_samples=extent.num_samples)
-        write_together(out, as_parts(scored, path=out))
-        figures |= passes.figures(compilations)
+    with joined_hosts(settings, out=out) as entered:
+        agree(resolved, facts_of(file, model.files, critic and critic.files))
+        session = Session.open(settings, model, critic, generates=False)
+        start = time.perf_counter()
+        params = session.critic.load_params(session.mesh) if session.critic else session.load_params()
+        params = jax.block_until_ready(params)
+        figures: dict[str, Any] = {
+            "samples": extent.num_samples,
+            "loading seconds": round(time.perf_counter() - start, 2),
+        }
+        if drawn:
+            # Of a file with fewer samples than a row is to hold, some stand in it twice.
+            packed = (drawn * NUM_PACKED)[:NUM_PACKED]
+            figures["max |packed - alone|"] = check_packing(session, params, packed)
+        passes = Passes(session, params, role, cut=_cut(settings, role, architecture, extent))
+        del params
+        with closing(CompilationCounter()) as compilations:
+            windows = getting_on(in_step(file.windows(window)), "score", entered)
+            scored = passes.scored(windows, num_samples=extent.num_samples)
+            write_together(out, as_parts(scored, path=out))
+            figures |= passes.figures(compilations)
     return {**figures, "written to": str(out)} if jax.process_index() == 0 else None
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from operator import itemgetter
 from pathlib import Path
@@ -26,6 +27,7 @@ from app.reward.weighing import Scored, Tally, joined
 from app.sample_records import sample_from_record, sample_to_record
 from app.training.agreement import agree
 from app.training.all_hosts import host_run, samples_to_first_host, together
+from app.training.joining import joined_hosts, unwatched
 from app.training.metrics import host_counts
 from app.training.reward_role import RewardModel, RewardModelInput, read_reward_model
 from app.training.session import open_mesh
@@ -53,30 +55,35 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
     model = read_reward_model(settings)
     if model is not None:
         model.check_prompt(prompts[0])
-    with Rewards(settings.reward, data_columns(settings, prompts), overlong=overlong_penalty(settings)) as rewards:
-        hosts = [range(len(samples))]
+    columns, penalty = data_columns(settings, prompts), overlong_penalty(settings)
+    with ExitStack() as stack:
+        rewards = stack.enter_context(Rewards(settings.reward, columns, overlong=penalty))
+        hosts, entered = [range(len(samples))], unwatched
         if model is not None or topology.joins_others(settings.mesh):
-            topology.start(settings.mesh)
+            entered = stack.enter_context(joined_hosts(settings, out=out))
             agree(resolved, {"--input": f"{len(samples)} samples, {hashlib.sha256(input.read_bytes()).hexdigest()}"})
             hosts = groups_of_hosts(samples)
         number = jax.process_index() if len(hosts) > 1 else 0
         if number == 0:
             _say(rewards.reports)
         own = [samples[i] for i in hosts[number]]
+        entered("score")
         of_model = None if model is None else _asked(settings, model, own)
+        entered("reward")
         scored = rewards.score(own, Moment(), of_model=of_model)
         if len(hosts) > 1:
             scored = _of_all(scored, hosts)
         if number == 0:
             _say(scored.notices)
-    if scored.problem is not None:
-        raise RuntimeError(scored.problem)
-    if len(hosts) == 1:
-        write_jsonl(out, map(sample_to_record, scored.samples))
-    else:
-        with together():
-            if number == 0:
-                write_jsonl(out, map(sample_to_record, scored.samples))
+        if scored.problem is not None:
+            raise RuntimeError(scored.problem)
+        entered("save")
+        if len(hosts) == 1:
+            write_jsonl(out, map(sample_to_record, scored.samples))
+        else:
+            with together():
+                if number == 0:
+                    write_jsonl(out, map(sample_to_record, scored.samples))
     if number > 0:
         return None
     return {"samples": len(samples), **_reward_figures(scored, rewards.names), "written to": str(out)}

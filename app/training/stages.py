@@ -15,7 +15,6 @@ import numpy as np
 
 from app.flow import Prompt, Sample
 from app.jsonl import check_distinct, check_output
-from app.mesh import topology
 from app.mesh.placement import gather_over_hosts, sum_over_hosts
 from app.policy.kv_cache import DecodeWeights
 from app.prompts.dataset import load_dataset
@@ -25,6 +24,7 @@ from app.report.timeline import check_timeline, write_timeline
 from app.rollout.scheduling.event_log import EventLog
 from app.training.agreement import agree
 from app.training.all_hosts import as_lines, of_host, together, write_together
+from app.training.joining import getting_on, joined_hosts
 from app.training.rollout_log import Past, open_log, run_facts
 from app.training.rollout_progress import RolloutProgress
 from app.training.rollout_work import Work
@@ -65,10 +65,10 @@ def rollout(
     model = read_model_input(settings)
     check_context(model.architecture, settings, path=settings.model.path)
     encoded, report = _encoded(settings, model, prompts, limit=limit)
-    topology.start(settings.mesh)
-    agree(resolved, {name: str(value) for name, value in run_facts(settings, model, encoded).items()})
-    work = Work.of(encoded, settings)
     with ExitStack() as stack:
+        entered = stack.enter_context(joined_hosts(settings, out=out))
+        agree(resolved, {name: str(value) for name, value in run_facts(settings, model, encoded).items()})
+        work = Work.of(encoded, settings)
         with together():
             written = (
                 stack.enter_context(open_log(out, settings, model, work.own)) if settings.rollout.has_workers else None
@@ -83,13 +83,14 @@ def rollout(
             if past is not None:
                 progress.say(past.to_text())
             samples = counter.count(_sampled(session, weights, work, progress=progress, log=written))
+            samples = getting_on(samples, "rollout", entered)
             with _kept(as_lines(samples, path=out), beside=out) as lines:
                 write_together(out, work.in_rounds(lines))
         seconds = time.perf_counter() - start
         scheduled = _scheduled(session, timeline and of_host(timeline), was_killed=past is not None)
         if written is not None:
             written.finish(keep=log and of_host(log))
-    total, before = counter.over_hosts(), _before(past)
+        total, before = counter.over_hosts(), _before(past)
     if jax.process_index() > 0:
         return None
     return {

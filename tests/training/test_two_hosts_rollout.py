@@ -67,3 +67,30 @@ def test_other_prompts_on_one_host_stop_both_before_anything_is_sampled(tiny_mod
         assert host.exit_code == 2, host
         assert "error: the prompts: the hosts differ" in host.stderr and "Traceback" not in host.stderr
     assert not (tmp_path / "out.jsonl").exists()
+
+
+STUCK = """\
+import sys, threading
+import cli
+from app.rollout.engine import Engine
+generate, calls = Engine.generate, []
+def generate_or_hang(engine, *arguments, **named):
+    calls.append(engine)
+    if "mesh.process_id=1" in sys.argv and len(calls) == 2:
+        threading.Event().wait()
+    return generate(engine, *arguments, **named)
+Engine.generate = generate_or_hang
+cli.main()
+"""
+"""The command, but that the second round of the second host does not end."""
+
+
+def test_a_host_that_hangs_ends_both_and_writes_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    prompts, out = write_problems(tmp_path / "prompts.jsonl", first=1, count=8), tmp_path / "out.jsonl"
+    chosen = ("--prompts", prompts, "--out", out, *settings("watchdog.compile_s=60", "watchdog.rollout_s=5"))
+    hosts = run_on_two_hosts(*arguments(tiny_model, prompts_per_step=2), *chosen, program=("-c", STUCK))
+    assert [host.exit_code for host in hosts] == [70, 70], hosts
+    assert not out.exists()
+    for number, host in enumerate(hosts):
+        assert "in phase rollout" in host.stderr
+        assert "Thread 0x" in (tmp_path / "out.jsonl.crash" / f"host_{number}.txt").read_text()
