@@ -1,0 +1,33 @@
+"""`grpo inspect-mesh` on two hosts: each names its own devices on the mesh of both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.free_address import free_address
+from tests.training.program import DEADLINE_S, of_tiny, settings, started
+from tests.two_hosts import of_host, run_on_two_hosts
+
+pytestmark = pytest.mark.two_hosts
+
+
+def test_each_host_shows_the_mesh_of_both_and_its_own_devices(tiny_model: Path) -> None:
+    hosts = run_on_two_hosts("inspect-mesh", "--json", *of_tiny(tiny_model), *settings("mesh.shape=1,-1,1"))
+    assert [host.exit_code for host in hosts] == [0, 0], hosts
+    for number, host in enumerate(hosts):
+        report = json.loads(host.stdout[host.stdout.index("{") :])
+        assert report["shape"] == {"dp": 1, "fsdp": 8, "tp": 1}
+        assert (report["topology"]["num_hosts"], report["topology"]["this_host"]) == (2, number)
+        own = [device["id"] for device in report["devices"] if device["process"] == number]
+        assert report["topology"]["local_devices"] == own and len(own) == 4
+
+
+def test_a_host_that_is_alone_names_the_one_that_did_not_come(tiny_model: Path) -> None:
+    alone = settings(*of_host(0, free_address()), "mesh.start_timeout_s=1")
+    with started("inspect-mesh", *of_tiny(tiny_model), *alone) as host:
+        _, stderr = host.communicate(timeout=DEADLINE_S)
+    assert host.returncode == 2, stderr
+    assert "process 1 of 2 never came to" in stderr and "grpo inspect-mesh" in stderr and "Traceback" not in stderr
