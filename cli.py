@@ -106,9 +106,9 @@ def train(
             if found is not None:
                 _write(_as_json(found.to_dict()) if as_json else found.to_text(), sys.stdout)
             raise typer.Exit
-        from app.training import loop
+        from app.training import run
 
-        code = loop.train(resolved, resume=resume)
+        code = run.train(resolved, resume=resume)
     raise typer.Exit(code)
 
 

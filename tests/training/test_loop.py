@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from app.flow import Sample
 from app.jsonl import read_jsonl
 from app.sample_records import sample_from_record
-from app.training import loop
+from app.training.run import train
 from settings import load
 from tests.tiny_directory import CHARACTERS, CONFIG, CONTROL_TOKENS, random_tensors, write_model
 from tests.training.program import (
@@ -369,7 +369,7 @@ def test_a_checkpoint_by_the_clock_comes_between_the_intervals_and_changes_no_me
     overrides = ("checkpoint.every_minutes=1", "checkpoint.every_steps=100", "checkpoint.best_metric=null")
     clock = itertools.count(step=40).__next__
     # Read once at the start, at every step and at every checkpoint: due after 80 seconds, at steps 2 and 4.
-    assert loop.train(load(str(config), [*overrides, "checkpoint.keep=9"], {}), resume="never", clock=clock) == 0
+    assert train(load(str(config), [*overrides, "checkpoint.keep=9"], {}), resume="never", clock=clock) == 0
     run = config.parent / "runs" / "tiny"
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"2", "4"}
     assert reproducible(metrics_of(run)) == reproducible(metrics_of(finished))
