@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
-from jaxtyping import Array, Bool, Float, Float32, Int32, Key
+from jaxtyping import Array, Int32
 
 from app.batching.ladder import rung
 from app.flow import Prompt, Sample
-from app.mesh.axis_rules import constrain
 from app.mesh.islands import taken_over
 from app.mesh.placement import (
     local_row_indices,
@@ -34,20 +33,15 @@ from app.policy.kv_cache import (
     DecodeWeights,
     abstract_cache,
     abstract_decode_weights,
-    constrain_cache,
-    decode_step,
     decode_weights,
     prefill,
 )
-from app.policy.token_logprobs import scaled_logits
+from app.rollout.batch_programs import Rows, Slots, decode_loop, open_slots
 from app.rollout.rows import Row
 from app.rollout.sampling import (
-    Drawn,
-    Sampler,
     SamplingRules,
     draw,
     draw_truncated,
-    effective_temperature,
     finish_reason,
     sample_keys,
     uid_words,
@@ -58,32 +52,6 @@ from settings.rollout_section import DecodeLayout
 
 SEGMENT_STEPS = 256
 """Tokens of a row until the host looks up from a batch, to see whether it was asked to stop."""
-
-
-class Slots(NamedTuple):
-    """Everything one decode loop carries. A row is done after its end-of-sequence token or its last allowed one."""
-
-    cache: Cache
-    token_ids: Int32[Array, "B C"]
-    logprobs: Float32[Array, "B C"]
-    kept_mass_logs: Float32[Array, "B C"]
-    lengths: Int32[Array, "B"]
-    """Tokens drawn so far."""
-    done: Bool[Array, "B"]
-    stopped: Bool[Array, "B"]
-    """Done because of an end-of-sequence token."""
-    broken: Bool[Array, "B"]
-    """Done because its logits were not finite, without a token of that step."""
-
-
-class Rows(NamedTuple):
-    """What is constant for a row while it decodes."""
-
-    prompt: Int32[Array, "B"]
-    """Index of its prompt among the prefilled ones."""
-    prompt_lengths: Int32[Array, "B"]
-    keys: Key[Array, "B"]
-    max_new_tokens: Int32[Array, "B"]
 
 
 class BatchShape(NamedTuple):
@@ -159,7 +127,7 @@ class Engine:
         self._open = jax.jit(open_slots, static_argnames=("cache_length", "num_new"), out_shardings=(None, slots))
         laid_out = slots, NamedSharding(mesh, PartitionSpec())
         self._decode = {
-            sampler: jax.jit(_decode_loop(definition, sampler), donate_argnames="slots", out_shardings=laid_out)
+            sampler: jax.jit(decode_loop(definition, sampler), donate_argnames="slots", out_shardings=laid_out)
             for sampler in (draw, draw_truncated)
         }
 
@@ -356,96 +324,3 @@ class PlacedRows(NamedTuple):
     uid_words: Array
     sample_index: Int32[Array, "B"]
     max_new_tokens: Int32[Array, "B"]
-
-
-def open_slots(
-    hidden: Float[Array, "P D"], cache: Cache, rows: Rows, *, cache_length: int, num_new: int
-) -> tuple[Float[Array, "B D"], Slots]:
-    """Inserts each prompt's cache into the slots of its samples, with room for `cache_length` tokens."""
-
-    def insert(x: Array) -> Array:
-        return jnp.pad(x[rows.prompt], ((0, 0), (0, 0), (0, cache_length - x.shape[2]), (0, 0)))
-
-    cache = constrain_cache(jax.tree.map(insert, cache))
-    num_rows = rows.prompt.shape[0]
-    empty = rows.max_new_tokens == 0
-    buffer = constrain(jnp.zeros((num_rows, num_new), jnp.float32), "rows", "tokens")
-    slots = Slots(
-        cache=cache,
-        token_ids=buffer.astype(jnp.int32),
-        logprobs=buffer,
-        kept_mass_logs=jnp.zeros_like(buffer),
-        lengths=jnp.zeros_like(rows.prompt),
-        done=empty,
-        stopped=jnp.zeros_like(empty),
-        broken=jnp.zeros_like(empty),
-    )
-    return constrain(hidden[rows.prompt], "rows", "activation"), slots
-
-
-def _decode_loop(definition: DecoderDefinition, sampler: Sampler) -> Callable[..., tuple[Slots, Bool[Array, ""]]]:
-    """The on-device loop over the tokens of a segment, for one kind of sampler.
-
-    `steps` are the number of its first token and of the first that it draws no more, counted from a batch's first
-    token: one program serves all segments. It also says whether all rows are done.
-    """
-
-    def loop(
-        weights: DecodeWeights,
-        hidden: Float[Array, "B D"],
-        rows: Rows,
-        *,
-        slots: Slots,
-        steps: Int32[Array, "2"],
-        rules: SamplingRules,
-        eos_ids: Int32[Array, "E"],
-    ) -> tuple[Slots, Bool[Array, ""]]:
-        head = definition.bind(weights.params).head
-
-        def draw_next(hidden: Array, slots: Slots) -> Slots:
-            logits = scaled_logits(hidden, head, effective_temperature(rules.temperature))
-            positions = rows.prompt_lengths + slots.lengths
-            drawn = sampler(logits, rules, jax.vmap(jax.random.fold_in)(rows.keys, positions))
-            return record(slots, drawn, max_new_tokens=rows.max_new_tokens, eos_ids=eos_ids)
-
-        def step(carry: tuple[Array, Slots]) -> tuple[Array, Slots]:
-            number, slots = carry
-            last = jnp.maximum(slots.lengths - 1, 0)
-            token_ids = jnp.take_along_axis(slots.token_ids, last[:, None], axis=1)[:, 0]
-            hidden, cache = decode_step(definition, weights, slots.cache, token_ids, rows.prompt_lengths + last)
-            return number + 1, draw_next(hidden, slots._replace(cache=constrain_cache(cache)))
-
-        def goes_on(carry: tuple[Array, Slots]) -> Bool[Array, ""]:
-            number, slots = carry
-            return (number < end) & ~jnp.all(slots.done)
-
-        first, end = steps
-        # A prompt's last hidden state gives the first token; all others come from the token before. The cache stays
-        # out of it, lest it be copied.
-        drawn = slots._replace(cache=())
-        drawn = jax.lax.cond(first == 0, lambda drawn: draw_next(hidden, drawn), lambda drawn: drawn, drawn)
-        slots = drawn._replace(cache=slots.cache)
-        _, slots = jax.lax.while_loop(goes_on, step, (jnp.maximum(first, 1), slots))
-        return slots, jnp.all(slots.done)
-
-    return loop
-
-
-def record(slots: Slots, drawn: Drawn, *, max_new_tokens: Int32[Array, "B"], eos_ids: Int32[Array, "E"]) -> Slots:
-    """Appends the drawn tokens to rows that are not done, and decides which rows now are."""
-    # Logits that are not finite leave no finite logprob.
-    broken = ~slots.done & ~jnp.isfinite(drawn.logprobs)
-    active = ~slots.done & ~broken
-    at = jnp.arange(slots.token_ids.shape[1]) == slots.lengths[:, None]
-    writes = at & active[:, None]
-    lengths = slots.lengths + active
-    ends = active & jnp.any(drawn.token_ids[:, None] == eos_ids, axis=1)
-    return slots._replace(
-        token_ids=jnp.where(writes, drawn.token_ids[:, None], slots.token_ids),
-        logprobs=jnp.where(writes, drawn.logprobs[:, None], slots.logprobs),
-        kept_mass_logs=jnp.where(writes, drawn.kept_mass_logs[:, None], slots.kept_mass_logs),
-        lengths=lengths,
-        done=slots.done | ends | broken | (lengths >= max_new_tokens),
-        stopped=slots.stopped | ends,
-        broken=slots.broken | broken,
-    )

@@ -14,7 +14,8 @@ from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params
 from app.policy.kv_cache import DecodeWeights, prefill
 from app.policy.row_layout import one_segment
-from app.rollout.engine import Engine, Rows, _decode_loop, open_slots
+from app.rollout.batch_programs import Rows, decode_loop, open_slots
+from app.rollout.engine import Engine
 from app.rollout.sampling import SamplingRules, draw, sample_keys, uid_words
 from app.score.scorer import Scorer
 from app.training.metrics import CompilationCounter
@@ -254,7 +255,7 @@ def test_decoding_stops_when_every_row_is_done_and_rows_without_a_budget_draw_no
     hidden, cache = jax.jit(lambda *args: prefill(definition, *args))(weights, np.array([[5, 6]]), np.array([2]))
     fill = jax.jit(open_slots, static_argnames=("cache_length", "num_new"))
     hidden, slots = fill(hidden, cache, rows, cache_length=16, num_new=12)
-    loop = jax.jit(_decode_loop(definition, counting))
+    loop = jax.jit(decode_loop(definition, counting))
     constants = {"rules": SamplingRules(1.0), "eos_ids": np.zeros(0, np.int32)}
     slots, all_done = loop(weights, hidden, rows, slots=slots, steps=np.asarray([0, 12], np.int32), **constants)
     jax.effects_barrier()
