@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool
@@ -15,6 +16,7 @@ from app.batching.figures import plan_figures
 from app.batching.micro_batches import FixedRows, PackedRows
 from app.batching.plan import Lengths, MicroBatch, Plan, Row, Work, fixed_shape, plan_fixed
 from app.jsonl import check_output, read_jsonl
+from app.mesh import topology
 from app.mesh.placement import check_rows_per_host, num_local_row_shards
 from app.mesh.topology import make_mesh
 from app.policy.architecture import Architecture
@@ -23,9 +25,9 @@ from app.report.row_pictures import DrawnRow, Piece, file_picture, text_picture
 from app.sample_records import token_ids_from_record
 from app.training.cutting import Longest, num_tokens_behind, wire_role, wire_update
 from app.training.sample_file import check_quota, check_tokens
-from app.training.session import read_critic_input, read_model_input, start_on_one_host
+from app.training.session import read_critic_input, read_model_input
 from app.whole_file import write_whole
-from settings import Resolved
+from settings import Resolved, Settings
 from settings.checks import check_for_plan
 from settings.errors import InputError
 from settings.schema import ScoredRole
@@ -169,7 +171,7 @@ def inspect_plan(resolved: Resolved, *, file: Path, role: Pass, picture: Path | 
         check_quota(resolved, f"score.{role}", longest + behind, where=longest_at)
         cut = wire_role(settings, role, architecture, Longest(longest))
         lengths = replace(lengths, completions=lengths.completions + behind * were_cut)
-    start_on_one_host(settings)
+    _start_on_one_host(settings)
     mesh = make_mesh(settings.mesh)
     check_rows_per_host(mesh)
     report = plan_report(cut, lengths, forward_flops(architecture), mesh, file=str(file), role=role)
@@ -177,6 +179,16 @@ def inspect_plan(resolved: Resolved, *, file: Path, role: Pass, picture: Path | 
         kind = "svg" if picture.suffix == ".svg" else "png"
         write_whole(picture, file_picture(report.rows, title=report.title, kind=kind))
     return report
+
+
+def _start_on_one_host(settings: Settings) -> None:
+    """Raises InputError where other hosts have joined."""
+    topology.start(settings.mesh)
+    if jax.process_count() > 1:
+        raise InputError(
+            f"--plan: a file is cut for one host, and {jax.process_count()} have joined; leave "
+            "mesh.coordinator_address null and run it on a machine outside the slice, with mesh.pretend if you like"
+        )
 
 
 def check_picture(path: Path) -> None:

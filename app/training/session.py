@@ -421,17 +421,3 @@ def compute_type(settings: Settings) -> jnp.dtype:
     # float32 means float32: by default GPUs take TF32 and TPUs bfloat16 passes for its products.
     jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)
     return dtype
-
-
-def start_on_one_host(settings: Settings) -> None:
-    """Starts the devices.
-
-    Raises:
-        InputError: other hosts have joined.
-    """
-    topology.start(settings.mesh)
-    if jax.process_count() > 1:
-        raise InputError(
-            f"mesh.num_processes: this verb works on one host, and {jax.process_count()} have joined; "
-            "leave mesh.coordinator_address unset"
-        )

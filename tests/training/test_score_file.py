@@ -17,13 +17,14 @@ from safetensors.numpy import save_file
 from app.batching.micro_batches import PackedRows
 from app.flow import Sample
 from app.jsonl import write_jsonl
+from app.mesh import topology
 from app.reward.outcome import Outcome
 from app.reward.weighing import weigh
 from app.sample_records import sample_from_record
 from app.training.cutting import Longest, wire_role
 from app.training.metrics import CompilationCounter, reward_counts
 from app.training.score_file import Passes
-from app.training.session import Session, read_model_input, start_on_one_host
+from app.training.session import Session, read_model_input
 from settings import load
 from tests.tiny_directory import CONFIG, random_tensors, write_model
 from tests.training.program import DEADLINE_S, digest_of, here, of_tiny, records_of, settings, started, wait_until
@@ -131,7 +132,7 @@ def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(
     """Every window is scored and handed on before the next is read, in the shapes of the first."""
     given = [argument for argument in of_tiny(tiny_model) if argument != "--set"]
     chosen = load(None, [*given, "mesh.shape=1,8,1", *overrides], {}).settings
-    start_on_one_host(chosen)
+    topology.start(chosen.mesh)
     session = Session.open(chosen, read_model_input(chosen))
     samples = [sample_from_record(r, where="") for r in records_of(sampled)]
     longest = max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
