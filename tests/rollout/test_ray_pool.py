@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -65,8 +66,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def started_nodes() -> Cluster:
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    nodes.add_node(num_cpus=1, resources=LARGE)
+    with warnings.catch_warnings():
+        # JAX warns of forks. These children do nothing of this process before they become other programs.
+        warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        nodes.add_node(num_cpus=1, resources=LARGE)
     return nodes
 
 
