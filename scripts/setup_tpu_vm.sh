@@ -18,21 +18,14 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/tpu_vm.sh"
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python='' dry_run=false
-while [ $# -gt 0 ]; do
+python=''
+own_option() {
     case $1 in
-        -h | --help) show_help && exit ;;
-        --dry-run) dry_run=true && shift && continue ;;
-        --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+        --python) python=$2 ;;
+        *) return 1 ;;
     esac
-    case $1 in
-        --python) python=${2-} ;;
-        --worker) tpu_worker=${2-} ;;
-        *) tpu_option "$1" "${2-}" || refuse "unknown argument $(printf '%q' "$1"); --help lists them." ;;
-    esac
-    [ $# -ge 2 ] || refuse "$1 needs a value."
-    shift 2
-done
+}
+read_options "$@"
 check_tpu
 [ -z "$python" ] || require --python "$python" 'python3\.1[12]' "python3.11 or python3.12"
 

@@ -18,21 +18,14 @@ set +x # a trace of this script would print values
 
 TAKEN=(WANDB_API_KEY HF_TOKEN)
 
-file=.env dry_run=false
-while [ $# -gt 0 ]; do
+file=.env
+own_option() {
     case $1 in
-        -h | --help) show_help && exit ;;
-        --dry-run) dry_run=true && shift && continue ;;
-        --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+        --env) file=$2 ;;
+        *) return 1 ;;
     esac
-    case $1 in
-        --env) file=${2-} ;;
-        --worker) tpu_worker=${2-} ;;
-        *) tpu_option "$1" "${2-}" || refuse "unknown argument $(printf '%q' "$1"); --help lists them." ;;
-    esac
-    [ $# -ge 2 ] || refuse "$1 needs a value."
-    shift 2
-done
+}
+read_options "$@"
 check_tpu
 
 check_file() {

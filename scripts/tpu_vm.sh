@@ -33,6 +33,27 @@ tpu_option() {
     esac
 }
 
+# read_options ARGUMENTS...: of a script that does one thing to each worker; its own go to `own_option OPTION VALUE`,
+# which is false for any other.
+# shellcheck disable=SC2034  # the script that sources this reads dry_run
+read_options() {
+    dry_run=false
+    while [ $# -gt 0 ]; do
+        case $1 in
+            -h | --help) show_help && exit ;;
+            --dry-run) dry_run=true && shift && continue ;;
+            --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+        esac
+        case $1 in
+            --worker) tpu_worker=${2-} ;;
+            *) own_option "$1" "${2-}" || tpu_option "$1" "${2-}" ||
+                refuse "unknown argument $(printf '%q' "$1"); --help lists them." ;;
+        esac
+        [ $# -ge 2 ] || refuse "$1 needs a value."
+        shift 2
+    done
+}
+
 require() { # OPTION VALUE PATTERN WHAT: the whole value matches the pattern
     [ -n "$2" ] || refuse "$1 is missing ($4)."
     [[ $2 =~ ^($3)$ ]] || refuse "$1 is $(printf '%q' "$2"); expected $4."
