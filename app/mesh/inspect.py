@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from app.mesh.axis_rules import AXES, partition_spec, replicated_dims
 from app.mesh.placement import bytes_per_device, num_row_shards
 from app.mesh.pretend import Chip, chip_of
-from app.mesh.topology import device_kind_of, host_of, local_devices, platform_of, pretended
+from app.mesh.topology import device_kind_of, host_of, local_devices, num_hosts, platform_of, pretended
 
 DEVICES_A_LINE = 8
 HOSTS_DRAWN = 4
@@ -60,7 +60,7 @@ def topology_of(mesh: Mesh, *, memory_bytes: int | None) -> Topology:
         device_kind=kind,
         pretended=whole and whole.name,
         num_devices=mesh.size,
-        num_hosts=len({host_of(device) for device in mesh.devices.flat}),
+        num_hosts=num_hosts(mesh),
         this_host=host_of(local[0]),
         local_devices=tuple(device.id for device in local),
         memory_bytes=memory_bytes,

@@ -10,7 +10,7 @@ import pkgutil
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -232,7 +232,11 @@ def local_devices() -> list[Any]:
 
 def num_hosts(mesh: DeviceMesh) -> int:
     """Hosts whose devices are on a mesh: 1 of an island, also where many have joined."""
-    return len({host_of(device) for device in mesh.devices.flat})
+    return _num_hosts_of(mesh.devices.flat)
+
+
+def _num_hosts_of(devices: Iterable[Any]) -> int:
+    return len({host_of(device) for device in devices})
 
 
 def parse_shape(text: str, *, num_devices: int, num_processes: int) -> tuple[int, int, int]:
@@ -300,8 +304,7 @@ def make_mesh(settings: MeshSettings) -> DeviceMesh:
     """
     found = devices(settings)
     check_equal_hosts(found)
-    num_hosts = len({host_of(device) for device in found})
-    shape = parse_shape(settings.shape, num_devices=len(found), num_processes=num_hosts)
+    shape = parse_shape(settings.shape, num_devices=len(found), num_processes=_num_hosts_of(found))
     axis_types = (AxisType.Auto,) * len(AXES)
     mesh = jax.make_mesh(shape, AXES, axis_types=axis_types, devices=found)
     if is_host_by_host(mesh):

@@ -151,9 +151,7 @@ def plug_in_digests(functions: Sequence[RewardFunction]) -> dict[str, str]:
 
 def newest_checkpoint(run: RunDirectory) -> str:
     """The step of the newest checkpoint that this host sees."""
-    steps = (
-        [int(child.name) for child in run.checkpoints.iterdir() if child.name.isdigit()] if run.has_checkpoint else []
-    )
+    steps = run.checkpoint_steps
     return f"step {max(steps)}" if steps else "none"
 
 

@@ -87,8 +87,7 @@ def _lowered(
 
 
 def _rollout(session: Session, shapes: Shapes, held: Held) -> Iterator[tuple[str, str, Lowered, int | None]]:
-    rollout = session.settings.rollout
-    truncates = bool(rollout.top_k or rollout.top_p < 1 or rollout.min_p)
+    truncates = session.rules.truncates
     if session.workers is not None:
         largest = max((worker.engine for worker in session.workers.workers), key=lambda e: e.shapes.num_slots)
         programs = largest.programs.lowered(truncates=truncates)

@@ -72,8 +72,14 @@ class RunDirectory:
         return self.settings.exists()
 
     @property
+    def checkpoint_steps(self) -> list[int]:
+        """Whose checkpoints lie here, in no order; whether they are good is for whoever reads them."""
+        found = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return [int(child.name) for child in found if child.name.isdigit()]
+
+    @property
     def has_checkpoint(self) -> bool:
-        return self.checkpoints.is_dir() and any(child.name.isdigit() for child in self.checkpoints.iterdir())
+        return bool(self.checkpoint_steps)
 
     @property
     def is_foreign(self) -> bool:

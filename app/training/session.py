@@ -223,7 +223,7 @@ class Session:
             weights,
             prompts,
             group_size=self.settings.rollout.group_size,
-            rules=self._rules,
+            rules=self.rules,
             policy_version=policy_version,
             first_group_id=first_group_id,
         )
@@ -237,7 +237,7 @@ class Session:
             prompts,
             group_size=rollout.group_size,
             max_new_tokens=rollout.max_new_tokens,
-            rules=self._rules,
+            rules=self.rules,
             seed=self.settings.run.seed,
             policy_version=0,
         )
@@ -257,7 +257,7 @@ class Session:
         """All that slots or workers will run, where there are any, and nothing else compiles in a rollout."""
         if self.queue is None:
             return
-        self.queue.compile(self._rules)
+        self.queue.compile(self.rules)
         if evaluates and not self.evaluates_in_batches:
             self.queue.compile(SamplingRules(self.settings.eval.temperature))
 
@@ -287,13 +287,14 @@ class Session:
             weights,
             group_size=rollout.group_size,
             max_new_tokens=rollout.max_new_tokens,
-            rules=self._rules,
+            rules=self.rules,
             seed=self.settings.run.seed,
             policy_version=policy_version,
         )
 
     @property
-    def _rules(self) -> SamplingRules:
+    def rules(self) -> SamplingRules:
+        """Those of `rollout.*`."""
         rollout = self.settings.rollout
         return SamplingRules(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
 

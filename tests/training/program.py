@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 
 import cli
 from app.jsonl import read_jsonl
+from app.training.run_directory import RunDirectory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120
@@ -149,6 +150,11 @@ def assert_same_run(run: Path, other: Path, *, step: int) -> None:
         np.testing.assert_array_equal(state[name], expected[name], err_msg=name)
     assert progress_of(run, step) == progress_of(other, step)
     assert reproducible(metrics_of(run)) == reproducible(metrics_of(other))
+
+
+def newest_checkpoint(run: Path) -> int:
+    """Its step."""
+    return max(RunDirectory(run).checkpoint_steps)
 
 
 def progress_of(run: Path, step: int) -> dict[str, Any]:

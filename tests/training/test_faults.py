@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -13,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.free_address import free_address
 from tests.training.program import (
     DEADLINE_S,
     metrics_of,
+    newest_checkpoint,
     settings,
     started,
     train_here,
@@ -89,9 +90,7 @@ def two_hosts(
     config: Path, *overrides: str, first: Sequence[str] = ("-m", "cli"), second: Sequence[str] = ("-m", "cli")
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Two processes of two devices each; `first` and `second` are what they run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     mesh = ("mesh.cpu_devices=2", f"mesh.heartbeat_s={HEARTBEAT_S}", "mesh.num_processes=2")
     with ExitStack() as stack:
         yield [
@@ -112,10 +111,6 @@ def ended(hosts: list[subprocess.Popen[str]]) -> list[str]:
     return [host.communicate(timeout=DEADLINE_S)[1] for host in hosts]
 
 
-def newest_of(run: Path) -> int:
-    return max(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit())
-
-
 def test_a_rollout_that_one_host_leaves_is_given_up_by_both_with_a_checkpoint(config: Path) -> None:
     run = config.parent / "runs" / "tiny"
     with two_hosts(config, *SMALL, "checkpoint.every_steps=100", second=("-c", STOPPED)) as hosts:
@@ -124,7 +119,7 @@ def test_a_rollout_that_one_host_leaves_is_given_up_by_both_with_a_checkpoint(co
     assert "stopped after step 2 of 100000, which is saved; --resume auto goes on (asked to stop: host 1)" in said[0]
     assert "stopping with a checkpoint" in said[1] and "stopping with a checkpoint" not in said[0]
     assert [line["step"] for line in metrics_of(run)] == [1, 2]
-    assert newest_of(run) == 2
+    assert newest_checkpoint(run) == 2
 
 
 def test_a_dead_host_ends_the_other_and_the_run_goes_on(config: Path) -> None:
@@ -139,7 +134,7 @@ def test_a_dead_host_ends_the_other_and_the_run_goes_on(config: Path) -> None:
     assert seconds < HEARTBEAT_S + 10
     assert "another task died" in said[0]
     assert "stopped after" not in said[0] and "Traceback" not in said[0]
-    last = newest_of(run)
+    last = newest_checkpoint(run)
     assert metrics_of(run)[-1]["step"] >= last
     result = train_here(config, *ON_ONE_HOST, f"run.steps={last + 1}", resume="must")
     assert result.exit_code == 0, result.stderr

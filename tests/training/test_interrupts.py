@@ -24,6 +24,7 @@ from tests.training.program import (
     REPOSITORY,
     assert_same_run,
     metrics_of,
+    newest_checkpoint,
     settings,
     started,
     train_here,
@@ -148,7 +149,7 @@ def test_what_is_stopped_while_it_generates_goes_on_as_if_it_had_not_been(
         assert result.exit_code == 75, result.stderr
         assert stands in result.stderr
         step = int(stands.split()[3])
-        assert newest_of(run) == step
+        assert newest_checkpoint(run) == step
         # Only what is complete is told of.
         lines = [line for line in metrics_of(run) if "eval/accuracy" in line or line["step"] % 3]
         assert lines == metrics_of(run)
@@ -180,7 +181,3 @@ def wait_for(listener: Interrupts | Engine) -> None:
     while not is_asked():
         assert time.monotonic() < end
         os.sched_yield()
-
-
-def newest_of(run: Path) -> int:
-    return max(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit())

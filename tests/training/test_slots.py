@@ -83,7 +83,7 @@ def test_a_dry_run_foresees_the_caches_of_the_slots(config: Path) -> None:
     assert session.slots is not None
     engine = session.slots.engine
     weights = session.engine.weights(session.load_params())
-    engine.open(weights, rules=session._rules, seed=0, policy_version=0)
+    engine.open(weights, rules=session.rules, seed=0, policy_version=0)
     engine._grow_to(engine.shapes.max_length)
     assert memory["rollout"]["kv_cache"] == memory["evaluation"]["kv_cache"] == bytes_per_device(engine._cache)
     assert memory["rollout"]["prompt_cache"] == bytes_per_device(engine._pool)
