@@ -380,8 +380,8 @@ def _devices_are_real(resolved: Resolved) -> str | None:
     if resolved.settings.mesh.pretend is None:
         return None
     return (
-        f"{resolved.named('mesh.pretend')}: only grpo inspect-mesh and grpo train --dry-run take devices that are not "
-        "there; leave it out"
+        f"{resolved.named('mesh.pretend')}: only grpo train --dry-run, and grpo inspect-mesh without --plan, take "
+        "devices that are not there; leave it out"
     )
 
 

@@ -16,7 +16,8 @@ Limit = Annotated[float, Field(gt=0, le=30 * 86_400)]
 class Watchdog(Section):
     """A phase that takes longer ends the run on every host, with the stacks of all threads and exit code 70.
 
-    Of `grpo rollout` and `grpo score` on several hosts, a phase is the time from a sample, or a window, to the next.
+    Of `grpo rollout` on several hosts, a phase is the time from one sample or segment to the next, of `grpo score` from
+    one window to the next, or a host's whole share for a reward model. What waits for other hosts has no limit.
     """
 
     compile_s: Limit | None = Field(

@@ -187,7 +187,8 @@ def _start_on_one_host(settings: Settings) -> None:
     if jax.process_count() > 1:
         raise InputError(
             f"--plan: a file is cut for one host, and {jax.process_count()} have joined; leave "
-            "mesh.coordinator_address null and run it on a machine outside the slice, with mesh.pretend if you like"
+            "mesh.coordinator_address null and run it on a machine outside the slice, with as many devices as a host "
+            "has (mesh.cpu_devices)"
         )
 
 

@@ -11,8 +11,9 @@ import jax
 
 from app.mesh import topology
 from app.mesh.bulletin import Bulletin, open_bulletin
+from app.training.all_hosts import together
 from app.training.parting import parting
-from app.training.watchdog import Watchdog
+from app.training.watchdog import WAIT, Watchdog
 from settings import Settings
 
 Part = TypeVar("Part")
@@ -58,6 +59,13 @@ def joined_hosts(settings: Settings, *, out: Path) -> Iterator[Entered]:
         return
     with guarded(settings, out.with_name(f"{out.name}.crash")) as guard:
         yield guard.watchdog.enter
+
+
+def wait_for_others(entered: Entered) -> None:
+    """However long they take."""
+    entered(WAIT)
+    with together():
+        pass
 
 
 def getting_on(parts: Iterable[Part], phase: str, entered: Entered) -> Iterator[Part]:

@@ -27,11 +27,12 @@ from app.reward.weighing import Scored, Tally, joined
 from app.sample_records import sample_from_record, sample_to_record
 from app.training.agreement import agree
 from app.training.all_hosts import host_run, samples_to_first_host, together
-from app.training.joining import joined_hosts, unwatched
+from app.training.joining import joined_hosts, unwatched, wait_for_others
 from app.training.metrics import host_counts
 from app.training.reward_role import RewardModel, RewardModelInput, read_reward_model
 from app.training.session import open_mesh
 from app.training.training_input import data_columns, overlong_penalty
+from app.training.watchdog import WAIT
 from settings import Resolved, Settings
 from settings.errors import InputError
 
@@ -69,9 +70,12 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
         own = [samples[i] for i in hosts[number]]
         entered("score")
         of_model = None if model is None else _asked(settings, model, own)
-        entered("reward")
+        # No limit: each call of a function has its own, and a host's whole share is one phase.
+        entered(WAIT)
         scored = rewards.score(own, Moment(), of_model=of_model)
         if len(hosts) > 1:
+            wait_for_others(entered)
+            entered("save")
             scored = _of_all(scored, hosts)
         if number == 0:
             _say(scored.notices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from app.prompts.encode import EncodeReport, encode_prompts
 from app.prompts.source import load_training_data
 from app.report.timeline import check_timeline, write_timeline
 from app.rollout.scheduling.event_log import EventLog
+from app.rollout.scheduling.ledger import Ledger
 from app.training.agreement import agree
 from app.training.all_hosts import as_lines, of_host, together, write_together
-from app.training.joining import getting_on, joined_hosts
+from app.training.joining import Entered, getting_on, joined_hosts, wait_for_others
 from app.training.rollout_log import Past, open_log, run_facts
 from app.training.rollout_progress import RolloutProgress
 from app.training.rollout_work import Work
@@ -82,48 +83,50 @@ def rollout(
         with RolloutProgress(num_samples=work.num_samples, shown=jax.process_index() == 0) as progress:
             if past is not None:
                 progress.say(past.to_text())
-            samples = counter.count(_sampled(session, weights, work, progress=progress, log=written))
-            samples = getting_on(samples, "rollout", entered)
-            with _kept(as_lines(samples, path=out), beside=out) as lines:
-                write_together(out, work.in_rounds(lines))
+            samples = _sampled(session, weights, work, progress=progress, log=written, entered=entered)
+            _write(out, work, getting_on(counter.count(samples), "rollout", entered), entered)
         seconds = time.perf_counter() - start
         scheduled = _scheduled(session, timeline and of_host(timeline), was_killed=past is not None)
         if written is not None:
             written.finish(keep=log and of_host(log))
-        total, before = counter.over_hosts(), _before(past)
+        drawn = _drawn(counter.over_hosts(), past, seconds)
     if jax.process_index() > 0:
         return None
     return {
         "prompts": len(encoded),
         "dropped prompts": report.dropped,
         **({} if jax.process_count() == 1 else {"hosts": jax.process_count()}),
-        **total.figures(),
-        "seconds": round(seconds, 2),
-        "tokens per second": round((total.num_tokens - before[1]) / seconds, 1),
-        **({"sampled before": f"{before[0]} samples, {before[1]} tokens"} if any(before) or past else {}),
+        **drawn,
         **scheduled,
         "written to": str(out),
         **({} if log is None else {"log": str(of_host(log))}),
     }
 
 
-@contextmanager
-def _kept(lines: Iterator[bytes], *, beside: Path) -> Iterator[Iterator[bytes]]:
-    """Of several hosts, in a file without a name: they wait for each other only when all have theirs."""
+def _write(out: Path, work: Work, samples: Iterator[Sample], entered: Entered) -> None:
+    """Several hosts keep theirs in files without names: they wait for each other only when all have them."""
+    lines = as_lines(samples, path=out)
     if jax.process_count() == 1:
-        yield lines
+        write_together(out, work.in_rounds(lines))
         return
-    with tempfile.TemporaryFile(dir=beside.absolute().parent) as file:
+    with tempfile.TemporaryFile(dir=out.absolute().parent) as file:
         file.writelines(lines)
         file.seek(0)
-        yield file
+        wait_for_others(entered)
+        entered("save")
+        write_together(out, work.in_rounds(file))
 
 
-def _before(past: Past | None) -> tuple[int, int]:
-    """Samples and tokens, over all hosts, of a rollout that was killed."""
+def _drawn(total: SampleCounter, past: Past | None, seconds: float) -> dict[str, Any]:
+    """Samples of all hosts, and how fast those were drawn that a rollout that was killed had not drawn before."""
     own = (past.num_done, past.num_tokens) if past else (0, 0)
     num_done, num_tokens = sum_over_hosts(np.asarray(own)).tolist()
-    return num_done, num_tokens
+    return {
+        **total.figures(),
+        "seconds": round(seconds, 2),
+        "tokens per second": round((total.num_tokens - num_tokens) / seconds, 1),
+        **({"sampled before": f"{num_done} samples, {num_tokens} tokens"} if num_done or past else {}),
+    }
 
 
 def _encoded(
@@ -187,11 +190,23 @@ def _scheduled(session: Session, timeline: Path | None, *, was_killed: bool) -> 
 
 
 def _sampled(
-    session: Session, weights: DecodeWeights, work: Work, *, progress: RolloutProgress, log: EventLog | None
+    session: Session,
+    weights: DecodeWeights,
+    work: Work,
+    *,
+    progress: RolloutProgress,
+    log: EventLog | None,
+    entered: Entered,
 ) -> Iterator[Sample]:
     """This host's, round after round; with slots or workers a queue of all."""
+
+    def watch(ledger: Ledger) -> None:
+        progress.watch(ledger)
+        # The first sample in order may be the last that is drawn.
+        entered("rollout")
+
     if session.workers is not None:
-        session.workers.log, session.workers.watch = log, progress.watch
+        session.workers.log, session.workers.watch = log, watch
         yield from _in_a_queue(session, weights, work)
     elif session.slots is not None:
         yield from progress.count(_in_a_queue(session, weights, work))

@@ -24,6 +24,9 @@ LOOK_S = 0.5
 LAST_RESORT_S = 10.0
 """After so many seconds more the process is ended from C, with exit code 1: Python code does not run any more."""
 
+WAIT = "wait"
+"""A phase without a limit: this host is done, and waits for others, who have limits of their own."""
+
 SECTION_OF = {"advantage": "update", "report": "save"}
 """Phase -> whose limit it has, where it has none of its own."""
 
@@ -71,7 +74,7 @@ class Watchdog:
     def enter(self, phase: str) -> None:
         """A phase begins, and the one before it is over."""
         section = SECTION_OF.get(phase, phase.split("_")[0])
-        setting, allowed = f"watchdog.{section}_s", getattr(self._limits, f"{section}_s")
+        setting, allowed = f"watchdog.{section}_s", None if phase == WAIT else getattr(self._limits, f"{section}_s")
         if phase not in self._seen and section != "compile":
             setting = f"{setting} + watchdog.compile_s"
             compile_s = self._limits.compile_s
