@@ -244,13 +244,16 @@ def parse_shape(text: str, *, num_devices: int, num_processes: int) -> tuple[int
 
     `auto` puts dp across hosts and fsdp inside a host, so that weights are gathered over fast links.
 
+    Args:
+        text: as `mesh.shape` holds it.
+
     Raises:
-        InputError: not three numbers, more than one -1, or a product that does not fit.
+        InputError: a product that does not fit.
     """
-    if text.strip() == "auto":
+    if text == "auto":
         assert num_devices % num_processes == 0, "hosts have as many devices each"
         return num_processes, num_devices // num_processes, 1
-    sizes = _sizes(text)
+    sizes = tuple(map(int, text.split(",")))
     known = math.prod(size for size in sizes if size != -1)
     if num_devices % known != 0 or (-1 not in sizes and known != num_devices):
         raise InputError(
@@ -259,20 +262,6 @@ def parse_shape(text: str, *, num_devices: int, num_processes: int) -> tuple[int
         )
     dp, fsdp, tp = (num_devices // known if size == -1 else size for size in sizes)
     return dp, fsdp, tp
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    try:
-        sizes = tuple(int(part) for part in parts)
-    except ValueError:
-        sizes = ()
-    if len(sizes) != len(AXES) or any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
-        raise InputError(
-            f"mesh.shape: got {text!r}; expected `auto` or three comma-separated sizes dp,fsdp,tp, "
-            "each at least 1, at most one of them -1 (takes what is left), such as `1,-1,1`"
-        )
-    return sizes
 
 
 def nearest_shapes(sizes: Sequence[int], num_devices: int) -> list[str]:

@@ -7,7 +7,6 @@ are needed; it hands back what was drawn at the edge of every segment, so that n
 from __future__ import annotations
 
 import os
-import platform
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +25,7 @@ from app.mesh import topology
 from app.mesh.placement import num_row_shards
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition
-from app.program_facts import code_digest
+from app.program_facts import DRAWING, program_facts
 from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.events import Kind, RunSegment
@@ -40,9 +38,6 @@ from settings.mesh_section import Mesh as MeshSettings
 
 Leaves = list[np.ndarray]
 """Of a tree, in order, as unsigned integers of the same bits: buffers that every process can map, of any dtype."""
-
-ALIKE = ("jax", "jaxlib", "flax", "numpy")
-"""Packages of which drawing takes the same version everywhere."""
 
 
 def bits_of(tree: Any) -> Leaves:
@@ -112,15 +107,6 @@ class Introduction(NamedTuple):
     """What must be the same in all processes of a rollout."""
 
 
-def facts_here() -> dict[str, str]:
-    """Of this process; see `Introduction`."""
-    return {
-        "Python": platform.python_version(),
-        **{name: version(name) for name in ALIKE},
-        "this program": code_digest(),
-    }
-
-
 class SlotActor:
     """Slots on all devices of this process. After an error they are of no use until they are opened anew.
 
@@ -157,7 +143,7 @@ class SlotActor:
     def introduce(self) -> Introduction:
         devices = jax.local_devices()
         found = f"{len(devices)} x {devices[0].device_kind}"
-        return Introduction(os.getpid(), socket.gethostname(), found, facts_here())
+        return Introduction(os.getpid(), socket.gethostname(), found, program_facts(DRAWING))
 
     def compile(self, rules: SamplingRules, *, suspends: bool) -> None:
         """See `SlotEngine.compile`."""

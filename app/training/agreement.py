@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +19,7 @@ import jax
 
 from app.flow import Prompt
 from app.mesh.placement import bytes_over_hosts
-from app.program_facts import code_digest
+from app.program_facts import TRAINING, program_facts
 from app.training.all_hosts import together
 from app.training.run_directory import RunDirectory
 from settings import Resolved
@@ -33,18 +31,6 @@ OF_A_HOST = frozenset(
     f"mesh.{field}" for field in ("coordinator_address", "num_processes", "process_id", "start_timeout_s")
 )
 """How a host finds the others; that it has, says that they agree."""
-PACKAGES = (
-    "grpo",
-    "jax",
-    "jaxlib",
-    "libtpu",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "numpy",
-    "tokenizers",
-    "transformers",
-)
 MAX_VALUE = 120
 """Characters of a value in an error."""
 
@@ -71,9 +57,8 @@ def agree(resolved: Resolved, facts: Mapping[str, str] | None = None) -> None:
     if jax.process_count() == 1:
         return
     own = {
-        **_facts_of_program(),
         **_facts_of_settings(resolved),
-        **{name: Fact(x) for name, x in (facts or {}).items()},
+        **{name: Fact(x) for name, x in {**program_facts(TRAINING), **(facts or {})}.items()},
     }
     said = [json.loads(one) for one in bytes_over_hosts(json.dumps([socket.gethostname(), own]).encode())]
     hosts = [f"host {i} ({name})" for i, (name, _) in enumerate(said)]
@@ -104,18 +89,6 @@ def difference(hosts: Sequence[str], facts: Sequence[Facts]) -> str | None:
 def _shown(fact: Fact) -> str:
     value = fact.value if len(fact.value) <= MAX_VALUE else f"{fact.value[: MAX_VALUE - 3]}..."
     return f"{value} (from {fact.origin})" if fact.origin else value
-
-
-def _facts_of_program() -> Facts:
-    packages = {f"version of {name}": Fact(_version(name)) for name in PACKAGES}
-    return {"version of Python": Fact(platform.python_version()), **packages, "code of grpo": Fact(code_digest())}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _facts_of_settings(resolved: Resolved) -> Facts:

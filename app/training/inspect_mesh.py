@@ -14,6 +14,8 @@ from app.mesh import topology
 from app.mesh.inspect import MeshReport, id_ranges, mesh_report
 from app.mesh.placement import bytes_per_device
 from app.policy.decoder import by_path
+from app.training.agreement import agree
+from app.training.all_hosts import together
 from app.training.largest import USABLE, Largest, largest
 from app.training.launch import launch_notes
 from app.training.memory import Shapes, memory_by_phase, memory_table, shapes_of
@@ -105,11 +107,14 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool) -> Inspection:
     settings = resolved.settings
     outline = read_outline(settings)
     topology.start(settings.mesh)
+    agree(resolved)
     session = Session.open(settings, outline.model, outline.critic)
     check_rows(settings, session)
     if "reference" in settings.scored_roles:
         check_host_memory(settings, session.mesh)
-    return inspection_of(session, outline, compiles=compiles)
+    # Hosts meet at the end: one that is far ahead would run into JAX's own time-out for leaving.
+    with together():
+        return inspection_of(session, outline, compiles=compiles)
 
 
 def inspection_of(session: Session, outline: Outline, *, compiles: bool) -> Inspection:

@@ -37,6 +37,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
+from app.training.run_directory import RunDirectory  # noqa: E402
 from tests.free_address import free_address  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results" / "faults.json"
@@ -139,24 +140,15 @@ def show_logs(folder: Path, name: str) -> None:
 
 
 def newest(run: Path) -> int:
-    folder = run / "checkpoints"
-    return max((int(child.name) for child in folder.glob("*") if child.name.isdigit()), default=-1)
+    return max(RunDirectory(run).checkpoint_steps, default=-1)
 
 
 def content(run: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
     """The last checkpoint's arrays, and all metrics that do not depend on a clock."""
-    import jax
-    import numpy as np
-    import orbax.checkpoint as ocp
+    from tests.training.program import metrics_of, reproducible, saved_state
 
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        path = run / "checkpoints" / str(LAST_STEP) / "state"
-        shapes = checkpointer.metadata(path).item_metadata.tree
-        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
-        tree = checkpointer.restore(path, restore_args=as_numpy)
-    arrays = {jax.tree_util.keystr(path): leaf.tobytes() for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return arrays, [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
+    arrays = {name: array.tobytes() for name, array in saved_state(run, LAST_STEP).items()}
+    return arrays, reproducible(metrics_of(run))
 
 
 def as_promised(kind: str, victim: int, codes: tuple[int, ...], *, minded: bool, is_complete: bool) -> bool:

@@ -273,6 +273,7 @@ def test_a_dry_run_may_pretend(config: Path) -> None:
         ("rollout", "--simulate", "samples.jsonl"),
         ("score", "--input", "samples.jsonl", "--out", "scored.jsonl"),
         ("gae", "--input", "samples.jsonl", "--out", "credited.jsonl"),
+        ("inspect-mesh", "--plan", "samples.jsonl"),
     ],
 )
 def test_only_looking_may_be_done_on_pretended_devices(verb: tuple[str, ...], tmp_path: Path) -> None:

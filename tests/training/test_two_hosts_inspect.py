@@ -25,6 +25,14 @@ def test_each_host_shows_the_mesh_of_both_and_its_own_devices(tiny_model: Path) 
         assert report["topology"]["local_devices"] == own and len(own) == 4
 
 
+def test_a_host_with_another_setting_is_found(tiny_model: Path) -> None:
+    other = settings("mesh.shape=1,-1,1", "rollout.temperature=0.5"), settings("mesh.shape=1,-1,1")
+    hosts = run_on_two_hosts("inspect-mesh", *of_tiny(tiny_model), of_each=other)
+    for host in hosts:
+        assert host.exit_code == 2, host
+        assert "error: rollout.temperature: the hosts differ: 0.5 (from --set) on host 0" in host.stderr
+
+
 def test_a_host_that_is_alone_names_the_one_that_did_not_come(tiny_model: Path) -> None:
     alone = settings(*of_host(0, free_address()), "mesh.start_timeout_s=1")
     with started("inspect-mesh", *of_tiny(tiny_model), *alone) as host:
