@@ -16,17 +16,24 @@ def is_cloud_tpu_vm() -> bool:
     return cloud_tpu_init.running_in_cloud_tpu_vm
 
 
-def find_cluster(*, timeout_s: int) -> Member | None:
+def find_cluster(*, timeout_s: int, must: bool = False) -> Member | None:
     """This host among those of Cloud TPU, Slurm, Open MPI or Kubernetes; None where nobody knows of others.
 
+    Args:
+        must: a platform that does not answer is an error.
+
     Raises:
-        InputError: the platform tells of hosts, but not all that is needed to join them.
+        InputError: the platform tells of hosts, but not all that is needed to join them; it must answer and does not.
     """
     try:
         address, num_processes, process_id, _ = ClusterEnv.auto_detect_unset_distributed_params(
             None, None, None, None, None, timeout_s
         )
-    except OSError:
+    except OSError as error:
+        if must:
+            raise InputError(
+                f"mesh.coordinator_address: auto, and the platform does not answer ({error}); {BY_HAND}"
+            ) from error
         # TPUs without a metadata server, as in hosted notebooks: nobody to ask.
         return None
     except (RuntimeError, ValueError, LookupError, TypeError) as error:

@@ -81,19 +81,11 @@ def island(devices: Sequence[int], *, like: Mesh) -> Mesh:
 
 
 def host_island(mesh: Mesh) -> Mesh:
-    """All devices that this host has on a mesh: tp as there, rows split over all others. Of one host, the mesh itself.
-
-    Raises:
-        InputError: weights are split over devices of several hosts, so that no host has them whole.
-    """
+    """This host's devices on a mesh: tp as there, rows split over all others. Of one host, the mesh itself."""
     if num_hosts(mesh) == 1:
         return mesh
     groups = mesh.devices.reshape(-1, mesh.shape["tp"])
-    if any(len({host_of(device) for device in group}) > 1 for group in groups):
-        raise InputError(
-            f"mesh.shape: tp = {mesh.shape['tp']} splits weights over several hosts, and with rollout.placement = "
-            "island each host generates alone; make tp a divisor of a host's devices, or set rollout.placement: global"
-        )
+    assert all(len(set(map(host_of, group))) == 1 for group in groups), "`check_rows_per_host` keeps tp inside hosts"
     own = np.stack([group for group in groups if host_of(group[0]) == jax.process_index()])
     return Mesh(own[None], AXES, axis_types=(AxisType.Auto,) * 3)
 

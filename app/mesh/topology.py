@@ -112,7 +112,7 @@ def _member(settings: MeshSettings) -> Member | None:
         return Member(settings.coordinator_address, settings.num_processes, settings.process_id)
     if not joins_others(settings):
         return None
-    return find_cluster(timeout_s=settings.start_timeout_s)
+    return find_cluster(timeout_s=settings.start_timeout_s, must=settings.coordinator_address == "auto")
 
 
 def _check_expected(settings: MeshSettings, member: Member | None) -> None:

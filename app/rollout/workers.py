@@ -94,6 +94,9 @@ class Worker:
         """
         if self.engine.is_open:
             self._offered.append((self._placed(weights), policy_version))
+            # Closed meanwhile, by another thread: nothing may stay on its devices.
+            if not self.engine.is_open:
+                self._offered.clear()
 
     def take_tally(self) -> Tally:
         """Of all segments that have ended since the last call. From any thread."""

@@ -145,6 +145,14 @@ def write_together(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
             stack.close()
 
 
+def lines_to_first_host(own: Sequence[str]) -> Sequence[str]:
+    """On the first host every host's, each with whose it is where there are several; nothing on the others."""
+    if jax.process_count() == 1:
+        return own
+    said = map(json.loads, bytes_to_first_host(json.dumps(own).encode()))
+    return [f"host {host}: {line}" for host, lines in enumerate(said) for line in lines]
+
+
 def samples_to_first_host(own: Sequence[Sample]) -> Sequence[Sample]:
     """On the first host every host's, host after host; nothing on the others."""
     if jax.process_count() == 1:

@@ -31,6 +31,11 @@ CLOSED = 0
 """No signal has this number: it ends the watching thread."""
 
 
+STOPS = "stopping with a checkpoint: a step that still generates is given up, one that learns is finished"
+COMPLETES = "all steps are done, and what is left is written"
+"""What a host says to a signal."""
+
+
 class Agreement(NamedTuple):
     exit_code: int
     """What every host stops with; 0 = none was asked to."""
@@ -51,6 +56,8 @@ class Interrupts:
         """Of the first signal here; 0 while there was none."""
         self._bulletin = bulletin
         self._asked_at = 0.0
+        self.all_steps_done = False
+        """Then a signal changes nothing any more: what is left is written."""
 
     def __enter__(self) -> Interrupts:
         reading, self._writing = os.pipe()
@@ -101,12 +108,8 @@ class Interrupts:
         self.exit_code = EXIT_CODES[signal.Signals(number)]
         # Not before: whoever hears of it asks every host for its exit code.
         self._bulletin.post(STOP, signal.Signals(number).name)
-        print(
-            "\nstopping with a checkpoint: a step that still generates is given up, one that learns is finished; "
-            "once more stops at once",
-            file=sys.stderr,
-            flush=True,
-        )
+        comes = COMPLETES if self.all_steps_done else STOPS
+        print(f"\n{comes}; once more stops at once", file=sys.stderr, flush=True)
 
 
 def _noted_elsewhere(number: int, frame: FrameType | None) -> None:

@@ -16,6 +16,7 @@ from app.policy.decoder import Params
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.weighing import Scored, joined
+from app.training.all_hosts import lines_to_first_host
 from app.training.crediting import Credited
 from app.training.evaluate import evaluate
 from app.training.failures import check_rewards
@@ -131,7 +132,7 @@ class Trainer:
                     of_model, cut = self.reward_model.outcomes(samples)
                 asked.append(RewardPass(cut, compilations.take()))
             scored = self.rewards.score(samples, Moment(step, self.settings.run.steps), of_model=of_model)
-            timer.board.tell(scored.notices)
+            timer.board.tell(lines_to_first_host(scored.notices))
             check_rewards(scored)
         return scored
 
@@ -209,7 +210,7 @@ class Trainer:
             # The next step tells of its own rollouts alone.
             self.session.take_tally()
             self.session.take_figures()
-        board.tell(judged.notices)
+        board.tell(lines_to_first_host(judged.notices))
         check_rewards(judged)
         return judged
 

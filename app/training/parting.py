@@ -94,6 +94,8 @@ def _part(bulletin: Bulletin, error: Exception, *, heartbeat_s: float, entered: 
 
 def _may_be_of_a_death(error: Exception) -> bool:
     """Whether another host's end may have caused it: a collective breaks, or orbax waits for the host in vain."""
+    if str(error).startswith("RESOURCE_EXHAUSTED"):
+        return False
     return isinstance(error, jax.errors.JaxRuntimeError | TimeoutError) or isinstance(
         error.__cause__, jax.errors.JaxRuntimeError
     )

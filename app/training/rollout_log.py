@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from app.training.progress import num_done
 from app.training.session import ModelInput
 from app.whole_file import is_leftover
 from settings import Settings
+from settings.errors import InputError
 
 ONLY_IN_EXACT_MODE = ("rollout.workers.", "rollout.pool", "rollout.ray.", "rollout.prompts_per_step")
 """Else who decodes a sample, and how many prompts its worker keeps, changes nothing but its rounding."""
@@ -62,12 +64,32 @@ def open_log(out: Path, settings: Settings, model: ModelInput, prompts: Sequence
         prompts: this host's.
 
     Raises:
-        InputError: see `EventLog`.
+        InputError: a rollout on another number of hosts was not finished here; see `EventLog`, too.
     """
-    log = EventLog(of_host(out.with_name(f"{out.name}.log")), run=run_facts(settings, model, prompts))
+    path = of_host(out.with_name(f"{out.name}.log"))
+    _check_no_other_hosts(out, path)
+    log = EventLog(path, run=run_facts(settings, model, prompts))
     if log.begun is not None:
         _remove_leftovers(out)
     return log
+
+
+def _check_no_other_hosts(out: Path, own: Path) -> None:
+    """They share prompts out otherwise, so nothing can go on from their logs."""
+    counts = {
+        path: int(path.stem.rpartition("_of_")[2])
+        for path in out.parent.glob(f"{glob.escape(out.name)}.host_*_of_*.log")
+    }
+    alone = out.with_name(f"{out.name}.log")
+    if alone.exists():
+        counts[alone] = 1
+    others = {path: count for path, count in counts.items() if count != jax.process_count()}
+    if others:
+        path, count = min(others.items())
+        raise InputError(
+            f"--out: a rollout on {count} host{'s' if count > 1 else ''} to {out} was not finished, as {path} says; go "
+            f"on with it there, or delete its logs"
+        )
 
 
 def run_facts(settings: Settings, model: ModelInput, prompts: Sequence[Prompt]) -> RunFacts:

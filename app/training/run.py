@@ -160,6 +160,8 @@ class Walk:
             assert exit_code, "generation was stopped, and nobody has asked"
             if not self.checkpoints.has(self.progress.step):
                 self._save()
+        else:
+            self.interrupts.all_steps_done = True
         self.narrator.board.phase("save")
         self.checkpoints.finish()
         if exit_code:

@@ -26,7 +26,7 @@ from app.reward.tasks import check_answers
 from app.reward.weighing import Scored, Tally, joined
 from app.sample_records import sample_from_record, sample_to_record
 from app.training.agreement import agree
-from app.training.all_hosts import host_run, samples_to_first_host, together
+from app.training.all_hosts import host_run, lines_to_first_host, samples_to_first_host, together
 from app.training.joining import joined_hosts, unwatched, wait_for_others
 from app.training.metrics import host_counts
 from app.training.reward_role import RewardModel, RewardModelInput, read_reward_model
@@ -124,16 +124,17 @@ def _of_all(own: Scored, hosts: Sequence[Sequence[int]]) -> Scored:
         if own.problem is not None:
             raise RuntimeError(own.problem)
     told = {name: asdict(tally) for name, tally in own.tallies.items()}
-    sent = bytes_to_first_host(json.dumps([told, own.num_without_reward, own.notices]).encode())
+    sent = bytes_to_first_host(json.dumps([told, own.num_without_reward]).encode())
+    notices = lines_to_first_host(own.notices)
     samples = samples_to_first_host(own.samples)
     if jax.process_index() > 0:
         return own
     parts = []
-    for tallies, num_without_reward, notices in map(json.loads, sent):
+    for tallies, num_without_reward in map(json.loads, sent):
         of_host = {name: Tally(**tally) for name, tally in tallies.items()}
-        parts.append(Scored([], of_host, num_without_reward, tuple(notices), None))
+        parts.append(Scored([], of_host, num_without_reward, (), None))
     in_order = sorted(zip((place for places in hosts for place in places), samples, strict=True), key=itemgetter(0))
-    return replace(joined(parts), samples=[sample for _, sample in in_order])
+    return replace(joined(parts), samples=[sample for _, sample in in_order], notices=tuple(notices))
 
 
 def _reward_figures(scored: Scored, names: Sequence[str]) -> dict[str, Any]:

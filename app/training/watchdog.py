@@ -91,7 +91,8 @@ class Watchdog:
             current = self._pass
             assert current is not None
             seconds = time.monotonic() - current.since
-            where = f"in phase {current.phase} of step {current.step} for {seconds:.0f} s"
+            of_step = f" of step {current.step}" if current.step else ""
+            where = f"in phase {current.phase}{of_step} for {seconds:.0f} s"
             if current.limit_s is not None and seconds > current.limit_s:
                 self._end(f"has been {where}, longer than {current.setting} = {current.limit_s:g}", tells=True)
             for told in self._of_others(STUCK).values():

@@ -66,10 +66,3 @@ def test_an_island_has_the_devices_of_its_host_and_keeps_tp_together(hosts, shap
     own = host_island(mesh)
     assert [device.id for device in own.devices.flat] == [i for i, host in enumerate(hosts) if host == 0]
     assert own.devices.shape == (1, 4 // shape[2], shape[2])
-
-
-def test_weights_split_over_hosts_are_no_islands(monkeypatch) -> None:
-    monkeypatch.setattr(islands, "host_of", lambda device: device.id % 2)
-    monkeypatch.setattr(islands, "num_hosts", lambda mesh: 2)
-    with pytest.raises(InputError, match=r"mesh\.shape: tp = 2 splits weights over several hosts"):
-        host_island(make_mesh((2, 2, 2)))

@@ -156,7 +156,7 @@ def test_a_host_that_expects_others_does_not_start_alone(address):
 )
 def test_a_platform_with_another_number_of_hosts_than_expected_is_refused(monkeypatch, expected, said):
     monkeypatch.setattr(topology, "is_cloud_tpu_vm", lambda: True)
-    monkeypatch.setattr(topology, "find_cluster", lambda timeout_s: Member("10.0.0.2:8482", 2, 0))
+    monkeypatch.setattr(topology, "find_cluster", lambda **_: Member("10.0.0.2:8482", 2, 0))
     with pytest.raises(InputError, match=f"expected {expected} processes and {re.escape(said)}"):
         topology.start(Settings(expect_processes=expected))
     assert topology.joins_others(Settings())
@@ -189,6 +189,8 @@ def test_tpus_without_metadata_work_alone_and_metadata_that_cannot_be_read_are_a
             cluster.find_cluster(timeout_s=1)
     else:
         assert cluster.find_cluster(timeout_s=1) is None
+        with pytest.raises(InputError, match=r"auto, and the platform does not answer \(no metadata\); set"):
+            cluster.find_cluster(timeout_s=1, must=True)
 
 
 def test_the_mesh_holds_every_device_on_three_named_axes():

@@ -18,7 +18,8 @@ import pytest
 from app.mesh.bulletin import Bulletin
 from app.rollout.engine import Engine
 from app.rollout.stopping import StoppedError
-from app.training.interrupts import Interrupts
+from app.training.interrupts import COMPLETES, Interrupts
+from app.training.narrator import Narrator
 from tests.training.program import (
     DEADLINE_S,
     REPOSITORY,
@@ -129,6 +130,22 @@ def test_generation_and_the_loop_hear_of_a_signal() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(interrupts)
         assert interrupts.agreed(save_is_due=True) == (75, True, (0,))
+
+
+def test_a_signal_after_the_last_step_is_told_that_nothing_is_lost(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = Narrator.report
+
+    def signalled_report(narrator: Narrator) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        report(narrator)
+
+    monkeypatch.setattr(Narrator, "report", signalled_report)
+    result = train_here(config, "run.steps=1", "eval.every_steps=0", "checkpoint.best_metric=null")
+    assert result.exit_code == 0, result.stderr
+    assert COMPLETES in result.stderr and SAID not in result.stderr
+    assert newest_checkpoint(config.parent / "runs" / "tiny") == 1
 
 
 def test_what_is_stopped_while_it_generates_goes_on_as_if_it_had_not_been(

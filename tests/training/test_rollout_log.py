@@ -51,6 +51,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> P
     return folder
 
 
+@pytest.mark.parametrize(
+    ("left", "hosts"), [("samples.jsonl.host_1_of_2.log", "2 hosts"), ("samples.jsonl.host_0_of_4.log", "4 hosts")]
+)
+def test_what_other_hosts_left_unfinished_is_not_passed_over(
+    tiny_model: Path, tmp_path: Path, left: str, hosts: str
+) -> None:
+    (tmp_path / left).touch()
+    result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
+    assert result.exit_code == 2, result.stderr
+    assert f"--out: a rollout on {hosts} to {tmp_path / 'samples.jsonl'} was not finished" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [left]
+
+
 def test_killed_half_way_it_writes_the_same_samples(tiny_model: Path, undisturbed: Path, tmp_path: Path) -> None:
     out, log = tmp_path / "samples.jsonl", tmp_path / "samples.jsonl.log"
     with started(*command(tiny_model, out)) as process:
