@@ -1,4 +1,4 @@
-"""Two processes of four virtual devices each, which are two hosts to JAX."""
+"""Two processes of a few virtual devices each, which are two hosts to JAX."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.free_address import free_address
-from tests.training.program import DEADLINE_S, THE_PROGRAM, settings, started
+from tests.training.program import DEADLINE_S, REPOSITORY, THE_PROGRAM, settings, started
 
 Hosts = list["subprocess.Popen[str]"]
 Arguments = Sequence[str | Path]
+Programs = tuple[Sequence[str], Sequence[str]]
 
 
 class Ended(NamedTuple):
@@ -23,26 +24,47 @@ class Ended(NamedTuple):
 
 @contextmanager
 def two_hosts(
-    *arguments: str | Path, of_each: tuple[Arguments, Arguments] = ((), ()), program: Sequence[str] = THE_PROGRAM
+    *arguments: str | Path,
+    of_each: tuple[Arguments, Arguments] = ((), ()),
+    programs: Programs = (THE_PROGRAM, THE_PROGRAM),
+    num_devices: int = 4,
+    environ: dict[str, str] | None = None,
+    cwd: Path = REPOSITORY,
 ) -> Iterator[Hosts]:
-    """The same command on both; neither outlives the block.
+    """The same command on both; neither outlives the block. Each finds its number in `THIS_HOST`.
 
     Args:
         of_each: what else the command of the first has, and that of the second.
+        programs: what Python runs on the first, and on the second.
+        num_devices: of each.
     """
     address = free_address()
     with ExitStack() as stack:
         yield [
-            stack.enter_context(started(*arguments, *own, *settings(*of_host(process_id, address)), program=program))
-            for process_id, own in enumerate(of_each)
+            stack.enter_context(
+                started(
+                    *(*arguments, *own, *settings(*of_host(process_id, address, num_devices))),
+                    environ={**(environ or {}), "THIS_HOST": str(process_id)},
+                    cwd=cwd,
+                    program=program,
+                )
+            )
+            for process_id, (own, program) in enumerate(zip(of_each, programs, strict=True))
         ]
 
 
 def run_on_two_hosts(
-    *arguments: str | Path, of_each: tuple[Arguments, Arguments] = ((), ()), program: Sequence[str] = THE_PROGRAM
+    *arguments: str | Path,
+    of_each: tuple[Arguments, Arguments] = ((), ()),
+    programs: Programs = (THE_PROGRAM, THE_PROGRAM),
+    num_devices: int = 4,
+    environ: dict[str, str] | None = None,
+    cwd: Path = REPOSITORY,
 ) -> tuple[Ended, Ended]:
-    """How the command ends on the first and on the second."""
-    with two_hosts(*arguments, of_each=of_each, program=program) as hosts:
+    """How the command ends on the first and on the second; see `two_hosts`."""
+    with two_hosts(
+        *arguments, of_each=of_each, programs=programs, num_devices=num_devices, environ=environ, cwd=cwd
+    ) as hosts:
         return ended(hosts)
 
 
@@ -52,10 +74,10 @@ def ended(hosts: Hosts, *, deadline_s: float = DEADLINE_S) -> tuple[Ended, Ended
     return first, second
 
 
-def of_host(process_id: int, address: str) -> tuple[str, ...]:
-    """Settings of one of two processes with four devices each."""
+def of_host(process_id: int, address: str, num_devices: int = 4) -> tuple[str, ...]:
+    """Settings of one of two processes with `num_devices` each."""
     return (
-        "mesh.cpu_devices=4",
+        f"mesh.cpu_devices={num_devices}",
         f"mesh.coordinator_address={address}",
         "mesh.num_processes=2",
         f"mesh.process_id={process_id}",

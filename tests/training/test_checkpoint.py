@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from app.training.checkpoint import Checkpoints, Progress, check_fingerprints, c
 from app.training.preservation import NewestAndBest
 from app.update.optimizer import TrainState
 from settings import InputError
+from tests.free_address import free_address
 from tests.tiny import make_mesh
 from tests.training.program import DEADLINE_S, REPOSITORY
 
@@ -394,9 +394,7 @@ checkpoints.close()
 
 def said_by_hosts(*folders: Path, program: str = RESTORE) -> list[str]:
     """The last word of each of two processes, of one device each, on its folder."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     hosts = [
         subprocess.Popen(
             [sys.executable, "-c", JOIN + program, address, str(i), str(folder)],

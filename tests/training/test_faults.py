@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.free_address import free_address
 from tests.training.program import (
-    DEADLINE_S,
+    THE_PROGRAM,
     metrics_of,
     newest_checkpoint,
     settings,
-    started,
     train_here,
     wait_for_step,
 )
+from tests.two_hosts import Ended, ended, run_on_two_hosts, two_hosts
 
 pytestmark = pytest.mark.two_hosts
 
@@ -85,55 +81,36 @@ def stuck(prompts, completions, trainer_state, **rest):
 """
 
 
-@contextmanager
-def two_hosts(
-    config: Path, *overrides: str, first: Sequence[str] = ("-m", "cli"), second: Sequence[str] = ("-m", "cli")
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two processes of two devices each; `first` and `second` are what they run."""
-    address = free_address()
-    mesh = ("mesh.cpu_devices=2", f"mesh.heartbeat_s={HEARTBEAT_S}", "mesh.num_processes=2")
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                started(
-                    *("train", "--config", config),
-                    *settings(*mesh, f"mesh.coordinator_address={address}", f"mesh.process_id={i}", *overrides),
-                    environ={"THIS_HOST": str(i)},
-                    program=program,
-                )
-            )
-            for i, program in enumerate((first, second))
-        ]
-
-
-def ended(hosts: list[subprocess.Popen[str]]) -> list[str]:
-    """What they have said."""
-    return [host.communicate(timeout=DEADLINE_S)[1] for host in hosts]
+def command(config: Path, *overrides: str) -> list[str | Path]:
+    return ["train", "--config", config, *settings(f"mesh.heartbeat_s={HEARTBEAT_S}", *overrides)]
 
 
 def test_a_rollout_that_one_host_leaves_is_given_up_by_both_with_a_checkpoint(config: Path) -> None:
     run = config.parent / "runs" / "tiny"
-    with two_hosts(config, *SMALL, "checkpoint.every_steps=100", second=("-c", STOPPED)) as hosts:
-        said = ended(hosts)
-    assert [host.returncode for host in hosts] == [75, 75], said
-    assert "stopped after step 2 of 100000, which is saved; --resume auto goes on (asked to stop: host 1)" in said[0]
-    assert "stopping with a checkpoint" in said[1] and "stopping with a checkpoint" not in said[0]
+    asked = command(config, *SMALL, "checkpoint.every_steps=100")
+    first, second = run_on_two_hosts(*asked, num_devices=2, programs=(THE_PROGRAM, ("-c", STOPPED)))
+    assert (first.exit_code, second.exit_code) == (75, 75), first.stderr + second.stderr
+    assert (
+        "stopped after step 2 of 100000, which is saved; --resume auto goes on (asked to stop: host 1)" in first.stderr
+    )
+    assert "stopping with a checkpoint" in second.stderr and "stopping with a checkpoint" not in first.stderr
     assert [line["step"] for line in metrics_of(run)] == [1, 2]
     assert newest_checkpoint(run) == 2
 
 
 def test_a_dead_host_ends_the_other_and_the_run_goes_on(config: Path) -> None:
     run = config.parent / "runs" / "tiny"
-    with two_hosts(config, *SMALL, "checkpoint.every_steps=1") as hosts:
+    with two_hosts(*command(config, *SMALL, "checkpoint.every_steps=1"), num_devices=2) as hosts:
         wait_for_step(hosts[0], run, 2)
         os.kill(hosts[1].pid, signal.SIGKILL)
         start = time.monotonic()
-        said = ended(hosts)
+        first, second = ended(hosts)
         seconds = time.monotonic() - start
-    assert [host.returncode for host in hosts] == [-signal.SIGABRT, -signal.SIGKILL], said  # 134 and 137, to a shell
+    # 134 and 137, to a shell.
+    assert (first.exit_code, second.exit_code) == (-signal.SIGABRT, -signal.SIGKILL), first.stderr + second.stderr
     assert seconds < HEARTBEAT_S + 10
-    assert "another task died" in said[0]
-    assert "stopped after" not in said[0] and "Traceback" not in said[0]
+    assert "another task died" in first.stderr
+    assert "stopped after" not in first.stderr and "Traceback" not in first.stderr
     last = newest_checkpoint(run)
     assert metrics_of(run)[-1]["step"] >= last
     result = train_here(config, *ON_ONE_HOST, f"run.steps={last + 1}", resume="must")
@@ -143,46 +120,42 @@ def test_a_dead_host_ends_the_other_and_the_run_goes_on(config: Path) -> None:
 
 def test_a_host_that_hangs_ends_both_and_says_where(config: Path) -> None:
     run = config.parent / "runs" / "tiny"
-    said = with_reward(config, STUCK, "watchdog.reward_s=2", "reward.timeout_s=3600")
-    assert [code for code, _ in said] == [70, 70], said
-    for i, (_, stderr) in enumerate(said):
+    hosts = with_reward(config, STUCK, "watchdog.reward_s=2", "reward.timeout_s=3600")
+    assert [host.exit_code for host in hosts] == [70, 70], hosts
+    for i, host in enumerate(hosts):
         written = (run / "crash" / f"host_{i}.txt").read_text()
-        for text in (written, stderr):
+        for text in (written, host.stderr):
             assert f"watchdog: host {i} has been in phase reward of step 2 for " in text
             assert "watchdog.reward_s = 2" in text
             assert "in check_rewards" in text or "in _wait" in text
 
 
 def test_a_host_that_fails_alone_ends_the_other(config: Path) -> None:
-    with two_hosts(config, *SMALL, second=("-c", FAILING)) as hosts:
-        start = time.monotonic()
-        said = ended(hosts)
-    assert [host.returncode for host in hosts] == [1, 1], said
-    assert "error: RuntimeError: no idea" in said[1]
-    assert "host 1 has failed, so this one ends: no idea" in said[0]
-    assert time.monotonic() - start < DEADLINE_S
+    programs = THE_PROGRAM, ("-c", FAILING)
+    first, second = run_on_two_hosts(*command(config, *SMALL), num_devices=2, programs=programs)
+    assert (first.exit_code, second.exit_code) == (1, 1), first.stderr + second.stderr
+    assert "error: RuntimeError: no idea" in second.stderr
+    assert "host 1 has failed, so this one ends: no idea" in first.stderr
 
 
 def test_a_host_that_is_done_waits_for_the_first_to_write_its_report(config: Path) -> None:
-    with two_hosts(config, *SMALL[1:], "run.steps=1", first=("-c", LATE), second=("-c", LATE)) as hosts:
-        said = ended(hosts)
-    assert [host.returncode for host in hosts] == [0, 0], said
+    asked = command(config, *SMALL[1:], "run.steps=1")
+    hosts = run_on_two_hosts(*asked, num_devices=2, programs=(("-c", LATE), ("-c", LATE)))
+    assert [host.exit_code for host in hosts] == [0, 0], hosts
 
 
 def test_hosts_that_fail_together_end_alike_whatever_the_first_has_to_write(config: Path) -> None:
     file = config.parent / "reward.py"
     file.write_text("def broken(completions, **rest):\n    raise ValueError('no idea')\n")
     reward = (f"reward.functions=['{file}:broken']", "reward.on_error=raise")
-    with two_hosts(config, *SMALL, *reward, first=("-c", LATE), second=("-c", LATE)) as hosts:
-        said = ended(hosts)
-    assert [host.returncode for host in hosts] == [1, 1], said
+    asked = command(config, *SMALL, *reward)
+    hosts = run_on_two_hosts(*asked, num_devices=2, programs=(("-c", LATE), ("-c", LATE)))
+    assert [host.exit_code for host in hosts] == [1, 1], hosts
 
 
-def with_reward(config: Path, source: str, *overrides: str) -> list[tuple[int, str]]:
-    """How two hosts end whose reward function is called `stuck`, and what they say."""
+def with_reward(config: Path, source: str, *overrides: str) -> tuple[Ended, Ended]:
+    """How two hosts end whose reward function is called `stuck`."""
     file = config.parent / "reward.py"
     file.write_text(source)
     reward = (f"reward.functions=['{file}:stuck']", "reward.environment=[THIS_HOST]")
-    with two_hosts(config, *SMALL, *reward, *overrides) as hosts:
-        said = ended(hosts)
-    return [(host.returncode, stderr) for host, stderr in zip(hosts, said, strict=True)]
+    return run_on_two_hosts(*command(config, *SMALL, *reward, *overrides), num_devices=2)

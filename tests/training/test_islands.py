@@ -37,7 +37,7 @@ def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
     folder = tmp_path_factory.mktemp("islands")
     files = folder / "0.json", folder / "1.json"
     program = ("-m", "tests.training.on_islands")
-    with two_hosts(tiny_model, of_each=((files[0],), (files[1],)), program=program) as hosts:
+    with two_hosts(tiny_model, of_each=((files[0],), (files[1],)), programs=(program, program)) as hosts:
         first, second = ended(hosts, deadline_s=2 * DEADLINE_S)
     assert (first.exit_code, second.exit_code) == (0, 0), (first, second)
     return [json.loads(file.read_text()) for file in files]

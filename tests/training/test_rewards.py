@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from app.flow import Sample
 from app.jsonl import read_jsonl, write_jsonl
 from app.rollout.sampling import NON_FINITE
 from app.training.session import Session
-from tests.free_address import free_address
 from tests.reward.processes import children
-from tests.training.program import DEADLINE_S, here, metrics_of, settings, started, train_here
+from tests.training.program import here, metrics_of, settings, train_here
 from tests.training.test_loop import samples_of
-from tests.two_hosts import of_host
+from tests.two_hosts import run_on_two_hosts
 
 PLUG = """\
 import os
@@ -30,13 +28,13 @@ def fussy(completion, difficulty):
     return len(completion) / 4
 def broken(completion): raise ValueError("always")
 def of_host(completion):
-    if os.environ["HOST_NUMBER"] == "1": raise ValueError("not on this host")
+    if os.environ["THIS_HOST"] == "1": raise ValueError("not on this host")
     return {"score": len(completion), "only_here": 1}
 def silent(completions): return [None] * len(completions)
 def even(completions, prompts): return [1.0 if len(p) % 2 == 0 else None for p in prompts]
 def odd(completions, prompts): return [3.0 if len(p) % 2 else None for p in prompts]
 def on_first_host(completions):
-    return [float(len(c)) if os.environ["HOST_NUMBER"] == "0" else None for c in completions]
+    return [float(len(c)) if os.environ["THIS_HOST"] == "0" else None for c in completions]
 """
 QUIET = ("eval.every_steps=0", "run.steps=2")
 
@@ -307,28 +305,16 @@ def test_scoring_a_file_uses_the_same_functions(config: Path, tmp_path: Path) ->
 def test_what_fails_on_one_host_is_counted_on_both_and_stops_both(
     config: Path, tmp_path: Path, on_error: str, exit_code: int
 ) -> None:
-    address = free_address()
     chosen = settings(
         "reward.functions=[{function: plug.py:on_first_host, weight: 0}, plug.py:of_host, arithmetic]",
         *(f"reward.on_error={on_error}", "eval.num_prompts=8"),
-        *("reward.environment=[HOST_NUMBER]", "rollout.prompts_per_step=2", "run.steps=1"),
+        *("reward.environment=[THIS_HOST]", "rollout.prompts_per_step=2", "run.steps=1"),
     )
-    with ExitStack() as stack:
-        hosts = [
-            stack.enter_context(
-                started(
-                    *("train", "--config", config, *chosen, *settings(*of_host(number, address))),
-                    environ={"HOST_NUMBER": str(number)},
-                    cwd=tmp_path,
-                )
-            )
-            for number in (0, 1)
-        ]
-        output = [host.communicate(timeout=DEADLINE_S) for host in hosts]
-    assert [host.returncode for host in hosts] == [exit_code] * 2, output
+    hosts = run_on_two_hosts("train", "--config", config, *chosen, cwd=tmp_path)
+    assert [host.exit_code for host in hosts] == [exit_code] * 2, hosts
     if on_error == "raise":
-        assert "a reward function failed on another host, which says why" in output[0][1]
-        assert "of_host: raised: ValueError: not on this host" in output[1][1]
+        assert "a reward function failed on another host, which says why" in hosts[0].stderr
+        assert "of_host: raised: ValueError: not on this host" in hosts[1].stderr
         return
     before, line = metrics_of(run_of(config))
     for evaluated in (before, line):

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +16,9 @@ from app.training.mesh_fit import check_heads, whole_dims
 from app.training.run_directory import RunDirectory
 from settings import load
 from settings.errors import InputError
-from tests.free_address import free_address
 from tests.tiny import EVEN, make_mesh
-from tests.training.program import DEADLINE_S, REPOSITORY, digest_of, settings, started
+from tests.training.program import digest_of, settings
+from tests.two_hosts import Ended, run_on_two_hosts
 
 HOSTS = ("host 0 (a)", "host 1 (b)", "host 2 (c)")
 
@@ -112,6 +108,10 @@ def grouped(num_query_heads: int, num_kv_heads: int) -> Architecture:
 IN_TURN = """
 import json, os, sys
 from pathlib import Path
+
+host, other, joins = int(os.environ["THIS_HOST"]), Path(sys.argv[1]), sys.argv[3::2]
+os.environ["HOME"] = str(other / str(host))
+
 import jax, numpy as np
 from app.mesh import topology
 from app.mesh.placement import check_rows_per_host, local_row_indices, to_global, to_local
@@ -121,8 +121,6 @@ from app.training.run_directory import RunDirectory
 from settings import load
 from settings.errors import InputError
 
-host, address, other = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-joins = [f"mesh.coordinator_address={address}", "mesh.num_processes=2", f"mesh.process_id={host}", "mesh.cpu_devices=4"]
 resolved = load(None, joins, {})
 topology.start(resolved.settings.mesh)
 told = {}
@@ -165,26 +163,11 @@ Path(other / f"told{host}.json").write_text(json.dumps(told))
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two hosts was told, one question after the other."""
-    folder, address = tmp_path_factory.mktemp("hosts"), free_address()
+    folder, program = tmp_path_factory.mktemp("hosts"), ("-c", IN_TURN)
     for host in ("0", "1"):
         (folder / host).mkdir()
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    hosts = [
-        subprocess.Popen(
-            [sys.executable, "-c", IN_TURN, str(host), address, str(folder)],
-            env={**environ, "HOME": str(folder / str(host))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for host in (0, 1)
-    ]
-    with ExitStack() as stack:
-        for host in hosts:
-            stack.callback(host.wait, DEADLINE_S)
-            stack.callback(host.kill)
-        said = [host.communicate(timeout=DEADLINE_S)[0] for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], said
+    hosts = run_on_two_hosts(folder, programs=(program, program))
+    assert [host.exit_code for host in hosts] == [0, 0], hosts
     assert sorted(path.name for path in folder.rglob("*")) == ["0", "1", "told0.json", "told1.json"]
     return [json.loads((folder / f"told{host}.json").read_text()) for host in (0, 1)]
 
@@ -253,30 +236,13 @@ def test_tp_over_both_hosts_is_refused(told):
         assert one["1,1,8"].startswith("refused: mesh.shape: tp = 8 spans hosts 0, 1, of 4 devices each")
 
 
-def look_ahead_on_two_hosts(config: Path, *of_second: str) -> list[tuple[int | None, str, str]]:
-    address = free_address()
-    with ExitStack() as stack:
-        hosts = [
-            stack.enter_context(
-                started(
-                    *("train", "--config", config, "--dry-run"),
-                    *settings(
-                        "mesh.cpu_devices=4",
-                        f"mesh.coordinator_address={address}",
-                        "mesh.num_processes=2",
-                        "mesh.expect_processes=2",
-                        "mesh.start_timeout_s=60",
-                        f"mesh.process_id={host}",
-                        *(of_second if host else ()),
-                    ),
-                    # gRPC would ask it for the other host, for ever.
-                    environ={"http_proxy": "http://proxy.invalid:3128"},
-                )
-            )
-            for host in (0, 1)
-        ]
-        said = [host.communicate(timeout=DEADLINE_S) for host in hosts]
-    return [(host.returncode, *one) for host, one in zip(hosts, said, strict=True)]
+def look_ahead_on_two_hosts(config: Path, *of_second: str) -> tuple[Ended, Ended]:
+    return run_on_two_hosts(
+        *("train", "--config", config, "--dry-run", *settings("mesh.expect_processes=2", "mesh.start_timeout_s=60")),
+        of_each=((), settings(*of_second)),
+        # gRPC would ask it for the other host, for ever.
+        environ={"http_proxy": "http://proxy.invalid:3128"},
+    )
 
 
 @pytest.mark.two_hosts

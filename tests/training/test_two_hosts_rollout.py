@@ -1,14 +1,15 @@
-"""`grpo rollout` on two hosts writes the file that one host writes."""
+"""`grpo rollout` on two hosts writes the file that one host writes; what goes wrong on one ends both."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.training.program import here, records_of, settings
-from tests.two_hosts import run_on_two_hosts
+from tests.training.program import THE_PROGRAM, here, of_tiny, records_of, settings
+from tests.two_hosts import Programs, run_on_two_hosts
 
 pytestmark = pytest.mark.two_hosts
 
@@ -69,28 +70,87 @@ def test_other_prompts_on_one_host_stop_both_before_anything_is_sampled(tiny_mod
     assert not (tmp_path / "out.jsonl").exists()
 
 
-STUCK = """\
-import sys, threading
+FAULTY = """\
+import threading
 import cli
-from app.rollout.engine import Engine
-generate, calls = Engine.generate, []
-def generate_or_hang(engine, *arguments, **named):
-    calls.append(engine)
-    if "mesh.process_id=1" in sys.argv and len(calls) == 2:
-        threading.Event().wait()
-    return generate(engine, *arguments, **named)
-Engine.generate = generate_or_hang
+from {module} import {owner}
+faultless, calls = {owner}.{method}, []
+def faulty(*arguments, **named):
+    calls.append(arguments)
+    if len(calls) == {call}:
+        {fault}
+    return faultless(*arguments, **named)
+{owner}.{method} = faulty
 cli.main()
 """
-"""The command, but that the second round of the second host does not end."""
+HANGS, FAILS = "threading.Event().wait()", "raise RuntimeError('broken')"
+SECOND_ROUND, FIRST_WINDOW = ("app.rollout.engine.Engine.generate", 2), ("app.score.scorer.Scorer.logprobs", 1)
 
 
-def test_a_host_that_hangs_ends_both_and_writes_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    prompts, out = write_problems(tmp_path / "prompts.jsonl", first=1, count=8), tmp_path / "out.jsonl"
-    chosen = ("--prompts", prompts, "--out", out, *settings("watchdog.compile_s=60", "watchdog.rollout_s=5"))
-    hosts = run_on_two_hosts(*arguments(tiny_model, prompts_per_step=2), *chosen, program=("-c", STUCK))
+def second_faulty(fault: str, place: tuple[str, int]) -> Programs:
+    """The command, and for the second host one in which a certain call of a method comes to a fault."""
+    name, call = place
+    module, owner, method = name.rsplit(".", 2)
+    return THE_PROGRAM, ("-c", FAULTY.format(module=module, owner=owner, method=method, call=call, fault=fault))
+
+
+@pytest.mark.parametrize(("verb", "place"), [("rollout", SECOND_ROUND), ("score", FIRST_WINDOW)])
+def test_a_host_that_hangs_ends_both_and_writes_nothing(
+    verb: str, place: tuple[str, int], tiny_model: Path, sampled: Path, tmp_path: Path
+) -> None:
+    prompts, out = write_problems(tmp_path / "prompts.jsonl", first=1, count=16), tmp_path / "out.jsonl"
+    given = ("--prompts", prompts) if verb == "rollout" else ("--input", sampled)
+    limits = settings("watchdog.compile_s=60", f"watchdog.{verb}_s=5")
+    programs = second_faulty(HANGS, place)
+    hosts = run_on_two_hosts(verb, *of_tiny(tiny_model), *limits, *given, "--out", out, programs=programs)
     assert [host.exit_code for host in hosts] == [70, 70], hosts
     assert not out.exists()
+    stacks = [(tmp_path / "out.jsonl.crash" / f"host_{number}.txt").read_text() for number in (0, 1)]
+    for host, stack in zip(hosts, stacks, strict=True):
+        assert f"in phase {verb}" in host.stderr
+        assert "Thread 0x" in stack
+    assert "in faulty" in stacks[1] and "in faulty" not in stacks[0]
+
+
+def test_a_host_that_fails_ends_both_and_writes_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    prompts, out = write_problems(tmp_path / "prompts.jsonl", first=1, count=16), tmp_path / "out.jsonl"
+    chosen = (*of_tiny(tiny_model), "--prompts", prompts, "--out", out)
+    first, second = run_on_two_hosts("rollout", *chosen, programs=second_faulty(FAILS, SECOND_ROUND))
+    assert (first.exit_code, second.exit_code) == (1, 1), first.stderr + second.stderr
+    assert "host 1 has failed, so this one ends: broken" in first.stderr
+    assert "error: RuntimeError: broken" in second.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl"}
+
+
+COUNTING = """\
+import sys
+import cli
+from app.training.watchdog import Watchdog
+enter, phases = Watchdog.enter, []
+def counted(watchdog, phase):
+    phases.append(phase)
+    enter(watchdog, phase)
+Watchdog.enter = counted
+try:
+    cli.main()
+finally:
+    print(f"told {phases.count('rollout')} times", file=sys.stderr)
+"""
+SCHEDULED = (
+    *("rollout.scheduler=pdsr_v1", "rollout.segment.min=1", "rollout.segment.max=2"),
+    *("rollout.workers.fast.slots=4", "rollout.workers.fast.devices=[0]", "rollout.workers.heavy.count=0"),
+)
+
+
+def test_the_watchdog_of_a_scheduled_rollout_hears_of_segments_too(tiny_model: Path, tmp_path: Path) -> None:
+    prompts, out = write_problems(tmp_path / "prompts.jsonl", first=1, count=4), tmp_path / "out.jsonl"
+    chosen = (*of_tiny(tiny_model), *settings(*SCHEDULED), "--prompts", prompts, "--out", out)
+    hosts = run_on_two_hosts("rollout", *chosen, programs=(("-c", COUNTING), ("-c", COUNTING)))
+    assert [host.exit_code for host in hosts] == [0, 0], hosts
+    workers = [record["worker"] for record in records_of(out)]
     for number, host in enumerate(hosts):
-        assert "in phase rollout" in host.stderr
-        assert "Thread 0x" in (tmp_path / "out.jsonl.crash" / f"host_{number}.txt").read_text()
+        (told,) = map(int, re.findall(r"^told (\d+) times$", host.stderr, re.MULTILINE))
+        num_samples = sum(worker.startswith(f"host{number}/") for worker in workers)
+        assert num_samples == 8
+        # Without segments: at the start, and with each sample.
+        assert told > num_samples + 1
