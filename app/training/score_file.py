@@ -99,9 +99,8 @@ def score_logprobs(
         passes = Passes(session, params, role, cut=_cut(settings, role, architecture, extent))
         del params
         with closing(CompilationCounter()) as compilations:
-            windows = getting_on(in_step(file.windows(window)), "score", entered)
-            scored = passes.scored(windows, num_samples=extent.num_samples)
-            write_together(out, as_parts(scored, path=out))
+            scored = passes.scored(in_step(file.windows(window)), num_samples=extent.num_samples)
+            write_together(out, as_parts(getting_on(scored, "score", entered), path=out))
             figures |= passes.figures(compilations)
     return {**figures, "written to": str(out)} if jax.process_index() == 0 else None
 

@@ -316,6 +316,7 @@ def test_what_fails_on_one_host_is_counted_on_both_and_stops_both(
         assert "a reward function failed on another host, which says why" in hosts[0].stderr
         assert "of_host: raised: ValueError: not on this host" in hosts[1].stderr
         return
+    assert "host 1: " in hosts[0].stderr and "not on this host" in hosts[0].stderr
     before, line = metrics_of(run_of(config))
     for evaluated in (before, line):
         file = run_of(config) / "eval" / f"step_{evaluated['step']:06d}.jsonl"
