@@ -153,10 +153,12 @@ def content(run: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
 
 def as_promised(kind: str, victim: int, codes: tuple[int, ...], *, minded: bool, is_complete: bool) -> bool:
     """Whether the hosts may end so; `is_complete`: the last step is saved."""
-    if kind == "SIGTERM" and (minded or codes == (75, 75)):
-        # Asked in the last step: the run is complete, or only its evaluation is still to come.
-        return codes == (75, 75) or (is_complete and codes == (0, 0))
     of_other = codes[1 - victim]
+    if kind == "SIGTERM" and (minded or codes == (75, 75)):
+        # Asked in the last step: the run is complete, or only its evaluation is still to come. Asked when all is
+        # written and the program about to end, nothing minds the signal any more.
+        is_over = is_complete and of_other == 0 and codes[victim] in (0, -signal.SIGTERM)
+        return codes == (75, 75) or is_over
     return codes[victim] == -KINDS[kind] and (of_other == -signal.SIGABRT or (is_complete and of_other == 0))
 
 
