@@ -155,10 +155,10 @@ def as_promised(kind: str, victim: int, codes: tuple[int, ...], *, minded: bool,
     """Whether the hosts may end so; `is_complete`: the last step is saved."""
     of_other = codes[1 - victim]
     if kind == "SIGTERM" and (minded or codes == (75, 75)):
-        # Asked in the last step: the run is complete, or only its evaluation is still to come. Asked when all is
-        # written and the program about to end, nothing minds the signal any more.
-        is_over = is_complete and of_other == 0 and codes[victim] in (0, -signal.SIGTERM)
-        return codes == (75, 75) or is_over
+        # Asked in the last step: the run is complete, or only its evaluation is still to come. When all is written and
+        # the program about to end, nothing minds the signal any more.
+        is_over = codes == (0, 0) or (codes[victim] == -signal.SIGTERM and of_other in (0, -signal.SIGABRT))
+        return codes == (75, 75) or (is_complete and is_over)
     return codes[victim] == -KINDS[kind] and (of_other == -signal.SIGABRT or (is_complete and of_other == 0))
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.scripts.conftest import DEADLINE_S, Tpu
+from tests.free_address import free_address
+from tests.scripts.conftest import DEADLINE_S, REPOSITORY, Tpu
+from tests.training.program import DEADLINE_S as REAL_DEADLINE_S
+from tests.training.program import compilation_cache, metrics_of, settings
 
 SCRIPT = "launch_on_tpu_vm.sh"
 QUICK = ("--settle", "0", "--wait", "0", "--grace", "5", "--logs", "logs")
@@ -49,8 +54,8 @@ def calls_of(tpu: Tpu, worker: int) -> list[str]:
     return (tpu.home(worker) / "calls").read_text().splitlines()
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + DEADLINE_S
+def wait_for(condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
+    end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, "what was waited for never came"
         time.sleep(0.02)
@@ -136,6 +141,35 @@ def test_what_passes_is_started_again_from_the_newest_checkpoint(
         "143 (ended by",
     )
     assert [text for text in told if text not in done.stderr] == []
+
+
+@pytest.mark.two_hosts
+def test_a_run_of_the_program_that_loses_a_worker_is_started_again_and_ends_well(tpu: Tpu, tmp_path: Path) -> None:
+    mesh = settings(f"mesh.coordinator_address={free_address()}", "mesh.num_processes=2", "mesh.cpu_devices=1")
+    environment = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", **compilation_cache()}
+    program = ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable, "-m", "cli"]
+    for worker in (0, 1):
+        (tpu.home(worker) / "grpo").mkdir()
+    install_grpo(
+        tpu,
+        f'echo $$ >"$HOME/pid"\nexec {shlex.join(program)} "$@" {shlex.join(mesh)} --set mesh.process_id=$worker\n',
+    )
+    run = tmp_path / "runs" / "lost"
+    chosen = settings(
+        *(f"run.dir={run.parent}", f"run.name={run.name}", "run.steps=30", "checkpoint.every_steps=2"),
+        *("mesh.heartbeat_s=5", "rollout.prompts_per_step=2", "rollout.group_size=4", "eval.every_steps=0"),
+        *("checkpoint.best_metric=null", "logging.report=false", "logging.completions_every_steps=0"),
+    )
+    again = ("--settle", "30", "--restarts", "1")
+    with started(tpu, *again, "--", "grpo", "train", "--config", "quickstart", *chosen) as launcher:
+        wait_for(lambda: launcher.poll() is not None or len(metrics_of(run)) > 4, REAL_DEADLINE_S)
+        os.kill(int((tpu.home(1) / "pid").read_text()), signal.SIGKILL)
+        _, told = launcher.communicate(timeout=REAL_DEADLINE_S)
+    assert launcher.returncode == 0, told
+    assert "worker 1 ended with 137 (killed), worker 0 ended with 134 (lost another host)" in told
+    assert [line["step"] for line in metrics_of(run)] == list(range(1, 31))
+    assert (run / "checkpoints" / "30").is_dir()
+    assert [len(calls_of(tpu, worker)) for worker in (0, 1)] == [2, 2]
 
 
 @pytest.mark.parametrize("code", [1, 2])
