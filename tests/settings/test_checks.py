@@ -37,6 +37,12 @@ def test_every_preset_can_be_trained_with(preset: str) -> None:
     check_for_train(load(preset, [], {}))
 
 
+@pytest.mark.parametrize("preset", [name for name in presets() if "gsm8k" in name])
+def test_a_gsm8k_preset_asks_for_the_answer_where_it_is_looked_for(preset: str) -> None:
+    """Unquoted, YAML takes what follows a ` #` for a comment."""
+    assert "####" in (load(preset, [], {}).settings.data.system_prompt or "")
+
+
 def test_a_group_of_one_has_nobody_to_compare_with() -> None:
     message = refusal(check_for_train, load(None, [], {"NUM_PRE_Q": "1"}))
     assert "rollout.group_size = 1 (from env:NUM_PRE_Q)" in message
