@@ -17,7 +17,8 @@ class Watchdog(Section):
     """A phase that takes longer ends the run on every host, with the stacks of all threads and exit code 70.
 
     Of `grpo rollout` on several hosts, a phase is the time from one sample or segment to the next, of `grpo score` from
-    one window to the next, or a host's whole share for a reward model. What waits for other hosts has no limit.
+    one window to the next, or a host's whole share for a reward model. There a host that is done waits for the others
+    without a limit, and reward functions have their own.
     """
 
     compile_s: Limit | None = Field(

@@ -66,15 +66,14 @@ def open_log(out: Path, settings: Settings, model: ModelInput, prompts: Sequence
     Raises:
         InputError: a rollout on another number of hosts was not finished here; see `EventLog`, too.
     """
-    path = of_host(out.with_name(f"{out.name}.log"))
-    _check_no_other_hosts(out, path)
-    log = EventLog(path, run=run_facts(settings, model, prompts))
+    _check_no_other_hosts(out)
+    log = EventLog(of_host(out.with_name(f"{out.name}.log")), run=run_facts(settings, model, prompts))
     if log.begun is not None:
         _remove_leftovers(out)
     return log
 
 
-def _check_no_other_hosts(out: Path, own: Path) -> None:
+def _check_no_other_hosts(out: Path) -> None:
     """They share prompts out otherwise, so nothing can go on from their logs."""
     counts = {
         path: int(path.stem.rpartition("_of_")[2])
@@ -88,7 +87,7 @@ def _check_no_other_hosts(out: Path, own: Path) -> None:
         path, count = min(others.items())
         raise InputError(
             f"--out: a rollout on {count} host{'s' if count > 1 else ''} to {out} was not finished, as {path} says; go "
-            f"on with it there, or delete its logs"
+            "on with it there, or delete its logs"
         )
 
 

@@ -81,7 +81,6 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
             _say(scored.notices)
         if scored.problem is not None:
             raise RuntimeError(scored.problem)
-        entered("save")
         if len(hosts) == 1:
             write_jsonl(out, map(sample_to_record, scored.samples))
         else:
