@@ -14,13 +14,14 @@ TRAINING = ("grpo", *DRAWING, "libtpu", "optax", "orbax-checkpoint", "tokenizers
 """Those that decide what a run becomes."""
 
 CODE = Path(__file__).resolve().parents[1]
-"""Where `cli.py`, `app` and `settings` lie: a checkout or site-packages."""
+"""Where `cli.py`, `verbs`, `app` and `settings` lie: a checkout or site-packages."""
 
 
 def code_digest() -> str:
     """Of the program's own source files, wherever they lie."""
     digest = hashlib.sha256()
-    files = [CODE / "cli.py", *(path for room in ("app", "settings") for path in sorted((CODE / room).rglob("*.py")))]
+    rooms = (CODE / room for room in ("verbs", "app", "settings"))
+    files = [CODE / "cli.py", *(path for room in rooms for path in sorted(room.rglob("*.py")))]
     for path in files:
         digest.update(f"{path.relative_to(CODE).as_posix()}\n".encode())
         digest.update(path.read_bytes())

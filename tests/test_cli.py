@@ -182,11 +182,11 @@ def test_debug_shows_the_traceback_of_an_input_error() -> None:
 def in_process(verb: str, statement: str) -> subprocess.CompletedProcess[str]:
     """What the command line makes of a statement that runs in the middle of a verb."""
     program = (
-        "import sys, typer, cli\n"
+        "import sys, typer, cli\nfrom settings import InputError\nfrom verbs.answering import errors_for_people\n"
         f"sys.argv = {['grpo', verb]!r}\n"
         "@cli.app.command()\n"
         f"def {verb}() -> None:\n"
-        f"    with cli._errors_for_people(debug=False):\n        {statement}\n"
+        f"    with errors_for_people(debug=False):\n        {statement}\n"
         "cli.main()\n"
     )
     return subprocess.run(
@@ -205,7 +205,7 @@ def in_process(verb: str, statement: str) -> subprocess.CompletedProcess[str]:
     [
         ("raise RuntimeError('out of luck')", 1, f"error: RuntimeError: out of luck{HINT}\n"),
         (f"raise OSError('401 for {CANARY}')", 1, f"error: OSError: 401 for <HF_TOKEN>{HINT}\n"),
-        ("raise cli.InputError('line 3: no answer')", 2, "error: line 3: no answer\n"),
+        ("raise InputError('line 3: no answer')", 2, "error: line 3: no answer\n"),
         ("raise KeyboardInterrupt", 130, "interrupted\n"),
         ("raise typer.Exit(75)", 75, ""),
         ("pass", 0, ""),
@@ -242,7 +242,7 @@ def test_secrets_are_never_printed(tmp_path: Path) -> None:
 
 
 def test_json_keeps_letters_readable() -> None:
-    import cli
+    from verbs.answering import as_text
 
-    assert json.loads(cli._as_text({"naïve": 1.5}, as_json=True)) == {"naïve": 1.5}
-    assert cli._as_text({"samples": 8, "out": "é"}, as_json=False) == "samples  8\nout      é"
+    assert json.loads(as_text({"naïve": 1.5}, as_json=True)) == {"naïve": 1.5}
+    assert as_text({"samples": 8, "out": "é"}, as_json=False) == "samples  8\nout      é"

@@ -1,0 +1,21 @@
+"""Options that several verbs take."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Config = Annotated[
+    str | None,
+    typer.Option(metavar="FILE|PRESET", help="YAML file or preset.  [default: quickstart]", show_default=False),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="a.b=c", help="Set one setting; the value is YAML. Repeatable."),
+]
+PrintConfig = Annotated[
+    bool, typer.Option("--print-config", help="Print the resolved settings with what set each, and stop.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback with errors.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
