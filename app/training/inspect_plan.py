@@ -24,8 +24,8 @@ from app.policy.flops import forward_flops
 from app.report.row_pictures import DrawnRow, Piece, file_picture, text_picture
 from app.sample_records import token_ids_from_record
 from app.training.cutting import Longest, num_tokens_behind, wire_role, wire_update
+from app.training.model_input import read_critic_input, read_model_input
 from app.training.sample_file import check_quota, check_tokens
-from app.training.session import read_critic_input, read_model_input
 from app.whole_file import write_whole
 from settings import Resolved, Settings
 from settings.checks import check_for_plan

@@ -10,7 +10,7 @@ from app.policy.decoder import DecoderDefinition, ValueDecoder
 from app.policy.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
 from app.policy.weight_files import open_model, open_outline
 from app.prompts.tokenizer import load_tokenizer
-from app.training.session import CriticInput, ModelInput, check_context, naming
+from app.training.model_input import CriticInput, ModelInput, check_context, naming
 from settings import Settings
 
 

@@ -24,7 +24,8 @@ from app.reward.outcome import Failure, Outcome, one_line
 from app.score.reward_model import as_read
 from app.score.scorer import Valuer
 from app.training.cutting import Longest, wire_role
-from app.training.session import compute_type, naming
+from app.training.model_input import naming
+from app.training.session import compute_type
 from settings import Settings
 from settings.errors import InputError
 

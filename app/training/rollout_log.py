@@ -15,8 +15,8 @@ import jax
 from app.flow import Prompt
 from app.rollout.scheduling.event_log import EventLog, RunFacts
 from app.training.all_hosts import of_host
+from app.training.model_input import ModelInput
 from app.training.progress import num_done
-from app.training.session import ModelInput
 from app.whole_file import is_leftover
 from settings import Settings
 from settings.errors import InputError

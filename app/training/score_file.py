@@ -27,10 +27,11 @@ from app.training.all_hosts import as_parts, host_run, in_step, write_together
 from app.training.cutting import Longest, num_tokens_behind, wire_role
 from app.training.joining import getting_on, joined_hosts
 from app.training.metrics import CompilationCounter, peak_memory_bytes
+from app.training.model_input import read_critic_input, read_model_input
 from app.training.packing_check import check_packing
 from app.training.sample_file import WINDOW, Extent, SampleFile, check_quota
 from app.training.score_rewards import score_rewards
-from app.training.session import Session, read_critic_input, read_model_input
+from app.training.session import Session
 from app.training.wiring import check_host_memory
 from settings import Resolved, Settings
 from settings.errors import InputError

@@ -26,10 +26,11 @@ from app.rollout.scheduling.ledger import Ledger
 from app.training.agreement import agree
 from app.training.all_hosts import as_lines, of_host, together, write_together
 from app.training.joining import Entered, getting_on, joined_hosts, wait_for_others
+from app.training.model_input import ModelInput, check_context, read_model_input
 from app.training.rollout_log import Past, open_log, run_facts
 from app.training.rollout_progress import RolloutProgress
 from app.training.rollout_work import Work
-from app.training.session import ModelInput, Session, check_context, read_model_input
+from app.training.session import Session
 from app.training.simulate import panel, recorded_table
 from settings import Resolved, Settings
 from settings.errors import InputError

@@ -13,8 +13,8 @@ from app.reward.rewards import Rewards, judge_of
 from app.reward.signature import Columns
 from app.reward.tasks import check_answers
 from app.training.evaluate import check_best_metric
+from app.training.model_input import CriticInput, ModelInput, check_context, read_critic_input, read_model_input
 from app.training.reward_role import RewardModelInput, check_reward_context, read_reward_model
-from app.training.session import CriticInput, ModelInput, check_context, read_critic_input, read_model_input
 from settings import Settings
 
 

@@ -23,7 +23,8 @@ from app.prompts.order import host_slice
 from app.rollout import engine as engine_room
 from app.rollout.stopping import StoppedError
 from app.training.metrics import CompilationCounter
-from app.training.session import Session, read_model_input
+from app.training.model_input import read_model_input
+from app.training.session import Session
 from app.training.training_input import read_training_input
 from settings import load
 

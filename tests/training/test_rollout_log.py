@@ -13,8 +13,8 @@ import pytest
 
 from app.rollout.scheduling.event_log import EventLog, RunFacts, read_log
 from app.rollout.scheduling.events import RowReport, SegmentEnded, Submitted, WorkerJoined
+from app.training.model_input import read_model_input
 from app.training.rollout_log import Past, run_facts
-from app.training.session import read_model_input
 from settings import load
 from tests.rollout.scheduling.driving import make_scheduler, samples
 from tests.training.program import DEADLINE_S, NUM_DEVICES, digest_of, here, records_of, settings, started, wait_until

@@ -23,8 +23,9 @@ from app.reward.weighing import weigh
 from app.sample_records import sample_from_record
 from app.training.cutting import Longest, wire_role
 from app.training.metrics import CompilationCounter, reward_counts
+from app.training.model_input import read_model_input
 from app.training.score_file import Passes
-from app.training.session import Session, read_model_input
+from app.training.session import Session
 from settings import load
 from tests.tiny_directory import CONFIG, random_tensors, write_model
 from tests.training.program import DEADLINE_S, digest_of, here, of_tiny, records_of, settings, started, wait_until

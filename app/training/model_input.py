@@ -1,0 +1,104 @@
+"""Models that have been looked at but not yet loaded: files, architecture and tokenizer, checked to fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from app.policy.architecture import Architecture
+from app.policy.decoder import DecoderDefinition, ValueDecoder
+from app.policy.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
+from app.policy.weight_files import ModelFiles, open_model
+from app.policy.weights import check_tensors, critic_entries, expected_entries
+from app.prompts.tokenizer import Tokenizer, ids_fingerprint, load_fast_tokenizer, load_tokenizer
+from settings import Settings
+from settings.errors import InputError
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """A model that has been looked at but not yet loaded: no device has been touched."""
+
+    files: ModelFiles
+    architecture: Architecture
+    definition: DecoderDefinition
+    tokenizer: Tokenizer
+
+
+def read_model_input(settings: Settings) -> ModelInput:
+    """Opens model files and tokenizer and checks that they fit each other.
+
+    Raises:
+        InputError: anything about them that would only fail later, on the device.
+    """
+    files = open_model(settings.model.path, revision=settings.model.revision)
+    architecture = architecture_from_config(files.config)
+    definition = DecoderDefinition.of(architecture)
+    check_tensors(expected_entries(definition), files.weights.shapes, architecture)
+    tokenizer = load_tokenizer(files)
+    _check_embedding(tokenizer, architecture)
+    return ModelInput(files, architecture, definition, tokenizer)
+
+
+@dataclass(frozen=True)
+class CriticInput:
+    """What a critic starts from, looked at but not yet loaded. It reads the policy's tokens."""
+
+    files: ModelFiles
+    architecture: Architecture
+    definition: DecoderDefinition
+
+
+def read_critic_input(settings: Settings, policy: ModelInput) -> CriticInput:
+    """The checkpoint of `critic.path`, or the policy's own, as a value decoder.
+
+    Raises:
+        InputError: anything about it that would only fail later, another tokenizer than the policy's among it.
+    """
+    if settings.critic.path is None:
+        definition = DecoderDefinition.of(policy.architecture, ValueDecoder)
+        return CriticInput(policy.files, policy.architecture, definition)
+    with naming("critic.path", revision="critic.revision"):
+        files = open_model(settings.critic.path, revision=settings.critic.revision)
+        architecture = architecture_from_config(files.config, heads=CAUSAL_LM + SEQUENCE_CLASSIFICATION)
+        definition = DecoderDefinition.of(architecture, ValueDecoder)
+        check_tensors(critic_entries(definition, files.weights.shapes), files.weights.shapes, architecture)
+        _check_embedding(policy.tokenizer, architecture)
+        same_ids = ids_fingerprint(load_fast_tokenizer(files)) == policy.tokenizer.ids_fingerprint
+    if not same_ids:
+        raise InputError(
+            f"critic.path: {settings.critic.path} has another tokenizer than model.path {settings.model.path}, so it "
+            "would read other words than the policy writes; choose a critic of the policy's family, or leave "
+            "critic.path null"
+        )
+    return CriticInput(files, architecture, definition)
+
+
+@contextmanager
+def naming(setting: str, *, revision: str) -> Iterator[None]:
+    """Errors about a model name the settings that it came from."""
+    try:
+        yield
+    except InputError as error:
+        text = str(error).replace("model.revision", revision).replace("model.path", setting)
+        raise InputError(text if setting in text else f"{setting}: {text}") from error
+
+
+def _check_embedding(tokenizer: Tokenizer, architecture: Architecture) -> None:
+    if tokenizer.vocab_size > architecture.vocab_size:
+        raise InputError(
+            f"model.path: the tokenizer has {tokenizer.vocab_size} tokens and the model's embedding only "
+            f"{architecture.vocab_size}; they do not belong together"
+        )
+
+
+def check_context(architecture: Architecture, settings: Settings, *, path: str) -> None:
+    """Raises InputError where prompt and completion do not fit the positions of the model from `path`."""
+    longest = settings.data.max_prompt_length + settings.rollout.max_new_tokens
+    if longest > architecture.max_positions:
+        raise InputError(
+            f"data.max_prompt_length + rollout.max_new_tokens = {settings.data.max_prompt_length} + "
+            f"{settings.rollout.max_new_tokens} = {longest} tokens, but the context of {path} holds "
+            f"{architecture.max_positions}; lower one of the two"
+        )
