@@ -42,6 +42,16 @@ def resolve(
     return resolved
 
 
+def config_of_run(path: Path | None) -> str | None:
+    """The settings that a run has written beside a checkpoint or a file of samples, or in the run's own folder."""
+    if path is None:
+        return None
+    resolved = path.expanduser().resolve()
+    # <run>, <run>/checkpoints, <run>/checkpoints/<step> and <run>/rollouts/<file> at the most.
+    beside = (folder / "settings.yaml" for folder in (resolved, *resolved.parents[:2]))
+    return next((str(file) for file in beside if file.is_file()), None)
+
+
 def required(path: Path | None, option: str) -> Path:
     """An option that only `--print-config` can do without."""
     if path is None:

@@ -30,6 +30,11 @@ log = logging.getLogger(__name__)
 BEST = "best"
 """A relative link beside the checkpoints, to the best one."""
 
+CHECKSUMS = "checksums"
+"""Beside the progress of a checkpoint: path of an array -> its checksum."""
+
+OTHER_ARRAYS = "its arrays are not those that were saved"
+
 MAX_REASON = 200
 """Characters of a library's account of what is wrong with a checkpoint; TensorStore's run to thousands."""
 
@@ -87,21 +92,17 @@ class Checkpoints:
             preservation_policy=policy, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
-        # The manager's own restore ends in a barrier, which a host that cannot read would never reach.
-        alone = ocp.options.MultiprocessingOptions(
-            primary_host=jax.process_index(), active_processes={jax.process_index()}
-        )
-        self._reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone)
+        self._reader = open_reader(ocp.CompositeCheckpointHandler())
         self._target = abstract(shapes, shardings)
         # Compiled now: a compilation in the middle of a run is an alarm.
-        self._checksum = jax.jit(checksum).lower(self._target).compile()
+        self._checksums = jax.jit(checksums).lower(self._target).compile()
 
     def save(self, state: Any, progress: Progress) -> None:
         """Copies the state off the devices and returns; writing goes on behind. All hosts call it together."""
         self._manager.wait_until_finished()
         # What may be deleted from now on must not be what the link names.
         self.point_at_best()
-        record = {**asdict(progress), "checksum": int(self._checksum(state))}
+        record = {**asdict(progress), CHECKSUMS: known(self._checksums(state))}
         self._policy.note(progress.step, progress.evaluation)
         self._manager.save(
             progress.step,
@@ -151,7 +152,7 @@ class Checkpoints:
             if state is not None:
                 self._move_aside([step for step in steps if step not in sound])
                 self.point_at_best()
-                return state, Progress(**{name: x for name, x in sound[max(sound)].items() if name != "checksum"})
+                return state, progress_of(sound[max(sound)])
         if steps:
             raise InputError(
                 f"--resume: none of the checkpoints of steps {steps} in {self._directory} can be read. "
@@ -167,8 +168,8 @@ class Checkpoints:
         for step in (newest,) if best in (None, newest) else (best, newest):
             state = None
             state = self._read(step, state=ocp.args.StandardRestore(self._target))
-            if state is not None and int(self._checksum(state)) != sound[step]["checksum"]:
-                _warn(step, "its arrays are not those that were saved")
+            if state is not None and known(self._checksums(state)) != sound[step][CHECKSUMS]:
+                _warn(step, OTHER_ARRAYS)
                 state = None
             if state is None:
                 del sound[step]
@@ -198,17 +199,9 @@ class Checkpoints:
 
     def _read(self, step: int, **item: Any) -> Any:
         """One item of a checkpoint; None on all hosts, with a warning, where any host finds it damaged."""
-        value, reason = None, "another host cannot read it"
-        try:
-            value = self._reader.restore(self._directory / str(step), args=ocp.args.Composite(**item))[next(iter(item))]
-        except Exception as error:
-            if not is_damage(error):
-                raise
-            _silence_abandoned_reads()
-            reason = str(error)
-        if max_over_hosts(np.asarray(value is None)):
+        value, reason = read_item(self._reader, self._directory / str(step), **item)
+        if value is None:
             _warn(step, reason)
-            return None
         return value
 
     def _move_aside(self, steps: Sequence[int]) -> None:
@@ -247,15 +240,46 @@ class Checkpoints:
         self._manager.close()
 
 
-def checksum(state: Any) -> UInt32[Array, ""]:
-    """sum_i (2 i + 1) sum(32-bit words of array i) mod 2^32: exact, so the same on every mesh.
+def open_reader(handler: ocp.CompositeCheckpointHandler) -> ocp.Checkpointer:
+    """Reads on this host alone: a restore of all ends in a barrier, which a host that cannot read never reaches."""
+    alone = ocp.options.MultiprocessingOptions(primary_host=jax.process_index(), active_processes={jax.process_index()})
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def read_item(reader: ocp.Checkpointer, folder: Path, **item: Any) -> tuple[Any, str]:
+    """One item of the checkpoint in a folder, and ""; None on all hosts where any finds it damaged, and why."""
+    value, reason = None, "another host cannot read it"
+    try:
+        value = reader.restore(folder, args=ocp.args.Composite(**item))[next(iter(item))]
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        _silence_abandoned_reads()
+        reason = in_short(error)
+    return (None, reason) if max_over_hosts(np.asarray(value is None)) else (value, "")
+
+
+def progress_of(record: Mapping[str, Any]) -> Progress:
+    """What a checkpoint says of its run, without what it says of its arrays."""
+    return Progress(**{name: value for name, value in record.items() if name != CHECKSUMS})
+
+
+def checksums(state: Any) -> dict[str, UInt32[Array, ""]]:
+    """Path of an array -> sum of its 32-bit words mod 2^32: exact, so the same on every mesh.
 
     TensorStore's compressed arrays carry none; a flipped bit in a weight would pass.
     """
-    sums = [
-        (2 * i + 1) * jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32)) for i, x in enumerate(jax.tree.leaves(state))
-    ]
-    return jnp.sum(jnp.stack(sums))
+    return {
+        "/".join(jax.tree_util.keystr((key,), simple=True) for key in path): jnp.sum(
+            jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32
+        )
+        for path, x in jax.tree.leaves_with_path(state)
+    }
+
+
+def known(sums: Mapping[str, Array]) -> dict[str, int]:
+    """Fetched, as a checkpoint has them."""
+    return {path: int(value) for path, value in jax.device_get(sums).items()}
 
 
 def is_damage(error: Exception) -> bool:
@@ -269,8 +293,12 @@ def is_damage(error: Exception) -> bool:
 
 
 def _warn(step: int, reason: str) -> None:
-    short = " ".join(reason.split())[:MAX_REASON]
-    log.warning("checkpoint of step %d is damaged (%s); passing it over", step, short)
+    log.warning("checkpoint of step %d is damaged (%s); passing it over", step, reason)
+
+
+def in_short(error: Exception) -> str:
+    """What a library says of a checkpoint, in one line."""
+    return " ".join(str(error).split())[:MAX_REASON]
 
 
 def point(link: Path, target: str | None) -> None:

@@ -18,7 +18,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from app.training.checkpoint import Checkpoints, Progress, check_fingerprints, checksum, is_damage
+from app.training.checkpoint import Checkpoints, Progress, check_fingerprints, checksums, is_damage, known
 from app.training.preservation import NewestAndBest
 from app.update.optimizer import TrainState
 from settings import InputError
@@ -455,11 +455,13 @@ def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(folder: Path) -
     checkpoints.close()
 
 
-def test_the_checksum_sees_every_array_and_no_mesh() -> None:
+def test_checksums_see_every_array_and_no_mesh() -> None:
     state = make_state(1)
-    expected = int(checksum(state))
-    assert int(jax.jit(checksum)(make_state(1, num_devices=8))) == expected
+    expected = known(checksums(state))
+    assert known(jax.jit(checksums)(make_state(1, num_devices=8))) == expected
+    assert {"params/kernel", "optimizer/0/mu/kernel", "num_updates"} < expected.keys()
     leaves, tree = jax.tree.flatten(state)
-    for i, leaf in enumerate(leaves):
-        changed = leaf.at[(0,) * leaf.ndim].add(1)
-        assert int(checksum(jax.tree.unflatten(tree, [*leaves[:i], changed, *leaves[i + 1 :]]))) != expected
+    for i, (name, leaf) in enumerate(zip(expected, leaves, strict=True)):
+        changed = jax.tree.unflatten(tree, [*leaves[:i], leaf.at[(0,) * leaf.ndim].add(1), *leaves[i + 1 :]])
+        found = known(checksums(changed))
+        assert {path for path, value in found.items() if value != expected[path]} == {name}

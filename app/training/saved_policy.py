@@ -1,0 +1,123 @@
+"""A policy that a run has saved: what evaluation, export and replay start from."""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from app.mesh.placement import abstract
+from app.policy.decoder import Params
+from app.training.checkpoint import (
+    BEST,
+    CHECKSUMS,
+    OTHER_ARRAYS,
+    Progress,
+    checksums,
+    known,
+    open_reader,
+    progress_of,
+    read_item,
+)
+from app.training.model_input import ModelInput
+from app.training.run_directory import RunDirectory
+from settings.errors import InputError
+
+OPTION = "--checkpoint"
+
+
+@dataclass(frozen=True)
+class SavedPolicy:
+    """A checkpoint that has been looked at but not yet read: no device has been touched."""
+
+    path: Path
+    """`<run>/checkpoints/<step>`."""
+    progress: Progress
+    checksums: Mapping[str, int]
+    """Of every array of the checkpoint, by its path in it."""
+
+    @classmethod
+    def open(cls, path: Path) -> SavedPolicy:
+        """The checkpoint in a folder, through a link such as `best`, or the newest of a run's.
+
+        Raises:
+            InputError: there is none, or it cannot be read.
+        """
+        folder = _find(path)
+        record_file = folder / "progress" / "metadata"
+        try:
+            record = json.loads(record_file.read_text(encoding="utf-8"))
+            sums = {name: int(value) for name, value in record[CHECKSUMS].items()}
+            return cls(folder, progress_of(record), sums)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{OPTION}: {folder} is damaged, or no checkpoint of this program ({type(error).__name__}: {error}); "
+                f"choose another one of {folder.parent}"
+            ) from error
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+    @property
+    def run(self) -> RunDirectory:
+        """Whose it is."""
+        return RunDirectory(self.path.parent.parent)
+
+    def check(self, model: ModelInput) -> None:
+        """Raises InputError where it was trained from another model, or with another tokenizer."""
+        saved, path = self.progress.fingerprints, model.files.path
+        for what, fingerprint in (("model", model.files.fingerprint), ("tokenizer", model.tokenizer.fingerprint)):
+            if saved.get(what) != fingerprint:
+                raise InputError(
+                    f"{OPTION}: {self.path} was trained from another {what} than that of model.path ({path}); leave "
+                    f"--config away to take the run's own settings, or set model.path to what {self.run.settings} names"
+                )
+
+    def read(self, shapes: Params, shardings: Params) -> Params:
+        """The policy's trained arrays, on their shardings. All hosts call it together.
+
+        Raises:
+            InputError: they are damaged.
+        """
+        # Beside a critic each network has a branch of its own; see `RunState.arrays`.
+        below = ("policy",) if any(name.startswith("policy/") for name in self.checksums) else ()
+        item: Any = {"params": abstract(shapes, shardings)}
+        for key in reversed(below):
+            item = {key: item}
+        args = ocp.args.PyTreeRestore(
+            item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
+        )
+        handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler())
+        with closing(open_reader(handler)) as reader:
+            found, reason = read_item(reader, self.path, state=args)
+        # Every host has it or none.
+        if found is not None:
+            sums = known(jax.jit(checksums)(found))
+            reason = "" if sums == {name: self.checksums.get(name) for name in sums} else OTHER_ARRAYS
+        if reason:
+            raise InputError(f"{OPTION}: {self.path} is damaged ({reason}); choose another one of {self.path.parent}")
+        return functools.reduce(operator.getitem, (*below, "params"), found)
+
+
+def _find(path: Path) -> Path:
+    """The checkpoint's own folder."""
+    path = path.expanduser()
+    if not path.is_dir():
+        hint = "; nothing was evaluated in that run" if path.name == BEST and path.parent.is_dir() else ""
+        raise InputError(f"{OPTION}: there is no folder {path}{hint}; give <run>/checkpoints/<step>, or a run's folder")
+    folder = path.resolve()
+    if folder.name.isdigit() and (folder / "state").is_dir():
+        return folder
+    run = RunDirectory(folder.parent if folder.name == "checkpoints" else folder)
+    if not run.checkpoint_steps:
+        raise InputError(f"{OPTION}: {path} holds no checkpoint; give <run>/checkpoints/<step>, or a run's folder")
+    return run.checkpoints / str(max(run.checkpoint_steps))
