@@ -110,8 +110,8 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool) -> Inspection:
     agree(resolved)
     session = Session.open(settings, outline.model, outline.critic)
     check_rows(settings, session)
-    if "reference" in settings.scored_roles:
-        check_host_memory(settings, session.mesh)
+    if settings.offloads_reference:
+        check_host_memory(session.mesh)
     # Hosts meet at the end: one that is far ahead would run into JAX's own time-out for leaving.
     with together():
         return inspection_of(session, outline, compiles=compiles)

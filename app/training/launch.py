@@ -17,6 +17,7 @@ from app.training.agreement import agree, check_shared, newest_checkpoint, plug_
 from app.training.all_hosts import together
 from app.training.joining import guarded
 from app.training.mesh_fit import whole_dims
+from app.training.model_input import adapter_lines
 from app.training.pinned_model import pinned
 from app.training.placement_lines import placement_lines
 from app.training.queues import check_runs_ahead
@@ -65,8 +66,8 @@ def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
         check_rows(settings, session)
         if session.workers is not None and session.runs_ahead:
             check_runs_ahead(session.workers)
-        if "reference" in settings.scored_roles:
-            check_host_memory(settings, session.mesh)
+        if settings.offloads_reference:
+            check_host_memory(session.mesh)
         notes = launch_notes(settings, session)
         yield Launch(resolved, run, read, rewards, session, bulletin=bulletin, watchdog=watchdog, notes=notes)
 
@@ -92,6 +93,7 @@ def launch_notes(settings: Settings, session: Session) -> tuple[str, ...]:
     """The arithmetic of a step over several hosts, weights that tp leaves whole, and what moves them at every token."""
     mesh, rollout = session.mesh, settings.rollout
     notes = (
+        *adapter_lines(session.input),
         *whole_dims(mesh, session.input.architecture),
         *placement_lines(settings, session.input.definition, mesh),
     )

@@ -69,7 +69,9 @@ class Trainer:
         Raises:
             StoppedError: generation was stopped, on this host or another; the state is as it was.
         """
-        refilled, scored, asking = self.rollout(state.policy.params, step=step, position=position, timer=timer)
+        policy = self.session.whole(state.policy.params)
+        refilled, scored, asking = self.rollout(policy, step=step, position=position, timer=timer)
+        del policy
         drawn = self.learning.mini_batches(refilled.samples, step)
         with timer.phase("score"):
             samples, scoring = self.score(state, refilled.samples, drawn[0], timer)
@@ -81,7 +83,7 @@ class Trainer:
             state, metrics = self.update(state, picked(samples, drawn), policy_learns=learns)
             # A policy that stands still has the same KL whatever its coefficient.
             state = replace(state, kl_coef=credited.kl_coef) if learns else state
-        self.rounds.publish(state.policy.params, step=step)
+        self.rounds.publish(self.session.whole(state.policy.params), step=step)
         told = {**reward_counts(scored), **refill_metrics(refilled, scored.samples)}
         told |= rollout_performance(self.session.take_tally()) | schedule_performance(self.session.take_figures())
         told |= staleness_metrics(samples, step=step) if self.session.runs_ahead else {}
@@ -167,9 +169,10 @@ class Trainer:
         """On the devices."""
         if role == "reference":
             return to_device_memory(self.reference)
-        network = state.policy if role == "policy" else state.critic
-        assert network is not None
-        return network.params
+        if role == "policy":
+            return self.session.whole(state.policy.params)
+        assert state.critic is not None
+        return state.critic.params
 
     def update(
         self, state: RunState, epochs: Epochs, *, policy_learns: bool
@@ -185,10 +188,11 @@ class Trainer:
             critic, of_critic = self.learning.critic.updater.update(critic, epochs, temperature=temperature)
             metrics |= of_critic
         if policy_learns:
-            policy, of_policy = self.learning.policy.updater.update(policy, epochs, temperature=temperature)
+            updater, frozen = self.learning.policy.updater, self.session.frozen
+            policy, of_policy = updater.update(policy, epochs, temperature=temperature, frozen=frozen)
             metrics |= of_policy
         else:
-            metrics |= self.learning.policy.unmeasured(policy.params)
+            metrics |= self.learning.policy.unmeasured(policy.params, self.session.frozen)
         return replace(state, policy=policy, critic=critic), metrics
 
     def credit(self, samples: list[Sample], kl_coef: float) -> Credited:

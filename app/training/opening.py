@@ -37,7 +37,7 @@ def open_state(checkpoints: Checkpoints, launch: Launch, learning: Learning) -> 
         adapted = progress.kl_coef if algorithm.kl_target is not None else None
         return RunState.of(arrays, kl_coef=algorithm.beta if adapted is None else adapted), progress
     session = launch.session
-    policy, critic = learning.policy.initial_state(session.load_params()), None
+    policy, critic = learning.policy.initial_state(session.untrained()), None
     if session.critic is not None:
         assert learning.critic is not None
         critic = learning.critic.initial_state(session.critic.load_params(session.mesh))
@@ -58,10 +58,15 @@ def open_journal(launch: Launch, progress: Progress, *, resumed: bool) -> Journa
 
 
 def open_reference(state: RunState, progress: Progress, session: Session) -> Params | None:
-    """The weights of `model.path`: a fresh state still holds them, a restored one has moved on."""
+    """The weights of `model.path`: a fresh state still holds them, a restored one has moved on.
+
+    With adapters they are those that stay as they are, and there is no second copy.
+    """
     if "reference" not in session.settings.scored_roles:
         return None
-    if session.settings.score.reference.offload:
+    if session.input.adapted.lora is not None:
+        return session.frozen
+    if session.settings.offloads_reference:
         return to_host_memory(session.load_params() if progress.step else state.policy.params)
     return session.load_params() if progress.step else jax.tree.map(jnp.copy, state.policy.params)
 

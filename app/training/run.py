@@ -84,7 +84,7 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     trainer = Trainer(settings, session, learning, launch.input.prompts, reference, launch.rewards, reward_model)
     if settings.packs_rows:
         critic = state.critic and state.critic.params
-        check_packing(session, state.policy.params, random_samples(session), critic=critic)
+        check_packing(session, session.whole(state.policy.params), random_samples(session), critic=critic)
     entered = launch.watchdog.enter
     board = stack.enter_context(
         Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first, entered=entered)
@@ -229,7 +229,8 @@ class Walk:
     def _evaluation(self, step: int) -> dict[str, Any]:
         """The metrics of an evaluation, which has been told of by then."""
         start = time.perf_counter()
-        judged = self.trainer.evaluate(self.state.policy.params, self.held_out, step=step, board=self.narrator.board)
+        policy = self.trainer.session.whole(self.state.policy.params)
+        judged = self.trainer.evaluate(policy, self.held_out, step=step, board=self.narrator.board)
         metrics = evaluation_metrics(judged)
         self.narrator.evaluation(step, metrics, judged.samples)
         return {**metrics, "time/eval_s": time.perf_counter() - start}

@@ -27,7 +27,7 @@ from app.training.checkpoint import (
     progress_of,
     read_item,
 )
-from app.training.model_input import ModelInput
+from app.training.model_input import ADAPTERS, ModelInput
 from app.training.run_directory import RunDirectory
 from settings.errors import InputError
 
@@ -73,8 +73,15 @@ class SavedPolicy:
         return RunDirectory(self.path.parent.parent)
 
     def check(self, model: ModelInput) -> None:
-        """Raises InputError where it was trained from another model, or with another tokenizer."""
+        """Raises InputError where it was trained from another model, with another tokenizer or with other adapters."""
         saved, path = self.progress.fingerprints, model.files.path
+        held, asked = saved.get(ADAPTERS), model.adapters.get(ADAPTERS)
+        if held != asked:
+            raise InputError(
+                f"{OPTION}: {self.path} holds {f'adapters of {held}' if held else 'all weights and no adapters'}, and "
+                f"model.lora asks for {asked or 'none'}; leave --config away to take the run's own settings, or set "
+                f"model.lora to what {self.run.settings} names"
+            )
         for what, fingerprint in (("model", model.files.fingerprint), ("tokenizer", model.tokenizer.fingerprint)):
             if saved.get(what) != fingerprint:
                 raise InputError(

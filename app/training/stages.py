@@ -64,7 +64,7 @@ def rollout(
     _check_only_scheduled("--log keeps", log, settings)
     if timeline is not None:
         check_timeline(timeline)
-    model = read_model_input(settings)
+    model = read_model_input(settings).bare
     check_context(model.architecture, settings, path=settings.model.path)
     encoded, report = _encoded(settings, model, prompts, limit=limit)
     with ExitStack() as stack:

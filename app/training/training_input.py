@@ -100,6 +100,7 @@ def read_training_input(settings: Settings) -> TrainingInput:
     fingerprints = {
         "model": model.files.fingerprint,
         "tokenizer": model.tokenizer.fingerprint,
+        **model.adapters,
         "data": dataset.fingerprint,
         "the order of prompts (run.seed, data.shuffle, data.max_prompt_length, data.overlong_prompts)": (
             f"{settings.run.seed}, {settings.data.shuffle}, {settings.data.max_prompt_length}, "
