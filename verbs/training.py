@@ -12,6 +12,7 @@ import typer
 from settings import InputError, load
 from settings.checks import check_for_dry_run, check_for_train
 from settings.layers import NO_FLAGS, Flags
+from settings.of_run import freed
 from verbs.answering import config_of_run, errors_for_people, json_text, resolve, write
 from verbs.options import Config, Debug, Overrides, PrintConfig
 
@@ -59,9 +60,9 @@ def train(
             raise InputError("--checkpoint goes with --from-rollouts; a run is continued with --resume")
         check = check_for_dry_run if dry_run else check_for_train
         flags = NO_FLAGS
-        if config is None and from_rollouts is not None:
-            config = config_of_run(from_rollouts) or config_of_run(checkpoint)
-            flags = _name_of_replay(config, overrides)
+        if config is None and (own := config_of_run(from_rollouts) or config_of_run(checkpoint)) is not None:
+            config, overrides = own, [*(overrides or []), *freed(own, overrides or [], os.environ)]
+            flags = _name_of_replay(own, overrides)
         resolved = resolve(config, overrides, flags=flags, print_config=print_config, check=check)
         if dry_run:
             from app.training.dry_run import look_ahead
@@ -76,11 +77,9 @@ def train(
     raise typer.Exit(code)
 
 
-def _name_of_replay(config: str | None, overrides: list[str] | None) -> Flags:
+def _name_of_replay(config: str, overrides: list[str]) -> Flags:
     """Of a run under another one's settings: the name there is taken, unless somebody has said another."""
-    if config is None:
-        return NO_FLAGS
-    resolved = load(config, overrides or [], os.environ)
+    resolved = load(config, overrides, os.environ)
     if not resolved.provenance["run.name"].startswith("yaml:"):
         return NO_FLAGS
     return {"--from-rollouts": ("run.name", f"{resolved.settings.run.name}-replay")}
