@@ -154,6 +154,7 @@ def _mesh_report(session: Session, outline: Outline, memory_bytes: int | None) -
 
 
 def _generation(session: Session, shapes: Shapes) -> str:
+    assert shapes.rollout is not None
     rows = f"{shapes.rollout.num_rows:,} rows with a cache of {shapes.rollout.cache_length:,} tokens"
     if session.workers is not None:
         return f"{len(session.workers.workers)} workers on each host, the largest with {rows}"

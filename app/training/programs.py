@@ -96,6 +96,7 @@ def _rollout(session: Session, shapes: Shapes, held: Held) -> Iterator[tuple[str
     elif session.slots is not None:
         programs = session.slots.engine.programs.lowered(truncates=truncates)
     else:
+        assert shapes.rollout is not None
         programs = session.engine.lowered(shapes.rollout, truncates=truncates)
     for name, lowered in programs.items():
         works_in = ("activations",) if name == "prefill" else ("logits", "logits_work")

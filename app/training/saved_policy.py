@@ -29,6 +29,7 @@ from app.training.checkpoint import (
 )
 from app.training.model_input import ADAPTERS, ModelInput
 from app.training.run_directory import RunDirectory
+from app.update.optimizer import TrainState
 from settings.errors import InputError
 
 OPTION = "--checkpoint"
@@ -96,10 +97,41 @@ class SavedPolicy:
             InputError: they are damaged.
         """
         # Beside a critic each network has a branch of its own; see `RunState.arrays`.
-        below = ("policy",) if any(name.startswith("policy/") for name in self.checksums) else ()
+        below = ("policy",) if self.has_critic else ()
         item: Any = {"params": abstract(shapes, shardings)}
         for key in reversed(below):
             item = {key: item}
+        return functools.reduce(operator.getitem, (*below, "params"), self._read(item))
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the state has a policy and a critic, or is a policy's alone."""
+        return any(name.startswith("policy/") for name in self.checksums)
+
+    def read_states(self, shapes: Mapping[str, TrainState], shardings: Mapping[str, TrainState]) -> dict[str, Any]:
+        """Of each network that is asked for and is there, all that its optimizer changes. All hosts call it together.
+
+        Args:
+            shapes: by name, `policy` and maybe `critic`.
+
+        Raises:
+            InputError: they are damaged, or those of another kind of network.
+        """
+        names = [name for name in shapes if self.has_critic or name == "policy"]
+        targets = {name: abstract(shapes[name], shardings[name]) for name in names}
+        item = targets if self.has_critic else targets["policy"]
+        wanted, there = set(jax.eval_shape(checksums, item)), self.checksums.keys()
+        if not wanted <= there:
+            name = min(wanted - there)
+            raise InputError(
+                f"{OPTION}: {self.path} has no array {name}: what was trained there is not what these settings train; "
+                f"leave --config away to take the run's own settings, or compare with {self.run.settings}"
+            )
+        found = self._read(item)
+        return dict(found) if self.has_critic else {"policy": found}
+
+    def _read(self, item: Any) -> Any:
+        """A part of the state, in any tree that it has."""
         args = ocp.args.PyTreeRestore(
             item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
         )
@@ -112,7 +144,7 @@ class SavedPolicy:
             reason = "" if sums == {name: self.checksums.get(name) for name in sums} else OTHER_ARRAYS
         if reason:
             raise InputError(f"{OPTION}: {self.path} is damaged ({reason}); choose another one of {self.path.parent}")
-        return functools.reduce(operator.getitem, (*below, "params"), found)
+        return found
 
 
 def _find(path: Path) -> Path:

@@ -190,12 +190,14 @@ class Session:
         """What takes any number of samples at once, if there is such a thing."""
         return self.workers or self.slots
 
-    def compile_rollout(self, *, evaluates: bool) -> None:
+    def compile_rollout(self) -> None:
         """All that slots or workers will run, where there are any, and nothing else compiles in a rollout."""
-        if self.queue is None:
-            return
-        self.queue.compile(self.rules)
-        if evaluates and not self.evaluates_in_batches:
+        if self.queue is not None:
+            self.queue.compile(self.rules)
+
+    def compile_evaluation(self) -> None:
+        """The same of an evaluation."""
+        if self.queue is not None and not self.evaluates_in_batches:
             self.queue.compile(SamplingRules(self.settings.eval.temperature))
 
     @property
