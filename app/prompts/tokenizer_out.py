@@ -1,0 +1,34 @@
+"""The tokenizer's files of a model that is written out."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from app.policy.gguf_file import GgufFile
+from app.policy.weight_files import ModelFiles
+from app.prompts.tokenizer import TOKENIZER_FILE, load_fast_tokenizer
+
+COPIED = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+"""No code among them."""
+
+
+def write_tokenizer(files: ModelFiles, directory: Path) -> None:
+    """The files of a model's directory as they stand; those that say the same of a GGUF file's tokenizer."""
+    if isinstance(files.weights, GgufFile):
+        load_fast_tokenizer(files).save_pretrained(directory)
+        return
+    for name in COPIED:
+        # A hub's files are links into its cache.
+        if (files.path / name).is_file():
+            shutil.copyfile(files.path / name, directory / name)
