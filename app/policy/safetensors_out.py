@@ -26,9 +26,7 @@ METADATA = {"format": "pt"}
 """transformers refuses a file that does not say which framework's layout it has; matrices here are `[out, in]`."""
 
 
-def write_checkpoint(
-    directory: Path, source: WeightFile, dtype: np.dtype, *, shard_bytes: int = SHARD_BYTES
-) -> list[str]:
+def write_weights(directory: Path, source: WeightFile, dtype: np.dtype, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
     """Writes every tensor of `source`, rounded to `dtype`; returns the names of the weight files.
 
     One `model.safetensors`, or shards and the index that names them.
@@ -79,6 +77,6 @@ def write_safetensors(path: Path, source: WeightFile, names: Sequence[str], dtyp
             file.write(_as_bytes(source.read(name), dtype))
 
 
-def _as_bytes(tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _as_bytes(tensor: np.ndarray, dtype: np.dtype) -> memoryview:
     """Little-endian, as all that JAX runs on is."""
-    return np.ascontiguousarray(tensor.astype(dtype, copy=False)).reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(tensor.astype(dtype, copy=False)).reshape(-1).view(np.uint8).data

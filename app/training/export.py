@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from app.mesh import topology
 from app.policy.config_out import GENERATION_CONFIG_FILE, exported_config, exported_generation_config
 from app.policy.decoder import Params
-from app.policy.safetensors_out import write_checkpoint
+from app.policy.safetensors_out import write_weights
 from app.policy.weight_files import CONFIG_FILE
 from app.policy.weights_out import TensorsOut
 from app.prompts.tokenizer_out import write_tokenizer
@@ -84,7 +84,7 @@ def write_model(folder: Path, model: ModelInput, params: Params, *, dtype: Weigh
     _write_json(folder / CONFIG_FILE, config)
     _write_json(folder / GENERATION_CONFIG_FILE, generation)
     write_tokenizer(files, folder)
-    return write_checkpoint(folder, TensorsOut(model.definition, params), jnp.dtype(dtype))
+    return write_weights(folder, TensorsOut(model.definition, params), jnp.dtype(dtype))
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
