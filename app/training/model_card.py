@@ -32,8 +32,8 @@ KEY_SETTINGS = (
 )  # fmt: skip
 """Told whether anybody set them or not."""
 
-PRIVATE_SETTINGS = ("run.dir",)
-"""In sections that are uploaded, and still this machine's own."""
+PRIVATE_SETTINGS = ("run.dir", "run.name")
+"""In sections that are uploaded, and still this machine's own, or told elsewhere."""
 
 USE = """\
 ```python
@@ -96,9 +96,8 @@ def front_matter(hub_id: str | None, source: str) -> str:
 def _origin(saved: SavedPolicy, settings: Mapping[str, Any], *, base: str, dtype: str) -> str:
     rounding = "bit for bit those of the checkpoint" if dtype == "float32" else "rounded once to bfloat16"
     return (
-        f"`{base}`, trained with `{settings['algorithm.name']}` on `{_shown(settings['data.source'])}` by "
-        f"grpo: step {saved.step} of the run `{settings['run.name']}`. "
-        f"The weights are {rounding}."
+        f"`{base}`, trained with the algorithm `{settings['algorithm.name']}` on `{_shown(settings['data.source'])}`: "
+        f"step {saved.step} of the run `{settings['run.name']}`, written by `grpo export`. The weights are {rounding}."
     )
 
 
@@ -116,13 +115,12 @@ def _figures(files: RunFiles, settings: Mapping[str, Any], *, step: int) -> list
 
 
 def _settings_table(settings: Mapping[str, Any], files: RunFiles | None) -> str:
-    """The key settings, and all that are not at their defaults."""
-    chosen = {one.name for one in files.chosen_settings()} if files else set()
+    """The key settings, and all that somebody has set to something else than the default."""
+    chosen = {one.name for one in files.chosen_settings() if one.origin != "derived"} if files else set()
     public = (name for name in settings if name.partition(".")[0] in WANDB_SECTIONS and name not in PRIVATE_SETTINGS)
-    named = [name for name in public if name in chosen or name in KEY_SETTINGS]
-    return _table(
-        ("setting", "value"), [(name, f"`{json.dumps(_shown(settings[name]), ensure_ascii=False)}`") for name in named]
-    )
+    told = {name: _shown(settings[name]) for name in public if name in chosen or name in KEY_SETTINGS}
+    rows = [(f"`{name}`", f"`{json.dumps(value, ensure_ascii=False)}`") for name, value in told.items()]
+    return _table(("setting", "value"), rows)
 
 
 def _use(settings: Mapping[str, Any]) -> str:

@@ -68,6 +68,8 @@ def write_adapters(directory: Path, base: Path, adapters) -> Path:
     return directory
 
 
+# peft asks transformers for a property by its old name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("family", "names"),
     [
