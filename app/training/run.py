@@ -230,7 +230,7 @@ class Walk:
         """The metrics of an evaluation, which has been told of by then."""
         start = time.perf_counter()
         judged = self.trainer.evaluate(self.state.policy.params, self.held_out, step=step, board=self.narrator.board)
-        metrics = evaluation_metrics(judged)
+        metrics = evaluation_metrics(judged.samples, self.settings)
         self.narrator.evaluation(step, metrics, judged.samples)
         return {**metrics, "time/eval_s": time.perf_counter() - start}
 

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from app.flow import Prompt
-from app.prompts.encode import encode_prompts
+from app.prompts.dataset import Row
+from app.prompts.encode import ChatTokenizer, EncodeReport, encode_prompts
 from app.prompts.source import load_held_out_data, load_training_data
 from app.reward.overlong import OverlongPenalty
 from app.reward.rewards import Rewards, judge_of
 from app.reward.signature import Columns
 from app.reward.tasks import check_answers
-from app.training.evaluate import check_best_metric
+from app.training.evaluation_figures import check_best_metric
 from app.training.model_input import CriticInput, ModelInput, check_context, read_critic_input, read_model_input
 from app.training.reward_role import RewardModelInput, check_reward_context, read_reward_model
 from settings import Settings
+from settings.schema import Data
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,7 @@ class TrainingInput:
         """The reward functions over these data; importing them is what entering it does."""
         columns, held_out = data_columns(settings, self.prompts), None
         if self.held_out:
-            source = settings.data.eval_source or settings.data.source
-            held_out = replace(data_columns(settings, self.held_out), source=source)
+            held_out = held_out_columns(settings, self.held_out)
         return Rewards(settings.reward, columns, held_out, overlong_penalty(settings))
 
 
@@ -63,6 +64,33 @@ def data_columns(settings: Settings, prompts: Sequence[Prompt]) -> Columns:
     """What plug-ins can be given of prompts that were read under `data.*`."""
     data = settings.data
     return Columns.of(prompts, source=data.source, prompt_column=data.prompt_column, answer_column=data.answer_column)
+
+
+def held_out_columns(settings: Settings, prompts: Sequence[Prompt]) -> Columns:
+    """The same of the prompts of an evaluation."""
+    return replace(data_columns(settings, prompts), source=settings.data.eval_source or settings.data.source)
+
+
+def encoded(rows: Sequence[Row], data: Data, tokenizer: ChatTokenizer) -> tuple[list[Prompt], EncodeReport]:
+    """The rows as prompts, as `data.*` says."""
+    return encode_prompts(
+        rows,
+        tokenizer,
+        system_prompt=data.system_prompt,
+        max_prompt_length=data.max_prompt_length,
+        overlong=data.overlong_prompts,
+    )
+
+
+def read_held_out(settings: Settings, tokenizer: ChatTokenizer) -> tuple[list[Prompt], EncodeReport]:
+    """The prompts of an evaluation, which can all be judged.
+
+    Raises:
+        InputError: the data set cannot be used, or lacks answers.
+    """
+    rows = load_held_out_data(settings.data, num_prompts=settings.eval.num_prompts).rows
+    check_answers(rows, [judge_of(settings.reward)])
+    return encoded(rows, settings.data, tokenizer)
 
 
 def read_training_input(settings: Settings) -> TrainingInput:
@@ -82,21 +110,15 @@ def read_training_input(settings: Settings) -> TrainingInput:
         check_reward_context(reward_model, settings)
     dataset = load_training_data(settings.data, seed=settings.run.seed)
     check_answers(dataset.rows, [function.name for function in settings.reward.functions])
-    encode = {
-        "system_prompt": settings.data.system_prompt,
-        "max_prompt_length": settings.data.max_prompt_length,
-        "overlong": settings.data.overlong_prompts,
-    }
-    prompts, report = encode_prompts(dataset.rows, model.tokenizer, **encode)
+    prompts, report = encoded(dataset.rows, settings.data, model.tokenizer)
     if reward_model is not None:
         reward_model.check_prompt(prompts[0])
     held_out: Sequence[Prompt] = ()
     if settings.eval.every_steps:
-        rows = load_held_out_data(settings.data, num_prompts=settings.eval.num_prompts).rows
-        check_answers(rows, [judge_of(settings.reward)])
-        held_out, _ = encode_prompts(rows, model.tokenizer, **encode)
+        held_out, _ = read_held_out(settings, model.tokenizer)
         if settings.checkpoint.best_metric is not None:
-            check_best_metric(settings.checkpoint.best_metric, held_out, judge=judge_of(settings.reward))
+            judge, num_samples = judge_of(settings.reward), settings.eval.num_samples
+            check_best_metric(settings.checkpoint.best_metric, held_out, judge=judge, num_samples=num_samples)
     fingerprints = {
         "model": model.files.fingerprint,
         "tokenizer": model.tokenizer.fingerprint,
