@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from verbs import exporting, looking, samples, training
+from verbs import evaluating, exporting, looking, samples, training
 from verbs.answering import write
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 for verb in (
     training.train,
+    evaluating.evaluate,
     samples.rollout,
     samples.score,
     samples.gae,

@@ -122,7 +122,7 @@ def inspection_of(session: Session, outline: Outline, *, compiles: bool) -> Insp
     settings, memory_bytes = session.settings, device_memory_bytes()
     learning = wire_learning(settings, session)
     prompt = longest_prompt(settings.data.max_prompt_length)
-    held_out = [prompt] * settings.eval.num_prompts if settings.eval.every_steps else []
+    held_out = [prompt] * _num_held_out(session) if settings.eval.every_steps else []
     shapes = shapes_of(session, learning, [prompt], held_out, outline.reward_model)
     memory = memory_by_phase(session, learning, shapes, outline.reward_model)
     return Inspection(
@@ -135,6 +135,13 @@ def inspection_of(session: Session, outline: Outline, *, compiles: bool) -> Insp
         notes=launch_notes(settings, session),
         programs=compiled_programs(session, learning, shapes, memory) if compiles else (),
     )
+
+
+def _num_held_out(session: Session) -> int:
+    """Of a whole data set nobody knows how many they are without reading it: enough for full batches on all hosts."""
+    rollout = session.settings.rollout
+    full = rollout.prompts_per_step * rollout.group_size * topology.num_hosts(session.mesh)
+    return session.settings.eval.num_prompts or full
 
 
 def longest_prompt(num_tokens: int) -> Prompt:

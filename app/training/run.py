@@ -241,7 +241,7 @@ class Walk:
         start = time.perf_counter()
         policy = self.trainer.session.whole(self.state.policy.params)
         judged = self.trainer.evaluate(policy, self.held_out, step=step, board=self.narrator.board)
-        metrics = evaluation_metrics(judged)
+        metrics = evaluation_metrics(judged.samples, self.settings)
         self.narrator.evaluation(step, metrics, judged.samples)
         return {**metrics, "time/eval_s": time.perf_counter() - start}
 

@@ -165,16 +165,17 @@ class Session:
             first_group_id=first_group_id,
         )
 
-    def stream(self, weights: DecodeWeights, prompts: Sequence[Prompt]) -> Iterator[Sample]:
-        """A rollout of any number of prompts through slots or workers, one sample after the other."""
+    def stream(
+        self, weights: DecodeWeights, prompts: Sequence[Prompt], *, group_size: int, rules: SamplingRules
+    ) -> Iterator[Sample]:
+        """Any number of prompts through slots or workers, one sample after the other."""
         assert self.queue is not None
-        rollout = self.settings.rollout
         return self.queue.stream(
             weights,
             prompts,
-            group_size=rollout.group_size,
-            max_new_tokens=rollout.max_new_tokens,
-            rules=self.rules,
+            group_size=group_size,
+            max_new_tokens=self.settings.rollout.max_new_tokens,
+            rules=rules,
             seed=self.settings.run.seed,
             policy_version=0,
         )
@@ -198,7 +199,7 @@ class Session:
     def compile_evaluation(self) -> None:
         """The same of an evaluation."""
         if self.queue is not None and not self.evaluates_in_batches:
-            self.queue.compile(SamplingRules(self.settings.eval.temperature))
+            self.queue.compile(self.evaluation_rules)
 
     @property
     def runs_ahead(self) -> bool:
@@ -236,6 +237,11 @@ class Session:
         """Those of `rollout.*`."""
         rollout = self.settings.rollout
         return SamplingRules(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
+
+    @property
+    def evaluation_rules(self) -> SamplingRules:
+        """Nothing is cut off: an evaluation tells what the model itself does."""
+        return SamplingRules(self.settings.eval.temperature)
 
     def generate(
         self,
@@ -290,7 +296,7 @@ class Session:
         """In which an evaluation does."""
         if self.queue and not self.runs_ahead:
             return self.queue.batch_shape
-        return self._batch_shape(num_prompts, group_size=1, longest_prompt=longest_prompt)
+        return self._batch_shape(num_prompts, group_size=self.settings.eval.num_samples, longest_prompt=longest_prompt)
 
     def _batch_shape(self, num_prompts: int, *, group_size: int, longest_prompt: int) -> BatchShape:
         return self.engine.batch_shape(
