@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from verbs import looking, samples, training
+from verbs import doctor, looking, samples, training
 from verbs.answering import write
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ for verb in (
     samples.gae,
     looking.inspect_mesh,
     looking.report,
+    doctor.doctor,
 ):
     app.command()(verb)
 

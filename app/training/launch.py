@@ -62,11 +62,7 @@ def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
         agree(resolved, facts)
         check_shared(run)
         session = stack.enter_context(closing(Session.open(settings, read.model, read.critic)))
-        check_rows(settings, session)
-        if session.workers is not None and session.runs_ahead:
-            check_runs_ahead(session.workers)
-        if "reference" in settings.scored_roles:
-            check_host_memory(settings, session.mesh)
+        check_session(settings, session)
         notes = launch_notes(settings, session)
         yield Launch(resolved, run, read, rewards, session, bulletin=bulletin, watchdog=watchdog, notes=notes)
 
@@ -76,6 +72,15 @@ def _read(settings: Settings, run: RunDirectory, resume: Resume) -> TrainingInpu
     return read_training_input(pinned(settings, run))
 
 
+def check_session(settings: Settings, session: Session) -> None:
+    """Raises InputError where the mesh of a session cannot train under the settings."""
+    check_rows(settings, session)
+    if session.workers is not None and session.runs_ahead:
+        check_runs_ahead(session.workers)
+    if "reference" in settings.scored_roles:
+        check_host_memory(settings, session.mesh)
+
+
 def _facts(settings: Settings, run: RunDirectory, read: TrainingInput) -> dict[str, str]:
     """What hosts must have in common beside their settings."""
     if jax.process_count() == 1:
@@ -83,6 +88,13 @@ def _facts(settings: Settings, run: RunDirectory, read: TrainingInput) -> dict[s
     return {
         **read.fingerprints,
         "the evaluation prompts": prompts_digest(read.held_out),
+        **facts_of_files(settings, run),
+    }
+
+
+def facts_of_files(settings: Settings, run: RunDirectory) -> dict[str, str]:
+    """Those that need no model and no data."""
+    return {
         **plug_in_digests(settings.reward.functions),
         f"the newest checkpoint in {run.path}": newest_checkpoint(run),
     }

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from app.flow import Prompt
-from app.prompts.encode import encode_prompts
+from app.prompts.dataset import Dataset, Row
+from app.prompts.encode import EncodeReport, encode_prompts
 from app.prompts.source import load_held_out_data, load_training_data
+from app.prompts.tokenizer import Tokenizer
 from app.reward.overlong import OverlongPenalty
 from app.reward.rewards import Rewards, judge_of
 from app.reward.signature import Columns
@@ -44,11 +46,16 @@ class TrainingInput:
 
     def rewards(self, settings: Settings) -> Rewards:
         """The reward functions over these data; importing them is what entering it does."""
-        columns, held_out = data_columns(settings, self.prompts), None
-        if self.held_out:
-            source = settings.data.eval_source or settings.data.source
-            held_out = replace(data_columns(settings, self.held_out), source=source)
-        return Rewards(settings.reward, columns, held_out, overlong_penalty(settings))
+        return rewards_over(settings, self.prompts, self.held_out)
+
+
+def rewards_over(settings: Settings, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Rewards:
+    """The reward functions of a run over these prompts, not yet imported."""
+    columns, of_held_out = data_columns(settings, prompts), None
+    if held_out:
+        source = settings.data.eval_source or settings.data.source
+        of_held_out = replace(data_columns(settings, held_out), source=source)
+    return Rewards(settings.reward, columns, of_held_out, overlong_penalty(settings))
 
 
 def overlong_penalty(settings: Settings) -> OverlongPenalty | None:
@@ -65,38 +72,91 @@ def data_columns(settings: Settings, prompts: Sequence[Prompt]) -> Columns:
     return Columns.of(prompts, source=data.source, prompt_column=data.prompt_column, answer_column=data.answer_column)
 
 
+def read_policy(settings: Settings) -> ModelInput:
+    """The model of `model.path` and its tokenizer.
+
+    Raises:
+        InputError: it cannot be used, or not for samples as long as the settings allow. So do the next.
+    """
+    model = read_model_input(settings)
+    check_context(model.architecture, settings, path=settings.model.path)
+    return model
+
+
+def read_critic(settings: Settings, model: ModelInput) -> CriticInput | None:
+    """What the critic starts from; None for a run without one."""
+    if not settings.has_critic:
+        return None
+    critic = read_critic_input(settings, model)
+    check_context(critic.architecture, settings, path=settings.critic.path or settings.model.path)
+    return critic
+
+
+def read_judge(settings: Settings) -> RewardModelInput | None:
+    """The reward model; None for a run without one."""
+    reward_model = read_reward_model(settings)
+    if reward_model is not None:
+        check_reward_context(reward_model, settings)
+    return reward_model
+
+
+def read_rows(settings: Settings) -> Dataset:
+    """What is trained on, with answers that the reward functions can use."""
+    dataset = load_training_data(settings.data, seed=settings.run.seed)
+    check_answers(dataset.rows, [function.name for function in settings.reward.functions])
+    return dataset
+
+
+def encode_rows(settings: Settings, rows: Sequence[Row], tokenizer: Tokenizer) -> tuple[list[Prompt], EncodeReport]:
+    """The rows as prompts, under `data.*`."""
+    return encode_prompts(
+        rows,
+        tokenizer,
+        system_prompt=settings.data.system_prompt,
+        max_prompt_length=settings.data.max_prompt_length,
+        overlong=settings.data.overlong_prompts,
+    )
+
+
+def read_held_out(settings: Settings, tokenizer: Tokenizer) -> Sequence[Prompt]:
+    """What evaluations ask; nothing for a run without any."""
+    if not settings.eval.every_steps:
+        return ()
+    judge = judge_of(settings.reward)
+    rows = load_held_out_data(settings.data, num_prompts=settings.eval.num_prompts).rows
+    check_answers(rows, [judge])
+    held_out, _ = encode_rows(settings, rows, tokenizer)
+    if settings.checkpoint.best_metric is not None:
+        check_best_metric(settings.checkpoint.best_metric, held_out, judge=judge)
+    return held_out
+
+
 def read_training_input(settings: Settings) -> TrainingInput:
     """Model files, tokenizer, training and evaluation prompts.
 
     Raises:
         InputError: for whatever about them cannot be used.
     """
-    model = read_model_input(settings)
-    check_context(model.architecture, settings, path=settings.model.path)
-    critic = None
-    if settings.has_critic:
-        critic = read_critic_input(settings, model)
-        check_context(critic.architecture, settings, path=settings.critic.path or settings.model.path)
-    reward_model = read_reward_model(settings)
-    if reward_model is not None:
-        check_reward_context(reward_model, settings)
-    dataset = load_training_data(settings.data, seed=settings.run.seed)
-    check_answers(dataset.rows, [function.name for function in settings.reward.functions])
-    encode = {
-        "system_prompt": settings.data.system_prompt,
-        "max_prompt_length": settings.data.max_prompt_length,
-        "overlong": settings.data.overlong_prompts,
-    }
-    prompts, report = encode_prompts(dataset.rows, model.tokenizer, **encode)
+    model = read_policy(settings)
+    critic, reward_model = read_critic(settings, model), read_judge(settings)
+    dataset = read_rows(settings)
+    prompts, report = encode_rows(settings, dataset.rows, model.tokenizer)
     if reward_model is not None:
         reward_model.check_prompt(prompts[0])
-    held_out: Sequence[Prompt] = ()
-    if settings.eval.every_steps:
-        rows = load_held_out_data(settings.data, num_prompts=settings.eval.num_prompts).rows
-        check_answers(rows, [judge_of(settings.reward)])
-        held_out, _ = encode_prompts(rows, model.tokenizer, **encode)
-        if settings.checkpoint.best_metric is not None:
-            check_best_metric(settings.checkpoint.best_metric, held_out, judge=judge_of(settings.reward))
+    held_out = read_held_out(settings, model.tokenizer)
+    fingerprints = fingerprints_of(settings, model, dataset, critic, reward_model)
+    report_text = f"{dataset.to_text()}\n{report.to_text()}"
+    return TrainingInput(model, critic, prompts, held_out, fingerprints, report_text, reward_model)
+
+
+def fingerprints_of(
+    settings: Settings,
+    model: ModelInput,
+    dataset: Dataset,
+    critic: CriticInput | None,
+    reward_model: RewardModelInput | None,
+) -> dict[str, str]:
+    """What a run is a run of, by what it is: of a resumed run and of other hosts they are the same."""
     fingerprints = {
         "model": model.files.fingerprint,
         "tokenizer": model.tokenizer.fingerprint,
@@ -110,5 +170,4 @@ def read_training_input(settings: Settings) -> TrainingInput:
         fingerprints["the critic"] = critic.files.fingerprint
     if reward_model is not None:
         fingerprints["the reward model"] = reward_model.files.fingerprint
-    report_text = f"{dataset.to_text()}\n{report.to_text()}"
-    return TrainingInput(model, critic, prompts, held_out, fingerprints, report_text, reward_model)
+    return fingerprints
