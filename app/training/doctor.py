@@ -13,15 +13,16 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from app.flow import Prompt, Sample
+from app.flow import Prompt
 from app.mesh import topology
-from app.mesh.placement import bytes_over_hosts, max_over_hosts
+from app.mesh.placement import abstract, bytes_over_hosts, bytes_per_device, max_over_hosts
+from app.program_facts import lower_bounds
 from app.prompts.dataset import Dataset
 from app.training.agreement import agree, check_shared, prompts_digest
-from app.training.findings import Diagnosis, Finding, Findings
+from app.training.findings import RUN_TIME, Diagnosis, Finding, Findings
 from app.training.joining import joined_hosts
 from app.training.launch import check_session, facts_of_files, launch_notes
-from app.training.memory import memory_by_phase, shapes_of, state_bytes
+from app.training.memory import state_bytes
 from app.training.metrics import device_memory_bytes
 from app.training.model_input import CriticInput, ModelInput
 from app.training.pinned_model import pinned
@@ -58,6 +59,7 @@ from app.training.training_input import (
     read_rows,
 )
 from app.training.trial import (
+    Seen,
     look_at_end_of_turn,
     look_at_forward,
     look_at_reward_model,
@@ -74,7 +76,7 @@ from settings.unread import launch_lines
 
 Data = TypeVar("Data")
 
-MOST_ROWS = 20_000
+MOST_ROWS = 2000
 """That become tokens: of more data sets the first."""
 CACHED = "cached"
 
@@ -111,20 +113,20 @@ def examine(resolved: Resolved) -> Diagnosis:
     with ExitStack() as stack:
         has_devices = _join(look, settings, run, stack)
         _look_at_settings(look, resolved)
-        look_at_versions(look)
+        look_at_versions(look, lower_bounds())
         with look.looking_at("run directory"):
             _look_at_directory(look, run)
             settings = pinned(settings, run)
         look_at_wandb(look, settings, of_wandb)
         read = _read(look, settings, sources, of_hub)
-        drawn, writes = None, None
+        seen, writes = None, None
         if has_devices:
             session = _open(look, resolved, run, read, stack)
             writes = None if session is None else _look_at_memory(look, session, read)
-            drawn = _try(look, session, read)
+            seen = _try(look, session, read)
         if read.model is not None and read.prompts:
             with look.looking_at("end of turn"):
-                look_at_end_of_turn(look, settings, read.model.tokenizer, read.prompts[0], drawn)
+                look_at_end_of_turn(look, settings, read.model.tokenizer, read.prompts[0], seen)
         with look.looking_at("disk"):
             look_at_disk(look, run.path, writes)
         host = jax.process_index() if has_devices else 0
@@ -290,46 +292,41 @@ def _open(look: Findings, resolved: Resolved, run: RunDirectory, read: Read, sta
 
 def _look_at_memory(look: Findings, session: Session, read: Read) -> Writes | None:
     """Returns what a run would write, where its prompts are known."""
-    settings = session.settings
-    if not read.is_whole(settings) or not read.prompts or bool(settings.eval.every_steps) != bool(read.held_out):
-        look.skip("memory", "for want of prompts, or of a model")
-        return None
+    settings, writes = session.settings, None
     with look.looking_at("memory"):
         learning = wire_learning(settings, session)
-        shapes = shapes_of(session, learning, read.prompts, read.held_out, read.reward_model)
-        memory = memory_by_phase(session, learning, shapes, read.reward_model)
-        phases = {phase: sum(held.values()) for phase, held in memory.items()}
-        fullest, available = max(phases, key=phases.__getitem__), device_memory_bytes()
-        found = f"{fullest} holds most, {size_text(phases[fullest])} on each device by estimate"
-        if available is None:
-            look.ok("memory", f"{found}; how much a device has is not known")
-        elif phases[fullest] > available:
-            advice = "grpo train --dry-run shows what holds it, and what makes it smaller"
-            look.warn("memory", f"{found}, and there are {size_text(available)}", advice)
+        needed, available = bytes_per_device(abstract(learning.shapes, learning.shardings)), device_memory_bytes()
+        found = f"weights and optimizer moments take {size_text(needed)} on each device"
+        if available is not None and needed > available:
+            advice = "more devices, or a smaller model; grpo train --dry-run shows what holds it"
+            look.fail("memory", f"{found}, which has {size_text(available)}", advice, exit_code=RUN_TIME)
         else:
-            look.ok("memory", f"{found}, of {size_text(available)}")
-        mean = float(np.mean([len(prompt.token_ids) for prompt in read.prompts]))
-        return writes_of(settings, checkpoint=state_bytes(learning), prompt_tokens=mean, num_hosts=jax.process_count())
-    return None
+            there = "how much it has is not known" if available is None else f"which has {size_text(available)}"
+            look.ok("memory", f"{found}, {there}; grpo train --dry-run shows what a step needs beside it")
+        if read.prompts:
+            tokens = float(np.mean([len(prompt.token_ids) for prompt in read.prompts]))
+            hosts = jax.process_count()
+            writes = writes_of(settings, checkpoint=state_bytes(learning), prompt_tokens=tokens, num_hosts=hosts)
+    return writes
 
 
-def _try(look: Findings, session: Session | None, read: Read) -> Sample | None:
+def _try(look: Findings, session: Session | None, read: Read) -> Seen | None:
     """What the real weights say of the first prompt. Hosts try together, or not at all."""
     if not _everywhere(session is not None and bool(read.prompts)):
         look.skip("forward", "for want of a model, a prompt or a mesh, here or on another host")
         return None
     assert session is not None
-    drawn = None
-    if (why := too_large(session)) is not None:
+    seen = None
+    if (why := too_large(session, session.input.definition)) is not None:
         look.skip("forward", f"{why}: only shapes were compared")
     else:
         with look.looking_at("forward"):
-            drawn = look_at_forward(look, session, read.prompts[0])
+            seen = look_at_forward(look, session, read.prompts[0])
     if read.reward_model is not None:
         with look.looking_at("reward model"):
             samples = trial_samples(session.input.tokenizer, read.prompts)
             look_at_reward_model(look, session.settings, session, read.reward_model, samples)
-    return drawn
+    return seen
 
 
 def _everywhere(ready: bool) -> bool:

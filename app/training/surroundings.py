@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,7 +16,7 @@ from huggingface_hub import constants, get_token
 
 from app.policy.hub import cached_commit, newest_commit
 from app.policy.weight_files import CONFIG_FILE, HUB_FILES, is_from_hub
-from app.program_facts import NOT_INSTALLED, TRAINING, lower_bounds, program_facts, release, version_of
+from app.program_facts import NOT_INSTALLED, TRAINING, program_facts, release, version_of
 from app.training.findings import INPUT, RUN_TIME, Findings
 from settings import Settings
 from settings.errors import InputError
@@ -219,9 +219,8 @@ def look_at_wandb(look: Findings, settings: Settings, inquiry: Inquiry | None) -
         look.warn("wandb", f"project {project}: cannot be reached: {error}", advice)
 
 
-def look_at_versions(look: Findings) -> None:
+def look_at_versions(look: Findings, bounds: Mapping[str, str]) -> None:
     """Of what decides what a run becomes, against the oldest that the program was tested with."""
-    bounds = lower_bounds()
     versions = {name: version_of(name) for name in dict.fromkeys((*TRAINING, *bounds))}
     shown = [f"{name} {version}" for name in TRAINING if (version := versions[name]) != NOT_INSTALLED]
     found = f"Python {program_facts(())['version of Python']}, {', '.join(shown)}"

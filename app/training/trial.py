@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32, Float64, Int32
 
 from app.flow import Messages, Prompt, Sample
+from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards, row_sharding, to_global, to_local
 from app.mesh.topology import platform_of
+from app.policy.decoder import DecoderDefinition, Params
+from app.policy.row_layout import one_segment
 from app.prompts.encode import to_messages
 from app.prompts.tokenizer import Tokenizer
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, is_task_reward
-from app.rollout.sampling import NON_FINITE, SamplingRules
 from app.training.all_hosts import together
 from app.training.findings import RUN_TIME, Findings
 from app.training.metrics import device_memory_bytes
@@ -29,13 +32,22 @@ from settings.errors import InputError
 
 SHOWN = 240
 """Characters of a text."""
-NUM_TOKENS = 16
-"""That are drawn, at most."""
+NUM_LIKELIEST = 5
+"""Tokens that are shown."""
 MOST_PARAMETERS = {"cpu": 10**9, "gpu": 3 * 10**9, "tpu": 3 * 10**9}
 """Of a model that is loaded in half a minute."""
 USABLE = 0.9
 """Of a device's memory."""
+LIKELY = 0.5
+"""How probable an end is that will come."""
 NO_ANSWER = "I do not know."
+
+
+class Seen(NamedTuple):
+    """What the real weights made of one prompt and its reference answer."""
+
+    end_probability: float | None
+    """That the model ends its turn behind the answer; None without one."""
 
 
 class EndOfTurn(NamedTuple):
@@ -78,80 +90,94 @@ def end_of_turn(tokenizer: Tokenizer, messages: Messages, answer: str) -> EndOfT
 
 
 def look_at_end_of_turn(
-    look: Findings, settings: Settings, tokenizer: Tokenizer, prompt: Prompt, drawn: Sample | None
+    look: Findings, settings: Settings, tokenizer: Tokenizer, prompt: Prompt, seen: Seen | None
 ) -> None:
     """Whether the template ends an answer with a token that ends a completion; if not, whether the model does.
 
     Args:
-        drawn: what the model has said, where it was asked.
+        seen: None where the model was not asked.
     """
     ends = ", ".join(f"{tokenizer.spelled([token])!r} ({token})" for token in tokenizer.eos_ids)
     messages = to_messages(prompt.source, settings.data.system_prompt)
     try:
         end = end_of_turn(tokenizer, messages, prompt.answer or NO_ANSWER)
     except InputError as error:
-        look.warn("end of turn", str(error), "nothing, if the model was trained on other chats: see what it says")
+        look.warn("end of turn", str(error), "nothing, if the model was trained on other chats")
         return
     written = f"behind an answer the template writes {end.text!r}" if end.text else "the template ends no answer"
     found = f"{written}; a completion ends at {ends}"
-    if end.ends:
+    probability = None if seen is None else seen.end_probability
+    if probability is not None:
+        found += f", with probability {probability:.2g} behind the reference answer"
+    if end.ends or (probability is not None and probability >= LIKELY):
         look.ok("end of turn", found)
-    elif drawn is not None and drawn.finish_reason == "stop":
-        look.ok(
-            "end of turn", f"{found}; the model ends its answer all the same, after {len(drawn.completion_ids)} tokens"
-        )
     else:
         advice = (
-            "see whether completions end before rollout.max_new_tokens (completions/truncated_fraction); the model's "
-            "own end of turn belongs in eos_token_id of generation_config.json"
+            "the model's own end of turn belongs in eos_token_id of generation_config.json; watch "
+            "completions/truncated_fraction: what goes on with the text may never stop"
         )
-        look.warn("end of turn", f"{found}: a model that learnt from this template may never stop", advice)
+        look.warn("end of turn", found, advice)
 
 
-def too_large(session: Session) -> str | None:
-    """Why the model is not loaded, or None."""
-    definition, mesh = session.input.definition, session.mesh
+def too_large(session: Session, definition: DecoderDefinition) -> str | None:
+    """Why a network's weights are not loaded for a trial, or None."""
     count, available = definition.num_parameters, device_memory_bytes()
-    most = MOST_PARAMETERS[platform_of(mesh.devices.flat[0])]
+    most = MOST_PARAMETERS[platform_of(session.mesh.devices.flat[0])]
     if count > most:
         return f"{count:,} parameters, more than {most:,}, are not loaded within half a minute"
-    # float32 over all devices, and a copy for decoding, which may be whole on each.
-    needed = 4 * count / mesh.size + compute_type(session.settings).itemsize * count
+    needed = bytes_per_device(abstract(definition.shapes, definition.shardings(session.mesh)))
     if available is not None and needed > USABLE * available:
-        return (
-            f"{needed / 2**30:.1f} GiB of weights do not fit beside their decoding copy in {available / 2**30:.1f} GiB"
-        )
+        return f"weights of {needed / 2**30:.1f} GiB do not fit in the {available / 2**30:.1f} GiB of a device"
     return None
 
 
-def look_at_forward(look: Findings, session: Session, prompt: Prompt) -> Sample | None:
+def look_at_forward(look: Findings, session: Session, prompt: Prompt) -> Seen | None:
     """The likeliest words behind a prompt, by the real weights. All hosts call it together."""
-    start = time.perf_counter()
+    start, tokenizer = time.perf_counter(), session.input.tokenizer
     with together():
         params = session.load_params()
-    weights = session.engine.weights(params)
     loaded = time.perf_counter()
-    (sample,) = session.engine.generate(
-        weights,
-        [prompt],
-        group_size=1,
-        max_new_tokens=min(NUM_TOKENS, session.settings.rollout.max_new_tokens),
-        rules=SamplingRules(0.0),
-        seed=session.settings.run.seed,
-        policy_version=0,
-    )
-    done = time.perf_counter()
-    if sample.finish_reason == NON_FINITE:
+    answer = [] if prompt.answer is None else tokenizer.encode(prompt.answer)
+    room = session.input.architecture.max_positions - len(prompt.token_ids)
+    ids = np.concatenate([prompt.token_ids, np.asarray(answer[:room], np.int32)])
+    logits = next_token_logits(session, params, ids, at=(len(prompt.token_ids) - 1, len(ids) - 1))
+    if not np.isfinite(logits).all():
         advice = "the weights hold NaN or infinities, or overflow in model.dtype: try model.dtype: float32"
         look.fail("forward", "logits are not finite", advice, exit_code=RUN_TIME)
         return None
-    text, first = session.input.tokenizer.spelled(sample.completion_ids), math.exp(sample.behavior_logprobs[0])
+    behind_prompt, behind_answer = probabilities(logits)
+    likeliest = np.argsort(-behind_prompt)[:NUM_LIKELIEST]
+    shown = ", ".join(f"{tokenizer.spelled([token])!r} {behind_prompt[token]:.2g}" for token in likeliest)
+    done = time.perf_counter()
     look.ok(
         "forward",
-        f"logits are finite; the likeliest answer begins {shortened(text)!r}, its first token with probability "
-        f"{first:.2g}; loaded in {loaded - start:.1f} s, compiled and drawn in {done - loaded:.1f} s",
+        f"logits are finite; likeliest behind the prompt: {shown}; loaded in {loaded - start:.1f} s, compiled and run "
+        f"in {done - loaded:.1f} s",
     )
-    return sample
+    return Seen(float(behind_answer[list(tokenizer.eos_ids)].sum()) if answer else None)
+
+
+def next_token_logits(
+    session: Session, params: Params, token_ids: Int32[np.ndarray, "T"], *, at: tuple[int, ...]
+) -> Float32[np.ndarray, "N V"]:
+    """Behind the tokens at some places of a row. Every host gives a row of as many tokens."""
+    mesh, dtype = session.mesh, compute_type(session.settings)
+
+    def read(params: Params, rows: Int32[Array, "R T"]) -> Float32[Array, "R N V"]:
+        decoder = session.input.definition.bind(params)
+        hidden = decoder.hidden(rows, one_segment(jnp.ones(rows.shape, bool)), dtype=dtype)
+        return decoder.head.logits(hidden[:, np.asarray(at)])
+
+    # Each device has a row, all of them the same.
+    rows = np.tile(token_ids, (num_local_row_shards(mesh), 1))
+    with jax.set_mesh(mesh):
+        return to_local(jax.jit(read, out_shardings=row_sharding(mesh))(params, to_global(mesh, rows)))[0]
+
+
+def probabilities(logits: Float32[np.ndarray, "N V"]) -> Float64[np.ndarray, "N V"]:
+    """softmax(logits) over the vocabulary."""
+    shifted = np.exp(np.float64(logits) - logits.max(axis=-1, keepdims=True))
+    return shifted / shifted.sum(axis=-1, keepdims=True)
 
 
 def trial_samples(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> tuple[Sample, ...]:
