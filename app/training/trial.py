@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -38,6 +38,8 @@ MOST_PARAMETERS = {"cpu": 10**9, "gpu": 3 * 10**9, "tpu": 3 * 10**9}
 """Of a model that is loaded in half a minute."""
 USABLE = 0.9
 """Of a device's memory."""
+NUM_OTHERS = 3
+"""Answers that should be wrong: one of them may happen to be right."""
 LIKELY = 0.5
 """How probable an end is that will come."""
 NO_ANSWER = "I do not know."
@@ -181,10 +183,11 @@ def probabilities(logits: Float32[np.ndarray, "N V"]) -> Float64[np.ndarray, "N 
 
 
 def trial_samples(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> tuple[Sample, ...]:
-    """The first prompt with a reference answer, answered with that and then with another prompt's."""
+    """The first prompt with a reference answer, answered with that and then with some of other prompts."""
     prompt = next((one for one in prompts if one.answer is not None), prompts[0])
-    other = next((one.answer for one in prompts if one.answer not in (None, prompt.answer)), None) or NO_ANSWER
-    answers = (other,) if prompt.answer is None else (prompt.answer, other)
+    known = dict.fromkeys(one.answer for one in prompts if one.answer is not None)
+    others = [answer for answer in known if answer != prompt.answer][:NUM_OTHERS] or [NO_ANSWER]
+    answers = others if prompt.answer is None else [prompt.answer, *others]
     return tuple(_sample(tokenizer, prompt, index, answer) for index, answer in enumerate(answers))
 
 
@@ -218,23 +221,28 @@ def _look_at_values(look: Findings, settings: Settings, samples: Sequence[Sample
     if scored.problem is not None or scored.notices:
         look.fail("reward", f"{scored.problem or '; '.join(scored.notices)}{told}", exit_code=RUN_TIME)
         return
-    right, wrong = scored.samples[0].rewards or {}, scored.samples[-1].rewards or {}
-    has_answer = len(scored.samples) > 1
+    has_answer = samples[0].prompt.answer is not None
+    right = (scored.samples[0].rewards or {}) if has_answer else {}
+    others = [sample.rewards or {} for sample in scored.samples[has_answer:]]
 
     def said(name: str) -> str:
-        values = [("the reference answer", right)] * has_answer + [("another answer", wrong)]
-        return f"{name}: {', '.join(f'{_value(of.get(name))} for {what}' for what, of in values)}"
+        values = [f"{_value(right.get(name))} for the reference answer"] * has_answer
+        return f"{name}: {', '.join([*values, f'{_value(_mean(name, others))} for others'])}"
 
     found = f"{'; '.join(map(said, rewards.names))}{told}"
-    tasks = [name for name in rewards.names if _judges_correctness(name)]
-    blind = [name for name in tasks if has_answer and right.get(name, 0) <= wrong.get(name, 0)]
+    tasks = [name for name in rewards.names if has_answer and _judges_correctness(name)]
+    blind = [name for name in tasks if right.get(name, 0.0) <= (_mean(name, others) or 0.0)]
     if blind:
-        advice = (
-            f"see data.answer_column, and whether {', '.join(blind)} fits the data: nothing could be learnt from it"
-        )
+        advice = f"see data.answer_column, and whether {', '.join(blind)} fits the data: it could teach nothing"
         look.warn("reward", found, advice)
     else:
         look.ok("reward", found)
+
+
+def _mean(name: str, of_samples: Sequence[Mapping[str, float]]) -> float | None:
+    """Over those that the function gave a value; None where it gave none."""
+    values = [rewards[name] for rewards in of_samples if name in rewards]
+    return float(np.mean(values)) if values else None
 
 
 def _value(value: float | None) -> str:

@@ -58,7 +58,7 @@ def test_it_shows_what_it_has_tried(of_quickstart: tuple[int, Checks, str]) -> N
     assert found["devices"].startswith("8 x cpu (cpu), ")
     assert "109,504 parameters" in found["model"]
     assert found["template"].startswith("arithmetic/") and found["template"].endswith("=?<|assistant|>'")
-    assert found["reward"] == "arithmetic: 1 for the reference answer, 0 for another answer"
+    assert found["reward"] == "arithmetic: 1 for the reference answer, 0 for others"
     assert "logits are finite; likeliest behind the prompt: '" in found["forward"]
     # The model has learnt to end its turn, its template has not.
     assert "the template ends no answer; a completion ends at '<|end|>' (2), with probability 1" in found["end of turn"]
@@ -139,7 +139,7 @@ def test_answers_that_a_reward_cannot_tell_apart_are_found(config: Path, tmp_pat
     rows.write_text("".join(json.dumps({"prompt": "2+2=?", "answer": answer}) + "\n" for answer in ("4", "4.0")))
     alike = settings(f"data.source={rows}", *QUIET, "mesh.shape='3,1,1'")
     _, checks, _ = examined("--config", config, *alike)
-    assert checks["reward"]["found"] == "arithmetic: 1 for the reference answer, 1 for another answer"
+    assert checks["reward"]["found"].startswith("arithmetic: 1 for the reference answer, 1 for others; ")
     assert checks["reward"]["verdict"] == "warn"
 
 

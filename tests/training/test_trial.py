@@ -89,10 +89,12 @@ def test_a_template_must_open_the_assistants_turn(directory: Path, template: str
 
 def test_the_first_prompt_with_an_answer_is_answered_rightly_and_wrongly(directory: Path) -> None:
     tokenizer = tokenizer_with(directory, TEMPLATE)
-    prompts = [prompt_of(tokenizer, uid, answer) for uid, answer in (("a", None), ("b", "2"), ("c", "2"), ("d", "3"))]
-    right, wrong = trial_samples(tokenizer, prompts)
-    assert (right.prompt.uid, right.completion, wrong.completion) == ("b", "2", "3")
-    assert right.uid != wrong.uid and right.completion_ids.tolist() == [*tokenizer.encode("2"), 0]
+    answers = (None, "2", "2", "3", "4", "5", "6")
+    prompts = [prompt_of(tokenizer, str(number), answer) for number, answer in enumerate(answers)]
+    right, *others = trial_samples(tokenizer, prompts)
+    assert (right.prompt.uid, right.completion) == ("1", "2")
+    assert right.completion_ids.tolist() == [*tokenizer.encode("2"), 0]
+    assert [(other.prompt.uid, other.completion) for other in others] == [("1", "3"), ("1", "4"), ("1", "5")]
     (alone,) = trial_samples(tokenizer, prompts[:1])
     assert alone.completion == "I do not know."
 
