@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id
 
 from settings.errors import InputError
 
@@ -42,6 +43,15 @@ def fetch_from_hub(hub_id: str, revision: str | None, *, files: Sequence[str]) -
         ) from error
 
 
+def is_hub_id(text: str) -> bool:
+    """Whether it is spelled as one; a path of more than two parts is not."""
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return False
+    return True
+
+
 def cached_commit(hub_id: str, revision: str | None, *, files: Sequence[str]) -> str | None:
     """The commit of which this machine's cache holds these files whole; None where they would have to be fetched.
 
@@ -49,7 +59,7 @@ def cached_commit(hub_id: str, revision: str | None, *, files: Sequence[str]) ->
     """
     try:
         found = snapshot_download(hub_id, revision=revision, allow_patterns=list(files), local_files_only=True)
-    except (LocalEntryNotFoundError, HFValidationError):
+    except LocalEntryNotFoundError:
         return None
     return Path(found).name
 
@@ -74,7 +84,7 @@ def newest_commit(
         raise InputError(_reason_and_way_out(error, hub_id)) from error
     except RepositoryNotFoundError as error:
         raise InputError(f"there is no such {kind}, or it is private; check the id, log in with HF_TOKEN") from error
-    except (EntryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+    except (EntryNotFoundError, RevisionNotFoundError) as error:
         at = f"no revision {revision!r}" if isinstance(error, RevisionNotFoundError) else f"no {file}"
         raise InputError(f"it has {at}; choose another") from error
     except (OSError, httpx2.HTTPError) as error:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import httpx2
 from huggingface_hub import constants, get_token
 
-from app.policy.hub import cached_commit, newest_commit
+from app.policy.hub import cached_commit, is_hub_id, newest_commit
 from app.policy.weight_files import CONFIG_FILE, HUB_FILES, is_from_hub
 from app.program_facts import NOT_INSTALLED, TRAINING, program_facts, release, version_of
 from app.training.findings import INPUT, RUN_TIME, Findings
@@ -41,14 +41,16 @@ class HubSource(NamedTuple):
 
 
 def hub_sources(settings: Settings) -> tuple[HubSource, ...]:
-    """All of them; none where everything is local."""
+    """All of them; none where everything is local. What is no hub id at all is told by whoever opens it."""
     model, critic, reward, data = settings.model, settings.critic, settings.reward, settings.data
     models = [("model.path", model.path, model.revision)]
     if settings.has_critic and critic.path is not None:
         models.append(("critic.path", critic.path, critic.revision))
     if reward.model is not None:
         models.append(("reward.model", reward.model, reward.model_revision))
-    sources = [HubSource(s, "model", path, revision) for s, path, revision in models if is_from_hub(path)]
+    sources = [
+        HubSource(s, "model", path, revision) for s, path, revision in models if is_from_hub(path) and is_hub_id(path)
+    ]
     data_sources = [("data.source", data.source, data.revision)]
     if settings.eval.every_steps and data.eval_source is not None:
         data_sources.append(("data.eval_source", data.eval_source, None))

@@ -117,12 +117,12 @@ def test_weights_that_give_no_number_are_found(broken: tuple[int, Checks, str]) 
 
 
 def test_without_a_model_the_rest_is_still_looked_at(config: Path) -> None:
-    missing = settings(f"model.path={config.parent / 'nowhere.gguf'}", "mesh.platform=tpu", *QUIET)
+    missing = settings(f"model.path={config.parent / 'nowhere'}", "mesh.platform=tpu", *QUIET)
     code, checks, _ = examined("--config", config, *missing)
     assert code == 2
     assert verdicts(checks, "devices", "model", "data", "run directory", "versions") == ["fail", "fail", *["ok"] * 3]
     assert "mesh.platform: tpu was asked for and there is none" in checks["devices"]["found"]
-    assert "nowhere.gguf" in checks["model"]["found"]
+    assert "nowhere' is neither an existing directory or file nor a hub id" in checks["model"]["found"]
     assert verdicts(checks, "reward", "disk") == ["skip", "skip"]
 
 
