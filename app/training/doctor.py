@@ -291,7 +291,7 @@ def _open(look: Findings, resolved: Resolved, run: RunDirectory, read: Read, sta
 
 
 def _look_at_memory(look: Findings, session: Session, read: Read) -> Writes | None:
-    """Returns what a run would write, where its prompts are known."""
+    """Returns what a run would write."""
     settings, writes = session.settings, None
     with look.looking_at("memory"):
         learning = wire_learning(settings, session)
@@ -303,10 +303,9 @@ def _look_at_memory(look: Findings, session: Session, read: Read) -> Writes | No
         else:
             there = "how much it has is not known" if available is None else f"which has {size_text(available)}"
             look.ok("memory", f"{found}, {there}; grpo train --dry-run shows what a step needs beside it")
-        if read.prompts:
-            tokens = float(np.mean([len(prompt.token_ids) for prompt in read.prompts]))
-            hosts = jax.process_count()
-            writes = writes_of(settings, checkpoint=state_bytes(learning), prompt_tokens=tokens, num_hosts=hosts)
+        lengths = [len(prompt.token_ids) for prompt in read.prompts] or [settings.data.max_prompt_length]
+        tokens, hosts = float(np.mean(lengths)), jax.process_count()
+        writes = writes_of(settings, checkpoint=state_bytes(learning), prompt_tokens=tokens, num_hosts=hosts)
     return writes
 
 

@@ -255,7 +255,7 @@ def test_what_a_run_writes_is_estimated_from_what_it_really_writes() -> None:
     )
     writes = writes_of(chosen, checkpoint=1000, prompt_tokens=20, num_hosts=2)
     rng = np.random.default_rng(0)
-    logprobs, advantages = np.float32(rng.normal(size=(2, 64)))
+    logprobs, advantages = (rng.normal(size=64).astype(np.float32) for _ in range(2))
     sample = make_sample(
         rng.integers(0, 50_000, 64), prompt_ids=rng.integers(0, 50_000, 20), behavior_logprobs=logprobs
     )
