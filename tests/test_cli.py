@@ -14,7 +14,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 CANARY = "CANARY-0123456789abcdef"
 HINT = " (--debug shows the traceback)"
-CONFIGURED = ("train", "evaluate", "rollout", "score", "gae", "inspect-mesh", "export")
+CONFIGURED = ("train", "evaluate", "rollout", "score", "gae", "inspect-mesh", "export", "doctor")
 """Verbs that take settings."""
 VERBS = (*CONFIGURED, "report")
 

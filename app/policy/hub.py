@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import httpx2
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
+    EntryNotFoundError,
     GatedRepoError,
     HFValidationError,
     LocalEntryNotFoundError,
@@ -15,6 +17,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id
 
 from settings.errors import InputError
 
@@ -38,6 +41,55 @@ def fetch_from_hub(hub_id: str, revision: str | None, *, files: Sequence[str]) -
             f"model.path: {hub_id!r} is not a local path, and {at} of it cannot be fetched from the hub: "
             f"{_reason_and_way_out(error, hub_id)}, or give the path of a local directory"
         ) from error
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether it is spelled as one; a path of more than two parts is not."""
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return False
+    return True
+
+
+def cached_commit(hub_id: str, revision: str | None, *, files: Sequence[str]) -> str | None:
+    """The commit of which this machine's cache holds these files whole; None where they would have to be fetched.
+
+    Without a revision it is the one that was the newest when they were.
+    """
+    try:
+        found = snapshot_download(hub_id, revision=revision, allow_patterns=list(files), local_files_only=True)
+    except LocalEntryNotFoundError:
+        return None
+    return Path(found).name
+
+
+def newest_commit(
+    hub_id: str, revision: str | None, *, kind: Literal["model", "dataset"], file: str, timeout_s: float
+) -> str:
+    """The commit that would be fetched now. Fetches nothing.
+
+    Args:
+        file: of a model, one that it must have and that this user must be allowed to fetch.
+
+    Raises:
+        InputError: there is no such thing, or not for this user.
+        ConnectionError: the hub does not answer, or is not to be asked.
+    """
+    try:
+        if kind == "dataset":
+            return str(HfApi().dataset_info(hub_id, revision=revision, timeout=timeout_s).sha)
+        return str(get_hf_file_metadata(hf_hub_url(hub_id, file, revision=revision), timeout=timeout_s).commit_hash)
+    except GatedRepoError as error:
+        raise InputError(_reason_and_way_out(error, hub_id)) from error
+    except RepositoryNotFoundError as error:
+        raise InputError(f"there is no such {kind}, or it is private; check the id, log in with HF_TOKEN") from error
+    except (EntryNotFoundError, RevisionNotFoundError) as error:
+        at = f"no revision {revision!r}" if isinstance(error, RevisionNotFoundError) else f"no {file}"
+        raise InputError(f"it has {at}; choose another") from error
+    except (OSError, httpx2.HTTPError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConnectionError(reason) from error
 
 
 def _reason_and_way_out(error: Exception, hub_id: str) -> str:

@@ -143,13 +143,19 @@ def open_outline(path: str, *, revision: str | None = None) -> ModelFiles:
     Raises: InputError where it cannot be found or fetched.
     """
     local = Path(path).expanduser()
-    if path.startswith(BUILTIN_PREFIX) or local.exists() or local.suffix == ".gguf":
+    if not is_from_hub(path):
         directory = _builtin_directory(path) if path.startswith(BUILTIN_PREFIX) else local
         if not directory.is_dir():
             return open_model(path)
         return _outline(directory, name=directory.resolve().name)
     snapshot = fetch_from_hub(path, revision, files=(CONFIG_FILE,))
     return _outline(snapshot, name=path, commit=snapshot.name)
+
+
+def is_from_hub(path: str) -> bool:
+    """Whether `model.path` is a hub id: what exists here, and what is built in, is taken before."""
+    local = Path(path).expanduser()
+    return not (path.startswith(BUILTIN_PREFIX) or local.exists() or local.suffix == ".gguf")
 
 
 def _outline(directory: Path, *, name: str, commit: str | None = None) -> ModelFiles:

@@ -85,6 +85,13 @@ class Tokenizer:
         """
         return chat_ids(self._fast, messages, opens_answer=True)
 
+    def conversation_ids(self, messages: Messages) -> list[int]:
+        """The ids of a chat as it stands, up to the end of its last turn.
+
+        Raises: as `chat_ids`.
+        """
+        return chat_ids(self._fast, messages, opens_answer=False)
+
     def encode(self, text: str) -> list[int]:
         """The ids of plain text: nothing is added, and a spelled control token stays text."""
         return self._fast.encode(text, add_special_tokens=False, split_special_tokens=True)
@@ -95,6 +102,10 @@ class Tokenizer:
         text = self._fast.decode(plain, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+    def spelled(self, ids: Iterable[int]) -> str:
+        """The text of the ids with the names of control tokens in it, for people."""
+        return str(self._fast.decode([int(token_id) for token_id in ids], clean_up_tokenization_spaces=False))
 
 
 def ids_fingerprint(fast: PreTrainedTokenizerFast) -> str:

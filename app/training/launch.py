@@ -84,11 +84,7 @@ def prepared(resolved: Resolved, *, resume: Resume, asked: Asked | None = None) 
         check_shared(run)
         session = Session.open(settings, read.model, read.critic, generates=_generates(settings, read))
         stack.enter_context(closing(session))
-        check_rows(settings, session)
-        if session.workers is not None and session.runs_ahead:
-            check_runs_ahead(session.workers)
-        if settings.offloads_reference:
-            check_host_memory(session.mesh)
+        check_session(settings, session)
         notes = launch_notes(settings, session)
         yield Launch(resolved, run, read, rewards, session, bulletin=bulletin, watchdog=watchdog, notes=notes)
 
@@ -105,6 +101,15 @@ def _generates(settings: Settings, read: TrainingInput) -> bool:
     return read.replay is None or (bool(read.held_out) and settings.rollout.max_staleness == 0)
 
 
+def check_session(settings: Settings, session: Session) -> None:
+    """Raises InputError where the mesh of a session cannot train under the settings."""
+    check_rows(settings, session)
+    if session.workers is not None and session.runs_ahead:
+        check_runs_ahead(session.workers)
+    if settings.offloads_reference:
+        check_host_memory(session.mesh)
+
+
 def _facts(settings: Settings, run: RunDirectory, read: TrainingInput) -> dict[str, str]:
     """What hosts must have in common beside their settings."""
     if jax.process_count() == 1:
@@ -112,6 +117,13 @@ def _facts(settings: Settings, run: RunDirectory, read: TrainingInput) -> dict[s
     return {
         **read.fingerprints,
         "the evaluation prompts": prompts_digest(read.held_out),
+        **facts_of_files(settings, run),
+    }
+
+
+def facts_of_files(settings: Settings, run: RunDirectory) -> dict[str, str]:
+    """Those that need no model and no data."""
+    return {
         **plug_in_digests(settings.reward.functions),
         f"the newest checkpoint in {run.path}": newest_checkpoint(run),
     }

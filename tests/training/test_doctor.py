@@ -1,0 +1,165 @@
+"""`grpo doctor` looks at all that a run needs, tells what is amiss with each, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.reward.processes import children
+from tests.tiny_directory import CONFIG, random_tensors, write_model
+from tests.training.conftest import NO_REPORT, TINY, write_config
+from tests.training.program import digest_of, here, settings
+
+CANARY = "CANARY-0123456789abcdef"
+Checks = Mapping[str, Mapping[str, Any]]
+QUIET = ("eval.every_steps=0",)
+
+
+def examined(*arguments: str | Path) -> tuple[int, Checks, str]:
+    """Exit code, findings by check, and what stands on stderr."""
+    result = here("doctor", "--json", *arguments)
+    found = json.loads(result.stdout)
+    assert found["exit_code"] == result.exit_code, result.stderr
+    return result.exit_code, {one["check"]: one for one in found["checks"]}, result.stderr
+
+
+def verdicts(checks: Checks, *names: str) -> list[str]:
+    return [checks[name]["verdict"] for name in names]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("doctor")
+
+
+@pytest.fixture(scope="module")
+def of_quickstart(folder: Path) -> tuple[int, Checks, str]:
+    return examined(*settings(f"run.dir={folder / 'runs'}"))
+
+
+def test_nothing_is_amiss_with_the_quickstart(of_quickstart: tuple[int, Checks, str]) -> None:
+    code, checks, stderr = of_quickstart
+    assert (code, stderr) == (0, "")
+    assert list(checks) == [
+        *("devices", "settings", "versions", "run directory", "model", "data", "held-out data", "template", "reward"),
+        *("mesh", "memory", "forward", "end of turn", "disk"),
+    ]
+    assert {one["verdict"] for one in checks.values()} == {"ok"}
+
+
+def test_it_shows_what_it_has_tried(of_quickstart: tuple[int, Checks, str]) -> None:
+    found = {name: one["found"] for name, one in of_quickstart[1].items()}
+    assert found["devices"].startswith("8 x cpu (cpu), ")
+    assert "109,504 parameters" in found["model"]
+    assert found["template"].startswith("arithmetic/") and found["template"].endswith("=?<|assistant|>'")
+    assert found["reward"] == "arithmetic: 1 for the reference answer, 0 for others"
+    assert "logits are finite; likeliest behind the prompt: '" in found["forward"]
+    # The model has learnt to end its turn, its template has not.
+    assert "the template ends no answer; a completion ends at '<|end|>' (2), with probability 1" in found["end of turn"]
+    assert found["mesh"].startswith("dp 1, fsdp 8, tp 1")
+    assert "keeps 4 checkpoints of 1.3 MiB" in found["disk"]
+
+
+def test_it_leaves_nothing_behind(of_quickstart: tuple[int, Checks, str], folder: Path) -> None:
+    assert of_quickstart[0] == 0
+    assert list(folder.iterdir()) == []
+    assert children() == []
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Checks, str]:
+    """Weights with a NaN, a plug-in that fails and quotes a key, an occupied folder, settings that do not divide."""
+    folder = tmp_path_factory.mktemp("broken")
+    model = write_model(folder / "model")
+    tensors = random_tensors(CONFIG)
+    tensors["model.norm.weight"][0] = np.nan
+    save_file(tensors, model / "model.safetensors")
+    (folder / "plug.py").write_text(f"def judge(completion): raise ValueError('no luck\\nwith {CANARY}')\n")
+    (folder / "runs" / "tiny").mkdir(parents=True)
+    (folder / "runs" / "tiny" / "settings.yaml").touch()
+    config = write_config(folder, TINY + NO_REPORT, model)
+    before = digest_of(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_TOKEN", CANARY)
+        changed = (f"reward.functions=['{folder}/plug.py:judge']", "algorithm.mini_batch_prompts=3")
+        found = examined("--config", config, *settings(*changed))
+    assert digest_of(folder) == before
+    return found
+
+
+def test_what_one_check_finds_does_not_hide_the_next(broken: tuple[int, Checks, str]) -> None:
+    code, checks, stderr = broken
+    assert code == 2, "settings cannot be used, whatever else fails"
+    assert [name for name, one in checks.items() if one["verdict"] == "fail"] == ["settings", "reward", "forward"]
+    assert stderr.splitlines()[-1] == "error: settings, reward, forward: a run of these settings would fail"
+    assert verdicts(checks, "run directory", "model", "data", "disk") == ["warn", "ok", "ok", "ok"]
+    assert "does not divide rollout.prompts_per_step" in checks["settings"]["found"]
+    assert checks["run directory"]["advice"] == "continue it with --resume auto, or choose another run.name"
+
+
+def test_a_plug_in_that_fails_is_told_in_a_line_without_secrets(broken: tuple[int, Checks, str]) -> None:
+    _, checks, stderr = broken
+    assert checks["reward"]["exit_code"] == 1
+    told, how = checks["reward"]["found"].splitlines()
+    assert "reward.functions: judge: raised: ValueError: no luck with <HF_TOKEN>" in told
+    assert how.startswith("reward judge: ") and CANARY not in json.dumps(checks) + stderr
+
+
+def test_weights_that_give_no_number_are_found(broken: tuple[int, Checks, str]) -> None:
+    assert broken[1]["forward"]["found"] == "logits are not finite"
+    assert "model.dtype: float32" in broken[1]["forward"]["advice"]
+
+
+def test_without_a_model_the_rest_is_still_looked_at(config: Path) -> None:
+    missing = settings(f"model.path={config.parent / 'nowhere'}", "mesh.platform=tpu", *QUIET)
+    code, checks, _ = examined("--config", config, *missing)
+    assert code == 2
+    assert verdicts(checks, "devices", "model", "data", "run directory", "versions") == ["fail", "fail", *["ok"] * 3]
+    assert "mesh.platform: tpu was asked for and there is none" in checks["devices"]["found"]
+    assert "nowhere' is neither an existing directory or file nor a hub id" in checks["model"]["found"]
+    assert verdicts(checks, "reward", "disk") == ["skip", "skip"]
+
+
+def test_a_mesh_that_does_not_fit_is_found_and_the_disk_all_the_same(config: Path) -> None:
+    code, checks, _ = examined("--config", config, *settings("mesh.shape='3,1,1'", *QUIET))
+    assert code == 2
+    assert "mesh.shape: '3,1,1' asks for 3 devices and there are 8" in checks["mesh"]["found"]
+    assert verdicts(checks, "mesh", "forward", "reward", "disk") == ["fail", "skip", "ok", "skip"]
+    assert "free at" in checks["disk"]["found"]
+
+
+def test_answers_that_a_reward_cannot_tell_apart_are_found(config: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "2+2=?", "answer": answer}) + "\n" for answer in ("4", "4.0")))
+    alike = settings(f"data.source={rows}", *QUIET, "mesh.shape='3,1,1'")
+    _, checks, _ = examined("--config", config, *alike)
+    assert checks["reward"]["found"].startswith("arithmetic: 1 for the reference answer, 1 for others; ")
+    assert checks["reward"]["verdict"] == "warn"
+
+
+def test_the_networks_of_ppo_are_read_and_a_wrong_one_is_named(config: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "short", max_position_embeddings=8)
+    ppo = settings("algorithm.name=ppo", f"critic.path={other}", *QUIET)
+    code, checks, _ = examined("--config", config, *ppo)
+    assert code == 2
+    assert "= 20 tokens, but the context of" in checks["critic"]["found"]
+    assert verdicts(checks, "model", "critic", "mesh") == ["ok", "fail", "skip"]
+
+
+def test_a_table_is_for_people(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    result = here("doctor", "--config", config, *settings("mesh.shape='3,1,1'", *QUIET))
+    assert result.exit_code == 2
+    head, *lines = result.stdout.splitlines()
+    assert head == "check          result  found, and -> what to do"
+    assert [line.split("  ")[0] for line in lines[:-2] if not line.startswith(" ")][:3] == [
+        *("devices", "settings", "versions"),
+    ]
+    assert any(line.startswith("mesh           fail    mesh.shape: '3,1,1' asks for") for line in lines)
+    assert max(map(len, result.stdout.splitlines())) <= 100

@@ -1,0 +1,287 @@
+"""What a run needs around it: the hub and wandb are asked on this machine alone, and nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.policy.hub import fetch_from_hub
+from app.policy.weight_files import HUB_FILES
+from app.program_facts import lower_bounds
+from app.training import surroundings
+from app.training.findings import Finding, Findings
+from app.training.journal import lines_of
+from app.training.surroundings import (
+    HubSource,
+    Inquiry,
+    Writes,
+    ask_hub,
+    ask_wandb,
+    cached_models,
+    hub_sources,
+    look_at_disk,
+    look_at_hub,
+    look_at_versions,
+    look_at_wandb,
+    unused_accelerator,
+    writes_of,
+)
+from settings import Settings, load
+from tests.free_address import free_address
+from tests.local_hub import LocalHub, serve, use_hub
+from tests.tiny import make_sample
+from tests.tiny_directory import write_model
+from tests.training.program import here, settings
+
+MODEL = HubSource("model.path", "model", "owner/model", None)
+
+
+def settings_of(*overrides: str) -> Settings:
+    return load(None, overrides, {}).settings
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("hub") / "first")
+
+
+@pytest.fixture(scope="module")
+def later_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("hub") / "second", seed=1)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    with serve() as hub:
+        hub.commit(MODEL.hub_id, files)
+        use_hub(monkeypatch, hub.url, tmp_path / "cache")
+        yield hub
+
+
+def told() -> Finding:
+    """Of the model, with what is in the cache."""
+    look = Findings()
+    look_at_hub(look, MODEL, ask_hub([MODEL])["model.path"], cached=cached_models([MODEL]).get("model.path"))
+    (finding,) = look.all
+    return finding
+
+
+def test_only_what_a_run_would_ask_the_hub_for_is_looked_up(tmp_path: Path) -> None:
+    assert hub_sources(settings_of()) == ()
+    assert hub_sources(settings_of(f"model.path={tmp_path}", f"data.source={tmp_path}/rows.jsonl")) == ()
+    chosen = ("model.path=a/b", "model.revision=r1", "data.source=hf:c/d:main", "data.eval_source=hf:e/f")
+    more = ("algorithm.name=ppo", "critic.path=g/h", "reward.model=i/j")
+    assert hub_sources(settings_of(*chosen, *more)) == (
+        HubSource("model.path", "model", "a/b", "r1"),
+        HubSource("critic.path", "model", "g/h", None),
+        HubSource("reward.model", "model", "i/j", None),
+        HubSource("data.source", "dataset", "c/d", None),
+        HubSource("data.eval_source", "dataset", "e/f", None),
+    )
+    without = ("algorithm.name=grpo", "eval.every_steps=0", "critic.path=g/h")
+    assert [one.setting for one in hub_sources(settings_of(*chosen, *without))] == ["model.path", "data.source"]
+
+
+def test_what_is_not_in_the_cache_would_be_fetched_and_is_not(hub: LocalHub, tmp_path: Path) -> None:
+    finding = told()
+    assert finding.verdict == "warn"
+    assert f"would be fetched from {hub.url}, HF_TOKEN not set" in finding.found
+    assert finding.advice.endswith("hf download owner/model")
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_cache_that_the_hub_has_left_behind_is_told(hub: LocalHub, later_files: Path) -> None:
+    first = fetch_from_hub(MODEL.hub_id, None, files=HUB_FILES).name
+    finding = told()
+    assert (finding.verdict, finding.advice) == ("ok", "")
+    assert f"in this machine's cache, commit {first[:12]}" in finding.found
+    second = hub.commit(MODEL.hub_id, later_files)
+    finding = told()
+    assert finding.verdict == "warn"
+    assert f"a run would fetch commit {second[:12]}" in finding.found and f"pin {first}" in finding.advice
+
+
+def test_a_hub_out_of_reach_fails_only_what_is_not_in_the_cache(
+    hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch_from_hub(MODEL.hub_id, None, files=HUB_FILES)
+    nobody = f"http://{free_address()}"
+    use_hub(monkeypatch, nobody, tmp_path / "cache")
+    finding = told()
+    assert finding.verdict == "warn" and f"{nobody} cannot be reached" in finding.found
+    use_hub(monkeypatch, nobody, tmp_path / "empty")
+    finding = told()
+    assert (finding.verdict, finding.exit_code) == ("fail", 1)
+    assert "mend the network" in finding.advice
+
+
+def test_where_the_hub_is_not_to_be_asked_the_cache_decides(
+    hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch_from_hub(MODEL.hub_id, None, files=HUB_FILES)
+    use_hub(monkeypatch, None, tmp_path / "cache")
+    finding = told()
+    assert finding.verdict == "ok" and finding.found.endswith("HF_HUB_OFFLINE is set, nothing is asked")
+    use_hub(monkeypatch, None, tmp_path / "empty")
+    finding = told()
+    assert (finding.verdict, finding.exit_code) == ("fail", 1)
+    assert finding.advice.startswith("unset HF_HUB_OFFLINE")
+
+
+def test_a_model_that_is_gated_or_absent_cannot_be_used(hub: LocalHub) -> None:
+    hub.gated.add(MODEL.hub_id)
+    finding = told()
+    assert (finding.verdict, finding.exit_code) == ("fail", 2)
+    assert "it is gated, and this user has no access" in finding.found
+    look, absent = Findings(), MODEL._replace(hub_id="owner/nothing")
+    look_at_hub(look, absent, ask_hub([absent])["model.path"], cached=None)
+    assert "there is no such model, or it is private" in look.all[0].found
+    gone = MODEL._replace(revision="gone")
+    look_at_hub(look, gone, ask_hub([gone])["model.path"], cached=None)
+    assert "it has no revision 'gone'" in look.all[1].found
+
+
+def test_the_doctor_looks_at_the_rest_and_fetches_nothing(hub: LocalHub, tmp_path: Path) -> None:
+    arguments = settings("model.path=owner/model", "eval.every_steps=0", f"run.dir={tmp_path / 'runs'}")
+    result = here("doctor", "--json", *arguments)
+    found = {one["check"]: one for one in json.loads(result.stdout)["checks"]}
+    assert result.exit_code == 0, result.stdout
+    wanted = ("hub: model.path", "model", "data", "reward", "mesh", "forward", "disk")
+    assert [found[name]["verdict"] for name in wanted] == ["warn", "skip", "ok", *["skip"] * 4]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_question_that_is_not_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surroundings, "PATIENCE_S", 0.01)
+    answered = threading.Event()
+    inquiry = Inquiry(lambda: str(answered.wait(30)))
+    with pytest.raises(ConnectionError, match="no answer in"):
+        inquiry.reply()
+    answered.set()
+
+    def refuse() -> str:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(surroundings, "PATIENCE_S", 30.0)
+    with pytest.raises(PermissionError, match="no"):
+        Inquiry(refuse).reply()
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The one question that is asked of wandb; it knows one key."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            known = self.headers["Authorization"] == "Basic YXBpOmtub3du"
+            body = json.dumps({"data": {"viewer": {"username": "somebody"} if known else None}}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def wandb_found(key: str | None, *overrides: str) -> list[Finding]:
+    look, chosen = Findings(), settings_of("logging.wandb_project=p", *overrides)
+    look_at_wandb(look, chosen, None if key is None else Inquiry(lambda: ask_wandb(key)))
+    return look.all
+
+
+def test_wandb_is_asked_whose_key_it_is(wandb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (known,) = wandb_found("known")
+    assert (known.verdict, known.found) == ("ok", f"project p, as somebody at {wandb}")
+    (unknown,) = wandb_found("unknown")
+    assert unknown.verdict == "warn" and "does not know the key" in unknown.found
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://{free_address()}")
+    (away,) = wandb_found("known")
+    assert (away.verdict, away.exit_code) == ("warn", 0) and "cannot be reached" in away.found
+
+
+def test_wandb_is_not_asked_where_it_is_not_used() -> None:
+    (offline,) = wandb_found(None, "logging.wandb_mode=offline")
+    assert offline.verdict == "ok" and "wandb sync" in offline.found
+    (without_key,) = wandb_found(None)
+    assert without_key.verdict == "warn" and "WANDB_API_KEY is not set" in without_key.found
+    assert wandb_found(None, "logging.wandb_mode=disabled") == []
+    look = Findings()
+    look_at_wandb(look, Settings(), None)
+    assert look.all == []
+
+
+def test_an_older_package_is_told() -> None:
+    look = Findings()
+    bounds = lower_bounds()
+    assert bounds["jax"] == "0.10.2"
+    look_at_versions(look, {"jax": "999.1", "numpy": "1.0", "no-such-package": "1.0"})
+    (finding,) = look.all
+    assert finding.verdict == "warn"
+    assert "older than 999.1, no-such-package not installed" in finding.found and "numpy 2" in finding.found
+
+
+def test_an_accelerator_that_jax_does_not_use_is_told(tmp_path: Path) -> None:
+    assert unused_accelerator("cpu", tmp_path) is None
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "0").touch()
+    assert unused_accelerator("cpu", tmp_path) == "tpu"
+    (tmp_path / "nvidia0").touch()
+    assert unused_accelerator("cpu", tmp_path) == "cuda"
+    assert unused_accelerator("gpu", tmp_path) is None
+
+
+def test_what_a_run_writes_is_estimated_from_what_it_really_writes() -> None:
+    chosen = settings_of(
+        "run.steps=2", "rollout.prompts_per_step=3", "rollout.group_size=4", "rollout.max_new_tokens=64"
+    )
+    writes = writes_of(chosen, checkpoint=1000, prompt_tokens=20, num_hosts=2)
+    rng = np.random.default_rng(0)
+    logprobs, advantages = (rng.normal(size=64).astype(np.float32) for _ in range(2))
+    sample = make_sample(
+        rng.integers(0, 50_000, 64), prompt_ids=rng.integers(0, 50_000, 20), behavior_logprobs=logprobs
+    )
+    written = (
+        2 * 3 * 4 * 2 * len(lines_of([replace(sample, advantages=advantages, rewards={"arithmetic": 1.0}, reward=1.0)]))
+    )
+    assert written <= writes.rollouts <= 1.6 * written
+    assert writes.checkpoints == (chosen.checkpoint.keep + 2) * 1000
+    silent = settings_of("logging.save_rollouts=false", "checkpoint.best_metric=null", "checkpoint.keep=5")
+    assert writes_of(silent, checkpoint=1000, prompt_tokens=20, num_hosts=1) == Writes(1000, 6, 0)
+
+
+@pytest.mark.parametrize(
+    ("writes", "verdict", "code"),
+    [
+        (Writes(1, 2, 3), "ok", 0),
+        (Writes(1, 2, 2**60), "warn", 0),
+        (Writes(2**60, 2, 0), "fail", 1),
+        (None, "skip", 0),
+    ],
+)
+def test_a_disk_must_hold_the_checkpoints_and_should_hold_the_rollouts(
+    tmp_path: Path, writes: Writes | None, verdict: str, code: int
+) -> None:
+    look = Findings()
+    look_at_disk(look, tmp_path / "runs" / "not-yet", writes)
+    (finding,) = look.all
+    assert (finding.verdict, finding.exit_code) == (verdict, code)
+    assert f"free at {tmp_path}" in finding.found

@@ -1,0 +1,104 @@
+"""One prompt through its template: is the answer opened, and does its end end a completion?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.flow import Prompt
+from app.policy.weight_files import open_model
+from app.prompts.tokenizer import Tokenizer, load_tokenizer
+from app.training.findings import Finding, Findings
+from app.training.trial import Seen, end_of_turn, look_at_end_of_turn, look_at_template, probabilities, trial_samples
+from settings import Settings
+from tests.tiny_directory import TEMPLATE, write_model, write_tokenizer
+
+ENDING = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}<|assistant|>{{ message.content }}<|end|>"
+    "{% else %}<|user|>{{ message.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+USERS_ALONE = (
+    "{% for message in messages %}{% if message.role != 'user' %}{{ raise_exception('users alone') }}{% endif %}"
+    "<|user|>{{ message.content }}{% endfor %}"
+)
+MESSAGES = [{"role": "user", "content": "1+1=?"}]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("trial") / "model")
+
+
+def tokenizer_with(directory: Path, template: str) -> Tokenizer:
+    write_tokenizer(directory, chat_template=template)
+    return load_tokenizer(open_model(str(directory)))
+
+
+def prompt_of(tokenizer: Tokenizer, uid: str = "p", answer: str | None = "12") -> Prompt:
+    return Prompt(uid, np.asarray(tokenizer.chat_ids(MESSAGES), np.int32), "1+1=?", answer)
+
+
+def end_found(tokenizer: Tokenizer, seen: Seen | None) -> Finding:
+    look = Findings()
+    look_at_end_of_turn(look, Settings(), tokenizer, prompt_of(tokenizer), seen)
+    (finding,) = look.all
+    return finding
+
+
+def test_a_template_that_ends_an_answer_is_read_behind_it(directory: Path) -> None:
+    tokenizer = tokenizer_with(directory, ENDING)
+    assert end_of_turn(tokenizer, MESSAGES, "12") == ("<|end|>", True)
+    finding = end_found(tokenizer, None)
+    assert finding.verdict == "ok"
+    assert finding.found == "behind an answer the template writes '<|end|>'; a completion ends at '<|end|>' (0)"
+
+
+def test_a_template_that_ends_with_another_token_is_found(directory: Path) -> None:
+    tokenizer = tokenizer_with(directory, ENDING.replace("<|end|>", "<|unknown|>"))
+    assert end_of_turn(tokenizer, MESSAGES, "12") == ("<|unknown|>", False)
+    finding = end_found(tokenizer, None)
+    assert finding.verdict == "warn" and "eos_token_id of generation_config.json" in finding.advice
+
+
+@pytest.mark.parametrize(("probability", "verdict"), [(0.9, "ok"), (0.01, "warn"), (None, "warn")])
+def test_where_the_template_ends_nothing_the_model_may(
+    directory: Path, probability: float | None, verdict: str
+) -> None:
+    finding = end_found(tokenizer_with(directory, TEMPLATE), Seen(probability))
+    assert finding.verdict == verdict
+    assert finding.found.startswith("the template ends no answer; ")
+
+
+def test_a_template_that_refuses_the_assistant_is_no_failure(directory: Path) -> None:
+    finding = end_found(tokenizer_with(directory, USERS_ALONE), None)
+    assert finding.verdict == "warn" and "users alone" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("template", "verdict"), [(TEMPLATE, "ok"), (TEMPLATE.replace("add_generation_prompt", "false"), "warn")]
+)
+def test_a_template_must_open_the_assistants_turn(directory: Path, template: str, verdict: str) -> None:
+    tokenizer, look = tokenizer_with(directory, template), Findings()
+    look_at_template(look, Settings(), tokenizer, prompt_of(tokenizer))
+    assert [one.verdict for one in look.all] == [verdict]
+    assert "<|user|>1+1=?" in look.all[0].found
+
+
+def test_the_first_prompt_with_an_answer_is_answered_rightly_and_wrongly(directory: Path) -> None:
+    tokenizer = tokenizer_with(directory, TEMPLATE)
+    answers = (None, "2", "2", "3", "4", "5", "6")
+    prompts = [prompt_of(tokenizer, str(number), answer) for number, answer in enumerate(answers)]
+    right, *others = trial_samples(tokenizer, prompts)
+    assert (right.prompt.uid, right.completion) == ("1", "2")
+    assert right.completion_ids.tolist() == [*tokenizer.encode("2"), 0]
+    assert [(other.prompt.uid, other.completion) for other in others] == [("1", "3"), ("1", "4"), ("1", "5")]
+    (alone,) = trial_samples(tokenizer, prompts[:1])
+    assert alone.completion == "I do not know."
+
+
+def test_probabilities_are_those_of_a_softmax() -> None:
+    found = probabilities(np.asarray([[1000.0, 1000.0 + np.log(3)], [0.0, 0.0]], np.float32))
+    np.testing.assert_allclose(found, [[0.25, 0.75], [0.5, 0.5]], rtol=1e-4)

@@ -1,0 +1,32 @@
+"""`grpo doctor`."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from settings.checks import check_for_mesh
+from verbs.answering import errors_for_people, json_text, resolve, write
+from verbs.options import AsJson, Config, Debug, Overrides, PrintConfig
+
+
+def doctor(
+    config: Config = None,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Look at all that a run of these settings needs, before a long one. Fetches and writes nothing."""
+    with errors_for_people(debug):
+        # What else is amiss with the settings is one of the findings.
+        resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
+        from app.training.doctor import examine
+
+        found = examine(resolved)
+        if found.host == 0:
+            write(json_text(found.to_dict()) if as_json else found.to_text(), sys.stdout)
+    if found.exit_code:
+        write(f"error: {', '.join(found.failed)}: a run of these settings would fail", sys.stderr)
+    raise typer.Exit(found.exit_code)
