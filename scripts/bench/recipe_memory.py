@@ -3,8 +3,8 @@
     python scripts/bench/recipe_memory.py [--out FILE.json]
 
 `grpo inspect-mesh` of the preset, with a `config.json` of the model's sizes in place of the model. A TPU preset stands
-on its pretended slice; one for a GPU on a single chip of a v6e, because bytes follow from shapes: that chip's own 32 GiB
-are not reported. How near such estimates come to what a compiler reserves: `memory_estimate.py`.
+on its pretended slice; one for a GPU on a single chip of a v6e, because bytes follow from shapes: that chip's own
+32 GiB are not reported. How near such estimates come to what a compiler reserves: `memory_estimate.py`.
 """
 
 from __future__ import annotations
