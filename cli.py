@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from verbs import looking, samples, training
+from verbs import evaluating, exporting, looking, samples, training
 from verbs.answering import write
 
 app = typer.Typer(
@@ -26,11 +26,13 @@ app = typer.Typer(
 )
 for verb in (
     training.train,
+    evaluating.evaluate,
     samples.rollout,
     samples.score,
     samples.gae,
     looking.inspect_mesh,
     looking.report,
+    exporting.export,
 ):
     app.command()(verb)
 

@@ -1,9 +1,10 @@
-"""Files that are written whole or not at all."""
+"""Files and folders that are written whole or not at all."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,39 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder with a temporary name beside `path`, renamed to it when the block has ended without an error.
+
+    Its files and their names are on the disk by then; where the block fails, nothing of it stays.
+
+    Raises:
+        OSError: `path` exists.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.mkdir()
+    try:
+        yield partial
+        for written in (*partial.iterdir(), partial):
+            _to_disk(written)
+        # Not over an empty folder, which a rename would replace.
+        if os.path.lexists(path):
+            raise FileExistsError(f"{path} has come into being meanwhile")
+        partial.rename(path)
+        _to_disk(path.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _to_disk(path: Path) -> None:
+    """A file's content, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def is_leftover(path: Path, *, of: Path) -> bool:

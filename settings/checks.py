@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from settings.correction_checks import CORRECTION
 from settings.errors import InputError
+from settings.evaluation_checks import EVALUATED, evaluated_samples_differ
 from settings.fields import value_of
 from settings.layers import place
 from settings.papers import COMPARING_SIBLINGS
@@ -71,7 +72,7 @@ def _to_train() -> tuple[Check, ...]:
         _critic_warmup_ends,
         _warmup_ends,
         _profiled_steps_are_run,
-        _the_best_is_measured,
+        *EVALUATED,
         *HOSTS,
     )
 
@@ -79,6 +80,14 @@ def _to_train() -> tuple[Check, ...]:
 def check_for_rollout(resolved: Resolved) -> None:
     """Raises InputError listing everything that keeps these settings from being sampled with."""
     _run(resolved, (_longest_sample_fits, *SCHEDULE, *WORKERS, *HOSTS, _devices_are_real))
+
+
+def check_for_evaluation(resolved: Resolved) -> None:
+    """Raises InputError listing everything that keeps a model from being evaluated under these settings."""
+    _run(
+        resolved,
+        (_longest_sample_fits, evaluated_samples_differ, *SCHEDULE, *WORKERS, *HOSTS, _devices_are_real),
+    )
 
 
 def check_for_simulation(resolved: Resolved) -> None:
@@ -318,16 +327,6 @@ def _profiled_steps_are_run(resolved: Resolved) -> str | None:
     return (
         f"logging.profile_steps (from {resolved.origin('logging.profile_steps')}): step {beyond[0]} is beyond the run, "
         f"which ends at {resolved.named('run.steps')}; choose steps from 1 to {steps}"
-    )
-
-
-def _the_best_is_measured(resolved: Resolved) -> str | None:
-    settings = resolved.settings
-    if settings.checkpoint.best_metric is None or settings.eval.every_steps > 0:
-        return None
-    return (
-        f"{resolved.named('checkpoint.best_metric')}: {resolved.named('eval.every_steps')} means no evaluation, so "
-        "it is never measured; set it to null, or eval.every_steps to 1 or more"
     )
 
 

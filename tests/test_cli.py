@@ -14,7 +14,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 CANARY = "CANARY-0123456789abcdef"
 HINT = " (--debug shows the traceback)"
-CONFIGURED = ("train", "rollout", "score", "gae", "inspect-mesh")
+CONFIGURED = ("train", "evaluate", "rollout", "score", "gae", "inspect-mesh", "export")
 """Verbs that take settings."""
 VERBS = (*CONFIGURED, "report")
 

@@ -86,7 +86,8 @@ def test_the_starting_model_has_the_format_but_not_the_skill() -> None:
     session = Session.open(settings, training_input.model)
     weights = session.engine.weights(session.load_params())
     with training_input.rewards(settings) as rewards:
-        metrics = evaluation_metrics(evaluate(session, weights, training_input.held_out, rewards, Moment()))
+        judged = evaluate(session, weights, training_input.held_out, rewards, Moment())
+    metrics = {name: value or 0.0 for name, value in evaluation_metrics(judged.samples, settings).items()}
     assert 0.1 <= metrics["eval/accuracy"] <= 0.4
     for level in LEVELS:
         assert 0.05 <= metrics[f"eval/accuracy/difficulty_{level}"] <= 0.5

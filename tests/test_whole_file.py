@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.whole_file import is_leftover, replacing, write_whole
+from app.whole_file import is_leftover, new_folder, replacing, write_whole
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -68,3 +68,22 @@ def test_a_program_that_is_killed_while_it_writes_keeps_the_old_file(path: Path)
     assert path.read_bytes() == b"old"
     (unfinished,) = set(path.parent.iterdir()) - {path}
     assert is_leftover(unfinished, of=path)
+
+
+def test_a_folder_appears_when_all_of_it_is_written(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "new") as folder:
+        (folder / "a").write_text("a")
+        assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+        assert is_leftover(folder, of=tmp_path / "new")
+    assert list(tmp_path.iterdir()) == [tmp_path / "new"] and (tmp_path / "new" / "a").read_text() == "a"
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["a_failure", "a_name_taken_meanwhile"])
+def test_a_folder_that_is_not_finished_leaves_nothing(tmp_path: Path, fails: bool) -> None:
+    with pytest.raises(KeyError if fails else FileExistsError), new_folder(tmp_path / "new") as folder:
+        (folder / "a").write_text("a")
+        if fails:
+            raise KeyError
+        (tmp_path / "new").mkdir()
+    left = [] if fails else [tmp_path / "new"]
+    assert list(tmp_path.iterdir()) == left and not any(path for one in left for path in one.iterdir())

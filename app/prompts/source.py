@@ -23,8 +23,10 @@ def load_training_data(data: Data, *, seed: int) -> Dataset:
     return _load(data, data.source, split=data.split, num_problems=data.num_problems, seed=seed)
 
 
-def load_held_out_data(data: Data, *, num_prompts: int) -> Dataset:
+def load_held_out_data(data: Data, *, num_prompts: int | None) -> Dataset:
     """Up to `num_prompts` rows to evaluate on, spread evenly over the data set; always the same ones.
+
+    None: all there are; of arithmetic problems, as many as for training at the most.
 
     Raises:
         InputError: the data set cannot be used, or nothing says what is held out of a file.
@@ -35,10 +37,11 @@ def load_held_out_data(data: Data, *, num_prompts: int) -> Dataset:
             f"data.eval_source is not set, and the file data.source = {source} is what training reads;"
             " name a file to evaluate on, or set eval.every_steps to 0"
         )
-    dataset = _load(data, source, split=split, num_problems=num_prompts, seed=HELD_OUT_SEED)
+    dataset = _load(data, source, split=split, num_problems=num_prompts or data.num_problems, seed=HELD_OUT_SEED)
     num_rows = len(dataset.rows)
-    chosen = [i * num_rows // num_prompts for i in range(num_prompts)] if num_rows > num_prompts else range(num_rows)
-    return replace(dataset, rows=[dataset.rows[i] for i in chosen])
+    if num_prompts is None or num_rows <= num_prompts:
+        return dataset
+    return replace(dataset, rows=[dataset.rows[i * num_rows // num_prompts] for i in range(num_prompts)])
 
 
 def _load(data: Data, source: str, *, split: str, num_problems: int, seed: int) -> Dataset:

@@ -15,8 +15,8 @@ from app.report.history import (
     names_between,
     number,
     training_steps,
-    wilson_interval,
 )
+from app.report.intervals import wilson_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -93,17 +92,3 @@ class Bins:
     means: np.ndarray
     lows: np.ndarray
     highs: np.ndarray
-
-
-def wilson_interval(share: float, count: float) -> tuple[float, float]:
-    """The 95 % confidence interval of a share that was observed in `count` trials.
-
-    (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), z = 1.96.
-
-    Source: Wilson 1927, Probable inference, the law of succession, and statistical inference.
-    """
-    z = 1.959964
-    denominator = 1 + z**2 / count
-    centre = (share + z**2 / (2 * count)) / denominator
-    half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2)) / denominator
-    return max(centre - half, 0.0), min(centre + half, 1.0)

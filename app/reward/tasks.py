@@ -60,17 +60,27 @@ def grade(name: str, completion: str, prompt: Answered) -> float:
     Raises:
         InputError: correctness is asked for without a usable reference answer.
     """
-    task = _task(name)
     if name.endswith(FORMAT_SUFFIX):
-        return float(task.is_formatted(completion))
+        return float(_task(name).is_formatted(completion))
     check_answers([prompt], [name])
-    given = task.extract(completion)
-    return float(given is not None and parse_number(given) == task.parse_reference(prompt.answer or ""))
+    given = vote(name, completion)
+    return float(given is not None and given == right_vote(name, prompt))
 
 
 def is_formatted(name: str, completion: str) -> bool:
     """The format predicate of the task that reward function `name` belongs to (`eval/format_rate`)."""
     return _task(name).is_formatted(completion)
+
+
+def vote(name: str, completion: str) -> Fraction | None:
+    """What a completion answers, for the task that reward function `name` belongs to; None where it gives no number."""
+    given = _task(name).extract(completion)
+    return None if given is None else parse_number(given)
+
+
+def right_vote(name: str, prompt: Answered) -> Fraction | None:
+    """What a prompt's reference answer is, for that task; `check_answers` has seen that there is one."""
+    return _task(name).parse_reference(prompt.answer or "")
 
 
 def check_answers(rows: Sequence[Answered], names: Sequence[str]) -> None:

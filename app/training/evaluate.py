@@ -1,108 +1,114 @@
-"""Held-out accuracy, always on the same prompts: before training, during it and after."""
+"""Held-out accuracy, always on the same prompts: before training, during it, after it, and of any model by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from app.flow import Prompt, Sample
+from app.mesh.placement import max_over_hosts
 from app.policy.kv_cache import DecodeWeights
+from app.report.intervals import Measured
 from app.reward.plugin import Moment
-from app.reward.rewards import Rewards
-from app.reward.tasks import is_formatted, is_task_reward
+from app.reward.rewards import Rewards, judge_of
 from app.reward.weighing import Scored
-from app.rollout.sampling import SamplingRules
 from app.training.all_hosts import host_run, longest_run
+from app.training.evaluation_figures import figures_of, prompt_columns
 from app.training.interrupts import stopped_together
-from app.training.metrics import mean_where_known, over_hosts
+from app.training.metrics import table_over_hosts
 from app.training.session import Session
 from settings import Settings
-from settings.errors import InputError
-from settings.fields import did_you_mean, nearest_of
 
 
 def evaluation_batch(settings: Settings, num_prompts: int) -> int:
-    """How many of a host's prompts are generated from at once: no more rows than in a rollout."""
-    return min(num_prompts, settings.rollout.prompts_per_step * settings.rollout.group_size)
+    """How many of a host's prompts are generated from at once: no more rows than in a rollout, or one prompt's."""
+    rows = settings.rollout.prompts_per_step * settings.rollout.group_size
+    return min(num_prompts, max(rows // settings.eval.num_samples, 1))
 
 
 def evaluate(
     session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], rewards: Rewards, moment: Moment
 ) -> Scored:
-    """One sample at `eval.temperature` of each prompt of this host's run of them, judged.
+    """`eval.num_samples` samples at `eval.temperature` of each prompt of this host's run of them, judged.
 
     Raises:
         StoppedError: generation was stopped, on this host or another.
     """
-    settings = session.settings
-    own, longest = host_run(len(prompts)), longest_run(len(prompts))
-    batch = evaluation_batch(settings, longest) if session.evaluates_in_batches else longest
-    samples: list[Sample] = []
-    with stopped_together():
-        for first in range(own.start, own.start + longest, batch):
-            # Filled up with other prompts, which do not count, so that all batches of all hosts have one shape.
-            part = [prompts[i % len(prompts)] for i in range(first, first + batch)]
-            samples += session.generate(
-                weights,
-                part,
-                group_size=1,
-                rules=SamplingRules(settings.eval.temperature),
-                policy_version=0,
-                first_group_id=first,
-            )
-    return rewards.judge(samples[: len(own)], moment)
+    own = host_run(len(prompts))
+    return rewards.judge([*sampled(session, weights, prompts, asked=own)], moment)
 
 
-FORMAT_RATE = "eval/format_rate"
-MEASURED = (
-    "eval/accuracy",
-    FORMAT_RATE,
-    "eval/truncated_fraction",
-    "eval/mean_length",
-    "eval/error_count",
-)
-"""What every evaluation measures; the format only where a built-in task judges."""
+def sampled(
+    session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], *, asked: Collection[int]
+) -> Iterator[Sample]:
+    """Samples of those prompts of this host's run that are asked for, by their places, in order.
 
+    A sample's group is its prompt's place. All hosts ask at once, each for as few as it likes.
 
-def accuracy_at(difficulty: float) -> str:
-    """The name of the accuracy on problems of one difficulty."""
-    return f"eval/accuracy/difficulty_{difficulty:g}"
-
-
-def check_best_metric(name: str, prompts: Sequence[Prompt], *, judge: str) -> None:
-    """Raises InputError where evaluations on these prompts do not measure what is to choose the best checkpoint."""
-    difficulties = {prompt.extra["difficulty"] for prompt in prompts if "difficulty" in prompt.extra}
-    measured = [*MEASURED, *map(accuracy_at, sorted(difficulties))]
-    if not is_task_reward(judge):
-        measured.remove(FORMAT_RATE)
-    if name not in measured:
-        reason = f" where {judge} judges" if name == FORMAT_RATE else did_you_mean(nearest_of(name, measured))
-        raise InputError(
-            f"checkpoint.best_metric: evaluations do not measure {name!r}{reason} (they measure "
-            f"{', '.join(measured)}; null keeps no best checkpoint)"
-        )
-
-
-def evaluation_metrics(scored: Scored) -> dict[str, Any]:
-    """Accuracy, format and truncation rates and mean length; accuracy by difficulty where the data names one.
-
-    Accuracy is over the samples that the judge gave a value, None where there is no such sample. The format rate is
-    None where a plug-in judges: only built-in tasks know what an answer should look like.
+    Raises:
+        StoppedError: generation was stopped, on this host or another.
     """
-    samples, (judge,) = scored.samples, scored.tallies
-    correct = over_hosts([(s.rewards or {}).get(judge, np.nan) for s in samples])
-    metrics: dict[str, Any] = {
-        "eval/accuracy": mean_where_known(correct),
-        FORMAT_RATE: (
-            over_hosts([is_formatted(judge, s.completion) for s in samples]).mean() if is_task_reward(judge) else None
-        ),
-        "eval/truncated_fraction": over_hosts([s.finish_reason == "length" for s in samples]).mean(),
-        "eval/mean_length": over_hosts([len(s.completion_ids) for s in samples]).mean(),
-        "eval/error_count": over_hosts([scored.num_errors]).sum(),
-    }
-    difficulties = over_hosts([s.prompt.extra.get("difficulty", np.nan) for s in samples])
-    for level in np.unique(difficulties[~np.isnan(difficulties)]):
-        metrics[accuracy_at(level)] = mean_where_known(correct[difficulties == level])
-    return {name: None if value is None or np.isnan(value) else float(value) for name, value in metrics.items()}
+    generate = _in_batches if session.evaluates_in_batches else _in_a_queue
+    own = [place for place in host_run(len(prompts)) if place in asked]
+    return generate(session, weights, prompts, own)
+
+
+def _in_batches(
+    session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], asked: Sequence[int]
+) -> Iterator[Sample]:
+    """Always the same batches, without those where nobody is asked for.
+
+    So a sample has the neighbours that it would have if all were asked for, and the same bits.
+    """
+    run, longest = host_run(len(prompts)), longest_run(len(prompts))
+    batch, wanted = evaluation_batch(session.settings, longest), set(asked)
+    # Filled up with other prompts, which do not count, so that all batches of all hosts have one shape.
+    batches = [range(first, first + batch) for first in range(run.start, run.start + longest, batch)]
+    needed = [places for places in batches if not wanted.isdisjoint(places)]
+    turns = int(max_over_hosts(np.asarray(len(needed))))
+    for places in [*needed, *batches][:turns]:
+        with stopped_together():
+            samples = session.generate(
+                weights,
+                [prompts[place % len(prompts)] for place in places],
+                group_size=session.settings.eval.num_samples,
+                rules=session.evaluation_rules,
+                policy_version=0,
+                first_group_id=places.start,
+            )
+        # A place beyond this host's run is no place of its own, whatever prompt filled it up.
+        yield from (sample for sample in samples if sample.group_id in wanted)
+        wanted -= {*places}
+
+
+def _in_a_queue(
+    session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], asked: Sequence[int]
+) -> Iterator[Sample]:
+    """Filled up with other prompts, which do not count, to as many as the host has that is asked for most."""
+    turns = int(max_over_hosts(np.asarray(len(asked))))
+    if not turns:
+        return
+    first, wanted = host_run(len(prompts)).start, set(asked)
+    others = [place for place in ((first + i) % len(prompts) for i in range(len(prompts))) if place not in wanted]
+    places = [*asked, *others][:turns]
+    num_samples, rules = session.settings.eval.num_samples, session.evaluation_rules
+    with stopped_together():
+        samples = session.stream(weights, [prompts[i] for i in places], group_size=num_samples, rules=rules)
+        for number, sample in enumerate(samples):
+            place = places[number // num_samples]
+            if place in wanted:
+                yield replace(sample, group_id=place)
+
+
+def evaluation_figures(samples: Sequence[Sample], settings: Settings) -> dict[str, Measured]:
+    """What the samples of all hosts say. All hosts ask at once; see `figures_of`."""
+    num_samples = settings.eval.num_samples
+    columns = prompt_columns(samples, judge=judge_of(settings.reward), num_samples=num_samples)
+    return figures_of(table_over_hosts(columns), num_samples=num_samples)
+
+
+def evaluation_metrics(samples: Sequence[Sample], settings: Settings) -> dict[str, float | None]:
+    """The same as numbers of `metrics.jsonl`."""
+    return {name: figure.value for name, figure in evaluation_figures(samples, settings).items()}

@@ -110,8 +110,8 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool) -> Inspection:
     agree(resolved)
     session = Session.open(settings, outline.model, outline.critic)
     check_rows(settings, session)
-    if "reference" in settings.scored_roles:
-        check_host_memory(settings, session.mesh)
+    if settings.offloads_reference:
+        check_host_memory(session.mesh)
     # Hosts meet at the end: one that is far ahead would run into JAX's own time-out for leaving.
     with together():
         return inspection_of(session, outline, compiles=compiles)
@@ -122,7 +122,7 @@ def inspection_of(session: Session, outline: Outline, *, compiles: bool) -> Insp
     settings, memory_bytes = session.settings, device_memory_bytes()
     learning = wire_learning(settings, session)
     prompt = longest_prompt(settings.data.max_prompt_length)
-    held_out = [prompt] * settings.eval.num_prompts if settings.eval.every_steps else []
+    held_out = [prompt] * _num_held_out(session) if settings.eval.every_steps else []
     shapes = shapes_of(session, learning, [prompt], held_out, outline.reward_model)
     memory = memory_by_phase(session, learning, shapes, outline.reward_model)
     return Inspection(
@@ -135,6 +135,13 @@ def inspection_of(session: Session, outline: Outline, *, compiles: bool) -> Insp
         notes=launch_notes(settings, session),
         programs=compiled_programs(session, learning, shapes, memory) if compiles else (),
     )
+
+
+def _num_held_out(session: Session) -> int:
+    """Of a whole data set nobody knows how many they are without reading it: enough for full batches on all hosts."""
+    rollout = session.settings.rollout
+    full = rollout.prompts_per_step * rollout.group_size * topology.num_hosts(session.mesh)
+    return session.settings.eval.num_prompts or full
 
 
 def longest_prompt(num_tokens: int) -> Prompt:
@@ -154,6 +161,7 @@ def _mesh_report(session: Session, outline: Outline, memory_bytes: int | None) -
 
 
 def _generation(session: Session, shapes: Shapes) -> str:
+    assert shapes.rollout is not None
     rows = f"{shapes.rollout.num_rows:,} rows with a cache of {shapes.rollout.cache_length:,} tokens"
     if session.workers is not None:
         return f"{len(session.workers.workers)} workers on each host, the largest with {rows}"

@@ -18,7 +18,7 @@ from app.jsonl import check_distinct, check_output
 from app.mesh.placement import gather_over_hosts, sum_over_hosts
 from app.policy.kv_cache import DecodeWeights
 from app.prompts.dataset import load_dataset
-from app.prompts.encode import EncodeReport, encode_prompts
+from app.prompts.encode import EncodeReport
 from app.prompts.source import load_training_data
 from app.report.timeline import check_timeline, write_timeline
 from app.rollout.scheduling.event_log import EventLog
@@ -32,6 +32,7 @@ from app.training.rollout_progress import RolloutProgress
 from app.training.rollout_work import Work
 from app.training.session import Session
 from app.training.simulate import panel, recorded_table
+from app.training.training_input import encode_rows
 from settings import Resolved, Settings
 from settings.errors import InputError
 
@@ -64,13 +65,13 @@ def rollout(
     _check_only_scheduled("--log keeps", log, settings)
     if timeline is not None:
         check_timeline(timeline)
-    model = read_model_input(settings)
+    model = read_model_input(settings).bare
     check_context(model.architecture, settings, path=settings.model.path)
-    encoded, report = _encoded(settings, model, prompts, limit=limit)
+    questions, report = _read_prompts(settings, model, prompts, limit=limit)
     with ExitStack() as stack:
         entered = stack.enter_context(joined_hosts(settings, out=out))
-        agree(resolved, {name: str(value) for name, value in run_facts(settings, model, encoded).items()})
-        work = Work.of(encoded, settings)
+        agree(resolved, {name: str(value) for name, value in run_facts(settings, model, questions).items()})
+        work = Work.of(questions, settings)
         with together():
             written = (
                 stack.enter_context(open_log(out, settings, model, work.own)) if settings.rollout.has_workers else None
@@ -79,7 +80,7 @@ def rollout(
         session = stack.enter_context(closing(Session.open(settings, model)))
         weights = session.engine.weights(session.load_params())
         counter = SampleCounter()
-        session.compile_rollout(evaluates=False)
+        session.compile_rollout()
         start = time.perf_counter()
         with RolloutProgress(num_samples=work.num_samples, shown=jax.process_index() == 0) as progress:
             if past is not None:
@@ -94,7 +95,7 @@ def rollout(
     if jax.process_index() > 0:
         return None
     return {
-        "prompts": len(encoded),
+        "prompts": len(questions),
         "dropped prompts": report.dropped,
         **({} if jax.process_count() == 1 else {"hosts": jax.process_count()}),
         **drawn,
@@ -130,7 +131,7 @@ def _drawn(total: SampleCounter, past: Past | None, seconds: float) -> dict[str,
     }
 
 
-def _encoded(
+def _read_prompts(
     settings: Settings, model: ModelInput, prompts: Path | None, *, limit: int | None
 ) -> tuple[Sequence[Prompt], EncodeReport]:
     """The first prompts of the file, or of `data.source`."""
@@ -144,13 +145,7 @@ def _encoded(
             prompt_column=settings.data.prompt_column,
             answer_column=settings.data.answer_column,
         )
-    return encode_prompts(
-        dataset.rows[:limit],
-        model.tokenizer,
-        system_prompt=settings.data.system_prompt,
-        max_prompt_length=settings.data.max_prompt_length,
-        overlong=settings.data.overlong_prompts,
-    )
+    return encode_rows(settings, dataset.rows[:limit], model.tokenizer)
 
 
 def _check_only_scheduled(option: str, path: Path | None, settings: Settings) -> None:
@@ -217,7 +212,8 @@ def _sampled(
 
 def _in_a_queue(session: Session, weights: DecodeWeights, work: Work) -> Iterator[Sample]:
     # A host without a prompt samples one all the same, and drops it: its queue is no special case.
-    samples = session.stream(weights, work.own or work.prompts[:1])
+    prompts = work.own or work.prompts[:1]
+    samples = session.stream(weights, prompts, group_size=work.group_size, rules=session.rules)
     places = (place for place in work.places for _ in range(work.group_size))
     for place, sample in zip(places, samples, strict=False):
         yield replace(sample, group_id=place)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from app.flow import Prompt
-from app.prompts.encode import encode_prompts
+from app.prompts.dataset import Dataset, Row
+from app.prompts.encode import ChatTokenizer, EncodeReport, encode_prompts
 from app.prompts.source import load_held_out_data, load_training_data
 from app.reward.overlong import OverlongPenalty
 from app.reward.rewards import Rewards, judge_of
 from app.reward.signature import Columns
 from app.reward.tasks import check_answers
-from app.training.evaluate import check_best_metric
+from app.training.evaluation_figures import check_best_metric
 from app.training.model_input import CriticInput, ModelInput, check_context, read_critic_input, read_model_input
+from app.training.replay import Asked, Replay, read_replay
 from app.training.reward_role import RewardModelInput, check_reward_context, read_reward_model
+from app.training.run_directory import RunDirectory
 from settings import Settings
 
 
@@ -31,6 +35,8 @@ class TrainingInput:
     report: str
     """What a person should know of the data: column mapping, prompts kept and dropped."""
     reward_model: RewardModelInput | None = None
+    replay: Replay | None = None
+    """The samples to learn from; None: they are generated."""
 
     @property
     def commits(self) -> dict[str, str | None]:
@@ -44,11 +50,14 @@ class TrainingInput:
 
     def rewards(self, settings: Settings) -> Rewards:
         """The reward functions over these data; importing them is what entering it does."""
-        columns, held_out = data_columns(settings, self.prompts), None
-        if self.held_out:
-            source = settings.data.eval_source or settings.data.source
-            held_out = replace(data_columns(settings, self.held_out), source=source)
-        return Rewards(settings.reward, columns, held_out, overlong_penalty(settings))
+        return rewards_over(settings, self.prompts, self.held_out)
+
+
+def rewards_over(settings: Settings, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Rewards:
+    """The reward functions of a run over these prompts, not yet imported."""
+    columns = data_columns(settings, prompts)
+    of_held_out = held_out_columns(settings, held_out) if held_out else None
+    return Rewards(settings.reward, columns, of_held_out, overlong_penalty(settings))
 
 
 def overlong_penalty(settings: Settings) -> OverlongPenalty | None:
@@ -65,50 +74,147 @@ def data_columns(settings: Settings, prompts: Sequence[Prompt]) -> Columns:
     return Columns.of(prompts, source=data.source, prompt_column=data.prompt_column, answer_column=data.answer_column)
 
 
-def read_training_input(settings: Settings) -> TrainingInput:
+def held_out_columns(settings: Settings, prompts: Sequence[Prompt]) -> Columns:
+    """The same of the prompts of an evaluation."""
+    return replace(data_columns(settings, prompts), source=settings.data.eval_source or settings.data.source)
+
+
+def read_policy(settings: Settings) -> ModelInput:
+    """The model of `model.path` and its tokenizer.
+
+    Raises:
+        InputError: it cannot be used, or not for samples as long as the settings allow. So do the next.
+    """
+    model = read_model_input(settings)
+    check_context(model.architecture, settings, path=settings.model.path)
+    return model
+
+
+def read_critic(settings: Settings, model: ModelInput) -> CriticInput | None:
+    """What the critic starts from; None for a run without one."""
+    if not settings.has_critic:
+        return None
+    critic = read_critic_input(settings, model)
+    check_context(critic.architecture, settings, path=settings.critic.path or settings.model.path)
+    return critic
+
+
+def read_judge(settings: Settings) -> RewardModelInput | None:
+    """The reward model; None for a run without one."""
+    reward_model = read_reward_model(settings)
+    if reward_model is not None:
+        check_reward_context(reward_model, settings)
+    return reward_model
+
+
+def read_rows(settings: Settings) -> Dataset:
+    """What is trained on, with answers that the reward functions can use."""
+    dataset = load_training_data(settings.data, seed=settings.run.seed)
+    check_answers(dataset.rows, [function.name for function in settings.reward.functions])
+    return dataset
+
+
+def encode_rows(settings: Settings, rows: Sequence[Row], tokenizer: ChatTokenizer) -> tuple[list[Prompt], EncodeReport]:
+    """The rows as prompts, under `data.*`."""
+    return encode_prompts(
+        rows,
+        tokenizer,
+        system_prompt=settings.data.system_prompt,
+        max_prompt_length=settings.data.max_prompt_length,
+        overlong=settings.data.overlong_prompts,
+    )
+
+
+def read_held_out(settings: Settings, tokenizer: ChatTokenizer) -> tuple[list[Prompt], EncodeReport]:
+    """The prompts of an evaluation, which can all be judged."""
+    rows = load_held_out_data(settings.data, num_prompts=settings.eval.num_prompts).rows
+    check_answers(rows, [judge_of(settings.reward)])
+    return encode_rows(settings, rows, tokenizer)
+
+
+def read_held_out_of_run(settings: Settings, tokenizer: ChatTokenizer) -> Sequence[Prompt]:
+    """What the evaluations of a run ask; nothing for a run without any."""
+    if not settings.eval.every_steps:
+        return ()
+    held_out, _ = read_held_out(settings, tokenizer)
+    if settings.checkpoint.best_metric is not None:
+        judge, num_samples = judge_of(settings.reward), settings.eval.num_samples
+        check_best_metric(settings.checkpoint.best_metric, held_out, judge=judge, num_samples=num_samples)
+    return held_out
+
+
+def read_training_input(settings: Settings, asked: Asked | None = None) -> TrainingInput:
     """Model files, tokenizer, training and evaluation prompts.
+
+    Args:
+        asked: to learn from samples of files, which bring their prompts.
 
     Raises:
         InputError: for whatever about them cannot be used.
     """
-    model = read_model_input(settings)
-    check_context(model.architecture, settings, path=settings.model.path)
-    critic = None
-    if settings.has_critic:
-        critic = read_critic_input(settings, model)
-        check_context(critic.architecture, settings, path=settings.critic.path or settings.model.path)
-    reward_model = read_reward_model(settings)
+    model = read_policy(settings)
+    critic = read_critic(settings, model)
+    replay = None
+    if asked is not None:
+        replay = read_replay(asked, settings, model, critic, into=RunDirectory.of(settings.run))
+    source = _of_dataset(settings, model.tokenizer) if replay is None else _of_samples(replay)
+    # Rewards that the samples bring need no model.
+    reward_model = None if replay is not None and replay.takes_rewards else read_judge(settings)
     if reward_model is not None:
-        check_reward_context(reward_model, settings)
-    dataset = load_training_data(settings.data, seed=settings.run.seed)
-    check_answers(dataset.rows, [function.name for function in settings.reward.functions])
-    encode = {
-        "system_prompt": settings.data.system_prompt,
-        "max_prompt_length": settings.data.max_prompt_length,
-        "overlong": settings.data.overlong_prompts,
-    }
-    prompts, report = encode_prompts(dataset.rows, model.tokenizer, **encode)
-    if reward_model is not None:
-        reward_model.check_prompt(prompts[0])
-    held_out: Sequence[Prompt] = ()
-    if settings.eval.every_steps:
-        rows = load_held_out_data(settings.data, num_prompts=settings.eval.num_prompts).rows
-        check_answers(rows, [judge_of(settings.reward)])
-        held_out, _ = encode_prompts(rows, model.tokenizer, **encode)
-        if settings.checkpoint.best_metric is not None:
-            check_best_metric(settings.checkpoint.best_metric, held_out, judge=judge_of(settings.reward))
+        reward_model.check_prompt(source.prompts[0])
+    held_out = read_held_out_of_run(settings, model.tokenizer)
+    fingerprints = fingerprints_of(model, source.fingerprints, critic, reward_model)
+    return TrainingInput(model, critic, source.prompts, held_out, fingerprints, source.report, reward_model, replay)
+
+
+def fingerprints_of(
+    model: ModelInput,
+    source: Mapping[str, str],
+    critic: CriticInput | None,
+    reward_model: RewardModelInput | None,
+) -> dict[str, str]:
+    """What a run is a run of, by what it is: of a resumed run and of other hosts they are the same.
+
+    Args:
+        source: those of where it has its prompts from.
+    """
     fingerprints = {
         "model": model.files.fingerprint,
         "tokenizer": model.tokenizer.fingerprint,
+        **model.adapters,
+        **source,
+    }
+    if critic is not None:
+        fingerprints["the critic"] = critic.files.fingerprint
+    if reward_model is not None:
+        fingerprints["the reward model"] = reward_model.files.fingerprint
+    return fingerprints
+
+
+class Source(NamedTuple):
+    """Where a run has its training prompts from."""
+
+    prompts: Sequence[Prompt]
+    report: str
+    fingerprints: dict[str, str]
+
+
+def _of_dataset(settings: Settings, tokenizer: ChatTokenizer) -> Source:
+    dataset = read_rows(settings)
+    prompts, report = encode_rows(settings, dataset.rows, tokenizer)
+    return Source(prompts, f"{dataset.to_text()}\n{report.to_text()}", fingerprints_of_data(settings, dataset))
+
+
+def fingerprints_of_data(settings: Settings, dataset: Dataset) -> dict[str, str]:
+    """Those of a data set and of the order in which it is gone through."""
+    return {
         "data": dataset.fingerprint,
         "the order of prompts (run.seed, data.shuffle, data.max_prompt_length, data.overlong_prompts)": (
             f"{settings.run.seed}, {settings.data.shuffle}, {settings.data.max_prompt_length}, "
             f"{settings.data.overlong_prompts}"
         ),
     }
-    if critic is not None:
-        fingerprints["the critic"] = critic.files.fingerprint
-    if reward_model is not None:
-        fingerprints["the reward model"] = reward_model.files.fingerprint
-    report_text = f"{dataset.to_text()}\n{report.to_text()}"
-    return TrainingInput(model, critic, prompts, held_out, fingerprints, report_text, reward_model)
+
+
+def _of_samples(replay: Replay) -> Source:
+    return Source(replay.prompts, replay.report, {"the samples of --from-rollouts": replay.fingerprint})

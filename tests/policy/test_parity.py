@@ -97,13 +97,13 @@ class PackedRows(NamedTuple):
 SHORT_ROWS = ((7, 12, 5), (29,), (2, 23))
 
 
-def packed_rows(*lengths: Sequence[int], num_tokens: int = 32) -> PackedRows:
+def packed_rows(*lengths: Sequence[int], num_tokens: int = 32, vocab_size: int = SIZES["vocab_size"]) -> PackedRows:
     """Random segments of these lengths, row by row, and padding on the right."""
     rng = np.random.default_rng(1)
     token_ids, *layout = (np.zeros((len(lengths), num_tokens), np.int32) for _ in range(4))
     rows = PackedRows([], token_ids, RowLayout(*layout))
     # Padding is no special token: nothing may look at it.
-    rows.token_ids[:] = rng.integers(0, SIZES["vocab_size"], rows.token_ids.shape)
+    rows.token_ids[:] = rng.integers(0, vocab_size, rows.token_ids.shape)
     for row, in_row in enumerate(lengths):
         first = 0
         for segment_id, length in enumerate(in_row, start=1):

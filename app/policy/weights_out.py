@@ -1,0 +1,44 @@
+"""Weights out: our stacked parameters, seen as the Hugging Face checkpoint that they would be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from app.policy.decoder import DecoderDefinition, Params, Path, by_path
+from app.policy.weights import expected_entries
+
+
+class TensorsOut:
+    """Tensors under their Hugging Face names, in the order of the layers; a `WeightFile` that was never a file.
+
+    Names and shapes are those that loading asks for, and `load_weights` of this gives the parameters bit for bit.
+    """
+
+    def __init__(self, definition: DecoderDefinition, params: Params) -> None:
+        self._entries = {entry.name: entry for entry in expected_entries(definition)}
+        self._arrays = by_path(params)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: entry.file_shape for name, entry in self._entries.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor as float32, fetched from the devices that hold it."""
+        entry = self._entries[name]
+        array = self._arrays[entry.path]
+        # Cut on the devices: fetching a stacked array would bring all of its layers, and JAX would keep them.
+        array = array if entry.layer is None else _layer(array, entry.layer)
+        return to_file_layout(np.asarray(array), entry.path, entry.file_shape)
+
+
+def to_file_layout(tensor: np.ndarray, path: Path, file_shape: tuple[int, ...]) -> np.ndarray:
+    """The inverse of `weights.from_file_layout`: our `[*in, *out]` kernel as the file's `[out, in]` matrix."""
+    if path[-1] == "kernel":
+        return tensor.reshape(file_shape[::-1]).T
+    return tensor.reshape(file_shape)
+
+
+_layer = jax.jit(lambda stacked, layer: jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False))

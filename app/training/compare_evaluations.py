@@ -1,0 +1,196 @@
+"""`grpo evaluate --compare`: what has changed between two evaluations of the same prompts. Starts no device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from app.flow import Prompt, Sample
+from app.jsonl import check_distinct, read_jsonl
+from app.report.intervals import mean_interval, sign_test
+from app.report.paired import Comparison, PairedRow, check_picture, is_told, write_picture
+from app.reward.tasks import check_answers, is_task_reward
+from app.sample_records import sample_from_record
+from app.training.evaluation_figures import (
+    ACCURACY,
+    DIFFICULTY,
+    OTHER_VALUES,
+    Table,
+    accuracy_at,
+    figures_of,
+    levels_of,
+    mean_figure,
+    prompt_columns,
+)
+from app.training.evaluation_subject import (
+    CHECKPOINT,
+    JUDGE,
+    JUDGES_FILE,
+    MODEL,
+    PROMPTS,
+    Subject,
+    facts_file,
+    read_subject,
+)
+from settings.errors import InputError
+
+COMPARED = {MODEL, CHECKPOINT, PROMPTS}
+"""What may differ, as the labels say; of the prompts, as a look at the records says."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A file of judged samples."""
+
+    path: Path
+    subject: Subject | None
+    """None where nothing stands beside the file, as beside those that a run has written."""
+    judge: str
+    num_samples: int
+    """Of each prompt."""
+    groups: Mapping[str, Sequence[Sample]]
+    """By prompt."""
+
+    @property
+    def label(self) -> str:
+        return str(self.path) if self.subject is None else f"{self.subject.label} ({self.path})"
+
+    def table(self, uids: Sequence[str]) -> Table:
+        samples = [sample for uid in uids for sample in self.groups[uid]]
+        columns = prompt_columns(samples, judge=self.judge, num_samples=self.num_samples)
+        return {name: np.asarray(column, np.float64) for name, column in columns.items()}
+
+    def prompt(self, uid: str) -> Prompt:
+        return self.groups[uid][0].prompt
+
+
+def compare_evaluations(before: Path, after: Path, *, picture: Path | None) -> Comparison:
+    """Both files' figures, the differences prompt by prompt, and how likely chance alone would give as much.
+
+    Raises:
+        InputError: files that cannot be read or compared, or a picture that cannot be written.
+    """
+    check_distinct({"--compare BEFORE": before, "--compare AFTER": after, "--picture": picture})
+    if picture is not None:
+        check_picture(picture)
+    first, second = read_evaluated(before), read_evaluated(after)
+    _check_comparable(first, second)
+    uids = [*first.groups]
+    tables = first.table(uids), second.table(uids)
+    change = tables[1][ACCURACY] - tables[0][ACCURACY]
+    better, worse = int((change > 0).sum()), int((change < 0).sum())
+    right_or_wrong = all(np.isin(table[ACCURACY][~np.isnan(table[ACCURACY])], (0, 1)).all() for table in tables)
+    comparison = Comparison(
+        first.label,
+        second.label,
+        num_prompts=len(uids),
+        judge=first.judge,
+        by_plug_in=not is_task_reward(first.judge),
+        rows=_rows(first, second, *tables),
+        num_better=better,
+        num_worse=worse,
+        test="exact McNemar test" if right_or_wrong else "exact sign test over prompts",
+        p_value=sign_test(better, worse),
+        notes=[*_notes(first, second)],
+    )
+    if picture is not None:
+        write_picture(picture, comparison)
+    return comparison
+
+
+def read_evaluated(path: Path) -> Evaluated:
+    """The samples of an evaluation's file, its own or one that a run has written.
+
+    Raises:
+        InputError: it cannot be read, or does not hold the judged samples of an evaluation.
+    """
+    groups: dict[str, list[Sample]] = {}
+    for line, record in read_jsonl(path):
+        sample = sample_from_record(record, where=f"{path}:{line}")
+        groups.setdefault(sample.prompt.uid, []).append(sample)
+    if not groups:
+        raise InputError(f"--compare: {path} holds no samples")
+    subject = read_subject(path)
+    judge = _judge_of(path, subject, groups)
+    num_samples = max(map(len, groups.values()))
+    for uid, samples in groups.items():
+        samples.sort(key=lambda sample: sample.sample_index)
+        if [sample.sample_index for sample in samples] != [*range(num_samples)]:
+            raise InputError(
+                f"--compare: {path} is not whole: {uid} has {len(samples)} samples, others {num_samples}; the same "
+                "grpo evaluate command again completes it"
+            )
+    check_answers([samples[0].prompt for samples in groups.values()], [judge])
+    return Evaluated(path, subject, judge, num_samples, groups)
+
+
+def _judge_of(path: Path, subject: Subject | None, groups: Mapping[str, Sequence[Sample]]) -> str:
+    """The one function whose values the samples have."""
+    samples = [sample for of_prompt in groups.values() for sample in of_prompt]
+    names = sorted({name for sample in samples for name in sample.rewards or {}})
+    if subject is not None and all(sample.rewards is not None for sample in samples):
+        names = [subject.facts[JUDGE]]
+    if len(names) != 1:
+        found = f"the values of {', '.join(names)}" if names else "none"
+        raise InputError(
+            f"--compare: expected the judged samples of an evaluation, whose `rewards` hold one value, and {path} has "
+            f"{found}; grpo evaluate --out writes such files"
+        )
+    return names[0]
+
+
+def _check_comparable(first: Evaluated, second: Evaluated) -> None:
+    """Raises InputError where they are not of the same questions, or not judged alike."""
+    both = f"{first.path} and {second.path}"
+    facts = [one.subject.facts.get(JUDGES_FILE) if one.subject else None for one in (first, second)]
+    if first.judge != second.judge:
+        raise InputError(f"--compare: {both} are not judged alike: by {first.judge}, and by {second.judge}")
+    if first.subject and second.subject and facts[0] != facts[1]:
+        raise InputError(f"--compare: {both} are not judged alike: the file of {first.judge} has changed in between")
+    only = [[uid for uid in one.groups if uid not in other.groups] for one, other in ((first, second), (second, first))]
+    if only[0] or only[1]:
+        raise InputError(
+            f"--compare: {both} are not of the same prompts: {len(only[0])} are in the first alone, {len(only[1])} in "
+            f"the second alone, such as {(only[0] or only[1])[0]}; evaluate both with the same data.eval_source, "
+            "data.eval_split and eval.num_prompts"
+        )
+    for uid in first.groups:
+        one, other = first.prompt(uid), second.prompt(uid)
+        if (one.source, one.answer) != (other.source, other.answer):
+            raise InputError(f"--compare: {both} are not of the same data: {uid} has another question or answer")
+
+
+def _rows(first: Evaluated, second: Evaluated, before: Table, after: Table) -> list[PairedRow]:
+    """A row for each figure that both have."""
+    figures = [figures_of(table, num_samples=one.num_samples) for one, table in ((first, before), (second, after))]
+    everywhere = np.ones(len(before[ACCURACY]), bool)
+    columns = {name: (name, everywhere) for name in before if name not in (DIFFICULTY, OTHER_VALUES)}
+    columns |= {accuracy_at(level): (ACCURACY, before[DIFFICULTY] == level) for level in levels_of(before)}
+    rows = []
+    for name, (column, where) in columns.items():
+        if name not in figures[1] or not any(is_told(name, one[name]) for one in figures):
+            continue
+        measured = all(one[name].value is not None for one in figures)
+        change = (after[column] - before[column])[where] if measured else np.zeros(0)
+        rows.append(PairedRow(name, figures[0][name], figures[1][name], mean_figure(change, mean_interval)))
+    return rows
+
+
+def _notes(first: Evaluated, second: Evaluated) -> Iterator[str]:
+    """What else is not the same, and what nobody knows to be."""
+    for one in (first, second):
+        if one.subject is None:
+            yield f"no {facts_file(one.path).name} says under which settings {one.path} was made"
+    if first.subject and second.subject:
+        known = first.subject.facts, second.subject.facts
+        for name in dict.fromkeys([*known[0], *known[1]]):
+            was, now = (facts.get(name) for facts in known)
+            if was != now and name not in COMPARED:
+                yield f"{name} differs" if name == "the tokenizer" else f"{name} was {was}, and is {now}"
+    elif first.num_samples != second.num_samples:
+        yield f"{first.num_samples} samples of each prompt before, {second.num_samples} after"
+    if any(not np.array_equal(first.prompt(uid).token_ids, second.prompt(uid).token_ids) for uid in first.groups):
+        yield "the same questions are other tokens: another tokenizer, chat template or data.system_prompt"

@@ -1,0 +1,214 @@
+"""`grpo evaluate`: a model, or a checkpoint of one, on held-out prompts, as training evaluates it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from app.flow import Prompt, Sample
+from app.jsonl import check_output
+from app.mesh.placement import max_over_hosts
+from app.prompts.encode import EncodeReport
+from app.reward.plugin import Moment
+from app.reward.rewards import Rewards, judge_of
+from app.training.agreement import agree, plug_in_digests, prompts_digest
+from app.training.all_hosts import as_lines, host_run, lines_to_first_host, together, write_together
+from app.training.evaluate import evaluation_figures, sampled
+from app.training.evaluation_file import Asked, OfPlaces, Part, read_parts, read_result, remove_parts
+from app.training.evaluation_report import EvaluationReport
+from app.training.evaluation_subject import CHECKPOINT, JUDGE, JUDGES_FILE, MODEL, PROMPTS, Subject, write_subject
+from app.training.failures import check_rewards
+from app.training.joining import Entered, getting_on, joined_hosts, wait_for_others
+from app.training.model_input import ModelInput, check_context, read_model_input
+from app.training.pinned_model import pinned
+from app.training.policy_weights import load_policy
+from app.training.rollout_progress import RolloutProgress
+from app.training.saved_policy import SavedPolicy
+from app.training.session import Session
+from app.training.training_input import held_out_columns, read_held_out
+from app.training.watchdog import WAIT
+from settings import Resolved, Settings
+
+
+@dataclass(frozen=True)
+class EvaluationInput:
+    """Everything an evaluation reads, checked before any device is touched."""
+
+    settings: Settings
+    model: ModelInput
+    saved: SavedPolicy | None
+    """Whose weights are evaluated; None: those of `model.path`."""
+    prompts: Sequence[Prompt]
+    encoding: EncodeReport
+    subject: Subject
+
+    @property
+    def asked(self) -> Asked:
+        return Asked(self.prompts, self.settings.eval.num_samples)
+
+
+def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | None) -> EvaluationReport | None:
+    """Samples the held-out prompts, judges the samples and writes them to `out`.
+
+    Several hosts share the prompts; the first of them writes the file, and alone returns what came of it. An evaluation
+    that was killed goes on from what it has left beside `out`, and one that is done is only read.
+
+    Raises:
+        InputError: settings, model, checkpoint, prompts or output file that cannot be used.
+        RuntimeError: a judge that fails, where failures are to raise.
+    """
+    if out is not None:
+        check_output(out)
+    read = read_evaluation_input(resolved.settings, checkpoint)
+    with ExitStack() as stack:
+        entered = stack.enter_context(joined_hosts(read.settings, out=out or Path("evaluation")))
+        agree(resolved, {name: str(value) for name, value in read.subject.facts.items()})
+        start = time.perf_counter()
+        judged = _already_judged(read, out)
+        if judged is None:
+            judged = _judged(read, out, stack, entered)
+        figures = evaluation_figures(judged, read.settings)
+    if jax.process_index() > 0:
+        return None
+    return EvaluationReport(
+        read.subject,
+        num_prompts=len(read.prompts),
+        num_dropped=read.encoding.dropped,
+        num_samples=read.settings.eval.num_samples,
+        figures=figures,
+        seconds=time.perf_counter() - start,
+        out=out,
+    )
+
+
+def read_evaluation_input(settings: Settings, checkpoint: Path | None) -> EvaluationInput:
+    """Checkpoint, model and held-out prompts.
+
+    Raises:
+        InputError: for whatever about them cannot be used.
+    """
+    saved = None
+    if checkpoint is not None:
+        saved = SavedPolicy.open(checkpoint)
+        settings = pinned(settings, saved.run)
+    model = read_model_input(settings)
+    if saved is not None:
+        saved.check(model)
+    check_context(model.architecture, settings, path=settings.model.path)
+    prompts, encoding = read_held_out(settings, model.tokenizer)
+    return EvaluationInput(settings, model, saved, prompts, encoding, _subject_of(settings, model, saved, prompts))
+
+
+def _subject_of(settings: Settings, model: ModelInput, saved: SavedPolicy | None, prompts: Sequence[Prompt]) -> Subject:
+    data, evaluation = settings.data, settings.eval
+    digests = plug_in_digests(settings.reward.functions[:1])
+    facts = {
+        MODEL: model.files.fingerprint,
+        "the tokenizer": model.tokenizer.fingerprint,
+        CHECKPOINT: "none" if saved is None else f"step {saved.step}, {_digest(saved)}",
+        PROMPTS: prompts_digest(prompts),
+        JUDGE: judge_of(settings.reward),
+        **{JUDGES_FILE: digest for digest in digests.values()},
+        "eval.num_samples": evaluation.num_samples,
+        "eval.temperature": evaluation.temperature,
+        # Greedy samples take no noise.
+        **({"run.seed": settings.run.seed} if evaluation.temperature else {}),
+        "rollout.max_new_tokens": settings.rollout.max_new_tokens,
+        "model.dtype": settings.model.dtype,
+    }
+    source = data.eval_source or data.source
+    where = f"{source} ({data.eval_split})" if source.startswith(("builtin:", "hf:")) else source
+    return Subject(settings.model.path, None if saved is None else saved.step, where, facts)
+
+
+def _digest(saved: SavedPolicy) -> str:
+    """Of its weights, wherever they lie."""
+    return hashlib.sha256(json.dumps(dict(saved.checksums), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _already_judged(read: EvaluationInput, out: Path | None) -> Sequence[Sample] | None:
+    """On the first host the samples of its file, where that holds them all; nothing on the others. Else None."""
+    found: OfPlaces = {}
+    with together():
+        if out is not None and jax.process_index() == 0:
+            found = read_result(out, read.subject, read.asked)
+    samples = [sample for place in sorted(found) for sample in found[place]]
+    is_whole = len(found) == len(read.prompts) and all(sample.rewards is not None for sample in samples)
+    return samples if max_over_hosts(np.asarray(is_whole)) else None
+
+
+def _judged(read: EvaluationInput, out: Path | None, stack: ExitStack, entered: Entered) -> Sequence[Sample]:
+    """This host's samples; those of all hosts are in the file by then.
+
+    What it opens, `stack` closes.
+    """
+    own, settings = host_run(len(read.prompts)), read.settings
+    with together():
+        # A file that lines were taken from is judged anew with the rest.
+        known = (
+            {}
+            if out is None
+            else {**read_parts(out, read.subject, read.asked), **read_result(out, read.subject, read.asked)}
+        )
+        columns = held_out_columns(settings, read.prompts)
+        # Of the functions that training adds up, the first alone judges.
+        judge = settings.reward.model_copy(update={"functions": settings.reward.functions[:1]})
+        rewards = stack.enter_context(Rewards(judge, columns, columns))
+        part = None if out is None else stack.enter_context(closing(Part(out, read.subject)))
+    missing = [place for place in own if place not in known]
+    drawn = _drawn(read, missing, part, stack, entered)
+    samples = [sample for place in own for sample in (known.get(place) or drawn[place])]
+    # No limit: each call of a function has its own, and a host's whole share is one phase.
+    entered(WAIT)
+    step = read.subject.step or 0
+    judged = rewards.judge(samples, Moment(step, settings.run.steps))
+    for line in lines_to_first_host((*rewards.reports, *judged.notices)):
+        print(line, file=sys.stderr)
+    check_rewards(judged)
+    if out is not None:
+        wait_for_others(entered)
+        entered("save")
+        _write(out, read.subject, judged.samples)
+    return judged.samples
+
+
+def _drawn(
+    read: EvaluationInput, missing: Sequence[int], part: Part | None, stack: ExitStack, entered: Entered
+) -> OfPlaces:
+    """The samples that this host lacks; nothing is loaded where no host lacks any."""
+    settings, num_asked = read.settings, len(host_run(len(read.prompts)))
+    if not max_over_hosts(np.asarray(len(missing))):
+        return {}
+    session = stack.enter_context(closing(Session.open(settings, read.model)))
+    params = session.load_params() if read.saved is None else load_policy(read.saved, session)
+    weights = session.engine.weights(params)
+    del params
+    session.compile_evaluation()
+    drawn: dict[int, list[Sample]] = {}
+    num_samples = settings.eval.num_samples
+    with RolloutProgress(num_samples=len(missing) * num_samples, shown=jax.process_index() == 0) as progress:
+        if len(missing) < num_asked:
+            progress.say(f"going on: {num_asked - len(missing)} of {num_asked} prompts are done")
+        fresh = progress.count(sampled(session, weights, read.prompts, asked=missing))
+        for sample in getting_on(part.keeping(fresh) if part else fresh, "evaluate", entered):
+            drawn.setdefault(sample.group_id, []).append(sample)
+    return drawn
+
+
+def _write(out: Path, subject: Subject, samples: Sequence[Sample]) -> None:
+    """What it is of comes first: a file without that is taken for somebody else's."""
+    with together():
+        if jax.process_index() == 0:
+            write_subject(out, subject)
+    write_together(out, [as_lines(samples, path=out)])
+    with together():
+        remove_parts(out)

@@ -1,0 +1,172 @@
+"""The files of `grpo evaluate`: samples that are done, and those that one that was killed had drawn."""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from app.flow import Prompt, Sample
+from app.jsonl import read_jsonl_lines, to_line
+from app.sample_records import sample_from_record, sample_to_record
+from app.training.all_hosts import of_host
+from app.training.evaluation_subject import Subject, facts_file, read_subject, subject_from_json
+from settings.errors import InputError
+
+PART = ".part"
+"""What the name of a file ends in that holds samples nobody has judged yet, behind a line that says of what."""
+
+OfPlaces = Mapping[int, Sequence[Sample]]
+"""Place of a prompt -> all its samples, in order."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The prompts of an evaluation, by their places, and how often each is asked."""
+
+    prompts: Sequence[Prompt]
+    num_samples: int
+
+    def found(self, records: Iterable[tuple[int, Mapping[str, object] | InputError]], path: Path) -> OfPlaces:
+        """The prompts whose samples are all there. Lines that are torn, or are of no such sample, are passed over."""
+        places = {prompt.uid: place for place, prompt in enumerate(self.prompts)}
+        samples: dict[int, dict[int, Sample]] = {}
+        for line, record in records:
+            if isinstance(record, InputError):
+                continue
+            with suppress(InputError):
+                sample = sample_from_record(record, where=f"{path}:{line}")
+                place = places.get(sample.prompt.uid)
+                if place is not None and self._is_one(sample, self.prompts[place]):
+                    whole = replace(sample, prompt=self.prompts[place], group_id=place)
+                    samples.setdefault(place, {})[sample.sample_index] = whole
+        return {
+            place: [of_prompt[i] for i in range(self.num_samples)]
+            for place, of_prompt in samples.items()
+            if len(of_prompt) == self.num_samples
+        }
+
+    def _is_one(self, sample: Sample, prompt: Prompt) -> bool:
+        asked = np.array_equal(sample.prompt.token_ids, prompt.token_ids)
+        return asked and 0 <= sample.sample_index < self.num_samples
+
+
+def read_result(out: Path, subject: Subject, asked: Asked) -> OfPlaces:
+    """The samples of the same evaluation that are in its file already; none where there is no file.
+
+    Raises:
+        InputError: the file is of something else.
+    """
+    if not out.exists():
+        return {}
+    found = read_subject(out)
+    if found is None:
+        raise InputError(
+            f"--out: {out} is there, and no {facts_file(out).name} beside it says of which evaluation; give another "
+            "--out, or delete it"
+        )
+    _check_same(out, subject, found)
+    return asked.found(read_jsonl_lines(out), out)
+
+
+def read_parts(out: Path, subject: Subject, asked: Asked) -> OfPlaces:
+    """What the hosts of an evaluation that was killed had drawn, as far as this one sees their files.
+
+    Raises:
+        InputError: a file is of something else.
+    """
+    drawn: dict[int, Sequence[Sample]] = {}
+    for path in _parts(out):
+        with path.open("rb") as file:
+            head = file.readline()
+        if not head.endswith(b"\n"):
+            continue  # killed before it had said of what it is
+        try:
+            found = subject_from_json(head)
+        except ValueError as error:
+            raise InputError(f"--out: {path} is no part of an evaluation ({error}); delete it") from error
+        _check_same(path, subject, found)
+        records = read_jsonl_lines(path)
+        next(records)
+        drawn |= asked.found(records, path)
+    return drawn
+
+
+def remove_parts(out: Path) -> None:
+    for path in _parts(out):
+        # Hosts that share a folder clear it at the same time.
+        path.unlink(missing_ok=True)
+
+
+class Part:
+    """Where this host's samples go as they are drawn, each at once, behind those of an evaluation that was killed.
+
+    Raises:
+        InputError: another process is at it, or it cannot be written.
+    """
+
+    def __init__(self, out: Path, subject: Subject) -> None:
+        self.path = of_host(out.with_name(f"{out.name}{PART}"))
+        self._file = _locked(self.path)
+        if self._is_torn():
+            self._file.write(b"\n")
+        if not self._file.tell():
+            self._file.write(f"{subject.to_json()}\n".encode())
+        self._file.flush()
+
+    def keeping(self, samples: Iterable[Sample]) -> Iterator[Sample]:
+        """The same; each is on its way to the disk before it is passed on."""
+        for sample in samples:
+            self._file.write(to_line(sample_to_record(sample), str(self.path)))
+            self._file.flush()
+            yield sample
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _is_torn(self) -> bool:
+        """Its last line has no end, because the process was killed in the middle of it."""
+        content = self.path.read_bytes()
+        if b"\n" not in content:
+            # Not even the first line is whole.
+            self._file.truncate(0)
+            self._file.seek(0)
+            return False
+        return not content.endswith(b"\n")
+
+
+def _locked(path: Path) -> IO[bytes]:
+    try:
+        file = path.open("ab")
+    except OSError as error:
+        raise InputError(f"--out: {path} cannot be written: {error.strerror}; give another --out") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise InputError(
+            f"--out: another process is at this evaluation ({path}); wait for it, or give another --out"
+        ) from error
+    return file
+
+
+def _parts(out: Path) -> list[Path]:
+    """Of all hosts, whatever their number."""
+    alone = out.with_name(f"{out.name}{PART}")
+    of_hosts = out.parent.glob(f"{glob.escape(alone.stem)}.host_*_of_*{PART}")
+    return [path for path in (alone, *sorted(of_hosts)) if path.is_file()]
+
+
+def _check_same(path: Path, subject: Subject, found: Subject) -> None:
+    name = subject.differs(found)
+    if name is not None:
+        raise InputError(
+            f"--out: {path} is of another evaluation, of {found.label}: {name} was {found.facts.get(name)!r} there, and "
+            f"is {subject.facts.get(name)!r} now; give another --out, or delete it"
+        )

@@ -1,0 +1,74 @@
+"""What an evaluation is of. It stands beside the file of its samples, so that no two evaluations are taken for one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from app.whole_file import write_whole
+from settings.errors import InputError
+
+JUDGE, PROMPTS, MODEL, CHECKPOINT = "the judge", "the prompts", "the model's files", "the checkpoint"
+JUDGES_FILE = "the judge's file"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What was asked what, and how it was judged."""
+
+    model: str
+    """`model.path`."""
+    step: int | None
+    """Of the checkpoint; None for the model as it came."""
+    data: str
+    facts: Mapping[str, Any]
+    """Whatever decides the samples and what they are worth, by name, as JSON has it."""
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return self.model if self.step is None else f"{self.model}, step {self.step}"
+
+    def differs(self, other: Subject) -> str | None:
+        """The first fact that is not the same; None where all are."""
+        names = dict.fromkeys([*self.facts, *other.facts])
+        return next((name for name in names if self.facts.get(name) != other.facts.get(name)), None)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def facts_file(samples: Path) -> Path:
+    """Beside the file of an evaluation's samples."""
+    return samples.with_name(f"{samples.name}.facts.json")
+
+
+def write_subject(samples: Path, subject: Subject) -> None:
+    write_whole(facts_file(samples), f"{subject.to_json()}\n".encode())
+
+
+def read_subject(samples: Path) -> Subject | None:
+    """Of an evaluation's samples; None where nothing stands beside them.
+
+    Raises:
+        InputError: what stands there cannot be read.
+    """
+    path = facts_file(samples)
+    if not path.is_file():
+        return None
+    try:
+        return subject_from_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as what an evaluation is of ({error}); delete it") from error
+
+
+def subject_from_json(text: bytes) -> Subject:
+    """Raises ValueError where it says no such thing."""
+    record = json.loads(text)
+    try:
+        return Subject(str(record["model"]), record["step"], str(record["data"]), dict(record["facts"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no facts of an evaluation: {type(error).__name__}: {error}") from error

@@ -1,0 +1,149 @@
+"""The model card of an exported policy: what it is, how it was trained, what that changed, how to load it.
+
+A card is made to be uploaded, so settings of this machine alone stay out of it, and of local paths only the last name
+is told.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from app.report.before_after import before_and_after
+from app.report.run_files import RunFiles
+from app.training.journal import WANDB_SECTIONS
+from app.training.model_input import ModelInput
+from app.training.saved_policy import SavedPolicy
+from settings import Resolved
+from settings.printing import from_yaml
+from settings.secrets import redacted
+
+CARD_FILE = "README.md"
+
+HUB_DATA_PREFIX = "hf:"
+
+KEY_SETTINGS = (
+    "model.path", "model.revision", "model.dtype", "data.source", "data.system_prompt", "reward.functions",
+    "algorithm.name", "algorithm.beta", "optimizer.learning_rate", "rollout.prompts_per_step", "rollout.group_size",
+    "rollout.max_new_tokens", "rollout.temperature", "run.steps", "run.seed",
+)  # fmt: skip
+"""Told whether anybody set them or not."""
+
+PRIVATE_SETTINGS = ("run.dir", "run.name")
+"""In sections that are uploaded, and still this machine's own, or told elsewhere."""
+
+USE = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+path = "{path}"
+tokenizer = AutoTokenizer.from_pretrained(path)
+model = AutoModelForCausalLM.from_pretrained(path)
+messages = {messages}
+ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+answer = model.generate(**ids, max_new_tokens={max_new_tokens})[0, ids["input_ids"].shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))
+```"""
+
+
+def model_card(resolved: Resolved, saved: SavedPolicy, model: ModelInput, *, dtype: str) -> str:
+    """The README.md of an export of this checkpoint.
+
+    Raises:
+        InputError: the run's metrics are damaged.
+    """
+    run = saved.run
+    # A checkpoint may have been carried away from its run.
+    files = RunFiles.read(run.path) if run.settings.is_file() and run.metrics.is_file() else None
+    settings = {name: value for name, (value, _) in from_yaml(resolved.to_yaml().encode(), name="settings").items()}
+    if files is not None:
+        settings |= {name: value for name, (value, _) in files.settings.items()}
+    hub_id = settings["model.path"] if model.files.commit is not None else None
+    base = hub_id or model.files.name
+    title = (
+        f"{base.rpartition('/')[2].removeprefix('builtin:')} after {saved.step} steps of {settings['algorithm.name']}"
+    )
+    parts = [
+        front_matter(hub_id, str(settings["data.source"])),
+        f"# {title}",
+        _origin(saved, settings, base=base, dtype=dtype),
+    ]
+    if files is not None:
+        parts += ["## Before and after", *_figures(files, settings, step=saved.step)]
+    parts += ["## Training", _settings_table(settings, files), "## Use", _use(settings)]
+    return redacted("\n\n".join(parts) + "\n")
+
+
+def front_matter(hub_id: str | None, source: str) -> str:
+    """What a hub reads of a card: YAML between two lines.
+
+    Args:
+        hub_id: of the base; None where it is not from the hub, which takes nothing else for a base.
+        source: `data.source`.
+    """
+    fields: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if hub_id is not None:
+        fields |= {"base_model": hub_id, "base_model_relation": "finetune"}
+    if source.startswith(HUB_DATA_PREFIX):
+        fields["datasets"] = [source.removeprefix(HUB_DATA_PREFIX).partition(":")[0]]
+    fields["tags"] = ["grpo", "reinforcement-learning"]
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
+
+
+def _origin(saved: SavedPolicy, settings: Mapping[str, Any], *, base: str, dtype: str) -> str:
+    rounding = "bit for bit those of the checkpoint" if dtype == "float32" else "rounded once to bfloat16"
+    return (
+        f"`{base}`, trained with the algorithm `{settings['algorithm.name']}` on `{_shown(settings['data.source'])}`: "
+        f"step {saved.step} of the run `{settings['run.name']}`, written by `grpo export`. The weights are {rounding}."
+    )
+
+
+def _figures(files: RunFiles, settings: Mapping[str, Any], *, step: int) -> list[str]:
+    """What the run measured up to the step."""
+    found = before_and_after([record for record in files.history if record["step"] <= step])
+    header = found.header or ("", "first", "last")
+    lines = [_table(header, found.rows)] if found.rows else ["Nothing was measured up to this step."]
+    if found.header:
+        lines.append(
+            f"{settings['eval.num_prompts']} held-out prompts at most, one answer each at temperature "
+            f"{settings['eval.temperature']}, of `{_shown(settings['data.eval_source'])}`."
+        )
+    return lines
+
+
+def _settings_table(settings: Mapping[str, Any], files: RunFiles | None) -> str:
+    """The key settings, and all that somebody has set to something else than the default."""
+    chosen = {one.name for one in files.chosen_settings() if one.origin != "derived"} if files else set()
+    public = (name for name in settings if name.partition(".")[0] in WANDB_SECTIONS and name not in PRIVATE_SETTINGS)
+    told = {name: _shown(settings[name]) for name in public if name in chosen or name in KEY_SETTINGS}
+    rows = [(f"`{name}`", f"`{json.dumps(value, ensure_ascii=False)}`") for name, value in told.items()]
+    return _table(("setting", "value"), rows)
+
+
+def _use(settings: Mapping[str, Any]) -> str:
+    system = settings["data.system_prompt"]
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": "..."})
+    return USE.format(path="path/of/this/folder", messages=messages, max_new_tokens=settings["rollout.max_new_tokens"])
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _shown(value: Any) -> Any:
+    """The same, of a path of this machine its last name alone."""
+    if isinstance(value, Mapping):
+        return {name: _shown(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(item) for item in value]
+    is_local = isinstance(value, str) and value.startswith(("/", "~", "./", "../"))
+    return value.rstrip("/").rpartition("/")[2] if is_local else value

@@ -1,0 +1,41 @@
+"""Weights out: the tensors of the checkpoint that parameters came from, or would be loaded from, bit for bit."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from app.policy.decoder import DecoderDefinition
+from app.policy.weights import load_weights
+from app.policy.weights_out import TensorsOut
+from tests.policy.test_weights import Held, in_hugging_face_names, random_file
+from tests.tiny import BIASED, EVEN, ODD, SWITCHED, make_mesh
+
+ARCHITECTURES = pytest.mark.parametrize(
+    "architecture",
+    [ODD, BIASED, EVEN, SWITCHED],
+    ids=["odd-tied", "odd-untied-biases", "even-tied", "every-switch"],
+)
+
+
+@pytest.mark.parametrize(("architecture", "mesh_shape"), [(BIASED, (2, 2, 2)), (SWITCHED, (1, 8, 1))])
+def test_what_lies_on_many_devices_goes_out_bit_for_bit(architecture, mesh_shape):
+    _, tensors = random_file(architecture)
+    definition = DecoderDefinition.of(architecture)
+    out = TensorsOut(definition, load_weights(definition, Held(tensors), make_mesh(mesh_shape)))
+    assert out.shapes == {name: tensor.shape for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(out.read(name), tensor, err_msg=name, strict=True)
+
+
+@ARCHITECTURES
+def test_parameters_go_out_under_the_names_of_hugging_face_and_come_back(architecture):
+    params, _ = random_file(architecture)
+    definition = DecoderDefinition.of(architecture)
+    out = TensorsOut(definition, params)
+    expected = in_hugging_face_names(architecture, params)
+    assert set(out.shapes) == set(expected)
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(out.read(name), tensor, err_msg=name, strict=True)
+    jax.tree.map(np.testing.assert_array_equal, load_weights(definition, out, make_mesh()), params)

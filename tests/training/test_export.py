@@ -1,0 +1,295 @@
+"""`grpo export`: what transformers, and this program, make of the directory is the policy of the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import yaml
+from typer.testing import Result
+
+from app.mesh import topology
+from app.policy.decoder import Params
+from app.policy.weight_files import SafetensorsFiles, open_model
+from app.policy.weights import load_weights
+from app.training.export import check_space, write_model
+from app.training.model_card import front_matter, model_card
+from app.training.model_input import ModelInput, read_model_input
+from app.training.saved_policy import SavedPolicy
+from settings import InputError, Settings, load
+from tests.policy import test_gguf_file
+from tests.policy.test_parity import (
+    LLAMA3,
+    ONE_KV_HEAD,
+    SHORT_ROWS,
+    assert_every_segment_has_the_reference_logits,
+    import_reference,
+    load_reference,
+    our_logits,
+    packed_rows,
+    reference_logits,
+    write_checkpoint,
+)
+from tests.tiny import make_mesh
+from tests.tiny_directory import CHARACTERS, CONTROL_TOKENS, write_tokenizer
+from tests.tiny_directory import write_model as write_base
+from tests.training.program import digest_of, here, metrics_of, settings
+
+WHOLE = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def model_at(path: Path | str) -> ModelInput:
+    return read_model_input(Settings.model_validate({"model": {"path": str(path)}}))
+
+
+def params_of(model: ModelInput) -> Params:
+    return load_weights(model.definition, model.files.weights, make_mesh())
+
+
+def trained(params: Params) -> Params:
+    """As if by training: every weight another one."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: x + jax.numpy.asarray(rng.normal(0, 0.05, x.shape), x.dtype), params)
+
+
+def assert_comes_out_whole(folder: Path, model: ModelInput, params: Params) -> None:
+    """Written to `folder`, the weights come back bit for bit and give transformers our logits."""
+    folder.mkdir()
+    assert write_model(folder, model, params, dtype="float32") == ["model.safetensors"]
+    assert {path.name for path in folder.iterdir()} >= WHOLE
+    again = model_at(folder)
+    assert again.architecture == model.architecture
+    assert again.tokenizer.fingerprint == model.tokenizer.fingerprint
+    jax.tree.map(np.testing.assert_array_equal, params_of(again), params)
+    assert_every_segment_has_the_reference_logits(
+        folder, packed_rows(*SHORT_ROWS, vocab_size=model.architecture.vocab_size)
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        pytest.param("llama", {"dtype": "float16"}, id="llama-float16"),
+        pytest.param("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}, id="llama-tied-llama3"),
+        pytest.param("mistral", ONE_KV_HEAD, id="mistral"),
+        pytest.param("qwen2", {"tie_word_embeddings": True, "dtype": "bfloat16"}, id="qwen2-tied-bfloat16"),
+        pytest.param("qwen3", {"attention_bias": True}, id="qwen3"),
+        pytest.param("gemma2", {"tie_word_embeddings": True}, id="gemma2-tied"),
+        pytest.param("gemma3_text", {}, id="gemma3_text"),
+    ],
+)
+def test_transformers_gives_the_policys_logits_in_every_family(tmp_path, family, changes):
+    base = write_checkpoint(tmp_path / "base", family, **changes)
+    write_tokenizer(base)
+    model = model_at(base)
+    assert_comes_out_whole(tmp_path / "trained", model, trained(params_of(model)))
+    # Of the untrained policy, the base's own tensors: names, shapes and values.
+    (tmp_path / "untrained").mkdir()
+    write_model(tmp_path / "untrained", model, params_of(model), dtype="float32")
+    written, source = SafetensorsFiles(tmp_path / "untrained"), SafetensorsFiles(base)
+    assert written.shapes == source.shapes
+    for name in source.shapes:
+        np.testing.assert_array_equal(written.read(name), source.read(name).astype(np.float32), err_msg=name)
+
+
+def tokenizer_of_gguf(writer: Any) -> None:
+    tokens = [*CONTROL_TOKENS, *CHARACTERS, "12"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(CONTROL_TOKENS) + [1] * (len(tokens) - len(CONTROL_TOKENS)))
+    writer.add_token_merges(["1 2"])
+    writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True)])
+def test_a_policy_from_a_gguf_file_has_its_heads_rows_in_the_order_of_hugging_face(tmp_path, family, tied):
+    tensors = test_gguf_file.random_checkpoint(biases=family == "qwen2", tied=tied)
+    # As large as in the other families: such sharp attention leaves no digits to compare.
+    tensors = {name: 0.5 * tensor for name, tensor in tensors.items()}
+    path = test_gguf_file.write_gguf(tmp_path / "a.gguf", family, tensors, extra=[tokenizer_of_gguf])
+    model = model_at(path)
+    assert_comes_out_whole(tmp_path / "out", model, trained(params_of(model)))
+
+
+def test_the_built_in_model_goes_out(tmp_path):
+    model = model_at("builtin:tiny")
+    assert_comes_out_whole(tmp_path / "out", model, trained(params_of(model)))
+
+
+def export(checkpoint: Path, out: Path, *more: str | Path) -> Result:
+    return here("export", "--checkpoint", checkpoint, "--out", out, *more)
+
+
+@pytest.fixture(scope="module")
+def exported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The newest checkpoint of the finished run. Not to be written to."""
+    out = tmp_path_factory.mktemp("exported") / "model"
+    result = export(finished, out, "--json")
+    assert result.exit_code == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert (summary["step"], summary["parameters"], summary["weights"]) == (4, 17_056, "float32 in 1 file")
+    assert summary["written to"] == str(out)
+    assert summary["bytes"] == sum(path.stat().st_size for path in out.iterdir())
+    return out
+
+
+def policy_of(checkpoint: Path, model: ModelInput) -> Params:
+    mesh = make_mesh()
+    return SavedPolicy.open(checkpoint).read(model.definition.shapes, model.definition.shardings(mesh))
+
+
+def test_a_runs_newest_checkpoint_comes_out_and_goes_in_again(exported, finished, tiny_model):
+    assert {path.name for path in exported.iterdir()} == WHOLE | {"README.md", "chat_template.jinja"}
+    again, base = model_at(exported), model_at(tiny_model)
+    policy = policy_of(finished, base)
+    jax.tree.map(np.testing.assert_array_equal, params_of(again), policy)
+    assert not np.array_equal(policy["output"], params_of(base)["output"])
+    assert again.tokenizer.fingerprint == base.tokenizer.fingerprint
+    rows = packed_rows(*SHORT_ROWS, vocab_size=24)
+    logits, reference = our_logits(base.definition, policy, rows), load_reference(exported)
+    for row, first, token_ids in rows.segments:
+        expected = reference_logits(reference, token_ids)
+        np.testing.assert_allclose(logits[row, first : first + len(token_ids)], expected, rtol=0, atol=1e-4)
+
+
+def test_transformers_chats_with_it_as_the_run_did(exported, tiny_model):
+    _, transformers = import_reference()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    messages = [{"role": "user", "content": "1 + 2"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ids == model_at(tiny_model).tokenizer.chat_ids(messages)
+    model = load_reference(exported)
+    assert model.generation_config.eos_token_id == 0
+    assert model.config.eos_token_id == 0
+    assert model.config.dtype == import_reference()[0].float32
+
+
+@pytest.mark.parametrize(("name", "step"), [("checkpoints/2", 2), ("checkpoints/best", None)])
+def test_any_checkpoint_of_a_run_can_be_chosen(finished, tiny_model, tmp_path, name, step):
+    before = digest_of(finished)
+    result = export(finished / name, tmp_path / "out", "--dtype", "bfloat16")
+    assert result.exit_code == 0, result.stderr
+    step = step or int((finished / name).resolve().name)
+    policy = policy_of(finished / "checkpoints" / str(step), model_at(tiny_model))
+    rounded = jax.tree.map(lambda x: np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float32), policy)
+    again = model_at(tmp_path / "out")
+    jax.tree.map(np.testing.assert_array_equal, params_of(again), rounded)
+    assert again.files.config["torch_dtype"] == "bfloat16"
+    assert digest_of(finished) == before
+
+
+def test_one_host_exports_what_many_have_trained(finished, tmp_path):
+    several = ("mesh.coordinator_address=127.0.0.1:9", "mesh.num_processes=2", "mesh.process_id=1", "mesh.shape=2,-1,1")
+    result = export(finished, tmp_path / "out", *settings(*several))
+    assert result.exit_code == 0, result.stderr
+    assert topology.make_mesh(Settings().mesh).size == 8
+
+
+def test_the_card_tells_what_training_changed(exported, finished):
+    text = (exported / "README.md").read_text()
+    front, card = text.split("---\n")[1:]
+    assert yaml.safe_load(front) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["grpo", "reinforcement-learning"],
+    }
+    lines = card.splitlines()
+    assert lines[1] == "# tiny after 4 steps of grpo"
+    before, after = (line["eval/accuracy"] for line in metrics_of(finished) if line["step"] in (0, 4))
+    assert f"| accuracy | {before:.1%} | {after:.1%} |" in lines
+    for line in (
+        "| held out | step 0 | step 4 |",
+        '| `model.path` | `"tiny"` |',
+        "| `optimizer.learning_rate` | `0.001` |",
+    ):
+        assert line in lines, card
+    assert "| `rollout.group_size` | `4` |" in lines
+
+
+def test_the_card_of_an_earlier_checkpoint_tells_nothing_of_later_steps(finished, tiny_model):
+    card = model_card(
+        load(None, [], {}), SavedPolicy.open(finished / "checkpoints/2"), model_at(tiny_model), dtype="float32"
+    )
+    assert "| held out | step 0 | step 2 |" in card
+    assert "step 4" not in card
+
+
+def test_the_card_tells_nobody_where_this_machine_keeps_its_files_or_its_keys(
+    exported, finished, tiny_model, monkeypatch
+):
+    assert str(finished.parent.parent) not in (exported / "README.md").read_text()
+    assert str(tiny_model.parent) not in (exported / "README.md").read_text()
+    monkeypatch.setenv("HF_TOKEN", "CANARY-0123456789abcdef")
+    resolved = load(None, ["data.system_prompt=CANARY-0123456789abcdef | and `more`"], {})
+    alone = replace(SavedPolicy.open(finished), path=Path("/elsewhere/checkpoints/4"))
+    card = model_card(resolved, alone, model_at(tiny_model), dtype="bfloat16")
+    assert "CANARY" not in card
+    assert "<HF_TOKEN> \\| and" in card
+    assert "## Before and after" not in card and "rounded once to bfloat16" in card
+
+
+def test_the_card_of_a_model_of_the_hub_names_it(finished, tiny_model):
+    model = model_at(tiny_model)
+    fetched = replace(model, files=replace(model.files, commit="c0ffee"))
+    run_is_elsewhere = replace(SavedPolicy.open(finished), path=Path("/elsewhere/checkpoints/4"))
+    card = model_card(load(None, ["model.path=some/model"], {}), run_is_elsewhere, fetched, dtype="float32")
+    assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "some/model"
+    assert "# model after 4 steps of grpo" in card
+    both = yaml.safe_load(front_matter("some/model", "hf:openai/gsm8k:main").strip("-"))
+    assert (both["base_model_relation"], both["datasets"]) == ("finetune", ["openai/gsm8k"])
+
+
+def test_what_exists_is_not_written_over(finished, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("file", "folder", "link"):
+        result = export(finished, tmp_path / name)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"error: --out: {tmp_path / name} exists already; give the name of a folder")
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_what_cannot_be_exported_is_one_message_and_nothing_on_disk(finished, tmp_path):
+    other = write_base(tmp_path / "other", seed=1)
+    before = digest_of(tmp_path)
+    run = ("--checkpoint", finished)
+    out = ("--out", tmp_path / "out")
+    for arguments, message in (
+        ((*run, "--out", tmp_path / "no" / "out"), f"the folder {tmp_path / 'no'} does not exist; create it first"),
+        (run, "missing option --out"),
+        (out, "missing option --checkpoint"),
+        ((*out, "--checkpoint", tmp_path), "holds no checkpoint; give <run>/checkpoints/<step>"),
+        ((*out, "--checkpoint", finished / "checkpoints" / "99"), "there is no folder"),
+        ((*out, *run, "--set", f"model.path={other}"), "was trained from another model than that of model.path"),
+    ):
+        result = here("export", *arguments)
+        assert (result.exit_code, result.stdout) == (2, ""), result.stderr
+        assert result.stderr.startswith("error: ") and message in result.stderr
+    assert digest_of(tmp_path) == before
+
+
+def test_a_disk_that_is_too_full_is_told_before_any_work(tmp_path):
+    check_space(tmp_path / "out", 1)
+    with pytest.raises(InputError, match=r"--out: .*out needs 4,611,686,018\.43 GB and its disk has .* bfloat16"):
+        check_space(tmp_path / "out", 2**62)
+
+
+def test_a_copy_of_the_checkpoint_alone_is_exported_with_the_settings_of_its_run(finished, tmp_path, tiny_model):
+    model = SavedPolicy.open(finished).path
+    alone = tmp_path / "checkpoints" / "4"
+    alone.parent.mkdir()
+    alone.symlink_to(model)
+    result = export(alone, tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    assert open_model(str(tmp_path / "out")).config["hidden_size"] == 32
+    assert reference_logits(load_reference(tmp_path / "out"), np.array([4, 5])).shape == (2, 24)

@@ -1,0 +1,73 @@
+"""`grpo evaluate`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from settings import InputError
+from settings.checks import check_for_evaluation
+from verbs.answering import config_of_run, errors_for_people, json_text, resolve, write
+from verbs.options import AsJson, Config, Debug, Overrides, PrintConfig
+
+
+def evaluate(
+    config: Config = None,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Evaluate what a run has saved: <run>/checkpoints/<step> or best, or a run's folder for the newest. "
+            "Under the run's own settings where --config is left out.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Where the samples go. An evaluation that was killed goes on from there; one that is done is read.",
+        ),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            metavar="BEFORE.jsonl AFTER.jsonl",
+            help="Sample nothing; compare two such files, or two of a run's eval/, prompt by prompt.",
+            show_default=False,
+        ),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.png|.svg", help="Draw what --compare finds to a file.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Measure a model on held-out prompts: accuracy, pass@k, maj@k, format and truncation, with 95 % intervals.
+
+    As training does, under data.eval_*, eval.* and the first of reward.functions. Several samples of a prompt, as
+    eval.num_samples and eval.temperature ask, also measure pass@k and maj@k.
+    """
+    with errors_for_people(debug):
+        if compare is not None:
+            given = {"--config": config, "--set": overrides, "--print-config": print_config}
+            for option, value in {**given, "--checkpoint": checkpoint, "--out": out}.items():
+                if value:
+                    raise InputError(f"{option} goes without --compare, which reads two files and nothing else")
+            from app.training.compare_evaluations import compare_evaluations
+
+            found = compare_evaluations(*compare, picture=picture)
+        else:
+            if picture is not None:
+                raise InputError("--picture goes with --compare BEFORE.jsonl AFTER.jsonl")
+            of_run = config_of_run(checkpoint) if config is None else config
+            resolved = resolve(of_run, overrides, print_config=print_config, check=check_for_evaluation)
+            from app.training.evaluate_model import evaluate_model
+
+            found = evaluate_model(resolved, checkpoint=checkpoint, out=out)
+        if found is not None:
+            write(json_text(found.to_dict()) if as_json else found.to_text(), sys.stdout)

@@ -1,0 +1,45 @@
+"""`grpo export`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from settings.checks import check_for_mesh
+from verbs.answering import as_text, config_of_run, errors_for_people, required, resolve, write
+from verbs.options import AsJson, Config, Debug, Overrides, PrintConfig
+
+
+def export(
+    config: Config = None,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="<run>/checkpoints/<step> or best, or a run's folder for its newest. Its run's settings apply unless "
+            "--config names others. Required.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The folder to make; nothing may have its name. Required.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Type of the weights; float32 is what the checkpoint holds.")
+    ] = "float32",
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write the policy of a checkpoint as a Hugging Face directory, with a model card."""
+    with errors_for_people(debug):
+        config = config or config_of_run(checkpoint)
+        resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
+        checkpoint, out = required(checkpoint, "--checkpoint"), required(out, "--out")
+        from app.training.export import export as write_out
+
+        summary = write_out(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
+        write(as_text(summary, as_json=as_json), sys.stdout)
