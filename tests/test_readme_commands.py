@@ -17,6 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+import cli
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -59,7 +62,7 @@ def test_readme_and_contributing_show_commands() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command_works_as_written(command: str) -> None:
+def test_command_works_as_written(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words, environment = words_and_environment(command)
     for word in words:
         if re.fullmatch(r"(\./)?(scripts/[\w/-]+\.sh|\.ci/run)", word):
@@ -70,14 +73,9 @@ def test_command_works_as_written(command: str) -> None:
         return
     if not {"--help", "--version", "--print-config"} & set(words):
         words.append("--help" if words[1] in WITHOUT_SETTINGS else "--print-config")
-    answer = subprocess.run(
-        [sys.executable, "-c", CONSOLE_SCRIPT, *words[1:]],
-        cwd=REPOSITORY,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert answer.returncode == 0, answer.stderr
+    monkeypatch.chdir(REPOSITORY)
+    answer = CliRunner().invoke(cli.app, words[1:], prog_name="grpo", env=environment)
+    assert answer.exit_code == 0, answer.stderr
     assert answer.stdout
 
 

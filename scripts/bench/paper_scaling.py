@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from shapes import QWEN2_5_3B, QWEN2_5_7B
+from shapes import QWEN2_5_0_5B, QWEN2_5_1_5B, QWEN2_5_3B, QWEN2_5_7B
 
 from app.batching.ladder import rung
 from app.mesh.pretend import Chip, Slice, parse_slice
@@ -28,7 +28,7 @@ from app.policy.decoder import DecoderDefinition
 from app.policy.flops import forward_flops
 from app.rollout.scheduling.cost_model import CostModel
 
-MODELS = {"3B": QWEN2_5_3B, "7B": QWEN2_5_7B}
+MODELS = {"0.5B": QWEN2_5_0_5B, "1.5B": QWEN2_5_1_5B, "3B": QWEN2_5_3B, "7B": QWEN2_5_7B}
 SLICES = ("v6e-8", "v4-16", "v5e-8")
 SAMPLES, GROUP, PROMPT, NEW = 128, 8, 200, 1024
 """Of a step, over all chips; tokens. Every completion is as long as it may be."""

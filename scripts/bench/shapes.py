@@ -32,6 +32,7 @@ QWEN2_5 = {
     "Qwen2.5-7B": _qwen2_5(28, 3584, 18_944, 28, 4, vocab_size=152_064, tied=False),
 }
 """What decides about the network in each one's `config.json`."""
+QWEN2_5_0_5B = qwen2(QWEN2_5["Qwen2.5-0.5B"])
 QWEN2_5_1_5B = qwen2(QWEN2_5["Qwen2.5-1.5B"])
 QWEN2_5_3B = qwen2(QWEN2_5["Qwen2.5-3B"])
 QWEN2_5_7B = qwen2(QWEN2_5["Qwen2.5-7B"])

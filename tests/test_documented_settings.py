@@ -1,0 +1,129 @@
+"""Every setting that README and the runbooks name exists, and a default that they state is the schema's.
+
+What counts: inline code that begins with the name of a section, `rollout.group_size`, also with a value behind it,
+`algorithm.kl_in: reward`, with `*` or `<phase>`, or with braces. Columns of a table that are another program's names
+are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from settings import Settings, load
+from settings.fields import FIELDS, SECTIONS, value_of
+from settings.strict_yaml import plain_scalar
+from tests.training.test_glossary import glossary, matches, written_out
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "sops").glob("*.md"))]
+MIGRATIONS = [REPOSITORY / "sops" / "migrate_from_trl.md", REPOSITORY / "sops" / "migrate_from_verl.md"]
+THEIRS = {"TRL", "verl", "default there"}
+"""Heads of columns that name what is not ours."""
+FILE = re.compile(r"\.(json|jsonl|md|py|yaml|html|png|npz|safetensors)$")
+STATED = re.compile(r"`([a-z_]+\.[a-z_.]+)` \((\d[\d.e-]*|null|true|false)[;,)]")
+"""`checkpoint.keep` (2), with or without more behind the value."""
+
+
+def without_blocks(markdown: str) -> str:
+    return re.sub(r"^```.*?^```", "", markdown, flags=re.DOTALL | re.MULTILINE)
+
+
+def tables(markdown: str) -> Iterator[list[list[str]]]:
+    """The rows of each table, its head first, a line of cells each."""
+    for table in re.findall(r"(?:^\|.*\n)+", markdown, flags=re.MULTILINE):
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+        yield [row for row in rows if set("".join(row)) != {"-"}]
+
+
+def own_text(markdown: str) -> str:
+    """The text without the cells of columns that are another program's."""
+    text = without_blocks(markdown)
+    prose = re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE)
+    cells = [
+        cell
+        for head, *rows in tables(text)
+        for row in rows
+        for name, cell in zip(head, row, strict=True)
+        if name not in THEIRS
+    ]
+    return "\n".join([prose, *cells])
+
+
+def named_settings(markdown: str) -> list[str]:
+    """Dotted names of inline code, braces written out, values cut off."""
+    found = []
+    for code in re.findall(r"`([^`\n]+)`", own_text(markdown)):
+        name = re.split(r"[=: ]", code.removeprefix("--set "))[0]
+        if name.split(".")[0] in SECTIONS and "." in name and not FILE.search(name):
+            found += written_out(name)
+    return found
+
+
+def exists(name: str) -> bool:
+    pattern = re.sub(r"<\w+>", "*", name)
+    return any(fnmatchcase(known, pattern) for known in (*FIELDS, *SECTIONS))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_setting_that_is_named_exists(document: Path) -> None:
+    assert [name for name in named_settings(document.read_text(encoding="utf-8")) if not exists(name)] == []
+
+
+@pytest.fixture(scope="module")
+def nothing_said(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """What a configuration that sets nothing comes to."""
+    path = tmp_path_factory.mktemp("empty") / "empty.yaml"
+    path.write_text("run: {}\n", encoding="utf-8")
+    return load(str(path), [], {}).settings
+
+
+def is_default(field: str, stated: str, settings: Settings) -> bool:
+    """By the schema, or once derived."""
+    value = plain_scalar(stated.strip("`"))
+    return value in (FIELDS[field].get_default(), value_of(settings, field))
+
+
+@pytest.mark.parametrize("document", MIGRATIONS, ids=lambda path: path.name)
+def test_a_table_states_the_default_of_each_setting(document: Path, nothing_said: Settings) -> None:
+    stated: list[tuple[str, str]] = []
+    for head, *rows in tables(without_blocks(document.read_text(encoding="utf-8"))):
+        if "default here" not in head:
+            continue
+        for row in rows:
+            fields = re.findall(r"`([^`]+)`", row[head.index("here")])
+            defaults = [text.strip() for text in row[head.index("default here")].split(",") if text.strip()]
+            assert len(fields) == len(defaults) or fields == ["reward.functions"], row
+            stated += zip(fields, defaults, strict=bool(defaults))
+    assert len(stated) > 40
+    assert [(field, text) for field, text in stated if not is_default(field, text, nothing_said)] == []
+
+
+@pytest.mark.parametrize("document", MIGRATIONS, ids=lambda path: path.name)
+def test_a_metric_that_another_program_s_is_called_here_is_in_the_glossary(document: Path) -> None:
+    *_, (head, *rows) = tables(without_blocks(document.read_text(encoding="utf-8")))
+    assert head[1:] == ["here"]
+    names = [name for _, here in rows for name in re.findall(r"`([^`]+)`", here)]
+    assert len(names) > 10
+    assert [name for name in names if not any(matches(entry, name) for entry in glossary())] == []
+
+
+def test_a_number_behind_a_setting_is_its_default(nothing_said: Settings) -> None:
+    stated = [match for document in DOCUMENTS for match in STATED.findall(document.read_text(encoding="utf-8"))]
+    assert stated
+    assert [(field, text) for field, text in stated if not is_default(field, text, nothing_said)] == []
+
+
+def test_what_is_another_program_s_or_a_file_or_in_a_block_is_not_taken_for_a_setting() -> None:
+    markdown = (
+        "`model.json` and `rollout.group_size=8`, `algorithm.kl_in: reward`, `checkpoint.best_{metric,mode}`, `step`\n"
+        "```bash\n`run.nothing`\n```\n"
+        "| verl | here |\n|---|---|\n| `data.train_files` | `data.source` |\n"
+    )
+    names = ["rollout.group_size", "algorithm.kl_in", "checkpoint.best_metric", "checkpoint.best_mode", "data.source"]
+    assert named_settings(markdown) == names
+    assert exists("watchdog.*_s") and exists("rollout.workers.*.count") and not exists("rollout.groupsize")
