@@ -25,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 for verb in (
+    doctor.doctor,
     training.train,
     evaluating.evaluate,
     samples.rollout,
