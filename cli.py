@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from verbs import evaluating, exporting, looking, samples, training
+from verbs import doctor, evaluating, exporting, looking, samples, training
 from verbs.answering import write
 
 app = typer.Typer(
