@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from settings.fields import value_of
 from settings.papers import DECIDED, of_estimator
 from settings.printing import from_yaml
 from settings.resolve import load
@@ -19,19 +20,22 @@ FOLLOWING = tuple(
     )
 )
 """These."""
+FINDING_OTHERS = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
+"""How a host of the run found the others, who are not there any more."""
 
 
 def freed(path: str, overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """`--set` options beside `overrides`: what followed from the run's algorithm follows from one that is set now.
+    """`--set` options beside `overrides`, for what the file says and the run that it is for should not take over.
 
     The file says of every setting what it was. With another `algorithm.name` alone, estimator, clip and aggregation
-    would stay what the old one had decided.
+    would stay what the old one had decided; and a run of several hosts would be waited for on one.
 
     Raises: InputError for whatever is wrong with the file or the overrides.
     """
-    now = load(path, overrides, environ).provenance
-    if all(now[field].startswith("yaml:") for field in CHOICES):
-        return []
-    written = from_yaml(Path(path).read_bytes(), name=path)
-    followed = [field for field in FOLLOWING if written.get(field, (None, ""))[1] == "derived"]
-    return [f"{field}=null" for field in followed if now[field].startswith("yaml:")]
+    resolved = load(path, overrides, environ)
+    as_written = {field for field, origin in resolved.provenance.items() if origin.startswith("yaml:")}
+    taken_back = [field for field in FINDING_OTHERS if value_of(resolved.settings, field) is not None]
+    if not as_written.issuperset(CHOICES):
+        written = from_yaml(Path(path).read_bytes(), name=path)
+        taken_back += [field for field in FOLLOWING if written.get(field, (None, ""))[1] == "derived"]
+    return [f"{field}=null" for field in taken_back if field in as_written]

@@ -224,8 +224,7 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
     prompt_tokens = round(samples_per_step * mean_prompt)
     completion_tokens = samples_per_step * settings.rollout.max_new_tokens
     tokens = Tokens(prompt_tokens, completion_tokens)
-    replay = launch.input.replay
-    steps = range((replay.after_step if replay else 0) + 1, launch.last_step + 1)
+    steps, replay = launch.steps, launch.input.replay
     warmup = settings.critic.warmup_steps if settings.has_critic else 0
 
     def micro_batches(plan: Plan, cut: Cutter) -> MicroBatches:

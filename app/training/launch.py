@@ -56,10 +56,10 @@ class Launch:
         return dataclasses.replace(learning, credit=credit, max_rounds=1)
 
     @property
-    def last_step(self) -> int:
-        """Of the run; a replay ends with its samples."""
-        replay = self.input.replay
-        return self.resolved.settings.run.steps if replay is None else replay.last_step
+    def steps(self) -> range:
+        """Of the run, from the first on; a replay begins after its checkpoint, and ends with its samples."""
+        replay, last = self.input.replay, self.resolved.settings.run.steps
+        return range(1, last + 1) if replay is None else range(min(replay.files), max(replay.files) + 1)
 
 
 @contextmanager

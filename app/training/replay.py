@@ -93,15 +93,6 @@ class Replay:
     """For people: what is replayed, and what of it is taken."""
 
     @property
-    def after_step(self) -> int:
-        """The steps that the weights have seen before the first that is replayed."""
-        return min(self.files) - 1
-
-    @property
-    def last_step(self) -> int:
-        return max(self.files)
-
-    @property
     def fingerprint(self) -> str:
         """Of the samples, and of the steps that they are for."""
         digests = " ".join(f"{step} {file.digest}" for step, file in self.files.items())

@@ -93,7 +93,7 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
         check_packing(session, session.whole(state.policy.params), random_samples(session), critic=critic)
     entered = launch.watchdog.enter
     board = stack.enter_context(
-        Board(num_steps=launch.last_step, first_step=progress.step, shown=is_first, entered=entered)
+        Board(num_steps=launch.steps[-1], first_step=progress.step, shown=is_first, entered=entered)
     )
     if session.workers is not None:
         session.workers.watch = board.watch
@@ -117,7 +117,7 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
         compilations=compilations,
         watchdog=launch.watchdog,
         held_out=launch.input.held_out,
-        last_step=launch.last_step,
+        last_step=launch.steps[-1],
         save_clock=SaveClock(settings.checkpoint.every_minutes if is_first else None, clock),
     )
     with telling(launch.bulletin):

@@ -74,7 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         evaluations={0: samples},
         settings=SETTINGS,
     )
-    session = {"started": HOSTILE, "devices": "8 × TPU v4", "processes": 2}
+    session = {"started": HOSTILE, "devices": "8 × TPU v4", "processes": 2, "from_rollouts": "runs/other"}
     (path / "sessions.jsonl").write_text(json.dumps(session) + "\n")
     with (path / "rollouts" / "step_000002.jsonl").open("a") as file:
         file.write(f'{{"uid": {json.dumps(HOSTILE)}, "completion": {json.dumps([HOSTILE])}}}\n')
@@ -126,11 +126,13 @@ def test_the_report_says_what_a_person_asks_first(run: Path) -> None:
         "<b>Step 5: Many answers are cut.</b>",
         "<b>KL to the starting model:</b> Not measured:",
         "8 × TPU v4",
+        "<th>from rollouts</th>",
+        "runs/other",
         '<td><code>run.steps</code></td><td class="text"><code>200</code></td>',
         f"grpo report {run}",
     ):
         assert part in text, part
-    assert text.count("<svg ") == 11
+    assert text.count("<svg ") == 11 and "<th>checkpoint</th>" not in text
 
 
 def test_the_viewer_says_what_was_left_out_and_which_lines_are_damaged(run: Path) -> None:

@@ -43,3 +43,12 @@ def test_without_another_algorithm_everything_is_what_the_run_had(tmp_path: Path
     path = written(tmp_path, "algorithm.name=dapo")
     assert freed(path, ["run.steps=3"], {}) == []
     assert freed(path, [], {"GRPO__ALGORITHM__NAME": "grpo"}) != []
+
+
+def test_a_run_of_several_hosts_is_the_base_of_one_on_a_single_host(tmp_path: Path) -> None:
+    hosts = ("mesh.coordinator_address='host0:1234'", "mesh.num_processes=2", "mesh.process_id=0")
+    path = written(tmp_path, *hosts)
+    mesh = load(path, freed(path, [], {}), {}).settings.mesh
+    assert (mesh.coordinator_address, mesh.num_processes, mesh.process_id) == (None, None, None)
+    # Whoever names them now is asked.
+    assert freed(path, hosts, {}) == []

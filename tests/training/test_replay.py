@@ -131,16 +131,13 @@ def test_a_critic_values_behind_cut_samples_and_an_adapted_penalty_are_reproduce
     config = write_config(tmp_path, PPO + NO_REPORT, tiny_model)
     assert train_here(config).exit_code == 0
     ppo = tmp_path / "runs" / "ppo"
-    assert_same_steps(replayed(ppo, tmp_path / "whole"), ppo, steps=range(1, 5))
+    # Up to there only the critic learns.
     start = ["--checkpoint", ppo / "checkpoints" / "2"]
-    assert_same_steps(replayed(ppo, tmp_path / "rest", options=start), ppo, steps=range(3, 5))
-    # A policy alone has no critic to go on with: it begins as the settings say.
-    fresh = replayed(step_file(ppo, 3), tmp_path / "grpo", "algorithm.name=reinforce_plus_plus", options=start)
-    assert not any(name.startswith("['critic']") for name in saved_state(fresh, 3))
+    assert_same_steps(replayed(ppo, tmp_path / "again", options=start), ppo, steps=range(3, 5))
 
 
 @pytest.mark.parametrize(
-    "overrides", [DAPO, (*SCHEDULED, *UNJUDGED, "rollout.max_staleness=1", "run.steps=3")], ids=["filtered", "ahead"]
+    "overrides", [DAPO, (*SCHEDULED, *UNJUDGED, "rollout.max_staleness=1", "run.steps=2")], ids=["filtered", "ahead"]
 )
 def test_what_was_filtered_or_drawn_ahead_leads_to_the_same_weights(config: Path, overrides: tuple[str, ...]) -> None:
     assert train_here(config, *overrides).exit_code == 0
@@ -309,7 +306,10 @@ def spoilt(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
     ("change", "message"),
     [
         (spoilt("completion_token_ids", [99]), r"--from-rollouts: .*:1: .*token 99, and the vocabulary"),
-        (spoilt("completion", "other"), r"\.jsonl:1: completion_token_ids read '.*', and completion is 'other'"),
+        (
+            spoilt("completion", "other"),
+            r":1: completion_token_ids read '.*' with the .*, and completion is 'other'",
+        ),
         (lambda r: r.pop("behavior_logprobs"), r":1: missing behavior_logprobs"),
         (spoilt("group_id", 0), r"holds 1 groups, and a step has rollout\.prompts_per_step = 4; set .* to 1"),
         (spoilt("prompt_token_ids", [1] * 17), r"has 17 tokens, more than data\.max_prompt_length = 16"),
