@@ -1,7 +1,7 @@
 """Every setting of the program: its name, type, default, bounds and meaning.
 
-One class per section, in the order a step uses them; those of reward, score, algorithm, critic, mesh and watchdog are
-in modules of their own. Types are strict: no setting takes a boolean for a number, `1e3` for an integer or a quoted
+One class per section, in the order a step uses them; those of LoRA, reward, score, algorithm, critic, mesh and watchdog
+are in modules of their own. Types are strict: no setting takes a boolean for a number, `1e3` for an integer or a quoted
 number for a number. Checks that need two fields live in `settings.checks`; checks that need a model file or a device
 live with whoever opens it.
 This module imports neither jax nor numpy: `--print-config` and `--help` must answer at once.
@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from settings.algorithm_section import WITH_CRITIC, Algorithm
 from settings.critic_section import Critic
+from settings.lora_section import LoRA
 from settings.mesh_section import Mesh
 from settings.reward_section import Reward
 from settings.rollout_section import MAX_SLOTS, MAX_STALENESS, DecodeLayout, Pdsr, RayPool, Segment, Workers
@@ -69,6 +70,7 @@ class Model(Section):
         description="Tokens of each device that pass the LM head at once when scoring and training. Lower it when "
         "logits (this x vocabulary x 4 bytes) fill the memory.",
     )
+    lora: LoRA = LoRA()
 
 
 class Data(Section):
@@ -309,6 +311,11 @@ class Settings(BaseSettings):
     def has_critic(self) -> bool:
         """A second network learns the values that advantages are estimated from."""
         return self.algorithm.estimator in WITH_CRITIC
+
+    @property
+    def offloads_reference(self) -> bool:
+        """The reference waits in the host's memory. Beside adapters it is the weights that train, which cannot."""
+        return "reference" in self.scored_roles and self.score.reference.offload and not self.model.lora.rank
 
     @property
     def policy_updates(self) -> int:

@@ -1,4 +1,4 @@
-"""Settings that only some estimators or corrections read: said for a run of another one, they would have no effect.
+"""Settings that only some estimators, corrections or adapters read: said for a run without, they have no effect.
 
 Whoever sets one of them after that was chosen is mistaken, and refused. Where it was chosen in the same layer or a
 later one, that choice wins, as when a preset meets `--set algorithm.name=grpo`: then it is told.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from settings.algorithm_section import WITH_CRITIC
 from settings.fields import FIELDS, value_of
 from settings.layers import place
+from settings.lora_section import MAX_RANK
 from settings.resolve import Resolved
 
-ESTIMATOR, CORRECTION = "algorithm.estimator", "algorithm.correction"
+ESTIMATOR, CORRECTION, RANK = "algorithm.estimator", "algorithm.correction", "model.lora.rank"
 CREDITING_TOKENS = WITH_CRITIC | {"reinforce_plus_plus"}
 """Values of `algorithm.estimator` that credit each token."""
 
@@ -23,7 +24,12 @@ CREDITING_TOKENS = WITH_CRITIC | {"reinforce_plus_plus"}
 class Readers(NamedTuple):
     choice: str
     """The setting on whose value it depends who reads."""
-    values: frozenset[str]
+    values: frozenset[Any]
+    spoken: str = ""
+    """What the values are called, where they are not listed."""
+
+    def to_text(self) -> str:
+        return f"{self.choice} {self.spoken or ' or '.join(sorted(self.values))}"
 
 
 _FIELDS: Mapping[Readers, tuple[str, ...]] = {
@@ -44,6 +50,9 @@ _FIELDS: Mapping[Readers, tuple[str, ...]] = {
         *("algorithm.correction_level", "algorithm.correction_max", "algorithm.correction_veto"),
     ),
     Readers(CORRECTION, frozenset({"mask"})): ("algorithm.correction_min",),
+    Readers(RANK, frozenset(range(1, MAX_RANK + 1)), "of 1 or more"): ("model.lora.alpha", "model.lora.targets"),
+    # With adapters the reference is the model's own weights, which training needs on the devices.
+    Readers(RANK, frozenset({None, 0}), "null"): ("score.reference.offload",),
 }
 READERS: Mapping[str, Readers] = MappingProxyType(
     {field: readers for readers, fields in _FIELDS.items() for field in fields}
@@ -59,7 +68,7 @@ def said_after_the_choice(resolved: Resolved) -> str | None:
     return (
         "\n".join(
             f"{resolved.named(field)} has no effect under {resolved.named(_chosen(resolved, field))}: it is for "
-            f"{READERS[field].choice} {' or '.join(sorted(READERS[field].values))}; leave it out, or set that"
+            f"{READERS[field].to_text()}; leave it out, or set that"
             for field in said
         )
         or None
@@ -73,6 +82,13 @@ def launch_lines(resolved: Resolved) -> tuple[str, ...]:
         unread.setdefault(resolved.named(_chosen(resolved, field)), []).append(resolved.named(field))
     lines = [f"no effect under {chosen}: {', '.join(fields)}" for chosen, fields in unread.items()]
     return tuple(line for line in (resolved.algorithm_changes, *lines) if line)
+
+
+def adapters_left_out(resolved: Resolved) -> tuple[str, ...]:
+    """What is told where a verb takes the model as it is: adapters that no checkpoint is named for."""
+    if not resolved.settings.model.lora.rank:
+        return ()
+    return (f"{resolved.named(RANK)} has no effect here: the model of model.path is taken as it is, without adapters",)
 
 
 def _unread(resolved: Resolved) -> Iterator[str]:

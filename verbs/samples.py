@@ -10,7 +10,8 @@ import typer
 
 from settings import InputError
 from settings.checks import check_for_mesh, check_for_rollout, check_for_score, check_for_simulation
-from verbs.answering import as_text, errors_for_people, json_text, required, resolve, write
+from settings.unread import adapters_left_out
+from verbs.answering import as_text, errors_for_people, json_text, required, resolve, tell, write
 from verbs.options import AsJson, Config, Debug, Overrides, PrintConfig
 
 BENCH_SHAPES = "16x8192,128x65536"
@@ -71,6 +72,7 @@ def rollout(
             write(json_text(found.to_dict()) if as_json else found.to_text(), sys.stdout)
             raise typer.Exit
         out = required(out, "--out")
+        tell(adapters_left_out(resolved))
         from app.training import stages
 
         summary = stages.rollout(resolved, prompts=prompts, limit=limit, out=out, timeline=timeline, log=log)
@@ -106,6 +108,8 @@ def score(
     with errors_for_people(debug):
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_score)
         samples, out = required(samples, "--input"), required(out, "--out")
+        if role == "policy":
+            tell(adapters_left_out(resolved))
         from app.training import score_file
 
         summary = score_file.score(resolved, input=samples, out=out, role=role, checks_packing=check_packing)

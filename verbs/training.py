@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from settings import InputError
+from settings import InputError, load
 from settings.checks import check_for_dry_run, check_for_train
-from verbs.answering import errors_for_people, json_text, resolve, write
+from settings.layers import NO_FLAGS, Flags
+from settings.of_run import freed
+from verbs.answering import config_of_run, errors_for_people, json_text, resolve, write
 from verbs.options import Config, Debug, Overrides, PrintConfig
+
+if TYPE_CHECKING:
+    from app.training.replay import Asked
 
 
 def train(
@@ -28,6 +35,20 @@ def train(
         bool,
         typer.Option("--dry-run", help="Check all that a launch does, print sizes and memory, and stop."),
     ] = False,
+    from_rollouts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE|DIR",
+            help="Learn from saved samples and generate none: a file is one step, a run's folder all its steps. "
+            "Without --config under that run's settings, as <its name>-replay.",
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="With --from-rollouts: start from the state of another run's checkpoint, not step 0."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what --dry-run finds as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -35,16 +56,36 @@ def train(
     with errors_for_people(debug):
         if as_json and not dry_run:
             raise InputError("--json goes with --dry-run; a run's figures are in its metrics.jsonl")
+        if checkpoint is not None and from_rollouts is None:
+            raise InputError("--checkpoint goes with --from-rollouts; a run is continued with --resume")
         check = check_for_dry_run if dry_run else check_for_train
-        resolved = resolve(config, overrides, print_config=print_config, check=check)
+        flags = NO_FLAGS
+        if config is None and (own := config_of_run(from_rollouts) or config_of_run(checkpoint)) is not None:
+            config, overrides = own, [*(overrides or []), *freed(own, overrides or [], os.environ)]
+            flags = _name_of_replay(own, overrides)
+        resolved = resolve(config, overrides, flags=flags, print_config=print_config, check=check)
         if dry_run:
             from app.training.dry_run import look_ahead
 
-            found = look_ahead(resolved, resume=resume)
+            found = look_ahead(resolved, resume=resume, asked=_asked(from_rollouts, checkpoint))
             if found is not None:
                 write(json_text(found.to_dict()) if as_json else found.to_text(), sys.stdout)
             raise typer.Exit
         from app.training import run
 
-        code = run.train(resolved, resume=resume)
+        code = run.train(resolved, resume=resume, asked=_asked(from_rollouts, checkpoint))
     raise typer.Exit(code)
+
+
+def _name_of_replay(config: str, overrides: list[str]) -> Flags:
+    """Of a run under another one's settings: the name there is taken, unless somebody has said another."""
+    resolved = load(config, overrides, os.environ)
+    if not resolved.provenance["run.name"].startswith("yaml:"):
+        return NO_FLAGS
+    return {"--from-rollouts": ("run.name", f"{resolved.settings.run.name}-replay")}
+
+
+def _asked(rollouts: Path | None, checkpoint: Path | None) -> Asked | None:
+    from app.training.replay import Asked
+
+    return None if rollouts is None else Asked(rollouts, checkpoint)

@@ -31,6 +31,7 @@ AXIS_OF_DIM: dict[str, str | tuple[str, ...] | None] = {
     "kv_heads": "tp",
     "head": None,
     "mlp": "tp",
+    "lora_rank": None,
     # An activation's model dim is whole on every device: its rows are what fsdp splits.
     "activation": None,
 }

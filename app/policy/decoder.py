@@ -8,7 +8,7 @@ depth. A family differs only in its `Architecture`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -25,6 +26,7 @@ from app.mesh.axis_rules import constrain, sharding_tree
 from app.policy.architecture import Architecture
 from app.policy.attention import packed_attention, pairs_of_blocks, rotate
 from app.policy.block_attention import KEPT
+from app.policy.lora import LoRA, LoRAParam
 from app.policy.rope import rope_frequencies
 from app.policy.row_layout import UNSEEN, RowLayout
 from app.policy.score_rule import ScoreRule, soft_capped
@@ -47,14 +49,21 @@ def by_path(tree: Params) -> dict[Path, Any]:
     return dict(flatten_dict(tree))
 
 
-def weight(rngs: nnx.Rngs, shape: tuple[int, ...], dims: tuple[str, ...], *, init: str = "normal") -> nnx.Param:
+def weight(
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    dims: tuple[str, ...],
+    *,
+    init: str = "normal",
+    kind: type[nnx.Param] = nnx.Param,
+) -> nnx.Param:
     """A float32 parameter that knows its logical dims."""
     initializers = {
         "normal": nnx.initializers.normal(INITIAL_STDDEV),
         "ones": nnx.initializers.ones,
         "zeros": nnx.initializers.zeros,
     }
-    return nnx.Param(initializers[init](rngs.params(), shape, jnp.float32), dims=dims)
+    return kind(initializers[init](rngs.params(), shape, jnp.float32), dims=dims)
 
 
 class Norm(nnx.Module):
@@ -84,8 +93,15 @@ def unchanged(x: Array) -> Array:
     return x
 
 
+PRODUCT = "product"
+"""Name for `jax.checkpoint` policies of what a projection's matrices give."""
+
+
 class Projection(nnx.Module):
-    """A product with a kernel whose input dims come first, and a bias where the family has one."""
+    """A product with a kernel whose input dims come first, and a bias where the family has one.
+
+    With an adapter x W + scale (x A) B, whose A and B have zeros here; see `app.policy.lora.fresh_adapters`.
+    """
 
     def __init__(
         self,
@@ -95,6 +111,7 @@ class Projection(nnx.Module):
         *,
         bias: bool,
         stack: dict[str, int],
+        lora: LoRA | None,
     ):
         self.num_inputs = len(inputs)
         sizes = {**stack, **inputs, **outputs}
@@ -102,12 +119,28 @@ class Projection(nnx.Module):
         if bias:
             sizes = {**stack, **outputs}
             self.bias = weight(rngs, tuple(sizes.values()), tuple(sizes), init="zeros")
+        if lora is not None:
+            self.lora_scale = lora.scale
+            rank = {"lora_rank": lora.rank}
+            down, up = {**stack, **inputs, **rank}, {**stack, **rank, **outputs}
+            self.lora_a = weight(rngs, tuple(down.values()), tuple(down), init="zeros", kind=LoRAParam)
+            self.lora_b = weight(rngs, tuple(up.values()), tuple(up), init="zeros", kind=LoRAParam)
 
     def __call__(self, x: Float[Array, "R T *inputs"]) -> Float[Array, "R T *outputs"]:
-        kernel = self.kernel[...].astype(x.dtype)
-        contracted = tuple(range(x.ndim - self.num_inputs, x.ndim)), tuple(range(self.num_inputs))
-        y = jax.lax.dot_general(x, kernel, (contracted, ((), ())))
+        y = contracted(x, self.kernel[...], num_dims=self.num_inputs)
+        if hasattr(self, "lora_a"):
+            low = contracted(x, self.lora_a[...], num_dims=self.num_inputs)
+            y = y + self.lora_scale * contracted(low, self.lora_b[...], num_dims=1)
+        y = checkpoint_name(y, PRODUCT)
         return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
+
+
+def contracted(
+    x: Float[Array, "R T *inputs"], matrix: Float[Array, "*inputs *outputs"], *, num_dims: int
+) -> Float[Array, "R T *outputs"]:
+    """Their product over the last `num_dims` dims of `x`, which are the first of the matrix."""
+    dims = tuple(range(x.ndim - num_dims, x.ndim)), tuple(range(num_dims))
+    return jax.lax.dot_general(x, matrix.astype(x.dtype), (dims, ((), ())))
 
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
@@ -120,28 +153,31 @@ class Block(nnx.Module):
     Where the family has them, query and key are normed per head, and what is added is normed, too.
     """
 
-    def __init__(self, arch: Architecture, rngs: nnx.Rngs):
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None):
         stack = {"layers": arch.num_layers}
         embed = {"embed": arch.model_dim}
         head = {"head": arch.head_dim}
         heads = {"query_heads": arch.num_query_heads, **head}
         kv_heads = {"kv_heads": arch.num_kv_heads, **head}
         mlp = {"mlp": arch.mlp_dim}
-        project = functools.partial(Projection, rngs, stack=stack)
         norm = functools.partial(Norm, arch, rngs, stack=stack)
+
+        def project(name: str, inputs: dict[str, int], outputs: dict[str, int], *, bias: bool) -> Projection:
+            return Projection(rngs, inputs, outputs, bias=bias, stack=stack, lora=lora and lora.at(name))
+
         self.activation = arch.activation
         self.attention_norm = norm(embed)
-        self.query = project(embed, heads, bias=arch.qkv_bias)
-        self.key = project(embed, kv_heads, bias=arch.qkv_bias)
-        self.value = project(embed, kv_heads, bias=arch.qkv_bias)
+        self.query = project("q_proj", embed, heads, bias=arch.qkv_bias)
+        self.key = project("k_proj", embed, kv_heads, bias=arch.qkv_bias)
+        self.value = project("v_proj", embed, kv_heads, bias=arch.qkv_bias)
         self.query_norm = norm(head) if arch.query_key_norms else unchanged
         self.key_norm = norm(head) if arch.query_key_norms else unchanged
-        self.attention_output = project(heads, embed, bias=arch.attention_output_bias)
+        self.attention_output = project("o_proj", heads, embed, bias=arch.attention_output_bias)
         self.attention_post_norm = norm(embed) if arch.post_norms else unchanged
         self.mlp_norm = norm(embed)
-        self.gate = project(embed, mlp, bias=arch.mlp_bias)
-        self.up = project(embed, mlp, bias=arch.mlp_bias)
-        self.down = project(mlp, embed, bias=arch.mlp_bias)
+        self.gate = project("gate_proj", embed, mlp, bias=arch.mlp_bias)
+        self.up = project("up_proj", embed, mlp, bias=arch.mlp_bias)
+        self.down = project("down_proj", mlp, embed, bias=arch.mlp_bias)
         self.mlp_post_norm = norm(embed) if arch.post_norms else unchanged
 
     def __call__(
@@ -163,18 +199,16 @@ REMATERIALISED: Mapping[str, Callable[[Callable], Callable]] = MappingProxyType(
         "none": lambda layer: layer,
         "minimal": functools.partial(
             jax.checkpoint,
-            policy=jax.checkpoint_policies.save_from_both_policies(
-                jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-                jax.checkpoint_policies.save_only_these_names(KEPT),
-            ),
+            policy=jax.checkpoint_policies.save_only_these_names(PRODUCT, KEPT),
             prevent_cse=False,
         ),
         "block": functools.partial(jax.checkpoint, prevent_cse=False),
     }
 )
-"""What the backward pass computes anew in each layer: nothing; all but the products with weights and the attention of
-long rows, so that no [tokens, tokens] array is kept and none of the elementwise results; or everything but the layer's
-input. Common subexpressions cannot undo that, since the forward and the backward scan are loops of their own."""
+"""What the backward pass computes anew in each layer: nothing; all but the products with weights, each with its
+adapter's share in it, and the attention of long rows, so that no [tokens, tokens] array is kept and none of the
+elementwise results; or everything but the layer's input. Common subexpressions cannot undo that, since the forward and
+the backward scan are loops of their own."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["soft_cap"])
@@ -195,10 +229,10 @@ class Head:
 class Trunk(nnx.Module):
     """Token embedding, L blocks and final norm: what every network of a family shares."""
 
-    def __init__(self, arch: Architecture, rngs: nnx.Rngs):
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None = None):
         self.architecture = arch
         self.embedding = weight(rngs, (arch.vocab_size, arch.model_dim), ("vocab", "embed"))
-        self.blocks = Block(arch, rngs)
+        self.blocks = Block(arch, rngs, lora)
         self.final_norm = Norm(arch, rngs, {"embed": arch.model_dim}, stack={})
 
     @property
@@ -260,8 +294,8 @@ class Trunk(nnx.Module):
 class Decoder(Trunk):
     """A trunk and the LM head (the embedding itself where they are tied)."""
 
-    def __init__(self, arch: Architecture, rngs: nnx.Rngs):
-        super().__init__(arch, rngs)
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None = None):
+        super().__init__(arch, rngs, lora)
         if not arch.tied_embeddings:
             self.output = weight(rngs, (arch.vocab_size, arch.model_dim), ("vocab", "embed"))
 
@@ -274,8 +308,8 @@ class Decoder(Trunk):
 class ValueDecoder(Trunk):
     """A trunk and one number per token: <hidden, value>. A fresh head is zeros, so that every value starts at 0."""
 
-    def __init__(self, arch: Architecture, rngs: nnx.Rngs):
-        super().__init__(arch, rngs)
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None = None):
+        super().__init__(arch, rngs, lora)
         self.value = weight(rngs, (arch.model_dim,), ("embed",), init="zeros")
 
     def values(self, hidden: Float[Array, "*rows D"]) -> Float32[Array, "*rows"]:
@@ -298,13 +332,17 @@ class DecoderDefinition:
     """Nested dict of `jax.ShapeDtypeStruct`."""
     dims: Params
     """The same tree, with a tuple of logical dims at each leaf."""
+    lora: LoRA | None = None
+    adapters: frozenset[Path] = frozenset()
+    """Of the weights that alone learn; none where all do."""
 
     @classmethod
-    def of(cls, arch: Architecture, network: type[Trunk] = Decoder) -> DecoderDefinition:
-        graph, state = nnx.split(nnx.eval_shape(lambda: network(arch, nnx.Rngs(0))))
+    def of(cls, arch: Architecture, network: type[Trunk] = Decoder, *, lora: LoRA | None = None) -> DecoderDefinition:
+        graph, state = nnx.split(nnx.eval_shape(lambda: network(arch, nnx.Rngs(0), lora)))
         shapes = nnx.to_pure_dict(state)
         dims = unflatten_dict({path: variable.get_metadata()["dims"] for path, variable in nnx.to_flat_state(state)})
-        return cls(arch, network, graph, shapes, dims)
+        adapters = frozenset(by_path(nnx.to_pure_dict(nnx.filter_state(state, LoRAParam))))
+        return cls(arch, network, graph, shapes, dims, lora, adapters)
 
     def bind(self, params: Params) -> Any:
         """The `network` over these weights; for use inside a jitted function."""
@@ -314,9 +352,25 @@ class DecoderDefinition:
         return sharding_tree(mesh, self.shapes, self.dims)
 
     def initialise(self, seed: int) -> Params:
-        """Random float32 weights."""
-        return nnx.to_pure_dict(nnx.split(self.network(self.architecture, nnx.Rngs(seed)))[1])
+        """Random float32 weights; adapters are zeros."""
+        return nnx.to_pure_dict(nnx.split(self.network(self.architecture, nnx.Rngs(seed), self.lora))[1])
+
+    def trained(self, tree: Params) -> Params:
+        """Of a tree like `shapes`, the part that learns: the adapters, or all of it where there are none."""
+        return self._part(tree, self.adapters) if self.adapters else tree
+
+    def frozen(self, tree: Params) -> Params:
+        """The rest of it."""
+        return self._part(tree, by_path(tree).keys() - self.adapters) if self.adapters else {}
+
+    def _part(self, tree: Params, paths: Set[Path]) -> Params:
+        return unflatten_dict({path: leaf for path, leaf in by_path(tree).items() if path in paths})
 
     @property
     def num_parameters(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.shapes))
+
+    @property
+    def num_trained(self) -> int:
+        """Of them, those that learn."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.trained(self.shapes)))

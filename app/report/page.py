@@ -21,6 +21,8 @@ from app.report.run_files import RunFiles
 from app.report.viewer import Viewer
 
 SESSION_COLUMNS = ("started", "after_step", "grpo", "python", "jax", "devices", "processes")
+REPLAY_COLUMNS = ("from_rollouts", "checkpoint")
+"""Of starts that learned from saved samples; left out where there are none."""
 
 
 def report_page(run: RunFiles, pictures: Mapping[str, Picture | None], alerts: Sequence[Alert]) -> str:
@@ -33,7 +35,7 @@ def report_page(run: RunFiles, pictures: Mapping[str, Picture | None], alerts: S
         alerts=alerts,
         panels=[(panel, pictures[panel.name]) for panel in PANELS],
         chosen=[(s.name, _spelled(s.value), _spelled(s.default), s.origin) for s in run.chosen_settings()],
-        session_columns=SESSION_COLUMNS,
+        session_columns=(*SESSION_COLUMNS, *(c for c in REPLAY_COLUMNS if any(c in one for one in run.sessions))),
     )
 
 

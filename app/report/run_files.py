@@ -59,8 +59,8 @@ class RunFiles:
             history,
             _read_settings(settings),
             _read_sessions(path / "sessions.jsonl"),
-            _sample_files(path / "rollouts"),
-            _sample_files(path / "eval"),
+            sample_files(path / "rollouts"),
+            sample_files(path / "eval"),
         )
 
     def setting(self, name: str) -> Any:
@@ -118,7 +118,7 @@ def _read_sessions(path: Path) -> list[Record]:
     return [record for _, record in read_jsonl_lines(path) if not isinstance(record, InputError)]
 
 
-def _sample_files(folder: Path) -> dict[int, Path]:
+def sample_files(folder: Path) -> dict[int, Path]:
     """By step, oldest first."""
     if not folder.is_dir():
         return {}

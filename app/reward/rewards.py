@@ -25,6 +25,14 @@ FUNCTION_OF = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
 """Built-in rewards that run as plug-ins do."""
 
 
+class Rewarding(Protocol):
+    """How samples come to their rewards: see `Rewards.score`."""
+
+    def __call__(
+        self, samples: Sequence[Sample], moment: Moment, *, of_model: Sequence[Outcome] | None = None
+    ) -> Scored: ...
+
+
 class Function(Protocol):
     """A reward function, built-in or not."""
 
@@ -92,9 +100,13 @@ class Rewards:
     @property
     def names(self) -> tuple[str, ...]:
         """Of all that a sample's reward is made of."""
+        return (*self.asked, *((OVERLONG,) if self._overlong else ()))
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Of the functions and the reward model, which may fail or abstain."""
         model = (MODEL_REWARD,) if self._settings.model else ()
-        overlong = (OVERLONG,) if self._overlong else ()
-        return (*(function.name for function in self._functions), *model, *overlong)
+        return (*(function.name for function in self._functions), *model)
 
     def score(self, samples: Sequence[Sample], moment: Moment, *, of_model: Sequence[Outcome] | None = None) -> Scored:
         """The samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value + overlong penalty.

@@ -86,6 +86,7 @@ class Engine:
         prefill_length_min: smallest prompt bucket, in tokens.
         max_length_total: no prompt and completion are longer together: the top of the cache's ladder.
         decode_layout: where the weights lie meanwhile; see `DecodeWeights`.
+        merge: the weights that a policy has -> those of `definition`, if these are others: adapters are merged.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Engine:
         prefill_length_min: int,
         max_length_total: int | None = None,
         decode_layout: DecodeLayout = "gathered",
+        merge: Callable[[Params], Params] = lambda params: params,
     ):
         self.mesh = mesh
         self._trained_on = trained_on or mesh
@@ -115,7 +117,7 @@ class Engine:
         # Said outright: an island takes over what it finds in this layout, programs of slots are compiled for it.
         layout = shardings_of(abstract_decode_weights(definition, self._trained_on, dtype, decode_layout))
         self._weights = jax.jit(
-            lambda params: decode_weights(definition, params, dtype, decode_layout), out_shardings=layout
+            lambda params: decode_weights(definition, merge(params), dtype, decode_layout), out_shardings=layout
         )
         self._prefill = jax.jit(lambda weights, ids, lengths: prefill(definition, weights, ids, lengths))
         self._keys = jax.jit(sample_keys)

@@ -35,6 +35,9 @@ CHECKSUMS = "checksums"
 
 OTHER_ARRAYS = "its arrays are not those that were saved"
 
+SPOKEN = ("model.lora",)
+"""Fingerprints that say something to a person."""
+
 MAX_REASON = 200
 """Characters of a library's account of what is wrong with a checkpoint; TensorStore's run to thousands."""
 
@@ -344,7 +347,8 @@ def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str]) -> 
     """Raises InputError naming what changed since the checkpoint was written."""
     changed = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
     if changed:
+        names = [f"{name} ({saved.get(name)} -> {current.get(name)})" if name in SPOKEN else name for name in changed]
         raise InputError(
-            f"--resume: {' and '.join(changed)} changed since this run was started, so it cannot be continued as "
+            f"--resume: {' and '.join(names)} changed since this run was started, so it cannot be continued as "
             "the same run. Restore the old files (of a hub id: the old revision), or start another run.name"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -82,6 +82,11 @@ def wire_crediting(settings: Settings) -> Crediting:
         penalises=algorithm.kl_in_reward,
         next_kl_coef=wire_next_kl_coef(algorithm),
     )
+
+
+def saved_crediting(crediting: Crediting) -> Crediting:
+    """For samples that bring their advantages and returns: they are final. A penalty is adapted all the same."""
+    return replace(crediting, credit=lambda samples, kl_coef: list(samples), whitens=False)
 
 
 def wire_group_credit(settings: Settings) -> Credit:

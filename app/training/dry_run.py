@@ -13,10 +13,11 @@ from app.batching.plan import Plan
 from app.mesh.topology import device_kind_of, num_hosts, pretended
 from app.training.launch import Launch, prepared
 from app.training.memory import Shapes, memory_by_phase, memory_table, shapes_of, state_bytes
-from app.training.metrics import Tokens, device_memory_bytes
+from app.training.metrics import NO_TOKENS, Tokens, device_memory_bytes
+from app.training.replay import Asked
 from app.training.reward_role import wire_reward
 from app.training.run_directory import Resume
-from app.training.wiring import Learning, wire_learning, work_of
+from app.training.wiring import Learning, work_of
 from app.training.working_set import Held, fullest_of, rows_per_device
 from settings import Resolved
 from settings.unread import launch_lines
@@ -79,8 +80,8 @@ class DryRun:
     epochs_per_step: int
     max_staleness: int
     """Steps that generation is ahead of training at most; 0 where they wait for each other."""
-    rollout: Mapping[str, int]
-    """Sizes of a generation on each host, lengths in tokens, padding included."""
+    rollout: Mapping[str, int] | None
+    """Sizes of a generation on each host, lengths in tokens, padding included; None where samples come from files."""
     evaluation: Mapping[str, int] | None
     score: Mapping[str, MicroBatches]
     """By role; empty where nothing is scored."""
@@ -135,8 +136,7 @@ class DryRun:
             "step": f"{self.prompts_per_step:,} prompts, {self.samples_per_step:,} samples; "
             f"{self.prompt_tokens_per_step:,} prompt tokens on average, at most "
             f"{self.max_completion_tokens_per_step:,} completion tokens, {self.max_flops_per_step / 1e12:.3g} TFLOP",
-            "rollout": _generation(self.rollout)
-            + (f"\nall the time, at most {self.max_staleness} steps ahead of training" if self.max_staleness else ""),
+            **({"rollout": self._rollout(self.rollout)} if self.rollout else {}),
             **({"evaluation": _generation(self.evaluation)} if self.evaluation else {}),
             **({"score reward": _passes(self.reward_model)} if self.reward_model else {}),
             **{f"score {role}": _passes(batches) for role, batches in self.score.items()},
@@ -144,6 +144,10 @@ class DryRun:
             f"{self.mini_batches_per_step} x epochs {self.epochs_per_step}), each {_passes(self.update)}",
             **({"critic": f"as many, each {_passes(self.critic_update)}"} if self.critic_update else {}),
         }
+
+    def _rollout(self, sizes: Mapping[str, int]) -> str:
+        ahead = f"\nall the time, at most {self.max_staleness} steps ahead of training" if self.max_staleness else ""
+        return _generation(sizes) + ahead
 
     def _way_out(self) -> str:
         critic = [self.critic_update] if self.critic_update else []
@@ -186,18 +190,27 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def look_ahead(resolved: Resolved, *, resume: Resume) -> DryRun | None:
+def look_ahead(resolved: Resolved, *, resume: Resume, asked: Asked | None = None) -> DryRun | None:
     """What `grpo train` would do, from shapes and files' headers. Compiles nothing, loads no weights, writes nothing.
 
     None on all hosts but the first, which tells for all of them.
 
+    Args:
+        asked: to learn from samples of files.
+
     Raises:
         InputError: whatever would keep the run from starting. Checkpoints to resume from are not opened.
     """
-    with prepared(resolved, resume=resume) as launch:
-        learning = wire_learning(resolved.settings, launch.session)
-        read = launch.input
-        shapes = shapes_of(launch.session, learning, read.prompts, read.held_out, read.reward_model)
+    with prepared(resolved, resume=resume, asked=asked) as launch:
+        learning, read = launch.learning(), launch.input
+        shapes = shapes_of(
+            launch.session,
+            learning,
+            read.prompts,
+            read.held_out,
+            read.reward_model,
+            generates=read.replay is None,
+        )
         return report(launch, learning, shapes) if jax.process_index() == 0 else None
 
 
@@ -211,6 +224,9 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
     prompt_tokens = round(samples_per_step * mean_prompt)
     completion_tokens = samples_per_step * settings.rollout.max_new_tokens
     tokens = Tokens(prompt_tokens, completion_tokens)
+    replay = launch.input.replay
+    steps = range((replay.after_step if replay else 0) + 1, launch.last_step + 1)
+    warmup = settings.critic.warmup_steps if settings.has_critic else 0
 
     def micro_batches(plan: Plan, cut: Cutter) -> MicroBatches:
         return MicroBatches(
@@ -237,19 +253,19 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
         data=launch.input.report,
         num_prompts=len(prompts),
         num_held_out=len(launch.input.held_out),
-        steps=settings.run.steps,
-        optimizer_steps=settings.policy_updates,
-        epochs_of_data=settings.run.steps * prompts_per_step / len(prompts),
-        max_rounds_per_step=1 if settings.algorithm.filter == "none" else settings.algorithm.max_rounds,
+        steps=len(steps),
+        optimizer_steps=sum(step > warmup for step in steps) * settings.updates_per_step,
+        epochs_of_data=len(steps) * prompts_per_step / len(prompts),
+        max_rounds_per_step=learning.max_rounds,
         prompts_per_step=prompts_per_step,
         samples_per_step=samples_per_step,
         prompt_tokens_per_step=prompt_tokens,
         max_completion_tokens_per_step=completion_tokens,
-        max_flops_per_step=work_of(settings, session).flops(sampled=tokens, learned=tokens),
+        max_flops_per_step=work_of(settings, session).flops(sampled=NO_TOKENS if replay else tokens, learned=tokens),
         mini_batches_per_step=settings.num_mini_batches,
         epochs_per_step=settings.algorithm.epochs,
         max_staleness=settings.rollout.max_staleness,
-        rollout=shapes.rollout._asdict(),
+        rollout=None if shapes.rollout is None else shapes.rollout._asdict(),
         evaluation=None if shapes.evaluation is None else shapes.evaluation._asdict(),
         score={role: micro_batches(plan, learning.cuts[role]) for role, plan in shapes.scores.items()},
         update=micro_batches(shapes.update, learning.policy.updater.cut),

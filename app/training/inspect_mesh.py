@@ -110,8 +110,8 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool) -> Inspection:
     agree(resolved)
     session = Session.open(settings, outline.model, outline.critic)
     check_rows(settings, session)
-    if "reference" in settings.scored_roles:
-        check_host_memory(settings, session.mesh)
+    if settings.offloads_reference:
+        check_host_memory(session.mesh)
     # Hosts meet at the end: one that is far ahead would run into JAX's own time-out for leaving.
     with together():
         return inspection_of(session, outline, compiles=compiles)
@@ -154,6 +154,7 @@ def _mesh_report(session: Session, outline: Outline, memory_bytes: int | None) -
 
 
 def _generation(session: Session, shapes: Shapes) -> str:
+    assert shapes.rollout is not None
     rows = f"{shapes.rollout.num_rows:,} rows with a cache of {shapes.rollout.cache_length:,} tokens"
     if session.workers is not None:
         return f"{len(session.workers.workers)} workers on each host, the largest with {rows}"

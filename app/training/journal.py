@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -81,15 +82,24 @@ class Journal:
 
     Args:
         last_step: whose line is kept as the last, -1 where none is; None for a run that begins.
+        session: what else the line of this start says.
     """
 
-    def __init__(self, run: RunDirectory, resolved: Resolved, *, last_step: int | None, wandb_id: str | None):
+    def __init__(
+        self,
+        run: RunDirectory,
+        resolved: Resolved,
+        *,
+        last_step: int | None,
+        wandb_id: str | None,
+        session: Mapping[str, Any] = MappingProxyType({}),
+    ):
         self.run = run
         kept = kept_lines(run.metrics, last_step=last_step) if last_step is not None else []
         self.history: list[dict[str, Any]] = [json.loads(line) for line in kept]
         write_whole(run.metrics, "".join(f"{line}\n" for line in kept).encode("utf-8"))
         with run.sessions.open("w" if last_step is None else "a", encoding="utf-8") as sessions:
-            sessions.write(json.dumps(session_record(after_step=max(last_step or 0, 0))) + "\n")
+            sessions.write(json.dumps({**session_record(after_step=max(last_step or 0, 0)), **session}) + "\n")
         self._file = run.metrics.open("a", encoding="utf-8", buffering=1)
         self._wandb = open_wandb(run, resolved, wandb_id)
 

@@ -91,6 +91,8 @@ def _row_shards(engine: SlotEngine) -> int:
 
 def _prompts(session: Session, shapes: Shapes, held: Held, room: int) -> Largest:
     """Of one batch: rows hold caches and logits, prompts the caches and activations of their prefill."""
+    batch = shapes.rollout
+    assert batch is not None
     settings, shards = session.settings, num_local_row_shards(session.mesh)
     of_rows = sum(held[name] for name in ("kv_cache", "logits", "logits_work"))
     of_prompts = sum(held[name] for name in ("prompt_cache", "activations"))
@@ -98,8 +100,8 @@ def _prompts(session: Session, shapes: Shapes, held: Held, room: int) -> Largest
 
     def held_at(prompts: int) -> int:
         rows = -(-prompts * settings.rollout.group_size // shards)
-        more_rows = rows * shards / shapes.rollout.num_rows
-        more_prompts = -(-prompts // shards) * shards / shapes.rollout.num_prompts
+        more_rows = rows * shards / batch.num_rows
+        more_prompts = -(-prompts // shards) * shards / batch.num_prompts
         return rest + int(of_rows * more_rows + of_prompts * more_prompts)
 
     now = settings.rollout.prompts_per_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -15,16 +16,19 @@ from app.mesh.topology import num_hosts
 from app.reward.rewards import Rewards
 from app.training.agreement import agree, check_shared, newest_checkpoint, plug_in_digests, prompts_digest
 from app.training.all_hosts import together
+from app.training.crediting import saved_crediting
 from app.training.joining import guarded
 from app.training.mesh_fit import whole_dims
+from app.training.model_input import adapter_lines
 from app.training.pinned_model import pinned
 from app.training.placement_lines import placement_lines
 from app.training.queues import check_runs_ahead
+from app.training.replay import Asked, run_of
 from app.training.run_directory import Resume, RunDirectory, check_claim
 from app.training.session import Session
 from app.training.training_input import TrainingInput, read_training_input
 from app.training.watchdog import Watchdog
-from app.training.wiring import check_host_memory, check_rows
+from app.training.wiring import Learning, check_host_memory, check_rows, wire_learning
 from settings import Resolved, Settings
 
 
@@ -43,10 +47,27 @@ class Launch:
     notes: tuple[str, ...]
     """What a person should know of the mesh."""
 
+    def learning(self) -> Learning:
+        """Credit and updates under the settings; of a replay, with what the samples bring."""
+        learning, replay = wire_learning(self.resolved.settings, self.session), self.input.replay
+        if replay is None:
+            return learning
+        credit = saved_crediting(learning.credit) if replay.takes_credit else learning.credit
+        return dataclasses.replace(learning, credit=credit, max_rounds=1)
+
+    @property
+    def last_step(self) -> int:
+        """Of the run; a replay ends with its samples."""
+        replay = self.input.replay
+        return self.resolved.settings.run.steps if replay is None else replay.last_step
+
 
 @contextmanager
-def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
+def prepared(resolved: Resolved, *, resume: Resume, asked: Asked | None = None) -> Iterator[Launch]:
     """Joins the other hosts, then looks at run directory, model, tokenizer, data, reward functions and mesh in turn.
+
+    Args:
+        asked: to learn from samples of files.
 
     Raises:
         InputError: for the first that cannot be used, on this host or another; for what hosts differ in.
@@ -56,24 +77,32 @@ def prepared(resolved: Resolved, *, resume: Resume) -> Iterator[Launch]:
         topology.start(settings.mesh)
         bulletin, watchdog = stack.enter_context(guarded(settings, run.crash))
         with together():
-            read = _read(settings, run, resume)
+            read = _read(settings, run, resume, asked)
             rewards = stack.enter_context(read.rewards(settings))
             facts = _facts(settings, run, read)
         agree(resolved, facts)
         check_shared(run)
-        session = stack.enter_context(closing(Session.open(settings, read.model, read.critic)))
+        session = Session.open(settings, read.model, read.critic, generates=_generates(settings, read))
+        stack.enter_context(closing(session))
         check_rows(settings, session)
         if session.workers is not None and session.runs_ahead:
             check_runs_ahead(session.workers)
-        if "reference" in settings.scored_roles:
-            check_host_memory(settings, session.mesh)
+        if settings.offloads_reference:
+            check_host_memory(session.mesh)
         notes = launch_notes(settings, session)
         yield Launch(resolved, run, read, rewards, session, bulletin=bulletin, watchdog=watchdog, notes=notes)
 
 
-def _read(settings: Settings, run: RunDirectory, resume: Resume) -> TrainingInput:
+def _read(settings: Settings, run: RunDirectory, resume: Resume, asked: Asked | None) -> TrainingInput:
     check_claim(run, resume)
-    return read_training_input(pinned(settings, run))
+    # A hub model is at the commit that the run had, or the one that it replays.
+    known = run_of(asked.rollouts) if asked is not None and not run.model.is_file() else run
+    return read_training_input(pinned(settings, known or run), asked)
+
+
+def _generates(settings: Settings, read: TrainingInput) -> bool:
+    """Whether slots or workers are needed. A replay only evaluates, and beside workers that run ahead not with them."""
+    return read.replay is None or (bool(read.held_out) and settings.rollout.max_staleness == 0)
 
 
 def _facts(settings: Settings, run: RunDirectory, read: TrainingInput) -> dict[str, str]:
@@ -92,6 +121,7 @@ def launch_notes(settings: Settings, session: Session) -> tuple[str, ...]:
     """The arithmetic of a step over several hosts, weights that tp leaves whole, and what moves them at every token."""
     mesh, rollout = session.mesh, settings.rollout
     notes = (
+        *adapter_lines(session.input),
         *whole_dims(mesh, session.input.architecture),
         *placement_lines(settings, session.input.definition, mesh),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -14,7 +15,8 @@ from app.flow import Prompt, Sample
 from app.mesh.placement import to_device_memory
 from app.policy.decoder import Params
 from app.reward.plugin import Moment
-from app.reward.rewards import Rewards
+from app.reward.rewards import Rewarding, Rewards
+from app.reward.saved import as_saved
 from app.reward.weighing import Scored, joined
 from app.training.all_hosts import lines_to_first_host
 from app.training.crediting import Credited
@@ -22,6 +24,7 @@ from app.training.evaluate import evaluate
 from app.training.failures import check_rewards
 from app.training.interrupts import stopped_together
 from app.training.metrics import (
+    NO_TOKENS,
     CompilationCounter,
     Tokens,
     refill_metrics,
@@ -33,8 +36,9 @@ from app.training.metrics import (
 )
 from app.training.progress import Board
 from app.training.refill import Refilled, refill
+from app.training.replay import Replay
 from app.training.reward_role import RewardModel, RewardPass, asking_metrics
-from app.training.rounds import Rounds, open_rounds
+from app.training.rounds import Replayed, Rounds, open_rounds
 from app.training.run_state import RunState
 from app.training.session import Session
 from app.training.timer import Timer
@@ -56,10 +60,19 @@ class Trainer:
     """Frozen weights of the KL penalty, maybe in the hosts' memory; None, and no memory, when `algorithm.beta` is 0."""
     rewards: Rewards
     reward_model: RewardModel | None = None
+    replay: Replay | None = None
+    """Samples to learn from, instead of generating them."""
     rounds: Rounds = field(init=False)
+    rewarding: Rewarding = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rounds = open_rounds(self.session, self.prompts, max_rounds=self.learning.max_rounds)
+        self.rewarding = self.rewards.score
+        if self.replay is None:
+            self.rounds = open_rounds(self.session, self.prompts, max_rounds=self.learning.max_rounds)
+            return
+        self.rounds = Replayed(self.replay, num_groups=self.settings.rollout.prompts_per_step)
+        if self.replay.takes_rewards:
+            self.rewarding = partial(as_saved, names=self.rewards.asked)
 
     def step(
         self, state: RunState, *, step: int, position: int, timer: Timer
@@ -69,7 +82,9 @@ class Trainer:
         Raises:
             StoppedError: generation was stopped, on this host or another; the state is as it was.
         """
-        refilled, scored, asking = self.rollout(state.policy.params, step=step, position=position, timer=timer)
+        policy = self.session.whole(state.policy.params)
+        refilled, scored, asking = self.rollout(policy, step=step, position=position, timer=timer)
+        del policy
         drawn = self.learning.mini_batches(refilled.samples, step)
         with timer.phase("score"):
             samples, scoring = self.score(state, refilled.samples, drawn[0], timer)
@@ -81,14 +96,15 @@ class Trainer:
             state, metrics = self.update(state, picked(samples, drawn), policy_learns=learns)
             # A policy that stands still has the same KL whatever its coefficient.
             state = replace(state, kl_coef=credited.kl_coef) if learns else state
-        self.rounds.publish(state.policy.params, step=step)
+        self.rounds.publish(self.session.whole(state.policy.params), step=step)
         told = {**reward_counts(scored), **refill_metrics(refilled, scored.samples)}
         told |= rollout_performance(self.session.take_tally()) | schedule_performance(self.session.take_figures())
         told |= staleness_metrics(samples, step=step) if self.session.runs_ahead else {}
         rewarded = {**sample_metrics(samples, self.rewards.names), **told, **asking}
         sampled, learned = Tokens.of(scored.samples, samples)
         work = work_of(self.settings, self.session, policy_learns=learns)
-        flops = {"perf/flops": work.flops(sampled=sampled, learned=learned)}
+        drawn_now = NO_TOKENS if self.replay else sampled
+        flops = {"perf/flops": work.flops(sampled=drawn_now, learned=learned)}
         return state, samples, {**rewarded, **scoring, **credited.metrics, **metrics, **flops}
 
     def policy_learns(self, step: int) -> bool:
@@ -131,7 +147,7 @@ class Trainer:
                 with timer.phase("score_reward"), closing(CompilationCounter()) as compilations:
                     of_model, cut = self.reward_model.outcomes(samples)
                 asked.append(RewardPass(cut, compilations.take()))
-            scored = self.rewards.score(samples, Moment(step, self.settings.run.steps), of_model=of_model)
+            scored = self.rewarding(samples, Moment(step, self.settings.run.steps), of_model=of_model)
             timer.board.tell(lines_to_first_host(scored.notices))
             check_rewards(scored)
         return scored
@@ -167,9 +183,10 @@ class Trainer:
         """On the devices."""
         if role == "reference":
             return to_device_memory(self.reference)
-        network = state.policy if role == "policy" else state.critic
-        assert network is not None
-        return network.params
+        if role == "policy":
+            return self.session.whole(state.policy.params)
+        assert state.critic is not None
+        return state.critic.params
 
     def update(
         self, state: RunState, epochs: Epochs, *, policy_learns: bool
@@ -185,10 +202,11 @@ class Trainer:
             critic, of_critic = self.learning.critic.updater.update(critic, epochs, temperature=temperature)
             metrics |= of_critic
         if policy_learns:
-            policy, of_policy = self.learning.policy.updater.update(policy, epochs, temperature=temperature)
+            updater, frozen = self.learning.policy.updater, self.session.frozen
+            policy, of_policy = updater.update(policy, epochs, temperature=temperature, frozen=frozen)
             metrics |= of_policy
         else:
-            metrics |= self.learning.policy.unmeasured(policy.params)
+            metrics |= self.learning.policy.unmeasured(policy.params, self.session.frozen)
         return replace(state, policy=policy, critic=critic), metrics
 
     def credit(self, samples: list[Sample], kl_coef: float) -> Credited:

@@ -79,7 +79,8 @@ def longest(prompts: Sequence[Prompt]) -> int:
 class Shapes:
     """Shapes of a step's programs at the longest prompt and completion, from the functions that shape the real ones."""
 
-    rollout: BatchShape
+    rollout: BatchShape | None
+    """None where samples come from files."""
     evaluation: BatchShape | None
     scores: dict[ScoredRole, Plan]
     """By role, of the samples of one optimizer step; each host's has the same shapes."""
@@ -96,8 +97,14 @@ def shapes_of(
     prompts: Sequence[Prompt],
     held_out: Sequence[Prompt],
     reward_model: Network | None = None,
+    *,
+    generates: bool = True,
 ) -> Shapes:
-    """The shapes of a run over these prompts, alike on every host."""
+    """The shapes of a run over these prompts, alike on every host.
+
+    Args:
+        generates: False where samples come from files.
+    """
     settings, rollout = session.settings, session.settings.rollout
     mini_batch = fullest_mini_batch(session, longest_prompt=longest(prompts))
     reward = None
@@ -107,8 +114,12 @@ def shapes_of(
         reward = plan_of(session, wire_reward(settings, reward_model.architecture), read)
     share_of_host = -(-len(held_out) // num_hosts(session.mesh))
     return Shapes(
-        rollout=session.rollout_shape(
-            num_prompts=rollout.prompts_per_step, group_size=rollout.group_size, longest_prompt=longest(prompts)
+        rollout=(
+            session.rollout_shape(
+                num_prompts=rollout.prompts_per_step, group_size=rollout.group_size, longest_prompt=longest(prompts)
+            )
+            if generates
+            else None
         ),
         evaluation=(
             session.evaluation_shape(
@@ -164,11 +175,13 @@ def memory_by_phase(
     # On a CPU it waits in the same memory.
     if not session.settings.score.reference.offload or on_cpu:
         always |= reference
-    rollout = generating(session, shapes.rollout, session.rollout_footprint(shapes.rollout))
-    if session.runs_ahead:
+    rollout: Held = {}
+    if shapes.rollout is not None:
+        rollout = generating(session, shapes.rollout, session.rollout_footprint(shapes.rollout))
+    if rollout and session.runs_ahead:
         # Workers hold their slots while others work, and have the next weights before they drop the last.
         always, rollout = _together(always, {**rollout, "decode_weights": 2 * rollout["decode_weights"]}), {}
-    phases: dict[str, Held] = {"rollout": {**always, **rollout}}
+    phases: dict[str, Held] = {} if shapes.rollout is None else {"rollout": {**always, **rollout}}
     if shapes.evaluation is not None:
         footprint = session.evaluation_footprint(shapes.evaluation)
         phases["evaluation"] = _together(always, generating(session, shapes.evaluation, footprint))

@@ -205,6 +205,9 @@ class Tokens(NamedTuple):
         return [cls(*counts) for counts in sum_over_hosts(np.asarray(own, np.int64)).tolist()]
 
 
+NO_TOKENS = Tokens(0, 0)
+
+
 class Pass(NamedTuple):
     """One pass of a network over the samples of a step."""
 

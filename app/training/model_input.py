@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, ValueDecoder
 from app.policy.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
+from app.policy.lora import LoRA
 from app.policy.weight_files import ModelFiles, open_model
 from app.policy.weights import check_tensors, critic_entries, expected_entries
 from app.prompts.tokenizer import Tokenizer, ids_fingerprint, load_fast_tokenizer, load_tokenizer
 from settings import Settings
 from settings.errors import InputError
+from settings.lora_section import LoRA as LoRASettings
+
+ADAPTERS = "model.lora"
+"""Name of the fingerprint that says which adapters there are."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,20 @@ class ModelInput:
     files: ModelFiles
     architecture: Architecture
     definition: DecoderDefinition
+    """Of its own weights: what decodes, and what a reference is."""
     tokenizer: Tokenizer
+    adapted: DecoderDefinition
+    """What learns: the same with the adapters of `model.lora`, `definition` itself without them."""
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """What a run that goes on must have in common with its checkpoints; nothing without adapters."""
+        return {} if self.adapted.lora is None else {ADAPTERS: self.adapted.lora.to_text()}
+
+    @property
+    def bare(self) -> ModelInput:
+        """The same model for whoever has no adapters for it."""
+        return replace(self, adapted=self.definition)
 
 
 def read_model_input(settings: Settings) -> ModelInput:
@@ -36,9 +54,28 @@ def read_model_input(settings: Settings) -> ModelInput:
     architecture = architecture_from_config(files.config)
     definition = DecoderDefinition.of(architecture)
     check_tensors(expected_entries(definition), files.weights.shapes, architecture)
+    adapted = adapted_definition(definition, settings.model.lora)
     tokenizer = load_tokenizer(files)
     _check_embedding(tokenizer, architecture)
-    return ModelInput(files, architecture, definition, tokenizer)
+    return ModelInput(files, architecture, definition, tokenizer, adapted)
+
+
+def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) -> DecoderDefinition:
+    """The network with the adapters of `model.lora`; itself without them.
+
+    Raises:
+        InputError: adapters of a higher rank than the matrices beside them.
+    """
+    if not settings.rank:
+        return definition
+    architecture = definition.architecture
+    if settings.rank > architecture.model_dim:
+        raise InputError(
+            f"model.lora.rank: {settings.rank} is more than the model's width {architecture.model_dim}, and no matrix "
+            "beside an adapter has a higher rank than that; 8 to 64 are usual"
+        )
+    lora = LoRA(settings.rank, settings.alpha, settings.projections)
+    return DecoderDefinition.of(architecture, lora=lora)
 
 
 @dataclass(frozen=True)
@@ -91,6 +128,18 @@ def _check_embedding(tokenizer: Tokenizer, architecture: Architecture) -> None:
             f"model.path: the tokenizer has {tokenizer.vocab_size} tokens and the model's embedding only "
             f"{architecture.vocab_size}; they do not belong together"
         )
+
+
+def adapter_lines(model: ModelInput) -> tuple[str, ...]:
+    """How much of the model learns, where that is not all of it."""
+    definition = model.adapted
+    if definition.lora is None:
+        return ()
+    learn, there = definition.num_trained, definition.num_parameters
+    return (
+        f"{ADAPTERS}: {learn:,} weights learn ({definition.lora.to_text()}), {learn / there:.2%} of {there:,}; the "
+        f"{there - learn:,} of {model.files.name} stay as they are",
+    )
 
 
 def check_context(architecture: Architecture, settings: Settings, *, path: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
@@ -14,8 +16,10 @@ from app.training.pinned_model import record_commits
 from app.training.preservation import NewestAndBest
 from app.training.reward_role import RewardModel
 from app.training.run_state import RunState
+from app.training.saved_policy import SavedPolicy
 from app.training.session import Session
 from app.training.wiring import Learning
+from app.update.optimizer import TrainState
 
 
 def open_checkpoints(launch: Launch, learning: Learning) -> Checkpoints:
@@ -25,8 +29,9 @@ def open_checkpoints(launch: Launch, learning: Learning) -> Checkpoints:
 
 
 def open_state(checkpoints: Checkpoints, launch: Launch, learning: Learning) -> tuple[RunState, Progress]:
-    """The newest good checkpoint's state, or the models' own weights with fresh moments."""
+    """The newest good checkpoint's state, that of --checkpoint, or the models' own weights with fresh moments."""
     algorithm = launch.resolved.settings.algorithm
+    replay = launch.input.replay
     per_step = launch.resolved.settings.rollout.prompts_per_step * jax.process_count()
     fingerprints = {**launch.input.fingerprints, "rollout.prompts_per_step over all hosts": str(per_step)}
     restored = checkpoints.restore(fingerprints)
@@ -36,13 +41,34 @@ def open_state(checkpoints: Checkpoints, launch: Launch, learning: Learning) -> 
             launch.session.workers.history = progress.lengths or {}
         adapted = progress.kl_coef if algorithm.kl_target is not None else None
         return RunState.of(arrays, kl_coef=algorithm.beta if adapted is None else adapted), progress
-    session = launch.session
-    policy, critic = learning.policy.initial_state(session.load_params()), None
-    if session.critic is not None:
-        assert learning.critic is not None
-        critic = learning.critic.initial_state(session.critic.load_params(session.mesh))
-    state = RunState(policy, critic, kl_coef=algorithm.beta)
+    if replay is not None and replay.start is not None:
+        return _open_start(replay.start, launch, learning, fingerprints)
+    policy = learning.policy.initial_state(launch.session.untrained())
+    state = RunState(policy, _fresh_critic(launch.session, learning), kl_coef=algorithm.beta)
     return state, Progress(step=0, position=0, fingerprints=fingerprints)
+
+
+def _fresh_critic(session: Session, learning: Learning) -> TrainState | None:
+    if session.critic is None:
+        return None
+    assert learning.critic is not None
+    return learning.critic.initial_state(session.critic.load_params(session.mesh))
+
+
+def _open_start(
+    start: SavedPolicy, launch: Launch, learning: Learning, fingerprints: Mapping[str, str]
+) -> tuple[RunState, Progress]:
+    """The state of --checkpoint; a critic that it does not have begins with it."""
+    algorithm = launch.resolved.settings.algorithm
+    learners = {"policy": learning.policy, **({"critic": learning.critic} if learning.critic else {})}
+    found = start.read_states(
+        {name: learner.shapes for name, learner in learners.items()},
+        {name: learner.shardings for name, learner in learners.items()},
+    )
+    critic = found["critic"] if "critic" in found else _fresh_critic(launch.session, learning)
+    adapted = start.progress.kl_coef if algorithm.kl_target is not None else None
+    state = RunState(found["policy"], critic, kl_coef=algorithm.beta if adapted is None else adapted)
+    return state, Progress(step=start.step, position=start.progress.position, fingerprints=fingerprints)
 
 
 def open_journal(launch: Launch, progress: Progress, *, resumed: bool) -> Journal | NoJournal:
@@ -54,14 +80,21 @@ def open_journal(launch: Launch, progress: Progress, *, resumed: bool) -> Journa
     # The line of a step whose evaluation is still to come is written after it; that of step 0 always is.
     is_to_come = progress.step == 0 or progress.unevaluated is not None
     last_step = progress.step - is_to_come if resumed else None
-    return Journal(launch.run, launch.resolved, last_step=last_step, wandb_id=progress.wandb_id)
+    replay = launch.input.replay
+    session = ({} if resumed else {"after_step": progress.step}) | (replay.record if replay else {})
+    return Journal(launch.run, launch.resolved, last_step=last_step, wandb_id=progress.wandb_id, session=session)
 
 
 def open_reference(state: RunState, progress: Progress, session: Session) -> Params | None:
-    """The weights of `model.path`: a fresh state still holds them, a restored one has moved on."""
+    """The weights of `model.path`: a fresh state still holds them, a restored one has moved on.
+
+    With adapters they are those that stay as they are, and there is no second copy.
+    """
     if "reference" not in session.settings.scored_roles:
         return None
-    if session.settings.score.reference.offload:
+    if session.input.adapted.lora is not None:
+        return session.frozen
+    if session.settings.offloads_reference:
         return to_host_memory(session.load_params() if progress.step else state.policy.params)
     return session.load_params() if progress.step else jax.tree.map(jnp.copy, state.policy.params)
 

@@ -10,7 +10,7 @@ from app.policy.decoder import DecoderDefinition, ValueDecoder
 from app.policy.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
 from app.policy.weight_files import open_model, open_outline
 from app.prompts.tokenizer import load_tokenizer
-from app.training.model_input import CriticInput, ModelInput, check_context, naming
+from app.training.model_input import CriticInput, ModelInput, adapted_definition, check_context, naming
 from settings import Settings
 
 
@@ -41,7 +41,8 @@ def read_outline(settings: Settings) -> Outline:
     architecture = architecture_from_config(files.config)
     check_context(architecture, settings, path=settings.model.path)
     words = load_tokenizer(open_model("builtin:tiny"))
-    model = ModelInput(files, architecture, DecoderDefinition.of(architecture), words)
+    definition = DecoderDefinition.of(architecture)
+    model = ModelInput(files, architecture, definition, words, adapted_definition(definition, settings.model.lora))
     return Outline(model, _critic(settings, model), _reward_model(settings))
 
 

@@ -72,11 +72,13 @@ def _lowered(
     """Phase, name, program, and the temporaries that its phase's table foresees; lowered one after the other."""
     yield from _rollout(session, shapes, memory["rollout"])
     for role, plan in shapes.scores.items():
-        network, scorer = learning.policy, session.scorer
+        definition, scorer = session.input.adapted, session.scorer
+        if role == "reference":
+            definition, scorer = session.input.definition, session.reference_scorer
         if role == "critic":
-            assert learning.critic is not None and session.critic is not None
-            network, scorer = learning.critic, session.critic.valuer
-        params = abstract(network.shapes, network.shardings).params
+            assert session.critic is not None
+            definition, scorer = session.critic.input.definition, session.critic.valuer
+        params = abstract(definition.shapes, definition.shardings(session.mesh))
         batch = _on_mesh(session.mesh, pack_tokens((), _empty(plan)))
         yield "score", role, scorer.lowered(params, batch), _foreseen(memory["score"])
     learners = {"critic": (learning.critic, shapes.critic_update), "update": (learning.policy, shapes.update)}
@@ -94,6 +96,7 @@ def _rollout(session: Session, shapes: Shapes, held: Held) -> Iterator[tuple[str
     elif session.slots is not None:
         programs = session.slots.engine.programs.lowered(truncates=truncates)
     else:
+        assert shapes.rollout is not None
         programs = session.engine.lowered(shapes.rollout, truncates=truncates)
     for name, lowered in programs.items():
         works_in = ("activations",) if name == "prefill" else ("logits", "logits_work")
@@ -107,7 +110,8 @@ def _foreseen(held: Held) -> int:
 def _update(session: Session, learner: Learner, plan: Plan) -> dict[str, Lowered]:
     batch = _on_mesh(session.mesh, learner.updater.pack((), _empty(plan), Totals(num_tokens=0, num_samples=0)))
     with jax.set_mesh(session.mesh):
-        return learner.step.lowered(abstract(learner.shapes, learner.shardings), batch, jnp.float32(1))
+        state = abstract(learner.shapes, learner.shardings)
+        return learner.step.lowered(state, batch, jnp.float32(1), learner.frozen)
 
 
 def _empty(plan: Plan) -> MicroBatch:

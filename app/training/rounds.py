@@ -1,7 +1,7 @@
 """The rollout side of a step: rounds of prompts, asked for one after the other.
 
 A round is the samples of the next `rollout.prompts_per_step` prompts. `OnPolicy` draws it when it is asked for, with
-the policy of the step; `Ahead` has asked for it before, while earlier steps trained.
+the policy of the step; `Ahead` has asked for it before, while earlier steps trained; `Replayed` reads it from a file.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from app.policy.decoder import Params
 from app.policy.kv_cache import DecodeWeights
 from app.prompts.order import PromptOrder, host_slice
 from app.rollout.ahead import Generation
+from app.training.all_hosts import together
+from app.training.refill import by_group
+from app.training.replay import Replay
 from app.training.session import Session
 from app.training.timer import Timer
 from settings import Settings
@@ -28,6 +31,10 @@ TakeRound = Callable[[int], list[Sample]]
 
 class Rounds(Protocol):
     """Where steps take their samples from."""
+
+    def compile(self) -> None:
+        """What would otherwise compile in the first round."""
+        ...
 
     def of_step(self, params: Params, *, step: int, position: int, timer: Timer) -> AbstractContextManager[TakeRound]:
         """While a step, whose policy has these weights, asks for its rounds. Its first one starts at a position."""
@@ -78,6 +85,9 @@ class OnPolicy:
         self._prompts = prompts
         self._max_rounds = max_rounds
 
+    def compile(self) -> None:
+        self._session.compile_rollout()
+
     @contextmanager
     def of_step(self, params: Params, *, step: int, position: int, timer: Timer) -> Iterator[TakeRound]:
         weights: list[DecodeWeights] = []
@@ -125,6 +135,9 @@ class Ahead:
         self._num_waiting = 0
         """Rounds that were asked for and not yet taken."""
 
+    def compile(self) -> None:
+        self._session.compile_rollout()
+
     @contextmanager
     def of_step(self, params: Params, *, step: int, position: int, timer: Timer) -> Iterator[TakeRound]:
         def take(number: int) -> list[Sample]:
@@ -170,6 +183,37 @@ class Ahead:
     def close(self) -> None:
         if self._generation is not None:
             self._generation.close()
+
+
+class Replayed:
+    """Each step has one round, which is its file. Nothing is generated, nor are weights laid out for that.
+
+    Hosts share out a step's groups as they lie in the file: every host has an equal run of them.
+    """
+
+    def __init__(self, replay: Replay, *, num_groups: int):
+        self._replay = replay
+        self._num_groups = num_groups
+
+    def compile(self) -> None:
+        """Nothing is generated."""
+
+    @contextmanager
+    def of_step(self, params: Params, *, step: int, position: int, timer: Timer) -> Iterator[TakeRound]:
+        def take(number: int) -> list[Sample]:
+            assert number == 0
+            with timer.phase("rollout"), together():
+                groups = by_group(self._replay.samples(step))
+            first = jax.process_index() * self._num_groups
+            return [sample for group in groups[first : first + self._num_groups] for sample in group]
+
+        yield take
+
+    def publish(self, params: Params, *, step: int) -> None:
+        """Nobody samples with them."""
+
+    def close(self) -> None:
+        """Files are open only while they are read."""
 
 
 def open_rounds(session: Session, prompts: Sequence[Prompt], *, max_rounds: int) -> Rounds:

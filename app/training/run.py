@@ -26,13 +26,13 @@ from app.training.packing_check import check_packing, random_samples
 from app.training.parting import meet, telling
 from app.training.preservation import Best, SaveClock
 from app.training.progress import Board
+from app.training.replay import Asked
 from app.training.run_directory import Resume, claim
 from app.training.run_state import RunState
 from app.training.step_traces import StepTraces
 from app.training.summary import summary_text
 from app.training.timer import Timer
 from app.training.watchdog import Watchdog
-from app.training.wiring import wire_learning
 from settings import Resolved, Settings
 from settings.unread import launch_lines
 
@@ -44,17 +44,21 @@ class Outcome(NamedTuple):
     best: Best | None
 
 
-def train(resolved: Resolved, *, resume: Resume, clock: Callable[[], float] = time.monotonic) -> int:
+def train(
+    resolved: Resolved, *, resume: Resume, asked: Asked | None = None, clock: Callable[[], float] = time.monotonic
+) -> int:
     """`grpo train`: trains to `run.steps`, prints what came of it and returns the exit code (0, 75 or 130).
 
-    `clock`, in seconds, decides when `checkpoint.every_minutes` have passed; process 0's counts.
+    Args:
+        asked: to learn from samples of files, to the last of these.
+        clock: in seconds, decides when `checkpoint.every_minutes` have passed; process 0's counts.
 
     Raises:
         InputError: input that cannot be used; nothing on disk has changed by then.
         RuntimeError: too many non-finite updates in a row, or rewards that must not be gone on with.
     """
     with ExitStack() as stack:
-        launch = stack.enter_context(prepared(resolved, resume=resume))
+        launch = stack.enter_context(prepared(resolved, resume=resume, asked=asked))
         with together():
             if jax.process_index() == 0:
                 stack.enter_context(claim(launch.run))
@@ -75,19 +79,21 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
     interrupts = stack.enter_context(Interrupts(launch.bulletin))
     stack.push(_met(launch))
     session.stop_when(interrupts.is_asked)
-    learning = wire_learning(settings, session)
+    learning, replay = launch.learning(), launch.input.replay
     compilations = stack.enter_context(closing(CompilationCounter()))
     checkpoints = stack.enter_context(closing(open_checkpoints(launch, learning)))
     state, progress = open_state(checkpoints, launch, learning)
     reference = open_reference(state, progress, session)
     reward_model = open_reward_model(launch)
-    trainer = Trainer(settings, session, learning, launch.input.prompts, reference, launch.rewards, reward_model)
+    trainer = Trainer(
+        settings, session, learning, launch.input.prompts, reference, launch.rewards, reward_model, replay
+    )
     if settings.packs_rows:
         critic = state.critic and state.critic.params
-        check_packing(session, state.policy.params, random_samples(session), critic=critic)
+        check_packing(session, session.whole(state.policy.params), random_samples(session), critic=critic)
     entered = launch.watchdog.enter
     board = stack.enter_context(
-        Board(num_steps=settings.run.steps, first_step=progress.step, shown=is_first, entered=entered)
+        Board(num_steps=launch.last_step, first_step=progress.step, shown=is_first, entered=entered)
     )
     if session.workers is not None:
         session.workers.watch = board.watch
@@ -111,6 +117,7 @@ def _run(launch: Launch, stack: ExitStack, clock: Callable[[], float]) -> Outcom
         compilations=compilations,
         watchdog=launch.watchdog,
         held_out=launch.input.held_out,
+        last_step=launch.last_step,
         save_clock=SaveClock(settings.checkpoint.every_minutes if is_first else None, clock),
     )
     with telling(launch.bulletin):
@@ -145,14 +152,15 @@ class Walk:
     watchdog: Watchdog
     held_out: Sequence[Prompt]
     """The evaluation prompts of all hosts; none where nothing is evaluated."""
+    last_step: int
     save_clock: SaveClock
 
     def go(self) -> int:
         """Ends with a checkpoint on disk. The exit code: 0 when all steps are done, else what it was stopped with."""
-        steps, exit_code = self.settings.run.steps, 0
+        exit_code = 0
         try:
             self._begin()
-            for step in range(self.progress.step + 1, steps + 1):
+            for step in range(self.progress.step + 1, self.last_step + 1):
                 self._step(step)
         except StoppedError:
             agreed = self.interrupts.agreed()
@@ -165,7 +173,7 @@ class Walk:
         self.narrator.board.phase("save")
         self.checkpoints.finish()
         if exit_code:
-            self.narrator.board.say(_farewell(self.progress, steps, agreed.asked))
+            self.narrator.board.say(_farewell(self.progress, self.last_step, agreed.asked))
         return exit_code
 
     @property
@@ -176,11 +184,13 @@ class Walk:
         """What comes before the first step that is to be done."""
         board = self.narrator.board
         board.phase("compile")
-        self.trainer.session.compile_rollout(evaluates=bool(self.held_out))
+        self.trainer.rounds.compile()
+        if self.held_out:
+            self.trainer.session.compile_evaluation()
         if self.interrupts.agreed().exit_code:
             raise StoppedError
         if self.progress.step:
-            board.say(_continuing(self.progress, self.settings))
+            board.say(_continuing(self.progress, self.last_step, self.settings.logging.profile_steps))
         if self.progress.unevaluated is not None:
             record = self._evaluated(self.progress.unevaluated)
             self.narrator.step(self.progress.step, record)
@@ -193,7 +203,7 @@ class Walk:
         self.watchdog.step = step
         self.traces.start(step)
         timer = Timer(self.narrator.board)
-        position, is_last = self.progress.position, step == self.settings.run.steps
+        position, is_last = self.progress.position, step == self.last_step
         self.state, samples, metrics = self.trainer.step(self.state, step=step, position=position, timer=timer)
         self.narrator.samples(step, samples)
         agreed = self.interrupts.agreed(save_is_due=self.save_clock.is_due)
@@ -229,7 +239,8 @@ class Walk:
     def _evaluation(self, step: int) -> dict[str, Any]:
         """The metrics of an evaluation, which has been told of by then."""
         start = time.perf_counter()
-        judged = self.trainer.evaluate(self.state.policy.params, self.held_out, step=step, board=self.narrator.board)
+        policy = self.trainer.session.whole(self.state.policy.params)
+        judged = self.trainer.evaluate(policy, self.held_out, step=step, board=self.narrator.board)
         metrics = evaluation_metrics(judged)
         self.narrator.evaluation(step, metrics, judged.samples)
         return {**metrics, "time/eval_s": time.perf_counter() - start}
@@ -249,10 +260,10 @@ def _record(metrics: dict[str, float | None], samples: Sequence[Sample], timer: 
     return {"policy/kl": None, **metrics, **timer.seconds, **performance}
 
 
-def _continuing(progress: Progress, settings: Settings) -> str:
-    """What a resumed run says first."""
-    text = f"continuing after step {progress.step} of {settings.run.steps}"
-    done = [step for step in settings.logging.profile_steps if step <= progress.step]
+def _continuing(progress: Progress, steps: int, profiled: Sequence[int]) -> str:
+    """What a run says first that does not begin with step 1."""
+    text = f"continuing after step {progress.step} of {steps}"
+    done = [step for step in profiled if step <= progress.step]
     return f"{text}\nlogging.profile_steps: done before, so not profiled: {', '.join(map(str, done))}" if done else text
 
 

@@ -45,7 +45,7 @@ class SampleFile:
             raise InputError(f"--input: {path} is read twice, to be checked and to be scored: give a file")
         self._path = path
         self._architecture = architecture
-        self._stamp = _stamp(path) if path.exists() else None
+        self._stamp = stamp(path) if path.exists() else None
 
     def check(self, *, num_drawn: int = 0, seed: int = 0) -> tuple[Extent, list[Sample]]:
         """The extent of the file, and `num_drawn` of its samples at random, fewer where it holds fewer.
@@ -106,11 +106,12 @@ class SampleFile:
             yield where, sample
 
     def _check_unchanged(self) -> None:
-        if not self._path.exists() or _stamp(self._path) != self._stamp:
+        if not self._path.exists() or stamp(self._path) != self._stamp:
             raise InputError(f"--input: {self._path} has changed while it was being scored; nothing was written")
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
+def stamp(path: Path) -> tuple[int, ...]:
+    """Changes when the file does."""
     status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

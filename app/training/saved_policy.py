@@ -27,8 +27,9 @@ from app.training.checkpoint import (
     progress_of,
     read_item,
 )
-from app.training.model_input import ModelInput
+from app.training.model_input import ADAPTERS, ModelInput
 from app.training.run_directory import RunDirectory
+from app.update.optimizer import TrainState
 from settings.errors import InputError
 
 OPTION = "--checkpoint"
@@ -73,8 +74,15 @@ class SavedPolicy:
         return RunDirectory(self.path.parent.parent)
 
     def check(self, model: ModelInput) -> None:
-        """Raises InputError where it was trained from another model, or with another tokenizer."""
+        """Raises InputError where it was trained from another model, with another tokenizer or with other adapters."""
         saved, path = self.progress.fingerprints, model.files.path
+        held, asked = saved.get(ADAPTERS), model.adapters.get(ADAPTERS)
+        if held != asked:
+            raise InputError(
+                f"{OPTION}: {self.path} holds {f'adapters of {held}' if held else 'all weights and no adapters'}, and "
+                f"model.lora asks for {asked or 'none'}; leave --config away to take the run's own settings, or set "
+                f"model.lora to what {self.run.settings} names"
+            )
         for what, fingerprint in (("model", model.files.fingerprint), ("tokenizer", model.tokenizer.fingerprint)):
             if saved.get(what) != fingerprint:
                 raise InputError(
@@ -89,10 +97,41 @@ class SavedPolicy:
             InputError: they are damaged.
         """
         # Beside a critic each network has a branch of its own; see `RunState.arrays`.
-        below = ("policy",) if any(name.startswith("policy/") for name in self.checksums) else ()
+        below = ("policy",) if self.has_critic else ()
         item: Any = {"params": abstract(shapes, shardings)}
         for key in reversed(below):
             item = {key: item}
+        return functools.reduce(operator.getitem, (*below, "params"), self._read(item))
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the state has a policy and a critic, or is a policy's alone."""
+        return any(name.startswith("policy/") for name in self.checksums)
+
+    def read_states(self, shapes: Mapping[str, TrainState], shardings: Mapping[str, TrainState]) -> dict[str, Any]:
+        """Of each network that is asked for and is there, all that its optimizer changes. All hosts call it together.
+
+        Args:
+            shapes: by name, `policy` and maybe `critic`.
+
+        Raises:
+            InputError: they are damaged, or those of another kind of network.
+        """
+        names = [name for name in shapes if self.has_critic or name == "policy"]
+        targets = {name: abstract(shapes[name], shardings[name]) for name in names}
+        item = targets if self.has_critic else targets["policy"]
+        wanted, there = set(jax.eval_shape(checksums, item)), self.checksums.keys()
+        if not wanted <= there:
+            name = min(wanted - there)
+            raise InputError(
+                f"{OPTION}: {self.path} has no array {name}: what was trained there is not what these settings train; "
+                f"leave --config away to take the run's own settings, or compare with {self.run.settings}"
+            )
+        found = self._read(item)
+        return dict(found) if self.has_critic else {"policy": found}
+
+    def _read(self, item: Any) -> Any:
+        """A part of the state, in any tree that it has."""
         args = ocp.args.PyTreeRestore(
             item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
         )
@@ -105,7 +144,7 @@ class SavedPolicy:
             reason = "" if sums == {name: self.checksums.get(name) for name in sums} else OTHER_ARRAYS
         if reason:
             raise InputError(f"{OPTION}: {self.path} is damaged ({reason}); choose another one of {self.path.parent}")
-        return functools.reduce(operator.getitem, (*below, "params"), found)
+        return found
 
 
 def _find(path: Path) -> Path:

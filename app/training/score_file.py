@@ -77,7 +77,7 @@ def score_logprobs(
     settings = resolved.settings
     if checks_packing and role == "critic":
         raise InputError("--check-packing compares logprobs, and --role critic has none; take --role policy for it")
-    model = read_model_input(settings)
+    model = read_model_input(settings).bare
     critic = read_critic_input(settings, model) if role == "critic" else None
     architecture = (critic or model).architecture
     file = SampleFile(input, architecture)
@@ -133,7 +133,7 @@ class Passes:
         # A role that waits for its turn gives way; here it only waits for the next window.
         waits_outside = role == "reference" and session.settings.score.reference.offload
         if waits_outside:
-            check_host_memory(session.settings, session.mesh)
+            check_host_memory(session.mesh)
         self._params = to_host_memory(params) if waits_outside else params
         self._shapes: set[tuple[int, ...]] = set()
         self._totals: defaultdict[str, float] = defaultdict(int)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from app.mesh.islands import host_island
 from app.policy.architecture import Architecture
 from app.policy.decoder import Params
 from app.policy.kv_cache import DecodeWeights
+from app.policy.lora import fresh_adapters, joined, merged
 from app.policy.weights import critic_entries, load_weights
 from app.rollout.ahead import Generation
 from app.rollout.continuous import ContinuousBatching
@@ -61,6 +63,9 @@ class Session:
     """Makes the weights that anything here generates with. On this host's island of the mesh, or on all of it, as
     `rollout.placement` says."""
     scorer: Scorer
+    """Of the policy, with its adapters where it has any."""
+    reference_scorer: Scorer
+    """Of the weights of `model.path`; the policy's own without adapters."""
     critic: Critic | None = None
     slots: ContinuousBatching | None = None
     """Generates instead of the engine where `rollout.slots` is set."""
@@ -96,10 +101,14 @@ class Session:
             prefill_length_min=settings.rollout.prefill_length_min,
             max_length_total=settings.rollout.max_length_total,
             decode_layout=settings.rollout.decode_layout,
+            merge=partial(merged, lora=model.adapted.lora),
         )
-        scorer = Scorer(model.definition, mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
+        score = partial(Scorer, mesh=mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
+        scorer = reference_scorer = score(model.adapted)
+        if model.adapted.lora is not None:
+            reference_scorer = score(model.definition)
         valuer = None if critic is None else Critic(critic, Valuer(critic.definition, mesh, dtype=dtype))
-        session = cls(settings, model, mesh, engine, scorer, valuer)
+        session = cls(settings, model, mesh, engine, scorer, reference_scorer, valuer)
         if generates:
             session.slots = open_slots(settings, model.definition, model.tokenizer, generates_on, dtype=dtype)
             session.workers = open_workers(settings, model.definition, model.tokenizer, mesh, dtype=dtype)
@@ -117,6 +126,26 @@ class Session:
     def load_params(self) -> Params:
         """The weights of `model.path`, float32, on their shardings."""
         return load_weights(self.input.definition, self.input.files.weights, self.mesh)
+
+    @cached_property
+    def frozen(self) -> Params:
+        """The policy's weights that stay as they are, and the reference: loaded once, by all hosts at once.
+
+        Empty where all weights learn.
+        """
+        return {} if self.input.adapted.lora is None else self.load_params()
+
+    def whole(self, trained: Params) -> Params:
+        """The policy's weights, all of them, of those that learn: what is scored with, decoded with and evaluated."""
+        return joined(trained, self.frozen)
+
+    def untrained(self) -> Params:
+        """What the policy's training starts from: the weights of `model.path`, or adapters that change nothing yet."""
+        definition = self.input.adapted
+        if definition.lora is None:
+            return self.load_params()
+        shapes, shardings = map(definition.trained, (definition.shapes, definition.shardings(self.mesh)))
+        return fresh_adapters(shapes, shardings, seed=self.settings.run.seed)
 
     def sample(
         self,
@@ -161,12 +190,14 @@ class Session:
         """What takes any number of samples at once, if there is such a thing."""
         return self.workers or self.slots
 
-    def compile_rollout(self, *, evaluates: bool) -> None:
+    def compile_rollout(self) -> None:
         """All that slots or workers will run, where there are any, and nothing else compiles in a rollout."""
-        if self.queue is None:
-            return
-        self.queue.compile(self.rules)
-        if evaluates and not self.evaluates_in_batches:
+        if self.queue is not None:
+            self.queue.compile(self.rules)
+
+    def compile_evaluation(self) -> None:
+        """The same of an evaluation."""
+        if self.queue is not None and not self.evaluates_in_batches:
             self.queue.compile(SamplingRules(self.settings.eval.temperature))
 
     @property
@@ -293,12 +324,13 @@ class Session:
         if role == "critic":
             return self._values(params, samples, cut=cut)
         pieces = cut(samples, self.mesh)
-        logprobs = self.scorer.logprobs(
+        scorer = self.reference_scorer if role == "reference" else self.scorer
+        logprobs = scorer.logprobs(
             params,
             samples,
             pieces.own,
             temperature=self.settings.rollout.temperature,
-            run=self._run_of(self.scorer, role),
+            run=self._run_of(scorer, role),
         )
         scored = [replace(s, **{f"{role}_logprobs": x}) for s, x in zip(samples, logprobs, strict=True)]
         return scored, pieces

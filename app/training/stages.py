@@ -64,7 +64,7 @@ def rollout(
     _check_only_scheduled("--log keeps", log, settings)
     if timeline is not None:
         check_timeline(timeline)
-    model = read_model_input(settings)
+    model = read_model_input(settings).bare
     check_context(model.architecture, settings, path=settings.model.path)
     encoded, report = _encoded(settings, model, prompts, limit=limit)
     with ExitStack() as stack:
@@ -79,7 +79,7 @@ def rollout(
         session = stack.enter_context(closing(Session.open(settings, model)))
         weights = session.engine.weights(session.load_params())
         counter = SampleCounter()
-        session.compile_rollout(evaluates=False)
+        session.compile_rollout()
         start = time.perf_counter()
         with RolloutProgress(num_samples=work.num_samples, shown=jax.process_index() == 0) as progress:
             if past is not None:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from app.batching.micro_batches import Cutter
 from app.batching.pass_metrics import critic_update_metrics, update_metrics
-from app.mesh.placement import has_host_memory, num_local_row_shards
+from app.mesh.placement import abstract, has_host_memory, num_local_row_shards
 from app.policy.decoder import DecoderDefinition, Params
 from app.training.crediting import Crediting, wire_crediting, wire_kl
 from app.training.cutting import Longest, wire_role, wire_update
@@ -78,18 +78,20 @@ class Learner:
     optimizer: optax.GradientTransformation
     shapes: TrainState
     shardings: TrainState
+    frozen: Params
+    """Shapes, on their shardings, of the network's weights beside those that learn."""
 
     def initial_state(self, params: Params) -> TrainState:
         """Fresh moments beside these weights."""
         return initial_state(self.optimizer, params, self.shardings)
 
-    def unmeasured(self, params: Params) -> dict[str, None]:
+    def unmeasured(self, params: Params, frozen: Params) -> dict[str, None]:
         """What the updates of a step would have measured. Every host asks."""
         updater = self.updater
         cut = updater.cut([], updater.mesh)
         batch = updater.pack([], cut.own.micro_batches[0], Totals(num_tokens=0, num_samples=0))
         with jax.set_mesh(updater.mesh):
-            names = self.step.metric_names(params, batch, jnp.float32(1))
+            names = self.step.metric_names(params, batch, jnp.float32(1), frozen)
         return dict.fromkeys([*names, *updater.cut_metrics([cut])])
 
 
@@ -138,7 +140,7 @@ def wire_learning(settings: Settings, session: Session) -> Learning:
 
 def wire_policy(settings: Settings, session: Session, longest: Longest) -> Learner:
     """The policy's objective, optimizer and compiled update step."""
-    algorithm, model, definition = settings.algorithm, settings.model, session.input.definition
+    algorithm, model, definition = settings.algorithm, settings.model, session.input.adapted
     assert algorithm.loss_aggregation is not None
     objective = make_objective(
         definition,
@@ -186,12 +188,14 @@ def _learner(
     cut_metrics: CutMetrics,
 ) -> Learner:
     optimizer = make_optimizer(settings, schedule)
-    shardings = state_shardings(optimizer, definition.shapes, definition.shardings(mesh), mesh)
+    params, params_lie = definition.trained(definition.shapes), definition.trained(definition.shardings(mesh))
+    shardings = state_shardings(optimizer, params, params_lie, mesh)
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
-    shapes = TrainState(definition.shapes, jax.eval_shape(optimizer.init, definition.shapes), counter, counter, counter)
+    shapes = TrainState(params, jax.eval_shape(optimizer.init, params), counter, counter, counter)
+    frozen = definition.frozen(abstract(definition.shapes, definition.shardings(mesh)))
     step = UpdateStep(objective, optimizer, schedule, shardings, metrics=metrics)
     updater = Updater(step, mesh, cut=cut, pack=pack, cut_metrics=cut_metrics)
-    return Learner(step, updater, optimizer, shapes, shardings)
+    return Learner(step, updater, optimizer, shapes, shardings, frozen)
 
 
 def wire_value_loss(critic: CriticSettings) -> ValueLoss:
@@ -261,19 +265,25 @@ def wire_surrogate(algorithm: Algorithm) -> SurrogateLoss:
 def work_of(settings: Settings, session: Session, *, policy_learns: bool = True) -> Work:
     """What a step's tokens go through in policy, reference and critic."""
     algorithm, shares = settings.algorithm, settings.batching.share_prompts
-    policy = session.input.definition.num_parameters
-    critic = session.critic.input.definition.num_parameters if session.critic else 0
+    decoder, policy = session.input.definition, session.input.adapted
+    critic = session.critic.input.definition if session.critic else None
+    networks: Mapping[ScoredRole, DecoderDefinition | None] = {"policy": policy, "reference": decoder, "critic": critic}
 
     def scoring(role: ScoredRole) -> Pass:
-        return Pass(2 * (critic if role == "critic" else policy), bool(shares and settings.score.of(role).dynamic))
+        definition = networks[role]
+        assert definition is not None
+        return Pass(2 * definition.num_parameters, bool(shares and settings.score.of(role).dynamic))
 
-    def updating(num_parameters: int, scope: Algorithm | CriticSettings) -> Pass:
-        return Pass(6 * num_parameters * algorithm.epochs, bool(shares and scope.dynamic_microbatch))
+    def updating(definition: DecoderDefinition, scope: Algorithm | CriticSettings) -> Pass:
+        # Forward and back to the inputs through every weight, and to the weights that learn.
+        flops = 4 * definition.num_parameters + 2 * definition.num_trained
+        return Pass(flops * algorithm.epochs, bool(shares and scope.dynamic_microbatch))
 
-    updates = [updating(policy, algorithm)] * policy_learns + [updating(critic, settings.critic)] * bool(critic)
+    updates = [updating(policy, algorithm)] if policy_learns else []
+    updates += [updating(critic, settings.critic)] if critic else []
     return Work(
         group_size=settings.rollout.group_size,
-        rollout=Pass(2 * policy, shares_prompts=True),
+        rollout=Pass(2 * decoder.num_parameters, shares_prompts=True),
         passes=(*map(scoring, settings.scored_roles), *updates),
     )
 
@@ -322,9 +332,9 @@ def _nearest(fitting: Sequence[int], value: int) -> str:
     return " or ".join(map(str, below + above))
 
 
-def check_host_memory(settings: Settings, mesh: Mesh) -> None:
-    """Raises InputError where the reference should wait in a memory that the backend does not have."""
-    if settings.score.reference.offload and not has_host_memory(mesh):
+def check_host_memory(mesh: Mesh) -> None:
+    """Raises InputError where the reference is to wait in a memory that the backend does not have."""
+    if not has_host_memory(mesh):
         kind = mesh.devices.flat[0].device_kind
         raise InputError(
             f"score.reference.offload: true, but JAX offers no memory of the host for arrays on {kind}; set it to false"

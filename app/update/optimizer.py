@@ -12,10 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
 
 from app.policy.decoder import Params
+from app.policy.lora import DOWN, UP
 from settings.schema import Optimizer as OptimizerSettings
 
-DECAYED = ("kernel", "embedding", "output")
-"""Leaf names of matrices; norms and biases are not decayed."""
+DECAYED = ("kernel", "embedding", "output", DOWN, UP)
+"""Leaf names of matrices, adapters' among them; norms and biases are not decayed."""
 
 
 @jax.tree_util.register_dataclass

@@ -12,6 +12,7 @@ from jax.stages import Lowered
 from jaxtyping import Array
 
 from app.policy.decoder import Params
+from app.policy.lora import joined
 from app.update.objective import LossParts
 from app.update.optimizer import TrainState
 
@@ -37,10 +38,11 @@ VALUE_METRICS = MetricNames("value/loss", "value")
 
 
 class UpdateStep:
-    """(state, micro-batches, temperature) -> (new state, metrics).
+    """(state, micro-batches, temperature, frozen) -> (new state, metrics).
 
-    Micro-batches go one by one through a program that is compiled once for each of their shapes, however many there
-    are. The old state's memory is reused.
+    `frozen` are the network's weights beside those that learn, which the state has; None where all learn. They have no
+    gradients and no moments. Micro-batches go one by one through a program that is compiled once for each of their
+    shapes, however many there are. The old state's memory is reused.
     """
 
     def __init__(
@@ -58,14 +60,22 @@ class UpdateStep:
             assert self._parts is not None
             return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), Accumulated(params, self._parts))
 
-        def add(total: Accumulated, params: Params, batch: Any, temperature: Array) -> Accumulated:
-            (_, parts), gradients = jax.value_and_grad(objective, has_aux=True)(params, batch, temperature)
+        def of_trained(
+            params: Params, frozen: Params | None, batch: Any, temperature: Array
+        ) -> tuple[Array, LossParts]:
+            return objective(joined(params, frozen), batch, temperature)
+
+        def add(
+            total: Accumulated, params: Params, frozen: Params | None, batch: Any, temperature: Array
+        ) -> Accumulated:
+            differentiated = jax.value_and_grad(of_trained, has_aux=True)
+            (_, parts), gradients = differentiated(params, frozen, batch, temperature)
             return Accumulated(jax.tree.map(jnp.add, total.gradients, gradients), total.parts + parts)
 
         def apply(state: TrainState, total: Accumulated) -> tuple[TrainState, dict[str, Array]]:
             return apply_gradients(state, total, optimizer, schedule, metrics)
 
-        self._objective = objective
+        self._objective = of_trained
         self._names = metrics
         self._parts: LossParts | None = None
         self._zeros = jax.jit(zeros, out_shardings=sums)
@@ -73,39 +83,43 @@ class UpdateStep:
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None))
 
     def __call__(
-        self, state: TrainState, micro_batches: Sequence[Any], temperature: Array
+        self, state: TrainState, micro_batches: Sequence[Any], temperature: Array, frozen: Params | None = None
     ) -> tuple[TrainState, dict[str, Array]]:
-        return self._apply(state, self.accumulate(state.params, micro_batches, temperature))
+        return self._apply(state, self.accumulate(state.params, micro_batches, temperature, frozen))
 
-    def accumulate(self, params: Params, micro_batches: Sequence[Any], temperature: Array) -> Accumulated:
+    def accumulate(
+        self, params: Params, micro_batches: Sequence[Any], temperature: Array, frozen: Params | None = None
+    ) -> Accumulated:
         """Gradient of the sum of all micro-batch losses, one micro-batch's activations in memory at a time."""
-        self._parts_of(params, micro_batches[0], temperature)
+        self._parts_of(params, frozen, micro_batches[0], temperature)
         total = self._zeros(params)
         for batch in micro_batches:
-            total = self._add(total, params, batch, temperature)
+            total = self._add(total, params, frozen, batch, temperature)
         return total
 
-    def lowered(self, state: TrainState, batch: Any, temperature: Array) -> dict[str, Lowered]:
+    def lowered(
+        self, state: TrainState, batch: Any, temperature: Array, frozen: Params | None = None
+    ) -> dict[str, Lowered]:
         """Both programs that do the work, for shapes with shardings: a micro-batch's gradients, and the update."""
         whole = state.num_updates.sharding
         parts = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
-            self._parts_of(state.params, batch, temperature),
+            self._parts_of(state.params, frozen, batch, temperature),
         )
         total = Accumulated(state.params, parts)
         return {
-            "gradients": self._add.lower(total, state.params, batch, temperature),
+            "gradients": self._add.lower(total, state.params, frozen, batch, temperature),
             "optimizer": self._apply.lower(state, total),
         }
 
-    def metric_names(self, params: Params, batch: Any, temperature: Array) -> list[str]:
+    def metric_names(self, params: Params, batch: Any, temperature: Array, frozen: Params | None = None) -> list[str]:
         """Of what an update with such micro-batches measures; nothing is computed."""
-        of_objective = jax.eval_shape(LossParts.metrics, self._parts_of(params, batch, temperature))
+        of_objective = jax.eval_shape(LossParts.metrics, self._parts_of(params, frozen, batch, temperature))
         return [*of_objective, *(f"{self._names.prefix}/{name}" for name in OF_OPTIMIZER)]
 
-    def _parts_of(self, params: Params, batch: Any, temperature: Array) -> LossParts:
+    def _parts_of(self, params: Params, frozen: Params | None, batch: Any, temperature: Array) -> LossParts:
         """Their shapes, the same for every micro-batch."""
-        parts = self._parts or jax.eval_shape(self._objective, params, batch, temperature)[1]
+        parts = self._parts or jax.eval_shape(self._objective, params, frozen, batch, temperature)[1]
         self._parts = parts
         return parts
 

@@ -18,6 +18,7 @@ from app.batching.pass_metrics import update_metrics
 from app.batching.plan import MicroBatch
 from app.flow import Sample
 from app.mesh.placement import sum_over_hosts, to_global
+from app.policy.decoder import Params
 from app.update.aggregation import Totals, Weights, sequence_mean_token_mean, token_mean
 from app.update.mini_batches import Epochs
 from app.update.objective import UpdateBatch
@@ -25,8 +26,8 @@ from app.update.optimizer import TrainState
 from app.update.ratio import SampleMeans
 from settings.schema import ScoredRole
 
-Step = Callable[[TrainState, Sequence[Any], Array], tuple[TrainState, dict[str, Array]]]
-"""(state, micro-batches, temperature) -> (new state, metrics); see `app.update.step.UpdateStep`."""
+Step = Callable[[TrainState, Sequence[Any], Array, Params | None], tuple[TrainState, dict[str, Array]]]
+"""(state, micro-batches, temperature, frozen) -> (new state, metrics); see `app.update.step.UpdateStep`."""
 
 Pack = Callable[[Sequence[Sample], MicroBatch, Totals], Any]
 """(samples of a mini-batch, which of them in which rows, counts of the optimizer step) -> what its loss reads."""
@@ -52,11 +53,16 @@ class Updater:
         self.pack = pack
         self.cut_metrics = cut_metrics
 
-    def update(self, state: TrainState, epochs: Epochs, *, temperature: float) -> tuple[TrainState, dict[str, float]]:
+    def update(
+        self, state: TrainState, epochs: Epochs, *, temperature: float, frozen: Params | None = None
+    ) -> tuple[TrainState, dict[str, float]]:
         """The state after every mini-batch of every epoch, and the step's metrics.
 
         Metrics are means over the updates, except maxima, the last learning rate, and those that
         compare with the sampler, which are the first update's.
+
+        Args:
+            frozen: the network's weights beside those that learn.
         """
         mini_batches = {id(samples): samples for epoch in epochs for samples in epoch}
         cuts = {key: self.cut(samples, self.mesh) for key, samples in mini_batches.items()}
@@ -64,7 +70,7 @@ class Updater:
         for samples in (samples for epoch in epochs for samples in epoch):
             micro_batches = self._place(samples, cuts[id(samples)])
             with jax.set_mesh(self.mesh):
-                state, metrics = self.step(state, micro_batches, jnp.float32(temperature))
+                state, metrics = self.step(state, micro_batches, jnp.float32(temperature), frozen)
             history.append(metrics)
         metrics = summarise([{k: float(v) for k, v in m.items()} for m in jax.device_get(history)])
         return state, {**metrics, **self.cut_metrics([cuts[id(samples)] for samples in epochs[0]])}

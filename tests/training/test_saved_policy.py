@@ -122,3 +122,30 @@ def test_it_belongs_to_its_model_and_tokenizer(run: Path, model: ModelInput) -> 
     tokenizer.fingerprint = "x"
     with pytest.raises(InputError, match="another tokenizer"):
         saved.check(replace(model, tokenizer=tokenizer))
+
+
+def named(seed: int, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return dict.fromkeys(names, SHAPES), dict.fromkeys(names, shardings(seed))
+
+
+@pytest.mark.parametrize("critic", [False, True], ids=["alone", "beside_a_critic"])
+@pytest.mark.parametrize("asked", [("policy",), ("policy", "critic")], ids=["policy", "both"])
+def test_whole_states_are_read_of_the_networks_that_are_asked_for_and_there(
+    tmp_path: Path, model: ModelInput, critic: bool, asked: tuple[str, ...]
+) -> None:
+    save(tmp_path / "run", 3, model=model, critic=critic)
+    found = SavedPolicy.open(tmp_path / "run").read_states(*named(4, *asked))
+    expected = {"policy": make_state(3), "critic": make_state(103)}
+    assert set(found) == ({*asked} if critic else {"policy"})
+    for name, state in found.items():
+        assert jax.tree.structure(state) == jax.tree.structure(expected[name])
+        for leaf, wanted in zip(*map(jax.tree.leaves, (state, expected[name])), strict=True):
+            np.testing.assert_array_equal(leaf, wanted)
+
+
+def test_a_state_of_other_arrays_is_refused_and_is_no_damage(run: Path) -> None:
+    shapes, where = named(1, "policy")
+    more = replace(shapes["policy"], params={**shapes["policy"].params, "extra": shapes["policy"].num_updates})
+    there = replace(where["policy"], params={**where["policy"].params, "extra": where["policy"].num_updates})
+    with pytest.raises(InputError, match=r"--checkpoint: .*6 has no array params/extra: what was trained there is not"):
+        SavedPolicy.open(run).read_states({"policy": more}, {"policy": there})

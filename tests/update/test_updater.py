@@ -85,7 +85,9 @@ class Tape:
     def __init__(self):
         self.updates: list[Sequence[UpdateBatch]] = []
 
-    def __call__(self, state: Any, batches: Sequence[UpdateBatch], temperature: Any) -> tuple[Any, dict[str, Any]]:
+    def __call__(
+        self, state: Any, batches: Sequence[UpdateBatch], temperature: Any, frozen: Any
+    ) -> tuple[Any, dict[str, Any]]:
         self.updates.append(batches)
         metrics = {"loss": jnp.float32(state), "policy/ratio_max": jnp.float32(10 - state), "rollout/x": state}
         return state + 1, metrics

@@ -1,0 +1,429 @@
+"""Steps that learn from saved samples: a run again, a step under other settings, or the end of a chain of files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import Result
+
+from app.training.dry_run import DryRun, look_ahead
+from app.training.replay import Asked
+from settings import load
+from tests.tiny_directory import write_model, write_tokenizer
+from tests.training.conftest import NO_REPORT, write_config
+from tests.training.program import (
+    digest_of,
+    here,
+    metrics_of,
+    progress_of,
+    records_of,
+    reproducible,
+    saved_state,
+    settings,
+    train_here,
+)
+from tests.training.test_ahead import SCHEDULED, UNJUDGED
+from tests.training.test_ppo import PPO
+from tests.two_hosts import run_on_two_hosts
+
+DAPO = ("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_buffer=2", "run.steps=2", *UNJUDGED)
+OF_THE_LEFT_OUT = {
+    *("rollout/num_rounds", "rollout/surplus_group_count"),
+    *("reward/filtered_group_fraction", "reward/sampled_mean"),
+}
+"""Count the groups that a filter left out, which are in no file."""
+
+
+def replay(rollouts: Path, folder: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Result:
+    """Under the settings of the run whose files they are."""
+    chosen = settings(f"run.dir={folder}", "logging.report=false", *overrides)
+    return here("train", "--from-rollouts", rollouts, *options, *chosen)
+
+
+def replayed(rollouts: Path, folder: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Path:
+    """The run directory of a replay, finished."""
+    result = replay(rollouts, folder, *overrides, options=options)
+    assert result.exit_code == 0, result.stderr
+    (run,) = folder.iterdir()
+    return run
+
+
+def step_file(run: Path, step: int) -> Path:
+    return run / "rollouts" / f"step_{step:06d}.jsonl"
+
+
+def steps_of(run: Path) -> dict[int, dict[str, Any]]:
+    return {line["step"]: line for line in reproducible(metrics_of(run))}
+
+
+def assert_same_state(run: Path, other: Path, *, step: int) -> None:
+    """Weights, moments and counters, bit for bit."""
+    state, expected = (saved_state(one, step) for one in (run, other))
+    assert state.keys() == expected.keys() and len(state) > 30
+    for name in expected:
+        np.testing.assert_array_equal(state[name], expected[name], err_msg=name)
+
+
+def assert_same_steps(run: Path, other: Path, *, steps: Sequence[int]) -> None:
+    """The state after the last step, place and penalty, and the metrics and files of all, bit for bit."""
+    assert_same_state(run, other, step=steps[-1])
+    place, wanted = ({**progress_of(one, steps[-1]), "fingerprints": None} for one in (run, other))
+    assert place == wanted
+    for step in steps:
+        assert steps_of(run)[step] == steps_of(other)[step], step
+        assert step_file(run, step).read_bytes() == step_file(other, step).read_bytes(), step
+
+
+def test_a_run_is_reproduced_bit_for_bit_under_its_own_settings_and_a_name_of_its_own(
+    finished: Path, tmp_path: Path
+) -> None:
+    result = replay(finished, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    again = tmp_path / "tiny-replay"
+    assert_same_steps(again, finished, steps=range(1, 5))
+    assert reproducible(metrics_of(again)) == reproducible(metrics_of(finished))
+    assert f"--from-rollouts: steps 1 to 4 on the samples of {finished}; nothing is generated" in result.stderr
+    assert "\nrewards: those of the samples\nadvantages: estimated anew\n" in result.stderr
+    assert all(line["perf/rollout/segments"] == 0 for line in metrics_of(again)[1:])
+    (session,) = records_of(again / "sessions.jsonl")
+    assert (session["from_rollouts"], session["after_step"]) == (str(finished), 0)
+    assert "checkpoint" not in session
+
+
+def test_a_penalty_several_epochs_and_mini_batches_go_on_from_a_checkpoint_bit_for_bit(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    start = uninterrupted / "checkpoints" / "6"
+    run = replayed(uninterrupted / "rollouts", tmp_path, "run.steps=9", options=["--checkpoint", start])
+    assert [line["step"] for line in metrics_of(run)] == [7, 8, 9]
+    assert_same_steps(run, uninterrupted, steps=range(7, 10))
+    (session,) = records_of(run / "sessions.jsonl")
+    assert (session["after_step"], session["checkpoint"]) == (6, str(start))
+
+
+def test_a_step_is_learned_again_under_another_algorithm(uninterrupted: Path, tmp_path: Path) -> None:
+    options = ["--checkpoint", uninterrupted / "checkpoints" / "6"]
+    other = ("algorithm.name=dr_grpo", "eval.every_steps=0")
+    run = replayed(step_file(uninterrupted, 7), tmp_path, *other, options=options)
+    (line,) = metrics_of(run)
+    expected = steps_of(uninterrupted)[7]
+    assert line["step"] == 7
+    assert line["reward/mean"] == expected["reward/mean"] and line["policy/entropy"] is not None
+    assert line["advantage/std"] != pytest.approx(expected["advantage/std"], rel=0.01)
+    for record, before in zip(records_of(step_file(run, 7)), records_of(step_file(uninterrupted, 7)), strict=True):
+        # Before its updates the policy is the one that the run had.
+        assert record["policy_logprobs"] == before["policy_logprobs"]
+    siblings = [r for r in records_of(step_file(run, 7)) if r["group_id"] == 0]
+    rewards = np.array([r["reward"] for r in siblings])
+    np.testing.assert_allclose([r["advantages"][0] for r in siblings], rewards - rewards.mean(), atol=1e-6)
+
+
+def test_a_critic_values_behind_cut_samples_and_an_adapted_penalty_are_reproduced(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    config = write_config(tmp_path, PPO + NO_REPORT, tiny_model)
+    assert train_here(config).exit_code == 0
+    ppo = tmp_path / "runs" / "ppo"
+    assert_same_steps(replayed(ppo, tmp_path / "whole"), ppo, steps=range(1, 5))
+    start = ["--checkpoint", ppo / "checkpoints" / "2"]
+    assert_same_steps(replayed(ppo, tmp_path / "rest", options=start), ppo, steps=range(3, 5))
+    # A policy alone has no critic to go on with: it begins as the settings say.
+    fresh = replayed(step_file(ppo, 3), tmp_path / "grpo", "algorithm.name=reinforce_plus_plus", options=start)
+    assert not any(name.startswith("['critic']") for name in saved_state(fresh, 3))
+
+
+@pytest.mark.parametrize(
+    "overrides", [DAPO, (*SCHEDULED, *UNJUDGED, "rollout.max_staleness=1", "run.steps=3")], ids=["filtered", "ahead"]
+)
+def test_what_was_filtered_or_drawn_ahead_leads_to_the_same_weights(config: Path, overrides: tuple[str, ...]) -> None:
+    assert train_here(config, *overrides).exit_code == 0
+    run = config.parent / "runs" / "tiny"
+    again = replayed(run, config.parent / "again")
+    last = max(steps_of(run))
+    assert_same_state(again, run, step=last)
+    for step, line in steps_of(run).items():
+        assert {name for name in line if steps_of(again)[step][name] != line[name]} <= OF_THE_LEFT_OUT
+    if overrides == DAPO:
+        assert max(line["rollout/num_rounds"] for line in steps_of(run).values()) > 1
+
+
+@pytest.fixture
+def loose(finished: Path, tmp_path: Path) -> Path:
+    """The samples of a step, in a file that is not a run's."""
+    return Path(shutil.copy(step_file(finished, 1), tmp_path / "samples.jsonl"))
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    records = records_of(path)
+    for record in records:
+        change(record)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def train_on(path: Path, config: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Result:
+    return here("train", "--config", config, "--from-rollouts", path, *options, *settings(*UNJUDGED, *overrides))
+
+
+def test_rewards_are_judged_anew_where_the_run_had_other_functions(finished: Path, tmp_path: Path) -> None:
+    only_format = "reward.functions=[arithmetic_format]"
+    result = replay(finished, tmp_path, only_format, "run.steps=1", *UNJUDGED)
+    assert "rewards: judged anew, reward.* is not what the samples' run had" in result.stderr
+    (line,) = metrics_of(tmp_path / "tiny-replay")
+    was = steps_of(finished)[1]
+    assert line["reward/mean"] == line["reward/arithmetic_format/mean"] == was["reward/arithmetic_format/mean"]
+    assert line["reward/mean"] != was["reward/mean"]
+
+
+def test_of_a_file_that_is_no_run_s_everything_that_all_samples_have_is_taken(
+    loose: Path, config: Path, finished: Path
+) -> None:
+    def by_hand(record: dict[str, Any]) -> None:
+        record["reward"] = float(record["sample_index"])
+        record["advantages"] = [0.25] * len(record["completion_token_ids"])
+
+    result = train_on(rewrite(loose, by_hand), config)
+    assert result.exit_code == 0, result.stderr
+    assert "advantages and returns: those of the samples" in result.stderr
+    run = config.parent / "runs" / "tiny"
+    (line,) = metrics_of(run)
+    assert (line["reward/mean"], line["advantage/mean"], line["advantage/std"]) == (1.5, 0.25, 0.0)
+    assert {tuple(r["advantages"]) for r in records_of(step_file(run, 1))} <= {(0.25,) * n for n in range(1, 5)}
+
+
+def test_what_a_sample_lacks_is_found_as_training_does(loose: Path, config: Path, finished: Path) -> None:
+    def drawn_only(record: dict[str, Any]) -> None:
+        for name in ("reward", "rewards", "advantages", "policy_logprobs"):
+            record.pop(name, None)
+
+    result = train_on(rewrite(loose, drawn_only), config, "run.steps=1")
+    assert result.exit_code == 0, result.stderr
+    assert "rewards: judged anew, not every sample has one\nadvantages: estimated anew, not every" in result.stderr
+    run = config.parent / "runs" / "tiny"
+    line, expected = (
+        {name: value for name, value in steps_of(one)[1].items() if not name.startswith("eval/")}
+        for one in (run, finished)
+    )
+    assert line == expected
+    assert step_file(run, 1).read_bytes() == step_file(finished, 1).read_bytes()
+
+
+def test_groups_may_have_lost_members(loose: Path, config: Path) -> None:
+    lines = loose.read_text().splitlines(keepends=True)
+    loose.write_text("".join(lines[:-3]))
+    result = train_on(loose, config)
+    assert result.exit_code == 0, result.stderr
+    assert len(records_of(step_file(config.parent / "runs" / "tiny", 1))) == 13
+
+
+CHAINED = ("data.shuffle=false", "critic.warmup_steps=0", "run.steps=1")
+"""So that the first step has the first prompts, and its policy learns."""
+
+
+def test_rollout_score_gae_and_train_chained_by_files_are_one_step_of_train(tmp_path: Path, tiny_model: Path) -> None:
+    config = write_config(tmp_path, PPO + NO_REPORT, tiny_model)
+    assert train_here(config, *CHAINED).exit_code == 0
+    whole, chosen = tmp_path / "runs" / "ppo", ["--config", config, *settings(*CHAINED)]
+    files: Iterator[Path] = (tmp_path / f"{number}.jsonl" for number in range(10))
+
+    def run(verb: str, *options: str | Path) -> Path:
+        out = next(files)
+        result = here(verb, *options, *chosen, "--out", out)
+        assert result.exit_code == 0, result.stderr
+        return out
+
+    path = run("rollout", "--limit", "8")
+    for role in ("reward", "policy", "reference", "critic"):
+        path = run("score", "--role", role, "--input", path)
+    path = run("gae", "--input", path)
+    result = here("train", "--from-rollouts", path, *chosen, *settings("run.name=chained"))
+    assert result.exit_code == 0, result.stderr
+    assert "rewards: those of the samples\nadvantages and returns: those of the samples" in result.stderr
+    chained = whole.with_name("chained")
+    state, expected = saved_state(chained, 1), saved_state(whole, 1)
+    # Scoring a file has other shapes than scoring a step, which round otherwise in the last bits.
+    for name in expected:
+        np.testing.assert_allclose(state[name], expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    line, wanted = steps_of(chained)[1], steps_of(whole)[1]
+    assert line.keys() == wanted.keys()
+    # The file's are whitened already.
+    for name in wanted.keys() - {"advantage/mean", "advantage/std"}:
+        assert line[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
+
+
+def test_a_replay_goes_on_after_it_was_stopped_and_only_on_the_same_samples(
+    finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Path(shutil.copytree(finished, tmp_path / "source"))
+    run = replayed(source, tmp_path / "runs")
+    shutil.rmtree(run / "checkpoints" / "4")
+    must = ["--resume", "must"]
+    result = replay(source, tmp_path / "runs", options=must)
+    assert result.exit_code == 0, result.stderr
+    assert "continuing after step 2 of 4" in result.stderr
+    assert_same_steps(run, finished, steps=range(1, 5))
+    before = digest_of(run)
+    for options, overrides in ((must, ("run.steps=3",)), ([*must, "--config", run / "settings.yaml"], ())):
+        where = source if overrides else step_file(source, 1)
+        result = replay(where, tmp_path / "runs", *overrides, options=options)
+        assert result.exit_code == 2
+        assert "the samples of --from-rollouts changed since this run was started" in result.stderr
+    assert digest_of(run) == before
+
+
+def foreseen(rollouts: Path, folder: Path, *overrides: str, checkpoint: Path | None = None) -> DryRun:
+    run = rollouts if rollouts.is_dir() else rollouts.parents[1]
+    resolved = load(str(run / "settings.yaml"), [f"run.dir={folder}", *overrides], {})
+    found = look_ahead(resolved, resume="never", asked=Asked(rollouts, checkpoint))
+    assert found is not None
+    return found
+
+
+def test_a_dry_run_tells_of_the_same_steps_and_of_no_rollout(
+    finished: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    report = foreseen(finished, tmp_path, *UNJUDGED, "rollout.slots=4")
+    assert (report.steps, report.optimizer_steps, report.rollout) == (4, 4, None)
+    assert list(report.memory) == ["update"]
+    assert not {"decode_weights", "kv_cache"} & report.memory["update"].keys()
+    assert "\nrollout " not in report.to_text() and "steps 1 to 4" in report.to_text()
+    assert list(foreseen(finished, tmp_path).memory) == ["evaluation", "update"]
+    start = uninterrupted / "checkpoints" / "9"
+    one = foreseen(step_file(uninterrupted, 10), tmp_path, checkpoint=start)
+    assert (one.steps, one.optimizer_steps) == (1, 4)
+    assert not list(tmp_path.iterdir())
+
+
+def spoilt(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda record: record.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (spoilt("completion_token_ids", [99]), r"--from-rollouts: .*:1: .*token 99, and the vocabulary"),
+        (spoilt("completion", "other"), r"\.jsonl:1: completion_token_ids read '.*', and completion is 'other'"),
+        (lambda r: r.pop("behavior_logprobs"), r":1: missing behavior_logprobs"),
+        (spoilt("group_id", 0), r"holds 1 groups, and a step has rollout\.prompts_per_step = 4; set .* to 1"),
+        (spoilt("prompt_token_ids", [1] * 17), r"has 17 tokens, more than data\.max_prompt_length = 16"),
+        (lambda r: r.update(answer=None, reward=None), r"--from-rollouts: .*no answer"),
+    ],
+    ids=["vocabulary", "text", "logprobs", "groups", "length", "answer"],
+)
+def test_samples_that_cannot_be_learned_from_are_refused(
+    loose: Path, config: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    def both(record: dict[str, Any]) -> None:
+        change(record)
+        for name in ("completion_token_ids", "prompt_token_ids"):
+            if name == "completion_token_ids" and record[name] == [99]:
+                record["behavior_logprobs"] = [-1.0]
+                record.pop("advantages")
+
+    assert_refused(train_on(rewrite(loose, both), config), message, config.parent / "runs")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "holds no samples"), ("no json\n", "samples.jsonl:1: not JSON"), (None, "does not exist")],
+    ids=["empty", "text", "absent"],
+)
+def test_a_file_without_samples_is_refused(loose: Path, config: Path, content: str | None, message: str) -> None:
+    loose.unlink() if content is None else loose.write_text(content)
+    assert_refused(train_on(loose, config), f"--from-rollouts: .*{message}", config.parent / "runs")
+
+
+def test_a_group_that_is_too_large_is_refused(loose: Path, config: Path) -> None:
+    few = train_on(loose, config, "rollout.group_size=3")
+    assert_refused(few, r"a group of 4 samples, more than rollout\.group_size = 3; set it to 4", config.parent / "runs")
+
+
+def test_samples_of_another_tokenizer_are_refused(finished: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other")
+    rules = json.loads((other / "tokenizer.json").read_text())
+    words = rules["model"]["vocab"]
+    words["1"], words["2"] = words["2"], words["1"]
+    (other / "tokenizer.json").write_text(json.dumps(rules))
+    result = replay(finished, tmp_path / "runs", f"model.path={other}")
+    assert_refused(result, "were they sampled with another tokenizer", tmp_path / "runs")
+
+
+def test_steps_that_are_missing_are_told_with_the_way_out(uninterrupted: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(uninterrupted / "rollouts", source / "rollouts")
+    shutil.copy(uninterrupted / "settings.yaml", source)
+    step_file(source, 3).unlink()
+    none = tmp_path / "runs"
+    assert_refused(replay(source, none), "has no samples of step 3; lower run.steps to end before it", none)
+    for step in (1, 2):
+        step_file(source, step).unlink()
+    assert_refused(replay(source, none), r"no samples of step 1; its first step is 4: start with --checkpoint", none)
+    start = ["--checkpoint", uninterrupted / "checkpoints" / "12"]
+    assert_refused(replay(source, none, options=start), r"run\.steps: 12, so no step follows step 12", none)
+    late = replay(source, none, "run.steps=14", options=start)
+    assert_refused(late, "ends with step 12, and --checkpoint is after step 12", none)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert_refused(replay(empty, none), r"holds no step_<number>\.jsonl", none)
+
+
+def test_a_checkpoint_of_something_else_is_refused(
+    finished: Path, uninterrupted: Path, config: Path, loose: Path, tmp_path: Path
+) -> None:
+    start, none = ["--checkpoint", finished / "checkpoints" / "2"], config.parent / "runs"
+    other = write_model(tmp_path / "seed1", seed=1)
+    message = r"--checkpoint: .* was trained from another model"
+    assert_refused(train_on(loose, config, f"model.path={other}", options=start), message, none)
+    write_tokenizer(write_model(tmp_path / "template"), chat_template="{{ messages[-1].content }}<|assistant|>")
+    template = f"model.path={tmp_path / 'template'}"
+    assert_refused(train_on(loose, config, template, options=start), "from another tokenizer", none)
+    alone = here("train", "--config", config, *start)
+    assert_refused(alone, "--checkpoint goes with --from-rollouts; a run is continued with --resume", none)
+
+
+def test_a_run_is_not_replayed_into_its_own_folder(finished: Path) -> None:
+    before = digest_of(finished)
+    result = replay(finished, finished.parent, f"run.name={finished.name}", options=["--resume", "auto"])
+    assert result.exit_code == 2
+    assert "is what --from-rollouts would replay; choose another run.name" in result.stderr
+    assert digest_of(finished) == before
+
+
+def assert_refused(result: Result, message: str, runs: Path) -> None:
+    assert result.exit_code == 2, result.stderr
+    assert re.search(message, result.stderr), result.stderr
+    assert result.stderr.count("error: ") == 1 and "Traceback" not in result.stderr
+    assert not runs.exists()
+
+
+def test_what_may_not_be_meant_is_told(finished: Path, tmp_path: Path) -> None:
+    late = replay(step_file(finished, 3), tmp_path / "late", *UNJUDGED)
+    assert late.exit_code == 0, late.stderr
+    assert "drawn by version 2 of the policy, and it is at version 0" in late.stderr
+    assert [line["step"] for line in metrics_of(tmp_path / "late" / "tiny-replay")] == [1]
+    hot = replay(finished, tmp_path / "hot", "rollout.temperature=2.0", "run.steps=1", *UNJUDGED)
+    assert "rollout.temperature is 2.0, and the samples were drawn at 1.0" in hot.stderr
+
+
+@pytest.mark.two_hosts
+def test_two_hosts_replay_a_run_as_one_does(full_config: Path, uninterrupted: Path) -> None:
+    chosen = ("run.steps=2", "run.name=two", "algorithm.max_tokens_per_device=512", *UNJUDGED)
+    half = ("rollout.prompts_per_step=2", "algorithm.mini_batch_prompts=1")
+    hosts = run_on_two_hosts(
+        *("train", "--config", full_config, "--from-rollouts", uninterrupted), *settings(*chosen, *half)
+    )
+    assert [host.exit_code for host in hosts] == [0, 0], hosts
+    two = full_config.parent / "runs" / "two"
+    for step in (1, 2):
+        line, expected = steps_of(two)[step], steps_of(uninterrupted)[step]
+        for name in (name for name in line if not name.startswith(("batching/", "global_seqlen/", "score/"))):
+            assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), (step, name)
+        ids = [[r["uid"] for r in records_of(step_file(run, step))] for run in (two, uninterrupted)]
+        assert ids[0] == ids[1] and len(ids[0]) == 16
