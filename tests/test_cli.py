@@ -135,6 +135,9 @@ def test_what_print_config_prints_is_a_config(tmp_path: Path) -> None:
         (("gae", "--bench", "--shapes", "4x"), "--shapes: expected ROWSxTOKENS,..."),
         (("inspect-mesh", "--set", "mesh.shape=2,4"), "mesh.shape: expected"),
         (("inspect-mesh", "--picture", "rows.png"), "--picture goes with --plan FILE.jsonl"),
+        (("export", "--out", "o"), "missing option --checkpoint"),
+        (("export", "--checkpoint", "missing"), "missing option --out"),
+        (("export", "--checkpoint", "missing", "--out", "o"), "--checkpoint: there is no folder missing"),
         (("inspect-mesh", "--set", "mesh.process_id=0"), "also set mesh.coordinator_address"),
     ],
 )

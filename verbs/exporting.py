@@ -31,15 +31,22 @@ def export(
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Type of the weights; float32 is what the checkpoint holds.")
     ] = "float32",
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a run with model.lora, its adapters alone, in PEFT's format.")
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write the policy of a checkpoint as a Hugging Face directory, with a model card."""
+    """Write the policy of a checkpoint as a Hugging Face directory, with a model card.
+
+    Adapters are merged into the model's weights, unless --adapter asks for them alone.
+    """
     with errors_for_people(debug):
         config = config or config_of_run(checkpoint)
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
         checkpoint, out = required(checkpoint, "--checkpoint"), required(out, "--out")
-        from app.training.export import export as write_out
+        from app.training import export as room
 
+        write_out = room.export_adapter if adapter else room.export
         summary = write_out(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
         write(as_text(summary, as_json=as_json), sys.stdout)

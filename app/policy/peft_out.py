@@ -5,13 +5,16 @@ Source: Hu et al. 2021, LoRA; the checkpoint format of PEFT, https://huggingface
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Float
 
+from app.policy.decoder import Params, by_path
+from app.policy.lora import DOWN, UP, LoRA
 from app.policy.weights import LAYER_TENSORS
+from app.policy.weights_out import layer_of
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
@@ -23,49 +26,56 @@ PROJECTIONS = {path[0]: name for name, path in LAYER_TENSORS.items() if name.end
 """Our projection -> its module in a layer: `query` -> `self_attn.q_proj`."""
 
 
-class Adapter(NamedTuple):
-    """Of one projection, over all layers: its kernel [in, out] stands for kernel + (alpha / rank) a b."""
+class AdaptersOut:
+    """PEFT's tensors of adapters, layer by layer; a `WeightFile` that was never a file.
 
-    a: Float[Array, "L *inputs r"]
-    b: Float[Array, "L r *outputs"]
-
-
-def adapter_tensors(adapters: Mapping[str, Adapter]) -> dict[str, np.ndarray]:
-    """PEFT's tensors, float32: `lora_A.weight` [r, in] = a^T and `lora_B.weight` [out, r] = b^T, layer by layer.
-
-    Args:
-        adapters: by our name of the projection.
+    `lora_A.weight` [r, in] = A^T and `lora_B.weight` [out, r] = B^T.
     """
-    tensors = {}
-    for projection, (a, b) in adapters.items():
-        num_layers, rank = a.shape[0], a.shape[-1]
-        down, up = np.asarray(a).reshape(num_layers, -1, rank), np.asarray(b).reshape(num_layers, rank, -1)
-        for layer in range(num_layers):
-            module = f"{PREFIX}.{layer}.{PROJECTIONS[projection]}"
-            tensors[f"{module}.lora_A.weight"] = down[layer].T
-            tensors[f"{module}.lora_B.weight"] = up[layer].T
-    return tensors
+
+    def __init__(self, trained: Params) -> None:
+        flat = by_path(trained)
+        self._adapters = {path[-2]: (down, flat[*path[:-1], UP]) for path, down in flat.items() if path[-1] == DOWN}
+        (num_layers,) = {len(down) for down, _ in self._adapters.values()}
+        self._places = {
+            f"{PREFIX}.{layer}.{PROJECTIONS[projection]}.{factor}.weight": (projection, layer, factor)
+            for layer in range(num_layers)
+            for projection in self._adapters
+            for factor in ("lora_A", "lora_B")
+        }
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: self._shape(projection, factor) for name, (projection, _, factor) in self._places.items()}
+
+    def _shape(self, projection: str, factor: str) -> tuple[int, int]:
+        down, up = self._adapters[projection]
+        rank = down.shape[-1]
+        return (rank, math.prod(down.shape[1:-1])) if factor == "lora_A" else (math.prod(up.shape[2:]), rank)
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor as float32, fetched from the devices that hold it."""
+        projection, layer, factor = self._places[name]
+        down, up = self._adapters[projection]
+        tensor = np.asarray(layer_of(down if factor == "lora_A" else up, layer))
+        return tensor.reshape(self._shape(projection, factor)[::-1]).T
 
 
-def adapter_config(
-    *, base: str, revision: str | None, rank: int, alpha: float, projections: list[str]
-) -> dict[str, Any]:
+def adapter_config(lora: LoRA, *, base: str, revision: str | None) -> dict[str, Any]:
     """`adapter_config.json`.
 
     Args:
         base: hub id, or absolute path of the model's directory.
         revision: commit of the hub id.
-        projections: our names of those that have adapters.
     """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "revision": revision,
-        "r": rank,
-        "lora_alpha": alpha,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted(PROJECTIONS[name].rpartition(".")[2] for name in projections),
+        "target_modules": list(lora.projections),
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,

@@ -6,20 +6,24 @@ from collections.abc import Mapping
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from app.policy.decoder import DecoderDefinition, Params, Path, by_path
-from app.policy.weights import expected_entries
+from app.policy.lora import DOWN, UP, merged
+from app.policy.weights import Entry, expected_entries
 
 
 class TensorsOut:
     """Tensors under their Hugging Face names, in the order of the layers; a `WeightFile` that was never a file.
 
-    Names and shapes are those that loading asks for, and `load_weights` of this gives the parameters bit for bit.
+    Names and shapes are those that loading asks for. Adapters are merged into the kernels that they stand beside;
+    where there are none, `load_weights` of this gives the parameters bit for bit.
     """
 
     def __init__(self, definition: DecoderDefinition, params: Params) -> None:
         self._entries = {entry.name: entry for entry in expected_entries(definition)}
         self._arrays = by_path(params)
+        self._lora = definition.lora
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -28,10 +32,26 @@ class TensorsOut:
     def read(self, name: str) -> np.ndarray:
         """One tensor as float32, fetched from the devices that hold it."""
         entry = self._entries[name]
-        array = self._arrays[entry.path]
-        # Cut on the devices: fetching a stacked array would bring all of its layers, and JAX would keep them.
-        array = array if entry.layer is None else _layer(array, entry.layer)
+        array = self._arrays[entry.path] if entry.layer is None else self._of_layer(entry, entry.layer)
         return to_file_layout(np.asarray(array), entry.path, entry.file_shape)
+
+    def _of_layer(self, entry: Entry, layer: int) -> Array:
+        *inside, leaf = entry.path
+        leaves = (leaf, DOWN, UP) if leaf == "kernel" else (leaf,)
+        there = {name: self._arrays[path] for name in leaves if (path := (*inside, name)) in self._arrays}
+        one = {name: layer_of(stacked, layer) for name, stacked in there.items()}
+        return merged(one, self._lora)[leaf]
+
+
+def layer_of(stacked: Array, layer: int) -> Array:
+    """That layer alone, still with a dim for it.
+
+    Cut on the devices: fetching a stacked array would bring all of its layers, and JAX would keep them.
+    """
+    return _cut(stacked, layer)
+
+
+_cut = jax.jit(lambda stacked, layer: jax.lax.dynamic_slice_in_dim(stacked, layer, 1))
 
 
 def to_file_layout(tensor: np.ndarray, path: Path, file_shape: tuple[int, ...]) -> np.ndarray:
@@ -39,6 +59,3 @@ def to_file_layout(tensor: np.ndarray, path: Path, file_shape: tuple[int, ...]) 
     if path[-1] == "kernel":
         return tensor.reshape(file_shape[::-1]).T
     return tensor.reshape(file_shape)
-
-
-_layer = jax.jit(lambda stacked, layer: jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False))

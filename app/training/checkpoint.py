@@ -268,16 +268,21 @@ def progress_of(record: Mapping[str, Any]) -> Progress:
 
 
 def checksums(state: Any) -> dict[str, UInt32[Array, ""]]:
-    """Path of an array -> sum of its 32-bit words mod 2^32: exact, so the same on every mesh.
+    """Path of an array -> its checksum."""
+    return {path_of(keys): checksum(x) for keys, x in jax.tree.leaves_with_path(state)}
+
+
+def path_of(keys: Sequence[Any]) -> str:
+    """An array's place in a state, as a checkpoint spells it."""
+    return "/".join(jax.tree_util.keystr((key,), simple=True) for key in keys)
+
+
+def checksum(x: Array) -> UInt32[Array, ""]:
+    """Sum of the 32-bit words mod 2^32: exact, so the same on every mesh.
 
     TensorStore's compressed arrays carry none; a flipped bit in a weight would pass.
     """
-    return {
-        "/".join(jax.tree_util.keystr((key,), simple=True) for key in path): jnp.sum(
-            jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32
-        )
-        for path, x in jax.tree.leaves_with_path(state)
-    }
+    return jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32)
 
 
 def known(sums: Mapping[str, Array]) -> dict[str, int]:

@@ -1,4 +1,8 @@
-"""`grpo export`: a checkpoint's policy as a Hugging Face directory."""
+"""`grpo export`: a checkpoint's policy as a Hugging Face directory, or its adapters as PEFT's.
+
+It works alone and on the CPU, whatever `mesh` says: a checkpoint of many hosts is read by one, and weights are only
+copied.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,34 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from app.mesh import topology
 from app.policy.config_out import GENERATION_CONFIG_FILE, exported_config, exported_generation_config
 from app.policy.decoder import Params
-from app.policy.safetensors_out import write_weights
-from app.policy.weight_files import CONFIG_FILE
+from app.policy.gguf_file import GgufFile
+from app.policy.lora import joined
+from app.policy.peft_out import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, AdaptersOut, adapter_config
+from app.policy.safetensors_out import write_safetensors, write_weights
+from app.policy.weight_files import BUILTIN_PREFIX, CONFIG_FILE
+from app.policy.weights import load_weights
 from app.policy.weights_out import TensorsOut
 from app.prompts.tokenizer_out import write_tokenizer
-from app.training.model_card import CARD_FILE, model_card
+from app.training.model_card import ADAPTER, CARD_FILE, MERGED, WHOLE, model_card
 from app.training.model_input import ModelInput, read_model_input
 from app.training.pinned_model import pinned
+from app.training.policy_weights import load_trained
 from app.training.saved_policy import SavedPolicy
 from app.whole_file import new_folder
-from settings import Resolved
+from settings import Resolved, Settings
 from settings.errors import InputError
-from settings.mesh_section import Mesh
+from settings.mesh_section import Mesh as MeshSettings
 
 WeightType = Literal["float32", "bfloat16"]
 
@@ -34,46 +45,117 @@ SMALL_FILES_BYTES = 64 << 20
 """Room for tokenizer, configurations and card, whose vocabularies can be tens of MB."""
 
 
-def export(resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType) -> dict[str, Any]:
-    """Writes the policy of a checkpoint to the new folder `out`, and returns the figures to be shown.
+@dataclass(frozen=True)
+class Opened:
+    """What is exported, and where to: looked at, and found to fit."""
 
-    It works alone and on the CPU, whatever `mesh` says: a checkpoint of many hosts is read by one, and weights are only
-    copied.
+    resolved: Resolved
+    settings: Settings
+    """With the commit of the hub that the run was started with."""
+    saved: SavedPolicy
+    model: ModelInput
+    out: Path
+    dtype: WeightType
+    start: float = field(default_factory=time.perf_counter)
+
+    @classmethod
+    def of(cls, resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType) -> Opened:
+        """Raises InputError where checkpoint, settings and model do not fit, or `out` cannot be made."""
+        out = out.expanduser().absolute()
+        check_new_folder(out)
+        saved = SavedPolicy.open(checkpoint)
+        settings = pinned(resolved.settings, saved.run)
+        model = read_model_input(settings)
+        saved.check(model)
+        return cls(resolved, settings, saved, model, out, dtype)
+
+    def write(self, write: Callable[[Path], list[str]], *, card: str, num_parameters: int) -> dict[str, Any]:
+        """Makes the folder, and returns the figures to be shown.
+
+        Args:
+            write: fills it, and returns the names of the weight files.
+        """
+        with new_folder(self.out) as folder:
+            files = write(folder)
+            (folder / CARD_FILE).write_text(card, encoding="utf-8")
+        return {
+            "run": str(self.saved.run.path),
+            "step": self.saved.step,
+            "model": self.model.files.name,
+            "parameters": num_parameters,
+            "weights": f"{self.dtype} in {len(files)} file{'s' if len(files) > 1 else ''}",
+            "bytes": sum(file.stat().st_size for file in self.out.iterdir()),
+            "seconds": round(time.perf_counter() - self.start, 2),
+            "written to": str(self.out),
+        }
+
+
+def export(resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType) -> dict[str, Any]:
+    """Writes the policy of a checkpoint to the new folder `out`, adapters merged into the weights beside them.
 
     Raises:
         InputError: checkpoint, settings or model that do not fit, or an `out` that cannot be made; nothing is written.
     """
-    out = out.expanduser().absolute()
-    check_new_folder(out)
-    saved = SavedPolicy.open(checkpoint)
-    settings = pinned(resolved.settings, saved.run)
-    model = read_model_input(settings)
-    saved.check(model)
-    card = model_card(resolved, saved, model, dtype=dtype)
+    opened = Opened.of(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
+    model, saved = opened.model, opened.saved
+    card = model_card(resolved, saved, model, form=WHOLE if model.adapted.lora is None else MERGED, dtype=dtype)
     num_parameters = model.definition.num_parameters
-    check_space(out, num_parameters * jnp.dtype(dtype).itemsize + SMALL_FILES_BYTES)
-    start = time.perf_counter()
-    params = read_params(saved, model)
-    with new_folder(out) as folder:
-        files = write_model(folder, model, params, dtype=dtype)
-        (folder / CARD_FILE).write_text(card, encoding="utf-8")
-    return {
-        "run": str(saved.run.path),
-        "step": saved.step,
-        "model": model.files.name,
-        "parameters": num_parameters,
-        "weights": f"{dtype} in {len(files)} file{'s' if len(files) > 1 else ''}",
-        "bytes": sum(file.stat().st_size for file in out.iterdir()),
-        "seconds": round(time.perf_counter() - start, 2),
-        "written to": str(out),
-    }
+    check_space(opened.out, num_parameters * jnp.dtype(dtype).itemsize + SMALL_FILES_BYTES)
+    mesh = start_alone()
+    trained = load_trained(saved, model, mesh)
+    frozen = None if model.adapted.lora is None else load_weights(model.definition, model.files.weights, mesh)
+    params = joined(trained, frozen)
+    return opened.write(
+        lambda folder: write_model(folder, model, params, dtype=dtype), card=card, num_parameters=num_parameters
+    )
 
 
-def read_params(saved: SavedPolicy, model: ModelInput) -> Params:
-    """The policy's weights, float32, in this host's memory."""
-    alone = Mesh(platform="cpu")
+def export_adapter(resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType) -> dict[str, Any]:
+    """Writes the adapters of a checkpoint, without the model that they stand beside, to the new folder `out`.
+
+    Raises:
+        InputError: as `export`; there are no adapters, or PEFT could not load what is beside them.
+    """
+    opened = Opened.of(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
+    model, saved = opened.model, opened.saved
+    config = adapter_config_of(opened)
+    card = model_card(resolved, saved, model, form=ADAPTER, dtype=dtype)
+    num_parameters = model.adapted.num_trained
+    check_space(opened.out, num_parameters * jnp.dtype(dtype).itemsize + SMALL_FILES_BYTES)
+    tensors = AdaptersOut(load_trained(saved, model, start_alone()))
+
+    def write(folder: Path) -> list[str]:
+        _write_json(folder / ADAPTER_CONFIG_FILE, config)
+        write_tokenizer(model.files, folder)
+        write_safetensors(folder / ADAPTER_WEIGHTS_FILE, tensors, [*tensors.shapes], jnp.dtype(dtype))
+        return [ADAPTER_WEIGHTS_FILE]
+
+    return opened.write(write, card=card, num_parameters=num_parameters)
+
+
+def adapter_config_of(opened: Opened) -> dict[str, Any]:
+    """Raises InputError where there are no adapters, or PEFT could not load the model that they stand beside."""
+    model, path, lora = opened.model, opened.settings.model.path, opened.model.adapted.lora
+    if lora is None:
+        raise InputError(
+            f"--adapter: {opened.saved.path} holds all weights and no adapters: its run had no model.lora.rank; leave "
+            "--adapter away to export the whole model"
+        )
+    if path.startswith(BUILTIN_PREFIX) or isinstance(model.files.weights, GgufFile):
+        raise InputError(
+            f"--adapter: PEFT loads adapters over a Hugging Face directory or hub id, and model.path = {path} is "
+            "neither; leave --adapter away to export the whole model, with the adapters merged into it"
+        )
+    commit = model.files.commit
+    base = path if commit is not None else str(model.files.path.resolve())
+    return adapter_config(lora, base=base, revision=commit)
+
+
+def start_alone() -> Mesh:
+    """This host's CPU, as a mesh of its own."""
+    alone = MeshSettings(platform="cpu")
     topology.start_alone(alone)
-    return saved.read(model.definition.shapes, model.definition.shardings(topology.make_mesh(alone)))
+    return topology.make_mesh(alone)
 
 
 def write_model(folder: Path, model: ModelInput, params: Params, *, dtype: WeightType) -> list[str]:
@@ -84,7 +166,7 @@ def write_model(folder: Path, model: ModelInput, params: Params, *, dtype: Weigh
     _write_json(folder / CONFIG_FILE, config)
     _write_json(folder / GENERATION_CONFIG_FILE, generation)
     write_tokenizer(files, folder)
-    return write_weights(folder, TensorsOut(model.definition, params), jnp.dtype(dtype))
+    return write_weights(folder, TensorsOut(model.adapted, params), jnp.dtype(dtype))
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

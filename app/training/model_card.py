@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -27,8 +28,8 @@ HUB_DATA_PREFIX = "hf:"
 
 KEY_SETTINGS = (
     "model.path", "model.revision", "model.dtype", "data.source", "data.system_prompt", "reward.functions",
-    "algorithm.name", "algorithm.beta", "optimizer.learning_rate", "rollout.prompts_per_step", "rollout.group_size",
-    "rollout.max_new_tokens", "rollout.temperature", "run.steps", "run.seed",
+    "algorithm.name", "algorithm.beta", "optimizer.learning_rate", "model.lora.rank", "rollout.prompts_per_step",
+    "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "run.steps", "run.seed",
 )  # fmt: skip
 """Told whether anybody set them or not."""
 
@@ -37,11 +38,11 @@ PRIVATE_SETTINGS = ("run.dir", "run.name")
 
 USE = """\
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+{imports}
 
-path = "{path}"
+path = "path/of/this/folder"
 tokenizer = AutoTokenizer.from_pretrained(path)
-model = AutoModelForCausalLM.from_pretrained(path)
+model = {loads}.from_pretrained(path)
 messages = {messages}
 ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 answer = model.generate(**ids, max_new_tokens={max_new_tokens})[0, ids["input_ids"].shape[1] :]
@@ -49,7 +50,31 @@ print(tokenizer.decode(answer, skip_special_tokens=True))
 ```"""
 
 
-def model_card(resolved: Resolved, saved: SavedPolicy, model: ModelInput, *, dtype: str) -> str:
+@dataclass(frozen=True)
+class Form:
+    """In which a policy is written."""
+
+    says: str
+    """What its weights are."""
+    library: str = "transformers"
+    relation: str = "finetune"
+    """To its base, in a hub's words."""
+    imports: str = "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    loads: str = "AutoModelForCausalLM"
+
+
+WHOLE = Form("The weights are those of the checkpoint")
+MERGED = Form("The weights are the base's, with the adapters of the checkpoint merged into them")
+ADAPTER = Form(
+    "The weights are the adapters of the checkpoint alone",
+    library="peft",
+    relation="adapter",
+    imports="from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer",
+    loads="AutoPeftModelForCausalLM",
+)
+
+
+def model_card(resolved: Resolved, saved: SavedPolicy, model: ModelInput, *, form: Form, dtype: str) -> str:
     """The README.md of an export of this checkpoint.
 
     Raises:
@@ -62,42 +87,42 @@ def model_card(resolved: Resolved, saved: SavedPolicy, model: ModelInput, *, dty
     if files is not None:
         settings |= {name: value for name, (value, _) in files.settings.items()}
     hub_id = settings["model.path"] if model.files.commit is not None else None
+    settings["model.revision"] = model.files.commit
     base = hub_id or model.files.name
-    title = (
-        f"{base.rpartition('/')[2].removeprefix('builtin:')} after {saved.step} steps of {settings['algorithm.name']}"
-    )
+    name = base.rpartition("/")[2].removeprefix("builtin:")
     parts = [
-        front_matter(hub_id, str(settings["data.source"])),
-        f"# {title}",
-        _origin(saved, settings, base=base, dtype=dtype),
+        front_matter(form, hub_id, str(settings["data.source"])),
+        f"# {name} after {saved.step} steps of {settings['algorithm.name']}",
+        _origin(saved, settings, form, base=base, dtype=dtype),
     ]
     if files is not None:
         parts += ["## Before and after", *_figures(files, settings, step=saved.step)]
-    parts += ["## Training", _settings_table(settings, files), "## Use", _use(settings)]
+    parts += ["## Training", _settings_table(settings, files), "## Use", _use(form, settings)]
     return redacted("\n\n".join(parts) + "\n")
 
 
-def front_matter(hub_id: str | None, source: str) -> str:
+def front_matter(form: Form, hub_id: str | None, source: str) -> str:
     """What a hub reads of a card: YAML between two lines.
 
     Args:
+        form: in which it is written.
         hub_id: of the base; None where it is not from the hub, which takes nothing else for a base.
         source: `data.source`.
     """
-    fields: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    fields: dict[str, Any] = {"library_name": form.library, "pipeline_tag": "text-generation"}
     if hub_id is not None:
-        fields |= {"base_model": hub_id, "base_model_relation": "finetune"}
+        fields |= {"base_model": hub_id, "base_model_relation": form.relation}
     if source.startswith(HUB_DATA_PREFIX):
         fields["datasets"] = [source.removeprefix(HUB_DATA_PREFIX).partition(":")[0]]
     fields["tags"] = ["grpo", "reinforcement-learning"]
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
 
 
-def _origin(saved: SavedPolicy, settings: Mapping[str, Any], *, base: str, dtype: str) -> str:
-    rounding = "bit for bit those of the checkpoint" if dtype == "float32" else "rounded once to bfloat16"
+def _origin(saved: SavedPolicy, settings: Mapping[str, Any], form: Form, *, base: str, dtype: str) -> str:
+    rounding = "in float32" if dtype == "float32" else f"rounded once to {dtype}"
     return (
         f"`{base}`, trained with the algorithm `{settings['algorithm.name']}` on `{_shown(settings['data.source'])}`: "
-        f"step {saved.step} of the run `{settings['run.name']}`, written by `grpo export`. The weights are {rounding}."
+        f"step {saved.step} of the run `{settings['run.name']}`, written by `grpo export`. {form.says}, {rounding}."
     )
 
 
@@ -123,11 +148,12 @@ def _settings_table(settings: Mapping[str, Any], files: RunFiles | None) -> str:
     return _table(("setting", "value"), rows)
 
 
-def _use(settings: Mapping[str, Any]) -> str:
+def _use(form: Form, settings: Mapping[str, Any]) -> str:
     system = settings["data.system_prompt"]
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": "..."})
-    return USE.format(path="path/of/this/folder", messages=messages, max_new_tokens=settings["rollout.max_new_tokens"])
+    longest = settings["rollout.max_new_tokens"]
+    return USE.format(imports=form.imports, loads=form.loads, messages=messages, max_new_tokens=longest)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,8 +1,11 @@
-"""The weights of a policy that a run has saved, whole: what is evaluated, exported and replayed."""
+"""The weights of a policy that a run has saved: what is evaluated, exported and replayed."""
 
 from __future__ import annotations
 
+from jax.sharding import Mesh
+
 from app.policy.decoder import Params
+from app.training.model_input import ModelInput
 from app.training.saved_policy import SavedPolicy
 from app.training.session import Session
 
@@ -16,6 +19,11 @@ def load_policy(saved: SavedPolicy, session: Session) -> Params:
     Raises:
         InputError: they are damaged.
     """
-    definition = session.input.adapted
-    shapes, shardings = map(definition.trained, (definition.shapes, definition.shardings(session.mesh)))
-    return session.whole(saved.read(shapes, shardings))
+    return session.whole(load_trained(saved, session.input, session.mesh))
+
+
+def load_trained(saved: SavedPolicy, model: ModelInput, mesh: Mesh) -> Params:
+    """Those that learned: adapters where there are any, else all. As `load_policy`."""
+    definition = model.adapted
+    shapes, shardings = map(definition.trained, (definition.shapes, definition.shardings(mesh)))
+    return saved.read(shapes, shardings)

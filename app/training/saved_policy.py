@@ -21,9 +21,11 @@ from app.training.checkpoint import (
     CHECKSUMS,
     OTHER_ARRAYS,
     Progress,
+    checksum,
     checksums,
     known,
     open_reader,
+    path_of,
     progress_of,
     read_item,
 )
@@ -33,6 +35,8 @@ from app.update.optimizer import TrainState
 from settings.errors import InputError
 
 OPTION = "--checkpoint"
+
+_checksum = jax.jit(checksum)
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,8 @@ class SavedPolicy:
             found, reason = read_item(reader, self.path, state=args)
         # Every host has it or none.
         if found is not None:
-            sums = known(jax.jit(checksums)(found))
+            # A program for each: one of all would hold a copy of every array at once, as the integers that it adds up.
+            sums = known({path_of(keys): _checksum(x) for keys, x in jax.tree.leaves_with_path(found)})
             reason = "" if sums == {name: self.checksums.get(name) for name in sums} else OTHER_ARRAYS
         if reason:
             raise InputError(f"{OPTION}: {self.path} is damaged ({reason}); choose another one of {self.path.parent}")

@@ -1,24 +1,25 @@
-"""Adapters in PEFT's format: peft over transformers gives the logits of our kernels with the adapters merged in."""
+"""Adapters in PEFT's format: peft over transformers gives the logits of our network with the same adapters."""
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
+from app.policy.decoder import DecoderDefinition, Params
+from app.policy.lora import LoRA, joined
 from app.policy.peft_out import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_WEIGHTS_FILE,
     PROJECTIONS,
-    Adapter,
+    AdaptersOut,
     adapter_config,
-    adapter_tensors,
 )
+from app.policy.safetensors_out import write_safetensors
+from settings.lora_section import PROJECTIONS as TARGETS
 from tests.policy.test_parity import (
     SHORT_ROWS,
     load_ours,
@@ -29,77 +30,55 @@ from tests.policy.test_parity import (
     write_checkpoint,
 )
 
-RANK, ALPHA = 3, 8.0
 
-
-def random_adapters(params, names) -> dict[str, Adapter]:
+def random_adapters(definition: DecoderDefinition) -> Params:
     rng = np.random.default_rng(0)
-    adapters = {}
-    for name in names:
-        num_layers, *dims = params["blocks"][name]["kernel"].shape
-        num_inputs = len(dims) - 1 if name == "attention_output" else 1
-        inputs, outputs = dims[:num_inputs], dims[num_inputs:]
-        a = rng.normal(0, 0.2, (num_layers, *inputs, RANK)).astype(np.float32)
-        b = rng.normal(0, 0.2, (num_layers, RANK, *outputs)).astype(np.float32)
-        adapters[name] = Adapter(jnp.asarray(a), jnp.asarray(b))
-    return adapters
+    shapes = definition.trained(definition.shapes)
+    return jax.tree.map(lambda leaf: jax.numpy.asarray(rng.normal(0, 0.2, leaf.shape), leaf.dtype), shapes)
 
 
-def merged(params, adapters):
-    """kernel + (alpha / rank) a b, in float64."""
-    params = copy.deepcopy(params)
-    for name, (a, b) in adapters.items():
-        kernel = np.asarray(params["blocks"][name]["kernel"], np.float64)
-        num_layers = len(kernel)
-        down = np.asarray(a, np.float64).reshape(num_layers, -1, RANK)
-        up = np.asarray(b, np.float64).reshape(num_layers, RANK, -1)
-        params["blocks"][name]["kernel"] = jnp.asarray(
-            (kernel + ALPHA / RANK * (down @ up).reshape(kernel.shape)).astype(np.float32)
-        )
-    return params
-
-
-def write_adapters(directory: Path, base: Path, adapters) -> Path:
+def write_adapters(directory: Path, base: Path, lora: LoRA, trained: Params) -> Path:
     directory.mkdir()
-    config = adapter_config(base=str(base), revision=None, rank=RANK, alpha=ALPHA, projections=list(adapters))
-    (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(config))
-    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in adapter_tensors(adapters).items()}
-    save_file(tensors, directory / ADAPTER_WEIGHTS_FILE)
+    (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(adapter_config(lora, base=str(base), revision=None)))
+    tensors = AdaptersOut(trained)
+    write_safetensors(directory / ADAPTER_WEIGHTS_FILE, tensors, [*tensors.shapes], np.dtype(np.float32))
     return directory
 
 
 # peft asks transformers for a property by its old name.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
-    ("family", "names"),
+    ("family", "projections"),
     [
-        ("llama", list(PROJECTIONS)),
-        ("qwen2", ["query", "value"]),
-        ("gemma3_text", ["attention_output", "gate", "down"]),
+        ("llama", TARGETS),
+        ("qwen2", ("q_proj", "v_proj")),
+        ("gemma3_text", ("o_proj", "gate_proj", "down_proj")),
     ],
 )
-def test_peft_gives_the_logits_of_the_merged_kernels(tmp_path, family, names):
+def test_peft_gives_the_logits_of_the_network_with_these_adapters(tmp_path, family, projections):
     peft = pytest.importorskip("peft", reason="what loads adapters elsewhere")
     base = write_checkpoint(tmp_path / "base", family)
-    definition, params = load_ours(base)
-    adapters = random_adapters(params, names)
-    written = write_adapters(tmp_path / "adapter", base, adapters)
+    plain, params = load_ours(base)
+    lora = LoRA(rank=3, alpha=7.5, projections=projections)
+    definition = DecoderDefinition.of(plain.architecture, lora=lora)
+    trained = random_adapters(definition)
+    written = write_adapters(tmp_path / "adapter", base, lora, trained)
     theirs = peft.PeftModel.from_pretrained(load_reference(base), str(written)).eval()
     rows = packed_rows(*SHORT_ROWS)
-    ours, plain = our_logits(definition, merged(params, adapters), rows), our_logits(definition, params, rows)
-    assert np.abs(ours - plain).max() > 0.5
+    ours = our_logits(definition, joined(trained, params), rows)
+    assert np.abs(ours - our_logits(plain, params, rows)).max() > 0.5
     for row, first, token_ids in rows.segments:
         expected = reference_logits(theirs, token_ids)
         np.testing.assert_allclose(ours[row, first : first + len(token_ids)], expected, rtol=0, atol=1e-4)
 
 
-def test_every_projection_has_its_name_in_hugging_face():
-    assert PROJECTIONS == {
-        "query": "self_attn.q_proj",
-        "key": "self_attn.k_proj",
-        "value": "self_attn.v_proj",
-        "attention_output": "self_attn.o_proj",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
-    }
+def test_every_projection_that_can_have_adapters_has_its_name_in_hugging_face():
+    assert [name.rpartition(".")[2] for name in PROJECTIONS.values()] == list(TARGETS)
+
+
+def test_the_config_says_rank_alpha_and_base_as_peft_spells_them():
+    config = adapter_config(LoRA(rank=4, alpha=16.0, projections=("q_proj",)), base="some/model", revision="c0ffee")
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 16, ["q_proj"])
+    assert isinstance(config["lora_alpha"], int)
+    assert (config["base_model_name_or_path"], config["revision"]) == ("some/model", "c0ffee")
+    assert config["task_type"] == "CAUSAL_LM"

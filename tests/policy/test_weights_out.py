@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from app.policy.decoder import DecoderDefinition
+from app.policy.lora import LoRA, merged
 from app.policy.weights import load_weights
 from app.policy.weights_out import TensorsOut
 from tests.policy.test_weights import Held, in_hugging_face_names, random_file
-from tests.tiny import BIASED, EVEN, ODD, SWITCHED, make_mesh
+from tests.tiny import BIASED, EVEN, ODD, SWITCHED, make_mesh, random_params
 
 ARCHITECTURES = pytest.mark.parametrize(
     "architecture",
@@ -39,3 +40,17 @@ def test_parameters_go_out_under_the_names_of_hugging_face_and_come_back(archite
     for name, tensor in expected.items():
         np.testing.assert_array_equal(out.read(name), tensor, err_msg=name, strict=True)
     jax.tree.map(np.testing.assert_array_equal, load_weights(definition, out, make_mesh()), params)
+
+
+def test_adapters_go_out_merged_and_nothing_else_changes():
+    lora = LoRA(rank=3, alpha=6.0, projections=("q_proj", "o_proj", "down_proj"))
+    definition = DecoderDefinition.of(BIASED, lora=lora)
+    params = random_params(definition)
+    out = TensorsOut(definition, params)
+    expected = in_hugging_face_names(BIASED, merged(params, lora))
+    assert set(out.shapes) == set(expected)
+    plain = in_hugging_face_names(BIASED, params)
+    changed = {name for name in expected if not np.array_equal(out.read(name), plain[name])}
+    assert {name.split(".")[-2] for name in changed} == set(lora.projections)
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(out.read(name), tensor, rtol=0, atol=1e-6, err_msg=name)

@@ -16,11 +16,13 @@ from typer.testing import Result
 
 from app.mesh import topology
 from app.policy.decoder import Params
+from app.policy.lora import joined
 from app.policy.weight_files import SafetensorsFiles, open_model
 from app.policy.weights import load_weights
-from app.training.export import check_space, write_model
-from app.training.model_card import front_matter, model_card
+from app.training.export import Opened, adapter_config_of, check_space, write_model
+from app.training.model_card import ADAPTER, WHOLE, front_matter, model_card
 from app.training.model_input import ModelInput, read_model_input
+from app.training.policy_weights import load_trained
 from app.training.saved_policy import SavedPolicy
 from settings import InputError, Settings, load
 from tests.policy import test_gguf_file
@@ -39,13 +41,14 @@ from tests.policy.test_parity import (
 from tests.tiny import make_mesh
 from tests.tiny_directory import CHARACTERS, CONTROL_TOKENS, write_tokenizer
 from tests.tiny_directory import write_model as write_base
-from tests.training.program import digest_of, here, metrics_of, settings
+from tests.training.conftest import NO_REPORT, TINY, write_config
+from tests.training.program import digest_of, here, metrics_of, settings, train_here
 
-WHOLE = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
-def model_at(path: Path | str) -> ModelInput:
-    return read_model_input(Settings.model_validate({"model": {"path": str(path)}}))
+def model_at(path: Path | str, **lora: Any) -> ModelInput:
+    return read_model_input(Settings.model_validate({"model": {"path": str(path), "lora": lora}}))
 
 
 def params_of(model: ModelInput) -> Params:
@@ -146,7 +149,7 @@ def policy_of(checkpoint: Path, model: ModelInput) -> Params:
 
 
 def test_a_runs_newest_checkpoint_comes_out_and_goes_in_again(exported, finished, tiny_model):
-    assert {path.name for path in exported.iterdir()} == WHOLE | {"README.md", "chat_template.jinja"}
+    assert {path.name for path in exported.iterdir()} == FILES | {"README.md", "chat_template.jinja"}
     again, base = model_at(exported), model_at(tiny_model)
     policy = policy_of(finished, base)
     jax.tree.map(np.testing.assert_array_equal, params_of(again), policy)
@@ -215,7 +218,11 @@ def test_the_card_tells_what_training_changed(exported, finished):
 
 def test_the_card_of_an_earlier_checkpoint_tells_nothing_of_later_steps(finished, tiny_model):
     card = model_card(
-        load(None, [], {}), SavedPolicy.open(finished / "checkpoints/2"), model_at(tiny_model), dtype="float32"
+        load(None, [], {}),
+        SavedPolicy.open(finished / "checkpoints/2"),
+        model_at(tiny_model),
+        form=WHOLE,
+        dtype="float32",
     )
     assert "| held out | step 0 | step 2 |" in card
     assert "step 4" not in card
@@ -229,7 +236,7 @@ def test_the_card_tells_nobody_where_this_machine_keeps_its_files_or_its_keys(
     monkeypatch.setenv("HF_TOKEN", "CANARY-0123456789abcdef")
     resolved = load(None, ["data.system_prompt=CANARY-0123456789abcdef | and `more`"], {})
     alone = replace(SavedPolicy.open(finished), path=Path("/elsewhere/checkpoints/4"))
-    card = model_card(resolved, alone, model_at(tiny_model), dtype="bfloat16")
+    card = model_card(resolved, alone, model_at(tiny_model), form=WHOLE, dtype="bfloat16")
     assert "CANARY" not in card
     assert "<HF_TOKEN> \\| and" in card
     assert "## Before and after" not in card and "rounded once to bfloat16" in card
@@ -239,11 +246,12 @@ def test_the_card_of_a_model_of_the_hub_names_it(finished, tiny_model):
     model = model_at(tiny_model)
     fetched = replace(model, files=replace(model.files, commit="c0ffee"))
     run_is_elsewhere = replace(SavedPolicy.open(finished), path=Path("/elsewhere/checkpoints/4"))
-    card = model_card(load(None, ["model.path=some/model"], {}), run_is_elsewhere, fetched, dtype="float32")
+    card = model_card(load(None, ["model.path=some/model"], {}), run_is_elsewhere, fetched, form=WHOLE, dtype="float32")
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "some/model"
     assert "# model after 4 steps of grpo" in card
-    both = yaml.safe_load(front_matter("some/model", "hf:openai/gsm8k:main").strip("-"))
-    assert (both["base_model_relation"], both["datasets"]) == ("finetune", ["openai/gsm8k"])
+    both = yaml.safe_load(front_matter(ADAPTER, "some/model", "hf:openai/gsm8k:main").strip("-"))
+    assert (both["library_name"], both["base_model_relation"]) == ("peft", "adapter")
+    assert both["datasets"] == ["openai/gsm8k"]
 
 
 def test_what_exists_is_not_written_over(finished, tmp_path):
@@ -293,3 +301,84 @@ def test_a_copy_of_the_checkpoint_alone_is_exported_with_the_settings_of_its_run
     assert result.exit_code == 0, result.stderr
     assert open_model(str(tmp_path / "out")).config["hidden_size"] == 32
     assert reference_logits(load_reference(tmp_path / "out"), np.array([4, 5])).shape == (2, 24)
+
+
+LORA = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "v_proj", "mlp"]}
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The run directory of two steps in which adapters learned. Not to be written to."""
+    folder = tmp_path_factory.mktemp("adapted")
+    config = write_config(folder, TINY + NO_REPORT, tiny_model)
+    lora = [f"model.lora.{name}={value}" for name, value in LORA.items()]
+    result = train_here(config, *lora, "run.steps=2", "optimizer.learning_rate=0.1")
+    assert result.exit_code == 0, result.stderr
+    return folder / "runs" / "tiny"
+
+
+def assert_logits_are_those_of_the_run(reference: Any, run: Path, base: Path) -> None:
+    """Unmerged, as the run scores; and not those of the base."""
+    model = model_at(base, **LORA)
+    frozen = params_of(model)
+    policy = joined(load_trained(SavedPolicy.open(run), model, make_mesh()), frozen)
+    rows = packed_rows(*SHORT_ROWS, vocab_size=24)
+    logits, of_base = our_logits(model.adapted, policy, rows), our_logits(model.definition, frozen, rows)
+    assert np.abs(logits - of_base).max() > 0.1
+    for row, first, token_ids in rows.segments:
+        expected = reference_logits(reference, token_ids)
+        np.testing.assert_allclose(logits[row, first : first + len(token_ids)], expected, rtol=0, atol=1e-4)
+
+
+def test_adapters_are_merged_into_a_model_that_needs_nothing_else(adapted, exported, tiny_model, tmp_path):
+    result = export(adapted, tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["parameters"] == 17_056
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in exported.iterdir()}
+    assert model_at(tmp_path / "out").architecture == model_at(tiny_model).architecture
+    assert "merged into them, in float32" in (tmp_path / "out" / "README.md").read_text()
+    assert_logits_are_those_of_the_run(load_reference(tmp_path / "out"), adapted, tiny_model)
+
+
+# peft asks transformers for a property by its old name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_alone_are_loaded_by_peft_over_the_base_that_they_name(adapted, tiny_model, tmp_path):
+    peft = pytest.importorskip("peft", reason="what loads adapters elsewhere")
+    result = export(adapted, tmp_path / "out", "--adapter", "--json")
+    assert result.exit_code == 0, result.stderr
+    # Of each layer: query and value (32 in, 32 and 16 out), gate and up (48 out), down (48 in).
+    assert json.loads(result.stdout)["parameters"] == 2 * 3 * (64 + 48 + 80 + 80 + 80)
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json"} <= written
+    assert not written & {"config.json", "model.safetensors"}
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["r"], config["lora_alpha"]) == (str(tiny_model), 3, 6)
+    assert config["target_modules"] == ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32").eval()
+    assert_logits_are_those_of_the_run(theirs, adapted, tiny_model)
+
+
+def test_adapters_that_are_not_there_or_not_those_asked_for_are_refused(adapted, finished, tmp_path):
+    for arguments, message in (
+        (
+            (finished, tmp_path / "out", "--adapter"),
+            "holds all weights and no adapters: its run had no model.lora.rank",
+        ),
+        ((adapted, tmp_path / "out", "--set", "model.lora.rank=4"), "holds adapters of rank 3, alpha 6,"),
+        ((adapted, tmp_path / "out", "--set", "model.lora.rank=null"), "and model.lora asks for none"),
+    ):
+        result = export(*arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert message in result.stderr
+    assert not any(tmp_path.iterdir())
+
+
+def test_adapters_alone_of_a_base_that_peft_cannot_load_are_refused(adapted, tmp_path):
+    tensors = test_gguf_file.random_checkpoint(biases=False, tied=True)
+    gguf = test_gguf_file.write_gguf(tmp_path / "a.gguf", "llama", tensors, extra=[tokenizer_of_gguf])
+    for path in ("builtin:tiny", str(gguf)):
+        resolved = load(None, [f"model.path={path}"], {})
+        saved, model = SavedPolicy.open(adapted), model_at(path, **LORA)
+        opened = Opened(resolved, resolved.settings, saved, model, tmp_path / "out", "float32")
+        with pytest.raises(InputError, match=rf"model\.path = {path} is neither; leave --adapter away"):
+            adapter_config_of(opened)
