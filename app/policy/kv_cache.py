@@ -7,8 +7,8 @@ position are visible.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -72,7 +72,29 @@ def decode_weights(
     laid = jax.tree.map(laid_out, params, definition.dims)
     # The stacked blocks stay in the tree as empty leaves so that the graph still fits it.
     rest = {**laid, "blocks": jax.tree.map(lambda x: x[:0], laid["blocks"])}
-    return DecodeWeights(rest, tuple(of_layer(i) for i in range(definition.architecture.num_layers)), layout)
+    num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
+    return DecodeWeights(rest, tuple(of_layer(i) for i in range(num_layers)), layout)
+
+
+def merged_decode_weights(
+    definition: DecoderDefinition,
+    params: Params,
+    dtype: jnp.dtype,
+    layout: DecodeLayout = "gathered",
+    *,
+    merge: Callable[[Params], Params],
+) -> DecodeWeights:
+    """`decode_weights` of what `merge` makes of weights with adapters.
+
+    Layer by layer: merged all at once they would be in memory twice, in float32 and as they decode.
+    """
+
+    def of_layer(layer: int) -> DecodeWeights:
+        block = jax.tree.map(lambda x: x[layer : layer + 1], params["blocks"])
+        return decode_weights(definition, merge({**params, "blocks": block}), dtype, layout)
+
+    first, *others = map(of_layer, range(definition.architecture.num_layers))
+    return replace(first, blocks=(*first.blocks, *(other.blocks[0] for other in others)))
 
 
 def decode_dims(dims: tuple[str, ...], layout: DecodeLayout) -> tuple[str, ...]:

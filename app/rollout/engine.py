@@ -34,6 +34,7 @@ from app.policy.kv_cache import (
     abstract_cache,
     abstract_decode_weights,
     decode_weights,
+    merged_decode_weights,
     prefill,
 )
 from app.rollout.batch_programs import Rows, Slots, decode_loop, open_slots
@@ -86,7 +87,7 @@ class Engine:
         prefill_length_min: smallest prompt bucket, in tokens.
         max_length_total: no prompt and completion are longer together: the top of the cache's ladder.
         decode_layout: where the weights lie meanwhile; see `DecodeWeights`.
-        merge: the weights that a policy has -> those of `definition`, if these are others: adapters are merged.
+        merge: the weights of a policy with adapters -> those of `definition`; None without adapters.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Engine:
         prefill_length_min: int,
         max_length_total: int | None = None,
         decode_layout: DecodeLayout = "gathered",
-        merge: Callable[[Params], Params] = lambda params: params,
+        merge: Callable[[Params], Params] | None = None,
     ):
         self.mesh = mesh
         self._trained_on = trained_on or mesh
@@ -116,9 +117,8 @@ class Engine:
         self._eos_ids = np.asarray(eos_ids, np.int32)
         # Said outright: an island takes over what it finds in this layout, programs of slots are compiled for it.
         layout = shardings_of(abstract_decode_weights(definition, self._trained_on, dtype, decode_layout))
-        self._weights = jax.jit(
-            lambda params: decode_weights(definition, merge(params), dtype, decode_layout), out_shardings=layout
-        )
+        lay_out = decode_weights if merge is None else functools.partial(merged_decode_weights, merge=merge)
+        self._weights = jax.jit(lambda params: lay_out(definition, params, dtype, decode_layout), out_shardings=layout)
         self._prefill = jax.jit(lambda weights, ids, lengths: prefill(definition, weights, ids, lengths))
         self._keys = jax.jit(sample_keys)
         # Said outright, because XLA may leave a small array whole on every device: a host would then read the first

@@ -55,6 +55,9 @@ class DryRun:
     family: str
     dtype: str
     num_parameters: int
+    """Of the policy, adapters among them."""
+    num_trained_parameters: int
+    """All of them, or those of the adapters."""
     mesh: Mapping[str, int]
     device_kind: str
     num_devices: int
@@ -217,7 +220,7 @@ def look_ahead(resolved: Resolved, *, resume: Resume, asked: Asked | None = None
 def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
     """The figures of a launch that has passed its checks."""
     settings, session, prompts = launch.resolved.settings, launch.session, launch.input.prompts
-    definition, mesh = session.input.definition, session.mesh
+    definition, mesh = session.input.adapted, session.mesh
     prompts_per_step = settings.rollout.prompts_per_step * num_hosts(mesh)
     samples_per_step = prompts_per_step * settings.rollout.group_size
     mean_prompt = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
@@ -244,6 +247,7 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
         family=session.input.architecture.family,
         dtype=settings.model.dtype,
         num_parameters=definition.num_parameters,
+        num_trained_parameters=definition.num_trained,
         mesh=dict(mesh.shape),
         device_kind=device_kind_of(mesh.devices.flat[0]),
         num_devices=mesh.size,

@@ -150,7 +150,7 @@ def longest_prompt(num_tokens: int) -> Prompt:
 
 
 def _mesh_report(session: Session, outline: Outline, memory_bytes: int | None) -> MeshReport:
-    definition, rollout = outline.model.definition, session.settings.rollout
+    definition, rollout = outline.model.adapted, session.settings.rollout
     shapes, dims = by_path(definition.shapes), by_path(definition.dims)
     return mesh_report(
         session.mesh,

@@ -171,9 +171,10 @@ def memory_by_phase(
     if on_cpu:
         # It is copied into the host's memory, which here is the device's, and written while steps go on.
         always["checkpoint"] = state_bytes(learning) // jax.device_count()
-    reference = {"reference": weights} if "reference" in session.settings.scored_roles else {}
+    has_copy = "reference" in session.settings.scored_roles and session.input.adapted.lora is None
+    reference = {"reference": weights} if has_copy else {}
     # On a CPU it waits in the same memory.
-    if not session.settings.score.reference.offload or on_cpu:
+    if not session.settings.offloads_reference or on_cpu:
         always |= reference
     rollout: Held = {}
     if shapes.rollout is not None:
@@ -193,12 +194,12 @@ def memory_by_phase(
         passes = [scoring(session, role, plan) for role, plan in shapes.scores.items()]
         phases["score"] = _together({**always, **reference}, max(passes, key=lambda held: sum(held.values())))
     if shapes.critic_update is not None:
-        gradients = _gradients(always["critic"])
+        gradients = _gradients(learning.critic)
         phases["critic"] = _together(
             {**always, **gradients}, fullest_moment(critic_moments(session, shapes.critic_update))
         )
     phases["update"] = _together(
-        {**always, **_gradients(weights)}, fullest_moment(update_moments(session, shapes.update))
+        {**always, **_gradients(learning.policy)}, fullest_moment(update_moments(session, shapes.update))
     )
     return phases
 
@@ -208,14 +209,15 @@ def _together(held: Held, other: Held) -> Held:
 
 
 def _of_learner(learner: Learner) -> tuple[int, int]:
-    """Bytes of a network's weights, and of all else in its state."""
+    """Bytes of a network's weights, those that stay as they are among them, and of all else in its state."""
     state = abstract(learner.shapes, learner.shardings)
-    weights = bytes_per_device(state.params)
-    return weights, bytes_per_device(state) - weights
+    trained = bytes_per_device(state.params)
+    return trained + bytes_per_device(learner.frozen), bytes_per_device(state) - trained
 
 
-def _gradients(weights: int) -> Held:
-    return {"gradients": weights, "micro_batch_gradients": weights}
+def _gradients(learner: Learner) -> Held:
+    trained = bytes_per_device(abstract(learner.shapes, learner.shardings).params)
+    return {"gradients": trained, "micro_batch_gradients": trained}
 
 
 def state_bytes(learning: Learning) -> int:

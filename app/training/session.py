@@ -89,7 +89,7 @@ class Session:
             check_heads(mesh, critic.architecture, path=settings.critic.path or settings.model.path)
         if generates:
             check_decode_layout(settings, mesh)
-        dtype = compute_type(settings)
+        dtype, lora = compute_type(settings), model.adapted.lora
         generates_on = mesh if settings.rollout.placement == "global" else host_island(mesh)
         engine = Engine(
             model.definition,
@@ -101,11 +101,11 @@ class Session:
             prefill_length_min=settings.rollout.prefill_length_min,
             max_length_total=settings.rollout.max_length_total,
             decode_layout=settings.rollout.decode_layout,
-            merge=partial(merged, lora=model.adapted.lora),
+            merge=None if lora is None else partial(merged, lora=lora),
         )
         score = partial(Scorer, mesh=mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
         scorer = reference_scorer = score(model.adapted)
-        if model.adapted.lora is not None:
+        if lora is not None:
             reference_scorer = score(model.definition)
         valuer = None if critic is None else Critic(critic, Valuer(critic.definition, mesh, dtype=dtype))
         session = cls(settings, model, mesh, engine, scorer, reference_scorer, valuer)

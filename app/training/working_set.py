@@ -24,6 +24,7 @@ from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards,
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params, ValueDecoder
 from app.policy.kv_cache import decode_dims
+from app.policy.lora import LoRA, joined
 from app.rollout.engine import BatchShape, Footprint
 from app.training.session import Session
 from settings.schema import ScoredRole
@@ -105,8 +106,9 @@ def update_moments(session: Session, plan: Plan) -> tuple[Held, ...]:
     """In the backward pass of one block, and of the head."""
     rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
     kept = saved_bytes(session, rows, shape, remat=session.settings.model.remat)
+    adapted = session.input.adapted
     table, layer = whole_weights(session.input.definition, session.mesh)
-    chunk, copies = _chunk(session, rows, shape), _copies(session.mesh)
+    chunk, copies = _chunk(session, rows, shape), _copies(session.mesh, learn=adapted.lora is None)
     of_block = int(BACKWARD_OF_A_BLOCK * _of_one_block(session, rows, shape))
     return (
         {"whole_weights": copies * layer, "activations": kept + of_block},
@@ -121,7 +123,7 @@ def critic_moments(session: Session, plan: Plan) -> tuple[Held, ...]:
     kept = saved_by_critic(session, rows, shape, remat=session.settings.model.remat)
     _, layer = whole_weights(session.critic.input.definition, session.mesh)
     of_block = int(BACKWARD_OF_A_BLOCK * _of_one_critic_block(session, rows, shape))
-    return ({"whole_weights": _copies(session.mesh) * layer, "activations": kept + of_block},)
+    return ({"whole_weights": _copies(session.mesh, learn=True) * layer, "activations": kept + of_block},)
 
 
 def fullest_moment(moments: Sequence[Held]) -> Held:
@@ -137,12 +139,12 @@ def whole_weights(definition: DecoderDefinition, mesh: Mesh) -> tuple[int, int]:
     return bytes_per_device(table), bytes_per_device(whole["blocks"]) // definition.architecture.num_layers
 
 
-def _copies(mesh: Mesh) -> int:
-    """Of weights in a backward pass: they themselves where fsdp splits them, and their gradient.
+def _copies(mesh: Mesh, *, learn: bool) -> int:
+    """Of weights in a backward pass: they themselves where fsdp splits them, and their gradient where they learn.
 
-    That twice, where devices add theirs up.
+    That twice, where devices add theirs up. What adapters add to it is left out.
     """
-    return (mesh.shape["fsdp"] > 1) + 1 + (num_row_shards(mesh) > 1)
+    return (mesh.shape["fsdp"] > 1) + learn * (1 + (num_row_shards(mesh) > 1))
 
 
 def _hidden(session: Session, rows: int, shape: RowShape) -> int:
@@ -183,8 +185,8 @@ def _of_one_critic_block(session: Session, rows: int, shape: RowShape) -> int:
 
 def saved_bytes(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
     """What differentiation keeps from the policy's forward for the backward pass of `rows` rows; see `_saved`."""
-    model = session.settings.model
-    return _saved_by_policy(session.input.architecture, model.dtype, remat, model.logits_chunk, rows, shape)
+    model, adapted = session.settings.model, session.input.adapted
+    return _saved_by_policy(adapted.architecture, adapted.lora, model.dtype, remat, model.logits_chunk, rows, shape)
 
 
 def saved_by_critic(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
@@ -200,9 +202,15 @@ def saved_by_reward_model(session: Session, model: Network, rows: int, shape: Ro
 
 @functools.cache
 def _saved_by_policy(
-    architecture: Architecture, dtype: str, remat: str, logits_chunk: int, rows: int, shape: RowShape
+    architecture: Architecture,
+    lora: LoRA | None,
+    dtype: str,
+    remat: str,
+    logits_chunk: int,
+    rows: int,
+    shape: RowShape,
 ) -> int:
-    definition = DecoderDefinition.of(architecture)
+    definition = DecoderDefinition.of(architecture, lora=lora)
 
     def forward(params: Params, batch: TokenBatch) -> tuple[Array, Array]:
         return row_logprobs(
@@ -214,7 +222,7 @@ def _saved_by_policy(
             logits_chunk=logits_chunk,
         )
 
-    return _saved(forward, definition.shapes, rows, shape)
+    return _saved(forward, definition, rows, shape)
 
 
 @functools.cache
@@ -224,10 +232,12 @@ def _saved_by_values(architecture: Architecture, dtype: str, remat: str, rows: i
     def forward(params: Params, batch: TokenBatch) -> Array:
         return row_values(definition.bind(params), batch, dtype=jnp.dtype(dtype), remat=remat)
 
-    return _saved(forward, definition.shapes, rows, shape)
+    return _saved(forward, definition, rows, shape)
 
 
-def _saved(forward: Callable[[Params, TokenBatch], Any], weights: Params, rows: int, shape: RowShape) -> int:
+def _saved(
+    forward: Callable[[Params, TokenBatch], Any], definition: DecoderDefinition, rows: int, shape: RowShape
+) -> int:
     """Bytes of residuals, the weights left out.
 
     Traced, not computed: what twice as many rows would keep more. The compiler may keep some of it differently,
@@ -240,10 +250,11 @@ def _saved(forward: Callable[[Params, TokenBatch], Any], weights: Params, rows: 
         mask = jax.ShapeDtypeStruct(targets.shape, jnp.bool)
         batch = TokenBatch(tokens, tokens, tokens, tokens, score_index=targets, targets=targets, mask=mask)
 
-        def backward(params: Params, batch: TokenBatch) -> Callable[..., Any]:
-            return jax.vjp(lambda params: forward(params, batch), params)[1]
+        def backward(params: Params, frozen: Params, batch: TokenBatch) -> Callable[..., Any]:
+            return jax.vjp(lambda params: forward(joined(params, frozen), batch), params)[1]
 
-        residuals = jax.tree.leaves(jax.eval_shape(backward, weights, batch))
+        parts = definition.trained(definition.shapes), definition.frozen(definition.shapes)
+        residuals = jax.tree.leaves(jax.eval_shape(backward, *parts, batch))
         return sum(x.size * x.dtype.itemsize for x in residuals)
 
     return kept(2 * rows) - kept(rows)

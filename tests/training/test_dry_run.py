@@ -244,7 +244,7 @@ def temporary_bytes(launch: Launch, learning: Learning) -> int:
     step: Any = learning.policy.updater.step
     params, temperature = abstract(learning.shapes, learning.shardings).params, jnp.float32(1)
     with jax.set_mesh(launch.session.mesh):
-        parts = jax.eval_shape(step._objective, params, batch, temperature)[1]
+        parts = jax.eval_shape(step._objective, params, None, batch, temperature)[1]
         total = Accumulated(params, parts)
-        compiled = step._add.lower(total, params, batch, temperature).compile()
+        compiled = step._add.lower(total, params, None, batch, temperature).compile()
     return compiled.memory_analysis().temp_size_in_bytes

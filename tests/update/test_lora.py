@@ -1,0 +1,105 @@
+"""An update of adapters has the gradient of the kernels that they are merged into, and of nothing else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from app.policy.decoder import DecoderDefinition, Params, by_path
+from app.policy.lora import LoRA, joined, merged
+from app.update.objective import Objective, make_objective
+from app.update.optimizer import DECAYED, TrainState, initial_state, make_optimizer, state_shardings
+from app.update.step import UpdateStep
+from settings.lora_section import PROJECTIONS
+from settings.schema import Optimizer as Settings
+from tests.tiny import BIASED, assert_trees_close, make_mesh, one_a_row, pack_update, random_params
+from tests.update.test_step import EVERYTHING, SAMPLES
+
+ARCHITECTURE = replace(BIASED, num_layers=2)
+ADAPTERS = LoRA(3, 6.0, PROJECTIONS)
+DEFINITION = DecoderDefinition.of(ARCHITECTURE, lora=ADAPTERS)
+BASE = DecoderDefinition.of(ARCHITECTURE)
+PARAMS = random_params(DEFINITION)
+TRAINED, FROZEN = DEFINITION.trained(PARAMS), DEFINITION.frozen(PARAMS)
+FIXED = one_a_row(len(SAMPLES), rows_per_micro_batch=4, num_tokens=16, num_targets=12)
+BATCHES = pack_update(SAMPLES, FIXED)
+TEMPERATURE = jnp.float32(1.3)
+
+
+def objective(definition: DecoderDefinition, *, remat: str) -> Objective:
+    return make_objective(definition, EVERYTHING, dtype=jnp.dtype("float32"), remat=remat, logits_chunk=6)
+
+
+@functools.cache
+def update_step(mesh_shape: tuple[int, int, int] = (1, 1, 1)) -> tuple[UpdateStep, Callable[[], TrainState]]:
+    """A compiled update of adapters and a maker of fresh states for it."""
+    mesh, schedule = make_mesh(mesh_shape), optax.constant_schedule(0.1)
+    optimizer = make_optimizer(Settings(weight_decay=0.1), schedule)
+    shapes, lie = DEFINITION.trained(DEFINITION.shapes), DEFINITION.trained(DEFINITION.shardings(mesh))
+    shardings = state_shardings(optimizer, shapes, lie, mesh)
+
+    def fresh() -> TrainState:
+        return initial_state(optimizer, jax.device_put(jax.tree.map(np.array, TRAINED), lie), shardings)
+
+    return UpdateStep(objective(DEFINITION, remat="minimal"), optimizer, schedule, shardings), fresh
+
+
+@functools.cache
+def frozen(mesh_shape: tuple[int, int, int] = (1, 1, 1)) -> Params:
+    """The other weights, on their shardings."""
+    return jax.device_put(FROZEN, DEFINITION.frozen(DEFINITION.shardings(make_mesh(mesh_shape))))
+
+
+@pytest.fixture(scope="module")
+def through_merged_kernels() -> Params:
+    """The gradient by the adapters, of the same loss over the network that has none."""
+    plain = objective(BASE, remat="none")
+
+    def loss(trained: Params) -> jax.Array:
+        weights = merged(joined(trained, FROZEN), ADAPTERS)
+        return sum((plain(weights, batch, TEMPERATURE)[0] for batch in BATCHES), jnp.float32(0))
+
+    return jax.jit(jax.grad(loss))(TRAINED)
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 1)], ids=str)
+def test_the_gradient_is_that_through_merged_kernels(mesh_shape, through_merged_kernels):
+    assert all(float(jnp.abs(x).max()) > 1e-6 for x in jax.tree.leaves(through_merged_kernels))
+    step, fresh = update_step(mesh_shape)
+    with jax.set_mesh(make_mesh(mesh_shape)):
+        found, _ = step.accumulate(fresh().params, BATCHES, TEMPERATURE, frozen(mesh_shape))
+    assert_trees_close(found, through_merged_kernels, tolerance=2e-5)
+
+
+def test_an_update_moves_every_adapter_and_leaves_the_other_weights_where_they_are():
+    step, fresh = update_step()
+    held = frozen()
+    names = step.metric_names(fresh().params, BATCHES[0], TEMPERATURE, held)
+    with jax.set_mesh(make_mesh()):
+        state, metrics = step(fresh(), BATCHES, TEMPERATURE, held)
+    assert sorted(names) == sorted(metrics)
+    after = by_path(state.params)
+    assert after.keys() == DEFINITION.adapters
+    assert all(not np.array_equal(after[path], x) for path, x in by_path(TRAINED).items())
+    jax.tree.map(np.testing.assert_array_equal, held, FROZEN)
+
+
+def test_adapters_are_decayed_like_the_matrices_beside_them():
+    decayed = {path[-1] for path in by_path(DEFINITION.shapes) if path[-1] in DECAYED}
+    assert decayed == {"kernel", "embedding", "output", "lora_a", "lora_b"}
+
+
+def test_no_gradient_and_no_moment_is_as_large_as_the_frozen_weights():
+    step, fresh = update_step()
+    state = fresh()
+    lowered = step.lowered(state, BATCHES[0], TEMPERATURE, FROZEN)
+    trained = {x.shape for x in jax.tree.leaves(TRAINED)} | {()}
+    assert {x.shape for x in jax.tree.leaves(lowered["gradients"].out_info)} == trained
+    assert {x.shape for x in jax.tree.leaves(state)} == trained
