@@ -10,7 +10,7 @@ import numpy as np
 
 from app.flow import Prompt, Sample
 from app.jsonl import check_distinct, read_jsonl
-from app.report.intervals import Measured, mean_interval, sign_test
+from app.report.intervals import mean_interval, sign_test
 from app.report.paired import Comparison, PairedRow, check_picture, is_told, write_picture
 from app.reward.tasks import check_answers, is_task_reward
 from app.sample_records import sample_from_record

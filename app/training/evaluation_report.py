@@ -60,8 +60,9 @@ class EvaluationReport:
         dropped = f" ({self.num_dropped} longer ones dropped)" if self.num_dropped else ""
         judge = self.subject.facts[JUDGE]
         by_plug_in = not is_task_reward(judge)
+        prompts = f"{self.num_prompts} prompts{dropped} of {self.subject.data}"
         lines = [
-            f"{self.subject.label}: {self.num_prompts} prompts{dropped} of {self.subject.data}, {how}, judged by {judge}",
+            f"{self.subject.label}: {prompts}, {how}, judged by {judge}",
             f"{'':<24}{'':>10}   95 % interval",
         ]
         for name, figure in self.figures.items():
