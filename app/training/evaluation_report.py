@@ -71,7 +71,5 @@ class EvaluationReport:
                 interval = interval_text(name, figure.interval, by_plug_in=by_plug_in)
                 lines.append(f"{name.removeprefix('eval/'):<24}{value:>10}   {interval}".rstrip())
         lines += [f"not measured: {line}" for line in self.unmeasured]
-        lines.append(
-            f"{self.seconds:.1f} s; " + (f"samples in {self.out}" if self.out else "no --out, nothing is kept")
-        )
-        return "\n".join(lines)
+        kept = f"samples in {self.out}" if self.out else "no --out, nothing is kept"
+        return "\n".join([*lines, f"{self.seconds:.1f} s; {kept}"])
