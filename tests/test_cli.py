@@ -133,6 +133,15 @@ def test_what_print_config_prints_is_a_config(tmp_path: Path) -> None:
         (("gae", "--shapes", "4x4"), "--shapes goes with --bench"),
         (("gae", "--bench", "--input", "a.npz"), "--input goes without --bench"),
         (("gae", "--bench", "--shapes", "4x"), "--shapes: expected ROWSxTOKENS,..."),
+        (("evaluate", "--picture", "p.png"), "--picture goes with --compare BEFORE.jsonl AFTER.jsonl"),
+        (("evaluate", "--compare", "a", "b", "--print-config"), "--print-config goes without --compare"),
+        (("evaluate", "--compare", "a", "b", "--checkpoint", "c"), "--checkpoint goes without --compare"),
+        (("evaluate", "--compare", "a", "b", "--out", "c"), "--out goes without --compare"),
+        (("evaluate", "--compare", "a", "b", "--set", "run.seed=1"), "--set goes without --compare"),
+        (("evaluate", "--compare", "a", "a"), "both name a; give each a file of its own"),
+        (("evaluate", "--compare", "missing.jsonl", "b"), "missing.jsonl: no such file"),
+        (("evaluate", "--set", "eval.num_samples=4"), "greedy samples of a prompt are all alike; set eval.temperature"),
+        (("evaluate", "--checkpoint", "nowhere"), "--checkpoint: there is no folder nowhere"),
         (("inspect-mesh", "--set", "mesh.shape=2,4"), "mesh.shape: expected"),
         (("inspect-mesh", "--picture", "rows.png"), "--picture goes with --plan FILE.jsonl"),
         (("export", "--out", "o"), "missing option --checkpoint"),
@@ -167,6 +176,7 @@ def test_bad_input_is_one_message_on_stderr_and_exit_code_2(
         ("score", "--role", "critic"),
         ("gae", "--backend", "quick"),
         ("train", "--json"),
+        ("evaluate", "--compare", "one.jsonl"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(tmp_path: Path, arguments: tuple[str, ...]) -> None:

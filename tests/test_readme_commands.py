@@ -2,7 +2,7 @@
 
 Every line of a ```bash block counts. A script must exist and parse. A `grpo` command, also one that a script launches
 elsewhere (behind `--`), runs with `--print-config` added, which resolves its settings and stops, or with `--help` where
-a verb takes no settings; with `--help` or `--version` it runs as it is.
+a verb takes no settings, or `--compare` does not; with `--help` or `--version` it runs as it is.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def test_command_works_as_written(command: str, monkeypatch: pytest.MonkeyPatch)
     if words[0].split("/")[-1] != "grpo":
         return
     if not {"--help", "--version", "--print-config"} & set(words):
-        words.append("--help" if words[1] in WITHOUT_SETTINGS else "--print-config")
+        takes_none = words[1] in WITHOUT_SETTINGS or "--compare" in words
+        words.append("--help" if takes_none else "--print-config")
     monkeypatch.chdir(REPOSITORY)
     answer = CliRunner().invoke(cli.app, words[1:], prog_name="grpo", env=environment)
     assert answer.exit_code == 0, answer.stderr

@@ -83,7 +83,8 @@ def mean_interval(values: Float64[np.ndarray, "P"]) -> Interval | None:
 def student_point(degrees: int) -> float:
     """Student's 97.5 % point, within 0.2 %.
 
-    z + (z^3 + z)/4d + (5z^5 + 16z^3 + 3z)/96d^2 + (3z^7 + 19z^5 + 17z^3 - 15z)/384d^3, from d = 3 on.
+    z + (z^3 + z)/4d + (5z^5 + 16z^3 + 3z)/96d^2 + (3z^7 + 19z^5 + 17z^3 - 15z)/384d^3
+    + (79z^9 + 776z^7 + 1482z^5 - 1920z^3 - 945z)/92160d^4, from d = 3 on.
 
     Source: Abramowitz and Stegun 1964, 26.7.5.
     """
@@ -92,7 +93,8 @@ def student_point(degrees: int) -> float:
     first = (Z**3 + Z) / 4
     second = (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96
     third = (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384
-    return Z + first / degrees + second / degrees**2 + third / degrees**3
+    fourth = (79 * Z**9 + 776 * Z**7 + 1482 * Z**5 - 1920 * Z**3 - 945 * Z) / 92160
+    return Z + first / degrees + second / degrees**2 + third / degrees**3 + fourth / degrees**4
 
 
 def sign_test(num_better: int, num_worse: int) -> float:

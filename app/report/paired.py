@@ -177,7 +177,7 @@ def _draw(figure: Figure, comparison: Comparison, rows: Sequence[PairedRow]) -> 
         _point(ends, row.before, place - APART, GREY)
         _point(ends, row.after, place + APART, BLUE)
         _point(change, row.difference, place, ORANGE)
-    change.axvline(0, color=GREY, linewidth=1.0)
+    change.axvline(0, color=GREY, linewidth=1.0, zorder=0)
     ends.set_yticks(range(len(rows)), [as_label(row.name.removeprefix("eval/")) for row in rows])
     ends.set_ylim(len(rows) - 0.5, -0.5)
     for axes in (ends, change):

@@ -48,8 +48,9 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_SAMPLES) -> dict[str,
 
 
 def _eval_counts(run: RunFiles) -> dict[int, int]:
-    """Answers of each evaluation."""
-    return {step: _num_lines(path) for step, path in run.evaluations.items()}
+    """Prompts of each evaluation: several samples of one prompt are no independent trials."""
+    num_samples = run.setting("eval.num_samples") or 1
+    return {step: _num_lines(path) // num_samples for step, path in run.evaluations.items()}
 
 
 def _num_lines(path: Path) -> int:

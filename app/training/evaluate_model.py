@@ -117,7 +117,7 @@ def _subject_of(settings: Settings, model: ModelInput, saved: SavedPolicy | None
         CHECKPOINT: "none" if saved is None else f"step {saved.step}, {_digest(saved)}",
         PROMPTS: prompts_digest(prompts),
         JUDGE: judge_of(settings.reward),
-        **{JUDGES_FILE: digest for digest in digests.values()},
+        JUDGES_FILE: next(iter(digests.values()), None),
         "eval.num_samples": evaluation.num_samples,
         "eval.temperature": evaluation.temperature,
         # Greedy samples take no noise.
@@ -153,12 +153,7 @@ def _judged(read: EvaluationInput, out: Path | None, stack: ExitStack, entered: 
     """
     own, settings = host_run(len(read.prompts)), read.settings
     with together():
-        # A file that lines were taken from is judged anew with the rest.
-        known = (
-            {}
-            if out is None
-            else {**read_parts(out, read.subject, read.asked), **read_result(out, read.subject, read.asked)}
-        )
+        known = {} if out is None else _known(read, out)
         columns = held_out_columns(settings, read.prompts)
         # Of the functions that training adds up, the first alone judges.
         judge = settings.reward.model_copy(update={"functions": settings.reward.functions[:1]})
@@ -179,6 +174,11 @@ def _judged(read: EvaluationInput, out: Path | None, stack: ExitStack, entered: 
         entered("save")
         _write(out, read.subject, judged.samples)
     return judged.samples
+
+
+def _known(read: EvaluationInput, out: Path) -> OfPlaces:
+    """What this host sees of a killed evaluation, and of a file that lines were taken from, to be judged anew."""
+    return {**read_parts(out, read.subject, read.asked), **read_result(out, read.subject, read.asked)}
 
 
 def _drawn(

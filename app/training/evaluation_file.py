@@ -166,7 +166,8 @@ def _parts(out: Path) -> list[Path]:
 def _check_same(path: Path, subject: Subject, found: Subject) -> None:
     name = subject.differs(found)
     if name is not None:
+        was, now = (one.facts.get(name) for one in (found, subject))
         raise InputError(
-            f"--out: {path} is of another evaluation, of {found.label}: {name} was {found.facts.get(name)!r} there, and "
-            f"is {subject.facts.get(name)!r} now; give another --out, or delete it"
+            f"--out: {path} is of another evaluation ({found.label}): {name} was {was!r} there, and is {now!r} now; "
+            "give another --out, or delete it"
         )

@@ -60,8 +60,9 @@ class EvaluationReport:
         dropped = f" ({self.num_dropped} longer ones dropped)" if self.num_dropped else ""
         judge = self.subject.facts[JUDGE]
         by_plug_in = not is_task_reward(judge)
+        prompts = f"{self.num_prompts} prompts{dropped} of {self.subject.data}"
         lines = [
-            f"{self.subject.label}: {self.num_prompts} prompts{dropped} of {self.subject.data}, {how}, judged by {judge}",
+            f"{self.subject.label}: {prompts}, {how}, judged by {judge}",
             f"{'':<24}{'':>10}   95 % interval",
         ]
         for name, figure in self.figures.items():
@@ -70,7 +71,5 @@ class EvaluationReport:
                 interval = interval_text(name, figure.interval, by_plug_in=by_plug_in)
                 lines.append(f"{name.removeprefix('eval/'):<24}{value:>10}   {interval}".rstrip())
         lines += [f"not measured: {line}" for line in self.unmeasured]
-        lines.append(
-            f"{self.seconds:.1f} s; " + (f"samples in {self.out}" if self.out else "no --out, nothing is kept")
-        )
-        return "\n".join(lines)
+        kept = f"samples in {self.out}" if self.out else "no --out, nothing is kept"
+        return "\n".join([*lines, f"{self.seconds:.1f} s; {kept}"])

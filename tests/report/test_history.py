@@ -3,26 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from app.report.history import Series, is_judged_by_plug_in, names_between, number, wilson_interval
-
-
-@pytest.mark.parametrize(
-    ("share", "count", "low", "high"),
-    [
-        (0.8, 10, 0.4902, 0.9433),
-        (0.0, 10, 0.0, 0.2775),
-        (1.0, 10, 0.7225, 1.0),
-        (0.5, 1000, 0.4691, 0.5309),
-    ],
-)
-def test_the_interval_of_a_share_is_wilsons(share: float, count: int, low: float, high: float) -> None:
-    assert wilson_interval(share, count) == pytest.approx((low, high), abs=1e-4)
-    for bound in wilson_interval(share, count):
-        # What defines it: the true shares that the observed one lies 1.96 of their standard errors away from.
-        if 0 < bound < 1:
-            assert abs(share - bound) == pytest.approx(1.959964 * np.sqrt(bound * (1 - bound) / count), abs=1e-7)
+from app.report.history import Series, is_judged_by_plug_in, names_between, number
 
 
 def test_a_series_leaves_out_what_is_no_number() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.reward.tasks import check_answers, grade, is_formatted, is_task_reward
+from app.reward.tasks import check_answers, grade, is_formatted, is_task_reward, right_vote, vote
 from settings.errors import InputError
 from settings.reward_section import BUILT_IN_REWARDS
 from tests.reward.samples import make_prompt, make_sample, score, values_of
@@ -25,6 +25,11 @@ def test_reward_is_the_weighted_sum_with_its_breakdown():
 @pytest.mark.parametrize("completion", ["18", "18.0", "36/2", "$18", "1800%/100"])
 def test_equal_numbers_are_equal_however_they_are_written(completion):
     assert grade("gsm8k", f"it is {completion}", make_prompt()) == (0.0 if "%/" in completion else 1.0)
+
+
+def test_votes_for_one_number_are_one_however_they_are_written():
+    assert vote("gsm8k", "#### 18") == vote("gsm8k", "so $18.00") == right_vote("gsm8k", make_prompt("1 + 17 #### 18"))
+    assert vote("gsm8k", "who knows") is None
 
 
 def test_correctness_is_exact_and_not_within_a_tolerance():

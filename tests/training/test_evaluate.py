@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,13 @@ import pytest
 
 from app.flow import Prompt, Sample
 from app.jsonl import read_jsonl
+from app.report.intervals import wilson_interval
 from app.reward.outcome import Outcome
 from app.reward.weighing import Scored, weigh
-from app.training.evaluate import check_best_metric, evaluation_metrics
+from app.training.evaluate import evaluation_metrics
+from app.training.evaluation_figures import check_best_metric, drawn_counts, figures_of, prompt_columns
 from app.training.progress import evaluation_line
-from settings import InputError
+from settings import InputError, load
 from tests.training.program import metrics_of
 
 
@@ -35,8 +38,14 @@ def judged(samples: list[Sample], judge: str = "arithmetic") -> Scored:
     return weigh(samples, {judge: [Outcome(s.reward) for s in samples]}, {judge: 1.0}, "zero")
 
 
+def metrics_by(scored: Scored, judge: str = "arithmetic", *overrides: str) -> dict[str, float | None]:
+    functions = [{"name": judge, "function": "judge.py:judge"}] if judge in ("judge", "brevity") else [judge]
+    settings = load(None, [f"reward.functions={functions}", *overrides], {}).settings
+    return evaluation_metrics(scored.samples, settings)
+
+
 def test_accuracy_is_told_by_difficulty() -> None:
-    metrics = evaluation_metrics(
+    metrics = metrics_by(
         judged(
             [
                 graded(True, "2", difficulty=1),
@@ -58,19 +67,19 @@ def test_accuracy_is_told_by_difficulty() -> None:
 
 
 def test_data_without_difficulty_has_one_accuracy() -> None:
-    metrics = evaluation_metrics(judged([graded(False, "3"), graded(True, "2")]))
+    metrics = metrics_by(judged([graded(False, "3"), graded(True, "2")]))
     assert [name for name in metrics if name.startswith("eval/accuracy")] == ["eval/accuracy"]
 
 
 def test_a_plug_in_that_judges_knows_no_format() -> None:
-    assert evaluation_metrics(judged([graded(True, "2")], "brevity"))["eval/format_rate"] is None
+    assert metrics_by(judged([graded(True, "2")], "brevity"), "brevity")["eval/format_rate"] is None
 
 
 def test_accuracy_is_over_the_answers_that_the_judge_gave_a_value() -> None:
     samples = [graded(True, "2", difficulty=level) for level in (1, 1, 1, 2)]
     outcomes = [Outcome(1.0), Outcome(0.5), Outcome(), Outcome()]
     scored = weigh(samples, {"judge": outcomes}, {"judge": 1.0}, "raise", when_all_abstain=None)
-    metrics = evaluation_metrics(scored)
+    metrics = metrics_by(scored, "judge")
     assert (metrics["eval/accuracy"], metrics["eval/error_count"], scored.problem) == (0.75, 0, None)
     assert (metrics["eval/accuracy/difficulty_1"], metrics["eval/accuracy/difficulty_2"]) == (0.75, None)
     assert metrics["eval/mean_length"] == 2
@@ -78,7 +87,7 @@ def test_accuracy_is_over_the_answers_that_the_judge_gave_a_value() -> None:
 
 def test_a_judge_that_abstains_from_everything_leaves_no_accuracy_and_no_error() -> None:
     scored = weigh([graded(True, "2")], {"judge": [Outcome()]}, {"judge": 1.0}, "raise", when_all_abstain=None)
-    metrics = evaluation_metrics(scored)
+    metrics = metrics_by(scored, "judge")
     assert (metrics["eval/accuracy"], metrics["eval/error_count"], scored.problem) == (None, 0, None)
     assert evaluation_line(0, metrics).startswith("evaluation at step 0: accuracy –  truncated 0.0%")
 
@@ -86,20 +95,85 @@ def test_a_judge_that_abstains_from_everything_leaves_no_accuracy_and_no_error()
 def test_whatever_is_measured_may_choose_the_best_checkpoint_and_nothing_else() -> None:
     samples = [graded(True, "2", difficulty=3), graded(False, "3", difficulty=1)]
     questions = [sample.prompt for sample in samples]
-    for name in evaluation_metrics(judged(samples)):
-        check_best_metric(name, questions, judge="arithmetic")
+    for name in metrics_by(judged(samples)):
+        check_best_metric(name, questions, judge="arithmetic", num_samples=1)
     with pytest.raises(InputError, match=r"do not measure 'eval/acuracy'; did you mean eval/accuracy\?"):
-        check_best_metric("eval/acuracy", questions, judge="arithmetic")
+        check_best_metric("eval/acuracy", questions, judge="arithmetic", num_samples=1)
     levels = "eval/accuracy/difficulty_1, eval/accuracy/difficulty_3"
     for name in ("reward/mean", "eval/accuracy/difficulty_2"):
         with pytest.raises(InputError, match=f"eval/error_count, {levels}"):
-            check_best_metric(name, questions, judge="arithmetic")
+            check_best_metric(name, questions, judge="arithmetic", num_samples=1)
 
 
 def test_a_format_that_no_plug_in_knows_chooses_no_checkpoint() -> None:
-    check_best_metric("eval/accuracy", prompts(1), judge="brevity")
+    check_best_metric("eval/accuracy", prompts(1), judge="brevity", num_samples=1)
     with pytest.raises(InputError, match=r"do not measure 'eval/format_rate' where brevity judges \(they"):
-        check_best_metric("eval/format_rate", prompts(1), judge="brevity")
+        check_best_metric("eval/format_rate", prompts(1), judge="brevity", num_samples=1)
+
+
+def asked(*answers: tuple[str, ...], **extra: object) -> list[Sample]:
+    """Samples of prompts whose right answer is 2."""
+    return [
+        replace(
+            graded(answer == "2", answer, stop=answer != "cut"),
+            prompt=Prompt(f"p{place}", np.array([1], np.int32), "1 + 1 = ?", "2", extra),
+            group_id=place,
+            sample_index=index,
+        )
+        for place, of_prompt in enumerate(answers)
+        for index, answer in enumerate(of_prompt)
+    ]
+
+
+def table_of(samples: list[Sample], num_samples: int, judge: str = "arithmetic") -> dict[str, np.ndarray]:
+    columns = prompt_columns(judged(samples, judge).samples, judge=judge, num_samples=num_samples)
+    return {name: np.asarray(column, np.float64) for name, column in columns.items()}
+
+
+def test_several_samples_of_a_prompt_tell_what_some_and_most_of_them_are_worth() -> None:
+    samples = asked(("2", "2", "3", "2"), ("3", "3", "2", "?"), ("2", "5", "?", "cut"), ("9", "8", "7", "6"))
+    figures = figures_of(table_of(samples, 4), num_samples=4)
+    values = {name: figure.value for name, figure in figures.items()}
+    assert values["eval/accuracy"] == pytest.approx((3 + 1 + 1 + 0) / 16)
+    assert values["eval/pass@2"] == pytest.approx((1 + 1 / 2 + 1 / 2 + 0) / 4)
+    assert values["eval/pass@4"] == pytest.approx(3 / 4)
+    # The third is a tie of two; what is no number does not vote.
+    assert values["eval/maj@4"] == pytest.approx((1 + 0 + 1 / 2 + 0) / 4)
+    assert values["eval/truncated_fraction"] == pytest.approx(1 / 16)
+
+
+def test_intervals_are_over_prompts_and_not_over_samples() -> None:
+    samples = asked(*[("2",) * 8] * 10, *[("3",) * 8] * 10)
+    figures = figures_of(table_of(samples, 8), num_samples=8)
+    assert figures["eval/accuracy"].interval == pytest.approx(wilson_interval(0.5, 20))
+    (one,) = (figures_of(table_of(asked(("2", "3")), 2), num_samples=2)[name] for name in ("eval/accuracy",))
+    assert (one.value, one.interval) == (0.5, None)
+
+
+def test_a_judge_of_other_values_than_right_and_wrong_measures_no_passes_and_no_votes() -> None:
+    samples = [replace(sample, reward=0.25 * i) for i, sample in enumerate(asked(("a", "b"), ("c", "d")))]
+    figures = figures_of(table_of(samples, 2, "brevity"), num_samples=2)
+    assert figures["eval/pass@2"] == (None, None)
+    assert "eval/maj@2" not in figures
+    assert figures["eval/accuracy"].value == pytest.approx(0.375)
+    right = [replace(sample, reward=float(i == 0)) for i, sample in enumerate(asked(("a", "b"), ("c", "d")))]
+    assert figures_of(table_of(right, 2, "brevity"), num_samples=2)["eval/pass@2"].value == 0.5
+
+
+@pytest.mark.parametrize(("num_samples", "counts"), [(1, []), (2, [2]), (6, [2, 4, 6]), (8, [2, 4, 8])])
+def test_passes_are_told_of_powers_of_two_and_of_all(num_samples: int, counts: list[int]) -> None:
+    assert drawn_counts(num_samples) == counts
+
+
+def test_passes_and_votes_may_choose_the_best_checkpoint_where_they_are_measured() -> None:
+    for name in ("eval/pass@4", "eval/maj@4"):
+        check_best_metric(name, prompts(1), judge="arithmetic", num_samples=4)
+        with pytest.raises(InputError, match=f"do not measure '{name}'"):
+            check_best_metric(name, prompts(1), judge="arithmetic", num_samples=1)
+
+
+def test_a_column_of_words_is_no_difficulty() -> None:
+    assert not [name for name in metrics_by(judged(asked(("2",), difficulty="hard"))) if "difficulty" in name]
 
 
 def prompts(count: int) -> list[Prompt]:
