@@ -1,0 +1,171 @@
+"""Two files of the same prompts, prompt by prompt; and files that say nothing about each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.jsonl import write_jsonl
+from app.report.intervals import wilson_interval
+from app.training.evaluation_subject import CHECKPOINT, JUDGE, JUDGES_FILE, Subject, write_subject
+from tests.training.program import here, metrics_of
+
+
+def write(
+    path: Path,
+    answers: Sequence[Sequence[str]],
+    *,
+    judge: str | None = "arithmetic",
+    facts: Mapping[str, Any] | None = None,
+    **changed: Any,
+) -> Path:
+    """Samples of prompts whose right answer is 2, judged by whether it is theirs."""
+    records = [
+        {
+            "uid": f"q/{place}/s{index}",
+            "group_id": place,
+            "sample_index": index,
+            "prompt": "1 + 1 = ?",
+            "completion": answer,
+            "answer": "2",
+            "prompt_token_ids": [1],
+            "completion_token_ids": [1] * len(answer),
+            "behavior_logprobs": [-0.5] * len(answer),
+            "finish_reason": "stop",
+            "policy_version": 0,
+            "columns": {"difficulty": 1 + place % 2},
+            **({} if judge is None else {"rewards": {judge: float(answer == "2")}}),
+            **changed,
+        }
+        for place, of_prompt in enumerate(answers)
+        for index, answer in enumerate(of_prompt)
+    ]
+    write_jsonl(path, records)
+    if facts is not None:
+        known = {JUDGE: judge, JUDGES_FILE: None, CHECKPOINT: "none", "eval.temperature": 0.0, **facts}
+        write_subject(path, Subject("tiny", facts.get("step"), "rows.jsonl", known))
+    return path
+
+
+BEFORE = [("3",)] * 6 + [("2",)] * 2 + [("5",)] * 4
+AFTER = [("2",)] * 6 + [("2",), ("7",)] + [("5",)] * 4
+
+
+def compared(*arguments: str | Path) -> dict[str, Any]:
+    result = here("evaluate", "--json", "--compare", *arguments)
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def refused(*arguments: str | Path) -> str:
+    result = here("evaluate", "--compare", *arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.stderr
+    return result.stderr
+
+
+def test_right_and_wrong_answers_are_told_by_mcnemar(tmp_path: Path) -> None:
+    before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", AFTER)
+    found = compared(before, after)
+    assert (found["better"], found["worse"], found["alike"]) == (6, 1, 5)
+    # 7 coins, one or none on the rarer side, twice: 2 * (1 + 7) / 128.
+    assert (found["p"], found["test"]) == (0.125, "exact McNemar test")
+    accuracy = found["metrics"]["eval/accuracy"]
+    assert accuracy["before"]["value"] == pytest.approx(2 / 12)
+    assert accuracy["before"]["interval"] == pytest.approx(wilson_interval(2 / 12, 12))
+    assert accuracy["after"]["value"] == pytest.approx(7 / 12)
+    changes = np.array([1.0] * 6 + [0.0, -1.0] + [0.0] * 4)
+    reach = 2.20099 * changes.std(ddof=1) / np.sqrt(12)
+    assert accuracy["difference"]["value"] == pytest.approx(5 / 12)
+    expected = (5 / 12 - reach, 5 / 12 + reach)
+    assert accuracy["difference"]["interval"] == pytest.approx(expected, rel=2e-3)
+    level = found["metrics"]["eval/accuracy/difficulty_2"]["difference"]
+    assert level["value"] == pytest.approx(changes[1::2].mean())
+
+
+def test_prompts_are_matched_by_name_and_not_by_place(tmp_path: Path) -> None:
+    before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", AFTER)
+    turned = tmp_path / "turned.jsonl"
+    turned.write_text("".join(reversed(after.read_text().splitlines(keepends=True))))
+    first, second = compared(before, after), compared(before, turned)
+    assert {**first, "after": "", "notes": ""} == {**second, "after": "", "notes": ""}
+
+
+def test_several_samples_are_compared_by_their_prompts(tmp_path: Path) -> None:
+    before = write(tmp_path / "b.jsonl", [("2", "3"), ("3", "3"), ("2", "2")])
+    after = write(tmp_path / "a.jsonl", [("2", "2"), ("3", "2"), ("2", "2")])
+    found = compared(before, after)
+    assert (found["better"], found["worse"], found["test"]) == (2, 0, "exact sign test over prompts")
+    assert found["p"] == 0.5
+    assert found["metrics"]["eval/pass@2"]["difference"]["value"] == pytest.approx(1 / 3)
+    assert found["metrics"]["eval/maj@2"]["before"]["value"] == pytest.approx((0.5 + 0 + 1) / 3)
+
+
+def test_the_table_and_the_picture_are_for_people(tmp_path: Path) -> None:
+    before = write(tmp_path / "b.jsonl", BEFORE, facts={"eval.temperature": 0.0})
+    after = write(tmp_path / "a.jsonl", AFTER, facts={"eval.temperature": 0.7, CHECKPOINT: "step 9", "step": 9})
+    pictures = [tmp_path / "p.png", tmp_path / "p.svg"]
+    told = [here("evaluate", "--compare", before, after, "--picture", picture) for picture in pictures]
+    assert [one.exit_code for one in told] == [0, 0], told[0].stderr
+    lines = told[0].stdout.splitlines()
+    assert lines[:2] == [f"before  tiny ({before})", f"after   tiny, step 9 ({after})"]
+    (row,) = [line for line in lines if line.startswith("accuracy ")]
+    assert "16.7%" in row and "58.3%" in row and "+41.7 pp" in row
+    assert "6 prompts better, 1 worse, 5 alike: p = 0.12 (exact McNemar test)" in lines
+    assert "note: eval.temperature was 0.0, and is 0.7" in lines
+    assert not [line for line in lines if "the checkpoint" in line]
+    assert pictures[0].read_bytes().startswith(b"\x89PNG") and b"<svg" in pictures[1].read_bytes()
+    drawn = pictures[0].read_bytes()
+    here("evaluate", "--compare", before, after, "--picture", pictures[0])
+    assert pictures[0].read_bytes() == drawn
+
+
+def test_files_of_a_run_s_own_evaluations_are_compared_too(finished: Path) -> None:
+    found = compared(*(finished / "eval" / f"step_00000{step}.jsonl" for step in (0, 4)))
+    accuracies = [
+        json.loads(line)["eval/accuracy"] for line in (finished / "metrics.jsonl").open() if "eval/acc" in line
+    ]
+    ends = found["metrics"]["eval/accuracy"]
+    assert [ends["before"]["value"], ends["after"]["value"]] == [accuracies[0], accuracies[-1]]
+    assert len(found["notes"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"answers": AFTER[:11]}, "1 are in the first alone, 0 in the second alone, such as q/11"),
+        ({"prompt": "2 + 0 = ?"}, "not of the same data: q/0 has another question or answer"),
+        ({"judge": "gsm8k"}, "not judged alike: by arithmetic, and by gsm8k"),
+        ({"facts": {JUDGES_FILE: "x"}}, "the file of arithmetic has changed in between"),
+        ({"judge": None}, "a.jsonl has none; grpo evaluate --out writes such files"),
+        ({"rewards": {"a": 1, "b": 0}}, "a.jsonl has the values of a, b"),
+        ({"answers": [*AFTER[:11], ("2", "2")]}, "is not whole: q/0 has 1 samples, others 2"),
+    ],
+)
+def test_files_that_say_nothing_about_each_other(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    facts = {} if "facts" in changed else None
+    before = write(tmp_path / "b.jsonl", BEFORE, facts=facts)
+    after = write(tmp_path / "a.jsonl", **{"answers": AFTER, **changed})
+    assert message in refused(before, after, "--picture", tmp_path / "p.png")
+    assert not (tmp_path / "p.png").exists()
+
+
+def test_a_picture_is_a_png_or_an_svg(tmp_path: Path) -> None:
+    before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", AFTER)
+    assert "ends in .png or .svg" in refused(before, after, "--picture", tmp_path / "p.pdf")
+
+
+def test_a_plug_in_s_values_are_no_shares(tmp_path: Path) -> None:
+    values = iter(range(12))
+    before = write(tmp_path / "b.jsonl", BEFORE, judge="brevity")
+    after = write(tmp_path / "a.jsonl", AFTER, judge="brevity")
+    records = [json.loads(line) for line in after.read_text().splitlines()]
+    write_jsonl(after, [{**record, "rewards": {"brevity": next(values) / 2}} for record in records])
+    told = here("evaluate", "--compare", before, after, "--picture", tmp_path / "p.png")
+    assert told.exit_code == 0, told.stderr
+    (row,) = [line for line in told.stdout.splitlines() if line.startswith("accuracy ")]
+    assert "2.75" in row and "%" not in row

@@ -1,0 +1,176 @@
+"""`grpo evaluate`: the figures that training would log, from a file that is never begun twice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.jsonl import write_jsonl
+from tests.tiny_directory import write_model
+from tests.training.program import digest_of, here, metrics_of, records_of, settings, train_here
+
+
+def evaluated(*arguments: str | Path) -> dict[str, Any]:
+    result = here("evaluate", "--json", *arguments)
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def refused(*arguments: str | Path) -> str:
+    result = here("evaluate", *arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def logged(run: Path, step: int) -> dict[str, Any]:
+    """What a run has logged of its evaluation."""
+    (line,) = [line for line in metrics_of(run) if line["step"] == step]
+    return {name: value for name, value in line.items() if name.startswith("eval/")}
+
+
+def without_clock(path: Path) -> list[dict[str, Any]]:
+    return [{**record, "elapsed_s": 0} for record in records_of(path)]
+
+
+@pytest.fixture(scope="module")
+def result(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of an evaluation of the last checkpoint of the smallest run. Not to be written to."""
+    out = tmp_path_factory.mktemp("evaluated") / "after.jsonl"
+    evaluated("--checkpoint", finished, "--out", out)
+    return out
+
+
+def copied(result: Path, folder: Path) -> Path:
+    for path in result.parent.iterdir():
+        shutil.copy2(path, folder)
+    return folder / result.name
+
+
+def test_a_checkpoint_is_worth_bit_for_bit_what_its_run_has_logged(finished: Path, result: Path) -> None:
+    assert evaluated("--checkpoint", finished, "--out", result)["metrics"] == logged(finished, 4)
+    assert without_clock(result) == without_clock(finished / "eval" / "step_000004.jsonl")
+    # Of an older checkpoint, and of the model as it came; neither keeps anything.
+    older = evaluated("--checkpoint", finished / "checkpoints" / "2")
+    assert (older["metrics"], older["step"]) == (logged(finished, 2), 2)
+    base = evaluated("--config", finished / "settings.yaml")
+    assert (base["metrics"], base["step"], base["written to"]) == (logged(finished, 0), None, None)
+
+
+@pytest.mark.parametrize("override", [("rollout.slots=4",), ("rollout.scheduler=adaptive", "rollout.slots=4")])
+def test_several_samples_through_slots_and_workers_are_worth_the_same_too(
+    config: Path, tmp_path: Path, override: tuple[str, ...]
+) -> None:
+    several = ("run.steps=1", "eval.num_samples=2", "eval.temperature=1", "eval.num_prompts=5")
+    result = train_here(config, *override, *several)
+    assert result.exit_code == 0, result.stderr
+    run, out = config.parent / "runs" / "tiny", tmp_path / "out.jsonl"
+    assert evaluated("--checkpoint", run, "--out", out)["metrics"] == logged(run, 1)
+    saved, fresh = (
+        [(r["uid"], r["group_id"], r["completion_token_ids"], r["behavior_logprobs"], r["rewards"]) for r in records]
+        for records in (records_of(run / "eval" / "step_000001.jsonl"), records_of(out))
+    )
+    assert fresh == saved and len(fresh) == 10
+
+
+def test_a_killed_evaluation_asks_only_what_is_missing(finished: Path, result: Path, tmp_path: Path) -> None:
+    # What a kill in the middle of the second batch's first line leaves.
+    facts = Path(f"{result}.facts.json").read_text()
+    lines = [json.dumps({**record, "elapsed_s": 123.0}) + "\n" for record in records_of(result)]
+    out = tmp_path / result.name
+    part = tmp_path / f"{result.name}.part"
+    part.write_text(facts + "".join(lines[:16]) + lines[16][:100])
+    told = here("evaluate", "--checkpoint", finished, "--out", out)
+    assert told.exit_code == 0, told.stderr
+    assert "going on: 16 of 20 prompts are done" in told.stderr
+    assert [record["elapsed_s"] == 123.0 for record in records_of(out)] == [True] * 16 + [False] * 4
+    assert without_clock(out) == without_clock(result)
+    assert {path.name for path in tmp_path.iterdir()} == {out.name, f"{out.name}.facts.json"}
+
+
+def test_lines_that_are_taken_from_a_file_are_filled_in(finished: Path, result: Path, tmp_path: Path) -> None:
+    out = copied(result, tmp_path)
+    whole = records_of(out)
+    write_jsonl(out, [{**record, "elapsed_s": 123.0} for record in whole if record["group_id"] not in (0, 3, 19)])
+    evaluated("--checkpoint", finished, "--out", out)
+    assert [r["group_id"] for r in records_of(out) if r["elapsed_s"] != 123.0] == [0, 3, 19]
+    assert without_clock(out) == without_clock(result)
+
+
+def test_an_evaluation_that_is_done_is_only_read(finished: Path, result: Path, tmp_path: Path) -> None:
+    out = copied(result, tmp_path)
+    before = digest_of(tmp_path)
+    told = here("evaluate", "--checkpoint", finished, "--out", out)
+    assert told.exit_code == 0, told.stderr
+    assert digest_of(tmp_path) == before
+    assert "step 4: 20 prompts of builtin:arithmetic (test), greedy, judged by arithmetic" in told.stdout
+    accuracy = logged(finished, 4)["eval/accuracy"]
+    assert any(line.split()[:2] == ["accuracy", f"{accuracy:.1%}"] for line in told.stdout.splitlines())
+
+
+def test_a_judge_that_fails_costs_no_sample(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(
+        "from pathlib import Path\n"
+        "def judge(completion):\n"
+        f"    if not Path({str(tmp_path / 'mended')!r}).exists(): raise ValueError('not yet')\n"
+        "    return 0.5 * len(completion)\n"
+    )
+    chosen = settings(f"reward.functions=['{tmp_path / 'judge.py'}:judge']", "eval.num_samples=2", "eval.temperature=1")
+    arguments = ("--config", config, *chosen, *settings("eval.num_prompts=4"), "--out", tmp_path / "out.jsonl")
+    failed = here("evaluate", *arguments)
+    assert failed.exit_code == 1 and "not yet" in failed.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+    (tmp_path / "mended").touch()
+    again = here("evaluate", *arguments)
+    assert again.exit_code == 0, again.stderr
+    assert "done" not in again.stderr, "nothing is generated again"
+    lengths = [len(record["completion"]) for record in records_of(tmp_path / "out.jsonl")]
+    found = evaluated(*arguments)
+    assert len(lengths) == 8 and found["metrics"]["eval/accuracy"] == pytest.approx(0.5 * np.mean(lengths))
+    assert found["metrics"]["eval/format_rate"] is None and found["metrics"]["eval/pass@2"] is None
+    assert [line.split(":")[0] for line in found["not measured"]] == ["pass@k", "maj@k"]
+
+
+def test_null_asks_the_whole_data_set(config: Path, tmp_path: Path) -> None:
+    rows = [{"question": f"{i} + {i} = ?", "answer": str(2 * i)} for i in range(9)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    chosen = settings(f"data.eval_source={tmp_path / 'rows.jsonl'}", "eval.num_prompts=null", "eval.every_steps=0")
+    found = evaluated("--config", config, *chosen)
+    assert (found["prompts"], found["data"]) == (9, str(tmp_path / "rows.jsonl"))
+
+
+def test_another_evaluation_is_refused_by_what_differs(finished: Path, result: Path, tmp_path: Path) -> None:
+    out = copied(result, tmp_path)
+    before = digest_of(tmp_path)
+    of_run = ("--checkpoint", finished, "--out", out)
+    for arguments, name in (
+        ((*of_run, *settings("eval.num_prompts=8")), "the prompts was"),
+        ((*of_run, *settings("eval.temperature=0.5")), "eval.temperature was 0.0 there, and is 0.5 now"),
+        (("--checkpoint", finished / "checkpoints" / "2", "--out", out), "the checkpoint was 'step 4, "),
+        (("--config", finished / "settings.yaml", "--out", out), "the checkpoint was 'step 4, "),
+    ):
+        assert name in refused(*arguments)
+    out.rename(tmp_path / "other.jsonl")
+    (tmp_path / "after.jsonl.facts.json").rename(tmp_path / "after.jsonl.part")
+    assert "eval.temperature was 0.0" in refused(*of_run, *settings("eval.temperature=0.5"))
+    (tmp_path / "after.jsonl.part").unlink()
+    assert "no other.jsonl.facts.json beside it" in refused("--checkpoint", finished, "--out", tmp_path / "other.jsonl")
+    (name,) = {path.name for path in tmp_path.iterdir()}
+    assert digest_of(tmp_path)[name].split()[1] == before["after.jsonl"].split()[1]
+
+
+def test_input_that_cannot_be_evaluated(config: Path, finished: Path, tmp_path: Path) -> None:
+    of_run = ("--checkpoint", finished, "--out", tmp_path / "out.jsonl")
+    other = write_model(tmp_path / "other", seed=5)
+    assert "was trained from another model" in refused(*of_run, *settings(f"model.path={other}"))
+    write_jsonl(tmp_path / "rows.jsonl", [{"question": "1 + 1 = ?"}])
+    unanswered = f"data.eval_source={tmp_path / 'rows.jsonl'}"
+    assert "rows/0 has no answer" in refused(*of_run, *settings(unanswered))
+    assert "--checkpoint: there is no folder" in refused("--checkpoint", finished / "checkpoints" / "3")
+    assert "the folder" in refused("--checkpoint", finished, "--out", tmp_path / "no" / "out.jsonl")
+    assert not list(tmp_path.glob("out*"))

@@ -1,0 +1,36 @@
+"""`grpo evaluate` on two hosts finds what one host finds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.training.program import here, records_of, settings
+from tests.two_hosts import run_on_two_hosts
+
+pytestmark = pytest.mark.two_hosts
+
+
+def test_two_hosts_share_the_prompts_of_an_evaluation(finished: Path, tmp_path: Path) -> None:
+    # Seven prompts, which two hosts cannot share out evenly.
+    chosen = ("--checkpoint", finished, *settings("eval.num_prompts=7", "eval.num_samples=2", "eval.temperature=1"))
+    one = here("evaluate", *chosen, "--out", tmp_path / "one.jsonl", "--json")
+    assert one.exit_code == 0, one.stderr
+    first, second = run_on_two_hosts("evaluate", *chosen, "--out", tmp_path / "two.jsonl", "--json")
+    assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
+    assert "{" not in second.stdout
+    found, expected = json.loads(first.stdout[first.stdout.index("{") :]), json.loads(one.stdout)
+    assert (found["metrics"], found["intervals"]) == (expected["metrics"], expected["intervals"])
+    drawn = [
+        [(r["uid"], r["group_id"], r["completion"], r["rewards"]) for r in records_of(tmp_path / name)]
+        for name in ("one.jsonl", "two.jsonl")
+    ]
+    assert drawn[0] == drawn[1] and len(drawn[0]) == 14
+    # What one host has kept, two only read: they start no model.
+    before = (tmp_path / "one.jsonl").stat().st_mtime_ns
+    again, _ = run_on_two_hosts("evaluate", *chosen, "--out", tmp_path / "one.jsonl", "--json")
+    assert again.exit_code == 0, again.stderr
+    assert json.loads(again.stdout[again.stdout.index("{") :])["metrics"] == expected["metrics"]
+    assert (tmp_path / "one.jsonl").stat().st_mtime_ns == before
