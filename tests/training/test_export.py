@@ -65,7 +65,7 @@ def assert_comes_out_whole(folder: Path, model: ModelInput, params: Params) -> N
     """Written to `folder`, the weights come back bit for bit and give transformers our logits."""
     folder.mkdir()
     assert write_model(folder, model, params, dtype="float32") == ["model.safetensors"]
-    assert {path.name for path in folder.iterdir()} >= WHOLE
+    assert {path.name for path in folder.iterdir()} >= FILES
     again = model_at(folder)
     assert again.architecture == model.architecture
     assert again.tokenizer.fingerprint == model.tokenizer.fingerprint
@@ -359,15 +359,12 @@ def test_adapters_alone_are_loaded_by_peft_over_the_base_that_they_name(adapted,
 
 
 def test_adapters_that_are_not_there_or_not_those_asked_for_are_refused(adapted, finished, tmp_path):
-    for arguments, message in (
-        (
-            (finished, tmp_path / "out", "--adapter"),
-            "holds all weights and no adapters: its run had no model.lora.rank",
-        ),
-        ((adapted, tmp_path / "out", "--set", "model.lora.rank=4"), "holds adapters of rank 3, alpha 6,"),
-        ((adapted, tmp_path / "out", "--set", "model.lora.rank=null"), "and model.lora asks for none"),
+    for run, arguments, message in (
+        (finished, ["--adapter"], "holds all weights and no adapters: its run had no model.lora.rank"),
+        (adapted, settings("model.lora.rank=4"), "holds adapters of rank 3, alpha 6,"),
+        (adapted, settings("model.lora.rank=null"), "and model.lora asks for none"),
     ):
-        result = export(*arguments)
+        result = export(run, tmp_path / "out", *arguments)
         assert (result.exit_code, result.stdout) == (2, "")
         assert message in result.stderr
     assert not any(tmp_path.iterdir())
