@@ -146,6 +146,9 @@ def test_what_print_config_prints_is_a_config(tmp_path: Path) -> None:
         (("export", "--out", "o"), "missing option --checkpoint"),
         (("export", "--checkpoint", "missing"), "missing option --out"),
         (("export", "--checkpoint", "missing", "--out", "o"), "--checkpoint: there is no folder missing"),
+        (("evaluate", "--checkpoint", "."), "--checkpoint: no settings.yaml of a run is in /"),
+        (("export", "--checkpoint", ".", "--out", "o"), "--checkpoint: no settings.yaml of a run is in /"),
+        (("train", "--from-rollouts", "."), "--from-rollouts: no settings.yaml of a run is in /"),
         (("inspect-mesh", "--set", "mesh.process_id=0"), "also set mesh.coordinator_address"),
     ],
 )

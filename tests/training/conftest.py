@@ -44,6 +44,10 @@ NO_REPORT = "logging: {{report: false}}\n"
 """Two seconds of drawing that most tests have no use for."""
 
 
+LORA = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "v_proj", "mlp"]}
+"""Of the run in which adapters learn."""
+
+
 @pytest.fixture(scope="session")
 def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compiled")
@@ -89,6 +93,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
     """The run directory of the smallest run, finished. Not to be written to."""
     folder = tmp_path_factory.mktemp("finished")
     result = train_here(write_config(folder, TINY, tiny_model))
+    assert result.exit_code == 0, result.stderr
+    return folder / "runs" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def adapted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The run directory of two steps in which adapters learned. Not to be written to."""
+    folder = tmp_path_factory.mktemp("adapted")
+    config = write_config(folder, TINY + NO_REPORT, tiny_model)
+    lora = [f"model.lora.{name}={value}" for name, value in LORA.items()]
+    result = train_here(config, *lora, "run.steps=2", "optimizer.learning_rate=0.1")
     assert result.exit_code == 0, result.stderr
     return folder / "runs" / "tiny"
 
