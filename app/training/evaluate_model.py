@@ -101,7 +101,9 @@ def read_evaluation_input(settings: Settings, checkpoint: Path | None) -> Evalua
         saved = SavedPolicy.open(checkpoint)
         settings = pinned(settings, saved.run)
     model = read_model_input(settings)
-    if saved is not None:
+    if saved is None:
+        model = model.bare
+    else:
         saved.check(model)
     check_context(model.architecture, settings, path=settings.model.path)
     prompts, encoding = read_held_out(settings, model.tokenizer)
