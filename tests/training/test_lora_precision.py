@@ -83,6 +83,7 @@ def test_slots_in_bfloat16_draw_from_adapters_beside_the_kernels(config: Path) -
     samples = session.sample(session.engine.weights(params), prompts, policy_version=0)
     scored, _ = session.score(params, samples, "policy", cut=learning.policy.updater.cut)
     for sample in scored:
+        assert sample.policy_logprobs is not None
         np.testing.assert_allclose(sample.behavior_logprobs, sample.policy_logprobs, atol=0.2)
 
 
@@ -95,10 +96,12 @@ def test_adapters_beside_the_kernels_are_foreseen_in_memory_and_work(config: Pat
 
 
 def test_workers_far_away_decode_with_the_adapters_that_they_are_sent(config: Path) -> None:
+    remote = pytest.importorskip("app.rollout.ray_worker", reason="Ray is not installed: pip install 'grpo[ray]'")
     session = opened(config, BFLOAT16, *SCHEDULED, "rollout.mode=fast", "rollout.pool=ray")
     assert session.workers is not None
     sent = session.engine.weights(session.whole(session.untrained()))
     for worker in session.workers.workers:
+        assert isinstance(worker, remote.RemoteWorker)
         there = DecoderDefinition.of(worker.plan.architecture, lora=worker.plan.lora)
         assert there.shapes == session.input.adapted.shapes
         assert jax.tree.structure(worker.engine.programs.abstract_weights) == jax.tree.structure(sent)
