@@ -141,7 +141,6 @@ def test_what_print_config_prints_is_a_config(tmp_path: Path) -> None:
         (("evaluate", "--compare", "a", "a"), "both name a; give each a file of its own"),
         (("evaluate", "--compare", "missing.jsonl", "b"), "missing.jsonl: no such file"),
         (("evaluate", "--set", "eval.num_samples=4"), "greedy samples of a prompt are all alike; set eval.temperature"),
-        (("evaluate", "--checkpoint", "nowhere"), "--checkpoint: there is no folder nowhere"),
         (("inspect-mesh", "--set", "mesh.shape=2,4"), "mesh.shape: expected"),
         (("inspect-mesh", "--picture", "rows.png"), "--picture goes with --plan FILE.jsonl"),
         (("export", "--out", "o"), "missing option --checkpoint"),

@@ -13,7 +13,7 @@ import pytest
 from app.jsonl import write_jsonl
 from app.report.intervals import wilson_interval
 from app.training.evaluation_subject import CHECKPOINT, JUDGE, JUDGES_FILE, Subject, write_subject
-from tests.training.program import here, metrics_of
+from tests.training.program import here
 
 
 def write(
@@ -126,9 +126,7 @@ def test_the_table_and_the_picture_are_for_people(tmp_path: Path) -> None:
 
 def test_files_of_a_run_s_own_evaluations_are_compared_too(finished: Path) -> None:
     found = compared(*(finished / "eval" / f"step_00000{step}.jsonl" for step in (0, 4)))
-    accuracies = [
-        json.loads(line)["eval/accuracy"] for line in (finished / "metrics.jsonl").open() if "eval/acc" in line
-    ]
+    accuracies = [line["eval/accuracy"] for line in metrics_of(finished) if "eval/accuracy" in line]
     ends = found["metrics"]["eval/accuracy"]
     assert [ends["before"]["value"], ends["after"]["value"]] == [accuracies[0], accuracies[-1]]
     assert len(found["notes"]) == 2

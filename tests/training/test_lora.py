@@ -33,13 +33,18 @@ from tests.training.program import (
     train_here,
 )
 from tests.training.test_dry_run import foreseen, held
-from tests.training.test_slots import SCHEDULED, SLOTS, texts
+from tests.training.test_slots import SLOTS, texts
 from tests.training.test_two_hosts import HALF, SHARED, assert_same_steps
 from tests.two_hosts import run_on_two_hosts
 
 LORA = ("model.lora.rank=2", "optimizer.learning_rate=1e-2")
 PENALISED = (*LORA, "algorithm.beta=0.05", "algorithm.epochs=2")
 """Policy and reference are both scored in every step."""
+ONE_WORKER = (
+    *("rollout.scheduler=adaptive", "rollout.workers.fast.slots=8"),
+    *("rollout.workers.fast.devices=[0]", "rollout.workers.heavy.count=0"),
+)
+UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null")
 NUM_ADAPTERS = 14
 """Arrays: two beside each of the seven kernels."""
 NUM_WEIGHTS = 1856
@@ -155,40 +160,45 @@ def test_the_reference_is_the_model_without_its_adapters_and_no_copy(run: Path, 
     )
 
 
-@pytest.mark.parametrize("generator", [(SLOTS,), SCHEDULED], ids=["slots", "workers"])
-def test_slots_and_workers_draw_from_the_policy_with_its_adapters(config: Path, generator: tuple[str, ...]) -> None:
-    result = train_here(config, *LORA, *generator, "run.steps=3", "eval.every_steps=0", "checkpoint.best_metric=null")
-    assert result.exit_code == 0, result.stderr
-    lines = metrics_of(config.parent / "runs" / "tiny")
-    assert [line["perf/compilations"] for line in lines[1:]] == [0, 0]
-    # The second and third steps draw from adapters that have moved.
-    assert all(0 < line["rollout/sampler_scorer_logprob_diff_max"] <= 1e-4 for line in lines)
-
-
 def test_workers_that_run_ahead_are_given_every_version_merged(config: Path) -> None:
-    ahead = (*SCHEDULED, "rollout.max_staleness=1", "eval.every_steps=0", "checkpoint.best_metric=null")
-    result = train_here(config, *LORA, *ahead, "run.steps=3")
+    every_step = ("checkpoint.every_steps=1", "checkpoint.keep=3", "logging.save_rollouts=true", *UNJUDGED)
+    result = train_here(config, *LORA, *ONE_WORKER, "rollout.max_staleness=1", *every_step, "run.steps=3")
     assert result.exit_code == 0, result.stderr
-    lines = metrics_of(config.parent / "runs" / "tiny")
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert lines[-1]["rollout/staleness_max"] <= 1
+    run = config.parent / "runs" / "tiny"
+    launch, learning = launched(config, *LORA, "algorithm.beta=0.05")
+    records = [r for step in (2, 3) for r in records_of(run / "rollouts" / f"step_{step:06d}.jsonl")]
+    for version in (1, 2):
+        drawn = [r for r in records if r["policy_version"] == version and len(set(r.get("policy_versions", ()))) <= 1]
+        if version == 1:
+            assert drawn
+        samples = [sample_from_record(record, where="") for record in drawn][:4]
+        policy = load_policy(SavedPolicy.open(run / "checkpoints" / str(version)), launch.session)
+        scored, _ = launch.session.score(policy, samples, "policy", cut=learning.cuts["reference"])
+        for sample in scored:
+            np.testing.assert_allclose(sample.policy_logprobs, sample.behavior_logprobs, atol=1e-4)
 
 
 def test_beside_adapters_a_critic_learns_with_all_its_weights(config: Path) -> None:
-    ppo = ("algorithm.name=ppo", "algorithm.beta=0.05", "critic.learning_rate=1e-2", "eval.every_steps=0")
-    result = train_here(config, *LORA, *ppo, "run.steps=2", "checkpoint.best_metric=null", "checkpoint.every_steps=1")
+    """The samples are drawn through slots."""
+    ppo = ("algorithm.name=ppo", "algorithm.beta=0.05", "critic.learning_rate=1e-2", SLOTS, *UNJUDGED)
+    result = train_here(config, *LORA, *ppo, "run.steps=3", "checkpoint.every_steps=1", "checkpoint.keep=3")
     assert result.exit_code == 0, result.stderr
-    states = [saved_state(config.parent / "runs" / "tiny", step) for step in (1, 2)]
-    matrices = [name for name in states[1] if states[1][name].ndim]
+    run = config.parent / "runs" / "tiny"
+    first, last = (saved_state(run, step) for step in (1, 3))
+    matrices = [name for name in last if last[name].ndim]
     policy = [name for name in matrices if name.startswith("['policy']")]
     critic = [name for name in matrices if name.startswith("['critic']")]
     assert len(policy) == 3 * NUM_ADAPTERS and len(critic) == 3 * 12
-    assert [name for name in policy if not name.endswith((f"['{DOWN}']", f"['{UP}']"))] == []
-    assert [name for name in (*policy, *critic) if np.array_equal(states[0][name], states[1][name])] == []
+    assert all(name.endswith((f"['{DOWN}']", f"['{UP}']")) for name in policy)
+    assert [name for name in (*policy, *critic) if np.array_equal(first[name], last[name])] == []
+    lines = metrics_of(run)
+    assert [line["perf/compilations"] for line in lines[1:]] == [0, 0]
+    # The second and third step draw from adapters that have moved.
+    assert all(0 < line["rollout/sampler_scorer_logprob_diff_max"] <= 1e-4 for line in lines)
 
 
 def test_the_table_of_memory_has_adapters_where_all_weights_were(config: Path) -> None:
-    mesh = ("mesh.shape=1,2,1", "mesh.cpu_devices=8")
+    mesh = ("mesh.shape=2,4,1",)
     report, full = (foreseen(config, "algorithm.beta=0.05", *mesh, *chosen) for chosen in (LORA, ()))
     launch, learning = launched(config, *LORA, "algorithm.beta=0.05", *mesh)
     session = launch.session
