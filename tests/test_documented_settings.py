@@ -84,7 +84,8 @@ def nothing_said(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 
 def is_default(field: str, stated: str, settings: Settings) -> bool:
     """By the schema, or once derived."""
-    value = plain_scalar(stated.strip("`"))
+    text = stated.strip("`")
+    value = tuple(text[1:-1].split(", ")) if text.startswith("[") else plain_scalar(text)
     return value in (FIELDS[field].get_default(), value_of(settings, field))
 
 

@@ -27,6 +27,12 @@ RESULTS = Path(__file__).resolve().parent / "results" / "recipe_memory.json"
 ONE_DEVICE = "v6e-1"
 SLICES = {"v5e_8": "v5e-8", "v6e_8": "v6e-8", "v4_16": "v4-16"}
 """By the end of a preset's name."""
+VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "gsm8k_qwen2_5_0_5b_gpu": (("rollout.slots=64",),),
+    "gsm8k_qwen2_5_1_5b_gpu": (("rollout.slots=64",), ("rollout.slots=64", "model.lora.rank=32")),
+    "gsm8k_ppo": (("rollout.slots=64",),),
+}
+"""What the runbooks change of a preset, beside the preset as it is."""
 GRPO = "import sys; from cli import main; sys.exit(main())"
 
 
@@ -42,25 +48,26 @@ def slice_of(preset: str) -> str:
     return next((place for end, place in SLICES.items() if preset.endswith(end)), ONE_DEVICE)
 
 
-def inspected(preset: str, model: str) -> dict[str, Any]:
+def inspected(preset: str, model: str, changes: tuple[str, ...]) -> dict[str, Any]:
     """Bytes of each phase, of the fullest one, and of a checkpoint."""
     place = slice_of(preset)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(QWEN2_5[model]))
-        overrides = [f"--set=model.path={folder}", f"--set=mesh.pretend={place}"]
+        overrides = [f"--set={one}" for one in (f"model.path={folder}", f"mesh.pretend={place}", *changes)]
         command = [sys.executable, "-c", GRPO, "inspect-mesh", "--config", preset, *overrides, "--json"]
         told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    networks = 2 if load(preset, [], {}).settings.has_critic else 1
+    chosen = load(preset, list(changes), {}).settings
     return {
         "preset": preset,
+        "changes": changes,
         "model": model,
         "devices": "one GPU" if place == ONE_DEVICE else place,
         "phases": {phase: sum(held.values()) for phase, held in told["memory"].items()},
         "peak_phase": told["peak_phase"],
         "peak_bytes": told["peak_bytes"],
         "memory_bytes": None if place == ONE_DEVICE else told["topology"]["memory_bytes"],
-        # Float32 weights and two moments; the head of a critic is not counted.
-        "checkpoint_bytes": networks * 12 * told["num_parameters"],
+        # Float32 weights and two moments; the head of a critic is not counted, and adapters alone are far smaller.
+        "checkpoint_bytes": None if chosen.model.lora.rank else (1 + chosen.has_critic) * 12 * told["num_parameters"],
     }
 
 
@@ -69,14 +76,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     found = []
-    for preset, model in recipes().items():
-        one = inspected(preset, model)
+    wanted = [
+        (preset, model, changes) for preset, model in recipes().items() for changes in ((), *VARIANTS.get(preset, ()))
+    ]
+    for preset, model, changes in wanted:
+        one = inspected(preset, model, changes)
         found.append(one)
         phases = ", ".join(f"{phase} {size / 2**30:.1f}" for phase, size in one["phases"].items())
         there = f" of {one['memory_bytes'] / 2**30:.0f}" if one["memory_bytes"] else ""
+        saved = f"; checkpoint {one['checkpoint_bytes'] / 2**30:.1f}" if one["checkpoint_bytes"] else ""
         print(
-            f"{preset:<28}{one['devices']:<9}peak {one['peak_bytes'] / 2**30:.1f}{there} GiB ({one['peak_phase']}); "
-            f"{phases}; checkpoint {one['checkpoint_bytes'] / 2**30:.1f}",
+            f"{' '.join((preset, *changes)):<60}{one['devices']:<9}peak {one['peak_bytes'] / 2**30:.1f}{there} GiB "
+            f"({one['peak_phase']}); {phases}{saved}",
             flush=True,
         )
     record = {"date": datetime.now(UTC).date().isoformat(), "recipes": found}

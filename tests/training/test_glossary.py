@@ -12,19 +12,20 @@ from tests.tiny_directory import write_reward_model
 from tests.training.program import REPOSITORY, metrics_of, train_here
 from tests.training.test_ahead import SCHEDULED
 
-PLACEHOLDERS = {"<function>": r"[^/]+", "<name>": r"[^/]+", "<n>": r"\d+"}
+PLACEHOLDERS = {"<function>": r"[^/]+", "<name>": r"[^/]+", "<n>": r"\d+", "<k>": r"\d+"}
 
 
 @pytest.fixture
 def judged_by_plug_in(config: Path, tmp_path: Path) -> Path:
     """The run directory of a step of PPO with a reward model beside a function that gives a further number, sampled by
-    scheduled workers that run ahead, and corrected."""
+    scheduled workers that run ahead, and corrected; evaluated by several samples a prompt."""
     model = f"reward.model={write_reward_model(tmp_path / 'judge')}"
     (config.parent / "judge.py").write_text("def judge(completion): return {'score': 1.0, 'length': len(completion)}\n")
-    functions = f"reward.functions=['{config.parent / 'judge.py'}:judge']"
+    functions = f"reward.functions=[arithmetic, '{config.parent / 'judge.py'}:judge']"
+    held_out = ("eval.every_steps=1", "eval.num_samples=2", "eval.temperature=1")
     credit = ("algorithm.name=ppo", "algorithm.beta=0.1", "algorithm.kl_target=0.1", "algorithm.correction=truncate")
     result = train_here(
-        config, functions, model, *credit, *SCHEDULED, "rollout.max_staleness=1", "run.steps=1", "eval.every_steps=0"
+        config, functions, model, *credit, *SCHEDULED, "rollout.max_staleness=1", "run.steps=1", *held_out
     )
     assert result.exit_code == 0, result.stderr
     return config.parent / "runs" / "tiny"
