@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,12 +97,12 @@ def test_adapters_beside_the_kernels_are_foreseen_in_memory_and_work(config: Pat
 
 
 def test_workers_far_away_decode_with_the_adapters_that_they_are_sent(config: Path) -> None:
-    remote = pytest.importorskip("app.rollout.ray_worker", reason="Ray is not installed: pip install 'grpo[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'grpo[ray]'")
     session = opened(config, BFLOAT16, *SCHEDULED, "rollout.mode=fast", "rollout.pool=ray")
     assert session.workers is not None
     sent = session.engine.weights(session.whole(session.untrained()))
-    for worker in session.workers.workers:
-        assert isinstance(worker, remote.RemoteWorker)
+    workers: Any = session.workers.workers
+    for worker in workers:
         there = DecoderDefinition.of(worker.plan.architecture, lora=worker.plan.lora)
         assert there.shapes == session.input.adapted.shapes
         assert jax.tree.structure(worker.engine.programs.abstract_weights) == jax.tree.structure(sent)
