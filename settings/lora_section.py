@@ -42,7 +42,8 @@ class LoRA(Section):
         ge=0,
         le=MAX_RANK,
         description="Rank of the adapters that learn while the model's own weights stay; 8 to 64 are usual. All "
-        "weights learn when null or 0. Adapters take 10 to 100 times the `optimizer.learning_rate` of all weights.",
+        "weights learn when null or 0. Adapters take 10 to 100 times the `optimizer.learning_rate` of all weights. A "
+        "critic has none and learns with all its weights.",
     )
     alpha: float = Field(default=16.0, gt=0, description="What an adapter adds is multiplied by alpha / rank.")
     targets: Annotated[

@@ -133,9 +133,9 @@ def launch_notes(settings: Settings, session: Session) -> tuple[str, ...]:
     """The arithmetic of a step over several hosts, weights that tp leaves whole, and what moves them at every token."""
     mesh, rollout = session.mesh, settings.rollout
     notes = (
-        *adapter_lines(session.input),
+        *adapter_lines(session.input, has_critic=settings.has_critic),
         *whole_dims(mesh, session.input.architecture),
-        *placement_lines(settings, session.input.definition, mesh),
+        *placement_lines(settings, session.engine.definition, mesh),
     )
     if num_hosts(mesh) == 1:
         return notes
