@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +92,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
     result = train_here(write_config(folder, TINY, tiny_model))
     assert result.exit_code == 0, result.stderr
     return folder / "runs" / "tiny"
+
+
+@pytest.fixture
+def loose(finished: Path, tmp_path: Path) -> Path:
+    """The samples of that run's first step, in a file that is not a run's."""
+    return Path(shutil.copy(finished / "rollouts" / "step_000001.jsonl", tmp_path / "samples.jsonl"))
 
 
 @pytest.fixture(scope="session")
