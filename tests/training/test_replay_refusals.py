@@ -45,7 +45,6 @@ def without_its_end(record: dict[str, Any]) -> None:
         ),
         (lambda r: r.pop("behavior_logprobs"), r":1: missing behavior_logprobs"),
         (spoilt("group_id", 0), r":5: group_id 0 has samples of prompts .+ and .+; number groups apart"),
-        (spoilt("sample_index", 1), r":2: group_id 0 has sample_index 1 twice; number its samples apart"),
         (
             without_its_end,
             r"\d+ samples have finish_reason `stop`, and none of them ends with a token that ends an answer",
@@ -53,7 +52,7 @@ def without_its_end(record: dict[str, Any]) -> None:
         (spoilt("prompt_token_ids", [1] * 17), r"has 17 tokens, more than data\.max_prompt_length = 16"),
         (lambda r: r.update(answer=None, reward=None), r"--from-rollouts: .*no answer"),
     ],
-    ids=["vocabulary", "text", "logprobs", "groups", "twice", "ends", "length", "answer"],
+    ids=["vocabulary", "text", "logprobs", "groups", "ends", "length", "answer"],
 )
 def test_samples_that_cannot_be_learned_from_are_refused(
     loose: Path, config: Path, change: Callable[[dict[str, Any]], object], message: str
@@ -76,6 +75,13 @@ def test_samples_that_cannot_be_learned_from_are_refused(
 def test_a_file_without_samples_is_refused(loose: Path, config: Path, content: str | None, message: str) -> None:
     loose.unlink() if content is None else loose.write_text(content)
     assert_refused(train_on(loose, config), f"--from-rollouts: .*{message}", config.parent / "runs")
+
+
+def test_a_sample_that_is_there_twice_is_refused(loose: Path, config: Path) -> None:
+    first, *others = loose.read_text().splitlines(keepends=True)
+    loose.write_text("".join([first, *others[:3], first, *others[3:]]))
+    message = r"samples\.jsonl:5: group_id 0 has sample_index 0 twice; number its samples apart"
+    assert_refused(train_on(loose, config), message, config.parent / "runs")
 
 
 def test_groups_that_are_too_many_or_too_large_are_refused(loose: Path, config: Path) -> None:
