@@ -1,4 +1,4 @@
-"""Samples and checkpoints that cannot be learned from: one clear error, exit code 2, and no run directory."""
+"""What a replay refuses before any device work."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ def spoilt(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
     return lambda record: record.update({name: value})
 
 
+def without_its_end(record: dict[str, Any]) -> None:
+    """As where answers end with another token."""
+    if record["finish_reason"] == "stop":
+        for name in ("completion_token_ids", "behavior_logprobs", "advantages"):
+            record[name] = record[name][:-1]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -28,11 +35,15 @@ def spoilt(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
             r":1: completion_token_ids read '.*' with the .*, and completion is 'other'",
         ),
         (lambda r: r.pop("behavior_logprobs"), r":1: missing behavior_logprobs"),
-        (spoilt("group_id", 0), r"holds 1 groups, and a step has rollout\.prompts_per_step = 4; set .* to 1"),
+        (spoilt("group_id", 0), r":5: group_id 0 has samples of prompts .+ and .+; number groups apart"),
+        (
+            without_its_end,
+            r"\d+ samples have finish_reason `stop`, and none of them ends with a token that ends an answer",
+        ),
         (spoilt("prompt_token_ids", [1] * 17), r"has 17 tokens, more than data\.max_prompt_length = 16"),
         (lambda r: r.update(answer=None, reward=None), r"--from-rollouts: .*no answer"),
     ],
-    ids=["vocabulary", "text", "logprobs", "groups", "length", "answer"],
+    ids=["vocabulary", "text", "logprobs", "groups", "ends", "length", "answer"],
 )
 def test_samples_that_cannot_be_learned_from_are_refused(
     loose: Path, config: Path, change: Callable[[dict[str, Any]], object], message: str
@@ -57,7 +68,17 @@ def test_a_file_without_samples_is_refused(loose: Path, config: Path, content: s
     assert_refused(train_on(loose, config), f"--from-rollouts: .*{message}", config.parent / "runs")
 
 
-def test_a_group_that_is_too_large_is_refused(loose: Path, config: Path) -> None:
+def test_a_sample_that_is_there_twice_is_refused(loose: Path, config: Path) -> None:
+    first, *others = loose.read_text().splitlines(keepends=True)
+    loose.write_text("".join([first, *others[:3], first, *others[3:]]))
+    message = r"samples\.jsonl:5: group_id 0 has sample_index 0 twice; number its samples apart"
+    assert_refused(train_on(loose, config), message, config.parent / "runs")
+
+
+def test_groups_that_are_too_many_or_too_large_are_refused(loose: Path, config: Path) -> None:
+    many = train_on(loose, config, "rollout.prompts_per_step=2")
+    message = r"holds 4 groups, and a step has rollout\.prompts_per_step = 2; set .* to 4"
+    assert_refused(many, message, config.parent / "runs")
     few = train_on(loose, config, "rollout.group_size=3")
     assert_refused(few, r"a group of 4 samples, more than rollout\.group_size = 3; set it to 4", config.parent / "runs")
 
@@ -78,7 +99,9 @@ def test_steps_that_are_missing_are_told_with_the_way_out(uninterrupted: Path, t
     shutil.copy(uninterrupted / "settings.yaml", source)
     step_file(source, 3).unlink()
     none = tmp_path / "runs"
-    assert_refused(replay(source, none), "has no samples of step 3; lower run.steps to end before it", none)
+    assert_refused(replay(source, none), "has no samples of step 3; lower run.steps to end before it\n", none)
+    falling = replay(source, none, "optimizer.schedule=cosine")
+    assert_refused(falling, r"to end before it \(optimizer\.schedule: cosine then falls faster\)", none)
     for step in (1, 2):
         step_file(source, step).unlink()
     assert_refused(replay(source, none), r"no samples of step 1; its first step is 4: start with --checkpoint", none)
