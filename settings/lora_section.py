@@ -32,7 +32,7 @@ def _target(value: str) -> str:
     if value not in TARGETS:
         near = difflib.get_close_matches(value, TARGETS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"matches no weight{hint} Known: {', '.join(TARGETS)}")
+        raise ValueError(f"matches no weight{hint} (known: {', '.join(TARGETS)})")
     return value
 
 
