@@ -111,7 +111,9 @@ def test_steps_that_are_missing_are_told_with_the_way_out(uninterrupted: Path, t
     assert_refused(late, "ends with step 12, and --checkpoint is after step 12", none)
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert_refused(replay(empty, none), r"holds no step_<number>\.jsonl", none)
+    assert_refused(replay(empty, none), r"--from-rollouts: no settings\.yaml of a run is in", none)
+    of_run = ["--config", uninterrupted / "settings.yaml"]
+    assert_refused(replay(empty, none, options=of_run), r"holds no step_<number>\.jsonl", none)
 
 
 def test_a_checkpoint_of_something_else_is_refused(
