@@ -64,10 +64,10 @@ def under_its_run(
 def config_of_run(places: Mapping[str, Path | None]) -> str | None:
     """The settings that a run has written beside a checkpoint or a file of samples, or in the run's own folder.
 
-    None where nothing is there: that is for whoever reads it to tell.
+    None for a file of no run, which any settings may read, and where nothing is there: for whoever reads it to tell.
 
     Raises:
-        InputError: something is there, but no settings. The defaults would pass for the run's.
+        InputError: a folder that should be a run's has no settings. The defaults would pass for the run's.
     """
     given = {option: path.expanduser().resolve() for option, path in places.items() if path is not None}
     for path in given.values():
@@ -76,7 +76,7 @@ def config_of_run(places: Mapping[str, Path | None]) -> str | None:
             if (file := folder / "settings.yaml").is_file():
                 return str(file)
     for option, path in given.items():
-        if path.exists():
+        if path.is_dir():
             raise InputError(
                 f"{option}: no settings.yaml of a run is in {path} or beside it, so its settings are not known; name "
                 "a run's folder or what is in it, or give --config"

@@ -140,7 +140,7 @@ def test_the_reference_is_the_model_without_its_adapters_and_no_copy(run: Path, 
     session = launch.session
     state = RunState(learning.policy.initial_state(session.untrained()))
     reference = open_reference(state, Progress(step=0, position=0, fingerprints={}), session)
-    assert reference is session.frozen
+    assert reference is not None and reference is session.frozen
     trained = load_policy(SavedPolicy.open(run), session)
     frozen = session.input.adapted.frozen(trained)
     assert all(a is b for a, b in zip(jax.tree.leaves(frozen), jax.tree.leaves(reference), strict=True))
@@ -153,11 +153,12 @@ def test_the_reference_is_the_model_without_its_adapters_and_no_copy(run: Path, 
     policy, _ = session.score(trained, samples, "policy", cut=cut)
     plain, _ = bare.session.score(merged(trained, session.input.adapted.lora), samples, "policy", cut=cut)
     for one, other, adapted, as_merged in zip(scored, expected, policy, plain, strict=True):
-        np.testing.assert_array_equal(one.reference_logprobs, other.reference_logprobs)
-        np.testing.assert_allclose(adapted.policy_logprobs, as_merged.policy_logprobs, atol=1e-5)
-    assert (
-        max(np.abs(a.policy_logprobs - b.reference_logprobs).max() for a, b in zip(policy, scored, strict=True)) > 1e-3
-    )
+        np.testing.assert_array_equal(*map(np.asarray, (one.reference_logprobs, other.reference_logprobs)))
+        np.testing.assert_allclose(*map(np.asarray, (adapted.policy_logprobs, as_merged.policy_logprobs)), atol=1e-5)
+    moved = [
+        np.asarray(a.policy_logprobs) - np.asarray(b.reference_logprobs) for a, b in zip(policy, scored, strict=True)
+    ]
+    assert max(np.abs(one).max() for one in moved) > 1e-3
 
 
 def test_workers_that_run_ahead_are_given_every_version_merged(config: Path) -> None:
@@ -175,7 +176,7 @@ def test_workers_that_run_ahead_are_given_every_version_merged(config: Path) -> 
         policy = load_policy(SavedPolicy.open(run / "checkpoints" / str(version)), launch.session)
         scored, _ = launch.session.score(policy, samples, "policy", cut=learning.cuts["reference"])
         for sample in scored:
-            np.testing.assert_allclose(sample.policy_logprobs, sample.behavior_logprobs, atol=1e-4)
+            np.testing.assert_allclose(np.asarray(sample.policy_logprobs), sample.behavior_logprobs, atol=1e-4)
 
 
 def test_beside_adapters_a_critic_learns_with_all_its_weights(config: Path) -> None:
