@@ -44,6 +44,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         OSError: `path` exists.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # A program that was killed may have had this number, in a container always the same one.
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         yield partial

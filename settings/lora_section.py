@@ -32,7 +32,7 @@ def _target(value: str) -> str:
     if value not in TARGETS:
         near = difflib.get_close_matches(value, TARGETS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"matches no weight{hint} Known: {', '.join(TARGETS)}")
+        raise ValueError(f"matches no weight{hint} (known: {', '.join(TARGETS)})")
     return value
 
 
@@ -42,7 +42,8 @@ class LoRA(Section):
         ge=0,
         le=MAX_RANK,
         description="Rank of the adapters that learn while the model's own weights stay; 8 to 64 are usual. All "
-        "weights learn when null or 0. Adapters take 10 to 100 times the `optimizer.learning_rate` of all weights.",
+        "weights learn when null or 0. Adapters take 10 to 100 times the `optimizer.learning_rate` of all weights. A "
+        "critic has none and learns with all its weights.",
     )
     alpha: float = Field(default=16.0, gt=0, description="What an adapter adds is multiplied by alpha / rank.")
     targets: Annotated[

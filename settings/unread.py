@@ -17,6 +17,7 @@ from settings.lora_section import MAX_RANK
 from settings.resolve import Resolved
 
 ESTIMATOR, CORRECTION, RANK = "algorithm.estimator", "algorithm.correction", "model.lora.rank"
+LEARNING_RATE = "optimizer.learning_rate"
 CREDITING_TOKENS = WITH_CRITIC | {"reinforce_plus_plus"}
 """Values of `algorithm.estimator` that credit each token."""
 
@@ -76,12 +77,21 @@ def said_after_the_choice(resolved: Resolved) -> str | None:
 
 
 def launch_lines(resolved: Resolved) -> tuple[str, ...]:
-    """What is told at a launch: what the algorithm's name changes, and the settings that have no effect."""
+    """What is told at a launch: what the algorithm's name changes, settings without effect, and a rate for others."""
     unread: dict[str, list[str]] = {}
     for field in _unread(resolved):
         unread.setdefault(resolved.named(_chosen(resolved, field)), []).append(resolved.named(field))
     lines = [f"no effect under {chosen}: {', '.join(fields)}" for chosen, fields in unread.items()]
-    return tuple(line for line in (resolved.algorithm_changes, *lines) if line)
+    return tuple(line for line in (resolved.algorithm_changes, *lines, *_slow_adapters(resolved)) if line)
+
+
+def _slow_adapters(resolved: Resolved) -> Iterator[str]:
+    """What the rate that suits all weights does to adapters, where nobody has chosen it for them."""
+    if resolved.settings.model.lora.rank and resolved.provenance[LEARNING_RATE] == "default":
+        yield (
+            f"{resolved.named(LEARNING_RATE)} suits training of all weights and hardly moves adapters "
+            f"({resolved.named(RANK)}); 10 to 100 times that is usual"
+        )
 
 
 def adapters_left_out(resolved: Resolved) -> tuple[str, ...]:

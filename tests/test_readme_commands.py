@@ -2,7 +2,8 @@
 
 Every line of a ```bash block counts. A script must exist and parse. A `grpo` command, also one that a script launches
 elsewhere (behind `--`), runs with `--print-config` added, which resolves its settings and stops, or with `--help` where
-a verb takes no settings, or `--compare` does not; with `--help` or `--version` it runs as it is.
+a verb takes no settings, or `--compare` does not; with `--help` or `--version` it runs as it is. What it resolves must
+also pass what its verb checks before it starts.
 """
 
 from __future__ import annotations
@@ -17,15 +18,39 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.main import get_group
 from typer.testing import CliRunner
 
 import cli
+from settings import InputError, load
+from settings.checks import (
+    check_for_dry_run,
+    check_for_evaluation,
+    check_for_inspection,
+    check_for_mesh,
+    check_for_rollout,
+    check_for_score,
+    check_for_simulation,
+    check_for_train,
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     path for pattern in ("README.md", "CONTRIBUTING.md", "sops/**/*.md") for path in sorted(REPOSITORY.glob(pattern))
 ]
 WITHOUT_SETTINGS = {"report"}
+CHECKS = {
+    "train": check_for_train,
+    "evaluate": check_for_evaluation,
+    "rollout": check_for_rollout,
+    "score": check_for_score,
+    "gae": check_for_mesh,
+    "inspect-mesh": check_for_inspection,
+    "export": check_for_mesh,
+    "doctor": check_for_mesh,
+}
+OTHERWISE = {"dry_run": check_for_dry_run, "simulate": check_for_simulation, "plan": check_for_mesh}
+"""Options under which a verb checks something else."""
 CONSOLE_SCRIPT = "import sys; from cli import main; sys.exit(main())"
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 SHELL_OPERATOR = re.compile(r"\d?[<>|&;]")
@@ -47,6 +72,14 @@ def words_and_environment(command: str) -> tuple[list[str], dict[str, str]]:
     while words and ASSIGNMENT.match(words[0]):
         name, _, environment[name] = words.pop(0).partition("=")
     return words, environment
+
+
+def check_settings(words: list[str], environment: dict[str, str]) -> None:
+    """Raises InputError where the command would stop at its settings, past `--print-config`."""
+    _, verb, *arguments = words
+    options = get_group(cli.app).commands[verb].make_context(verb, arguments).params
+    check = next((check for option, check in OTHERWISE.items() if options.get(option)), CHECKS[verb])
+    check(load(options["config"], options["overrides"] or [], environment))
 
 
 COMMANDS = [
@@ -71,13 +104,20 @@ def test_command_works_as_written(command: str, monkeypatch: pytest.MonkeyPatch)
         words = words[words.index("--") + 1 :]
     if words[0].split("/")[-1] != "grpo":
         return
+    monkeypatch.chdir(REPOSITORY)
     if not {"--help", "--version", "--print-config"} & set(words):
         takes_none = words[1] in WITHOUT_SETTINGS or "--compare" in words
+        if not takes_none:
+            check_settings(words, environment)
         words.append("--help" if takes_none else "--print-config")
-    monkeypatch.chdir(REPOSITORY)
     answer = CliRunner().invoke(cli.app, words[1:], prog_name="grpo", env=environment)
     assert answer.exit_code == 0, answer.stderr
     assert answer.stdout
+
+
+def test_settings_that_stop_a_verb_are_found_though_print_config_shows_them() -> None:
+    with pytest.raises(InputError, match=r"set eval\.temperature above 0"):
+        check_settings(["grpo", "evaluate", "--set", "eval.num_samples=8"], {})
 
 
 def test_commands_are_found_in_bash_blocks_only() -> None:

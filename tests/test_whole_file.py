@@ -87,3 +87,12 @@ def test_a_folder_that_is_not_finished_leaves_nothing(tmp_path: Path, fails: boo
         (tmp_path / "new").mkdir()
     left = [] if fails else [tmp_path / "new"]
     assert list(tmp_path.iterdir()) == left and not any(path for one in left for path in one.iterdir())
+
+
+def test_what_a_killed_program_of_the_same_number_left_is_no_obstacle(tmp_path: Path) -> None:
+    left = tmp_path / f".new.{os.getpid()}.partial"
+    left.mkdir()
+    (left / "half").write_text("of another")
+    with new_folder(tmp_path / "new") as folder:
+        (folder / "a").write_text("a")
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["new", "new/a"]

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -42,14 +42,46 @@ def resolve(
     return resolved
 
 
-def config_of_run(path: Path | None) -> str | None:
-    """The settings that a run has written beside a checkpoint or a file of samples, or in the run's own folder."""
-    if path is None:
-        return None
-    resolved = path.expanduser().resolve()
-    # <run>, <run>/checkpoints, <run>/checkpoints/<step> and <run>/rollouts/<file> at the most.
-    beside = (folder / "settings.yaml" for folder in (resolved, *resolved.parents[:2]))
-    return next((str(file) for file in beside if file.is_file()), None)
+def under_its_run(
+    config: str | None, overrides: list[str] | None, places: Mapping[str, Path | None]
+) -> tuple[str | None, list[str] | None]:
+    """`--config` and `--set`: where no file is named, the run's own, but for how its hosts found each other.
+
+    Args:
+        places: option -> a checkpoint, samples or a folder of the run. The first that has settings decides.
+
+    Raises:
+        InputError: nobody knows the settings of what is there.
+    """
+    own = config_of_run(places) if config is None else None
+    if own is None:
+        return config, overrides
+    from settings.of_run import freed
+
+    return own, [*(overrides or []), *freed(own, overrides or [], os.environ)]
+
+
+def config_of_run(places: Mapping[str, Path | None]) -> str | None:
+    """The settings that a run has written beside a checkpoint or a file of samples, or in the run's own folder.
+
+    None where nothing is there: that is for whoever reads it to tell.
+
+    Raises:
+        InputError: something is there, but no settings. The defaults would pass for the run's.
+    """
+    given = {option: path.expanduser().resolve() for option, path in places.items() if path is not None}
+    for path in given.values():
+        # <run>, <run>/checkpoints, <run>/checkpoints/<step> and <run>/rollouts/<file> at the most.
+        for folder in (path, *path.parents[:2]):
+            if (file := folder / "settings.yaml").is_file():
+                return str(file)
+    for option, path in given.items():
+        if path.exists():
+            raise InputError(
+                f"{option}: no settings.yaml of a run is in {path} or beside it, so its settings are not known; name "
+                "a run's folder or what is in it, or give --config"
+            )
+    return None
 
 
 def required(path: Path | None, option: str) -> Path:

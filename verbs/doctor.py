@@ -18,7 +18,7 @@ def doctor(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Look at all that a run of these settings needs, before a long one. Fetches and writes nothing."""
+    """Look at all that a run of these settings needs, before a long one. Fetches nothing and leaves nothing behind."""
     with errors_for_people(debug):
         # What else is amiss with the settings is one of the findings.
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)

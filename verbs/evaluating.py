@@ -10,7 +10,8 @@ import typer
 
 from settings import InputError
 from settings.checks import check_for_evaluation
-from verbs.answering import config_of_run, errors_for_people, json_text, resolve, write
+from settings.unread import adapters_left_out
+from verbs.answering import errors_for_people, json_text, resolve, tell, under_its_run, write
 from verbs.options import AsJson, Config, Debug, Overrides, PrintConfig
 
 
@@ -64,8 +65,10 @@ def evaluate(
         else:
             if picture is not None:
                 raise InputError("--picture goes with --compare BEFORE.jsonl AFTER.jsonl")
-            of_run = config_of_run(checkpoint) if config is None else config
-            resolved = resolve(of_run, overrides, print_config=print_config, check=check_for_evaluation)
+            config, overrides = under_its_run(config, overrides, {"--checkpoint": checkpoint})
+            resolved = resolve(config, overrides, print_config=print_config, check=check_for_evaluation)
+            if checkpoint is None:
+                tell(adapters_left_out(resolved))
             from app.training.evaluate_model import evaluate_model
 
             found = evaluate_model(resolved, checkpoint=checkpoint, out=out)

@@ -42,7 +42,7 @@ def export(
     Adapters are merged into the model's weights, unless --adapter asks for them alone.
     """
     with errors_for_people(debug):
-        config = config or config_of_run(checkpoint)
+        config = config or config_of_run({"--checkpoint": checkpoint})
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
         checkpoint, out = required(checkpoint, "--checkpoint"), required(out, "--out")
         from app.training import export as room

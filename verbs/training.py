@@ -12,8 +12,7 @@ import typer
 from settings import InputError, load
 from settings.checks import check_for_dry_run, check_for_train
 from settings.layers import NO_FLAGS, Flags
-from settings.of_run import freed
-from verbs.answering import config_of_run, errors_for_people, json_text, resolve, write
+from verbs.answering import errors_for_people, json_text, resolve, under_its_run, write
 from verbs.options import Config, Debug, Overrides, PrintConfig
 
 if TYPE_CHECKING:
@@ -59,10 +58,10 @@ def train(
         if checkpoint is not None and from_rollouts is None:
             raise InputError("--checkpoint goes with --from-rollouts; a run is continued with --resume")
         check = check_for_dry_run if dry_run else check_for_train
-        flags = NO_FLAGS
-        if config is None and (own := config_of_run(from_rollouts) or config_of_run(checkpoint)) is not None:
-            config, overrides = own, [*(overrides or []), *freed(own, overrides or [], os.environ)]
-            flags = _name_of_replay(own, overrides)
+        named = config
+        places = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
+        config, overrides = under_its_run(named, overrides, places)
+        flags = NO_FLAGS if config == named else _name_of_replay(config, overrides)
         resolved = resolve(config, overrides, flags=flags, print_config=print_config, check=check)
         if dry_run:
             from app.training.dry_run import look_ahead
@@ -77,9 +76,9 @@ def train(
     raise typer.Exit(code)
 
 
-def _name_of_replay(config: str, overrides: list[str]) -> Flags:
+def _name_of_replay(config: str | None, overrides: list[str] | None) -> Flags:
     """Of a run under another one's settings: the name there is taken, unless somebody has said another."""
-    resolved = load(config, overrides, os.environ)
+    resolved = load(config, overrides or [], os.environ)
     if not resolved.provenance["run.name"].startswith("yaml:"):
         return NO_FLAGS
     return {"--from-rollouts": ("run.name", f"{resolved.settings.run.name}-replay")}

@@ -49,7 +49,9 @@ class LoRA:
         return self if projection in self.projections else None
 
     def to_text(self) -> str:
-        return f"rank {self.rank}, alpha {self.alpha:g}, {' '.join(self.projections)}"
+        # In full: what is rounded alike here would pass for the same adapters.
+        alpha = repr(float(self.alpha)).removesuffix(".0")
+        return f"rank {self.rank}, alpha {alpha}, {' '.join(self.projections)}"
 
 
 def joined(trained: Tree, frozen: Tree | None) -> Tree:

@@ -50,7 +50,8 @@ class Comparison:
     rows: Sequence[PairedRow]
     num_better: int
     num_worse: int
-    """Prompts whose accuracy rose and fell."""
+    num_alike: int
+    """Prompts whose accuracy rose, fell and stayed. The others have none before or after."""
     test: str
     p_value: float
     notes: Sequence[str]
@@ -76,10 +77,6 @@ class Comparison:
             "p": self.p_value,
             "notes": [*self.notes],
         }
-
-    @property
-    def num_alike(self) -> int:
-        return self.num_prompts - self.num_better - self.num_worse
 
     @property
     def verdict(self) -> str:
@@ -112,7 +109,7 @@ class Comparison:
         if value is None:
             return "–"
         scale, unit = (100.0, " pp") if figure_text(row.name, 0.0, by_plug_in=self.by_plug_in)[-1] == "%" else (1.0, "")
-        places = "+.1f" if unit or not self.by_plug_in else "+.3g"
+        places = "+.0f" if row.name.endswith("_count") else "+.1f" if unit or not self.by_plug_in else "+.3g"
         reach = "" if interval is None else " [" + ", ".join(f"{scale * end:{places}}" for end in interval) + "]"
         return f"{scale * value:{places}}{unit}{reach}"
 

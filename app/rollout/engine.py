@@ -87,7 +87,7 @@ class Engine:
         prefill_length_min: smallest prompt bucket, in tokens.
         max_length_total: no prompt and completion are longer together: the top of the cache's ladder.
         decode_layout: where the weights lie meanwhile; see `DecodeWeights`.
-        merge: the weights of a policy with adapters -> those of `definition`; None without adapters.
+        merge: the weights of a policy with adapters -> those of `definition`; None where these are the policy's own.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Engine:
         self.max_length_total = max_length_total
         self.tally = Tally()
         self.asked_to_stop: AskedToStop = never
-        self._definition = definition
+        self.definition = definition
         self._dtype = dtype
         self._decode_layout: DecodeLayout = decode_layout
         self._eos_ids = np.asarray(eos_ids, np.int32)
@@ -241,7 +241,7 @@ class Engine:
     def footprint(self, shape: BatchShape) -> Footprint:
         """What `generate` holds, over all hosts. Traces its programs and compiles none of them."""
         hosts = num_hosts(self.mesh)
-        weights = abstract_decode_weights(self._definition, self.mesh, self._dtype, self._decode_layout)
+        weights = abstract_decode_weights(self.definition, self.mesh, self._dtype, self._decode_layout)
         of_prompts: Any = jax.ShapeDtypeStruct((shape.num_prompts * hosts,), jnp.int32)
         of_rows: Any = jax.ShapeDtypeStruct((shape.num_rows * hosts,), jnp.int32)
         ids = jax.ShapeDtypeStruct((*of_prompts.shape, shape.prompt_length), jnp.int32)
@@ -253,7 +253,7 @@ class Engine:
 
     def lowered(self, shape: BatchShape, *, truncates: bool) -> dict[str, Lowered]:
         """The programs of `generate`, for shapes with shardings."""
-        hosts, dim = num_hosts(self.mesh), self._definition.architecture.model_dim
+        hosts, dim = num_hosts(self.mesh), self.definition.architecture.model_dim
         held, rows = self.footprint(shape), row_sharding(self.mesh)
         num_prompts, num_rows = shape.num_prompts * hosts, shape.num_rows * hosts
 

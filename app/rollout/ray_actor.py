@@ -25,6 +25,7 @@ from app.mesh import topology
 from app.mesh.placement import num_row_shards
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition
+from app.policy.lora import LoRA
 from app.program_facts import DRAWING, program_facts
 from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules
@@ -69,6 +70,8 @@ class SlotPlan:
     """Of JAX: whose devices are used, and no others."""
     matmul_precision: str | None
     """Of JAX, as in the process that trains."""
+    lora: LoRA | None = None
+    """Adapters that stay beside the kernels while decoding."""
 
 
 class Incoming(NamedTuple):
@@ -126,7 +129,7 @@ class SlotActor:
         mesh = topology.make_mesh(MeshSettings(shape=f"1,-1,{plan.tp}"))
         _check_rows(plan, num_row_shards(mesh))
         engine = SlotEngine(
-            DecoderDefinition.of(plan.architecture),
+            DecoderDefinition.of(plan.architecture, lora=plan.lora),
             mesh,
             plan.shapes,
             eos_ids=plan.eos_ids,

@@ -69,6 +69,7 @@ def open_actors(
             tp=mesh.shape["tp"],
             platforms=JAX_PLATFORMS.get(platform, platform),
             matmul_precision="highest" if dtype == jnp.float32 else None,
+            lora=definition.lora,
         )
         engine = SlotEngine(definition, mesh, shapes, eos_ids=tokenizer.eos_ids, dtype=dtype, exact=exact)
         workers += [

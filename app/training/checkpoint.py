@@ -33,6 +33,9 @@ BEST = "best"
 CHECKSUMS = "checksums"
 """Beside the progress of a checkpoint: path of an array -> its checksum."""
 
+OLDER = "was written by an older version; finish that run with that version, or start another run.name"
+"""Of a checkpoint that has no checksum of each array."""
+
 OTHER_ARRAYS = "its arrays are not those that were saved"
 
 SPOKEN = ("model.lora",)
@@ -142,12 +145,15 @@ class Checkpoints:
 
         Raises:
             InputError: the run was started with something else than `fingerprints`, hosts see different
-                checkpoints, or there are checkpoints and none can be read. Nothing has been moved by then.
+                checkpoints, an older version wrote them, or there are some and none can be read. Nothing has been
+                moved by then.
         """
         steps = self._agreed_steps()
         records = {step: self._read(step, progress=ocp.args.JsonRestore()) for step in steps}
         sound = {step: record for step, record in records.items() if record is not None}
         for step, record in sound.items():
+            if CHECKSUMS not in record:
+                raise InputError(f"--resume: {self._directory / str(step)} {OLDER}")
             check_fingerprints(record["fingerprints"], fingerprints)
             self._policy.note(step, record.get("evaluation"))
         while sound:

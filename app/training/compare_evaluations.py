@@ -10,13 +10,14 @@ import numpy as np
 
 from app.flow import Prompt, Sample
 from app.jsonl import check_distinct, read_jsonl
-from app.report.intervals import mean_interval, sign_test
+from app.report.intervals import Measured, mean_interval, sign_test
 from app.report.paired import Comparison, PairedRow, check_picture, is_told, write_picture
 from app.reward.tasks import check_answers, is_task_reward
 from app.sample_records import sample_from_record
 from app.training.evaluation_figures import (
     ACCURACY,
     DIFFICULTY,
+    ERROR_COUNT,
     OTHER_VALUES,
     Table,
     accuracy_at,
@@ -29,6 +30,7 @@ from app.training.evaluation_subject import (
     CHECKPOINT,
     JUDGE,
     JUDGES_FILE,
+    JUDGES_FUNCTION,
     MODEL,
     PROMPTS,
     Subject,
@@ -92,9 +94,10 @@ def compare_evaluations(before: Path, after: Path, *, picture: Path | None) -> C
         rows=_rows(first, second, *tables),
         num_better=better,
         num_worse=worse,
+        num_alike=int((change == 0).sum()),
         test="exact McNemar test" if right_or_wrong else "exact sign test over prompts",
         p_value=sign_test(better, worse),
-        notes=[*_notes(first, second)],
+        notes=[*_unjudged(change), *_notes(first, second)],
     )
     if picture is not None:
         write_picture(picture, comparison)
@@ -145,11 +148,15 @@ def _judge_of(path: Path, subject: Subject | None, groups: Mapping[str, Sequence
 def _check_comparable(first: Evaluated, second: Evaluated) -> None:
     """Raises InputError where they are not of the same questions, or not judged alike."""
     both = f"{first.path} and {second.path}"
-    facts = [one.subject.facts.get(JUDGES_FILE) if one.subject else None for one in (first, second)]
     if first.judge != second.judge:
         raise InputError(f"--compare: {both} are not judged alike: by {first.judge}, and by {second.judge}")
-    if first.subject and second.subject and facts[0] != facts[1]:
-        raise InputError(f"--compare: {both} are not judged alike: the file of {first.judge} has changed in between")
+    if first.subject and second.subject:
+        for name, how in ((JUDGES_FUNCTION, "is another function"), (JUDGES_FILE, "is in a file that has changed")):
+            was, now = (one.facts.get(name) for one in (first.subject, second.subject))
+            if was != now:
+                raise InputError(
+                    f"--compare: {both} are not judged alike: {first.judge} {how}: {name} was {was}, and is {now}"
+                )
     only = [[uid for uid in one.groups if uid not in other.groups] for one, other in ((first, second), (second, first))]
     if only[0] or only[1]:
         raise InputError(
@@ -175,8 +182,15 @@ def _rows(first: Evaluated, second: Evaluated, before: Table, after: Table) -> l
             continue
         measured = all(one[name].value is not None for one in figures)
         change = (after[column] - before[column])[where] if measured else np.zeros(0)
-        rows.append(PairedRow(name, figures[0][name], figures[1][name], mean_figure(change, mean_interval)))
+        # Failures are counted over all prompts, everything else is a mean over them.
+        counted = Measured(float(change.sum()), None) if name == ERROR_COUNT else mean_figure(change, mean_interval)
+        rows.append(PairedRow(name, figures[0][name], figures[1][name], counted))
     return rows
+
+
+def _unjudged(change: np.ndarray) -> Iterator[str]:
+    if num_unknown := int(np.isnan(change).sum()):
+        yield f"{num_unknown} of the prompts have no value in one of the files, and are neither better, worse nor alike"
 
 
 def _notes(first: Evaluated, second: Evaluated) -> Iterator[str]:

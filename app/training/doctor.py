@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from app.mesh.placement import abstract, bytes_over_hosts, bytes_per_device, max
 from app.program_facts import lower_bounds
 from app.prompts.dataset import Dataset
 from app.training.agreement import agree, check_shared, prompts_digest
+from app.training.all_hosts import together
 from app.training.findings import RUN_TIME, Diagnosis, Finding, Findings
 from app.training.joining import joined_hosts
 from app.training.launch import check_session, facts_of_files, launch_notes
@@ -77,6 +78,9 @@ from settings.unread import launch_lines
 
 Data = TypeVar("Data")
 
+MOST_START_S = 20
+"""Seconds that hosts wait for each other here, at most."""
+
 MOST_ROWS = 2000
 """That become tokens: of more data sets the first."""
 CACHED = "cached"
@@ -102,12 +106,16 @@ class Read:
 
 
 def examine(resolved: Resolved) -> Diagnosis:
-    """Looks at everything that a launch looks at, and tries each room once. Fetches, claims and writes nothing.
+    """Looks at everything that a launch looks at, and tries each room once.
 
-    Several hosts look together, and all have the same diagnosis.
+    It fetches and claims nothing, and leaves nothing behind. Several hosts look together and have the same diagnosis.
     """
     start, settings = time.perf_counter(), resolved.settings
-    look, run, sources = Findings(), RunDirectory.of(settings.run), hub_sources(settings)
+    look, run = Findings(), RunDirectory.of(settings.run)
+    with suppress(InputError):
+        # What a run goes on with. A record that cannot be read is told of with the run's directory.
+        settings = pinned(settings, run)
+    sources = hub_sources(settings)
     key = os.environ.get(WANDB_KEY)
     of_hub = ask_hub(sources)
     of_wandb = Inquiry(lambda: ask_wandb(key)) if key and asks_wandb(settings) else None
@@ -116,8 +124,7 @@ def examine(resolved: Resolved) -> Diagnosis:
         _look_at_settings(look, resolved)
         look_at_versions(look, lower_bounds())
         with look.looking_at("run directory"):
-            _look_at_directory(look, run)
-            settings = pinned(settings, run)
+            _look_at_directory(look, run, settings)
         look_at_wandb(look, settings, of_wandb)
         read = _read(look, settings, sources, of_hub)
         seen, writes = None, None
@@ -138,7 +145,11 @@ def examine(resolved: Resolved) -> Diagnosis:
 def _join(look: Findings, settings: Settings, run: RunDirectory, stack: ExitStack) -> bool:
     """Whether there are devices to try anything on; they are those of all hosts then."""
     with look.looking_at("devices"):
-        stack.enter_context(joined_hosts(settings, out=run.path.with_name(f"{run.path.name}.doctor")))
+        # A launch may wait for slow machines; whoever only looks wants to hear which one is not there.
+        patience_s = min(settings.mesh.start_timeout_s, MOST_START_S)
+        mesh = settings.mesh.model_copy(update={"start_timeout_s": patience_s})
+        hurried = settings.model_copy(update={"mesh": mesh})
+        stack.enter_context(joined_hosts(hurried, out=run.path.with_name(f"{run.path.name}.doctor")))
         devices = topology.devices(settings.mesh)
         memory = device_memory_bytes()
         found = (
@@ -161,8 +172,9 @@ def _look_at_settings(look: Findings, resolved: Resolved) -> None:
         look.ok("settings", "\n".join(launch_lines(resolved)) or "they go together")
 
 
-def _look_at_directory(look: Findings, run: RunDirectory) -> None:
+def _look_at_directory(look: Findings, run: RunDirectory, settings: Settings) -> None:
     check_claim(run, "auto")
+    pinned(settings, run)
     if run.is_occupied or run.has_checkpoint:
         steps = f"checkpoints of steps {', '.join(map(str, sorted(run.checkpoint_steps)))}" * run.has_checkpoint
         advice = "continue it with --resume auto, or choose another run.name"
@@ -273,16 +285,18 @@ def _open(look: Findings, resolved: Resolved, run: RunDirectory, read: Read, sta
     """The mesh, with everything on it that a launch would put there. All hosts call it together."""
     settings = resolved.settings
     if jax.process_count() > 1:
+        agreed = False
         with look.looking_at("hosts"):
-            facts = facts_of_files(settings, run)
-            if read.model is not None and read.dataset is not None and read.is_whole(settings):
-                facts |= fingerprints_of(
-                    read.model, fingerprints_of_data(settings, read.dataset), read.critic, read.reward_model
-                )
-                facts["the evaluation prompts"] = prompts_digest(read.held_out)
+            with together():
+                facts = _facts(settings, run, read)
             agree(resolved, facts)
             check_shared(run)
+            agreed = True
             look.ok("hosts", "they have the same settings, code, packages and files, and see one run directory")
+        if not agreed:
+            # Programs of hosts that differ would wait for each other for ever.
+            look.skip("mesh", "since the hosts differ")
+            return None
     if read.model is None or (settings.has_critic and read.critic is None):
         look.skip("mesh", "for want of a model")
         return None
@@ -293,6 +307,16 @@ def _open(look: Findings, resolved: Resolved, run: RunDirectory, read: Read, sta
         axes = ", ".join(f"{axis} {size}" for axis, size in session.mesh.shape.items())
         look.ok("mesh", "\n".join((axes, *launch_notes(settings, session))))
     return session
+
+
+def _facts(settings: Settings, run: RunDirectory, read: Read) -> dict[str, str]:
+    """What this host has of what hosts must have in common."""
+    facts = facts_of_files(settings, run)
+    if read.model is not None and read.dataset is not None and read.is_whole(settings):
+        of_data = fingerprints_of_data(settings, read.dataset)
+        facts |= fingerprints_of(read.model, of_data, read.critic, read.reward_model)
+        facts["the evaluation prompts"] = prompts_digest(read.held_out)
+    return facts
 
 
 def _look_at_memory(look: Findings, session: Session, read: Read) -> Writes | None:

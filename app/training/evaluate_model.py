@@ -25,7 +25,16 @@ from app.training.all_hosts import as_lines, host_run, lines_to_first_host, toge
 from app.training.evaluate import evaluation_figures, sampled
 from app.training.evaluation_file import Asked, OfPlaces, Part, read_parts, read_result, remove_parts
 from app.training.evaluation_report import EvaluationReport
-from app.training.evaluation_subject import CHECKPOINT, JUDGE, JUDGES_FILE, MODEL, PROMPTS, Subject, write_subject
+from app.training.evaluation_subject import (
+    CHECKPOINT,
+    JUDGE,
+    JUDGES_FILE,
+    JUDGES_FUNCTION,
+    MODEL,
+    PROMPTS,
+    Subject,
+    write_subject,
+)
 from app.training.failures import check_rewards
 from app.training.joining import Entered, getting_on, joined_hosts, wait_for_others
 from app.training.model_input import ModelInput, check_context, read_model_input
@@ -37,6 +46,7 @@ from app.training.session import Session
 from app.training.training_input import held_out_columns, read_held_out
 from app.training.watchdog import WAIT
 from settings import Resolved, Settings
+from settings.reward_section import RewardFunction
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,9 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
     read = read_evaluation_input(resolved.settings, checkpoint)
     with ExitStack() as stack:
         entered = stack.enter_context(joined_hosts(read.settings, out=out or Path("evaluation")))
-        agree(resolved, {name: str(value) for name, value in read.subject.facts.items()})
+        facts = {name: str(value) for name, value in read.subject.facts.items()}
+        # Only those that write meet in what writing takes.
+        agree(resolved, {**facts, "--out": "not given" if out is None else "given"})
         start = time.perf_counter()
         judged = _already_judged(read, out)
         if judged is None:
@@ -101,7 +113,9 @@ def read_evaluation_input(settings: Settings, checkpoint: Path | None) -> Evalua
         saved = SavedPolicy.open(checkpoint)
         settings = pinned(settings, saved.run)
     model = read_model_input(settings)
-    if saved is not None:
+    if saved is None:
+        model = model.bare
+    else:
         saved.check(model)
     check_context(model.architecture, settings, path=settings.model.path)
     prompts, encoding = read_held_out(settings, model.tokenizer)
@@ -117,6 +131,7 @@ def _subject_of(settings: Settings, model: ModelInput, saved: SavedPolicy | None
         CHECKPOINT: "none" if saved is None else f"step {saved.step}, {_digest(saved)}",
         PROMPTS: prompts_digest(prompts),
         JUDGE: judge_of(settings.reward),
+        JUDGES_FUNCTION: _name_of(settings.reward.functions[0]),
         JUDGES_FILE: next(iter(digests.values()), None),
         "eval.num_samples": evaluation.num_samples,
         "eval.temperature": evaluation.temperature,
@@ -128,6 +143,12 @@ def _subject_of(settings: Settings, model: ModelInput, saved: SavedPolicy | None
     source = data.eval_source or data.source
     where = f"{source} ({data.eval_split})" if source.startswith(("builtin:", "hf:")) else source
     return Subject(settings.model.path, None if saved is None else saved.step, where, facts)
+
+
+def _name_of(judge: RewardFunction) -> str | None:
+    """Of a plug-in's function: in its file, whose content is another fact, or with the module. None: it is built in."""
+    place, _, function = (judge.function or "").rpartition(":")
+    return function if place.endswith(".py") else judge.function
 
 
 def _digest(saved: SavedPolicy) -> str:
@@ -143,7 +164,13 @@ def _already_judged(read: EvaluationInput, out: Path | None) -> Sequence[Sample]
             found = read_result(out, read.subject, read.asked)
     samples = [sample for place in sorted(found) for sample in found[place]]
     is_whole = len(found) == len(read.prompts) and all(sample.rewards is not None for sample in samples)
-    return samples if max_over_hosts(np.asarray(is_whole)) else None
+    if not max_over_hosts(np.asarray(is_whole)):
+        return None
+    if out is not None:
+        # What a kill between the last two steps of `_write` leaves.
+        with together():
+            remove_parts(out)
+    return samples
 
 
 def _judged(read: EvaluationInput, out: Path | None, stack: ExitStack, entered: Entered) -> Sequence[Sample]:

@@ -93,9 +93,8 @@ def figures_of(table: Table, *, num_samples: int) -> dict[str, Measured]:
     Accuracy is over the samples that the judge gave a value. Format is None where no built-in task judges: only they
     know what an answer should look like. So is pass@k where the judge gives other values than 0 and 1.
     """
-    of_shares = functools.partial(share_interval, num_samples=num_samples)
     graded = not table[OTHER_VALUES].any()
-    of_accuracy = of_shares if graded else mean_interval
+    of_accuracy = functools.partial(share_interval, num_samples=num_samples) if graded else mean_interval
     figures: dict[str, Measured] = {}
     for name, column in table.items():
         if name == ERROR_COUNT:
@@ -105,10 +104,18 @@ def figures_of(table: Table, *, num_samples: int) -> dict[str, Measured]:
         elif name.startswith(PASS_AT) and not graded:
             figures[name] = Measured(None, None)
         elif name not in (DIFFICULTY, OTHER_VALUES):
-            figures[name] = mean_figure(column, of_shares)
+            drawn = trials_of(name, num_samples)
+            figures[name] = mean_figure(column, functools.partial(share_interval, num_samples=drawn))
     for level in levels_of(table):
         figures[accuracy_at(level)] = mean_figure(table[ACCURACY][table[DIFFICULTY] == level], of_accuracy)
     return figures
+
+
+def trials_of(name: str, num_samples: int) -> int:
+    """How often a figure was tried on each prompt: a vote takes all samples, and drawing k of n goes n // k times."""
+    if name.startswith(MAJORITY_OF):
+        return 1
+    return num_samples // int(name.removeprefix(PASS_AT)) if name.startswith(PASS_AT) else num_samples
 
 
 def mean_figure(column: np.ndarray, interval_of: Callable[[np.ndarray], Interval | None]) -> Measured:

@@ -12,7 +12,8 @@ from app.whole_file import write_whole
 from settings.errors import InputError
 
 JUDGE, PROMPTS, MODEL, CHECKPOINT = "the judge", "the prompts", "the model's files", "the checkpoint"
-JUDGES_FILE = "the judge's file"
+JUDGES_FILE, JUDGES_FUNCTION = "the judge's file", "the judge's function"
+"""Of a plug-in. The file is known by its content, wherever it lies; what a module's name imports is not looked at."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,9 @@ def subject_from_json(text: bytes) -> Subject:
     """Raises ValueError where it says no such thing."""
     record = json.loads(text)
     try:
-        return Subject(str(record["model"]), record["step"], str(record["data"]), dict(record["facts"]))
+        subject = Subject(str(record["model"]), record["step"], str(record["data"]), dict(record["facts"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"no facts of an evaluation: {type(error).__name__}: {error}") from error
+    if not isinstance(subject.facts.get(JUDGE), str):
+        raise ValueError(f"no facts of an evaluation: they do not say {JUDGE}")
+    return subject

@@ -23,7 +23,7 @@ from app.training.model_input import adapter_lines
 from app.training.pinned_model import pinned
 from app.training.placement_lines import placement_lines
 from app.training.queues import check_runs_ahead
-from app.training.replay import Asked, run_of
+from app.training.replay import Asked, known_run
 from app.training.run_directory import Resume, RunDirectory, check_claim
 from app.training.session import Session
 from app.training.training_input import TrainingInput, read_training_input
@@ -92,7 +92,7 @@ def prepared(resolved: Resolved, *, resume: Resume, asked: Asked | None = None) 
 def _read(settings: Settings, run: RunDirectory, resume: Resume, asked: Asked | None) -> TrainingInput:
     check_claim(run, resume)
     # A hub model is at the commit that the run had, or the one that it replays.
-    known = run_of(asked.rollouts) if asked is not None and not run.model.is_file() else run
+    known = None if asked is None or run.model.is_file() else known_run(asked)
     return read_training_input(pinned(settings, known or run), asked)
 
 
@@ -133,9 +133,9 @@ def launch_notes(settings: Settings, session: Session) -> tuple[str, ...]:
     """The arithmetic of a step over several hosts, weights that tp leaves whole, and what moves them at every token."""
     mesh, rollout = session.mesh, settings.rollout
     notes = (
-        *adapter_lines(session.input),
+        *adapter_lines(session.input, has_critic=settings.has_critic),
         *whole_dims(mesh, session.input.architecture),
-        *placement_lines(settings, session.input.definition, mesh),
+        *placement_lines(settings, session.engine.definition, mesh),
     )
     if num_hosts(mesh) == 1:
         return notes

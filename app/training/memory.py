@@ -193,7 +193,7 @@ def memory_by_phase(
     if shapes.scores:
         passes = [scoring(session, role, plan) for role, plan in shapes.scores.items()]
         phases["score"] = _together({**always, **reference}, max(passes, key=lambda held: sum(held.values())))
-    if shapes.critic_update is not None:
+    if shapes.critic_update is not None and learning.critic:
         gradients = _gradients(learning.critic)
         phases["critic"] = _together(
             {**always, **gradients}, fullest_moment(critic_moments(session, shapes.critic_update))

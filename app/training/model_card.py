@@ -7,18 +7,21 @@ is told.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from app.policy.weight_files import BUILTIN_PREFIX
 from app.report.before_after import before_and_after
 from app.report.run_files import RunFiles
 from app.training.journal import WANDB_SECTIONS
 from app.training.model_input import ModelInput
+from app.training.run_directory import RunDirectory
 from app.training.saved_policy import SavedPolicy
-from settings import Resolved
+from settings import InputError, Resolved
 from settings.printing import from_yaml
 from settings.secrets import redacted
 
@@ -28,10 +31,18 @@ HUB_DATA_PREFIX = "hf:"
 
 KEY_SETTINGS = (
     "model.path", "model.revision", "model.dtype", "data.source", "data.system_prompt", "reward.functions",
-    "algorithm.name", "algorithm.beta", "optimizer.learning_rate", "model.lora.rank", "rollout.prompts_per_step",
-    "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "run.steps", "run.seed",
+    "algorithm.name", "algorithm.beta", "optimizer.learning_rate", "rollout.prompts_per_step", "rollout.group_size",
+    "rollout.max_new_tokens", "rollout.temperature", "run.steps", "run.seed",
 )  # fmt: skip
 """Told whether anybody set them or not."""
+
+RANK = "model.lora.rank"
+
+OF_ADAPTERS = (RANK, "model.lora.alpha", "model.lora.targets")
+"""Told of a run with adapters, and of no other."""
+
+NAMING_FILES = ("model.path", "data.source", "data.eval_source")
+"""What is neither built in nor of the hub is a path here, however it begins."""
 
 PRIVATE_SETTINGS = ("run.dir", "run.name")
 """In sections that are uploaded, and still this machine's own, or told elsewhere."""
@@ -75,19 +86,14 @@ ADAPTER = Form(
 
 
 def model_card(resolved: Resolved, saved: SavedPolicy, model: ModelInput, *, form: Form, dtype: str) -> str:
-    """The README.md of an export of this checkpoint.
-
-    Raises:
-        InputError: the run's metrics are damaged.
-    """
-    run = saved.run
-    # A checkpoint may have been carried away from its run.
-    files = RunFiles.read(run.path) if run.settings.is_file() and run.metrics.is_file() else None
+    """The README.md of an export of this checkpoint, without figures where the run's cannot be read."""
+    files = _files_of(saved.run)
     settings = {name: value for name, (value, _) in from_yaml(resolved.to_yaml().encode(), name="settings").items()}
     if files is not None:
         settings |= {name: value for name, (value, _) in files.settings.items()}
     hub_id = settings["model.path"] if model.files.commit is not None else None
     settings["model.revision"] = model.files.commit
+    settings |= {name: _last_name(settings[name]) for name in NAMING_FILES if name != "model.path" or hub_id is None}
     base = hub_id or model.files.name
     name = base.rpartition("/")[2].removeprefix("builtin:")
     parts = [
@@ -99,6 +105,17 @@ def model_card(resolved: Resolved, saved: SavedPolicy, model: ModelInput, *, for
         parts += ["## Before and after", *_figures(files, settings, step=saved.step)]
     parts += ["## Training", _settings_table(settings, files), "## Use", _use(form, settings)]
     return redacted("\n\n".join(parts) + "\n")
+
+
+def _files_of(run: RunDirectory) -> RunFiles | None:
+    """What the run left behind; None where the checkpoint was carried away from it, or it cannot be read."""
+    if not (run.settings.is_file() and run.metrics.is_file()):
+        return None
+    try:
+        return RunFiles.read(run.path)
+    except InputError as error:
+        print(f"note: the model card tells no figures of the run: {error}", file=sys.stderr)
+        return None
 
 
 def front_matter(form: Form, hub_id: str | None, source: str) -> str:
@@ -121,7 +138,7 @@ def front_matter(form: Form, hub_id: str | None, source: str) -> str:
 def _origin(saved: SavedPolicy, settings: Mapping[str, Any], form: Form, *, base: str, dtype: str) -> str:
     rounding = "in float32" if dtype == "float32" else f"rounded once to {dtype}"
     return (
-        f"`{base}`, trained with the algorithm `{settings['algorithm.name']}` on `{_shown(settings['data.source'])}`: "
+        f"`{base}`, trained with the algorithm `{settings['algorithm.name']}` on `{settings['data.source']}`: "
         f"step {saved.step} of the run `{settings['run.name']}`, written by `grpo export`. {form.says}, {rounding}."
     )
 
@@ -132,9 +149,12 @@ def _figures(files: RunFiles, settings: Mapping[str, Any], *, step: int) -> list
     header = found.header or ("", "first", "last")
     lines = [_table(header, found.rows)] if found.rows else ["Nothing was measured up to this step."]
     if found.header:
+        most, num_samples = settings["eval.num_prompts"], settings.get("eval.num_samples", 1)
+        prompts = "All held-out prompts" if most is None else f"{most} held-out prompts at most"
         lines.append(
-            f"{settings['eval.num_prompts']} held-out prompts at most, one answer each at temperature "
-            f"{settings['eval.temperature']}, of `{_shown(settings['data.eval_source'])}`."
+            f"{prompts} of `{settings['data.eval_source'] or settings['data.source']}`, "
+            f"{'one answer' if num_samples == 1 else f'{num_samples} answers'} each at temperature "
+            f"{settings['eval.temperature']}."
         )
     return lines
 
@@ -142,9 +162,12 @@ def _figures(files: RunFiles, settings: Mapping[str, Any], *, step: int) -> list
 def _settings_table(settings: Mapping[str, Any], files: RunFiles | None) -> str:
     """The key settings, and all that somebody has set to something else than the default."""
     chosen = {one.name for one in files.chosen_settings() if one.origin != "derived"} if files else set()
+    told = {*KEY_SETTINGS, *(name for name in chosen if name not in OF_ADAPTERS)}
+    if settings.get(RANK):
+        told |= {*OF_ADAPTERS}
     public = (name for name in settings if name.partition(".")[0] in WANDB_SECTIONS and name not in PRIVATE_SETTINGS)
-    told = {name: _shown(settings[name]) for name in public if name in chosen or name in KEY_SETTINGS}
-    rows = [(f"`{name}`", f"`{json.dumps(value, ensure_ascii=False)}`") for name, value in told.items()]
+    values = {name: _shown(settings[name]) for name in public if name in told}
+    rows = [(f"`{name}`", f"`{json.dumps(value, ensure_ascii=False)}`") for name, value in values.items()]
     return _table(("setting", "value"), rows)
 
 
@@ -172,4 +195,11 @@ def _shown(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_shown(item) for item in value]
     is_local = isinstance(value, str) and value.startswith(("/", "~", "./", "../"))
-    return value.rstrip("/").rpartition("/")[2] if is_local else value
+    return _last_name(value) if is_local else value
+
+
+def _last_name(source: Any) -> Any:
+    """Of a path; what is built in or of the hub, or nothing at all, stays as it is."""
+    if not isinstance(source, str) or source.startswith((HUB_DATA_PREFIX, BUILTIN_PREFIX)):
+        return source
+    return source.rstrip("/").rpartition("/")[2]

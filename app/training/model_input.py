@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
+
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, ValueDecoder
 from app.policy.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
@@ -28,7 +30,7 @@ class ModelInput:
     files: ModelFiles
     architecture: Architecture
     definition: DecoderDefinition
-    """Of its own weights: what decodes, and what a reference is."""
+    """Of its own weights: what a reference is."""
     tokenizer: Tokenizer
     adapted: DecoderDefinition
     """What learns: the same with the adapters of `model.lora`, `definition` itself without them."""
@@ -37,6 +39,15 @@ class ModelInput:
     def adapters(self) -> dict[str, str]:
         """What a run that goes on must have in common with its checkpoints; nothing without adapters."""
         return {} if self.adapted.lora is None else {ADAPTERS: self.adapted.lora.to_text()}
+
+    def decoded(self, dtype: jnp.dtype) -> DecoderDefinition:
+        """What generates in a compute type: in float32 the model's own network, adapters merged into its kernels.
+
+        Rounded to bfloat16, W + (alpha / rank) A B would lose all of A B that is below the last bit of W: for many
+        steps most of it, and the sampler would stay where it began while the policy moves on. There adapters stay
+        beside the kernels, as they are trained and scored.
+        """
+        return self.definition if dtype == jnp.float32 else self.adapted
 
     @property
     def bare(self) -> ModelInput:
@@ -130,15 +141,16 @@ def _check_embedding(tokenizer: Tokenizer, architecture: Architecture) -> None:
         )
 
 
-def adapter_lines(model: ModelInput) -> tuple[str, ...]:
+def adapter_lines(model: ModelInput, *, has_critic: bool) -> tuple[str, ...]:
     """How much of the model learns, where that is not all of it."""
     definition = model.adapted
     if definition.lora is None:
         return ()
     learn, there = definition.num_trained, definition.num_parameters
+    critic = "; the critic learns with all its weights" if has_critic else ""
     return (
         f"{ADAPTERS}: {learn:,} weights learn ({definition.lora.to_text()}), {learn / there:.2%} of {there:,}; the "
-        f"{there - learn:,} of {model.files.name} stay as they are",
+        f"{there - learn:,} of {model.files.name} stay as they are{critic}",
     )
 
 

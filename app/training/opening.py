@@ -31,6 +31,8 @@ def open_checkpoints(launch: Launch, learning: Learning) -> Checkpoints:
 def open_state(checkpoints: Checkpoints, launch: Launch, learning: Learning) -> tuple[RunState, Progress]:
     """The newest good checkpoint's state, that of --checkpoint, or the models' own weights with fresh moments."""
     algorithm = launch.resolved.settings.algorithm
+    # Loaded now: in the first step it would count as that step's time and compilations.
+    _ = launch.session.frozen
     replay = launch.input.replay
     per_step = launch.resolved.settings.rollout.prompts_per_step * jax.process_count()
     fingerprints = {**launch.input.fingerprints, "rollout.prompts_per_step over all hosts": str(per_step)}

@@ -84,7 +84,7 @@ def _lowered(
     learners = {"critic": (learning.critic, shapes.critic_update), "update": (learning.policy, shapes.update)}
     for phase, (learner, plan) in learners.items():
         if learner is not None and plan is not None:
-            for name, lowered in _update(session, learner, plan).items():
+            for name, lowered in update_programs(session, learner, plan).items():
                 yield phase, name, lowered, _foreseen(memory[phase]) if name == "gradients" else None
 
 
@@ -107,7 +107,8 @@ def _foreseen(held: Held) -> int:
     return sum(held.get(name, 0) for name in ("micro_batch_gradients", *WORKING_SET))
 
 
-def _update(session: Session, learner: Learner, plan: Plan) -> dict[str, Lowered]:
+def update_programs(session: Session, learner: Learner, plan: Plan) -> dict[str, Lowered]:
+    """Those of an optimizer step: the gradients of its fullest micro-batch, and the update."""
     batch = _on_mesh(session.mesh, learner.updater.pack((), _empty(plan), Totals(num_tokens=0, num_samples=0)))
     with jax.set_mesh(session.mesh):
         state = abstract(learner.shapes, learner.shardings)

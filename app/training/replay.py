@@ -11,37 +11,37 @@ and credit is estimated anew, under whatever settings. Any other file is the end
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-
-from app.flow import Prompt, Sample
-from app.jsonl import read_jsonl
-from app.report.run_files import sample_files
-from app.reward.saved import is_judged
+from app.flow import DROPPED, Prompt, Sample
 from app.reward.tasks import check_answers
-from app.sample_records import sample_from_record
 from app.training.model_input import CriticInput, ModelInput
+from app.training.pinned_model import pinned
 from app.training.refill import by_group
+from app.training.replay_files import (
+    CREDITED,
+    OPTION,
+    REWARDED,
+    ROLLOUTS,
+    SCORED,
+    Found,
+    StepFile,
+    check_groups,
+    check_unchanged,
+    chosen,
+    look,
+    naming_the_option,
+    samples_of,
+)
+from app.training.replay_lines import Source, lines_of
 from app.training.run_directory import RunDirectory
-from app.training.sample_file import check_tokens, stamp
 from app.training.saved_policy import SavedPolicy
 from settings import Settings, load
 from settings.errors import InputError
-
-OPTION = "--from-rollouts"
-ROLLOUTS = "rollouts"
-"""Where a run has its files."""
-SCORED = frozenset({"policy_logprobs", "reference_logprobs", "values"})
-"""Fields that the step's networks give anew."""
-REWARDED = frozenset({"reward", "rewards"})
-CREDITED = frozenset({"advantages", "returns"})
-SHOWN = 40
-"""Characters of a text in an error."""
 
 
 class Asked(NamedTuple):
@@ -50,30 +50,6 @@ class Asked(NamedTuple):
     rollouts: Path
     checkpoint: Path | None = None
     """What to start from, instead of the models' own weights."""
-
-
-class Found(NamedTuple):
-    """What every sample of a file has."""
-
-    rewards: bool
-    advantages: bool
-    returns: bool
-
-    def both(self, other: Found) -> Found:
-        return Found(*(one and another for one, another in zip(self, other, strict=True)))
-
-
-@dataclass(frozen=True)
-class StepFile:
-    """The samples of one step, checked."""
-
-    path: Path
-    stamp: tuple[int, ...]
-    digest: str
-    num_groups: int
-    largest_group: int
-    newest_version: int
-    found: Found
 
 
 @dataclass(frozen=True)
@@ -87,16 +63,25 @@ class Replay:
     """By step, from the first one on without a gap."""
     prompts: Sequence[Prompt]
     """Of all files, each once."""
+    source: RunDirectory | None
+    """The run that has written them; None: they are the end of a chain."""
     takes_rewards: bool
     takes_credit: bool
     report: str
     """For people: what is replayed, and what of it is taken."""
 
     @property
-    def fingerprint(self) -> str:
-        """Of the samples, and of the steps that they are for."""
+    def fingerprints(self) -> dict[str, str]:
+        """Of the samples and the steps that they are for, of what is taken of them, and of the state before them."""
         digests = " ".join(f"{step} {file.digest}" for step, file in self.files.items())
-        return hashlib.sha256(digests.encode()).hexdigest()
+        state = "none" if self.start is None else f"{self.start.step} {sorted(self.start.checksums.items())}"
+        return {
+            "the samples of --from-rollouts": hashlib.sha256(digests.encode()).hexdigest(),
+            "what is taken of the samples": (
+                f"rewards {self.takes_rewards}, credit {self.takes_credit}, masks {self.source is None}"
+            ),
+            "the checkpoint of --checkpoint": hashlib.sha256(state.encode()).hexdigest() if self.start else state,
+        }
 
     @property
     def record(self) -> dict[str, str]:
@@ -112,11 +97,13 @@ class Replay:
         """
         file = self.files[step]
         try:
-            samples = [sample for _, sample in _samples(file.path, left_out=self._left_out)]
+            samples = [sample for _, sample in samples_of(file.path, left_out=self._left_out)]
         except InputError:
-            _check_unchanged(file)
+            check_unchanged(file)
             raise
-        _check_unchanged(file)
+        check_unchanged(file)
+        if self.source is not None:
+            samples = [_for_another_filter(sample) for sample in samples]
         return [sample for group in by_group(samples) for sample in group]
 
     @property
@@ -125,14 +112,30 @@ class Replay:
         return SCORED | rewards | (frozenset() if self.takes_credit else CREDITED)
 
 
+def _for_another_filter(sample: Sample) -> Sample:
+    """In the loss again where the run's filter had left it out; the step's own leaves out what it would."""
+    if sample.mask.any() or sample.finish_reason.startswith(DROPPED):
+        return sample
+    return replace(sample, loss_mask=None)
+
+
 def run_of(path: Path) -> RunDirectory | None:
     """The run that has written samples: `path` is one of its files, their folder, or its own; None for other files."""
-    folder = path.expanduser().resolve()
-    if folder.is_file():
-        folder = folder.parent
-    run = RunDirectory(folder.parent if folder.name == ROLLOUTS else folder)
-    is_its_own = folder.name == ROLLOUTS or (folder / ROLLOUTS).is_dir()
+    path = path.expanduser().resolve()
+    if path.is_file():
+        folder, is_its_own = path.parent.parent, path.parent.name == ROLLOUTS
+    elif path.name == ROLLOUTS:
+        folder, is_its_own = path.parent, True
+    else:
+        folder, is_its_own = path, (path / ROLLOUTS).is_dir()
+    run = RunDirectory(folder)
     return run if is_its_own and run.is_occupied else None
+
+
+def known_run(asked: Asked) -> RunDirectory | None:
+    """The run whose models a replay has: that of the samples, or else of the checkpoint."""
+    run = run_of(asked.rollouts)
+    return SavedPolicy.open(asked.checkpoint).run if run is None and asked.checkpoint is not None else run
 
 
 def read_replay(
@@ -146,34 +149,41 @@ def read_replay(
     Raises:
         InputError: what cannot be replayed with this model and these settings, named.
     """
-    source = run_of(asked.rollouts)
-    if source is not None and source.path == into.path.resolve():
+    run = run_of(asked.rollouts)
+    if run is not None and run.path == into.path.resolve():
         raise InputError(f"run.name: {into.path} is what {OPTION} would replay; choose another run.name")
     start = None if asked.checkpoint is None else _open_start(asked.checkpoint, model, critic)
-    paths = _chosen(asked.rollouts, after=start.step if start else 0, steps=settings.run.steps)
+    paths = chosen(asked.rollouts, after=start.step if start else 0, settings=settings)
     files: dict[int, StepFile] = {}
     prompts: dict[tuple[str, bytes], Prompt] = {}
-    with _naming_the_option():
+    with naming_the_option():
         for step, path in paths.items():
-            files[step], those = _look(path, settings, model)
+            files[step], those = look(path, settings, model)
             prompts |= those
-            _check_groups(files[step], settings)
-    found = Found(True, True, True)
-    for file in files.values():
-        found = found.both(file.found)
-    had = load(str(source.settings), [], {}).settings if source else None
-    takes_rewards = found.rewards and (had is None or _rewards_alike(settings, had))
-    takes_credit = had is None and found.advantages and (found.returns or not settings.has_critic)
+            check_groups(files[step], settings)
+    found = reduce(Found.both, (file.found for file in files.values()))
+    source = None if run is None else _source(run)
+    # A hub model that both ask for in the same words is the commit that the run had.
+    asked_now = settings if run is None else pinned(settings, run)
+    takes_rewards = found.rewards and (source is None or _rewards_alike(asked_now, source.settings))
+    takes_credit = source is None and found.advantages and (found.returns or not settings.has_critic)
     if not takes_rewards:
-        with _naming_the_option():
+        with naming_the_option():
             check_answers(list(prompts.values()), [function.name for function in settings.reward.functions])
-    lines = [
-        _told_of_steps(asked, files, start),
-        _told_of_rewards(found, taken=takes_rewards),
-        _told_of_credit(is_chain=had is None, taken=takes_credit),
-        *_doubts(files, settings, had),
-    ]
-    return Replay(asked, start, files, tuple(prompts.values()), takes_rewards, takes_credit, report="\n".join(lines))
+    replay = Replay(asked, start, files, tuple(prompts.values()), run, takes_rewards, takes_credit, report="")
+    told = lines_of(files, found, asked_now, source, model, takes_rewards=takes_rewards, takes_credit=takes_credit)
+    return replace(replay, report="\n".join([_told_of_steps(asked, files, start), *told]))
+
+
+def _source(run: RunDirectory) -> Source:
+    """What a run had that has written samples."""
+    had = pinned(load(str(run.settings), [], {}).settings, run)
+    try:
+        tokenizer = SavedPolicy.open(run.path).progress.fingerprints.get("tokenizer")
+    except InputError:
+        # Nothing is started from there: it may have been deleted, or be written at this moment.
+        tokenizer = None
+    return Source(had, tokenizer)
 
 
 def _open_start(path: Path, model: ModelInput, critic: CriticInput | None) -> SavedPolicy:
@@ -188,116 +198,6 @@ def _open_start(path: Path, model: ModelInput, critic: CriticInput | None) -> Sa
     return start
 
 
-def _chosen(path: Path, *, after: int, steps: int) -> dict[int, Path]:
-    """The files by step, of those that follow `after` and that the run comes to. A single file is the next step."""
-    path = path.expanduser()
-    if path.is_file():
-        found = {after + 1: path}
-    elif path.is_dir():
-        found = sample_files(path / ROLLOUTS if (path / ROLLOUTS).is_dir() else path)
-    else:
-        problem = "is no file and no folder" if path.exists() else "does not exist"
-        raise InputError(f"{OPTION}: {path} {problem}; give a file of samples, or a run's folder")
-    if not found:
-        raise InputError(f"{OPTION}: {path} holds no step_<number>.jsonl; give a run's folder, or a file of samples")
-    wanted = range(after + 1, min(max(found), steps) + 1)
-    if not wanted:
-        if steps <= after:
-            raise InputError(f"run.steps: {steps}, so no step follows step {after} of --checkpoint; raise it")
-        raise InputError(f"{OPTION}: {path} ends with step {max(found)}, and --checkpoint is after step {after}")
-    missing = [step for step in wanted if step not in found]
-    if missing:
-        first = min(found)
-        way_out = (
-            f"; its first step is {first}: start with --checkpoint after step {first - 1}, or give one of its files"
-            if missing[0] < first
-            else "; lower run.steps to end before it"
-        )
-        raise InputError(f"{OPTION}: {path} has no samples of step {missing[0]}{way_out}")
-    return {step: found[step] for step in wanted}
-
-
-@contextmanager
-def _naming_the_option() -> Iterator[None]:
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{OPTION}: {error}") from error
-
-
-def _look(path: Path, settings: Settings, model: ModelInput) -> tuple[StepFile, dict[tuple[str, bytes], Prompt]]:
-    """A file, and its prompts."""
-    before, digest = stamp(path), hashlib.sha256(path.read_bytes()).hexdigest()
-    prompts: dict[tuple[str, bytes], Prompt] = {}
-    sizes: dict[int, int] = {}
-    found, newest = Found(True, True, True), 0
-    for where, sample in _samples(path, left_out=SCORED):
-        check_tokens(sample.prompt.token_ids, sample.completion_ids, model.architecture, where=where)
-        _check_text(sample, model, where)
-        _check_lengths(sample, settings, where)
-        prompts.setdefault((sample.prompt.uid, sample.prompt.token_ids.tobytes()), sample.prompt)
-        sizes[sample.group_id] = sizes.get(sample.group_id, 0) + 1
-        newest = max(newest, int(sample.token_versions.max(initial=0)))
-        found = found.both(Found(is_judged(sample), sample.advantages is not None, sample.returns is not None))
-    if not sizes:
-        raise InputError(f"{path} holds no samples")
-    file = StepFile(path, before, digest, len(sizes), max(sizes.values()), newest, found)
-    _check_unchanged(file)
-    return file, prompts
-
-
-def _samples(path: Path, *, left_out: frozenset[str]) -> Iterator[tuple[str, Sample]]:
-    """Where each stands, and the sample without some of its fields: what is not taken need not be right either."""
-    for line, record in read_jsonl(path):
-        where = f"{path}:{line}"
-        kept: dict[str, Any] = {name: value for name, value in record.items() if name not in left_out}
-        yield where, sample_from_record(kept, where=where)
-
-
-def _check_unchanged(file: StepFile) -> None:
-    if not file.path.exists() or stamp(file.path) != file.stamp:
-        raise InputError(f"{OPTION}: {file.path} has changed since the run began")
-
-
-def _check_text(sample: Sample, model: ModelInput, where: str) -> None:
-    text = model.tokenizer.decode(sample.completion_ids)
-    if text != sample.completion:
-        raise InputError(
-            f"{where}: completion_token_ids read {_short(text)} with the tokenizer of model.path, and completion is "
-            f"{_short(sample.completion)}: were they sampled with another tokenizer? Set model.path to that model"
-        )
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")
-
-
-def _check_lengths(sample: Sample, settings: Settings, where: str) -> None:
-    for name, ids, field, longest in (
-        ("prompt_token_ids", sample.prompt.token_ids, "data.max_prompt_length", settings.data.max_prompt_length),
-        ("completion_token_ids", sample.completion_ids, "rollout.max_new_tokens", settings.rollout.max_new_tokens),
-    ):
-        if len(ids) > longest:
-            raise InputError(f"{where}: {name} has {len(ids)} tokens, more than {field} = {longest}; raise that")
-
-
-def _check_groups(file: StepFile, settings: Settings) -> None:
-    """Whether a step under these settings can take the file's groups."""
-    own, hosts = settings.rollout.prompts_per_step, jax.process_count()
-    if file.num_groups != own * hosts:
-        each, rest = divmod(file.num_groups, hosts)
-        way_out = f"{hosts} hosts cannot share them out evenly" if rest else f"set rollout.prompts_per_step to {each}"
-        raise InputError(
-            f"{file.path} holds {file.num_groups} groups, and a step has rollout.prompts_per_step = {own}"
-            f"{f' on each of {hosts} hosts' if hosts > 1 else ''}; {way_out}"
-        )
-    if file.largest_group > settings.rollout.group_size:
-        raise InputError(
-            f"{file.path} has a group of {file.largest_group} samples, more than rollout.group_size = "
-            f"{settings.rollout.group_size}; set it to {file.largest_group}"
-        )
-
-
 def _rewards_alike(settings: Settings, had: Settings) -> bool:
     """Whether both give a sample the same reward."""
     penalises = settings.reward.overlong_buffer is not None
@@ -310,39 +210,3 @@ def _told_of_steps(asked: Asked, files: Mapping[int, StepFile], start: SavedPoli
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     whence = f", from the state of {start.path}" if start else ""
     return f"{OPTION}: {steps} on the samples of {asked.rollouts}{whence}; nothing is generated for them"
-
-
-def _told_of_rewards(found: Found, *, taken: bool) -> str:
-    if taken:
-        return "rewards: those of the samples"
-    why = "reward.* is not what the samples' run had" if found.rewards else "not every sample has one"
-    return f"rewards: judged anew, {why}"
-
-
-def _told_of_credit(*, is_chain: bool, taken: bool) -> str:
-    if taken:
-        return "advantages and returns: those of the samples; without these fields algorithm.* would decide"
-    return f"advantages: estimated anew{', not every sample has them' if is_chain else ''}"
-
-
-def _doubts(files: Mapping[int, StepFile], settings: Settings, had: Settings | None) -> Iterator[str]:
-    """What may not be meant."""
-    rollout = settings.rollout
-    first = min(files)
-    newest, staleness = files[first].newest_version, (had or settings).rollout.max_staleness
-    if not first - 1 - staleness <= newest <= first - 1:
-        yield (
-            f"the samples of step {first} were drawn by version {newest} of the policy, and it is at version "
-            f"{first - 1}: they are not its own (algorithm.correction weighs that)"
-        )
-    if had is not None and had.rollout.temperature != rollout.temperature:
-        yield (
-            f"rollout.temperature is {rollout.temperature}, and the samples were drawn at {had.rollout.temperature}: "
-            "their behavior_logprobs are at that"
-        )
-    smaller = [step for step, file in files.items() if file.largest_group < rollout.group_size]
-    if smaller:
-        yield (
-            f"groups have at most {files[smaller[0]].largest_group} samples in step {smaller[0]}, fewer than "
-            f"rollout.group_size = {rollout.group_size}"
-        )

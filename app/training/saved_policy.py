@@ -19,6 +19,7 @@ from app.policy.decoder import Params
 from app.training.checkpoint import (
     BEST,
     CHECKSUMS,
+    OLDER,
     OTHER_ARRAYS,
     Progress,
     checksum,
@@ -60,8 +61,12 @@ class SavedPolicy:
         record_file = folder / "progress" / "metadata"
         try:
             record = json.loads(record_file.read_text(encoding="utf-8"))
+            if CHECKSUMS not in record and {"step", "fingerprints"} <= record.keys():
+                raise InputError(f"{OPTION}: {folder} {OLDER}")
             sums = {name: int(value) for name, value in record[CHECKSUMS].items()}
             return cls(folder, progress_of(record), sums)
+        except InputError:
+            raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
                 f"{OPTION}: {folder} is damaged, or no checkpoint of this program ({type(error).__name__}: {error}); "

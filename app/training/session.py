@@ -90,9 +90,10 @@ class Session:
         if generates:
             check_decode_layout(settings, mesh)
         dtype, lora = compute_type(settings), model.adapted.lora
+        decoder = model.decoded(dtype)
         generates_on = mesh if settings.rollout.placement == "global" else host_island(mesh)
         engine = Engine(
-            model.definition,
+            decoder,
             generates_on,
             trained_on=mesh,
             eos_ids=model.tokenizer.eos_ids,
@@ -101,7 +102,7 @@ class Session:
             prefill_length_min=settings.rollout.prefill_length_min,
             max_length_total=settings.rollout.max_length_total,
             decode_layout=settings.rollout.decode_layout,
-            merge=None if lora is None else partial(merged, lora=lora),
+            merge=None if decoder is model.adapted else partial(merged, lora=lora),
         )
         score = partial(Scorer, mesh=mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
         scorer = reference_scorer = score(model.adapted)
@@ -110,8 +111,8 @@ class Session:
         valuer = None if critic is None else Critic(critic, Valuer(critic.definition, mesh, dtype=dtype))
         session = cls(settings, model, mesh, engine, scorer, reference_scorer, valuer)
         if generates:
-            session.slots = open_slots(settings, model.definition, model.tokenizer, generates_on, dtype=dtype)
-            session.workers = open_workers(settings, model.definition, model.tokenizer, mesh, dtype=dtype)
+            session.slots = open_slots(settings, decoder, model.tokenizer, generates_on, dtype=dtype)
+            session.workers = open_workers(settings, decoder, model.tokenizer, mesh, dtype=dtype)
         return session
 
     def close(self) -> None:

@@ -217,4 +217,4 @@ def fingerprints_of_data(settings: Settings, dataset: Dataset) -> dict[str, str]
 
 
 def _of_samples(replay: Replay) -> Source:
-    return Source(replay.prompts, replay.report, {"the samples of --from-rollouts": replay.fingerprint})
+    return Source(replay.prompts, replay.report, replay.fingerprints)

@@ -265,9 +265,9 @@ def wire_surrogate(algorithm: Algorithm) -> SurrogateLoss:
 def work_of(settings: Settings, session: Session, *, policy_learns: bool = True) -> Work:
     """What a step's tokens go through in policy, reference and critic."""
     algorithm, shares = settings.algorithm, settings.batching.share_prompts
-    decoder, policy = session.input.definition, session.input.adapted
+    model, policy = session.input.definition, session.input.adapted
     critic = session.critic.input.definition if session.critic else None
-    networks: Mapping[ScoredRole, DecoderDefinition | None] = {"policy": policy, "reference": decoder, "critic": critic}
+    networks: Mapping[ScoredRole, DecoderDefinition | None] = {"policy": policy, "reference": model, "critic": critic}
 
     def scoring(role: ScoredRole) -> Pass:
         definition = networks[role]
@@ -283,7 +283,7 @@ def work_of(settings: Settings, session: Session, *, policy_learns: bool = True)
     updates += [updating(critic, settings.critic)] if critic else []
     return Work(
         group_size=settings.rollout.group_size,
-        rollout=Pass(2 * decoder.num_parameters, shares_prompts=True),
+        rollout=Pass(2 * session.engine.definition.num_parameters, shares_prompts=True),
         passes=(*map(scoring, settings.scored_roles), *updates),
     )
 

@@ -175,3 +175,8 @@ def test_the_backward_pass_keeps_no_second_product_for_an_adapter(remat):
     with_adapters, without = map(kept, adapted(ODD, EVERYWHERE))
     assert without > 0
     assert with_adapters <= without
+
+
+def test_adapters_that_differ_in_any_digit_have_another_text():
+    assert LoRA(2, 16.0, ("q_proj",)).to_text() == "rank 2, alpha 16, q_proj"
+    assert LoRA(2, 16.0000001, ("q_proj",)).to_text() == "rank 2, alpha 16.0000001, q_proj"

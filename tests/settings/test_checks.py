@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from settings import InputError, Resolved, load
-from settings.checks import check_for_mesh, check_for_rollout, check_for_score, check_for_train
+from settings.checks import check_for_evaluation, check_for_mesh, check_for_rollout, check_for_score, check_for_train
 from settings.config_file import presets
 from settings.fields import FIELDS
 from settings.unread import launch_lines
@@ -345,3 +345,18 @@ def test_virtual_devices_are_of_a_cpu(resolve) -> None:
     check_for_mesh(resolve("mesh.cpu_devices=8", "mesh.platform=cpu"))
     message = refusal(check_for_mesh, resolve("mesh.cpu_devices=8", "mesh.platform=tpu"))
     assert "mesh.cpu_devices = 8 (from --set) is for CPU hosts, and mesh.platform = 'tpu' (from --set)" in message
+
+
+def test_greedy_samples_are_drawn_once_where_anything_is_evaluated() -> None:
+    several = ["eval.num_samples=4"]
+    for check in (check_for_train, check_for_evaluation):
+        message = refusal(check, load(None, several, {}))
+        assert message.startswith(
+            "eval.num_samples = 4 (from --set): eval.temperature = 0.0 (from the default) is greedy"
+        )
+        check(load(None, [*several, "eval.temperature=1"], {}))
+    check_for_train(load(None, [*several, "eval.every_steps=0"], {}))
+
+
+def test_a_model_is_evaluated_also_where_training_is_not() -> None:
+    check_for_evaluation(load(None, ["eval.every_steps=0", "rollout.group_size=1", "rollout.temperature=0"], {}))

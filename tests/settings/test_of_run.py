@@ -52,3 +52,31 @@ def test_a_run_of_several_hosts_is_the_base_of_one_on_a_single_host(tmp_path: Pa
     assert (mesh.coordinator_address, mesh.num_processes, mesh.process_id) == (None, None, None)
     # Whoever names them now is asked.
     assert freed(path, hosts, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "chosen"),
+    [
+        ((), ["rollout.max_new_tokens=64"]),
+        ((), ["rollout.prompts_per_step=8", "rollout.pool=local", "data.source=hf:openai/gsm8k:main"]),
+        (("score.max_tokens_per_device=2048",), ["score.max_tokens_per_device=1024"]),
+        ((), ["score.rows_per_device=2"]),
+        (("score.critic.rows_per_device=2",), ["algorithm.max_tokens_per_device=512"]),
+        (("algorithm.rows_per_device=4",), ["algorithm.rows_per_device=2"]),
+    ],
+    ids=["length", "sizes", "quota", "rows", "role", "critic"],
+)
+def test_what_nobody_has_set_follows_what_somebody_now_sets(
+    tmp_path: Path, before: tuple[str, ...], chosen: list[str]
+) -> None:
+    path = written(tmp_path, *before)
+    again = load(path, [*chosen, *freed(path, chosen, {})], {}).settings
+    kept = [one for one in before if one.partition("=")[0] not in "\n".join(chosen)]
+    assert again == load(None, [*kept, *chosen], {}).settings
+
+
+def test_a_role_s_own_quota_stays_where_that_of_scoring_changes(tmp_path: Path) -> None:
+    path = written(tmp_path, "score.max_tokens_per_device=2048", "score.reference.max_tokens_per_device=64")
+    chosen = ["score.max_tokens_per_device=1024"]
+    score = load(path, [*chosen, *freed(path, chosen, {})], {}).settings.score
+    assert (score.policy.max_tokens_per_device, score.reference.max_tokens_per_device) == (1024, 64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,10 @@ into a second epoch of the data."""
 
 NO_REPORT = "logging: {{report: false}}\n"
 """Two seconds of drawing that most tests have no use for."""
+
+
+LORA = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "v_proj", "mlp"]}
+"""Of the run in which adapters learn."""
 
 
 @pytest.fixture(scope="session")
@@ -89,6 +94,23 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
     """The run directory of the smallest run, finished. Not to be written to."""
     folder = tmp_path_factory.mktemp("finished")
     result = train_here(write_config(folder, TINY, tiny_model))
+    assert result.exit_code == 0, result.stderr
+    return folder / "runs" / "tiny"
+
+
+@pytest.fixture
+def loose(finished: Path, tmp_path: Path) -> Path:
+    """The samples of a step, in a file that is not a run's."""
+    return Path(shutil.copy(finished / "rollouts" / "step_000001.jsonl", tmp_path / "samples.jsonl"))
+
+
+@pytest.fixture(scope="session")
+def adapted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The run directory of two steps in which adapters learned. Not to be written to."""
+    folder = tmp_path_factory.mktemp("adapted")
+    config = write_config(folder, TINY + NO_REPORT, tiny_model)
+    lora = [f"model.lora.{name}={value}" for name, value in LORA.items()]
+    result = train_here(config, *lora, "run.steps=2", "optimizer.learning_rate=0.1")
     assert result.exit_code == 0, result.stderr
     return folder / "runs" / "tiny"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,8 +20,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from app.training.checkpoint import Checkpoints, Progress, check_fingerprints, checksums, is_damage, known
+from app.training.checkpoint import CHECKSUMS, Checkpoints, Progress, check_fingerprints, checksums, is_damage, known
 from app.training.preservation import NewestAndBest
+from app.training.saved_policy import SavedPolicy
 from app.update.optimizer import TrainState
 from settings import InputError
 from tests.free_address import free_address
@@ -465,3 +468,17 @@ def test_checksums_see_every_array_and_no_mesh() -> None:
         changed = jax.tree.unflatten(tree, [*leaves[:i], leaf.at[(0,) * leaf.ndim].add(1), *leaves[i + 1 :]])
         found = known(checksums(changed))
         assert {path for path, value in found.items() if value != expected[path]} == {name}
+
+
+def test_one_of_an_older_version_is_named_as_such_and_stays(folder: Path, checkpoints: Checkpoints) -> None:
+    for step in ("2", "4"):
+        path = folder / step / "progress" / "metadata"
+        record = json.loads(path.read_text())
+        del record[CHECKSUMS]
+        path.write_text(json.dumps({**record, "checksum": 1}))
+    older = "was written by an older version; finish that run with that version, or start another run.name"
+    with pytest.raises(InputError, match=f"^--resume: {re.escape(str(folder))}/4 {re.escape(older)}$"):
+        checkpoints.restore(FINGERPRINTS)
+    with pytest.raises(InputError, match=f"^--checkpoint: {re.escape(str(folder))}/2 {re.escape(older)}$"):
+        SavedPolicy.open(folder / "2")
+    assert steps_in(folder) == {"2", "4"}

@@ -12,7 +12,7 @@ import pytest
 
 from app.jsonl import write_jsonl
 from app.report.intervals import wilson_interval
-from app.training.evaluation_subject import CHECKPOINT, JUDGE, JUDGES_FILE, Subject, write_subject
+from app.training.evaluation_subject import CHECKPOINT, JUDGE, JUDGES_FILE, JUDGES_FUNCTION, Subject, write_subject
 from tests.training.program import here, metrics_of
 
 
@@ -124,11 +124,37 @@ def test_the_table_and_the_picture_are_for_people(tmp_path: Path) -> None:
     assert pictures[0].read_bytes() == drawn
 
 
+def test_failures_are_counted_and_not_averaged(tmp_path: Path) -> None:
+    before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", BEFORE)
+    for path, failed in ((before, {3}), (after, {3, 4, 9})):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        write_jsonl(
+            path, [{**r, "reward_errors": {"arithmetic": "?"}} if r["group_id"] in failed else r for r in records]
+        )
+    errors = compared(before, after)["metrics"]["eval/error_count"]
+    assert {end: errors[end] for end in errors} == {
+        "before": {"value": 1, "interval": None},
+        "after": {"value": 3, "interval": None},
+        "difference": {"value": 2, "interval": None},
+    }
+    told = here("evaluate", "--compare", before, after)
+    assert [line.split() for line in told.stdout.splitlines() if line.startswith("error")] == [
+        ["error_count", "1", "3", "+2"]
+    ]
+
+
+def test_a_prompt_without_a_value_is_neither_better_worse_nor_alike(tmp_path: Path) -> None:
+    before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", AFTER)
+    records = [json.loads(line) for line in after.read_text().splitlines()]
+    write_jsonl(after, [{**r, "rewards": {}} if r["group_id"] in (0, 11) else r for r in records])
+    found = compared(before, after)
+    assert (found["better"], found["worse"], found["alike"], found["prompts"]) == (5, 1, 4, 12)
+    assert any(note.startswith("2 of the prompts have no value in one of the files") for note in found["notes"])
+
+
 def test_files_of_a_run_s_own_evaluations_are_compared_too(finished: Path) -> None:
     found = compared(*(finished / "eval" / f"step_00000{step}.jsonl" for step in (0, 4)))
-    accuracies = [
-        json.loads(line)["eval/accuracy"] for line in (finished / "metrics.jsonl").open() if "eval/acc" in line
-    ]
+    accuracies = [line["eval/accuracy"] for line in metrics_of(finished) if "eval/accuracy" in line]
     ends = found["metrics"]["eval/accuracy"]
     assert [ends["before"]["value"], ends["after"]["value"]] == [accuracies[0], accuracies[-1]]
     assert len(found["notes"]) == 2
@@ -140,7 +166,11 @@ def test_files_of_a_run_s_own_evaluations_are_compared_too(finished: Path) -> No
         ({"answers": AFTER[:11]}, "1 are in the first alone, 0 in the second alone, such as q/11"),
         ({"prompt": "2 + 0 = ?"}, "not of the same data: q/0 has another question or answer"),
         ({"judge": "gsm8k"}, "not judged alike: by arithmetic, and by gsm8k"),
-        ({"facts": {JUDGES_FILE: "x"}}, "the file of arithmetic has changed in between"),
+        (
+            {"facts": {JUDGES_FILE: "x"}},
+            "arithmetic is in a file that has changed: the judge's file was None, and is x",
+        ),
+        ({"facts": {JUDGES_FUNCTION: "b:arithmetic"}}, "the judge's function was None, and is b:arithmetic"),
         ({"judge": None}, "a.jsonl has none; grpo evaluate --out writes such files"),
         ({"rewards": {"a": 1, "b": 0}}, "a.jsonl has the values of a, b"),
         ({"answers": [*AFTER[:11], ("2", "2")]}, "is not whole: q/0 has 1 samples, others 2"),
@@ -152,6 +182,15 @@ def test_files_that_say_nothing_about_each_other(tmp_path: Path, changed: dict[s
     after = write(tmp_path / "a.jsonl", **{"answers": AFTER, **changed})
     assert message in refused(before, after, "--picture", tmp_path / "p.png")
     assert not (tmp_path / "p.png").exists()
+
+
+@pytest.mark.parametrize("facts", [{}, {JUDGE: None}, []])
+def test_facts_that_are_damaged_are_told(tmp_path: Path, facts: Any) -> None:
+    before, after = write(tmp_path / "b.jsonl", BEFORE, facts={}), write(tmp_path / "a.jsonl", AFTER, facts={})
+    damaged = tmp_path / "a.jsonl.facts.json"
+    damaged.write_text(json.dumps({**json.loads(damaged.read_text()), "facts": facts}))
+    message = refused(before, after)
+    assert f"{damaged}: cannot be read as what an evaluation is of" in message and "the judge" in message
 
 
 def test_a_picture_is_a_png_or_an_svg(tmp_path: Path) -> None:

@@ -14,7 +14,14 @@ from app.report.intervals import wilson_interval
 from app.reward.outcome import Outcome
 from app.reward.weighing import Scored, weigh
 from app.training.evaluate import evaluation_metrics
-from app.training.evaluation_figures import check_best_metric, drawn_counts, figures_of, prompt_columns
+from app.training.evaluation_figures import (
+    DIFFICULTY,
+    OTHER_VALUES,
+    check_best_metric,
+    drawn_counts,
+    figures_of,
+    prompt_columns,
+)
 from app.training.progress import evaluation_line
 from settings import InputError, load
 from tests.training.program import metrics_of
@@ -148,6 +155,16 @@ def test_intervals_are_over_prompts_and_not_over_samples() -> None:
     assert figures["eval/accuracy"].interval == pytest.approx(wilson_interval(0.5, 20))
     (one,) = (figures_of(table_of(asked(("2", "3")), 2), num_samples=2)[name] for name in ("eval/accuracy",))
     assert (one.value, one.interval) == (0.5, None)
+
+
+def test_a_prompt_is_no_more_certain_than_the_draws_that_its_samples_make() -> None:
+    """Halves everywhere: the prompts tell nothing apart, so each counts as often as it was tried."""
+    halves = np.full(6, 0.5)
+    names = ("eval/accuracy", "eval/pass@2", "eval/pass@4", "eval/pass@8", "eval/maj@8")
+    table = {**dict.fromkeys(names, halves), DIFFICULTY: np.full(6, np.nan), OTHER_VALUES: np.zeros(6)}
+    figures = figures_of(table, num_samples=8)
+    for name, trials in zip(names, (8, 4, 2, 1, 1), strict=True):
+        assert figures[name].interval == pytest.approx(wilson_interval(0.5, 6 * trials)), name
 
 
 def test_a_judge_of_other_values_than_right_and_wrong_measures_no_passes_and_no_votes() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from app.jsonl import write_jsonl
+from settings import load
 from tests.tiny_directory import write_model
 from tests.training.program import digest_of, here, metrics_of, records_of, settings, train_here
 
@@ -62,12 +63,9 @@ def test_a_checkpoint_is_worth_bit_for_bit_what_its_run_has_logged(finished: Pat
     assert (base["metrics"], base["step"], base["written to"]) == (logged(finished, 0), None, None)
 
 
-@pytest.mark.parametrize("override", [("rollout.slots=4",), ("rollout.scheduler=adaptive", "rollout.slots=4")])
-def test_several_samples_through_slots_and_workers_are_worth_the_same_too(
-    config: Path, tmp_path: Path, override: tuple[str, ...]
-) -> None:
+def test_several_samples_through_slots_are_worth_the_same_too(config: Path, tmp_path: Path) -> None:
     several = ("run.steps=1", "eval.num_samples=2", "eval.temperature=1", "eval.num_prompts=5")
-    result = train_here(config, *override, *several)
+    result = train_here(config, "rollout.slots=8", "rollout.mode=exact", *several)
     assert result.exit_code == 0, result.stderr
     run, out = config.parent / "runs" / "tiny", tmp_path / "out.jsonl"
     assert evaluated("--checkpoint", run, "--out", out)["metrics"] == logged(run, 1)
@@ -76,6 +74,7 @@ def test_several_samples_through_slots_and_workers_are_worth_the_same_too(
         for records in (records_of(run / "eval" / "step_000001.jsonl"), records_of(out))
     )
     assert fresh == saved and len(fresh) == 10
+    assert {"eval/pass@2", "eval/maj@2"} <= logged(run, 1).keys()
 
 
 def test_a_killed_evaluation_asks_only_what_is_missing(finished: Path, result: Path, tmp_path: Path) -> None:
@@ -93,6 +92,16 @@ def test_a_killed_evaluation_asks_only_what_is_missing(finished: Path, result: P
     assert {path.name for path in tmp_path.iterdir()} == {out.name, f"{out.name}.facts.json"}
 
 
+def test_a_part_that_does_not_even_say_of_what_it_is_is_begun_again(
+    finished: Path, result: Path, tmp_path: Path
+) -> None:
+    facts, out = Path(f"{result}.facts.json").read_text(), tmp_path / result.name
+    (tmp_path / f"{result.name}.part").write_text(facts[: len(facts) // 2])
+    evaluated("--checkpoint", finished, "--out", out)
+    assert without_clock(out) == without_clock(result)
+    assert {path.name for path in tmp_path.iterdir()} == {out.name, f"{out.name}.facts.json"}
+
+
 def test_lines_that_are_taken_from_a_file_are_filled_in(finished: Path, result: Path, tmp_path: Path) -> None:
     out = copied(result, tmp_path)
     whole = records_of(out)
@@ -105,12 +114,36 @@ def test_lines_that_are_taken_from_a_file_are_filled_in(finished: Path, result: 
 def test_an_evaluation_that_is_done_is_only_read(finished: Path, result: Path, tmp_path: Path) -> None:
     out = copied(result, tmp_path)
     before = digest_of(tmp_path)
+    # What a kill between writing the file and clearing up leaves.
+    (tmp_path / f"{out.name}.part").write_text(Path(f"{out}.facts.json").read_text())
     told = here("evaluate", "--checkpoint", finished, "--out", out)
     assert told.exit_code == 0, told.stderr
     assert digest_of(tmp_path) == before
     assert "step 4: 20 prompts of builtin:arithmetic (test), greedy, judged by arithmetic" in told.stdout
     accuracy = logged(finished, 4)["eval/accuracy"]
     assert any(line.split()[:2] == ["accuracy", f"{accuracy:.1%}"] for line in told.stdout.splitlines())
+
+
+def test_what_several_hosts_have_trained_is_evaluated_by_one(finished: Path, result: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    hosts = ["mesh.coordinator_address=127.0.0.1:9", "mesh.num_processes=2", "mesh.process_id=1"]
+    (run / "settings.yaml").write_text(load(str(finished / "settings.yaml"), hosts, {}).to_yaml())
+    assert evaluated("--checkpoint", run, "--out", copied(result, tmp_path))["metrics"] == logged(finished, 4)
+
+
+def test_adapters_are_worth_what_their_run_has_logged_and_nothing_without_it(adapted: Path, tmp_path: Path) -> None:
+    files = {0: tmp_path / "0.jsonl", 2: tmp_path / "2.jsonl"}
+    assert evaluated("--checkpoint", adapted, "--out", files[2])["metrics"] == logged(adapted, 2)
+    # Without a checkpoint there are none, whatever rank is asked for.
+    base = here("evaluate", "--config", adapted / "settings.yaml", "--out", files[0])
+    assert base.exit_code == 0, base.stderr
+    assert "model.lora.rank" in base.stderr and "has no effect here" in base.stderr
+    found, expected = (
+        {step: [record["behavior_logprobs"] for record in records_of(path)] for step, path in paths.items()}
+        for paths in (files, {step: adapted / "eval" / f"step_00000{step}.jsonl" for step in files})
+    )
+    assert found == expected and expected[0] != expected[2]
 
 
 def test_a_judge_that_fails_costs_no_sample(config: Path, tmp_path: Path) -> None:
@@ -134,6 +167,10 @@ def test_a_judge_that_fails_costs_no_sample(config: Path, tmp_path: Path) -> Non
     assert len(lengths) == 8 and found["metrics"]["eval/accuracy"] == pytest.approx(0.5 * np.mean(lengths))
     assert found["metrics"]["eval/format_rate"] is None and found["metrics"]["eval/pass@2"] is None
     assert [line.split(":")[0] for line in found["not measured"]] == ["pass@k", "maj@k"]
+    for function, name in ((f"{tmp_path / 'judge.py'}:other", "other"), ("module:judge", "module:judge")):
+        other = settings(f"reward.functions=[{{name: judge, function: '{function}'}}]")
+        message = refused("--config", config, *other, *arguments[4:])
+        assert f"the judge's function was 'judge' there, and is '{name}' now" in message
 
 
 def test_null_asks_the_whole_data_set(config: Path, tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ from tests.policy.test_parity import (
 from tests.tiny import make_mesh
 from tests.tiny_directory import CHARACTERS, CONTROL_TOKENS, write_tokenizer
 from tests.tiny_directory import write_model as write_base
-from tests.training.conftest import NO_REPORT, TINY, write_config
-from tests.training.program import digest_of, here, metrics_of, settings, train_here
+from tests.training.conftest import LORA
+from tests.training.program import digest_of, here, metrics_of, settings
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
@@ -276,7 +276,11 @@ def test_what_cannot_be_exported_is_one_message_and_nothing_on_disk(finished, tm
         ((*run, "--out", tmp_path / "no" / "out"), f"the folder {tmp_path / 'no'} does not exist; create it first"),
         (run, "missing option --out"),
         (out, "missing option --checkpoint"),
-        ((*out, "--checkpoint", tmp_path), "holds no checkpoint; give <run>/checkpoints/<step>"),
+        ((*out, "--checkpoint", tmp_path), "--checkpoint: no settings.yaml of a run is in"),
+        (
+            (*out, "--checkpoint", tmp_path, "--config", finished / "settings.yaml"),
+            "holds no checkpoint; give <run>/checkpoints/<step>",
+        ),
         ((*out, "--checkpoint", finished / "checkpoints" / "99"), "there is no folder"),
         ((*out, *run, "--set", f"model.path={other}"), "was trained from another model than that of model.path"),
     ):
@@ -301,20 +305,6 @@ def test_a_copy_of_the_checkpoint_alone_is_exported_with_the_settings_of_its_run
     assert result.exit_code == 0, result.stderr
     assert open_model(str(tmp_path / "out")).config["hidden_size"] == 32
     assert reference_logits(load_reference(tmp_path / "out"), np.array([4, 5])).shape == (2, 24)
-
-
-LORA = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "v_proj", "mlp"]}
-
-
-@pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """The run directory of two steps in which adapters learned. Not to be written to."""
-    folder = tmp_path_factory.mktemp("adapted")
-    config = write_config(folder, TINY + NO_REPORT, tiny_model)
-    lora = [f"model.lora.{name}={value}" for name, value in LORA.items()]
-    result = train_here(config, *lora, "run.steps=2", "optimizer.learning_rate=0.1")
-    assert result.exit_code == 0, result.stderr
-    return folder / "runs" / "tiny"
 
 
 def assert_logits_are_those_of_the_run(reference: Any, run: Path, base: Path) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import Result
 
 from app.training.dry_run import DryRun, look_ahead
 from app.training.replay import Asked
 from settings import load
-from tests.tiny_directory import write_model, write_tokenizer
 from tests.training.conftest import NO_REPORT, write_config
 from tests.training.program import (
     digest_of,
@@ -29,6 +25,7 @@ from tests.training.program import (
     settings,
     train_here,
 )
+from tests.training.replays import assert_refused, replay, replayed, rewrite, step_file, train_on
 from tests.training.test_ahead import SCHEDULED, UNJUDGED
 from tests.training.test_ppo import PPO
 from tests.two_hosts import run_on_two_hosts
@@ -39,24 +36,6 @@ OF_THE_LEFT_OUT = {
     *("reward/filtered_group_fraction", "reward/sampled_mean"),
 }
 """Count the groups that a filter left out, which are in no file."""
-
-
-def replay(rollouts: Path, folder: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Result:
-    """Under the settings of the run whose files they are."""
-    chosen = settings(f"run.dir={folder}", "logging.report=false", *overrides)
-    return here("train", "--from-rollouts", rollouts, *options, *chosen)
-
-
-def replayed(rollouts: Path, folder: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Path:
-    """The run directory of a replay, finished."""
-    result = replay(rollouts, folder, *overrides, options=options)
-    assert result.exit_code == 0, result.stderr
-    (run,) = folder.iterdir()
-    return run
-
-
-def step_file(run: Path, step: int) -> Path:
-    return run / "rollouts" / f"step_{step:06d}.jsonl"
 
 
 def steps_of(run: Path) -> dict[int, dict[str, Any]]:
@@ -146,27 +125,20 @@ def test_what_was_filtered_or_drawn_ahead_leads_to_the_same_weights(config: Path
     last = max(steps_of(run))
     assert_same_state(again, run, step=last)
     for step, line in steps_of(run).items():
+        assert line.keys() == steps_of(again)[step].keys()
         assert {name for name in line if steps_of(again)[step][name] != line[name]} <= OF_THE_LEFT_OUT
     if overrides == DAPO:
         assert max(line["rollout/num_rounds"] for line in steps_of(run).values()) > 1
 
 
-@pytest.fixture
-def loose(finished: Path, tmp_path: Path) -> Path:
-    """The samples of a step, in a file that is not a run's."""
-    return Path(shutil.copy(step_file(finished, 1), tmp_path / "samples.jsonl"))
-
-
-def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    records = records_of(path)
-    for record in records:
-        change(record)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def train_on(path: Path, config: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Result:
-    return here("train", "--config", config, "--from-rollouts", path, *options, *settings(*UNJUDGED, *overrides))
+def test_adapters_go_on_from_a_checkpoint_of_adapters_alone(config: Path, tmp_path: Path) -> None:
+    lora = ("model.lora.rank=2", "algorithm.beta=0.05", "run.steps=3", "checkpoint.every_steps=1", *UNJUDGED)
+    assert train_here(config, *lora).exit_code == 0
+    run = config.parent / "runs" / "tiny"
+    start = ["--checkpoint", run / "checkpoints" / "2"]
+    assert_same_steps(replayed(run, tmp_path / "again", options=start), run, steps=[3])
+    whole = replay(run, tmp_path / "whole", "model.lora.rank=null", options=start)
+    assert_refused(whole, "holds adapters of .*, and model.lora asks for none", tmp_path / "whole")
 
 
 def test_rewards_are_judged_anew_where_the_run_had_other_functions(finished: Path, tmp_path: Path) -> None:
@@ -298,120 +270,6 @@ def test_a_dry_run_tells_of_the_same_steps_and_of_no_rollout(
     assert not list(tmp_path.iterdir())
 
 
-def spoilt(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda record: record.update({name: value})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (spoilt("completion_token_ids", [99]), r"--from-rollouts: .*:1: .*token 99, and the vocabulary"),
-        (
-            spoilt("completion", "other"),
-            r":1: completion_token_ids read '.*' with the .*, and completion is 'other'",
-        ),
-        (lambda r: r.pop("behavior_logprobs"), r":1: missing behavior_logprobs"),
-        (spoilt("group_id", 0), r"holds 1 groups, and a step has rollout\.prompts_per_step = 4; set .* to 1"),
-        (spoilt("prompt_token_ids", [1] * 17), r"has 17 tokens, more than data\.max_prompt_length = 16"),
-        (lambda r: r.update(answer=None, reward=None), r"--from-rollouts: .*no answer"),
-    ],
-    ids=["vocabulary", "text", "logprobs", "groups", "length", "answer"],
-)
-def test_samples_that_cannot_be_learned_from_are_refused(
-    loose: Path, config: Path, change: Callable[[dict[str, Any]], object], message: str
-) -> None:
-    def both(record: dict[str, Any]) -> None:
-        change(record)
-        for name in ("completion_token_ids", "prompt_token_ids"):
-            if name == "completion_token_ids" and record[name] == [99]:
-                record["behavior_logprobs"] = [-1.0]
-                record.pop("advantages")
-
-    assert_refused(train_on(rewrite(loose, both), config), message, config.parent / "runs")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [("", "holds no samples"), ("no json\n", "samples.jsonl:1: not JSON"), (None, "does not exist")],
-    ids=["empty", "text", "absent"],
-)
-def test_a_file_without_samples_is_refused(loose: Path, config: Path, content: str | None, message: str) -> None:
-    loose.unlink() if content is None else loose.write_text(content)
-    assert_refused(train_on(loose, config), f"--from-rollouts: .*{message}", config.parent / "runs")
-
-
-def test_a_group_that_is_too_large_is_refused(loose: Path, config: Path) -> None:
-    few = train_on(loose, config, "rollout.group_size=3")
-    assert_refused(few, r"a group of 4 samples, more than rollout\.group_size = 3; set it to 4", config.parent / "runs")
-
-
-def test_samples_of_another_tokenizer_are_refused(finished: Path, tmp_path: Path) -> None:
-    other = write_model(tmp_path / "other")
-    rules = json.loads((other / "tokenizer.json").read_text())
-    words = rules["model"]["vocab"]
-    words["1"], words["2"] = words["2"], words["1"]
-    (other / "tokenizer.json").write_text(json.dumps(rules))
-    result = replay(finished, tmp_path / "runs", f"model.path={other}")
-    assert_refused(result, "were they sampled with another tokenizer", tmp_path / "runs")
-
-
-def test_steps_that_are_missing_are_told_with_the_way_out(uninterrupted: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(uninterrupted / "rollouts", source / "rollouts")
-    shutil.copy(uninterrupted / "settings.yaml", source)
-    step_file(source, 3).unlink()
-    none = tmp_path / "runs"
-    assert_refused(replay(source, none), "has no samples of step 3; lower run.steps to end before it", none)
-    for step in (1, 2):
-        step_file(source, step).unlink()
-    assert_refused(replay(source, none), r"no samples of step 1; its first step is 4: start with --checkpoint", none)
-    start = ["--checkpoint", uninterrupted / "checkpoints" / "12"]
-    assert_refused(replay(source, none, options=start), r"run\.steps: 12, so no step follows step 12", none)
-    late = replay(source, none, "run.steps=14", options=start)
-    assert_refused(late, "ends with step 12, and --checkpoint is after step 12", none)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert_refused(replay(empty, none), r"holds no step_<number>\.jsonl", none)
-
-
-def test_a_checkpoint_of_something_else_is_refused(
-    finished: Path, uninterrupted: Path, config: Path, loose: Path, tmp_path: Path
-) -> None:
-    start, none = ["--checkpoint", finished / "checkpoints" / "2"], config.parent / "runs"
-    other = write_model(tmp_path / "seed1", seed=1)
-    message = r"--checkpoint: .* was trained from another model"
-    assert_refused(train_on(loose, config, f"model.path={other}", options=start), message, none)
-    write_tokenizer(write_model(tmp_path / "template"), chat_template="{{ messages[-1].content }}<|assistant|>")
-    template = f"model.path={tmp_path / 'template'}"
-    assert_refused(train_on(loose, config, template, options=start), "from another tokenizer", none)
-    alone = here("train", "--config", config, *start)
-    assert_refused(alone, "--checkpoint goes with --from-rollouts; a run is continued with --resume", none)
-
-
-def test_a_run_is_not_replayed_into_its_own_folder(finished: Path) -> None:
-    before = digest_of(finished)
-    result = replay(finished, finished.parent, f"run.name={finished.name}", options=["--resume", "auto"])
-    assert result.exit_code == 2
-    assert "is what --from-rollouts would replay; choose another run.name" in result.stderr
-    assert digest_of(finished) == before
-
-
-def assert_refused(result: Result, message: str, runs: Path) -> None:
-    assert result.exit_code == 2, result.stderr
-    assert re.search(message, result.stderr), result.stderr
-    assert result.stderr.count("error: ") == 1 and "Traceback" not in result.stderr
-    assert not runs.exists()
-
-
-def test_what_may_not_be_meant_is_told(finished: Path, tmp_path: Path) -> None:
-    late = replay(step_file(finished, 3), tmp_path / "late", *UNJUDGED)
-    assert late.exit_code == 0, late.stderr
-    assert "drawn by version 2 of the policy, and it is at version 0" in late.stderr
-    assert [line["step"] for line in metrics_of(tmp_path / "late" / "tiny-replay")] == [1]
-    hot = replay(finished, tmp_path / "hot", "rollout.temperature=2.0", "run.steps=1", *UNJUDGED)
-    assert "rollout.temperature is 2.0, and the samples were drawn at 1.0" in hot.stderr
-
-
 @pytest.mark.two_hosts
 def test_two_hosts_replay_a_run_as_one_does(full_config: Path, uninterrupted: Path) -> None:
     chosen = ("run.steps=2", "run.name=two", "algorithm.max_tokens_per_device=512", *UNJUDGED)
@@ -423,6 +281,7 @@ def test_two_hosts_replay_a_run_as_one_does(full_config: Path, uninterrupted: Pa
     two = full_config.parent / "runs" / "two"
     for step in (1, 2):
         line, expected = steps_of(two)[step], steps_of(uninterrupted)[step]
+        assert line.keys() == expected.keys()
         for name in (name for name in line if not name.startswith(("batching/", "global_seqlen/", "score/"))):
             assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), (step, name)
         ids = [[r["uid"] for r in records_of(step_file(run, step))] for run in (two, uninterrupted)]

@@ -43,3 +43,13 @@ def test_a_host_without_the_model_leaves_nobody_waiting(tiny_model: Path, tmp_pa
     assert failed == {("model", 1), ("hosts", 0), ("hosts", 1)}
     (forward,) = [one for one in found if one["check"] == "forward"]
     assert forward["verdict"] == "skip" and "on another host" in forward["found"]
+
+
+def test_hosts_of_other_settings_are_told_and_try_nothing_together(tiny_model: Path, tmp_path: Path) -> None:
+    quiet = settings("eval.every_steps=0", f"run.dir={tmp_path / 'runs'}")
+    of_each = settings("data.difficulty=[1]"), settings("data.difficulty=[2]")
+    hosts = run_on_two_hosts("doctor", "--json", *of_tiny(tiny_model), *quiet, of_each=of_each)
+    assert [host.exit_code for host in hosts] == [2, 2], hosts
+    found = json.loads(hosts[0].stdout[hosts[0].stdout.index("{") :])["checks"]
+    assert {one["check"] for one in found if one["verdict"] == "fail"} == {"hosts"}
+    assert {"mesh", "forward"} <= {one["check"] for one in found if one["verdict"] == "skip"}

@@ -34,3 +34,11 @@ def test_two_hosts_share_the_prompts_of_an_evaluation(finished: Path, tmp_path: 
     assert again.exit_code == 0, again.stderr
     assert json.loads(again.stdout[again.stdout.index("{") :])["metrics"] == expected["metrics"]
     assert (tmp_path / "one.jsonl").stat().st_mtime_ns == before
+
+
+def test_hosts_that_do_not_all_write_stop_before_they_wait_for_each_other(finished: Path, tmp_path: Path) -> None:
+    of_each = (("--out", tmp_path / "out.jsonl"), ())
+    ends = run_on_two_hosts("evaluate", "--checkpoint", finished, of_each=of_each)
+    assert [end.exit_code for end in ends] == [2, 2], ends[0].stderr + ends[1].stderr
+    assert all("--out: the hosts differ: given on host 0" in end.stderr for end in ends)
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,215 @@
+"""Files of samples that steps learn from: which they are, and what every line of them must be."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from app.flow import Prompt, Sample
+from app.jsonl import read_jsonl
+from app.report.run_files import sample_files
+from app.reward.saved import is_judged
+from app.sample_records import sample_from_record
+from app.training.model_input import ModelInput
+from app.training.sample_file import check_tokens, stamp
+from settings import Settings
+from settings.errors import InputError
+
+OPTION = "--from-rollouts"
+ROLLOUTS = "rollouts"
+"""Where a run has its files."""
+SCORED = frozenset({"policy_logprobs", "reference_logprobs", "values"})
+"""Fields that the step's networks give anew."""
+REWARDED = frozenset({"reward", "rewards"})
+CREDITED = frozenset({"advantages", "returns"})
+SHOWN = 40
+"""Characters of a text in an error."""
+
+
+class Found(NamedTuple):
+    """What every sample of a file has."""
+
+    rewards: bool
+    advantages: bool
+    returns: bool
+
+    def both(self, other: Found) -> Found:
+        return Found(*(one and another for one, another in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class StepFile:
+    """The samples of one step, checked."""
+
+    path: Path
+    stamp: tuple[int, ...]
+    digest: str
+    num_groups: int
+    largest_group: int
+    newest_version: int
+    found: Found
+
+
+def chosen(path: Path, *, after: int, settings: Settings) -> dict[int, Path]:
+    """The files by step, of those that follow `after` and that the run comes to. A single file is the next step."""
+    path, steps = path.expanduser(), settings.run.steps
+    if path.is_file():
+        found = {after + 1: path}
+    elif path.is_dir():
+        found = sample_files(path / ROLLOUTS if (path / ROLLOUTS).is_dir() else path)
+    else:
+        problem = "is no file and no folder" if path.exists() else "does not exist"
+        raise InputError(f"{OPTION}: {path} {problem}; give a file of samples, or a run's folder")
+    if not found:
+        raise InputError(f"{OPTION}: {path} holds no step_<number>.jsonl; give a run's folder, or a file of samples")
+    wanted = range(after + 1, min(max(found), steps) + 1)
+    if not wanted:
+        if steps <= after:
+            raise InputError(f"run.steps: {steps}, so no step follows step {after} of --checkpoint; raise it")
+        raise InputError(f"{OPTION}: {path} ends with step {max(found)}, and --checkpoint is after step {after}")
+    missing = [step for step in wanted if step not in found]
+    if missing:
+        way_out = _way_out(missing[0], min(found), settings)
+        raise InputError(f"{OPTION}: {path} has no samples of step {missing[0]}; {way_out}")
+    return {step: found[step] for step in wanted}
+
+
+def _way_out(missing: int, first: int, settings: Settings) -> str:
+    schedule = settings.optimizer.schedule
+    if missing < first:
+        return f"its first step is {first}: start with --checkpoint after step {first - 1}, or give one of its files"
+    falls = "" if schedule == "constant" else f" (optimizer.schedule: {schedule} then falls faster)"
+    return f"lower run.steps to end before it{falls}"
+
+
+@contextmanager
+def naming_the_option() -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{OPTION}: {error}") from error
+
+
+def look(path: Path, settings: Settings, model: ModelInput) -> tuple[StepFile, dict[tuple[str, bytes], Prompt]]:
+    """A file, and its prompts."""
+    before, digest = stamp(path), hashlib.sha256(path.read_bytes()).hexdigest()
+    prompts: dict[tuple[str, bytes], Prompt] = {}
+    groups, ends = _Groups(), _Ends(model.tokenizer.eos_ids)
+    found, newest = Found(True, True, True), 0
+    for where, sample in samples_of(path, left_out=SCORED):
+        check_tokens(sample.prompt.token_ids, sample.completion_ids, model.architecture, where=where)
+        _check_text(sample, model, where)
+        _check_lengths(sample, settings, where)
+        groups.add(sample, where)
+        ends.add(sample)
+        prompts.setdefault((sample.prompt.uid, sample.prompt.token_ids.tobytes()), sample.prompt)
+        newest = max(newest, int(sample.token_versions.max(initial=0)))
+        found = found.both(Found(is_judged(sample), sample.advantages is not None, sample.returns is not None))
+    if not groups.members:
+        raise InputError(f"{path} holds no samples")
+    ends.check(path)
+    largest = max(len(members) for members in groups.members.values())
+    file = StepFile(path, before, digest, len(groups.members), largest, newest, found)
+    check_unchanged(file)
+    return file, prompts
+
+
+class _Groups:
+    """Samples that are compared with each other: of one prompt, each there once."""
+
+    def __init__(self) -> None:
+        self.members: dict[int, set[int]] = {}
+        """By group, the indices of its samples."""
+        self._prompts: dict[int, str] = {}
+
+    def add(self, sample: Sample, where: str) -> None:
+        group, uid = sample.group_id, sample.prompt.uid
+        first = self._prompts.setdefault(group, uid)
+        if first != uid:
+            raise InputError(f"{where}: group_id {group} has samples of prompts {first} and {uid}; number groups apart")
+        members = self.members.setdefault(group, set())
+        if sample.sample_index in members:
+            raise InputError(
+                f"{where}: group_id {group} has sample_index {sample.sample_index} twice; number its samples apart, or "
+                "leave one out"
+            )
+        members.add(sample.sample_index)
+
+
+class _Ends:
+    """How many samples say that they ended by themselves, and how many do so with a token that ends them here."""
+
+    def __init__(self, eos_ids: Sequence[int]) -> None:
+        self._eos_ids = eos_ids
+        self._num_stopped = self._num_ended = 0
+
+    def add(self, sample: Sample) -> None:
+        if sample.finish_reason == "stop":
+            self._num_stopped += 1
+            self._num_ended += any(token in self._eos_ids for token in sample.completion_ids[-1:])
+
+    def check(self, path: Path) -> None:
+        if self._num_stopped and not self._num_ended:
+            raise InputError(
+                f"{path}: {self._num_stopped} samples have finish_reason `stop`, and none of them ends with a token "
+                f"that ends an answer with the tokenizer of model.path ({', '.join(map(str, self._eos_ids))}): were "
+                "they sampled with another tokenizer? Set model.path to that model"
+            )
+
+
+def samples_of(path: Path, *, left_out: frozenset[str]) -> Iterator[tuple[str, Sample]]:
+    """Where each stands, and the sample without some of its fields: what is not taken need not be right either."""
+    for line, record in read_jsonl(path):
+        where = f"{path}:{line}"
+        kept: dict[str, Any] = {name: value for name, value in record.items() if name not in left_out}
+        yield where, sample_from_record(kept, where=where)
+
+
+def check_unchanged(file: StepFile) -> None:
+    if not file.path.exists() or stamp(file.path) != file.stamp:
+        raise InputError(f"{OPTION}: {file.path} has changed since the run began")
+
+
+def _check_text(sample: Sample, model: ModelInput, where: str) -> None:
+    text = model.tokenizer.decode(sample.completion_ids)
+    if text != sample.completion:
+        raise InputError(
+            f"{where}: completion_token_ids read {_short(text)} with the tokenizer of model.path, and completion is "
+            f"{_short(sample.completion)}: were they sampled with another tokenizer? Set model.path to that model"
+        )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")
+
+
+def _check_lengths(sample: Sample, settings: Settings, where: str) -> None:
+    for name, ids, field, longest in (
+        ("prompt_token_ids", sample.prompt.token_ids, "data.max_prompt_length", settings.data.max_prompt_length),
+        ("completion_token_ids", sample.completion_ids, "rollout.max_new_tokens", settings.rollout.max_new_tokens),
+    ):
+        if len(ids) > longest:
+            raise InputError(f"{where}: {name} has {len(ids)} tokens, more than {field} = {longest}; raise that")
+
+
+def check_groups(file: StepFile, settings: Settings) -> None:
+    """Whether a step under these settings can take the file's groups."""
+    own, hosts = settings.rollout.prompts_per_step, jax.process_count()
+    if file.num_groups != own * hosts:
+        each, rest = divmod(file.num_groups, hosts)
+        way_out = f"{hosts} hosts cannot share them out evenly" if rest else f"set rollout.prompts_per_step to {each}"
+        raise InputError(
+            f"{file.path} holds {file.num_groups} groups, and a step has rollout.prompts_per_step = {own}"
+            f"{f' on each of {hosts} hosts' if hosts > 1 else ''}; {way_out}"
+        )
+    if file.largest_group > settings.rollout.group_size:
+        raise InputError(
+            f"{file.path} has a group of {file.largest_group} samples, more than rollout.group_size = "
+            f"{settings.rollout.group_size}; set it to {file.largest_group}"
+        )

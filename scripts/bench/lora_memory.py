@@ -1,0 +1,109 @@
+"""Memory of an update with adapters against one of all weights, as the compiler reserves it: nothing is run.
+
+    python scripts/bench/lora_memory.py [--shapes SmolLM2-135M,Qwen2.5-1.5B] [--rank 8] [--out FILE.json] [--set a.b=c]
+
+For each shape, on one device: what stays through a step (weights, moments), what an optimizer step has beside it (the
+sum of gradients; arguments, outputs and temporaries of both its programs, compiled by this machine's backend), and what
+a checkpoint takes. Ratios are adapters / all weights of the same run. Networks are those of `memory_estimate.SHAPES`;
+there are no weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+from memory_estimate import SHAPES
+
+from app.mesh import topology
+from app.mesh.placement import abstract, bytes_per_device
+from app.training.inspect_mesh import longest_prompt
+from app.training.memory import memory_by_phase, shapes_of, state_bytes
+from app.training.outline import read_outline
+from app.training.programs import update_programs
+from app.training.session import Session
+from app.training.wiring import wire_learning
+from settings import load
+
+RESULTS = Path(__file__).resolve().parent / "results" / "lora_memory.json"
+RUN = (
+    *("mesh.shape=1,1,1", "model.dtype=float32", "model.remat=block", "algorithm.beta=0.04", "eval.every_steps=0"),
+    *("data.max_prompt_length=512", "rollout.max_new_tokens=1024", "rollout.prompts_per_step=16"),
+    *("rollout.group_size=8", "algorithm.max_tokens_per_device=8192"),
+)
+"""In float32, because the CPU's compiler multiplies bfloat16 by way of float32 copies, which no TPU makes."""
+
+
+def measured(shape: str, overrides: list[str]) -> dict[str, int]:
+    """Bytes of one kind of training."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-6, **SHAPES[shape]}
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        settings = load(None, [*RUN, f"model.path={folder}", *overrides], {}).settings
+        outline = read_outline(settings)
+    topology.start(settings.mesh)
+    session = Session.open(settings, outline.model)
+    learning = wire_learning(settings, session)
+    shapes = shapes_of(session, learning, [longest_prompt(settings.data.max_prompt_length)], [])
+    memory = memory_by_phase(session, learning, shapes)
+    state = abstract(learning.policy.shapes, learning.policy.shardings)
+    moments = bytes_per_device(state) - bytes_per_device(state.params)
+    reserved = {}
+    for name, lowered in update_programs(session, learning.policy, shapes.update).items():
+        found: Any = lowered.compile().memory_analysis()
+        written = found.output_size_in_bytes - found.alias_size_in_bytes
+        reserved[name] = found.argument_size_in_bytes + written + found.temp_size_in_bytes
+    # The optimizer's moments wait while gradients are computed; frozen weights and the reference wait in both.
+    frozen, reference = bytes_per_device(learning.policy.frozen), memory["score"].get("reference", 0)
+    peak = max(reserved["gradients"] + moments, reserved["optimizer"] + frozen) + reference
+    return {
+        "trained_parameters": session.input.adapted.num_trained,
+        "weights": memory["update"]["weights"],
+        "reference": reference,
+        "moments": moments,
+        "gradients": memory["update"]["gradients"],
+        "checkpoint": state_bytes(learning),
+        "peak_of_update": peak,
+        "peak_foreseen": sum(size for name, size in memory["update"].items() if name != "checkpoint"),
+    }
+
+
+def compared(shape: str, rank: int, overrides: list[str]) -> dict[str, Any]:
+    """Both, and their ratios."""
+    full = measured(shape, overrides)
+    lora = measured(shape, [f"model.lora.rank={rank}", *overrides])
+    ratios = {name: round(lora[name] / full[name], 4) for name in full}
+    print(f"\n{shape}, adapters of rank {rank} / all weights")
+    for name, ratio in ratios.items():
+        unit, digits = ("", 0) if name == "trained_parameters" else (" MiB", 1)
+        scale = 1 if not unit else 2**20
+        print(
+            f"{name:<20}{lora[name] / scale:>16,.{digits}f} /{full[name] / scale:>16,.{digits}f}{unit:<4}{ratio:>10.4f}"
+        )
+    return {"shape": shape, "rank": rank, "lora": lora, "full": full, "ratio": ratios}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="SmolLM2-135M,Qwen2.5-1.5B")
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="overrides")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    record = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "jax": jax.__version__,
+        "backend": jax.default_backend(),
+        "settings": [*RUN, *options.overrides],
+        "measured": [compared(shape, options.rank, options.overrides) for shape in options.shapes.split(",")],
+    }
+    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

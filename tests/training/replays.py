@@ -1,0 +1,51 @@
+"""Ways to learn from saved samples, for tests."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from typer.testing import Result
+
+from tests.training.program import here, records_of, settings
+from tests.training.test_ahead import UNJUDGED
+
+
+def replay(rollouts: Path, folder: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Result:
+    """Under the settings of the run whose files they are."""
+    chosen = settings(f"run.dir={folder}", "logging.report=false", *overrides)
+    return here("train", "--from-rollouts", rollouts, *options, *chosen)
+
+
+def replayed(rollouts: Path, folder: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Path:
+    """The run directory of a replay, finished."""
+    result = replay(rollouts, folder, *overrides, options=options)
+    assert result.exit_code == 0, result.stderr
+    (run,) = folder.iterdir()
+    return run
+
+
+def step_file(run: Path, step: int) -> Path:
+    return run / "rollouts" / f"step_{step:06d}.jsonl"
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    records = records_of(path)
+    for record in records:
+        change(record)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def train_on(path: Path, config: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Result:
+    return here("train", "--config", config, "--from-rollouts", path, *options, *settings(*UNJUDGED, *overrides))
+
+
+def assert_refused(result: Result, message: str, runs: Path) -> None:
+    assert result.exit_code == 2, result.stderr
+    assert re.search(message, result.stderr), result.stderr
+    assert result.stderr.count("error: ") == 1 and "Traceback" not in result.stderr
+    assert not runs.exists()

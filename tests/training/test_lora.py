@@ -1,0 +1,258 @@
+"""A run under `model.lora`: only adapters learn, are saved and resumed; the model's own weights are the reference."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from app.policy.decoder import by_path
+from app.policy.lora import DOWN, UP, merged
+from app.sample_records import sample_from_record
+from app.training.checkpoint import Progress
+from app.training.launch import Launch, prepared
+from app.training.opening import open_reference
+from app.training.policy_weights import load_policy
+from app.training.run_state import RunState
+from app.training.saved_policy import SavedPolicy
+from app.training.wiring import Learning, wire_learning, work_of
+from settings import InputError, load
+from tests.training.conftest import NO_REPORT, TINY, write_config
+from tests.training.program import (
+    assert_same_run,
+    digest_of,
+    here,
+    metrics_of,
+    of_tiny,
+    records_of,
+    saved_state,
+    settings,
+    train_here,
+)
+from tests.training.test_dry_run import foreseen, held
+from tests.training.test_slots import SLOTS, texts
+from tests.training.test_two_hosts import HALF, SHARED, assert_same_steps
+from tests.two_hosts import run_on_two_hosts
+
+LORA = ("model.lora.rank=2", "optimizer.learning_rate=1e-2")
+PENALISED = (*LORA, "algorithm.beta=0.05", "algorithm.epochs=2")
+"""Policy and reference are both scored in every step."""
+ONE_WORKER = (
+    *("rollout.scheduler=adaptive", "rollout.workers.fast.slots=8"),
+    *("rollout.workers.fast.devices=[0]", "rollout.workers.heavy.count=0"),
+)
+UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null")
+NUM_ADAPTERS = 14
+"""Arrays: two beside each of the seven kernels."""
+NUM_WEIGHTS = 1856
+"""In them: 2 layers x rank 2 x (inputs + outputs of each kernel)."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """Four steps in one go. Not to be written to."""
+    folder = tmp_path_factory.mktemp("lora")
+    result = train_here(write_config(folder, TINY + NO_REPORT, tiny_model), *PENALISED)
+    assert result.exit_code == 0, result.stderr
+    assert "model.lora: 1,856 weights learn (rank 2, alpha 16, q_proj" in result.stderr
+    return folder / "runs" / "tiny"
+
+
+def launched(config: Path, *overrides: str) -> tuple[Launch, Learning]:
+    resolved = load(str(config), overrides, {})
+    with prepared(resolved, resume="auto") as launch:
+        return launch, wire_learning(resolved.settings, launch.session)
+
+
+def test_a_checkpoint_holds_adapters_and_their_moments_and_no_weight_of_the_model(run: Path) -> None:
+    first, last = saved_state(run, 2), saved_state(run, 4)
+    arrays = {name: array for name, array in last.items() if array.ndim}
+    assert len(arrays) == 3 * NUM_ADAPTERS
+    assert all(name.endswith((f"['{DOWN}']", f"['{UP}']")) for name in arrays)
+    # Both matrices of all of them learn.
+    assert [name for name in arrays if np.array_equal(first[name], arrays[name])] == []
+    assert sum(array.nbytes for array in arrays.values()) == 3 * 4 * NUM_WEIGHTS
+
+
+def test_a_run_begins_with_the_model_as_it_is(run: Path, finished: Path) -> None:
+    with_adapters, without = (metrics_of(one)[0] for one in (run, finished))
+    evaluated = {name for name in without if name.startswith("eval/")}
+    assert len(evaluated) >= 5
+    assert {name: with_adapters[name] for name in evaluated} == {name: without[name] for name in evaluated}
+    # The first update starts where the reference is, and later ones do not.
+    assert all(line["rollout/sampler_scorer_logprob_diff_max"] <= 1e-4 for line in metrics_of(run)[1:])
+    assert 0 < metrics_of(run)[1]["policy/kl"] < metrics_of(run)[-1]["policy/kl"]
+
+
+def test_k_steps_and_a_resume_equal_all_steps_at_once(run: Path, config: Path) -> None:
+    resumed = config.parent / "runs" / "tiny"
+    assert train_here(config, *PENALISED, "run.steps=2").exit_code == 0
+    result = train_here(config, *PENALISED, resume="must")
+    assert result.exit_code == 0, result.stderr
+    assert "continuing after step 2 of 4" in result.stderr
+    assert_same_run(resumed, run, step=4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "now"),
+    [
+        (("model.lora.rank=4",), r"rank 4, alpha 16, q_proj .*"),
+        (("model.lora.rank=2", "model.lora.alpha=8"), r"rank 2, alpha 8, q_proj .*"),
+        (("model.lora.rank=2", "model.lora.targets=attention"), "rank 2, alpha 16, q_proj k_proj v_proj o_proj"),
+        ((), "none"),
+    ],
+    ids=["rank", "alpha", "targets", "all_weights"],
+)
+def test_other_adapters_than_those_that_were_saved_are_refused(
+    run: Path, config: Path, overrides: tuple[str, ...], now: str
+) -> None:
+    resumed = config.parent / "runs" / "tiny"
+    shutil.copytree(run, resumed, symlinks=True)
+    before = digest_of(resumed)
+    result = train_here(config, *overrides, resume="must")
+    assert result.exit_code == 2
+    assert "--resume: model.lora (rank 2, alpha 16, q_proj k_proj" in result.stderr
+    assert "-> " + now.removesuffix(".*") in result.stderr
+    assert digest_of(resumed) == before
+    launch, _ = launched(config, *overrides, "run.name=other")
+    with pytest.raises(InputError, match=rf"--checkpoint: .* holds adapters of rank 2, .*model\.lora asks for {now}"):
+        SavedPolicy.open(run).check(launch.session.input)
+
+
+def test_a_saved_policy_is_the_model_and_its_adapters(run: Path, config: Path) -> None:
+    launch, _ = launched(config, *LORA)
+    session, saved = launch.session, SavedPolicy.open(run)
+    saved.check(session.input)
+    whole, state = by_path(load_policy(saved, session)), saved_state(run, 4)
+    base = by_path(session.load_params())
+    assert whole.keys() == base.keys() | session.input.adapted.adapters
+    for path, array in base.items():
+        np.testing.assert_array_equal(whole[path], array)
+    for path in session.input.adapted.adapters:
+        np.testing.assert_array_equal(whole[path], state["['params']" + "".join(f"['{key}']" for key in path)])
+
+
+def test_the_reference_is_the_model_without_its_adapters_and_no_copy(run: Path, config: Path) -> None:
+    launch, learning = launched(config, *PENALISED)
+    session = launch.session
+    state = RunState(learning.policy.initial_state(session.untrained()))
+    reference = open_reference(state, Progress(step=0, position=0, fingerprints={}), session)
+    assert reference is session.frozen
+    trained = load_policy(SavedPolicy.open(run), session)
+    frozen = session.input.adapted.frozen(trained)
+    assert all(a is b for a, b in zip(jax.tree.leaves(frozen), jax.tree.leaves(reference), strict=True))
+    records = records_of(run / "rollouts" / "step_000001.jsonl")[:4]
+    samples = [sample_from_record(record, where="") for record in records]
+    bare, learning = launched(config, "run.name=bare", "algorithm.beta=0.05", "algorithm.epochs=2")
+    cut = learning.cuts["reference"]
+    scored, _ = session.score(reference, samples, "reference", cut=cut)
+    expected, _ = bare.session.score(bare.session.load_params(), samples, "reference", cut=cut)
+    policy, _ = session.score(trained, samples, "policy", cut=cut)
+    plain, _ = bare.session.score(merged(trained, session.input.adapted.lora), samples, "policy", cut=cut)
+    for one, other, adapted, as_merged in zip(scored, expected, policy, plain, strict=True):
+        np.testing.assert_array_equal(one.reference_logprobs, other.reference_logprobs)
+        np.testing.assert_allclose(adapted.policy_logprobs, as_merged.policy_logprobs, atol=1e-5)
+    assert (
+        max(np.abs(a.policy_logprobs - b.reference_logprobs).max() for a, b in zip(policy, scored, strict=True)) > 1e-3
+    )
+
+
+def test_workers_that_run_ahead_are_given_every_version_merged(config: Path) -> None:
+    every_step = ("checkpoint.every_steps=1", "checkpoint.keep=3", "logging.save_rollouts=true", *UNJUDGED)
+    result = train_here(config, *LORA, *ONE_WORKER, "rollout.max_staleness=1", *every_step, "run.steps=3")
+    assert result.exit_code == 0, result.stderr
+    run = config.parent / "runs" / "tiny"
+    launch, learning = launched(config, *LORA, "algorithm.beta=0.05")
+    records = [r for step in (2, 3) for r in records_of(run / "rollouts" / f"step_{step:06d}.jsonl")]
+    for version in (1, 2):
+        drawn = [r for r in records if r["policy_version"] == version and len(set(r.get("policy_versions", ()))) <= 1]
+        if version == 1:
+            assert drawn
+        samples = [sample_from_record(record, where="") for record in drawn][:4]
+        policy = load_policy(SavedPolicy.open(run / "checkpoints" / str(version)), launch.session)
+        scored, _ = launch.session.score(policy, samples, "policy", cut=learning.cuts["reference"])
+        for sample in scored:
+            np.testing.assert_allclose(sample.policy_logprobs, sample.behavior_logprobs, atol=1e-4)
+
+
+def test_beside_adapters_a_critic_learns_with_all_its_weights(config: Path) -> None:
+    """The samples are drawn through slots."""
+    ppo = ("algorithm.name=ppo", "algorithm.beta=0.05", "critic.learning_rate=1e-2", SLOTS, *UNJUDGED)
+    result = train_here(config, *LORA, *ppo, "run.steps=3", "checkpoint.every_steps=1", "checkpoint.keep=3")
+    assert result.exit_code == 0, result.stderr
+    run = config.parent / "runs" / "tiny"
+    first, last = (saved_state(run, step) for step in (1, 3))
+    matrices = [name for name in last if last[name].ndim]
+    policy = [name for name in matrices if name.startswith("['policy']")]
+    critic = [name for name in matrices if name.startswith("['critic']")]
+    assert len(policy) == 3 * NUM_ADAPTERS and len(critic) == 3 * 12
+    assert all(name.endswith((f"['{DOWN}']", f"['{UP}']")) for name in policy)
+    assert [name for name in (*policy, *critic) if np.array_equal(first[name], last[name])] == []
+    lines = metrics_of(run)
+    assert [line["perf/compilations"] for line in lines[1:]] == [0, 0]
+    # The second and third step draw from adapters that have moved.
+    assert all(0 < line["rollout/sampler_scorer_logprob_diff_max"] <= 1e-4 for line in lines)
+
+
+def test_the_table_of_memory_has_adapters_where_all_weights_were(config: Path) -> None:
+    mesh = ("mesh.shape=2,4,1",)
+    report, full = (foreseen(config, "algorithm.beta=0.05", *mesh, *chosen) for chosen in (LORA, ()))
+    launch, learning = launched(config, *LORA, "algorithm.beta=0.05", *mesh)
+    session = launch.session
+    state = learning.policy.initial_state(session.untrained())
+    for phase in report.memory.values():
+        assert phase["weights"] == held(session.whole(state.params))
+        assert phase["optimizer"] == held(state) - held(state.params)
+        assert "reference" not in phase
+    assert report.memory["update"]["gradients"] == held(state.params)
+    assert full.memory["score"]["reference"] == held(session.frozen)
+    assert report.num_trained_parameters == NUM_WEIGHTS and full.num_trained_parameters == full.num_parameters
+    assert report.num_parameters == full.num_parameters + NUM_WEIGHTS
+    assert report.checkpoint_bytes == sum(array.nbytes for array in jax.tree.leaves(state))
+    assert report.checkpoint_bytes < full.checkpoint_bytes / 8
+    assert report.memory["rollout"]["decode_weights"] == held(session.engine.weights(session.whole(state.params)))
+    assert "model.lora: 1,856 weights learn" in report.to_text()
+
+
+def test_work_is_counted_for_what_learns_and_for_what_only_passes_gradients_on(config: Path) -> None:
+    launch, _ = launched(config, *LORA, "algorithm.beta=0.05")
+    base = launch.session.input.definition.num_parameters
+    work = work_of(launch.resolved.settings, launch.session)
+    reference, update = (one.flops_per_token for one in work.passes)
+    assert work.rollout.flops_per_token == reference == 2 * base
+    assert update == 4 * (base + NUM_WEIGHTS) + 2 * NUM_WEIGHTS
+
+
+def test_without_a_checkpoint_the_model_is_sampled_and_scored_as_it_is(
+    sampled: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    out, told = tmp_path / "samples.jsonl", "note: model.lora.rank = 2 (from --set) has no effect here"
+    chosen = (*of_tiny(tiny_model), *settings("model.lora.rank=2"))
+    result = here("rollout", *chosen, "--limit", "6", "--out", out)
+    assert result.exit_code == 0 and told in result.stderr, result.stderr
+    assert texts(out) == texts(sampled)
+    result = here("score", *chosen, "--input", out, "--out", tmp_path / "scored.jsonl")
+    assert result.exit_code == 0 and told in result.stderr, result.stderr
+    for record in records_of(tmp_path / "scored.jsonl"):
+        np.testing.assert_allclose(record["policy_logprobs"], record["behavior_logprobs"], atol=1e-4)
+
+
+def test_a_rank_beyond_the_model_is_refused(config: Path) -> None:
+    result = train_here(config, "model.lora.rank=33")
+    assert result.exit_code == 2
+    assert "model.lora.rank: 33 is more than the model's width 32" in result.stderr
+    assert not (config.parent / "runs").exists()
+
+
+@pytest.mark.two_hosts
+def test_two_hosts_train_the_adapters_that_one_would(full_config: Path) -> None:
+    two, one = (full_config.parent / "runs" / name for name in ("two", "one"))
+    assert train_here(full_config, *LORA, *SHARED, "run.name=one", "run.steps=2").exit_code == 0
+    chosen = settings(*LORA, *SHARED, *HALF, "run.name=two", "run.steps=2")
+    hosts = run_on_two_hosts("train", "--config", full_config, *chosen)
+    assert [host.exit_code for host in hosts] == [0, 0], hosts
+    assert_same_steps(two, one, steps=range(3))
+    assert SavedPolicy.open(two).checksums.keys() == SavedPolicy.open(one).checksums.keys()

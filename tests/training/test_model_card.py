@@ -1,0 +1,80 @@
+"""The model card of an export: what was held out, which settings, which names of files."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from app.training.model_card import WHOLE, model_card
+from app.training.model_input import read_model_input
+from app.training.saved_policy import SavedPolicy
+from settings import Settings, load
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of a finished run, to be changed."""
+    return shutil.copytree(finished, tmp_path / "run", symlinks=True)
+
+
+def change(run: Path, name: str, value: str) -> None:
+    """Another value of a setting, as if the run had been started with it."""
+    file = run / "settings.yaml"
+    text, num_changed = re.subn(rf"(?m)^( +{name}:).*$", rf"\1 {value}  # --set", file.read_text())
+    assert num_changed == 1, name
+    file.write_text(text)
+
+
+def card_of(run: Path, model: Path, *overrides: str) -> str:
+    read = read_model_input(Settings.model_validate({"model": {"path": str(model)}}))
+    return model_card(load(None, overrides, {}), SavedPolicy.open(run), read, form=WHOLE, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "num_samples", "said"),
+    [
+        ("20", "1", "20 held-out prompts at most of `builtin:arithmetic`, one answer each at temperature 0"),
+        ("null", "4", "All held-out prompts of `builtin:arithmetic`, 4 answers each at temperature 0"),
+    ],
+)
+def test_the_card_says_how_many_prompts_and_answers_an_evaluation_took(
+    run: Path, tiny_model: Path, num_prompts: str, num_samples: str, said: str
+) -> None:
+    change(run, "num_prompts", num_prompts)
+    change(run, "num_samples", num_samples)
+    assert said in card_of(run, tiny_model)
+
+
+def test_a_run_of_which_no_figures_can_be_read_has_a_card_without_them(
+    run: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "metrics.jsonl").write_text("damaged\n{}\n")
+    card = card_of(run, tiny_model)
+    assert "## Before and after" not in card and "## Training" in card
+    assert "note: the model card tells no figures of the run: " in capsys.readouterr().err
+
+
+def test_what_adapters_were_is_told_of_a_run_that_had_some(run: Path, tiny_model: Path) -> None:
+    assert "model.lora" not in card_of(run, tiny_model)
+    change(run, "rank", "8")
+    card = card_of(run, tiny_model)
+    for line in ("`model.lora.rank` | `8`", "`model.lora.alpha` | `16.0`", '`model.lora.targets` | `["all"]`'):
+        assert f"| {line} |" in card
+
+
+def test_of_a_relative_path_the_last_name_alone_is_told(run: Path, tiny_model: Path) -> None:
+    change(run, "source", "for_acme/secret/train.jsonl")
+    change(run, "eval_source", "for_acme/secret/test.jsonl")
+    (settings,) = re.findall(r"(?m)^ +path: \S*tiny.*$", (run / "settings.yaml").read_text())
+    (run / "settings.yaml").write_text(
+        (run / "settings.yaml").read_text().replace(settings, "  path: for_acme/secret/tiny  # --set")
+    )
+    card = card_of(run, tiny_model)
+    assert "acme" not in card
+    for name in ('`model.path` | `"tiny"`', '`data.source` | `"train.jsonl"`', "of `test.jsonl`, one answer each"):
+        assert name in card
+    change(run, "source", "hf:openai/gsm8k")
+    assert '`data.source` | `"hf:openai/gsm8k"`' in card_of(run, tiny_model)

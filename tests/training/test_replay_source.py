@@ -1,0 +1,148 @@
+"""What a replay makes of the run whose samples it has: what it takes of them, and what it tells."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.flow import DROPPED
+from app.training.pinned_model import pinned
+from app.training.replay import Asked, Replay, known_run, read_replay
+from app.training.run_directory import RunDirectory
+from app.training.training_input import read_policy, read_training_input
+from settings import load
+from tests.tiny_directory import write_model, write_tokenizer
+from tests.training.replays import rewrite, step_file
+from tests.training.test_ahead import UNJUDGED
+
+
+@pytest.fixture
+def source(finished: Path, tmp_path: Path) -> Path:
+    """A run's settings and samples, to be written to."""
+    folder = tmp_path / "source"
+    shutil.copytree(finished / "rollouts", folder / "rollouts")
+    shutil.copy(finished / "settings.yaml", folder)
+    return folder
+
+
+def had(source: Path, *overrides: str) -> None:
+    """As if the run had had these settings."""
+    file = source / "settings.yaml"
+    file.write_text(load(str(file), overrides, {}).to_yaml())
+
+
+def looked(source: Path, *overrides: str, at: Path | None = None, checkpoint: Path | None = None) -> Replay:
+    """The samples at a path under the settings of a run, up to where devices would be touched."""
+    settings = load(str(source / "settings.yaml"), ["run.name=again", *overrides], {}).settings
+    settings = pinned(settings, RunDirectory(source))
+    asked = Asked(at or source, checkpoint)
+    return read_replay(asked, settings, read_policy(settings), None, into=RunDirectory.of(settings.run))
+
+
+def test_what_may_not_be_meant_is_told(finished: Path) -> None:
+    late = looked(finished, at=step_file(finished, 3))
+    assert "drawn by version 2 of the policy, and it is at version 0" in late.report
+    assert list(late.files) == [1]
+    hot = looked(finished, "rollout.temperature=2.0")
+    assert "rollout.temperature is 2.0, and the samples were drawn at 1.0" in hot.report
+
+
+def test_a_reward_model_of_the_hub_is_what_the_run_had(source: Path) -> None:
+    had(source, "reward.model=owner/judge")
+    pin = {"path": "owner/judge", "revision": None, "commit": "c" * 40}
+    (source / "model.json").write_text(json.dumps({"reward": pin}))
+    assert looked(source).takes_rewards
+    moved = looked(source, "reward.model_revision=main")
+    assert not moved.takes_rewards
+    assert "rewards: judged anew, reward.* is not what the samples' run had" in moved.report
+
+
+def test_what_a_filter_had_left_out_of_the_loss_is_left_to_the_filter_of_the_replay(source: Path) -> None:
+    def left_out(record: dict[str, Any]) -> None:
+        if record["group_id"] < 2:
+            record["loss_mask"] = [False] * len(record["completion_token_ids"])
+        if record["group_id"] == 1:
+            record["finish_reason"] = f"{DROPPED}nonfinite"
+
+    file = rewrite(step_file(source, 1), left_out)
+    of_run = looked(source, "algorithm.filter=none").samples(1)
+    assert [sample.mask.any() for sample in of_run] == [sample.group_id != 1 for sample in of_run]
+    # In another file somebody has masked them.
+    loose = Path(shutil.copy(file, source.with_name("samples.jsonl")))
+    of_file = looked(source, at=loose).samples(1)
+    assert [sample.mask.any() for sample in of_file] == [sample.group_id > 1 for sample in of_file]
+
+
+def test_a_file_beside_a_run_s_settings_is_no_file_of_the_run(source: Path) -> None:
+    beside = Path(shutil.copy(step_file(source, 1), source / "gae.jsonl"))
+    chain = looked(source, at=beside)
+    assert (chain.takes_rewards, chain.takes_credit, chain.source) == (True, True, None)
+    for own in (source, source / "rollouts", step_file(source, 1)):
+        of_run = looked(source, at=own)
+        assert (of_run.takes_credit, of_run.source) == (False, RunDirectory(source.resolve()))
+
+
+def test_hosts_that_would_take_other_things_of_the_same_samples_do_not_agree(source: Path, finished: Path) -> None:
+    def fingerprints(at: Path, checkpoint: int | None = None) -> dict[str, str]:
+        settings = load(str(source / "settings.yaml"), ["run.name=again", "run.steps=9", *UNJUDGED], {}).settings
+        asked = Asked(at, None if checkpoint is None else finished / "checkpoints" / str(checkpoint))
+        return read_training_input(settings, asked).fingerprints
+
+    def differing(one: dict[str, str], other: dict[str, str]) -> Sequence[str]:
+        assert one.keys() == other.keys()
+        return [name for name in one if one[name] != other[name]]
+
+    of_run, file = fingerprints(source), step_file(source, 3)
+    elsewhere = Path(shutil.copytree(source / "rollouts", source.with_name("elsewhere")))
+    assert differing(of_run, fingerprints(elsewhere)) == ["what is taken of the samples"]
+    state = "the checkpoint of --checkpoint"
+    assert differing(fingerprints(file, 2), fingerprints(file, 4)) == ["the samples of --from-rollouts", state]
+    assert of_run[state] == "none" != fingerprints(source, 2)[state]
+
+
+def test_models_are_those_of_the_samples_run_or_else_of_the_checkpoint_s(
+    source: Path, finished: Path, loose: Path
+) -> None:
+    start = finished / "checkpoints" / "2"
+    assert known_run(Asked(source, start)) == RunDirectory(source.resolve())
+    assert known_run(Asked(loose, start)) == RunDirectory(finished.resolve())
+    assert known_run(Asked(loose)) is None
+
+
+def test_other_steps_are_told_where_the_learning_rate_falls_by_them(source: Path) -> None:
+    had(source, "optimizer.schedule=cosine")
+    told = "run.steps is 3, the run had 4: optimizer.schedule: cosine falls otherwise than there"
+    assert told in looked(source, "run.steps=3").report
+    assert "run.steps" not in looked(source).report
+    had(source, "optimizer.schedule=constant")
+    assert "run.steps" not in looked(source, "run.steps=3").report
+
+
+@pytest.mark.parametrize(
+    ("overrides", "others"),
+    [
+        (("optimizer.learning_rate=1e-2",), "optimizer.*"),
+        (("algorithm.clip_high=0.3", "model.dtype=bfloat16"), "algorithm.* and model.*"),
+        (("reward.functions=[arithmetic_format]",), "rewards"),
+        (("algorithm.max_tokens_per_device=512", "model.remat=block"), None),
+        (("run.steps=1", "optimizer.learning_rate=1e-2"), None),
+    ],
+)
+def test_steps_after_one_that_learned_otherwise_are_told_to_have_another_policy_s_samples(
+    source: Path, overrides: tuple[str, ...], others: str | None
+) -> None:
+    report = looked(source, *overrides).report
+    told = f"from step 2 on the samples are those of the old run's policy, which had other {others} (algorithm.correct"
+    assert (told in report) == (others is not None) == ("the old run's policy" in report), report
+
+
+def test_another_chat_template_than_the_run_had_is_told(finished: Path, tmp_path: Path) -> None:
+    write_tokenizer(write_model(tmp_path / "template"), chat_template="{{ messages[-1].content }}<|assistant|>")
+    told = "the samples' run had another tokenizer, chat template or end-of-sequence token than model.path has"
+    assert told in looked(finished, f"model.path={tmp_path / 'template'}").report
+    assert told not in looked(finished).report
