@@ -8,27 +8,31 @@ from pathlib import Path
 
 import pytest
 
+from app.training.evaluation_figures import figures_of
 from tests.tiny_directory import write_reward_model
+from tests.training.conftest import NO_REPORT, TINY, write_config
 from tests.training.program import REPOSITORY, metrics_of, train_here
 from tests.training.test_ahead import SCHEDULED
+from tests.training.test_evaluate import asked, table_of
 
 PLACEHOLDERS = {"<function>": r"[^/]+", "<name>": r"[^/]+", "<n>": r"\d+", "<k>": r"\d+"}
 
 
-@pytest.fixture
-def judged_by_plug_in(config: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def judged_by_plug_in(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a step of PPO with a reward model beside a function that gives a further number, sampled by
-    scheduled workers that run ahead, and corrected; evaluated by several samples a prompt."""
-    model = f"reward.model={write_reward_model(tmp_path / 'judge')}"
-    (config.parent / "judge.py").write_text("def judge(completion): return {'score': 1.0, 'length': len(completion)}\n")
-    functions = f"reward.functions=[arithmetic, '{config.parent / 'judge.py'}:judge']"
-    held_out = ("eval.every_steps=1", "eval.num_samples=2", "eval.temperature=1")
+    scheduled workers that run ahead, and corrected."""
+    folder = tmp_path_factory.mktemp("judged")
+    config = write_config(folder, TINY + NO_REPORT, tiny_model)
+    model = f"reward.model={write_reward_model(folder / 'judge')}"
+    (folder / "judge.py").write_text("def judge(completion): return {'score': 1.0, 'length': len(completion)}\n")
+    functions = f"reward.functions=['{folder / 'judge.py'}:judge']"
     credit = ("algorithm.name=ppo", "algorithm.beta=0.1", "algorithm.kl_target=0.1", "algorithm.correction=truncate")
     result = train_here(
-        config, functions, model, *credit, *SCHEDULED, "rollout.max_staleness=1", "run.steps=1", *held_out
+        config, functions, model, *credit, *SCHEDULED, "rollout.max_staleness=1", "run.steps=1", "eval.every_steps=0"
     )
     assert result.exit_code == 0, result.stderr
-    return config.parent / "runs" / "tiny"
+    return folder / "runs" / "tiny"
 
 
 def glossary() -> dict[str, list[str]]:
@@ -57,7 +61,9 @@ def matches(entry: str, metric: str) -> bool:
 
 
 def metrics_of_real_runs(*runs: Path) -> set[str]:
-    return {name for run in runs for line in metrics_of(run) for name in line}
+    """And of an evaluation by several samples a prompt."""
+    several = figures_of(table_of(asked(("2", "3"), ("2", "2")), 2), num_samples=2)
+    return {*several, *(name for run in runs for line in metrics_of(run) for name in line)}
 
 
 def test_every_metric_of_a_run_is_in_the_glossary(finished: Path, uninterrupted: Path, judged_by_plug_in: Path) -> None:
