@@ -36,6 +36,9 @@ CHECKSUMS = "checksums"
 OLDER = "was written by an older version; finish that run with that version, or start another run.name"
 """Of a checkpoint that has no checksum of each array."""
 
+SMALLEST_SLICE_BYTES = 64 << 20
+"""Of an array that several devices hold and write together; adapters are smaller."""
+
 OTHER_ARRAYS = "its arrays are not those that were saved"
 
 SPOKEN = ("model.lora",)
@@ -98,6 +101,7 @@ class Checkpoints:
             preservation_policy=policy, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
+        save_small_arrays_whole()
         self._reader = open_reader(ocp.CompositeCheckpointHandler())
         self._target = abstract(shapes, shardings)
         # Compiled now: a compilation in the middle of a run is an alarm.
@@ -247,6 +251,16 @@ class Checkpoints:
     def close(self) -> None:
         self._reader.close()
         self._manager.close()
+
+
+@functools.cache
+def save_small_arrays_whole() -> None:
+    """An array that several devices hold is written by one of them, unless it is large.
+
+    By default Orbax cuts it in as many slices, and compiles a program for each in the step after the first save.
+    """
+    handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SMALLEST_SLICE_BYTES)
+    ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
 
 
 def open_reader(handler: ocp.CompositeCheckpointHandler) -> ocp.Checkpointer:
