@@ -372,7 +372,10 @@ def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str]) -> 
     """Raises InputError naming what changed since the checkpoint was written."""
     changed = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
     if changed:
-        names = [f"{name} ({saved.get(name)} -> {current.get(name)})" if name in SPOKEN else name for name in changed]
+        names = [
+            f"{name} ({saved.get(name, 'none')} -> {current.get(name, 'none')})" if name in SPOKEN else name
+            for name in changed
+        ]
         raise InputError(
             f"--resume: {' and '.join(names)} changed since this run was started, so it cannot be continued as "
             "the same run. Restore the old files (of a hub id: the old revision), or start another run.name"
