@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from settings.section import Section
 
 MAX_RANK = 4096
+"""Beyond this it is a slip of the pen."""
 PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),

@@ -321,7 +321,7 @@ class Settings(BaseSettings):
 
     @property
     def offloads_reference(self) -> bool:
-        """The reference waits in the host's memory. Beside adapters it is the weights that train, which cannot."""
+        """Its weights wait in the hosts' memory; with adapters they are the policy's own, which every pass needs."""
         return "reference" in self.scored_roles and self.score.reference.offload and not self.model.lora.rank
 
     @property

@@ -52,7 +52,7 @@ _FIELDS: Mapping[Readers, tuple[str, ...]] = {
     ),
     Readers(CORRECTION, frozenset({"mask"})): ("algorithm.correction_min",),
     Readers(RANK, frozenset(range(1, MAX_RANK + 1)), "of 1 or more"): ("model.lora.alpha", "model.lora.targets"),
-    # With adapters the reference is the model's own weights, which training needs on the devices.
+    # With adapters the reference is the frozen weights, which training needs on the devices.
     Readers(RANK, frozenset({None, 0}), "null"): ("score.reference.offload",),
 }
 READERS: Mapping[str, Readers] = MappingProxyType(

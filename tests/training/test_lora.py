@@ -152,15 +152,18 @@ def test_the_reference_is_the_model_without_its_adapters_and_no_copy(run: Path, 
     cut = learning.cuts["reference"]
     scored, _ = session.score(reference, samples, "reference", cut=cut)
     expected, _ = bare.session.score(bare.session.load_params(), samples, "reference", cut=cut)
+    of_reference = field_of(scored, "reference_logprobs")
+    np.testing.assert_array_equal(of_reference, field_of(expected, "reference_logprobs"))
     policy, _ = session.score(trained, samples, "policy", cut=cut)
     plain, _ = bare.session.score(merged(trained, session.input.adapted.lora), samples, "policy", cut=cut)
+    of_policy = field_of(policy, "policy_logprobs")
+    np.testing.assert_allclose(of_policy, field_of(plain, "policy_logprobs"), atol=1e-5)
+    assert np.abs(of_policy - of_reference).max() > 1e-3
 
-    def logprobs(samples: Sequence[Sample], role: str) -> np.ndarray:
-        return np.concatenate([getattr(sample, f"{role}_logprobs") for sample in samples])
 
-    np.testing.assert_array_equal(logprobs(scored, "reference"), logprobs(expected, "reference"))
-    np.testing.assert_allclose(logprobs(policy, "policy"), logprobs(plain, "policy"), atol=1e-5)
-    assert np.abs(logprobs(policy, "policy") - logprobs(scored, "reference")).max() > 1e-3
+def field_of(samples: Sequence[Sample], name: str) -> np.ndarray:
+    """Of all tokens."""
+    return np.concatenate([getattr(sample, name) for sample in samples])
 
 
 def test_workers_that_run_ahead_are_given_every_version_merged(config: Path) -> None:
@@ -169,16 +172,18 @@ def test_workers_that_run_ahead_are_given_every_version_merged(config: Path) -> 
     assert result.exit_code == 0, result.stderr
     run = config.parent / "runs" / "tiny"
     launch, learning = launched(config, *LORA, "algorithm.beta=0.05")
-    records = [r for step in (2, 3) for r in records_of(run / "rollouts" / f"step_{step:06d}.jsonl")]
-    for version in (1, 2):
-        drawn = [r for r in records if r["policy_version"] == version and len(set(r.get("policy_versions", ()))) <= 1]
-        if version == 1:
-            assert drawn
-        samples = [sample_from_record(record, where="") for record in drawn][:4]
+    by_version: dict[int, list[Sample]] = {}
+    for record in records_of(run / "rollouts" / "step_000003.jsonl"):
+        versions = set(record.get("policy_versions", [record["policy_version"]]))
+        if len(versions) == 1:
+            by_version.setdefault(min(versions), []).append(sample_from_record(record, where=""))
+    # Which of them a sample is drawn by depends on how fast training is.
+    assert by_version.keys() <= {1, 2} and by_version
+    for version, samples in by_version.items():
         policy = load_policy(SavedPolicy.open(run / "checkpoints" / str(version)), launch.session)
         scored, _ = launch.session.score(policy, samples, "policy", cut=learning.cuts["reference"])
-        for sample in scored:
-            np.testing.assert_allclose(np.asarray(sample.policy_logprobs), sample.behavior_logprobs, atol=1e-4)
+        of_sampler = field_of(scored, "behavior_logprobs")
+        np.testing.assert_allclose(field_of(scored, "policy_logprobs"), of_sampler, atol=1e-4)
 
 
 def test_beside_adapters_a_critic_learns_with_all_its_weights(config: Path) -> None:
