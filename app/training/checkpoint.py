@@ -260,7 +260,12 @@ def save_small_arrays_whole() -> None:
     By default Orbax cuts it in as many slices, and compiles a program for each in the step after the first save.
     """
     handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SMALLEST_SLICE_BYTES)
+    # Which warns of what is done here on purpose.
+    orbax_log = logging.getLogger("absl")
+    level = orbax_log.level
+    orbax_log.setLevel(logging.ERROR)
     ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
+    orbax_log.setLevel(level)
 
 
 def open_reader(handler: ocp.CompositeCheckpointHandler) -> ocp.Checkpointer:
