@@ -1,4 +1,5 @@
-# Sourced by the scripts beside it: `make_environment` leaves a virtual environment with the package in it.
+# Sourced by the scripts beside it: `make_environment` leaves a virtual environment with the package in it,
+# `run_tests` runs the suite in it.
 #   PYTHON     interpreter to build on (3.11 or newer); otherwise the first one below that runs
 #   GRPO_VENV  folder of the environment (.venv in the repository)
 # shellcheck shell=bash
@@ -63,4 +64,11 @@ make_environment() {
             fail "pip could not install the package; its reason is above (is the package index reachable?)"
         printf '%s\n' "$key" >"$stamp"
     fi
+}
+
+# run_tests [options of pytest]: on every core, four at most, since each process holds its own JAX. The tests of a file
+# stay together, with what they share and have compiled; a process that dies is one failure, not the end of all.
+run_tests() {
+    cd "$REPOSITORY" || exit 1
+    exec "$VENV/bin/python" -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile "$@"
 }

@@ -23,6 +23,5 @@ for requirement in [*project["dependencies"], *project["optional-dependencies"][
 PYTHON
 
 make_environment test "$constraints"
-cd "$REPOSITORY"
 echo "Running the tests with the oldest versions allowed"
-"$VENV/bin/python" -m pytest -q "$@"
+run_tests "$@"

@@ -23,5 +23,4 @@ if [ "$lint" = true ]; then
     "$VENV/bin/shellcheck" scripts/*.sh .ci/run
 fi
 echo "Running the tests"
-# A file stays with one process, which shares its fixtures and what they compiled. One that dies is one failure.
-exec "$VENV/bin/python" -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile "$@"
+run_tests "$@"

@@ -17,6 +17,7 @@ from app.training.metrics import NO_TOKENS, Tokens, device_memory_bytes
 from app.training.replay import Asked
 from app.training.reward_role import wire_reward
 from app.training.run_directory import Resume
+from app.training.session import Session
 from app.training.wiring import Learning, work_of
 from app.training.working_set import Held, fullest_of, rows_per_device
 from settings import Resolved
@@ -229,15 +230,6 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
     tokens = Tokens(prompt_tokens, completion_tokens)
     steps, replay = launch.steps, launch.input.replay
     warmup = settings.critic.warmup_steps if settings.has_critic else 0
-
-    def micro_batches(plan: Plan, cut: Cutter) -> MicroBatches:
-        return MicroBatches(
-            len(plan.micro_batches),
-            isinstance(cut, PackedRows),
-            rows_per_device(session, plan),
-            fullest_of(plan).shape.num_tokens,
-        )
-
     reward_model = launch.input.reward_model
     memory = memory_by_phase(session, learning, shapes, reward_model)
     return DryRun(
@@ -270,16 +262,16 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
         max_staleness=settings.rollout.max_staleness,
         rollout=None if shapes.rollout is None else shapes.rollout._asdict(),
         evaluation=None if shapes.evaluation is None else shapes.evaluation._asdict(),
-        score={role: micro_batches(plan, learning.cuts[role]) for role, plan in shapes.scores.items()},
-        update=micro_batches(shapes.update, learning.policy.updater.cut),
+        score={role: _micro_batches(session, plan, learning.cuts[role]) for role, plan in shapes.scores.items()},
+        update=_micro_batches(session, shapes.update, learning.policy.updater.cut),
         critic_update=(
-            micro_batches(shapes.critic_update, learning.critic.updater.cut)
+            _micro_batches(session, shapes.critic_update, learning.critic.updater.cut)
             if shapes.critic_update and learning.critic
             else None
         ),
         num_critic_parameters=session.critic.input.definition.num_parameters if session.critic else 0,
         reward_model=(
-            micro_batches(shapes.reward, wire_reward(settings, reward_model.architecture))
+            _micro_batches(session, shapes.reward, wire_reward(settings, reward_model.architecture))
             if shapes.reward and reward_model
             else None
         ),
@@ -288,4 +280,13 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
         peak_bytes=max(sum(held.values()) for held in memory.values()),
         available_bytes=device_memory_bytes(),
         checkpoint_bytes=state_bytes(learning),
+    )
+
+
+def _micro_batches(session: Session, plan: Plan, cut: Cutter) -> MicroBatches:
+    return MicroBatches(
+        count=len(plan.micro_batches),
+        packed=isinstance(cut, PackedRows),
+        rows_per_device=rows_per_device(session, plan),
+        tokens_per_row=fullest_of(plan).shape.num_tokens,
     )
