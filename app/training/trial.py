@@ -270,16 +270,11 @@ def _judges_correctness(name: str) -> bool:
     return name == MATH_VERIFY or (is_task_reward(name) and not name.endswith(FORMAT_SUFFIX))
 
 
-def look_at_reward_model(
-    look: Findings, settings: Settings, session: Session, model: RewardModelInput, samples: Sequence[Sample]
-) -> None:
+def look_at_reward_model(look: Findings, session: Session, model: RewardModelInput, samples: Sequence[Sample]) -> None:
     """What it scores the same answers. All hosts call it together."""
-    most = MOST_PARAMETERS[jax.devices()[0].platform]
-    if model.definition.num_parameters > most:
-        found = (
-            f"{model.definition.num_parameters:,} parameters, more than {most:,}, are not loaded within half a minute"
-        )
-        look.skip("reward model", found)
+    settings = session.settings
+    if (why := too_large(session, model.definition)) is not None:
+        look.skip("reward model", why)
         return
     with together():
         loaded = RewardModel.load(settings, model, session.mesh)
