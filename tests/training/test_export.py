@@ -262,7 +262,7 @@ def test_what_exists_is_not_written_over(finished, tmp_path):
     for name in ("file", "folder", "link"):
         result = export(finished, tmp_path / name)
         assert result.exit_code == 2
-        assert result.stderr.startswith(f"error: --out: {tmp_path / name} exists already; give the name of a folder")
+        assert f"error: --out: {tmp_path / name} exists already; give the name of a folder" in result.stderr
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "file").read_text() == "kept"
 
@@ -286,7 +286,7 @@ def test_what_cannot_be_exported_is_one_message_and_nothing_on_disk(finished, tm
     ):
         result = here("export", *arguments)
         assert (result.exit_code, result.stdout) == (2, ""), result.stderr
-        assert result.stderr.startswith("error: ") and message in result.stderr
+        assert result.stderr.count("error: ") == 1 and message in result.stderr
     assert digest_of(tmp_path) == before
 
 
