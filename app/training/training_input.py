@@ -127,8 +127,10 @@ def encode_rows(settings: Settings, rows: Sequence[Row], tokenizer: ChatTokenize
 
 def read_held_out_rows(settings: Settings) -> Sequence[Row]:
     """What evaluations ask, with answers that can all be judged."""
-    rows = load_held_out_data(settings.data, num_prompts=settings.eval.num_prompts).rows
-    check_answers(rows, [judge_of(settings.reward)])
+    data = settings.data
+    rows = load_held_out_data(data, num_prompts=settings.eval.num_prompts).rows
+    held_out = data.eval_source or f"null, that is data.source: {data.source}"
+    check_answers(rows, [judge_of(settings.reward)], held_out=held_out)
     return rows
 
 
