@@ -82,7 +82,7 @@ def compared(shape: str, rank: int, overrides: list[str]) -> dict[str, Any]:
     kinds = {"lora": [adapters], **{kind: [adapters, f"{SETTING}={kind}"] for kind in ("int8", "nf4")}, "full": []}
     found = {kind: measured(shape, [*chosen, *overrides]) for kind, chosen in kinds.items()}
     print(f"\n{shape}, adapters of rank {rank}; MiB, and the share of what all weights take")
-    print(f"{'':<20}" + "".join(f"{kind:>20}" for kind in found))
+    print(f"{'':<20}" + "".join(f"{kind:>24}" for kind in found))
     ratios = {
         kind: {name: round(value / found["full"][name], 4) for name, value in one.items()}
         for kind, one in found.items()
@@ -91,7 +91,7 @@ def compared(shape: str, rank: int, overrides: list[str]) -> dict[str, Any]:
     for name in found["full"]:
         scale = 1 if name == "trained_parameters" else 2**20
         cells = (f"{one[name] / scale:,.1f} {ratios.get(kind, {}).get(name, 1):.4f}" for kind, one in found.items())
-        print(f"{name:<20}" + "".join(f"{cell:>20}" for cell in cells))
+        print(f"{name:<20}" + "".join(f"{cell:>24}" for cell in cells))
     return {"shape": shape, "rank": rank, **found, "ratio": ratios}
 
 
