@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -165,21 +165,24 @@ def load_weights(
 
     params: dict[Path, Array] = {}
 
-    def write(parts: dict[Path, np.ndarray], layer: int | None) -> None:
+    def make_room(paths: Iterable[Path]) -> None:
+        for path in paths:
+            if path not in params:
+                params[path] = empty(shapes[path].shape, shapes[path].dtype, shardings[path])()
+
+    def write(parts: dict[Path, np.ndarray], layer: int) -> None:
         for path, part in parts.items():
             sharding = shardings[path]
-            if layer is None:
-                params[path] = place(part, sharding)
-                continue
-            if path not in params:
-                params[path] = empty(shapes[path].shape, shapes[path].dtype, sharding)()
             params[path] = write_layer(sharding)(params[path], place(part, without_layers(sharding)), layer)
 
     for entry in entries:
         # What is read has no name here: a name would keep it alive while the next one is read.
+        if entry.layer is None:
+            params[entry.path] = place(read(entry)[entry.path], shardings[entry.path])
+            continue
+        make_room([entry.path] if entry.path in shapes else [(*entry.path[:-1], leaf) for leaf in (CODES, SCALES)])
         write(read(entry), entry.layer)
-    for path in shapes.keys() - params.keys():
-        params[path] = empty(shapes[path].shape, shapes[path].dtype, shardings[path])()
+    make_room(shapes)
     return unflatten_dict(params)
 
 
