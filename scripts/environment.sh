@@ -70,5 +70,5 @@ make_environment() {
 # stay together, with what they share and have compiled; a process that dies is one failure, not the end of all.
 run_tests() {
     cd "$REPOSITORY" || exit 1
-    exec "$VENV/bin/python" -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile "$@"
+    "$VENV/bin/python" -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile "$@"
 }

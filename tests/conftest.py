@@ -6,6 +6,7 @@ A test of a single device builds its mesh from `jax.devices()[:1]`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -15,10 +16,11 @@ from settings.historic import HISTORIC
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# Settings and secrets of whoever runs the suite, and what makes typer colour its errors.
+# Settings and secrets of whoever runs the suite, the width of their terminal, and what makes typer colour its errors.
 FOREIGN = {name.upper() for name in HISTORIC} | {
     "WANDB_API_KEY",
     "HF_TOKEN",
+    "COLUMNS",
     "FORCE_COLOR",
     "PY_COLORS",
     "GITHUB_ACTIONS",
@@ -31,6 +33,9 @@ for name in [name for name in os.environ if name in FOREIGN or name.startswith("
 # would be a setting of every test; wandb is not used while `logging.wandb_project` is null.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# Virtual devices share a few cores: on a busy machine one may wait for another longer than the 40 s after which XLA
+# ends the process.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_collective_call_terminate_timeout_seconds=240"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
@@ -47,6 +52,18 @@ hypothesis.settings.register_profile(
     derandomize=os.environ.get("CI") == "true",
 )
 hypothesis.settings.load_profile("suite")
+
+
+MAPS = Path("/proc/self/maps")
+MANY_MAPS = 20_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_let_go() -> Iterator[None]:
+    """After a file, where there are many: each holds memory maps, and a process past Linux's 65,530 dies unheard."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A Hugging Face hub on this machine: the parts of its HTTP interface that fetching a model uses."""
+"""A Hugging Face hub on this machine: the parts of its HTTP interface that models and questions about data sets use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from huggingface_hub import constants
 
 
 class LocalHub:
-    """Models by id; a model is its commits' folders by branch or commit. Ids in `gated` show no files."""
+    """Models by id, data sets by `datasets/<id>`: each is its commits' folders by branch or commit.
+
+    Those in `gated` tell of their files and show none.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -33,9 +36,11 @@ class LocalHub:
 
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of a request."""
-        api = path.startswith("/api/models/")
-        owner, name, kind, revision, *rest = path.partition("?")[0].removeprefix("/api/models").split("/")[1:]
-        hub_id, file = f"{owner}/{name}", "/".join(rest)
+        api = path.startswith("/api/")
+        parts = path.partition("?")[0].removeprefix("/api/models").removeprefix("/api").split("/")[1:]
+        size = 3 if parts[0] == "datasets" else 2
+        kind, revision, *rest = parts[size:] or ("revision", "main")
+        hub_id, file = "/".join(parts[:size]), "/".join(rest)
         if not any(known == hub_id for known, _ in self._commits):
             return 401, {"X-Error-Code": "RepoNotFound"}, b""
         commit = self._commits.get((hub_id, revision))
@@ -43,7 +48,8 @@ class LocalHub:
             return 404, {"X-Error-Code": "RevisionNotFound"}, b""
         folder = self._folders[hub_id, commit]
         if api and kind == "revision":
-            return 200, {}, json.dumps({"id": hub_id, "sha": commit, "siblings": []}).encode()
+            files = [{"rfilename": path.name} for path in folder.iterdir()]
+            return 200, {}, json.dumps({"id": hub_id, "sha": commit, "siblings": files}).encode()
         if api and kind == "tree":
             entries = [
                 {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": _etag(path)}

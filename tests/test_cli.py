@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from settings import load
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 CANARY = "CANARY-0123456789abcdef"
 HINT = " (--debug shows the traceback)"
@@ -163,6 +165,39 @@ def test_bad_input_is_one_message_on_stderr_and_exit_code_2(
     assert "Traceback" not in answer.stderr
     assert len(answer.stderr.splitlines()) <= 3
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "is_of_run"),
+    [
+        *((place, True) for place in (".", "checkpoints", "checkpoints/2", "rollouts/step_000001.jsonl")),
+        *((place, True) for place in ("eval/step_000002.jsonl", "credited.jsonl")),
+        *((place, False) for place in ("mine/credited.jsonl", "checkpoints/2/progress", "../credited.jsonl")),
+    ],
+)
+def test_settings_are_a_run_s_where_what_is_named_lies_in_its_folders_and_that_is_told(
+    tmp_path: Path, place: str, is_of_run: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from verbs.answering import config_of_run
+
+    file = tmp_path.resolve() / "run" / "settings.yaml"
+    file.parent.mkdir()
+    file.touch()
+    assert config_of_run({"--from-rollouts": file.parent / place}) == (str(file) if is_of_run else None)
+    told = f"note: --from-rollouts: under the settings of {file}\n" if is_of_run else ""
+    assert capsys.readouterr() == ("", told)
+
+
+@pytest.mark.parametrize(
+    ("verb", "option"), [("train", "--from-rollouts"), ("evaluate", "--checkpoint"), ("export", "--checkpoint")]
+)
+def test_verbs_tell_of_the_run_whose_settings_they_take(tmp_path: Path, verb: str, option: str) -> None:
+    (tmp_path / "settings.yaml").write_text(load(None, ["run.steps=3"], {}).to_yaml())
+    answer = grpo(verb, option, ".", "--print-config", cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stderr == f"note: {option}: under the settings of {tmp_path.resolve() / 'settings.yaml'}\n"
+    assert "\n  steps: 3  # yaml:" in answer.stdout
+    assert grpo(verb, option, ".", "--config", "settings.yaml", "--print-config", cwd=tmp_path).stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ import typer
 from settings import InputError, Resolved, load
 from settings.layers import NO_FLAGS, Flags
 
+FOLDERS_OF_RUN = ("checkpoints", "rollouts", "eval")
+"""In a run's own, with what an option may name."""
+
 EXIT_FAILURE = 1
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -64,16 +67,17 @@ def under_its_run(
 def config_of_run(places: Mapping[str, Path | None]) -> str | None:
     """The settings that a run has written beside a checkpoint or a file of samples, or in the run's own folder.
 
-    None for a file of no run, which any settings may read, and where nothing is there: for whoever reads it to tell.
+    Tells where they are. None for a file of no run, which any settings may read, and where nothing is there: for
+    whoever reads it to tell.
 
     Raises:
         InputError: a folder that should be a run's has no settings. The defaults would pass for the run's.
     """
     given = {option: path.expanduser().resolve() for option, path in places.items() if path is not None}
-    for path in given.values():
-        # <run>, <run>/checkpoints, <run>/checkpoints/<step> and <run>/rollouts/<file> at the most.
-        for folder in (path, *path.parents[:2]):
+    for option, path in given.items():
+        for folder in _folders_of_run(path):
             if (file := folder / "settings.yaml").is_file():
+                tell([f"{option}: under the settings of {file}"])
                 return str(file)
     for option, path in given.items():
         if path.is_dir():
@@ -82,6 +86,14 @@ def config_of_run(places: Mapping[str, Path | None]) -> str | None:
                 "a run's folder or what is in it, or give --config"
             )
     return None
+
+
+def _folders_of_run(path: Path) -> Iterator[Path]:
+    """What may be a run's own folder, where `path` is that or something in it."""
+    yield from (path, path.parent)
+    # Anywhere else a settings.yaml two levels above is a stranger's.
+    if path.parent.name in FOLDERS_OF_RUN:
+        yield path.parent.parent
 
 
 def required(path: Path | None, option: str) -> Path:

@@ -18,6 +18,7 @@ import numpy as np
 from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
+from app.policy.fingerprint import Extents
 from settings.errors import InputError
 
 HUGGING_FACE_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
@@ -69,6 +70,14 @@ class GgufFile:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Hugging Face tensor name -> shape, outermost dim first."""
         return {name: _shape(tensor) for name, tensor in self._tensors.items()}
+
+    @property
+    def extents(self) -> Extents:
+        """Hugging Face tensor name -> where it lies, quantised."""
+        return {
+            name: range(start := int(tensor.data_offset), start + int(tensor.n_bytes))
+            for name, tensor in self._tensors.items()
+        }
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as float32, in Hugging Face's row order."""

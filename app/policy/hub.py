@@ -70,7 +70,7 @@ def newest_commit(
     """The commit that would be fetched now. Fetches nothing.
 
     Args:
-        file: of a model, one that it must have and that this user must be allowed to fetch.
+        file: of a model, one that it must have and that this user must be allowed to fetch; of a data set any will do.
 
     Raises:
         InputError: there is no such thing, or not for this user.
@@ -78,10 +78,11 @@ def newest_commit(
     """
     try:
         if kind == "dataset":
-            return str(HfApi().dataset_info(hub_id, revision=revision, timeout=timeout_s).sha)
+            return _newest_of_dataset(hub_id, revision, timeout_s=timeout_s)
         return str(get_hf_file_metadata(hf_hub_url(hub_id, file, revision=revision), timeout=timeout_s).commit_hash)
     except GatedRepoError as error:
-        raise InputError(_reason_and_way_out(error, hub_id)) from error
+        page = f"datasets/{hub_id}" if kind == "dataset" else hub_id
+        raise InputError(_reason_and_way_out(error, page)) from error
     except RepositoryNotFoundError as error:
         raise InputError(f"there is no such {kind}, or it is private; check the id, log in with HF_TOKEN") from error
     except (EntryNotFoundError, RevisionNotFoundError) as error:
@@ -92,11 +93,20 @@ def newest_commit(
         raise ConnectionError(reason) from error
 
 
-def _reason_and_way_out(error: Exception, hub_id: str) -> str:
+def _newest_of_dataset(hub_id: str, revision: str | None, *, timeout_s: float) -> str:
+    found = HfApi().dataset_info(hub_id, revision=revision, timeout=timeout_s)
+    if found.siblings:
+        # The hub tells everybody what a gated one consists of, and refuses its files.
+        url = hf_hub_url(hub_id, found.siblings[0].rfilename, repo_type="dataset", revision=found.sha)
+        get_hf_file_metadata(url, timeout=timeout_s)
+    return str(found.sha)
+
+
+def _reason_and_way_out(error: Exception, page: str) -> str:
     if isinstance(error, GatedRepoError):
         return (
             "it is gated, and this user has no access; "
-            f"accept its licence at https://huggingface.co/{hub_id} and log in with HF_TOKEN"
+            f"accept its licence at https://huggingface.co/{page} and log in with HF_TOKEN"
         )
     if isinstance(error, RepositoryNotFoundError):
         return "there is no such model, or it is private; check the id, log in with HF_TOKEN"

@@ -6,9 +6,8 @@ code are never touched.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from app.policy.fingerprint import fingerprint, safetensors_extents
 from app.policy.gguf_file import GgufFile
 from app.policy.hub import fetch_from_hub
 from settings.errors import InputError
@@ -55,9 +55,6 @@ NUMPY_TYPES = {
 DERIVED_TENSOR_SUFFIX = ".rotary_emb.inv_freq"
 """Old llama checkpoints store this buffer; it follows from the configuration."""
 
-FINGERPRINT_BLOCKS = 32
-FINGERPRINT_BLOCK_BYTES = 64 * 1024
-
 
 class WeightFile(Protocol):
     """Named tensors on disk."""
@@ -85,8 +82,9 @@ class ModelFiles:
     """Empty where the model has none."""
     weights: WeightFile
     fingerprint: str
-    """Hex SHA-256 of the configuration and a sample of every weight file: the same on every host that
-    has the same model, different after any training. Not proof against forgery.
+    """The same on every host that has the same model, another one after training, also of adapters that were merged.
+
+    Neither a few other numbers nor forgery need show: see `app.policy.fingerprint`.
     """
     commit: str | None = None
     """Of the hub repository; None for files that did not come from there."""
@@ -160,7 +158,7 @@ def is_from_hub(path: str) -> bool:
 
 def _outline(directory: Path, *, name: str, commit: str | None = None) -> ModelFiles:
     config = _read_config(directory)
-    return ModelFiles(name, directory, config, {}, NoWeights(), _fingerprint(config, ()), commit)
+    return ModelFiles(name, directory, config, {}, NoWeights(), fingerprint(config, {}), commit)
 
 
 def open_model(path: str, *, revision: str | None = None) -> ModelFiles:
@@ -193,7 +191,7 @@ def _open_directory(directory: Path, *, name: str, commit: str | None = None) ->
         config=config,
         generation_config=_read_json(generation) if generation.is_file() else {},
         weights=weights,
-        fingerprint=_fingerprint(config, weights.paths),
+        fingerprint=fingerprint(config, {path: safetensors_extents(path) for path in weights.paths}),
         commit=commit,
     )
 
@@ -217,7 +215,7 @@ def _open_gguf(path: Path) -> ModelFiles:
         config=config,
         generation_config=weights.generation_config(),
         weights=weights,
-        fingerprint=_fingerprint(config, [path]),
+        fingerprint=fingerprint(config, {path: weights.extents}),
     )
 
 
@@ -287,15 +285,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
-
-
-def _fingerprint(config: Mapping[str, Any], paths: Iterable[Path]) -> str:
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            for block in range(FINGERPRINT_BLOCKS):
-                file.seek(max(0, size - FINGERPRINT_BLOCK_BYTES) * block // (FINGERPRINT_BLOCKS - 1))
-                digest.update(file.read(FINGERPRINT_BLOCK_BYTES))
-    return digest.hexdigest()

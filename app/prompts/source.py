@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from app.prompts.arithmetic import make_problems
-from app.prompts.dataset import Dataset, load_dataset
+from app.prompts.dataset import Dataset, Row, load_dataset
 from settings.errors import InputError
 from settings.schema import Data
 
@@ -38,10 +39,12 @@ def load_held_out_data(data: Data, *, num_prompts: int | None) -> Dataset:
             " name a file to evaluate on, or set eval.every_steps to 0"
         )
     dataset = _load(data, source, split=split, num_problems=num_prompts or data.num_problems, seed=HELD_OUT_SEED)
-    num_rows = len(dataset.rows)
-    if num_prompts is None or num_rows <= num_prompts:
-        return dataset
-    return replace(dataset, rows=[dataset.rows[i * num_rows // num_prompts] for i in range(num_prompts)])
+    return dataset if num_prompts is None else replace(dataset, rows=spread(dataset.rows, num_prompts))
+
+
+def spread(rows: Sequence[Row], most: int) -> Sequence[Row]:
+    """As many of the rows as that, at even distances; all where there are no more."""
+    return rows if len(rows) <= most else [rows[i * len(rows) // most] for i in range(most)]
 
 
 def _load(data: Data, source: str, *, split: str, num_problems: int, seed: int) -> Dataset:

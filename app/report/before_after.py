@@ -34,7 +34,7 @@ def before_and_after(history: History) -> BeforeAfter:
         header = ("held out", f"step {before['step']}", f"step {after['step']}")
         by_plug_in = is_judged_by_plug_in(evaluations)
         for name in _told(before, after):
-            start, end = (figure(name, number(record, name), by_plug_in=by_plug_in) for record in (before, after))
+            start, end = (figure_text(name, number(record, name), by_plug_in=by_plug_in) for record in (before, after))
             rows.append((name.removeprefix("eval/"), start, end))
     if steps:
         edge = max(min(EDGE, len(steps) // 2), 1)
@@ -55,7 +55,7 @@ def _told(before: Record, after: Record) -> list[str]:
     return [name for name in known if not name.endswith("_count") or before.get(name) or after[name]]
 
 
-def figure(name: str, value: float | None, *, by_plug_in: bool) -> str:
+def figure_text(name: str, value: float | None, *, by_plug_in: bool) -> str:
     """The value of an evaluation's metric, as people write it: shares in percent, but not the mean of a plug-in."""
     if value is None:
         return "–"

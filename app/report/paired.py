@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from app.jsonl import check_output
-from app.report.before_after import figure
+from app.report.before_after import figure_text
 from app.report.drawing import BLUE, GREY, ORANGE, as_label
 from app.report.figures import STYLE
 from app.report.intervals import Interval, Measured
@@ -119,13 +119,9 @@ def is_told(name: str, measured: Measured) -> bool:
     return measured.value is not None and (not name.endswith("_count") or measured.value > 0)
 
 
-def figure_text(name: str, value: float | None, *, by_plug_in: bool) -> str:
-    return figure(name, value, by_plug_in=by_plug_in)
-
-
 def interval_text(name: str, interval: Interval | None, *, by_plug_in: bool) -> str:
     """Low to high; nothing where there is none."""
-    return "" if interval is None else " – ".join(figure(name, end, by_plug_in=by_plug_in) for end in interval)
+    return "" if interval is None else " – ".join(figure_text(name, end, by_plug_in=by_plug_in) for end in interval)
 
 
 def check_picture(path: Path) -> None:

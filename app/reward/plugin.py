@@ -86,7 +86,7 @@ class PlugIn:
                 unlimited=answer["unlimited"],
             )
         except (LoadError, SignatureError) as problem:
-            raise InputError(f"reward.functions: {pool.function}: {problem}") from None
+            raise InputError(f"reward.functions: {pool.function}: {problem}") from problem
 
     @property
     def report(self) -> str:

@@ -38,6 +38,10 @@ class LoadError(Exception):
     """A plug-in that no worker can be started with; the message says why."""
 
 
+class LateError(LoadError):
+    """One whose import takes longer than it may."""
+
+
 class WorkerPool:
     """At most `num_workers` workers with one function loaded, kept from one step to the next.
 
@@ -185,7 +189,8 @@ class WorkerPool:
 
     def _loaded(self, worker: Worker, answer: dict[str, Any] | Failure) -> dict[str, Any]:
         if isinstance(answer, Failure):
-            raise LoadError(f"while it was imported, it {_as_predicate(answer.text)}")
+            kind = LateError if answer.kind == "timeout" else LoadError
+            raise kind(f"while it was imported, it {_as_predicate(answer.text)}")
         if "refused" in answer:
             text = one_line(str(answer["refused"]))
             is_memory = any(sign in text for sign in SIGNS_OF_TOO_LITTLE_MEMORY)

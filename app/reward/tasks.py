@@ -83,10 +83,13 @@ def right_vote(name: str, prompt: Answered) -> Fraction | None:
     return _task(name).parse_reference(prompt.answer or "")
 
 
-def check_answers(rows: Sequence[Answered], names: Sequence[str]) -> None:
+def check_answers(rows: Sequence[Answered], names: Sequence[str], *, held_out: str | None = None) -> None:
     """Passes when every row can be graded; meant to be called before any device work.
 
     Names that are no task's are plug-ins, which say themselves what they need.
+
+    Args:
+        held_out: where the rows of an evaluation are from, for the error; None: they are others.
 
     Raises:
         InputError: a correctness function is asked for and a row's reference answer is missing or
@@ -101,18 +104,20 @@ def check_answers(rows: Sequence[Answered], names: Sequence[str]) -> None:
         else:
             bad = []
         if bad:
-            raise InputError(_describe_ungradable(name, bad))
+            raise InputError(_describe_ungradable(name, bad, held_out))
 
 
-def _describe_ungradable(name: str, bad: Sequence[Answered]) -> str:
+def _describe_ungradable(name: str, bad: Sequence[Answered], held_out: str | None) -> str:
     first = bad[0]
     problem = "no answer" if first.answer is None else f"the answer {first.answer[-80:]!r}, no number"
     others = f" (and {len(bad) - 1:,} more rows are like it)" if len(bad) > 1 else ""
     is_task = is_task_reward(name)
     expected, instead = ("number", f", or reward only {name}{FORMAT_SUFFIX}") if is_task else ("answer", "")
+    whose = "" if held_out is None else f" of the evaluation set (data.eval_source: {held_out})"
+    other = "" if held_out is None else "another data.eval_source, or "
     return (
-        f"reward.functions: {name} compares with a reference {expected}, but {first.uid} has {problem}{others};"
-        f" choose the column with data.answer_column{instead}"
+        f"reward.functions: {name} compares with a reference {expected}, but {first.uid}{whose} has {problem}{others};"
+        f" choose {other}the column with data.answer_column{instead}"
     )
 
 

@@ -53,6 +53,8 @@ class Scored:
     """For people: what failed, once for each function."""
     problem: str | None
     """What the run must stop for: a failure that is to raise, or a plug-in that is lost."""
+    kinds: frozenset[str] = frozenset()
+    """Of the failures: `Failure.kind`."""
 
     @property
     def num_errors(self) -> int:
@@ -72,6 +74,7 @@ def joined(parts: Sequence[Scored]) -> Scored:
         num_without_reward=sum(part.num_without_reward for part in parts),
         notices=tuple(notice for part in parts for notice in part.notices),
         problem=None,
+        kinds=frozenset(kind for part in parts for kind in part.kinds),
     )
 
 
@@ -139,6 +142,7 @@ def weigh(
         num_without_reward=num_without,
         notices=tuple(notice for notice in notices if notice),
         problem=_problem(samples, failures) if on_error == "raise" else None,
+        kinds=frozenset(failure.kind for of_sample in failures for failure in of_sample.values()),
     )
 
 

@@ -12,7 +12,7 @@ from app.flow import Prompt, Sample
 from app.jsonl import check_distinct, read_jsonl
 from app.report.intervals import Measured, mean_interval, sign_test
 from app.report.paired import Comparison, PairedRow, check_picture, is_told, write_picture
-from app.reward.tasks import check_answers, is_task_reward
+from app.reward.tasks import is_task_reward, right_vote
 from app.sample_records import sample_from_record
 from app.training.evaluation_figures import (
     ACCURACY,
@@ -126,8 +126,20 @@ def read_evaluated(path: Path) -> Evaluated:
                 f"--compare: {path} is not whole: {uid} has {len(samples)} samples, others {num_samples}; the same "
                 "grpo evaluate command again completes it"
             )
-    check_answers([samples[0].prompt for samples in groups.values()], [judge])
+    if num_samples > 1 and is_task_reward(judge):
+        _check_votes(path, judge, [samples[0].prompt for samples in groups.values()])
     return Evaluated(path, subject, judge, num_samples, groups)
+
+
+def _check_votes(path: Path, judge: str, prompts: Sequence[Prompt]) -> None:
+    """Raises InputError where nobody can say which vote of the majority is right."""
+    unknown = [prompt.uid for prompt in prompts if right_vote(judge, prompt) is None]
+    if unknown:
+        others = f" (and {len(unknown) - 1:,} more prompts are like it)" if len(unknown) > 1 else ""
+        raise InputError(
+            f"--compare: {path}: several samples of a prompt vote for a number, and `answer` of {unknown[0]} holds "
+            f"none{others}; grpo evaluate --out writes the answers of the data set there"
+        )
 
 
 def _judge_of(path: Path, subject: Subject | None, groups: Mapping[str, Sequence[Sample]]) -> str:
@@ -157,6 +169,12 @@ def _check_comparable(first: Evaluated, second: Evaluated) -> None:
                 raise InputError(
                     f"--compare: {both} are not judged alike: {first.judge} {how}: {name} was {was}, and is {now}"
                 )
+    if first.num_samples != second.num_samples:
+        raise InputError(
+            f"--compare: {both} have not the same number of samples of each prompt: eval.num_samples was "
+            f"{first.num_samples}, and is {second.num_samples}. Even of one model, prompts would not be better as "
+            "often as worse; evaluate one of them again with the eval.num_samples of the other, and another --out"
+        )
     only = [[uid for uid in one.groups if uid not in other.groups] for one, other in ((first, second), (second, first))]
     if only[0] or only[1]:
         raise InputError(
@@ -204,7 +222,5 @@ def _notes(first: Evaluated, second: Evaluated) -> Iterator[str]:
             was, now = (facts.get(name) for facts in known)
             if was != now and name not in COMPARED:
                 yield f"{name} differs" if name == "the tokenizer" else f"{name} was {was}, and is {now}"
-    elif first.num_samples != second.num_samples:
-        yield f"{first.num_samples} samples of each prompt before, {second.num_samples} after"
     if any(not np.array_equal(first.prompt(uid).token_ids, second.prompt(uid).token_ids) for uid in first.groups):
         yield "the same questions are other tokens: another tokenizer, chat template or data.system_prompt"

@@ -18,6 +18,7 @@ from app.mesh import topology
 from app.mesh.placement import abstract, bytes_over_hosts, bytes_per_device, max_over_hosts
 from app.program_facts import lower_bounds
 from app.prompts.dataset import Dataset
+from app.prompts.source import spread
 from app.training.agreement import agree, check_shared, prompts_digest
 from app.training.all_hosts import together
 from app.training.findings import RUN_TIME, Diagnosis, Finding, Findings
@@ -31,6 +32,7 @@ from app.training.reward_role import RewardModelInput
 from app.training.run_directory import RunDirectory, check_claim
 from app.training.session import Session
 from app.training.surroundings import (
+    CACHED,
     HUB_DATA,
     WANDB_KEY,
     HubSource,
@@ -51,11 +53,12 @@ from app.training.surroundings import (
     writes_of,
 )
 from app.training.training_input import (
+    check_best,
     encode_rows,
     fingerprints_of,
     fingerprints_of_data,
     read_critic,
-    read_held_out_of_run,
+    read_held_out_rows,
     read_judge,
     read_policy,
     read_rows,
@@ -82,8 +85,8 @@ MOST_START_S = 20
 """Seconds that hosts wait for each other here, at most."""
 
 MOST_ROWS = 2000
-"""That become tokens: of more data sets the first."""
-CACHED = "cached"
+"""That become tokens, of each data set."""
+NO_PROMPT = "for want of a prompt"
 
 
 @dataclass
@@ -103,6 +106,11 @@ class Read:
         """All that a session needs."""
         wanted = (self.model, self.dataset, self.critic if settings.has_critic else self.model)
         return None not in wanted and (self.reward_model is not None or settings.reward.model is None)
+
+    @property
+    def trials(self) -> tuple[str, ...]:
+        """Checks that ask the real weights. What could not be read has its line already."""
+        return ("forward",) if self.reward_model is None else ("forward", "reward model")
 
 
 def examine(resolved: Resolved) -> Diagnosis:
@@ -130,11 +138,15 @@ def examine(resolved: Resolved) -> Diagnosis:
         seen, writes = None, None
         if has_devices:
             session = _open(look, resolved, run, read, stack)
-            writes = None if session is None else _look_at_memory(look, session, read)
+            writes = _look_at_memory(look, session, read)
             seen = _try(look, session, read)
+        else:
+            _skip(look, ("mesh", "memory", *read.trials), "for want of devices")
         if read.model is not None and read.prompts:
             with look.looking_at("end of turn"):
                 look_at_end_of_turn(look, settings, read.model.tokenizer, read.prompts[0], seen)
+        else:
+            look.skip("end of turn", NO_PROMPT)
         with look.looking_at("disk"):
             look_at_disk(look, run.path, writes)
         host = jax.process_index() if has_devices else 0
@@ -191,8 +203,8 @@ def _read(look: Findings, settings: Settings, sources: Sequence[HubSource], of_h
     with fetching_nothing(sources):
         _read_networks(look, settings, sources, read)
         _read_data(look, settings, read)
-        if settings.eval.every_steps and read.model is not None:
-            _read_held_out(look, settings, read.model, read)
+        if settings.eval.every_steps:
+            _read_held_out(look, settings, read)
     for source in sources:
         with look.looking_at(f"hub: {source.setting}"):
             look_at_hub(look, source, of_hub[source.setting], cached=read.cached.get(source.setting))
@@ -203,8 +215,13 @@ def _read(look: Findings, settings: Settings, sources: Sequence[HubSource], of_h
             samples = trial_samples(read.model.tokenizer, read.prompts)
             look_at_rewards(look, settings, samples, read.prompts, read.held_out)
     else:
-        look.skip("reward", "for want of a prompt")
+        _skip(look, ("template", "reward"), NO_PROMPT)
     return read
+
+
+def _skip(look: Findings, checks: Sequence[str], why: str) -> None:
+    for check in checks:
+        look.skip(check, why)
 
 
 def _read_networks(look: Findings, settings: Settings, sources: Sequence[HubSource], read: Read) -> None:
@@ -254,18 +271,22 @@ def _read_data(look: Findings, settings: Settings, read: Read) -> None:
         look.ok("data", f"{told}\n{some}{report.to_text()}")
 
 
-def _read_held_out(look: Findings, settings: Settings, model: ModelInput, read: Read) -> None:
+def _read_held_out(look: Findings, settings: Settings, read: Read) -> None:
     source = settings.data.eval_source or settings.data.source
     with look.looking_at("held-out data"):
-        held_out = _unless_absent(
-            look, "held-out data", source, lambda: read_held_out_of_run(settings, model.tokenizer)
-        )
-        if held_out is None:
+        rows = _unless_absent(look, "held-out data", source, lambda: read_held_out_rows(settings))
+        if rows is None:
             return
         if settings.data.eval_source is not None and source.startswith(HUB_DATA):
             read.cached["data.eval_source"] = CACHED
-        read.held_out = held_out
-        look.ok("held-out data", f"{len(held_out):,} prompts of {source}")
+        if read.model is None:
+            look.ok("held-out data", f"{len(rows):,} rows of {source}; without a tokenizer there are no prompts")
+            return
+        some = spread(rows, MOST_ROWS)
+        read.held_out, _ = encode_rows(settings, some, read.model.tokenizer)
+        check_best(settings, read.held_out)
+        of_rows = f", from {len(some):,} of {len(rows):,} rows" if len(some) < len(rows) else ""
+        look.ok("held-out data", f"{len(read.held_out):,} prompts of {source}{of_rows}")
 
 
 def _unless_absent(look: Findings, check: str, source: str, reading: Callable[[], Data]) -> Data | None:
@@ -319,8 +340,11 @@ def _facts(settings: Settings, run: RunDirectory, read: Read) -> dict[str, str]:
     return facts
 
 
-def _look_at_memory(look: Findings, session: Session, read: Read) -> Writes | None:
-    """Returns what a run would write."""
+def _look_at_memory(look: Findings, session: Session | None, read: Read) -> Writes | None:
+    """Returns what a run would write; None where that is not known."""
+    if session is None:
+        look.skip("memory", "for want of a mesh")
+        return None
     settings, writes = session.settings, None
     with look.looking_at("memory"):
         learning = wire_learning(settings, session)
@@ -341,7 +365,7 @@ def _look_at_memory(look: Findings, session: Session, read: Read) -> Writes | No
 def _try(look: Findings, session: Session | None, read: Read) -> Seen | None:
     """What the real weights say of the first prompt. Hosts try together, or not at all."""
     if not _everywhere(session is not None and bool(read.prompts)):
-        look.skip("forward", "for want of a model, a prompt or a mesh, here or on another host")
+        _skip(look, read.trials, "for want of a model, a prompt or a mesh, here or on another host")
         return None
     assert session is not None
     seen = None
@@ -353,7 +377,7 @@ def _try(look: Findings, session: Session | None, read: Read) -> Seen | None:
     if read.reward_model is not None:
         with look.looking_at("reward model"):
             samples = trial_samples(session.input.tokenizer, read.prompts)
-            look_at_reward_model(look, session.settings, session, read.reward_model, samples)
+            look_at_reward_model(look, session, read.reward_model, samples)
     return seen
 
 

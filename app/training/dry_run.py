@@ -32,6 +32,11 @@ WAYS_OUT = {
     "update": "lower algorithm.{knob}, set model.remat: block",
 }
 """What makes each phase smaller."""
+OF_REPLAY = {
+    "evaluation": "set eval.every_steps: 0 and checkpoint.best_metric: null (`grpo evaluate` measures what is saved), "
+    "or lower rollout.max_new_tokens to what the longest of the samples has",
+}
+"""Others than these of a replay, whose groups are as many and as large as those of the samples."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,8 @@ class DryRun:
         by_phase = {"update": [self.update], "critic": critic, "score": self.score.values(), "reward": asked}
         passes = by_phase.get(self.peak_phase, [])
         packed = all(micro_batches.packed for micro_batches in passes)
-        return WAYS_OUT[self.peak_phase].format(knob="max_tokens_per_device" if packed else "rows_per_device")
+        ways_out = WAYS_OUT if self.rollout else WAYS_OUT | OF_REPLAY
+        return ways_out[self.peak_phase].format(knob="max_tokens_per_device" if packed else "rows_per_device")
 
     def _verdict(self) -> list[str]:
         lines = []

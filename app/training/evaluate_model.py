@@ -17,13 +17,14 @@ import numpy as np
 from app.flow import Prompt, Sample
 from app.jsonl import check_output
 from app.mesh.placement import max_over_hosts
+from app.policy.kv_cache import DecodeWeights
 from app.prompts.encode import EncodeReport
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards, judge_of
 from app.training.agreement import agree, plug_in_digests, prompts_digest
 from app.training.all_hosts import as_lines, host_run, lines_to_first_host, together, write_together
 from app.training.evaluate import evaluation_figures, sampled
-from app.training.evaluation_file import Asked, OfPlaces, Part, read_parts, read_result, remove_parts
+from app.training.evaluation_file import OfPlaces, PartFile, Questions, check_out, read_parts, read_result, remove_parts
 from app.training.evaluation_report import EvaluationReport
 from app.training.evaluation_subject import (
     CHECKPOINT,
@@ -62,8 +63,8 @@ class EvaluationInput:
     subject: Subject
 
     @property
-    def asked(self) -> Asked:
-        return Asked(self.prompts, self.settings.eval.num_samples)
+    def questions(self) -> Questions:
+        return Questions(self.prompts, self.settings.eval.num_samples)
 
 
 def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | None) -> EvaluationReport | None:
@@ -79,6 +80,8 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
     if out is not None:
         check_output(out)
     read = read_evaluation_input(resolved.settings, checkpoint)
+    if out is not None:
+        check_out(out, read.subject)
     with ExitStack() as stack:
         entered = stack.enter_context(joined_hosts(read.settings, out=out or Path("evaluation")))
         facts = {name: str(value) for name, value in read.subject.facts.items()}
@@ -161,7 +164,7 @@ def _already_judged(read: EvaluationInput, out: Path | None) -> Sequence[Sample]
     found: OfPlaces = {}
     with together():
         if out is not None and jax.process_index() == 0:
-            found = read_result(out, read.subject, read.asked)
+            found = read_result(out, read.subject, read.questions)
     samples = [sample for place in sorted(found) for sample in found[place]]
     is_whole = len(found) == len(read.prompts) and all(sample.rewards is not None for sample in samples)
     if not max_over_hosts(np.asarray(is_whole)):
@@ -185,7 +188,7 @@ def _judged(read: EvaluationInput, out: Path | None, stack: ExitStack, entered: 
         # Of the functions that training adds up, the first alone judges.
         judge = settings.reward.model_copy(update={"functions": settings.reward.functions[:1]})
         rewards = stack.enter_context(Rewards(judge, columns, columns))
-        part = None if out is None else stack.enter_context(closing(Part(out, read.subject)))
+        part = None if out is None else stack.enter_context(closing(PartFile(out, read.subject)))
     missing = [place for place in own if place not in known]
     drawn = _drawn(read, missing, part, stack, entered)
     samples = [sample for place in own for sample in (known.get(place) or drawn[place])]
@@ -205,20 +208,18 @@ def _judged(read: EvaluationInput, out: Path | None, stack: ExitStack, entered: 
 
 def _known(read: EvaluationInput, out: Path) -> OfPlaces:
     """What this host sees of a killed evaluation, and of a file that lines were taken from, to be judged anew."""
-    return {**read_parts(out, read.subject, read.asked), **read_result(out, read.subject, read.asked)}
+    return {**read_parts(out, read.subject, read.questions), **read_result(out, read.subject, read.questions)}
 
 
 def _drawn(
-    read: EvaluationInput, missing: Sequence[int], part: Part | None, stack: ExitStack, entered: Entered
+    read: EvaluationInput, missing: Sequence[int], part: PartFile | None, stack: ExitStack, entered: Entered
 ) -> OfPlaces:
     """The samples that this host lacks; nothing is loaded where no host lacks any."""
     settings, num_asked = read.settings, len(host_run(len(read.prompts)))
     if not max_over_hosts(np.asarray(len(missing))):
         return {}
     session = stack.enter_context(closing(Session.open(settings, read.model)))
-    params = session.load_params() if read.saved is None else load_policy(read.saved, session)
-    weights = session.engine.weights(params)
-    del params
+    weights = decode_weights(read, session)
     session.compile_evaluation()
     drawn: dict[int, list[Sample]] = {}
     num_samples = settings.eval.num_samples
@@ -229,6 +230,14 @@ def _drawn(
         for sample in getting_on(part.keeping(fresh) if part else fresh, "evaluate", entered):
             drawn.setdefault(sample.group_id, []).append(sample)
     return drawn
+
+
+def decode_weights(read: EvaluationInput, session: Session) -> DecodeWeights:
+    """What samples are drawn with; nothing else of the model stays on the devices. All hosts call it together."""
+    params = session.load_params() if read.saved is None else load_policy(read.saved, session)
+    weights = session.engine.weights(params)
+    session.drop_frozen()
+    return weights
 
 
 def _write(out: Path, subject: Subject, samples: Sequence[Sample]) -> None:

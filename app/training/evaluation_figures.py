@@ -16,7 +16,7 @@ from app.flow import Prompt, Sample
 from app.report.intervals import Interval, Measured, mean_interval, share_interval
 from app.reward.tasks import is_formatted, is_task_reward, right_vote, vote
 from app.reward.votes import majority_share, pass_at_k
-from app.reward.weighing import ERRORS_FIELD
+from app.reward.weighing import ERRORS_FIELD, is_unusable
 from settings.errors import InputError
 from settings.fields import did_you_mean, nearest_of
 
@@ -78,7 +78,8 @@ def _passes(values: Sequence[float], k: int) -> float:
 
 
 def _majority(group: Sequence[Sample], judge: str) -> float:
-    return majority_share([vote(judge, s.completion) for s in group], right_vote(judge, group[0].prompt))
+    votes = [None if is_unusable(s) else vote(judge, s.completion) for s in group]
+    return majority_share(votes, right_vote(judge, group[0].prompt))
 
 
 def difficulty_of(prompt: Prompt) -> float:

@@ -27,7 +27,7 @@ OfPlaces = Mapping[int, Sequence[Sample]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Questions:
     """The prompts of an evaluation, by their places, and how often each is asked."""
 
     prompts: Sequence[Prompt]
@@ -57,14 +57,43 @@ class Asked:
         return asked and 0 <= sample.sample_index < self.num_samples
 
 
-def read_result(out: Path, subject: Subject, asked: Asked) -> OfPlaces:
+def check_out(out: Path, subject: Subject) -> None:
+    """Raises InputError where an evaluation cannot go on from what is at `out`, which is of something else."""
+    _has_result(out, subject)
+    for path in _parts(out):
+        _is_begun(path, subject)
+
+
+def read_result(out: Path, subject: Subject, questions: Questions) -> OfPlaces:
     """The samples of the same evaluation that are in its file already; none where there is no file.
 
     Raises:
         InputError: the file is of something else.
     """
+    return questions.found(read_jsonl_lines(out), out) if _has_result(out, subject) else {}
+
+
+def read_parts(out: Path, subject: Subject, questions: Questions) -> OfPlaces:
+    """What the hosts of an evaluation that was killed had drawn, as far as this one sees their files.
+
+    Nobody has judged them, so the judge may have been another.
+
+    Raises:
+        InputError: a file is of something else.
+    """
+    drawn: dict[int, Sequence[Sample]] = {}
+    for path in _parts(out):
+        if _is_begun(path, subject):
+            records = read_jsonl_lines(path)
+            next(records)
+            drawn |= questions.found(records, path)
+    return drawn
+
+
+def _has_result(out: Path, subject: Subject) -> bool:
+    """Whether the file is there. Raises InputError where it is of something else."""
     if not out.exists():
-        return {}
+        return False
     found = read_subject(out)
     if found is None:
         raise InputError(
@@ -72,30 +101,21 @@ def read_result(out: Path, subject: Subject, asked: Asked) -> OfPlaces:
             "--out, or delete it"
         )
     _check_same(out, subject, found)
-    return asked.found(read_jsonl_lines(out), out)
+    return True
 
 
-def read_parts(out: Path, subject: Subject, asked: Asked) -> OfPlaces:
-    """What the hosts of an evaluation that was killed had drawn, as far as this one sees their files.
-
-    Raises:
-        InputError: a file is of something else.
-    """
-    drawn: dict[int, Sequence[Sample]] = {}
-    for path in _parts(out):
-        with path.open("rb") as file:
-            head = file.readline()
-        if not head.endswith(b"\n"):
-            continue  # killed before it had said of what it is
-        try:
-            found = subject_from_json(head)
-        except ValueError as error:
-            raise InputError(f"--out: {path} is no part of an evaluation ({error}); delete it") from error
-        _check_same(path, subject, found)
-        records = read_jsonl_lines(path)
-        next(records)
-        drawn |= asked.found(records, path)
-    return drawn
+def _is_begun(path: Path, subject: Subject) -> bool:
+    """Whether a part says of what it is; one that was killed before does not. Raises InputError as `_has_result`."""
+    with path.open("rb") as file:
+        head = file.readline()
+    if not head.endswith(b"\n"):
+        return False
+    try:
+        found = subject_from_json(head)
+    except ValueError as error:
+        raise InputError(f"--out: {path} is no part of an evaluation ({error}); delete it") from error
+    _check_same(path, subject.unjudged, found.unjudged)
+    return True
 
 
 def remove_parts(out: Path) -> None:
@@ -104,11 +124,11 @@ def remove_parts(out: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class Part:
+class PartFile:
     """Where this host's samples go as they are drawn, each at once, behind those of an evaluation that was killed.
 
     Raises:
-        InputError: another process is at it, or it cannot be written.
+        InputError: another process is at it, or it cannot be written or locked.
     """
 
     def __init__(self, out: Path, subject: Subject) -> None:
@@ -148,11 +168,14 @@ def _locked(path: Path) -> IO[bytes]:
         raise InputError(f"--out: {path} cannot be written: {error.strerror}; give another --out") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError:
         file.close()
         raise InputError(
             f"--out: another process is at this evaluation ({path}); wait for it, or give another --out"
-        ) from error
+        ) from None
+    except OSError as error:
+        file.close()
+        raise InputError(f"--out: {path} cannot be locked: {error.strerror}; give an --out on another disk") from error
     return file
 
 

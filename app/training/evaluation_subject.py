@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,12 @@ class Subject:
     def label(self) -> str:
         """For people."""
         return self.model if self.step is None else f"{self.model}, step {self.step}"
+
+    @property
+    def unjudged(self) -> Subject:
+        """The same, whoever judges the samples."""
+        judging = (JUDGE, JUDGES_FUNCTION, JUDGES_FILE)
+        return replace(self, facts={name: fact for name, fact in self.facts.items() if name not in judging})
 
     def differs(self, other: Subject) -> str | None:
         """The first fact that is not the same; None where all are."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from app.policy.weight_files import BUILTIN_PREFIX, CONFIG_FILE
 from app.policy.weights import load_weights
 from app.policy.weights_out import TensorsOut
 from app.prompts.tokenizer_out import write_tokenizer
-from app.training.model_card import ADAPTER, CARD_FILE, MERGED, WHOLE, model_card
+from app.training.model_card import ADAPTER, CARD_FILE, MERGED, WHOLE, model_card, rounding_note
 from app.training.model_input import ModelInput, read_model_input
 from app.training.pinned_model import pinned
 from app.training.policy_weights import load_trained
@@ -98,9 +99,12 @@ def export(resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType
     """
     opened = Opened.of(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
     model, saved = opened.model, opened.saved
-    card = model_card(resolved, saved, model, form=WHOLE if model.adapted.lora is None else MERGED, dtype=dtype)
+    form = WHOLE if model.adapted.lora is None else MERGED
+    card = model_card(resolved, saved, model, form=form, dtype=dtype)
     num_parameters = model.definition.num_parameters
     check_space(opened.out, num_parameters * jnp.dtype(dtype).itemsize + SMALL_FILES_BYTES)
+    if note := rounding_note(form, dtype):
+        print(f"note: {note}", file=sys.stderr)
     mesh = start_alone()
     trained = load_trained(saved, model, mesh)
     frozen = None if model.adapted.lora is None else load_weights(model.definition, model.files.weights, mesh)

@@ -86,14 +86,25 @@ ADAPTER = Form(
 )
 
 
+def rounding_note(form: Form, dtype: str) -> str:
+    """For people, what merged adapters lose by rounding; empty where they lose nothing."""
+    if form is not MERGED or dtype == "float32":
+        return ""
+    return (
+        f"merged in {dtype}, small changes of a weight are rounded away, and with them maybe most of what the adapters "
+        "learned; `grpo export --dtype float32` keeps it, and so does `--adapter`"
+    )
+
+
 def model_card(resolved: Resolved, saved: SavedPolicy, model: ModelInput, *, form: Form, dtype: str) -> str:
     """The README.md of an export of this checkpoint, without figures where the run's cannot be read."""
     files = _files_of(saved.run)
     settings = {name: value for name, (value, _) in from_yaml(resolved.to_yaml().encode(), name="settings").items()}
     if files is not None:
         settings |= {name: value for name, (value, _) in files.settings.items()}
+    # Those of the model that was opened: --set may have named another place of it than the run had it from.
+    settings |= {"model.path": resolved.settings.model.path, "model.revision": model.files.commit}
     hub_id = settings["model.path"] if model.files.commit is not None else None
-    settings["model.revision"] = model.files.commit
     settings |= {name: _last_name(settings[name]) for name in NAMING_FILES if name != "model.path" or hub_id is None}
     base = hub_id or model.files.name
     name = base.rpartition("/")[2].removeprefix("builtin:")
@@ -137,10 +148,12 @@ def front_matter(form: Form, hub_id: str | None, source: str) -> str:
 
 
 def _origin(saved: SavedPolicy, settings: Mapping[str, Any], form: Form, *, base: str, dtype: str) -> str:
-    rounding = "in float32" if dtype == "float32" else f"rounded once to {dtype}"
+    weights = f"{form.says}, {'in float32' if dtype == 'float32' else f'rounded once to {dtype}'}."
+    if note := rounding_note(form, dtype):
+        weights += f" Note: {note}."
     return (
         f"`{base}`, trained with the algorithm `{settings['algorithm.name']}` on `{settings['data.source']}`: "
-        f"step {saved.step} of the run `{settings['run.name']}`, written by `grpo export`. {form.says}, {rounding}."
+        f"step {saved.step} of the run `{settings['run.name']}`, written by `grpo export`. {weights}"
         f"{_beside(settings.get(SETTING) if settings.get(RANK) else None)}"
     )
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from app.report.alerts import Alert
-from app.report.before_after import figure
+from app.report.before_after import figure_text
 from app.report.completions import CompletionsTable, cell
 from app.report.history import is_judged_by_plug_in, names_between, number
 from app.rollout.scheduling.ledger import ENDED, Ledger, State
@@ -40,7 +40,7 @@ def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
     by_plug_in = is_judged_by_plug_in([metrics])
 
     def told(name: str) -> str:
-        return figure(name, number(metrics, name), by_plug_in=by_plug_in)
+        return figure_text(name, number(metrics, name), by_plug_in=by_plug_in)
 
     levels = "".join(
         f"  {name.removeprefix('eval/accuracy/')} {told(name)}"

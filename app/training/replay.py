@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from app.flow import DROPPED, Prompt, Sample
 from app.reward.tasks import check_answers
 from app.training.model_input import CriticInput, ModelInput
 from app.training.pinned_model import pinned
-from app.training.refill import by_group
+from app.training.refill import Group, by_group
 from app.training.replay_files import (
     CREDITED,
     OPTION,
@@ -42,6 +42,12 @@ from app.training.run_directory import RunDirectory
 from app.training.saved_policy import SavedPolicy
 from settings import Settings, load
 from settings.errors import InputError
+from settings.reward_section import Reward
+
+OF_PACE = frozenset({"workers", "batch_size", "load_timeout_s"})
+"""Fields of `reward` that no sample's reward depends on."""
+LIMITS = frozenset({"timeout_s", "cpu_s", "memory_mib"})
+"""Those that decide which calls of plug-ins fail."""
 
 
 class Asked(NamedTuple):
@@ -89,8 +95,8 @@ class Replay:
         path, checkpoint = self.asked.rollouts, self.start and self.start.path
         return {"from_rollouts": str(path), **({"checkpoint": str(checkpoint)} if checkpoint else {})}
 
-    def samples(self, step: int) -> list[Sample]:
-        """Those of a step, of all hosts, group after group.
+    def groups(self, step: int) -> list[Group]:
+        """Those of a step, of all hosts.
 
         Raises:
             InputError: the file is no longer what it was when it was checked.
@@ -104,7 +110,7 @@ class Replay:
         check_unchanged(file)
         if self.source is not None:
             samples = [_for_another_filter(sample) for sample in samples]
-        return [sample for group in by_group(samples) for sample in group]
+        return by_group(samples)
 
     @property
     def _left_out(self) -> frozenset[str]:
@@ -158,7 +164,7 @@ def read_replay(
     prompts: dict[tuple[str, bytes], Prompt] = {}
     with naming_the_option():
         for step, path in paths.items():
-            files[step], those = look(path, settings, model)
+            files[step], those = look(path, settings, model, is_of_run=run is not None)
             prompts |= those
             check_groups(files[step], settings)
     found = reduce(Found.both, (file.found for file in files.values()))
@@ -202,7 +208,14 @@ def _rewards_alike(settings: Settings, had: Settings) -> bool:
     """Whether both give a sample the same reward."""
     penalises = settings.reward.overlong_buffer is not None
     same_length = settings.rollout.max_new_tokens == had.rollout.max_new_tokens
-    return settings.reward == had.reward and (same_length or not penalises)
+    return _deciding(settings.reward) == _deciding(had.reward) and (same_length or not penalises)
+
+
+def _deciding(reward: Reward) -> dict[str, Any]:
+    """What of the settings a sample's reward depends on."""
+    # Where what exceeds a limit ends the run, no reward of a run that went on comes of one.
+    limits = LIMITS if reward.on_error == "raise" else frozenset[str]()
+    return reward.model_dump(exclude={*OF_PACE, *limits})
 
 
 def _told_of_steps(asked: Asked, files: Mapping[int, StepFile], start: SavedPolicy | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from app.report.run_files import sample_files
 from app.reward.saved import is_judged
 from app.sample_records import sample_from_record
 from app.training.model_input import ModelInput
-from app.training.sample_file import check_tokens, stamp
+from app.training.sample_file import check_tokens, digest_of, stamp
 from settings import Settings
 from settings.errors import InputError
 
@@ -67,7 +66,10 @@ def chosen(path: Path, *, after: int, settings: Settings) -> dict[int, Path]:
         problem = "is no file and no folder" if path.exists() else "does not exist"
         raise InputError(f"{OPTION}: {path} {problem}; give a file of samples, or a run's folder")
     if not found:
-        raise InputError(f"{OPTION}: {path} holds no step_<number>.jsonl; give a run's folder, or a file of samples")
+        raise InputError(
+            f"{OPTION}: {path} holds no step_<number>.jsonl (a run under logging.save_rollouts: false writes none); "
+            "give the folder of one that has them, or a file of samples"
+        )
     wanted = range(after + 1, min(max(found), steps) + 1)
     if not wanted:
         if steps <= after:
@@ -75,15 +77,22 @@ def chosen(path: Path, *, after: int, settings: Settings) -> dict[int, Path]:
         raise InputError(f"{OPTION}: {path} ends with step {max(found)}, and --checkpoint is after step {after}")
     missing = [step for step in wanted if step not in found]
     if missing:
-        way_out = _way_out(missing[0], min(found), settings)
+        following = min(step for step in found if step > missing[0])
+        way_out = _way_out(missing[0], following, settings, is_first=missing[0] == wanted[0])
         raise InputError(f"{OPTION}: {path} has no samples of step {missing[0]}; {way_out}")
     return {step: found[step] for step in wanted}
 
 
-def _way_out(missing: int, first: int, settings: Settings) -> str:
+def _way_out(missing: int, following: int, settings: Settings, *, is_first: bool) -> str:
+    """Where samples of a step are missing.
+
+    Args:
+        following: the next step whose samples are there.
+        is_first: nothing is left to learn from before it.
+    """
+    if is_first:
+        return f"the next is {following}: start with --checkpoint after step {following - 1}, or give one of its files"
     schedule = settings.optimizer.schedule
-    if missing < first:
-        return f"its first step is {first}: start with --checkpoint after step {first - 1}, or give one of its files"
     falls = "" if schedule == "constant" else f" (optimizer.schedule: {schedule} then falls faster)"
     return f"lower run.steps to end before it{falls}"
 
@@ -96,11 +105,17 @@ def naming_the_option() -> Iterator[None]:
         raise InputError(f"{OPTION}: {error}") from error
 
 
-def look(path: Path, settings: Settings, model: ModelInput) -> tuple[StepFile, dict[tuple[str, bytes], Prompt]]:
-    """A file, and its prompts."""
-    before, digest = stamp(path), hashlib.sha256(path.read_bytes()).hexdigest()
+def look(
+    path: Path, settings: Settings, model: ModelInput, *, is_of_run: bool
+) -> tuple[StepFile, dict[tuple[str, bytes], Prompt]]:
+    """A file, and its prompts.
+
+    Args:
+        is_of_run: a run has written it; else it is the end of a chain.
+    """
+    before, digest = stamp(path), digest_of(path)
     prompts: dict[tuple[str, bytes], Prompt] = {}
-    groups, ends = _Groups(), _Ends(model.tokenizer.eos_ids)
+    groups, ends = _Groups(may_share_prompts=is_of_run), _Ends(model.tokenizer.eos_ids)
     found, newest = Found(True, True, True), 0
     for where, sample in samples_of(path, left_out=SCORED):
         check_tokens(sample.prompt.token_ids, sample.completion_ids, model.architecture, where=where)
@@ -121,18 +136,32 @@ def look(path: Path, settings: Settings, model: ModelInput) -> tuple[StepFile, d
 
 
 class _Groups:
-    """Samples that are compared with each other: of one prompt, each there once."""
+    """Samples that are compared with each other: of one prompt, each there once.
 
-    def __init__(self) -> None:
+    Args:
+        may_share_prompts: a prompt may have several. Of these a step learns from the first alone, as the run did that
+            wrote them; in other files somebody has meant all of them.
+    """
+
+    def __init__(self, *, may_share_prompts: bool) -> None:
         self.members: dict[int, set[int]] = {}
         """By group, the indices of its samples."""
+        self._may_share_prompts = may_share_prompts
         self._prompts: dict[int, str] = {}
+        self._groups: dict[str, int] = {}
+        """The first one of each prompt."""
 
     def add(self, sample: Sample, where: str) -> None:
         group, uid = sample.group_id, sample.prompt.uid
         first = self._prompts.setdefault(group, uid)
         if first != uid:
             raise InputError(f"{where}: group_id {group} has samples of prompts {first} and {uid}; number groups apart")
+        other = self._groups.setdefault(uid, group)
+        if other != group and not self._may_share_prompts:
+            raise InputError(
+                f"{where}: group_id {other} and group_id {group} both have samples of prompt {uid}, and a step learns "
+                "from one group of a prompt; join them under one group_id, or give the prompt of one another uid"
+            )
         members = self.members.setdefault(group, set())
         if sample.sample_index in members:
             raise InputError(

@@ -19,7 +19,6 @@ from app.policy.kv_cache import DecodeWeights
 from app.prompts.order import PromptOrder, host_slice
 from app.rollout.ahead import Generation
 from app.training.all_hosts import together
-from app.training.refill import by_group
 from app.training.replay import Replay
 from app.training.session import Session
 from app.training.timer import Timer
@@ -203,7 +202,7 @@ class Replayed:
         def take(number: int) -> list[Sample]:
             assert number == 0
             with timer.phase("rollout"), together():
-                groups = by_group(self._replay.samples(step))
+                groups = self._replay.groups(step)
             first = jax.process_index() * self._num_groups
             return [sample for group in groups[first : first + self._num_groups] for sample in group]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,11 +73,6 @@ class SampleFile:
             raise InputError(f"--input: {self._path} holds no samples")
         return Extent(count, longest, longest_at, longest_completion), drawn
 
-    def digest(self) -> str:
-        """SHA-256 of the file, for hosts to compare."""
-        with self._path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
     def windows(self, size: int) -> Iterator[list[Sample]]:
         """All samples in order, `size` at a time, the last window with what is left.
 
@@ -111,9 +107,24 @@ class SampleFile:
 
 
 def stamp(path: Path) -> tuple[int, ...]:
-    """Changes when the file does."""
-    status = os.stat(path)
+    """Changes when the file does. Raises InputError where it cannot be asked, as does the next."""
+    with _reading(path):
+        status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file."""
+    with _reading(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def check_tokens(prompt_ids: np.ndarray, completion_ids: np.ndarray, architecture: Architecture, *, where: str) -> None:

@@ -150,7 +150,9 @@ class SavedPolicy:
         # Every host has it or none.
         if found is not None:
             # A program for each: one of all would hold a copy of every array at once, as the integers that it adds up.
-            sums = known({path_of(keys): _checksum(x) for keys, x in jax.tree.leaves_with_path(found)})
+            # One after the other, too: sums over devices that wait for each other at once can starve a CPU's threads.
+            arrays = jax.tree.leaves_with_path(found)
+            sums = known({path_of(keys): _checksum(x).block_until_ready() for keys, x in arrays})
             reason = "" if sums == {name: self.checksums.get(name) for name in sums} else OTHER_ARRAYS
         if reason:
             raise InputError(f"{OPTION}: {self.path} is damaged ({reason}); choose another one of {self.path.parent}")

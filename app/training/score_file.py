@@ -29,7 +29,7 @@ from app.training.joining import getting_on, joined_hosts
 from app.training.metrics import CompilationCounter, peak_memory_bytes
 from app.training.model_input import read_critic_input, read_model_input
 from app.training.packing_check import check_packing
-from app.training.sample_file import WINDOW, Extent, SampleFile, check_quota
+from app.training.sample_file import WINDOW, Extent, SampleFile, check_quota, digest_of
 from app.training.score_rewards import score_rewards
 from app.training.session import Session
 from app.training.wiring import check_host_memory
@@ -84,7 +84,7 @@ def score_logprobs(
     extent, drawn = file.check(num_drawn=NUM_PACKED if checks_packing else 0, seed=settings.run.seed)
     check_quota(resolved, f"score.{role}", extent.longest + num_tokens_behind(settings, role), where=extent.longest_at)
     with joined_hosts(settings, out=out) as entered:
-        agree(resolved, facts_of(file, model.files, critic and critic.files))
+        agree(resolved, facts_of(input, model.files, critic and critic.files))
         session = Session.open(settings, model, critic, generates=False)
         start = time.perf_counter()
         params = session.critic.load_params(session.mesh) if session.critic else session.load_params()
@@ -106,12 +106,12 @@ def score_logprobs(
     return {**figures, "written to": str(out)} if jax.process_index() == 0 else None
 
 
-def facts_of(file: SampleFile, *models: ModelFiles | None) -> dict[str, str]:
+def facts_of(input: Path, *models: ModelFiles | None) -> dict[str, str]:
     """What else than settings hosts must have in common."""
     if jax.process_count() == 1:
         return {}
     prints = {f"the files of {model.name}": model.fingerprint for model in models if model is not None}
-    return {"--input": file.digest(), **prints}
+    return {"--input": digest_of(input), **prints}
 
 
 def _cut(settings: Settings, role: ScoredRole, architecture: Architecture, extent: Extent) -> FixedRows | PackedRows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from app.training.all_hosts import host_run, lines_to_first_host, samples_to_fir
 from app.training.joining import joined_hosts, unwatched, wait_for_others
 from app.training.metrics import host_counts
 from app.training.reward_role import RewardModel, RewardModelInput, read_reward_model
+from app.training.sample_file import digest_of
 from app.training.session import open_mesh
 from app.training.training_input import data_columns, overlong_penalty
 from app.training.watchdog import WAIT
@@ -62,7 +62,7 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
         hosts, entered = [range(len(samples))], unwatched
         if model is not None or topology.joins_others(settings.mesh):
             entered = stack.enter_context(joined_hosts(settings, out=out))
-            agree(resolved, {"--input": f"{len(samples)} samples, {hashlib.sha256(input.read_bytes()).hexdigest()}"})
+            agree(resolved, {"--input": f"{len(samples)} samples, {digest_of(input)}"})
             hosts = groups_of_hosts(samples)
         number = jax.process_index() if len(hosts) > 1 else 0
         if number == 0:

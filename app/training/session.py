@@ -139,6 +139,10 @@ class Session:
         """
         return {} if self.input.adapted.lora is None else self.load_params()
 
+    def drop_frozen(self) -> None:
+        """Frees what `frozen` has loaded, where nobody else has it; whoever asks again loads it again."""
+        vars(self).pop("frozen", None)
+
     def whole(self, trained: Params) -> Params:
         """The policy's weights, all of them, of those that learn: what is scored with, decoded with and evaluated."""
         return joined(trained, self.frozen)

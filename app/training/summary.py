@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from app.report.before_after import before_and_after, figure
+from app.report.before_after import before_and_after, figure_text
 from app.report.history import is_judged_by_plug_in
 from app.training.preservation import Best
 
@@ -17,6 +17,6 @@ def summary_text(history: Sequence[Mapping[str, Any]], *, path: str, best: Best 
     lines = [f"{name:<28}{before:>12}{after:>12}" for name, before, after in table]
     lines += filter(None, [result.pace])
     if best is not None:
-        value = figure(best.metric, best.value, by_plug_in=is_judged_by_plug_in(history))
+        value = figure_text(best.metric, best.value, by_plug_in=is_judged_by_plug_in(history))
         lines.append(f"best {best.metric} {value} after step {best.step}: checkpoints/best")
     return "\n".join([*lines, f"everything is in {path}"])

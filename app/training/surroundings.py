@@ -26,6 +26,8 @@ TIMEOUT_S = 5.0
 PATIENCE_S = 10.0
 """With all requests, names that are looked up among them: they go on at once, beside everything else."""
 HUB_DATA = "hf:"
+CACHED = "cached"
+"""What is said of a data set that the cache holds, whatever its commit."""
 WANDB = "https://api.wandb.ai"
 WANDB_KEY = "WANDB_API_KEY"
 WHO_AM_I = {"query": "query Viewer { viewer { username } }"}
@@ -135,12 +137,12 @@ def look_at_hub(look: Findings, source: HubSource, inquiry: Inquiry, *, cached: 
     """Whether a run would get what a setting wants of the hub.
 
     Args:
-        cached: what this machine's cache holds of it, a commit or the word `cached`; None: nothing.
+        cached: what this machine's cache holds of it, a commit or `CACHED`; None: nothing.
     """
     check, what = f"hub: {source.setting}", source.hub_id
     from_where = f"{constants.ENDPOINT}, HF_TOKEN {'known' if get_token() else 'not set'}"
     fetch = f"hf download {source.hub_id}{' --repo-type dataset' if source.kind == 'dataset' else ''}"
-    held = f"{what} is in this machine's cache{'' if cached in (None, 'cached') else f', commit {cached[:12]}'}"
+    held = f"{what} is in this machine's cache{'' if cached in (None, CACHED) else f', commit {cached[:12]}'}"
     try:
         newest = inquiry.reply()
     except InputError as error:
@@ -152,9 +154,8 @@ def look_at_hub(look: Findings, source: HubSource, inquiry: Inquiry, *, cached: 
         if constants.is_offline_mode():
             if cached is None:
                 advice = f"unset HF_HUB_OFFLINE, or put it there with: {fetch}"
-                look.fail(
-                    check, f"{what} is not in this machine's cache, and HF_HUB_OFFLINE is set", advice, exit_code=1
-                )
+                found = f"{what} is not in this machine's cache, and HF_HUB_OFFLINE is set"
+                look.fail(check, found, advice, exit_code=RUN_TIME)
             else:
                 look.ok(check, f"{held}; HF_HUB_OFFLINE is set, nothing is asked")
         elif cached is None:
@@ -168,7 +169,7 @@ def look_at_hub(look: Findings, source: HubSource, inquiry: Inquiry, *, cached: 
         if cached is None:
             found = f"{what} is not in this machine's cache; commit {newest[:12]} would be fetched from {from_where}"
             look.warn(check, found, f"fetch it before a long run, and look again: {fetch}")
-        elif cached not in ("cached", newest):
+        elif cached not in (CACHED, newest):
             found = f"{held}; a run would fetch commit {newest[:12]} from {from_where}"
             look.warn(check, found, f"fetch it before ({fetch}), or pin {cached} as {source.setting}'s revision")
         else:

@@ -125,11 +125,18 @@ def encode_rows(settings: Settings, rows: Sequence[Row], tokenizer: ChatTokenize
     )
 
 
+def read_held_out_rows(settings: Settings) -> Sequence[Row]:
+    """What evaluations ask, with answers that can all be judged."""
+    data = settings.data
+    rows = load_held_out_data(data, num_prompts=settings.eval.num_prompts).rows
+    held_out = data.eval_source or f"null, that is data.source: {data.source}"
+    check_answers(rows, [judge_of(settings.reward)], held_out=held_out)
+    return rows
+
+
 def read_held_out(settings: Settings, tokenizer: ChatTokenizer) -> tuple[list[Prompt], EncodeReport]:
-    """The prompts of an evaluation, which can all be judged."""
-    rows = load_held_out_data(settings.data, num_prompts=settings.eval.num_prompts).rows
-    check_answers(rows, [judge_of(settings.reward)])
-    return encode_rows(settings, rows, tokenizer)
+    """The prompts of an evaluation."""
+    return encode_rows(settings, read_held_out_rows(settings), tokenizer)
 
 
 def read_held_out_of_run(settings: Settings, tokenizer: ChatTokenizer) -> Sequence[Prompt]:
@@ -137,10 +144,15 @@ def read_held_out_of_run(settings: Settings, tokenizer: ChatTokenizer) -> Sequen
     if not settings.eval.every_steps:
         return ()
     held_out, _ = read_held_out(settings, tokenizer)
+    check_best(settings, held_out)
+    return held_out
+
+
+def check_best(settings: Settings, held_out: Sequence[Prompt]) -> None:
+    """Raises InputError where evaluations of these prompts do not measure what chooses the best checkpoint."""
     if settings.checkpoint.best_metric is not None:
         judge, num_samples = judge_of(settings.reward), settings.eval.num_samples
         check_best_metric(settings.checkpoint.best_metric, held_out, judge=judge, num_samples=num_samples)
-    return held_out
 
 
 def read_training_input(settings: Settings, asked: Asked | None = None) -> TrainingInput:

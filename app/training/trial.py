@@ -19,6 +19,7 @@ from app.policy.row_layout import one_segment
 from app.prompts.encode import to_messages
 from app.prompts.tokenizer import Tokenizer
 from app.reward.plugin import Moment
+from app.reward.pool import LateError
 from app.reward.rewards import Rewards
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, is_task_reward
 from app.training.all_hosts import together
@@ -38,6 +39,8 @@ MOST_PARAMETERS = {"cpu": 10**9, "gpu": 3 * 10**9, "tpu": 3 * 10**9}
 """Of a model that is loaded in half a minute."""
 USABLE = 0.9
 """Of a device's memory."""
+MOST_IMPORT_S, MOST_CALL_S = 10.0, 5.0
+"""Seconds that a reward function may take here: to be imported, and for a call."""
 NUM_OTHERS = 3
 """Answers that should be wrong: one of them may happen to be right."""
 LIKELY = 0.5
@@ -208,18 +211,32 @@ def _sample(tokenizer: Tokenizer, prompt: Prompt, index: int, completion: str) -
 def look_at_rewards(
     look: Findings, settings: Settings, samples: Sequence[Sample], prompts: Sequence[Prompt], held_out: Sequence[Prompt]
 ) -> None:
-    """What each reward function says of a right answer and of a wrong one, in its workers, under its limits."""
+    """What each reward function says of a right answer and of a wrong one, in its workers, under its limits.
+
+    A run may wait longer for a slow one than whoever only looks: that is told as such, and is no failure.
+    """
+    import_s, call_s = settings.reward.load_timeout_s, settings.reward.timeout_s
+    hurried = {"load_timeout_s": min(import_s, MOST_IMPORT_S), "timeout_s": min(call_s, MOST_CALL_S)}
     # The model's score needs its weights; see `look_at_reward_model`.
-    functions = settings.model_copy(update={"reward": settings.reward.model_copy(update={"model": None})})
-    with rewards_over(functions, prompts, held_out) as rewards:
-        _look_at_values(look, settings, samples, rewards)
+    functions = settings.model_copy(update={"reward": settings.reward.model_copy(update={"model": None, **hurried})})
+    try:
+        with rewards_over(functions, prompts, held_out) as rewards:
+            _look_at_values(look, settings, samples, rewards)
+    except InputError as error:
+        if import_s <= MOST_IMPORT_S or not isinstance(error.__cause__, LateError):
+            raise
+        look.warn("reward", str(error), f"a run would wait reward.load_timeout_s = {import_s:g} s for it")
 
 
 def _look_at_values(look: Findings, settings: Settings, samples: Sequence[Sample], rewards: Rewards) -> None:
     scored = rewards.score(samples, Moment(0, settings.run.steps))
     told = "".join(f"\n{report}" for report in rewards.reports)
-    if scored.problem is not None or scored.notices:
-        look.fail("reward", f"{scored.problem or '; '.join(scored.notices)}{told}", exit_code=RUN_TIME)
+    call_s, notices = settings.reward.timeout_s, "; ".join(scored.notices)
+    if call_s > MOST_CALL_S and scored.kinds == {"timeout"}:
+        look.warn("reward", f"{notices}{told}", f"a run would wait reward.timeout_s = {call_s:g} s for a call")
+        return
+    if scored.problem is not None or notices:
+        look.fail("reward", f"{scored.problem or notices}{told}", exit_code=RUN_TIME)
         return
     has_answer = samples[0].prompt.answer is not None
     right = (scored.samples[0].rewards or {}) if has_answer else {}
@@ -253,16 +270,11 @@ def _judges_correctness(name: str) -> bool:
     return name == MATH_VERIFY or (is_task_reward(name) and not name.endswith(FORMAT_SUFFIX))
 
 
-def look_at_reward_model(
-    look: Findings, settings: Settings, session: Session, model: RewardModelInput, samples: Sequence[Sample]
-) -> None:
+def look_at_reward_model(look: Findings, session: Session, model: RewardModelInput, samples: Sequence[Sample]) -> None:
     """What it scores the same answers. All hosts call it together."""
-    most = MOST_PARAMETERS[jax.devices()[0].platform]
-    if model.definition.num_parameters > most:
-        found = (
-            f"{model.definition.num_parameters:,} parameters, more than {most:,}, are not loaded within half a minute"
-        )
-        look.skip("reward model", found)
+    settings = session.settings
+    if (why := too_large(session, model.definition)) is not None:
+        look.skip("reward model", why)
         return
     with together():
         loaded = RewardModel.load(settings, model, session.mesh)

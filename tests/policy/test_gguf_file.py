@@ -14,6 +14,7 @@ from gguf.quants import dequantize, quantize
 from safetensors import safe_open
 
 from app.policy.families import architecture_from_config
+from app.policy.gguf_file import GgufFile
 from app.policy.weight_files import open_model
 from settings.errors import InputError
 
@@ -102,6 +103,16 @@ def write_gguf(path: Path, family: str, checkpoint: dict[str, np.ndarray], *, ex
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def test_every_tensor_lies_where_the_fingerprint_looks_for_it(tmp_path):
+    checkpoint = random_checkpoint(biases=True, tied=False)
+    path = write_gguf(tmp_path / "tiny.gguf", "qwen2", checkpoint)
+    extents, content = GgufFile(path).extents, path.read_bytes()
+    assert extents.keys() == checkpoint.keys()
+    for name, values in checkpoint.items():
+        stored = quantize(values, GGMLQuantizationType.Q8_0) if "mlp" in name else values
+        assert content[extents[name].start : extents[name].stop] == stored.tobytes(), name
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

@@ -114,6 +114,17 @@ def test_a_change_in_the_last_bytes_of_a_large_file_changes_the_fingerprint(tmp_
     assert open_model(str(write_model(tmp_path, tensors=large))).fingerprint != before
 
 
+def test_a_small_change_of_any_one_kernel_changes_the_fingerprint(tmp_path):
+    """As an export does that merges adapters of a few kernels."""
+    kernels = {f"model.layers.{i}.self_attn.v_proj.weight": np.ones((64, 256), np.float32) for i in range(8)}
+    rest = {f"model.layers.{i}.mlp.up_proj.weight": np.ones((1024, 256), np.float32) for i in range(8)}
+    found = {open_model(str(write_model(tmp_path, tensors=kernels | rest))).fingerprint}
+    for name, kernel in kernels.items():
+        changed = kernels | rest | {name: kernel * np.float32(1.001)}
+        found.add(open_model(str(write_model(tmp_path, tensors=changed))).fingerprint)
+    assert len(found) == 9
+
+
 def test_a_directory_without_config_is_refused(tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=r"no config\.json"):

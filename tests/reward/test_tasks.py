@@ -54,6 +54,14 @@ def test_rows_that_cannot_be_graded_are_found_early(answers, message):
         check_answers(prompts, ["gsm8k_format", "gsm8k"])
 
 
+def test_held_out_rows_that_cannot_be_graded_are_told_by_where_they_are_from():
+    message = (
+        r"but q/0 of the evaluation set \(data\.eval_source: a\.jsonl\) has no answer; choose another data\.eval_s"
+    )
+    with pytest.raises(InputError, match=message):
+        check_answers([make_prompt(None)], ["gsm8k"], held_out="a.jsonl")
+
+
 def test_math_verify_needs_an_answer_of_any_kind():
     check_answers([make_prompt("x^2")], ["math_verify"])
     with pytest.raises(InputError, match=r"a reference answer, but q/0 has no answer; choose .*answer_column$"):

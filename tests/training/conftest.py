@@ -104,6 +104,15 @@ def loose(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(finished / "rollouts" / "step_000001.jsonl", tmp_path / "samples.jsonl"))
 
 
+@pytest.fixture
+def source(finished: Path, tmp_path: Path) -> Path:
+    """A run's settings and samples, to be written to."""
+    folder = tmp_path / "source"
+    shutil.copytree(finished / "rollouts", folder / "rollouts")
+    shutil.copy(finished / "settings.yaml", folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def adapted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """The run directory of two steps in which adapters learned. Not to be written to."""

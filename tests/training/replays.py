@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from typer.testing import Result
 
+from app.training.pinned_model import pinned
+from app.training.replay import Asked, Replay, read_replay
+from app.training.run_directory import RunDirectory
+from app.training.training_input import read_critic, read_policy
+from settings import load
 from tests.training.program import here, records_of, settings
 from tests.training.test_ahead import UNJUDGED
 
@@ -36,8 +41,21 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     records = records_of(path)
     for record in records:
         change(record)
+    return write(path, records)
+
+
+def write(path: Path, records: Iterable[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def looked(source: Path, *overrides: str, at: Path | None = None, checkpoint: Path | None = None) -> Replay:
+    """The samples at a path under the settings of a run, up to where devices would be touched."""
+    settings = load(str(source / "settings.yaml"), ["run.name=again", *overrides], {}).settings
+    settings = pinned(settings, RunDirectory(source))
+    model = read_policy(settings)
+    critic = read_critic(settings, model)
+    return read_replay(Asked(at or source, checkpoint), settings, model, critic, into=RunDirectory.of(settings.run))
 
 
 def train_on(path: Path, config: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Result:

@@ -124,6 +124,15 @@ def test_the_table_and_the_picture_are_for_people(tmp_path: Path) -> None:
     assert pictures[0].read_bytes() == drawn
 
 
+def test_answers_are_needed_where_samples_vote_and_nowhere_else(tmp_path: Path) -> None:
+    before, after = (write(tmp_path / f"{i}.jsonl", rows, answer=None) for i, rows in enumerate((BEFORE, AFTER)))
+    assert compared(before, after)["better"] == 6
+    several = write(tmp_path / "several.jsonl", [("2", "3"), ("3", "3")], answer="?")
+    message = refused(several, after)
+    assert f"{several}: several samples of a prompt vote for a number, and `answer` of q/0 holds none (and 1" in message
+    assert "reward.functions" not in message
+
+
 def test_failures_are_counted_and_not_averaged(tmp_path: Path) -> None:
     before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", BEFORE)
     for path, failed in ((before, {3}), (after, {3, 4, 9})):
@@ -174,6 +183,11 @@ def test_files_of_a_run_s_own_evaluations_are_compared_too(finished: Path) -> No
         ({"judge": None}, "a.jsonl has none; grpo evaluate --out writes such files"),
         ({"rewards": {"a": 1, "b": 0}}, "a.jsonl has the values of a, b"),
         ({"answers": [*AFTER[:11], ("2", "2")]}, "is not whole: q/0 has 1 samples, others 2"),
+        (
+            {"answers": [(answer, answer) for (answer,) in AFTER]},
+            "eval.num_samples was 1, and is 2. Even of one model, prompts would not be better as often as worse; "
+            "evaluate one of them again with the eval.num_samples of the other",
+        ),
     ],
 )
 def test_files_that_say_nothing_about_each_other(tmp_path: Path, changed: dict[str, Any], message: str) -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from app.training import doctor, trial
 from tests.reward.processes import children
-from tests.tiny_directory import CONFIG, random_tensors, write_model
+from tests.tiny_directory import CONFIG, random_tensors, write_model, write_reward_model
 from tests.training.conftest import NO_REPORT, TINY, write_config
 from tests.training.program import digest_of, here, settings
 
@@ -117,21 +118,57 @@ def test_weights_that_give_no_number_are_found(broken: tuple[int, Checks, str]) 
 
 
 def test_without_a_model_the_rest_is_still_looked_at(config: Path) -> None:
-    missing = settings(f"model.path={config.parent / 'nowhere'}", "mesh.platform=tpu", *QUIET)
+    missing = settings(f"model.path={config.parent / 'nowhere'}", "mesh.platform=tpu")
     code, checks, _ = examined("--config", config, *missing)
     assert code == 2
-    assert verdicts(checks, "devices", "model", "data", "run directory", "versions") == ["fail", "fail", *["ok"] * 3]
+    assert {name: one["verdict"] for name, one in checks.items()} == {
+        **{"devices": "fail", "settings": "ok", "versions": "ok", "run directory": "ok", "model": "fail"},
+        **{"data": "ok", "held-out data": "ok", "template": "skip", "reward": "skip", "mesh": "skip"},
+        **{"memory": "skip", "forward": "skip", "end of turn": "skip", "disk": "skip"},
+    }
     assert "mesh.platform: tpu was asked for and there is none" in checks["devices"]["found"]
     assert "nowhere' is neither an existing directory or file nor a hub id" in checks["model"]["found"]
-    assert verdicts(checks, "reward", "disk") == ["skip", "skip"]
+    assert checks["held-out data"]["found"].endswith("without a tokenizer there are no prompts")
 
 
-def test_a_mesh_that_does_not_fit_is_found_and_the_disk_all_the_same(config: Path) -> None:
-    code, checks, _ = examined("--config", config, *settings("mesh.shape='3,1,1'", *QUIET))
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_reward_model(tmp_path_factory.mktemp("judge") / "model")
+
+
+def test_a_mesh_that_does_not_fit_is_found_and_the_rest_all_the_same(config: Path, judge: Path) -> None:
+    code, checks, _ = examined("--config", config, *settings("mesh.shape='3,1,1'", f"reward.model={judge}", *QUIET))
     assert code == 2
     assert "mesh.shape: '3,1,1' asks for 3 devices and there are 8" in checks["mesh"]["found"]
-    assert verdicts(checks, "mesh", "forward", "reward", "disk") == ["fail", "skip", "ok", "skip"]
+    skipped = ("memory", "forward", "reward model", "disk")
+    assert list(checks) == [
+        *("devices", "settings", "versions", "run directory", "model", "data", "template", "reward"),
+        *("mesh", *skipped[:-1], "end of turn", "disk"),
+    ]
+    assert verdicts(checks, "mesh", "reward", *skipped) == ["fail", "ok", *["skip"] * 4]
     assert "free at" in checks["disk"]["found"]
+
+
+def test_without_devices_a_reward_model_is_read_and_not_tried(config: Path, judge: Path) -> None:
+    _, checks, _ = examined("--config", config, *settings("mesh.platform=tpu", f"reward.model={judge}", *QUIET))
+    assert checks["reward model"]["found"] == checks["mesh"]["found"] == "for want of devices"
+
+
+def test_networks_that_do_not_fit_a_device_are_not_loaded(
+    config: Path, judge: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "USABLE", 0.0)
+    _, checks, _ = examined("--config", config, *settings(f"reward.model={judge}", *QUIET))
+    assert verdicts(checks, "forward", "reward model") == ["skip", "skip"]
+    assert all("do not fit in the" in checks[name]["found"] for name in ("forward", "reward model"))
+
+
+def test_of_large_data_sets_some_rows_become_tokens(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "MOST_ROWS", 8)
+    every = settings("eval.num_prompts=null", "mesh.shape='3,1,1'")
+    _, checks, _ = examined("--config", config, *every)
+    assert checks["held-out data"]["found"] == "8 prompts of builtin:arithmetic, from 8 of 40 rows"
+    assert "of the first 8 prompts: 8 kept" in checks["data"]["found"]
 
 
 def test_answers_that_a_reward_cannot_tell_apart_are_found(config: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.flow import Prompt, Sample
+from app.flow import DROPPED, Prompt, Sample
 from app.jsonl import read_jsonl
 from app.report.intervals import wilson_interval
 from app.reward.outcome import Outcome
@@ -147,6 +147,14 @@ def test_several_samples_of_a_prompt_tell_what_some_and_most_of_them_are_worth()
     # The third is a tie of two; what is no number does not vote.
     assert values["eval/maj@4"] == pytest.approx((1 + 0 + 1 / 2 + 0) / 4)
     assert values["eval/truncated_fraction"] == pytest.approx(1 / 16)
+
+
+def test_a_sample_that_could_not_be_generated_does_not_vote() -> None:
+    samples = asked(("3", "3", "2", "2"), ("2", "3", "?", "?"))
+    broken = [s if s.sample_index else replace(s, finish_reason=f"{DROPPED}non-finite logits") for s in samples]
+    # Ties of two, until the first of each is gone.
+    assert table_of(samples, 4)["eval/maj@4"].tolist() == [1 / 2, 1 / 2]
+    assert table_of(broken, 4)["eval/maj@4"].tolist() == [1, 0]
 
 
 def test_intervals_are_over_prompts_and_not_over_samples() -> None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import gc
 import json
 import shutil
+import weakref
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from app.jsonl import write_jsonl
-from settings import load
+from app.training.evaluate_model import decode_weights, read_evaluation_input
+from app.training.evaluation_file import PartFile
+from app.training.evaluation_subject import JUDGE, Subject
+from app.training.session import Session
+from settings import InputError, load
 from tests.tiny_directory import write_model
 from tests.training.program import digest_of, here, metrics_of, records_of, settings, train_here
 
@@ -147,30 +157,30 @@ def test_adapters_are_worth_what_their_run_has_logged_and_nothing_without_it(ada
 
 
 def test_a_judge_that_fails_costs_no_sample(config: Path, tmp_path: Path) -> None:
-    (tmp_path / "judge.py").write_text(
-        "from pathlib import Path\n"
-        "def judge(completion):\n"
-        f"    if not Path({str(tmp_path / 'mended')!r}).exists(): raise ValueError('not yet')\n"
-        "    return 0.5 * len(completion)\n"
-    )
-    chosen = settings(f"reward.functions=['{tmp_path / 'judge.py'}:judge']", "eval.num_samples=2", "eval.temperature=1")
-    arguments = ("--config", config, *chosen, *settings("eval.num_prompts=4"), "--out", tmp_path / "out.jsonl")
+    judge, out, part = (tmp_path / name for name in ("judge.py", "out.jsonl", "out.jsonl.part"))
+    judge.write_text("def judge(completion):\n    raise ValueError('not yet')\n")
+    chosen = settings(f"reward.functions=['{judge}:judge']", "eval.num_samples=2", "eval.temperature=1")
+    arguments = ("--config", config, *chosen, *settings("eval.num_prompts=4"), "--out", out)
     failed = here("evaluate", *arguments)
     assert failed.exit_code == 1 and "not yet" in failed.stderr
-    assert not (tmp_path / "out.jsonl").exists()
-    (tmp_path / "mended").touch()
+    assert not out.exists()
+    head, *drawn = records_of(part)
+    write_jsonl(part, [head, *({**record, "elapsed_s": 123.0} for record in drawn)])
+    judge.write_text("def judge(completion):\n    return 0.5 * len(completion)\n")
     again = here("evaluate", *arguments)
     assert again.exit_code == 0, again.stderr
-    assert "done" not in again.stderr, "nothing is generated again"
-    lengths = [len(record["completion"]) for record in records_of(tmp_path / "out.jsonl")]
+    assert [record["elapsed_s"] for record in records_of(out)] == [123.0] * 8
+    lengths = [len(record["completion"]) for record in records_of(out)]
     found = evaluated(*arguments)
     assert len(lengths) == 8 and found["metrics"]["eval/accuracy"] == pytest.approx(0.5 * np.mean(lengths))
     assert found["metrics"]["eval/format_rate"] is None and found["metrics"]["eval/pass@2"] is None
     assert [line.split(":")[0] for line in found["not measured"]] == ["pass@k", "maj@k"]
-    for function, name in ((f"{tmp_path / 'judge.py'}:other", "other"), ("module:judge", "module:judge")):
+    for function, name in ((f"{judge}:other", "other"), ("module:judge", "module:judge")):
         other = settings(f"reward.functions=[{{name: judge, function: '{function}'}}]")
         message = refused("--config", config, *other, *arguments[4:])
         assert f"the judge's function was 'judge' there, and is '{name}' now" in message
+    judge.write_text("def judge(completion):\n    return 0.25 * len(completion)\n")
+    assert "the judge's file was" in refused(*arguments), "what is judged is not judged anew"
 
 
 def test_null_asks_the_whole_data_set(config: Path, tmp_path: Path) -> None:
@@ -192,9 +202,12 @@ def test_another_evaluation_is_refused_by_what_differs(finished: Path, result: P
         (("--config", finished / "settings.yaml", "--out", out), "the checkpoint was 'step 4, "),
     ):
         assert name in refused(*arguments)
+    # Before any device is looked for: there are no such ones here.
+    elsewhere = settings("eval.temperature=0.5", "mesh.platform=tpu")
+    assert "eval.temperature was 0.0" in refused(*of_run, *elsewhere)
     out.rename(tmp_path / "other.jsonl")
     (tmp_path / "after.jsonl.facts.json").rename(tmp_path / "after.jsonl.part")
-    assert "eval.temperature was 0.0" in refused(*of_run, *settings("eval.temperature=0.5"))
+    assert "eval.temperature was 0.0" in refused(*of_run, *elsewhere)
     (tmp_path / "after.jsonl.part").unlink()
     assert "no other.jsonl.facts.json beside it" in refused("--checkpoint", finished, "--out", tmp_path / "other.jsonl")
     (name,) = {path.name for path in tmp_path.iterdir()}
@@ -207,7 +220,32 @@ def test_input_that_cannot_be_evaluated(config: Path, finished: Path, tmp_path: 
     assert "was trained from another model" in refused(*of_run, *settings(f"model.path={other}"))
     write_jsonl(tmp_path / "rows.jsonl", [{"question": "1 + 1 = ?"}])
     unanswered = f"data.eval_source={tmp_path / 'rows.jsonl'}"
-    assert "rows/0 has no answer" in refused(*of_run, *settings(unanswered))
+    assert f"rows/0 of the evaluation set ({unanswered.replace('=', ': ')}) has no answer" in refused(
+        *of_run, *settings(unanswered)
+    )
     assert "--checkpoint: there is no folder" in refused("--checkpoint", finished / "checkpoints" / "3")
     assert "the folder" in refused("--checkpoint", finished, "--out", tmp_path / "no" / "out.jsonl")
     assert not list(tmp_path.glob("out*"))
+
+
+def test_only_one_at_a_time_is_at_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, subject = tmp_path / "out.jsonl", Subject("tiny", None, "rows.jsonl", {JUDGE: "arithmetic"})
+    with closing(PartFile(out, subject)), pytest.raises(InputError, match="another process is at this evaluation"):
+        PartFile(out, subject)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(InputError, match=r"part cannot be locked: No locks available; give an --out"):
+        PartFile(out, subject)
+
+
+def test_nothing_of_the_model_stays_on_the_devices_beside_what_decodes(adapted: Path) -> None:
+    read = read_evaluation_input(load(str(adapted / "settings.yaml"), [], {}).settings, adapted)
+    with closing(Session.open(read.settings, read.model)) as session:
+        frozen = [weakref.ref(array) for array in jax.tree.leaves(session.frozen)]
+        weights = decode_weights(read, session)
+        gc.collect()
+        decoding = {id(array) for array in jax.tree.leaves(weights)}
+        assert {id(array) for found in frozen if (array := found()) is not None} <= decoding

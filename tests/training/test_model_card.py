@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from app.training.model_card import WHOLE, model_card
 from app.training.model_input import read_model_input
@@ -68,13 +70,19 @@ def test_what_adapters_were_is_told_of_a_run_that_had_some(run: Path, tiny_model
 def test_of_a_relative_path_the_last_name_alone_is_told(run: Path, tiny_model: Path) -> None:
     change(run, "source", "for_acme/secret/train.jsonl")
     change(run, "eval_source", "for_acme/secret/test.jsonl")
-    (settings,) = re.findall(r"(?m)^ +path: \S*tiny.*$", (run / "settings.yaml").read_text())
-    (run / "settings.yaml").write_text(
-        (run / "settings.yaml").read_text().replace(settings, "  path: for_acme/secret/tiny  # --set")
-    )
-    card = card_of(run, tiny_model)
+    card = card_of(run, tiny_model, "model.path=for_acme/secret/tiny")
     assert "acme" not in card
     for name in ('`model.path` | `"tiny"`', '`data.source` | `"train.jsonl"`', "of `test.jsonl`, one answer each"):
         assert name in card
     change(run, "source", "hf:openai/gsm8k")
     assert '`data.source` | `"hf:openai/gsm8k"`' in card_of(run, tiny_model)
+
+
+def test_a_base_of_the_hub_is_named_though_the_run_had_a_copy_of_it_here(run: Path, tiny_model: Path) -> None:
+    model = read_model_input(Settings.model_validate({"model": {"path": str(tiny_model)}}))
+    fetched = replace(model, files=replace(model.files, commit="c0ffee"))
+    resolved = load(None, ["model.path=some/model"], {})
+    card = model_card(resolved, SavedPolicy.open(run), fetched, form=WHOLE, dtype="float32")
+    assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "some/model"
+    assert '| `model.path` | `"some/model"` |' in card
+    assert str(tiny_model) in (run / "settings.yaml").read_text() and str(tiny_model) not in card

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
+from settings.errors import InputError
 from tests.tiny_directory import write_model, write_tokenizer
-from tests.training.program import digest_of, here
-from tests.training.replays import assert_refused, replay, rewrite, step_file, train_on
+from tests.training.program import digest_of, here, records_of
+from tests.training.replays import assert_refused, looked, replay, rewrite, step_file, train_on, write
 
 
 def spoilt(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
@@ -83,6 +86,92 @@ def test_groups_that_are_too_many_or_too_large_are_refused(loose: Path, config: 
     assert_refused(few, r"a group of 4 samples, more than rollout\.group_size = 3; set it to 4", config.parent / "runs")
 
 
+def asked_twice(path: Path) -> Path:
+    """The first group again, in place of the second."""
+    records = records_of(path)
+    again = [{**record, "group_id": 1} for record in records if record["group_id"] == 0]
+    return write(path, [*(record for record in records if record["group_id"] != 1), *again])
+
+
+def test_two_groups_of_a_prompt_are_refused_but_where_a_run_has_drawn_them(loose: Path, source: Path) -> None:
+    message = r"samples\.jsonl:13: group_id 0 and group_id 1 both have samples of prompt \S+, .*; join them under one"
+    with pytest.raises(InputError, match=message):
+        looked(source, at=asked_twice(loose))
+    asked_twice(step_file(source, 1))
+    assert len(looked(source).groups(1)) == 4
+
+
+def test_groups_that_hosts_cannot_share_out_are_refused(
+    loose: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    message = "holds 4 groups, and a step has rollout.prompts_per_step = 4 on each of 2 hosts; set .* to 2"
+    with pytest.raises(InputError, match=message):
+        looked(source, at=loose)
+    write(loose, [record for record in records_of(loose) if record["group_id"] != 2])
+    with pytest.raises(InputError, match="2 hosts cannot share them out evenly"):
+        looked(source, at=loose)
+
+
+def no_file(source: Path) -> Path:
+    return Path(os.devnull)
+
+
+def folder_in_place_of_a_file(source: Path) -> Path:
+    step_file(source, 2).unlink()
+    step_file(source, 2).mkdir()
+    return source
+
+
+def link_to_nothing(source: Path) -> Path:
+    step_file(source, 2).unlink()
+    step_file(source, 2).symlink_to("nowhere")
+    return source
+
+
+def nothing_saved(source: Path) -> Path:
+    shutil.rmtree(source / "rollouts")
+    return source
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (no_file, r"/dev/null is no file and no folder; give a file of samples"),
+        (folder_in_place_of_a_file, r"step_000002\.jsonl: cannot be read: Is a directory"),
+        (link_to_nothing, r"step_000002\.jsonl: cannot be read: No such file or directory"),
+        (nothing_saved, r"holds no step_<number>\.jsonl \(a run under logging\.save_rollouts: false writes none\)"),
+    ],
+)
+def test_files_that_are_none_of_samples_are_refused(source: Path, change: Callable[[Path], Path], message: str) -> None:
+    with pytest.raises(InputError, match=f"^--from-rollouts: .*{message}"):
+        looked(source, at=change(source))
+
+
+@pytest.mark.parametrize("new", [None, "{nonsense\n", "longer"])
+def test_a_file_that_changes_while_the_run_goes_on_is_named(source: Path, new: str | None) -> None:
+    replay, file = looked(source), step_file(source, 2)
+    content = file.read_text()
+    file.unlink()
+    if new is not None:
+        file.write_text(content + content if new == "longer" else new)
+    assert len(replay.groups(1)) == 4
+    with pytest.raises(InputError, match=r"--from-rollouts: .*step_000002\.jsonl has changed since the run began"):
+        replay.groups(2)
+
+
+def test_a_critic_of_another_model_than_the_checkpoint_s_is_refused(
+    source: Path, loose: Path, finished: Path, tmp_path: Path
+) -> None:
+    start = Path(shutil.copytree(finished / "checkpoints" / "2", tmp_path / "other" / "checkpoints" / "2"))
+    metadata = start / "progress" / "metadata"
+    saved = json.loads(metadata.read_text())
+    metadata.write_text(json.dumps(saved | {"fingerprints": saved["fingerprints"] | {"the critic": "another"}}))
+    with pytest.raises(InputError, match=r"--checkpoint: .* holds a critic that was trained from another model"):
+        looked(source, "algorithm.estimator=gae", at=loose, checkpoint=start)
+    assert looked(source, at=loose, checkpoint=start).start is not None
+
+
 def test_samples_of_another_tokenizer_are_refused(finished: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other")
     rules = json.loads((other / "tokenizer.json").read_text())
@@ -104,7 +193,7 @@ def test_steps_that_are_missing_are_told_with_the_way_out(uninterrupted: Path, t
     assert_refused(falling, r"to end before it \(optimizer\.schedule: cosine then falls faster\)", none)
     for step in (1, 2):
         step_file(source, step).unlink()
-    assert_refused(replay(source, none), r"no samples of step 1; its first step is 4: start with --checkpoint", none)
+    assert_refused(replay(source, none), r"no samples of step 1; the next is 4: start with --checkpoint after", none)
     start = ["--checkpoint", uninterrupted / "checkpoints" / "12"]
     assert_refused(replay(source, none, options=start), r"run\.steps: 12, so no step follows step 12", none)
     late = replay(source, none, "run.steps=14", options=start)
@@ -114,6 +203,13 @@ def test_steps_that_are_missing_are_told_with_the_way_out(uninterrupted: Path, t
     assert_refused(replay(empty, none), r"--from-rollouts: no settings\.yaml of a run is in", none)
     of_run = ["--config", uninterrupted / "settings.yaml"]
     assert_refused(replay(empty, none, options=of_run), r"holds no step_<number>\.jsonl", none)
+
+
+def test_a_gap_right_behind_the_checkpoint_is_not_told_to_end_before_it(source: Path, finished: Path) -> None:
+    step_file(source, 3).unlink()
+    message = "has no samples of step 3; the next is 4: start with --checkpoint after step 3, or give one of its files"
+    with pytest.raises(InputError, match=message):
+        looked(source, checkpoint=finished / "checkpoints" / "2")
 
 
 def test_a_checkpoint_of_something_else_is_refused(

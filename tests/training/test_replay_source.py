@@ -10,24 +10,19 @@ from typing import Any
 
 import pytest
 
-from app.flow import DROPPED
-from app.training.pinned_model import pinned
-from app.training.replay import Asked, Replay, known_run, read_replay
+from app.flow import DROPPED, Sample
+from app.training.replay import Asked, Replay, known_run
 from app.training.run_directory import RunDirectory
-from app.training.training_input import read_policy, read_training_input
+from app.training.training_input import read_training_input
 from settings import load
 from tests.tiny_directory import write_model, write_tokenizer
-from tests.training.replays import rewrite, step_file
+from tests.training.program import records_of
+from tests.training.replays import looked, rewrite, step_file, write
 from tests.training.test_ahead import UNJUDGED
 
 
-@pytest.fixture
-def source(finished: Path, tmp_path: Path) -> Path:
-    """A run's settings and samples, to be written to."""
-    folder = tmp_path / "source"
-    shutil.copytree(finished / "rollouts", folder / "rollouts")
-    shutil.copy(finished / "settings.yaml", folder)
-    return folder
+def samples_of(replay: Replay, step: int) -> list[Sample]:
+    return [sample for group in replay.groups(step) for sample in group]
 
 
 def had(source: Path, *overrides: str) -> None:
@@ -36,20 +31,20 @@ def had(source: Path, *overrides: str) -> None:
     file.write_text(load(str(file), overrides, {}).to_yaml())
 
 
-def looked(source: Path, *overrides: str, at: Path | None = None, checkpoint: Path | None = None) -> Replay:
-    """The samples at a path under the settings of a run, up to where devices would be touched."""
-    settings = load(str(source / "settings.yaml"), ["run.name=again", *overrides], {}).settings
-    settings = pinned(settings, RunDirectory(source))
-    asked = Asked(at or source, checkpoint)
-    return read_replay(asked, settings, read_policy(settings), None, into=RunDirectory.of(settings.run))
-
-
 def test_what_may_not_be_meant_is_told(finished: Path) -> None:
     late = looked(finished, at=step_file(finished, 3))
     assert "drawn by version 2 of the policy, and it is at version 0" in late.report
     assert list(late.files) == [1]
     hot = looked(finished, "rollout.temperature=2.0")
     assert "rollout.temperature is 2.0, and the samples were drawn at 1.0" in hot.report
+
+
+def test_groups_that_are_smaller_than_those_of_a_step_are_told(source: Path) -> None:
+    assert "groups have at most" not in looked(source).report
+    file = step_file(source, 2)
+    write(file, [record for record in records_of(file) if record["sample_index"] < 3])
+    told = "groups have at most 3 samples in step 2, fewer than rollout.group_size = 4"
+    assert told in looked(source).report
 
 
 def test_a_reward_model_of_the_hub_is_what_the_run_had(source: Path) -> None:
@@ -62,6 +57,18 @@ def test_a_reward_model_of_the_hub_is_what_the_run_had(source: Path) -> None:
     assert "rewards: judged anew, reward.* is not what the samples' run had" in moved.report
 
 
+def test_what_only_decides_how_rewards_are_asked_for_leaves_them_as_they_are(source: Path) -> None:
+    pace = ("reward.workers=2", "reward.batch_size=8", "reward.load_timeout_s=90")
+    limits = ("reward.timeout_s=20", "reward.cpu_s=9", "reward.memory_mib=512")
+    assert looked(source, *pace, *limits).takes_rewards
+    assert not looked(source, "reward.max_characters=9").takes_rewards
+    # What exceeded a limit was worth 0.
+    had(source, "reward.on_error=zero")
+    assert looked(source, *pace).takes_rewards
+    for limit in limits:
+        assert not looked(source, limit).takes_rewards
+
+
 def test_what_a_filter_had_left_out_of_the_loss_is_left_to_the_filter_of_the_replay(source: Path) -> None:
     def left_out(record: dict[str, Any]) -> None:
         if record["group_id"] < 2:
@@ -70,11 +77,11 @@ def test_what_a_filter_had_left_out_of_the_loss_is_left_to_the_filter_of_the_rep
             record["finish_reason"] = f"{DROPPED}nonfinite"
 
     file = rewrite(step_file(source, 1), left_out)
-    of_run = looked(source, "algorithm.filter=none").samples(1)
+    of_run = samples_of(looked(source, "algorithm.filter=none"), 1)
     assert [sample.mask.any() for sample in of_run] == [sample.group_id != 1 for sample in of_run]
     # In another file somebody has masked them.
     loose = Path(shutil.copy(file, source.with_name("samples.jsonl")))
-    of_file = looked(source, at=loose).samples(1)
+    of_file = samples_of(looked(source, at=loose), 1)
     assert [sample.mask.any() for sample in of_file] == [sample.group_id > 1 for sample in of_file]
 
 

@@ -41,6 +41,7 @@ from tests.tiny_directory import write_model
 from tests.training.program import here, settings
 
 MODEL = HubSource("model.path", "model", "owner/model", None)
+ROWS = HubSource("data.source", "dataset", "owner/rows", None)
 
 
 def settings_of(*overrides: str) -> Settings:
@@ -65,10 +66,11 @@ def hub(tmp_path: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         yield hub
 
 
-def told() -> Finding:
-    """Of the model, with what is in the cache."""
+def told(source: HubSource = MODEL) -> Finding:
+    """With what is in the cache."""
     look = Findings()
-    look_at_hub(look, MODEL, ask_hub([MODEL])["model.path"], cached=cached_models([MODEL]).get("model.path"))
+    cached = cached_models([source]).get(source.setting)
+    look_at_hub(look, source, ask_hub([source])[source.setting], cached=cached)
     (finding,) = look.all
     return finding
 
@@ -140,12 +142,23 @@ def test_a_model_that_is_gated_or_absent_cannot_be_used(hub: LocalHub) -> None:
     finding = told()
     assert (finding.verdict, finding.exit_code) == ("fail", 2)
     assert "it is gated, and this user has no access" in finding.found
-    look, absent = Findings(), MODEL._replace(hub_id="owner/nothing")
-    look_at_hub(look, absent, ask_hub([absent])["model.path"], cached=None)
-    assert "there is no such model, or it is private" in look.all[0].found
-    gone = MODEL._replace(revision="gone")
-    look_at_hub(look, gone, ask_hub([gone])["model.path"], cached=None)
-    assert "it has no revision 'gone'" in look.all[1].found
+    assert "there is no such model, or it is private" in told(MODEL._replace(hub_id="owner/nothing")).found
+    assert "it has no revision 'gone'" in told(MODEL._replace(revision="gone")).found
+
+
+def test_a_data_set_that_is_gated_cannot_be_used_though_the_hub_tells_of_it(hub: LocalHub, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n')
+    commit = hub.commit("datasets/owner/rows", tmp_path / "rows")
+    for open_one in (ROWS, ROWS._replace(revision="main")):
+        finding = told(open_one)
+        assert finding.verdict == "warn" and f"commit {commit[:12]} would be fetched" in finding.found
+    hub.gated.add("datasets/owner/rows")
+    finding = told(ROWS)
+    assert (finding.verdict, finding.exit_code) == ("fail", 2)
+    assert "this user has no access; accept its licence at https://huggingface.co/datasets/owner/rows" in finding.found
+    assert "there is no such dataset, or it is private" in told(ROWS._replace(hub_id="owner/nothing")).found
+    assert "it has no revision 'gone'" in told(ROWS._replace(revision="gone")).found
 
 
 def test_the_doctor_looks_at_the_rest_and_fetches_nothing(hub: LocalHub, tmp_path: Path) -> None:

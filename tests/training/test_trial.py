@@ -10,9 +10,18 @@ import pytest
 from app.flow import Prompt
 from app.policy.weight_files import open_model
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
+from app.training import trial
 from app.training.findings import Finding, Findings
-from app.training.trial import Seen, end_of_turn, look_at_end_of_turn, look_at_template, probabilities, trial_samples
-from settings import Settings
+from app.training.trial import (
+    Seen,
+    end_of_turn,
+    look_at_end_of_turn,
+    look_at_rewards,
+    look_at_template,
+    probabilities,
+    trial_samples,
+)
+from settings import InputError, Settings, load
 from tests.tiny_directory import TEMPLATE, write_model, write_tokenizer
 
 ENDING = (
@@ -25,6 +34,8 @@ USERS_ALONE = (
     "<|user|>{{ message.content }}{% endfor %}"
 )
 MESSAGES = [{"role": "user", "content": "1+1=?"}]
+SLOW_IMPORT = "import time\ntime.sleep(600)\ndef judge(completion): return 1.0\n"
+SLOW_CALL = "import time\ndef judge(completion): time.sleep(600)\n"
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +108,42 @@ def test_the_first_prompt_with_an_answer_is_answered_rightly_and_wrongly(directo
     assert [(other.prompt.uid, other.completion) for other in others] == [("1", "3"), ("1", "4"), ("1", "5")]
     (alone,) = trial_samples(tokenizer, prompts[:1])
     assert alone.completion == "I do not know."
+
+
+def reward_found(directory: Path, function: Path, *overrides: str) -> Finding:
+    tokenizer, look = tokenizer_with(directory, TEMPLATE), Findings()
+    prompts = [prompt_of(tokenizer)]
+    chosen = load(None, [f"reward.functions=['{function}:judge']", *overrides], {}).settings
+    look_at_rewards(look, chosen, trial_samples(tokenizer, prompts), prompts, ())
+    (finding,) = look.all
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "told"),
+    [
+        (SLOW_IMPORT, "MOST_IMPORT_S", "reward.load_timeout_s = 60 s"),
+        (SLOW_CALL, "MOST_CALL_S", "reward.timeout_s = 10 s"),
+    ],
+    ids=["import", "call"],
+)
+def test_a_reward_function_that_is_slower_than_a_look_is_given_up_and_told(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, limit: str, told: str
+) -> None:
+    (tmp_path / "plug.py").write_text(text)
+    monkeypatch.setattr(trial, limit, 0.5)
+    finding = reward_found(directory, tmp_path / "plug.py")
+    assert (finding.verdict, finding.exit_code) == ("warn", 0)
+    assert "took more than 0.5 s" in finding.found and told in finding.advice
+
+
+def test_a_reward_function_that_a_run_does_not_wait_for_fails(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "slow_call.py").write_text(SLOW_CALL)
+    finding = reward_found(directory, tmp_path / "slow_call.py", "reward.timeout_s=0.5")
+    assert (finding.verdict, finding.exit_code) == ("fail", 1)
+    (tmp_path / "slow_import.py").write_text(SLOW_IMPORT)
+    with pytest.raises(InputError, match=r"while it was imported, it took more than 0\.5 s"):
+        reward_found(directory, tmp_path / "slow_import.py", "reward.load_timeout_s=0.5")
 
 
 def test_probabilities_are_those_of_a_softmax() -> None:

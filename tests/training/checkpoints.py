@@ -1,0 +1,129 @@
+"""Checkpoints of a small state, each of whose arrays tells which step it is of."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from app.training.checkpoint import Checkpoints, Progress
+from app.training.preservation import NewestAndBest
+from app.update.optimizer import TrainState
+from tests.free_address import free_address
+from tests.tiny import make_mesh
+from tests.training.program import DEADLINE_S, REPOSITORY
+
+FINGERPRINTS = {"model": "m", "tokenizer": "t", "data": "d"}
+
+
+def empty_state() -> TrainState:
+    params = {"kernel": jnp.zeros((8, 512)), "scale": jnp.zeros(8)}
+    return TrainState(params, optax.adam(1e-3).init(params), *[jnp.zeros((), jnp.int32)] * 3)
+
+
+SHAPES = jax.eval_shape(empty_state)
+
+
+def make_state(seed: int, num_devices: int = 1) -> TrainState:
+    """A state of which every array differs from that of another seed, its rows split over the devices."""
+    rng = np.random.default_rng(seed)
+    state = jax.tree.map(lambda x: (seed + rng.normal(size=x.shape)).astype(x.dtype), SHAPES)
+    return jax.device_put(state, shardings(num_devices))
+
+
+def shardings(num_devices: int) -> TrainState:
+    mesh = make_mesh((1, num_devices, 1))
+    return jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec("fsdp") if x.ndim else PartitionSpec()), SHAPES)
+
+
+def opened(
+    folder: Path, *, keep: int = 3, num_devices: int = 1, best: str | None = None, mode: Literal["max", "min"] = "max"
+) -> Checkpoints:
+    policy = NewestAndBest(keep, best, mode)
+    return Checkpoints(folder, policy=policy, shapes=SHAPES, shardings=shardings(num_devices))
+
+
+def progress(step: int, accuracy: float | None = None) -> Progress:
+    evaluation = None if accuracy is None else {"eval/accuracy": accuracy}
+    return Progress(step=step, position=4 * step, fingerprints=FINGERPRINTS, wandb_id="w", evaluation=evaluation)
+
+
+def write(folder: Path, *steps: int, keep: int = 3, num_devices: int = 1) -> None:
+    checkpoints = opened(folder, keep=keep, num_devices=num_devices)
+    for step in steps:
+        checkpoints.save(make_state(step, num_devices), progress(step))
+    checkpoints.finish()
+    checkpoints.close()
+
+
+def write_evaluated(folder: Path, accuracies: dict[int, float | None], *, keep: int = 1) -> None:
+    """Checkpoints of which those with an accuracy were evaluated, one after another by one process."""
+    checkpoints = opened(folder, keep=keep, best="eval/accuracy")
+    for step, accuracy in accuracies.items():
+        checkpoints.save(make_state(step), progress(step, accuracy))
+    checkpoints.finish()
+    checkpoints.close()
+
+
+def steps_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def assert_same(state: TrainState, expected: TrainState) -> None:
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(leaf, wanted)
+        assert leaf.dtype == wanted.dtype
+
+
+def restored(checkpoints: Checkpoints) -> tuple[TrainState, Progress]:
+    found = checkpoints.restore(FINGERPRINTS)
+    assert found is not None
+    return found
+
+
+JOIN = """
+import sys
+from pathlib import Path
+import jax
+address, process_id, folder = sys.argv[1:]
+jax.config.update("jax_num_cpu_devices", 1)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(address, 2, int(process_id))
+from settings import InputError
+from tests.training.checkpoints import FINGERPRINTS, make_state, opened, progress
+"""
+
+
+def said_by_hosts(*folders: Path, program: str) -> list[str]:
+    """The last word of each of two processes, of one device each, on its folder.
+
+    Args:
+        program: what they do with `folder`, behind `JOIN`.
+    """
+    address = free_address()
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN + program, address, str(i), str(folder)],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i, folder in enumerate(folders)
+    ]
+    try:
+        outputs = [host.communicate(timeout=DEADLINE_S) for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
+    assert [host.returncode for host in hosts] == [0, 0], outputs
+    return [stdout.splitlines()[-1] for stdout, _ in outputs]

@@ -1,0 +1,246 @@
+"""What is damaged, unfinished, of an older version or of something else is not taken for good."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from app.training.checkpoint import CHECKSUMS, Checkpoints, check_fingerprints, is_damage
+from app.training.saved_policy import SavedPolicy
+from settings import InputError
+from tests.training.checkpoints import (
+    FINGERPRINTS,
+    assert_same,
+    make_state,
+    opened,
+    progress,
+    restored,
+    said_by_hosts,
+    steps_in,
+    write,
+    write_evaluated,
+)
+
+RESTORE = """
+checkpoints = opened(Path(folder), num_devices=2)
+try:
+    found = checkpoints.restore(FINGERPRINTS)
+    print("\\nfound", found and found[1].step)
+except InputError as error:
+    print("\\nerror", error)
+checkpoints.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 2 and 4. Not to be written to."""
+    folder = tmp_path_factory.mktemp("saved")
+    write(folder, 2, 4)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def checkpoints(folder: Path) -> Iterator[Checkpoints]:
+    """Opened before anything happens to its files, as a test damages them."""
+    checkpoints = opened(folder)
+    yield checkpoints
+    checkpoints.close()
+
+
+def largest(folder: Path) -> Path:
+    """The file that holds most of the arrays' bytes."""
+    return max(folder.rglob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
+
+
+def truncate_arrays(folder: Path) -> None:
+    os.truncate(largest(folder), 1000)
+
+
+def flip_a_bit(folder: Path) -> None:
+    path = largest(folder)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty_manifest(folder: Path) -> None:
+    os.truncate(folder / "state" / "manifest.ocdbt", 0)
+
+
+def remove_arrays(folder: Path) -> None:
+    shutil.rmtree(folder / "state" / "ocdbt.process_0")
+
+
+def remove_progress(folder: Path) -> None:
+    shutil.rmtree(folder / "progress")
+
+
+def halve_progress(folder: Path) -> None:
+    os.truncate(folder / "progress" / "metadata", 20)
+
+
+DAMAGES = [truncate_arrays, flip_a_bit, empty_manifest, remove_arrays, remove_progress, halve_progress]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_one_gives_way_to_the_one_before(
+    folder: Path,
+    checkpoints: Checkpoints,
+    damage: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    damage(folder / "4")
+    with caplog.at_level(logging.WARNING):
+        state, where = restored(checkpoints)
+    assert_same(state, make_state(2))
+    assert where == progress(2)
+    (warning,) = [record.message for record in caplog.records if record.name == "app.training.checkpoint"]
+    assert warning.startswith("checkpoint of step 4 is damaged (")
+    assert len(warning) < 300
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_the_step_of_a_damaged_one_can_be_saved_again(folder: Path, checkpoints: Checkpoints) -> None:
+    truncate_arrays(folder / "4")
+    restored(checkpoints)
+    assert steps_in(folder) == {"2", "damaged-4"}
+    for step in (3, 4):
+        checkpoints.save(make_state(10 + step), progress(step))
+    checkpoints.finish()
+    assert steps_in(folder) == {"2", "3", "4", "damaged-4"}
+    state, where = restored(checkpoints)
+    assert_same(state, make_state(14))
+    assert where.step == 4
+
+
+def test_where_all_are_damaged_nothing_is_guessed_or_moved(folder: Path, checkpoints: Checkpoints) -> None:
+    for step in ("2", "4"):
+        flip_a_bit(folder / step)
+    with pytest.raises(InputError, match=r"none of the checkpoints of steps \[4, 2\] in .* can be read"):
+        checkpoints.restore(FINGERPRINTS)
+    assert steps_in(folder) == {"2", "4"}
+
+
+def test_a_good_one_that_cannot_be_read_now_stays_where_it_is(folder: Path, checkpoints: Checkpoints) -> None:
+    metadata = folder / "4" / "progress" / "metadata"
+    content = metadata.read_bytes()
+    metadata.unlink()
+    metadata.symlink_to("/proc/self/mem")  # at its beginning, a read is an I/O error
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoints.restore(FINGERPRINTS)
+    assert steps_in(folder) == {"2", "4"}
+    metadata.unlink()
+    metadata.write_bytes(content)
+    assert restored(checkpoints)[1].step == 4
+
+
+def test_a_damaged_best_gives_way_to_the_next_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_evaluated(tmp_path, {1: 0.9, 2: 0.5, 3: 0.4}, keep=3)
+    flip_a_bit(tmp_path / "1")
+    checkpoints = opened(tmp_path, keep=3, best="eval/accuracy")
+    with caplog.at_level(logging.WARNING):
+        state, where = restored(checkpoints)
+    assert where.step == 3
+    assert_same(state, make_state(3))
+    assert checkpoints.best == (2, "eval/accuracy", 0.5)
+    assert steps_in(tmp_path) == {"2", "3", "damaged-1", "best"}
+    assert os.readlink(tmp_path / "best") == "2"
+    assert "checkpoint of step 1 is damaged" in caplog.text
+    checkpoints.close()
+
+
+def test_where_the_newest_is_damaged_the_best_may_be_what_is_left(tmp_path: Path) -> None:
+    write_evaluated(tmp_path, {1: 0.9, 2: 0.5, 3: 0.4}, keep=1)
+    truncate_arrays(tmp_path / "3")
+    checkpoints = opened(tmp_path, keep=1, best="eval/accuracy")
+    state, where = restored(checkpoints)
+    assert where.step == 1
+    assert_same(state, make_state(1))
+    checkpoints.close()
+
+
+def wrapped(cause: Exception) -> Exception:
+    """As Orbax does."""
+    error = Exception("Encountered error while reading array")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 512 bytes"),
+        ValueError('PERMISSION_DENIED: Error opening "zarr" driver'),
+        ValueError("UNAVAILABLE: Connection reset by peer"),
+        OSError(5, "Input/output error"),
+        AttributeError("a bug"),
+        Exception("of which nothing is known"),
+    ],
+    ids=repr,
+)
+def test_what_is_wrong_with_the_machine_or_the_program_is_no_damage(error: Exception) -> None:
+    assert not is_damage(error)
+    assert not is_damage(wrapped(error))
+
+
+@pytest.mark.two_hosts
+@pytest.mark.parametrize("damage", [truncate_arrays, remove_progress], ids=lambda damage: damage.__name__)
+def test_what_one_host_cannot_read_all_pass_over(folder: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    damage(other / "4")
+    assert said_by_hosts(folder, other, program=RESTORE) == ["found 2", "found 2"]
+
+
+@pytest.mark.two_hosts
+def test_hosts_that_see_different_checkpoints_are_told_to_share(folder: Path, tmp_path: Path) -> None:
+    first, second = said_by_hosts(folder, tmp_path / "not_shared", program=RESTORE)
+    for line in (first, second):
+        assert line.startswith("error run.dir: the hosts see checkpoints of different steps")
+        assert "(host 0: [4, 2]; host 1: [])" in line
+    assert steps_in(folder) == {"2", "4"}
+
+
+def test_what_changed_since_is_named(checkpoints: Checkpoints) -> None:
+    with pytest.raises(InputError, match="--resume: model and data changed since this run was started"):
+        checkpoints.restore({"model": "x", "tokenizer": "t", "data": "y"})
+    check_fingerprints(FINGERPRINTS, FINGERPRINTS)
+
+
+def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(folder: Path) -> None:
+    shutil.copytree(folder / "4", folder / "6.orbax-checkpoint-tmp")
+    checkpoints = opened(folder)
+    assert restored(checkpoints)[1].step == 4
+    checkpoints.save(make_state(6), progress(6))  # waits for the clearing
+    checkpoints.finish()
+    assert steps_in(folder) == {"2", "4", "6"}
+    checkpoints.close()
+
+
+def test_one_of_an_older_version_is_named_as_such_and_stays(folder: Path, checkpoints: Checkpoints) -> None:
+    for step in ("2", "4"):
+        path = folder / step / "progress" / "metadata"
+        record = json.loads(path.read_text())
+        del record[CHECKSUMS]
+        path.write_text(json.dumps({**record, "checksum": 1}))
+    older = "was written by an older version; finish that run with that version, or start another run.name"
+    with pytest.raises(InputError, match=f"^--resume: {re.escape(str(folder))}/4 {re.escape(older)}$"):
+        checkpoints.restore(FINGERPRINTS)
+    with pytest.raises(InputError, match=f"^--checkpoint: {re.escape(str(folder))}/2 {re.escape(older)}$"):
+        SavedPolicy.open(folder / "2")
+    assert steps_in(folder) == {"2", "4"}
