@@ -42,8 +42,10 @@ from tests.training.program import (
     train_here,
 )
 from tests.training.test_dry_run import foreseen, held
-from tests.training.test_lora import NUM_ADAPTERS, PENALISED, UNJUDGED, field_of, launched
+from tests.training.test_lora import LORA, NUM_ADAPTERS, PENALISED, UNJUDGED, field_of, launched
 from tests.training.test_slots import SCHEDULED, SLOTS
+from tests.training.test_two_hosts import HALF, SHARED, assert_same_steps
+from tests.two_hosts import run_on_two_hosts
 
 pytest.importorskip("qwix", reason="Qwix is not installed: pip install 'grpo[qlora]'")
 
@@ -260,6 +262,16 @@ def test_workers_far_away_are_told_how_kernels_are_held(config: Path) -> None:
         there = DecoderDefinition.of(plan.architecture, lora=plan.lora, quantization=plan.quantization)
         assert there.shapes == session.input.adapted.shapes
         assert jax.tree.structure(worker.engine.programs.abstract_weights) == jax.tree.structure(sent)
+
+
+@pytest.mark.two_hosts
+def test_two_hosts_hold_the_codes_that_one_would(full_config: Path) -> None:
+    two, one = (full_config.parent / "runs" / name for name in ("two", "one"))
+    chosen = (*LORA, NF4, *SHARED, "run.steps=2")
+    assert train_here(full_config, *chosen, "run.name=one").exit_code == 0
+    hosts = run_on_two_hosts("train", "--config", full_config, *settings(*chosen, *HALF, "run.name=two"))
+    assert [host.exit_code for host in hosts] == [0, 0], hosts
+    assert_same_steps(two, one, steps=range(3))
 
 
 @pytest.mark.slow
