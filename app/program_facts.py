@@ -12,7 +12,7 @@ from pathlib import Path
 
 DRAWING = ("jax", "jaxlib", "flax", "numpy")
 """Packages that decide what is drawn from the same weights."""
-TRAINING = ("grpo", *DRAWING, "libtpu", "optax", "orbax-checkpoint", "tokenizers", "transformers")
+TRAINING = ("grpo", *DRAWING, "libtpu", "optax", "orbax-checkpoint", "qwix", "tokenizers", "transformers")
 """Those that decide what a run becomes."""
 
 NOT_INSTALLED = "not installed"

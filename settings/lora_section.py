@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -23,6 +23,9 @@ PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 PROJECTIONS = (*PARTS["attention"], *PARTS["mlp"])
 """Of every layer of every family, in the order that a token meets them; names are Hugging Face's."""
 TARGETS = ("all", *PARTS, *PROJECTIONS)
+
+Quantization: TypeAlias = Literal["int8", "nf4"]
+"""In how many bits a kernel is held, and what they mean."""
 
 
 def _listed(value: Any) -> Any:
@@ -55,6 +58,11 @@ class LoRA(Section):
         default=("all",),
         description="Matrices of every layer that have adapters: q_proj, k_proj, v_proj, o_proj (together: attention), "
         "gate_proj, up_proj, down_proj (together: mlp), or all of these.",
+    )
+    quantize_base: Quantization | None = Field(
+        default=None,
+        description="QLoRA: all matrices of the layers, which stay as they are, are held in 8 bits (int8) or 4 (nf4) "
+        "and made float32 again where they are used, one at a time. Needs the extra [qlora]. float32 when null.",
     )
 
     @property

@@ -51,7 +51,9 @@ _FIELDS: Mapping[Readers, tuple[str, ...]] = {
         *("algorithm.correction_level", "algorithm.correction_max", "algorithm.correction_veto"),
     ),
     Readers(CORRECTION, frozenset({"mask"})): ("algorithm.correction_min",),
-    Readers(RANK, frozenset(range(1, MAX_RANK + 1)), "of 1 or more"): ("model.lora.alpha", "model.lora.targets"),
+    Readers(RANK, frozenset(range(1, MAX_RANK + 1)), "of 1 or more"): (
+        *("model.lora.alpha", "model.lora.targets", "model.lora.quantize_base"),
+    ),
     # With adapters the reference is the frozen weights, which training needs on the devices.
     Readers(RANK, frozenset({None, 0}), "null"): ("score.reference.offload",),
 }

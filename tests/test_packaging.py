@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-
 PINNED_BY_ANOTHER = {"pydantic-core"}
 """pydantic requires exactly one version of it."""
 
-OPTIONAL = {"math-verify": "math", "ray": "ray"}
+OPTIONAL = {"math-verify": "math", "qwix": "qlora", "ray": "ray"}
 """What the program imports only where the extra that brings it is installed."""
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -92,7 +90,6 @@ class WeightPlacement:
     axes: tuple[str | None, ...]
     """Mesh axes of each dim, joined by `+`; None = whole on every device."""
     bytes_per_device: int
-    """float32."""
     replicated_dims: tuple[str, ...]
     """Dims that the table wants split and whose size the axis does not divide."""
 
@@ -162,8 +159,7 @@ class MeshReport:
             lines.append(f"{weight.name:<36}{weight.shape!s:<26}{where:<34}{weight.bytes_per_device / 2**20:>12.2f}")
         lines += [
             "",
-            f"{self.num_parameters:,} parameters, {self.weight_bytes_per_device / 2**20:,.1f} MiB of float32 weights a "
-            "device",
+            f"{self.num_parameters:,} parameters, {self.weight_bytes_per_device / 2**20:,.1f} MiB of weights a device",
             f"{self.samples_per_step} samples a step, {self.samples_per_device:g} a device",
         ]
         return lines + [
@@ -173,11 +169,11 @@ class MeshReport:
         ]
 
 
-def weight_placement(name: str, shape: Sequence[int], dims: Sequence[str], mesh: Mesh) -> WeightPlacement:
-    spec = partition_spec(dims, shape, mesh)
+def weight_placement(name: str, weight: jax.ShapeDtypeStruct, dims: Sequence[str], mesh: Mesh) -> WeightPlacement:
+    shape, spec = weight.shape, partition_spec(dims, weight.shape, mesh)
     axes = tuple("+".join(axis) if isinstance(axis, tuple) else axis for axis in spec)
-    size = bytes_per_device(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec)))
-    return WeightPlacement(name, tuple(shape), tuple(dims), axes, size, tuple(replicated_dims(dims, shape, mesh)))
+    size = bytes_per_device(jax.ShapeDtypeStruct(shape, weight.dtype, sharding=NamedSharding(mesh, spec)))
+    return WeightPlacement(name, shape, tuple(dims), axes, size, tuple(replicated_dims(dims, shape, mesh)))
 
 
 def device_places(mesh: Mesh) -> list[DevicePlace]:
@@ -193,19 +189,20 @@ def device_places(mesh: Mesh) -> list[DevicePlace]:
 
 def mesh_report(
     mesh: Mesh,
-    weights: dict[str, tuple[tuple[int, ...], tuple[str, ...]]],
+    weights: dict[str, tuple[jax.ShapeDtypeStruct, tuple[str, ...]]],
     *,
+    num_parameters: int,
     samples_per_step: int,
     memory_bytes: int | None,
 ) -> MeshReport:
-    """The report of a mesh and a model's parameters: name -> (shape, dims)."""
+    """The report of a mesh and a model's weights: name -> (shape and type, dims)."""
     placements = [weight_placement(name, *weight, mesh) for name, weight in weights.items()]
     return MeshReport(
         topology=topology_of(mesh, memory_bytes=memory_bytes),
         shape=dict(mesh.shape),
         devices=device_places(mesh),
         weights=placements,
-        num_parameters=sum(math.prod(shape) for shape, _ in weights.values()),
+        num_parameters=num_parameters,
         weight_bytes_per_device=sum(p.bytes_per_device for p in placements),
         samples_per_step=samples_per_step,
         samples_per_device=samples_per_step / num_row_shards(mesh),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -27,9 +28,11 @@ from app.policy.architecture import Architecture
 from app.policy.attention import packed_attention, pairs_of_blocks, rotate
 from app.policy.block_attention import KEPT
 from app.policy.lora import LoRA, LoRAParam
+from app.policy.quantized import QuantizedKernel
 from app.policy.rope import rope_frequencies
 from app.policy.row_layout import UNSEEN, RowLayout
 from app.policy.score_rule import ScoreRule, soft_capped
+from settings.lora_section import Quantization
 
 Params = dict[str, Any]
 """A nested dict of arrays: the form in which weights move between rooms."""
@@ -56,14 +59,15 @@ def weight(
     *,
     init: str = "normal",
     kind: type[nnx.Param] = nnx.Param,
+    dtype: Any = jnp.float32,
 ) -> nnx.Param:
-    """A float32 parameter that knows its logical dims."""
+    """A parameter that knows its logical dims."""
     initializers = {
         "normal": nnx.initializers.normal(INITIAL_STDDEV),
         "ones": nnx.initializers.ones,
         "zeros": nnx.initializers.zeros,
     }
-    return kind(initializers[init](rngs.params(), shape, jnp.float32), dims=dims)
+    return kind(initializers[init](rngs.params(), shape, dtype), dims=dims)
 
 
 class Norm(nnx.Module):
@@ -100,7 +104,8 @@ PRODUCT = "product"
 class Projection(nnx.Module):
     """A product with a kernel whose input dims come first, and a bias where the family has one.
 
-    With an adapter x W + scale (x A) B, whose A and B have zeros here; see `app.policy.lora.fresh_adapters`.
+    With an adapter x W + scale (x A) B, whose A and B have zeros here; see `app.policy.lora.fresh_adapters`. A
+    quantized W is made float32 for each product anew, and so are the zeros that it has here.
     """
 
     def __init__(
@@ -112,10 +117,19 @@ class Projection(nnx.Module):
         bias: bool,
         stack: dict[str, int],
         lora: LoRA | None,
+        quantization: Quantization | None,
     ):
         self.num_inputs = len(inputs)
-        sizes = {**stack, **inputs, **outputs}
-        self.kernel = weight(rngs, tuple(sizes.values()), tuple(sizes))
+        if quantization is None:
+            sizes = {**stack, **inputs, **outputs}
+            self.kernel = weight(rngs, tuple(sizes.values()), tuple(sizes))
+        else:
+            held = QuantizedKernel.of(quantization, inputs=tuple(inputs), outputs=tuple(outputs))
+            codes = {**stack, **held.code_sizes({**inputs, **outputs})}
+            scales = {**stack, **held.scale_sizes({**inputs, **outputs})}
+            self.held = held
+            self.codes = weight(rngs, tuple(codes.values()), tuple(codes), init="zeros", dtype=held.code_type)
+            self.scales = weight(rngs, tuple(scales.values()), tuple(scales), init="zeros")
         if bias:
             sizes = {**stack, **outputs}
             self.bias = weight(rngs, tuple(sizes.values()), tuple(sizes), init="zeros")
@@ -127,12 +141,22 @@ class Projection(nnx.Module):
             self.lora_b = weight(rngs, tuple(up.values()), tuple(up), init="zeros", kind=LoRAParam)
 
     def __call__(self, x: Float[Array, "R T *inputs"]) -> Float[Array, "R T *outputs"]:
-        y = contracted(x, self.kernel[...], num_dims=self.num_inputs)
+        y = self._product(x)
         if hasattr(self, "lora_a"):
             low = contracted(x, self.lora_a[...], num_dims=self.num_inputs)
             y = y + self.lora_scale * contracted(low, self.lora_b[...], num_dims=1)
         y = checkpoint_name(y, PRODUCT)
         return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
+
+    def _product(self, x: Float[Array, "R T *inputs"]) -> Float[Array, "R T *outputs"]:
+        if hasattr(self, "kernel"):
+            return contracted(x, self.kernel[...], num_dims=self.num_inputs)
+
+        def through(x: Array, codes: Array, scales: Array) -> Array:
+            return contracted(x, self.held.dequantized(codes, scales, after=x), num_dims=self.num_inputs)
+
+        # The backward pass makes the kernel anew: kept from the forward pass, those of all layers would be floats.
+        return jax.checkpoint(through, prevent_cse=False)(x, self.codes[...], self.scales[...])
 
 
 def contracted(
@@ -153,7 +177,7 @@ class Block(nnx.Module):
     Where the family has them, query and key are normed per head, and what is added is normed, too.
     """
 
-    def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None):
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None, quantization: Quantization | None):
         stack = {"layers": arch.num_layers}
         embed = {"embed": arch.model_dim}
         head = {"head": arch.head_dim}
@@ -163,7 +187,8 @@ class Block(nnx.Module):
         norm = functools.partial(Norm, arch, rngs, stack=stack)
 
         def project(name: str, inputs: dict[str, int], outputs: dict[str, int], *, bias: bool) -> Projection:
-            return Projection(rngs, inputs, outputs, bias=bias, stack=stack, lora=lora and lora.at(name))
+            adapter = lora and lora.at(name)
+            return Projection(rngs, inputs, outputs, bias=bias, stack=stack, lora=adapter, quantization=quantization)
 
         self.activation = arch.activation
         self.attention_norm = norm(embed)
@@ -229,10 +254,12 @@ class Head:
 class Trunk(nnx.Module):
     """Token embedding, L blocks and final norm: what every network of a family shares."""
 
-    def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None = None):
+    def __init__(
+        self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None = None, quantization: Quantization | None = None
+    ):
         self.architecture = arch
         self.embedding = weight(rngs, (arch.vocab_size, arch.model_dim), ("vocab", "embed"))
-        self.blocks = Block(arch, rngs, lora)
+        self.blocks = Block(arch, rngs, lora, quantization)
         self.final_norm = Norm(arch, rngs, {"embed": arch.model_dim}, stack={})
 
     @property
@@ -294,8 +321,10 @@ class Trunk(nnx.Module):
 class Decoder(Trunk):
     """A trunk and the LM head (the embedding itself where they are tied)."""
 
-    def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None = None):
-        super().__init__(arch, rngs, lora)
+    def __init__(
+        self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None = None, quantization: Quantization | None = None
+    ):
+        super().__init__(arch, rngs, lora, quantization)
         if not arch.tied_embeddings:
             self.output = weight(rngs, (arch.vocab_size, arch.model_dim), ("vocab", "embed"))
 
@@ -308,8 +337,10 @@ class Decoder(Trunk):
 class ValueDecoder(Trunk):
     """A trunk and one number per token: <hidden, value>. A fresh head is zeros, so that every value starts at 0."""
 
-    def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None = None):
-        super().__init__(arch, rngs, lora)
+    def __init__(
+        self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None = None, quantization: Quantization | None = None
+    ):
+        super().__init__(arch, rngs, lora, quantization)
         self.value = weight(rngs, (arch.model_dim,), ("embed",), init="zeros")
 
     def values(self, hidden: Float[Array, "*rows D"]) -> Float32[Array, "*rows"]:
@@ -335,14 +366,33 @@ class DecoderDefinition:
     lora: LoRA | None = None
     adapters: frozenset[Path] = frozenset()
     """Of the weights that alone learn; none where all do."""
+    quantization: Quantization | None = None
+    """Of the kernels; None where they are float32."""
 
     @classmethod
-    def of(cls, arch: Architecture, network: type[Trunk] = Decoder, *, lora: LoRA | None = None) -> DecoderDefinition:
-        graph, state = nnx.split(nnx.eval_shape(lambda: network(arch, nnx.Rngs(0), lora)))
+    def of(
+        cls,
+        arch: Architecture,
+        network: type[Trunk] = Decoder,
+        *,
+        lora: LoRA | None = None,
+        quantization: Quantization | None = None,
+    ) -> DecoderDefinition:
+        graph, state = nnx.split(nnx.eval_shape(lambda: network(arch, nnx.Rngs(0), lora, quantization)))
         shapes = nnx.to_pure_dict(state)
         dims = unflatten_dict({path: variable.get_metadata()["dims"] for path, variable in nnx.to_flat_state(state)})
         adapters = frozenset(by_path(nnx.to_pure_dict(nnx.filter_state(state, LoRAParam))))
-        return cls(arch, network, graph, shapes, dims, lora, adapters)
+        return cls(arch, network, graph, shapes, dims, lora, adapters, quantization)
+
+    @cached_property
+    def unquantized(self) -> DecoderDefinition:
+        """The same network with float32 kernels, as files have them."""
+        return self if self.quantization is None else self.of(self.architecture, self.network, lora=self.lora)
+
+    @cached_property
+    def bare(self) -> DecoderDefinition:
+        """The same network without adapters."""
+        return self if self.lora is None else self.of(self.architecture, self.network, quantization=self.quantization)
 
     def bind(self, params: Params) -> Any:
         """The `network` over these weights; for use inside a jitted function."""
@@ -352,8 +402,9 @@ class DecoderDefinition:
         return sharding_tree(mesh, self.shapes, self.dims)
 
     def initialise(self, seed: int) -> Params:
-        """Random float32 weights; adapters are zeros."""
-        return nnx.to_pure_dict(nnx.split(self.network(self.architecture, nnx.Rngs(seed), self.lora))[1])
+        """Random float32 weights; adapters and quantized kernels are zeros."""
+        network = self.network(self.architecture, nnx.Rngs(seed), self.lora, self.quantization)
+        return nnx.to_pure_dict(nnx.split(network)[1])
 
     def trained(self, tree: Params) -> Params:
         """Of a tree like `shapes`, the part that learns: the adapters, or all of it where there are none."""
@@ -368,7 +419,7 @@ class DecoderDefinition:
 
     @property
     def num_parameters(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(self.shapes))
+        return sum(leaf.size for leaf in jax.tree.leaves(self.unquantized.shapes))
 
     @property
     def num_trained(self) -> int:

@@ -14,13 +14,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.mesh.placement import abstract
 from app.policy.attention import cached_attention, packed_attention, pairs_of_blocks
-from app.policy.decoder import Attend, Decoder, DecoderDefinition, Params
+from app.policy.decoder import Attend, Decoder, DecoderDefinition, Params, by_path
+from app.policy.quantized import CODES, SCALES
 from app.policy.row_layout import one_segment
 from settings.rollout_section import DecodeLayout
 
@@ -60,7 +62,7 @@ def decode_weights(
     """Unstacks, casts and lays out; once per policy version, under jit."""
 
     def laid_out(x: Array, dims: tuple[str, ...]) -> Array:
-        return constrain(x.astype(dtype), *decode_dims(dims, layout))
+        return constrain(x, *decode_dims(dims, layout))
 
     def of_layer(layer: int) -> Params:
         return jax.tree.map(
@@ -69,11 +71,19 @@ def decode_weights(
             definition.dims["blocks"],
         )
 
-    laid = jax.tree.map(laid_out, params, definition.dims)
+    laid = jax.tree.map(laid_out, _cast(params, dtype), definition.dims)
     # The stacked blocks stay in the tree as empty leaves so that the graph still fits it.
     rest = {**laid, "blocks": jax.tree.map(lambda x: x[:0], laid["blocks"])}
     num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
     return DecodeWeights(rest, tuple(of_layer(i) for i in range(num_layers)), layout)
+
+
+def _cast(params: Params, dtype: jnp.dtype) -> Params:
+    """In the compute type; a quantized kernel as it is, so that the same floats are made of it as in training."""
+    as_they_are = (CODES, SCALES)
+    return unflatten_dict(
+        {path: x if path[-1] in as_they_are else x.astype(dtype) for path, x in by_path(params).items()}
+    )
 
 
 def merged_decode_weights(
@@ -174,8 +184,9 @@ def decode_step(
     positions: Int32[Array, "B"],
 ) -> tuple[Float[Array, "B D"], Cache]:
     """Feeds one token per slot at its position. Returns its hidden state and the updated cache."""
-    if weights.layout == "fsdp":
-        # Tied to what differs from token to token: else XLA gathers before the loop over tokens, and holds it all.
+    if weights.layout == "fsdp" or definition.quantization is not None:
+        # Tied to what differs from token to token: else XLA gathers before the loop over tokens, or makes floats of
+        # quantized kernels there, and holds it all.
         weights, token_ids = jax.lax.optimization_barrier((weights, token_ids))
     decoder = definition.bind(weights.params)
     # vmap tells the partitioner that slots are independent, so no slot ever crosses a device.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params, Path, by_path
+from app.policy.quantized import CODES, SCALES, QuantizedKernel
 from app.policy.weight_files import WeightFile
 from settings.errors import InputError
 
@@ -85,7 +86,7 @@ def from_file_layout(tensor: np.ndarray, path: Path, shape: tuple[int, ...]) -> 
 
 def expected_entries(definition: DecoderDefinition) -> list[Entry]:
     """Every tensor the architecture needs, in the order of the layers."""
-    flat = by_path(definition.shapes)
+    flat = by_path(definition.unquantized.shapes)
     entries = [
         Entry(name, path, None, file_layout(path, flat[path].shape))
         for name, path in TOP_TENSORS.items()
@@ -141,7 +142,9 @@ def check_tensors(entries: list[Entry], shapes: Mapping[str, tuple[int, ...]], a
 def load_weights(
     definition: DecoderDefinition, source: WeightFile, mesh: Mesh, *, entries: list[Entry] | None = None
 ) -> Params:
-    """Reads every tensor once and writes it into its sharded float32 place; the host holds one at a time.
+    """Reads every tensor once and writes it into its sharded place; the host holds one at a time.
+
+    All become float32, but for kernels that the definition has quantized.
 
     Args:
         entries: what is read; all that the architecture needs when None. Other weights are zeros.
@@ -151,26 +154,45 @@ def load_weights(
     """
     entries = expected_entries(definition) if entries is None else entries
     check_tensors(entries, source.shapes, definition.architecture)
+    in_files = by_path(definition.unquantized.shapes)
     shapes, shardings = by_path(definition.shapes), by_path(definition.shardings(mesh))
 
-    def read(entry: Entry, shape: tuple[int, ...]) -> np.ndarray:
+    def read(entry: Entry) -> dict[Path, np.ndarray]:
+        shape = in_files[entry.path].shape
         tensor = np.asarray(source.read(entry.name)).astype(np.float32, copy=False)
-        return from_file_layout(tensor, entry.path, shape)
+        tensor = from_file_layout(tensor, entry.path, shape if entry.layer is None else shape[1:])
+        return {entry.path: tensor} if entry.path in shapes else in_codes(definition, entry.path, tensor)
 
     params: dict[Path, Array] = {}
+
+    def make_room(paths: Iterable[Path]) -> None:
+        for path in paths:
+            if path not in params:
+                params[path] = empty(shapes[path].shape, shapes[path].dtype, shardings[path])()
+
+    def write(parts: dict[Path, np.ndarray], layer: int) -> None:
+        for path, part in parts.items():
+            sharding = shardings[path]
+            params[path] = write_layer(sharding)(params[path], place(part, without_layers(sharding)), layer)
+
     for entry in entries:
         # What is read has no name here: a name would keep it alive while the next one is read.
-        shape, sharding = shapes[entry.path].shape, shardings[entry.path]
         if entry.layer is None:
-            params[entry.path] = place(read(entry, shape), sharding)
+            params[entry.path] = place(read(entry)[entry.path], shardings[entry.path])
             continue
-        if entry.path not in params:
-            params[entry.path] = empty(shape, sharding)()
-        layer = place(read(entry, shape[1:]), without_layers(sharding))
-        params[entry.path] = write_layer(sharding)(params[entry.path], layer, entry.layer)
-    for path in shapes.keys() - params.keys():
-        params[path] = empty(shapes[path].shape, shardings[path])()
+        make_room([entry.path] if entry.path in shapes else [(*entry.path[:-1], leaf) for leaf in (CODES, SCALES)])
+        write(read(entry), entry.layer)
+    make_room(shapes)
     return unflatten_dict(params)
+
+
+def in_codes(definition: DecoderDefinition, path: Path, kernel: np.ndarray) -> dict[Path, np.ndarray]:
+    """What a definition has in place of one layer's kernel, by path."""
+    assert definition.quantization is not None, f"{path} has no place"
+    dims = by_path(definition.dims)
+    codes, scales = (dims[*path[:-1], leaf][1:] for leaf in (CODES, SCALES))
+    parts = QuantizedKernel(definition.quantization, codes, scales).quantized(kernel)
+    return {(*path[:-1], leaf): part for leaf, part in parts.items()}
 
 
 def place(tensor: np.ndarray, sharding: NamedSharding) -> Array:
@@ -182,8 +204,8 @@ def without_layers(sharding: NamedSharding) -> NamedSharding:
 
 
 @functools.cache
-def empty(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[], Array]:
-    return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=sharding)
+def empty(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> Callable[[], Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 @functools.cache

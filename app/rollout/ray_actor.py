@@ -35,6 +35,7 @@ from app.rollout.slots import SlotEngine
 from app.rollout.tally import Tally
 from app.rollout.workers import Admission, Worker
 from settings.errors import InputError
+from settings.lora_section import Quantization
 from settings.mesh_section import Mesh as MeshSettings
 
 Leaves = list[np.ndarray]
@@ -72,6 +73,8 @@ class SlotPlan:
     """Of JAX, as in the process that trains."""
     lora: LoRA | None = None
     """Adapters that stay beside the kernels while decoding."""
+    quantization: Quantization | None = None
+    """Of these kernels."""
 
 
 class Incoming(NamedTuple):
@@ -129,7 +132,7 @@ class SlotActor:
         mesh = topology.make_mesh(MeshSettings(shape=f"1,-1,{plan.tp}"))
         _check_rows(plan, num_row_shards(mesh))
         engine = SlotEngine(
-            DecoderDefinition.of(plan.architecture, lora=plan.lora),
+            DecoderDefinition.of(plan.architecture, lora=plan.lora, quantization=plan.quantization),
             mesh,
             plan.shapes,
             eos_ids=plan.eos_ids,

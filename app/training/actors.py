@@ -70,6 +70,7 @@ def open_actors(
             platforms=JAX_PLATFORMS.get(platform, platform),
             matmul_precision="highest" if dtype == jnp.float32 else None,
             lora=definition.lora,
+            quantization=definition.quantization,
         )
         engine = SlotEngine(definition, mesh, shapes, eos_ids=tokenizer.eos_ids, dtype=dtype, exact=exact)
         workers += [

@@ -369,7 +369,7 @@ def _try(look: Findings, session: Session | None, read: Read) -> Seen | None:
         return None
     assert session is not None
     seen = None
-    if (why := too_large(session, session.input.definition)) is not None:
+    if (why := too_large(session, session.input.reference)) is not None:
         look.skip("forward", f"{why}: only shapes were compared")
     else:
         with look.looking_at("forward"):

@@ -154,7 +154,8 @@ def _mesh_report(session: Session, outline: Outline, memory_bytes: int | None) -
     shapes, dims = by_path(definition.shapes), by_path(definition.dims)
     return mesh_report(
         session.mesh,
-        {".".join(path): (shapes[path].shape, dims[path]) for path in shapes},
+        {".".join(path): (shapes[path], dims[path]) for path in shapes},
+        num_parameters=definition.num_parameters,
         samples_per_step=rollout.prompts_per_step * rollout.group_size * topology.num_hosts(session.mesh),
         memory_bytes=memory_bytes,
     )

@@ -43,7 +43,7 @@ LABELS = {
     "kv_cache": "KV cache of the samples",
     "gradients": "gradients, summed",
     "micro_batch_gradients": "gradients of a micro-batch *",
-    "whole_weights": "weights gathered for use *",
+    "whole_weights": "weights made whole for use *",
     "logits": "logits of a chunk",
     "logits_work": "work on these logits *",
     "activations": "activations *",

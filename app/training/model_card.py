@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from app.policy.quantized import SETTING
 from app.policy.weight_files import BUILTIN_PREFIX
 from app.report.before_after import before_and_after
 from app.report.run_files import RunFiles
@@ -38,7 +39,7 @@ KEY_SETTINGS = (
 
 RANK = "model.lora.rank"
 
-OF_ADAPTERS = (RANK, "model.lora.alpha", "model.lora.targets")
+OF_ADAPTERS = (RANK, "model.lora.alpha", "model.lora.targets", SETTING)
 """Told of a run with adapters, and of no other."""
 
 NAMING_FILES = ("model.path", "data.source", "data.eval_source")
@@ -153,6 +154,17 @@ def _origin(saved: SavedPolicy, settings: Mapping[str, Any], form: Form, *, base
     return (
         f"`{base}`, trained with the algorithm `{settings['algorithm.name']}` on `{settings['data.source']}`: "
         f"step {saved.step} of the run `{settings['run.name']}`, written by `grpo export`. {weights}"
+        f"{_beside(settings.get(SETTING) if settings.get(RANK) else None)}"
+    )
+
+
+def _beside(quantization: str | None) -> str:
+    """What adapters were trained beside, where that is not what they are written for."""
+    if quantization is None:
+        return ""
+    return (
+        f" The adapters were trained beside the base's kernels in {quantization} ({SETTING}): beside the base itself "
+        "they compute nearly, not exactly, what the run measured."
     )
 
 

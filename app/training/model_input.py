@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import jax.numpy as jnp
 
@@ -12,6 +13,7 @@ from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, ValueDecoder
 from app.policy.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
 from app.policy.lora import LoRA
+from app.policy.quantized import check_quantization
 from app.policy.weight_files import ModelFiles, open_model
 from app.policy.weights import check_tensors, critic_entries, expected_entries
 from app.prompts.tokenizer import Tokenizer, ids_fingerprint, load_fast_tokenizer, load_tokenizer
@@ -30,24 +32,34 @@ class ModelInput:
     files: ModelFiles
     architecture: Architecture
     definition: DecoderDefinition
-    """Of its own weights: what a reference is."""
+    """Of its own weights, as its files have them."""
     tokenizer: Tokenizer
     adapted: DecoderDefinition
-    """What learns: the same with the adapters of `model.lora`, `definition` itself without them."""
+    """What learns: the same with the adapters of `model.lora`, beside kernels that may be quantized; `definition`
+    itself without adapters."""
+
+    @cached_property
+    def reference(self) -> DecoderDefinition:
+        """What learning starts from: `adapted` without its adapters."""
+        return self.definition if self.adapted.quantization is None else self.adapted.bare
 
     @property
     def adapters(self) -> dict[str, str]:
         """What a run that goes on must have in common with its checkpoints; nothing without adapters."""
-        return {} if self.adapted.lora is None else {ADAPTERS: self.adapted.lora.to_text()}
+        lora, quantization = self.adapted.lora, self.adapted.quantization
+        if lora is None:
+            return {}
+        beside = "" if quantization is None else f", beside {quantization}"
+        return {ADAPTERS: f"{lora.to_text()}{beside}"}
 
     def decoded(self, dtype: jnp.dtype) -> DecoderDefinition:
         """What generates in a compute type: in float32 the model's own network, adapters merged into its kernels.
 
         Rounded to bfloat16, W + (alpha / rank) A B would lose all of A B that is below the last bit of W: for many
-        steps most of it, and the sampler would stay where it began while the policy moves on. There adapters stay
-        beside the kernels, as they are trained and scored.
+        steps most of it, and the sampler would stay where it began while the policy moves on. There, and beside
+        quantized kernels, which would lose more, adapters stay beside the kernels, as they are trained and scored.
         """
-        return self.definition if dtype == jnp.float32 else self.adapted
+        return self.definition if dtype == jnp.float32 and self.adapted.quantization is None else self.adapted
 
     @property
     def bare(self) -> ModelInput:
@@ -75,7 +87,7 @@ def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) ->
     """The network with the adapters of `model.lora`; itself without them.
 
     Raises:
-        InputError: adapters of a higher rank than the matrices beside them.
+        InputError: adapters of a higher rank than the matrices beside them, or a quantization that does not fit these.
     """
     if not settings.rank:
         return definition
@@ -85,8 +97,10 @@ def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) ->
             f"model.lora.rank: {settings.rank} is more than the model's width {architecture.model_dim}, and no matrix "
             "beside an adapter has a higher rank than that; 8 to 64 are usual"
         )
+    if settings.quantize_base is not None:
+        check_quantization(settings.quantize_base, model_dim=architecture.model_dim)
     lora = LoRA(settings.rank, settings.alpha, settings.projections)
-    return DecoderDefinition.of(architecture, lora=lora)
+    return DecoderDefinition.of(architecture, lora=lora, quantization=settings.quantize_base)
 
 
 @dataclass(frozen=True)
@@ -147,10 +161,11 @@ def adapter_lines(model: ModelInput, *, has_critic: bool) -> tuple[str, ...]:
     if definition.lora is None:
         return ()
     learn, there = definition.num_trained, definition.num_parameters
+    held = "" if definition.quantization is None else f", those of the layers' matrices in {definition.quantization}"
     critic = "; the critic learns with all its weights" if has_critic else ""
     return (
         f"{ADAPTERS}: {learn:,} weights learn ({definition.lora.to_text()}), {learn / there:.2%} of {there:,}; the "
-        f"{there - learn:,} of {model.files.name} stay as they are{critic}",
+        f"{there - learn:,} of {model.files.name} stay as they are{held}{critic}",
     )
 
 

@@ -74,7 +74,7 @@ def _lowered(
     for role, plan in shapes.scores.items():
         definition, scorer = session.input.adapted, session.scorer
         if role == "reference":
-            definition, scorer = session.input.definition, session.reference_scorer
+            definition, scorer = session.input.reference, session.reference_scorer
         if role == "critic":
             assert session.critic is not None
             definition, scorer = session.critic.input.definition, session.critic.valuer
@@ -100,7 +100,7 @@ def _rollout(session: Session, shapes: Shapes, held: Held) -> Iterator[tuple[str
         programs = session.engine.lowered(shapes.rollout, truncates=truncates)
     for name, lowered in programs.items():
         works_in = ("activations",) if name == "prefill" else ("logits", "logits_work")
-        yield "rollout", name, lowered, sum(held.get(part, 0) for part in works_in)
+        yield "rollout", name, lowered, sum(held.get(part, 0) for part in ("whole_weights", *works_in))
 
 
 def _foreseen(held: Held) -> int:

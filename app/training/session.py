@@ -19,6 +19,7 @@ from app.policy.architecture import Architecture
 from app.policy.decoder import Params
 from app.policy.kv_cache import DecodeWeights
 from app.policy.lora import fresh_adapters, joined, merged
+from app.policy.quantized import check_is_installed
 from app.policy.weights import critic_entries, load_weights
 from app.rollout.ahead import Generation
 from app.rollout.continuous import ContinuousBatching
@@ -83,6 +84,8 @@ class Session:
         """
         if generates:
             check_ray_is_there(settings)
+        if model.adapted.quantization is not None:
+            check_is_installed()
         mesh = open_mesh(settings)
         check_heads(mesh, model.architecture, path=settings.model.path)
         if critic is not None:
@@ -107,7 +110,7 @@ class Session:
         score = partial(Scorer, mesh=mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
         scorer = reference_scorer = score(model.adapted)
         if lora is not None:
-            reference_scorer = score(model.definition)
+            reference_scorer = score(model.reference)
         valuer = None if critic is None else Critic(critic, Valuer(critic.definition, mesh, dtype=dtype))
         session = cls(settings, model, mesh, engine, scorer, reference_scorer, valuer)
         if generates:
@@ -125,8 +128,8 @@ class Session:
         return self.critic.input.architecture if role == "critic" and self.critic else self.input.architecture
 
     def load_params(self) -> Params:
-        """The weights of `model.path`, float32, on their shardings."""
-        return load_weights(self.input.definition, self.input.files.weights, self.mesh)
+        """The weights of `model.path` on their shardings, as training holds them."""
+        return load_weights(self.input.reference, self.input.files.weights, self.mesh)
 
     @cached_property
     def frozen(self) -> Params:

@@ -169,7 +169,7 @@ def next_token_logits(
     mesh, dtype = session.mesh, compute_type(session.settings)
 
     def read(params: Params, rows: Int32[Array, "R T"]) -> Float32[Array, "R N V"]:
-        decoder = session.input.definition.bind(params)
+        decoder = session.input.reference.bind(params)
         hidden = decoder.hidden(rows, one_segment(jnp.ones(rows.shape, bool)), dtype=dtype)
         return decoder.head.logits(hidden[:, np.asarray(at)])
 

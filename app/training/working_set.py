@@ -27,6 +27,7 @@ from app.policy.kv_cache import decode_dims
 from app.policy.lora import LoRA, joined
 from app.rollout.engine import BatchShape, Footprint
 from app.training.session import Session
+from settings.lora_section import Quantization
 from settings.schema import ScoredRole
 
 Held = dict[str, int]
@@ -62,8 +63,10 @@ def generating(session: Session, shape: BatchShape, footprint: Footprint) -> Hel
     prompt_cache = bytes_per_device(footprint.prompts)
     rows = -(-shape.num_prompts // num_local_row_shards(mesh))
     logits = _logits(session, mesh, num_decoding(session, footprint), num_tokens=1)
+    _, layer = whole_weights(session.input.definition, mesh)
     return {
         "decode_weights": bytes_per_device(footprint.weights),
+        "whole_weights": _is_quantized(session) * layer,
         "prompt_cache": prompt_cache,
         "kv_cache": bytes_per_device(footprint.slots),
         "logits": logits,
@@ -90,7 +93,8 @@ def scoring(session: Session, role: ScoredRole, plan: Plan) -> Held:
     table, layer = whole_weights(session.input.definition, session.mesh)
     chunk, hidden = _chunk(session, rows, shape), _hidden(session, rows, shape)
     of_block = int(FORWARD_OF_A_BLOCK * _of_one_block(session, rows, shape))
-    at_blocks = {"whole_weights": is_split * layer, "activations": of_block}
+    in_use = (is_split or _is_quantized(session)) * layer
+    at_blocks = {"whole_weights": in_use, "activations": of_block}
     at_head = {"logits": chunk, "logits_work": chunk, "whole_weights": is_split * table, "activations": hidden}
     return fullest_moment((at_blocks, at_head))
 
@@ -110,8 +114,9 @@ def update_moments(session: Session, plan: Plan) -> tuple[Held, ...]:
     table, layer = whole_weights(session.input.definition, session.mesh)
     chunk, copies = _chunk(session, rows, shape), _copies(session.mesh, learn=adapted.lora is None)
     of_block = int(BACKWARD_OF_A_BLOCK * _of_one_block(session, rows, shape))
+    in_use = max(copies, _is_quantized(session)) * layer
     return (
-        {"whole_weights": copies * layer, "activations": kept + of_block},
+        {"whole_weights": in_use, "activations": kept + of_block},
         {"logits": chunk, "logits_work": chunk, "whole_weights": copies * table, "activations": kept},
     )
 
@@ -132,11 +137,19 @@ def fullest_moment(moments: Sequence[Held]) -> Held:
 
 
 def whole_weights(definition: DecoderDefinition, mesh: Mesh) -> tuple[int, int]:
-    """Bytes of the LM head's table and of one block while they are used: float32, gathered along fsdp."""
+    """Bytes of the LM head's table and of one block while they are used: float32, gathered along fsdp.
+
+    Of a quantized block a kernel is float32 at a time, or a few: its bytes are the most that it can be.
+    """
     dims = jax.tree.map(lambda _, dims: decode_dims(dims, "gathered"), definition.shapes, definition.dims)
     whole = abstract(definition.shapes, sharding_tree(mesh, definition.shapes, dims))
     table = whole.get("output", whole["embedding"])
     return bytes_per_device(table), bytes_per_device(whole["blocks"]) // definition.architecture.num_layers
+
+
+def _is_quantized(session: Session) -> bool:
+    """Whether kernels become float32 only where they are used."""
+    return session.input.adapted.quantization is not None
 
 
 def _copies(mesh: Mesh, *, learn: bool) -> int:
@@ -186,7 +199,10 @@ def _of_one_critic_block(session: Session, rows: int, shape: RowShape) -> int:
 def saved_bytes(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
     """What differentiation keeps from the policy's forward for the backward pass of `rows` rows; see `_saved`."""
     model, adapted = session.settings.model, session.input.adapted
-    return _saved_by_policy(adapted.architecture, adapted.lora, model.dtype, remat, model.logits_chunk, rows, shape)
+    return _saved_by_policy(
+        *(adapted.architecture, adapted.lora, adapted.quantization),
+        *(model.dtype, remat, model.logits_chunk, rows, shape),
+    )
 
 
 def saved_by_critic(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
@@ -204,13 +220,14 @@ def saved_by_reward_model(session: Session, model: Network, rows: int, shape: Ro
 def _saved_by_policy(
     architecture: Architecture,
     lora: LoRA | None,
+    quantization: Quantization | None,
     dtype: str,
     remat: str,
     logits_chunk: int,
     rows: int,
     shape: RowShape,
 ) -> int:
-    definition = DecoderDefinition.of(architecture, lora=lora)
+    definition = DecoderDefinition.of(architecture, lora=lora, quantization=quantization)
 
     def forward(params: Params, batch: TokenBatch) -> tuple[Array, Array]:
         return row_logprobs(

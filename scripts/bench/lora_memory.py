@@ -1,11 +1,13 @@
-"""Memory of an update with adapters against one of all weights, as the compiler reserves it: nothing is run.
+"""Memory of an update of adapters, of adapters beside a quantized base and of all weights, as the compiler reserves it.
+
+Nothing is run.
 
     python scripts/bench/lora_memory.py [--shapes SmolLM2-135M,Qwen2.5-1.5B] [--rank 8] [--out FILE.json] [--set a.b=c]
 
 For each shape, on one device: what stays through a step (weights, moments), what an optimizer step has beside it (the
 sum of gradients; arguments, outputs and temporaries of both its programs, compiled by this machine's backend), and what
-a checkpoint takes. Ratios are adapters / all weights of the same run. Networks are those of `memory_estimate.SHAPES`;
-there are no weights.
+a checkpoint takes. Ratios are to all weights of the same run. Networks are those of `memory_estimate.SHAPES`; there are
+no weights.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from memory_estimate import SHAPES
 
 from app.mesh import topology
 from app.mesh.placement import abstract, bytes_per_device
+from app.policy.quantized import SETTING
 from app.training.inspect_mesh import longest_prompt
 from app.training.memory import memory_by_phase, shapes_of, state_bytes
 from app.training.outline import read_outline
@@ -74,18 +77,22 @@ def measured(shape: str, overrides: list[str]) -> dict[str, int]:
 
 
 def compared(shape: str, rank: int, overrides: list[str]) -> dict[str, Any]:
-    """Both, and their ratios."""
-    full = measured(shape, overrides)
-    lora = measured(shape, [f"model.lora.rank={rank}", *overrides])
-    ratios = {name: round(lora[name] / full[name], 4) for name in full}
-    print(f"\n{shape}, adapters of rank {rank} / all weights")
-    for name, ratio in ratios.items():
-        unit, digits = ("", 0) if name == "trained_parameters" else (" MiB", 1)
-        scale = 1 if not unit else 2**20
-        print(
-            f"{name:<20}{lora[name] / scale:>16,.{digits}f} /{full[name] / scale:>16,.{digits}f}{unit:<4}{ratio:>10.4f}"
-        )
-    return {"shape": shape, "rank": rank, "lora": lora, "full": full, "ratio": ratios}
+    """Each kind of training, and its ratios to that of all weights."""
+    adapters = f"model.lora.rank={rank}"
+    kinds = {"lora": [adapters], **{kind: [adapters, f"{SETTING}={kind}"] for kind in ("int8", "nf4")}, "full": []}
+    found = {kind: measured(shape, [*chosen, *overrides]) for kind, chosen in kinds.items()}
+    print(f"\n{shape}, adapters of rank {rank}; MiB, and the share of what all weights take")
+    print(f"{'':<20}" + "".join(f"{kind:>24}" for kind in found))
+    ratios = {
+        kind: {name: round(value / found["full"][name], 4) for name, value in one.items()}
+        for kind, one in found.items()
+        if kind != "full"
+    }
+    for name in found["full"]:
+        scale = 1 if name == "trained_parameters" else 2**20
+        cells = (f"{one[name] / scale:,.1f} {ratios.get(kind, {}).get(name, 1):.4f}" for kind, one in found.items())
+        print(f"{name:<20}" + "".join(f"{cell:>24}" for cell in cells))
+    return {"shape": shape, "rank": rank, **found, "ratio": ratios}
 
 
 def main() -> None:

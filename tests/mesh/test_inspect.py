@@ -15,23 +15,32 @@ from app.mesh.pretend import CHIPS, parse_slice
 from tests.tiny import make_mesh
 
 WEIGHTS = {
-    "embedding": ((48, 32), ("vocab", "embed")),
-    "blocks.key.kernel": ((2, 32, 3, 8), ("layers", "embed", "kv_heads", "head")),
-    "final_norm.scale": ((32,), ("embed",)),
+    "embedding": (jax.ShapeDtypeStruct((48, 32), "float32"), ("vocab", "embed")),
+    "blocks.key.kernel": (jax.ShapeDtypeStruct((2, 32, 3, 8), "float32"), ("layers", "embed", "kv_heads", "head")),
+    "blocks.up.codes": (jax.ShapeDtypeStruct((2, 16, 48), "uint8"), ("layers", "embed", "mlp")),
+    "final_norm.scale": (jax.ShapeDtypeStruct((32,), "float32"), ("embed",)),
 }
+NUM_PARAMETERS = 48 * 32 + 2 * 32 * 3 * 8 + 2 * 32 * 48 + 32
+"""Two of the codes share a byte."""
+
+
+def reported(shape: tuple[int, int, int], *, memory_bytes: int | None) -> MeshReport:
+    mesh = make_mesh(shape)
+    return mesh_report(mesh, WEIGHTS, num_parameters=NUM_PARAMETERS, samples_per_step=12, memory_bytes=memory_bytes)
 
 
 @pytest.fixture
 def report() -> MeshReport:
-    return mesh_report(make_mesh((2, 2, 2)), WEIGHTS, samples_per_step=12, memory_bytes=2**30)
+    return reported((2, 2, 2), memory_bytes=2**30)
 
 
 def test_sizes_are_those_of_one_device(report: MeshReport) -> None:
-    assert report.num_parameters == 48 * 32 + 2 * 32 * 3 * 8 + 32
+    assert report.num_parameters == NUM_PARAMETERS
     # embed is split over fsdp, vocab over tp; three heads cannot be split in two.
     assert [weight.bytes_per_device for weight in report.weights] == [
         4 * 48 * 32 // 4,
         4 * 2 * 32 * 3 * 8 // 2,
+        2 * 16 * 48 // 4,
         4 * 32 // 2,
     ]
     assert report.weight_bytes_per_device == sum(weight.bytes_per_device for weight in report.weights)
@@ -41,11 +50,11 @@ def test_sizes_are_those_of_one_device(report: MeshReport) -> None:
 def test_the_report_agrees_with_what_jax_does(report: MeshReport) -> None:
     from app.mesh.axis_rules import sharding_tree
 
-    shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, (shape, _) in WEIGHTS.items()}
+    shapes = {name: shape for name, (shape, _) in WEIGHTS.items()}
     dims = {name: dims for name, (_, dims) in WEIGHTS.items()}
     shardings = sharding_tree(make_mesh((2, 2, 2)), shapes, dims)
     for weight in report.weights:
-        array = jax.device_put(jax.numpy.zeros(weight.shape), shardings[weight.name])
+        array = jax.device_put(jax.numpy.zeros(weight.shape, shapes[weight.name].dtype), shardings[weight.name])
         assert array.addressable_shards[0].data.nbytes == weight.bytes_per_device
 
 
@@ -74,7 +83,7 @@ def pretended_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pretended_slice_is_told_as_if_it_were_there(pretended_hosts: None) -> None:
-    report = mesh_report(make_mesh((2, 4, 1)), WEIGHTS, samples_per_step=12, memory_bytes=2**35)
+    report = reported((2, 4, 1), memory_bytes=2**35)
     assert (report.topology.platform, report.topology.device_kind) == ("tpu", "TPU v4")
     assert (report.topology.num_hosts, report.topology.local_devices) == (2, (0, 1, 2, 3))
     assert report.topology.chip == CHIPS["v4"]
@@ -95,18 +104,19 @@ def test_many_hosts_are_drawn_as_few_lines() -> None:
 
 
 def test_what_could_not_be_split_is_named() -> None:
-    weight = weight_placement("k", (2, 32, 3, 8), ("layers", "embed", "kv_heads", "head"), make_mesh((1, 4, 2)))
+    dims, mesh = ("layers", "embed", "kv_heads", "head"), make_mesh((1, 4, 2))
+    weight = weight_placement("k", jax.ShapeDtypeStruct((2, 32, 3, 8), "float32"), dims, mesh)
     assert weight.axes == (None, "fsdp", None, None)
     assert weight.replicated_dims == ("kv_heads",)
-    whole = weight_placement("k", (2, 32, 4, 8), ("layers", "embed", "kv_heads", "head"), make_mesh((1, 4, 2)))
+    whole = weight_placement("k", jax.ShapeDtypeStruct((2, 32, 4, 8), "float32"), dims, mesh)
     assert whole.axes == (None, "fsdp", "tp", None)
     assert whole.replicated_dims == ()
 
 
 def test_one_device_leaves_nothing_to_note() -> None:
-    report = mesh_report(make_mesh(), WEIGHTS, samples_per_step=12, memory_bytes=None)
+    report = reported((1, 1, 1), memory_bytes=None)
     assert "note:" not in report.to_text()
-    assert report.weight_bytes_per_device == 4 * report.num_parameters
+    assert report.weight_bytes_per_device == 4 * report.num_parameters - 7 * 2 * 16 * 48
 
 
 def test_a_person_reads_a_table(report: MeshReport) -> None:

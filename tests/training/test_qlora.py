@@ -1,0 +1,283 @@
+"""A run under `model.lora.quantize_base`: as any with adapters, beside kernels in 8 or 4 bits."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from app.policy.decoder import DecoderDefinition, by_path
+from app.policy.lora import DOWN, UP, joined, merged
+from app.policy.quantized import CODES, SCALES
+from app.policy.weights import load_weights
+from app.sample_records import sample_from_record
+from app.training.checkpoint import Progress
+from app.training.evaluate_model import read_evaluation_input
+from app.training.model_input import read_model_input
+from app.training.opening import open_reference
+from app.training.policy_weights import load_policy
+from app.training.run_state import RunState
+from app.training.saved_policy import SavedPolicy
+from app.training.wiring import work_of
+from settings import load
+from tests.quantized import dequantized_params
+from tests.tiny import make_mesh
+from tests.tiny_directory import write_model
+from tests.training.conftest import NO_REPORT, TINY, write_config
+from tests.training.program import (
+    assert_same_run,
+    digest_of,
+    here,
+    metrics_of,
+    of_tiny,
+    records_of,
+    saved_state,
+    settings,
+    train_here,
+)
+from tests.training.test_dry_run import foreseen, held
+from tests.training.test_lora import LORA, NUM_ADAPTERS, PENALISED, UNJUDGED, field_of, launched
+from tests.training.test_slots import SCHEDULED, SLOTS
+from tests.training.test_two_hosts import HALF, SHARED, assert_same_steps
+from tests.two_hosts import run_on_two_hosts
+
+pytest.importorskip("qwix", reason="Qwix is not installed: pip install 'grpo[qlora]'")
+
+BASE = "model.lora.quantize_base"
+INT8, NF4 = f"{BASE}=int8", f"{BASE}=nf4"
+QLORA = (*PENALISED, INT8)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """Four steps in one go. Not to be written to."""
+    folder = tmp_path_factory.mktemp("qlora")
+    result = train_here(write_config(folder, TINY + NO_REPORT, tiny_model), *QLORA)
+    assert result.exit_code == 0, result.stderr
+    assert "stay as they are, those of the layers' matrices in int8" in result.stderr
+    return folder / "runs" / "tiny"
+
+
+def test_adapters_learn_and_are_all_that_is_saved(run: Path) -> None:
+    first, last = saved_state(run, 2), saved_state(run, 4)
+    arrays = {name: array for name, array in last.items() if array.ndim}
+    assert len(arrays) == 3 * NUM_ADAPTERS
+    assert all(name.endswith((f"['{DOWN}']", f"['{UP}']")) for name in arrays)
+    assert [name for name in arrays if np.array_equal(first[name], arrays[name])] == []
+    lines = metrics_of(run)[1:]
+    assert all(0 < line["rollout/sampler_scorer_logprob_diff_max"] <= 1e-4 for line in lines)
+    assert 0 < lines[0]["policy/kl"] < lines[-1]["policy/kl"]
+    assert [line["perf/compilations"] for line in lines[1:]] == [0, 0, 0]
+
+
+def test_k_steps_and_a_resume_equal_all_steps_at_once(run: Path, config: Path) -> None:
+    assert train_here(config, *QLORA, "run.steps=2").exit_code == 0
+    result = train_here(config, *QLORA, resume="must")
+    assert result.exit_code == 0, result.stderr
+    assert_same_run(config.parent / "runs" / "tiny", run, step=4)
+
+
+@pytest.mark.parametrize(("now", "told"), [(NF4, ", beside nf4"), (f"{BASE}=null", "down_proj")])
+def test_another_base_than_the_one_that_adapters_learned_beside_is_refused(
+    run: Path, config: Path, now: str, told: str
+) -> None:
+    resumed = config.parent / "runs" / "tiny"
+    shutil.copytree(run, resumed, symlinks=True)
+    before = digest_of(resumed)
+    result = train_here(config, *PENALISED, now, resume="must")
+    assert result.exit_code == 2
+    asked = " ".join(result.stderr.split())
+    assert "--resume: model.lora (rank 2, alpha 16, q_proj" in asked and "down_proj, beside int8 -> rank 2" in asked
+    assert told in asked.partition("->")[2]
+    assert digest_of(resumed) == before
+    evaluated = here("evaluate", "--checkpoint", run, *settings(now))
+    assert evaluated.exit_code == 2 and "beside int8, and model.lora asks for rank 2" in evaluated.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((INT8,), f"{BASE} = 'int8' (from --set) has no effect under model.lora.rank = None"),
+        (("model.lora.rank=2", f"{BASE}=int4"), f"{BASE}: expected 'int8' or 'nf4'"),
+    ],
+    ids=["no_rank", "unknown"],
+)
+def test_what_quantizes_nothing_is_refused(config: Path, overrides: tuple[str, ...], message: str) -> None:
+    result = train_here(config, *overrides)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not (config.parent / "runs").exists()
+
+
+def test_a_launch_without_qwix_is_refused_and_an_export_is_not(
+    run: Path, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "qwix" else find(name))
+    for dry in ((), ("--dry-run",)):
+        result = here("train", "--config", config, *dry, *settings(*QLORA))
+        assert result.exit_code == 2
+        assert f"{BASE} needs an optional package; pip install 'grpo[qlora]'" in result.stderr
+    assert here("export", "--checkpoint", run, "--out", tmp_path / "out").exit_code == 0
+
+
+def test_a_width_that_no_tile_divides_is_refused(tmp_path: Path, config: Path) -> None:
+    odd = write_model(tmp_path / "odd", hidden_size=36)
+    result = train_here(config, f"model.path={odd}", "model.lora.rank=2", NF4)
+    assert result.exit_code == 2
+    assert f"{BASE}: nf4 holds a scale for each tile" in result.stderr
+
+
+@pytest.mark.parametrize("base", [INT8, NF4])
+def test_the_reference_is_the_quantized_base_without_its_adapters_and_no_copy(
+    run: Path, config: Path, base: str
+) -> None:
+    launch, learning = launched(config, *PENALISED, base)
+    session = launch.session
+    state = RunState(learning.policy.initial_state(session.untrained()))
+    reference = open_reference(state, Progress(step=0, position=0, fingerprints={}), session)
+    assert reference is not None and reference is session.frozen
+    quantized = session.input.reference
+    floats = dequantized_params(quantized, reference)
+    records = records_of(run / "rollouts" / "step_000001.jsonl")[:4]
+    samples = [sample_from_record(record, where="") for record in records]
+    bare, learning = launched(config, "run.name=bare", "algorithm.beta=0.05", "algorithm.epochs=2")
+    cut = learning.cuts["reference"]
+    scored, _ = session.score(reference, samples, "reference", cut=cut)
+    expected, _ = bare.session.score(floats, samples, "reference", cut=cut)
+    np.testing.assert_allclose(
+        field_of(scored, "reference_logprobs"), field_of(expected, "reference_logprobs"), atol=1e-5
+    )
+    exact, _ = bare.session.score(bare.session.load_params(), samples, "reference", cut=cut)
+    assert np.abs(field_of(exact, "reference_logprobs") - field_of(scored, "reference_logprobs")).max() > 1e-3
+
+
+@pytest.mark.parametrize("base", [INT8, NF4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_is_foreseen_byte_for_byte(config: Path, base: str, dtype: str) -> None:
+    chosen = (*PENALISED, base, f"model.dtype={dtype}", "mesh.shape=1,4,2")
+    report, floats = foreseen(config, *chosen), foreseen(config, *PENALISED, "mesh.shape=1,4,2")
+    launch, learning = launched(config, *chosen)
+    session = launch.session
+    state = learning.policy.initial_state(session.untrained())
+    for phase in report.memory.values():
+        assert phase["weights"] == held(session.whole(state.params))
+        assert "reference" not in phase
+    assert report.memory["update"]["weights"] < floats.memory["update"]["weights"]
+    assert report.memory["rollout"]["decode_weights"] == held(session.engine.weights(session.whole(state.params)))
+    assert report.num_parameters == floats.num_parameters
+    assert report.checkpoint_bytes == floats.checkpoint_bytes
+    assert session.engine.definition is session.input.adapted
+    assert work_of(launch.resolved.settings, session).rollout.flops_per_token == 2 * report.num_parameters
+
+
+def test_merged_adapters_stand_beside_the_base_in_floats_and_the_card_says_so(
+    run: Path, config: Path, tmp_path: Path, tiny_model: Path
+) -> None:
+    result = here("export", "--checkpoint", run, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    mesh, resolved = make_mesh(), load(str(config), [f"model.path={tmp_path / 'out'}"], {})
+    model = read_model_input(resolved.settings)
+    found = load_weights(model.definition, model.files.weights, mesh)
+    launch, _ = launched(config, *QLORA)
+    session = launch.session
+    adapters = session.input.adapted.trained(load_policy(SavedPolicy.open(run), session))
+    own = load_weights(session.input.definition, session.input.files.weights, mesh)
+    whole = merged(
+        joined(jax.tree.map(np.asarray, adapters), jax.tree.map(np.asarray, own)), session.input.adapted.lora
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, whole)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"trained beside the base's kernels in int8 ({BASE})" in card
+    assert f'| `{BASE}` | `"int8"` |' in card
+    assert here("export", "--checkpoint", run, "--out", tmp_path / "alone", "--adapter").exit_code == 0
+    assert f"kernels in int8 ({BASE})" in (tmp_path / "alone" / "README.md").read_text()
+
+
+def test_a_saved_policy_is_evaluated_as_its_run_did(run: Path, tmp_path: Path) -> None:
+    result = here("evaluate", "--checkpoint", run, "--out", tmp_path / "found.jsonl", "--json")
+    assert result.exit_code == 0, result.stderr
+    logged = {name: value for name, value in metrics_of(run)[-1].items() if name.startswith("eval/")}
+    found = json.loads(result.stdout)["metrics"]
+    assert logged and {name: found[name] for name in logged} == logged
+
+
+def test_a_run_is_replayed_from_its_samples_bit_for_bit(run: Path, config: Path) -> None:
+    result = here("train", "--from-rollouts", run, *settings("run.name=again", f"run.dir={config.parent / 'runs'}"))
+    assert result.exit_code == 0, result.stderr
+    again = saved_state(config.parent / "runs" / "again", 4)
+    for name, array in saved_state(run, 4).items():
+        np.testing.assert_array_equal(again[name], array)
+
+
+def test_nf4_learns_in_bfloat16_through_slots_on_a_split_mesh(config: Path) -> None:
+    chosen = (*PENALISED, NF4, "model.dtype=bfloat16", SLOTS, "mesh.shape=2,2,2", *UNJUDGED)
+    result = train_here(config, *chosen, "run.steps=2", "rollout.prompts_per_step=4")
+    assert result.exit_code == 0, result.stderr
+    lines = metrics_of(config.parent / "runs" / "tiny")
+    assert all(0 < line["rollout/sampler_scorer_logprob_diff_max"] < 0.3 for line in lines)
+
+
+def test_what_is_looked_at_before_a_run_knows_the_quantized_base(tiny_model: Path) -> None:
+    chosen = [*of_tiny(tiny_model), *settings("model.lora.rank=2", NF4)]
+    doctor = here("doctor", *chosen, *settings("optimizer.learning_rate=1e-2"))
+    assert doctor.exit_code == 0, doctor.stdout + doctor.stderr
+    result = here("inspect-mesh", *chosen, *settings("mesh.shape=2,2,2"), "--compile", "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    weights = {one["name"]: one for one in report["weights"]}
+    definition = DecoderDefinition.of(
+        read_model_input(load(None, [f"model.path={tiny_model}"], {}).settings).architecture
+    )
+    codes, scales = (weights[f"blocks.up.{leaf}"] for leaf in (CODES, SCALES))
+    assert (codes["shape"], codes["bytes_per_device"]) == ([2, 16, 48], 2 * 16 * 48 // 4)
+    # Tiles of 32, one in all.
+    assert (scales["shape"], scales["bytes_per_device"]) == ([2, 1, 48], 4 * 2 * 48 // 2)
+    assert report["weight_bytes_per_device"] == report["memory"]["update"]["weights"]
+    kernels = sum(x.size for path, x in by_path(definition.shapes).items() if path[-1] == "kernel")
+    assert report["num_parameters"] == definition.num_parameters + 1856 > kernels
+
+
+def test_an_evaluation_of_the_model_alone_has_floats(tiny_model: Path) -> None:
+    chosen = load(None, [f"model.path={tiny_model}", "model.lora.rank=2", INT8], {}).settings
+    assert read_model_input(chosen).bare.reference.quantization is None
+    assert read_evaluation_input(chosen, None).model.adapted.quantization is None
+
+
+def test_workers_far_away_are_told_how_kernels_are_held(config: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'grpo[ray]'")
+    launch, _ = launched(config, *QLORA, *SCHEDULED, "rollout.mode=fast", "rollout.pool=ray")
+    session = launch.session
+    assert session.workers is not None
+    sent = session.engine.weights(session.whole(session.untrained()))
+    workers: Any = session.workers.workers
+    for worker in workers:
+        plan = worker.plan
+        there = DecoderDefinition.of(plan.architecture, lora=plan.lora, quantization=plan.quantization)
+        assert there.shapes == session.input.adapted.shapes
+        assert jax.tree.structure(worker.engine.programs.abstract_weights) == jax.tree.structure(sent)
+
+
+@pytest.mark.two_hosts
+def test_two_hosts_hold_the_codes_that_one_would(full_config: Path) -> None:
+    two, one = (full_config.parent / "runs" / name for name in ("two", "one"))
+    chosen = (*LORA, NF4, *SHARED, "run.steps=2")
+    assert train_here(full_config, *chosen, "run.name=one").exit_code == 0
+    hosts = run_on_two_hosts("train", "--config", full_config, *settings(*chosen, *HALF, "run.name=two"))
+    assert [host.exit_code for host in hosts] == [0, 0], hosts
+    assert_same_steps(two, one, steps=range(3))
+
+
+@pytest.mark.slow
+def test_the_built_in_model_learns_to_add_beside_4_bits(tmp_path: Path) -> None:
+    chosen = ("model.lora.rank=8", NF4, "optimizer.learning_rate=1e-2", "run.steps=15", "eval.every_steps=15")
+    result = here("train", *settings(*chosen, f"run.dir={tmp_path}", "run.name=learns", "logging.report=false"))
+    assert result.exit_code == 0, result.stderr
+    before, after = (line["eval/accuracy"] for line in metrics_of(tmp_path / "learns") if "eval/accuracy" in line)
+    assert after > before + 0.2

@@ -1,0 +1,58 @@
+"""Adapters beside quantized kernels have the gradient that they have beside the floats which these stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from app.policy.decoder import DecoderDefinition, Params
+from app.policy.lora import LoRA, joined
+from app.policy.weights import load_weights
+from app.update.objective import make_objective
+from settings.lora_section import PROJECTIONS, Quantization
+from tests.policy.test_weights import Held, random_file
+from tests.quantized import dequantized_params
+from tests.tiny import EVEN, assert_trees_close, make_mesh, one_a_row, pack_update, random_params
+from tests.update.test_step import EVERYTHING, SAMPLES
+
+pytest.importorskip("qwix", reason="Qwix is not installed: pip install 'grpo[qlora]'")
+
+ARCHITECTURE = replace(EVEN, num_layers=1)
+ADAPTERS = LoRA(3, 6.0, PROJECTIONS)
+BATCH = pack_update(SAMPLES, one_a_row(len(SAMPLES), rows_per_micro_batch=8, num_tokens=16, num_targets=12))[0]
+TEMPERATURE = jnp.float32(1.3)
+
+
+def gradient(definition: DecoderDefinition, trained: Params, frozen: Params, *, remat: str) -> Params:
+    objective = make_objective(definition, EVERYTHING, dtype=jnp.dtype("float32"), remat=remat, logits_chunk=6)
+
+    def loss(trained: Params, frozen: Params) -> jax.Array:
+        return objective(joined(trained, frozen), BATCH, TEMPERATURE)[0]
+
+    return jax.jit(jax.grad(loss))(trained, frozen)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+@pytest.mark.parametrize(
+    ("remat", "mesh_shape"),
+    [("none", (1, 1, 1)), ("minimal", (2, 2, 2)), ("block", (1, 1, 1))],
+    ids=str,
+)
+def test_the_gradient_is_that_through_kernels_in_floats(
+    quantization: Quantization, remat: str, mesh_shape: tuple[int, int, int]
+) -> None:
+    definition = DecoderDefinition.of(ARCHITECTURE, lora=ADAPTERS, quantization=quantization)
+    mesh = make_mesh(mesh_shape)
+    adapters = definition.trained(random_params(definition.unquantized))
+    frozen = load_weights(definition.bare, Held(random_file(ARCHITECTURE)[1]), mesh)
+    floats = dequantized_params(definition.bare, frozen)
+    expected = gradient(definition.unquantized, adapters, floats, remat="none")
+    assert all(float(jnp.abs(x).max()) > 1e-6 for x in jax.tree.leaves(expected))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(adapters, definition.trained(definition.shardings(mesh)))
+        found = gradient(definition, placed, frozen, remat=remat)
+    assert_trees_close(found, expected, tolerance=1e-5)
+    assert jax.tree.structure(joined(found, frozen)) == jax.tree.structure(definition.shapes)
