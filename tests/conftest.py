@@ -33,6 +33,9 @@ for name in [name for name in os.environ if name in FOREIGN or name.startswith("
 # would be a setting of every test; wandb is not used while `logging.wandb_project` is null.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# Most of the suite's time is the compiler's, on programs that run once and for next to no time. Set it to false to test
+# what users run; the suite takes half as long again.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 # Virtual devices share a few cores: on a busy machine one may wait for another longer than the 40 s after which XLA
 # ends the process.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_collective_call_terminate_timeout_seconds=240"

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.free_address import free_address
-from tests.training.program import DEADLINE_S, REPOSITORY, THE_PROGRAM, settings, started
+from tests.training.program import DEADLINE_S, REPOSITORY, settings, started
 
 Hosts = list["subprocess.Popen[str]"]
 Arguments = Sequence[str | Path]
 Programs = tuple[Sequence[str], Sequence[str]]
+
+KEEPING = "import tests.each_host_keeps\n"
+"""First line of a host's program."""
+HOSTS_PROGRAM = ("-c", f"{KEEPING}import cli; cli.main()")
+"""What Python runs."""
 
 
 class Ended(NamedTuple):
@@ -26,7 +32,7 @@ class Ended(NamedTuple):
 def two_hosts(
     *arguments: str | Path,
     of_each: tuple[Arguments, Arguments] = ((), ()),
-    programs: Programs = (THE_PROGRAM, THE_PROGRAM),
+    programs: Programs = (HOSTS_PROGRAM, HOSTS_PROGRAM),
     num_devices: int = 4,
     environ: dict[str, str] | None = None,
     cwd: Path = REPOSITORY,
@@ -56,7 +62,7 @@ def two_hosts(
 def run_on_two_hosts(
     *arguments: str | Path,
     of_each: tuple[Arguments, Arguments] = ((), ()),
-    programs: Programs = (THE_PROGRAM, THE_PROGRAM),
+    programs: Programs = (HOSTS_PROGRAM, HOSTS_PROGRAM),
     num_devices: int = 4,
     environ: dict[str, str] | None = None,
     cwd: Path = REPOSITORY,
@@ -69,7 +75,9 @@ def run_on_two_hosts(
 
 
 def ended(hosts: Hosts, *, deadline_s: float = DEADLINE_S) -> tuple[Ended, Ended]:
-    output = [host.communicate(timeout=deadline_s) for host in hosts]
+    # All at once: one whose output nobody reads stands still, and the others with it.
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        output = list(pool.map(lambda host: host.communicate(timeout=deadline_s), hosts))
     first, second = (Ended(host.returncode, *text) for host, text in zip(hosts, output, strict=True))
     return first, second
 

@@ -17,6 +17,7 @@ from tests.free_address import free_address
 from tests.scripts.conftest import DEADLINE_S, REPOSITORY, Tpu
 from tests.training.program import DEADLINE_S as REAL_DEADLINE_S
 from tests.training.program import compilation_cache, metrics_of, settings
+from tests.two_hosts import HOSTS_PROGRAM
 
 SCRIPT = "launch_on_tpu_vm.sh"
 QUICK = ("--settle", "0", "--wait", "0", "--grace", "5", "--logs", "logs")
@@ -147,7 +148,7 @@ def test_what_passes_is_started_again_from_the_newest_checkpoint(
 def test_a_run_of_the_program_that_loses_a_worker_is_started_again_and_ends_well(tpu: Tpu, tmp_path: Path) -> None:
     mesh = settings(f"mesh.coordinator_address={free_address()}", "mesh.num_processes=2", "mesh.cpu_devices=1")
     environment = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", **compilation_cache()}
-    program = ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable, "-m", "cli"]
+    program = ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable, *HOSTS_PROGRAM]
     for worker in (0, 1):
         (tpu.home(worker) / "grpo").mkdir()
     install_grpo(

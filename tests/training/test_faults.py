@@ -9,15 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.program import (
-    THE_PROGRAM,
-    metrics_of,
-    newest_checkpoint,
-    settings,
-    train_here,
-    wait_for_step,
-)
-from tests.two_hosts import Ended, ended, run_on_two_hosts, two_hosts
+from tests.training.program import metrics_of, newest_checkpoint, settings, train_here, wait_for_step
+from tests.two_hosts import HOSTS_PROGRAM, KEEPING, Ended, ended, run_on_two_hosts, two_hosts
 
 pytestmark = pytest.mark.two_hosts
 
@@ -88,7 +81,7 @@ def command(config: Path, *overrides: str) -> list[str | Path]:
 def test_a_rollout_that_one_host_leaves_is_given_up_by_both_with_a_checkpoint(config: Path) -> None:
     run = config.parent / "runs" / "tiny"
     asked = command(config, *SMALL, "checkpoint.every_steps=100")
-    first, second = run_on_two_hosts(*asked, num_devices=2, programs=(THE_PROGRAM, ("-c", STOPPED)))
+    first, second = run_on_two_hosts(*asked, num_devices=2, programs=(HOSTS_PROGRAM, ("-c", KEEPING + STOPPED)))
     assert (first.exit_code, second.exit_code) == (75, 75), first.stderr + second.stderr
     assert (
         "stopped after step 2 of 100000, which is saved; --resume auto goes on (asked to stop: host 1)" in first.stderr
@@ -131,7 +124,7 @@ def test_a_host_that_hangs_ends_both_and_says_where(config: Path) -> None:
 
 
 def test_a_host_that_fails_alone_ends_the_other(config: Path) -> None:
-    programs = THE_PROGRAM, ("-c", FAILING)
+    programs = HOSTS_PROGRAM, ("-c", KEEPING + FAILING)
     first, second = run_on_two_hosts(*command(config, *SMALL), num_devices=2, programs=programs)
     assert (first.exit_code, second.exit_code) == (1, 1), first.stderr + second.stderr
     assert "error: RuntimeError: no idea" in second.stderr
@@ -140,7 +133,7 @@ def test_a_host_that_fails_alone_ends_the_other(config: Path) -> None:
 
 def test_a_host_that_is_done_waits_for_the_first_to_write_its_report(config: Path) -> None:
     asked = command(config, *SMALL[1:], "run.steps=1")
-    hosts = run_on_two_hosts(*asked, num_devices=2, programs=(("-c", LATE), ("-c", LATE)))
+    hosts = run_on_two_hosts(*asked, num_devices=2, programs=(("-c", KEEPING + LATE), ("-c", KEEPING + LATE)))
     assert [host.exit_code for host in hosts] == [0, 0], hosts
 
 
@@ -149,7 +142,7 @@ def test_hosts_that_fail_together_end_alike_whatever_the_first_has_to_write(conf
     file.write_text("def broken(completions, **rest):\n    raise ValueError('no idea')\n")
     reward = (f"reward.functions=['{file}:broken']", "reward.on_error=raise")
     asked = command(config, *SMALL, *reward)
-    hosts = run_on_two_hosts(*asked, num_devices=2, programs=(("-c", LATE), ("-c", LATE)))
+    hosts = run_on_two_hosts(*asked, num_devices=2, programs=(("-c", KEEPING + LATE), ("-c", KEEPING + LATE)))
     assert [host.exit_code for host in hosts] == [1, 1], hosts
 
 

@@ -18,7 +18,7 @@ from settings import load
 from settings.errors import InputError
 from tests.tiny import EVEN, make_mesh
 from tests.training.program import digest_of, settings
-from tests.two_hosts import Ended, run_on_two_hosts
+from tests.two_hosts import KEEPING, Ended, run_on_two_hosts
 
 HOSTS = ("host 0 (a)", "host 1 (b)", "host 2 (c)")
 
@@ -163,7 +163,7 @@ Path(other / f"told{host}.json").write_text(json.dumps(told))
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two hosts was told, one question after the other."""
-    folder, program = tmp_path_factory.mktemp("hosts"), ("-c", IN_TURN)
+    folder, program = tmp_path_factory.mktemp("hosts"), ("-c", KEEPING + IN_TURN)
     for host in ("0", "1"):
         (folder / host).mkdir()
     hosts = run_on_two_hosts(folder, programs=(program, program))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.program import THE_PROGRAM, here, of_tiny, records_of, settings
-from tests.two_hosts import Programs, run_on_two_hosts
+from tests.training.program import here, of_tiny, records_of, settings
+from tests.two_hosts import HOSTS_PROGRAM, KEEPING, Programs, run_on_two_hosts
 
 pytestmark = pytest.mark.two_hosts
 
@@ -91,7 +91,8 @@ def second_faulty(fault: str, place: tuple[str, int]) -> Programs:
     """The command, and for the second host one in which a certain call of a method comes to a fault."""
     name, call = place
     module, owner, method = name.rsplit(".", 2)
-    return THE_PROGRAM, ("-c", FAULTY.format(module=module, owner=owner, method=method, call=call, fault=fault))
+    faulty = FAULTY.format(module=module, owner=owner, method=method, call=call, fault=fault)
+    return HOSTS_PROGRAM, ("-c", KEEPING + faulty)
 
 
 @pytest.mark.parametrize(("verb", "place"), [("rollout", SECOND_ROUND), ("score", FIRST_WINDOW)])
@@ -145,7 +146,7 @@ SCHEDULED = (
 def test_the_watchdog_of_a_scheduled_rollout_hears_of_segments_too(tiny_model: Path, tmp_path: Path) -> None:
     prompts, out = write_problems(tmp_path / "prompts.jsonl", first=1, count=4), tmp_path / "out.jsonl"
     chosen = (*of_tiny(tiny_model), *settings(*SCHEDULED), "--prompts", prompts, "--out", out)
-    hosts = run_on_two_hosts("rollout", *chosen, programs=(("-c", COUNTING), ("-c", COUNTING)))
+    hosts = run_on_two_hosts("rollout", *chosen, programs=(("-c", KEEPING + COUNTING), ("-c", KEEPING + COUNTING)))
     assert [host.exit_code for host in hosts] == [0, 0], hosts
     workers = [record["worker"] for record in records_of(out)]
     for number, host in enumerate(hosts):
