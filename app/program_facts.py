@@ -12,8 +12,10 @@ from pathlib import Path
 
 DRAWING = ("jax", "jaxlib", "flax", "numpy")
 """Packages that decide what is drawn from the same weights."""
-TRAINING = ("grpo", *DRAWING, "libtpu", "optax", "orbax-checkpoint", "qwix", "tokenizers", "transformers")
+TRAINING = ("grpo", *DRAWING, "libtpu", "optax", "orbax-checkpoint", "tokenizers", "transformers")
 """Those that decide what a run becomes."""
+QUANTIZING = "qwix"
+"""What decides it, too, where kernels are quantized."""
 
 NOT_INSTALLED = "not installed"
 
@@ -41,6 +43,11 @@ def program_facts(packages: Iterable[str]) -> dict[str, str]:
     }
 
 
+def drawing(quantization: str | None) -> tuple[str, ...]:
+    """Packages that decide what is drawn from the same weights, quantized or not."""
+    return DRAWING if quantization is None else (*DRAWING, QUANTIZING)
+
+
 def version_of(package: str) -> str:
     """Of an installed package, or that it is not."""
     try:
@@ -49,13 +56,15 @@ def version_of(package: str) -> str:
         return NOT_INSTALLED
 
 
-def lower_bounds() -> dict[str, str]:
-    """Package that the program cannot do without -> the oldest version that it was tested with."""
-    project = CODE / "pyproject.toml"
-    if project.is_file():
-        needed = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+def lower_bounds(extra: str | None = None) -> dict[str, str]:
+    """Package that the program, or one of its extras, cannot do without -> the oldest version it was tested with."""
+    pyproject = CODE / "pyproject.toml"
+    if pyproject.is_file():
+        project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+        needed = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
     else:
-        needed = [one for one in requires("grpo") or () if "extra ==" not in one]
+        of_extra = re.compile("extra ==" if extra is None else f"extra == ['\"]{extra}['\"]")
+        needed = [one for one in requires("grpo") or () if bool(of_extra.search(one)) == (extra is not None)]
     bounds = (re.match(r"([\w.-]+)(?:\[[^]]*\])?>=([\w.]+)", one.replace(" ", "")) for one in needed)
     return {bound[1]: bound[2] for bound in bounds if bound}
 

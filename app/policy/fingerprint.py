@@ -12,7 +12,7 @@ NUM_SPOTS, SPOT_BYTES = 4, 4096
 """Of each tensor: 5 MB of a model with 300."""
 
 Extents = Mapping[str, range]
-"""Name of a tensor -> the bytes of its file that hold it."""
+"""Name of a tensor, and how its bytes are to be read -> the bytes of its file that hold it."""
 
 
 def fingerprint(config: Mapping[str, Any], files: Mapping[Path, Extents]) -> str:
@@ -51,7 +51,7 @@ def safetensors_extents(path: Path) -> Extents:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     return {
-        name: range(*(8 + length + offset for offset in tensor["data_offsets"]))
+        f"{name}:{tensor['dtype']}:{tensor['shape']}": range(*(8 + length + at for at in tensor["data_offsets"]))
         for name, tensor in header.items()
         if name != "__metadata__"
     }

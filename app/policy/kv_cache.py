@@ -184,9 +184,8 @@ def decode_step(
     positions: Int32[Array, "B"],
 ) -> tuple[Float[Array, "B D"], Cache]:
     """Feeds one token per slot at its position. Returns its hidden state and the updated cache."""
-    if weights.layout == "fsdp" or definition.quantization is not None:
-        # Tied to what differs from token to token: else XLA gathers before the loop over tokens, or makes floats of
-        # quantized kernels there, and holds it all.
+    if weights.layout == "fsdp":
+        # Tied to what differs from token to token: else XLA gathers before the loop over tokens, and holds it all.
         weights, token_ids = jax.lax.optimization_barrier((weights, token_ids))
     decoder = definition.bind(weights.params)
     # vmap tells the partitioner that slots are independent, so no slot ever crosses a device.

@@ -23,7 +23,7 @@ Tree = dict[str, Any]
 """A nested dict of arrays, or of what stands for them."""
 
 DOWN, UP = "lora_a", "lora_b"
-"""Leaf names of A and B, which stand beside a `kernel`."""
+"""Leaf names of A and B, which stand beside a `kernel` or its codes."""
 
 
 class LoRAParam(nnx.Param):

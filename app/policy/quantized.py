@@ -10,7 +10,6 @@ Source: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", s
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, UInt8, UInt32
 
 from app.mesh.axis_rules import on_each_device
+from app.program_facts import NOT_INSTALLED, QUANTIZING, lower_bounds, release, version_of
 from settings.errors import InputError
 from settings.lora_section import Quantization
 
@@ -35,7 +35,7 @@ MAX_TILE = 64
 MIN_TILE = 16
 """With fewer, scales take more than half of what the codes do."""
 
-SETTING = "model.lora.quantize_base"
+QUANTIZE_BASE = "model.lora.quantize_base"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +106,19 @@ def check_quantization(quantization: Quantization, *, model_dim: int) -> None:
     """Raises InputError where no tiles fit the model."""
     if quantization == "nf4" and tile_of(model_dim) < MIN_TILE:
         raise InputError(
-            f"{SETTING}: nf4 holds a scale for each tile of {MIN_TILE} to {MAX_TILE} weights, a power of two that "
-            f"divides the model's width, which is {model_dim}; set it to int8 or null"
+            f"{QUANTIZE_BASE}: nf4 holds a scale for each tile of {MIN_TILE} to {MAX_TILE} weights, a power of two "
+            f"that divides the model's width, which is {model_dim}; set it to int8 or null"
         )
 
 
 def check_is_installed() -> None:
-    """Raises InputError where Qwix is not there."""
-    if importlib.util.find_spec("qwix") is None:
-        raise InputError(f"{SETTING} needs an optional package; pip install 'grpo[qlora]', or set it to null")
+    """Raises InputError where Qwix is not there, or is older than what the program was tested with."""
+    found, oldest = version_of(QUANTIZING), lower_bounds("qlora")[QUANTIZING]
+    if found == NOT_INSTALLED or release(found) < release(oldest):
+        there = "" if found == NOT_INSTALLED else f", and {QUANTIZING} {found} is older than {oldest}"
+        raise InputError(
+            f"{QUANTIZE_BASE} needs an optional package{there}; pip install 'grpo[qlora]', or set it to null"
+        )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -144,7 +148,8 @@ def _zero_after(x: Array) -> UInt32[Array, ""]:
     """A zero that is not known before `x` is.
 
     Codes do not depend on it, and where layers are not a loop XLA's scheduler for CPUs would begin with the kernels of
-    all of them, and hold them. An `optimization_barrier` is gone by then.
+    all of them, and hold them. An `optimization_barrier` is gone by the time it runs. Other schedulers are not known to
+    need it.
     """
     first = x[(0,) * x.ndim].astype(jnp.float32)
     return jax.lax.bitcast_convert_type(first, jnp.uint32) >> 31 >> 1

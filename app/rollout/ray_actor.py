@@ -26,7 +26,7 @@ from app.mesh.placement import num_row_shards
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition
 from app.policy.lora import LoRA
-from app.program_facts import DRAWING, program_facts
+from app.program_facts import drawing, program_facts
 from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.events import Kind, RunSegment
@@ -140,7 +140,7 @@ class SlotActor:
             exact=plan.exact,
         )
         self._worker = Worker("", plan.kind, engine)
-        self._patience_s = patience_s
+        self._patience_s, self._quantization = patience_s, plan.quantization
         self._rows: dict[str, Row] = {}
         self._has_failed = False
         self._num_fed = 0
@@ -149,7 +149,7 @@ class SlotActor:
     def introduce(self) -> Introduction:
         devices = jax.local_devices()
         found = f"{len(devices)} x {devices[0].device_kind}"
-        return Introduction(os.getpid(), socket.gethostname(), found, program_facts(DRAWING))
+        return Introduction(os.getpid(), socket.gethostname(), found, program_facts(drawing(self._quantization)))
 
     def compile(self, rules: SamplingRules, *, suspends: bool) -> None:
         """See `SlotEngine.compile`."""

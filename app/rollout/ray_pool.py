@@ -23,7 +23,7 @@ import ray
 import ray.exceptions
 from ray._private import worker as ray_process
 
-from app.program_facts import DRAWING, program_facts
+from app.program_facts import drawing, program_facts
 from app.rollout.ray_worker import RemoteWorker
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduled import Schedule, ScheduledWorkers
@@ -114,7 +114,7 @@ class RayWorkers(ScheduledWorkers):
 
     def _check_alike(self) -> None:
         """Whether all processes run the same program and packages, and in the exact mode on the same devices."""
-        here = program_facts(DRAWING)
+        here = program_facts(drawing(self.remote[0].plan.quantization))
         found = {worker.name: worker.introduction for worker in self.remote if worker.introduction is not None}
         for name, who in found.items():
             for fact, value in who.facts.items():

@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, UInt32
 
 from app.mesh.placement import abstract, gather_over_hosts, max_over_hosts
+from app.training.model_input import ADAPTERS, QUANTIZER
 from app.training.preservation import Best, NewestAndBest
 from app.whole_file import write_whole
 from settings.errors import InputError
@@ -41,7 +42,7 @@ SMALLEST_SLICE_BYTES = 64 << 20
 
 OTHER_ARRAYS = "its arrays are not those that were saved"
 
-SPOKEN = ("model.lora",)
+SPOKEN = (ADAPTERS, QUANTIZER)
 """Fingerprints that say something to a person."""
 
 MAX_REASON = 200
@@ -382,6 +383,7 @@ def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str]) -> 
             for name in changed
         ]
         raise InputError(
-            f"--resume: {' and '.join(names)} changed since this run was started, so it cannot be continued as "
-            "the same run. Restore the old files (of a hub id: the old revision), or start another run.name"
+            f"--resume: {' and '.join(names)} changed since this run was started, so it cannot be continued as the "
+            "same run. Restore the old files (of a hub id the old revision, of a package the old version), or start "
+            "another run.name"
         )

@@ -30,7 +30,7 @@ from app.policy.weight_files import BUILTIN_PREFIX, CONFIG_FILE
 from app.policy.weights import load_weights
 from app.policy.weights_out import TensorsOut
 from app.prompts.tokenizer_out import write_tokenizer
-from app.training.model_card import ADAPTER, CARD_FILE, MERGED, WHOLE, model_card, rounding_note
+from app.training.model_card import ADAPTER, CARD_FILE, MERGED, WHOLE, Form, beside_note, model_card, rounding_note
 from app.training.model_input import ModelInput, read_model_input
 from app.training.pinned_model import pinned
 from app.training.policy_weights import load_trained
@@ -67,8 +67,14 @@ class Opened:
         saved = SavedPolicy.open(checkpoint)
         settings = pinned(resolved.settings, saved.run)
         model = read_model_input(settings)
-        saved.check(model)
+        saved.check(model, runs=False)
         return cls(resolved, settings, saved, model, out, dtype)
+
+    def tell(self, form: Form) -> None:
+        """Wherein what is written is not what the run measured."""
+        for note in (rounding_note(form, self.dtype), beside_note(self.model.adapted.quantization)):
+            if note:
+                print(f"note: {note}", file=sys.stderr)
 
     def write(self, write: Callable[[Path], list[str]], *, card: str, num_parameters: int) -> dict[str, Any]:
         """Makes the folder, and returns the figures to be shown.
@@ -103,8 +109,7 @@ def export(resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType
     card = model_card(resolved, saved, model, form=form, dtype=dtype)
     num_parameters = model.definition.num_parameters
     check_space(opened.out, num_parameters * jnp.dtype(dtype).itemsize + SMALL_FILES_BYTES)
-    if note := rounding_note(form, dtype):
-        print(f"note: {note}", file=sys.stderr)
+    opened.tell(form)
     mesh = start_alone()
     trained = load_trained(saved, model, mesh)
     frozen = None if model.adapted.lora is None else load_weights(model.definition, model.files.weights, mesh)
@@ -126,6 +131,7 @@ def export_adapter(resolved: Resolved, *, checkpoint: Path, out: Path, dtype: We
     card = model_card(resolved, saved, model, form=ADAPTER, dtype=dtype)
     num_parameters = model.adapted.num_trained
     check_space(opened.out, num_parameters * jnp.dtype(dtype).itemsize + SMALL_FILES_BYTES)
+    opened.tell(ADAPTER)
     tensors = AdaptersOut(load_trained(saved, model, start_alone()))
 
     def write(folder: Path) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from app.policy.quantized import SETTING
+from app.policy.quantized import QUANTIZE_BASE
 from app.policy.weight_files import BUILTIN_PREFIX
 from app.report.before_after import before_and_after
 from app.report.run_files import RunFiles
@@ -39,7 +39,7 @@ KEY_SETTINGS = (
 
 RANK = "model.lora.rank"
 
-OF_ADAPTERS = (RANK, "model.lora.alpha", "model.lora.targets", SETTING)
+OF_ADAPTERS = (RANK, "model.lora.alpha", "model.lora.targets", QUANTIZE_BASE)
 """Told of a run with adapters, and of no other."""
 
 NAMING_FILES = ("model.path", "data.source", "data.eval_source")
@@ -93,6 +93,16 @@ def rounding_note(form: Form, dtype: str) -> str:
     return (
         f"merged in {dtype}, small changes of a weight are rounded away, and with them maybe most of what the adapters "
         "learned; `grpo export --dtype float32` keeps it, and so does `--adapter`"
+    )
+
+
+def beside_note(quantization: str | None) -> str:
+    """For people, what adapters were trained beside, where that is not what they are written for; else empty."""
+    if quantization is None:
+        return ""
+    return (
+        f"the adapters were trained beside the base's kernels in {quantization} ({QUANTIZE_BASE}); beside the base "
+        "itself they make another model than the one that the run measured"
     )
 
 
@@ -154,18 +164,13 @@ def _origin(saved: SavedPolicy, settings: Mapping[str, Any], form: Form, *, base
     return (
         f"`{base}`, trained with the algorithm `{settings['algorithm.name']}` on `{settings['data.source']}`: "
         f"step {saved.step} of the run `{settings['run.name']}`, written by `grpo export`. {weights}"
-        f"{_beside(settings.get(SETTING) if settings.get(RANK) else None)}"
+        f"{_beside_sentence(settings)}"
     )
 
 
-def _beside(quantization: str | None) -> str:
-    """What adapters were trained beside, where that is not what they are written for."""
-    if quantization is None:
-        return ""
-    return (
-        f" The adapters were trained beside the base's kernels in {quantization} ({SETTING}): beside the base itself "
-        "they compute nearly, not exactly, what the run measured."
-    )
+def _beside_sentence(settings: Mapping[str, Any]) -> str:
+    note = beside_note(settings.get(QUANTIZE_BASE) if settings.get(RANK) else None)
+    return f" Note: {note}." if note else ""
 
 
 def _figures(files: RunFiles, settings: Mapping[str, Any], *, step: int) -> list[str]:

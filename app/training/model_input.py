@@ -16,6 +16,7 @@ from app.policy.lora import LoRA
 from app.policy.quantized import check_quantization
 from app.policy.weight_files import ModelFiles, open_model
 from app.policy.weights import check_tensors, critic_entries, expected_entries
+from app.program_facts import QUANTIZING, version_of
 from app.prompts.tokenizer import Tokenizer, ids_fingerprint, load_fast_tokenizer, load_tokenizer
 from settings import Settings
 from settings.errors import InputError
@@ -23,6 +24,8 @@ from settings.lora_section import LoRA as LoRASettings
 
 ADAPTERS = "model.lora"
 """Name of the fingerprint that says which adapters there are."""
+QUANTIZER = f"the version of {QUANTIZING}, which finds the codes of quantized kernels"
+"""Name of another, where there are such kernels: codes are not saved."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,9 @@ class ModelInput:
         lora, quantization = self.adapted.lora, self.adapted.quantization
         if lora is None:
             return {}
-        beside = "" if quantization is None else f", beside {quantization}"
-        return {ADAPTERS: f"{lora.to_text()}{beside}"}
+        if quantization is None:
+            return {ADAPTERS: lora.to_text()}
+        return {ADAPTERS: f"{lora.to_text()}, beside {quantization}", QUANTIZER: version_of(QUANTIZING)}
 
     def decoded(self, dtype: jnp.dtype) -> DecoderDefinition:
         """What generates in a compute type: in float32 the model's own network, adapters merged into its kernels.

@@ -90,7 +90,7 @@ def open_journal(launch: Launch, progress: Progress, *, resumed: bool) -> Journa
 def open_reference(state: RunState, progress: Progress, session: Session) -> Params | None:
     """The weights of `model.path`: a fresh state still holds them, a restored one has moved on.
 
-    With adapters they are those that stay as they are, and there is no second copy.
+    With adapters they are those that stay as they are, quantized or not, and there is no second copy.
     """
     if "reference" not in session.settings.scored_roles:
         return None

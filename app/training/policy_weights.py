@@ -11,7 +11,9 @@ from app.training.session import Session
 
 
 def load_policy(saved: SavedPolicy, session: Session) -> Params:
-    """All of them, float32, on the mesh of the session; with adapters these beside the weights of `model.path`.
+    """All of them, on the mesh of the session.
+
+    With adapters these beside the weights of `model.path`, in codes where these are quantized; all else in float32.
 
     `session.scorer` and `session.engine.weights` take them as they are. `saved.check` must have passed. All hosts call
     it together.

@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 
 from app.mesh.placement import abstract
 from app.policy.decoder import Params
+from app.program_facts import NOT_INSTALLED, QUANTIZING
 from app.training.checkpoint import (
     BEST,
     CHECKSUMS,
@@ -30,7 +31,7 @@ from app.training.checkpoint import (
     progress_of,
     read_item,
 )
-from app.training.model_input import ADAPTERS, ModelInput
+from app.training.model_input import ADAPTERS, QUANTIZER, ModelInput
 from app.training.run_directory import RunDirectory
 from app.update.optimizer import TrainState
 from settings.errors import InputError
@@ -82,8 +83,12 @@ class SavedPolicy:
         """Whose it is."""
         return RunDirectory(self.path.parent.parent)
 
-    def check(self, model: ModelInput) -> None:
-        """Raises InputError where it was trained from another model, with another tokenizer or with other adapters."""
+    def check(self, model: ModelInput, *, runs: bool = True) -> None:
+        """Raises InputError where it was trained from another model, with another tokenizer or with other adapters.
+
+        Args:
+            runs: False where only its arrays are read, and nobody asks for the codes that its adapters learned beside.
+        """
         saved, path = self.progress.fingerprints, model.files.path
         held, asked = saved.get(ADAPTERS), model.adapters.get(ADAPTERS)
         if held != asked:
@@ -91,6 +96,12 @@ class SavedPolicy:
                 f"{OPTION}: {self.path} holds {f'adapters of {held}' if held else 'all weights and no adapters'}, and "
                 f"model.lora asks for {asked or 'none'}; leave --config away to take the run's own settings, or set "
                 f"model.lora to what {self.run.settings} names"
+            )
+        made_by, here = saved.get(QUANTIZER), model.adapters.get(QUANTIZER)
+        if runs and made_by is not None and here not in (made_by, NOT_INSTALLED):
+            raise InputError(
+                f"{OPTION}: the adapters of {self.path} learned beside codes that {QUANTIZING} {made_by} had found, "
+                f"and {here} is here; pip install '{QUANTIZING}=={made_by}'"
             )
         for what, fingerprint in (("model", model.files.fingerprint), ("tokenizer", model.tokenizer.fingerprint)):
             if saved.get(what) != fingerprint:

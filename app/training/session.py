@@ -66,7 +66,7 @@ class Session:
     scorer: Scorer
     """Of the policy, with its adapters where it has any."""
     reference_scorer: Scorer
-    """Of the weights of `model.path`; the policy's own without adapters."""
+    """Of the weights of `model.path`, in codes where these are quantized; the policy's own without adapters."""
     critic: Critic | None = None
     slots: ContinuousBatching | None = None
     """Generates instead of the engine where `rollout.slots` is set."""

@@ -16,7 +16,7 @@ from huggingface_hub import constants, get_token
 
 from app.policy.hub import cached_commit, is_hub_id, newest_commit
 from app.policy.weight_files import CONFIG_FILE, HUB_FILES, is_from_hub
-from app.program_facts import NOT_INSTALLED, TRAINING, program_facts, release, version_of
+from app.program_facts import NOT_INSTALLED, QUANTIZING, TRAINING, program_facts, release, version_of
 from app.training.findings import INPUT, RUN_TIME, Findings
 from settings import Settings
 from settings.errors import InputError
@@ -224,8 +224,9 @@ def look_at_wandb(look: Findings, settings: Settings, inquiry: Inquiry | None) -
 
 def look_at_versions(look: Findings, bounds: Mapping[str, str]) -> None:
     """Of what decides what a run becomes, against the oldest that the program was tested with."""
-    versions = {name: version_of(name) for name in dict.fromkeys((*TRAINING, *bounds))}
-    shown = [f"{name} {version}" for name in TRAINING if (version := versions[name]) != NOT_INSTALLED]
+    told = (*TRAINING, QUANTIZING)
+    versions = {name: version_of(name) for name in dict.fromkeys((*told, *bounds))}
+    shown = [f"{name} {version}" for name in told if (version := versions[name]) != NOT_INSTALLED]
     found = f"Python {program_facts(())['version of Python']}, {', '.join(shown)}"
     older = [
         f"{name} {versions[name]}, older than {oldest}" if versions[name] != NOT_INSTALLED else f"{name} not installed"
@@ -291,7 +292,7 @@ def look_at_disk(look: Findings, folder: Path, writes: Writes | None) -> None:
     free = shutil.disk_usage(parent).free
     found = f"{size_text(free)} free at {parent}"
     if writes is None:
-        look.skip("disk", f"{found}; what a run writes follows from the model")
+        look.skip("disk", why=f"{found}; what a run writes follows from the model")
         return
     found += (
         f"; a run keeps {writes.num_checkpoints} checkpoints of {size_text(writes.checkpoint)}, and writes up to "

@@ -199,10 +199,8 @@ def _of_one_critic_block(session: Session, rows: int, shape: RowShape) -> int:
 def saved_bytes(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
     """What differentiation keeps from the policy's forward for the backward pass of `rows` rows; see `_saved`."""
     model, adapted = session.settings.model, session.input.adapted
-    return _saved_by_policy(
-        *(adapted.architecture, adapted.lora, adapted.quantization),
-        *(model.dtype, remat, model.logits_chunk, rows, shape),
-    )
+    of_model = adapted.architecture, adapted.lora, adapted.quantization, model.dtype
+    return _saved_by_policy(*of_model, remat, model.logits_chunk, rows, shape)
 
 
 def saved_by_critic(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:

@@ -24,7 +24,7 @@ from memory_estimate import SHAPES
 
 from app.mesh import topology
 from app.mesh.placement import abstract, bytes_per_device
-from app.policy.quantized import SETTING
+from app.policy.quantized import QUANTIZE_BASE
 from app.training.inspect_mesh import longest_prompt
 from app.training.memory import memory_by_phase, shapes_of, state_bytes
 from app.training.outline import read_outline
@@ -79,7 +79,11 @@ def measured(shape: str, overrides: list[str]) -> dict[str, int]:
 def compared(shape: str, rank: int, overrides: list[str]) -> dict[str, Any]:
     """Each kind of training, and its ratios to that of all weights."""
     adapters = f"model.lora.rank={rank}"
-    kinds = {"lora": [adapters], **{kind: [adapters, f"{SETTING}={kind}"] for kind in ("int8", "nf4")}, "full": []}
+    kinds = {
+        "lora": [adapters],
+        **{kind: [adapters, f"{QUANTIZE_BASE}={kind}"] for kind in ("int8", "nf4")},
+        "full": [],
+    }
     found = {kind: measured(shape, [*chosen, *overrides]) for kind, chosen in kinds.items()}
     print(f"\n{shape}, adapters of rank {rank}; MiB, and the share of what all weights take")
     print(f"{'':<20}" + "".join(f"{kind:>24}" for kind in found))

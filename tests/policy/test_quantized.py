@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 from app.mesh.placement import bytes_per_device
+from app.policy import quantized
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params, by_path
 from app.policy.kv_cache import decode_weights
@@ -19,6 +19,7 @@ from app.policy.lora import LoRA, joined
 from app.policy.quantized import CODES, SCALES, QuantizedKernel, check_is_installed, check_quantization
 from app.policy.row_layout import one_segment
 from app.policy.weights import load_weights
+from app.program_facts import NOT_INSTALLED
 from app.rollout.sampling import SamplingRules
 from settings.errors import InputError
 from settings.lora_section import PROJECTIONS, Quantization
@@ -175,23 +176,30 @@ def test_the_backward_pass_keeps_no_kernel_in_floats(quantization: Quantization,
     assert kept and not [x.shape for x in kept if x.shape in kernels]
 
 
-def compiled_decoding(quantization: Quantization | None, layout: str) -> tuple[int, int]:
-    """Temporary bytes of the loop over tokens, and bytes of the kernels in floats."""
+def compiled(
+    program: str, quantization: Quantization | None, layout: str, mesh_shape: tuple[int, int, int]
+) -> tuple[int, int]:
+    """Temporary bytes of a program of the rollout on each device, and bytes of its share of the kernels in floats."""
     architecture = replace(EVEN, num_layers=6, model_dim=256, mlp_dim=512)
     definition = DecoderDefinition.of(architecture, quantization=quantization)
-    engine = make_engine(definition, decode_layout=layout)
+    engine = make_engine(definition, mesh=make_mesh(mesh_shape), decode_layout=layout)
     shape = engine.batch_shape(num_prompts=1, group_size=2, longest_prompt=4, max_new_tokens=4)
-    found: Any = engine.lowered(shape, truncates=False)["decode"].compile().memory_analysis()
+    found: Any = engine.lowered(shape, truncates=False)[program].compile().memory_analysis()
     blocks = by_path(definition.unquantized.shapes["blocks"])
-    return found.temp_size_in_bytes, sum(4 * x.size for path, x in blocks.items() if path[-1] == "kernel")
+    in_floats = sum(4 * x.size for path, x in blocks.items() if path[-1] == "kernel")
+    return found.temp_size_in_bytes, in_floats // mesh_shape[2]
 
 
 @EACH
-def test_no_more_than_some_kernels_are_floats_while_tokens_are_drawn(quantization: Quantization) -> None:
-    for layout in ("gathered", "fsdp"):
-        used, in_floats = compiled_decoding(quantization, layout)
-        without, _ = compiled_decoding(None, layout)
-        assert used - without <= in_floats / 3
+@pytest.mark.parametrize("layout", ["gathered", "fsdp"])
+@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize("program", ["prefill", "decode"])
+def test_no_more_than_some_kernels_are_floats_in_a_rollout(
+    quantization: Quantization, layout: str, mesh_shape: tuple[int, int, int], program: str
+) -> None:
+    used, in_floats = compiled(program, quantization, layout, mesh_shape)
+    without, _ = compiled(program, None, layout, mesh_shape)
+    assert used - without <= in_floats / 3
 
 
 @EACH
@@ -262,8 +270,10 @@ def test_a_width_that_no_tile_divides_is_refused() -> None:
     check_quantization("nf4", model_dim=48)
 
 
-def test_without_qwix_the_extra_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("found", "told"), [(NOT_INSTALLED, "package; pip"), ("0.0.9", "qwix 0.0.9 is older than 0.")])
+def test_without_qwix_the_extra_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch, found: str, told: str) -> None:
     check_is_installed()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install 'grpo\[qlora\]'"):
+    monkeypatch.setattr(quantized, "version_of", lambda name: found)
+    with pytest.raises(InputError, match=r"pip install 'grpo\[qlora\]'") as error:
         check_is_installed()
+    assert told in str(error.value)
