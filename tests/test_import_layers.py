@@ -22,7 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"app.policy"}),
     frozenset({"app.mesh"}),
     frozenset({"app.jsonl", "app.npz_file", "app.program_facts", "app.sample_records"}),
-    frozenset({"app.flow", "app.masked", "app.whole_file", "app.terminal_text"}),
+    frozenset({"app.flow", "app.masked", "app.exclusive_file", "app.whole_file", "app.terminal_text"}),
     frozenset({"settings"}),
 )
 """Left may import right. Rooms of one layer never import each other."""

@@ -45,10 +45,11 @@ class Dataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over uid, prompt and answer of every row, in order."""
+        """SHA-256 over uid, prompt, answer and other columns of every row, in order."""
         digest = hashlib.sha256()
         for row in self.rows:
-            digest.update(json.dumps([row.uid, row.prompt, row.answer]).encode() + b"\n")
+            columns = [row.uid, row.prompt, row.answer, dict(row.extra)]
+            digest.update(json.dumps(columns, sort_keys=True).encode() + b"\n")
         return digest.hexdigest()
 
     def to_text(self) -> str:

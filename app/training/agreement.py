@@ -104,11 +104,11 @@ def _spelled(value: object) -> str:
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Of which prompts there are, and of their tokens."""
+    """Of all that samples and their judges take from their prompts, in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(f"{prompt.uid} {prompt.answer}\n".encode())
-        digest.update(prompt.token_ids.tobytes())
+        said = [prompt.uid, prompt.token_ids.tolist(), prompt.source, prompt.answer, dict(prompt.extra)]
+        digest.update(json.dumps(said, sort_keys=True).encode() + b"\n")
     return f"{len(prompts)} prompts, {digest.hexdigest()[:16]}"
 
 

@@ -41,6 +41,10 @@ from settings.errors import InputError
 
 COMPARED = {MODEL, CHECKPOINT, PROMPTS}
 """What may differ, as the labels say; of the prompts, as a look at the records says."""
+DECIMALS = 9
+"""Of a change: what is behind them comes of adding the same values in another order."""
+MOST_SHOWN = 8
+"""Numbers of samples in an error."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def compare_evaluations(before: Path, after: Path, *, picture: Path | None) -> C
     _check_comparable(first, second)
     uids = [*first.groups]
     tables = first.table(uids), second.table(uids)
-    change = tables[1][ACCURACY] - tables[0][ACCURACY]
+    change = _change(*tables, ACCURACY)
     better, worse = int((change > 0).sum()), int((change < 0).sum())
     right_or_wrong = all(np.isin(table[ACCURACY][~np.isnan(table[ACCURACY])], (0, 1)).all() for table in tables)
     comparison = Comparison(
@@ -118,13 +122,15 @@ def read_evaluated(path: Path) -> Evaluated:
         raise InputError(f"--compare: {path} holds no samples")
     subject = read_subject(path)
     judge = _judge_of(path, subject, groups)
-    num_samples = max(map(len, groups.values()))
+    num_samples = max(len({sample.sample_index for sample in samples}) for samples in groups.values())
     for uid, samples in groups.items():
         samples.sort(key=lambda sample: sample.sample_index)
-        if [sample.sample_index for sample in samples] != [*range(num_samples)]:
+        there = [sample.sample_index for sample in samples]
+        if there != [*range(num_samples)]:
+            shown = ", ".join(map(str, there[:MOST_SHOWN])) + ", ..." * (len(there) > MOST_SHOWN)
             raise InputError(
-                f"--compare: {path} is not whole: {uid} has {len(samples)} samples, others {num_samples}; the same "
-                "grpo evaluate command again completes it"
+                f"--compare: {path} is not whole: {uid} has samples {shown}, others 0 to {num_samples - 1}; the same "
+                "grpo evaluate command again mends it"
             )
     if num_samples > 1 and is_task_reward(judge):
         _check_votes(path, judge, [samples[0].prompt for samples in groups.values()])
@@ -186,6 +192,15 @@ def _check_comparable(first: Evaluated, second: Evaluated) -> None:
         one, other = first.prompt(uid), second.prompt(uid)
         if (one.source, one.answer) != (other.source, other.answer):
             raise InputError(f"--compare: {both} are not of the same data: {uid} has another question or answer")
+        if one.extra != other.extra and not is_task_reward(first.judge):
+            raise InputError(
+                f"--compare: {both} are not of the same data: {uid} has other columns, which {first.judge} may read"
+            )
+
+
+def _change(before: Table, after: Table, column: str) -> np.ndarray:
+    """Of every prompt; NaN where it has no value before or after."""
+    return np.round(after[column] - before[column], DECIMALS)
 
 
 def _rows(first: Evaluated, second: Evaluated, before: Table, after: Table) -> list[PairedRow]:
@@ -199,7 +214,7 @@ def _rows(first: Evaluated, second: Evaluated, before: Table, after: Table) -> l
         if name not in figures[1] or not any(is_told(name, one[name]) for one in figures):
             continue
         measured = all(one[name].value is not None for one in figures)
-        change = (after[column] - before[column])[where] if measured else np.zeros(0)
+        change = _change(before, after, column)[where] if measured else np.zeros(0)
         # Failures are counted over all prompts, everything else is a mean over them.
         counted = Measured(float(change.sum()), None) if name == ERROR_COUNT else mean_figure(change, mean_interval)
         rows.append(PairedRow(name, figures[0][name], figures[1][name], counted))

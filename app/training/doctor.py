@@ -15,7 +15,7 @@ import numpy as np
 
 from app.flow import Prompt
 from app.mesh import topology
-from app.mesh.placement import abstract, bytes_over_hosts, bytes_per_device, max_over_hosts
+from app.mesh.placement import bytes_over_hosts, max_over_hosts
 from app.program_facts import lower_bounds
 from app.prompts.dataset import Dataset
 from app.prompts.source import spread
@@ -24,7 +24,7 @@ from app.training.all_hosts import together
 from app.training.findings import RUN_TIME, Diagnosis, Finding, Findings
 from app.training.joining import joined_hosts
 from app.training.launch import check_session, facts_of_files, launch_notes
-from app.training.memory import state_bytes
+from app.training.memory import networks_held, state_bytes
 from app.training.metrics import device_memory_bytes
 from app.training.model_input import CriticInput, ModelInput
 from app.training.pinned_model import pinned
@@ -53,6 +53,7 @@ from app.training.surroundings import (
     writes_of,
 )
 from app.training.training_input import (
+    DataRows,
     check_best,
     encode_rows,
     fingerprints_of,
@@ -99,6 +100,10 @@ class Read:
     dataset: Dataset | None = None
     prompts: Sequence[Prompt] = ()
     held_out: Sequence[Prompt] = ()
+    """Of both data sets, of some rows where there are many."""
+    asked: DataRows = ()
+    held_out_asked: DataRows = ()
+    """The same of all rows: those that became no tokens as they are."""
     cached: dict[str, str] = field(default_factory=dict)
     """Setting -> what this machine's cache holds of its hub id."""
 
@@ -141,12 +146,12 @@ def examine(resolved: Resolved) -> Diagnosis:
             writes = _look_at_memory(look, session, read)
             seen = _try(look, session, read)
         else:
-            _skip(look, ("mesh", "memory", *read.trials), "for want of devices")
+            look.skip("mesh", "memory", *read.trials, why="for want of devices")
         if read.model is not None and read.prompts:
             with look.looking_at("end of turn"):
                 look_at_end_of_turn(look, settings, read.model.tokenizer, read.prompts[0], seen)
         else:
-            look.skip("end of turn", NO_PROMPT)
+            look.skip("end of turn", why=NO_PROMPT)
         with look.looking_at("disk"):
             look_at_disk(look, run.path, writes)
         host = jax.process_index() if has_devices else 0
@@ -213,21 +218,16 @@ def _read(look: Findings, settings: Settings, sources: Sequence[HubSource], of_h
             look_at_template(look, settings, read.model.tokenizer, read.prompts[0])
         with look.looking_at("reward"):
             samples = trial_samples(read.model.tokenizer, read.prompts)
-            look_at_rewards(look, settings, samples, read.prompts, read.held_out)
+            look_at_rewards(look, settings, samples, read.asked, read.held_out_asked)
     else:
-        _skip(look, ("template", "reward"), NO_PROMPT)
+        look.skip("template", "reward", why=NO_PROMPT)
     return read
-
-
-def _skip(look: Findings, checks: Sequence[str], why: str) -> None:
-    for check in checks:
-        look.skip(check, why)
 
 
 def _read_networks(look: Findings, settings: Settings, sources: Sequence[HubSource], read: Read) -> None:
     absent = {source.setting for source in sources if source.kind == "model"} - read.cached.keys()
     if "model.path" in absent:
-        look.skip("model", "it is not in this machine's cache")
+        look.skip("model", why="it is not in this machine's cache")
     else:
         with look.looking_at("model"):
             read.model = read_policy(settings)
@@ -239,13 +239,13 @@ def _read_networks(look: Findings, settings: Settings, sources: Sequence[HubSour
             )
     if settings.has_critic:
         if read.model is None or "critic.path" in absent:
-            look.skip("critic", "it, or the model whose tokens it reads, is not there")
+            look.skip("critic", why="it, or the model whose tokens it reads, is not there")
         else:
             with look.looking_at("critic"):
                 read.critic = read_critic(settings, read.model)
                 look.ok("critic", f"{settings.critic.path or settings.model.path}: it reads the policy's tokens")
     if settings.reward.model is not None and "reward.model" in absent:
-        look.skip("reward model", "it is not in this machine's cache")
+        look.skip("reward model", why="it is not in this machine's cache")
     else:
         with look.looking_at("reward model"):
             read.reward_model = read_judge(settings)
@@ -265,6 +265,7 @@ def _read_data(look: Findings, settings: Settings, read: Read) -> None:
             return
         rows = read.dataset.rows[:MOST_ROWS]
         read.prompts, report = encode_rows(settings, rows, read.model.tokenizer)
+        read.asked = read.prompts if len(rows) == len(read.dataset.rows) else read.dataset.rows
         if read.reward_model is not None:
             read.reward_model.check_prompt(read.prompts[0])
         some = f"of the first {len(rows):,} " if len(rows) < len(read.dataset.rows) else ""
@@ -284,7 +285,8 @@ def _read_held_out(look: Findings, settings: Settings, read: Read) -> None:
             return
         some = spread(rows, MOST_ROWS)
         read.held_out, _ = encode_rows(settings, some, read.model.tokenizer)
-        check_best(settings, read.held_out)
+        read.held_out_asked = read.held_out if len(some) == len(rows) else rows
+        check_best(settings, read.held_out_asked)
         of_rows = f", from {len(some):,} of {len(rows):,} rows" if len(some) < len(rows) else ""
         look.ok("held-out data", f"{len(read.held_out):,} prompts of {source}{of_rows}")
 
@@ -298,7 +300,7 @@ def _unless_absent(look: Findings, check: str, source: str, reading: Callable[[]
         absent = isinstance(error.__cause__, OSError) or "Couldn't find cache" in str(error.__cause__)
         if not (source.startswith(HUB_DATA) and absent):
             raise
-    look.skip(check, f"{source} is not in this machine's cache")
+    look.skip(check, why=f"{source} is not in this machine's cache")
     return None
 
 
@@ -316,10 +318,10 @@ def _open(look: Findings, resolved: Resolved, run: RunDirectory, read: Read, sta
             look.ok("hosts", "they have the same settings, code, packages and files, and see one run directory")
         if not agreed:
             # Programs of hosts that differ would wait for each other for ever.
-            look.skip("mesh", "since the hosts differ")
+            look.skip("mesh", why="since the hosts differ")
             return None
     if read.model is None or (settings.has_critic and read.critic is None):
-        look.skip("mesh", "for want of a model")
+        look.skip("mesh", why="for want of a model")
         return None
     session = None
     with look.looking_at("mesh"):
@@ -343,12 +345,12 @@ def _facts(settings: Settings, run: RunDirectory, read: Read) -> dict[str, str]:
 def _look_at_memory(look: Findings, session: Session | None, read: Read) -> Writes | None:
     """Returns what a run would write; None where that is not known."""
     if session is None:
-        look.skip("memory", "for want of a mesh")
+        look.skip("memory", why="for want of a mesh")
         return None
     settings, writes = session.settings, None
     with look.looking_at("memory"):
         learning = wire_learning(settings, session)
-        needed, available = bytes_per_device(abstract(learning.shapes, learning.shardings)), device_memory_bytes()
+        needed, available = sum(networks_held(session, learning, read.reward_model).values()), device_memory_bytes()
         found = f"weights and optimizer moments take {size_text(needed)} on each device"
         if available is not None and needed > available:
             advice = "more devices, or a smaller model; grpo train --dry-run shows what holds it"
@@ -365,12 +367,12 @@ def _look_at_memory(look: Findings, session: Session | None, read: Read) -> Writ
 def _try(look: Findings, session: Session | None, read: Read) -> Seen | None:
     """What the real weights say of the first prompt. Hosts try together, or not at all."""
     if not _everywhere(session is not None and bool(read.prompts)):
-        _skip(look, read.trials, "for want of a model, a prompt or a mesh, here or on another host")
+        look.skip(*read.trials, why="for want of a model, a prompt or a mesh, here or on another host")
         return None
     assert session is not None
     seen = None
     if (why := too_large(session, session.input.reference)) is not None:
-        look.skip("forward", f"{why}: only shapes were compared")
+        look.skip("forward", why=f"{why}: only shapes were compared")
     else:
         with look.looking_at("forward"):
             seen = look_at_forward(look, session, read.prompts[0])

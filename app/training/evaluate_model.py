@@ -21,6 +21,7 @@ from app.policy.kv_cache import DecodeWeights
 from app.prompts.encode import EncodeReport
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards, judge_of
+from app.reward.tasks import is_task_reward
 from app.training.agreement import agree, plug_in_digests, prompts_digest
 from app.training.all_hosts import as_lines, host_run, lines_to_first_host, together, write_together
 from app.training.evaluate import evaluation_figures, sampled
@@ -31,6 +32,7 @@ from app.training.evaluation_subject import (
     JUDGE,
     JUDGES_FILE,
     JUDGES_FUNCTION,
+    JUDGES_VIEW,
     MODEL,
     PROMPTS,
     Subject,
@@ -47,6 +49,7 @@ from app.training.session import Session
 from app.training.training_input import held_out_columns, read_held_out
 from app.training.watchdog import WAIT
 from settings import Resolved, Settings
+from settings.fields import value_of
 from settings.reward_section import RewardFunction
 
 
@@ -127,15 +130,17 @@ def read_evaluation_input(settings: Settings, checkpoint: Path | None) -> Evalua
 
 def _subject_of(settings: Settings, model: ModelInput, saved: SavedPolicy | None, prompts: Sequence[Prompt]) -> Subject:
     data, evaluation = settings.data, settings.eval
-    digests = plug_in_digests(settings.reward.functions[:1])
+    judge = settings.reward.functions[0]
+    digests = plug_in_digests([judge])
     facts = {
         MODEL: model.files.fingerprint,
         "the tokenizer": model.tokenizer.fingerprint,
         CHECKPOINT: "none" if saved is None else f"step {saved.step}, {_digest(saved)}",
         PROMPTS: prompts_digest(prompts),
         JUDGE: judge_of(settings.reward),
-        JUDGES_FUNCTION: _name_of(settings.reward.functions[0]),
+        JUDGES_FUNCTION: _name_of(judge),
         JUDGES_FILE: next(iter(digests.values()), None),
+        **({} if is_task_reward(judge.name) else {name: str(value_of(settings, name)) for name in JUDGES_VIEW}),
         "eval.num_samples": evaluation.num_samples,
         "eval.temperature": evaluation.temperature,
         # Greedy samples take no noise.
@@ -161,12 +166,12 @@ def _digest(saved: SavedPolicy) -> str:
 
 def _already_judged(read: EvaluationInput, out: Path | None) -> Sequence[Sample] | None:
     """On the first host the samples of its file, where that holds them all; nothing on the others. Else None."""
-    found: OfPlaces = {}
+    samples: Sequence[Sample] = ()
+    is_whole = False
     with together():
         if out is not None and jax.process_index() == 0:
-            found = read_result(out, read.subject, read.questions)
-    samples = [sample for place in sorted(found) for sample in found[place]]
-    is_whole = len(found) == len(read.prompts) and all(sample.rewards is not None for sample in samples)
+            found, is_whole = read_result(out, read.subject, read.questions)
+            samples = [sample for place in sorted(found) for sample in found[place]]
     if not max_over_hosts(np.asarray(is_whole)):
         return None
     if out is not None:
@@ -207,8 +212,8 @@ def _judged(read: EvaluationInput, out: Path | None, stack: ExitStack, entered: 
 
 
 def _known(read: EvaluationInput, out: Path) -> OfPlaces:
-    """What this host sees of a killed evaluation, and of a file that lines were taken from, to be judged anew."""
-    return {**read_parts(out, read.subject, read.questions), **read_result(out, read.subject, read.questions)}
+    """What this host sees of a killed evaluation, and of a file that is not as it should be, to be judged anew."""
+    return {**read_parts(out, read.subject, read.questions), **read_result(out, read.subject, read.questions).samples}
 
 
 def _drawn(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from app.flow import Prompt, Sample
+from app.prompts.dataset import Row
 from app.report.intervals import Interval, Measured, mean_interval, share_interval
 from app.reward.tasks import is_formatted, is_task_reward, right_vote, vote
 from app.reward.votes import majority_share, pass_at_k
@@ -82,7 +83,7 @@ def _majority(group: Sequence[Sample], judge: str) -> float:
     return majority_share(votes, right_vote(judge, group[0].prompt))
 
 
-def difficulty_of(prompt: Prompt) -> float:
+def difficulty_of(prompt: Prompt | Row) -> float:
     """NaN where the data name none, or none that is a number."""
     found = prompt.extra.get(DIFFICULTY)
     return float(found) if isinstance(found, int | float) else math.nan
@@ -131,7 +132,7 @@ def levels_of(table: Table) -> list[float]:
     return np.unique(levels[~np.isnan(levels)]).tolist()
 
 
-def check_best_metric(name: str, prompts: Sequence[Prompt], *, judge: str, num_samples: int) -> None:
+def check_best_metric(name: str, prompts: Sequence[Prompt] | Sequence[Row], *, judge: str, num_samples: int) -> None:
     """Raises InputError where evaluations on these prompts do not measure what is to choose the best checkpoint."""
     columns = prompt_columns([], judge=judge, num_samples=num_samples)
     levels = {level for prompt in prompts if not math.isnan(level := difficulty_of(prompt))}

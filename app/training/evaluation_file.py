@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import glob
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import NamedTuple
 
 import numpy as np
 
+from app.exclusive_file import open_exclusive
 from app.flow import Prompt, Sample
 from app.jsonl import read_jsonl_lines, to_line
+from app.reward.weighing import ERRORS_FIELD
 from app.sample_records import sample_from_record, sample_to_record
 from app.training.all_hosts import of_host
-from app.training.evaluation_subject import Subject, facts_file, read_subject, subject_from_json
+from app.training.evaluation_subject import Subject, begins_as_subject, facts_file, read_subject, subject_from_json
 from settings.errors import InputError
 
 PART = ".part"
@@ -57,6 +58,14 @@ class Questions:
         return asked and 0 <= sample.sample_index < self.num_samples
 
 
+class Result(NamedTuple):
+    """What the file of an evaluation holds."""
+
+    samples: OfPlaces
+    is_whole: bool
+    """All samples, each once, with what the judge made of them, and nothing else."""
+
+
 def check_out(out: Path, subject: Subject) -> None:
     """Raises InputError where an evaluation cannot go on from what is at `out`, which is of something else."""
     _has_result(out, subject)
@@ -64,13 +73,24 @@ def check_out(out: Path, subject: Subject) -> None:
         _is_begun(path, subject)
 
 
-def read_result(out: Path, subject: Subject, questions: Questions) -> OfPlaces:
-    """The samples of the same evaluation that are in its file already; none where there is no file.
+def read_result(out: Path, subject: Subject, questions: Questions) -> Result:
+    """What the same evaluation has in its file already; nothing where there is no file.
 
     Raises:
         InputError: the file is of something else.
     """
-    return questions.found(read_jsonl_lines(out), out) if _has_result(out, subject) else {}
+    if not _has_result(out, subject):
+        return Result({}, is_whole=False)
+    lines = list(read_jsonl_lines(out))
+    found = questions.found(lines, out)
+    samples = [sample for of_prompt in found.values() for sample in of_prompt]
+    has_all = len(samples) == len(lines) == len(questions.prompts) * questions.num_samples
+    return Result(found, has_all and all(map(_is_judged, samples)))
+
+
+def _is_judged(sample: Sample) -> bool:
+    """Its judge came to a value, or had none to give; one that failed may be mended."""
+    return sample.rewards is not None and ERRORS_FIELD not in sample.extra
 
 
 def read_parts(out: Path, subject: Subject, questions: Questions) -> OfPlaces:
@@ -100,18 +120,31 @@ def _has_result(out: Path, subject: Subject) -> bool:
             f"--out: {out} is there, and no {facts_file(out).name} beside it says of which evaluation; give another "
             "--out, or delete it"
         )
+    if subject.differs(found) is not None and _has_failures(out):
+        # They are judged anew, and all others with them.
+        subject, found = subject.unmended, found.unmended
     _check_same(out, subject, found)
     return True
 
 
+def _has_failures(out: Path) -> bool:
+    """Whether there are samples on which the judge failed."""
+    return any(not isinstance(record, InputError) and ERRORS_FIELD in record for _, record in read_jsonl_lines(out))
+
+
 def _is_begun(path: Path, subject: Subject) -> bool:
     """Whether a part says of what it is; one that was killed before does not. Raises InputError as `_has_result`."""
-    with path.open("rb") as file:
-        head = file.readline()
-    if not head.endswith(b"\n"):
-        return False
     try:
+        with path.open("rb") as file:
+            head = file.readline()
+        if not head.endswith(b"\n") and begins_as_subject(head):
+            return False
         found = subject_from_json(head)
+    except FileNotFoundError:
+        # Another host has removed it.
+        return False
+    except OSError as error:
+        raise InputError(f"--out: {path} cannot be read: {error.strerror}; give another --out") from error
     except ValueError as error:
         raise InputError(f"--out: {path} is no part of an evaluation ({error}); delete it") from error
     _check_same(path, subject.unjudged, found.unjudged)
@@ -133,7 +166,7 @@ class PartFile:
 
     def __init__(self, out: Path, subject: Subject) -> None:
         self.path = of_host(out.with_name(f"{out.name}{PART}"))
-        self._file = _locked(self.path)
+        self._file = open_exclusive(self.path, of="evaluation")
         if self._is_torn():
             self._file.write(b"\n")
         if not self._file.tell():
@@ -159,24 +192,6 @@ class PartFile:
             self._file.seek(0)
             return False
         return not content.endswith(b"\n")
-
-
-def _locked(path: Path) -> IO[bytes]:
-    try:
-        file = path.open("ab")
-    except OSError as error:
-        raise InputError(f"--out: {path} cannot be written: {error.strerror}; give another --out") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise InputError(
-            f"--out: another process is at this evaluation ({path}); wait for it, or give another --out"
-        ) from None
-    except OSError as error:
-        file.close()
-        raise InputError(f"--out: {path} cannot be locked: {error.strerror}; give an --out on another disk") from error
-    return file
 
 
 def _parts(out: Path) -> list[Path]:

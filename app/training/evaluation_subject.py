@@ -14,6 +14,9 @@ from settings.errors import InputError
 JUDGE, PROMPTS, MODEL, CHECKPOINT = "the judge", "the prompts", "the model's files", "the checkpoint"
 JUDGES_FILE, JUDGES_FUNCTION = "the judge's file", "the judge's function"
 """Of a plug-in. The file is known by its content, wherever it lies; what a module's name imports is not looked at."""
+JUDGES_VIEW = ("reward.batch_size", "reward.environment", "reward.max_characters")
+"""Settings that decide what a judge beyond this process is given."""
+MENDABLE = (JUDGES_FILE, *JUDGES_VIEW)
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,15 @@ class Subject:
     @property
     def unjudged(self) -> Subject:
         """The same, whoever judges the samples."""
-        judging = (JUDGE, JUDGES_FUNCTION, JUDGES_FILE)
-        return replace(self, facts={name: fact for name, fact in self.facts.items() if name not in judging})
+        return self._without(JUDGE, JUDGES_FUNCTION, *MENDABLE)
+
+    @property
+    def unmended(self) -> Subject:
+        """The same, whatever may change in a judge that is still the same one."""
+        return self._without(*MENDABLE)
+
+    def _without(self, *names: str) -> Subject:
+        return replace(self, facts={name: fact for name, fact in self.facts.items() if name not in names})
 
     def differs(self, other: Subject) -> str | None:
         """The first fact that is not the same; None where all are."""
@@ -70,6 +80,14 @@ def read_subject(samples: Path) -> Subject | None:
         return subject_from_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as what an evaluation is of ({error}); delete it") from error
+
+
+def begins_as_subject(text: bytes) -> bool:
+    """Whether it may be what was written of a subject before the program was killed."""
+    return text.startswith(_HEAD) or _HEAD.startswith(text)
+
+
+_HEAD = b'{"model": '
 
 
 def subject_from_json(text: bytes) -> Subject:

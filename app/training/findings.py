@@ -65,8 +65,9 @@ class Findings:
     def fail(self, check: str, found: str, advice: str = "", *, exit_code: int) -> None:
         self._add(check, "fail", found, advice, exit_code)
 
-    def skip(self, check: str, why: str) -> None:
-        self._add(check, "skip", why)
+    def skip(self, *checks: str, why: str) -> None:
+        for check in checks:
+            self._add(check, "skip", why)
 
     def _add(self, check: str, verdict: Verdict, found: str, advice: str = "", exit_code: int = 0) -> None:
         # A library's message may quote a key.

@@ -160,22 +160,10 @@ def memory_by_phase(
 
     `rollout`, `evaluation`, `reward`, `score`, `critic` and `update`.
     """
-    weights, moments = _of_learner(learning.policy)
-    always = {"weights": weights, "optimizer": moments}
-    if learning.critic:
-        always["critic"], always["critic_optimizer"] = _of_learner(learning.critic)
-    if reward_model is not None:
-        definition = reward_model.definition
-        always["reward_model"] = bytes_per_device(abstract(definition.shapes, definition.shardings(session.mesh)))
-    on_cpu = platform_of(session.mesh.devices.flat[0]) == "cpu"
-    if on_cpu:
+    always, reference = networks_held(session, learning, reward_model), _reference(session, learning)
+    if _is_on_cpu(session):
         # It is copied into the host's memory, which here is the device's, and written while steps go on.
         always["checkpoint"] = state_bytes(learning) // jax.device_count()
-    has_copy = "reference" in session.settings.scored_roles and session.input.adapted.lora is None
-    reference = {"reference": weights} if has_copy else {}
-    # On a CPU it waits in the same memory.
-    if not session.settings.offloads_reference or on_cpu:
-        always |= reference
     rollout: Held = {}
     if shapes.rollout is not None:
         rollout = generating(session, shapes.rollout, session.rollout_footprint(shapes.rollout))
@@ -202,6 +190,31 @@ def memory_by_phase(
         {**always, **_gradients(learning.policy)}, fullest_moment(update_moments(session, shapes.update))
     )
     return phases
+
+
+def networks_held(session: Session, learning: Learning, reward_model: Network | None = None) -> Held:
+    """Bytes on each device of what lies there from the first step to the last: weights and moments."""
+    held: Held = {}
+    held["weights"], held["optimizer"] = _of_learner(learning.policy)
+    if learning.critic:
+        held["critic"], held["critic_optimizer"] = _of_learner(learning.critic)
+    if reward_model is not None:
+        definition = reward_model.definition
+        held["reward_model"] = bytes_per_device(abstract(definition.shapes, definition.shardings(session.mesh)))
+    # On a CPU it waits in the same memory.
+    if not session.settings.offloads_reference or _is_on_cpu(session):
+        held |= _reference(session, learning)
+    return held
+
+
+def _reference(session: Session, learning: Learning) -> Held:
+    """The copy of the weights that the reference policy needs; nothing where it needs none."""
+    has_copy = "reference" in session.settings.scored_roles and session.input.adapted.lora is None
+    return {"reference": _of_learner(learning.policy)[0]} if has_copy else {}
+
+
+def _is_on_cpu(session: Session) -> bool:
+    return platform_of(session.mesh.devices.flat[0]) == "cpu"
 
 
 def _together(held: Held, other: Held) -> Held:

@@ -44,7 +44,7 @@ from settings import Settings, load
 from settings.errors import InputError
 from settings.reward_section import Reward
 
-OF_PACE = frozenset({"workers", "batch_size", "load_timeout_s"})
+OF_PACE = frozenset({"workers", "load_timeout_s"})
 """Fields of `reward` that no sample's reward depends on."""
 LIMITS = frozenset({"timeout_s", "cpu_s", "memory_mib"})
 """Those that decide which calls of plug-ins fail."""
@@ -215,7 +215,9 @@ def _deciding(reward: Reward) -> dict[str, Any]:
     """What of the settings a sample's reward depends on."""
     # Where what exceeds a limit ends the run, no reward of a run that went on comes of one.
     limits = LIMITS if reward.on_error == "raise" else frozenset[str]()
-    return reward.model_dump(exclude={*OF_PACE, *limits})
+    # A plug-in may compare the samples that it is given at once.
+    batches = frozenset({"batch_size"} if all(one.function is None for one in reward.functions) else ())
+    return reward.model_dump(exclude={*OF_PACE, *limits, *batches})
 
 
 def _told_of_steps(asked: Asked, files: Mapping[int, StepFile], start: SavedPolicy | None) -> str:

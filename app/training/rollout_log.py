@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ import jax
 
 from app.flow import Prompt
 from app.rollout.scheduling.event_log import EventLog, RunFacts
+from app.training.agreement import prompts_digest
 from app.training.all_hosts import of_host
 from app.training.model_input import ModelInput
 from app.training.progress import num_done
@@ -104,7 +103,7 @@ def run_facts(settings: Settings, model: ModelInput, prompts: Sequence[Prompt]) 
     return {
         "the model's files": model.files.fingerprint,
         "the tokenizer": model.tokenizer.fingerprint,
-        "the prompts": _digest(prompts),
+        "the prompts": prompts_digest(prompts),
         "run.seed": settings.run.seed,
         "model.dtype": settings.model.dtype,
         "data.max_prompt_length": settings.data.max_prompt_length,
@@ -124,15 +123,6 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _flat(f"{name}.{key}", inner)
     else:
         yield name, value
-
-
-def _digest(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 over all that samples take from their prompts, in order."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        said = [prompt.uid, prompt.token_ids.tolist(), prompt.source, prompt.answer, dict(prompt.extra)]
-        digest.update(json.dumps(said, default=str).encode() + b"\n")
-    return digest.hexdigest()
 
 
 def _remove_leftovers(out: Path) -> None:

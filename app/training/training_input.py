@@ -21,6 +21,9 @@ from app.training.reward_role import RewardModelInput, check_reward_context, rea
 from app.training.run_directory import RunDirectory
 from settings import Settings
 
+DataRows = Sequence[Prompt] | Sequence[Row]
+"""Of a data set, as tokens or not yet."""
+
 
 @dataclass(frozen=True)
 class TrainingInput:
@@ -53,9 +56,9 @@ class TrainingInput:
         return rewards_over(settings, self.prompts, self.held_out)
 
 
-def rewards_over(settings: Settings, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Rewards:
-    """The reward functions of a run over these prompts, not yet imported."""
-    columns = data_columns(settings, prompts)
+def rewards_over(settings: Settings, asked: DataRows, held_out: DataRows) -> Rewards:
+    """The reward functions of a run over these questions, not yet imported."""
+    columns = data_columns(settings, asked)
     of_held_out = held_out_columns(settings, held_out) if held_out else None
     return Rewards(settings.reward, columns, of_held_out, overlong_penalty(settings))
 
@@ -68,15 +71,15 @@ def overlong_penalty(settings: Settings) -> OverlongPenalty | None:
     return OverlongPenalty(settings.rollout.max_new_tokens, buffer, settings.reward.overlong_penalty)
 
 
-def data_columns(settings: Settings, prompts: Sequence[Prompt]) -> Columns:
-    """What plug-ins can be given of prompts that were read under `data.*`."""
+def data_columns(settings: Settings, asked: DataRows) -> Columns:
+    """What plug-ins can be given of what was read under `data.*`."""
     data = settings.data
-    return Columns.of(prompts, source=data.source, prompt_column=data.prompt_column, answer_column=data.answer_column)
+    return Columns.of(asked, source=data.source, prompt_column=data.prompt_column, answer_column=data.answer_column)
 
 
-def held_out_columns(settings: Settings, prompts: Sequence[Prompt]) -> Columns:
-    """The same of the prompts of an evaluation."""
-    return replace(data_columns(settings, prompts), source=settings.data.eval_source or settings.data.source)
+def held_out_columns(settings: Settings, asked: DataRows) -> Columns:
+    """The same of what an evaluation asks."""
+    return replace(data_columns(settings, asked), source=settings.data.eval_source or settings.data.source)
 
 
 def read_policy(settings: Settings) -> ModelInput:
@@ -148,8 +151,8 @@ def read_held_out_of_run(settings: Settings, tokenizer: ChatTokenizer) -> Sequen
     return held_out
 
 
-def check_best(settings: Settings, held_out: Sequence[Prompt]) -> None:
-    """Raises InputError where evaluations of these prompts do not measure what chooses the best checkpoint."""
+def check_best(settings: Settings, held_out: DataRows) -> None:
+    """Raises InputError where evaluations of these do not measure what chooses the best checkpoint."""
     if settings.checkpoint.best_metric is not None:
         judge, num_samples = judge_of(settings.reward), settings.eval.num_samples
         check_best_metric(settings.checkpoint.best_metric, held_out, judge=judge, num_samples=num_samples)

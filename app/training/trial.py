@@ -12,7 +12,15 @@ import numpy as np
 from jaxtyping import Array, Float32, Float64, Int32
 
 from app.flow import Messages, Prompt, Sample
-from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards, row_sharding, to_global, to_local
+from app.mesh.placement import (
+    abstract,
+    bytes_over_hosts,
+    bytes_per_device,
+    num_local_row_shards,
+    row_sharding,
+    to_global,
+    to_local,
+)
 from app.mesh.topology import platform_of
 from app.policy.decoder import DecoderDefinition, Params
 from app.policy.row_layout import one_segment
@@ -27,7 +35,7 @@ from app.training.findings import RUN_TIME, Findings
 from app.training.metrics import device_memory_bytes
 from app.training.reward_role import RewardModel, RewardModelInput
 from app.training.session import Session, compute_type
-from app.training.training_input import rewards_over
+from app.training.training_input import DataRows, rewards_over
 from settings import Settings
 from settings.errors import InputError
 
@@ -125,7 +133,13 @@ def look_at_end_of_turn(
 
 
 def too_large(session: Session, definition: DecoderDefinition) -> str | None:
-    """Why a network's weights are not loaded for a trial, or None."""
+    """Why a network's weights are not loaded for a trial on any host, or None. All hosts call it together."""
+    of_hosts = bytes_over_hosts((_too_large_here(session, definition) or "").encode())
+    return next((said.decode() for said in of_hosts if said), None)
+
+
+def _too_large_here(session: Session, definition: DecoderDefinition) -> str | None:
+    """Hosts may have more or less memory."""
     count, available = definition.num_parameters, device_memory_bytes()
     most = MOST_PARAMETERS[platform_of(session.mesh.devices.flat[0])]
     if count > most:
@@ -209,7 +223,7 @@ def _sample(tokenizer: Tokenizer, prompt: Prompt, index: int, completion: str) -
 
 
 def look_at_rewards(
-    look: Findings, settings: Settings, samples: Sequence[Sample], prompts: Sequence[Prompt], held_out: Sequence[Prompt]
+    look: Findings, settings: Settings, samples: Sequence[Sample], asked: DataRows, held_out: DataRows
 ) -> None:
     """What each reward function says of a right answer and of a wrong one, in its workers, under its limits.
 
@@ -220,7 +234,7 @@ def look_at_rewards(
     # The model's score needs its weights; see `look_at_reward_model`.
     functions = settings.model_copy(update={"reward": settings.reward.model_copy(update={"model": None, **hurried})})
     try:
-        with rewards_over(functions, prompts, held_out) as rewards:
+        with rewards_over(functions, asked, held_out) as rewards:
             _look_at_values(look, settings, samples, rewards)
     except InputError as error:
         if import_s <= MOST_IMPORT_S or not isinstance(error.__cause__, LateError):
@@ -274,7 +288,7 @@ def look_at_reward_model(look: Findings, session: Session, model: RewardModelInp
     """What it scores the same answers. All hosts call it together."""
     settings = session.settings
     if (why := too_large(session, model.definition)) is not None:
-        look.skip("reward model", why)
+        look.skip("reward model", why=why)
         return
     with together():
         loaded = RewardModel.load(settings, model, session.mesh)

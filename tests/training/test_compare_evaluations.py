@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.jsonl import write_jsonl
+from app.jsonl import read_jsonl, write_jsonl
 from app.report.intervals import wilson_interval
 from app.training.evaluation_subject import CHECKPOINT, JUDGE, JUDGES_FILE, JUDGES_FUNCTION, Subject, write_subject
 from tests.training.program import here, metrics_of
@@ -182,7 +182,7 @@ def test_files_of_a_run_s_own_evaluations_are_compared_too(finished: Path) -> No
         ({"facts": {JUDGES_FUNCTION: "b:arithmetic"}}, "the judge's function was None, and is b:arithmetic"),
         ({"judge": None}, "a.jsonl has none; grpo evaluate --out writes such files"),
         ({"rewards": {"a": 1, "b": 0}}, "a.jsonl has the values of a, b"),
-        ({"answers": [*AFTER[:11], ("2", "2")]}, "is not whole: q/0 has 1 samples, others 2"),
+        ({"answers": [*AFTER[:11], ("2", "2")]}, "is not whole: q/0 has samples 0, others 0 to 1; the same grpo"),
         (
             {"answers": [(answer, answer) for (answer,) in AFTER]},
             "eval.num_samples was 1, and is 2. Even of one model, prompts would not be better as often as worse; "
@@ -196,6 +196,22 @@ def test_files_that_say_nothing_about_each_other(tmp_path: Path, changed: dict[s
     after = write(tmp_path / "a.jsonl", **{"answers": AFTER, **changed})
     assert message in refused(before, after, "--picture", tmp_path / "p.png")
     assert not (tmp_path / "p.png").exists()
+
+
+def test_a_sample_that_stands_there_twice_is_named(tmp_path: Path) -> None:
+    before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", AFTER)
+    lines = after.read_text().splitlines(keepends=True)
+    after.write_text("".join([*lines, lines[3]]))
+    assert "a.jsonl is not whole: q/3 has samples 0, 0, others 0 to 0" in refused(before, after)
+
+
+def test_columns_that_a_plug_in_may_read_are_those_of_both(tmp_path: Path) -> None:
+    columns = {"difficulty": 1, "tests": "other"}
+    before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", AFTER, columns=columns)
+    compared(before, after)
+    before = write(before, BEFORE, judge="mine")
+    after = write(after, AFTER, judge="mine", columns=columns)
+    assert "q/0 has other columns, which mine may read" in refused(before, after)
 
 
 @pytest.mark.parametrize("facts", [{}, {JUDGE: None}, []])
@@ -222,3 +238,15 @@ def test_a_plug_in_s_values_are_no_shares(tmp_path: Path) -> None:
     assert told.exit_code == 0, told.stderr
     (row,) = [line for line in told.stdout.splitlines() if line.startswith("accuracy ")]
     assert "2.75" in row and "%" not in row
+
+
+def test_the_order_of_samples_makes_no_prompt_better(tmp_path: Path) -> None:
+    values = [0.1, 0.2, 0.3]
+    assert sum(values) != sum(reversed(values))
+    before, after = (write(tmp_path / name, [("2",) * 3] * 20, judge="mine") for name in ("b.jsonl", "a.jsonl"))
+    for path, given in ((before, values), (after, values[::-1])):
+        records = [{**record, "rewards": {"mine": given[record["sample_index"]]}} for _, record in read_jsonl(path)]
+        write_jsonl(path, records)
+    found = compared(before, after)
+    assert (found["better"], found["worse"], found["alike"], found["p"]) == (0, 0, 20, 1.0)
+    assert found["metrics"]["eval/accuracy"]["difference"]["value"] == 0

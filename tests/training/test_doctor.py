@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,47 @@ def test_networks_that_do_not_fit_a_device_are_not_loaded(
     _, checks, _ = examined("--config", config, *settings(f"reward.model={judge}", *QUIET))
     assert verdicts(checks, "forward", "reward model") == ["skip", "skip"]
     assert all("do not fit in the" in checks[name]["found"] for name in ("forward", "reward model"))
+
+
+def test_what_does_not_learn_is_held_too(config: Path, judge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "size_text", lambda size: f"{size} bytes")
+
+    def held(*overrides: str) -> float:
+        _, checks, _ = examined("--config", config, *settings(*overrides, *QUIET))
+        told = re.fullmatch(r"weights and optimizer moments take (\d+) bytes on .*", checks["memory"]["found"])
+        assert told is not None, checks["memory"]
+        return float(told[1])
+
+    whole, adapted = held(), held("model.lora.rank=1", "model.lora.targets=[q_proj]")
+    # Weights and two moments as large as they; beside adapters the weights stay.
+    assert whole / 3 < adapted < whole / 2
+    assert held(f"reward.model={judge}") > whole
+    assert held("algorithm.beta=0.1") == pytest.approx(4 / 3 * whole, rel=0.01)
+
+
+def test_a_model_that_fills_a_device_by_itself_fails_beside_adapters_too(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "device_memory_bytes", lambda: 20_000)
+    code, checks, _ = examined("--config", config, *settings("model.lora.rank=2", *QUIET))
+    assert (code, checks["memory"]["verdict"]) == (1, "fail")
+
+
+def test_what_few_rows_have_is_seen_though_some_become_tokens(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "MOST_ROWS", 2)
+    rows = [{"question": f"{i}+1=?", "answer": str(i + 1), "difficulty": 1 + i % 2} for i in range(4)]
+    rows[3]["rare"] = "here"
+    path, plug = tmp_path / "rows.jsonl", tmp_path / "plug.py"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plug.write_text("def judge(completion, rare): return 1.0\n")
+    chosen = settings(
+        *(f"data.source={path}", f"data.eval_source={path}", "eval.num_prompts=null", "mesh.shape='3,1,1'"),
+        *(f"reward.functions=['{plug}:judge']", "checkpoint.best_metric=eval/accuracy/difficulty_2"),
+    )
+    _, checks, _ = examined("--config", config, *chosen)
+    assert verdicts(checks, "held-out data", "reward") == ["ok", "ok"], checks
 
 
 def test_of_large_data_sets_some_rows_become_tokens(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

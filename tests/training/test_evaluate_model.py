@@ -121,6 +121,16 @@ def test_lines_that_are_taken_from_a_file_are_filled_in(finished: Path, result: 
     assert without_clock(out) == without_clock(result)
 
 
+def test_lines_too_many_are_taken_out_again(finished: Path, result: Path, tmp_path: Path) -> None:
+    out = copied(result, tmp_path)
+    whole = out.read_text()
+    lines = whole.splitlines(keepends=True)
+    for more in (lines[3], lines[3][:50] + "\n", json.dumps({**records_of(result)[3], "sample_index": 1}) + "\n"):
+        out.write_text(whole + more)
+        evaluated("--checkpoint", finished, "--out", out)
+        assert out.read_text() == whole
+
+
 def test_an_evaluation_that_is_done_is_only_read(finished: Path, result: Path, tmp_path: Path) -> None:
     out = copied(result, tmp_path)
     before = digest_of(tmp_path)
@@ -183,12 +193,41 @@ def test_a_judge_that_fails_costs_no_sample(config: Path, tmp_path: Path) -> Non
     assert "the judge's file was" in refused(*arguments), "what is judged is not judged anew"
 
 
+def test_samples_that_a_judge_failed_on_are_judged_anew_by_one_that_was_mended(config: Path, tmp_path: Path) -> None:
+    judge, out = tmp_path / "judge.py", tmp_path / "out.jsonl"
+    judge.write_text("def judge(completion, answer):\n    return 1 / (int(answer) % 2)\n")
+    chosen = settings("reward.on_error=zero", "eval.num_prompts=8")
+    unjudged = ("--config", config, *chosen, "--out", out)
+    arguments = (*unjudged, *settings(f"reward.functions=['{judge}:judge']"))
+    failed = evaluated(*arguments)["metrics"]
+    assert failed["eval/error_count"] > 0 and failed["eval/accuracy"] < 1
+    records = [{**record, "elapsed_s": 123.0} for record in records_of(out)]
+    write_jsonl(out, records)
+    assert "the judge was 'judge' there, and is 'arithmetic' now" in refused(*unjudged)
+    judge.write_text("def judge(completion, answer):\n    return 1\n")
+    mended = evaluated(*arguments)["metrics"]
+    assert (mended["eval/error_count"], mended["eval/accuracy"]) == (0, 1)
+    assert [record["elapsed_s"] for record in records_of(out)] == [123.0] * 8
+    message = refused(*arguments, *settings("reward.max_characters=9"))
+    assert "reward.max_characters was '100000' there, and is '9' now" in message
+
+
 def test_null_asks_the_whole_data_set(config: Path, tmp_path: Path) -> None:
     rows = [{"question": f"{i} + {i} = ?", "answer": str(2 * i)} for i in range(9)]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     chosen = settings(f"data.eval_source={tmp_path / 'rows.jsonl'}", "eval.num_prompts=null", "eval.every_steps=0")
     found = evaluated("--config", config, *chosen)
     assert (found["prompts"], found["data"]) == (9, str(tmp_path / "rows.jsonl"))
+
+
+def test_another_column_of_the_data_is_another_evaluation(config: Path, tmp_path: Path) -> None:
+    chosen = settings(f"data.eval_source={tmp_path / 'rows.jsonl'}", "eval.num_prompts=null", "eval.every_steps=0")
+    rows = [{"question": f"{i} + {i} = ?", "answer": str(2 * i), "tests": "old"} for i in range(4)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    arguments = ("--config", config, *chosen, "--out", tmp_path / "out.jsonl")
+    evaluated(*arguments)
+    write_jsonl(tmp_path / "rows.jsonl", [*rows[:3], {**rows[3], "tests": "new"}])
+    assert "the prompts was" in refused(*arguments)
 
 
 def test_another_evaluation_is_refused_by_what_differs(finished: Path, result: Path, tmp_path: Path) -> None:
@@ -224,6 +263,10 @@ def test_input_that_cannot_be_evaluated(config: Path, finished: Path, tmp_path: 
         *of_run, *settings(unanswered)
     )
     assert "--checkpoint: there is no folder" in refused("--checkpoint", finished / "checkpoints" / "3")
+    part = tmp_path / "out.jsonl.part"
+    part.write_bytes(b"half of a download")
+    assert f"{part} is no part of an evaluation" in refused(*of_run)
+    part.unlink()
     assert "the folder" in refused("--checkpoint", finished, "--out", tmp_path / "no" / "out.jsonl")
     assert not list(tmp_path.glob("out*"))
 

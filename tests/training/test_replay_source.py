@@ -62,6 +62,12 @@ def test_what_only_decides_how_rewards_are_asked_for_leaves_them_as_they_are(sou
     limits = ("reward.timeout_s=20", "reward.cpu_s=9", "reward.memory_mib=512")
     assert looked(source, *pace, *limits).takes_rewards
     assert not looked(source, "reward.max_characters=9").takes_rewards
+    # A plug-in may rank the samples that it is given at once.
+    judge = "reward.functions=['module:judge']"
+    had(source, judge)
+    assert looked(source, judge, *pace[::2], *limits).takes_rewards
+    assert not looked(source, judge, "reward.batch_size=8").takes_rewards
+    had(source, "reward.functions=[arithmetic]")
     # What exceeded a limit was worth 0.
     had(source, "reward.on_error=zero")
     assert looked(source, *pace).takes_rewards

@@ -9,18 +9,17 @@ logs of their kept mass.
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from app.exclusive_file import open_exclusive
 from app.jsonl import parse_object
 from app.rollout.scheduling.events import Command, Event, from_json, to_json
 from app.rollout.scheduling.scheduler import Scheduler
@@ -80,7 +79,7 @@ class EventLog:
         self._run = run
         self._begun: Begun | None = None
         with ExitStack() as stack:
-            self._file = stack.enter_context(_locked(path))
+            self._file = stack.enter_context(open_exclusive(path, of="rollout"))
             if _has_no_header(path):
                 self._file.seek(0)
                 self._file.truncate()
@@ -143,38 +142,6 @@ class EventLog:
     def _write(self, values: Mapping[str, Any]) -> None:
         self._file.write(_line(values))
         self._file.flush()
-
-
-def _locked(path: Path) -> IO[bytes]:
-    """Open for appending."""
-    while True:
-        try:
-            file = path.open("ab")
-        except OSError as error:
-            raise InputError(f"{path}: the log of the rollout cannot be written: {error.strerror}") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise InputError(
-                f"{path}: another process is at this rollout; wait for it, or choose another --out"
-            ) from None
-        except OSError as error:
-            file.close()
-            raise InputError(
-                f"{path}: the log of the rollout cannot be locked: {error.strerror}; choose an --out on another disk"
-            ) from error
-        if _is_at(file, path):
-            return file
-        # Whoever had it has finished and removed it in between.
-        file.close()
-
-
-def _is_at(file: IO[bytes], path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def is_log(path: Path) -> bool:
