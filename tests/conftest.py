@@ -34,7 +34,7 @@ for name in [name for name in os.environ if name in FOREIGN or name.startswith("
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 # Most of the suite's time is the compiler's, on programs that run once and for next to no time. Set it to false to test
-# what users run; the suite takes half as long again.
+# what users run, which takes longer.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 # Virtual devices share a few cores: on a busy machine one may wait for another longer than the 40 s after which XLA
 # ends the process.

@@ -104,12 +104,17 @@ def _spelled(value: object) -> str:
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Of all that samples and their judges take from their prompts, in order."""
+    """How many there are, and what tells them from others, for people to read."""
+    return f"{len(prompts)} prompts, {prompts_fingerprint(prompts)[:16]}"
+
+
+def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 over all that samples and their judges take from their prompts, in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         said = [prompt.uid, prompt.token_ids.tolist(), prompt.source, prompt.answer, dict(prompt.extra)]
         digest.update(json.dumps(said, sort_keys=True).encode() + b"\n")
-    return f"{len(prompts)} prompts, {digest.hexdigest()[:16]}"
+    return digest.hexdigest()
 
 
 def plug_in_digests(functions: Sequence[RewardFunction]) -> dict[str, str]:

@@ -30,7 +30,7 @@ from app.policy.weight_files import BUILTIN_PREFIX, CONFIG_FILE
 from app.policy.weights import load_weights
 from app.policy.weights_out import TensorsOut
 from app.prompts.tokenizer_out import write_tokenizer
-from app.training.model_card import ADAPTER, CARD_FILE, MERGED, WHOLE, Form, beside_note, model_card, rounding_note
+from app.training.model_card import ADAPTER, CARD_FILE, MERGED, WHOLE, Form, model_card, notes
 from app.training.model_input import ModelInput, read_model_input
 from app.training.pinned_model import pinned
 from app.training.policy_weights import load_trained
@@ -72,9 +72,8 @@ class Opened:
 
     def tell(self, form: Form) -> None:
         """Wherein what is written is not what the run measured."""
-        for note in (rounding_note(form, self.dtype), beside_note(self.model.adapted.quantization)):
-            if note:
-                print(f"note: {note}", file=sys.stderr)
+        for note in notes(form, dtype=self.dtype, quantization=self.model.adapted.quantization):
+            print(f"note: {note}", file=sys.stderr)
 
     def write(self, write: Callable[[Path], list[str]], *, card: str, num_parameters: int) -> dict[str, Any]:
         """Makes the folder, and returns the figures to be shown.

@@ -1,6 +1,6 @@
 """The model card of an exported policy: what it is, how it was trained, what that changed, how to load it.
 
-A card is made to be uploaded, so settings of this machine alone stay out of it, and of local paths only the last name
+A card is made to be uploaded, so settings of a single machine stay out of it, and of local paths only the last name
 is told.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ NAMING_FILES = ("model.path", "data.source", "data.eval_source")
 """What is neither built in nor of the hub is a path here, however it begins."""
 
 PRIVATE_SETTINGS = ("run.dir", "run.name")
-"""In sections that are uploaded, and still this machine's own, or told elsewhere."""
+"""In sections that are uploaded, and still those of one machine, or told elsewhere."""
 
 USE = """\
 ```python
@@ -86,24 +86,22 @@ ADAPTER = Form(
 )
 
 
-def rounding_note(form: Form, dtype: str) -> str:
-    """For people, what merged adapters lose by rounding; empty where they lose nothing."""
-    if form is not MERGED or dtype == "float32":
-        return ""
-    return (
-        f"merged in {dtype}, small changes of a weight are rounded away, and with them maybe most of what the adapters "
-        "learned; `grpo export --dtype float32` keeps it, and so does `--adapter`"
-    )
+def notes(form: Form, *, dtype: str, quantization: str | None) -> Iterator[str]:
+    """For people, wherein what is written is not what the run measured.
 
-
-def beside_note(quantization: str | None) -> str:
-    """For people, what adapters were trained beside, where that is not what they are written for; else empty."""
-    if quantization is None:
-        return ""
-    return (
-        f"the adapters were trained beside the base's kernels in {quantization} ({QUANTIZE_BASE}); beside the base "
-        "itself they make another model than the one that the run measured"
-    )
+    Args:
+        quantization: of what adapters learned beside.
+    """
+    if form is MERGED and dtype != "float32":
+        yield (
+            f"merged in {dtype}, small changes of a weight are rounded away, and with them maybe most of what the "
+            "adapters learned; `grpo export --dtype float32` keeps it, and so does `--adapter`"
+        )
+    if quantization is not None:
+        yield (
+            f"the adapters were trained beside the base's kernels in {quantization} ({QUANTIZE_BASE}); beside the base "
+            "itself they make another model than the one that the run measured"
+        )
 
 
 def model_card(resolved: Resolved, saved: SavedPolicy, model: ModelInput, *, form: Form, dtype: str) -> str:
@@ -159,18 +157,12 @@ def front_matter(form: Form, hub_id: str | None, source: str) -> str:
 
 def _origin(saved: SavedPolicy, settings: Mapping[str, Any], form: Form, *, base: str, dtype: str) -> str:
     weights = f"{form.says}, {'in float32' if dtype == 'float32' else f'rounded once to {dtype}'}."
-    if note := rounding_note(form, dtype):
-        weights += f" Note: {note}."
+    quantization = settings.get(QUANTIZE_BASE) if settings.get(RANK) else None
+    weights += "".join(f" Note: {note}." for note in notes(form, dtype=dtype, quantization=quantization))
     return (
         f"`{base}`, trained with the algorithm `{settings['algorithm.name']}` on `{settings['data.source']}`: "
         f"step {saved.step} of the run `{settings['run.name']}`, written by `grpo export`. {weights}"
-        f"{_beside_sentence(settings)}"
     )
-
-
-def _beside_sentence(settings: Mapping[str, Any]) -> str:
-    note = beside_note(settings.get(QUANTIZE_BASE) if settings.get(RANK) else None)
-    return f" Note: {note}." if note else ""
 
 
 def _figures(files: RunFiles, settings: Mapping[str, Any], *, step: int) -> list[str]:
@@ -219,7 +211,7 @@ def _cell(text: str) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """The same, of a path of this machine its last name alone."""
+    """The same, of a local path its last name alone."""
     if isinstance(value, Mapping):
         return {name: _shown(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -12,7 +12,7 @@ import jax
 
 from app.flow import Prompt
 from app.rollout.scheduling.event_log import EventLog, RunFacts
-from app.training.agreement import prompts_digest
+from app.training.agreement import prompts_fingerprint
 from app.training.all_hosts import of_host
 from app.training.model_input import ModelInput
 from app.training.progress import num_done
@@ -103,7 +103,7 @@ def run_facts(settings: Settings, model: ModelInput, prompts: Sequence[Prompt]) 
     return {
         "the model's files": model.files.fingerprint,
         "the tokenizer": model.tokenizer.fingerprint,
-        "the prompts": prompts_digest(prompts),
+        "the prompts": prompts_fingerprint(prompts),
         "run.seed": settings.run.seed,
         "model.dtype": settings.model.dtype,
         "data.max_prompt_length": settings.data.max_prompt_length,

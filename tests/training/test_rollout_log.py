@@ -132,7 +132,7 @@ def cut_in_the_middle(log: bytes) -> bytes:
     ("overrides", "limit", "message"),
     [
         (("rollout.temperature=0.5",), 16, "What differs: rollout.temperature (1.0 there, 0.5 here)."),
-        (("run.seed=8",), 15, ", run.seed (0 there, 8 here)."),
+        (("run.seed=8",), 15, "What differs: the prompts, run.seed (0 there, 8 here)."),
         (("rollout.workers.heavy.count=2",), 16, "rollout.workers.heavy.count (1 there, 2 here)"),
     ],
 )
