@@ -34,11 +34,11 @@ from transformers import PreTrainedTokenizerFast
 from app.batching.pack import TokenBatch, pack_tokens
 from app.batching.plan import MicroBatch, RowShape
 from app.batching.row_logprobs import row_logprobs
-from app.flow import Prompt, Sample
 from app.policy.decoder import DecoderDefinition, Params, by_path
 from app.policy.families import architecture_from_config
 from app.policy.weights import expected_entries
 from app.prompts.arithmetic import make_problems
+from app.records.sample import Prompt, Sample
 
 LEVEL_SHARES = {2: 0.4, 3: 0.6}
 """Difficulty level -> its share of a batch."""

@@ -21,8 +21,16 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"app.batching"}),
     frozenset({"app.policy"}),
     frozenset({"app.mesh"}),
-    frozenset({"app.jsonl", "app.npz_file", "app.program_facts", "app.sample_records"}),
-    frozenset({"app.flow", "app.masked", "app.exclusive_file", "app.whole_file", "app.terminal_text"}),
+    frozenset({"app.records.jsonl", "app.records.npz", "app.records.versions", "app.records.sample_json"}),
+    frozenset(
+        {
+            "app.records.sample",
+            "app.records.moments",
+            "app.records.file_lock",
+            "app.records.atomic_write",
+            "app.records.printable",
+        }
+    ),
     frozenset({"settings"}),
 )
 """Left may import right. Rooms of one layer never import each other."""
@@ -208,13 +216,13 @@ def test_python_agrees_that_jax_stays_out() -> None:
         ("app.policy.decoder", "def build():\n    from app.batching import pack"),
         ("app.mesh.topology", "if TYPE_CHECKING:\n    import app.policy.decoder"),
         ("app.mesh.topology", "importlib.import_module('app.policy')"),
-        ("app.flow", "import cli"),
+        ("app.records.sample", "import cli"),
         ("settings.schema", "from app import flow"),
         ("app.training.loop", "from tests.conftest import REPOSITORY"),
         ("app.training.loop", "from . import journal"),
         ("app.training.loop", "import app"),
         ("app.attic.box", ""),
-        ("app", "from app.flow import Sample"),
+        ("app", "from app.records.sample import Sample"),
     ],
 )
 def test_the_checker_sees_an_import_against_the_plan(module: str, source: str) -> None:
@@ -226,7 +234,7 @@ def test_the_checker_sees_an_import_against_the_plan(module: str, source: str) -
     [
         ("cli", "from verbs import training\nimport settings"),
         ("verbs.training", "from app.training import run\nfrom verbs.options import Config"),
-        ("app.training.loop", "from app.rollout.engine import Engine\nfrom app.flow import Sample"),
+        ("app.training.loop", "from app.rollout.engine import Engine\nfrom app.records.sample import Sample"),
         ("app.score.scorer", "import app.batching.pack, app.score.roles, numpy"),
     ],
 )
@@ -273,8 +281,8 @@ def test_the_checker_follows_imports_through_the_program() -> None:
     sources = {
         "app": "",
         "app.reward": "import re",
-        "app.reward.gsm8k": "from app.jsonl import read",
-        "app.jsonl": "def read():\n    import jax\nif TYPE_CHECKING:\n    import flax",
+        "app.reward.gsm8k": "from app.records.jsonl import read",
+        "app.records.jsonl": "def read():\n    import jax\nif TYPE_CHECKING:\n    import flax",
     }
     assert reached({"app.reward.gsm8k"}, sources, lazily=False) == {"re"}
     assert reached({"app.reward.gsm8k"}, sources, lazily=True) == {"re", "jax", "flax"}

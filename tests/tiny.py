@@ -16,11 +16,11 @@ from numpy.typing import ArrayLike
 from app.batching.micro_batches import lengths_of
 from app.batching.pack import pack_per_token, pack_tokens
 from app.batching.plan import MicroBatch, Plan, RowShape, TokenBudget, plan_token_budget
-from app.flow import Prompt, Sample
 from app.mesh.axis_rules import AXES
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params
 from app.policy.rope import Rope
+from app.records.sample import Prompt, Sample
 from app.rollout.engine import Engine
 from app.update.aggregation import Totals, Weights, token_mean
 from app.update.objective import PolicyLoss, UpdateBatch, scored_logprobs

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from app.flow import Sample
+from app.records.sample import Sample
 
 EPSILON = 1e-6
 

@@ -16,8 +16,8 @@ from jaxtyping import ArrayLike, Bool, Float, Float32, Float64
 
 from app.advantage.token_rewards import TokenRewards
 from app.batching.ladder import rung
-from app.flow import Sample
-from app.masked import Moments, whiten
+from app.records.moments import Moments, whiten
+from app.records.sample import Sample
 
 
 class TokenRows(NamedTuple):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float64
 
-from app.flow import Sample
-from app.masked import Moments, joint_moments
+from app.records.moments import Moments, joint_moments
+from app.records.sample import Sample
 
 TokenRewards = Callable[[Sample], Float64[np.ndarray, "C"]]
 """A sample -> what each of its tokens earned; 0 on those that the policy did not write."""

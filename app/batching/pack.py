@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64
 
 from app.batching.plan import MicroBatch, Plan, RowShape
-from app.flow import Sample
+from app.records.sample import Sample
 
 HostOrDevice = Any
 """numpy while it is packed, `jax.Array` once it is placed."""

@@ -12,9 +12,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from app.masked import Moments, merged
 from app.mesh.axis_rules import ROW_AXES, axis_size
 from app.mesh.topology import host_of, num_hosts
+from app.records.moments import Moments, merged
 from settings.errors import InputError
 
 

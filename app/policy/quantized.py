@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, UInt8, UInt32
 
 from app.mesh.axis_rules import on_each_device
-from app.program_facts import NOT_INSTALLED, QUANTIZING, lower_bounds, release, version_of
+from app.records.versions import NOT_INSTALLED, QUANTIZING, lower_bounds, release, version_of
 from settings.errors import InputError
 from settings.lora_section import Quantization
 

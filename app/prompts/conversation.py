@@ -8,10 +8,10 @@ import numpy as np
 from jaxtyping import Int32
 from transformers import PreTrainedTokenizerFast
 
-from app.flow import Messages, Prompt
 from app.policy.weight_files import ModelFiles
 from app.prompts.encode import to_messages
 from app.prompts.tokenizer import chat_ids, load_fast_tokenizer
+from app.records.sample import Messages, Prompt
 from settings.errors import InputError
 
 

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from app.flow import Messages
-from app.jsonl import read_jsonl
+from app.records.jsonl import read_jsonl
+from app.records.sample import Messages
 from settings.errors import InputError
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")

@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from app.flow import Messages, Prompt
 from app.prompts.dataset import Row
+from app.records.sample import Messages, Prompt
 from settings.errors import InputError
 
 

@@ -13,9 +13,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from app.flow import Messages
 from app.policy.gguf_file import GgufFile
 from app.policy.weight_files import ModelFiles
+from app.records.sample import Messages
 from settings.errors import InputError
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from app.flow import Messages, Sample
-from app.terminal_text import printable
+from app.records.printable import printable
+from app.records.sample import Messages, Sample
 
 NUM_GROUPS = 2
 """Groups shown of a step, a better and a worse sample of each: more would push the progress off the screen."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from app.jsonl import check_output
+from app.records.atomic_write import write_whole
+from app.records.jsonl import check_output
 from app.report.before_after import figure_text
 from app.report.drawing import BLUE, GREY, ORANGE, as_label
 from app.report.figures import STYLE
 from app.report.intervals import Interval, Measured
-from app.whole_file import write_whole
 from settings.errors import InputError
 
 if TYPE_CHECKING:

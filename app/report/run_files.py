@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.jsonl import read_jsonl_lines
+from app.records.jsonl import read_jsonl_lines
 from app.report.history import History, Record, training_steps
 from settings import InputError, Settings
 from settings.fields import FIELDS, value_of

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from app.flow import DROPPED
-from app.jsonl import read_jsonl_lines
+from app.records.jsonl import read_jsonl_lines
+from app.records.sample import DROPPED
 from app.report.history import is_number, number
 from settings.errors import InputError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from app.flow import Sample
+from app.records.sample import Sample
 from settings.reward_section import OVERLONG
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.flow import Sample
+from app.records.sample import Sample
 from app.reward.outcome import Failure, Outcome
 from app.reward.pool import NONSENSE, LoadError, WorkerPool
 from app.reward.signature import (

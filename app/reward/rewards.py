@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType, TracebackType
 from typing import Protocol
 
-from app.flow import Sample
+from app.records.sample import Sample
 from app.reward.outcome import Failure, Outcome
 from app.reward.overlong import OverlongPenalty
 from app.reward.plugin import Moment, PlugIn, PlugInLostError

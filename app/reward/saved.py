@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.flow import Sample
+from app.records.sample import Sample
 from app.reward.outcome import Outcome
 from app.reward.plugin import Moment
 from app.reward.weighing import ERRORS_FIELD, NO_REWARD, NO_REWARD_FINISH, Scored, Tally, is_unusable

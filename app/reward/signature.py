@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from app.flow import Sample
+from app.records.sample import Sample
 
 StyleName = Literal["batch", "verl", "by name"]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from app.flow import DROPPED, Sample
+from app.records.sample import DROPPED, Sample
 from app.reward.outcome import Failure, Outcome
 from settings.reward_section import MODEL_REWARD
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import jax
 
-from app.flow import Prompt, Sample
 from app.policy.kv_cache import DecodeWeights
+from app.records.sample import Prompt, Sample
 from app.rollout.rows import Row
 from app.rollout.run import Run
 from app.rollout.sampling import SamplingRules

@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
 
-from app.flow import Prompt
 from app.policy.kv_cache import DecodeWeights
+from app.records.sample import Prompt
 from app.rollout.engine import BatchShape, Footprint
 from app.rollout.rows import Row
 from app.rollout.sampling import SamplingRules

@@ -15,7 +15,6 @@ from jax.stages import Lowered
 from jaxtyping import Array, Int32
 
 from app.batching.ladder import rung
-from app.flow import Prompt, Sample
 from app.mesh.islands import taken_over
 from app.mesh.placement import (
     local_row_indices,
@@ -37,6 +36,7 @@ from app.policy.kv_cache import (
     merged_decode_weights,
     prefill,
 )
+from app.records.sample import Prompt, Sample
 from app.rollout.batch_programs import Rows, Slots, decode_loop, open_slots
 from app.rollout.rows import Row
 from app.rollout.sampling import (

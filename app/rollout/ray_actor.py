@@ -26,7 +26,7 @@ from app.mesh.placement import num_row_shards
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition
 from app.policy.lora import LoRA
-from app.program_facts import drawing, program_facts
+from app.records.versions import drawing, program_facts
 from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.events import Kind, RunSegment

@@ -23,7 +23,7 @@ import ray
 import ray.exceptions
 from ray._private import worker as ray_process
 
-from app.program_facts import drawing, program_facts
+from app.records.versions import drawing, program_facts
 from app.rollout.ray_worker import RemoteWorker
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduled import Schedule, ScheduledWorkers

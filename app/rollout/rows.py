@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from app.flow import Prompt, Sample
 from app.policy.kv_cache import Cache
+from app.records.sample import Prompt, Sample
 
 
 @dataclass(eq=False)

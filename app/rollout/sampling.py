@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, Key, UInt32
 
-from app.flow import DROPPED
+from app.records.sample import DROPPED
 
 
 class SamplingRules(NamedTuple):

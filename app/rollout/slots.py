@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int32
 
-from app.flow import Prompt
 from app.policy.decoder import DecoderDefinition
 from app.policy.kv_cache import Cache, DecodeWeights
+from app.records.sample import Prompt
 from app.rollout.engine import BatchShape, Footprint
 from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules, finish_reason, uid_words

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from jaxtyping import Int32
 
-from app.flow import Sample
+from app.records.sample import Sample
 from app.score.scorer import with_a_token_behind
 
 

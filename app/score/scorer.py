@@ -17,9 +17,9 @@ from app.batching.pack import TokenBatch, pack_tokens, unpack_per_token
 from app.batching.plan import Plan
 from app.batching.row_logprobs import row_logprobs
 from app.batching.row_values import row_values
-from app.flow import Sample
 from app.mesh.placement import row_sharding, to_global, to_local
 from app.policy.decoder import DecoderDefinition, Params
+from app.records.sample import Sample
 
 Pass = Callable[[Params, Iterable[TokenBatch], np.float32], list[np.ndarray]]
 """(weights, this host's micro-batches, temperature) -> what is read at each target, [R, C]."""

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import jax
 
-from app.flow import Prompt
 from app.mesh.placement import bytes_over_hosts
-from app.program_facts import TRAINING, program_facts
+from app.records.run_directory import RunDirectory
+from app.records.sample import Prompt
+from app.records.versions import TRAINING, program_facts
 from app.training.all_hosts import together
-from app.training.run_directory import RunDirectory
 from settings import Resolved
 from settings.errors import InputError
 from settings.fields import FIELDS, value_of

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from app.flow import Sample
-from app.jsonl import check_output, to_line
 from app.mesh.placement import bytes_over_hosts, bytes_to_first_host, max_over_hosts
-from app.sample_records import PER_TOKEN, sample_from_record, sample_to_record
-from app.whole_file import replacing
+from app.records.atomic_write import replacing
+from app.records.jsonl import check_output, to_line
+from app.records.sample import Sample
+from app.records.sample_json import PER_TOKEN, sample_from_record, sample_to_record
 from settings.errors import InputError
 
 Item = TypeVar("Item")

@@ -21,9 +21,9 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, UInt32
 
 from app.mesh.placement import abstract, gather_over_hosts, max_over_hosts
+from app.records.atomic_write import write_whole
 from app.training.model_input import ADAPTERS, QUANTIZER
 from app.training.preservation import Best, NewestAndBest
-from app.whole_file import write_whole
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from app.flow import Prompt, Sample
-from app.jsonl import check_distinct, read_jsonl
+from app.records.jsonl import check_distinct, read_jsonl
+from app.records.sample import Prompt, Sample
+from app.records.sample_json import sample_from_record
 from app.report.intervals import Measured, mean_interval, sign_test
 from app.report.paired import Comparison, PairedRow, check_picture, is_told, write_picture
 from app.reward.tasks import is_task_reward, right_vote
-from app.sample_records import sample_from_record
 from app.training.evaluation_figures import (
     ACCURACY,
     DIFFICULTY,

@@ -13,12 +13,13 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from app.flow import Prompt
 from app.mesh import topology
 from app.mesh.placement import bytes_over_hosts, max_over_hosts
-from app.program_facts import lower_bounds
 from app.prompts.dataset import Dataset
 from app.prompts.source import spread
+from app.records.run_directory import RunDirectory, check_claim
+from app.records.sample import Prompt
+from app.records.versions import lower_bounds
 from app.training.agreement import agree, check_shared, prompts_digest
 from app.training.all_hosts import together
 from app.training.findings import RUN_TIME, Diagnosis, Finding, Findings
@@ -29,7 +30,6 @@ from app.training.metrics import device_memory_bytes
 from app.training.model_input import CriticInput, ModelInput
 from app.training.pinned_model import pinned
 from app.training.reward_role import RewardModelInput
-from app.training.run_directory import RunDirectory, check_claim
 from app.training.session import Session
 from app.training.surroundings import (
     CACHED,

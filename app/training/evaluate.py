@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from app.flow import Prompt, Sample
 from app.mesh.placement import max_over_hosts
 from app.policy.kv_cache import DecodeWeights
+from app.records.sample import Prompt, Sample
 from app.report.intervals import Measured
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards, judge_of

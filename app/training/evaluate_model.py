@@ -14,11 +14,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from app.flow import Prompt, Sample
-from app.jsonl import check_output
 from app.mesh.placement import max_over_hosts
 from app.policy.kv_cache import DecodeWeights
 from app.prompts.encode import EncodeReport
+from app.records.jsonl import check_output
+from app.records.sample import Prompt, Sample
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards, judge_of
 from app.reward.tasks import is_task_reward

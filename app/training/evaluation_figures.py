@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from app.flow import Prompt, Sample
 from app.prompts.dataset import Row
+from app.records.sample import Prompt, Sample
 from app.report.intervals import Interval, Measured, mean_interval, share_interval
 from app.reward.tasks import is_formatted, is_task_reward, right_vote, vote
 from app.reward.votes import majority_share, pass_at_k

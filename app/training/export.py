@@ -30,12 +30,12 @@ from app.policy.weight_files import BUILTIN_PREFIX, CONFIG_FILE
 from app.policy.weights import load_weights
 from app.policy.weights_out import TensorsOut
 from app.prompts.tokenizer_out import write_tokenizer
+from app.records.atomic_write import new_folder
 from app.training.model_card import ADAPTER, CARD_FILE, MERGED, WHOLE, Form, model_card, notes
 from app.training.model_input import ModelInput, read_model_input
 from app.training.pinned_model import pinned
 from app.training.policy_weights import load_trained
 from app.training.saved_policy import SavedPolicy
-from app.whole_file import new_folder
 from settings import Resolved, Settings
 from settings.errors import InputError
 from settings.mesh_section import Mesh as MeshSettings

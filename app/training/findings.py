@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 
-from app.terminal_text import printable
+from app.records.printable import printable
 from settings.errors import InputError
 from settings.secrets import redacted
 

@@ -21,7 +21,8 @@ import numpy as np
 
 from app.advantage.gae.choice import choose
 from app.advantage.gae.estimate import BACKENDS, generalized_advantages
-from app.jsonl import check_output
+from app.records.atomic_write import write_whole
+from app.records.jsonl import check_output
 from app.report.gae_picture import speed_picture
 from app.training.gae_bench_report import (
     BYTES_PER_TOKEN,
@@ -34,7 +35,6 @@ from app.training.gae_bench_report import (
 )
 from app.training.gae_file import start_alone
 from app.training.gae_tally import WITH_CHUNKS
-from app.whole_file import write_whole
 from settings import Resolved
 from settings.errors import InputError
 from settings.schema import Algorithm

@@ -7,9 +7,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from app.jsonl import check_output
-from app.masked import Moments, whiten
 from app.mesh import topology
+from app.records.jsonl import check_output
+from app.records.moments import Moments, whiten
 from app.training.gae_matrices import MatrixFile
 from app.training.gae_samples import SampleFile
 from app.training.gae_tally import Finish, not_applied

@@ -10,10 +10,10 @@ import numpy as np
 
 from app.advantage.token_credit import bootstrapped_if_truncated
 from app.batching.ladder import rung
-from app.flow import Sample
-from app.jsonl import read_jsonl_sized, write_jsonl
-from app.masked import Moments, joint_moments, merged
-from app.sample_records import credited_sample
+from app.records.jsonl import read_jsonl_sized, write_jsonl
+from app.records.moments import Moments, joint_moments, merged
+from app.records.sample import Sample
+from app.records.sample_json import credited_sample
 from app.training.crediting import wire_gae_credit
 from app.training.gae_tally import Finish, Progress, Tally, check_trainable, choice_of
 from settings import Settings

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float32
 
 from app.advantage.gae.choice import Choice, choose
-from app.masked import NOTHING, Moments, merged, moments
+from app.records.moments import NOTHING, Moments, merged, moments
 from settings import Resolved, Settings
 from settings.errors import InputError
 from settings.schema import Algorithm

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from app.flow import Prompt
 from app.mesh import topology
 from app.mesh.inspect import MeshReport, id_ranges, mesh_report
 from app.mesh.placement import bytes_per_device
 from app.policy.decoder import by_path
+from app.records.sample import Prompt
 from app.training.agreement import agree
 from app.training.all_hosts import together
 from app.training.largest import USABLE, Largest, largest

@@ -15,18 +15,18 @@ from jaxtyping import Bool
 from app.batching.figures import plan_figures
 from app.batching.micro_batches import FixedRows, PackedRows
 from app.batching.plan import Lengths, MicroBatch, Plan, Row, Work, fixed_shape, plan_fixed
-from app.jsonl import check_output, read_jsonl
 from app.mesh import topology
 from app.mesh.placement import check_rows_per_host, num_local_row_shards
 from app.mesh.topology import make_mesh
 from app.policy.architecture import Architecture
 from app.policy.flops import forward_flops
+from app.records.atomic_write import write_whole
+from app.records.jsonl import check_output, read_jsonl
+from app.records.sample_json import token_ids_from_record
 from app.report.row_pictures import DrawnRow, Piece, file_picture, text_picture
-from app.sample_records import token_ids_from_record
 from app.training.cutting import Longest, num_tokens_behind, wire_role, wire_update
 from app.training.model_input import read_critic_input, read_model_input
 from app.training.sample_file import check_quota, check_tokens
-from app.whole_file import write_whole
 from settings import Resolved, Settings
 from settings.checks import check_for_plan
 from settings.errors import InputError

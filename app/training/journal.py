@@ -16,13 +16,13 @@ from typing import Any
 
 import jax
 
-from app.flow import Sample
-from app.jsonl import to_line
+from app.records.atomic_write import write_whole
+from app.records.jsonl import to_line
+from app.records.run_directory import RunDirectory
+from app.records.sample import Sample
+from app.records.sample_json import sample_to_record
 from app.report.alerts import Alert
 from app.report.completions import CompletionsTable, cell
-from app.sample_records import sample_to_record
-from app.training.run_directory import RunDirectory
-from app.whole_file import write_whole
 from settings import Resolved
 
 log = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from app.mesh import topology
 from app.mesh.bulletin import Bulletin
 from app.mesh.placement import num_row_shards
 from app.mesh.topology import num_hosts
+from app.records.run_directory import Resume, RunDirectory, check_claim
 from app.reward.rewards import Rewards
 from app.training.agreement import agree, check_shared, newest_checkpoint, plug_in_digests, prompts_digest
 from app.training.all_hosts import together
@@ -24,7 +25,6 @@ from app.training.pinned_model import pinned
 from app.training.placement_lines import placement_lines
 from app.training.queues import check_runs_ahead
 from app.training.replay import Asked, known_run
-from app.training.run_directory import Resume, RunDirectory, check_claim
 from app.training.session import Session
 from app.training.training_input import TrainingInput, read_training_input
 from app.training.watchdog import Watchdog

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from app.batching.pass_metrics import scoring_metrics
-from app.flow import Prompt, Sample
 from app.mesh.placement import to_device_memory
 from app.policy.decoder import Params
+from app.records.sample import Prompt, Sample
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewarding, Rewards
 from app.reward.saved import as_saved

@@ -16,8 +16,6 @@ import jax
 import numpy as np
 
 from app.advantage.group import zero_variance_fraction
-from app.flow import Sample
-from app.masked import Moments, joint_moments
 from app.mesh import topology
 from app.mesh.placement import (
     bytes_over_hosts,
@@ -27,6 +25,8 @@ from app.mesh.placement import (
     sum_over_hosts,
 )
 from app.mesh.pretend import CHIPS
+from app.records.moments import Moments, joint_moments
+from app.records.sample import Sample
 from app.reward.weighing import Scored
 from app.rollout.scheduling.figures import Figures
 from app.rollout.tally import Tally

@@ -16,11 +16,11 @@ import yaml
 
 from app.policy.quantized import QUANTIZE_BASE
 from app.policy.weight_files import BUILTIN_PREFIX
+from app.records.run_directory import RunDirectory
 from app.report.before_after import before_and_after
 from app.report.run_files import RunFiles
 from app.training.journal import WANDB_SECTIONS
 from app.training.model_input import ModelInput
-from app.training.run_directory import RunDirectory
 from app.training.saved_policy import SavedPolicy
 from settings import InputError, Resolved
 from settings.printing import from_yaml

@@ -16,8 +16,8 @@ from app.policy.lora import LoRA
 from app.policy.quantized import check_quantization
 from app.policy.weight_files import ModelFiles, open_model
 from app.policy.weights import check_tensors, critic_entries, expected_entries
-from app.program_facts import QUANTIZING, version_of
 from app.prompts.tokenizer import Tokenizer, ids_fingerprint, load_fast_tokenizer, load_tokenizer
+from app.records.versions import QUANTIZING, version_of
 from settings import Settings
 from settings.errors import InputError
 from settings.lora_section import LoRA as LoRASettings

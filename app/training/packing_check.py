@@ -12,9 +12,9 @@ import numpy as np
 
 from app.batching.micro_batches import lengths_of
 from app.batching.plan import MicroBatch, Plan, Row, RowShape
-from app.flow import Prompt, Sample
 from app.mesh.placement import max_over_hosts, num_local_row_shards
 from app.policy.decoder import Params
+from app.records.sample import Prompt, Sample
 from app.training.session import Session
 
 Read = Callable[[Sequence[Sample], Plan], list[np.ndarray]]

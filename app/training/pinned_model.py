@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from app.training.run_directory import RunDirectory
-from app.whole_file import write_whole
+from app.records.atomic_write import write_whole
+from app.records.run_directory import RunDirectory
 from settings import Settings
 from settings.errors import InputError
 

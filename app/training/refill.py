@@ -15,9 +15,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from app.flow import Sample
 from app.mesh.placement import bytes_over_hosts, gather_over_hosts
-from app.sample_records import sample_to_record
+from app.records.sample import Sample
+from app.records.sample_json import sample_to_record
 from app.training.all_hosts import arrived
 from settings.reward_section import OVERLONG
 

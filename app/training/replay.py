@@ -17,7 +17,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from app.flow import DROPPED, Prompt, Sample
+from app.records.run_directory import RunDirectory
+from app.records.sample import DROPPED, Prompt, Sample
 from app.reward.tasks import check_answers
 from app.training.model_input import CriticInput, ModelInput
 from app.training.pinned_model import pinned
@@ -38,7 +39,6 @@ from app.training.replay_files import (
     samples_of,
 )
 from app.training.replay_lines import Source, lines_of
-from app.training.run_directory import RunDirectory
 from app.training.saved_policy import SavedPolicy
 from settings import Settings, load
 from settings.errors import InputError

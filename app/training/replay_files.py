@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from app.flow import Prompt, Sample
-from app.jsonl import read_jsonl
+from app.records.jsonl import read_jsonl
+from app.records.sample import Prompt, Sample
+from app.records.sample_json import sample_from_record
 from app.report.run_files import sample_files
 from app.reward.saved import is_judged
-from app.sample_records import sample_from_record
 from app.training.model_input import ModelInput
 from app.training.sample_file import check_tokens, digest_of, stamp
 from settings import Settings

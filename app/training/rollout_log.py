@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 
-from app.flow import Prompt
+from app.records.atomic_write import is_leftover
+from app.records.sample import Prompt
 from app.rollout.scheduling.event_log import EventLog, RunFacts
 from app.training.agreement import prompts_fingerprint
 from app.training.all_hosts import of_host
 from app.training.model_input import ModelInput
 from app.training.progress import num_done
-from app.whole_file import is_leftover
 from settings import Settings
 from settings.errors import InputError
 

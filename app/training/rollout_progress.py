@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from app.flow import Sample
+from app.records.sample import Sample
 from app.rollout.scheduling.ledger import Ledger
 from app.training.progress import num_done, standing
 

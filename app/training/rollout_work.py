@@ -8,7 +8,7 @@ from itertools import islice
 
 import jax
 
-from app.flow import Prompt
+from app.records.sample import Prompt
 from app.training.all_hosts import host_run, longest_run
 from settings import Settings
 

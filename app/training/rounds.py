@@ -13,10 +13,10 @@ from typing import Protocol
 
 import jax
 
-from app.flow import Prompt, Sample
 from app.policy.decoder import Params
 from app.policy.kv_cache import DecodeWeights
 from app.prompts.order import PromptOrder, host_slice
+from app.records.sample import Prompt, Sample
 from app.rollout.ahead import Generation
 from app.training.all_hosts import together
 from app.training.replay import Replay

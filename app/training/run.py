@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from app.flow import Prompt, Sample
+from app.records.run_directory import Resume, claim
+from app.records.sample import Prompt, Sample
 from app.rollout.stopping import StoppedError
 from app.training.all_hosts import together
 from app.training.checkpoint import Checkpoints, Progress
@@ -27,7 +28,6 @@ from app.training.parting import meet, telling
 from app.training.preservation import Best, SaveClock
 from app.training.progress import Board
 from app.training.replay import Asked
-from app.training.run_directory import Resume, claim
 from app.training.run_state import RunState
 from app.training.step_traces import StepTraces
 from app.training.summary import summary_text

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from app.flow import Sample
-from app.jsonl import read_jsonl
 from app.policy.architecture import Architecture
-from app.sample_records import sample_from_record
+from app.records.jsonl import read_jsonl
+from app.records.sample import Sample
+from app.records.sample_json import sample_from_record
 from settings import Resolved
 from settings.errors import InputError
 from settings.fields import value_of

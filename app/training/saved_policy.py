@@ -16,7 +16,8 @@ import orbax.checkpoint as ocp
 
 from app.mesh.placement import abstract
 from app.policy.decoder import Params
-from app.program_facts import NOT_INSTALLED, QUANTIZING
+from app.records.run_directory import RunDirectory
+from app.records.versions import NOT_INSTALLED, QUANTIZING
 from app.training.checkpoint import (
     BEST,
     CHECKSUMS,
@@ -32,7 +33,6 @@ from app.training.checkpoint import (
     read_item,
 )
 from app.training.model_input import ADAPTERS, QUANTIZER, ModelInput
-from app.training.run_directory import RunDirectory
 from app.update.optimizer import TrainState
 from settings.errors import InputError
 

@@ -14,16 +14,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from app.flow import Sample
-from app.jsonl import read_jsonl, write_jsonl
 from app.mesh import topology
 from app.mesh.placement import bytes_to_first_host
+from app.records.jsonl import read_jsonl, write_jsonl
+from app.records.sample import Sample
+from app.records.sample_json import sample_from_record, sample_to_record
 from app.reward.outcome import Outcome
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.tasks import check_answers
 from app.reward.weighing import Scored, Tally, joined
-from app.sample_records import sample_from_record, sample_to_record
 from app.training.agreement import agree
 from app.training.all_hosts import host_run, lines_to_first_host, samples_to_first_host, together
 from app.training.joining import joined_hosts, unwatched, wait_for_others

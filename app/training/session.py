@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from app.batching.micro_batches import Cut, Cutter
-from app.flow import Prompt, Sample
 from app.mesh import placement, topology
 from app.mesh.islands import host_island
 from app.policy.architecture import Architecture
@@ -21,6 +20,7 @@ from app.policy.kv_cache import DecodeWeights
 from app.policy.lora import fresh_adapters, joined, merged
 from app.policy.quantized import check_is_installed
 from app.policy.weights import critic_entries, load_weights
+from app.records.sample import Prompt, Sample
 from app.rollout.ahead import Generation
 from app.rollout.continuous import ContinuousBatching
 from app.rollout.engine import BatchShape, Engine, Footprint

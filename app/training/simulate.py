@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from app.jsonl import check_distinct, check_output
+from app.records.atomic_write import write_whole
+from app.records.jsonl import check_distinct, check_output
 from app.report.timeline import Activity, Bar, TimelinePanel, check_timeline, write_timeline
 from app.rollout.scheduling.cost_model import CostModel, lower_bound_s
 from app.rollout.scheduling.event_log import Begun, LogRecord, is_log, read_log
@@ -19,7 +20,6 @@ from app.rollout.scheduling.traces import Trace, read_trace, trace_of, work
 from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
 from app.rollout.scheduling.virtual_slots import Ladders
 from app.rollout.slot_shapes import shapes_of
-from app.whole_file import write_whole
 from settings import Resolved
 from settings.errors import InputError
 from settings.rollout_section import Pdsr, Segment, WorkerPool

@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from app.flow import Prompt, Sample
-from app.jsonl import check_distinct, check_output
 from app.mesh.placement import gather_over_hosts, sum_over_hosts
 from app.policy.kv_cache import DecodeWeights
 from app.prompts.dataset import load_dataset
 from app.prompts.encode import EncodeReport
 from app.prompts.source import load_training_data
+from app.records.jsonl import check_distinct, check_output
+from app.records.sample import Prompt, Sample
 from app.report.timeline import check_timeline, write_timeline
 from app.rollout.scheduling.event_log import EventLog
 from app.rollout.scheduling.ledger import Ledger

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from app.flow import Prompt
 from app.prompts.dataset import Dataset, Row
 from app.prompts.encode import ChatTokenizer, EncodeReport, encode_prompts
 from app.prompts.source import load_held_out_data, load_training_data
+from app.records.run_directory import RunDirectory
+from app.records.sample import Prompt
 from app.reward.overlong import OverlongPenalty
 from app.reward.rewards import Rewards, judge_of
 from app.reward.signature import Columns
@@ -18,7 +19,6 @@ from app.training.evaluation_figures import check_best_metric
 from app.training.model_input import CriticInput, ModelInput, check_context, read_critic_input, read_model_input
 from app.training.replay import Asked, Replay, read_replay
 from app.training.reward_role import RewardModelInput, check_reward_context, read_reward_model
-from app.training.run_directory import RunDirectory
 from settings import Settings
 
 DataRows = Sequence[Prompt] | Sequence[Row]

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Float64, Int32
 
-from app.flow import Messages, Prompt, Sample
 from app.mesh.placement import (
     abstract,
     bytes_over_hosts,
@@ -26,6 +25,7 @@ from app.policy.decoder import DecoderDefinition, Params
 from app.policy.row_layout import one_segment
 from app.prompts.encode import to_messages
 from app.prompts.tokenizer import Tokenizer
+from app.records.sample import Messages, Prompt, Sample
 from app.reward.plugin import Moment
 from app.reward.pool import LateError
 from app.reward.rewards import Rewards

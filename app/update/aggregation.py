@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32
 
-from app.flow import Sample
+from app.records.sample import Sample
 
 
 class Totals(NamedTuple):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Int64
 
-from app.flow import Sample
+from app.records.sample import Sample
 
 Drawn = Sequence[Sequence[Int64[np.ndarray, "N"]]]
 """Of every mini-batch of every epoch, which samples it has: their indices."""

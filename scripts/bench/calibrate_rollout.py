@@ -24,7 +24,7 @@ import numpy as np
 from cost_fit import CALL, FREE, OTHER_NAMES, Timed, explained, fit
 from forced_rollout import POLICY_VERSION, RULES, ForcedRollout, WatchedEngine, open_rollout, positive, several
 
-from app.flow import Prompt
+from app.records.sample import Prompt
 from app.rollout.rows import Row
 from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.figures import figures

@@ -20,13 +20,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, UInt32
 
-from app.flow import Prompt
 from app.mesh.topology import make_mesh
 from app.policy.decoder import DecoderDefinition
 from app.policy.families import architecture_from_config
 from app.policy.kv_cache import DecodeWeights, decode_weights
 from app.policy.weight_files import open_model
 from app.policy.weights import load_weights
+from app.records.sample import Prompt
 from app.rollout.sampling import Drawn, Sampler, SamplingRules, draw, sample_keys, uid_words
 from app.rollout.scheduled import Schedule, ScheduledWorkers
 from app.rollout.scheduling.events import Kind

@@ -265,7 +265,7 @@ def times() -> dict[str, float]:
 def assembly_times() -> dict[str, float]:
     from app.batching.micro_batches import lengths_of
     from app.batching.pack import pack_per_token, pack_tokens, unpack_per_token
-    from app.flow import Prompt, Sample
+    from app.records.sample import Prompt, Sample
 
     lengths = groups(np.random.default_rng(0), 2048, 8)
     samples = []

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from forced_rollout import ForcedRollout, machine, open_rollout, positive
 
-from app.flow import Prompt
+from app.records.sample import Prompt
 from app.rollout.continuous import ContinuousBatching
 from app.rollout.scheduling import traces
 from app.rollout.streaming import Streaming

@@ -27,7 +27,7 @@ from app.advantage.token_credit import (
 )
 from app.advantage.token_rewards import kl_moments, penalised_token_rewards, task_token_rewards, token_kl
 from app.advantage.vtrace import vtrace
-from app.masked import NOTHING, joint_moments
+from app.records.moments import NOTHING, joint_moments
 from app.update.kl import k1, k3
 from tests.tiny import make_sample
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from app.batching.micro_batches import lengths_of
 from app.batching.pack import pack_per_token, pack_tokens, unpack_per_token
 from app.batching.plan import MicroBatch, Plan, RowShape, plan_token_budget
-from app.flow import Sample
+from app.records.sample import Sample
 from tests.batching.plans import flops, make_budget
 from tests.tiny import make_sample, random_samples
 

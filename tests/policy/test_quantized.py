@@ -19,7 +19,7 @@ from app.policy.lora import LoRA, joined
 from app.policy.quantized import CODES, SCALES, QuantizedKernel, check_is_installed, check_quantization
 from app.policy.row_layout import one_segment
 from app.policy.weights import load_weights
-from app.program_facts import NOT_INSTALLED
+from app.records.versions import NOT_INSTALLED
 from app.rollout.sampling import SamplingRules
 from settings.errors import InputError
 from settings.lora_section import PROJECTIONS, Quantization

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from app.flow import Prompt, Sample
+from app.records.sample import Prompt, Sample
 from app.report.completions import CompletionsTable, cell, completions_table
 from app.training.progress import completions_view
 

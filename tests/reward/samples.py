@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from app.flow import Messages, Prompt, Sample
+from app.records.sample import Messages, Prompt, Sample
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.signature import Columns

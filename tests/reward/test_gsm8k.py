@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.flow import Prompt
+from app.records.sample import Prompt
 from app.reward import arithmetic, gsm8k
 from app.reward.tasks import TASKS, grade
 

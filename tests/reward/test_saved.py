@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from app.flow import Sample
+from app.records.sample import Sample
+from app.records.sample_json import sample_from_record, sample_to_record
 from app.reward.outcome import Failure, Outcome
 from app.reward.plugin import Moment
 from app.reward.saved import as_saved, is_judged
 from app.reward.weighing import OnError, Scored, weigh, with_unusable
-from app.sample_records import sample_from_record, sample_to_record
 from tests.reward.samples import make_group
 
 BROKEN = Outcome(failure=Failure("raised", "ValueError: no"))

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.flow import Sample
 from app.mesh.collectives import Collective, collectives_of
 from app.mesh.placement import bytes_per_device, row_sharding
 from app.policy.decoder import DecoderDefinition
@@ -21,6 +20,7 @@ from app.policy.kv_cache import (
     constrain_cache,
     decode_step,
 )
+from app.records.sample import Sample
 from app.rollout.continuous import ContinuousBatching
 from app.rollout.sampling import SamplingRules
 from app.rollout.slot_shapes import slot_shapes

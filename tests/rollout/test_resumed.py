@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.flow import Sample
+from app.records.sample import Sample
 from app.rollout.rows import Row
 from app.rollout.scheduled import ScheduledWorkers
 from app.rollout.scheduling.event_log import EventLog, read_log

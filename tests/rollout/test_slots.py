@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from app.flow import Prompt, Sample
 from app.policy.decoder import DecoderDefinition
 from app.policy.kv_cache import DecodeWeights
+from app.records.sample import Prompt, Sample
 from app.rollout.continuous import ContinuousBatching
 from app.rollout.engine import Engine
 from app.rollout.rows import Row, Suspended

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from app.flow import Sample
 from app.mesh.islands import island
+from app.records.sample import Sample
 from app.rollout.scheduled import Schedule, ScheduledWorkers
 from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.event_log import EventLog, LogRecord, read_log

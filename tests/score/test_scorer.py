@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from app.batching.micro_batches import Cutter, FixedRows, PackedRows
 from app.batching.pack import pack_tokens
 from app.batching.plan import MicroBatch, Plan, RowShape, TokenBudget
-from app.flow import Sample
 from app.mesh.placement import abstract
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition, Params
 from app.policy.flops import forward_flops
 from app.policy.row_layout import one_segment
+from app.records.sample import Sample
 from app.score.scorer import Scorer
 from app.training.metrics import CompilationCounter
 from tests.tiny import BIASED, ODD, make_mesh, random_params, random_samples

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from app.flow import Prompt, Sample
 from app.mesh import topology
 from app.mesh.placement import bytes_over_hosts
 from app.prompts.order import host_slice
+from app.records.sample import Prompt, Sample
 from app.rollout import engine as engine_room
 from app.rollout.stopping import StoppedError
 from app.training.metrics import CompilationCounter

@@ -20,8 +20,8 @@ import orbax.checkpoint as ocp
 from typer.testing import CliRunner, Result
 
 import cli
-from app.jsonl import read_jsonl
-from app.training.run_directory import RunDirectory
+from app.records.jsonl import read_jsonl
+from app.records.run_directory import RunDirectory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120

@@ -10,9 +10,9 @@ from typing import Any
 
 from typer.testing import Result
 
+from app.records.run_directory import RunDirectory
 from app.training.pinned_model import pinned
 from app.training.replay import Asked, Replay, read_replay
-from app.training.run_directory import RunDirectory
 from app.training.training_input import read_critic, read_policy
 from settings import load
 from tests.training.program import here, records_of, settings

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from app.sample_records import sample_to_record
+from app.records.sample_json import sample_to_record
 from app.training.all_hosts import arrived, as_lines, host_run, in_step, longest_run, of_host, together, write_together
 from settings import InputError
 from tests.tiny import make_sample

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.jsonl import read_jsonl, write_jsonl
+from app.records.jsonl import read_jsonl, write_jsonl
 from app.report.intervals import wilson_interval
 from app.training.evaluation_subject import CHECKPOINT, JUDGE, JUDGES_FILE, JUDGES_FUNCTION, Subject, write_subject
 from tests.training.program import here, metrics_of

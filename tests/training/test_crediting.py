@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from app.advantage.group import ADVANTAGES
-from app.flow import Sample
+from app.records.sample import Sample
 from app.training.crediting import wire_crediting, wire_gae_credit, wire_return_credit
 from app.training.wiring import wire_loss
 from app.update.aggregation import token_mean

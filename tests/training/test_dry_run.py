@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.flow import Prompt, Sample
 from app.mesh.placement import abstract
+from app.records.sample import Prompt, Sample
 from app.training.dry_run import DryRun, look_ahead
 from app.training.launch import Launch, prepared
 from app.training.memory import memory_by_phase, shapes_of

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.flow import DROPPED, Prompt, Sample
-from app.jsonl import read_jsonl
+from app.records.jsonl import read_jsonl
+from app.records.sample import DROPPED, Prompt, Sample
 from app.report.intervals import wilson_interval
 from app.reward.outcome import Outcome
 from app.reward.weighing import Scored, weigh

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from app.jsonl import write_jsonl
+from app.records.jsonl import write_jsonl
 from app.training.evaluate_model import decode_weights, read_evaluation_input
 from app.training.evaluation_file import PartFile
 from app.training.evaluation_subject import JUDGE, Subject

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.jsonl import write_jsonl
+from app.records.jsonl import write_jsonl
 from app.training import crediting, gae_tally
 from app.training.gae_file import whitener
 from app.training.gae_matrices import MatrixFile

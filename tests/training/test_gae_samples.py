@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.flow import Sample
-from app.jsonl import write_jsonl
-from app.sample_records import credited_sample, sample_to_record
+from app.records.jsonl import write_jsonl
+from app.records.sample import Sample
+from app.records.sample_json import credited_sample, sample_to_record
 from app.training.crediting import wire_gae_credit
 from app.training.gae_file import whitener
 from app.training.gae_samples import Placed, SampleFile, sample_windows

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from app.jsonl import write_jsonl
+from app.records.jsonl import write_jsonl
 from tests.tiny_directory import write_model
 from tests.training.program import digest_of, here, of_tiny, records_of, settings
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.flow import Prompt, Sample
-from app.jsonl import read_jsonl
+from app.records.jsonl import read_jsonl
+from app.records.run_directory import RunDirectory
+from app.records.sample import Prompt, Sample
 from app.training.journal import WANDB_SECTIONS, Journal, NoJournal, kept_lines, lines_of, without_nonfinite
-from app.training.run_directory import RunDirectory
 from settings import Settings, load
 from tests.training.program import DEADLINE_S, metrics_of, settings, started
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from app.flow import Sample
-from app.jsonl import read_jsonl
-from app.sample_records import sample_from_record
+from app.records.jsonl import read_jsonl
+from app.records.sample import Sample
+from app.records.sample_json import sample_from_record
 from app.training.run import train
 from settings import load
 from tests.tiny_directory import CHARACTERS, CONFIG, CONTROL_TOKENS, random_tensors, write_model

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from app.flow import Sample
 from app.policy.decoder import by_path
 from app.policy.lora import DOWN, UP, merged
-from app.sample_records import sample_from_record
+from app.records.sample import Sample
+from app.records.sample_json import sample_from_record
 from app.training.checkpoint import Progress
 from app.training.launch import Launch, prepared
 from app.training.opening import open_reference

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.flow import Prompt, Sample
+from app.records.sample import Prompt, Sample
 from app.training.metrics import (
     CompilationCounter,
     CreditMoments,

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.jsonl import read_jsonl
-from app.sample_records import sample_from_record
+from app.records.jsonl import read_jsonl
+from app.records.sample_json import sample_from_record
 from settings import load
 from settings.config_file import presets
 from settings.papers import PAPERS

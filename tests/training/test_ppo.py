@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from app.batching.micro_batches import Cut, Cutter
 from app.batching.plan import Lengths, Plan
-from app.flow import Sample
+from app.records.sample import Sample
 from app.training.launch import prepared
 from app.training.loop import Trainer
 from app.training.progress import Board

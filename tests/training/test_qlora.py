@@ -17,8 +17,8 @@ from app.policy.decoder import DecoderDefinition
 from app.policy.lora import DOWN, UP, joined, merged
 from app.policy.quantized import CODES, SCALES
 from app.policy.weights import load_weights
-from app.program_facts import NOT_INSTALLED
-from app.sample_records import sample_from_record
+from app.records.sample_json import sample_from_record
+from app.records.versions import NOT_INSTALLED
 from app.training import model_input
 from app.training.checkpoint import Progress
 from app.training.evaluate_model import read_evaluation_input

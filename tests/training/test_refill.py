@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from app.flow import Sample
+from app.records.sample import Sample
 from app.reward.overlong import OverlongPenalty
 from app.training.metrics import refill_metrics
 from app.training.refill import Place, Refilled, choose, keeps_all, place_of, refill, rewards_differ

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from app.flow import DROPPED, Sample
+from app.records.run_directory import RunDirectory
+from app.records.sample import DROPPED, Sample
 from app.training.replay import Asked, Replay, known_run
-from app.training.run_directory import RunDirectory
 from app.training.training_input import read_training_input
 from settings import load
 from tests.tiny_directory import write_model, write_tokenizer

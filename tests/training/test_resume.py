@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from app.jsonl import read_jsonl
 from app.policy.weight_files import open_model
+from app.records.jsonl import read_jsonl
 from tests.tiny_directory import write_model, write_tokenizer
 from tests.training.program import (
     DEADLINE_S,

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from app.flow import Sample
-from app.jsonl import read_jsonl
 from app.policy.families import FAMILIES
 from app.policy.row_layout import one_segment
 from app.policy.weight_files import open_model
 from app.policy.weights import load_weights
 from app.prompts.conversation import load_conversations
+from app.records.jsonl import read_jsonl
+from app.records.sample import Sample
 from app.training.reward_role import RewardModel, RewardModelInput, read_reward_model
 from settings import Settings
 from settings.errors import InputError

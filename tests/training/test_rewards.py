@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from app.advantage.group import grpo_advantages
-from app.flow import Sample
-from app.jsonl import read_jsonl, write_jsonl
+from app.records.jsonl import read_jsonl, write_jsonl
+from app.records.sample import Sample
 from app.rollout.sampling import NON_FINITE
 from app.training.session import Session
 from tests.reward.processes import children

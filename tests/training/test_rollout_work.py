@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from app.flow import Prompt
+from app.records.sample import Prompt
 from app.training.rollout_work import Work
 from settings import Settings
 from settings.schema import Rollout

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from app.flow import Prompt, Sample
+from app.records.sample import Prompt, Sample
 from app.training.progress import Board
 from app.training.rounds import Ahead, OnPolicy, RoundPrompts
 from app.training.session import Session

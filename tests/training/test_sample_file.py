@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from app.flow import Sample
-from app.jsonl import write_jsonl
-from app.sample_records import sample_to_record
+from app.records.jsonl import write_jsonl
+from app.records.sample import Sample
+from app.records.sample_json import sample_to_record
 from app.training.sample_file import Extent, SampleFile
 from settings.errors import InputError
 from tests.tiny import ODD, random_samples

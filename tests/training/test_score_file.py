@@ -15,12 +15,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from app.batching.micro_batches import PackedRows
-from app.flow import Sample
-from app.jsonl import write_jsonl
 from app.mesh import topology
+from app.records.jsonl import write_jsonl
+from app.records.sample import Sample
+from app.records.sample_json import sample_from_record
 from app.reward.outcome import Outcome
 from app.reward.weighing import weigh
-from app.sample_records import sample_from_record
 from app.training.cutting import Longest, wire_role
 from app.training.metrics import CompilationCounter, reward_counts
 from app.training.model_input import read_model_input

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import cli
-from app.jsonl import write_jsonl
+from app.records.jsonl import write_jsonl
 from app.rollout.scheduling import traces
 from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import Event, Submitted, WorkerJoined, WorkerLost

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from app.flow import Prompt, Sample
 from app.mesh.placement import bytes_per_device
+from app.records.sample import Prompt, Sample
 from app.rollout.engine import Engine
 from tests.training.program import (
     assert_same_run,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from app.policy.architecture import Architecture
-from app.program_facts import code_digest
+from app.records.run_directory import RunDirectory
+from app.records.versions import code_digest
 from app.training.agreement import Fact, difference, newest_checkpoint, plug_in_digests
 from app.training.mesh_fit import check_heads, whole_dims
-from app.training.run_directory import RunDirectory
 from settings import load
 from settings.errors import InputError
 from tests.tiny import EVEN, make_mesh
@@ -56,11 +56,11 @@ def test_what_a_host_lacks_is_a_difference_and_long_values_are_cut():
 
 
 def test_the_digest_of_the_code_is_of_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in ("cli.py", "verbs/training.py", "app/flow.py", "settings/schema.py"):
+    for name in ("cli.py", "verbs/training.py", "app/records/sample.py", "settings/schema.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     assert code_digest() == code_digest()
-    monkeypatch.setattr("app.program_facts.CODE", tmp_path)
+    monkeypatch.setattr("app.records.versions.CODE", tmp_path)
     before = code_digest()
     (tmp_path / "app" / "flow.py").write_text("another flow")
     assert code_digest() != before
@@ -117,7 +117,7 @@ from app.mesh import topology
 from app.mesh.placement import check_rows_per_host, local_row_indices, to_global, to_local
 from app.training.agreement import agree, check_shared
 from app.training.all_hosts import together
-from app.training.run_directory import RunDirectory
+from app.records.run_directory import RunDirectory
 from settings import load
 from settings.errors import InputError
 

@@ -14,7 +14,7 @@ import pytest
 
 from app.policy.hub import fetch_from_hub
 from app.policy.weight_files import HUB_FILES
-from app.program_facts import lower_bounds
+from app.records.versions import lower_bounds
 from app.training import surroundings
 from app.training.findings import Finding, Findings
 from app.training.journal import lines_of

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.flow import Prompt
 from app.policy.weight_files import open_model
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
+from app.records.sample import Prompt
 from app.training import trial
 from app.training.findings import Finding, Findings
 from app.training.trial import (

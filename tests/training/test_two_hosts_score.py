@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.jsonl import write_jsonl
+from app.records.jsonl import write_jsonl
 from tests.tiny_directory import write_reward_model
 from tests.training.program import here, of_tiny, records_of, settings
 from tests.two_hosts import run_on_two_hosts

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float32
 
 from app.batching.pack import pack_per_token
 from app.batching.plan import Plan
-from app.flow import Sample
+from app.records.sample import Sample
 from app.update.aggregation import Weights
 from app.update.objective import LossParts, PolicyLoss, UpdateBatch
 from tests.tiny import pack_update

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.flow import Sample
+from app.records.sample import Sample
 from app.update.aggregation import (
     Totals,
     aggregations,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from app.batching.pack import pack_per_token
-from app.flow import Sample
+from app.records.sample import Sample
 from app.training.wiring import LOG_RATIOS, LOG_WEIGHTS
 from app.update.aggregation import Totals, aggregations
 from app.update.correction import Bound, Correction, masked, token_log_weight, truncated

@@ -14,7 +14,7 @@ import pytest
 
 from app.advantage.group import ADVANTAGES, credit_by_group, penalised_rewards, task_rewards
 from app.batching.plan import Plan
-from app.flow import Sample
+from app.records.sample import Sample
 from app.update.aggregation import Totals, Weights, aggregations
 from app.update.kl import ESTIMATORS
 from app.update.objective import PolicyLoss

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from app.advantage.group import credit_by_group, penalised_rewards, rloo_advantages
-from app.flow import Sample
+from app.records.sample import Sample
 from app.training.wiring import LOG_RATIOS, LOG_WEIGHTS
 from app.update.aggregation import aggregations
 from app.update.correction import Correction, masked, truncated

@@ -13,9 +13,9 @@ import pytest
 
 from app.batching.micro_batches import FixedRows, PackedRows
 from app.batching.plan import TokenBudget
-from app.flow import Sample
 from app.policy.decoder import DecoderDefinition
 from app.policy.flops import forward_flops
+from app.records.sample import Sample
 from app.score.scorer import Scorer
 from app.training.metrics import CompilationCounter
 from app.update.aggregation import token_mean

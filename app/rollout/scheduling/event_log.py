@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.exclusive_file import open_exclusive
-from app.jsonl import parse_object
+from app.records.atomic_write import replacing
+from app.records.file_lock import open_exclusive
+from app.records.jsonl import parse_object
 from app.rollout.scheduling.events import Command, Event, from_json, to_json
 from app.rollout.scheduling.scheduler import Scheduler
-from app.whole_file import replacing
 from settings.errors import InputError
 
 FORMAT = "grpo-rollout-log/1"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.flow import DROPPED
+from app.records.sample import DROPPED
 from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import (
     Admit,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from app.flow import DROPPED
+from app.records.sample import DROPPED
 from app.rollout.scheduling.events import TRUNCATED, NewSample, RowReport
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from app.flow import DROPPED
+from app.records.sample import DROPPED
 from app.rollout.scheduling.ledger import Entry
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.flow import DROPPED
-from app.jsonl import read_jsonl
+from app.records.jsonl import read_jsonl
+from app.records.sample import DROPPED
 from app.rollout.scheduling.cost_model import Work
 from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import Commit, CommittedRow, Finished, NewSample, Submitted

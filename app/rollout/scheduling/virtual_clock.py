@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from app.flow import DROPPED
+from app.records.sample import DROPPED
 from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import (

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.jsonl import write_jsonl
+from app.records.jsonl import write_jsonl
 from app.rollout.scheduling import traces
 from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.event_log import LogRecord

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app import npz_file
-from app.npz_file import open_matrices, replacing_matrices
+from app.records.npz import open_matrices, replacing_matrices
 from settings.errors import InputError
 
 

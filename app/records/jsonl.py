@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from app.whole_file import replacing
+from app.records.atomic_write import replacing
 from settings.errors import InputError
 
 OUTLINE = bytes(ord("0") if chr(i) in "0123456789" else ord("e") if chr(i) in "eE" else i for i in range(256))

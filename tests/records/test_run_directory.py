@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.training.run_directory import Resume, RunDirectory, check_claim, claim
+from app.records.run_directory import Resume, RunDirectory, check_claim, claim
 from settings import InputError, load
 from tests.training.program import digest_of, train_here
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.jsonl import check_output, read_jsonl, write_jsonl
+from app.records.jsonl import check_output, read_jsonl, write_jsonl
 from settings.errors import InputError
 
 
@@ -94,7 +94,7 @@ def test_a_killed_write_keeps_the_old_file(tmp_path):
     path.write_text('{"old": 1}\n')
     program = (
         "import os, signal, sys\n"
-        "from app.jsonl import write_jsonl\n"
+        "from app.records.jsonl import write_jsonl\n"
         "def records():\n"
         "    yield {'text': 'x' * 1_000_000}\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

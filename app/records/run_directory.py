@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from app.whole_file import is_leftover, write_whole
+from app.records.atomic_write import is_leftover, write_whole
 from settings import Resolved
 from settings.errors import InputError
 from settings.schema import Run

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.masked import Moments, merged, moments, whiten
+from app.records.moments import Moments, merged, moments, whiten
 
 NOTHING = Moments(0.0, 0.0, 0.0)
 NUMBERS = st.lists(st.floats(-1e6, 1e6, width=32), max_size=40)

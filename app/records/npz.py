@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float32, Shaped
 from numpy.lib import format as npy
 
-from app.whole_file import replacing
+from app.records.atomic_write import replacing
 from settings.errors import InputError
 
 NUMBERS = "fiub"

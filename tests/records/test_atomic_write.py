@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.whole_file import is_leftover, new_folder, replacing, write_whole
+from app.records.atomic_write import is_leftover, new_folder, replacing, write_whole
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -57,7 +57,7 @@ def test_a_file_that_cannot_take_its_name_leaves_nothing_else(tmp_path: Path) ->
 def test_a_program_that_is_killed_while_it_writes_keeps_the_old_file(path: Path) -> None:
     program = (
         "import os, signal, sys, pathlib\n"
-        "from app.whole_file import replacing\n"
+        "from app.records.atomic_write import replacing\n"
         "with replacing(pathlib.Path(sys.argv[1])) as file:\n"
         "    file.write(b'x' * 1_000_000)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from app.flow import Prompt, Sample
+from app.records.sample import Prompt, Sample
 from settings.errors import InputError
 
 REQUIRED = (

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from app.flow import Prompt, Sample
-from app.sample_records import REQUIRED, sample_from_record, sample_to_record
+from app.records.sample import Prompt, Sample
+from app.records.sample_json import REQUIRED, sample_from_record, sample_to_record
 from settings.errors import InputError
 
 RECORD: dict[str, Any] = {

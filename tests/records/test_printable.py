@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from app.terminal_text import printable
+from app.records.printable import printable
 
 
 @pytest.mark.parametrize(
