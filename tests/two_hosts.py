@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.free_address import free_address
-from tests.training.program import DEADLINE_S, REPOSITORY, settings, started
+from tests.program import DEADLINE_S, REPOSITORY, settings, started
 
 Hosts = list["subprocess.Popen[str]"]
 Arguments = Sequence[str | Path]

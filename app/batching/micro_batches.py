@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from app.batching.figures import plan_figures
 from app.batching.plan import Lengths, MicroBatch, Plan, RowShape, TokenBudget, Work, plan_fixed, plan_token_budget
-from app.mesh.placement import gather_over_hosts, num_local_row_shards
+from app.distributed.collectives import gather_over_hosts
+from app.mesh.placement import num_local_row_shards
 from app.records.sample import Sample
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
 
+from app.distributed.cancellation import StoppedError
 from app.policy.kv_cache import DecodeWeights
 from app.records.sample import Prompt
 from app.rollout.engine import BatchShape, Footprint
@@ -14,7 +15,6 @@ from app.rollout.rows import Row
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.segments import expected_length, segment_limits
 from app.rollout.slots import Segment, SlotEngine
-from app.rollout.stopping import StoppedError
 from app.rollout.streaming import Streaming
 from app.rollout.tally import Tally
 from settings.rollout_section import Segment as SegmentRule

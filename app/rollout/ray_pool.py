@@ -23,11 +23,11 @@ import ray
 import ray.exceptions
 from ray._private import worker as ray_process
 
+from app.distributed.cancellation import StoppedError
 from app.records.versions import drawing, program_facts
 from app.rollout.ray_worker import RemoteWorker
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduled import Schedule, ScheduledWorkers
-from app.rollout.stopping import StoppedError
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from app.distributed.cancellation import AskedToStop, StoppedError, never
 from app.policy.kv_cache import DecodeWeights
 from app.rollout.rows import Row, Suspended
 from app.rollout.scheduling.event_log import Begun, EventLog, LogRecord
@@ -32,7 +33,6 @@ from app.rollout.scheduling.events import (
     WorkerLost,
 )
 from app.rollout.scheduling.ledger import Ledger
-from app.rollout.stopping import AskedToStop, StoppedError, never
 from app.rollout.workers import Admission, Clock, Driver, Outcome, SilentError, Worker
 
 log = logging.getLogger(__name__)

@@ -9,11 +9,11 @@ from contextlib import closing
 
 import numpy as np
 
+from app.distributed.cancellation import AskedToStop, never
 from app.policy.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.rollout.rows import Row
 from app.rollout.sampling import SamplingRules
-from app.rollout.stopping import AskedToStop, never
 
 
 class Streaming(ABC):

@@ -32,7 +32,7 @@ from app.advantage.token_credit import (
 )
 from app.advantage.token_rewards import TokenRewards, kl_moments, penalised_token_rewards, task_token_rewards
 from app.advantage.vtrace import vtrace
-from app.mesh.placement import moments_over_hosts, sum_over_hosts
+from app.distributed.collectives import moments_over_hosts, sum_over_hosts
 from app.records.sample import Sample
 from app.training.metrics import CreditMoments, credit_metrics
 from app.update.kl import ESTIMATORS, Estimator

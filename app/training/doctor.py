@@ -13,15 +13,15 @@ from typing import TypeVar
 import jax
 import numpy as np
 
+from app.distributed.collectives import bytes_over_hosts, max_over_hosts
+from app.distributed.host_consistency import agree, check_shared, prompts_digest
+from app.distributed.lockstep import together
 from app.mesh import topology
-from app.mesh.placement import bytes_over_hosts, max_over_hosts
 from app.prompts.dataset import Dataset
 from app.prompts.source import spread
 from app.records.run_directory import RunDirectory, check_claim
 from app.records.sample import Prompt
 from app.records.versions import lower_bounds
-from app.training.agreement import agree, check_shared, prompts_digest
-from app.training.all_hosts import together
 from app.training.findings import RUN_TIME, Diagnosis, Finding, Findings
 from app.training.joining import joined_hosts
 from app.training.launch import check_session, facts_of_files, launch_notes

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from app.mesh.placement import max_over_hosts
+from app.distributed.collectives import max_over_hosts
+from app.distributed.lockstep import host_run, longest_run
+from app.distributed.preemption import stopped_together
+from app.distributed.tables import table_over_hosts
 from app.policy.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.report.intervals import Measured
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards, judge_of
 from app.reward.weighing import Scored
-from app.training.all_hosts import host_run, longest_run
 from app.training.evaluation_figures import figures_of, prompt_columns
-from app.training.interrupts import stopped_together
-from app.training.metrics import table_over_hosts
 from app.training.session import Session
 from settings import Settings
 

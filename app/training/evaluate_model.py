@@ -14,7 +14,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from app.mesh.placement import max_over_hosts
+from app.distributed.collectives import max_over_hosts
+from app.distributed.host_consistency import agree, plug_in_digests, prompts_digest
+from app.distributed.lockstep import as_lines, host_run, lines_to_first_host, together, write_together
+from app.distributed.watchdog import WAIT
 from app.policy.kv_cache import DecodeWeights
 from app.prompts.encode import EncodeReport
 from app.records.jsonl import check_output
@@ -22,8 +25,6 @@ from app.records.sample import Prompt, Sample
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards, judge_of
 from app.reward.tasks import is_task_reward
-from app.training.agreement import agree, plug_in_digests, prompts_digest
-from app.training.all_hosts import as_lines, host_run, lines_to_first_host, together, write_together
 from app.training.evaluate import evaluation_figures, sampled
 from app.training.evaluation_file import OfPlaces, PartFile, Questions, check_out, read_parts, read_result, remove_parts
 from app.training.evaluation_report import EvaluationReport
@@ -47,7 +48,6 @@ from app.training.rollout_progress import RolloutProgress
 from app.training.saved_policy import SavedPolicy
 from app.training.session import Session
 from app.training.training_input import held_out_columns, read_held_out
-from app.training.watchdog import WAIT
 from settings import Resolved, Settings
 from settings.fields import value_of
 from settings.reward_section import RewardFunction

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from app.distributed.host_consistency import agree
+from app.distributed.lockstep import together
 from app.mesh import topology
 from app.mesh.inspect import MeshReport, id_ranges, mesh_report
 from app.mesh.placement import bytes_per_device
 from app.policy.decoder import by_path
 from app.records.sample import Prompt
-from app.training.agreement import agree
-from app.training.all_hosts import together
 from app.training.largest import USABLE, Largest, largest
 from app.training.launch import launch_notes
 from app.training.memory import Shapes, memory_by_phase, memory_table, shapes_of

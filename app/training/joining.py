@@ -9,11 +9,11 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
+from app.distributed.lockstep import together
+from app.distributed.shutdown import parting
+from app.distributed.status_board import Bulletin, open_bulletin
+from app.distributed.watchdog import WAIT, Watchdog
 from app.mesh import topology
-from app.mesh.bulletin import Bulletin, open_bulletin
-from app.training.all_hosts import together
-from app.training.parting import parting
-from app.training.watchdog import WAIT, Watchdog
 from settings import Settings
 
 Part = TypeVar("Part")

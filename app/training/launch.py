@@ -9,14 +9,15 @@ from dataclasses import dataclass
 
 import jax
 
+from app.distributed.host_consistency import agree, check_shared, newest_checkpoint, plug_in_digests, prompts_digest
+from app.distributed.lockstep import together
+from app.distributed.status_board import Bulletin
+from app.distributed.watchdog import Watchdog
 from app.mesh import topology
-from app.mesh.bulletin import Bulletin
 from app.mesh.placement import num_row_shards
 from app.mesh.topology import num_hosts
 from app.records.run_directory import Resume, RunDirectory, check_claim
 from app.reward.rewards import Rewards
-from app.training.agreement import agree, check_shared, newest_checkpoint, plug_in_digests, prompts_digest
-from app.training.all_hosts import together
 from app.training.crediting import saved_crediting
 from app.training.joining import guarded
 from app.training.mesh_fit import whole_dims
@@ -27,7 +28,6 @@ from app.training.queues import check_runs_ahead
 from app.training.replay import Asked, known_run
 from app.training.session import Session
 from app.training.training_input import TrainingInput, read_training_input
-from app.training.watchdog import Watchdog
 from app.training.wiring import Learning, check_host_memory, check_rows, wire_learning
 from settings import Resolved, Settings
 

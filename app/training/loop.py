@@ -11,6 +11,8 @@ import jax
 import numpy as np
 
 from app.batching.pass_metrics import scoring_metrics
+from app.distributed.lockstep import lines_to_first_host
+from app.distributed.preemption import stopped_together
 from app.mesh.placement import to_device_memory
 from app.policy.decoder import Params
 from app.records.sample import Prompt, Sample
@@ -18,11 +20,9 @@ from app.reward.plugin import Moment
 from app.reward.rewards import Rewarding, Rewards
 from app.reward.saved import as_saved
 from app.reward.weighing import Scored, joined
-from app.training.all_hosts import lines_to_first_host
 from app.training.crediting import Credited
 from app.training.evaluate import evaluate
 from app.training.failures import check_rewards
-from app.training.interrupts import stopped_together
 from app.training.metrics import (
     NO_TOKENS,
     CompilationCounter,

@@ -7,7 +7,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,14 +16,14 @@ import jax
 import numpy as np
 
 from app.advantage.group import zero_variance_fraction
-from app.mesh import topology
-from app.mesh.placement import (
+from app.distributed.collectives import (
     bytes_over_hosts,
-    gather_over_hosts,
     max_over_hosts,
     moments_over_hosts,
     sum_over_hosts,
 )
+from app.distributed.tables import names_over_hosts, table_over_hosts
+from app.mesh import topology
 from app.mesh.pretend import CHIPS
 from app.records.moments import Moments, joint_moments
 from app.records.sample import Sample
@@ -31,27 +31,6 @@ from app.reward.weighing import Scored
 from app.rollout.scheduling.figures import Figures
 from app.rollout.tally import Tally
 from app.training.refill import Refilled
-
-
-def over_hosts(values: Sequence[float]) -> np.ndarray:
-    """Every host's values, host after host; hosts may hold different numbers of them."""
-    (gathered,) = table_over_hosts({"": values}).values()
-    return gathered
-
-
-def table_over_hosts(columns: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
-    """The rows of every host's table, host after host. Hosts have the same columns, and any number of rows."""
-    table = np.asarray(list(columns.values()), np.float64).T
-    counts = gather_over_hosts(np.asarray(len(table)))
-    padded = np.zeros((counts.max(initial=0), len(columns)))
-    padded[: len(table)] = table
-    rows = np.concatenate([part[:count] for part, count in zip(gather_over_hosts(padded), counts, strict=True)])
-    return dict(zip(columns, rows.T, strict=True))
-
-
-def names_over_hosts(names: Iterable[str]) -> list[str]:
-    """The names that any host has, sorted."""
-    return sorted({name for host in bytes_over_hosts(json.dumps(sorted(names)).encode()) for name in json.loads(host)})
 
 
 def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[str, float]:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.mesh.placement import bytes_to_first_host
+from app.distributed.collectives import bytes_to_first_host
+from app.distributed.lockstep import samples_to_first_host
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.report.alerts import Watch
 from app.report.completions import completions_table
 from app.report.history import training_steps
 from app.report.write import write_report
-from app.training.all_hosts import samples_to_first_host
 from app.training.journal import Journal, NoJournal, lines_of
 from app.training.progress import Board, evaluation_line
 from settings.schema import Logging

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from app.mesh.placement import bytes_over_hosts, gather_over_hosts
+from app.distributed.collectives import bytes_over_hosts, gather_over_hosts
+from app.distributed.lockstep import arrived
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
-from app.training.all_hosts import arrived
 from settings.reward_section import OVERLONG
 
 Source = Callable[[int], Sequence[Sample]]

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
+from app.distributed.host_consistency import prompts_fingerprint
+from app.distributed.lockstep import of_host
 from app.records.atomic_write import is_leftover
 from app.records.sample import Prompt
 from app.rollout.scheduling.event_log import EventLog, RunFacts
-from app.training.agreement import prompts_fingerprint
-from app.training.all_hosts import of_host
 from app.training.model_input import ModelInput
 from app.training.progress import num_done
 from settings import Settings

@@ -8,8 +8,8 @@ from itertools import islice
 
 import jax
 
+from app.distributed.lockstep import host_run, longest_run
 from app.records.sample import Prompt
-from app.training.all_hosts import host_run, longest_run
 from settings import Settings
 
 

@@ -13,12 +13,12 @@ from typing import Protocol
 
 import jax
 
+from app.distributed.lockstep import together
 from app.policy.decoder import Params
 from app.policy.kv_cache import DecodeWeights
 from app.prompts.order import PromptOrder, host_slice
 from app.records.sample import Prompt, Sample
 from app.rollout.ahead import Generation
-from app.training.all_hosts import together
 from app.training.replay import Replay
 from app.training.session import Session
 from app.training.timer import Timer

@@ -16,14 +16,15 @@ import numpy as np
 
 from app.batching.micro_batches import Cut, EqualShapes, FixedRows, PackedRows
 from app.batching.plan import fixed_shape
-from app.mesh.placement import max_over_hosts, sum_over_hosts, to_device_memory, to_host_memory
+from app.distributed.collectives import max_over_hosts, sum_over_hosts
+from app.distributed.host_consistency import agree
+from app.distributed.lockstep import as_parts, host_run, in_step, write_together
+from app.mesh.placement import to_device_memory, to_host_memory
 from app.policy.architecture import Architecture
 from app.policy.decoder import Params
 from app.policy.weight_files import ModelFiles
 from app.records.jsonl import check_output
 from app.records.sample import Sample
-from app.training.agreement import agree
-from app.training.all_hosts import as_parts, host_run, in_step, write_together
 from app.training.cutting import Longest, num_tokens_behind, wire_role
 from app.training.joining import getting_on, joined_hosts
 from app.training.metrics import CompilationCounter, peak_memory_bytes

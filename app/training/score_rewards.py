@@ -14,8 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from app.distributed.collectives import bytes_to_first_host
+from app.distributed.host_consistency import agree
+from app.distributed.lockstep import host_run, lines_to_first_host, samples_to_first_host, together
+from app.distributed.watchdog import WAIT
 from app.mesh import topology
-from app.mesh.placement import bytes_to_first_host
 from app.records.jsonl import read_jsonl, write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record, sample_to_record
@@ -24,15 +27,12 @@ from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.tasks import check_answers
 from app.reward.weighing import Scored, Tally, joined
-from app.training.agreement import agree
-from app.training.all_hosts import host_run, lines_to_first_host, samples_to_first_host, together
 from app.training.joining import joined_hosts, unwatched, wait_for_others
 from app.training.metrics import host_counts
 from app.training.reward_role import RewardModel, RewardModelInput, read_reward_model
 from app.training.sample_file import digest_of
 from app.training.session import open_mesh
 from app.training.training_input import data_columns, overlong_penalty
-from app.training.watchdog import WAIT
 from settings import Resolved, Settings
 from settings.errors import InputError
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from app.batching.micro_batches import Cut, Cutter
+from app.distributed.cancellation import AskedToStop
 from app.mesh import placement, topology
 from app.mesh.islands import host_island
 from app.policy.architecture import Architecture
@@ -27,7 +28,6 @@ from app.rollout.engine import BatchShape, Engine, Footprint
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduled import ScheduledWorkers
 from app.rollout.scheduling.figures import Figures
-from app.rollout.stopping import AskedToStop
 from app.rollout.tally import Tally
 from app.score.scorer import Pass, RowPass, Scorer, Valuer, with_a_token_behind
 from app.training.actors import check_ray_is_there

@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from app.mesh.placement import gather_over_hosts, sum_over_hosts
+from app.distributed.collectives import gather_over_hosts, sum_over_hosts
+from app.distributed.host_consistency import agree
+from app.distributed.lockstep import as_lines, of_host, together, write_together
 from app.policy.kv_cache import DecodeWeights
 from app.prompts.dataset import load_dataset
 from app.prompts.encode import EncodeReport
@@ -23,8 +25,6 @@ from app.records.sample import Prompt, Sample
 from app.report.timeline import check_timeline, write_timeline
 from app.rollout.scheduling.event_log import EventLog
 from app.rollout.scheduling.ledger import Ledger
-from app.training.agreement import agree
-from app.training.all_hosts import as_lines, of_host, together, write_together
 from app.training.joining import Entered, getting_on, joined_hosts, wait_for_others
 from app.training.model_input import ModelInput, check_context, read_model_input
 from app.training.rollout_log import Past, open_log, run_facts

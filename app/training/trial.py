@@ -11,15 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Float64, Int32
 
-from app.mesh.placement import (
-    abstract,
-    bytes_over_hosts,
-    bytes_per_device,
-    num_local_row_shards,
-    row_sharding,
-    to_global,
-    to_local,
-)
+from app.distributed.collectives import bytes_over_hosts
+from app.distributed.lockstep import together
+from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards, row_sharding, to_global, to_local
 from app.mesh.topology import platform_of
 from app.policy.decoder import DecoderDefinition, Params
 from app.policy.row_layout import one_segment
@@ -30,7 +24,6 @@ from app.reward.plugin import Moment
 from app.reward.pool import LateError
 from app.reward.rewards import Rewards
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, is_task_reward
-from app.training.all_hosts import together
 from app.training.findings import RUN_TIME, Findings
 from app.training.metrics import device_memory_bytes
 from app.training.reward_role import RewardModel, RewardModelInput

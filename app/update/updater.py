@@ -16,7 +16,8 @@ from app.batching.micro_batches import Cut, Cutter
 from app.batching.pack import pack_last_targets, pack_per_token, pack_tokens
 from app.batching.pass_metrics import update_metrics
 from app.batching.plan import MicroBatch
-from app.mesh.placement import sum_over_hosts, to_global
+from app.distributed.collectives import sum_over_hosts
+from app.mesh.placement import to_global
 from app.policy.decoder import Params
 from app.records.sample import Sample
 from app.update.aggregation import Totals, Weights, sequence_mean_token_mean, token_mean

@@ -145,7 +145,7 @@ def newest(run: Path) -> int:
 
 def content(run: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
     """The last checkpoint's arrays, and all metrics that do not depend on a clock."""
-    from tests.training.program import metrics_of, reproducible, saved_state
+    from tests.program import metrics_of, reproducible, saved_state
 
     arrays = {name: array.tobytes() for name, array in saved_state(run, LAST_STEP).items()}
     return arrays, reproducible(metrics_of(run))

@@ -5,15 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from app.distributed.collectives import gather_over_hosts, max_over_hosts, sum_over_hosts
 from app.mesh.placement import (
     check_rows_per_host,
-    gather_over_hosts,
     has_host_memory,
     local_row_indices,
-    max_over_hosts,
     num_local_row_shards,
     num_row_shards,
-    sum_over_hosts,
     to_device_memory,
     to_global,
     to_host_memory,

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh as DeviceMesh
 
-from app.mesh import cluster, topology
+from app.distributed import cluster_detection
+from app.distributed.rendezvous import Member
+from app.mesh import topology
 from app.mesh.axis_rules import AXES
 from app.mesh.placement import check_rows_per_host
-from app.mesh.roll_call import Member
 from app.mesh.topology import check_equal_hosts, is_host_by_host, make_mesh, nearest_shapes, num_hosts, parse_shape
 from settings.errors import InputError
 from settings.mesh_section import Mesh as Settings
@@ -174,8 +175,8 @@ def test_a_platform_with_another_number_of_hosts_than_expected_is_refused(monkey
     ],
 )
 def test_the_platform_says_who_the_hosts_are(monkeypatch, found, member):
-    monkeypatch.setattr(cluster.ClusterEnv, "auto_detect_unset_distributed_params", lambda *_: found)
-    assert cluster.find_cluster(timeout_s=1) == member
+    monkeypatch.setattr(cluster_detection.ClusterEnv, "auto_detect_unset_distributed_params", lambda *_: found)
+    assert cluster_detection.find_cluster(timeout_s=1) == member
 
 
 @pytest.mark.parametrize(("error", "refused"), [(ConnectionError("no metadata"), False), (ValueError("odd"), True)])
@@ -183,14 +184,14 @@ def test_tpus_without_metadata_work_alone_and_metadata_that_cannot_be_read_are_a
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(cluster.ClusterEnv, "auto_detect_unset_distributed_params", fail)
+    monkeypatch.setattr(cluster_detection.ClusterEnv, "auto_detect_unset_distributed_params", fail)
     if refused:
         with pytest.raises(InputError, match=r"the platform's account of its hosts cannot be read \(odd\); set"):
-            cluster.find_cluster(timeout_s=1)
+            cluster_detection.find_cluster(timeout_s=1)
     else:
-        assert cluster.find_cluster(timeout_s=1) is None
+        assert cluster_detection.find_cluster(timeout_s=1) is None
         with pytest.raises(InputError, match=r"auto, and the platform does not answer \(no metadata\); set"):
-            cluster.find_cluster(timeout_s=1, must=True)
+            cluster_detection.find_cluster(timeout_s=1, must=True)
 
 
 def test_the_mesh_holds_every_device_on_three_named_axes():

@@ -8,7 +8,7 @@ import pytest
 
 from app.records.run_directory import Resume, RunDirectory, check_claim, claim
 from settings import InputError, load
-from tests.training.program import digest_of, train_here
+from tests.program import digest_of, train_here
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from app.report.drawing import Evidence
 from app.report.figures import picture
 from app.report.history import History
 from app.report.panels import PANELS, Panel
+from tests.program import REPOSITORY
 from tests.report.run_directories import quickstart_history, step_record
-from tests.training.program import REPOSITORY
 
 PNG = b"\x89PNG\r\n\x1a\n"
 BY_NAME = {panel.name: panel for panel in PANELS}

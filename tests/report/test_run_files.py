@@ -10,8 +10,8 @@ import pytest
 from app.report.run_files import ChosenSetting, RunFiles
 from settings import InputError, load
 from settings.printing import from_yaml
+from tests.program import digest_of, here
 from tests.report.run_directories import quickstart_history, sample_record, step_record, write_lines, write_run
-from tests.training.program import digest_of, here
 
 STEPS = [step_record(1), step_record(2)]
 

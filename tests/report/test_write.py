@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.program import REPOSITORY, here
 from tests.report.run_directories import quickstart_history, sample_record, step_record, write_lines, write_run
-from tests.training.program import REPOSITORY, here
 
 SAMPLES = [sample_record(f"p/s{i}") for i in range(3)]
 

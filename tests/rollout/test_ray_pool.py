@@ -17,6 +17,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'grpo[ray]'
 import ray
 from ray.cluster_utils import Cluster
 
+from app.distributed.cancellation import StoppedError
 from app.rollout.ahead import Generation
 from app.rollout.ray_actor import SlotPlan, _check_rows
 from app.rollout.ray_pool import RayWorkers, _connect
@@ -27,7 +28,6 @@ from app.rollout.scheduling.events import SegmentEnded, Suspend, WorkerJoined, W
 from app.rollout.scheduling.figures import figures
 from app.rollout.scheduling.ledger import Ledger
 from app.rollout.scheduling.scheduler import POLICIES
-from app.rollout.stopping import StoppedError
 from settings.errors import InputError
 from tests.rollout.test_slots import ARGUMENTS, DEFINITION, LENGTHS, PROMPTS
 from tests.rollout.test_workers import (

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from app.distributed.cancellation import StoppedError, never
 from app.rollout import engine as engine_room
 from app.rollout.scheduling.event_log import EventLog, read_log
 from app.rollout.scheduling.events import RunSegment
-from app.rollout.stopping import StoppedError, never
 from app.training.metrics import CompilationCounter
 from tests.rollout.test_ahead import HALF, KEY, generation_of
 from tests.rollout.test_resumed import RUN

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.free_address import free_address
+from tests.program import DEADLINE_S as REAL_DEADLINE_S
+from tests.program import compilation_cache, metrics_of, settings
 from tests.scripts.conftest import DEADLINE_S, REPOSITORY, Tpu
-from tests.training.program import DEADLINE_S as REAL_DEADLINE_S
-from tests.training.program import compilation_cache, metrics_of, settings
 from tests.two_hosts import HOSTS_PROGRAM
 
 SCRIPT = "launch_on_tpu_vm.sh"

@@ -10,8 +10,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from tests.program import here, of_tiny, train_here
 from tests.tiny_directory import write_model
-from tests.training.program import here, of_tiny, train_here
 
 TINY = """\
 run: {{dir: {runs}, name: tiny, steps: 4}}

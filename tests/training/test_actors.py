@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.program import (
+from tests.program import (
     DEADLINE_S,
     here,
     of_tiny,

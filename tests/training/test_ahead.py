@@ -12,7 +12,7 @@ import pytest
 
 from app.training.run import train
 from settings import load
-from tests.training.program import here, metrics_of, of_tiny, progress_of, records_of, settings, train_here
+from tests.program import here, metrics_of, of_tiny, progress_of, records_of, settings, train_here
 from tests.training.test_dry_run import foreseen
 
 SCHEDULED = (

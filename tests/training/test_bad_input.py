@@ -14,9 +14,9 @@ from safetensors.numpy import save_file
 from app.mesh.placement import num_local_row_shards
 from app.training.launch import prepared
 from settings import load
+from tests.program import digest_of, train_here
 from tests.tiny import make_mesh
 from tests.tiny_directory import CONFIG, random_tensors, write_model, write_tokenizer
-from tests.training.program import digest_of, train_here
 
 
 def refused(config: Path, *overrides: str, resume: str = "never") -> str:

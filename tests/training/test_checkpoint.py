@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from app.training.checkpoint import checksums, known
-from tests.training.checkpoints import (
+from tests.checkpoints import (
     FINGERPRINTS,
     assert_same,
     make_state,

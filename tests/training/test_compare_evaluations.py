@@ -13,7 +13,7 @@ import pytest
 from app.records.jsonl import read_jsonl, write_jsonl
 from app.report.intervals import wilson_interval
 from app.training.evaluation_subject import CHECKPOINT, JUDGE, JUDGES_FILE, JUDGES_FUNCTION, Subject, write_subject
-from tests.training.program import here, metrics_of
+from tests.program import here, metrics_of
 
 
 def write(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.program import metrics_of, train_here
+from tests.program import metrics_of, train_here
 
 
 def test_on_policy_a_mask_weighs_every_token_as_one_and_trains_as_without(config: Path, finished: Path) -> None:

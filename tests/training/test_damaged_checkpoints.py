@@ -16,7 +16,7 @@ import pytest
 from app.training.checkpoint import CHECKSUMS, Checkpoints, check_fingerprints, is_damage
 from app.training.saved_policy import SavedPolicy
 from settings import InputError
-from tests.training.checkpoints import (
+from tests.checkpoints import (
     FINGERPRINTS,
     assert_same,
     make_state,

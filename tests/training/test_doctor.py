@@ -13,10 +13,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from app.training import doctor, trial
+from tests.program import digest_of, here, settings
 from tests.reward.processes import children
 from tests.tiny_directory import CONFIG, random_tensors, write_model, write_reward_model
 from tests.training.conftest import NO_REPORT, TINY, write_config
-from tests.training.program import digest_of, here, settings
 
 CANARY = "CANARY-0123456789abcdef"
 Checks = Mapping[str, Mapping[str, Any]]

@@ -24,8 +24,8 @@ from app.training.wiring import Learning, wire_learning
 from app.training.working_set import WORKING_SET, fullest_of, saved_bytes
 from app.update.step import Accumulated
 from settings import load
+from tests.program import digest_of, here, settings
 from tests.tiny import make_sample
-from tests.training.program import digest_of, here, settings
 
 SHARDED = ("mesh.shape='2,2,2'", "algorithm.beta=0.1", "algorithm.epochs=2")
 FIXED = (*SHARDED, "algorithm.rows_per_device=2", "score.rows_per_device=2")

@@ -24,7 +24,7 @@ from app.training.evaluation_figures import (
 )
 from app.training.progress import evaluation_line
 from settings import InputError, load
-from tests.training.program import metrics_of
+from tests.program import metrics_of
 
 
 def graded(correct: bool, completion: str, *, stop: bool = True, **extra: int) -> Sample:

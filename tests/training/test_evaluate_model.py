@@ -22,8 +22,8 @@ from app.training.evaluation_file import PartFile
 from app.training.evaluation_subject import JUDGE, Subject
 from app.training.session import Session
 from settings import InputError, load
+from tests.program import digest_of, here, metrics_of, records_of, settings, train_here
 from tests.tiny_directory import write_model
-from tests.training.program import digest_of, here, metrics_of, records_of, settings, train_here
 
 
 def evaluated(*arguments: str | Path) -> dict[str, Any]:

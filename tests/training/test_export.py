@@ -38,11 +38,11 @@ from tests.policy.test_parity import (
     reference_logits,
     write_checkpoint,
 )
+from tests.program import digest_of, here, metrics_of, settings
 from tests.tiny import make_mesh
 from tests.tiny_directory import CHARACTERS, CONTROL_TOKENS, write_tokenizer
 from tests.tiny_directory import write_model as write_base
 from tests.training.conftest import LORA
-from tests.training.program import digest_of, here, metrics_of, settings
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 

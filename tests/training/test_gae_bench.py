@@ -21,7 +21,7 @@ from settings.errors import InputError
 from settings.schema import Algorithm
 from tests.advantage import gae_oracle
 from tests.advantage.gae_oracle import random_case
-from tests.training.program import here
+from tests.program import here
 
 
 def test_a_bench_measures_every_backend_checks_it_and_draws(tmp_path: Path) -> None:

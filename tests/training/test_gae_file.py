@@ -17,7 +17,7 @@ from app.training.gae_samples import SampleFile
 from settings import Settings, load
 from settings.errors import InputError
 from tests.advantage.gae_oracle import Case, oracle
-from tests.training.program import here, records_of, settings
+from tests.program import here, records_of, settings
 
 GAMMA, LAM = 0.9, 0.8
 RULE = ("--gamma", str(GAMMA), "--lam", str(LAM))

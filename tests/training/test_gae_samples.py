@@ -18,8 +18,8 @@ from app.training.crediting import wire_gae_credit
 from app.training.gae_file import whitener
 from app.training.gae_samples import Placed, SampleFile, sample_windows
 from settings import load
+from tests.program import here, records_of
 from tests.tiny import make_sample
-from tests.training.program import here, records_of
 
 
 def placed(length: int, *, num_bytes: int = 1) -> Placed:

@@ -22,7 +22,7 @@ from app.training.wiring import wire_learning
 from app.training.working_set import num_decoding
 from settings import InputError, Settings, load
 from settings.checks import check_for_inspection
-from tests.training.program import DEADLINE_S, here, of_tiny, settings, started
+from tests.program import DEADLINE_S, here, of_tiny, settings, started
 
 GIB = 2**30
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import Result
 
 from app.records.jsonl import write_jsonl
+from tests.program import digest_of, here, of_tiny, records_of, settings
 from tests.tiny_directory import write_model
-from tests.training.program import digest_of, here, of_tiny, records_of, settings
 
 UNSHARED = ("batching.share_prompts=false", "mesh.shape=1,8,1")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.training.on_islands import WAYS, Found, told
-from tests.training.program import (
+from tests.on_islands import WAYS, Found, told
+from tests.program import (
     DEADLINE_S,
     metrics_of,
     progress_of,
@@ -36,7 +36,7 @@ def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
     """What each of two hosts has found."""
     folder = tmp_path_factory.mktemp("islands")
     files = folder / "0.json", folder / "1.json"
-    program = ("-m", "tests.training.on_islands")
+    program = ("-m", "tests.on_islands")
     with two_hosts(tiny_model, of_each=((files[0],), (files[1],)), programs=(program, program)) as hosts:
         first, second = ended(hosts, deadline_s=2 * DEADLINE_S)
     assert (first.exit_code, second.exit_code) == (0, 0), (first, second)

@@ -15,7 +15,7 @@ from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt, Sample
 from app.training.journal import WANDB_SECTIONS, Journal, NoJournal, kept_lines, lines_of, without_nonfinite
 from settings import Settings, load
-from tests.training.program import DEADLINE_S, metrics_of, settings, started
+from tests.program import DEADLINE_S, metrics_of, settings, started
 
 CANARY = "CANARY0123456789abcdef0123456789abcdef01"
 

@@ -16,8 +16,7 @@ from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
 from app.training.run import train
 from settings import load
-from tests.tiny_directory import CHARACTERS, CONFIG, CONTROL_TOKENS, random_tensors, write_model
-from tests.training.program import (
+from tests.program import (
     DEADLINE_S,
     assert_same_run,
     metrics_of,
@@ -27,6 +26,7 @@ from tests.training.program import (
     started,
     train_here,
 )
+from tests.tiny_directory import CHARACTERS, CONFIG, CONTROL_TOKENS, random_tensors, write_model
 
 OF_A_STEP = {
     "step",

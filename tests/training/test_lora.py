@@ -22,8 +22,7 @@ from app.training.run_state import RunState
 from app.training.saved_policy import SavedPolicy
 from app.training.wiring import Learning, wire_learning, work_of
 from settings import InputError, load
-from tests.training.conftest import NO_REPORT, TINY, write_config
-from tests.training.program import (
+from tests.program import (
     assert_same_run,
     digest_of,
     here,
@@ -34,6 +33,7 @@ from tests.training.program import (
     settings,
     train_here,
 )
+from tests.training.conftest import NO_REPORT, TINY, write_config
 from tests.training.test_dry_run import foreseen, held
 from tests.training.test_slots import SLOTS, texts
 from tests.training.test_two_hosts import assert_same_steps

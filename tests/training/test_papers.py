@@ -12,7 +12,7 @@ from app.records.sample_json import sample_from_record
 from settings import load
 from settings.config_file import presets
 from settings.papers import PAPERS
-from tests.training.program import assert_same_run, here, metrics_of, progress_of, settings, train_here
+from tests.program import assert_same_run, here, metrics_of, progress_of, settings, train_here
 
 SHAPES = (
     *("algorithm.mini_batch_prompts=2", "algorithm.rows_per_device=1", "score.rows_per_device=1"),

@@ -13,8 +13,8 @@ from app.training.pinned_model import pinned, record_commits
 from app.training.training_input import read_training_input
 from settings import InputError, load
 from tests.local_hub import serve, use_hub
+from tests.program import train_here
 from tests.tiny_directory import write_model, write_reward_model
-from tests.training.program import train_here
 
 ID = "owner/tiny"
 

@@ -24,9 +24,7 @@ from app.training.run_state import RunState
 from app.training.timer import Timer
 from app.training.wiring import wire_learning
 from settings import load
-from tests.tiny_directory import write_model
-from tests.training.conftest import NO_REPORT, write_config
-from tests.training.program import (
+from tests.program import (
     assert_same_run,
     digest_of,
     here,
@@ -36,6 +34,8 @@ from tests.training.program import (
     settings,
     train_here,
 )
+from tests.tiny_directory import write_model
+from tests.training.conftest import NO_REPORT, write_config
 from tests.training.test_glossary import glossary, matches
 
 PPO = """\

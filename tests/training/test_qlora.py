@@ -29,11 +29,7 @@ from app.training.run_state import RunState
 from app.training.saved_policy import SavedPolicy
 from app.training.wiring import work_of
 from settings import load
-from tests.quantized import dequantized_params
-from tests.tiny import make_mesh
-from tests.tiny_directory import write_model
-from tests.training.conftest import NO_REPORT, TINY, write_config
-from tests.training.program import (
+from tests.program import (
     assert_same_run,
     digest_of,
     here,
@@ -44,6 +40,10 @@ from tests.training.program import (
     settings,
     train_here,
 )
+from tests.quantized import dequantized_params
+from tests.tiny import make_mesh
+from tests.tiny_directory import write_model
+from tests.training.conftest import NO_REPORT, TINY, write_config
 from tests.training.test_dry_run import foreseen, held
 from tests.training.test_lora import NUM_ADAPTERS, NUM_WEIGHTS, PENALISED, UNJUDGED, field_of, launched
 from tests.training.test_slots import SCHEDULED, SLOTS

@@ -14,8 +14,7 @@ import pytest
 from app.training.dry_run import DryRun, look_ahead
 from app.training.replay import Asked
 from settings import load
-from tests.training.conftest import NO_REPORT, write_config
-from tests.training.program import (
+from tests.program import (
     digest_of,
     here,
     metrics_of,
@@ -26,7 +25,8 @@ from tests.training.program import (
     settings,
     train_here,
 )
-from tests.training.replays import assert_refused, replay, replayed, rewrite, step_file, train_on
+from tests.replays import assert_refused, replay, replayed, rewrite, step_file, train_on
+from tests.training.conftest import NO_REPORT, write_config
 from tests.training.test_ahead import SCHEDULED, UNJUDGED
 from tests.training.test_ppo import PPO
 from tests.two_hosts import run_on_two_hosts

@@ -13,9 +13,9 @@ import jax
 import pytest
 
 from settings.errors import InputError
+from tests.program import digest_of, here, records_of
+from tests.replays import assert_refused, looked, replay, rewrite, step_file, train_on, write
 from tests.tiny_directory import write_model, write_tokenizer
-from tests.training.program import digest_of, here, records_of
-from tests.training.replays import assert_refused, looked, replay, rewrite, step_file, train_on, write
 
 
 def spoilt(name: str, value: Any) -> Callable[[dict[str, Any]], object]:

@@ -15,9 +15,9 @@ from app.records.sample import DROPPED, Sample
 from app.training.replay import Asked, Replay, known_run
 from app.training.training_input import read_training_input
 from settings import load
+from tests.program import records_of
+from tests.replays import looked, rewrite, step_file, write
 from tests.tiny_directory import write_model, write_tokenizer
-from tests.training.program import records_of
-from tests.training.replays import looked, rewrite, step_file, write
 from tests.training.test_ahead import UNJUDGED
 
 

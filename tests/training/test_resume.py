@@ -11,8 +11,7 @@ import pytest
 
 from app.policy.weight_files import open_model
 from app.records.jsonl import read_jsonl
-from tests.tiny_directory import write_model, write_tokenizer
-from tests.training.program import (
+from tests.program import (
     DEADLINE_S,
     assert_same_run,
     digest_of,
@@ -21,6 +20,7 @@ from tests.training.program import (
     train_here,
     wait_for_step,
 )
+from tests.tiny_directory import write_model, write_tokenizer
 
 
 @pytest.fixture

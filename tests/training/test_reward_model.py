@@ -25,9 +25,9 @@ from settings.errors import InputError
 from settings.reward_section import Reward
 from settings.score_section import MicroBatches, Score
 from tests.policy.test_parity import SIZES, SWITCHES, import_reference
+from tests.program import here, metrics_of, settings, train_here
 from tests.tiny import make_mesh, make_sample
 from tests.tiny_directory import write_reward_model, write_tokenizer
-from tests.training.program import here, metrics_of, settings, train_here
 from tests.training.test_loop import samples_of
 
 QUIET = ("eval.every_steps=0", "run.steps=2")

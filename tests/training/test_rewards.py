@@ -15,8 +15,8 @@ from app.records.jsonl import read_jsonl, write_jsonl
 from app.records.sample import Sample
 from app.rollout.sampling import NON_FINITE
 from app.training.session import Session
+from tests.program import here, metrics_of, settings, train_here
 from tests.reward.processes import children
-from tests.training.program import here, metrics_of, settings, train_here
 from tests.training.test_loop import samples_of
 from tests.two_hosts import run_on_two_hosts
 

@@ -16,8 +16,8 @@ from app.rollout.scheduling.events import RowReport, SegmentEnded, Submitted, Wo
 from app.training.model_input import read_model_input
 from app.training.rollout_log import Past, run_facts
 from settings import load
+from tests.program import DEADLINE_S, NUM_DEVICES, digest_of, here, records_of, settings, started, wait_until
 from tests.rollout.scheduling.driving import make_scheduler, samples
-from tests.training.program import DEADLINE_S, NUM_DEVICES, digest_of, here, records_of, settings, started, wait_until
 
 SMALL = ("data.max_prompt_length=16", "rollout.group_size=4", "rollout.max_new_tokens=48", "rollout.top_k=20")
 SCHEDULED = (

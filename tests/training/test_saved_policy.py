@@ -19,7 +19,7 @@ from app.training.preservation import NewestAndBest
 from app.training.run_state import arrays_of
 from app.training.saved_policy import SavedPolicy
 from settings import InputError, Settings
-from tests.training.checkpoints import SHAPES, make_state, shardings
+from tests.checkpoints import SHAPES, make_state, shardings
 
 
 @pytest.fixture(scope="module")

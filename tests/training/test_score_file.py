@@ -27,8 +27,8 @@ from app.training.model_input import read_model_input
 from app.training.score_file import Passes
 from app.training.session import Session
 from settings import load
+from tests.program import DEADLINE_S, digest_of, here, of_tiny, records_of, settings, started, wait_until
 from tests.tiny_directory import CONFIG, random_tensors, write_model
-from tests.training.program import DEADLINE_S, digest_of, here, of_tiny, records_of, settings, started, wait_until
 
 QUOTA = "score.max_tokens_per_device"
 

@@ -10,7 +10,7 @@ import pytest
 from app.mesh.placement import bytes_per_device
 from app.records.sample import Prompt, Sample
 from app.rollout.engine import Engine
-from tests.training.program import (
+from tests.program import (
     assert_same_run,
     here,
     metrics_of,

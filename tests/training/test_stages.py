@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from tests.training.program import DEADLINE_S, here, of_tiny, records_of, settings, started, wait_until
+from tests.program import DEADLINE_S, here, of_tiny, records_of, settings, started, wait_until
 
 
 def test_a_limit_counts_prompts(sampled: Path) -> None:

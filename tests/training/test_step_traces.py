@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from app.training.step_traces import StepTraces
-from tests.training.program import DEADLINE_S, REPOSITORY, metrics_of, reproducible, train_here
+from tests.program import DEADLINE_S, REPOSITORY, metrics_of, reproducible, train_here
 
 UNWRITABLE = """\
 import sys

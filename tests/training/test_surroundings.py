@@ -36,9 +36,9 @@ from app.training.surroundings import (
 from settings import Settings, load
 from tests.free_address import free_address
 from tests.local_hub import LocalHub, serve, use_hub
+from tests.program import here, settings
 from tests.tiny import make_sample
 from tests.tiny_directory import write_model
-from tests.training.program import here, settings
 
 MODEL = HubSource("model.path", "model", "owner/model", None)
 ROWS = HubSource("data.source", "dataset", "owner/rows", None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.program import metrics_of, records_of, reproducible, settings, train_here, wait_for_step
+from tests.program import metrics_of, records_of, reproducible, settings, train_here, wait_for_step
 from tests.two_hosts import ended, run_on_two_hosts, two_hosts
 
 pytestmark = pytest.mark.two_hosts

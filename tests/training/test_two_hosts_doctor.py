@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.program import of_tiny, settings
+from tests.program import of_tiny, settings
 from tests.two_hosts import run_on_two_hosts
 
 pytestmark = pytest.mark.two_hosts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.program import here, records_of, settings
+from tests.program import here, records_of, settings
 from tests.two_hosts import run_on_two_hosts
 
 pytestmark = pytest.mark.two_hosts

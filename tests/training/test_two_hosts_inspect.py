@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.free_address import free_address
-from tests.training.program import DEADLINE_S, of_tiny, settings, started
+from tests.program import DEADLINE_S, of_tiny, settings, started
 from tests.two_hosts import of_host, run_on_two_hosts
 
 pytestmark = pytest.mark.two_hosts

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.program import here, of_tiny, records_of, settings
+from tests.program import here, of_tiny, records_of, settings
 from tests.two_hosts import HOSTS_PROGRAM, KEEPING, Programs, run_on_two_hosts
 
 pytestmark = pytest.mark.two_hosts
@@ -126,7 +126,7 @@ def test_a_host_that_fails_ends_both_and_writes_nothing(tiny_model: Path, tmp_pa
 COUNTING = """\
 import sys
 import cli
-from app.training.watchdog import Watchdog
+from app.distributed.watchdog import Watchdog
 enter, phases = Watchdog.enter, []
 def counted(watchdog, phase):
     phases.append(phase)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from app.records.jsonl import write_jsonl
+from tests.program import here, of_tiny, records_of, settings
 from tests.tiny_directory import write_reward_model
-from tests.training.program import here, of_tiny, records_of, settings
 from tests.two_hosts import run_on_two_hosts
 
 pytestmark = pytest.mark.two_hosts

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.program import metrics_of, newest_checkpoint, settings, train_here, wait_for_step
+from tests.program import metrics_of, newest_checkpoint, settings, train_here, wait_for_step
 from tests.two_hosts import HOSTS_PROGRAM, KEEPING, Ended, ended, run_on_two_hosts, two_hosts
 
 pytestmark = pytest.mark.two_hosts
@@ -22,7 +22,7 @@ STOPPED = """\
 import os, signal, time
 import cli
 from app.rollout.engine import Engine
-from app.rollout.stopping import StoppedError
+from app.distributed.cancellation import StoppedError
 
 generate, calls = Engine.generate, []
 def generate_or_stop(engine, *arguments, **named):

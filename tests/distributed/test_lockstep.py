@@ -10,11 +10,20 @@ import jax
 import numpy as np
 import pytest
 
+from app.distributed.lockstep import (
+    arrived,
+    as_lines,
+    host_run,
+    in_step,
+    longest_run,
+    of_host,
+    together,
+    write_together,
+)
 from app.records.sample_json import sample_to_record
-from app.training.all_hosts import arrived, as_lines, host_run, in_step, longest_run, of_host, together, write_together
 from settings import InputError
+from tests.program import records_of
 from tests.tiny import make_sample
-from tests.training.program import records_of
 
 
 @pytest.mark.parametrize(

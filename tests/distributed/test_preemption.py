@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from app.mesh.bulletin import Bulletin
+from app.distributed.cancellation import StoppedError
+from app.distributed.preemption import COMPLETES, Interrupts
+from app.distributed.status_board import Bulletin
 from app.rollout.engine import Engine
-from app.rollout.stopping import StoppedError
-from app.training.interrupts import COMPLETES, Interrupts
 from app.training.narrator import Narrator
-from tests.training.program import (
+from tests.program import (
     DEADLINE_S,
     REPOSITORY,
     assert_same_run,
@@ -41,8 +41,8 @@ SAID = (
 
 BUSY = """\
 import jax
-from app.mesh.bulletin import Bulletin
-from app.training.interrupts import Interrupts
+from app.distributed.status_board import Bulletin
+from app.distributed.preemption import Interrupts
 forever = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 2, jax.lax.sin, x))
 with Interrupts(Bulletin(None, host=0)):
     print("ready", flush=True)

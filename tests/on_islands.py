@@ -1,6 +1,6 @@
 """What one of several hosts samples in every way, beside hosts that may sample nothing: a program of its own.
 
-`python -m tests.training.on_islands MODEL OUT [--set mesh....=...]...` writes what it has found to OUT as JSON.
+`python -m tests.on_islands MODEL OUT [--set mesh....=...]...` writes what it has found to OUT as JSON.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from app.distributed.cancellation import StoppedError
+from app.distributed.collectives import bytes_over_hosts
 from app.mesh import topology
-from app.mesh.placement import bytes_over_hosts
 from app.prompts.order import host_slice
 from app.records.sample import Prompt, Sample
 from app.rollout import engine as engine_room
-from app.rollout.stopping import StoppedError
 from app.training.metrics import CompilationCounter
 from app.training.model_input import read_model_input
 from app.training.session import Session

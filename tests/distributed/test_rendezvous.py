@@ -9,8 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from app.mesh import roll_call
-from app.mesh.roll_call import Member, address_to_bind, call_roll
+from app.distributed.rendezvous import Member, address_to_bind, call_roll
 from settings.errors import InputError
 from tests.free_address import free_address
 

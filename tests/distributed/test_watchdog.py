@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from app.mesh.bulletin import Bulletin
+from app.distributed.status_board import Bulletin
+from app.distributed.watchdog import Watchdog
 from app.training.progress import Board
 from app.training.timer import Timer
-from app.training.watchdog import Watchdog
 from settings.watchdog_section import Watchdog as Limits
-from tests.training.program import DEADLINE_S, REPOSITORY
+from tests.program import DEADLINE_S, REPOSITORY
 
 STUCK = """\
 import ctypes, sys, threading, time
 from pathlib import Path
-from app.mesh.bulletin import Bulletin
+from app.distributed.status_board import Bulletin
 from app.training import watchdog
 from settings.watchdog_section import Watchdog as Limits
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import jax
 
-from app.mesh.bulletin import POLL_S, Bulletin
+from app.distributed.status_board import POLL_S, Bulletin
 from settings.errors import InputError
 
 FAILED = "failed"

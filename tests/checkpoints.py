@@ -17,8 +17,8 @@ from app.training.checkpoint import Checkpoints, Progress
 from app.training.preservation import NewestAndBest
 from app.update.optimizer import TrainState
 from tests.free_address import free_address
+from tests.program import DEADLINE_S, REPOSITORY
 from tests.tiny import make_mesh
-from tests.training.program import DEADLINE_S, REPOSITORY
 
 FINGERPRINTS = {"model": "m", "tokenizer": "t", "data": "d"}
 
@@ -98,7 +98,7 @@ jax.config.update("jax_num_cpu_devices", 1)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, 2, int(process_id))
 from settings import InputError
-from tests.training.checkpoints import FINGERPRINTS, make_state, opened, progress
+from tests.checkpoints import FINGERPRINTS, make_state, opened, progress
 """
 
 

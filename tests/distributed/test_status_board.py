@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from app.mesh.bulletin import FOLDER, Bulletin
+from app.distributed.status_board import FOLDER, Bulletin
 
 DEADLINE_S = 30
 

@@ -104,5 +104,7 @@ def open_bulletin() -> Bulletin:
         return Bulletin(None, host=host)
     client: Any = getattr(distributed.global_state, "client", None)
     if not (hasattr(client, "key_value_set") and hasattr(client, "key_value_dir_get")):
-        raise RuntimeError(f"jax {jax.__version__} has no key-value store where app/mesh/bulletin.py looks for it")
+        raise RuntimeError(
+            f"jax {jax.__version__} has no key-value store where app/distributed/status_board.py looks for it"
+        )
     return Bulletin(client, host=host, num_hosts=jax.process_count())

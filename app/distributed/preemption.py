@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.mesh.bulletin import Bulletin
-from app.mesh.placement import gather_over_hosts, max_over_hosts
-from app.rollout.stopping import StoppedError
+from app.distributed.cancellation import StoppedError
+from app.distributed.collectives import gather_over_hosts, max_over_hosts
+from app.distributed.status_board import Bulletin
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 """What the process exits with once it has saved: stopped early, interrupted."""

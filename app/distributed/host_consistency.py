@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import jax
 
-from app.mesh.placement import bytes_over_hosts
+from app.distributed.collectives import bytes_over_hosts
+from app.distributed.lockstep import together
 from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt
 from app.records.versions import TRAINING, program_facts
-from app.training.all_hosts import together
 from settings import Resolved
 from settings.errors import InputError
 from settings.fields import FIELDS, value_of

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from app.mesh.placement import bytes_over_hosts, bytes_to_first_host, max_over_hosts
+from app.distributed.collectives import bytes_over_hosts, bytes_to_first_host, max_over_hosts
 from app.records.atomic_write import replacing
 from app.records.jsonl import check_output, to_line
 from app.records.sample import Sample

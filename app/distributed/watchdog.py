@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from app.mesh.bulletin import Bulletin
-from app.training.parting import LEAVING, parting_s
+from app.distributed.shutdown import LEAVING, parting_s
+from app.distributed.status_board import Bulletin
 from settings.watchdog_section import Watchdog as Limits
 
 EXIT_CODE = 70

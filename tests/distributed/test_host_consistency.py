@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from app.distributed.host_consistency import Fact, difference, newest_checkpoint, plug_in_digests
 from app.policy.architecture import Architecture
 from app.records.run_directory import RunDirectory
 from app.records.versions import code_digest
-from app.training.agreement import Fact, difference, newest_checkpoint, plug_in_digests
 from app.training.mesh_fit import check_heads, whole_dims
 from settings import load
 from settings.errors import InputError
+from tests.program import digest_of, settings
 from tests.tiny import EVEN, make_mesh
-from tests.training.program import digest_of, settings
 from tests.two_hosts import KEEPING, Ended, run_on_two_hosts
 
 HOSTS = ("host 0 (a)", "host 1 (b)", "host 2 (c)")
@@ -115,8 +115,8 @@ os.environ["HOME"] = str(other / str(host))
 import jax, numpy as np
 from app.mesh import topology
 from app.mesh.placement import check_rows_per_host, local_row_indices, to_global, to_local
-from app.training.agreement import agree, check_shared
-from app.training.all_hosts import together
+from app.distributed.host_consistency import agree, check_shared
+from app.distributed.lockstep import together
 from app.records.run_directory import RunDirectory
 from settings import load
 from settings.errors import InputError

@@ -15,7 +15,7 @@ from app.training.pinned_model import pinned
 from app.training.replay import Asked, Replay, read_replay
 from app.training.training_input import read_critic, read_policy
 from settings import load
-from tests.training.program import here, records_of, settings
+from tests.program import here, records_of, settings
 from tests.training.test_ahead import UNJUDGED
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax._src import cloud_tpu_init
 from jax._src.clusters import ClusterEnv
 
-from app.mesh.roll_call import Member
+from app.distributed.rendezvous import Member
 from settings.errors import InputError
 
 BY_HAND = "set mesh.coordinator_address, mesh.num_processes and mesh.process_id instead"
