@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from app.mesh.axis_rules import AXES, partition_spec, replicated_dims
 from app.mesh.placement import bytes_per_device, num_row_shards
-from app.mesh.pretend import Chip, chip_of
+from app.mesh.simulated_slice import Chip, chip_of
 from app.mesh.topology import device_kind_of, host_of, local_devices, num_hosts, platform_of, pretended
 
 DEVICES_A_LINE = 8

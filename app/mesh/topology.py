@@ -22,7 +22,7 @@ from jax.sharding import Mesh as DeviceMesh
 from app.distributed.cluster_detection import find_cluster, is_cloud_tpu_vm
 from app.distributed.rendezvous import Member, address_to_bind, call_roll
 from app.mesh.axis_rules import AXES
-from app.mesh.pretend import Slice, parse_slice
+from app.mesh.simulated_slice import Slice, parse_slice
 from settings.errors import InputError
 from settings.mesh_section import Mesh as MeshSettings
 

@@ -17,8 +17,8 @@ from jaxtyping import Array, Int32
 from app.batching.ladder import rung
 from app.distributed.cancellation import AskedToStop, StoppedError, never
 from app.distributed.collectives import max_over_hosts
-from app.mesh.islands import taken_over
 from app.mesh.placement import local_row_indices, num_local_row_shards, row_sharding, shardings_of, to_global, to_local
+from app.mesh.submesh import taken_over
 from app.mesh.topology import num_hosts
 from app.policy.decoder import DecoderDefinition, Params
 from app.policy.kv_cache import (

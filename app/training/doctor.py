@@ -17,6 +17,7 @@ from app.distributed.collectives import bytes_over_hosts, max_over_hosts
 from app.distributed.host_consistency import agree, check_shared, prompts_digest
 from app.distributed.lockstep import together
 from app.mesh import topology
+from app.mesh.device_memory import device_memory_bytes
 from app.prompts.dataset import Dataset
 from app.prompts.source import spread
 from app.records.run_directory import RunDirectory, check_claim
@@ -26,7 +27,6 @@ from app.training.findings import RUN_TIME, Diagnosis, Finding, Findings
 from app.training.joining import joined_hosts
 from app.training.launch import check_session, facts_of_files, launch_notes
 from app.training.memory import networks_held, state_bytes
-from app.training.metrics import device_memory_bytes
 from app.training.model_input import CriticInput, ModelInput
 from app.training.pinned_model import pinned
 from app.training.reward_role import RewardModelInput

@@ -10,11 +10,12 @@ import jax
 
 from app.batching.micro_batches import Cutter, PackedRows
 from app.batching.plan import Plan
+from app.mesh.device_memory import device_memory_bytes
 from app.mesh.topology import device_kind_of, num_hosts, pretended
 from app.records.run_directory import Resume
 from app.training.launch import Launch, prepared
 from app.training.memory import Shapes, memory_by_phase, memory_table, shapes_of, state_bytes
-from app.training.metrics import NO_TOKENS, Tokens, device_memory_bytes
+from app.training.metrics import NO_TOKENS, Tokens
 from app.training.replay import Asked
 from app.training.reward_role import wire_reward
 from app.training.session import Session

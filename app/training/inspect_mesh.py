@@ -12,6 +12,7 @@ import numpy as np
 from app.distributed.host_consistency import agree
 from app.distributed.lockstep import together
 from app.mesh import topology
+from app.mesh.device_memory import device_memory_bytes
 from app.mesh.inspect import MeshReport, id_ranges, mesh_report
 from app.mesh.placement import bytes_per_device
 from app.policy.decoder import by_path
@@ -19,7 +20,6 @@ from app.records.sample import Prompt
 from app.training.largest import USABLE, Largest, largest
 from app.training.launch import launch_notes
 from app.training.memory import Shapes, memory_by_phase, memory_table, shapes_of
-from app.training.metrics import device_memory_bytes
 from app.training.outline import Outline, read_outline
 from app.training.programs import CompiledProgram, compiled_programs, programs_table
 from app.training.session import Session

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from app.mesh.links import gather_s, hosts_of_a_weight
+from app.mesh.interconnect import gather_s, hosts_of_a_weight
 from app.mesh.placement import bytes_per_device
-from app.mesh.pretend import chip_of
+from app.mesh.simulated_slice import chip_of
 from app.mesh.topology import device_kind_of, num_hosts
 from app.policy.decoder import DecoderDefinition
 from app.policy.kv_cache import abstract_decode_weights

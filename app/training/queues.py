@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from app.mesh import placement, topology
-from app.mesh.islands import allot, island
+from app.mesh.submesh import allot, island
 from app.policy.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
 from app.rollout.continuous import ContinuousBatching

@@ -19,6 +19,7 @@ from app.batching.plan import fixed_shape
 from app.distributed.collectives import max_over_hosts, sum_over_hosts
 from app.distributed.host_consistency import agree
 from app.distributed.lockstep import as_parts, host_run, in_step, write_together
+from app.mesh.device_memory import peak_memory_bytes
 from app.mesh.placement import to_device_memory, to_host_memory
 from app.policy.architecture import Architecture
 from app.policy.decoder import Params
@@ -27,7 +28,7 @@ from app.records.jsonl import check_output
 from app.records.sample import Sample
 from app.training.cutting import Longest, num_tokens_behind, wire_role
 from app.training.joining import getting_on, joined_hosts
-from app.training.metrics import CompilationCounter, peak_memory_bytes
+from app.training.metrics import CompilationCounter
 from app.training.model_input import read_critic_input, read_model_input
 from app.training.packing_check import check_packing
 from app.training.sample_file import WINDOW, Extent, SampleFile, check_quota, digest_of

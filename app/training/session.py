@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from app.batching.micro_batches import Cut, Cutter
 from app.distributed.cancellation import AskedToStop
 from app.mesh import placement, topology
-from app.mesh.islands import host_island
+from app.mesh.submesh import host_island
 from app.policy.architecture import Architecture
 from app.policy.decoder import Params
 from app.policy.kv_cache import DecodeWeights

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float32, Float64, Int32
 
 from app.distributed.collectives import bytes_over_hosts
 from app.distributed.lockstep import together
+from app.mesh.device_memory import device_memory_bytes
 from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards, row_sharding, to_global, to_local
 from app.mesh.topology import platform_of
 from app.policy.decoder import DecoderDefinition, Params
@@ -25,7 +26,6 @@ from app.reward.pool import LateError
 from app.reward.rewards import Rewards
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, is_task_reward
 from app.training.findings import RUN_TIME, Findings
-from app.training.metrics import device_memory_bytes
 from app.training.reward_role import RewardModel, RewardModelInput
 from app.training.session import Session, compute_type
 from app.training.training_input import DataRows, rewards_over

@@ -31,7 +31,7 @@ from shapes import QWEN2_5_1_5B, QWEN2_5_7B
 from app.mesh.axis_rules import AXES
 from app.mesh.collectives import Collective, collectives_of, traffic
 from app.mesh.placement import abstract, row_sharding
-from app.mesh.pretend import parse_slice
+from app.mesh.simulated_slice import parse_slice
 from app.policy.architecture import Architecture
 from app.policy.decoder import DecoderDefinition
 from app.policy.kv_cache import (

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from app.mesh.islands import island
+from app.mesh.submesh import island
 from app.records.sample import Sample
 from app.rollout.scheduled import Schedule, ScheduledWorkers
 from app.rollout.scheduling.cost_model import CostModel

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from app.mesh.device_memory import host_memory_bytes, peak_memory_bytes
 from app.records.sample import Prompt, Sample
 from app.training.metrics import (
     CompilationCounter,
@@ -18,8 +19,6 @@ from app.training.metrics import (
     Tokens,
     Work,
     credit_metrics,
-    host_memory_bytes,
-    peak_memory_bytes,
     sample_metrics,
     step_performance,
 )

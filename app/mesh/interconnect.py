@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from app.mesh.axis_rules import AXES, AXIS_OF_DIM
-from app.mesh.pretend import Chip
+from app.mesh.simulated_slice import Chip
 from app.mesh.topology import host_of
 
 

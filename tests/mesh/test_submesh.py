@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.mesh import islands
-from app.mesh.islands import allot, host_island, island
+from app.mesh.submesh import allot, host_island, island
 from settings.errors import InputError
 from settings.rollout_section import WorkerPool
 from tests.tiny import make_mesh

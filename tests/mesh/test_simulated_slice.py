@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from app.mesh.pretend import CHIPS, chip_of, parse_slice
+from app.mesh.simulated_slice import CHIPS, chip_of, parse_slice
 from settings.errors import InputError
 
 

@@ -1,0 +1,40 @@
+"""Memory that devices and their host have, and the most that was in use."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+import jax
+
+from app.mesh import topology
+
+
+def peak_memory_bytes() -> int:
+    """Of the fullest local device; of the whole process where devices do not count (the CPU)."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if all(stats):
+        return max(s["peak_bytes_in_use"] for s in stats)
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def device_memory_bytes() -> int | None:
+    """What a local device may use; on a CPU its share of the host's memory; None where it is not told."""
+    if (pretended := topology.pretended()) is not None:
+        return pretended.chip.hbm_bytes
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    if all("bytes_limit" in s for s in stats):
+        return min(s["bytes_limit"] for s in stats)
+    if jax.local_devices()[0].platform != "cpu":
+        return None
+    return host_memory_bytes() // jax.local_device_count()
+
+
+def host_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """The machine's memory, or what its container may use of it."""
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    allowed = limit.read_text().strip() if limit.is_file() else "max"
+    return min(installed, int(allowed)) if allowed.isdigit() else installed
