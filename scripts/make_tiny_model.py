@@ -26,6 +26,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
+from app.model.families import architecture_from_config
+from app.model.weights import expected_entries
 from jaxtyping import Array
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -34,9 +36,7 @@ from transformers import PreTrainedTokenizerFast
 from app.batching.pack import TokenBatch, pack_tokens
 from app.batching.plan import MicroBatch, RowShape
 from app.batching.row_logprobs import row_logprobs
-from app.policy.decoder import DecoderDefinition, Params, by_path
-from app.policy.families import architecture_from_config
-from app.policy.weights import expected_entries
+from app.model.decoder import DecoderDefinition, Params, by_path
 from app.prompts.arithmetic import make_problems
 from app.records.sample import Prompt, Sample
 

@@ -8,8 +8,8 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from numpy.typing import ArrayLike
 
-from app.policy.decoder import DecoderDefinition, Params, by_path
-from app.policy.quantized import CODES, SCALES, QuantizedKernel
+from app.model.decoder import DecoderDefinition, Params, by_path
+from app.model.quantized import CODES, SCALES, QuantizedKernel
 
 
 def dequantized(held: QuantizedKernel, codes: ArrayLike, scales: ArrayLike) -> jax.Array:

@@ -19,7 +19,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"app.training"}),
     frozenset({"app.rollout", "app.reward", "app.score", "app.advantage", "app.update", "app.prompts", "app.report"}),
     frozenset({"app.batching"}),
-    frozenset({"app.policy"}),
+    frozenset({"app.model"}),
     frozenset({"app.mesh"}),
     frozenset({"app.records.jsonl", "app.records.npz", "app.records.versions", "app.records.sample_json"}),
     frozenset(
@@ -213,9 +213,9 @@ def test_python_agrees_that_jax_stays_out() -> None:
     [
         ("app.reward.gsm8k", "import app.training.loop"),
         ("app.score.scorer", "from app.update.step import update"),
-        ("app.policy.decoder", "def build():\n    from app.batching import pack"),
-        ("app.mesh.topology", "if TYPE_CHECKING:\n    import app.policy.decoder"),
-        ("app.mesh.topology", "importlib.import_module('app.policy')"),
+        ("app.model.decoder", "def build():\n    from app.batching import pack"),
+        ("app.mesh.topology", "if TYPE_CHECKING:\n    import app.model.decoder"),
+        ("app.mesh.topology", "importlib.import_module('app.model')"),
         ("app.records.sample", "import cli"),
         ("settings.schema", "from app import flow"),
         ("app.training.loop", "from tests.conftest import REPOSITORY"),

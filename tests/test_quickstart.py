@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from app.model.families import architecture_from_config
+from app.model.weight_files import open_model
+from app.model.weights import load_weights
 
 from app.mesh import topology
-from app.policy.decoder import DecoderDefinition, by_path
-from app.policy.families import architecture_from_config
-from app.policy.weight_files import open_model
-from app.policy.weights import load_weights
+from app.model.decoder import DecoderDefinition, by_path
 from app.prompts.arithmetic import make_problems
 from app.prompts.tokenizer import load_tokenizer
 from app.reward.plugin import Moment

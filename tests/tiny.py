@@ -17,9 +17,9 @@ from app.batching.micro_batches import lengths_of
 from app.batching.pack import pack_per_token, pack_tokens
 from app.batching.plan import MicroBatch, Plan, RowShape, TokenBudget, plan_token_budget
 from app.mesh.axis_rules import AXES
-from app.policy.architecture import Architecture
-from app.policy.decoder import DecoderDefinition, Params
-from app.policy.rope import Rope
+from app.model.architecture import Architecture
+from app.model.decoder import DecoderDefinition, Params
+from app.model.rope import Rope
 from app.records.sample import Prompt, Sample
 from app.rollout.engine import Engine
 from app.update.aggregation import Totals, Weights, token_mean

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from app.batching.pack import TokenBatch
-from app.policy.decoder import Decoder
-from app.policy.row_layout import RowLayout
-from app.policy.token_logprobs import Entropy, completion_logprobs, measured_entropy
+from app.model.decoder import Decoder
+from app.model.row_layout import RowLayout
+from app.model.token_logprobs import Entropy, completion_logprobs, measured_entropy
 
 
 def row_logprobs(

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from app.batching.pack import TokenBatch
-from app.policy.decoder import ValueDecoder
-from app.policy.row_layout import RowLayout
-from app.policy.token_logprobs import before_targets
+from app.model.decoder import ValueDecoder
+from app.model.row_layout import RowLayout
+from app.model.token_logprobs import before_targets
 
 
 def row_values(decoder: ValueDecoder, rows: TokenBatch, *, dtype: jnp.dtype, remat: str) -> Float32[Array, "R C"]:

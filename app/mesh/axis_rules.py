@@ -1,6 +1,6 @@
 """The one table from logical dims to mesh axes, and how it resolves for a given shape and mesh.
 
-Weights name their dims once, beside their declaration (`app.policy.decoder`); activations name
+Weights name their dims once, beside their declaration (`app.model.decoder`); activations name
 theirs where they are constrained. Axis names appear in no other room.
 """
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import jax
 
-from app.policy.kv_cache import DecodeWeights
+from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.rollout.rows import Row
 from app.rollout.run import Run

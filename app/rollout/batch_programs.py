@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 from app.mesh.axis_rules import constrain
-from app.policy.decoder import DecoderDefinition
-from app.policy.kv_cache import Cache, DecodeWeights, constrain_cache, decode_step
-from app.policy.token_logprobs import scaled_logits
+from app.model.decoder import DecoderDefinition
+from app.model.kv_cache import Cache, DecodeWeights, constrain_cache, decode_step
+from app.model.token_logprobs import scaled_logits
 from app.rollout.sampling import Drawn, Sampler, SamplingRules, effective_temperature
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import jax
 
 from app.distributed.cancellation import StoppedError
-from app.policy.kv_cache import DecodeWeights
+from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt
 from app.rollout.engine import BatchShape, Footprint
 from app.rollout.rows import Row

@@ -20,8 +20,8 @@ from app.distributed.collectives import max_over_hosts
 from app.mesh.placement import local_row_indices, num_local_row_shards, row_sharding, shardings_of, to_global, to_local
 from app.mesh.submesh import taken_over
 from app.mesh.topology import num_hosts
-from app.policy.decoder import DecoderDefinition, Params
-from app.policy.kv_cache import (
+from app.model.decoder import DecoderDefinition, Params
+from app.model.kv_cache import (
     Cache,
     DecodeWeights,
     abstract_cache,

@@ -23,9 +23,9 @@ from jaxtyping import Int32
 
 from app.mesh import topology
 from app.mesh.placement import num_row_shards
-from app.policy.architecture import Architecture
-from app.policy.decoder import DecoderDefinition
-from app.policy.lora import LoRA
+from app.model.architecture import Architecture
+from app.model.decoder import DecoderDefinition
+from app.model.lora import LoRA
 from app.records.versions import drawing, program_facts
 from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules

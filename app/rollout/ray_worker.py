@@ -19,7 +19,7 @@ import numpy as np
 import ray
 import ray.exceptions
 
-from app.policy.kv_cache import Cache, DecodeWeights
+from app.model.kv_cache import Cache, DecodeWeights
 from app.rollout.ray_actor import Incoming, Introduction, Ran, SlotActor, SlotPlan, bits_of
 from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules

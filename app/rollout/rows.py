@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from app.policy.kv_cache import Cache
+from app.model.kv_cache import Cache
 from app.records.sample import Prompt, Sample
 
 

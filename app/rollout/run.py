@@ -12,7 +12,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from app.distributed.cancellation import AskedToStop, StoppedError, never
-from app.policy.kv_cache import DecodeWeights
+from app.model.kv_cache import DecodeWeights
 from app.rollout.rows import Row, Suspended
 from app.rollout.scheduling.event_log import Begun, EventLog, LogRecord
 from app.rollout.scheduling.events import (

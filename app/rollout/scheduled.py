@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from app.mesh.placement import bytes_per_device
-from app.policy.kv_cache import DecodeWeights
+from app.model.kv_cache import DecodeWeights
 from app.rollout.engine import BatchShape, Footprint
 from app.rollout.rows import Row
 from app.rollout.run import FAILURES, Run, Watch

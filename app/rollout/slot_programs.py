@@ -18,8 +18,8 @@ from jax.stages import Lowered
 from jaxtyping import Array, Bool, Int32
 
 from app.mesh.placement import shardings_of
-from app.policy.decoder import DecoderDefinition
-from app.policy.kv_cache import (
+from app.model.decoder import DecoderDefinition
+from app.model.kv_cache import (
     Cache,
     DecodeWeights,
     LayerCache,
@@ -29,7 +29,7 @@ from app.policy.kv_cache import (
     decode_step,
     prefill,
 )
-from app.policy.token_logprobs import scaled_logits
+from app.model.token_logprobs import scaled_logits
 from app.rollout.sampling import Sampler, SamplingRules, draw, draw_truncated, effective_temperature, sample_keys
 from app.rollout.slot_shapes import SlotShapes
 from settings.rollout_section import DecodeLayout

@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int32
 
-from app.policy.decoder import DecoderDefinition
-from app.policy.kv_cache import Cache, DecodeWeights
+from app.model.decoder import DecoderDefinition
+from app.model.kv_cache import Cache, DecodeWeights
 from app.records.sample import Prompt
 from app.rollout.engine import BatchShape, Footprint
 from app.rollout.rows import Row, Suspended

@@ -10,7 +10,7 @@ from contextlib import closing
 import numpy as np
 
 from app.distributed.cancellation import AskedToStop, never
-from app.policy.kv_cache import DecodeWeights
+from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.rollout.rows import Row
 from app.rollout.sampling import SamplingRules

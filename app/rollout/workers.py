@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from app.mesh.placement import shardings_of
-from app.policy.kv_cache import Cache, DecodeWeights
+from app.model.kv_cache import Cache, DecodeWeights
 from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.events import Kind, RowReport, RunSegment, SegmentEnded

@@ -18,7 +18,7 @@ from app.batching.plan import Plan
 from app.batching.row_logprobs import row_logprobs
 from app.batching.row_values import row_values
 from app.mesh.placement import row_sharding, to_global, to_local
-from app.policy.decoder import DecoderDefinition, Params
+from app.model.decoder import DecoderDefinition, Params
 from app.records.sample import Sample
 
 Pass = Callable[[Params, Iterable[TokenBatch], np.float32], list[np.ndarray]]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from app.policy.decoder import DecoderDefinition
+from app.model.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
 from app.rollout.scheduled import Schedule
 from app.rollout.scheduling.events import Kind

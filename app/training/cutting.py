@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from app.batching.micro_batches import FixedRows, PackedRows
 from app.batching.plan import TokenBudget, row_length
-from app.policy.architecture import Architecture
-from app.policy.flops import forward_flops
+from app.model.architecture import Architecture
+from app.model.flops import forward_flops
 from settings import Settings
 from settings.schema import Algorithm, Critic
 from settings.score_section import ForwardRole

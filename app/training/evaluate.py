@@ -11,7 +11,7 @@ from app.distributed.collectives import max_over_hosts
 from app.distributed.lockstep import host_run, longest_run
 from app.distributed.preemption import stopped_together
 from app.distributed.tables import table_over_hosts
-from app.policy.kv_cache import DecodeWeights
+from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.report.intervals import Measured
 from app.reward.plugin import Moment

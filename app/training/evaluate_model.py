@@ -18,7 +18,7 @@ from app.distributed.collectives import max_over_hosts
 from app.distributed.host_consistency import agree, plug_in_digests, prompts_digest
 from app.distributed.lockstep import as_lines, host_run, lines_to_first_host, together, write_together
 from app.distributed.watchdog import WAIT
-from app.policy.kv_cache import DecodeWeights
+from app.model.kv_cache import DecodeWeights
 from app.prompts.encode import EncodeReport
 from app.records.jsonl import check_output
 from app.records.sample import Prompt, Sample

@@ -20,15 +20,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from app.mesh import topology
-from app.policy.config_out import GENERATION_CONFIG_FILE, exported_config, exported_generation_config
-from app.policy.decoder import Params
-from app.policy.gguf_file import GgufFile
-from app.policy.lora import joined
-from app.policy.peft_out import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, AdaptersOut, adapter_config
-from app.policy.safetensors_out import write_safetensors, write_weights
-from app.policy.weight_files import BUILTIN_PREFIX, CONFIG_FILE
-from app.policy.weights import load_weights
-from app.policy.weights_out import TensorsOut
+from app.model.config_out import GENERATION_CONFIG_FILE, exported_config, exported_generation_config
+from app.model.decoder import Params
+from app.model.gguf_file import GgufFile
+from app.model.lora import joined
+from app.model.peft_out import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, AdaptersOut, adapter_config
+from app.model.safetensors_out import write_safetensors, write_weights
+from app.model.weight_files import BUILTIN_PREFIX, CONFIG_FILE
+from app.model.weights import load_weights
+from app.model.weights_out import TensorsOut
 from app.prompts.tokenizer_out import write_tokenizer
 from app.records.atomic_write import new_folder
 from app.training.model_card import ADAPTER, CARD_FILE, MERGED, WHOLE, Form, model_card, notes

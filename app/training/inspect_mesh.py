@@ -15,7 +15,7 @@ from app.mesh import topology
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.inspect import MeshReport, id_ranges, mesh_report
 from app.mesh.placement import bytes_per_device
-from app.policy.decoder import by_path
+from app.model.decoder import by_path
 from app.records.sample import Prompt
 from app.training.largest import USABLE, Largest, largest
 from app.training.launch import launch_notes

@@ -18,8 +18,8 @@ from app.batching.plan import Lengths, MicroBatch, Plan, Row, Work, fixed_shape,
 from app.mesh import topology
 from app.mesh.placement import check_rows_per_host, num_local_row_shards
 from app.mesh.topology import make_mesh
-from app.policy.architecture import Architecture
-from app.policy.flops import forward_flops
+from app.model.architecture import Architecture
+from app.model.flops import forward_flops
 from app.records.atomic_write import write_whole
 from app.records.jsonl import check_output, read_jsonl
 from app.records.sample_json import token_ids_from_record

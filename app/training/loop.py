@@ -14,7 +14,7 @@ from app.batching.pass_metrics import scoring_metrics
 from app.distributed.lockstep import lines_to_first_host
 from app.distributed.preemption import stopped_together
 from app.mesh.placement import to_device_memory
-from app.policy.decoder import Params
+from app.model.decoder import Params
 from app.records.sample import Prompt, Sample
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewarding, Rewards

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
-from app.policy.architecture import Architecture
+from app.model.architecture import Architecture
 from settings.errors import InputError
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from app.mesh.placement import to_host_memory
-from app.policy.decoder import Params
+from app.model.decoder import Params
 from app.training.checkpoint import Checkpoints, Progress
 from app.training.journal import Journal, NoJournal
 from app.training.launch import Launch

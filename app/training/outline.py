@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from app.policy.architecture import Architecture
-from app.policy.decoder import DecoderDefinition, ValueDecoder
-from app.policy.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
-from app.policy.weight_files import open_model, open_outline
+from app.model.architecture import Architecture
+from app.model.decoder import DecoderDefinition, ValueDecoder
+from app.model.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
+from app.model.weight_files import open_model, open_outline
 from app.prompts.tokenizer import load_tokenizer
 from app.training.model_input import CriticInput, ModelInput, adapted_definition, check_context, naming
 from settings import Settings

@@ -14,7 +14,7 @@ from app.batching.micro_batches import lengths_of
 from app.batching.plan import MicroBatch, Plan, Row, RowShape
 from app.distributed.collectives import max_over_hosts
 from app.mesh.placement import num_local_row_shards
-from app.policy.decoder import Params
+from app.model.decoder import Params
 from app.records.sample import Prompt, Sample
 from app.training.session import Session
 

@@ -9,8 +9,8 @@ from app.mesh.interconnect import gather_s, hosts_of_a_weight
 from app.mesh.placement import bytes_per_device
 from app.mesh.simulated_slice import chip_of
 from app.mesh.topology import device_kind_of, num_hosts
-from app.policy.decoder import DecoderDefinition
-from app.policy.kv_cache import abstract_decode_weights
+from app.model.decoder import DecoderDefinition
+from app.model.kv_cache import abstract_decode_weights
 from settings import Settings
 from settings.errors import InputError
 

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from app.mesh import placement, topology
 from app.mesh.submesh import allot, island
-from app.policy.decoder import DecoderDefinition
+from app.model.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
 from app.rollout.continuous import ContinuousBatching
 from app.rollout.scheduled import Schedule, ScheduledWorkers

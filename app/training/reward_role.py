@@ -13,11 +13,11 @@ from jaxtyping import Int32
 
 from app.batching.micro_batches import Cut, FixedRows, PackedRows
 from app.batching.pass_metrics import scoring_metrics
-from app.policy.architecture import Architecture
-from app.policy.decoder import DecoderDefinition, Params, ValueDecoder
-from app.policy.families import SEQUENCE_CLASSIFICATION, architecture_from_config
-from app.policy.weight_files import ModelFiles, open_model
-from app.policy.weights import VALUE_HEAD, check_tensors, expected_entries, load_weights
+from app.model.architecture import Architecture
+from app.model.decoder import DecoderDefinition, Params, ValueDecoder
+from app.model.families import SEQUENCE_CLASSIFICATION, architecture_from_config
+from app.model.weight_files import ModelFiles, open_model
+from app.model.weights import VALUE_HEAD, check_tensors, expected_entries, load_weights
 from app.prompts.conversation import Conversations, load_conversations
 from app.records.sample import Prompt, Sample
 from app.reward.outcome import Failure, Outcome, one_line

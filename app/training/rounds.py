@@ -14,8 +14,8 @@ from typing import Protocol
 import jax
 
 from app.distributed.lockstep import together
-from app.policy.decoder import Params
-from app.policy.kv_cache import DecodeWeights
+from app.model.decoder import Params
+from app.model.kv_cache import DecodeWeights
 from app.prompts.order import PromptOrder, host_slice
 from app.records.sample import Prompt, Sample
 from app.rollout.ahead import Generation

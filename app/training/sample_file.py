@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.policy.architecture import Architecture
+from app.model.architecture import Architecture
 from app.records.jsonl import read_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record

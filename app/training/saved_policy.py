@@ -15,7 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from app.mesh.placement import abstract
-from app.policy.decoder import Params
+from app.model.decoder import Params
 from app.records.run_directory import RunDirectory
 from app.records.versions import NOT_INSTALLED, QUANTIZING
 from app.training.checkpoint import (

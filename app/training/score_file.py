@@ -21,9 +21,9 @@ from app.distributed.host_consistency import agree
 from app.distributed.lockstep import as_parts, host_run, in_step, write_together
 from app.mesh.device_memory import peak_memory_bytes
 from app.mesh.placement import to_device_memory, to_host_memory
-from app.policy.architecture import Architecture
-from app.policy.decoder import Params
-from app.policy.weight_files import ModelFiles
+from app.model.architecture import Architecture
+from app.model.decoder import Params
+from app.model.weight_files import ModelFiles
 from app.records.jsonl import check_output
 from app.records.sample import Sample
 from app.training.cutting import Longest, num_tokens_behind, wire_role

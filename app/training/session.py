@@ -15,12 +15,12 @@ from app.batching.micro_batches import Cut, Cutter
 from app.distributed.cancellation import AskedToStop
 from app.mesh import placement, topology
 from app.mesh.submesh import host_island
-from app.policy.architecture import Architecture
-from app.policy.decoder import Params
-from app.policy.kv_cache import DecodeWeights
-from app.policy.lora import fresh_adapters, joined, merged
-from app.policy.quantized import check_is_installed
-from app.policy.weights import critic_entries, load_weights
+from app.model.architecture import Architecture
+from app.model.decoder import Params
+from app.model.kv_cache import DecodeWeights
+from app.model.lora import fresh_adapters, joined, merged
+from app.model.quantized import check_is_installed
+from app.model.weights import critic_entries, load_weights
 from app.records.sample import Prompt, Sample
 from app.rollout.ahead import Generation
 from app.rollout.continuous import ContinuousBatching

@@ -16,7 +16,7 @@ import numpy as np
 from app.distributed.collectives import gather_over_hosts, sum_over_hosts
 from app.distributed.host_consistency import agree
 from app.distributed.lockstep import as_lines, of_host, together, write_together
-from app.policy.kv_cache import DecodeWeights
+from app.model.kv_cache import DecodeWeights
 from app.prompts.dataset import load_dataset
 from app.prompts.encode import EncodeReport
 from app.prompts.source import load_training_data

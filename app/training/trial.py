@@ -16,8 +16,8 @@ from app.distributed.lockstep import together
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards, row_sharding, to_global, to_local
 from app.mesh.topology import platform_of
-from app.policy.decoder import DecoderDefinition, Params
-from app.policy.row_layout import one_segment
+from app.model.decoder import DecoderDefinition, Params
+from app.model.row_layout import one_segment
 from app.prompts.encode import to_messages
 from app.prompts.tokenizer import Tokenizer
 from app.records.sample import Messages, Prompt, Sample

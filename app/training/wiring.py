@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from app.batching.micro_batches import Cutter
 from app.batching.pass_metrics import critic_update_metrics, update_metrics
 from app.mesh.placement import abstract, has_host_memory, num_local_row_shards
-from app.policy.decoder import DecoderDefinition, Params
+from app.model.decoder import DecoderDefinition, Params
 from app.training.crediting import Crediting, wire_crediting, wire_kl
 from app.training.cutting import Longest, wire_role, wire_update
 from app.training.metrics import Pass, Work

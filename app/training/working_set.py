@@ -21,10 +21,10 @@ from app.batching.row_logprobs import row_logprobs
 from app.batching.row_values import row_values
 from app.mesh.axis_rules import partition_spec, sharding_tree
 from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards, num_row_shards
-from app.policy.architecture import Architecture
-from app.policy.decoder import DecoderDefinition, Params, ValueDecoder
-from app.policy.kv_cache import decode_dims
-from app.policy.lora import LoRA, joined
+from app.model.architecture import Architecture
+from app.model.decoder import DecoderDefinition, Params, ValueDecoder
+from app.model.kv_cache import decode_dims
+from app.model.lora import LoRA, joined
 from app.rollout.engine import BatchShape, Footprint
 from app.training.session import Session
 from settings.lora_section import Quantization

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float32
 
 from app.batching.pack import HostOrDevice, TokenBatch
 from app.batching.row_logprobs import row_logprobs
-from app.policy.decoder import DecoderDefinition, Params
-from app.policy.token_logprobs import entropy, measured_entropy
+from app.model.decoder import DecoderDefinition, Params
+from app.model.token_logprobs import entropy, measured_entropy
 from app.update.correction import Correction
 from app.update.kl import Estimator
 from app.update.ratio import LogRatio, SampleMeans, token_log_ratio

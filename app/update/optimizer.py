@@ -11,8 +11,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
 
-from app.policy.decoder import Params
-from app.policy.lora import DOWN, UP
+from app.model.decoder import Params
+from app.model.lora import DOWN, UP
 from settings.schema import Optimizer as OptimizerSettings
 
 DECAYED = ("kernel", "embedding", "output", DOWN, UP)

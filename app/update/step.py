@@ -11,8 +11,8 @@ import optax
 from jax.stages import Lowered
 from jaxtyping import Array
 
-from app.policy.decoder import Params
-from app.policy.lora import joined
+from app.model.decoder import Params
+from app.model.lora import joined
 from app.update.objective import LossParts
 from app.update.optimizer import TrainState
 

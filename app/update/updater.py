@@ -18,7 +18,7 @@ from app.batching.pass_metrics import update_metrics
 from app.batching.plan import MicroBatch
 from app.distributed.collectives import sum_over_hosts
 from app.mesh.placement import to_global
-from app.policy.decoder import Params
+from app.model.decoder import Params
 from app.records.sample import Sample
 from app.update.aggregation import Totals, Weights, sequence_mean_token_mean, token_mean
 from app.update.mini_batches import Epochs

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float32
 from app.batching.pack import HostOrDevice, TokenBatch, pack_per_token, pack_tokens
 from app.batching.plan import MicroBatch
 from app.batching.row_values import row_values
-from app.policy.decoder import DecoderDefinition, Params
+from app.model.decoder import DecoderDefinition, Params
 from app.records.sample import Sample
 from app.update.aggregation import Totals, token_mean
 from app.update.objective import LossParts

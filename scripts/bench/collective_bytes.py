@@ -32,9 +32,9 @@ from app.mesh.axis_rules import AXES
 from app.mesh.collectives import Collective, collectives_of, traffic
 from app.mesh.placement import abstract, row_sharding
 from app.mesh.simulated_slice import parse_slice
-from app.policy.architecture import Architecture
-from app.policy.decoder import DecoderDefinition
-from app.policy.kv_cache import (
+from app.model.architecture import Architecture
+from app.model.decoder import DecoderDefinition
+from app.model.kv_cache import (
     LayerCache,
     abstract_cache,
     abstract_decode_weights,
@@ -42,7 +42,7 @@ from app.policy.kv_cache import (
     decode_step,
     decode_weights,
 )
-from app.policy.token_logprobs import scaled_logits
+from app.model.token_logprobs import scaled_logits
 from app.rollout.sampling import SamplingRules, draw
 from settings.rollout_section import DecodeLayout
 

@@ -24,7 +24,7 @@ from memory_estimate import SHAPES
 
 from app.mesh import topology
 from app.mesh.placement import abstract, bytes_per_device
-from app.policy.quantized import QUANTIZE_BASE
+from app.model.quantized import QUANTIZE_BASE
 from app.training.inspect_mesh import longest_prompt
 from app.training.memory import memory_by_phase, shapes_of, state_bytes
 from app.training.outline import read_outline

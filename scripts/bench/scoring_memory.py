@@ -17,7 +17,7 @@ from throughput import SMALL, one_device
 
 from app.batching.pack import TokenBatch
 from app.mesh.placement import abstract
-from app.policy.decoder import DecoderDefinition
+from app.model.decoder import DecoderDefinition
 from app.score.scorer import Scorer
 
 

@@ -27,10 +27,10 @@ from app.batching.ladder import rung
 from app.batching.micro_batches import Cutter, FixedRows, PackedRows
 from app.batching.plan import TokenBudget, row_length
 from app.mesh.axis_rules import AXES
-from app.policy.architecture import Architecture
-from app.policy.decoder import DecoderDefinition
-from app.policy.flops import forward_flops
-from app.policy.rope import Rope
+from app.model.architecture import Architecture
+from app.model.decoder import DecoderDefinition
+from app.model.flops import forward_flops
+from app.model.rope import Rope
 from app.records.sample import Prompt, Sample
 from app.score.scorer import Scorer
 from app.update.aggregation import token_mean

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.distributed.host_consistency import Fact, difference, newest_checkpoint, plug_in_digests
-from app.policy.architecture import Architecture
+from app.model.architecture import Architecture
 from app.records.run_directory import RunDirectory
 from app.records.versions import code_digest
 from app.training.mesh_fit import check_heads, whole_dims

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from app.mesh.axis_rules import axis_size, constrain, partition_spec, replicated_dims, sharding_tree
-from app.policy.decoder import DecoderDefinition
+from app.model.decoder import DecoderDefinition
 from tests.tiny import EVEN, ODD, make_mesh
 
 

@@ -14,9 +14,9 @@ import pytest
 from app.batching.micro_batches import Cutter, FixedRows, PackedRows
 from app.batching.pass_metrics import critic_update_metrics
 from app.batching.plan import TokenBudget
-from app.policy.architecture import Architecture
-from app.policy.decoder import DecoderDefinition, Params, ValueDecoder
-from app.policy.flops import forward_flops
+from app.model.architecture import Architecture
+from app.model.decoder import DecoderDefinition, Params, ValueDecoder
+from app.model.flops import forward_flops
 from app.records.sample import Sample
 from app.rollout.sampling import SamplingRules
 from app.score.scorer import Scorer, Valuer

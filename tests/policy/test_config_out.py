@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from app.policy.config_out import exported_config, exported_generation_config
+from app.model.config_out import exported_config, exported_generation_config
 
 BASE = {"model_type": "qwen2", "hidden_size": 8, "rope_theta": 1e6}
 

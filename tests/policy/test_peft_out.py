@@ -8,19 +8,19 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-
-from app.policy.decoder import DecoderDefinition, Params
-from app.policy.lora import LoRA, joined
-from app.policy.peft_out import (
+from app.model.peft_out import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_WEIGHTS_FILE,
     PROJECTIONS,
     AdaptersOut,
     adapter_config,
 )
-from app.policy.safetensors_out import write_safetensors
+from app.model.safetensors_out import write_safetensors
+
+from app.model.decoder import DecoderDefinition, Params
+from app.model.lora import LoRA, joined
 from settings.lora_section import PROJECTIONS as TARGETS
-from tests.policy.test_parity import (
+from tests.model.test_parity import (
     SHORT_ROWS,
     load_ours,
     load_reference,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.policy.kv_cache import DecodeWeights
+from app.model.kv_cache import DecodeWeights
 from app.rollout.ahead import Done, Generation, OpenRollout
 from app.rollout.rows import Row
 from app.rollout.run import Run

@@ -12,8 +12,8 @@ import pytest
 
 from app.mesh.collectives import Collective, collectives_of
 from app.mesh.placement import bytes_per_device, row_sharding
-from app.policy.decoder import DecoderDefinition
-from app.policy.kv_cache import (
+from app.model.decoder import DecoderDefinition
+from app.model.kv_cache import (
     LayerCache,
     abstract_cache,
     abstract_decode_weights,

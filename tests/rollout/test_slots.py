@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from app.policy.decoder import DecoderDefinition
-from app.policy.kv_cache import DecodeWeights
+from app.model.decoder import DecoderDefinition
+from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.rollout.continuous import ContinuousBatching
 from app.rollout.engine import Engine

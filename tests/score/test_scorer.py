@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from app.model.row_layout import one_segment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,10 +17,9 @@ from app.batching.micro_batches import Cutter, FixedRows, PackedRows
 from app.batching.pack import pack_tokens
 from app.batching.plan import MicroBatch, Plan, RowShape, TokenBudget
 from app.mesh.placement import abstract
-from app.policy.architecture import Architecture
-from app.policy.decoder import DecoderDefinition, Params
-from app.policy.flops import forward_flops
-from app.policy.row_layout import one_segment
+from app.model.architecture import Architecture
+from app.model.decoder import DecoderDefinition, Params
+from app.model.flops import forward_flops
 from app.records.sample import Sample
 from app.score.scorer import Scorer
 from app.training.metrics import CompilationCounter

@@ -12,21 +12,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 import yaml
+from app.model.weight_files import SafetensorsFiles, open_model
+from app.model.weights import load_weights
 from typer.testing import Result
 
 from app.mesh import topology
-from app.policy.decoder import Params
-from app.policy.lora import joined
-from app.policy.weight_files import SafetensorsFiles, open_model
-from app.policy.weights import load_weights
+from app.model.decoder import Params
+from app.model.lora import joined
 from app.training.export import Opened, adapter_config_of, check_space, write_model
 from app.training.model_card import ADAPTER, WHOLE, front_matter, model_card
 from app.training.model_input import ModelInput, read_model_input
 from app.training.policy_weights import load_trained
 from app.training.saved_policy import SavedPolicy
 from settings import InputError, Settings, load
-from tests.policy import test_gguf_file
-from tests.policy.test_parity import (
+from tests.model.io import test_gguf
+from tests.model.test_parity import (
     LLAMA3,
     ONE_KV_HEAD,
     SHORT_ROWS,
@@ -113,10 +113,10 @@ def tokenizer_of_gguf(writer: Any) -> None:
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True)])
 def test_a_policy_from_a_gguf_file_has_its_heads_rows_in_the_order_of_hugging_face(tmp_path, family, tied):
-    tensors = test_gguf_file.random_checkpoint(biases=family == "qwen2", tied=tied)
+    tensors = test_gguf.random_checkpoint(biases=family == "qwen2", tied=tied)
     # As large as in the other families: such sharp attention leaves no digits to compare.
     tensors = {name: 0.5 * tensor for name, tensor in tensors.items()}
-    path = test_gguf_file.write_gguf(tmp_path / "a.gguf", family, tensors, extra=[tokenizer_of_gguf])
+    path = test_gguf.write_gguf(tmp_path / "a.gguf", family, tensors, extra=[tokenizer_of_gguf])
     model = model_at(path)
     assert_comes_out_whole(tmp_path / "out", model, trained(params_of(model)))
 
@@ -372,8 +372,8 @@ def test_adapters_that_are_not_there_or_not_those_asked_for_are_refused(adapted,
 
 
 def test_adapters_alone_of_a_base_that_peft_cannot_load_are_refused(adapted, tmp_path):
-    tensors = test_gguf_file.random_checkpoint(biases=False, tied=True)
-    gguf = test_gguf_file.write_gguf(tmp_path / "a.gguf", "llama", tensors, extra=[tokenizer_of_gguf])
+    tensors = test_gguf.random_checkpoint(biases=False, tied=True)
+    gguf = test_gguf.write_gguf(tmp_path / "a.gguf", "llama", tensors, extra=[tokenizer_of_gguf])
     for path in ("builtin:tiny", str(gguf)):
         resolved = load(None, [f"model.path={path}"], {})
         saved, model = SavedPolicy.open(adapted), model_at(path, **LORA)

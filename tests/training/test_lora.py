@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from app.policy.decoder import by_path
-from app.policy.lora import DOWN, UP, merged
+from app.model.decoder import by_path
+from app.model.lora import DOWN, UP, merged
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
 from app.training.checkpoint import Progress

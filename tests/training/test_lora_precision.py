@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.policy.decoder import DecoderDefinition, Params, by_path
-from app.policy.kv_cache import prefill
-from app.policy.lora import UP, joined, merged
+from app.model.decoder import DecoderDefinition, Params, by_path
+from app.model.kv_cache import prefill
+from app.model.lora import UP, joined, merged
 from app.training.session import Session
 from app.training.wiring import work_of
 from tests.training.test_dry_run import foreseen, held

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from app.model.row_layout import one_segment
 
-import app.policy.decoder as decoder
-from app.policy.row_layout import one_segment
+import app.model.decoder as decoder
 from app.training.launch import prepared
 from app.training.packing_check import check_packing, random_samples
 from app.training.session import Session

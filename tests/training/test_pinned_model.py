@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from app.model.weight_files import open_model
 
-from app.policy.weight_files import open_model
 from app.records.run_directory import Resume, RunDirectory
 from app.training.pinned_model import pinned, record_commits
 from app.training.training_input import read_training_input

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from app.model.weights import load_weights
 
-from app.policy import quantized
-from app.policy.decoder import DecoderDefinition
-from app.policy.lora import DOWN, UP, joined, merged
-from app.policy.quantized import CODES, SCALES
-from app.policy.weights import load_weights
+from app.model import quantized
+from app.model.decoder import DecoderDefinition
+from app.model.lora import DOWN, UP, joined, merged
+from app.model.quantized import CODES, SCALES
 from app.records.sample_json import sample_from_record
 from app.records.versions import NOT_INSTALLED
 from app.training import model_input

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from app.model.families import FAMILIES
+from app.model.row_layout import one_segment
+from app.model.weight_files import open_model
+from app.model.weights import load_weights
 from safetensors.numpy import load_file, save_file
 
-from app.policy.families import FAMILIES
-from app.policy.row_layout import one_segment
-from app.policy.weight_files import open_model
-from app.policy.weights import load_weights
 from app.prompts.conversation import load_conversations
 from app.records.jsonl import read_jsonl
 from app.records.sample import Sample
@@ -24,7 +24,7 @@ from settings import Settings
 from settings.errors import InputError
 from settings.reward_section import Reward
 from settings.score_section import MicroBatches, Score
-from tests.policy.test_parity import SIZES, SWITCHES, import_reference
+from tests.model.test_parity import SIZES, SWITCHES, import_reference
 from tests.program import here, metrics_of, settings, train_here
 from tests.tiny import make_mesh, make_sample
 from tests.tiny_directory import write_reward_model, write_tokenizer

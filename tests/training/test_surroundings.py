@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from app.model.hub import fetch_from_hub
+from app.model.weight_files import HUB_FILES
 
-from app.policy.hub import fetch_from_hub
-from app.policy.weight_files import HUB_FILES
 from app.records.versions import lower_bounds
 from app.training import surroundings
 from app.training.findings import Finding, Findings

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from app.model.weight_files import open_model
 
-from app.policy.weight_files import open_model
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
 from app.records.sample import Prompt
 from app.training import trial

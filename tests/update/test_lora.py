@@ -12,8 +12,8 @@ import numpy as np
 import optax
 import pytest
 
-from app.policy.decoder import DecoderDefinition, Params, by_path
-from app.policy.lora import LoRA, joined, merged
+from app.model.decoder import DecoderDefinition, Params, by_path
+from app.model.lora import LoRA, joined, merged
 from app.update.objective import Objective, make_objective
 from app.update.optimizer import DECAYED, TrainState, initial_state, make_optimizer, state_shardings
 from app.update.step import UpdateStep

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from app.batching.row_logprobs import row_logprobs
-from app.policy.decoder import DecoderDefinition
-from app.policy.token_logprobs import entropy
+from app.model.decoder import DecoderDefinition
+from app.model.token_logprobs import entropy
 from app.records.sample import Sample
 from app.update.aggregation import Weights, sequence_mean_token_mean, token_mean
 from app.update.kl import Estimator, k1, k3

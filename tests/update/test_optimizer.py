@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from app.policy.decoder import DecoderDefinition
+from app.model.decoder import DecoderDefinition
 from app.update.optimizer import TrainState, initial_state, make_optimizer, make_schedule, state_shardings
 from settings.schema import Optimizer as Settings
 from tests.tiny import BIASED, EVEN, make_mesh, random_params

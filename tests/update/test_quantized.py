@@ -7,13 +7,13 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from app.model.weights import load_weights
 
-from app.policy.decoder import DecoderDefinition, Params
-from app.policy.lora import LoRA, joined
-from app.policy.weights import load_weights
+from app.model.decoder import DecoderDefinition, Params
+from app.model.lora import LoRA, joined
 from app.update.objective import make_objective
 from settings.lora_section import PROJECTIONS, Quantization
-from tests.policy.test_weights import Held, random_file
+from tests.model.io.test_hf_weights import Held, random_file
 from tests.quantized import dequantized_params
 from tests.tiny import EVEN, assert_trees_close, make_mesh, one_a_row, pack_update, random_params
 from tests.update.test_step import EVERYTHING, SAMPLES

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from app.batching.plan import Plan
-from app.policy.decoder import DecoderDefinition
+from app.model.decoder import DecoderDefinition
 from app.update.aggregation import aggregations
 from app.update.correction import Correction, geometric_log_weight, masked
 from app.update.kl import k3

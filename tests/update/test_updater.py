@@ -13,8 +13,8 @@ import pytest
 
 from app.batching.micro_batches import FixedRows, PackedRows
 from app.batching.plan import TokenBudget
-from app.policy.decoder import DecoderDefinition
-from app.policy.flops import forward_flops
+from app.model.decoder import DecoderDefinition
+from app.model.flops import forward_flops
 from app.records.sample import Sample
 from app.score.scorer import Scorer
 from app.training.metrics import CompilationCounter

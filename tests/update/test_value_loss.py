@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from app.batching.row_values import row_values
-from app.policy.decoder import DecoderDefinition, ValueDecoder
+from app.model.decoder import DecoderDefinition, ValueDecoder
 from app.records.sample import Sample
 from app.score.scorer import Valuer, with_a_token_behind
 from app.update.aggregation import Totals

@@ -1,0 +1,131 @@
+"""Attention, behind functions, so that a backend's kernel can take their place.
+
+All scores, softmax and accumulation are float32: in bfloat16 the logits of long rows lose the
+digits that decide the softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from app.model.block_attention import Blocking, block_attention
+from app.model.row_layout import UNSEEN, BlockPairs, RowLayout, Window, block_pairs, visible
+from app.model.score_rule import MASKED, PLAIN, ScoreRule, soft_capped
+
+BLOCKING = {"cpu": Blocking(size=64, pairs_at_once=1)}
+"""By backend: a CPU wants a pair in its cache, any other as many as keep its threads busy."""
+PARALLEL = Blocking(size=128, pairs_at_once=128)
+
+
+def blocking() -> Blocking:
+    return BLOCKING.get(jax.default_backend(), PARALLEL)
+
+
+def rotate(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"]) -> Float[Array, "R T heads H"]:
+    """Rotary position embedding, halves convention: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
+
+    Source: Su et al. 2021, RoFormer, eq. 34, with dims paired (i, i + H/2).
+    """
+    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+
+def attend(
+    query: Float[Array, "R T Q H"],
+    keys: Float[Array, "R K S H"],
+    values: Float[Array, "R K S H"],
+    visible: Bool[Array, "R T S"],
+    rule: ScoreRule = PLAIN,
+) -> Float[Array, "R T Q H"]:
+    """softmax(cap(scale q k^T)) v over the visible keys; Q / K query heads share a key head.
+
+    Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; soft caps: Riviere et al. 2024 (Gemma 2).
+    """
+    rows, num_tokens, num_query_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    grouped = query.reshape(rows, num_tokens, num_kv_heads, num_query_heads // num_kv_heads, head_dim)
+    scores = jnp.einsum("rtkgh,rksh->rkgts", grouped, keys, preferred_element_type=jnp.float32)
+    scores = soft_capped(scores * (rule.scale or head_dim**-0.5), rule.soft_cap)
+    scores = jnp.where(visible[:, None, None], scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    # Accumulated in float32 without asking; asking would also make the result float32, and that product of
+    # bfloat16 is one that XLA on CPU refuses to run when there are several rows and key heads.
+    mixed = jnp.einsum("rkgts,rksh->rtkgh", weights, values)
+    return mixed.reshape(query.shape).astype(query.dtype)
+
+
+def pairs_of_blocks(layout: RowLayout, windows: Sequence[Window]) -> BlockPairs | None:
+    """What `packed_attention` over these rows needs to know, once for all layers with any of these windows.
+
+    None for rows of a single block, which need nothing.
+    """
+    size = blocking().size
+    if layout.segment_ids.shape[1] <= size:
+        return None
+    return block_pairs(RowLayout(*(_whole_blocks(x, size, axis=1) for x in layout)), windows, size)
+
+
+def packed_attention(
+    query: Float[Array, "R T Q H"],
+    keys: Float[Array, "R K T H"],
+    values: Float[Array, "R K T H"],
+    layout: RowLayout,
+    *,
+    window: Window = None,
+    rule: ScoreRule = PLAIN,
+    pairs: BlockPairs | None = None,
+) -> Float[Array, "R T Q H"]:
+    """Causal attention inside each sample of packed rows. Padding sees nothing; what it gets is finite.
+
+    Args:
+        pairs: `pairs_of_blocks` of these rows, this window among others; made here when None.
+    """
+    num_tokens, size = query.shape[1], blocking().size
+    if num_tokens <= size:
+        return attend(query, keys, values, visible(layout, layout, 0, window), rule)
+    # JAX's own types say nothing of what it returns.
+    mixed: Any = block_attention(
+        _whole_blocks(query, size, axis=1),
+        _whole_blocks(keys, size, axis=2),
+        _whole_blocks(values, size, axis=2),
+        RowLayout(*(_whole_blocks(x, size, axis=1) for x in layout)),
+        pairs or pairs_of_blocks(layout, [window]),
+        jnp.asarray(UNSEEN if window is None else window, jnp.int32),
+        rule,
+        blocking(),
+    )
+    return mixed[:, :num_tokens]
+
+
+def _whole_blocks(x: Array, size: int, *, axis: int) -> Array:
+    """With padding behind the tokens, up to a multiple of `size`."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % size)
+    return jnp.pad(x, widths)
+
+
+def cached_attention(
+    query: Float[Array, "B 1 Q H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S H"],
+    positions: Int32[Array, "B"],
+    *,
+    window: int | None = None,
+    rule: ScoreRule = PLAIN,
+) -> Float[Array, "B 1 Q H"]:
+    """One new token per slot, at `positions`, over the cache entries up to and including its own.
+
+    Args:
+        window: how many of them it sees, its own included; all when None.
+    """
+    slots = jnp.arange(keys.shape[2])[None, :]
+    visible = slots <= positions[:, None]
+    if window is not None:
+        visible &= slots > positions[:, None] - window
+    return attend(query, keys, values, visible[:, None, :], rule)

@@ -1,0 +1,427 @@
+"""The network: one pre-norm decoder for every family, described with Flax NNX, run as plain pytrees.
+
+Each weight is declared once, with its shape and logical dims; `app.mesh.axis_rules` turns dims into
+shardings. Layers are stacked on a leading L dim and scanned, so compile time does not grow with
+depth. A family differs only in its `Architecture`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Float32, Int32
+
+from app.mesh.axis_rules import constrain, sharding_tree
+from app.model.architecture import Architecture
+from app.model.attention import packed_attention, pairs_of_blocks, rotate
+from app.model.block_attention import KEPT
+from app.model.lora import LoRA, LoRAParam
+from app.model.quantized import QuantizedKernel
+from app.model.rope import rope_frequencies
+from app.model.row_layout import UNSEEN, RowLayout
+from app.model.score_rule import ScoreRule, soft_capped
+from settings.lora_section import Quantization
+
+Params = dict[str, Any]
+"""A nested dict of arrays: the form in which weights move between rooms."""
+
+Path = tuple[str, ...]
+
+INITIAL_STDDEV = 0.02
+
+NO_WINDOW = UNSEEN
+"""What a layer without a window gets where another one of the scan has one."""
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+
+
+def by_path(tree: Params) -> dict[Path, Any]:
+    """The leaves of a nested dict by their path of keys."""
+    return dict(flatten_dict(tree))
+
+
+def weight(
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    dims: tuple[str, ...],
+    *,
+    init: str = "normal",
+    kind: type[nnx.Param] = nnx.Param,
+    dtype: Any = jnp.float32,
+) -> nnx.Param:
+    """A parameter that knows its logical dims."""
+    initializers = {
+        "normal": nnx.initializers.normal(INITIAL_STDDEV),
+        "ones": nnx.initializers.ones,
+        "zeros": nnx.initializers.zeros,
+    }
+    return kind(initializers[init](rngs.params(), shape, dtype), dims=dims)
+
+
+class Norm(nnx.Module):
+    """Root-mean-square layer norm over the last dim: x / sqrt(mean(x^2) + eps) * scale. Source: Zhang & Sennrich 2019.
+
+    Centered, it multiplies by 1 + scale, and rounds to the compute type only after that. The scale stays as the
+    checkpoint has it: adding the 1 beforehand would not come back bit for bit.
+    """
+
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs, size: dict[str, int], *, stack: dict[str, int]):
+        self.epsilon = arch.norm_epsilon
+        self.centered = arch.centered_norms
+        sizes = {**stack, **size}
+        self.scale = weight(rngs, tuple(sizes.values()), tuple(sizes), init="zeros" if self.centered else "ones")
+
+    def __call__(self, x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+        x32 = x.astype(jnp.float32)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+        scale = self.scale[...].astype(x.dtype)
+        if self.centered:
+            return (normed * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+        return normed.astype(x.dtype) * scale
+
+
+def unchanged(x: Array) -> Array:
+    """Stands where another family has a norm."""
+    return x
+
+
+PRODUCT = "product"
+"""Name for `jax.checkpoint` policies of what a projection's matrices give."""
+
+
+class Projection(nnx.Module):
+    """A product with a kernel whose input dims come first, and a bias where the family has one.
+
+    With an adapter x W + scale (x A) B, whose A and B have zeros here; see `app.model.lora.fresh_adapters`. A
+    quantized W is made float32 for each product anew, and so are the zeros that it has here.
+    """
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        inputs: dict[str, int],
+        outputs: dict[str, int],
+        *,
+        bias: bool,
+        stack: dict[str, int],
+        lora: LoRA | None,
+        quantization: Quantization | None,
+    ):
+        self.num_inputs = len(inputs)
+        if quantization is None:
+            sizes = {**stack, **inputs, **outputs}
+            self.kernel = weight(rngs, tuple(sizes.values()), tuple(sizes))
+        else:
+            held = QuantizedKernel.of(quantization, inputs=tuple(inputs), outputs=tuple(outputs))
+            codes = {**stack, **held.code_sizes({**inputs, **outputs})}
+            scales = {**stack, **held.scale_sizes({**inputs, **outputs})}
+            self.held = held
+            self.codes = weight(rngs, tuple(codes.values()), tuple(codes), init="zeros", dtype=held.code_type)
+            self.scales = weight(rngs, tuple(scales.values()), tuple(scales), init="zeros")
+        if bias:
+            sizes = {**stack, **outputs}
+            self.bias = weight(rngs, tuple(sizes.values()), tuple(sizes), init="zeros")
+        if lora is not None:
+            self.lora_scale = lora.scale
+            rank = {"lora_rank": lora.rank}
+            down, up = {**stack, **inputs, **rank}, {**stack, **rank, **outputs}
+            self.lora_a = weight(rngs, tuple(down.values()), tuple(down), init="zeros", kind=LoRAParam)
+            self.lora_b = weight(rngs, tuple(up.values()), tuple(up), init="zeros", kind=LoRAParam)
+
+    def __call__(self, x: Float[Array, "R T *inputs"]) -> Float[Array, "R T *outputs"]:
+        y = self._product(x)
+        if hasattr(self, "lora_a"):
+            low = contracted(x, self.lora_a[...], num_dims=self.num_inputs)
+            y = y + self.lora_scale * contracted(low, self.lora_b[...], num_dims=1)
+        y = checkpoint_name(y, PRODUCT)
+        return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
+
+    def _product(self, x: Float[Array, "R T *inputs"]) -> Float[Array, "R T *outputs"]:
+        if hasattr(self, "kernel"):
+            return contracted(x, self.kernel[...], num_dims=self.num_inputs)
+
+        def through(x: Array, codes: Array, scales: Array) -> Array:
+            return contracted(x, self.held.dequantized(codes, scales, after=x), num_dims=self.num_inputs)
+
+        # The backward pass makes the kernel anew: kept from the forward pass, those of all layers would be floats.
+        return jax.checkpoint(through, prevent_cse=False)(x, self.codes[...], self.scales[...])
+
+
+def contracted(
+    x: Float[Array, "R T *inputs"], matrix: Float[Array, "*inputs *outputs"], *, num_dims: int
+) -> Float[Array, "R T *outputs"]:
+    """Their product over the last `num_dims` dims of `x`, which are the first of the matrix."""
+    dims = tuple(range(x.ndim - num_dims, x.ndim)), tuple(range(num_dims))
+    return jax.lax.dot_general(x, matrix.astype(x.dtype), (dims, ((), ())))
+
+
+Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+"""(query [R,T,Q,H], keys [R,K,T,H], values [R,K,T,H]) -> (mixed [R,T,Q,H], whatever the caller keeps)."""
+
+
+class Block(nnx.Module):
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Where the family has them, query and key are normed per head, and what is added is normed, too.
+    """
+
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None, quantization: Quantization | None):
+        stack = {"layers": arch.num_layers}
+        embed = {"embed": arch.model_dim}
+        head = {"head": arch.head_dim}
+        heads = {"query_heads": arch.num_query_heads, **head}
+        kv_heads = {"kv_heads": arch.num_kv_heads, **head}
+        mlp = {"mlp": arch.mlp_dim}
+        norm = functools.partial(Norm, arch, rngs, stack=stack)
+
+        def project(name: str, inputs: dict[str, int], outputs: dict[str, int], *, bias: bool) -> Projection:
+            adapter = lora and lora.at(name)
+            return Projection(rngs, inputs, outputs, bias=bias, stack=stack, lora=adapter, quantization=quantization)
+
+        self.activation = arch.activation
+        self.attention_norm = norm(embed)
+        self.query = project("q_proj", embed, heads, bias=arch.qkv_bias)
+        self.key = project("k_proj", embed, kv_heads, bias=arch.qkv_bias)
+        self.value = project("v_proj", embed, kv_heads, bias=arch.qkv_bias)
+        self.query_norm = norm(head) if arch.query_key_norms else unchanged
+        self.key_norm = norm(head) if arch.query_key_norms else unchanged
+        self.attention_output = project("o_proj", heads, embed, bias=arch.attention_output_bias)
+        self.attention_post_norm = norm(embed) if arch.post_norms else unchanged
+        self.mlp_norm = norm(embed)
+        self.gate = project("gate_proj", embed, mlp, bias=arch.mlp_bias)
+        self.up = project("up_proj", embed, mlp, bias=arch.mlp_bias)
+        self.down = project("down_proj", mlp, embed, bias=arch.mlp_bias)
+        self.mlp_post_norm = norm(embed) if arch.post_norms else unchanged
+
+    def __call__(
+        self, x: Float[Array, "R T D"], angles: Float[Array, "R T half"], attend: Attend
+    ) -> tuple[Float[Array, "R T D"], Any]:
+        y = self.attention_norm(x)
+        query = rotate(self.query_norm(self.query(y)), angles)
+        key = rotate(self.key_norm(self.key(y)), angles)
+        # The cache and every attention kernel want heads before tokens.
+        mixed, kept = attend(query, key.swapaxes(1, 2), self.value(y).swapaxes(1, 2))
+        x = x + self.attention_post_norm(self.attention_output(mixed))
+        y = self.mlp_norm(x)
+        gated = ACTIVATIONS[self.activation](self.gate(y)) * self.up(y)
+        return x + self.mlp_post_norm(self.down(gated)), kept
+
+
+REMATERIALISED: Mapping[str, Callable[[Callable], Callable]] = MappingProxyType(
+    {
+        "none": lambda layer: layer,
+        "minimal": functools.partial(
+            jax.checkpoint,
+            policy=jax.checkpoint_policies.save_only_these_names(PRODUCT, KEPT),
+            prevent_cse=False,
+        ),
+        "block": functools.partial(jax.checkpoint, prevent_cse=False),
+    }
+)
+"""What the backward pass computes anew in each layer: nothing; all but the products with weights, each with its
+adapter's share in it, and the attention of long rows, so that no [tokens, tokens] array is kept and none of the
+elementwise results; or everything but the layer's input. Common subexpressions cannot undo that, since the forward and
+the backward scan are loops of their own."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["soft_cap"])
+@dataclass(frozen=True)
+class Head:
+    """From final hidden states to logits."""
+
+    table: Float[Array, "V D"]
+    soft_cap: float | None = None
+
+    def logits(self, hidden: Float[Array, "*rows D"]) -> Float32[Array, "*rows V"]:
+        """hidden @ table^T, soft-capped where the family does so; float32."""
+        table = self.table.astype(hidden.dtype)
+        logits = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
+        return soft_capped(logits, self.soft_cap)
+
+
+class Trunk(nnx.Module):
+    """Token embedding, L blocks and final norm: what every network of a family shares."""
+
+    def __init__(
+        self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None = None, quantization: Quantization | None = None
+    ):
+        self.architecture = arch
+        self.embedding = weight(rngs, (arch.vocab_size, arch.model_dim), ("vocab", "embed"))
+        self.blocks = Block(arch, rngs, lora, quantization)
+        self.final_norm = Norm(arch, rngs, {"embed": arch.model_dim}, stack={})
+
+    @property
+    def score_rule(self) -> ScoreRule:
+        return ScoreRule(self.architecture.query_scale, self.architecture.attention_soft_cap)
+
+    def embed(self, token_ids: Int32[Array, "R T"], dtype: jnp.dtype) -> Float[Array, "R T D"]:
+        # Whole along its model dim before the look-up: else the result would lie along fsdp twice.
+        table = constrain(self.embedding[...].astype(dtype), "vocab", "activation")
+        x = table[token_ids]
+        if self.architecture.scaled_embeddings:
+            x = x * jnp.asarray(np.float32(self.architecture.model_dim**0.5), dtype)
+        return constrain(x, "rows", "tokens", "activation")
+
+    def angles(self, positions: Int32[Array, "R T"]) -> tuple[Float[Array, "R T half"], Float[Array, "R T half"]]:
+        """Rotary angles of the layers that see everything before them, and of those with a window."""
+        arch = self.architecture
+        ropes = (arch.rope,) if arch.windowed_rope is None else (arch.rope, arch.windowed_rope)
+        angles = [positions[..., None].astype(jnp.float32) * rope_frequencies(rope, arch.head_dim) for rope in ropes]
+        return angles[0], angles[-1]
+
+    def hidden(
+        self,
+        token_ids: Int32[Array, "R T"],
+        layout: RowLayout,
+        *,
+        dtype: jnp.dtype,
+        remat: str = "none",
+    ) -> Float[Array, "R T D"]:
+        """Final hidden states of packed rows: what the head multiplies. hidden[:, t] predicts token t+1.
+
+        Args:
+            dtype: compute type; softmax, norms and rotations stay float32.
+            remat: what the backward pass finds kept; see `REMATERIALISED`.
+        """
+        arch = self.architecture
+        graph, stacked = nnx.split(self.blocks)
+        whole, windowed = self.angles(layout.positions)
+        pairs = pairs_of_blocks(layout, sorted({w or NO_WINDOW for w in arch.layer_windows}))
+        # Scanned beside the weights: one body serves the layers with a window and those without.
+        windows = jnp.array([w or NO_WINDOW for w in arch.windows], jnp.int32) if arch.windows else None
+
+        def layer(x: Array, one: tuple[nnx.State, Array | None]) -> tuple[Array, None]:
+            weights, window = one
+            two_ropes = arch.windowed_rope is not None and window is not None
+            angles = jnp.where(window == NO_WINDOW, whole, windowed) if two_ropes else whole
+
+            def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
+                mixed = packed_attention(query, key, value, layout, window=window, rule=self.score_rule, pairs=pairs)
+                return mixed, None
+
+            x, _ = nnx.merge(graph, weights)(x, angles, attend)
+            return constrain(x, "rows", "tokens", "activation"), None
+
+        x, _ = jax.lax.scan(REMATERIALISED[remat](layer), self.embed(token_ids, dtype), (stacked, windows))
+        return self.final_norm(x)
+
+
+class Decoder(Trunk):
+    """A trunk and the LM head (the embedding itself where they are tied)."""
+
+    def __init__(
+        self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None = None, quantization: Quantization | None = None
+    ):
+        super().__init__(arch, rngs, lora, quantization)
+        if not arch.tied_embeddings:
+            self.output = weight(rngs, (arch.vocab_size, arch.model_dim), ("vocab", "embed"))
+
+    @property
+    def head(self) -> Head:
+        table = self.embedding[...] if self.architecture.tied_embeddings else self.output[...]
+        return Head(table, self.architecture.logit_soft_cap)
+
+
+class ValueDecoder(Trunk):
+    """A trunk and one number per token: <hidden, value>. A fresh head is zeros, so that every value starts at 0."""
+
+    def __init__(
+        self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None = None, quantization: Quantization | None = None
+    ):
+        super().__init__(arch, rngs, lora, quantization)
+        self.value = weight(rngs, (arch.model_dim,), ("embed",), init="zeros")
+
+    def values(self, hidden: Float[Array, "*rows D"]) -> Float32[Array, "*rows"]:
+        """hidden · value; float32."""
+        head = self.value[...].astype(hidden.dtype)
+        return jnp.einsum("...d,d->...", hidden, head, preferred_element_type=jnp.float32)
+
+
+@dataclass(frozen=True)
+class DecoderDefinition:
+    """A network without weights: its graph, and the shape and dims of each parameter.
+
+    The one place that crosses between NNX modules and plain pytrees.
+    """
+
+    architecture: Architecture
+    network: type[Trunk]
+    graph: Any
+    shapes: Params
+    """Nested dict of `jax.ShapeDtypeStruct`."""
+    dims: Params
+    """The same tree, with a tuple of logical dims at each leaf."""
+    lora: LoRA | None = None
+    adapters: frozenset[Path] = frozenset()
+    """Of the weights that alone learn; none where all do."""
+    quantization: Quantization | None = None
+    """Of the kernels; None where they are float32."""
+
+    @classmethod
+    def of(
+        cls,
+        arch: Architecture,
+        network: type[Trunk] = Decoder,
+        *,
+        lora: LoRA | None = None,
+        quantization: Quantization | None = None,
+    ) -> DecoderDefinition:
+        graph, state = nnx.split(nnx.eval_shape(lambda: network(arch, nnx.Rngs(0), lora, quantization)))
+        shapes = nnx.to_pure_dict(state)
+        dims = unflatten_dict({path: variable.get_metadata()["dims"] for path, variable in nnx.to_flat_state(state)})
+        adapters = frozenset(by_path(nnx.to_pure_dict(nnx.filter_state(state, LoRAParam))))
+        return cls(arch, network, graph, shapes, dims, lora, adapters, quantization)
+
+    @cached_property
+    def unquantized(self) -> DecoderDefinition:
+        """The same network with float32 kernels, as files have them."""
+        return self if self.quantization is None else self.of(self.architecture, self.network, lora=self.lora)
+
+    @cached_property
+    def bare(self) -> DecoderDefinition:
+        """The same network without adapters."""
+        return self if self.lora is None else self.of(self.architecture, self.network, quantization=self.quantization)
+
+    def bind(self, params: Params) -> Any:
+        """The `network` over these weights; for use inside a jitted function."""
+        return nnx.merge(self.graph, params)
+
+    def shardings(self, mesh: Mesh) -> Params:
+        return sharding_tree(mesh, self.shapes, self.dims)
+
+    def initialise(self, seed: int) -> Params:
+        """Random float32 weights; adapters and quantized kernels are zeros."""
+        network = self.network(self.architecture, nnx.Rngs(seed), self.lora, self.quantization)
+        return nnx.to_pure_dict(nnx.split(network)[1])
+
+    def trained(self, tree: Params) -> Params:
+        """Of a tree like `shapes`, the part that learns: the adapters, or all of it where there are none."""
+        return self._part(tree, self.adapters) if self.adapters else tree
+
+    def frozen(self, tree: Params) -> Params:
+        """The rest of it."""
+        return self._part(tree, by_path(tree).keys() - self.adapters) if self.adapters else {}
+
+    def _part(self, tree: Params, paths: Set[Path]) -> Params:
+        return unflatten_dict({path: leaf for path, leaf in by_path(tree).items() if path in paths})
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.unquantized.shapes))
+
+    @property
+    def num_trained(self) -> int:
+        """Of them, those that learn."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.trained(self.shapes)))

@@ -1,0 +1,188 @@
+"""A GGUF file, seen as the Hugging Face checkpoint it was made from.
+
+The `gguf` package parses and dequantises; this module undoes what llama.cpp's converter did:
+it renames tensors back, restores the row order of the llama q and k projections, and rebuilds the
+`config.json` fields from the metadata.
+
+Source: the GGUF specification (ggml-org/ggml, docs/gguf.md) and llama.cpp, `convert_hf_to_gguf.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFReader, ReaderTensor
+from gguf.quants import dequantize
+
+from app.model.fingerprint import Extents
+from settings.errors import InputError
+
+HUGGING_FACE_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+"""`general.architecture` -> the class whose `config.json` is rebuilt."""
+
+WAY_OUT = "use the model's safetensors checkpoint, as a directory or a hub id"
+
+OUTER_TENSORS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+BLOCK_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+class GgufFile:
+    """Tensors under their Hugging Face names, dequantised when read; metadata; rebuilt configs.
+
+    Raises: InputError for a damaged file, an unknown architecture, tensor or quantisation.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._reader = GGUFReader(path)
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise InputError(f"{path}: not a whole GGUF file ({error}); fetch it again") from error
+        self._family = self.metadata("general.architecture")
+        if self._family not in HUGGING_FACE_CLASSES:
+            raise InputError(
+                f"{path}: GGUF architecture {self._family!r} is not supported; "
+                f"supported: {', '.join(HUGGING_FACE_CLASSES)}. For others, {WAY_OUT}"
+            )
+        self._tensors = {self._hugging_face_name(tensor.name): tensor for tensor in self._reader.tensors}
+        if "model.embed_tokens.weight" not in self._tensors:
+            raise InputError(f"{path}: tensor 'token_embd.weight' is missing; this GGUF file holds no language model")
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Hugging Face tensor name -> shape, outermost dim first."""
+        return {name: _shape(tensor) for name, tensor in self._tensors.items()}
+
+    @property
+    def extents(self) -> Extents:
+        """Hugging Face tensor name -> where it lies, quantised."""
+        return {
+            name: range(start := int(tensor.data_offset), start + int(tensor.n_bytes))
+            for name, tensor in self._tensors.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor as float32, in Hugging Face's row order."""
+        tensor = self._tensors[name]
+        try:
+            values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        except NotImplementedError as error:
+            raise InputError(f"{self.path}: tensor {tensor.name!r}: {error}; use another quantisation") from error
+        values = np.ascontiguousarray(values).reshape(_shape(tensor))
+        if self._family == "llama" and ".attn_q." in tensor.name:
+            return self._unpermute(values, self._count("attention.head_count"))
+        if self._family == "llama" and ".attn_k." in tensor.name:
+            return self._unpermute(values, self._num_kv_heads())
+        return values
+
+    def metadata(self, key: str, default: Any = None) -> Any:
+        """A metadata value as a plain Python object.
+
+        Raises: InputError where it is absent and there is no default.
+        """
+        field = self._reader.get_field(key)
+        value = default if field is None else field.contents()
+        if value is None:
+            raise InputError(f"{self.path}: GGUF metadata {key!r} is missing")
+        return value
+
+    def config(self) -> dict[str, Any]:
+        """The fields of `config.json` that decide the architecture."""
+        num_heads, model_dim = self._count("attention.head_count"), self._count("embedding_length")
+        head_dim = self._count("attention.key_length", model_dim // num_heads)
+        scaling = self._fact("rope.scaling.type", "none")
+        if window := self._fact("attention.sliding_window", 0):
+            raise InputError(
+                f"{self.path}: GGUF metadata '{self._family}.attention.sliding_window' = {window} is not supported; "
+                f"{WAY_OUT}"
+            )
+        return {
+            "architectures": [HUGGING_FACE_CLASSES[self._family]],
+            "model_type": self._family,
+            "vocab_size": self.shapes["model.embed_tokens.weight"][0],
+            "hidden_size": model_dim,
+            "intermediate_size": self._fact("feed_forward_length"),
+            "num_hidden_layers": self._fact("block_count"),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": self._num_kv_heads(),
+            "head_dim": head_dim,
+            "max_position_embeddings": self._fact("context_length"),
+            "rms_norm_eps": self._float32("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self._float32("rope.freq_base", 10_000.0),
+            "rope_scaling": None
+            if scaling == "none"
+            else {"rope_type": scaling, "factor": self._float32("rope.scaling.factor", 1.0)},
+            "partial_rotary_factor": self._fact("rope.dimension_count", head_dim) / head_dim,
+            "tie_word_embeddings": "lm_head.weight" not in self._tensors,
+            "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self._tensors,
+            "mlp_bias": "model.layers.0.mlp.up_proj.bias" in self._tensors,
+            "hidden_act": "silu",
+        }
+
+    def generation_config(self) -> dict[str, Any]:
+        """The end-of-sequence and end-of-turn ids, as `generation_config.json` spells them."""
+        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        ids = [self.metadata(key) for key in keys if self._reader.get_field(key) is not None]
+        return {"eos_token_id": sorted(set(ids))}
+
+    def _fact(self, key: str, default: Any = None) -> Any:
+        return self.metadata(f"{self._family}.{key}", default)
+
+    def _count(self, key: str, default: int | None = None) -> int:
+        value = self._fact(key, default)
+        if not isinstance(value, int) or value < 1:
+            raise InputError(
+                f"{self.path}: GGUF metadata '{self._family}.{key}' must be one positive integer, got {value!r}"
+            )
+        return value
+
+    def _float32(self, key: str, default: float | None = None) -> float:
+        """Through the shortest decimal that names the float32: 1e-05, not 9.99999974e-06."""
+        return float(str(np.float32(self._fact(key, default))))
+
+    def _num_kv_heads(self) -> int:
+        return self._count("attention.head_count_kv", self._count("attention.head_count"))
+
+    def _unpermute(self, values: np.ndarray, num_heads: int) -> np.ndarray:
+        """Rows (H/2, 2) of each head become rows (2, H/2).
+
+        The rotary embedding pairs neighbouring rows in llama.cpp, and the two halves in Hugging Face.
+        """
+        rows = values.shape[0]
+        if rows % (2 * num_heads):
+            raise InputError(f"{self.path}: {rows} rows of a q or k projection do not split into {num_heads} heads")
+        by_pair = values.reshape(num_heads, rows // num_heads // 2, 2, -1)
+        return np.ascontiguousarray(by_pair.swapaxes(1, 2)).reshape(values.shape)
+
+    def _hugging_face_name(self, name: str) -> str:
+        found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+        layer, stem, leaf = found.groups() if found else (None, None, None)
+        if layer is None and stem in OUTER_TENSORS:
+            return f"{OUTER_TENSORS[stem]}.{leaf}"
+        if layer is not None and stem in BLOCK_TENSORS:
+            return f"model.layers.{layer}.{BLOCK_TENSORS[stem]}.{leaf}"
+        why = "scales rotary frequencies one by one" if stem == "rope_freqs" else "has no place in this architecture"
+        raise InputError(f"{self.path}: GGUF tensor {name!r} {why}, which is not supported; {WAY_OUT}")
+
+
+def _shape(tensor: ReaderTensor) -> tuple[int, ...]:
+    """GGUF names the innermost dim first."""
+    return tuple(int(size) for size in reversed(tensor.shape))

@@ -1,0 +1,218 @@
+"""Weights in: Hugging Face tensors -> our stacked parameters, one tensor at a time, onto their shardings.
+
+Strict in both directions: a missing, extra or mis-shaped tensor is an error that names it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from app.model.architecture import Architecture
+from app.model.decoder import DecoderDefinition, Params, Path, by_path
+from app.model.quantized import CODES, SCALES, QuantizedKernel
+from app.model.weight_files import WeightFile
+from settings.errors import InputError
+
+LAYER_TENSORS: dict[str, Path] = {
+    "input_layernorm.weight": ("attention_norm", "scale"),
+    "self_attn.q_norm.weight": ("query_norm", "scale"),
+    "self_attn.k_norm.weight": ("key_norm", "scale"),
+    "self_attn.q_proj": ("query",),
+    "self_attn.k_proj": ("key",),
+    "self_attn.v_proj": ("value",),
+    "self_attn.o_proj": ("attention_output",),
+    "mlp.gate_proj": ("gate",),
+    "mlp.up_proj": ("up",),
+    "mlp.down_proj": ("down",),
+}
+"""Tensors of `model.layers.<i>.`; projections stand for their `.weight` and, where there is one, `.bias`."""
+
+PRE_NORM_TENSORS: dict[str, Path] = {"post_attention_layernorm.weight": ("mlp_norm", "scale")}
+POST_NORM_TENSORS: dict[str, Path] = {
+    "post_attention_layernorm.weight": ("attention_post_norm", "scale"),
+    "pre_feedforward_layernorm.weight": ("mlp_norm", "scale"),
+    "post_feedforward_layernorm.weight": ("mlp_post_norm", "scale"),
+}
+"""The same name is another norm in a family that has norms behind attention and MLP, too."""
+
+TOP_TENSORS: dict[str, Path] = {
+    "model.embed_tokens.weight": ("embedding",),
+    "model.norm.weight": ("final_norm", "scale"),
+    "lm_head.weight": ("output",),
+    "score.weight": ("value",),
+}
+"""`score.weight` is the head of a sequence classification checkpoint with one label."""
+
+VALUE_HEAD = "score.weight"
+LM_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the file and where it goes."""
+
+    name: str
+    path: Path
+    layer: int | None
+    """Index along the leading L dim; None for weights that are not stacked."""
+    file_shape: tuple[int, ...]
+
+
+def file_layout(path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the file's tensor for one layer's parameter: `[out, in]` for kernels, flat for biases."""
+    if path[-1] == "kernel":
+        outputs = shape[-1:] if path[-2] in ("attention_output", "gate", "up", "down") else shape[-2:]
+        inputs = shape[: len(shape) - len(outputs)]
+        return (int(np.prod(outputs)), int(np.prod(inputs)))
+    if path == TOP_TENSORS[VALUE_HEAD]:
+        return (1, *shape)
+    return (int(np.prod(shape)),) if path[-1] == "bias" else shape
+
+
+def from_file_layout(tensor: np.ndarray, path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """The file's `[out, in]` matrix as our `[*in, *out]` kernel; everything else reshaped."""
+    return (tensor.T if path[-1] == "kernel" else tensor).reshape(shape)
+
+
+def expected_entries(definition: DecoderDefinition) -> list[Entry]:
+    """Every tensor the architecture needs, in the order of the layers."""
+    flat = by_path(definition.unquantized.shapes)
+    entries = [
+        Entry(name, path, None, file_layout(path, flat[path].shape))
+        for name, path in TOP_TENSORS.items()
+        if path in flat
+    ]
+    layer_tensors = LAYER_TENSORS | (POST_NORM_TENSORS if definition.architecture.post_norms else PRE_NORM_TENSORS)
+    for layer in range(definition.architecture.num_layers):
+        for suffix, tail in layer_tensors.items():
+            for leaf, ending in (("scale", ""), ("kernel", ".weight"), ("bias", ".bias")):
+                path = ("blocks", *tail) if tail[-1] == "scale" and leaf == "scale" else ("blocks", *tail, leaf)
+                if path in flat:
+                    file_shape = file_layout(path, flat[path].shape[1:])
+                    entries.append(Entry(f"model.layers.{layer}.{suffix}{ending}", path, layer, file_shape))
+    return entries
+
+
+def critic_entries(definition: DecoderDefinition, shapes: Mapping[str, tuple[int, ...]]) -> list[Entry]:
+    """What a value decoder takes from a checkpoint: of a causal language model all but its head.
+
+    The value head of a critic that starts from one is zeros.
+    """
+    entries = expected_entries(definition)
+    return entries if VALUE_HEAD in shapes else [entry for entry in entries if entry.name != VALUE_HEAD]
+
+
+def check_tensors(entries: list[Entry], shapes: Mapping[str, tuple[int, ...]], architecture: Architecture) -> None:
+    """Raises InputError naming what is missing, extra or mis-shaped."""
+    expected = {entry.name: entry.file_shape for entry in entries}
+    # A tied model's file may still repeat the embedding as the head; a critic leaves the head of a language model.
+    has_head = LM_HEAD in expected or VALUE_HEAD in expected
+    optional = {LM_HEAD} if architecture.tied_embeddings or not has_head else set()
+    missing = [name for name in expected if name not in shapes]
+    extra = [n for n in shapes if n not in expected and n not in optional]
+    if missing:
+        near = difflib.get_close_matches(missing[0], extra, n=1)
+        hint = f"; the file has {near[0]!r}, which is not expected" if near else ""
+        raise InputError(
+            f"model.path: {len(missing)} tensors are missing, first {missing[0]!r}{hint}. "
+            f"config.json describes a {architecture.family} model that these weights do not fit"
+        )
+    if extra:
+        raise InputError(
+            f"model.path: {len(extra)} tensors do not belong to a {architecture.family} model, first {extra[0]!r}. "
+            "Loading without them would give another network; check config.json"
+        )
+    for name, shape in expected.items():
+        if tuple(shapes[name]) != shape:
+            raise InputError(
+                f"model.path: tensor {name!r} has shape {tuple(shapes[name])}, expected {shape} from config.json"
+            )
+
+
+def load_weights(
+    definition: DecoderDefinition, source: WeightFile, mesh: Mesh, *, entries: list[Entry] | None = None
+) -> Params:
+    """Reads every tensor once and writes it into its sharded place; the host holds one at a time.
+
+    All become float32, but for kernels that the definition has quantized.
+
+    Args:
+        entries: what is read; all that the architecture needs when None. Other weights are zeros.
+
+    Raises:
+        InputError: missing, extra or mis-shaped tensors; nothing has been put on a device by then.
+    """
+    entries = expected_entries(definition) if entries is None else entries
+    check_tensors(entries, source.shapes, definition.architecture)
+    in_files = by_path(definition.unquantized.shapes)
+    shapes, shardings = by_path(definition.shapes), by_path(definition.shardings(mesh))
+
+    def read(entry: Entry) -> dict[Path, np.ndarray]:
+        shape = in_files[entry.path].shape
+        tensor = np.asarray(source.read(entry.name)).astype(np.float32, copy=False)
+        tensor = from_file_layout(tensor, entry.path, shape if entry.layer is None else shape[1:])
+        return {entry.path: tensor} if entry.path in shapes else in_codes(definition, entry.path, tensor)
+
+    params: dict[Path, Array] = {}
+
+    def make_room(paths: Iterable[Path]) -> None:
+        for path in paths:
+            if path not in params:
+                params[path] = empty(shapes[path].shape, shapes[path].dtype, shardings[path])()
+
+    def write(parts: dict[Path, np.ndarray], layer: int) -> None:
+        for path, part in parts.items():
+            sharding = shardings[path]
+            params[path] = write_layer(sharding)(params[path], place(part, without_layers(sharding)), layer)
+
+    for entry in entries:
+        # What is read has no name here: a name would keep it alive while the next one is read.
+        if entry.layer is None:
+            params[entry.path] = place(read(entry)[entry.path], shardings[entry.path])
+            continue
+        make_room([entry.path] if entry.path in shapes else [(*entry.path[:-1], leaf) for leaf in (CODES, SCALES)])
+        write(read(entry), entry.layer)
+    make_room(shapes)
+    return unflatten_dict(params)
+
+
+def in_codes(definition: DecoderDefinition, path: Path, kernel: np.ndarray) -> dict[Path, np.ndarray]:
+    """What a definition has in place of one layer's kernel, by path."""
+    assert definition.quantization is not None, f"{path} has no place"
+    dims = by_path(definition.dims)
+    codes, scales = (dims[*path[:-1], leaf][1:] for leaf in (CODES, SCALES))
+    parts = QuantizedKernel(definition.quantization, codes, scales).quantized(kernel)
+    return {(*path[:-1], leaf): part for leaf, part in parts.items()}
+
+
+def place(tensor: np.ndarray, sharding: NamedSharding) -> Array:
+    return jax.make_array_from_callback(tensor.shape, sharding, lambda index: tensor[index])
+
+
+def without_layers(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+
+@functools.cache
+def empty(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> Callable[[], Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+
+
+@functools.cache
+def write_layer(sharding: NamedSharding) -> Callable[[Array, Array, int], Array]:
+    """stacked[layer] = value, in place."""
+    return jax.jit(
+        lambda stacked, value, layer: jax.lax.dynamic_update_index_in_dim(stacked, value, layer, 0),
+        donate_argnums=0,
+        out_shardings=sharding,
+    )

@@ -1,0 +1,287 @@
+"""Where a model comes from: a Hugging Face directory, a hub id, a GGUF file or the built-in one.
+
+Opening reads JSON and headers only; tensors are read one at a time, by name. Pickles and remote
+code are never touched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from app.model.fingerprint import fingerprint, safetensors_extents
+from app.model.gguf_file import GgufFile
+from app.model.hub import fetch_from_hub
+from settings.errors import InputError
+
+BUILTIN_PREFIX = "builtin:"
+BUILTIN_DIRECTORY = Path(__file__).parent.parent / "builtin"
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+HUB_FILES = (
+    CONFIG_FILE,
+    "generation_config.json",
+    WEIGHTS_FILE,
+    INDEX_FILE,
+    "model-*.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+"""What is fetched from the hub: no pickles, no code."""
+
+# safetensors finds bfloat16 by name once ml_dtypes has registered it with numpy.
+NUMPY_TYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F64": np.dtype(np.float64),
+}
+
+DERIVED_TENSOR_SUFFIX = ".rotary_emb.inv_freq"
+"""Old llama checkpoints store this buffer; it follows from the configuration."""
+
+
+class WeightFile(Protocol):
+    """Named tensors on disk."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Hugging Face tensor name -> shape."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """One whole tensor in the file's own float type; quantised ones come back as float32."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """An opened model: everything about it but the tensors' values."""
+
+    name: str
+    """For people: directory name, hub id, file stem or `builtin:<name>`."""
+    path: Path
+    """The Hugging Face directory, or the .gguf file."""
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    """Empty where the model has none."""
+    weights: WeightFile
+    fingerprint: str
+    """The same on every host that has the same model, another one after training, also of adapters that were merged.
+
+    Neither a few other numbers nor forgery need show: see `app.model.fingerprint`.
+    """
+    commit: str | None = None
+    """Of the hub repository; None for files that did not come from there."""
+
+
+class SafetensorsFiles:
+    """One `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
+
+    Raises: InputError for a missing, truncated or foreign file, or one that the index does not fit.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        index = directory / INDEX_FILE
+        if (directory / WEIGHTS_FILE).is_file():
+            handle = _open_safetensors(directory / WEIGHTS_FILE)
+            handles = dict.fromkeys(handle.keys(), (directory / WEIGHTS_FILE, handle))
+        elif index.is_file():
+            handles = _open_shards(directory, index)
+        else:
+            raise _no_weights(directory)
+        self.paths = sorted({shard for shard, _ in handles.values()})
+        self._shards = {name: shard for name, (shard, _) in handles.items()}
+        self._shapes = {
+            name: _checked_shape(directory, name, handle)
+            for name, (_, handle) in handles.items()
+            if not name.endswith(DERIVED_TENSOR_SUFFIX)
+        }
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor as float32, float16, float64 or `ml_dtypes.bfloat16`, as stored."""
+        # Opened for each tensor: an open file stays mapped, and what was read of it counts as this process's memory.
+        with safe_open(self._shards[name], framework="numpy") as shard:
+            return shard.get_tensor(name)
+
+
+class NoWeights:
+    """In the place of weight files that are not looked for."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {}
+
+    def read(self, name: str) -> np.ndarray:
+        raise AssertionError(f"{name} is wanted of a model that was opened without its weights")
+
+
+def open_outline(path: str, *, revision: str | None = None) -> ModelFiles:
+    """Opens `model.path` for its configuration alone: of the hub nothing else is fetched.
+
+    Raises: InputError where it cannot be found or fetched.
+    """
+    local = Path(path).expanduser()
+    if not is_from_hub(path):
+        directory = _builtin_directory(path) if path.startswith(BUILTIN_PREFIX) else local
+        if not directory.is_dir():
+            return open_model(path)
+        return _outline(directory, name=directory.resolve().name)
+    snapshot = fetch_from_hub(path, revision, files=(CONFIG_FILE,))
+    return _outline(snapshot, name=path, commit=snapshot.name)
+
+
+def is_from_hub(path: str) -> bool:
+    """Whether `model.path` is a hub id: what exists here, and what is built in, is taken before."""
+    local = Path(path).expanduser()
+    return not (path.startswith(BUILTIN_PREFIX) or local.exists() or local.suffix == ".gguf")
+
+
+def _outline(directory: Path, *, name: str, commit: str | None = None) -> ModelFiles:
+    config = _read_config(directory)
+    return ModelFiles(name, directory, config, {}, NoWeights(), fingerprint(config, {}), commit)
+
+
+def open_model(path: str, *, revision: str | None = None) -> ModelFiles:
+    """Opens `model.path`. An existing file or directory is taken before a hub id of the same spelling.
+
+    `revision` pins a hub id and means nothing to the other kinds.
+
+    Raises: InputError where the model cannot be found, fetched, or used.
+    """
+    local = Path(path).expanduser()
+    if path.startswith(BUILTIN_PREFIX):
+        return _open_directory(_builtin_directory(path), name=path)
+    if local.is_dir():
+        return _open_directory(local, name=local.resolve().name)
+    if local.suffix == ".gguf":
+        return _open_gguf(local)
+    if local.is_file():
+        raise InputError(f"model.path: {path} is a file, but not a .gguf file; give the model's directory")
+    snapshot = fetch_from_hub(path, revision, files=HUB_FILES)
+    return _open_directory(snapshot, name=path, commit=snapshot.name)
+
+
+def _open_directory(directory: Path, *, name: str, commit: str | None = None) -> ModelFiles:
+    config = _read_config(directory)
+    generation = directory / "generation_config.json"
+    weights = SafetensorsFiles(directory)
+    return ModelFiles(
+        name=name,
+        path=directory,
+        config=config,
+        generation_config=_read_json(generation) if generation.is_file() else {},
+        weights=weights,
+        fingerprint=fingerprint(config, {path: safetensors_extents(path) for path in weights.paths}),
+        commit=commit,
+    )
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    if not (directory / CONFIG_FILE).is_file():
+        found = sorted(file.name for file in directory.glob("*.gguf"))
+        hint = f"; to use {found[0]}, name that file" if found else ""
+        raise InputError(f"model.path: {directory} has no {CONFIG_FILE}, so it is not a Hugging Face model{hint}")
+    return _read_json(directory / CONFIG_FILE)
+
+
+def _open_gguf(path: Path) -> ModelFiles:
+    if not path.is_file():
+        raise InputError(f"model.path: there is no file {path}")
+    weights = GgufFile(path)
+    config = weights.config()
+    return ModelFiles(
+        name=path.stem,
+        path=path,
+        config=config,
+        generation_config=weights.generation_config(),
+        weights=weights,
+        fingerprint=fingerprint(config, {path: weights.extents}),
+    )
+
+
+def _builtin_directory(path: str) -> Path:
+    known = sorted(file.parent.name for file in BUILTIN_DIRECTORY.glob(f"*/{CONFIG_FILE}"))
+    name = path.removeprefix(BUILTIN_PREFIX)
+    if name not in known:
+        listed = ", ".join(BUILTIN_PREFIX + each for each in known) or "none in this installation"
+        raise InputError(f"model.path: there is no built-in model {path!r}; known: {listed}")
+    return BUILTIN_DIRECTORY / name
+
+
+def _open_shards(directory: Path, index: Path) -> dict[str, tuple[Path, Any]]:
+    """For each tensor the shard that holds it, and that shard opened."""
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{index}: there is no weight_map in it")
+    shards = {}
+    for shard in sorted(set(map(str, weight_map.values()))):
+        if Path(shard).name != shard:
+            raise InputError(f"{index}: shard {shard!r} is not a plain file name of its own directory; refused")
+        if not (directory / shard).is_file():
+            raise InputError(f"{index}: shard {shard!r} is missing from {directory}; fetch the model again")
+        shards[shard] = _open_safetensors(directory / shard)
+    held = {shard: set(handle.keys()) for shard, handle in shards.items()}
+    for name, shard in weight_map.items():
+        if name not in held[shard]:
+            raise InputError(f"{index}: tensor {name!r} is not in shard {shard!r}, where the index puts it")
+    return {name: (directory / shard, shards[shard]) for name, shard in weight_map.items()}
+
+
+def _open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path}: truncated, or not a safetensors file ({error}); fetch it again") from error
+
+
+def _checked_shape(directory: Path, name: str, handle: Any) -> tuple[int, ...]:
+    header = handle.get_slice(name)
+    if header.get_dtype() not in NUMPY_TYPES:
+        raise InputError(
+            f"{directory}: tensor {name!r} has type {header.get_dtype()}, "
+            f"supported: {', '.join(NUMPY_TYPES)}; use the unquantised weights"
+        )
+    return tuple(header.get_shape())
+
+
+def _no_weights(directory: Path) -> InputError:
+    pickles = sorted(file.name for pattern in PICKLE_PATTERNS for file in directory.glob(pattern))
+    if pickles:
+        return InputError(
+            f"model.path: {directory} holds weights only as pickles ({', '.join(pickles[:3])}); opening "
+            "a pickle can run any code, so it is refused. Save the model as safetensors"
+        )
+    return InputError(
+        f"model.path: {directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; "
+        "no other kind of weight file is read, or fetched from the hub"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not readable as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value

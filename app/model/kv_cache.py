@@ -1,0 +1,205 @@
+"""Incremental decoding: keys and values kept per layer, one new token per slot at a time.
+
+Cache slot s of a row holds the token at position s. A right-padded prompt leaves rubbish behind its
+last token; decoding overwrites it before it can be seen, because only slots up to a token's own
+position are visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int32
+
+from app.mesh.axis_rules import constrain, sharding_tree
+from app.mesh.placement import abstract
+from app.model.attention import cached_attention, packed_attention, pairs_of_blocks
+from app.model.decoder import Attend, Decoder, DecoderDefinition, Params, by_path
+from app.model.quantized import CODES, SCALES
+from app.model.row_layout import one_segment
+from settings.rollout_section import DecodeLayout
+
+
+class LayerCache(NamedTuple):
+    keys: Float[Array, "B K S H"]
+    values: Float[Array, "B K S H"]
+
+
+Cache = tuple[LayerCache, ...]
+"""One per layer: separate buffers that a decode step updates in place."""
+
+
+CACHE_DIMS = ("rows", "kv_heads", "tokens", "head")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeWeights:
+    """The policy's weights in the form that decodes fastest.
+
+    One array per layer, because slicing a stacked one copies it at every token, and already in the
+    compute type, because casting does too.
+    """
+
+    params: Params
+    """Everything but the blocks."""
+    blocks: tuple[Params, ...]
+    layout: DecodeLayout = field(default="gathered", metadata={"static": True})
+    """Whole along their model dim on every device, split over tp alone; or split over fsdp as they are in training, and
+    gathered again for every token."""
+
+
+def decode_weights(
+    definition: DecoderDefinition, params: Params, dtype: jnp.dtype, layout: DecodeLayout = "gathered"
+) -> DecodeWeights:
+    """Unstacks, casts and lays out; once per policy version, under jit."""
+
+    def laid_out(x: Array, dims: tuple[str, ...]) -> Array:
+        return constrain(x, *decode_dims(dims, layout))
+
+    def of_layer(layer: int) -> Params:
+        return jax.tree.map(
+            lambda x, dims: constrain(x[layer], *decode_dims(dims[1:], layout)),
+            laid["blocks"],
+            definition.dims["blocks"],
+        )
+
+    laid = jax.tree.map(laid_out, _cast(params, dtype), definition.dims)
+    # The stacked blocks stay in the tree as empty leaves so that the graph still fits it.
+    rest = {**laid, "blocks": jax.tree.map(lambda x: x[:0], laid["blocks"])}
+    num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
+    return DecodeWeights(rest, tuple(of_layer(i) for i in range(num_layers)), layout)
+
+
+def _cast(params: Params, dtype: jnp.dtype) -> Params:
+    """In the compute type; a quantized kernel as it is, so that the same floats are made of it as in training."""
+    as_they_are = (CODES, SCALES)
+    return unflatten_dict(
+        {path: x if path[-1] in as_they_are else x.astype(dtype) for path, x in by_path(params).items()}
+    )
+
+
+def merged_decode_weights(
+    definition: DecoderDefinition,
+    params: Params,
+    dtype: jnp.dtype,
+    layout: DecodeLayout = "gathered",
+    *,
+    merge: Callable[[Params], Params],
+) -> DecodeWeights:
+    """`decode_weights` of what `merge` makes of weights with adapters.
+
+    Layer by layer: merged all at once they would be in memory twice, in float32 and as they decode.
+    """
+
+    def of_layer(layer: int) -> DecodeWeights:
+        block = jax.tree.map(lambda x: x[layer : layer + 1], params["blocks"])
+        return decode_weights(definition, merge({**params, "blocks": block}), dtype, layout)
+
+    first, *others = map(of_layer, range(definition.architecture.num_layers))
+    return replace(first, blocks=(*first.blocks, *(other.blocks[0] for other in others)))
+
+
+def decode_dims(dims: tuple[str, ...], layout: DecodeLayout) -> tuple[str, ...]:
+    """A weight's logical dims while decoding."""
+    return tuple("activation" if dim == "embed" else dim for dim in dims) if layout == "gathered" else dims
+
+
+def abstract_decode_weights(
+    definition: DecoderDefinition, mesh: Mesh, dtype: jnp.dtype, layout: DecodeLayout = "gathered"
+) -> DecodeWeights:
+    """What `decode_weights` gives, as shapes on their shardings."""
+    shapes = jax.eval_shape(lambda params: decode_weights(definition, params, dtype, layout), definition.shapes)
+    dims = jax.tree.map(lambda _, dims: decode_dims(dims, layout), definition.shapes, definition.dims)
+    of_layer = jax.tree.map(lambda _, dims: dims[1:], definition.shapes["blocks"], dims["blocks"])
+    tree = DecodeWeights(dims, (of_layer,) * len(shapes.blocks), layout)
+    return abstract(shapes, sharding_tree(mesh, shapes, tree))
+
+
+def constrain_cache(cache: Cache) -> Cache:
+    return jax.tree.map(lambda x: constrain(x, *CACHE_DIMS), cache)
+
+
+def abstract_cache(shapes: Cache, mesh: Mesh) -> Cache:
+    """A cache's shapes, on the shardings that `constrain_cache` asks for."""
+    return abstract(shapes, sharding_tree(mesh, shapes, jax.tree.map(lambda _: CACHE_DIMS, shapes)))
+
+
+def _run_layers(
+    decoder: Decoder,
+    weights: DecodeWeights,
+    token_ids: Int32[Array, "B T"],
+    positions: Int32[Array, "B T"],
+    attends: Sequence[Attend],
+) -> tuple[Float[Array, "B T D"], Cache]:
+    block_graph, _ = nnx.split(decoder.blocks)
+    whole, windowed = decoder.angles(positions)
+    x = decoder.embed(token_ids, weights.params["embedding"].dtype)
+    cache = []
+    layers = zip(weights.blocks, decoder.architecture.layer_windows, attends, strict=True)
+    for params, window, attend in layers:
+        x, kept = nnx.merge(block_graph, params)(x, whole if window is None else windowed, attend)
+        cache.append(kept)
+    return decoder.final_norm(x), tuple(cache)
+
+
+def prefill(
+    definition: DecoderDefinition,
+    weights: DecodeWeights,
+    token_ids: Int32[Array, "P S"],
+    lengths: Int32[Array, "P"],
+) -> tuple[Float[Array, "P D"], Cache]:
+    """Reads right-padded prompts. Returns the hidden state of each last token, and the cache."""
+    decoder = definition.bind(weights.params)
+    slots = jnp.arange(token_ids.shape[1])[None, :]
+    layout = one_segment(slots < lengths[:, None])
+    windows = definition.architecture.layer_windows
+    pairs = pairs_of_blocks(layout, windows)
+
+    def attend_within(window: int | None) -> Attend:
+        def attend(query: Array, keys: Array, values: Array) -> tuple[Array, LayerCache]:
+            mixed = packed_attention(query, keys, values, layout, window=window, rule=decoder.score_rule, pairs=pairs)
+            return mixed, LayerCache(keys, values)
+
+        return attend
+
+    attends = [attend_within(window) for window in windows]
+    hidden, cache = _run_layers(decoder, weights, token_ids, layout.positions, attends)
+    last = jnp.maximum(lengths - 1, 0)[:, None, None]
+    return jnp.take_along_axis(hidden, last, axis=1)[:, 0], constrain_cache(cache)
+
+
+def decode_step(
+    definition: DecoderDefinition,
+    weights: DecodeWeights,
+    cache: Cache,
+    token_ids: Int32[Array, "B"],
+    positions: Int32[Array, "B"],
+) -> tuple[Float[Array, "B D"], Cache]:
+    """Feeds one token per slot at its position. Returns its hidden state and the updated cache."""
+    if weights.layout == "fsdp":
+        # Tied to what differs from token to token: else XLA gathers before the loop over tokens, and holds it all.
+        weights, token_ids = jax.lax.optimization_barrier((weights, token_ids))
+    decoder = definition.bind(weights.params)
+    # vmap tells the partitioner that slots are independent, so no slot ever crosses a device.
+    write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
+
+    def attend_with(layer: LayerCache, window: int | None) -> Attend:
+        def attend(query: Array, key: Array, value: Array) -> tuple[Array, LayerCache]:
+            keys = write(layer.keys, key[:, :, 0], positions)
+            values = write(layer.values, value[:, :, 0], positions)
+            mixed = cached_attention(query, keys, values, positions, window=window, rule=decoder.score_rule)
+            return mixed, LayerCache(keys, values)
+
+        return attend
+
+    attends = [attend_with(*one) for one in zip(cache, definition.architecture.layer_windows, strict=True)]
+    hidden, cache = _run_layers(decoder, weights, token_ids[:, None], positions[:, None], attends)
+    return hidden[:, 0], cache

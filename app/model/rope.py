@@ -1,0 +1,99 @@
+"""Rotary position embedding: what `config.json` says about it, and the frequencies that follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+
+from app.model.config_fields import Config, positive_float, positive_int
+from settings.errors import InputError
+
+DEFAULT_THETA = 10_000.0
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding over the whole head ("two halves" pairing)."""
+
+    theta: float
+    kind: str = "default"
+    """`default`, `linear` or `llama3`."""
+    factor: float = 1.0
+    """How many times longer than in pre-training the context became; unused by `default`."""
+    low_frequency_factor: float = 1.0
+    """`llama3` only, as the two below."""
+    high_frequency_factor: float = 4.0
+    original_max_positions: int = 8192
+
+
+def read_rope(fields: Config, *, max_positions: int, default_theta: float = DEFAULT_THETA) -> Rope:
+    """The rope that an object with `rope_theta`, `rope_type` and that type's own fields describes.
+
+    Args:
+        max_positions: stands in for the original context of `llama3` where the object does not name it.
+
+    Raises: InputError for another type, and for fields that are missing or make no sense.
+    """
+    partial = fields.get("partial_rotary_factor")
+    if partial not in (None, 1):
+        raise InputError(f"config.json: partial_rotary_factor={partial!r} is not supported; only 1")
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    theta = positive_float(fields, "rope_theta", default_theta)
+    if kind == "default":
+        return Rope(theta)
+    if kind == "linear":
+        return Rope(theta, kind, positive_float(fields, "factor"))
+    if kind != "llama3":
+        raise _unknown_rope(kind)
+    rope = Rope(
+        theta=theta,
+        kind=kind,
+        factor=positive_float(fields, "factor"),
+        low_frequency_factor=positive_float(fields, "low_freq_factor"),
+        high_frequency_factor=positive_float(fields, "high_freq_factor"),
+        original_max_positions=positive_int(fields, "original_max_position_embeddings", max_positions),
+    )
+    if rope.high_frequency_factor <= rope.low_frequency_factor:
+        raise InputError(
+            f"config.json: high_freq_factor={rope.high_frequency_factor} must exceed "
+            f"low_freq_factor={rope.low_frequency_factor}"
+        )
+    return rope
+
+
+def rope_frequencies(rope: Rope, head_dim: int) -> Float32[np.ndarray, " H/2"]:
+    """Radians per position of each rotated pair.
+
+        default   f_i = theta^(-2i / H)
+        linear    f_i / factor
+        llama3    f_i              where the wavelength 2 pi / f_i < original / high
+                  f_i / factor     where it is > original / low
+                  (1 - s) f_i / factor + s f_i   between, s = (original f_i / (2 pi) - low) / (high - low)
+
+    Raises: InputError for another kind.
+
+    Source: Su et al. 2021 (RoFormer) eq. 15; Chen et al. 2023 (position interpolation);
+    Llama 3.1 reference code, `apply_scaling`.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    # float32 numpy powers differ in the last bit from those the models were trained with (torch);
+    # rounding a float64 power does not.
+    powers = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
+    frequencies = np.float32(1) / powers
+    if rope.kind == "default":
+        return frequencies
+    if rope.kind == "linear":
+        return frequencies / np.float32(rope.factor)
+    if rope.kind == "llama3":
+        turns = rope.original_max_positions * frequencies / (2 * np.pi)
+        low, high = rope.low_frequency_factor, rope.high_frequency_factor
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        return ((1 - kept) * frequencies / rope.factor + kept * frequencies).astype(np.float32)
+    raise _unknown_rope(rope.kind)
+
+
+def _unknown_rope(kind: Any) -> InputError:
+    return InputError(f"config.json: rope type {kind!r} is not supported; supported: default, linear, llama3")

@@ -1,0 +1,254 @@
+"""A GGUF file written as llama.cpp's converter writes it must read back as the checkpoint it came from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from app.model.families import architecture_from_config
+from app.model.gguf_file import GgufFile
+from app.model.weight_files import open_model
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+from safetensors import safe_open
+
+from settings.errors import InputError
+
+LAYERS, MODEL_DIM, MLP_DIM, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 96, 40, 4, 2, 32
+CONVERTER = Path(__file__).resolve().parents[3] / "shared" / "tools" / "convert_smollm2.py"
+
+LLAMA_CPP_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_proj.bias": "attn_q.bias",
+    "self_attn.k_proj.bias": "attn_k.bias",
+    "self_attn.v_proj.bias": "attn_v.bias",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+
+
+def random_checkpoint(*, biases: bool, tied: bool) -> dict[str, np.ndarray]:
+    layer = {
+        "input_layernorm.weight": (MODEL_DIM,),
+        "post_attention_layernorm.weight": (MODEL_DIM,),
+        "self_attn.q_proj.weight": (HEADS * HEAD_DIM, MODEL_DIM),
+        "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, MODEL_DIM),
+        "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, MODEL_DIM),
+        "self_attn.o_proj.weight": (MODEL_DIM, HEADS * HEAD_DIM),
+        "mlp.gate_proj.weight": (MLP_DIM, MODEL_DIM),
+        "mlp.up_proj.weight": (MLP_DIM, MODEL_DIM),
+        "mlp.down_proj.weight": (MODEL_DIM, MLP_DIM),
+    }
+    if biases:
+        layer |= {f"self_attn.{p}_proj.bias": layer[f"self_attn.{p}_proj.weight"][:1] for p in "qkv"}
+    shapes = {"model.embed_tokens.weight": (VOCAB, MODEL_DIM), "model.norm.weight": (MODEL_DIM,)}
+    shapes |= {} if tied else {"lm_head.weight": (VOCAB, MODEL_DIM)}
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()}
+    random = np.random.default_rng(0)
+    return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def permuted_as_llama_cpp_does(weights: np.ndarray, num_heads: int) -> np.ndarray:
+    """Row 2i + j of a head comes from row j * H/2 + i, one row at a time."""
+    out = np.empty_like(weights)
+    for head in range(num_heads):
+        for i in range(HEAD_DIM // 2):
+            for j in range(2):
+                out[head * HEAD_DIM + 2 * i + j] = weights[head * HEAD_DIM + j * (HEAD_DIM // 2) + i]
+    return out
+
+
+def write_gguf(path: Path, family: str, checkpoint: dict[str, np.ndarray], *, extra=None, skip=()) -> Path:
+    """All matrices of the MLPs as Q8_0, the rest as F32."""
+    writer = GGUFWriter(path, family)
+    writer.add_embedding_length(MODEL_DIM)
+    writer.add_feed_forward_length(MLP_DIM)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(HEAD_DIM)
+    writer.add_context_length(512)
+    writer.add_rope_freq_base(1e5)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_eos_token_id(2)
+    if "block_count" not in skip:
+        writer.add_block_count(LAYERS)
+    for add in extra or ():
+        add(writer)
+    for name, values in checkpoint.items():
+        layer, _, rest = name.removeprefix("model.layers.").partition(".")
+        in_layer = name.startswith("model.layers.")
+        new = f"blk.{layer}.{LLAMA_CPP_NAMES[rest]}" if in_layer else LLAMA_CPP_NAMES[name]
+        if family == "llama" and ("q_proj" in name or "k_proj" in name):
+            values = permuted_as_llama_cpp_does(values, HEADS if "q_proj" in name else KV_HEADS)
+        if "mlp" in name:
+            q8 = GGMLQuantizationType.Q8_0
+            writer.add_tensor(new, quantize(values, q8), raw_dtype=q8)
+        else:
+            writer.add_tensor(new, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_every_tensor_lies_where_the_fingerprint_looks_for_it(tmp_path):
+    checkpoint = random_checkpoint(biases=True, tied=False)
+    path = write_gguf(tmp_path / "tiny.gguf", "qwen2", checkpoint)
+    extents, content = GgufFile(path).extents, path.read_bytes()
+    assert extents.keys() == checkpoint.keys()
+    for name, values in checkpoint.items():
+        stored = quantize(values, GGMLQuantizationType.Q8_0) if "mlp" in name else values
+        assert content[extents[name].start : extents[name].stop] == stored.tobytes(), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_tensors_come_back_under_their_names_in_their_row_order(tmp_path, family, tied):
+    checkpoint = random_checkpoint(biases=True, tied=tied)
+    model = open_model(str(write_gguf(tmp_path / "tiny.gguf", family, checkpoint)))
+    assert model.weights.shapes == {name: values.shape for name, values in checkpoint.items()}
+    q8 = GGMLQuantizationType.Q8_0
+    for name, values in checkpoint.items():
+        expected = dequantize(quantize(values, q8), q8) if "mlp" in name else values
+        read = model.weights.read(name)
+        assert type(read) is np.ndarray
+        assert read.dtype == np.float32
+        np.testing.assert_array_equal(read, expected, err_msg=name)
+
+
+def test_the_rebuilt_config_describes_the_architecture(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", "qwen2", random_checkpoint(biases=True, tied=True))
+    model = open_model(str(path))
+    architecture = architecture_from_config(model.config)
+    assert (model.name, model.path) == ("tiny", path)
+    assert architecture.family == "qwen2"
+    assert (architecture.num_layers, architecture.model_dim, architecture.mlp_dim) == (2, 64, 96)
+    assert (architecture.num_query_heads, architecture.num_kv_heads, architecture.head_dim) == (4, 2, 32)
+    assert (architecture.vocab_size, architecture.max_positions) == (40, 512)
+    assert (architecture.tied_embeddings, architecture.qkv_bias) == (True, True)
+
+
+def test_float32_metadata_reads_as_the_decimal_that_was_meant(tmp_path):
+    config = open_model(str(write_gguf(tmp_path / "a.gguf", "llama", random_checkpoint(biases=False, tied=True))))
+    assert config.config["rms_norm_eps"] == 1e-5
+    assert config.config["rope_theta"] == 1e5
+
+
+def test_a_missing_output_matrix_means_tied_embeddings(tmp_path):
+    for tied in (True, False):
+        path = write_gguf(tmp_path / f"{tied}.gguf", "llama", random_checkpoint(biases=False, tied=tied))
+        architecture = architecture_from_config(open_model(str(path)).config)
+        assert architecture.tied_embeddings is tied
+        assert architecture.qkv_bias is False
+
+
+def test_all_end_ids_are_handed_on(tmp_path):
+    path = write_gguf(
+        tmp_path / "a.gguf",
+        "llama",
+        random_checkpoint(biases=False, tied=True),
+        extra=[lambda writer: writer.add_eot_token_id(7)],
+    )
+    assert open_model(str(path)).generation_config == {"eos_token_id": [2, 7]}
+
+
+def test_an_unknown_architecture_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "a.gguf", "gemma3", random_checkpoint(biases=False, tied=True))
+    with pytest.raises(InputError, match=r"'gemma3' is not supported; supported: llama, qwen2\. For others, use"):
+        open_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("rope_freqs.weight", "scales rotary frequencies one by one"),
+        ("blk.0.ffn_gate_exps.weight", "has no place in this architecture"),
+        ("blk.0.token_embd.weight", "has no place in this architecture"),
+    ],
+)
+def test_an_unknown_tensor_is_named_with_the_way_out(tmp_path, name, why):
+    path = write_gguf(
+        tmp_path / "a.gguf",
+        "llama",
+        random_checkpoint(biases=False, tied=True),
+        extra=[lambda writer: writer.add_tensor(name, np.ones(4, np.float32))],
+    )
+    with pytest.raises(InputError, match=f"'{name}' {why}, which is not supported; use the model's safetensors"):
+        open_model(str(path))
+
+
+def test_missing_metadata_is_named(tmp_path):
+    path = write_gguf(tmp_path / "a.gguf", "llama", random_checkpoint(biases=False, tied=True), skip=("block_count",))
+    with pytest.raises(InputError, match=r"'llama\.block_count' is missing"):
+        open_model(str(path))
+
+
+def test_head_counts_that_differ_by_layer_are_refused(tmp_path):
+    path = tmp_path / "a.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_head_count([4, 2])
+    writer.add_tensor("token_embd.weight", np.ones((3, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(InputError, match=r"llama\.attention\.head_count' must be one positive integer"):
+        open_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (lambda writer: writer.add_rope_dimension_count(16), "partial_rotary_factor=0.5"),
+        (lambda writer: writer.add_string("llama.rope.scaling.type", "yarn"), "'yarn' is not supported"),
+    ],
+)
+def test_what_the_decoder_cannot_do_is_refused_by_the_architecture(tmp_path, add, message):
+    checkpoint = random_checkpoint(biases=False, tied=True)
+    model = open_model(str(write_gguf(tmp_path / "a.gguf", "llama", checkpoint, extra=[add])))
+    with pytest.raises(InputError, match=message):
+        architecture_from_config(model.config)
+
+
+def test_a_sliding_window_is_refused(tmp_path):
+    window = [lambda writer: writer.add_sliding_window(256)]
+    path = write_gguf(tmp_path / "a.gguf", "llama", random_checkpoint(biases=False, tied=True), extra=window)
+    with pytest.raises(InputError, match=r"llama\.attention\.sliding_window' = 256 is not supported; use the model's"):
+        open_model(str(path))
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 3, 100, 700, -1])
+def test_a_truncated_file_is_refused(tmp_path, kept_bytes):
+    path = write_gguf(tmp_path / "a.gguf", "llama", random_checkpoint(biases=False, tied=True))
+    path.write_bytes(path.read_bytes()[:kept_bytes])
+    with pytest.raises(InputError, match="not a whole GGUF file"):
+        open_model(str(path))
+
+
+@pytest.mark.slow
+def test_smollm2_equals_the_independent_converter_bit_for_bit(smollm2_gguf):
+    if not CONVERTER.is_file():
+        pytest.skip("the independent converter is not beside this repository")
+    weights = open_model(str(smollm2_gguf)).weights
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path: pytest would keep half a gigabyte
+        command = [sys.executable, str(CONVERTER), "--gguf", str(smollm2_gguf), "--out", folder]
+        subprocess.run(command, check=True, capture_output=True, timeout=240)
+        with safe_open(Path(folder) / "model.safetensors", framework="numpy") as reference:
+            assert set(weights.shapes) == set(reference.keys())
+            assert len(weights.shapes) == 272
+            for name in reference.keys():  # noqa: SIM118 - not a mapping
+                np.testing.assert_array_equal(weights.read(name), reference.get_tensor(name), err_msg=name)

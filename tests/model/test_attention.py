@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from app.model.row_layout import one_segment
+from app.model.score_rule import PLAIN, ScoreRule
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.model.attention import attend, cached_attention, packed_attention, rotate
+
+
+def random_qkv(rows=2, tokens=7, query_heads=6, kv_heads=2, head=4, seed=0):
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape).astype(np.float32))  # noqa: E731
+    return (
+        normal(rows, tokens, query_heads, head),
+        normal(rows, kv_heads, tokens, head),
+        normal(rows, kv_heads, tokens, head),
+    )
+
+
+def slow_attention(query, keys, values, visible, rule=PLAIN) -> np.ndarray:
+    """One query head and one token at a time, float64."""
+    scale = rule.scale or query.shape[3] ** -0.5
+    query, keys, values = (np.asarray(x, np.float64) for x in (query, keys, values))
+    mixed = np.zeros(query.shape)
+    sharing = query.shape[2] // keys.shape[1]
+    for row, token, head in np.ndindex(query.shape[:3]):
+        seen = np.flatnonzero(visible[row, token])
+        scores = keys[row, head // sharing, seen] @ query[row, token, head] * scale
+        scores = rule.soft_cap * np.tanh(scores / rule.soft_cap) if rule.soft_cap else scores
+        weights = np.exp(scores - scores.max())
+        mixed[row, token, head] = weights @ values[row, head // sharing, seen] / weights.sum()
+    return mixed
+
+
+def test_a_quarter_turn_moves_the_first_half_into_the_second():
+    x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
+    angles = jnp.array([np.pi / 2, 0.0]).reshape(1, 1, 2)
+    np.testing.assert_allclose(rotate(x, angles).ravel(), [-3.0, 2.0, 1.0, 4.0], atol=1e-6)
+
+
+@given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 500))
+def test_scores_of_rotated_vectors_depend_on_distance_alone(first, second, shift):
+    frequencies = np.array([1.0, 0.1, 0.01], np.float32)
+    query, key, _ = random_qkv(rows=1, tokens=1, query_heads=1, kv_heads=1, head=6)
+    turned = lambda x, position: rotate(x, position * frequencies[None, None])  # noqa: E731
+    score = lambda a, b: float(jnp.vdot(turned(query, a), turned(key, b)))  # noqa: E731
+    assert score(first + shift, second + shift) == pytest.approx(score(first, second), abs=5e-4)
+
+
+@pytest.mark.parametrize("rule", [PLAIN, ScoreRule(scale=2.0), ScoreRule(soft_cap=0.7), ScoreRule(0.4, 0.3)])
+def test_grouped_queries_equal_a_slow_oracle_under_every_rule(rule):
+    query, keys, values = random_qkv()
+    visible = np.random.default_rng(1).random((2, 7, 7)) < 0.5
+    visible |= np.eye(7, dtype=bool)
+    expected = slow_attention(query, keys, values, visible, rule)
+    np.testing.assert_allclose(attend(query, keys, values, jnp.asarray(visible), rule), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 100])
+@pytest.mark.parametrize("rule", [PLAIN, ScoreRule(0.4, 0.3)])
+def test_a_cached_token_attends_as_it_does_in_its_row(window, rule):
+    query, keys, values = random_qkv()
+    row = packed_attention(query, keys, values, one_segment(jnp.ones((2, 7), bool)), window=window, rule=rule)
+    positions = jnp.array([2, 5])
+    one = jnp.take_along_axis(query, positions[:, None, None, None], axis=1)
+    # What lies behind the position is rubbish of an earlier use of the slot.
+    keys, values = keys.at[0, :, 3:].set(1e3), values.at[0, :, 3:].set(-1e3)
+    mixed = cached_attention(one, keys, values, positions, window=window, rule=rule)
+    np.testing.assert_allclose(mixed[:, 0], row[jnp.arange(2), positions], atol=1e-5)

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from app.model.row_layout import RowLayout, one_segment
+from jaxtyping import Array
+
+from app.model.architecture import Architecture
+from app.model.decoder import REMATERIALISED, DecoderDefinition, Params, by_path
+from app.model.rope import rope_frequencies
+from app.model.token_logprobs import completion_logprobs
+from tests.layouts import layout_of
+from tests.tiny import BIASED, EVEN, ODD, SWITCHED, assert_trees_close, make_mesh, random_params
+
+ARCHITECTURES = pytest.mark.parametrize(
+    "architecture", [ODD, BIASED, SWITCHED], ids=["tied", "untied-biases", "every-switch"]
+)
+FLOAT32 = jnp.dtype("float32")
+
+
+@functools.cache
+def hidden_function(architecture: Architecture, remat: str = "none"):
+    definition = DecoderDefinition.of(architecture)
+    return jax.jit(lambda params, *rows: definition.bind(params).hidden(*rows, dtype=FLOAT32, remat=remat))
+
+
+def hidden_states(architecture: Architecture, params: Params, token_ids, layout: RowLayout | None = None):
+    token_ids = np.atleast_2d(token_ids)
+    layout = layout or one_segment(np.ones(token_ids.shape, bool))
+    return np.asarray(hidden_function(architecture)(params, token_ids, layout))
+
+
+def slow_hidden_states(arch: Architecture, params: Params, token_ids: np.ndarray) -> np.ndarray:
+    """One sequence, one head and one layer at a time, float64."""
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    positions = np.arange(len(token_ids))
+
+    def norm(x, weights):
+        if weights is None:
+            return x
+        scale = weights["scale"] + arch.centered_norms
+        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + arch.norm_epsilon) * scale
+
+    def turn(x, rope):
+        angles = positions[:, None] * rope_frequencies(rope, arch.head_dim).astype(np.float64)
+        first, second = np.split(x, 2, axis=-1)
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    def activate(x):
+        if arch.activation == "silu":
+            return x / (1 + np.exp(-x))
+        return x / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+    x = params["embedding"][token_ids] * (arch.model_dim**0.5 if arch.scaled_embeddings else 1.0)
+    for layer, window in enumerate(arch.layer_windows):
+        block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
+        rope = arch.rope if window is None else arch.windowed_rope or arch.rope
+        distance = positions[:, None] - positions[None, :]
+        visible = (distance >= 0) & (distance < (window or len(token_ids)))
+
+        def project(name, y, inputs=1, block=block):
+            return np.tensordot(y, block[name]["kernel"], axes=inputs) + block[name].get("bias", 0.0)
+
+        y = norm(x, block["attention_norm"])
+        query, key, value = (project(name, y) for name in ("query", "key", "value"))
+        query, key = norm(query, block.get("query_norm")), norm(key, block.get("key_norm"))
+        mixed = np.zeros(query.shape)
+        for head in range(arch.num_query_heads):
+            shared = head * arch.num_kv_heads // arch.num_query_heads
+            scores = turn(query[:, head], rope) @ turn(key[:, shared], rope).T
+            scores *= arch.query_scale or arch.head_dim**-0.5
+            if arch.attention_soft_cap:
+                scores = arch.attention_soft_cap * np.tanh(scores / arch.attention_soft_cap)
+            weights = np.where(visible, np.exp(scores - scores.max(axis=-1, keepdims=True)), 0)
+            mixed[:, head] = weights / weights.sum(axis=-1, keepdims=True) @ value[:, shared]
+        x = x + norm(project("attention_output", mixed, inputs=2), block.get("attention_post_norm"))
+        y = norm(x, block["mlp_norm"])
+        x = x + norm(project("down", activate(project("gate", y)) * project("up", y)), block.get("mlp_post_norm"))
+    return norm(x, params["final_norm"])
+
+
+@ARCHITECTURES
+def test_hidden_states_equal_a_slow_float64_oracle(architecture):
+    params = random_params(DecoderDefinition.of(architecture))
+    token_ids = np.random.default_rng(0).integers(0, architecture.vocab_size, 12)
+    ours = hidden_states(architecture, params, token_ids)[0]
+    np.testing.assert_allclose(ours, slow_hidden_states(architecture, params, token_ids), atol=2e-5)
+
+
+@ARCHITECTURES
+def test_neighbours_in_a_row_and_padding_change_nothing(architecture):
+    params = random_params(DecoderDefinition.of(architecture))
+    rng = np.random.default_rng(1)
+    sequences = [rng.integers(0, architecture.vocab_size, length) for length in (3, 5, 2)]
+    row = np.concatenate([*sequences, [7, 7]])
+    positions = np.concatenate([*(np.arange(len(s)) for s in sequences), [0, 0]])
+    segment_ids = np.concatenate([*(np.full(len(s), i) for i, s in enumerate(sequences, start=1)), [0, 0]])
+    layout = RowLayout(segment_ids[None], np.zeros((1, len(row)), np.int32), positions[None])
+    packed = hidden_states(architecture, params, row, layout)[0]
+    start = 0
+    for sequence in sequences:
+        alone = slow_hidden_states(architecture, params, sequence)
+        np.testing.assert_allclose(packed[start : start + len(sequence)], alone, atol=2e-5)
+        start += len(sequence)
+    assert np.isfinite(packed).all()
+
+
+@pytest.mark.parametrize("architecture", [ODD, SWITCHED], ids=["tied", "every-switch"])
+def test_recomputing_changes_no_value_and_no_gradient(architecture):
+    params = random_params(DecoderDefinition.of(architecture))
+    token_ids = np.random.default_rng(2).integers(0, architecture.vocab_size, (2, 6))
+    rows = token_ids, one_segment(np.ones((2, 6), bool))
+
+    def loss(params, remat):
+        return jnp.sum(jnp.sin(hidden_function(architecture, remat)(params, *rows)))
+
+    kept, *recomputed = [jax.jit(jax.value_and_grad(functools.partial(loss, remat=r)))(params) for r in REMATERIALISED]
+    for result in recomputed:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), kept, result)
+
+
+def test_recomputing_changes_neither_logprobs_nor_gradients_and_saves_memory():
+    definition = DecoderDefinition.of(BIASED)
+    params = random_params(definition)
+    token_ids = np.random.default_rng(4).integers(0, BIASED.vocab_size, (2, 40)).astype(np.int32)
+    weights = np.random.default_rng(5).normal(size=(2, 39)).astype(np.float32)
+    batch: dict[str, Any] = {
+        "token_ids": token_ids,
+        "layout": one_segment(np.ones(token_ids.shape, bool)),
+        "score_index": np.broadcast_to(np.arange(39), (2, 39)),
+        "targets": token_ids[:, 1:],
+        "mask": np.ones((2, 39), bool),
+    }
+
+    def compiled(remat: str) -> Any:
+        def loss(params: Params) -> Array:
+            logprobs, _ = completion_logprobs(
+                definition.bind(params),
+                **batch,
+                temperature=1.0,
+                dtype=jnp.dtype("float32"),
+                remat=remat,
+                logits_chunk=10,
+            )
+            return jnp.sum(logprobs * weights)
+
+        return jax.jit(jax.value_and_grad(loss)).lower(params).compile()
+
+    kept, minimal, block = programs = [compiled(remat) for remat in ("none", "minimal", "block")]
+    for recomputed in (minimal, block):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(a).max()),
+            kept(params),
+            recomputed(params),
+        )
+    temporary_bytes = [program.memory_analysis().temp_size_in_bytes for program in programs]
+    assert temporary_bytes[1] < 0.8 * temporary_bytes[0]
+    assert temporary_bytes[2] < 0.8 * temporary_bytes[1]
+
+
+@ARCHITECTURES
+def test_every_weight_has_as_many_dims_as_its_shape(architecture):
+    definition = DecoderDefinition.of(architecture)
+    shapes, dims = by_path(definition.shapes), by_path(definition.dims)
+    assert {path: len(dims[path]) for path in shapes} == {path: len(leaf.shape) for path, leaf in shapes.items()}
+
+
+def test_parameters_are_counted_by_hand():
+    attention = 36 * 60 + 2 * 36 * 30 + 60 * 36
+    mlp = 3 * 36 * 44
+    norms = 2 * 36
+    assert DecoderDefinition.of(ODD).num_parameters == 53 * 36 + 2 * (attention + mlp + norms) + 36
+    biases = 60 + 2 * 30 + 36 + 2 * 44 + 36
+    expected = 2 * 53 * 36 + 2 * (attention + mlp + norms + biases) + 36
+    assert DecoderDefinition.of(BIASED).num_parameters == expected
+    norms = 4 * 36 + 2 * 10
+    expected = 53 * 36 + 3 * (attention + mlp + norms) + 36
+    assert DecoderDefinition.of(SWITCHED).num_parameters == expected
+
+
+@pytest.mark.parametrize(
+    ("switch", "biased"),
+    [
+        ("qkv_bias", {"query", "key", "value"}),
+        ("attention_output_bias", {"attention_output"}),
+        ("mlp_bias", {"gate", "up", "down"}),
+    ],
+)
+def test_biases_stand_where_the_architecture_asks_for_them(switch, biased):
+    blocks = DecoderDefinition.of(replace(ODD, **{switch: True})).shapes["blocks"]
+    assert {name for name, weights in blocks.items() if "bias" in weights} == biased
+
+
+def test_tied_embeddings_have_no_output_of_their_own():
+    assert "output" not in DecoderDefinition.of(ODD).shapes
+    assert "output" in DecoderDefinition.of(BIASED).shapes
+
+
+def test_fresh_weights_follow_the_seed_and_fit_the_definition():
+    definition = DecoderDefinition.of(BIASED)
+    first, again, other = (definition.initialise(seed) for seed in (0, 0, 1))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), first) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), definition.shapes
+    )
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert not np.array_equal(first["embedding"], other["embedding"])
+    layers = first["blocks"]["gate"]["kernel"]
+    assert not np.array_equal(layers[0], layers[1])
+    assert np.std(layers) == pytest.approx(0.02, rel=0.1)
+
+
+# Of a prompt and three completions, and of a lone sample: longer than a block of attention, and odd.
+SHARED = layout_of([[(40, (30, 21, 33)), (9, (14,))]], num_tokens=151)
+
+
+def lone_rows(token_ids: np.ndarray, layout: RowLayout) -> tuple[np.ndarray, RowLayout, np.ndarray]:
+    """The samples of a row of shared prompts, each alone in a row, and where each of their tokens stood."""
+    segment_ids, branch_ids, _ = (np.asarray(x)[0] for x in layout)
+    branches = sorted({(s, b) for s, b in zip(segment_ids, branch_ids, strict=True) if s > 0})
+    branches = [(s, b) for s, b in branches if b > 0 or (s, 1) not in branches]
+    places = [np.flatnonzero((segment_ids == s) & np.isin(branch_ids, (0, b))) for s, b in branches]
+    at = np.full((len(places), 80), -1)
+    for row, place in enumerate(places):
+        at[row, : len(place)] = place
+    return token_ids[0, np.maximum(at, 0)], one_segment(jnp.asarray(at >= 0)), at
+
+
+def test_completions_behind_a_shared_prompt_are_what_they_are_alone():
+    architecture = replace(SWITCHED, windows=(35, None, 60))
+    params = random_params(DecoderDefinition.of(architecture))
+    token_ids = np.random.default_rng(3).integers(0, architecture.vocab_size, (1, 151))
+    alone_ids, alone_layout, at = lone_rows(token_ids, SHARED)
+    assert at.shape[0] == 4
+    shared = hidden_states(architecture, params, token_ids, SHARED)[0]
+    alone = hidden_states(architecture, params, alone_ids, alone_layout)
+    np.testing.assert_allclose(shared[at[at >= 0]], alone[at >= 0], atol=2e-5)
+
+    # A prompt's token stands in several lone rows: each is asked for its share.
+    asked = np.random.default_rng(4).normal(size=shared.shape).astype(np.float32)
+    shares = asked / np.maximum(np.bincount(at[at >= 0], minlength=151), 1)[:, None]
+    asked_alone = np.where((at >= 0)[..., None], shares[np.maximum(at, 0)], 0.0)
+    asked[np.asarray(SHARED.segment_ids)[0] == 0] = 0.0
+
+    def gradient(asked, *rows):
+        return jax.grad(lambda params: jnp.sum(asked * hidden_function(architecture)(params, *rows)))(params)
+
+    assert_trees_close(gradient(asked, token_ids, SHARED), gradient(asked_alone, alone_ids, alone_layout))
+
+
+def test_rows_of_several_blocks_have_the_same_gradients_on_a_mesh():
+    architecture = replace(EVEN, num_layers=2, windows=(35, None))
+    definition = DecoderDefinition.of(architecture)
+    params = random_params(definition)
+    token_ids = np.random.default_rng(5).integers(0, architecture.vocab_size, (4, 151))
+    layout = jax.tree.map(lambda x: jnp.tile(x, (4, 1)), SHARED)
+
+    def gradient(params):
+        loss = lambda params: jnp.sum(jnp.sin(hidden_function(architecture, "minimal")(params, token_ids, layout)))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    mesh = make_mesh((2, 2, 2))
+    with jax.set_mesh(mesh):
+        ours = gradient(jax.device_put(params, definition.shardings(mesh)))
+    assert_trees_close(ours, gradient(params))

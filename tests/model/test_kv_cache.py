@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from app.model.row_layout import one_segment
+
+from app.model.architecture import Architecture
+from app.model.decoder import DecoderDefinition
+from app.model.kv_cache import decode_step, decode_weights, prefill
+from tests.tiny import BIASED, ODD, SWITCHED, random_params
+
+ARCHITECTURES = pytest.mark.parametrize(
+    "architecture", [ODD, BIASED, SWITCHED], ids=["tied", "untied-biases", "every-switch"]
+)
+FLOAT32 = jnp.dtype("float32")
+LENGTHS = np.array([1, 5, 4])
+"""Of the prompts; every row goes on to 9 tokens."""
+
+
+class Compiled:
+    """The decoder of one architecture, ready to call."""
+
+    def __init__(self, architecture: Architecture):
+        definition = DecoderDefinition.of(architecture)
+        self.params = random_params(definition)
+        self.weights = jax.jit(lambda params: decode_weights(definition, params, FLOAT32))(self.params)
+        self.prefill = jax.jit(functools.partial(prefill, definition))
+        self.decode_step = jax.jit(functools.partial(decode_step, definition))
+        self.hidden = jax.jit(lambda *rows: definition.bind(self.params).hidden(*rows, dtype=FLOAT32))
+
+
+compiled = functools.cache(Compiled)
+
+
+@functools.cache
+def token_ids(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, ODD.vocab_size, (3, 9)).astype(np.int32)
+
+
+def right_padded(size: int, filler: int = 0) -> np.ndarray:
+    """The prompts, with `filler` behind them."""
+    rows = np.full((3, size), filler, np.int32)
+    for row, length in enumerate(LENGTHS):
+        rows[row, :length] = token_ids()[row, :length]
+    return rows
+
+
+def whole_rows(model: Compiled) -> np.ndarray:
+    return np.asarray(model.hidden(token_ids(), one_segment(np.ones((3, 9), bool))))
+
+
+def grown(cache, size: int, filler: float = 0.0):
+    """Room for `size` tokens, with rubbish in it."""
+    pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[2]), (0, 0)), constant_values=filler)  # noqa: E731
+    return jax.tree.map(pad, cache)
+
+
+@ARCHITECTURES
+def test_prefill_and_decode_equal_one_forward_pass(architecture):
+    model = compiled(architecture)
+    expected = whole_rows(model)
+    hidden, cache = model.prefill(model.weights, right_padded(6), LENGTHS)
+    np.testing.assert_allclose(hidden, expected[np.arange(3), LENGTHS - 1], atol=2e-5)
+    cache = grown(cache, 12, filler=100.0)
+    for step in range(9 - LENGTHS.max()):
+        positions = LENGTHS + step
+        hidden, cache = model.decode_step(
+            model.weights, cache, token_ids()[np.arange(3), positions], positions.astype(np.int32)
+        )
+        np.testing.assert_allclose(hidden, expected[np.arange(3), positions], atol=2e-5)
+
+
+@ARCHITECTURES
+@pytest.mark.parametrize(("size", "filler"), [(6, 7), (11, 0)])
+def test_what_lies_behind_a_prompt_does_not_matter(architecture, size, filler):
+    model = compiled(architecture)
+    plain, plain_cache = model.prefill(model.weights, right_padded(6), LENGTHS)
+    other, other_cache = model.prefill(model.weights, right_padded(size, filler), LENGTHS)
+    np.testing.assert_allclose(other, plain, atol=1e-6)
+    for row, length in enumerate(LENGTHS):
+        head = lambda x, row=row, length=length: x[row, :, :length]  # noqa: E731
+        close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+        jax.tree.map(close, jax.tree.map(head, other_cache), jax.tree.map(head, plain_cache))
+
+
+def test_a_prompt_of_no_tokens_is_finite_padding():
+    model = compiled(ODD)
+    hidden, cache = model.prefill(model.weights, right_padded(6), np.zeros(3, np.int32))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((hidden, cache)))
+
+
+def test_decoding_weights_are_one_array_per_layer_in_the_compute_type():
+    definition = DecoderDefinition.of(ODD)
+    params = random_params(definition)
+    weights = decode_weights(definition, params, jnp.dtype("bfloat16"))
+    assert len(weights.blocks) == ODD.num_layers
+    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
+    for layer, block in enumerate(weights.blocks):
+        np.testing.assert_array_equal(
+            block["down"]["kernel"], params["blocks"]["down"]["kernel"][layer].astype(jnp.bfloat16)
+        )
+    # The stacked blocks are not held twice.
+    assert sum(leaf.size for leaf in jax.tree.leaves(weights)) == definition.num_parameters

@@ -1,0 +1,182 @@
+"""Adapters compute what merged kernels compute, and change nothing when they are fresh."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from app.model.row_layout import one_segment
+
+from app.mesh.placement import shardings_of
+from app.model.architecture import Architecture
+from app.model.decoder import DecoderDefinition, Params, by_path
+from app.model.kv_cache import decode_weights, merged_decode_weights
+from app.model.lora import DOWN, UP, LoRA, fresh_adapters, joined, merged
+from settings.lora_section import PROJECTIONS
+from tests.tiny import BIASED, EVEN, ODD, SWITCHED, make_mesh, random_params
+
+FLOAT32 = jnp.dtype("float32")
+EVERYWHERE = LoRA(3, 6.0, PROJECTIONS)
+SOME = LoRA(2, 1.0, ("q_proj", "o_proj", "down_proj"))
+
+
+def adapted(architecture: Architecture, lora: LoRA) -> tuple[DecoderDefinition, DecoderDefinition]:
+    """The network with adapters, and without."""
+    return DecoderDefinition.of(architecture, lora=lora), DecoderDefinition.of(architecture)
+
+
+def fresh(definition: DecoderDefinition, *, mesh_shape: tuple[int, int, int] = (1, 1, 1), seed: int = 0) -> Params:
+    shardings = definition.trained(definition.shardings(make_mesh(mesh_shape)))
+    return fresh_adapters(definition.trained(definition.shapes), shardings, seed=seed)
+
+
+def logits(definition: DecoderDefinition, params: Params) -> jax.Array:
+    def forward(params: Params) -> jax.Array:
+        tokens = jnp.arange(14).reshape(2, 7) % definition.architecture.vocab_size
+        decoder = definition.bind(params)
+        return decoder.head.logits(decoder.hidden(tokens, one_segment(tokens >= 0), dtype=FLOAT32))
+
+    return jax.jit(forward)(params)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "lora"),
+    [(ODD, SOME), (BIASED, EVERYWHERE), (SWITCHED, EVERYWHERE)],
+    ids=["odd", "biased", "switched"],
+)
+def test_adapters_compute_what_the_kernels_do_that_they_are_merged_into(architecture, lora):
+    definition, base = adapted(architecture, lora)
+    params = random_params(definition)
+    plain = merged(params, lora)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), plain) == jax.tree.map(lambda x: (x.shape, x.dtype), base.shapes)
+    ours, expected = logits(definition, params), logits(base, plain)
+    without = logits(base, definition.frozen(params))
+    np.testing.assert_allclose(ours, expected, atol=1e-5 * float(jnp.abs(expected).max()))
+    assert float(jnp.abs(expected - without).max()) > 0.1
+
+
+def test_each_target_changes_its_own_kernel_and_no_other():
+    names = dict(zip(PROJECTIONS, ("query", "key", "value", "attention_output", "gate", "up", "down"), strict=True))
+    for target, name in names.items():
+        lora = LoRA(2, 2.0, (target,))
+        definition, _ = adapted(BIASED, lora)
+        assert definition.adapters == {("blocks", name, DOWN), ("blocks", name, UP)}
+        params = random_params(definition)
+        before, after = by_path(definition.frozen(params)), by_path(merged(params, lora))
+        assert [path for path in before if not np.array_equal(before[path], after[path])] == [
+            ("blocks", name, "kernel")
+        ]
+
+
+def test_a_kernel_is_merged_in_float32_with_alpha_by_rank():
+    definition, _ = adapted(ODD, SOME)
+    params = random_params(definition)
+    down, up = (np.asarray(params["blocks"]["query"][name], np.float64) for name in (DOWN, UP))
+    expected = params["blocks"]["query"]["kernel"] + 0.5 * np.einsum("ldr,lrqh->ldqh", down, up)
+    np.testing.assert_allclose(merged(params, SOME)["blocks"]["query"]["kernel"], expected, atol=1e-6)
+
+
+def test_fresh_adapters_change_not_a_bit():
+    definition, base = adapted(BIASED, EVERYWHERE)
+    weights = random_params(base)
+    whole = joined(fresh(definition), weights)
+    np.testing.assert_array_equal(logits(definition, whole), logits(base, weights))
+    jax.tree.map(np.testing.assert_array_equal, merged(whole, EVERYWHERE), weights)
+
+
+def test_fresh_adapters_depend_on_seed_and_place_alone():
+    drawn = by_path(fresh(adapted(EVEN, EVERYWHERE)[0]))
+    others = by_path(
+        fresh(adapted(EVEN, replace(EVERYWHERE, projections=("v_proj", "o_proj")))[0], mesh_shape=(2, 2, 2))
+    )
+    assert others.keys() < drawn.keys() and len(others) == 4
+    for path, x in others.items():
+        np.testing.assert_array_equal(x, drawn[path])
+    other_seed = by_path(fresh(adapted(EVEN, EVERYWHERE)[0], seed=1))
+    downs = [path for path in drawn if path[-1] == DOWN]
+    assert len(downs) == 7
+    for path in downs:
+        inputs = int(np.prod(drawn[path].shape[1:-1]))
+        assert 0.8 * inputs**-0.5 < float(jnp.abs(drawn[path]).max()) <= inputs**-0.5
+        assert not np.array_equal(drawn[path], other_seed[path])
+    # Of equal shapes, and yet others.
+    assert not np.array_equal(drawn[("blocks", "gate", DOWN)], drawn[("blocks", "up", DOWN)])
+    assert all(not np.any(drawn[path]) for path in drawn if path[-1] == UP)
+
+
+def test_parts_are_joined_without_a_copy_and_taken_apart_again():
+    definition, _ = adapted(ODD, EVERYWHERE)
+    params = random_params(definition)
+    trained, frozen = definition.trained(params), definition.frozen(params)
+    assert {path[-1] for path in by_path(trained)} == {DOWN, UP}
+    again = joined(trained, frozen)
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True))
+    assert definition.num_trained == sum(x.size for x in jax.tree.leaves(trained))
+
+
+def test_without_adapters_all_weights_learn_and_merging_leaves_them_alone():
+    definition = DecoderDefinition.of(ODD)
+    params = random_params(definition)
+    assert definition.trained(params) is params and definition.frozen(params) == {}
+    assert joined(params, {}) is params and merged(params, None) is params
+    assert definition.num_trained == definition.num_parameters
+
+
+@pytest.mark.parametrize("layout", ["gathered", "fsdp"])
+def test_decode_weights_are_those_of_the_merged_kernels_on_any_mesh(layout):
+    definition, base = adapted(EVEN, EVERYWHERE)
+    params = random_params(definition)
+    plain = jax.tree.leaves(decode_weights(base, merged(params, EVERYWHERE), FLOAT32))
+    mesh, merge = make_mesh((1, 2, 2)), functools.partial(merged, lora=EVERYWHERE)
+    laid_out = functools.partial(merged_decode_weights, base, dtype=FLOAT32, layout=layout, merge=merge)
+    with jax.set_mesh(mesh):
+        found = jax.jit(laid_out)(jax.device_put(params, definition.shardings(mesh)))
+    assert len(found.blocks) == EVEN.num_layers
+    for ours, expected in zip(jax.tree.leaves(found), plain, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-6)
+
+
+def test_an_adapter_lies_along_its_kernel_and_its_rank_is_never_split():
+    definition, _ = adapted(EVEN, replace(EVERYWHERE, rank=2))
+    placed = definition.shardings(make_mesh((1, 2, 2)))["blocks"]
+    spec = {name: {leaf: tuple(x.spec) for leaf, x in placed[name].items()} for name in ("query", "down")}
+    assert spec["query"] == {
+        "kernel": (None, "fsdp", "tp", None),
+        DOWN: (None, "fsdp", None),
+        UP: (None, None, "tp", None),
+    }
+    assert spec["down"] == {"kernel": (None, "tp", "fsdp"), DOWN: (None, "tp", None), UP: (None, None, "fsdp")}
+    whole = jax.device_put(random_params(definition), definition.shardings(make_mesh((1, 2, 2))))
+    assert shardings_of(whole) == definition.shardings(make_mesh((1, 2, 2)))
+
+
+@pytest.mark.parametrize("remat", ["minimal", "block"])
+def test_the_backward_pass_keeps_no_second_product_for_an_adapter(remat):
+    def kept(definition: DecoderDefinition) -> int:
+        """Bytes that eight more tokens add to what is kept, weights and their gradients apart."""
+
+        def residuals(num_tokens: int) -> int:
+            def forward(params: Params, frozen: Params) -> jax.Array:
+                decoder = definition.bind(joined(params, frozen))
+                tokens = jnp.zeros((1, num_tokens), jnp.int32)
+                return decoder.hidden(tokens, one_segment(tokens == 0), dtype=FLOAT32, remat=remat)
+
+            parts = definition.trained(definition.shapes), definition.frozen(definition.shapes)
+            pull = jax.eval_shape(lambda p, f: jax.vjp(lambda p: forward(p, f), p)[1], *parts)
+            return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
+
+        return residuals(16) - residuals(8)
+
+    with_adapters, without = map(kept, adapted(ODD, EVERYWHERE))
+    assert without > 0
+    assert with_adapters <= without
+
+
+def test_adapters_that_differ_in_any_digit_have_another_text():
+    assert LoRA(2, 16.0, ("q_proj",)).to_text() == "rank 2, alpha 16, q_proj"
+    assert LoRA(2, 16.0000001, ("q_proj",)).to_text() == "rank 2, alpha 16.0000001, q_proj"

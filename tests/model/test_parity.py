@@ -1,0 +1,362 @@
+"""The decoder against transformers on the same files.
+
+Weights are drawn large (standard deviation 0.3, norms around 1, every bias random), so that attention is
+sharp, logits spread over several units and a wrong pairing, scale or bias shows in the first digits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from app.model.families import FAMILIES, architecture_from_config
+from app.model.row_layout import RowLayout
+from app.model.weight_files import open_model
+from app.model.weights import load_weights
+from jaxtyping import Array
+
+from app.model.decoder import DecoderDefinition, Params
+from app.model.token_logprobs import completion_logprobs
+from app.rollout.sampling import SamplingRules
+from tests.tiny import make_engine, make_mesh, make_prompt
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 36,
+    "intermediate_size": 45,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 10,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+"""No size is a power of two, three query heads share a key head, and head_dim is not 36 / 9."""
+
+ONE_KV_HEAD: dict[str, Any] = {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 8}
+LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    # Of the five wavelengths 6 ... 10,000 one is kept, one blended and three are stretched.
+    "original_max_position_embeddings": 64,
+    "rope_theta": 1e4,
+}
+LONG_BASE = {"rope_type": "default", "rope_theta": 1e6}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+SWITCHES: dict[str, dict[str, Any]] = {
+    # Every cap bends what goes through it, every window is shorter than most segments.
+    "mistral": {"sliding_window": 4},
+    "gemma2": {
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 7,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "tie_word_embeddings": False,
+    },
+    # More layers than a period of two layers with a window and one without.
+    "gemma3_text": {
+        "num_hidden_layers": 5,
+        "sliding_window": 5,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 7,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        },
+        "tie_word_embeddings": False,
+    },
+}
+"""What each family must have to differ from Llama; untied, unless a test ties."""
+QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+
+
+class Segment(NamedTuple):
+    """One sequence inside a packed row."""
+
+    row: int
+    first: int
+    token_ids: np.ndarray
+
+
+class PackedRows(NamedTuple):
+    segments: list[Segment]
+    token_ids: np.ndarray
+    layout: RowLayout
+    """numpy."""
+
+
+SHORT_ROWS = ((7, 12, 5), (29,), (2, 23))
+
+
+def packed_rows(*lengths: Sequence[int], num_tokens: int = 32, vocab_size: int = SIZES["vocab_size"]) -> PackedRows:
+    """Random segments of these lengths, row by row, and padding on the right."""
+    rng = np.random.default_rng(1)
+    token_ids, *layout = (np.zeros((len(lengths), num_tokens), np.int32) for _ in range(4))
+    rows = PackedRows([], token_ids, RowLayout(*layout))
+    # Padding is no special token: nothing may look at it.
+    rows.token_ids[:] = rng.integers(0, vocab_size, rows.token_ids.shape)
+    for row, in_row in enumerate(lengths):
+        first = 0
+        for segment_id, length in enumerate(in_row, start=1):
+            at = np.s_[row, first : first + length]
+            rows.layout.positions[at] = np.arange(length)
+            rows.layout.segment_ids[at] = segment_id
+            rows.segments.append(Segment(row, first, rows.token_ids[at]))
+            first += length
+    return rows
+
+
+def write_checkpoint(
+    directory: Path, model_type: str, *, dtype: str = "float32", max_shard_size: str = "1GB", **changes: Any
+) -> Path:
+    """A model of random weights, saved by transformers itself."""
+    torch, transformers = import_reference()
+    config = transformers.AutoConfig.for_model(model_type, **SIZES | SWITCHES.get(model_type, {}) | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            factor_of_norm = 0.0 if model_type.startswith("gemma") else 1.0  # which multiplies by 1 + weight
+            values = rng.normal(factor_of_norm if "norm" in name else 0.0, 0.3, tuple(weight.shape))
+            weight.copy_(torch.from_numpy(values.astype(np.float32)))
+    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def spell_as_before_transformers_5(directory: Path) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    if "sliding_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if "layer_types" in config:
+        del config["layer_types"]
+        config["sliding_window_pattern"] = config.pop("_sliding_window_pattern", None)
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    path.write_text(json.dumps(config))
+
+
+def import_reference() -> tuple[Any, Any]:
+    torch = pytest.importorskip("torch", reason="the reference, transformers' own models, runs on torch")
+    torch.set_num_threads(1)  # On a busy machine its threads wait for one another at every tiny product.
+    return torch, pytest.importorskip("transformers")
+
+
+def load_reference(directory: Path) -> Any:
+    _, transformers = import_reference()
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+
+
+def reference_logits(model: Any, token_ids: np.ndarray) -> np.ndarray:
+    torch, _ = import_reference()
+    with torch.no_grad():
+        return model(torch.from_numpy(token_ids.astype(np.int64))[None]).logits[0].numpy()
+
+
+def load_ours(path: Path) -> tuple[DecoderDefinition, Params]:
+    files = open_model(str(path))
+    definition = DecoderDefinition.of(architecture_from_config(files.config))
+    return definition, load_weights(definition, files.weights, make_mesh())
+
+
+def our_logits(definition: DecoderDefinition, params: Params, rows: PackedRows) -> np.ndarray:
+    """float32, [R, T, V]."""
+
+    @jax.jit
+    def logits(params: Params, token_ids: Array, layout: RowLayout) -> Array:
+        decoder = definition.bind(params)
+        return decoder.head.logits(decoder.hidden(token_ids, layout, dtype=jnp.dtype("float32")))
+
+    return np.asarray(logits(params, rows.token_ids, rows.layout))
+
+
+def assert_every_segment_has_the_reference_logits(directory: Path, rows: PackedRows | None = None) -> None:
+    reference = load_reference(directory)
+    rows = rows or packed_rows(*SHORT_ROWS)
+    logits = our_logits(*load_ours(directory), rows)
+    for row, first, token_ids in rows.segments:
+        expected = reference_logits(reference, token_ids)
+        assert expected.std() > 1
+        np.testing.assert_allclose(logits[row, first : first + len(token_ids)], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        pytest.param("llama", {}, id="llama"),
+        pytest.param("llama", {"tie_word_embeddings": True}, id="llama-tied"),
+        pytest.param("llama", BIASES | ONE_KV_HEAD, id="llama-biases-one_kv_head"),
+        pytest.param("llama", {"attention_bias": True, "num_key_value_heads": 9}, id="llama-attention_bias"),
+        pytest.param("llama", {"mlp_bias": True, "rms_norm_eps": 0.1}, id="llama-mlp_bias-large_epsilon"),
+        pytest.param("qwen2", {}, id="qwen2"),
+        pytest.param("qwen2", {"tie_word_embeddings": True} | ONE_KV_HEAD, id="qwen2-tied-one_kv_head"),
+        pytest.param("qwen2", QWEN_WINDOWS, id="qwen2-windows"),
+        pytest.param("qwen3", {}, id="qwen3"),
+        pytest.param("qwen3", {"tie_word_embeddings": True, "attention_bias": True}, id="qwen3-tied-biases"),
+        pytest.param("qwen3", QWEN_WINDOWS | ONE_KV_HEAD, id="qwen3-windows-one_kv_head"),
+        pytest.param("mistral", {}, id="mistral"),
+        pytest.param("mistral", {"sliding_window": None, "tie_word_embeddings": True}, id="mistral-tied-no_window"),
+        pytest.param("gemma2", {}, id="gemma2"),
+        pytest.param("gemma2", {"num_hidden_layers": 4} | ONE_KV_HEAD, id="gemma2-one_kv_head"),
+        pytest.param(
+            "gemma2",
+            {
+                "attn_logit_softcapping": None,
+                "final_logit_softcapping": None,
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+            },
+            id="gemma2-tied-biases-no_caps",
+        ),
+        pytest.param("gemma3_text", {}, id="gemma3_text"),
+        pytest.param(
+            "gemma3_text",
+            {"tie_word_embeddings": True, "final_logit_softcapping": 5.0, "attention_bias": True} | ONE_KV_HEAD,
+            id="gemma3_text-tied-biases-cap-one_kv_head",
+        ),
+    ],
+)
+def test_logits_equal_transformers_in_every_segment_of_packed_rows(tmp_path, model_type, changes):
+    assert_every_segment_has_the_reference_logits(write_checkpoint(tmp_path, model_type, **changes))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope", "spelling"),
+    [
+        pytest.param("llama", LINEAR, "new", id="llama-linear"),
+        pytest.param("llama", LLAMA3, "new", id="llama-llama3"),
+        pytest.param("qwen2", LONG_BASE, "new", id="qwen2-base_1e6"),
+        pytest.param("llama", LINEAR, "old", id="llama-linear-old_spelling"),
+        pytest.param("llama", LLAMA3, "old", id="llama-llama3-old_spelling"),
+        pytest.param("qwen2", LONG_BASE, "old", id="qwen2-base_1e6-old_spelling"),
+        pytest.param("gemma3_text", SWITCHES["gemma3_text"]["rope_parameters"], "old", id="gemma3_text-old_spelling"),
+    ],
+)
+def test_logits_equal_transformers_under_every_rope_in_both_spellings(tmp_path, model_type, rope, spelling):
+    write_checkpoint(tmp_path, model_type, rope_parameters=rope)
+    if spelling == "old":
+        spell_as_before_transformers_5(tmp_path)
+    assert_every_segment_has_the_reference_logits(tmp_path)
+
+
+def test_logits_equal_transformers_from_many_shards_stored_in_bfloat16(tmp_path):
+    write_checkpoint(tmp_path, "qwen2", dtype="bfloat16", max_shard_size="4KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 5
+    assert_every_segment_has_the_reference_logits(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "num_tokens", "changes"),
+    [
+        ("llama", 512, {"num_hidden_layers": 1}),
+        ("llama", 601, {"num_hidden_layers": 1}),
+        # The window is wider than a block of attention and narrower than the first segment.
+        ("gemma2", 601, {"num_hidden_layers": 2, "sliding_window": 150}),
+    ],
+)
+def test_logits_of_rows_of_many_blocks_equal_transformers(tmp_path, model_type, num_tokens, changes):
+    write_checkpoint(tmp_path, model_type, max_position_embeddings=1024, **changes)
+    rows = packed_rows((330, num_tokens - 380), num_tokens=num_tokens)
+    assert_every_segment_has_the_reference_logits(tmp_path, rows)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "temperature"),
+    [
+        *((family, 0.7) for family in FAMILIES),
+        *(("llama", temperature) for temperature in (1.0, 1.3)),
+    ],
+)
+def test_completion_logprobs_and_entropy_equal_torch_log_softmax(tmp_path, model_type, temperature):
+    torch, _ = import_reference()
+    write_checkpoint(tmp_path, model_type, tie_word_embeddings=True)
+    reference = load_reference(tmp_path)
+    definition, params = load_ours(tmp_path)
+    rows = packed_rows(*SHORT_ROWS)
+    # The first token of a segment is its prompt, the others its completion.
+    score_index, targets = np.zeros((2, 3, 28), np.int32)
+    filled = [0, 0, 0]
+    expected = []
+    for row, first, token_ids in rows.segments:
+        places = np.s_[row, filled[row] : filled[row] + len(token_ids) - 1]
+        filled[row] += len(token_ids) - 1
+        score_index[places] = np.arange(first, first + len(token_ids) - 1)
+        targets[places] = token_ids[1:]
+        logits = torch.from_numpy(reference_logits(reference, token_ids)[:-1])
+        logprobs = torch.log_softmax(logits / temperature, dim=-1).numpy()
+        chosen = np.take_along_axis(logprobs, token_ids[1:, None], axis=1)[:, 0]
+        expected.append((places, chosen, -(np.exp(logprobs) * logprobs).sum(axis=-1)))
+
+    batch: dict[str, Any] = {
+        "token_ids": rows.token_ids,
+        "layout": rows.layout,
+        "score_index": score_index,
+        "targets": targets,
+        "mask": np.arange(28) < np.array(filled)[:, None],
+    }
+    logprobs, entropy = jax.jit(
+        lambda params: completion_logprobs(
+            definition.bind(params),
+            **batch,
+            temperature=temperature,
+            dtype=jnp.dtype("float32"),
+            remat="none",
+            logits_chunk=9,
+        )
+    )(params)
+    assert np.isfinite(logprobs).all()
+    assert np.isfinite(entropy).all()
+    for places, expected_logprobs, expected_entropy in expected:
+        np.testing.assert_allclose(logprobs[places], expected_logprobs, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(entropy[places], expected_entropy, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_greedy_generation_equals_transformers_token_for_token(tmp_path, model_type):
+    torch, _ = import_reference()
+    write_checkpoint(tmp_path, model_type, **ONE_KV_HEAD)
+    reference = load_reference(tmp_path)
+    definition, params = load_ours(tmp_path)
+    rng = np.random.default_rng(2)
+    prompts = [
+        make_prompt(f"row-{length}", rng.integers(0, SIZES["vocab_size"], length))
+        for length in (1, 3, 4, 8, 17, 6, 11, 2)
+    ]
+    eos_ids = (5, 11, 23)
+    engine = make_engine(definition, eos_ids=eos_ids)
+    samples = engine.generate(
+        engine.weights(params),
+        prompts,
+        group_size=1,
+        max_new_tokens=24,
+        rules=SamplingRules(temperature=0.0),
+        seed=0,
+        policy_version=0,
+    )
+    assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+    for prompt, sample in zip(prompts, samples, strict=True):
+        input_ids = torch.from_numpy(prompt.token_ids.astype(np.int64))[None]
+        generated = reference.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            do_sample=False,
+            max_new_tokens=24,
+            eos_token_id=list(eos_ids),
+            pad_token_id=0,
+        )[0].numpy()
+        assert sample.completion_ids.tolist() == generated[len(prompt.token_ids) :].tolist()
+        logits = torch.from_numpy(reference_logits(reference, generated)[len(prompt.token_ids) - 1 : -1])
+        logprobs = torch.log_softmax(logits, dim=-1).numpy()
+        chosen = np.take_along_axis(logprobs, sample.completion_ids[:, None], axis=1)[:, 0]
+        np.testing.assert_allclose(sample.behavior_logprobs, chosen, rtol=0, atol=1e-4)
