@@ -1,6 +1,6 @@
 """Makes the starting weights of the quickstart: a tiny decoder that adds, but mostly forgets to carry.
 
-    python scripts/make_tiny_model.py --out app/policy/builtin/tiny
+    python scripts/make_tiny_model.py --out app/model/builtin/tiny
 
 Supervised training on the generator's training split. A problem's answer is shown right three times in
 ten; seven times in ten it shows a beginner's slip: every column added by itself, nothing carried

@@ -45,7 +45,7 @@ def export(
         config = config or config_of_run({"--checkpoint": checkpoint})
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
         checkpoint, out = required(checkpoint, "--checkpoint"), required(out, "--out")
-        from app.training import export as room
+        from app.export import huggingface as room
 
         write_out = room.export_adapter if adapter else room.export
         summary = write_out(resolved, checkpoint=checkpoint, out=out, dtype=dtype)

@@ -10,8 +10,8 @@ import pytest
 from app.model.weight_files import ModelFiles, open_model
 from transformers import AutoTokenizer
 
+from app.export.tokenizer import write_tokenizer
 from app.prompts.tokenizer import load_fast_tokenizer, load_tokenizer
-from app.prompts.tokenizer_out import write_tokenizer
 from tests.prompts.test_tokenizer import write_directory, write_gguf
 
 MESSAGES = [{"role": "user", "content": "12 + 1 = a?\n\nna\u00efve 345"}]

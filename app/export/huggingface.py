@@ -19,6 +19,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from app.export.model_card import ADAPTER, CARD_FILE, MERGED, WHOLE, Form, model_card, notes
+from app.export.tokenizer import write_tokenizer
 from app.mesh import topology
 from app.model.config_out import GENERATION_CONFIG_FILE, exported_config, exported_generation_config
 from app.model.decoder import Params
@@ -29,9 +31,7 @@ from app.model.safetensors_out import write_safetensors, write_weights
 from app.model.weight_files import BUILTIN_PREFIX, CONFIG_FILE
 from app.model.weights import load_weights
 from app.model.weights_out import TensorsOut
-from app.prompts.tokenizer_out import write_tokenizer
 from app.records.atomic_write import new_folder
-from app.training.model_card import ADAPTER, CARD_FILE, MERGED, WHOLE, Form, model_card, notes
 from app.training.model_input import ModelInput, read_model_input
 from app.training.pinned_model import pinned
 from app.training.policy_weights import load_trained

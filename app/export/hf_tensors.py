@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import jax
 import numpy as np
-from app.model.weights import Entry, expected_entries
 from jaxtyping import Array
 
 from app.model.decoder import DecoderDefinition, Params, Path, by_path
 from app.model.lora import DOWN, UP, merged
+from app.model.weights import Entry, expected_entries
 
 
 class TensorsOut:

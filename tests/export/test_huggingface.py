@@ -16,11 +16,11 @@ from app.model.weight_files import SafetensorsFiles, open_model
 from app.model.weights import load_weights
 from typer.testing import Result
 
+from app.export.huggingface import Opened, adapter_config_of, check_space, write_model
+from app.export.model_card import ADAPTER, WHOLE, front_matter, model_card
 from app.mesh import topology
 from app.model.decoder import Params
 from app.model.lora import joined
-from app.training.export import Opened, adapter_config_of, check_space, write_model
-from app.training.model_card import ADAPTER, WHOLE, front_matter, model_card
 from app.training.model_input import ModelInput, read_model_input
 from app.training.policy_weights import load_trained
 from app.training.saved_policy import SavedPolicy

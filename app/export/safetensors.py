@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+
 from app.model.weight_files import INDEX_FILE, NUMPY_TYPES, WEIGHTS_FILE, WeightFile
 
 SHARD_BYTES = 5_000_000_000
