@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import ArrayLike, Bool, Float, Float32, Float64
 
 from app.advantage.token_rewards import TokenRewards
-from app.batching.ladder import rung
+from app.batching.length_buckets import rung
 from app.records.moments import Moments, whiten
 from app.records.sample import Sample
 

@@ -13,10 +13,10 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int64
 
-from app.batching.deal import EMPTY, deal_evenly, deal_in_order
-from app.batching.fit import BLOCK, Fit, Shape, evenly, fewest, ladder, lower_bound
-from app.batching.ladder import rung
-from app.batching.rows import Item, ItemRow, Shelf, merged, parts
+from app.batching.bin_packing import Item, ItemRow, Shelf, merged, parts
+from app.batching.length_buckets import rung
+from app.batching.load_balancing import EMPTY, deal_evenly, deal_in_order
+from app.batching.micro_batch_shapes import BLOCK, Fit, Shape, evenly, fewest, ladder, lower_bound
 
 Segment = tuple[int, ...]
 """Samples that stand behind one copy of their prompt; one sample where nothing is shared."""

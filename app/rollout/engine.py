@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Int32
 
-from app.batching.ladder import rung
+from app.batching.length_buckets import rung
 from app.distributed.cancellation import AskedToStop, StoppedError, never
 from app.distributed.collectives import max_over_hosts
 from app.mesh.placement import local_row_indices, num_local_row_shards, row_sharding, shardings_of, to_global, to_local

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from app.advantage.token_credit import bootstrapped_if_truncated
-from app.batching.ladder import rung
+from app.batching.length_buckets import rung
 from app.records.jsonl import read_jsonl_sized, write_jsonl
 from app.records.moments import Moments, joint_moments, merged
 from app.records.sample import Sample

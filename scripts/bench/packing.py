@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from app.batching.figures import plan_figures
-from app.batching.fit import ladder
+from app.batching.micro_batch_shapes import ladder
 from app.batching.plan import Lengths, Plan, TokenBudget, fixed_shape, plan_fixed, plan_token_budget, row_length
 
 QUOTA = 4096

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from shapes import QWEN2_5_0_5B, QWEN2_5_1_5B, QWEN2_5_3B, QWEN2_5_7B
 
-from app.batching.ladder import rung
+from app.batching.length_buckets import rung
 from app.mesh.simulated_slice import Chip, Slice, parse_slice
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition

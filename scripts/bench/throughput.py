@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from app.batching.ladder import rung
+from app.batching.length_buckets import rung
 from app.batching.micro_batches import Cutter, FixedRows, PackedRows
 from app.batching.plan import TokenBudget, row_length
 from app.mesh.axis_rules import AXES

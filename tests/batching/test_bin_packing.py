@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.batching.rows import Item, Shelf, best_subset, fill_all, merged, parts, spread_all
+from app.batching.bin_packing import Item, Shelf, best_subset, fill_all, merged, parts, spread_all
 
 SIZES = st.lists(st.integers(0, 30), max_size=9)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.batching.ladder import rung
+from app.batching.length_buckets import rung
 
 
 def test_rungs_by_hand():

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.batching.deal import EMPTY, deal_evenly, deal_in_order
+from app.batching.load_balancing import EMPTY, deal_evenly, deal_in_order
 
 
 def test_rows_in_order_by_hand():

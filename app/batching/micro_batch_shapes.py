@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from app.batching.rows import ItemRow, Shelf, fill_all, spread_all
+from app.batching.bin_packing import ItemRow, Shelf, fill_all, spread_all
 
 TAIL_SHARES = tuple(Fraction(n, 16) for n in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16))
 """Shares of the quota that micro-batches may have: few, since each is a shape to compile."""
