@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from app.report.drawing import Evidence
 from app.report.panels import PANELS, Panel
+from app.report.plots import Evidence
 
 INK = "#010203"
 """Of text and axes. In a page it becomes the page's own text colour, light or dark."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from app.report.drawing import BLUE, GREEN, GREY, ORANGE
 from app.report.figures import STYLE
+from app.report.plots import BLUE, GREEN, GREY, ORANGE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from app.records.atomic_write import write_whole
 from app.records.jsonl import check_output
 from app.report.before_after import figure_text
-from app.report.drawing import BLUE, GREY, ORANGE, as_label
 from app.report.figures import STYLE
 from app.report.intervals import Interval, Measured
+from app.report.plots import BLUE, GREY, ORANGE, as_label
 from settings.errors import InputError
 
 if TYPE_CHECKING:

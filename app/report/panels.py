@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.report.alerts import MISMATCH
-from app.report.drawing import (
+from app.report.plots import (
     Draw,
     Evidence,
     draw_accuracy,

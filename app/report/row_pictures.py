@@ -9,8 +9,8 @@ from itertools import groupby
 from string import ascii_uppercase
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from app.report.drawing import BLUE, ORANGE
 from app.report.figures import STYLE
+from app.report.plots import BLUE, ORANGE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

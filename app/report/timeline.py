@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from app.records.atomic_write import write_whole
 from app.records.jsonl import check_output
-from app.report.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, as_label
 from app.report.figures import POINTS_PER_INCH, STYLE, inline_svg
 from app.report.page import timeline_page
+from app.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, as_label
 from settings.errors import InputError
 
 if TYPE_CHECKING:

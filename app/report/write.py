@@ -8,10 +8,10 @@ from typing import Any
 
 from app.records.atomic_write import write_whole
 from app.report.alerts import alerts_of
-from app.report.drawing import Evidence
 from app.report.figures import Picture, pictures
 from app.report.history import training_steps
 from app.report.page import report_page, rollouts_page
+from app.report.plots import Evidence
 from app.report.run_files import RunFiles
 from app.report.viewer import DEFAULT_SAMPLES, viewer_of
 from settings.errors import InputError

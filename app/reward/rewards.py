@@ -11,13 +11,13 @@ from types import MappingProxyType, TracebackType
 from typing import Protocol
 
 from app.records.sample import Sample
+from app.reward.aggregate import NO_REWARD, OnError, Scored, is_unusable, weigh, with_unusable
 from app.reward.outcome import Failure, Outcome
 from app.reward.overlong import OverlongPenalty
 from app.reward.plugin import Moment, PlugIn, PlugInLostError
 from app.reward.pool import Limits, WorkerPool
 from app.reward.signature import Columns
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, grade, is_task_reward
-from app.reward.weighing import NO_REWARD, OnError, Scored, is_unusable, weigh, with_unusable
 from settings.errors import InputError
 from settings.reward_section import MODEL_REWARD, OVERLONG, Reward, RewardFunction
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from app.records.sample import Sample
+from app.reward.aggregate import ERRORS_FIELD, NO_REWARD, NO_REWARD_FINISH, Scored, Tally, is_unusable
 from app.reward.outcome import Outcome
 from app.reward.plugin import Moment
-from app.reward.weighing import ERRORS_FIELD, NO_REWARD, NO_REWARD_FINISH, Scored, Tally, is_unusable
 
 
 def is_judged(sample: Sample) -> bool:

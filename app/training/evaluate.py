@@ -14,9 +14,9 @@ from app.distributed.tables import table_over_hosts
 from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.report.intervals import Measured
+from app.reward.aggregate import Scored
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards, judge_of
-from app.reward.weighing import Scored
 from app.training.evaluation_figures import figures_of, prompt_columns
 from app.training.session import Session
 from settings import Settings

@@ -15,9 +15,9 @@ import numpy as np
 from app.prompts.dataset import Row
 from app.records.sample import Prompt, Sample
 from app.report.intervals import Interval, Measured, mean_interval, share_interval
+from app.reward.aggregate import ERRORS_FIELD, is_unusable
+from app.reward.pass_at_k import majority_share, pass_at_k
 from app.reward.tasks import is_formatted, is_task_reward, right_vote, vote
-from app.reward.votes import majority_share, pass_at_k
-from app.reward.weighing import ERRORS_FIELD, is_unusable
 from settings.errors import InputError
 from settings.fields import did_you_mean, nearest_of
 

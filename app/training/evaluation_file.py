@@ -16,7 +16,7 @@ from app.records.file_lock import open_exclusive
 from app.records.jsonl import read_jsonl_lines, to_line
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import sample_from_record, sample_to_record
-from app.reward.weighing import ERRORS_FIELD
+from app.reward.aggregate import ERRORS_FIELD
 from app.training.evaluation_subject import Subject, begins_as_subject, facts_file, read_subject, subject_from_json
 from settings.errors import InputError
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from app.distributed.collectives import max_over_hosts, sum_over_hosts
-from app.reward.weighing import Scored
+from app.reward.aggregate import Scored
 from app.rollout.sampling import NON_FINITE
 from settings import Settings
 

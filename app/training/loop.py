@@ -16,10 +16,10 @@ from app.distributed.preemption import stopped_together
 from app.mesh.placement import to_device_memory
 from app.model.decoder import Params
 from app.records.sample import Prompt, Sample
+from app.reward.aggregate import Scored, joined
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewarding, Rewards
 from app.reward.saved import as_saved
-from app.reward.weighing import Scored, joined
 from app.training.crediting import Credited
 from app.training.evaluate import evaluate
 from app.training.failures import check_rewards

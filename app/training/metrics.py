@@ -23,7 +23,7 @@ from app.mesh.device_memory import peak_memory_bytes
 from app.mesh.simulated_slice import CHIPS
 from app.records.moments import Moments, joint_moments
 from app.records.sample import Sample
-from app.reward.weighing import Scored
+from app.reward.aggregate import Scored
 from app.rollout.scheduling.figures import Figures
 from app.rollout.tally import Tally
 from app.training.refill import Refilled

@@ -22,11 +22,11 @@ from app.mesh import topology
 from app.records.jsonl import read_jsonl, write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record, sample_to_record
+from app.reward.aggregate import Scored, Tally, joined
 from app.reward.outcome import Outcome
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.tasks import check_answers
-from app.reward.weighing import Scored, Tally, joined
 from app.training.joining import joined_hosts, unwatched, wait_for_others
 from app.training.metrics import host_counts
 from app.training.reward_role import RewardModel, RewardModelInput, read_reward_model

@@ -10,10 +10,10 @@ import matplotlib
 import pytest
 
 from app.report.alerts import MISMATCH
-from app.report.drawing import Evidence
 from app.report.figures import picture
 from app.report.history import History
 from app.report.panels import PANELS, Panel
+from app.report.plots import Evidence
 from tests.program import REPOSITORY
 from tests.report.run_directories import quickstart_history, step_record
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from app.records.sample import Messages, Prompt, Sample
+from app.reward.aggregate import Scored
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.signature import Columns
-from app.reward.weighing import Scored
 from settings.reward_section import Reward
 
 

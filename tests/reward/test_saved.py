@@ -9,10 +9,10 @@ import pytest
 
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record, sample_to_record
+from app.reward.aggregate import OnError, Scored, weigh, with_unusable
 from app.reward.outcome import Failure, Outcome
 from app.reward.plugin import Moment
 from app.reward.saved import as_saved, is_judged
-from app.reward.weighing import OnError, Scored, weigh, with_unusable
 from tests.reward.samples import make_group
 
 BROKEN = Outcome(failure=Failure("raised", "ValueError: no"))

@@ -11,8 +11,8 @@ import pytest
 from app.records.jsonl import read_jsonl
 from app.records.sample import DROPPED, Prompt, Sample
 from app.report.intervals import wilson_interval
+from app.reward.aggregate import Scored, weigh
 from app.reward.outcome import Outcome
-from app.reward.weighing import Scored, weigh
 from app.training.evaluate import evaluation_metrics
 from app.training.evaluation_figures import (
     DIFFICULTY,

@@ -19,8 +19,8 @@ from app.mesh import topology
 from app.records.jsonl import write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
+from app.reward.aggregate import weigh
 from app.reward.outcome import Outcome
-from app.reward.weighing import weigh
 from app.training.cutting import Longest, wire_role
 from app.training.metrics import CompilationCounter, reward_counts
 from app.training.model_input import read_model_input
