@@ -21,7 +21,7 @@ from app.distributed.collectives import bytes_over_hosts
 from app.mesh import topology
 from app.prompts.order import host_slice
 from app.records.sample import Prompt, Sample
-from app.rollout import engine as engine_room
+from app.rollout import batch_engine as engine_room
 from app.training.metrics import CompilationCounter
 from app.training.model_input import read_model_input
 from app.training.session import Session

@@ -234,7 +234,7 @@ def test_the_checker_sees_an_import_against_the_plan(module: str, source: str) -
     [
         ("cli", "from verbs import training\nimport settings"),
         ("verbs.training", "from app.training import run\nfrom verbs.options import Config"),
-        ("app.training.loop", "from app.rollout.engine import Engine\nfrom app.records.sample import Sample"),
+        ("app.training.loop", "from app.rollout.batch_engine import Engine\nfrom app.records.sample import Sample"),
         ("app.score.scorer", "import app.batching.pack, app.score.roles, numpy"),
     ],
 )

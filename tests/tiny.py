@@ -21,7 +21,7 @@ from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params
 from app.model.rope import Rope
 from app.records.sample import Prompt, Sample
-from app.rollout.engine import Engine
+from app.rollout.batch_engine import Engine
 from app.update.aggregation import Totals, Weights, token_mean
 from app.update.objective import PolicyLoss, UpdateBatch, scored_logprobs
 from app.update.surrogate import clipped_surrogate

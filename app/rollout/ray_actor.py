@@ -27,12 +27,12 @@ from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
 from app.model.lora import LoRA
 from app.records.versions import drawing, program_facts
-from app.rollout.rows import Row, Suspended
+from app.rollout.counters import Tally
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.events import Kind, RunSegment
-from app.rollout.slot_shapes import SlotShapes
-from app.rollout.slots import SlotEngine
-from app.rollout.tally import Tally
+from app.rollout.sequence import Row, Suspended
+from app.rollout.shape_buckets import SlotShapes
+from app.rollout.slot_engine import SlotEngine
 from app.rollout.workers import Admission, Worker
 from settings.errors import InputError
 from settings.lora_section import Quantization

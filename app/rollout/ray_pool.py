@@ -27,7 +27,7 @@ from app.distributed.cancellation import StoppedError
 from app.records.versions import drawing, program_facts
 from app.rollout.ray_worker import RemoteWorker
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduled import Schedule, ScheduledWorkers
+from app.rollout.worker_pool import Schedule, ScheduledWorkers
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)

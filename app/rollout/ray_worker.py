@@ -21,9 +21,9 @@ import ray.exceptions
 
 from app.model.kv_cache import Cache, DecodeWeights
 from app.rollout.ray_actor import Incoming, Introduction, Ran, SlotActor, SlotPlan, bits_of
-from app.rollout.rows import Row, Suspended
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.events import RowReport, RunSegment, SegmentEnded
+from app.rollout.sequence import Row, Suspended
 from app.rollout.workers import Admission, Worker
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from app.model.kv_cache import (
 )
 from app.model.token_logprobs import scaled_logits
 from app.rollout.sampling import Sampler, SamplingRules, draw, draw_truncated, effective_temperature, sample_keys
-from app.rollout.slot_shapes import SlotShapes
+from app.rollout.shape_buckets import SlotShapes
 from settings.rollout_section import DecodeLayout
 
 OfSlots = Any

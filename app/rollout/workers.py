@@ -22,11 +22,11 @@ import jax
 
 from app.mesh.placement import shardings_of
 from app.model.kv_cache import Cache, DecodeWeights
-from app.rollout.rows import Row, Suspended
+from app.rollout.counters import Tally
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.events import Kind, RowReport, RunSegment, SegmentEnded
-from app.rollout.slots import SlotEngine
-from app.rollout.tally import Tally
+from app.rollout.sequence import Row, Suspended
+from app.rollout.slot_engine import SlotEngine
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 
 from app.model.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
-from app.rollout.scheduled import Schedule
 from app.rollout.scheduling.events import Kind
-from app.rollout.slot_shapes import shapes_of
-from app.rollout.slots import SlotEngine
+from app.rollout.shape_buckets import shapes_of
+from app.rollout.slot_engine import SlotEngine
+from app.rollout.worker_pool import Schedule
 from settings import Settings
 from settings.errors import InputError
 from settings.rollout_section import ActorNeeds, WorkerPool

@@ -9,7 +9,7 @@ import jax
 
 from app.batching.plan import Plan
 from app.mesh.placement import bytes_per_device, num_local_row_shards, num_row_shards
-from app.rollout.slots import SlotEngine
+from app.rollout.slot_engine import SlotEngine
 from app.training.cutting import Longest, wire_update
 from app.training.memory import Shapes, fullest_mini_batch, plan_of
 from app.training.session import Session

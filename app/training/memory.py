@@ -14,7 +14,7 @@ from app.batching.plan import Lengths, Plan
 from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards
 from app.mesh.topology import num_hosts, platform_of
 from app.records.sample import Prompt
-from app.rollout.engine import BatchShape
+from app.rollout.batch_engine import BatchShape
 from app.training.evaluate import evaluation_batch
 from app.training.reward_role import wire_reward
 from app.training.session import Session

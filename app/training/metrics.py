@@ -24,8 +24,8 @@ from app.mesh.simulated_slice import CHIPS
 from app.records.moments import Moments, joint_moments
 from app.records.sample import Sample
 from app.reward.aggregate import Scored
-from app.rollout.scheduling.figures import Figures
-from app.rollout.tally import Tally
+from app.rollout.counters import Tally
+from app.rollout.scheduling.metrics import Figures
 from app.training.refill import Refilled
 
 

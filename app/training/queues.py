@@ -10,12 +10,12 @@ from app.mesh import placement, topology
 from app.mesh.submesh import allot, island
 from app.model.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
-from app.rollout.continuous import ContinuousBatching
-from app.rollout.scheduled import Schedule, ScheduledWorkers
+from app.rollout.continuous_batching import ContinuousBatching
 from app.rollout.scheduling.events import Kind
+from app.rollout.shape_buckets import SlotShapes, shapes_of
+from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import SlotPrograms
-from app.rollout.slot_shapes import SlotShapes, shapes_of
-from app.rollout.slots import SlotEngine
+from app.rollout.worker_pool import Schedule, ScheduledWorkers
 from app.rollout.workers import Worker
 from app.training.actors import open_actors
 from settings import Settings

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from app.records.sample import Sample
-from app.rollout.scheduling.ledger import Ledger
+from app.rollout.scheduling.sample_states import Ledger
 from app.training.progress import num_done, standing
 
 REDRAWN_EVERY_S = 0.1

@@ -18,7 +18,7 @@ from app.model.decoder import Params
 from app.model.kv_cache import DecodeWeights
 from app.prompts.order import PromptOrder, host_slice
 from app.records.sample import Prompt, Sample
-from app.rollout.ahead import Generation
+from app.rollout.async_generation import Generation
 from app.training.replay import Replay
 from app.training.session import Session
 from app.training.timer import Timer

@@ -22,13 +22,13 @@ from app.model.lora import fresh_adapters, joined, merged
 from app.model.quantized import check_is_installed
 from app.model.weights import critic_entries, load_weights
 from app.records.sample import Prompt, Sample
-from app.rollout.ahead import Generation
-from app.rollout.continuous import ContinuousBatching
-from app.rollout.engine import BatchShape, Engine, Footprint
+from app.rollout.async_generation import Generation
+from app.rollout.batch_engine import BatchShape, Engine, Footprint
+from app.rollout.continuous_batching import ContinuousBatching
+from app.rollout.counters import Tally
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduled import ScheduledWorkers
-from app.rollout.scheduling.figures import Figures
-from app.rollout.tally import Tally
+from app.rollout.scheduling.metrics import Figures
+from app.rollout.worker_pool import ScheduledWorkers
 from app.score.scorer import Pass, RowPass, Scorer, Valuer, with_a_token_behind
 from app.training.actors import check_ray_is_there
 from app.training.mesh_fit import check_heads

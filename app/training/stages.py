@@ -24,7 +24,7 @@ from app.records.jsonl import check_distinct, check_output
 from app.records.sample import Prompt, Sample
 from app.report.timeline import check_timeline, write_timeline
 from app.rollout.scheduling.event_log import EventLog
-from app.rollout.scheduling.ledger import Ledger
+from app.rollout.scheduling.sample_states import Ledger
 from app.training.joining import Entered, getting_on, joined_hosts, wait_for_others
 from app.training.model_input import ModelInput, check_context, read_model_input
 from app.training.rollout_log import Past, open_log, run_facts

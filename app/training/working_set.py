@@ -25,7 +25,7 @@ from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, ValueDecoder
 from app.model.kv_cache import decode_dims
 from app.model.lora import LoRA, joined
-from app.rollout.engine import BatchShape, Footprint
+from app.rollout.batch_engine import BatchShape, Footprint
 from app.training.session import Session
 from settings.lora_section import Quantization
 from settings.schema import ScoredRole

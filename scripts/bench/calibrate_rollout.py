@@ -25,12 +25,12 @@ from cost_fit import CALL, FREE, OTHER_NAMES, Timed, explained, fit
 from forced_rollout import POLICY_VERSION, RULES, ForcedRollout, WatchedEngine, open_rollout, positive, several
 
 from app.records.sample import Prompt
-from app.rollout.rows import Row
 from app.rollout.scheduling.cost_model import CostModel
-from app.rollout.scheduling.figures import figures
+from app.rollout.scheduling.metrics import figures
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.scheduling.traces import trace_of
 from app.rollout.scheduling.virtual_clock import VirtualClock
+from app.rollout.sequence import Row
 from settings.rollout_section import Pdsr, Segment
 
 SEED = 99

@@ -27,16 +27,16 @@ from app.mesh.topology import make_mesh
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import DecodeWeights, decode_weights
 from app.records.sample import Prompt
+from app.rollout.generator import Streaming
 from app.rollout.sampling import Drawn, Sampler, SamplingRules, draw, sample_keys, uid_words
-from app.rollout.scheduled import Schedule, ScheduledWorkers
 from app.rollout.scheduling.events import Kind
 from app.rollout.scheduling.virtual_clock import WorkerSpec
 from app.rollout.scheduling.virtual_slots import Ladders
+from app.rollout.shape_buckets import SlotShapes, slot_shapes
+from app.rollout.slot_engine import Segment as RanSegment
+from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import Name, Program, SlotPrograms, decode_segment
-from app.rollout.slot_shapes import SlotShapes, slot_shapes
-from app.rollout.slots import Segment as RanSegment
-from app.rollout.slots import SlotEngine
-from app.rollout.streaming import Streaming
+from app.rollout.worker_pool import Schedule, ScheduledWorkers
 from app.rollout.workers import Worker
 from settings.mesh_section import Mesh as MeshSettings
 from settings.rollout_section import Pdsr, Segment

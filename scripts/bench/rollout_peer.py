@@ -25,9 +25,9 @@ import numpy as np
 from forced_rollout import ForcedRollout, machine, open_rollout, positive
 
 from app.records.sample import Prompt
-from app.rollout.continuous import ContinuousBatching
+from app.rollout.continuous_batching import ContinuousBatching
+from app.rollout.generator import Streaming
 from app.rollout.scheduling import traces
-from app.rollout.streaming import Streaming
 from settings.rollout_section import Segment
 
 try:

@@ -27,7 +27,7 @@ from forced_rollout import ForcedRollout, machine, on_devices_s, open_rollout, p
 from app.rollout.scheduling import traces
 from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.event_log import LogRecord
-from app.rollout.scheduling.figures import Figures, figures
+from app.rollout.scheduling.metrics import Figures, figures
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.scheduling.traces import Trace, trace_of
 from app.rollout.scheduling.virtual_clock import VirtualClock

@@ -13,7 +13,7 @@ import jax
 import workload
 
 import settings
-from app.rollout.engine import Engine
+from app.rollout.batch_engine import Engine
 from app.training.launch import Launch, prepared
 from app.training.loop import Trainer
 from app.training.progress import Board

@@ -21,7 +21,7 @@ ON_ONE_HOST = ("eval.every_steps=0", "checkpoint.best_metric=null")
 STOPPED = """\
 import os, signal, time
 import cli
-from app.rollout.engine import Engine
+from app.rollout.batch_engine import Engine
 from app.distributed.cancellation import StoppedError
 
 generate, calls = Engine.generate, []

@@ -18,7 +18,7 @@ import pytest
 from app.distributed.cancellation import StoppedError
 from app.distributed.preemption import COMPLETES, Interrupts
 from app.distributed.status_board import Bulletin
-from app.rollout.engine import Engine
+from app.rollout.batch_engine import Engine
 from app.training.narrator import Narrator
 from tests.program import (
     DEADLINE_S,

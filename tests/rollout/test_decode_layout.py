@@ -21,10 +21,10 @@ from app.model.kv_cache import (
     decode_step,
 )
 from app.records.sample import Sample
-from app.rollout.continuous import ContinuousBatching
+from app.rollout.continuous_batching import ContinuousBatching
 from app.rollout.sampling import SamplingRules
-from app.rollout.slot_shapes import slot_shapes
-from app.rollout.slots import SlotEngine
+from app.rollout.shape_buckets import slot_shapes
+from app.rollout.slot_engine import SlotEngine
 from app.training.placement_lines import placement_lines
 from settings import InputError, Settings, load
 from settings.checks import check_for_train

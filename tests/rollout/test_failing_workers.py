@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from app.rollout.rows import Row, Suspended
 from app.rollout.scheduling.events import WorkerJoined, WorkerLost
+from app.rollout.sequence import Row, Suspended
 from app.rollout.workers import Worker
-from tests.rollout.test_slots import ARGUMENTS, DEFINITION, FLOAT32, LENGTHS, PROMPTS, weights_on
+from tests.rollout.test_slot_engine import ARGUMENTS, DEFINITION, FLOAT32, LENGTHS, PROMPTS, weights_on
 from tests.rollout.test_workers import (
     KINDS,
     Mortal,

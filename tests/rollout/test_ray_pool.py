@@ -18,18 +18,18 @@ import ray
 from ray.cluster_utils import Cluster
 
 from app.distributed.cancellation import StoppedError
-from app.rollout.ahead import Generation
+from app.rollout.async_generation import Generation
 from app.rollout.ray_actor import SlotPlan, _check_rows
 from app.rollout.ray_pool import RayWorkers, _connect
 from app.rollout.ray_worker import Broadcast, GoneError, RemoteWorker
-from app.rollout.rows import Row, Suspended
-from app.rollout.scheduled import Schedule
 from app.rollout.scheduling.events import SegmentEnded, Suspend, WorkerJoined, WorkerLost
-from app.rollout.scheduling.figures import figures
-from app.rollout.scheduling.ledger import Ledger
+from app.rollout.scheduling.metrics import figures
+from app.rollout.scheduling.sample_states import Ledger
 from app.rollout.scheduling.scheduler import POLICIES
+from app.rollout.sequence import Row, Suspended
+from app.rollout.worker_pool import Schedule
 from settings.errors import InputError
-from tests.rollout.test_slots import ARGUMENTS, DEFINITION, LENGTHS, PROMPTS
+from tests.rollout.test_slot_engine import ARGUMENTS, DEFINITION, LENGTHS, PROMPTS
 from tests.rollout.test_workers import (
     EAGER,
     KINDS,

@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 
 from app.mesh.submesh import island
 from app.records.sample import Sample
-from app.rollout.scheduled import Schedule, ScheduledWorkers
 from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.event_log import EventLog, LogRecord, read_log
 from app.rollout.scheduling.events import (
@@ -33,17 +32,18 @@ from app.rollout.scheduling.events import (
     WorkerLost,
     to_json,
 )
-from app.rollout.scheduling.figures import figures, spans
+from app.rollout.scheduling.metrics import figures, spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.scheduling.traces import trace_of
 from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
 from app.rollout.scheduling.virtual_slots import Ladders
-from app.rollout.slots import Segment as RanSegment
-from app.rollout.slots import SlotEngine
+from app.rollout.slot_engine import Segment as RanSegment
+from app.rollout.slot_engine import SlotEngine
+from app.rollout.worker_pool import Schedule, ScheduledWorkers
 from app.rollout.workers import Worker
 from app.training.metrics import CompilationCounter
 from settings.rollout_section import Pdsr, Segment
-from tests.rollout.test_slots import (
+from tests.rollout.test_slot_engine import (
     ARGUMENTS,
     DEFINITION,
     FLOAT32,

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from app.rollout.scheduling.events import NewSample, RowReport
-from app.rollout.scheduling.ledger import Ledger
+from app.rollout.scheduling.sample_states import Ledger
 from app.training.progress import Board, standing
 from app.training.rollout_progress import RolloutProgress
 from tests.reward.samples import make_sample

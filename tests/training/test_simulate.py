@@ -16,7 +16,7 @@ from app.records.jsonl import write_jsonl
 from app.rollout.scheduling import traces
 from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import Event, Submitted, WorkerJoined, WorkerLost
-from app.rollout.scheduling.figures import figures
+from app.rollout.scheduling.metrics import figures
 from app.training.simulate import ORACLE, panel, worker_specs
 from settings.schema import Rollout
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples

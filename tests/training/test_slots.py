@@ -9,7 +9,7 @@ import pytest
 
 from app.mesh.placement import bytes_per_device
 from app.records.sample import Prompt, Sample
-from app.rollout.engine import Engine
+from app.rollout.batch_engine import Engine
 from tests.program import (
     assert_same_run,
     here,

@@ -84,7 +84,7 @@ def faulty(*arguments, **named):
 cli.main()
 """
 HANGS, FAILS = "threading.Event().wait()", "raise RuntimeError('broken')"
-SECOND_ROUND, FIRST_WINDOW = ("app.rollout.engine.Engine.generate", 2), ("app.score.scorer.Scorer.logprobs", 1)
+SECOND_ROUND, FIRST_WINDOW = ("app.rollout.batch_engine.Engine.generate", 2), ("app.score.scorer.Scorer.logprobs", 1)
 
 
 def second_faulty(fault: str, place: tuple[str, int]) -> Programs:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.rollout.scheduling.events import Role
-from app.rollout.scheduling.ledger import Entry
-from app.rollout.scheduling.policy import Context, Eviction, Policy, Worker, running_rows
 from app.rollout.scheduling.queues import Queue
+from app.rollout.scheduling.sample_states import Entry
+from app.rollout.scheduling.scheduling_policy import Context, Eviction, Policy, Worker, running_rows
 
 FINISHES_TO_THE_FRONT = 256
 """Samples that finish while another waits, until that one comes before any that is submitted now."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.rollout.scheduling.events import Kind, Role
-from app.rollout.scheduling.ledger import Entry
-from app.rollout.scheduling.policy import Context, Eviction, Policy, Probes, Worker, running_rows
 from app.rollout.scheduling.queues import Queue
+from app.rollout.scheduling.sample_states import Entry
+from app.rollout.scheduling.scheduling_policy import Context, Eviction, Policy, Probes, Worker, running_rows
 
 PROBE_ADVANCE = 256
 """Samples that a probe may overtake. No more: else a stream of new prompts would starve the old ones' samples."""

@@ -25,11 +25,11 @@ from app.rollout.scheduling.events import (
     WorkerJoined,
     WorkerLost,
 )
-from app.rollout.scheduling.ledger import ENDED, WAITING, Ledger, State
-from app.rollout.scheduling.lengths import Lengths
+from app.rollout.scheduling.length_estimator import Lengths
 from app.rollout.scheduling.pdsr_v1 import PdsrV1
 from app.rollout.scheduling.pdsr_v2 import PdsrV2
-from app.rollout.scheduling.policy import Context, Policy, Worker
+from app.rollout.scheduling.sample_states import ENDED, WAITING, Ledger, State
+from app.rollout.scheduling.scheduling_policy import Context, Policy, Worker
 from app.rollout.scheduling.segments import expected_length, segment_limits
 from app.rollout.scheduling.sync import Sync
 from settings.rollout_section import Pdsr, Segment

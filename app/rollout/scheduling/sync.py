@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.rollout.scheduling.events import Role
-from app.rollout.scheduling.ledger import Entry
-from app.rollout.scheduling.policy import Context, Policy, Worker
 from app.rollout.scheduling.queues import Queue
+from app.rollout.scheduling.sample_states import Entry
+from app.rollout.scheduling.scheduling_policy import Context, Policy, Worker
 
 
 class Sync(Policy):

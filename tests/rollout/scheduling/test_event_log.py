@@ -15,7 +15,7 @@ from app.rollout.scheduling import traces
 from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.event_log import EventLog, LogRecord, is_log, read_log
 from app.rollout.scheduling.events import Closed, Event, SegmentEnded, WorkerJoined, WorkerLost, from_json, to_json
-from app.rollout.scheduling.figures import figures, spans
+from app.rollout.scheduling.metrics import figures, spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
 from settings.errors import InputError

@@ -4,7 +4,7 @@ import pytest
 
 from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import Closed, Event, Released, SegmentEnded, Submitted, WorkerJoined, WorkerLost
-from app.rollout.scheduling.figures import FigureTally, Span, figures, lanes, spans
+from app.rollout.scheduling.metrics import FigureTally, Span, figures, lanes, spans
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 from tests.rollout.scheduling.storms import storm
 

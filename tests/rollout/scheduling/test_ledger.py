@@ -1,7 +1,7 @@
 import pytest
 
 from app.rollout.scheduling.events import NewSample, RowReport
-from app.rollout.scheduling.ledger import Ledger, State
+from app.rollout.scheduling.sample_states import Ledger, State
 
 
 def running(worker: str = "w") -> tuple[Ledger, str]:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.rollout.scheduling.events import NewSample
-from app.rollout.scheduling.ledger import Entry
-from app.rollout.scheduling.lengths import Lengths, censored_quantile
+from app.rollout.scheduling.length_estimator import Lengths, censored_quantile
+from app.rollout.scheduling.sample_states import Entry
 
 
 def entry(uid: str = "a", *, tokens: int = 0, finish: str | None = None, prompt: str = "p") -> Entry:

@@ -1,7 +1,7 @@
 import pytest
 
 from app.rollout.scheduling.events import Commit, RunSegment, WorkerLost
-from app.rollout.scheduling.ledger import State
+from app.rollout.scheduling.sample_states import State
 from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, samples, suspended
 
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 
 from app.rollout.scheduling.events import Commit, Finished, Released, Retire, RunSegment, Submitted, WorkerLost
-from app.rollout.scheduling.ledger import State
-from app.rollout.scheduling.policy import Worker
+from app.rollout.scheduling.sample_states import State
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
+from app.rollout.scheduling.scheduling_policy import Worker
 from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, samples
 from tests.rollout.scheduling.storms import storm
 

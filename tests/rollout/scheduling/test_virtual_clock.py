@@ -6,7 +6,7 @@ import pytest
 from app.rollout.scheduling import traces
 from app.rollout.scheduling.cost_model import CostModel, Work, lower_bound_s
 from app.rollout.scheduling.events import Finished
-from app.rollout.scheduling.figures import figures
+from app.rollout.scheduling.metrics import figures
 from app.rollout.scheduling.scheduler import POLICIES
 from app.rollout.scheduling.traces import Trace, Traced
 from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 from app.model.kv_cache import DecodeWeights
-from app.rollout.ahead import Done, Generation, OpenRollout
-from app.rollout.rows import Row
-from app.rollout.run import Run
-from app.rollout.scheduled import ScheduledWorkers
+from app.rollout.async_generation import Done, Generation, OpenRollout
+from app.rollout.executor import Run
+from app.rollout.generator import rows_of
 from app.rollout.scheduling.event_log import Begun
 from app.rollout.scheduling.events import Event as Told
 from app.rollout.scheduling.events import Submitted
-from app.rollout.scheduling.figures import FigureTally
+from app.rollout.scheduling.metrics import FigureTally
 from app.rollout.scheduling.scheduler import POLICIES
-from app.rollout.streaming import rows_of
+from app.rollout.sequence import Row
+from app.rollout.worker_pool import ScheduledWorkers
 from app.rollout.workers import Worker
-from tests.rollout.test_slots import ARGUMENTS, DEFINITION, GROUP_SIZE, LENGTHS, PROMPTS, weights_on
+from tests.rollout.test_slot_engine import ARGUMENTS, DEFINITION, GROUP_SIZE, LENGTHS, PROMPTS, weights_on
 from tests.rollout.test_workers import bits, dying, engine_on, expected, scheduled, workers_on
 from tests.tiny import make_engine, make_mesh, random_params
 

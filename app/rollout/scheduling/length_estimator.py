@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from app.records.sample import DROPPED
-from app.rollout.scheduling.ledger import Entry
+from app.rollout.scheduling.sample_states import Entry
 
 
 class Lengths:

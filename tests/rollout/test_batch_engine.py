@@ -14,8 +14,8 @@ from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params
 from app.model.kv_cache import DecodeWeights, prefill
 from app.records.sample import Prompt, Sample
+from app.rollout.batch_engine import Engine
 from app.rollout.batch_programs import Rows, decode_loop, open_slots
-from app.rollout.engine import Engine
 from app.rollout.sampling import SamplingRules, draw, sample_keys, uid_words
 from app.score.scorer import Scorer
 from app.training.metrics import CompilationCounter

@@ -13,13 +13,13 @@ import pytest
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
-from app.rollout.continuous import ContinuousBatching
-from app.rollout.engine import Engine
-from app.rollout.rows import Row, Suspended
+from app.rollout.batch_engine import Engine
+from app.rollout.continuous_batching import ContinuousBatching
 from app.rollout.sampling import SamplingRules
+from app.rollout.sequence import Row, Suspended
+from app.rollout.shape_buckets import slot_shapes
+from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import SlotPrograms
-from app.rollout.slot_shapes import slot_shapes
-from app.rollout.slots import SlotEngine
 from app.score.scorer import Scorer
 from app.training.metrics import CompilationCounter
 from settings.errors import InputError

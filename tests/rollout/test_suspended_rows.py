@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from app.records.sample import Sample
-from app.rollout.rows import Row
-from app.rollout.scheduled import ScheduledWorkers
 from app.rollout.scheduling.event_log import EventLog, read_log
 from app.rollout.scheduling.events import RunSegment, WorkerJoined, WorkerLost
-from app.rollout.scheduling.figures import figures, lanes, spans
+from app.rollout.scheduling.metrics import figures, lanes, spans
 from app.rollout.scheduling.scheduler import POLICIES
-from tests.rollout.test_slots import LENGTHS, PROMPTS
+from app.rollout.sequence import Row
+from app.rollout.worker_pool import ScheduledWorkers
+from tests.rollout.test_slot_engine import LENGTHS, PROMPTS
 from tests.rollout.test_workers import EAGER, bits, expected, samples_of, scheduled, workers_on
 
 RUN = {"seed": 0}

@@ -18,13 +18,13 @@ import jax
 
 from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
-from app.rollout.rows import Row
-from app.rollout.run import Run
+from app.rollout.executor import Run
+from app.rollout.generator import rows_of
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduled import ScheduledWorkers
 from app.rollout.scheduling.event_log import Begun
-from app.rollout.scheduling.figures import Figures, FigureTally
-from app.rollout.streaming import rows_of
+from app.rollout.scheduling.metrics import Figures, FigureTally
+from app.rollout.sequence import Row
+from app.rollout.worker_pool import ScheduledWorkers
 from app.rollout.workers import LAST_SEGMENT_S
 
 log = logging.getLogger(__name__)

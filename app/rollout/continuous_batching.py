@@ -10,13 +10,13 @@ import jax
 from app.distributed.cancellation import StoppedError
 from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt
-from app.rollout.engine import BatchShape, Footprint
-from app.rollout.rows import Row
+from app.rollout.batch_engine import BatchShape, Footprint
+from app.rollout.counters import Tally
+from app.rollout.generator import Streaming
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.segments import expected_length, segment_limits
-from app.rollout.slots import Segment, SlotEngine
-from app.rollout.streaming import Streaming
-from app.rollout.tally import Tally
+from app.rollout.sequence import Row
+from app.rollout.slot_engine import Segment, SlotEngine
 from settings.rollout_section import Segment as SegmentRule
 
 

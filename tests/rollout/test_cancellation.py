@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from app.distributed.cancellation import StoppedError, never
-from app.rollout import engine as engine_room
+from app.rollout import batch_engine as engine_room
 from app.rollout.scheduling.event_log import EventLog, read_log
 from app.rollout.scheduling.events import RunSegment
 from app.training.metrics import CompilationCounter
-from tests.rollout.test_ahead import HALF, KEY, generation_of
-from tests.rollout.test_resumed import RUN
-from tests.rollout.test_slots import (
+from tests.rollout.test_async_generation import HALF, KEY, generation_of
+from tests.rollout.test_slot_engine import (
     ARGUMENTS,
     DEFINITION,
     LENGTHS,
@@ -26,6 +25,7 @@ from tests.rollout.test_slots import (
     weights_on,
     without_slots,
 )
+from tests.rollout.test_suspended_rows import RUN
 from tests.rollout.test_workers import bits, engine_on, expected, samples_of, scheduled, workers_on
 from tests.tiny import make_engine, make_mesh
 

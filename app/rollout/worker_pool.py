@@ -15,16 +15,16 @@ import numpy as np
 
 from app.mesh.placement import bytes_per_device
 from app.model.kv_cache import DecodeWeights
-from app.rollout.engine import BatchShape, Footprint
-from app.rollout.rows import Row
-from app.rollout.run import FAILURES, Run, Watch
+from app.rollout.batch_engine import BatchShape, Footprint
+from app.rollout.counters import Tally
+from app.rollout.executor import FAILURES, Run, Watch
+from app.rollout.generator import Streaming
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.event_log import Begun, EventLog, LogRecord
-from app.rollout.scheduling.figures import Figures, figures
-from app.rollout.scheduling.ledger import State
+from app.rollout.scheduling.metrics import Figures, figures
+from app.rollout.scheduling.sample_states import State
 from app.rollout.scheduling.scheduler import Scheduler
-from app.rollout.streaming import Streaming
-from app.rollout.tally import Tally
+from app.rollout.sequence import Row
 from app.rollout.workers import Clock, Threads, Turns, Worker
 from settings.rollout_section import Pdsr, Segment
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from app.rollout.scheduling.events import Kind, Role
-from app.rollout.scheduling.ledger import Entry, Ledger, State
-from app.rollout.scheduling.lengths import Lengths
+from app.rollout.scheduling.length_estimator import Lengths
+from app.rollout.scheduling.sample_states import Entry, Ledger, State
 from settings.rollout_section import Pdsr
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from app.distributed.cancellation import AskedToStop, never
 from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
-from app.rollout.rows import Row
 from app.rollout.sampling import SamplingRules
+from app.rollout.sequence import Row
 
 
 class Streaming(ABC):

@@ -13,7 +13,6 @@ import numpy as np
 
 from app.distributed.cancellation import AskedToStop, StoppedError, never
 from app.model.kv_cache import DecodeWeights
-from app.rollout.rows import Row, Suspended
 from app.rollout.scheduling.event_log import Begun, EventLog, LogRecord
 from app.rollout.scheduling.events import (
     Admit,
@@ -32,7 +31,8 @@ from app.rollout.scheduling.events import (
     WorkerJoined,
     WorkerLost,
 )
-from app.rollout.scheduling.ledger import Ledger
+from app.rollout.scheduling.sample_states import Ledger
+from app.rollout.sequence import Row, Suspended
 from app.rollout.workers import Admission, Clock, Driver, Outcome, SilentError, Worker
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from app.model.kv_cache import (
 )
 from app.records.sample import Prompt, Sample
 from app.rollout.batch_programs import Rows, Slots, decode_loop, open_slots
-from app.rollout.rows import Row
+from app.rollout.counters import Tally
 from app.rollout.sampling import (
     SamplingRules,
     draw,
@@ -41,7 +41,7 @@ from app.rollout.sampling import (
     sample_keys,
     uid_words,
 )
-from app.rollout.tally import Tally
+from app.rollout.sequence import Row
 from settings.rollout_section import DecodeLayout
 
 SEGMENT_STEPS = 256

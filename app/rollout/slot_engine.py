@@ -19,12 +19,12 @@ from jaxtyping import Array, Int32
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import Cache, DecodeWeights
 from app.records.sample import Prompt
-from app.rollout.engine import BatchShape, Footprint
-from app.rollout.rows import Row, Suspended
+from app.rollout.batch_engine import BatchShape, Footprint
+from app.rollout.counters import Tally
 from app.rollout.sampling import SamplingRules, finish_reason, uid_words
+from app.rollout.sequence import Row, Suspended
+from app.rollout.shape_buckets import SlotShapes
 from app.rollout.slot_programs import Limits, RowStatus, RowTable, SlotPrograms, as_arrays
-from app.rollout.slot_shapes import SlotShapes
-from app.rollout.tally import Tally
 from settings.errors import InputError
 from settings.rollout_section import DecodeLayout
 
