@@ -13,8 +13,8 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from app.training.checkpoint import Checkpoints, Progress
-from app.training.preservation import NewestAndBest
+from app.checkpoint.checkpoints import Checkpoints, Progress
+from app.checkpoint.retention import NewestAndBest
 from app.update.optimizer import TrainState
 from tests.free_address import free_address
 from tests.program import DEADLINE_S, REPOSITORY

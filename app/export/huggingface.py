@@ -19,6 +19,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from app.checkpoint.policy_weights import load_trained
+from app.checkpoint.reader import SavedPolicy
 from app.export.model_card import ADAPTER, CARD_FILE, MERGED, WHOLE, Form, model_card, notes
 from app.export.tokenizer import write_tokenizer
 from app.mesh import topology
@@ -34,8 +36,6 @@ from app.model.weights_out import TensorsOut
 from app.records.atomic_write import new_folder
 from app.training.model_input import ModelInput, read_model_input
 from app.training.pinned_model import pinned
-from app.training.policy_weights import load_trained
-from app.training.saved_policy import SavedPolicy
 from settings import Resolved, Settings
 from settings.errors import InputError
 from settings.mesh_section import Mesh as MeshSettings

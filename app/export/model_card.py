@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from app.checkpoint.reader import SavedPolicy
 from app.model.quantized import QUANTIZE_BASE
 from app.model.weight_files import BUILTIN_PREFIX
 from app.records.run_directory import RunDirectory
@@ -21,7 +22,6 @@ from app.report.before_after import before_and_after
 from app.report.run_files import RunFiles
 from app.training.journal import WANDB_SECTIONS
 from app.training.model_input import ModelInput
-from app.training.saved_policy import SavedPolicy
 from settings import InputError, Resolved
 from settings.printing import from_yaml
 from settings.secrets import redacted

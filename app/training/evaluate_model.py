@@ -14,6 +14,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from app.checkpoint.policy_weights import load_policy
+from app.checkpoint.reader import SavedPolicy
 from app.distributed.collectives import max_over_hosts
 from app.distributed.host_consistency import agree, plug_in_digests, prompts_digest
 from app.distributed.lockstep import as_lines, host_run, lines_to_first_host, together, write_together
@@ -43,9 +45,7 @@ from app.training.failures import check_rewards
 from app.training.joining import Entered, getting_on, joined_hosts, wait_for_others
 from app.training.model_input import ModelInput, check_context, read_model_input
 from app.training.pinned_model import pinned
-from app.training.policy_weights import load_policy
 from app.training.rollout_progress import RolloutProgress
-from app.training.saved_policy import SavedPolicy
 from app.training.session import Session
 from app.training.training_input import held_out_columns, read_held_out
 from settings import Resolved, Settings

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from app.batching.pass_metrics import scoring_metrics
+from app.checkpoint.train_state import RunState
 from app.distributed.lockstep import lines_to_first_host
 from app.distributed.preemption import stopped_together
 from app.mesh.placement import to_device_memory
@@ -39,7 +40,6 @@ from app.training.refill import Refilled, refill
 from app.training.replay import Replay
 from app.training.reward_role import RewardModel, RewardPass, asking_metrics
 from app.training.rounds import Replayed, Rounds, open_rounds
-from app.training.run_state import RunState
 from app.training.session import Session
 from app.training.timer import Timer
 from app.training.wiring import Learning, work_of

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from app.checkpoint.checkpoints import Checkpoints, Progress
+from app.checkpoint.reader import SavedPolicy
+from app.checkpoint.retention import NewestAndBest
+from app.checkpoint.train_state import RunState
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
-from app.training.checkpoint import Checkpoints, Progress
 from app.training.journal import Journal, NoJournal
 from app.training.launch import Launch
 from app.training.pinned_model import record_commits
-from app.training.preservation import NewestAndBest
 from app.training.reward_role import RewardModel
-from app.training.run_state import RunState
-from app.training.saved_policy import SavedPolicy
 from app.training.session import Session
 from app.training.wiring import Learning
 from app.update.optimizer import TrainState

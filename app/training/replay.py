@@ -17,6 +17,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from app.checkpoint.reader import SavedPolicy
 from app.records.run_directory import RunDirectory
 from app.records.sample import DROPPED, Prompt, Sample
 from app.reward.tasks import check_answers
@@ -39,7 +40,6 @@ from app.training.replay_files import (
     samples_of,
 )
 from app.training.replay_lines import Source, lines_of
-from app.training.saved_policy import SavedPolicy
 from settings import Settings, load
 from settings.errors import InputError
 from settings.reward_section import Reward

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from app.checkpoint.checkpoints import Checkpoints, Progress
+from app.checkpoint.retention import Best, SaveClock
+from app.checkpoint.train_state import RunState
 from app.distributed.cancellation import StoppedError
 from app.distributed.lockstep import together
 from app.distributed.preemption import Interrupts
@@ -17,7 +20,6 @@ from app.distributed.shutdown import meet, telling
 from app.distributed.watchdog import Watchdog
 from app.records.run_directory import Resume, claim
 from app.records.sample import Prompt, Sample
-from app.training.checkpoint import Checkpoints, Progress
 from app.training.evaluate import evaluation_metrics
 from app.training.failures import stop_if_diverged
 from app.training.launch import Launch, prepared
@@ -26,10 +28,8 @@ from app.training.metrics import CompilationCounter, step_performance
 from app.training.narrator import Narrator
 from app.training.opening import open_checkpoints, open_journal, open_reference, open_reward_model, open_state
 from app.training.packing_check import check_packing, random_samples
-from app.training.preservation import Best, SaveClock
 from app.training.progress import Board
 from app.training.replay import Asked
-from app.training.run_state import RunState
 from app.training.step_traces import StepTraces
 from app.training.summary import summary_text
 from app.training.timer import Timer

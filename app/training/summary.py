@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from app.checkpoint.retention import Best
 from app.report.before_after import before_and_after, figure_text
 from app.report.history import is_judged_by_plug_in
-from app.training.preservation import Best
 
 
 def summary_text(history: Sequence[Mapping[str, Any]], *, path: str, best: Best | None = None) -> str:

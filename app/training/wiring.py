@@ -15,13 +15,13 @@ from jax.sharding import Mesh
 
 from app.batching.micro_batches import Cutter
 from app.batching.pass_metrics import critic_update_metrics, update_metrics
+from app.checkpoint.train_state import arrays_of
 from app.mesh.placement import abstract, has_host_memory, num_local_row_shards
 from app.model.decoder import DecoderDefinition, Params
 from app.training.crediting import Crediting, wire_crediting, wire_kl
 from app.training.cutting import Longest, wire_role, wire_update
 from app.training.metrics import Pass, Work
 from app.training.refill import Filter, keeps_all, rewards_differ
-from app.training.run_state import arrays_of
 from app.training.session import Critic, Session
 from app.update.aggregation import Totals, aggregations
 from app.update.correction import (

@@ -16,14 +16,14 @@ from app.model.weight_files import SafetensorsFiles, open_model
 from app.model.weights import load_weights
 from typer.testing import Result
 
+from app.checkpoint.policy_weights import load_trained
+from app.checkpoint.reader import SavedPolicy
 from app.export.huggingface import Opened, adapter_config_of, check_space, write_model
 from app.export.model_card import ADAPTER, WHOLE, front_matter, model_card
 from app.mesh import topology
 from app.model.decoder import Params
 from app.model.lora import joined
 from app.training.model_input import ModelInput, read_model_input
-from app.training.policy_weights import load_trained
-from app.training.saved_policy import SavedPolicy
 from settings import InputError, Settings, load
 from tests.model.io import test_gguf
 from tests.model.test_parity import (

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from app.checkpoint.reader import SavedPolicy
 from app.export.model_card import WHOLE, model_card
 from app.training.model_input import read_model_input
-from app.training.saved_policy import SavedPolicy
 from settings import Settings, load
 
 

@@ -10,16 +10,16 @@ import jax
 import numpy as np
 import pytest
 
+from app.checkpoint.checkpoints import Progress
+from app.checkpoint.policy_weights import load_policy
+from app.checkpoint.reader import SavedPolicy
+from app.checkpoint.train_state import RunState
 from app.model.decoder import by_path
 from app.model.lora import DOWN, UP, merged
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
-from app.training.checkpoint import Progress
 from app.training.launch import Launch, prepared
 from app.training.opening import open_reference
-from app.training.policy_weights import load_policy
-from app.training.run_state import RunState
-from app.training.saved_policy import SavedPolicy
 from app.training.wiring import Learning, wire_learning, work_of
 from settings import InputError, load
 from tests.program import (

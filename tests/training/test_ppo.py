@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 
 from app.batching.micro_batches import Cut, Cutter
 from app.batching.plan import Lengths, Plan
+from app.checkpoint.train_state import RunState
 from app.records.sample import Sample
 from app.training.launch import prepared
 from app.training.loop import Trainer
 from app.training.progress import Board
-from app.training.run_state import RunState
 from app.training.timer import Timer
 from app.training.wiring import wire_learning
 from settings import load

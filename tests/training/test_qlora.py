@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 from app.model.weights import load_weights
 
+from app.checkpoint.checkpoints import Progress
+from app.checkpoint.policy_weights import load_policy
+from app.checkpoint.reader import SavedPolicy
+from app.checkpoint.train_state import RunState
 from app.model import quantized
 from app.model.decoder import DecoderDefinition
 from app.model.lora import DOWN, UP, joined, merged
@@ -20,13 +24,9 @@ from app.model.quantized import CODES, SCALES
 from app.records.sample_json import sample_from_record
 from app.records.versions import NOT_INSTALLED
 from app.training import model_input
-from app.training.checkpoint import Progress
 from app.training.evaluate_model import read_evaluation_input
 from app.training.model_input import read_model_input
 from app.training.opening import open_reference
-from app.training.policy_weights import load_policy
-from app.training.run_state import RunState
-from app.training.saved_policy import SavedPolicy
 from app.training.wiring import work_of
 from settings import load
 from tests.program import (

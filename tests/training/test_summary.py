@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.training.preservation import Best
+from app.checkpoint.retention import Best
 from app.training.summary import summary_text
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from app.training.checkpoint import checksums, known
+from app.checkpoint.checkpoints import checksums, known
 from tests.checkpoints import (
     FINGERPRINTS,
     assert_same,

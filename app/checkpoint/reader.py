@@ -14,11 +14,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from app.mesh.placement import abstract
-from app.model.decoder import Params
-from app.records.run_directory import RunDirectory
-from app.records.versions import NOT_INSTALLED, QUANTIZING
-from app.training.checkpoint import (
+from app.checkpoint.checkpoints import (
     BEST,
     CHECKSUMS,
     OLDER,
@@ -32,6 +28,10 @@ from app.training.checkpoint import (
     progress_of,
     read_item,
 )
+from app.mesh.placement import abstract
+from app.model.decoder import Params
+from app.records.run_directory import RunDirectory
+from app.records.versions import NOT_INSTALLED, QUANTIZING
 from app.training.model_input import ADAPTERS, QUANTIZER, ModelInput
 from app.update.optimizer import TrainState
 from settings.errors import InputError

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 import pytest
 
-from app.training.checkpoint import Checkpoints, Progress
+from app.checkpoint.checkpoints import Checkpoints, Progress
+from app.checkpoint.reader import SavedPolicy
+from app.checkpoint.retention import NewestAndBest
+from app.checkpoint.train_state import arrays_of
 from app.training.model_input import ModelInput, read_model_input
-from app.training.preservation import NewestAndBest
-from app.training.run_state import arrays_of
-from app.training.saved_policy import SavedPolicy
 from settings import InputError, Settings
 from tests.checkpoints import SHAPES, make_state, shardings
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from app.training.checkpoint import CHECKSUMS, Checkpoints, check_fingerprints, is_damage
-from app.training.saved_policy import SavedPolicy
+from app.checkpoint.checkpoints import CHECKSUMS, Checkpoints, check_fingerprints, is_damage
+from app.checkpoint.reader import SavedPolicy
 from settings import InputError
 from tests.checkpoints import (
     FINGERPRINTS,
@@ -109,7 +109,7 @@ def test_a_damaged_one_gives_way_to_the_one_before(
         state, where = restored(checkpoints)
     assert_same(state, make_state(2))
     assert where == progress(2)
-    (warning,) = [record.message for record in caplog.records if record.name == "app.training.checkpoint"]
+    (warning,) = [record.message for record in caplog.records if record.name == "app.checkpoint.checkpoints"]
     assert warning.startswith("checkpoint of step 4 is damaged (")
     assert len(warning) < 300
     assert "Traceback" not in capfd.readouterr().err

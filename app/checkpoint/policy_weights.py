@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
+from app.checkpoint.reader import SavedPolicy
 from app.model.decoder import Params
 from app.training.model_input import ModelInput
-from app.training.saved_policy import SavedPolicy
 from app.training.session import Session
 
 

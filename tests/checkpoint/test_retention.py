@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from orbax.checkpoint.checkpoint_managers import PreservationContext
 
-from app.training.preservation import Best, NewestAndBest, SaveClock
+from app.checkpoint.retention import Best, NewestAndBest, SaveClock
 
 
 @dataclass

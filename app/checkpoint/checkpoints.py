@@ -20,11 +20,11 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import Array, UInt32
 
+from app.checkpoint.retention import Best, NewestAndBest
 from app.distributed.collectives import gather_over_hosts, max_over_hosts
 from app.mesh.placement import abstract
 from app.records.atomic_write import write_whole
 from app.training.model_input import ADAPTERS, QUANTIZER
-from app.training.preservation import Best, NewestAndBest
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)
