@@ -22,9 +22,9 @@ from app.mesh import topology
 from app.prompts.order import host_slice
 from app.records.sample import Prompt, Sample
 from app.rollout import batch_engine as engine_room
+from app.runtime.model_spec import read_model_input
+from app.runtime.session import Session
 from app.training.metrics import CompilationCounter
-from app.training.model_input import read_model_input
-from app.training.session import Session
 from app.training.training_input import read_training_input
 from settings import load
 

@@ -11,9 +11,9 @@ from typing import Any
 from typer.testing import Result
 
 from app.records.run_directory import RunDirectory
-from app.training.pinned_model import pinned
+from app.runtime.inputs import read_critic, read_policy
+from app.runtime.pinned_revisions import pinned
 from app.training.replay import Asked, Replay, read_replay
-from app.training.training_input import read_critic, read_policy
 from settings import load
 from tests.program import here, records_of, settings
 from tests.training.test_ahead import UNJUDGED

@@ -24,7 +24,7 @@ from app.checkpoint.retention import Best, NewestAndBest
 from app.distributed.collectives import gather_over_hosts, max_over_hosts
 from app.mesh.placement import abstract
 from app.records.atomic_write import write_whole
-from app.training.model_input import ADAPTERS, QUANTIZER
+from app.runtime.model_spec import ADAPTERS, QUANTIZER
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from jax.sharding import Mesh
 
 from app.checkpoint.reader import SavedPolicy
 from app.model.decoder import Params
-from app.training.model_input import ModelInput
-from app.training.session import Session
+from app.runtime.model_spec import ModelInput
+from app.runtime.session import Session
 
 
 def load_policy(saved: SavedPolicy, session: Session) -> Params:

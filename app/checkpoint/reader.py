@@ -32,7 +32,7 @@ from app.mesh.placement import abstract
 from app.model.decoder import Params
 from app.records.run_directory import RunDirectory
 from app.records.versions import NOT_INSTALLED, QUANTIZING
-from app.training.model_input import ADAPTERS, QUANTIZER, ModelInput
+from app.runtime.model_spec import ADAPTERS, QUANTIZER, ModelInput
 from app.update.optimizer import TrainState
 from settings.errors import InputError
 

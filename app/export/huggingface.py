@@ -34,8 +34,8 @@ from app.model.weight_files import BUILTIN_PREFIX, CONFIG_FILE
 from app.model.weights import load_weights
 from app.model.weights_out import TensorsOut
 from app.records.atomic_write import new_folder
-from app.training.model_input import ModelInput, read_model_input
-from app.training.pinned_model import pinned
+from app.runtime.model_spec import ModelInput, read_model_input
+from app.runtime.pinned_revisions import pinned
 from settings import Resolved, Settings
 from settings.errors import InputError
 from settings.mesh_section import Mesh as MeshSettings

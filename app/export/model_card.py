@@ -20,8 +20,8 @@ from app.model.weight_files import BUILTIN_PREFIX
 from app.records.run_directory import RunDirectory
 from app.report.before_after import before_and_after
 from app.report.run_files import RunFiles
+from app.runtime.model_spec import ModelInput
 from app.training.journal import WANDB_SECTIONS
-from app.training.model_input import ModelInput
 from settings import InputError, Resolved
 from settings.printing import from_yaml
 from settings.secrets import redacted

@@ -23,14 +23,23 @@ from app.prompts.source import spread
 from app.records.run_directory import RunDirectory, check_claim
 from app.records.sample import Prompt
 from app.records.versions import lower_bounds
+from app.runtime.host_group import joined_hosts
+from app.runtime.inputs import (
+    DataRows,
+    encode_rows,
+    read_critic,
+    read_held_out_rows,
+    read_judge,
+    read_policy,
+    read_rows,
+)
+from app.runtime.model_spec import CriticInput, ModelInput
+from app.runtime.pinned_revisions import pinned
+from app.runtime.reward_model import RewardModelInput
+from app.runtime.session import Session
 from app.training.findings import RUN_TIME, Diagnosis, Finding, Findings
-from app.training.joining import joined_hosts
 from app.training.launch import check_session, facts_of_files, launch_notes
 from app.training.memory import networks_held, state_bytes
-from app.training.model_input import CriticInput, ModelInput
-from app.training.pinned_model import pinned
-from app.training.reward_role import RewardModelInput
-from app.training.session import Session
 from app.training.surroundings import (
     CACHED,
     HUB_DATA,
@@ -52,18 +61,7 @@ from app.training.surroundings import (
     unused_accelerator,
     writes_of,
 )
-from app.training.training_input import (
-    DataRows,
-    check_best,
-    encode_rows,
-    fingerprints_of,
-    fingerprints_of_data,
-    read_critic,
-    read_held_out_rows,
-    read_judge,
-    read_policy,
-    read_rows,
-)
+from app.training.training_input import check_best, fingerprints_of, fingerprints_of_data
 from app.training.trial import (
     Seen,
     look_at_end_of_turn,

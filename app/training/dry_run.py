@@ -13,13 +13,13 @@ from app.batching.plan import Plan
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.topology import device_kind_of, num_hosts, pretended
 from app.records.run_directory import Resume
+from app.runtime.flops import NO_TOKENS, Tokens, work_of
+from app.runtime.reward_model import wire_reward
+from app.runtime.session import Session
 from app.training.launch import Launch, prepared
 from app.training.memory import Shapes, memory_by_phase, memory_table, shapes_of, state_bytes
-from app.training.metrics import NO_TOKENS, Tokens
 from app.training.replay import Asked
-from app.training.reward_role import wire_reward
-from app.training.session import Session
-from app.training.wiring import Learning, work_of
+from app.training.wiring import Learning
 from app.training.working_set import Held, fullest_of, rows_per_device
 from settings import Resolved
 from settings.unread import launch_lines

@@ -17,8 +17,8 @@ from app.report.intervals import Measured
 from app.reward.aggregate import Scored
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards, judge_of
+from app.runtime.session import Session
 from app.training.evaluation_figures import figures_of, prompt_columns
-from app.training.session import Session
 from settings import Settings
 
 

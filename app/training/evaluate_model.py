@@ -27,6 +27,12 @@ from app.records.sample import Prompt, Sample
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards, judge_of
 from app.reward.tasks import is_task_reward
+from app.runtime.health_checks import check_rewards
+from app.runtime.host_group import Entered, getting_on, joined_hosts, wait_for_others
+from app.runtime.inputs import held_out_columns, read_held_out
+from app.runtime.model_spec import ModelInput, check_context, read_model_input
+from app.runtime.pinned_revisions import pinned
+from app.runtime.session import Session
 from app.training.evaluate import evaluation_figures, sampled
 from app.training.evaluation_file import OfPlaces, PartFile, Questions, check_out, read_parts, read_result, remove_parts
 from app.training.evaluation_report import EvaluationReport
@@ -41,13 +47,7 @@ from app.training.evaluation_subject import (
     Subject,
     write_subject,
 )
-from app.training.failures import check_rewards
-from app.training.joining import Entered, getting_on, joined_hosts, wait_for_others
-from app.training.model_input import ModelInput, check_context, read_model_input
-from app.training.pinned_model import pinned
 from app.training.rollout_progress import RolloutProgress
-from app.training.session import Session
-from app.training.training_input import held_out_columns, read_held_out
 from settings import Resolved, Settings
 from settings.fields import value_of
 from settings.reward_section import RewardFunction

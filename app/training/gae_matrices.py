@@ -13,7 +13,7 @@ from app.advantage.gae.inputs import check_finite, check_inputs, check_shapes
 from app.advantage.token_credit import TokenCredit, TokenRows
 from app.records.moments import Moments, merged, moments
 from app.records.npz import Matrix, open_matrices, replacing_matrices
-from app.training.crediting import wire_gae
+from app.runtime.advantages import wire_gae
 from app.training.gae_tally import Finish, Progress, Tally, check_trainable, choice_of
 from settings import Settings
 from settings.errors import InputError

@@ -17,13 +17,14 @@ from app.mesh.inspect import MeshReport, id_ranges, mesh_report
 from app.mesh.placement import bytes_per_device
 from app.model.decoder import by_path
 from app.records.sample import Prompt
+from app.runtime.batch_checks import check_host_memory, check_rows
+from app.runtime.config_only_spec import Outline, read_outline
+from app.runtime.session import Session
 from app.training.largest import USABLE, Largest, largest
 from app.training.launch import launch_notes
 from app.training.memory import Shapes, memory_by_phase, memory_table, shapes_of
-from app.training.outline import Outline, read_outline
 from app.training.programs import CompiledProgram, compiled_programs, programs_table
-from app.training.session import Session
-from app.training.wiring import check_host_memory, check_rows, wire_learning
+from app.training.wiring import wire_learning
 from app.training.working_set import Held
 from settings import Resolved
 

@@ -24,8 +24,8 @@ from app.records.atomic_write import write_whole
 from app.records.jsonl import check_output, read_jsonl
 from app.records.sample_json import token_ids_from_record
 from app.report.row_pictures import DrawnRow, Piece, file_picture, text_picture
-from app.training.cutting import Longest, num_tokens_behind, wire_role, wire_update
-from app.training.model_input import read_critic_input, read_model_input
+from app.runtime.micro_batching import Longest, num_tokens_behind, wire_role, wire_update
+from app.runtime.model_spec import read_critic_input, read_model_input
 from app.training.sample_file import check_quota, check_tokens
 from settings import Resolved, Settings
 from settings.checks import check_for_plan

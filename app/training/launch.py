@@ -18,17 +18,18 @@ from app.mesh.placement import num_row_shards
 from app.mesh.topology import num_hosts
 from app.records.run_directory import Resume, RunDirectory, check_claim
 from app.reward.rewards import Rewards
-from app.training.crediting import saved_crediting
-from app.training.joining import guarded
-from app.training.mesh_fit import whole_dims
-from app.training.model_input import adapter_lines
-from app.training.pinned_model import pinned
-from app.training.placement_lines import placement_lines
-from app.training.queues import check_runs_ahead
+from app.runtime.advantages import saved_crediting
+from app.runtime.batch_checks import check_host_memory, check_rows
+from app.runtime.generators import check_runs_ahead
+from app.runtime.host_group import guarded
+from app.runtime.mesh_checks import whole_dims
+from app.runtime.model_spec import adapter_lines
+from app.runtime.pinned_revisions import pinned
+from app.runtime.placement_notes import placement_lines
+from app.runtime.session import Session
 from app.training.replay import Asked, known_run
-from app.training.session import Session
 from app.training.training_input import TrainingInput, read_training_input
-from app.training.wiring import Learning, check_host_memory, check_rows, wire_learning
+from app.training.wiring import Learning, wire_learning
 from settings import Resolved, Settings
 
 

@@ -21,13 +21,14 @@ from app.reward.aggregate import Scored, joined
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewarding, Rewards
 from app.reward.saved import as_saved
-from app.training.crediting import Credited
+from app.runtime.advantages import Credited
+from app.runtime.flops import NO_TOKENS, Tokens, work_of
+from app.runtime.health_checks import check_rewards
+from app.runtime.reward_model import RewardModel, RewardPass, asking_metrics
+from app.runtime.session import Session
 from app.training.evaluate import evaluate
-from app.training.failures import check_rewards
 from app.training.metrics import (
-    NO_TOKENS,
     CompilationCounter,
-    Tokens,
     refill_metrics,
     reward_counts,
     rollout_performance,
@@ -38,11 +39,9 @@ from app.training.metrics import (
 from app.training.progress import Board
 from app.training.refill import Refilled, refill
 from app.training.replay import Replay
-from app.training.reward_role import RewardModel, RewardPass, asking_metrics
 from app.training.rounds import Replayed, Rounds, open_rounds
-from app.training.session import Session
 from app.training.timer import Timer
-from app.training.wiring import Learning, work_of
+from app.training.wiring import Learning
 from app.update.mini_batches import Epochs, picked
 from settings import Settings
 from settings.schema import ScoredRole

@@ -15,9 +15,9 @@ from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards
 from app.mesh.topology import num_hosts, platform_of
 from app.records.sample import Prompt
 from app.rollout.batch_engine import BatchShape
+from app.runtime.reward_model import wire_reward
+from app.runtime.session import Session
 from app.training.evaluate import evaluation_batch
-from app.training.reward_role import wire_reward
-from app.training.session import Session
 from app.training.wiring import Learner, Learning
 from app.training.working_set import (
     Held,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from dataclasses import asdict
 
 import jax
 import numpy as np
@@ -15,17 +14,15 @@ from app.advantage.group import zero_variance_fraction
 from app.distributed.collectives import (
     bytes_over_hosts,
     max_over_hosts,
-    moments_over_hosts,
     sum_over_hosts,
 )
 from app.distributed.tables import names_over_hosts, table_over_hosts
 from app.mesh.device_memory import peak_memory_bytes
-from app.mesh.simulated_slice import CHIPS
-from app.records.moments import Moments, joint_moments
 from app.records.sample import Sample
 from app.reward.aggregate import Scored
 from app.rollout.counters import Tally
 from app.rollout.scheduling.metrics import Figures
+from app.runtime.flops import PEAK_FLOPS, Tokens
 from app.training.refill import Refilled
 
 
@@ -58,53 +55,6 @@ def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[
         **{name: mean_where_known(table[name]) for name in values},
     }
     return {name: float(value) for name, value in metrics.items()}
-
-
-class CreditMoments(NamedTuple):
-    """Over the tokens that the policy wrote, of all hosts."""
-
-    advantages: Moments
-    returns: Moments
-    errors: Moments
-    """Of returns - values."""
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample]) -> CreditMoments:
-        """Every host asks at once, also one that has no samples left."""
-        own = (
-            _token_moments([(s.advantages, s.mask) for s in samples]),
-            _token_moments([(s.returns, s.mask) for s in samples]),
-            _token_moments([(_critic_error(s), s.mask) for s in samples]),
-        )
-        return cls(*moments_over_hosts(own))
-
-
-def credit_metrics(credit: CreditMoments) -> dict[str, float]:
-    """Advantages, returns and what the critic knew of them.
-
-    Of advantages that are not whitened yet: mean 0 and deviation 1 would tell nothing. Population statistics
-    (ddof = 0). Explained variance is 1 - Var(returns - values) / Var(returns): 1 of a critic that knows all, 0 of one
-    that says the same everywhere, NaN where the returns are all equal.
-    """
-    advantages, returns, errors = credit
-    metrics = {"advantage/mean": advantages.mean, "advantage/std": advantages.population_std}
-    if returns.count:
-        metrics |= {"returns/mean": returns.mean, "returns/std": returns.population_std}
-    if errors.count:
-        known = 1 - errors.squares / returns.squares if returns.squares else float("nan")
-        metrics["value/explained_variance"] = known
-    return metrics
-
-
-def _critic_error(sample: Sample) -> np.ndarray | None:
-    if sample.values is None or sample.returns is None:
-        return None
-    return sample.returns.astype(np.float64) - sample.token_values
-
-
-def _token_moments(columns: Sequence[tuple[np.ndarray | None, np.ndarray]]) -> Moments:
-    """Of the values under their masks, of the samples that have values."""
-    return joint_moments([(values, mask) for values, mask in columns if values is not None])
 
 
 def refill_metrics(refilled: Refilled, sampled: Sequence[Sample]) -> dict[str, float]:
@@ -155,63 +105,6 @@ def mean_where_known(values: np.ndarray) -> float:
     """The mean of those that are not NaN; NaN where none is."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else float("nan")
-
-
-PEAK_FLOPS = {
-    **{chip.device_kind: chip.flops for chip in CHIPS.values()},
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-}
-"""Dense bfloat16 peak of one device, by the start of its kind's name. Source: the vendors' data sheets."""
-
-
-class Tokens(NamedTuple):
-    """Of samples, over all hosts."""
-
-    prompt: int
-    """A prompt's counted once for each of its samples."""
-    completion: int
-
-    @classmethod
-    def of(cls, *parts: Sequence[Sample]) -> list[Tokens]:
-        """Of each part; hosts may hold different numbers of samples."""
-        own = [(sum(len(s.prompt.token_ids) for s in part), sum(len(s.completion_ids) for s in part)) for part in parts]
-        return [cls(*counts) for counts in sum_over_hosts(np.asarray(own, np.int64)).tolist()]
-
-
-NO_TOKENS = Tokens(0, 0)
-
-
-class Pass(NamedTuple):
-    """One pass of a network over the samples of a step."""
-
-    flops_per_token: int
-    shares_prompts: bool
-    """A prompt passes once for all its samples."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What the tokens of a step go through, for counting FLOPs."""
-
-    group_size: int
-    rollout: Pass
-    passes: tuple[Pass, ...]
-    """Scoring and updates."""
-
-    def flops(self, *, sampled: Tokens, learned: Tokens) -> float:
-        """2 N a token forward, 6 N forward and backward. Source: Chowdhery et al. 2022 (PaLM), appendix B.
-
-        Args:
-            sampled: in all rounds.
-            learned: of the samples that the step took from them.
-        """
-        return self._flops(self.rollout, sampled) + sum(self._flops(one, learned) for one in self.passes)
-
-    def _flops(self, one: Pass, tokens: Tokens) -> float:
-        prompt_tokens = tokens.prompt / (self.group_size if one.shares_prompts else 1)
-        return one.flops_per_token * (prompt_tokens + tokens.completion)
 
 
 def step_performance(samples: Sequence[Sample], *, flops: float, seconds: float) -> dict[str, float | int | None]:

@@ -13,11 +13,11 @@ from app.checkpoint.retention import NewestAndBest
 from app.checkpoint.train_state import RunState
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
+from app.runtime.pinned_revisions import record_commits
+from app.runtime.reward_model import RewardModel
+from app.runtime.session import Session
 from app.training.journal import Journal, NoJournal
 from app.training.launch import Launch
-from app.training.pinned_model import record_commits
-from app.training.reward_role import RewardModel
-from app.training.session import Session
 from app.training.wiring import Learning
 from app.update.optimizer import TrainState
 

@@ -16,8 +16,8 @@ from app.batching.pack import pack_tokens
 from app.batching.plan import MicroBatch, Plan
 from app.mesh.placement import abstract, row_sharding
 from app.mesh.topology import num_hosts
+from app.runtime.session import Session
 from app.training.memory import Shapes
-from app.training.session import Session
 from app.training.wiring import Learner, Learning
 from app.training.working_set import WORKING_SET, Held, fullest_of
 from app.update.aggregation import Totals

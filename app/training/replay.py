@@ -21,8 +21,8 @@ from app.checkpoint.reader import SavedPolicy
 from app.records.run_directory import RunDirectory
 from app.records.sample import DROPPED, Prompt, Sample
 from app.reward.tasks import check_answers
-from app.training.model_input import CriticInput, ModelInput
-from app.training.pinned_model import pinned
+from app.runtime.model_spec import CriticInput, ModelInput
+from app.runtime.pinned_revisions import pinned
 from app.training.refill import Group, by_group
 from app.training.replay_files import (
     CREDITED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from app.training.model_input import ModelInput
+from app.runtime.model_spec import ModelInput
 from app.training.replay_files import Found, StepFile
 from settings import Settings
 

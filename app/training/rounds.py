@@ -19,8 +19,8 @@ from app.model.kv_cache import DecodeWeights
 from app.prompts.order import PromptOrder, host_slice
 from app.records.sample import Prompt, Sample
 from app.rollout.async_generation import Generation
+from app.runtime.session import Session
 from app.training.replay import Replay
-from app.training.session import Session
 from app.training.timer import Timer
 from settings import Settings
 

@@ -20,14 +20,14 @@ from app.distributed.shutdown import meet, telling
 from app.distributed.watchdog import Watchdog
 from app.records.run_directory import Resume, claim
 from app.records.sample import Prompt, Sample
+from app.runtime.health_checks import stop_if_diverged
+from app.runtime.packing_check import check_packing, random_samples
 from app.training.evaluate import evaluation_metrics
-from app.training.failures import stop_if_diverged
 from app.training.launch import Launch, prepared
 from app.training.loop import Trainer
 from app.training.metrics import CompilationCounter, step_performance
 from app.training.narrator import Narrator
 from app.training.opening import open_checkpoints, open_journal, open_reference, open_reward_model, open_state
-from app.training.packing_check import check_packing, random_samples
 from app.training.progress import Board
 from app.training.replay import Asked
 from app.training.step_traces import StepTraces

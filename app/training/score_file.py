@@ -26,15 +26,15 @@ from app.model.decoder import Params
 from app.model.weight_files import ModelFiles
 from app.records.jsonl import check_output
 from app.records.sample import Sample
-from app.training.cutting import Longest, num_tokens_behind, wire_role
-from app.training.joining import getting_on, joined_hosts
+from app.runtime.batch_checks import check_host_memory
+from app.runtime.host_group import getting_on, joined_hosts
+from app.runtime.micro_batching import Longest, num_tokens_behind, wire_role
+from app.runtime.model_spec import read_critic_input, read_model_input
+from app.runtime.packing_check import check_packing
+from app.runtime.session import Session
 from app.training.metrics import CompilationCounter
-from app.training.model_input import read_critic_input, read_model_input
-from app.training.packing_check import check_packing
 from app.training.sample_file import WINDOW, Extent, SampleFile, check_quota, digest_of
 from app.training.score_rewards import score_rewards
-from app.training.session import Session
-from app.training.wiring import check_host_memory
 from settings import Resolved, Settings
 from settings.errors import InputError
 from settings.schema import ScoredRole

@@ -27,12 +27,12 @@ from app.reward.outcome import Outcome
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards
 from app.reward.tasks import check_answers
-from app.training.joining import joined_hosts, unwatched, wait_for_others
+from app.runtime.host_group import joined_hosts, unwatched, wait_for_others
+from app.runtime.inputs import data_columns, overlong_penalty
+from app.runtime.reward_model import RewardModel, RewardModelInput, read_reward_model
+from app.runtime.session import open_mesh
 from app.training.metrics import host_counts
-from app.training.reward_role import RewardModel, RewardModelInput, read_reward_model
 from app.training.sample_file import digest_of
-from app.training.session import open_mesh
-from app.training.training_input import data_columns, overlong_penalty
 from settings import Resolved, Settings
 from settings.errors import InputError
 

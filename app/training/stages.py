@@ -25,14 +25,14 @@ from app.records.sample import Prompt, Sample
 from app.report.timeline import check_timeline, write_timeline
 from app.rollout.scheduling.event_log import EventLog
 from app.rollout.scheduling.sample_states import Ledger
-from app.training.joining import Entered, getting_on, joined_hosts, wait_for_others
-from app.training.model_input import ModelInput, check_context, read_model_input
+from app.runtime.host_group import Entered, getting_on, joined_hosts, wait_for_others
+from app.runtime.inputs import encode_rows
+from app.runtime.model_spec import ModelInput, check_context, read_model_input
+from app.runtime.session import Session
 from app.training.rollout_log import Past, open_log, run_facts
 from app.training.rollout_progress import RolloutProgress
 from app.training.rollout_work import Work
-from app.training.session import Session
 from app.training.simulate import panel, recorded_table
-from app.training.training_input import encode_rows
 from settings import Resolved, Settings
 from settings.errors import InputError
 

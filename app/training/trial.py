@@ -25,10 +25,10 @@ from app.reward.plugin import Moment
 from app.reward.pool import LateError
 from app.reward.rewards import Rewards
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, is_task_reward
+from app.runtime.inputs import DataRows, rewards_over
+from app.runtime.reward_model import RewardModel, RewardModelInput
+from app.runtime.session import Session, compute_type
 from app.training.findings import RUN_TIME, Findings
-from app.training.reward_role import RewardModel, RewardModelInput
-from app.training.session import Session, compute_type
-from app.training.training_input import DataRows, rewards_over
 from settings import Settings
 from settings.errors import InputError
 

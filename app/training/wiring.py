@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -16,13 +16,12 @@ from jax.sharding import Mesh
 from app.batching.micro_batches import Cutter
 from app.batching.pass_metrics import critic_update_metrics, update_metrics
 from app.checkpoint.train_state import arrays_of
-from app.mesh.placement import abstract, has_host_memory, num_local_row_shards
+from app.mesh.placement import abstract
 from app.model.decoder import DecoderDefinition, Params
-from app.training.crediting import Crediting, wire_crediting, wire_kl
-from app.training.cutting import Longest, wire_role, wire_update
-from app.training.metrics import Pass, Work
+from app.runtime.advantages import Crediting, wire_crediting, wire_kl
+from app.runtime.micro_batching import Longest, wire_role, wire_update
+from app.runtime.session import Critic, Session
 from app.training.refill import Filter, keeps_all, rewards_differ
-from app.training.session import Critic, Session
 from app.update.aggregation import Totals, aggregations
 from app.update.correction import (
     Bound,
@@ -49,7 +48,6 @@ from app.update.value_loss import (
     squared_error,
 )
 from settings import Settings
-from settings.errors import InputError
 from settings.schema import Algorithm, Optimizer, ScoredRole
 from settings.schema import Critic as CriticSettings
 
@@ -65,8 +63,6 @@ LOG_WEIGHTS: Mapping[str, LogWeight] = MappingProxyType(
 """By `algorithm.correction_level`."""
 FILTERS: Mapping[str, Filter] = MappingProxyType({"none": keeps_all, "zero_variance": rewards_differ})
 """By `algorithm.filter`."""
-
-OTHERWISE = "{scope}.dynamic_microbatch: true, instead of {scope}.rows_per_device, takes any number"
 
 
 @dataclass(frozen=True)
@@ -260,82 +256,3 @@ def wire_surrogate(algorithm: Algorithm) -> SurrogateLoss:
     if algorithm.dual_clip is None:
         return functools.partial(SURROGATES[algorithm.clip], **clips)
     return functools.partial(dual_clipped_surrogate, dual_clip=algorithm.dual_clip, **clips)
-
-
-def work_of(settings: Settings, session: Session, *, policy_learns: bool = True) -> Work:
-    """What a step's tokens go through in policy, reference and critic."""
-    algorithm, shares = settings.algorithm, settings.batching.share_prompts
-    model, policy = session.input.definition, session.input.adapted
-    critic = session.critic.input.definition if session.critic else None
-    networks: Mapping[ScoredRole, DecoderDefinition | None] = {"policy": policy, "reference": model, "critic": critic}
-
-    def scoring(role: ScoredRole) -> Pass:
-        definition = networks[role]
-        assert definition is not None
-        return Pass(2 * definition.num_parameters, bool(shares and settings.score.of(role).dynamic))
-
-    def updating(definition: DecoderDefinition, scope: Algorithm | CriticSettings) -> Pass:
-        # Forward and back to the inputs through every weight, and to the weights that learn.
-        flops = 4 * definition.num_parameters + 2 * definition.num_trained
-        return Pass(flops * algorithm.epochs, bool(shares and scope.dynamic_microbatch))
-
-    updates = [updating(policy, algorithm)] if policy_learns else []
-    updates += [updating(critic, settings.critic)] if critic else []
-    return Work(
-        group_size=settings.rollout.group_size,
-        rollout=Pass(2 * session.engine.definition.num_parameters, shares_prompts=True),
-        passes=(*map(scoring, settings.scored_roles), *updates),
-    )
-
-
-def check_rows(settings: Settings, session: Session) -> None:
-    """Whether fixed update micro-batches come out even on every device; packed ones are filled up with empty rows.
-
-    Raises: InputError naming the nearest values that do.
-    """
-    scopes: dict[str, Algorithm | CriticSettings] = {"algorithm": settings.algorithm}
-    if settings.has_critic:
-        scopes["critic"] = settings.critic
-    for scope, chosen in scopes.items():
-        if not chosen.dynamic_microbatch:
-            assert chosen.rows_per_device is not None
-            _check_fixed_rows(settings, scope, chosen.rows_per_device, devices=num_local_row_shards(session.mesh))
-
-
-def _check_fixed_rows(settings: Settings, scope: str, rows: int, *, devices: int) -> None:
-    group_size, otherwise = settings.rollout.group_size, OTHERWISE.format(scope=scope)
-    mini_batch_prompts = settings.rollout.prompts_per_step // settings.num_mini_batches
-    for field, prompts in (
-        ("rollout.prompts_per_step", settings.rollout.prompts_per_step),
-        ("algorithm.mini_batch_prompts", mini_batch_prompts),
-    ):
-        if prompts * group_size % devices != 0:
-            fitting = [n for n in range(1, prompts + devices + 1) if n * group_size % devices == 0]
-            raise InputError(
-                f"{field}: {prompts} prompts x rollout.group_size {group_size} = {prompts * group_size} samples do not "
-                f"divide over the {devices} devices of a host (mesh.shape {settings.mesh.shape}); the nearest values "
-                f"of {field} that fit: {_nearest(fitting, prompts)}; {otherwise}"
-            )
-    samples = mini_batch_prompts * group_size // devices
-    if samples % rows != 0:
-        fitting = [n for n in range(1, samples + 1) if samples % n == 0]
-        raise InputError(
-            f"{scope}.rows_per_device: {rows} does not divide the {samples} samples of an optimizer step on each "
-            f"device ({mini_batch_prompts} prompts x rollout.group_size {group_size} over {devices} devices); the "
-            f"nearest that do: {_nearest(fitting, rows)}; {otherwise}"
-        )
-
-
-def _nearest(fitting: Sequence[int], value: int) -> str:
-    below = [n for n in fitting if n < value][-1:]
-    above = [n for n in fitting if n > value][:1]
-    return " or ".join(map(str, below + above))
-
-
-def check_host_memory(mesh: Mesh) -> None:
-    """Raises InputError where the reference is to wait in a memory that the backend does not have."""
-    if not has_host_memory(mesh):
-        kind = mesh.devices.flat[0].device_kind
-        raise InputError(
-            f"score.reference.offload: true, but JAX offers no memory of the host for arrays on {kind}; set it to false"
-        )

@@ -26,7 +26,7 @@ from app.model.decoder import DecoderDefinition, Params, ValueDecoder
 from app.model.kv_cache import decode_dims
 from app.model.lora import LoRA, joined
 from app.rollout.batch_engine import BatchShape, Footprint
-from app.training.session import Session
+from app.runtime.session import Session
 from settings.lora_section import Quantization
 from settings.schema import ScoredRole
 

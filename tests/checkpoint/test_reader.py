@@ -17,7 +17,7 @@ from app.checkpoint.checkpoints import Checkpoints, Progress
 from app.checkpoint.reader import SavedPolicy
 from app.checkpoint.retention import NewestAndBest
 from app.checkpoint.train_state import arrays_of
-from app.training.model_input import ModelInput, read_model_input
+from app.runtime.model_spec import ModelInput, read_model_input
 from settings import InputError, Settings
 from tests.checkpoints import SHAPES, make_state, shardings
 

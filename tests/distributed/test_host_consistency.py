@@ -13,7 +13,7 @@ from app.distributed.host_consistency import Fact, difference, newest_checkpoint
 from app.model.architecture import Architecture
 from app.records.run_directory import RunDirectory
 from app.records.versions import code_digest
-from app.training.mesh_fit import check_heads, whole_dims
+from app.runtime.mesh_checks import check_heads, whole_dims
 from settings import load
 from settings.errors import InputError
 from tests.program import digest_of, settings

@@ -23,7 +23,7 @@ from app.export.model_card import ADAPTER, WHOLE, front_matter, model_card
 from app.mesh import topology
 from app.model.decoder import Params
 from app.model.lora import joined
-from app.training.model_input import ModelInput, read_model_input
+from app.runtime.model_spec import ModelInput, read_model_input
 from settings import InputError, Settings, load
 from tests.model.io import test_gguf
 from tests.model.test_parity import (

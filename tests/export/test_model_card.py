@@ -12,7 +12,7 @@ import yaml
 
 from app.checkpoint.reader import SavedPolicy
 from app.export.model_card import WHOLE, model_card
-from app.training.model_input import read_model_input
+from app.runtime.model_spec import read_model_input
 from settings import Settings, load
 
 

@@ -14,7 +14,8 @@ from app.mesh import topology
 from app.mesh.axis_rules import AXES
 from app.mesh.interconnect import gather_s, hosts_of_a_weight
 from app.mesh.simulated_slice import CHIPS, parse_slice
-from app.training.placement_lines import check_decode_layout, placement_lines
+from app.runtime.mesh_checks import check_decode_layout
+from app.runtime.placement_notes import placement_lines
 from settings import InputError, load
 from tests.rollout.test_decode_layout import DEFINITION
 

@@ -25,7 +25,7 @@ from app.rollout.continuous_batching import ContinuousBatching
 from app.rollout.sampling import SamplingRules
 from app.rollout.shape_buckets import slot_shapes
 from app.rollout.slot_engine import SlotEngine
-from app.training.placement_lines import placement_lines
+from app.runtime.placement_notes import placement_lines
 from settings import InputError, Settings, load
 from settings.checks import check_for_train
 from settings.rollout_section import DecodeLayout, Segment

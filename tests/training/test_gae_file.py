@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from app.records.jsonl import write_jsonl
-from app.training import crediting, gae_tally
+from app.runtime import advantages
+from app.training import gae_tally
 from app.training.gae_file import whitener
 from app.training.gae_matrices import MatrixFile
 from app.training.gae_samples import SampleFile
@@ -199,7 +200,7 @@ def test_the_backend_and_the_chunk_size_reach_the_solver_and_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, backend: str
 ) -> None:
     seen = []
-    solve = crediting.generalized_advantages
+    solve = advantages.generalized_advantages
 
     def watched(*arrays: Any, **rule: Any) -> Any:
         seen.append((rule["backend"], rule["chunk_size"], rule["gamma"]))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.training import crediting
+from app.runtime import advantages
 from app.training.gae_file import whitener
 from app.training.gae_matrices import MatrixFile
 from settings import load
@@ -17,7 +17,7 @@ from settings import load
 def test_no_more_rows_are_held_than_a_window_has_tokens_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez(tmp_path / "in.npz", rewards=np.ones((50, 16)), values=np.ones((50, 16)))
     shapes = []
-    solve = crediting.generalized_advantages
+    solve = advantages.generalized_advantages
 
     def watched(rewards: Any, *rest: Any, **rule: Any) -> Any:
         shapes.append(rewards.shape)

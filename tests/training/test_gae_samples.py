@@ -14,7 +14,7 @@ import pytest
 from app.records.jsonl import write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import credited_sample, sample_to_record
-from app.training.crediting import wire_gae_credit
+from app.runtime.advantages import wire_gae_credit
 from app.training.gae_file import whitener
 from app.training.gae_samples import Placed, SampleFile, sample_windows
 from settings import load

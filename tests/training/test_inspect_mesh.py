@@ -13,11 +13,11 @@ import pytest
 
 from app.mesh import topology
 from app.mesh.placement import bytes_per_device
+from app.runtime.config_only_spec import read_outline
+from app.runtime.session import Session
 from app.training.inspect_mesh import Inspection, inspection_of, longest_prompt
 from app.training.largest import GRAIN, USABLE, largest
 from app.training.memory import memory_by_phase, shapes_of
-from app.training.outline import read_outline
-from app.training.session import Session
 from app.training.wiring import wire_learning
 from app.training.working_set import num_decoding
 from settings import InputError, Settings, load

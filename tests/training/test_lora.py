@@ -18,9 +18,10 @@ from app.model.decoder import by_path
 from app.model.lora import DOWN, UP, merged
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
+from app.runtime.flops import work_of
 from app.training.launch import Launch, prepared
 from app.training.opening import open_reference
-from app.training.wiring import Learning, wire_learning, work_of
+from app.training.wiring import Learning, wire_learning
 from settings import InputError, load
 from tests.program import (
     assert_same_run,

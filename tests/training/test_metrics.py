@@ -10,18 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from app.advantage.metrics import CreditMoments, credit_metrics
 from app.mesh.device_memory import host_memory_bytes, peak_memory_bytes
 from app.records.sample import Prompt, Sample
-from app.training.metrics import (
-    CompilationCounter,
-    CreditMoments,
-    Pass,
-    Tokens,
-    Work,
-    credit_metrics,
-    sample_metrics,
-    step_performance,
-)
+from app.runtime.flops import Pass, Tokens, Work
+from app.training.metrics import CompilationCounter, sample_metrics, step_performance
 
 FUNCTIONS = ("arithmetic", "arithmetic_format")
 

@@ -23,11 +23,11 @@ from app.model.lora import DOWN, UP, joined, merged
 from app.model.quantized import CODES, SCALES
 from app.records.sample_json import sample_from_record
 from app.records.versions import NOT_INSTALLED
-from app.training import model_input
+from app.runtime import model_spec
+from app.runtime.flops import work_of
+from app.runtime.model_spec import read_model_input
 from app.training.evaluate_model import read_evaluation_input
-from app.training.model_input import read_model_input
 from app.training.opening import open_reference
-from app.training.wiring import work_of
 from settings import load
 from tests.program import (
     assert_same_run,
@@ -134,7 +134,7 @@ def test_a_launch_without_qwix_is_refused_and_an_export_is_not(
 def test_codes_that_another_qwix_would_find_are_refused(
     run: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    had = SavedPolicy.open(run).progress.fingerprints[model_input.QUANTIZER]
+    had = SavedPolicy.open(run).progress.fingerprints[model_spec.QUANTIZER]
     monkeypatch.setattr(model_input, "version_of", lambda name: "999.0")
     resumed = config.parent / "runs" / "tiny"
     shutil.copytree(run, resumed, symlinks=True)

@@ -14,7 +14,7 @@ from app.advantage.group import grpo_advantages
 from app.records.jsonl import read_jsonl, write_jsonl
 from app.records.sample import Sample
 from app.rollout.sampling import NON_FINITE
-from app.training.session import Session
+from app.runtime.session import Session
 from tests.program import here, metrics_of, settings, train_here
 from tests.reward.processes import children
 from tests.training.test_loop import samples_of

@@ -13,7 +13,7 @@ import pytest
 
 from app.rollout.scheduling.event_log import EventLog, RunFacts, read_log
 from app.rollout.scheduling.events import RowReport, SegmentEnded, Submitted, WorkerJoined
-from app.training.model_input import read_model_input
+from app.runtime.model_spec import read_model_input
 from app.training.rollout_log import Past, run_facts
 from settings import load
 from tests.program import DEADLINE_S, NUM_DEVICES, digest_of, here, records_of, settings, started, wait_until

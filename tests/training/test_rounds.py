@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from app.records.sample import Prompt, Sample
+from app.runtime.session import Session
 from app.training.progress import Board
 from app.training.rounds import Ahead, OnPolicy, RoundPrompts
-from app.training.session import Session
 from app.training.timer import Timer
 from settings import load
 from tests.tiny import make_prompt, make_sample

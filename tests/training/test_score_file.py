@@ -21,11 +21,11 @@ from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
 from app.reward.aggregate import weigh
 from app.reward.outcome import Outcome
-from app.training.cutting import Longest, wire_role
+from app.runtime.micro_batching import Longest, wire_role
+from app.runtime.model_spec import read_model_input
+from app.runtime.session import Session
 from app.training.metrics import CompilationCounter, reward_counts
-from app.training.model_input import read_model_input
 from app.training.score_file import Passes
-from app.training.session import Session
 from settings import load
 from tests.program import DEADLINE_S, digest_of, here, of_tiny, records_of, settings, started, wait_until
 from tests.tiny_directory import CONFIG, random_tensors, write_model

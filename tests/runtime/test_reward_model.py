@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from app.prompts.conversation import load_conversations
 from app.records.jsonl import read_jsonl
 from app.records.sample import Sample
-from app.training.reward_role import RewardModel, RewardModelInput, read_reward_model
+from app.runtime.reward_model import RewardModel, RewardModelInput, read_reward_model
 from settings import Settings
 from settings.errors import InputError
 from settings.reward_section import Reward

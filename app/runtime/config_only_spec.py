@@ -10,7 +10,7 @@ from app.model.decoder import DecoderDefinition, ValueDecoder
 from app.model.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
 from app.model.weight_files import open_model, open_outline
 from app.prompts.tokenizer import load_tokenizer
-from app.training.model_input import CriticInput, ModelInput, adapted_definition, check_context, naming
+from app.runtime.model_spec import CriticInput, ModelInput, adapted_definition, check_context, naming
 from settings import Settings
 
 

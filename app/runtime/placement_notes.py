@@ -8,22 +8,10 @@ from jax.sharding import Mesh
 from app.mesh.interconnect import gather_s, hosts_of_a_weight
 from app.mesh.placement import bytes_per_device
 from app.mesh.simulated_slice import chip_of
-from app.mesh.topology import device_kind_of, num_hosts
+from app.mesh.topology import device_kind_of
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import abstract_decode_weights
 from settings import Settings
-from settings.errors import InputError
-
-
-def check_decode_layout(settings: Settings, mesh: Mesh) -> None:
-    """Raises InputError where hosts generate each for itself and weights would still be split over all of them."""
-    rollout = settings.rollout
-    if rollout.decode_layout == "fsdp" and rollout.placement == "island" and num_hosts(mesh) > 1:
-        raise InputError(
-            f"rollout.decode_layout: fsdp leaves parts of every weight on each of {num_hosts(mesh)} hosts, and with "
-            "rollout.placement: island each of them generates by itself; set rollout.decode_layout: gathered, or "
-            "rollout.placement: global"
-        )
 
 
 def placement_lines(settings: Settings, definition: DecoderDefinition, mesh: Mesh) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import numpy as np
 from app.advantage.adaptive_kl import adapted_kl_coef
 from app.advantage.gae.estimate import generalized_advantages
 from app.advantage.group import ADVANTAGES, Rewards, credit_by_group, penalised_rewards, task_rewards
+from app.advantage.metrics import CreditMoments, credit_metrics
 from app.advantage.token_credit import (
     Bootstrap,
     Estimate,
@@ -34,7 +35,6 @@ from app.advantage.token_rewards import TokenRewards, kl_moments, penalised_toke
 from app.advantage.vtrace import vtrace
 from app.distributed.collectives import moments_over_hosts, sum_over_hosts
 from app.records.sample import Sample
-from app.training.metrics import CreditMoments, credit_metrics
 from app.update.kl import ESTIMATORS, Estimator
 from settings import Settings
 from settings.schema import Algorithm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.training.model_input import adapter_lines, read_model_input
+from app.runtime.model_spec import adapter_lines, read_model_input
 from settings import Settings
 
 

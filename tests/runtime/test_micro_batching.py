@@ -9,7 +9,7 @@ import pytest
 
 from app.batching.micro_batches import Cutter, lengths_of
 from app.batching.plan import Plan
-from app.training.cutting import Longest, wire_role, wire_update
+from app.runtime.micro_batching import Longest, wire_role, wire_update
 from settings import load
 from settings.schema import Settings
 from tests.tiny import ODD, random_samples

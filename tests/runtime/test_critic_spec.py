@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.training.model_input import CriticInput, read_critic_input, read_model_input
+from app.runtime.model_spec import CriticInput, read_critic_input, read_model_input
 from settings import InputError, load
 from tests.tiny_directory import write_model, write_tokenizer
 

@@ -16,7 +16,7 @@ from app.distributed.collectives import max_over_hosts
 from app.mesh.placement import num_local_row_shards
 from app.model.decoder import Params
 from app.records.sample import Prompt, Sample
-from app.training.session import Session
+from app.runtime.session import Session
 
 Read = Callable[[Sequence[Sample], Plan], list[np.ndarray]]
 """Samples and where they stand -> a number for each of their completion tokens."""

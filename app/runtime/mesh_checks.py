@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
+from app.mesh.topology import num_hosts
 from app.model.architecture import Architecture
+from settings import Settings
 from settings.errors import InputError
 
 
@@ -43,3 +45,14 @@ def _nearest(tp: int, size: int) -> str:
     below = max(n for n in range(1, tp + 1) if size % n == 0)
     above = next((n for n in range(tp, size + 1) if size % n == 0), None)
     return " or ".join(str(n) for n in (below, above) if n is not None)
+
+
+def check_decode_layout(settings: Settings, mesh: Mesh) -> None:
+    """Raises InputError where hosts generate each for itself and weights would still be split over all of them."""
+    rollout = settings.rollout
+    if rollout.decode_layout == "fsdp" and rollout.placement == "island" and num_hosts(mesh) > 1:
+        raise InputError(
+            f"rollout.decode_layout: fsdp leaves parts of every weight on each of {num_hosts(mesh)} hosts, and with "
+            "rollout.placement: island each of them generates by itself; set rollout.decode_layout: gathered, or "
+            "rollout.placement: global"
+        )

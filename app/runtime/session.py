@@ -29,12 +29,11 @@ from app.rollout.counters import Tally
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.metrics import Figures
 from app.rollout.worker_pool import ScheduledWorkers
+from app.runtime.generators import open_slots, open_workers
+from app.runtime.mesh_checks import check_decode_layout, check_heads
+from app.runtime.model_spec import CriticInput, ModelInput
+from app.runtime.ray_workers import check_ray_is_there
 from app.score.scorer import Pass, RowPass, Scorer, Valuer, with_a_token_behind
-from app.training.actors import check_ray_is_there
-from app.training.mesh_fit import check_heads
-from app.training.model_input import CriticInput, ModelInput
-from app.training.placement_lines import check_decode_layout
-from app.training.queues import open_slots, open_workers
 from settings import Settings
 from settings.schema import ScoredRole
 

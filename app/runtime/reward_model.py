@@ -21,11 +21,11 @@ from app.model.weights import VALUE_HEAD, check_tensors, expected_entries, load_
 from app.prompts.conversation import Conversations, load_conversations
 from app.records.sample import Prompt, Sample
 from app.reward.outcome import Failure, Outcome, one_line
+from app.runtime.micro_batching import Longest, wire_role
+from app.runtime.model_spec import naming
+from app.runtime.session import compute_type
 from app.score.reward_model import as_read
 from app.score.scorer import Valuer
-from app.training.cutting import Longest, wire_role
-from app.training.model_input import naming
-from app.training.session import compute_type
 from settings import Settings
 from settings.errors import InputError
 

@@ -17,7 +17,7 @@ from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import SlotPrograms
 from app.rollout.worker_pool import Schedule, ScheduledWorkers
 from app.rollout.workers import Worker
-from app.training.actors import open_actors
+from app.runtime.ray_workers import open_actors
 from settings import Settings
 from settings.errors import InputError
 from settings.rollout_section import WorkerPool

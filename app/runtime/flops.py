@@ -1,0 +1,102 @@
+"""FLOPs of a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from app.distributed.collectives import (
+    sum_over_hosts,
+)
+from app.mesh.simulated_slice import CHIPS
+from app.model.decoder import DecoderDefinition
+from app.records.sample import Sample
+from app.runtime.session import Session
+from settings import Settings
+from settings.schema import Algorithm, ScoredRole
+from settings.schema import Critic as CriticSettings
+
+PEAK_FLOPS = {
+    **{chip.device_kind: chip.flops for chip in CHIPS.values()},
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+}
+"""Dense bfloat16 peak of one device, by the start of its kind's name. Source: the vendors' data sheets."""
+
+
+class Tokens(NamedTuple):
+    """Of samples, over all hosts."""
+
+    prompt: int
+    """A prompt's counted once for each of its samples."""
+    completion: int
+
+    @classmethod
+    def of(cls, *parts: Sequence[Sample]) -> list[Tokens]:
+        """Of each part; hosts may hold different numbers of samples."""
+        own = [(sum(len(s.prompt.token_ids) for s in part), sum(len(s.completion_ids) for s in part)) for part in parts]
+        return [cls(*counts) for counts in sum_over_hosts(np.asarray(own, np.int64)).tolist()]
+
+
+NO_TOKENS = Tokens(0, 0)
+
+
+class Pass(NamedTuple):
+    """One pass of a network over the samples of a step."""
+
+    flops_per_token: int
+    shares_prompts: bool
+    """A prompt passes once for all its samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the tokens of a step go through, for counting FLOPs."""
+
+    group_size: int
+    rollout: Pass
+    passes: tuple[Pass, ...]
+    """Scoring and updates."""
+
+    def flops(self, *, sampled: Tokens, learned: Tokens) -> float:
+        """2 N a token forward, 6 N forward and backward. Source: Chowdhery et al. 2022 (PaLM), appendix B.
+
+        Args:
+            sampled: in all rounds.
+            learned: of the samples that the step took from them.
+        """
+        return self._flops(self.rollout, sampled) + sum(self._flops(one, learned) for one in self.passes)
+
+    def _flops(self, one: Pass, tokens: Tokens) -> float:
+        prompt_tokens = tokens.prompt / (self.group_size if one.shares_prompts else 1)
+        return one.flops_per_token * (prompt_tokens + tokens.completion)
+
+
+def work_of(settings: Settings, session: Session, *, policy_learns: bool = True) -> Work:
+    """What a step's tokens go through in policy, reference and critic."""
+    algorithm, shares = settings.algorithm, settings.batching.share_prompts
+    model, policy = session.input.definition, session.input.adapted
+    critic = session.critic.input.definition if session.critic else None
+    networks: Mapping[ScoredRole, DecoderDefinition | None] = {"policy": policy, "reference": model, "critic": critic}
+
+    def scoring(role: ScoredRole) -> Pass:
+        definition = networks[role]
+        assert definition is not None
+        return Pass(2 * definition.num_parameters, bool(shares and settings.score.of(role).dynamic))
+
+    def updating(definition: DecoderDefinition, scope: Algorithm | CriticSettings) -> Pass:
+        # Forward and back to the inputs through every weight, and to the weights that learn.
+        flops = 4 * definition.num_parameters + 2 * definition.num_trained
+        return Pass(flops * algorithm.epochs, bool(shares and scope.dynamic_microbatch))
+
+    updates = [updating(policy, algorithm)] if policy_learns else []
+    updates += [updating(critic, settings.critic)] if critic else []
+    return Work(
+        group_size=settings.rollout.group_size,
+        rollout=Pass(2 * session.engine.definition.num_parameters, shares_prompts=True),
+        passes=(*map(scoring, settings.scored_roles), *updates),
+    )
