@@ -24,7 +24,7 @@ from app.records.sample import Prompt, Sample
 from app.rollout import batch_engine as engine_room
 from app.runtime.model_spec import read_model_input
 from app.runtime.session import Session
-from app.training.metrics import CompilationCounter
+from app.tracking.compilation_counter import CompilationCounter
 from app.training.training_input import read_training_input
 from settings import load
 

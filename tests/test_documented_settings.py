@@ -17,7 +17,7 @@ import pytest
 from settings import Settings, load
 from settings.fields import FIELDS, SECTIONS, value_of
 from settings.strict_yaml import plain_scalar
-from tests.training.test_glossary import glossary, matches, written_out
+from tests.tracking.test_glossary import glossary, matches, written_out
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "sops").glob("*.md"))]

@@ -21,7 +21,7 @@ from app.records.run_directory import RunDirectory
 from app.report.before_after import before_and_after
 from app.report.run_files import RunFiles
 from app.runtime.model_spec import ModelInput
-from app.training.journal import WANDB_SECTIONS
+from app.tracking.run_log import WANDB_SECTIONS
 from settings import InputError, Resolved
 from settings.printing import from_yaml
 from settings.secrets import redacted

@@ -37,7 +37,7 @@ class RunFiles:
     settings: Mapping[str, tuple[Any, str]]
     """Dotted name -> (value, provenance)."""
     sessions: Sequence[Record]
-    """One for each start of the program; see `app.training.journal`."""
+    """One for each start of the program; see `app.tracking.run_log`."""
     rollouts: Mapping[int, Path]
     evaluations: Mapping[int, Path]
     """Sample files by step."""

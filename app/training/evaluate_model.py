@@ -33,6 +33,7 @@ from app.runtime.inputs import held_out_columns, read_held_out
 from app.runtime.model_spec import ModelInput, check_context, read_model_input
 from app.runtime.pinned_revisions import pinned
 from app.runtime.session import Session
+from app.tracking.rollout_progress import RolloutProgress
 from app.training.evaluate import evaluation_figures, sampled
 from app.training.evaluation_file import OfPlaces, PartFile, Questions, check_out, read_parts, read_result, remove_parts
 from app.training.evaluation_report import EvaluationReport
@@ -47,7 +48,6 @@ from app.training.evaluation_subject import (
     Subject,
     write_subject,
 )
-from app.training.rollout_progress import RolloutProgress
 from settings import Resolved, Settings
 from settings.fields import value_of
 from settings.reward_section import RewardFunction

@@ -26,21 +26,15 @@ from app.runtime.flops import NO_TOKENS, Tokens, work_of
 from app.runtime.health_checks import check_rewards
 from app.runtime.reward_model import RewardModel, RewardPass, asking_metrics
 from app.runtime.session import Session
+from app.tracking.compilation_counter import CompilationCounter
+from app.tracking.console import Board
+from app.tracking.metrics import reward_counts, sample_metrics
+from app.tracking.performance import rollout_performance, schedule_performance, staleness_metrics
+from app.tracking.timer import Timer
+from app.training.dynamic_sampling import Refilled, refill, refill_metrics
 from app.training.evaluate import evaluate
-from app.training.metrics import (
-    CompilationCounter,
-    refill_metrics,
-    reward_counts,
-    rollout_performance,
-    sample_metrics,
-    schedule_performance,
-    staleness_metrics,
-)
-from app.training.progress import Board
-from app.training.refill import Refilled, refill
 from app.training.replay import Replay
 from app.training.rounds import Replayed, Rounds, open_rounds
-from app.training.timer import Timer
 from app.training.wiring import Learning
 from app.update.mini_batches import Epochs, picked
 from settings import Settings

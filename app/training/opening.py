@@ -16,7 +16,7 @@ from app.model.decoder import Params
 from app.runtime.pinned_revisions import record_commits
 from app.runtime.reward_model import RewardModel
 from app.runtime.session import Session
-from app.training.journal import Journal, NoJournal
+from app.tracking.run_log import Journal, NoJournal
 from app.training.launch import Launch
 from app.training.wiring import Learning
 from app.update.optimizer import TrainState

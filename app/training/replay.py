@@ -23,7 +23,7 @@ from app.records.sample import DROPPED, Prompt, Sample
 from app.reward.tasks import check_answers
 from app.runtime.model_spec import CriticInput, ModelInput
 from app.runtime.pinned_revisions import pinned
-from app.training.refill import Group, by_group
+from app.training.dynamic_sampling import Group, by_group
 from app.training.replay_files import (
     CREDITED,
     OPTION,

@@ -16,7 +16,7 @@ from app.records.atomic_write import is_leftover
 from app.records.sample import Prompt
 from app.rollout.scheduling.event_log import EventLog, RunFacts
 from app.runtime.model_spec import ModelInput
-from app.training.progress import num_done
+from app.tracking.console import num_done
 from settings import Settings
 from settings.errors import InputError
 

@@ -20,8 +20,8 @@ from app.prompts.order import PromptOrder, host_slice
 from app.records.sample import Prompt, Sample
 from app.rollout.async_generation import Generation
 from app.runtime.session import Session
+from app.tracking.timer import Timer
 from app.training.replay import Replay
-from app.training.timer import Timer
 from settings import Settings
 
 TakeRound = Callable[[int], list[Sample]]

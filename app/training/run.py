@@ -22,17 +22,18 @@ from app.records.run_directory import Resume, claim
 from app.records.sample import Prompt, Sample
 from app.runtime.health_checks import stop_if_diverged
 from app.runtime.packing_check import check_packing, random_samples
+from app.tracking.compilation_counter import CompilationCounter
+from app.tracking.console import Board
+from app.tracking.performance import step_performance
+from app.tracking.profiler import StepTraces
+from app.tracking.run_reporter import Narrator
+from app.tracking.summary import summary_text
+from app.tracking.timer import Timer
 from app.training.evaluate import evaluation_metrics
 from app.training.launch import Launch, prepared
 from app.training.loop import Trainer
-from app.training.metrics import CompilationCounter, step_performance
-from app.training.narrator import Narrator
 from app.training.opening import open_checkpoints, open_journal, open_reference, open_reward_model, open_state
-from app.training.progress import Board
 from app.training.replay import Asked
-from app.training.step_traces import StepTraces
-from app.training.summary import summary_text
-from app.training.timer import Timer
 from settings import Resolved, Settings
 from settings.unread import launch_lines
 

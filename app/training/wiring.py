@@ -21,7 +21,7 @@ from app.model.decoder import DecoderDefinition, Params
 from app.runtime.advantages import Crediting, wire_crediting, wire_kl
 from app.runtime.micro_batching import Longest, wire_role, wire_update
 from app.runtime.session import Critic, Session
-from app.training.refill import Filter, keeps_all, rewards_differ
+from app.training.dynamic_sampling import Filter, keeps_all, rewards_differ
 from app.update.aggregation import Totals, aggregations
 from app.update.correction import (
     Bound,

@@ -16,10 +16,10 @@ import settings
 from app.checkpoint.train_state import RunState
 from app.rollout.batch_engine import Engine
 from app.runtime.session import Session
+from app.tracking.console import Board
+from app.tracking.timer import Timer
 from app.training.launch import Launch, prepared
 from app.training.loop import Trainer
-from app.training.progress import Board
-from app.training.timer import Timer
 from app.training.wiring import wire_learning
 
 

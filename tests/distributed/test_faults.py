@@ -54,7 +54,7 @@ import os, threading
 import cli
 from app.mesh import topology
 from app.training import parting
-from app.training.narrator import Narrator
+from app.tracking.run_reporter import Narrator
 
 topology.SHUTDOWN_TIMEOUT_S = parting.MET_S = 1
 def report(narrator):

@@ -19,7 +19,7 @@ from app.distributed.cancellation import StoppedError
 from app.distributed.preemption import COMPLETES, Interrupts
 from app.distributed.status_board import Bulletin
 from app.rollout.batch_engine import Engine
-from app.training.narrator import Narrator
+from app.tracking.run_reporter import Narrator
 from tests.program import (
     DEADLINE_S,
     REPOSITORY,

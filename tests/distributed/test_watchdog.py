@@ -10,8 +10,8 @@ import pytest
 
 from app.distributed.status_board import Bulletin
 from app.distributed.watchdog import Watchdog
-from app.training.progress import Board
-from app.training.timer import Timer
+from app.tracking.console import Board
+from app.tracking.timer import Timer
 from settings.watchdog_section import Watchdog as Limits
 from tests.program import DEADLINE_S, REPOSITORY
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from app.records.sample import Prompt, Sample
 from app.report.completions import CompletionsTable, cell, completions_table
-from app.training.progress import completions_view
+from app.tracking.console import completions_view
 
 HOSTILE = "[bold red]x[/] \x1b[31mred\x1b[0m \r over \u202egnp\n汉字 \ud800"
 

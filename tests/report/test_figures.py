@@ -154,5 +154,5 @@ def test_further_numbers_of_a_plug_in_are_no_lines_of_the_reward() -> None:
 
 
 def test_loading_the_report_does_not_load_matplotlib() -> None:
-    program = "import sys, app.report.write, app.training.progress; assert 'matplotlib' not in sys.modules"
+    program = "import sys, app.report.write, app.tracking.console; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

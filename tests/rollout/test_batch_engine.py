@@ -18,7 +18,7 @@ from app.rollout.batch_engine import Engine
 from app.rollout.batch_programs import Rows, decode_loop, open_slots
 from app.rollout.sampling import SamplingRules, draw, sample_keys, uid_words
 from app.score.scorer import Scorer
-from app.training.metrics import CompilationCounter
+from app.tracking.compilation_counter import CompilationCounter
 from tests.tiny import BIASED, ODD, make_engine, make_mesh, packed_plan, random_params, random_prompts
 
 PROMPTS = random_prompts(3, vocab_size=ODD.vocab_size)

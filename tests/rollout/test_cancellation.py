@@ -13,7 +13,7 @@ from app.distributed.cancellation import StoppedError, never
 from app.rollout import batch_engine as engine_room
 from app.rollout.scheduling.event_log import EventLog, read_log
 from app.rollout.scheduling.events import RunSegment
-from app.training.metrics import CompilationCounter
+from app.tracking.compilation_counter import CompilationCounter
 from tests.rollout.test_async_generation import HALF, KEY, generation_of
 from tests.rollout.test_slot_engine import (
     ARGUMENTS,

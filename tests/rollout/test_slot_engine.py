@@ -21,7 +21,7 @@ from app.rollout.shape_buckets import slot_shapes
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import SlotPrograms
 from app.score.scorer import Scorer
-from app.training.metrics import CompilationCounter
+from app.tracking.compilation_counter import CompilationCounter
 from settings.errors import InputError
 from settings.rollout_section import Segment
 from tests.tiny import ODD, make_engine, make_mesh, packed_plan, random_params, random_prompts, spell

@@ -41,7 +41,7 @@ from app.rollout.slot_engine import Segment as RanSegment
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.worker_pool import Schedule, ScheduledWorkers
 from app.rollout.workers import Worker
-from app.training.metrics import CompilationCounter
+from app.tracking.compilation_counter import CompilationCounter
 from settings.rollout_section import Pdsr, Segment
 from tests.rollout.test_slot_engine import (
     ARGUMENTS,

@@ -22,7 +22,7 @@ from app.model.decoder import DecoderDefinition, Params
 from app.model.flops import forward_flops
 from app.records.sample import Sample
 from app.score.scorer import Scorer
-from app.training.metrics import CompilationCounter
+from app.tracking.compilation_counter import CompilationCounter
 from tests.tiny import BIASED, ODD, make_mesh, random_params, random_samples
 
 FLOAT32 = jnp.dtype("float32")

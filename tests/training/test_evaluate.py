@@ -13,6 +13,7 @@ from app.records.sample import DROPPED, Prompt, Sample
 from app.report.intervals import wilson_interval
 from app.reward.aggregate import Scored, weigh
 from app.reward.outcome import Outcome
+from app.tracking.console import evaluation_line
 from app.training.evaluate import evaluation_metrics
 from app.training.evaluation_figures import (
     DIFFICULTY,
@@ -22,7 +23,6 @@ from app.training.evaluation_figures import (
     figures_of,
     prompt_columns,
 )
-from app.training.progress import evaluation_line
 from settings import InputError, load
 from tests.program import metrics_of
 

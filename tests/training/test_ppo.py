@@ -18,10 +18,10 @@ from app.batching.micro_batches import Cut, Cutter
 from app.batching.plan import Lengths, Plan
 from app.checkpoint.train_state import RunState
 from app.records.sample import Sample
+from app.tracking.console import Board
+from app.tracking.timer import Timer
 from app.training.launch import prepared
 from app.training.loop import Trainer
-from app.training.progress import Board
-from app.training.timer import Timer
 from app.training.wiring import wire_learning
 from settings import load
 from tests.program import (
@@ -35,8 +35,8 @@ from tests.program import (
     train_here,
 )
 from tests.tiny_directory import write_model
+from tests.tracking.test_glossary import glossary, matches
 from tests.training.conftest import NO_REPORT, write_config
-from tests.training.test_glossary import glossary, matches
 
 PPO = """\
 run: {{dir: {runs}, name: ppo, steps: 4}}

@@ -12,9 +12,9 @@ import pytest
 
 from app.records.sample import Prompt, Sample
 from app.runtime.session import Session
-from app.training.progress import Board
+from app.tracking.console import Board
+from app.tracking.timer import Timer
 from app.training.rounds import Ahead, OnPolicy, RoundPrompts
-from app.training.timer import Timer
 from settings import load
 from tests.tiny import make_prompt, make_sample
 

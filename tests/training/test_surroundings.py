@@ -15,9 +15,9 @@ from app.model.hub import fetch_from_hub
 from app.model.weight_files import HUB_FILES
 
 from app.records.versions import lower_bounds
+from app.tracking.run_log import lines_of
 from app.training import surroundings
 from app.training.findings import Finding, Findings
-from app.training.journal import lines_of
 from app.training.surroundings import (
     HubSource,
     Inquiry,

@@ -17,7 +17,7 @@ from app.model.decoder import DecoderDefinition
 from app.model.flops import forward_flops
 from app.records.sample import Sample
 from app.score.scorer import Scorer
-from app.training.metrics import CompilationCounter
+from app.tracking.compilation_counter import CompilationCounter
 from app.update.aggregation import token_mean
 from app.update.mini_batches import in_order, picked, split_by_group
 from app.update.objective import UpdateBatch, make_objective, own_logprobs, scored_logprobs

@@ -14,7 +14,9 @@ from app.advantage.metrics import CreditMoments, credit_metrics
 from app.mesh.device_memory import host_memory_bytes, peak_memory_bytes
 from app.records.sample import Prompt, Sample
 from app.runtime.flops import Pass, Tokens, Work
-from app.training.metrics import CompilationCounter, sample_metrics, step_performance
+from app.tracking.compilation_counter import CompilationCounter
+from app.tracking.metrics import sample_metrics
+from app.tracking.performance import step_performance
 
 FUNCTIONS = ("arithmetic", "arithmetic_format")
 

@@ -16,8 +16,8 @@ from app.report.alerts import Watch
 from app.report.completions import completions_table
 from app.report.history import training_steps
 from app.report.write import write_report
-from app.training.journal import Journal, NoJournal, lines_of
-from app.training.progress import Board, evaluation_line
+from app.tracking.console import Board, evaluation_line
+from app.tracking.run_log import Journal, NoJournal, lines_of
 from settings.schema import Logging
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import pytest
 
 from app.rollout.scheduling.events import NewSample, RowReport
 from app.rollout.scheduling.sample_states import Ledger
-from app.training.progress import Board, standing
-from app.training.rollout_progress import RolloutProgress
+from app.tracking.console import Board, standing
+from app.tracking.rollout_progress import RolloutProgress
 from tests.reward.samples import make_sample
 
 

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from app.records.sample import Sample
 from app.rollout.scheduling.sample_states import Ledger
-from app.training.progress import num_done, standing
+from app.tracking.console import num_done, standing
 
 REDRAWN_EVERY_S = 0.1
 TOLD_EVERY_S = 10.0

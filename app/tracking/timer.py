@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from app.training.progress import Board
+from app.tracking.console import Board
 
 
 @dataclass

@@ -10,8 +10,16 @@ import pytest
 
 from app.records.sample import Sample
 from app.reward.overlong import OverlongPenalty
-from app.training.metrics import refill_metrics
-from app.training.refill import Place, Refilled, choose, keeps_all, place_of, refill, rewards_differ
+from app.training.dynamic_sampling import (
+    Place,
+    Refilled,
+    choose,
+    keeps_all,
+    place_of,
+    refill,
+    refill_metrics,
+    rewards_differ,
+)
 from tests.tiny import make_sample
 
 Group = Sequence[float | None]

@@ -13,7 +13,7 @@ import pytest
 from app.records.jsonl import read_jsonl
 from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt, Sample
-from app.training.journal import WANDB_SECTIONS, Journal, NoJournal, kept_lines, lines_of, without_nonfinite
+from app.tracking.run_log import WANDB_SECTIONS, Journal, NoJournal, kept_lines, lines_of, without_nonfinite
 from settings import Settings, load
 from tests.program import DEADLINE_S, metrics_of, settings, started
 

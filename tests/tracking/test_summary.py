@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app.checkpoint.retention import Best
-from app.training.summary import summary_text
+from app.tracking.summary import summary_text
 
 
 def step(number: int, reward: float, **evaluation: float) -> dict[str, float]:

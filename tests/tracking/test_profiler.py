@@ -12,14 +12,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from app.training.step_traces import StepTraces
+from app.tracking.profiler import StepTraces
 from tests.program import DEADLINE_S, REPOSITORY, metrics_of, reproducible, train_here
 
 UNWRITABLE = """\
 import sys
 from pathlib import Path
 import jax.numpy as jnp
-from app.training.step_traces import StepTraces
+from app.tracking.profiler import StepTraces
 traces = StepTraces([1, 2], lambda step: Path(sys.argv[1]) / "profile" / str(step))
 for step in (1, 2):
     traces.start(step)
@@ -72,6 +72,6 @@ def test_a_profiler_that_somebody_else_uses_is_left_to_them(tmp_path: Path, capl
         for step in (1, 2):
             traces.start(step)
             traces.stop()
-    (warning,) = [record.message for record in caplog.records if record.name == "app.training.step_traces"]
+    (warning,) = [record.message for record in caplog.records if record.name == "app.tracking.profiler"]
     assert "Only one profile may be run at a time" in warning
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]

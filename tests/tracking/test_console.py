@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.training.progress import evaluation_line
+from app.tracking.console import evaluation_line
 
 METRICS = {
     "eval/accuracy": 0.75,

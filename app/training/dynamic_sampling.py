@@ -15,7 +15,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from app.distributed.collectives import bytes_over_hosts, gather_over_hosts
+from app.distributed.collectives import (
+    bytes_over_hosts,
+    gather_over_hosts,
+    sum_over_hosts,
+)
 from app.distributed.lockstep import arrived
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
@@ -162,3 +166,20 @@ def by_group(samples: Sequence[Sample]) -> list[Group]:
 
 def _out_of_loss(sample: Sample) -> Sample:
     return replace(sample, loss_mask=np.zeros(len(sample.completion_ids), bool))
+
+
+def refill_metrics(refilled: Refilled, sampled: Sequence[Sample]) -> dict[str, float]:
+    """What a filter made of a step's rollouts, over all hosts.
+
+    Args:
+        sampled: of all rounds, whatever became of them.
+    """
+    rewards = [s.reward for s in sampled if s.reward is not None]
+    total, count = sum_over_hosts(np.asarray([sum(rewards), len(rewards)], np.float64)).tolist()
+    return {
+        "rollout/num_rounds": refilled.num_rounds,
+        "rollout/surplus_group_count": refilled.num_surplus,
+        "rollout/filler_group_count": refilled.num_fillers,
+        "reward/filtered_group_fraction": refilled.num_filtered / refilled.num_sampled,
+        "reward/sampled_mean": total / count if count else float("nan"),
+    }

@@ -1,0 +1,82 @@
+"""Speed, memory and schedules of a step: what depends on clocks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import jax
+import numpy as np
+
+from app.distributed.collectives import (
+    bytes_over_hosts,
+    max_over_hosts,
+    sum_over_hosts,
+)
+from app.mesh.device_memory import peak_memory_bytes
+from app.records.sample import Sample
+from app.rollout.counters import Tally
+from app.rollout.scheduling.metrics import Figures
+from app.runtime.flops import PEAK_FLOPS, Tokens
+
+
+def step_performance(samples: Sequence[Sample], *, flops: float, seconds: float) -> dict[str, float | int | None]:
+    """Speed over the whole step and peak memory, under `perf/`. `perf/mfu` is None where the peak is not known."""
+    (tokens,) = Tokens.of(samples)
+    kind = jax.devices()[0].device_kind
+    peak = next((most for start, most in PEAK_FLOPS.items() if kind.startswith(start)), None)
+    return {
+        "perf/tokens_per_s": tokens.completion / seconds,
+        "perf/mfu": None if peak is None else flops / (seconds * peak * jax.device_count()),
+        "perf/peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
+def rollout_performance(tally: Tally) -> dict[str, float]:
+    """What the rollouts of a step did, over all hosts, under `perf/rollout/`."""
+    counts = np.asarray(list(vars(tally).values()))
+    total = Tally(*sum_over_hosts(counts).tolist())
+    return {
+        "perf/rollout/segments": total.segments / jax.process_count(),
+        "perf/rollout/prefill_tokens_saved": total.prompt_tokens - total.prefilled_tokens - total.reread_tokens,
+        # Where generation runs ahead, nothing may have ended since the step before.
+        "perf/rollout/bubble": 1 - total.drawn_tokens / total.row_steps if total.row_steps else 0.0,
+    }
+
+
+def schedule_performance(found: Sequence[Figures]) -> dict[str, float | None]:
+    """How good the schedules of a step's rollouts were on all hosts, under `perf/rollout/`. Nothing where none was.
+
+    Shares are means over time; the recall is None where no sample was longer than others, the tail of a rollout that
+    goes on. Hosts wait for each other behind every rollout, so that the makespan is that of the last.
+    """
+    if not found:
+        return {}
+    own = json.dumps([asdict(one) for one in found]).encode()
+    hosts = [[Figures(**one) for one in json.loads(told)] for told in bytes_over_hosts(own)]
+    found = [one for host in hosts for one in host]
+    makespan_s = sum(max(one.makespan_s for one in rollout) for rollout in zip(*hosts, strict=True))
+    seconds = np.asarray([one.makespan_s for one in found])
+    tail = float(np.average([one.tail_fraction for one in found], weights=seconds))
+    recalls = [one.probe_recall for one in found if one.probe_recall is not None]
+    return {
+        "perf/rollout/makespan_s": makespan_s,
+        "perf/rollout/bubble": float(np.average([one.bubble for one in found], weights=seconds)),
+        "perf/rollout/tail_fraction": None if math.isnan(tail) else tail,
+        "perf/rollout/probe_recall": float(np.mean(recalls)) if recalls else None,
+        "perf/rollout/breaker_trips": sum(one.breaker_trips for one in found),
+        "perf/rollout/stolen": sum(one.stolen for one in found),
+        "perf/rollout/repacked_tokens": sum(one.repacked_tokens for one in found),
+    }
+
+
+def staleness_metrics(samples: Sequence[Sample], *, step: int) -> dict[str, float]:
+    """By how many steps the policies that drew the tokens a step learns from were older than the one that learns."""
+    lags = np.concatenate([(step - 1 - s.token_versions)[s.mask] for s in samples])
+    total, count = sum_over_hosts(np.asarray([lags.sum(), len(lags)], np.int64)).tolist()
+    return {
+        "perf/rollout/staleness_mean": total / count if count else 0.0,
+        "perf/rollout/staleness_max": int(max_over_hosts(np.asarray(lags.max(initial=0)))),
+    }
