@@ -14,13 +14,13 @@ from app.model.families import architecture_from_config
 from app.model.weight_files import open_model
 from app.model.weights import load_weights
 
+from app.evaluation.evaluator import evaluate, evaluation_metrics
 from app.mesh import topology
 from app.model.decoder import DecoderDefinition, by_path
 from app.prompts.arithmetic import make_problems
 from app.prompts.tokenizer import load_tokenizer
 from app.reward.plugin import Moment
 from app.runtime.session import Session
-from app.training.evaluate import evaluate, evaluation_metrics
 from app.training.training_input import read_training_input
 from scripts import make_tiny_model
 from settings import load

@@ -59,7 +59,7 @@ def evaluate(
             for option, value in {**given, "--checkpoint": checkpoint, "--out": out}.items():
                 if value:
                     raise InputError(f"{option} goes without --compare, which reads two files and nothing else")
-            from app.training.compare_evaluations import compare_evaluations
+            from app.evaluation.compare import compare_evaluations
 
             found = compare_evaluations(*compare, picture=picture)
         else:
@@ -69,7 +69,7 @@ def evaluate(
             resolved = resolve(config, overrides, print_config=print_config, check=check_for_evaluation)
             if checkpoint is None:
                 tell(adapters_left_out(resolved))
-            from app.training.evaluate_model import evaluate_model
+            from app.evaluation.standalone import evaluate_model
 
             found = evaluate_model(resolved, checkpoint=checkpoint, out=out)
         if found is not None:

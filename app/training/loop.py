@@ -14,6 +14,7 @@ from app.batching.pass_metrics import scoring_metrics
 from app.checkpoint.train_state import RunState
 from app.distributed.lockstep import lines_to_first_host
 from app.distributed.preemption import stopped_together
+from app.evaluation.evaluator import evaluate
 from app.mesh.placement import to_device_memory
 from app.model.decoder import Params
 from app.records.sample import Prompt, Sample
@@ -32,7 +33,6 @@ from app.tracking.metrics import reward_counts, sample_metrics
 from app.tracking.performance import rollout_performance, schedule_performance, staleness_metrics
 from app.tracking.timer import Timer
 from app.training.dynamic_sampling import Refilled, refill, refill_metrics
-from app.training.evaluate import evaluate
 from app.training.replay import Replay
 from app.training.rounds import Replayed, Rounds, open_rounds
 from app.training.wiring import Learning

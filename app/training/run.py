@@ -18,6 +18,7 @@ from app.distributed.lockstep import together
 from app.distributed.preemption import Interrupts
 from app.distributed.shutdown import meet, telling
 from app.distributed.watchdog import Watchdog
+from app.evaluation.evaluator import evaluation_metrics
 from app.records.run_directory import Resume, claim
 from app.records.sample import Prompt, Sample
 from app.runtime.health_checks import stop_if_diverged
@@ -29,7 +30,6 @@ from app.tracking.profiler import StepTraces
 from app.tracking.run_reporter import Narrator
 from app.tracking.summary import summary_text
 from app.tracking.timer import Timer
-from app.training.evaluate import evaluation_metrics
 from app.training.launch import Launch, prepared
 from app.training.loop import Trainer
 from app.training.opening import open_checkpoints, open_journal, open_reference, open_reward_model, open_state

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from app.evaluation.metrics import check_best_metric
 from app.prompts.dataset import Dataset
 from app.prompts.encode import ChatTokenizer
 from app.records.run_directory import RunDirectory
@@ -23,7 +24,6 @@ from app.runtime.inputs import (
 )
 from app.runtime.model_spec import CriticInput, ModelInput
 from app.runtime.reward_model import RewardModelInput
-from app.training.evaluation_figures import check_best_metric
 from app.training.replay import Asked, Replay, read_replay
 from settings import Settings
 

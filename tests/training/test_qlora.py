@@ -17,6 +17,7 @@ from app.checkpoint.checkpoints import Progress
 from app.checkpoint.policy_weights import load_policy
 from app.checkpoint.reader import SavedPolicy
 from app.checkpoint.train_state import RunState
+from app.evaluation.standalone import read_evaluation_input
 from app.model import quantized
 from app.model.decoder import DecoderDefinition
 from app.model.lora import DOWN, UP, joined, merged
@@ -26,7 +27,6 @@ from app.records.versions import NOT_INSTALLED
 from app.runtime import model_spec
 from app.runtime.flops import work_of
 from app.runtime.model_spec import read_model_input
-from app.training.evaluate_model import read_evaluation_input
 from app.training.opening import open_reference
 from settings import load
 from tests.program import (

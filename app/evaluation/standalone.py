@@ -20,6 +20,20 @@ from app.distributed.collectives import max_over_hosts
 from app.distributed.host_consistency import agree, plug_in_digests, prompts_digest
 from app.distributed.lockstep import as_lines, host_run, lines_to_first_host, together, write_together
 from app.distributed.watchdog import WAIT
+from app.evaluation.evaluator import evaluation_figures, sampled
+from app.evaluation.metadata import (
+    CHECKPOINT,
+    JUDGE,
+    JUDGES_FILE,
+    JUDGES_FUNCTION,
+    JUDGES_VIEW,
+    MODEL,
+    PROMPTS,
+    Subject,
+    write_subject,
+)
+from app.evaluation.results_file import OfPlaces, PartFile, Questions, check_out, read_parts, read_result, remove_parts
+from app.evaluation.summary import EvaluationReport
 from app.model.kv_cache import DecodeWeights
 from app.prompts.encode import EncodeReport
 from app.records.jsonl import check_output
@@ -34,20 +48,6 @@ from app.runtime.model_spec import ModelInput, check_context, read_model_input
 from app.runtime.pinned_revisions import pinned
 from app.runtime.session import Session
 from app.tracking.rollout_progress import RolloutProgress
-from app.training.evaluate import evaluation_figures, sampled
-from app.training.evaluation_file import OfPlaces, PartFile, Questions, check_out, read_parts, read_result, remove_parts
-from app.training.evaluation_report import EvaluationReport
-from app.training.evaluation_subject import (
-    CHECKPOINT,
-    JUDGE,
-    JUDGES_FILE,
-    JUDGES_FUNCTION,
-    JUDGES_VIEW,
-    MODEL,
-    PROMPTS,
-    Subject,
-    write_subject,
-)
 from settings import Resolved, Settings
 from settings.fields import value_of
 from settings.reward_section import RewardFunction

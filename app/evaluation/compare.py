@@ -8,13 +8,18 @@ from pathlib import Path
 
 import numpy as np
 
-from app.records.jsonl import check_distinct, read_jsonl
-from app.records.sample import Prompt, Sample
-from app.records.sample_json import sample_from_record
-from app.report.intervals import Measured, mean_interval, sign_test
-from app.report.paired import Comparison, PairedRow, check_picture, is_told, write_picture
-from app.reward.tasks import is_task_reward, right_vote
-from app.training.evaluation_figures import (
+from app.evaluation.metadata import (
+    CHECKPOINT,
+    JUDGE,
+    JUDGES_FILE,
+    JUDGES_FUNCTION,
+    MODEL,
+    PROMPTS,
+    Subject,
+    facts_file,
+    read_subject,
+)
+from app.evaluation.metrics import (
     ACCURACY,
     DIFFICULTY,
     ERROR_COUNT,
@@ -26,17 +31,12 @@ from app.training.evaluation_figures import (
     mean_figure,
     prompt_columns,
 )
-from app.training.evaluation_subject import (
-    CHECKPOINT,
-    JUDGE,
-    JUDGES_FILE,
-    JUDGES_FUNCTION,
-    MODEL,
-    PROMPTS,
-    Subject,
-    facts_file,
-    read_subject,
-)
+from app.evaluation.paired import Comparison, PairedRow, check_picture, is_told, write_picture
+from app.records.jsonl import check_distinct, read_jsonl
+from app.records.sample import Prompt, Sample
+from app.records.sample_json import sample_from_record
+from app.report.intervals import Measured, mean_interval, sign_test
+from app.reward.tasks import is_task_reward, right_vote
 from settings.errors import InputError
 
 COMPARED = {MODEL, CHECKPOINT, PROMPTS}

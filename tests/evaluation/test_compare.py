@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from app.evaluation.metadata import CHECKPOINT, JUDGE, JUDGES_FILE, JUDGES_FUNCTION, Subject, write_subject
 from app.records.jsonl import read_jsonl, write_jsonl
 from app.report.intervals import wilson_interval
-from app.training.evaluation_subject import CHECKPOINT, JUDGE, JUDGES_FILE, JUDGES_FUNCTION, Subject, write_subject
 from tests.program import here, metrics_of
 
 

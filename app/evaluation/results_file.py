@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from app.distributed.lockstep import of_host
+from app.evaluation.metadata import Subject, begins_as_subject, facts_file, read_subject, subject_from_json
 from app.records.file_lock import open_exclusive
 from app.records.jsonl import read_jsonl_lines, to_line
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import sample_from_record, sample_to_record
 from app.reward.aggregate import ERRORS_FIELD
-from app.training.evaluation_subject import Subject, begins_as_subject, facts_file, read_subject, subject_from_json
 from settings.errors import InputError
 
 PART = ".part"

@@ -8,14 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.records.jsonl import read_jsonl
-from app.records.sample import DROPPED, Prompt, Sample
-from app.report.intervals import wilson_interval
-from app.reward.aggregate import Scored, weigh
-from app.reward.outcome import Outcome
-from app.tracking.console import evaluation_line
-from app.training.evaluate import evaluation_metrics
-from app.training.evaluation_figures import (
+from app.evaluation.evaluator import evaluation_metrics
+from app.evaluation.metrics import (
     DIFFICULTY,
     OTHER_VALUES,
     check_best_metric,
@@ -23,6 +17,12 @@ from app.training.evaluation_figures import (
     figures_of,
     prompt_columns,
 )
+from app.records.jsonl import read_jsonl
+from app.records.sample import DROPPED, Prompt, Sample
+from app.report.intervals import wilson_interval
+from app.reward.aggregate import Scored, weigh
+from app.reward.outcome import Outcome
+from app.tracking.console import evaluation_line
 from settings import InputError, load
 from tests.program import metrics_of
 

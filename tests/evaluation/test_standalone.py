@@ -16,11 +16,11 @@ import jax
 import numpy as np
 import pytest
 
+from app.evaluation.metadata import JUDGE, Subject
+from app.evaluation.results_file import PartFile
+from app.evaluation.standalone import decode_weights, read_evaluation_input
 from app.records.jsonl import write_jsonl
 from app.runtime.session import Session
-from app.training.evaluate_model import decode_weights, read_evaluation_input
-from app.training.evaluation_file import PartFile
-from app.training.evaluation_subject import JUDGE, Subject
 from settings import InputError, load
 from tests.program import digest_of, here, metrics_of, records_of, settings, train_here
 from tests.tiny_directory import write_model

@@ -11,6 +11,7 @@ from app.distributed.collectives import max_over_hosts
 from app.distributed.lockstep import host_run, longest_run
 from app.distributed.preemption import stopped_together
 from app.distributed.tables import table_over_hosts
+from app.evaluation.metrics import figures_of, prompt_columns
 from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.report.intervals import Measured
@@ -18,7 +19,6 @@ from app.reward.aggregate import Scored
 from app.reward.plugin import Moment
 from app.reward.rewards import Rewards, judge_of
 from app.runtime.session import Session
-from app.training.evaluation_figures import figures_of, prompt_columns
 from settings import Settings
 
 
