@@ -66,16 +66,16 @@ def rollout(
             if given is not None and wanted != (simulate is not None):
                 raise InputError(f"{option} goes {'with' if wanted else 'without'} --simulate")
         if simulate is not None:
-            from app.training.simulate import simulate as compare_schedules
+            from app.stages.simulate import simulate as compare_schedules
 
             found = compare_schedules(resolved, trace=simulate, cost=cost, out=out, timeline=timeline)
             write(json_text(found.to_dict()) if as_json else found.to_text(), sys.stdout)
             raise typer.Exit
         out = required(out, "--out")
         tell(adapters_left_out(resolved))
-        from app.training import stages
+        from app.stages import rollout
 
-        summary = stages.rollout(resolved, prompts=prompts, limit=limit, out=out, timeline=timeline, log=log)
+        summary = rollout.rollout(resolved, prompts=prompts, limit=limit, out=out, timeline=timeline, log=log)
         if summary is not None:
             write(as_text(summary, as_json=as_json), sys.stdout)
 
@@ -110,9 +110,9 @@ def score(
         samples, out = required(samples, "--input"), required(out, "--out")
         if role == "policy":
             tell(adapters_left_out(resolved))
-        from app.training import score_file
+        from app.stages import score
 
-        summary = score_file.score(resolved, input=samples, out=out, role=role, checks_packing=check_packing)
+        summary = score.score(resolved, input=samples, out=out, role=role, checks_packing=check_packing)
         if summary is not None:
             write(as_text(summary, as_json=as_json), sys.stdout)
 
@@ -170,13 +170,13 @@ def gae(
             if value is not None and bench:
                 raise InputError(f"{option} goes without --bench, which measures every backend on numbers of its own")
         if bench:
-            from app.training import gae_bench
+            from app.stages import gae_benchmark
 
-            measured = gae_bench.bench(resolved, shapes=shapes or BENCH_SHAPES, out=out)
+            measured = gae_benchmark.bench(resolved, shapes=shapes or BENCH_SHAPES, out=out)
             write(json_text(measured.to_dict()) if as_json else measured.to_text(), sys.stdout)
         else:
             source, out = required(source, "--input"), required(out, "--out")
-            from app.training import gae_file
+            from app.stages import gae
 
-            summary = gae_file.estimate(resolved, input=source, out=out)
+            summary = gae.estimate(resolved, input=source, out=out)
             write(as_text(summary, as_json=as_json), sys.stdout)

@@ -26,7 +26,7 @@ from app.records.sample_json import token_ids_from_record
 from app.report.row_pictures import DrawnRow, Piece, file_picture, text_picture
 from app.runtime.micro_batching import Longest, num_tokens_behind, wire_role, wire_update
 from app.runtime.model_spec import read_critic_input, read_model_input
-from app.training.sample_file import check_quota, check_tokens
+from app.stages.sample_reader import check_quota, check_tokens
 from settings import Resolved, Settings
 from settings.checks import check_for_plan
 from settings.errors import InputError

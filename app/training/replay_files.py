@@ -16,7 +16,7 @@ from app.records.sample_json import sample_from_record
 from app.report.run_files import sample_files
 from app.reward.saved import is_judged
 from app.runtime.model_spec import ModelInput
-from app.training.sample_file import check_tokens, digest_of, stamp
+from app.stages.sample_reader import check_tokens, digest_of, stamp
 from settings import Settings
 from settings.errors import InputError
 

@@ -25,7 +25,7 @@ import numpy as np
 from app.rollout.scheduling import traces
 from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.traces import Trace
-from app.training.simulate import compare, worker_specs
+from app.stages.simulate import compare, worker_specs
 from settings.rollout_section import Pdsr, Segment, WorkerPool, Workers
 from settings.schema import Rollout
 

@@ -24,9 +24,9 @@ from app.reward.outcome import Outcome
 from app.runtime.micro_batching import Longest, wire_role
 from app.runtime.model_spec import read_model_input
 from app.runtime.session import Session
+from app.stages.score import Passes
 from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.metrics import reward_counts
-from app.training.score_file import Passes
 from settings import load
 from tests.program import DEADLINE_S, digest_of, here, of_tiny, records_of, settings, started, wait_until
 from tests.tiny_directory import CONFIG, random_tensors, write_model

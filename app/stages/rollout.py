@@ -29,10 +29,10 @@ from app.runtime.host_group import Entered, getting_on, joined_hosts, wait_for_o
 from app.runtime.inputs import encode_rows
 from app.runtime.model_spec import ModelInput, check_context, read_model_input
 from app.runtime.session import Session
+from app.stages.host_shards import Work
+from app.stages.rollout_resume import Past, open_log, run_facts
+from app.stages.simulate import panel, recorded_table
 from app.tracking.rollout_progress import RolloutProgress
-from app.training.rollout_log import Past, open_log, run_facts
-from app.training.rollout_work import Work
-from app.training.simulate import panel, recorded_table
 from settings import Resolved, Settings
 from settings.errors import InputError
 

@@ -32,9 +32,9 @@ from app.runtime.micro_batching import Longest, num_tokens_behind, wire_role
 from app.runtime.model_spec import read_critic_input, read_model_input
 from app.runtime.packing_check import check_packing
 from app.runtime.session import Session
+from app.stages.sample_reader import WINDOW, Extent, SampleFile, check_quota, digest_of
+from app.stages.score_rewards import score_rewards
 from app.tracking.compilation_counter import CompilationCounter
-from app.training.sample_file import WINDOW, Extent, SampleFile, check_quota, digest_of
-from app.training.score_rewards import score_rewards
 from settings import Resolved, Settings
 from settings.errors import InputError
 from settings.schema import ScoredRole

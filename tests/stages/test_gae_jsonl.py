@@ -15,8 +15,8 @@ from app.records.jsonl import write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import credited_sample, sample_to_record
 from app.runtime.advantages import wire_gae_credit
-from app.training.gae_file import whitener
-from app.training.gae_samples import Placed, SampleFile, sample_windows
+from app.stages.gae import whitener
+from app.stages.gae_jsonl import Placed, SampleFile, sample_windows
 from settings import load
 from tests.program import here, records_of
 from tests.tiny import make_sample

@@ -11,10 +11,9 @@ import pytest
 
 from app.records.jsonl import write_jsonl
 from app.runtime import advantages
-from app.training import gae_tally
-from app.training.gae_file import whitener
-from app.training.gae_matrices import MatrixFile
-from app.training.gae_samples import SampleFile
+from app.stages.gae import whitener
+from app.stages.gae_jsonl import SampleFile
+from app.stages.gae_npz import MatrixFile
 from settings import Settings, load
 from settings.errors import InputError
 from tests.advantage.gae_oracle import Case, oracle

@@ -11,10 +11,10 @@ from app.mesh import topology
 from app.mesh.device_memory import peak_memory_bytes
 from app.records.jsonl import check_output
 from app.records.moments import Moments, whiten
+from app.stages.gae_jsonl import SampleFile
+from app.stages.gae_npz import MatrixFile
+from app.stages.gae_summary import Finish, not_applied
 from app.tracking.compilation_counter import CompilationCounter
-from app.training.gae_matrices import MatrixFile
-from app.training.gae_samples import SampleFile
-from app.training.gae_tally import Finish, not_applied
 from settings import Resolved
 from settings.errors import InputError
 from settings.mesh_section import Mesh

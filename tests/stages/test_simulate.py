@@ -17,7 +17,7 @@ from app.rollout.scheduling import traces
 from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import Event, Submitted, WorkerJoined, WorkerLost
 from app.rollout.scheduling.metrics import figures
-from app.training.simulate import ORACLE, panel, worker_specs
+from app.stages.simulate import ORACLE, panel, worker_specs
 from settings.schema import Rollout
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 
@@ -126,6 +126,6 @@ def test_a_picture_begins_with_the_first_submission_and_shows_workers_that_are_g
 
 
 def test_simulating_never_imports_jax() -> None:
-    program = "import sys, app.training.simulate; print([name for name in ('jax', 'flax') if name in sys.modules])"
+    program = "import sys, app.stages.simulate; print([name for name in ('jax', 'flax') if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

@@ -15,7 +15,7 @@ from app.records.moments import Moments, joint_moments, merged
 from app.records.sample import Sample
 from app.records.sample_json import credited_sample
 from app.runtime.advantages import wire_gae_credit
-from app.training.gae_tally import Finish, Progress, Tally, check_trainable, choice_of
+from app.stages.gae_summary import Finish, Progress, Tally, check_trainable, choice_of
 from settings import Settings
 from settings.errors import InputError
 

@@ -31,8 +31,8 @@ from app.runtime.host_group import joined_hosts, unwatched, wait_for_others
 from app.runtime.inputs import data_columns, overlong_penalty
 from app.runtime.reward_model import RewardModel, RewardModelInput, read_reward_model
 from app.runtime.session import open_mesh
+from app.stages.sample_reader import digest_of
 from app.tracking.metrics import host_counts
-from app.training.sample_file import digest_of
 from settings import Resolved, Settings
 from settings.errors import InputError
 

@@ -11,7 +11,7 @@ import pytest
 from app.records.jsonl import write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
-from app.training.sample_file import Extent, SampleFile
+from app.stages.sample_reader import Extent, SampleFile
 from settings.errors import InputError
 from tests.tiny import ODD, random_samples
 

@@ -14,7 +14,7 @@ from app.advantage.token_credit import TokenCredit, TokenRows
 from app.records.moments import Moments, merged, moments
 from app.records.npz import Matrix, open_matrices, replacing_matrices
 from app.runtime.advantages import wire_gae
-from app.training.gae_tally import Finish, Progress, Tally, check_trainable, choice_of
+from app.stages.gae_summary import Finish, Progress, Tally, check_trainable, choice_of
 from settings import Settings
 from settings.errors import InputError
 

@@ -14,9 +14,9 @@ import pytest
 from jax.experimental import io_callback
 
 from app.advantage.gae.estimate import generalized_advantages
-from app.training import gae_bench
-from app.training.gae_bench import Shape, in_a_loop, interleaved, one_by_one, oracle, parse_shapes
-from app.training.gae_bench_report import Measured, conclusion
+from app.stages import gae_benchmark
+from app.stages.gae_benchmark import Shape, in_a_loop, interleaved, one_by_one, oracle, parse_shapes
+from app.stages.gae_benchmark_report import Measured, conclusion
 from settings.errors import InputError
 from settings.schema import Algorithm
 from tests.advantage import gae_oracle
@@ -76,7 +76,7 @@ def test_the_error_is_looked_for_in_rows_from_the_first_to_the_last(monkeypatch:
         return tuple(np.asarray(part) + (np.arange(len(rewards)) == len(rewards) - 1)[:, None] for part in credit)
 
     monkeypatch.setattr(gae_bench, "generalized_advantages", wrong_at_the_end)
-    report = gae_bench.measure(Algorithm(), [Shape(40, 8)], num_repeats=1)
+    report = gae_benchmark.measure(Algorithm(), [Shape(40, 8)], num_repeats=1)
     assert all(case.max_error > 0.01 for case in report.cases)
 
 

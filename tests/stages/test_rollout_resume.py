@@ -14,7 +14,7 @@ import pytest
 from app.rollout.scheduling.event_log import EventLog, RunFacts, read_log
 from app.rollout.scheduling.events import RowReport, SegmentEnded, Submitted, WorkerJoined
 from app.runtime.model_spec import read_model_input
-from app.training.rollout_log import Past, run_facts
+from app.stages.rollout_resume import Past, run_facts
 from settings import load
 from tests.program import DEADLINE_S, NUM_DEVICES, digest_of, here, records_of, settings, started, wait_until
 from tests.rollout.scheduling.driving import make_scheduler, samples

@@ -24,7 +24,8 @@ from app.advantage.gae.estimate import BACKENDS, generalized_advantages
 from app.records.atomic_write import write_whole
 from app.records.jsonl import check_output
 from app.report.gae_picture import speed_picture
-from app.training.gae_bench_report import (
+from app.stages.gae import start_alone
+from app.stages.gae_benchmark_report import (
     BYTES_PER_TOKEN,
     LONGEST_CALL_S,
     BenchReport,
@@ -33,8 +34,7 @@ from app.training.gae_bench_report import (
     conclusion,
     panels,
 )
-from app.training.gae_file import start_alone
-from app.training.gae_tally import WITH_CHUNKS
+from app.stages.gae_summary import WITH_CHUNKS
 from settings import Resolved
 from settings.errors import InputError
 from settings.schema import Algorithm

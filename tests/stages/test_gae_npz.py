@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from app.runtime import advantages
-from app.training.gae_file import whitener
-from app.training.gae_matrices import MatrixFile
+from app.stages.gae import whitener
+from app.stages.gae_npz import MatrixFile
 from settings import load
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from app.records.sample import Prompt
-from app.training.rollout_work import Work
+from app.stages.host_shards import Work
 from settings import Settings
 from settings.schema import Rollout
 
