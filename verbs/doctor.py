@@ -22,7 +22,7 @@ def doctor(
     with errors_for_people(debug):
         # What else is amiss with the settings is one of the findings.
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
-        from app.training.doctor import examine
+        from app.preflight.doctor import examine
 
         found = examine(resolved)
         if found.host == 0:

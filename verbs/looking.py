@@ -48,11 +48,11 @@ def inspect_mesh(
         if compiles and plan is not None:
             raise InputError("--compile goes without --plan, which needs no programs")
         if plan is None:
-            from app.training.inspect_mesh import inspect_mesh as look_at
+            from app.preflight.inspect_mesh import inspect_mesh as look_at
 
             report = look_at(resolved, compiles=compiles)
         else:
-            from app.training.inspect_plan import inspect_plan
+            from app.preflight.packing_report import inspect_plan
 
             report = inspect_plan(resolved, file=plan, role=role or "update", picture=picture)
         write(json_text(report.to_dict()) if as_json else report.to_text(), sys.stdout)

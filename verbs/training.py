@@ -64,7 +64,7 @@ def train(
         flags = NO_FLAGS if config == named else _name_of_replay(config, overrides)
         resolved = resolve(config, overrides, flags=flags, print_config=print_config, check=check)
         if dry_run:
-            from app.training.dry_run import look_ahead
+            from app.preflight.dry_run import look_ahead
 
             found = look_ahead(resolved, resume=resume, asked=_asked(from_rollouts, checkpoint))
             if found is not None:

@@ -3,7 +3,7 @@
     python scripts/bench/collective_bytes.py [--rows 128] [--new-tokens 1024] [--out FILE.json]
 
 Baseline of the ratios: fsdp-decode, the layout of the historic runner and of MaxText-like samplers, where weights stay
-split as they are trained and every decode step gathers them. Read from compiled programs (`app/mesh/collectives.py`) on
+split as they are trained and every decode step gathers them. Read from compiled programs (`app/preflight/collectives.py`) on
 8 virtual CPU devices; nothing is run. Hosts are the first and the last four of them at v4-16, all of them at v5e-8.
 
 A decode program is a loop over tokens, as the engine's; what is counted is one turn of it, and what XLA moved before
@@ -29,7 +29,6 @@ from jax.sharding import AxisType, Mesh
 from shapes import QWEN2_5_1_5B, QWEN2_5_7B
 
 from app.mesh.axis_rules import AXES
-from app.mesh.collectives import Collective, collectives_of, traffic
 from app.mesh.placement import abstract, row_sharding
 from app.mesh.simulated_slice import parse_slice
 from app.model.architecture import Architecture
@@ -43,6 +42,7 @@ from app.model.kv_cache import (
     decode_weights,
 )
 from app.model.token_logprobs import scaled_logits
+from app.preflight.collectives import Collective, collectives_of, traffic
 from app.rollout.sampling import SamplingRules, draw
 from settings.rollout_section import DecodeLayout
 

@@ -25,11 +25,11 @@ from memory_estimate import SHAPES
 from app.mesh import topology
 from app.mesh.placement import abstract, bytes_per_device
 from app.model.quantized import QUANTIZE_BASE
+from app.preflight.compiled_memory import update_programs
+from app.preflight.inspect_mesh import longest_prompt
+from app.preflight.memory import memory_by_phase, shapes_of, state_bytes
 from app.runtime.config_only_spec import read_outline
 from app.runtime.session import Session
-from app.training.inspect_mesh import longest_prompt
-from app.training.memory import memory_by_phase, shapes_of, state_bytes
-from app.training.programs import update_programs
 from app.training.wiring import wire_learning
 from settings import load
 

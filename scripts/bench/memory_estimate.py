@@ -21,10 +21,10 @@ import jax
 from shapes import QWEN2_5
 
 from app.mesh import topology
+from app.preflight.compiled_memory import programs_table
+from app.preflight.inspect_mesh import inspection_of
 from app.runtime.config_only_spec import read_outline
 from app.runtime.session import Session
-from app.training.inspect_mesh import inspection_of
-from app.training.programs import programs_table
 from settings import load
 
 RESULTS = Path(__file__).resolve().parent / "results" / "memory_estimate.json"

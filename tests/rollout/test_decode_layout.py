@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.mesh.collectives import Collective, collectives_of
 from app.mesh.placement import bytes_per_device, row_sharding
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import (
@@ -20,6 +19,7 @@ from app.model.kv_cache import (
     constrain_cache,
     decode_step,
 )
+from app.preflight.collectives import Collective, collectives_of
 from app.records.sample import Sample
 from app.rollout.continuous_batching import ContinuousBatching
 from app.rollout.sampling import SamplingRules

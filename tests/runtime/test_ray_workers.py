@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.preflight.test_dry_run import foreseen
 from tests.program import (
     DEADLINE_S,
     here,
@@ -24,7 +25,6 @@ from tests.program import (
     train_here,
     wait_until,
 )
-from tests.training.test_dry_run import foreseen
 from tests.training.test_slots import SCHEDULED, texts
 
 ACTORS = (*SCHEDULED, "rollout.pool=ray")

@@ -12,8 +12,8 @@ import pytest
 
 from app.training.run import train
 from settings import load
+from tests.preflight.test_dry_run import foreseen
 from tests.program import here, metrics_of, of_tiny, progress_of, records_of, settings, train_here
-from tests.training.test_dry_run import foreseen
 
 SCHEDULED = (
     *("rollout.scheduler=adaptive", "rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4"),

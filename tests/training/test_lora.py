@@ -23,6 +23,7 @@ from app.training.launch import Launch, prepared
 from app.training.opening import open_reference
 from app.training.wiring import Learning, wire_learning
 from settings import InputError, load
+from tests.preflight.test_dry_run import foreseen, held
 from tests.program import (
     assert_same_run,
     digest_of,
@@ -35,7 +36,6 @@ from tests.program import (
     train_here,
 )
 from tests.training.conftest import NO_REPORT, TINY, write_config
-from tests.training.test_dry_run import foreseen, held
 from tests.training.test_slots import SLOTS, texts
 from tests.training.test_two_hosts import assert_same_steps
 from tests.two_hosts import run_on_two_hosts

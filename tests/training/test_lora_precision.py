@@ -15,7 +15,7 @@ from app.model.kv_cache import prefill
 from app.model.lora import UP, joined, merged
 from app.runtime.flops import work_of
 from app.runtime.session import Session
-from tests.training.test_dry_run import foreseen, held
+from tests.preflight.test_dry_run import foreseen, held
 from tests.training.test_lora import LORA, launched
 from tests.training.test_slots import SCHEDULED
 

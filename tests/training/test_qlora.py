@@ -29,6 +29,7 @@ from app.runtime.flops import work_of
 from app.runtime.model_spec import read_model_input
 from app.training.opening import open_reference
 from settings import load
+from tests.preflight.test_dry_run import foreseen, held
 from tests.program import (
     assert_same_run,
     digest_of,
@@ -44,7 +45,6 @@ from tests.quantized import dequantized_params
 from tests.tiny import make_mesh
 from tests.tiny_directory import write_model
 from tests.training.conftest import NO_REPORT, TINY, write_config
-from tests.training.test_dry_run import foreseen, held
 from tests.training.test_lora import NUM_ADAPTERS, NUM_WEIGHTS, PENALISED, UNJUDGED, field_of, launched
 from tests.training.test_slots import SCHEDULED, SLOTS
 from tests.training.test_two_hosts import assert_same_steps

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.training.dry_run import DryRun, look_ahead
+from app.preflight.dry_run import DryRun, look_ahead
 from app.training.replay import Asked
 from settings import load
 from tests.program import (

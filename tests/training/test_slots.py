@@ -10,6 +10,7 @@ import pytest
 from app.mesh.placement import bytes_per_device
 from app.records.sample import Prompt, Sample
 from app.rollout.batch_engine import Engine
+from tests.preflight.test_dry_run import foreseen, launched
 from tests.program import (
     assert_same_run,
     here,
@@ -20,7 +21,6 @@ from tests.program import (
     settings,
     train_here,
 )
-from tests.training.test_dry_run import foreseen, launched
 
 SLOTS = "rollout.slots=8"
 WORKERS = ("rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4")

@@ -9,11 +9,11 @@ import jax
 
 from app.batching.plan import Plan
 from app.mesh.placement import bytes_per_device, num_local_row_shards, num_row_shards
+from app.preflight.activation_memory import WORKING_SET, Held, critic_moments, fullest_of, num_decoding, update_moments
+from app.preflight.memory import Shapes, fullest_mini_batch, plan_of
 from app.rollout.slot_engine import SlotEngine
 from app.runtime.micro_batching import Longest, wire_update
 from app.runtime.session import Session
-from app.training.memory import Shapes, fullest_mini_batch, plan_of
-from app.training.working_set import WORKING_SET, Held, critic_moments, fullest_of, num_decoding, update_moments
 from settings.rollout_section import MAX_SLOTS
 from settings.schema import Algorithm, Critic
 

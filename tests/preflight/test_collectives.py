@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from app.mesh.collectives import Collective, collectives_in, collectives_of, parse_groups, traffic
+from app.preflight.collectives import Collective, collectives_in, collectives_of, parse_groups, traffic
 from tests.tiny import make_mesh
 
 ONE_HOST, TWO_HOSTS = [0] * 8, [0, 0, 0, 0, 1, 1, 1, 1]

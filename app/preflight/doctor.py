@@ -18,29 +18,8 @@ from app.distributed.host_consistency import agree, check_shared, prompts_digest
 from app.distributed.lockstep import together
 from app.mesh import topology
 from app.mesh.device_memory import device_memory_bytes
-from app.prompts.dataset import Dataset
-from app.prompts.source import spread
-from app.records.run_directory import RunDirectory, check_claim
-from app.records.sample import Prompt
-from app.records.versions import lower_bounds
-from app.runtime.host_group import joined_hosts
-from app.runtime.inputs import (
-    DataRows,
-    encode_rows,
-    read_critic,
-    read_held_out_rows,
-    read_judge,
-    read_policy,
-    read_rows,
-)
-from app.runtime.model_spec import CriticInput, ModelInput
-from app.runtime.pinned_revisions import pinned
-from app.runtime.reward_model import RewardModelInput
-from app.runtime.session import Session
-from app.training.findings import RUN_TIME, Diagnosis, Finding, Findings
-from app.training.launch import check_session, facts_of_files, launch_notes
-from app.training.memory import networks_held, state_bytes
-from app.training.surroundings import (
+from app.preflight.check_results import RUN_TIME, Diagnosis, Finding, Findings
+from app.preflight.environment_checks import (
     CACHED,
     HUB_DATA,
     WANDB_KEY,
@@ -61,8 +40,8 @@ from app.training.surroundings import (
     unused_accelerator,
     writes_of,
 )
-from app.training.training_input import check_best, fingerprints_of, fingerprints_of_data
-from app.training.trial import (
+from app.preflight.memory import networks_held, state_bytes
+from app.preflight.model_checks import (
     Seen,
     look_at_end_of_turn,
     look_at_forward,
@@ -72,6 +51,27 @@ from app.training.trial import (
     too_large,
     trial_samples,
 )
+from app.prompts.dataset import Dataset
+from app.prompts.source import spread
+from app.records.run_directory import RunDirectory, check_claim
+from app.records.sample import Prompt
+from app.records.versions import lower_bounds
+from app.runtime.host_group import joined_hosts
+from app.runtime.inputs import (
+    DataRows,
+    encode_rows,
+    read_critic,
+    read_held_out_rows,
+    read_judge,
+    read_policy,
+    read_rows,
+)
+from app.runtime.model_spec import CriticInput, ModelInput
+from app.runtime.pinned_revisions import pinned
+from app.runtime.reward_model import RewardModelInput
+from app.runtime.session import Session
+from app.training.launch import check_session, facts_of_files, launch_notes
+from app.training.training_input import check_best, fingerprints_of, fingerprints_of_data
 from app.training.wiring import wire_learning
 from settings import Resolved, Settings
 from settings.checks import check_for_train

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.training.findings import Diagnosis, Finding, Findings
+from app.preflight.check_results import Diagnosis, Finding, Findings
 from settings.errors import InputError
 
 

@@ -14,12 +14,7 @@ from app.batching.plan import Lengths, Plan
 from app.evaluation.evaluator import evaluation_batch
 from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards
 from app.mesh.topology import num_hosts, platform_of
-from app.records.sample import Prompt
-from app.rollout.batch_engine import BatchShape
-from app.runtime.reward_model import wire_reward
-from app.runtime.session import Session
-from app.training.wiring import Learner, Learning
-from app.training.working_set import (
+from app.preflight.activation_memory import (
     Held,
     Network,
     critic_moments,
@@ -29,6 +24,11 @@ from app.training.working_set import (
     scoring,
     update_moments,
 )
+from app.records.sample import Prompt
+from app.rollout.batch_engine import BatchShape
+from app.runtime.reward_model import wire_reward
+from app.runtime.session import Session
+from app.training.wiring import Learner, Learning
 from settings.schema import ScoredRole
 
 LABELS = {

@@ -13,13 +13,13 @@ import pytest
 
 from app.mesh import topology
 from app.mesh.placement import bytes_per_device
+from app.preflight.activation_memory import num_decoding
+from app.preflight.batch_limits import GRAIN, USABLE, largest
+from app.preflight.inspect_mesh import Inspection, inspection_of, longest_prompt
+from app.preflight.memory import memory_by_phase, shapes_of
 from app.runtime.config_only_spec import read_outline
 from app.runtime.session import Session
-from app.training.inspect_mesh import Inspection, inspection_of, longest_prompt
-from app.training.largest import GRAIN, USABLE, largest
-from app.training.memory import memory_by_phase, shapes_of
 from app.training.wiring import wire_learning
-from app.training.working_set import num_decoding
 from settings import InputError, Settings, load
 from settings.checks import check_for_inspection
 from tests.program import DEADLINE_S, here, of_tiny, settings, started

@@ -13,19 +13,19 @@ from app.distributed.host_consistency import agree
 from app.distributed.lockstep import together
 from app.mesh import topology
 from app.mesh.device_memory import device_memory_bytes
-from app.mesh.inspect import MeshReport, id_ranges, mesh_report
 from app.mesh.placement import bytes_per_device
 from app.model.decoder import by_path
+from app.preflight.activation_memory import Held
+from app.preflight.batch_limits import USABLE, Largest, largest
+from app.preflight.compiled_memory import CompiledProgram, compiled_programs, programs_table
+from app.preflight.memory import Shapes, memory_by_phase, memory_table, shapes_of
+from app.preflight.mesh_layout import MeshReport, id_ranges, mesh_report
 from app.records.sample import Prompt
 from app.runtime.batch_checks import check_host_memory, check_rows
 from app.runtime.config_only_spec import Outline, read_outline
 from app.runtime.session import Session
-from app.training.largest import USABLE, Largest, largest
 from app.training.launch import launch_notes
-from app.training.memory import Shapes, memory_by_phase, memory_table, shapes_of
-from app.training.programs import CompiledProgram, compiled_programs, programs_table
 from app.training.wiring import wire_learning
-from app.training.working_set import Held
 from settings import Resolved
 
 
@@ -51,7 +51,7 @@ class Inspection:
     """How rows are generated, in words."""
     workers: tuple[WorkerPlace, ...]
     memory: Mapping[str, Held]
-    """By phase. What `app.training.memory.LABELS` stars is estimated, the rest follows from shapes."""
+    """By phase. What `app.preflight.memory.LABELS` stars is estimated, the rest follows from shapes."""
     peak_bytes: int
     largest: tuple[Largest, ...]
     """Empty where a device's memory is not known."""

@@ -18,6 +18,7 @@ from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards,
 from app.mesh.topology import platform_of
 from app.model.decoder import DecoderDefinition, Params
 from app.model.row_layout import one_segment
+from app.preflight.check_results import RUN_TIME, Findings
 from app.prompts.encode import to_messages
 from app.prompts.tokenizer import Tokenizer
 from app.records.sample import Messages, Prompt, Sample
@@ -28,7 +29,6 @@ from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, is_task_reward
 from app.runtime.inputs import DataRows, rewards_over
 from app.runtime.reward_model import RewardModel, RewardModelInput
 from app.runtime.session import Session, compute_type
-from app.training.findings import RUN_TIME, Findings
 from settings import Settings
 from settings.errors import InputError
 

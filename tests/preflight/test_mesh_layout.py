@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from app.mesh import topology
-from app.mesh.inspect import DevicePlace, MeshReport, Topology, device_places, mesh_report, weight_placement
 from app.mesh.placement import row_sharding
 from app.mesh.simulated_slice import CHIPS, parse_slice
+from app.preflight.mesh_layout import DevicePlace, MeshReport, Topology, device_places, mesh_report, weight_placement
 from tests.tiny import make_mesh
 
 WEIGHTS = {

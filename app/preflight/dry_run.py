@@ -12,15 +12,15 @@ from app.batching.micro_batches import Cutter, PackedRows
 from app.batching.plan import Plan
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.topology import device_kind_of, num_hosts, pretended
+from app.preflight.activation_memory import Held, fullest_of, rows_per_device
+from app.preflight.memory import Shapes, memory_by_phase, memory_table, shapes_of, state_bytes
 from app.records.run_directory import Resume
 from app.runtime.flops import NO_TOKENS, Tokens, work_of
 from app.runtime.reward_model import wire_reward
 from app.runtime.session import Session
 from app.training.launch import Launch, prepared
-from app.training.memory import Shapes, memory_by_phase, memory_table, shapes_of, state_bytes
 from app.training.replay import Asked
 from app.training.wiring import Learning
-from app.training.working_set import Held, fullest_of, rows_per_device
 from settings import Resolved
 from settings.unread import launch_lines
 
@@ -104,7 +104,7 @@ class DryRun:
     """Passes of a step through the reward model; None without one."""
     num_reward_model_parameters: int
     memory: Mapping[str, Held]
-    """By phase. What `app.training.memory.LABELS` stars is estimated, the rest follows from shapes."""
+    """By phase. What `app.preflight.memory.LABELS` stars is estimated, the rest follows from shapes."""
     peak_bytes: int
     """Of the fullest phase."""
     available_bytes: int | None

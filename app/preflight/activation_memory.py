@@ -31,7 +31,7 @@ from settings.lora_section import Quantization
 from settings.schema import ScoredRole
 
 Held = dict[str, int]
-"""Name of what is held -> its bytes on each device; names are those of `app.training.memory.LABELS`."""
+"""Name of what is held -> its bytes on each device; names are those of `app.preflight.memory.LABELS`."""
 
 WORKING_SET = ("whole_weights", "logits", "logits_work", "activations")
 """What a program holds beside its arguments and outputs, gradients apart."""

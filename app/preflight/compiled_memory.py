@@ -16,10 +16,10 @@ from app.batching.pack import pack_tokens
 from app.batching.plan import MicroBatch, Plan
 from app.mesh.placement import abstract, row_sharding
 from app.mesh.topology import num_hosts
+from app.preflight.activation_memory import WORKING_SET, Held, fullest_of
+from app.preflight.memory import Shapes
 from app.runtime.session import Session
-from app.training.memory import Shapes
 from app.training.wiring import Learner, Learning
-from app.training.working_set import WORKING_SET, Held, fullest_of
 from app.update.aggregation import Totals
 
 

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 from app.model.weight_files import open_model
 
-from app.prompts.tokenizer import Tokenizer, load_tokenizer
-from app.records.sample import Prompt
-from app.training import trial
-from app.training.findings import Finding, Findings
-from app.training.trial import (
+from app.preflight.check_results import Finding, Findings
+from app.preflight.model_checks import (
     Seen,
     end_of_turn,
     look_at_end_of_turn,
@@ -21,6 +18,8 @@ from app.training.trial import (
     probabilities,
     trial_samples,
 )
+from app.prompts.tokenizer import Tokenizer, load_tokenizer
+from app.records.sample import Prompt
 from settings import InputError, Settings, load
 from tests.tiny_directory import TEMPLATE, write_model, write_tokenizer
 

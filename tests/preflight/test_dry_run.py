@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from app.mesh.placement import abstract
+from app.preflight.activation_memory import WORKING_SET, fullest_of, saved_bytes
+from app.preflight.dry_run import DryRun, look_ahead
+from app.preflight.memory import memory_by_phase, shapes_of
 from app.records.sample import Prompt, Sample
 from app.tracking.compilation_counter import CompilationCounter
-from app.training.dry_run import DryRun, look_ahead
 from app.training.launch import Launch, prepared
-from app.training.memory import memory_by_phase, shapes_of
 from app.training.wiring import Learning, wire_learning
-from app.training.working_set import WORKING_SET, fullest_of, saved_bytes
 from app.update.step import Accumulated
 from settings import load
 from tests.program import digest_of, here, settings

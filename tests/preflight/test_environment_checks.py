@@ -14,11 +14,8 @@ import pytest
 from app.model.hub import fetch_from_hub
 from app.model.weight_files import HUB_FILES
 
-from app.records.versions import lower_bounds
-from app.tracking.run_log import lines_of
-from app.training import surroundings
-from app.training.findings import Finding, Findings
-from app.training.surroundings import (
+from app.preflight.check_results import Finding, Findings
+from app.preflight.environment_checks import (
     HubSource,
     Inquiry,
     Writes,
@@ -33,6 +30,8 @@ from app.training.surroundings import (
     unused_accelerator,
     writes_of,
 )
+from app.records.versions import lower_bounds
+from app.tracking.run_log import lines_of
 from settings import Settings, load
 from tests.free_address import free_address
 from tests.local_hub import LocalHub, serve, use_hub

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from app.training import doctor, trial
+from app.preflight import doctor
 from tests.program import digest_of, here, settings
 from tests.reward.processes import children
 from tests.tiny_directory import CONFIG, random_tensors, write_model, write_reward_model
