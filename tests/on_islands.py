@@ -25,7 +25,7 @@ from app.rollout import batch_engine as engine_room
 from app.runtime.model_spec import read_model_input
 from app.runtime.session import Session
 from app.tracking.compilation_counter import CompilationCounter
-from app.training.training_input import read_training_input
+from app.training.inputs import read_training_input
 from settings import load
 
 TINY = (

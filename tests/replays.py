@@ -16,7 +16,7 @@ from app.runtime.pinned_revisions import pinned
 from app.training.replay import Asked, Replay, read_replay
 from settings import load
 from tests.program import here, records_of, settings
-from tests.training.test_ahead import UNJUDGED
+from tests.training.test_async_training import UNJUDGED
 
 
 def replay(rollouts: Path, folder: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Result:

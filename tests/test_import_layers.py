@@ -211,16 +211,16 @@ def test_python_agrees_that_jax_stays_out() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("app.reward.gsm8k", "import app.training.loop"),
+        ("app.reward.gsm8k", "import app.training.trainer"),
         ("app.score.scorer", "from app.update.step import update"),
         ("app.model.decoder", "def build():\n    from app.batching import pack"),
         ("app.mesh.topology", "if TYPE_CHECKING:\n    import app.model.decoder"),
         ("app.mesh.topology", "importlib.import_module('app.model')"),
         ("app.records.sample", "import cli"),
         ("settings.schema", "from app import flow"),
-        ("app.training.loop", "from tests.conftest import REPOSITORY"),
-        ("app.training.loop", "from . import journal"),
-        ("app.training.loop", "import app"),
+        ("app.training.trainer", "from tests.conftest import REPOSITORY"),
+        ("app.training.trainer", "from . import journal"),
+        ("app.training.trainer", "import app"),
         ("app.attic.box", ""),
         ("app", "from app.records.sample import Sample"),
     ],
@@ -234,7 +234,7 @@ def test_the_checker_sees_an_import_against_the_plan(module: str, source: str) -
     [
         ("cli", "from verbs import training\nimport settings"),
         ("verbs.training", "from app.training import run\nfrom verbs.options import Config"),
-        ("app.training.loop", "from app.rollout.batch_engine import Engine\nfrom app.records.sample import Sample"),
+        ("app.training.trainer", "from app.rollout.batch_engine import Engine\nfrom app.records.sample import Sample"),
         ("app.score.scorer", "import app.batching.pack, app.score.roles, numpy"),
     ],
 )

@@ -21,7 +21,7 @@ from app.prompts.arithmetic import make_problems
 from app.prompts.tokenizer import load_tokenizer
 from app.reward.plugin import Moment
 from app.runtime.session import Session
-from app.training.training_input import read_training_input
+from app.training.inputs import read_training_input
 from scripts import make_tiny_model
 from settings import load
 

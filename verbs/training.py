@@ -70,9 +70,9 @@ def train(
             if found is not None:
                 write(json_text(found.to_dict()) if as_json else found.to_text(), sys.stdout)
             raise typer.Exit
-        from app.training import run
+        from app.training import train
 
-        code = run.train(resolved, resume=resume, asked=_asked(from_rollouts, checkpoint))
+        code = train.train(resolved, resume=resume, asked=_asked(from_rollouts, checkpoint))
     raise typer.Exit(code)
 
 

@@ -19,7 +19,7 @@ from app.mesh.topology import num_hosts
 from app.preflight.activation_memory import WORKING_SET, Held, fullest_of
 from app.preflight.memory import Shapes
 from app.runtime.session import Session
-from app.training.wiring import Learner, Learning
+from app.training.learner import Learner, Learning
 from app.update.aggregation import Totals
 
 

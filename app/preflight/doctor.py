@@ -70,9 +70,9 @@ from app.runtime.model_spec import CriticInput, ModelInput
 from app.runtime.pinned_revisions import pinned
 from app.runtime.reward_model import RewardModelInput
 from app.runtime.session import Session
-from app.training.launch import check_session, facts_of_files, launch_notes
-from app.training.training_input import check_best, fingerprints_of, fingerprints_of_data
-from app.training.wiring import wire_learning
+from app.training.inputs import check_best, fingerprints_of, fingerprints_of_data
+from app.training.learner import wire_learning
+from app.training.setup import check_session, facts_of_files, launch_notes
 from settings import Resolved, Settings
 from settings.checks import check_for_train
 from settings.errors import InputError

@@ -18,9 +18,9 @@ from app.records.run_directory import Resume
 from app.runtime.flops import NO_TOKENS, Tokens, work_of
 from app.runtime.reward_model import wire_reward
 from app.runtime.session import Session
-from app.training.launch import Launch, prepared
+from app.training.learner import Learning
 from app.training.replay import Asked
-from app.training.wiring import Learning
+from app.training.setup import Launch, prepared
 from settings import Resolved
 from settings.unread import launch_lines
 

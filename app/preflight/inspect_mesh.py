@@ -24,8 +24,8 @@ from app.records.sample import Prompt
 from app.runtime.batch_checks import check_host_memory, check_rows
 from app.runtime.config_only_spec import Outline, read_outline
 from app.runtime.session import Session
-from app.training.launch import launch_notes
-from app.training.wiring import wire_learning
+from app.training.learner import wire_learning
+from app.training.setup import launch_notes
 from settings import Resolved
 
 

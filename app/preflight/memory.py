@@ -28,7 +28,7 @@ from app.records.sample import Prompt
 from app.rollout.batch_engine import BatchShape
 from app.runtime.reward_model import wire_reward
 from app.runtime.session import Session
-from app.training.wiring import Learner, Learning
+from app.training.learner import Learner, Learning
 from settings.schema import ScoredRole
 
 LABELS = {

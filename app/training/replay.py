@@ -39,7 +39,7 @@ from app.training.replay_files import (
     naming_the_option,
     samples_of,
 )
-from app.training.replay_lines import Source, lines_of
+from app.training.replay_notes import Source, lines_of
 from settings import Settings, load
 from settings.errors import InputError
 from settings.reward_section import Reward

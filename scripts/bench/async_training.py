@@ -17,7 +17,7 @@ import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from app.training.run import train
+from app.training.train import train
 from settings import load
 
 LEADS = (0, 1, 2)

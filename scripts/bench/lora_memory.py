@@ -30,7 +30,7 @@ from app.preflight.inspect_mesh import longest_prompt
 from app.preflight.memory import memory_by_phase, shapes_of, state_bytes
 from app.runtime.config_only_spec import read_outline
 from app.runtime.session import Session
-from app.training.wiring import wire_learning
+from app.training.learner import wire_learning
 from settings import load
 
 RESULTS = Path(__file__).resolve().parent / "results" / "lora_memory.json"

@@ -18,9 +18,9 @@ from app.rollout.batch_engine import Engine
 from app.runtime.session import Session
 from app.tracking.console import Board
 from app.tracking.timer import Timer
-from app.training.launch import Launch, prepared
-from app.training.loop import Trainer
-from app.training.wiring import wire_learning
+from app.training.learner import wire_learning
+from app.training.setup import Launch, prepared
+from app.training.trainer import Trainer
 
 
 def main() -> None:

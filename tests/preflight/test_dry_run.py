@@ -20,8 +20,8 @@ from app.preflight.dry_run import DryRun, look_ahead
 from app.preflight.memory import memory_by_phase, shapes_of
 from app.records.sample import Prompt, Sample
 from app.tracking.compilation_counter import CompilationCounter
-from app.training.launch import Launch, prepared
-from app.training.wiring import Learning, wire_learning
+from app.training.learner import Learning, wire_learning
+from app.training.setup import Launch, prepared
 from app.update.step import Accumulated
 from settings import load
 from tests.program import digest_of, here, settings

@@ -19,7 +19,7 @@ from app.preflight.inspect_mesh import Inspection, inspection_of, longest_prompt
 from app.preflight.memory import memory_by_phase, shapes_of
 from app.runtime.config_only_spec import read_outline
 from app.runtime.session import Session
-from app.training.wiring import wire_learning
+from app.training.learner import wire_learning
 from settings import InputError, Settings, load
 from settings.checks import check_for_inspection
 from tests.program import DEADLINE_S, here, of_tiny, settings, started

@@ -11,7 +11,7 @@ import pytest
 from app.advantage.group import ADVANTAGES
 from app.records.sample import Sample
 from app.runtime.advantages import wire_crediting, wire_gae_credit, wire_return_credit
-from app.training.wiring import wire_loss
+from app.training.learner import wire_loss
 from app.update.aggregation import token_mean
 from settings import Settings, load
 from tests.tiny import make_sample, one_a_row

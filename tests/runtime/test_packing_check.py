@@ -16,7 +16,7 @@ from app.model.row_layout import one_segment
 import app.model.decoder as decoder
 from app.runtime.packing_check import check_packing, random_samples
 from app.runtime.session import Session
-from app.training.launch import prepared
+from app.training.setup import prepared
 from settings import load
 from tests.tiny_directory import write_model
 

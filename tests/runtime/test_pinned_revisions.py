@@ -10,7 +10,7 @@ from app.model.weight_files import open_model
 
 from app.records.run_directory import Resume, RunDirectory
 from app.runtime.pinned_revisions import pinned, record_commits
-from app.training.training_input import read_training_input
+from app.training.inputs import read_training_input
 from settings import InputError, load
 from tests.local_hub import serve, use_hub
 from tests.program import train_here

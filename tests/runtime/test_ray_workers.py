@@ -25,7 +25,7 @@ from tests.program import (
     train_here,
     wait_until,
 )
-from tests.training.test_slots import SCHEDULED, texts
+from tests.training.test_slot_engine import SCHEDULED, texts
 
 ACTORS = (*SCHEDULED, "rollout.pool=ray")
 needs_ray = pytest.mark.skipif(

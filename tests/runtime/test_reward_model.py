@@ -28,7 +28,7 @@ from tests.model.test_parity import SIZES, SWITCHES, import_reference
 from tests.program import here, metrics_of, settings, train_here
 from tests.tiny import make_mesh, make_sample
 from tests.tiny_directory import write_reward_model, write_tokenizer
-from tests.training.test_loop import samples_of
+from tests.training.test_trainer import samples_of
 
 QUIET = ("eval.every_steps=0", "run.steps=2")
 QUESTIONS = ("1+2=?", "30-4=?", "5=?")

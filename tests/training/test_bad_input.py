@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from app.mesh.placement import num_local_row_shards
-from app.training.launch import prepared
+from app.training.setup import prepared
 from settings import load
 from tests.program import digest_of, train_here
 from tests.tiny import make_mesh

@@ -19,9 +19,9 @@ from app.model.lora import DOWN, UP, merged
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
 from app.runtime.flops import work_of
-from app.training.launch import Launch, prepared
-from app.training.opening import open_reference
-from app.training.wiring import Learning, wire_learning
+from app.training.initial_state import open_reference
+from app.training.learner import Learning, wire_learning
+from app.training.setup import Launch, prepared
 from settings import InputError, load
 from tests.preflight.test_dry_run import foreseen, held
 from tests.program import (
@@ -36,7 +36,7 @@ from tests.program import (
     train_here,
 )
 from tests.training.conftest import NO_REPORT, TINY, write_config
-from tests.training.test_slots import SLOTS, texts
+from tests.training.test_slot_engine import SLOTS, texts
 from tests.training.test_two_hosts import assert_same_steps
 from tests.two_hosts import run_on_two_hosts
 

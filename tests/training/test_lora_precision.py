@@ -17,7 +17,7 @@ from app.runtime.flops import work_of
 from app.runtime.session import Session
 from tests.preflight.test_dry_run import foreseen, held
 from tests.training.test_lora import LORA, launched
-from tests.training.test_slots import SCHEDULED
+from tests.training.test_slot_engine import SCHEDULED
 
 BFLOAT16 = "model.dtype=bfloat16"
 FIRST_STEPS = 1e-4

@@ -20,9 +20,9 @@ from app.checkpoint.train_state import RunState
 from app.records.sample import Sample
 from app.tracking.console import Board
 from app.tracking.timer import Timer
-from app.training.launch import prepared
-from app.training.loop import Trainer
-from app.training.wiring import wire_learning
+from app.training.learner import wire_learning
+from app.training.setup import prepared
+from app.training.trainer import Trainer
 from settings import load
 from tests.program import (
     assert_same_run,

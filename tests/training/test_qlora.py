@@ -27,7 +27,7 @@ from app.records.versions import NOT_INSTALLED
 from app.runtime import model_spec
 from app.runtime.flops import work_of
 from app.runtime.model_spec import read_model_input
-from app.training.opening import open_reference
+from app.training.initial_state import open_reference
 from settings import load
 from tests.preflight.test_dry_run import foreseen, held
 from tests.program import (
@@ -46,7 +46,7 @@ from tests.tiny import make_mesh
 from tests.tiny_directory import write_model
 from tests.training.conftest import NO_REPORT, TINY, write_config
 from tests.training.test_lora import NUM_ADAPTERS, NUM_WEIGHTS, PENALISED, UNJUDGED, field_of, launched
-from tests.training.test_slots import SCHEDULED, SLOTS
+from tests.training.test_slot_engine import SCHEDULED, SLOTS
 from tests.training.test_two_hosts import assert_same_steps
 from tests.two_hosts import run_on_two_hosts
 

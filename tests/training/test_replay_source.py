@@ -12,13 +12,13 @@ import pytest
 
 from app.records.run_directory import RunDirectory
 from app.records.sample import DROPPED, Sample
+from app.training.inputs import read_training_input
 from app.training.replay import Asked, Replay, known_run
-from app.training.training_input import read_training_input
 from settings import load
 from tests.program import records_of
 from tests.replays import looked, rewrite, step_file, write
 from tests.tiny_directory import write_model, write_tokenizer
-from tests.training.test_ahead import UNJUDGED
+from tests.training.test_async_training import UNJUDGED
 
 
 def samples_of(replay: Replay, step: int) -> list[Sample]:

@@ -17,7 +17,7 @@ from app.rollout.sampling import NON_FINITE
 from app.runtime.session import Session
 from tests.program import here, metrics_of, settings, train_here
 from tests.reward.processes import children
-from tests.training.test_loop import samples_of
+from tests.training.test_trainer import samples_of
 from tests.two_hosts import run_on_two_hosts
 
 PLUG = """\

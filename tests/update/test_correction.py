@@ -14,7 +14,7 @@ import pytest
 
 from app.batching.pack import pack_per_token
 from app.records.sample import Sample
-from app.training.wiring import LOG_RATIOS, LOG_WEIGHTS
+from app.training.learner import LOG_RATIOS, LOG_WEIGHTS
 from app.update.aggregation import Totals, aggregations
 from app.update.correction import Bound, Correction, masked, token_log_weight, truncated
 from app.update.kl import k3

@@ -13,7 +13,7 @@ import pytest
 
 from app.advantage.group import credit_by_group, penalised_rewards, rloo_advantages
 from app.records.sample import Sample
-from app.training.wiring import LOG_RATIOS, LOG_WEIGHTS
+from app.training.learner import LOG_RATIOS, LOG_WEIGHTS
 from app.update.aggregation import aggregations
 from app.update.correction import Correction, masked, truncated
 from app.update.kl import k1, k3

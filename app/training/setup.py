@@ -27,9 +27,9 @@ from app.runtime.model_spec import adapter_lines
 from app.runtime.pinned_revisions import pinned
 from app.runtime.placement_notes import placement_lines
 from app.runtime.session import Session
+from app.training.inputs import TrainingInput, read_training_input
+from app.training.learner import Learning, wire_learning
 from app.training.replay import Asked, known_run
-from app.training.training_input import TrainingInput, read_training_input
-from app.training.wiring import Learning, wire_learning
 from settings import Resolved, Settings
 
 

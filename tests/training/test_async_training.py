@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.training.run import train
+from app.training.train import train
 from settings import load
 from tests.preflight.test_dry_run import foreseen
 from tests.program import here, metrics_of, of_tiny, progress_of, records_of, settings, train_here

@@ -14,7 +14,7 @@ from app.records.sample import Prompt, Sample
 from app.runtime.session import Session
 from app.tracking.console import Board
 from app.tracking.timer import Timer
-from app.training.rounds import Ahead, OnPolicy, RoundPrompts
+from app.training.rollout_source import Ahead, OnPolicy, RoundPrompts
 from settings import load
 from tests.tiny import make_prompt, make_sample
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.training.wiring import wire_correction, wire_loss
+from app.training.learner import wire_correction, wire_loss
 from app.update.correction import geometric_log_weight, masked, sequence_log_weight, truncated
 from app.update.kl import k1, k2, k3
 from app.update.objective import own_logprobs, scored_logprobs

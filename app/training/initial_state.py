@@ -17,8 +17,8 @@ from app.runtime.pinned_revisions import record_commits
 from app.runtime.reward_model import RewardModel
 from app.runtime.session import Session
 from app.tracking.run_log import Journal, NoJournal
-from app.training.launch import Launch
-from app.training.wiring import Learning
+from app.training.learner import Learning
+from app.training.setup import Launch
 from app.update.optimizer import TrainState
 
 

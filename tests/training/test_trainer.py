@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from app.records.jsonl import read_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
-from app.training.run import train
+from app.training.train import train
 from settings import load
 from tests.program import (
     DEADLINE_S,

@@ -33,9 +33,9 @@ from app.tracking.metrics import reward_counts, sample_metrics
 from app.tracking.performance import rollout_performance, schedule_performance, staleness_metrics
 from app.tracking.timer import Timer
 from app.training.dynamic_sampling import Refilled, refill, refill_metrics
+from app.training.learner import Learning
 from app.training.replay import Replay
-from app.training.rounds import Replayed, Rounds, open_rounds
-from app.training.wiring import Learning
+from app.training.rollout_source import Replayed, Rounds, open_rounds
 from app.update.mini_batches import Epochs, picked
 from settings import Settings
 from settings.schema import ScoredRole
