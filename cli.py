@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
-from verbs import doctor, evaluating, exporting, looking, samples, training
-from verbs.answering import write
+from app.commands import doctor, evaluate, export, inspect, stages, train
+from app.commands.command_support import write
 
 app = typer.Typer(
     help="Trains language models with GRPO on a JAX mesh.",
@@ -26,14 +26,14 @@ app = typer.Typer(
 )
 for verb in (
     doctor.doctor,
-    training.train,
-    evaluating.evaluate,
-    samples.rollout,
-    samples.score,
-    samples.gae,
-    looking.inspect_mesh,
-    looking.report,
-    exporting.export,
+    train.train,
+    evaluate.evaluate,
+    stages.rollout,
+    stages.score,
+    stages.gae,
+    inspect.inspect_mesh,
+    inspect.report,
+    export.export,
 ):
     app.command()(verb)
 

@@ -178,7 +178,7 @@ def test_bad_input_is_one_message_on_stderr_and_exit_code_2(
 def test_settings_are_a_run_s_where_what_is_named_lies_in_its_folders_and_that_is_told(
     tmp_path: Path, place: str, is_of_run: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from verbs.answering import config_of_run
+    from app.commands.command_support import config_of_run
 
     file = tmp_path.resolve() / "run" / "settings.yaml"
     file.parent.mkdir()
@@ -232,7 +232,7 @@ def test_debug_shows_the_traceback_of_an_input_error() -> None:
 def in_process(verb: str, statement: str) -> subprocess.CompletedProcess[str]:
     """What the command line makes of a statement that runs in the middle of a verb."""
     program = (
-        "import sys, typer, cli\nfrom settings import InputError\nfrom verbs.answering import errors_for_people\n"
+        "import sys, typer, cli\nfrom settings import InputError\nfrom app.commands.command_support import errors_for_people\n"
         f"sys.argv = {['grpo', verb]!r}\n"
         "@cli.app.command()\n"
         f"def {verb}() -> None:\n"
@@ -292,7 +292,7 @@ def test_secrets_are_never_printed(tmp_path: Path) -> None:
 
 
 def test_json_keeps_letters_readable() -> None:
-    from verbs.answering import as_text
+    from app.commands.command_support import as_text
 
     assert json.loads(as_text({"naïve": 1.5}, as_json=True)) == {"naïve": 1.5}
     assert as_text({"samples": 8, "out": "é"}, as_json=False) == "samples  8\nout      é"

@@ -233,7 +233,7 @@ def test_the_checker_sees_an_import_against_the_plan(module: str, source: str) -
     ("module", "source"),
     [
         ("cli", "from verbs import training\nimport settings"),
-        ("verbs.training", "from app.training import run\nfrom verbs.options import Config"),
+        ("app.commands.train", "from app.training import run\nfrom app.commands.options import Config"),
         ("app.training.trainer", "from app.rollout.batch_engine import Engine\nfrom app.records.sample import Sample"),
         ("app.score.scorer", "import app.batching.pack, app.score.roles, numpy"),
     ],

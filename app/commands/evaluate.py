@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
+from app.commands.command_support import errors_for_people, json_text, resolve, tell, under_its_run, write
+from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings import InputError
 from settings.checks import check_for_evaluation
 from settings.unread import adapters_left_out
-from verbs.answering import errors_for_people, json_text, resolve, tell, under_its_run, write
-from verbs.options import AsJson, Config, Debug, Overrides, PrintConfig
 
 
 def evaluate(

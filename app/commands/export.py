@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from app.commands.command_support import as_text, config_of_run, errors_for_people, required, resolve, write
+from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings.checks import check_for_mesh
-from verbs.answering import as_text, config_of_run, errors_for_people, required, resolve, write
-from verbs.options import AsJson, Config, Debug, Overrides, PrintConfig
 
 
 def export(

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from app.commands.command_support import as_text, errors_for_people, json_text, resolve, write
+from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings import InputError
 from settings.checks import check_for_inspection, check_for_mesh
-from verbs.answering import as_text, errors_for_people, json_text, resolve, write
-from verbs.options import AsJson, Config, Debug, Overrides, PrintConfig
 
 
 def inspect_mesh(

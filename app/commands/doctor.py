@@ -6,9 +6,9 @@ import sys
 
 import typer
 
+from app.commands.command_support import errors_for_people, json_text, resolve, write
+from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings.checks import check_for_mesh
-from verbs.answering import errors_for_people, json_text, resolve, write
-from verbs.options import AsJson, Config, Debug, Overrides, PrintConfig
 
 
 def doctor(
