@@ -26,8 +26,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
-from app.model.families import architecture_from_config
-from app.model.weights import expected_entries
 from jaxtyping import Array
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -37,6 +35,8 @@ from app.batching.pack import TokenBatch, pack_tokens
 from app.batching.plan import MicroBatch, RowShape
 from app.batching.row_logprobs import row_logprobs
 from app.model.decoder import DecoderDefinition, Params, by_path
+from app.model.io.families import architecture_from_config
+from app.model.io.hf_weights import expected_entries
 from app.prompts.arithmetic import make_problems
 from app.records.sample import Prompt, Sample
 

@@ -16,6 +16,8 @@ from settings.historic import HISTORIC
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+pytest_plugins = ("tests.run_fixtures",)
+
 # Settings and secrets of whoever runs the suite, the width of their terminal, and what makes typer colour its errors.
 FOREIGN = {name.upper() for name in HISTORIC} | {
     "WANDB_API_KEY",

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from app.model.row_layout import RowLayout
 from hypothesis import strategies as st
+
+from app.model.segment_layout import RowLayout
 
 Lengths = tuple[int, tuple[int, ...]]
 """Of a segment: its prompt's tokens, and those of each completion."""

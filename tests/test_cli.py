@@ -232,7 +232,8 @@ def test_debug_shows_the_traceback_of_an_input_error() -> None:
 def in_process(verb: str, statement: str) -> subprocess.CompletedProcess[str]:
     """What the command line makes of a statement that runs in the middle of a verb."""
     program = (
-        "import sys, typer, cli\nfrom settings import InputError\nfrom app.commands.command_support import errors_for_people\n"
+        "import sys, typer, cli\nfrom settings import InputError\n"
+        "from app.commands.command_support import errors_for_people\n"
         f"sys.argv = {['grpo', verb]!r}\n"
         "@cli.app.command()\n"
         f"def {verb}() -> None:\n"

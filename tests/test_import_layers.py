@@ -15,22 +15,19 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
-    frozenset({"verbs"}),
+    frozenset({"app.commands"}),
+    frozenset({"app.preflight"}),
     frozenset({"app.training"}),
-    frozenset({"app.rollout", "app.reward", "app.score", "app.advantage", "app.update", "app.prompts", "app.report"}),
-    frozenset({"app.batching"}),
+    frozenset({"app.stages", "app.evaluation", "app.export"}),
+    frozenset({"app.tracking"}),
+    frozenset({"app.checkpoint"}),
+    frozenset({"app.runtime"}),
+    frozenset({"app.rollout", "app.score", "app.advantage", "app.update"}),
+    frozenset({"app.prompts", "app.batching"}),
     frozenset({"app.model"}),
     frozenset({"app.mesh"}),
-    frozenset({"app.records.jsonl", "app.records.npz", "app.records.versions", "app.records.sample_json"}),
-    frozenset(
-        {
-            "app.records.sample",
-            "app.records.moments",
-            "app.records.file_lock",
-            "app.records.atomic_write",
-            "app.records.printable",
-        }
-    ),
+    frozenset({"app.reward", "app.report", "app.distributed"}),
+    frozenset({"app.records"}),
     frozenset({"settings"}),
 )
 """Left may import right. Rooms of one layer never import each other."""
@@ -84,7 +81,7 @@ def room_of(dotted: str) -> str | None:
     first, *rest = dotted.split(".")
     if first == "app":
         return ".".join(["app", *rest[:1]])
-    return first if first in {"cli", "verbs", "settings", "tests", "scripts", ""} else None
+    return first if first in {"cli", "settings", "tests", "scripts", ""} else None
 
 
 def wrong_direction(module: str, source: str) -> list[str]:
@@ -155,7 +152,6 @@ def reached(modules: set[str], sources: Mapping[str, str], *, lazily: bool) -> s
 def program_sources() -> dict[str, str]:
     files = [
         *REPOSITORY.glob("cli.py"),
-        *REPOSITORY.glob("verbs/*.py"),
         *REPOSITORY.glob("app/**/*.py"),
         *REPOSITORY.glob("settings/**/*.py"),
     ]

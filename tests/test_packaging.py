@@ -29,7 +29,7 @@ def distribution(requirement: str) -> str:
 
 
 def program_files() -> list[Path]:
-    rooms = (path for room in ("verbs", "app", "settings") for path in REPOSITORY.glob(f"{room}/**/*.py"))
+    rooms = (path for room in ("app", "settings") for path in REPOSITORY.glob(f"{room}/**/*.py"))
     return [REPOSITORY / "cli.py", *rooms]
 
 
@@ -42,7 +42,7 @@ def imported_packages() -> set[str]:
                 names |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 names.add((node.module or "").split(".")[0])
-    return names - set(sys.stdlib_module_names) - {"app", "settings", "cli", "verbs"}
+    return names - set(sys.stdlib_module_names) - {"app", "settings", "cli"}
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +90,10 @@ def test_the_wheel_holds_the_program_and_its_data_and_no_more(unpacked_wheel: Pa
         "app",
         "cli.py",
         "settings",
-        "verbs",
         f"grpo-{PROJECT['version']}.dist-info",
     }
-    packed = files(unpacked_wheel, "verbs", "app", "settings")
-    assert packed == files(REPOSITORY, "verbs", "app", "settings")
+    packed = files(unpacked_wheel, "app", "settings")
+    assert packed == files(REPOSITORY, "app", "settings")
     assert {"app/py.typed", "settings/py.typed", "settings/presets/quickstart.yaml"} <= packed
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from app.model.families import architecture_from_config
-from app.model.weight_files import open_model
-from app.model.weights import load_weights
 
 from app.evaluation.evaluator import evaluate, evaluation_metrics
 from app.mesh import topology
 from app.model.decoder import DecoderDefinition, by_path
+from app.model.io.families import architecture_from_config
+from app.model.io.hf_weights import load_weights
+from app.model.io.model_files import open_model
 from app.prompts.arithmetic import make_problems
 from app.prompts.tokenizer import load_tokenizer
 from app.reward.plugin import Moment

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from app.model.families import architecture_from_config
-from app.model.weights import expected_entries
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from app.model.decoder import DecoderDefinition
+from app.model.io.families import architecture_from_config
+from app.model.io.hf_weights import expected_entries
 
 END, UNKNOWN = "<|end|>", "<|unknown|>"
 CONTROL_TOKENS = (END, UNKNOWN, "<|user|>", "<|assistant|>")

@@ -1,1 +1,1 @@
-"""floats -> credit: advantages of each sample and token."""
+"""Computes advantages of samples and tokens from rewards and values."""

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float32
 
 from app.batching.pack import TokenBatch
 from app.model.decoder import Decoder
-from app.model.row_layout import RowLayout
+from app.model.segment_layout import RowLayout
 from app.model.token_logprobs import Entropy, completion_logprobs, measured_entropy
 
 

@@ -1,0 +1,1 @@
+"""What keeps processes of several hosts together: rendezvous, collectives, preemption, watchdog, shutdown."""

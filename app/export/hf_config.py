@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from app.model.config_fields import Config
-from app.model.families import FAMILIES
+from app.model.io.config_fields import Config
+from app.model.io.families import FAMILIES
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Array
 
 from app.model.decoder import DecoderDefinition, Params, Path, by_path
+from app.model.io.hf_weights import Entry, expected_entries
 from app.model.lora import DOWN, UP, merged
-from app.model.weights import Entry, expected_entries
 
 
 class TensorsOut:

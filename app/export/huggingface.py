@@ -21,18 +21,18 @@ from jax.sharding import Mesh
 
 from app.checkpoint.policy_weights import load_trained
 from app.checkpoint.reader import SavedPolicy
+from app.export.hf_config import GENERATION_CONFIG_FILE, exported_config, exported_generation_config
+from app.export.hf_tensors import TensorsOut
 from app.export.model_card import ADAPTER, CARD_FILE, MERGED, WHOLE, Form, model_card, notes
+from app.export.peft import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, AdaptersOut, adapter_config
+from app.export.safetensors import write_safetensors, write_weights
 from app.export.tokenizer import write_tokenizer
 from app.mesh import topology
-from app.model.config_out import GENERATION_CONFIG_FILE, exported_config, exported_generation_config
 from app.model.decoder import Params
-from app.model.gguf_file import GgufFile
+from app.model.io.gguf import GgufFile
+from app.model.io.hf_weights import load_weights
+from app.model.io.model_files import BUILTIN_PREFIX, CONFIG_FILE
 from app.model.lora import joined
-from app.model.peft_out import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, AdaptersOut, adapter_config
-from app.model.safetensors_out import write_safetensors, write_weights
-from app.model.weight_files import BUILTIN_PREFIX, CONFIG_FILE
-from app.model.weights import load_weights
-from app.model.weights_out import TensorsOut
 from app.records.atomic_write import new_folder
 from app.runtime.model_spec import ModelInput, read_model_input
 from app.runtime.pinned_revisions import pinned

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from app.export.hf_tensors import layer_of
 from app.model.decoder import Params, by_path
+from app.model.io.hf_weights import LAYER_TENSORS
 from app.model.lora import DOWN, UP, LoRA
-from app.model.weights import LAYER_TENSORS
-from app.model.weights_out import layer_of
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"

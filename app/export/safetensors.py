@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.model.weight_files import INDEX_FILE, NUMPY_TYPES, WEIGHTS_FILE, WeightFile
+from app.model.io.model_files import INDEX_FILE, NUMPY_TYPES, WEIGHTS_FILE, WeightFile
 
 SHARD_BYTES = 5_000_000_000
 """Of a file at most, unless a single tensor is larger: what hubs and file systems take without complaint."""

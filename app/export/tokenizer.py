@@ -6,8 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-from app.model.gguf_file import GgufFile
-from app.model.weight_files import ModelFiles
+from app.model.io.gguf import GgufFile
+from app.model.io.model_files import ModelFiles
 from app.prompts.tokenizer import TOKENIZER_FILE, load_fast_tokenizer
 
 CONFIG_FILE = "tokenizer_config.json"

@@ -1,1 +1,1 @@
-"""Where arrays live: topology, the one rule table, placement, the report behind `inspect-mesh`."""
+"""Where arrays are placed: topology, the table of axis rules, placement, submeshes."""

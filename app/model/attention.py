@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from app.model.attention_scores import MASKED, PLAIN, ScoreRule, soft_capped
 from app.model.block_attention import Blocking, block_attention
-from app.model.row_layout import UNSEEN, BlockPairs, RowLayout, Window, block_pairs, visible
-from app.model.score_rule import MASKED, PLAIN, ScoreRule, soft_capped
+from app.model.segment_layout import UNSEEN, BlockPairs, RowLayout, Window, block_pairs, visible
 
 BLOCKING = {"cpu": Blocking(size=64, pairs_at_once=1)}
 """By backend: a CPU wants a pair in its cache, any other as many as keep its threads busy."""

@@ -17,8 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.mesh.axis_rules import on_each_device
-from app.model.row_layout import BlockPairs, RowLayout, visible
-from app.model.score_rule import MASKED, ScoreRule, soft_capped
+from app.model.attention_scores import MASKED, ScoreRule, soft_capped
+from app.model.segment_layout import BlockPairs, RowLayout, visible
 
 # Query heads are split over devices only where the key heads that they share are.
 QUERY = ("rows", "tokens", "kv_heads", "head")

@@ -26,12 +26,12 @@ from jaxtyping import Array, Float, Float32, Int32
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.model.architecture import Architecture
 from app.model.attention import packed_attention, pairs_of_blocks, rotate
+from app.model.attention_scores import ScoreRule, soft_capped
 from app.model.block_attention import KEPT
 from app.model.lora import LoRA, LoRAParam
 from app.model.quantized import QuantizedKernel
 from app.model.rope import rope_frequencies
-from app.model.row_layout import UNSEEN, RowLayout
-from app.model.score_rule import ScoreRule, soft_capped
+from app.model.segment_layout import UNSEEN, RowLayout
 from settings.lora_section import Quantization
 
 Params = dict[str, Any]

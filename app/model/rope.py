@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from app.model.config_fields import Config, positive_float, positive_int
+from app.model.io.config_fields import Config, positive_float, positive_int
 from settings.errors import InputError
 
 DEFAULT_THETA = 10_000.0

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.mesh.axis_rules import constrain, rows_per_device
 from app.model.decoder import Decoder, Head
-from app.model.row_layout import RowLayout
+from app.model.segment_layout import RowLayout
 
 
 def scaled_logits(

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import httpx2
 from huggingface_hub import constants, get_token
 
-from app.model.hub import cached_commit, is_hub_id, newest_commit
-from app.model.weight_files import CONFIG_FILE, HUB_FILES, is_from_hub
+from app.model.io.hub import cached_commit, is_hub_id, newest_commit
+from app.model.io.model_files import CONFIG_FILE, HUB_FILES, is_from_hub
 from app.preflight.check_results import INPUT, RUN_TIME, Findings
 from app.records.versions import NOT_INSTALLED, QUANTIZING, TRAINING, program_facts, release, version_of
 from settings import Settings

@@ -17,7 +17,7 @@ from app.mesh.device_memory import device_memory_bytes
 from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards, row_sharding, to_global, to_local
 from app.mesh.topology import platform_of
 from app.model.decoder import DecoderDefinition, Params
-from app.model.row_layout import one_segment
+from app.model.segment_layout import one_segment
 from app.preflight.check_results import RUN_TIME, Findings
 from app.prompts.encode import to_messages
 from app.prompts.tokenizer import Tokenizer

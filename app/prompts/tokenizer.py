@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from app.model.gguf_file import GgufFile
-from app.model.weight_files import ModelFiles
+from app.model.io.gguf import GgufFile
+from app.model.io.model_files import ModelFiles
 from app.records.sample import Messages
 from settings.errors import InputError
 
@@ -254,6 +254,6 @@ def _eos_ids(files: ModelFiles, tokenizer_eos_id: int) -> tuple[int, ...]:
 
 
 def _num_rows(files: ModelFiles) -> int:
-    """Rows of the embedding matrix; `app.model.families` is who complains of a missing vocab_size."""
+    """Rows of the embedding matrix; `app.model.io.families` is who complains of a missing vocab_size."""
     rows = files.config.get("vocab_size")
     return rows if isinstance(rows, int) else 2**31

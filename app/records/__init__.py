@@ -1,0 +1,1 @@
+"""The records that cross packages, and the files they are written to."""

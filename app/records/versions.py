@@ -19,14 +19,14 @@ QUANTIZING = "qwix"
 
 NOT_INSTALLED = "not installed"
 
-CODE = Path(__file__).resolve().parents[1]
+CODE = Path(__file__).resolve().parents[2]
 """Where `cli.py`, `verbs`, `app` and `settings` lie: a checkout or site-packages."""
 
 
 def code_digest() -> str:
     """Of the program's own source files, wherever they lie."""
     digest = hashlib.sha256()
-    rooms = (CODE / room for room in ("verbs", "app", "settings"))
+    rooms = (CODE / room for room in ("app", "settings"))
     files = [CODE / "cli.py", *(path for room in rooms for path in sorted(room.rglob("*.py")))]
     for path in files:
         digest.update(f"{path.relative_to(CODE).as_posix()}\n".encode())

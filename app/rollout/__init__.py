@@ -1,1 +1,1 @@
-"""token ids -> samples: the sampling rules and the synchronous generation engine."""
+"""Generates samples from prompts: sampling, batch and slot engines, workers and their scheduling."""

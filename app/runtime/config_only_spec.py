@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, ValueDecoder
-from app.model.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
-from app.model.weight_files import open_model, open_outline
+from app.model.io.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
+from app.model.io.model_files import open_model, open_outline
 from app.prompts.tokenizer import load_tokenizer
 from app.runtime.model_spec import CriticInput, ModelInput, adapted_definition, check_context, naming
 from settings import Settings

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, ValueDecoder
-from app.model.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
+from app.model.io.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
+from app.model.io.hf_weights import check_tensors, critic_entries, expected_entries
+from app.model.io.model_files import ModelFiles, open_model
 from app.model.lora import LoRA
 from app.model.quantized import check_quantization
-from app.model.weight_files import ModelFiles, open_model
-from app.model.weights import check_tensors, critic_entries, expected_entries
 from app.prompts.tokenizer import Tokenizer, ids_fingerprint, load_fast_tokenizer, load_tokenizer
 from app.records.versions import QUANTIZING, version_of
 from settings import Settings

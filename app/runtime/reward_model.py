@@ -15,9 +15,9 @@ from app.batching.micro_batches import Cut, FixedRows, PackedRows
 from app.batching.pass_metrics import scoring_metrics
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, ValueDecoder
-from app.model.families import SEQUENCE_CLASSIFICATION, architecture_from_config
-from app.model.weight_files import ModelFiles, open_model
-from app.model.weights import VALUE_HEAD, check_tensors, expected_entries, load_weights
+from app.model.io.families import SEQUENCE_CLASSIFICATION, architecture_from_config
+from app.model.io.hf_weights import VALUE_HEAD, check_tensors, expected_entries, load_weights
+from app.model.io.model_files import ModelFiles, open_model
 from app.prompts.conversation import Conversations, load_conversations
 from app.records.sample import Prompt, Sample
 from app.reward.outcome import Failure, Outcome, one_line

@@ -13,14 +13,15 @@ from jax.sharding import Mesh
 
 from app.batching.micro_batches import Cut, Cutter
 from app.distributed.cancellation import AskedToStop
+from app.distributed.collectives import bytes_over_hosts
 from app.mesh import placement, topology
 from app.mesh.submesh import host_island
 from app.model.architecture import Architecture
 from app.model.decoder import Params
+from app.model.io.hf_weights import critic_entries, load_weights
 from app.model.kv_cache import DecodeWeights
 from app.model.lora import fresh_adapters, joined, merged
 from app.model.quantized import check_is_installed
-from app.model.weights import critic_entries, load_weights
 from app.records.sample import Prompt, Sample
 from app.rollout.async_generation import Generation
 from app.rollout.batch_engine import BatchShape, Engine, Footprint
@@ -285,7 +286,7 @@ class Session:
         if self.workers is None:
             return None
         news = json.dumps(self.workers.take_news()).encode()
-        for told in map(json.loads, placement.bytes_over_hosts(news)):
+        for told in map(json.loads, bytes_over_hosts(news)):
             self.workers.history = {**self.workers.history, **told}
         return self.workers.history
 

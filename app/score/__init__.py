@@ -1,1 +1,1 @@
-"""samples -> per-token logprobs for one role, through batching and policy."""
+"""Computes the logprobs and values of given samples for one role."""

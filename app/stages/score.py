@@ -23,7 +23,7 @@ from app.mesh.device_memory import peak_memory_bytes
 from app.mesh.placement import to_device_memory, to_host_memory
 from app.model.architecture import Architecture
 from app.model.decoder import Params
-from app.model.weight_files import ModelFiles
+from app.model.io.model_files import ModelFiles
 from app.records.jsonl import check_output
 from app.records.sample import Sample
 from app.runtime.batch_checks import check_host_memory

@@ -1,0 +1,1 @@
+"""Metrics, run log, console, timers and profiler of a run."""

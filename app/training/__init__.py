@@ -1,1 +1,1 @@
-"""The only stateful room: the loop and what it keeps on disk."""
+"""One training run: setup, initial state, the step, the step loop, replay."""

@@ -1,1 +1,1 @@
-"""credit -> gradients -> new weights."""
+"""Computes losses and gradients from advantages, and updates the weights."""

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from app.model.row_layout import RowLayout, visible
 from jaxtyping import Array
 
 from app.model.attention import attend, packed_attention, pairs_of_blocks
+from app.model.segment_layout import RowLayout, visible
 
 TOKENS = 8192
 """Of all rows together, whatever their length."""

@@ -3,7 +3,8 @@
     python scripts/bench/collective_bytes.py [--rows 128] [--new-tokens 1024] [--out FILE.json]
 
 Baseline of the ratios: fsdp-decode, the layout of the historic runner and of MaxText-like samplers, where weights stay
-split as they are trained and every decode step gathers them. Read from compiled programs (`app/preflight/collectives.py`) on
+split as they are trained and every decode step gathers them. Read from compiled programs
+(`app/preflight/collectives.py`) on
 8 virtual CPU devices; nothing is run. Hosts are the first and the last four of them at v4-16, all of them at v5e-8.
 
 A decode program is a loop over tokens, as the engine's; what is counted is one turn of it, and what XLA moved before

@@ -17,14 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from app.model.families import architecture_from_config
-from app.model.weight_files import open_model
-from app.model.weights import load_weights
 from jax.sharding import Mesh
 from jaxtyping import Array, UInt32
 
 from app.mesh.topology import make_mesh
 from app.model.decoder import DecoderDefinition
+from app.model.io.families import architecture_from_config
+from app.model.io.hf_weights import load_weights
+from app.model.io.model_files import open_model
 from app.model.kv_cache import DecodeWeights, decode_weights
 from app.records.sample import Prompt
 from app.rollout.generator import Streaming

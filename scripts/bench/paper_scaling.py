@@ -3,7 +3,8 @@
     python scripts/bench/paper_scaling.py [--out FILE.json]
 
 Nothing is measured. Decoding is reckoned by `app/rollout/scheduling/cost_model.py`, FLOPs by `app/model/flops.py`,
-chips by `app/mesh/simulated_slice.py`; every other assumption is printed, in two sets, of which the second is the careful one.
+chips by `app/mesh/simulated_slice.py`; every other assumption is printed, in two sets, of which the second is the
+careful one.
 Baseline of the ratios: the historic runner, which took 12 to 13.5 s a step of Qwen2.5-3B on v6e-8 (rollout 9.5 s,
 update 3.9 s), as its runbook says; not measured again. How long its completions were is not known: at most 1024 tokens.
 """

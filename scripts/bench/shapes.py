@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.model.families import qwen2
+from app.model.io.families import qwen2
 
 
 def _qwen2_5(

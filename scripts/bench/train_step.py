@@ -23,8 +23,8 @@ from typing import Any
 
 import ceilings
 import workload
-from app.model.weight_files import open_model
 
+from app.model.io.model_files import open_model
 from app.prompts.dataset import load_dataset
 from app.prompts.encode import encode_prompts
 from app.prompts.tokenizer import load_tokenizer

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from app.model.config_out import exported_config, exported_generation_config
+
+from app.export.hf_config import exported_config, exported_generation_config
 
 BASE = {"model_type": "qwen2", "hidden_size": 8, "rope_theta": 1e6}
 

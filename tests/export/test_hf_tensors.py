@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from app.model.weights import load_weights
-from app.model.weights_out import TensorsOut
 
+from app.export.hf_tensors import TensorsOut
 from app.model.decoder import DecoderDefinition
+from app.model.io.hf_weights import load_weights
 from app.model.lora import LoRA, merged
 from tests.model.io.test_hf_weights import Held, in_hugging_face_names, random_file
 from tests.tiny import BIASED, EVEN, ODD, SWITCHED, make_mesh, random_params

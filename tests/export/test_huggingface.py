@@ -12,8 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import yaml
-from app.model.weight_files import SafetensorsFiles, open_model
-from app.model.weights import load_weights
 from typer.testing import Result
 
 from app.checkpoint.policy_weights import load_trained
@@ -22,6 +20,8 @@ from app.export.huggingface import Opened, adapter_config_of, check_space, write
 from app.export.model_card import ADAPTER, WHOLE, front_matter, model_card
 from app.mesh import topology
 from app.model.decoder import Params
+from app.model.io.hf_weights import load_weights
+from app.model.io.model_files import SafetensorsFiles, open_model
 from app.model.lora import joined
 from app.runtime.model_spec import ModelInput, read_model_input
 from settings import InputError, Settings, load
@@ -42,7 +42,7 @@ from tests.program import digest_of, here, metrics_of, settings
 from tests.tiny import make_mesh
 from tests.tiny_directory import CHARACTERS, CONTROL_TOKENS, write_tokenizer
 from tests.tiny_directory import write_model as write_base
-from tests.training.conftest import LORA
+from tests.run_fixtures import LORA
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 

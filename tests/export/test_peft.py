@@ -8,15 +8,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from app.model.peft_out import (
+
+from app.export.peft import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_WEIGHTS_FILE,
     PROJECTIONS,
     AdaptersOut,
     adapter_config,
 )
-from app.model.safetensors_out import write_safetensors
-
+from app.export.safetensors import write_safetensors
 from app.model.decoder import DecoderDefinition, Params
 from app.model.lora import LoRA, joined
 from settings.lora_section import PROJECTIONS as TARGETS

@@ -7,11 +7,11 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from app.model.safetensors_out import split, write_weights
-from app.model.weight_files import INDEX_FILE, SafetensorsFiles
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from app.export.safetensors import split, write_weights
+from app.model.io.model_files import INDEX_FILE, SafetensorsFiles
 from tests.model.io.test_hf_weights import Held, Watched
 
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)

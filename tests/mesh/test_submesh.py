@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from app.mesh import submesh
 from app.mesh.submesh import allot, host_island, island
 from settings.errors import InputError
 from settings.rollout_section import WorkerPool
@@ -60,8 +61,8 @@ def test_of_one_host_the_island_is_the_mesh() -> None:
 )
 def test_an_island_has_the_devices_of_its_host_and_keeps_tp_together(hosts, shape, monkeypatch) -> None:
     mesh = make_mesh(shape)
-    monkeypatch.setattr(islands, "host_of", lambda device: hosts[device.id])
-    monkeypatch.setattr(islands, "num_hosts", lambda mesh: 2)
+    monkeypatch.setattr(submesh, "host_of", lambda device: hosts[device.id])
+    monkeypatch.setattr(submesh, "num_hosts", lambda mesh: 2)
     own = host_island(mesh)
     assert [device.id for device in own.devices.flat] == [i for i, host in enumerate(hosts) if host == 0]
     assert own.devices.shape == (1, 4 // shape[2], shape[2])

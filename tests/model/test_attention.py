@@ -3,12 +3,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from app.model.row_layout import one_segment
-from app.model.score_rule import PLAIN, ScoreRule
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.model.attention import attend, cached_attention, packed_attention, rotate
+from app.model.attention_scores import PLAIN, ScoreRule
+from app.model.segment_layout import one_segment
 
 
 def random_qkv(rows=2, tokens=7, query_heads=6, kv_heads=2, head=4, seed=0):

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from app.model.row_layout import UNSEEN, RowLayout, block_pairs
-from app.model.score_rule import PLAIN, ScoreRule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array
 
 from app.model.attention import packed_attention, pairs_of_blocks
+from app.model.attention_scores import PLAIN, ScoreRule
 from app.model.block_attention import Blocking, block_attention
+from app.model.segment_layout import UNSEEN, RowLayout, block_pairs
 from tests.layouts import layout_of, seen, segments_of_rows
 from tests.tiny import make_mesh
 

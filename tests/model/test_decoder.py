@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from app.model.row_layout import RowLayout, one_segment
 from jaxtyping import Array
 
 from app.model.architecture import Architecture
 from app.model.decoder import REMATERIALISED, DecoderDefinition, Params, by_path
 from app.model.rope import rope_frequencies
+from app.model.segment_layout import RowLayout, one_segment
 from app.model.token_logprobs import completion_logprobs
 from tests.layouts import layout_of
 from tests.tiny import BIASED, EVEN, ODD, SWITCHED, assert_trees_close, make_mesh, random_params

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from app.model.row_layout import one_segment
 
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import decode_step, decode_weights, prefill
+from app.model.segment_layout import one_segment
 from tests.tiny import BIASED, ODD, SWITCHED, random_params
 
 ARCHITECTURES = pytest.mark.parametrize(

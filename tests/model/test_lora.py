@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from app.model.row_layout import one_segment
 
 from app.mesh.placement import shardings_of
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, by_path
 from app.model.kv_cache import decode_weights, merged_decode_weights
 from app.model.lora import DOWN, UP, LoRA, fresh_adapters, joined, merged
+from app.model.segment_layout import one_segment
 from settings.lora_section import PROJECTIONS
 from tests.tiny import BIASED, EVEN, ODD, SWITCHED, make_mesh, random_params
 

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from app.model.families import FAMILIES, architecture_from_config
-from app.model.row_layout import RowLayout
-from app.model.weight_files import open_model
-from app.model.weights import load_weights
 from jaxtyping import Array
 
 from app.model.decoder import DecoderDefinition, Params
+from app.model.io.families import FAMILIES, architecture_from_config
+from app.model.io.hf_weights import load_weights
+from app.model.io.model_files import open_model
+from app.model.segment_layout import RowLayout
 from app.model.token_logprobs import completion_logprobs
 from app.rollout.sampling import SamplingRules
 from tests.tiny import make_engine, make_mesh, make_prompt

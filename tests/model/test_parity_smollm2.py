@@ -12,8 +12,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from app.model.row_layout import one_segment
 
+from app.model.segment_layout import one_segment
 from tests.model.test_parity import (
     PackedRows,
     import_reference,

@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from app.model.row_layout import one_segment
-from app.model.weights import load_weights
 
 from app.mesh.placement import bytes_per_device
 from app.model import quantized
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, by_path
+from app.model.io.hf_weights import load_weights
 from app.model.kv_cache import decode_weights
 from app.model.lora import LoRA, joined
 from app.model.quantized import CODES, SCALES, QuantizedKernel, check_is_installed, check_quantization
+from app.model.segment_layout import one_segment
 from app.records.versions import NOT_INSTALLED
 from app.rollout.sampling import SamplingRules
 from settings.errors import InputError

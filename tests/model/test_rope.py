@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from app.model.families import architecture_from_config
 from transformers import LlamaConfig
 
+from app.model.io.families import architecture_from_config
 from app.model.rope import Rope, rope_frequencies
 from settings.errors import InputError
 from tests.model.io.test_families import LLAMA3_SCALING, SIZES

@@ -5,10 +5,10 @@ import functools
 import jax
 import numpy as np
 import pytest
-from app.model.row_layout import UNSEEN, BlockPairs, RowLayout, block_pairs, visible
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.model.segment_layout import UNSEEN, BlockPairs, RowLayout, block_pairs, visible
 from tests.layouts import layout_of, seen, segments_of_rows
 
 SIZE = 4

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from app.model.row_layout import one_segment
 from jaxtyping import Array
 
 from app.model.decoder import DecoderDefinition, Head
+from app.model.segment_layout import one_segment
 from app.model.token_logprobs import completion_logprobs, entropy, measured_entropy, scaled_logits, token_logprobs
 from tests.tiny import ODD, assert_trees_close
 

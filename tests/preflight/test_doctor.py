@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from app.preflight import doctor
+from app.preflight import doctor, model_checks
 from tests.program import digest_of, here, settings
 from tests.reward.processes import children
 from tests.tiny_directory import CONFIG, random_tensors, write_model, write_reward_model
-from tests.training.conftest import NO_REPORT, TINY, write_config
+from tests.run_fixtures import NO_REPORT, TINY, write_config
 
 CANARY = "CANARY-0123456789abcdef"
 Checks = Mapping[str, Mapping[str, Any]]
@@ -158,7 +158,7 @@ def test_without_devices_a_reward_model_is_read_and_not_tried(config: Path, judg
 def test_networks_that_do_not_fit_a_device_are_not_loaded(
     config: Path, judge: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "USABLE", 0.0)
+    monkeypatch.setattr(model_checks, "USABLE", 0.0)
     _, checks, _ = examined("--config", config, *settings(f"reward.model={judge}", *QUIET))
     assert verdicts(checks, "forward", "reward model") == ["skip", "skip"]
     assert all("do not fit in the" in checks[name]["found"] for name in ("forward", "reward model"))

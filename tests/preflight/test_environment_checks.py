@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from app.model.hub import fetch_from_hub
-from app.model.weight_files import HUB_FILES
 
+from app.model.io.hub import fetch_from_hub
+from app.model.io.model_files import HUB_FILES
+from app.preflight import environment_checks
 from app.preflight.check_results import Finding, Findings
 from app.preflight.environment_checks import (
     HubSource,
@@ -171,7 +172,7 @@ def test_the_doctor_looks_at_the_rest_and_fetches_nothing(hub: LocalHub, tmp_pat
 
 
 def test_a_question_that_is_not_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surroundings, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(environment_checks, "PATIENCE_S", 0.01)
     answered = threading.Event()
     inquiry = Inquiry(lambda: str(answered.wait(30)))
     with pytest.raises(ConnectionError, match="no answer in"):
@@ -181,7 +182,7 @@ def test_a_question_that_is_not_answered_is_given_up(monkeypatch: pytest.MonkeyP
     def refuse() -> str:
         raise PermissionError("no")
 
-    monkeypatch.setattr(surroundings, "PATIENCE_S", 30.0)
+    monkeypatch.setattr(environment_checks, "PATIENCE_S", 30.0)
     with pytest.raises(PermissionError, match="no"):
         Inquiry(refuse).reply()
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from app.model.weight_files import open_model
 
+from app.model.io.model_files import open_model
+from app.preflight import model_checks
 from app.preflight.check_results import Finding, Findings
 from app.preflight.model_checks import (
     Seen,
@@ -130,7 +131,7 @@ def test_a_reward_function_that_is_slower_than_a_look_is_given_up_and_told(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, limit: str, told: str
 ) -> None:
     (tmp_path / "plug.py").write_text(text)
-    monkeypatch.setattr(trial, limit, 0.5)
+    monkeypatch.setattr(model_checks, limit, 0.5)
     finding = reward_found(directory, tmp_path / "plug.py")
     assert (finding.verdict, finding.exit_code) == ("warn", 0)
     assert "took more than 0.5 s" in finding.found and told in finding.advice

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from app.model.weight_files import open_model
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from app.model.io.model_files import open_model
 from app.prompts.dataset import Row
 from app.prompts.encode import encode_prompts
 from app.prompts.tokenizer import Tokenizer, load_tokenizer

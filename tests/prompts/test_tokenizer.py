@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from app.model.weight_files import open_model
 from gguf import GGUFWriter
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import Qwen2Tokenizer
 
+from app.model.io.model_files import open_model
 from app.prompts.tokenizer import MAX_TEMPLATE_CHARACTERS, Tokenizer, load_tokenizer
 from settings.errors import InputError
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from app.model.weight_files import ModelFiles, open_model
 from transformers import AutoTokenizer
 
 from app.export.tokenizer import write_tokenizer
+from app.model.io.model_files import ModelFiles, open_model
 from app.prompts.tokenizer import load_fast_tokenizer, load_tokenizer
 from tests.prompts.test_tokenizer import write_directory, write_gguf
 

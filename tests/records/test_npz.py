@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from app.records import npz
 from app.records.npz import open_matrices, replacing_matrices
 from settings.errors import InputError
 
@@ -143,6 +144,6 @@ def test_a_matrix_stored_by_columns_is_read_unless_it_is_large(tmp_path: Path, m
     a = np.arange(70.0).reshape(10, 7)
     np.savez(tmp_path / "x.npz", a=np.asfortranarray(a))
     np.testing.assert_array_equal(whole(tmp_path / "x.npz", "a")["a"], a)
-    monkeypatch.setattr(npz_file, "MAX_FORTRAN_BYTES", 559)
+    monkeypatch.setattr(npz, "MAX_FORTRAN_BYTES", 559)
     with pytest.raises(InputError, match=r"a: stored in Fortran order.* its 560 bytes are too many"):
         whole(tmp_path / "x.npz", "a")

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from app.model.row_layout import one_segment
 
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params
 from app.model.kv_cache import DecodeWeights, prefill
+from app.model.segment_layout import one_segment
 from app.records.sample import Prompt, Sample
 from app.rollout.batch_engine import Engine
 from app.rollout.batch_programs import Rows, decode_loop, open_slots

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from app.model.row_layout import one_segment
 
 import app.model.decoder as decoder
+from app.model.segment_layout import one_segment
 from app.runtime.packing_check import check_packing, random_samples
 from app.runtime.session import Session
 from app.training.setup import prepared

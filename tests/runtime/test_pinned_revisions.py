@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from app.model.weight_files import open_model
 
+from app.model.io.model_files import open_model
 from app.records.run_directory import Resume, RunDirectory
 from app.runtime.pinned_revisions import pinned, record_commits
 from app.training.inputs import read_training_input

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from app.model.families import FAMILIES
-from app.model.row_layout import one_segment
-from app.model.weight_files import open_model
-from app.model.weights import load_weights
 from safetensors.numpy import load_file, save_file
 
+from app.model.io.families import FAMILIES
+from app.model.io.hf_weights import load_weights
+from app.model.io.model_files import open_model
+from app.model.segment_layout import one_segment
 from app.prompts.conversation import load_conversations
 from app.records.jsonl import read_jsonl
 from app.records.sample import Sample

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from app.model.row_layout import one_segment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from app.mesh.placement import abstract
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params
 from app.model.flops import forward_flops
+from app.model.segment_layout import one_segment
 from app.records.sample import Sample
 from app.score.scorer import Scorer
 from app.tracking.compilation_counter import CompilationCounter

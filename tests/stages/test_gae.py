@@ -11,6 +11,7 @@ import pytest
 
 from app.records.jsonl import write_jsonl
 from app.runtime import advantages
+from app.stages import gae_summary
 from app.stages.gae import whitener
 from app.stages.gae_jsonl import SampleFile
 from app.stages.gae_npz import MatrixFile
@@ -205,7 +206,7 @@ def test_the_backend_and_the_chunk_size_reach_the_solver_and_are_told(
         seen.append((rule["backend"], rule["chunk_size"], rule["gamma"]))
         return solve(*arrays, **rule)
 
-    monkeypatch.setattr(crediting, "generalized_advantages", watched)
+    monkeypatch.setattr(advantages, "generalized_advantages", watched)
     arguments = ("--backend", backend, "--chunk-size", "3")
     result = gae(holed(tmp_path, kind), tmp_path / f"out.{kind}", *arguments)
     assert result.exit_code == 0, result.stderr
@@ -396,7 +397,7 @@ def test_other_hosts_have_no_part_in_a_file(tmp_path: Path) -> None:
 def test_what_takes_long_is_told_on_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, rows: str
 ) -> None:
-    monkeypatch.setattr(gae_tally, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(gae_summary, "SECONDS_BETWEEN_LINES", 0.0)
     np.savez(tmp_path / "in.npz", rewards=np.ones((2, 3)), values=np.ones((2, 3)))
     write_jsonl(tmp_path / "in.jsonl", [{"values": [1.0] * 3, "reward": 1.0}] * 2)
     files = {"npz": MatrixFile, "jsonl": SampleFile}

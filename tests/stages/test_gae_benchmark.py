@@ -75,7 +75,7 @@ def test_the_error_is_looked_for_in_rows_from_the_first_to_the_last(monkeypatch:
         credit = generalized_advantages(rewards, *arrays, **rule)
         return tuple(np.asarray(part) + (np.arange(len(rewards)) == len(rewards) - 1)[:, None] for part in credit)
 
-    monkeypatch.setattr(gae_bench, "generalized_advantages", wrong_at_the_end)
+    monkeypatch.setattr(gae_benchmark, "generalized_advantages", wrong_at_the_end)
     report = gae_benchmark.measure(Algorithm(), [Shape(40, 8)], num_repeats=1)
     assert all(case.max_error > 0.01 for case in report.cases)
 

@@ -23,7 +23,7 @@ def test_no_more_rows_are_held_than_a_window_has_tokens_for(tmp_path: Path, monk
         shapes.append(rewards.shape)
         return solve(rewards, *rest, **rule)
 
-    monkeypatch.setattr(crediting, "generalized_advantages", watched)
+    monkeypatch.setattr(advantages, "generalized_advantages", watched)
     file = MatrixFile(tmp_path / "in.npz", load(None, [], {}).settings, window_tokens=100)
     file.write(tmp_path / "out.npz", whitener(None))
     assert shapes == [(6, 16)] * 8 + [(2, 16)]

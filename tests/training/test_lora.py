@@ -35,7 +35,7 @@ from tests.program import (
     settings,
     train_here,
 )
-from tests.training.conftest import NO_REPORT, TINY, write_config
+from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.training.test_slot_engine import SLOTS, texts
 from tests.training.test_two_hosts import assert_same_steps
 from tests.two_hosts import run_on_two_hosts

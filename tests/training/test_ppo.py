@@ -36,7 +36,7 @@ from tests.program import (
 )
 from tests.tiny_directory import write_model
 from tests.tracking.test_glossary import glossary, matches
-from tests.training.conftest import NO_REPORT, write_config
+from tests.run_fixtures import NO_REPORT, write_config
 
 PPO = """\
 run: {{dir: {runs}, name: ppo, steps: 4}}

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from app.model.weights import load_weights
 
 from app.checkpoint.checkpoints import Progress
 from app.checkpoint.policy_weights import load_policy
@@ -20,6 +19,7 @@ from app.checkpoint.train_state import RunState
 from app.evaluation.standalone import read_evaluation_input
 from app.model import quantized
 from app.model.decoder import DecoderDefinition
+from app.model.io.hf_weights import load_weights
 from app.model.lora import DOWN, UP, joined, merged
 from app.model.quantized import CODES, SCALES
 from app.records.sample_json import sample_from_record
@@ -44,7 +44,7 @@ from tests.program import (
 from tests.quantized import dequantized_params
 from tests.tiny import make_mesh
 from tests.tiny_directory import write_model
-from tests.training.conftest import NO_REPORT, TINY, write_config
+from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.training.test_lora import NUM_ADAPTERS, NUM_WEIGHTS, PENALISED, UNJUDGED, field_of, launched
 from tests.training.test_slot_engine import SCHEDULED, SLOTS
 from tests.training.test_two_hosts import assert_same_steps
@@ -123,7 +123,7 @@ def test_a_launch_without_qwix_is_refused_and_an_export_is_not(
     run: Path, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantized, "version_of", lambda name: NOT_INSTALLED)
-    monkeypatch.setattr(model_input, "version_of", lambda name: NOT_INSTALLED)
+    monkeypatch.setattr(model_spec, "version_of", lambda name: NOT_INSTALLED)
     for dry in ((), ("--dry-run",)):
         result = here("train", "--config", config, *dry, *settings(*QLORA))
         assert result.exit_code == 2
@@ -135,7 +135,7 @@ def test_codes_that_another_qwix_would_find_are_refused(
     run: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     had = SavedPolicy.open(run).progress.fingerprints[model_spec.QUANTIZER]
-    monkeypatch.setattr(model_input, "version_of", lambda name: "999.0")
+    monkeypatch.setattr(model_spec, "version_of", lambda name: "999.0")
     resumed = config.parent / "runs" / "tiny"
     shutil.copytree(run, resumed, symlinks=True)
     result = train_here(config, *QLORA, resume="must")

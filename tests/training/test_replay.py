@@ -26,7 +26,7 @@ from tests.program import (
     train_here,
 )
 from tests.replays import assert_refused, replay, replayed, rewrite, step_file, train_on
-from tests.training.conftest import NO_REPORT, write_config
+from tests.run_fixtures import NO_REPORT, write_config
 from tests.training.test_async_training import SCHEDULED, UNJUDGED
 from tests.training.test_ppo import PPO
 from tests.two_hosts import run_on_two_hosts

@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from app.model.weight_files import open_model
 
+from app.model.io.model_files import open_model
 from app.records.jsonl import read_jsonl
 from tests.program import (
     DEADLINE_S,

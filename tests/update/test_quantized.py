@@ -7,9 +7,9 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from app.model.weights import load_weights
 
 from app.model.decoder import DecoderDefinition, Params
+from app.model.io.hf_weights import load_weights
 from app.model.lora import LoRA, joined
 from app.update.objective import make_objective
 from settings.lora_section import PROJECTIONS, Quantization

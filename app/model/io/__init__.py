@@ -1,0 +1,1 @@
+"""Reads checkpoints: model families, safetensors, GGUF files and the Hugging Face hub."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from app.model.architecture import Architecture
-from app.model.config_fields import Config, boolean, json_object, positive_float, positive_int, unless_null
+from app.model.io.config_fields import Config, boolean, json_object, positive_float, positive_int, unless_null
 from app.model.rope import Rope, read_rope
 from settings.errors import InputError
 

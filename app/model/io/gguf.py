@@ -18,7 +18,7 @@ import numpy as np
 from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
-from app.model.fingerprint import Extents
+from app.model.io.fingerprint import Extents
 from settings.errors import InputError
 
 HUGGING_FACE_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}

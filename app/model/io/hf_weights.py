@@ -19,8 +19,8 @@ from jaxtyping import Array
 
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, Path, by_path
+from app.model.io.model_files import WeightFile
 from app.model.quantized import CODES, SCALES, QuantizedKernel
-from app.model.weight_files import WeightFile
 from settings.errors import InputError
 
 LAYER_TENSORS: dict[str, Path] = {

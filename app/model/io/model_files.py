@@ -16,9 +16,9 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from app.model.fingerprint import fingerprint, safetensors_extents
-from app.model.gguf_file import GgufFile
-from app.model.hub import fetch_from_hub
+from app.model.io.fingerprint import fingerprint, safetensors_extents
+from app.model.io.gguf import GgufFile
+from app.model.io.hub import fetch_from_hub
 from settings.errors import InputError
 
 BUILTIN_PREFIX = "builtin:"
@@ -84,7 +84,7 @@ class ModelFiles:
     fingerprint: str
     """The same on every host that has the same model, another one after training, also of adapters that were merged.
 
-    Neither a few other numbers nor forgery need show: see `app.model.fingerprint`.
+    Neither a few other numbers nor forgery need show: see `app.model.io.fingerprint`.
     """
     commit: str | None = None
     """Of the hub repository; None for files that did not come from there."""

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from app.model.families import FAMILIES, architecture_from_config
 from transformers import AutoConfig
 
 from app.model.architecture import Architecture
+from app.model.io.families import FAMILIES, architecture_from_config
 from app.model.rope import Rope
 from settings.errors import InputError
 

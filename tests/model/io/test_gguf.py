@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from app.model.families import architecture_from_config
-from app.model.gguf_file import GgufFile
-from app.model.weight_files import open_model
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors import safe_open
 
+from app.model.io.families import architecture_from_config
+from app.model.io.gguf import GgufFile
+from app.model.io.model_files import open_model
 from settings.errors import InputError
 
 LAYERS, MODEL_DIM, MLP_DIM, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 96, 40, 4, 2, 32

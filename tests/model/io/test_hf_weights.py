@@ -11,11 +11,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from app.model.weights import critic_entries, load_weights
 from jax.sharding import PartitionSpec
 
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, ValueDecoder
+from app.model.io.hf_weights import critic_entries, load_weights
 from settings.errors import InputError
 from tests.tiny import BIASED, EVEN, ODD, SWITCHED, SWITCHES, make_mesh, random_params
 

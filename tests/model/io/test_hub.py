@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from app.model.weight_files import open_model
 from safetensors.numpy import save_file
 
+from app.model.io.model_files import open_model
 from settings.errors import InputError
 from tests.local_hub import LocalHub, serve, use_hub
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from app.model.weight_files import open_model
 from safetensors.numpy import save_file
 
 from app.model.io import model_files
+from app.model.io.model_files import open_model
 from settings.errors import InputError
 
 CONFIG = {"model_type": "llama", "hidden_size": 4}
@@ -89,7 +89,7 @@ def test_an_existing_directory_is_taken_before_a_hub_id(tmp_path, monkeypatch):
 
 
 def test_the_builtin_model_is_found_from_any_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_files, "BUILTIN_DIRECTORY", tmp_path / "builtin")
+    monkeypatch.setattr(model_files, "BUILTIN_DIRECTORY", tmp_path / "builtin")
     (tmp_path / "builtin").mkdir()
     write_model(tmp_path / "builtin" / "tiny")
     model = open_model("builtin:tiny")
