@@ -39,10 +39,10 @@ from tests.model.test_parity import (
     write_checkpoint,
 )
 from tests.program import digest_of, here, metrics_of, settings
+from tests.run_fixtures import LORA
 from tests.tiny import make_mesh
 from tests.tiny_directory import CHARACTERS, CONTROL_TOKENS, write_tokenizer
 from tests.tiny_directory import write_model as write_base
-from tests.run_fixtures import LORA
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 

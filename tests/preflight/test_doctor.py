@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 from app.preflight import doctor, model_checks
 from tests.program import digest_of, here, settings
 from tests.reward.processes import children
-from tests.tiny_directory import CONFIG, random_tensors, write_model, write_reward_model
 from tests.run_fixtures import NO_REPORT, TINY, write_config
+from tests.tiny_directory import CONFIG, random_tensors, write_model, write_reward_model
 
 CANARY = "CANARY-0123456789abcdef"
 Checks = Mapping[str, Mapping[str, Any]]

@@ -12,7 +12,7 @@ import pytest
 
 from app.records.atomic_write import is_leftover, new_folder, replacing, write_whole
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture

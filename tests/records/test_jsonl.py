@@ -100,7 +100,7 @@ def test_a_killed_write_keeps_the_old_file(tmp_path):
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "write_jsonl(sys.argv[1], records())\n"
     )
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     result = subprocess.run(
         [sys.executable, "-c", program, str(path)], check=False, env={**os.environ, "PYTHONPATH": str(root)}
     )

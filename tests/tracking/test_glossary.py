@@ -11,8 +11,8 @@ import pytest
 from app.evaluation.metrics import figures_of
 from tests.evaluation.test_evaluator import asked, table_of
 from tests.program import REPOSITORY, metrics_of, train_here
-from tests.tiny_directory import write_reward_model
 from tests.run_fixtures import NO_REPORT, TINY, write_config
+from tests.tiny_directory import write_reward_model
 from tests.training.test_async_training import SCHEDULED
 
 PLACEHOLDERS = {"<function>": r"[^/]+", "<name>": r"[^/]+", "<n>": r"\d+", "<k>": r"\d+"}

@@ -34,9 +34,9 @@ from tests.program import (
     settings,
     train_here,
 )
+from tests.run_fixtures import NO_REPORT, write_config
 from tests.tiny_directory import write_model
 from tests.tracking.test_glossary import glossary, matches
-from tests.run_fixtures import NO_REPORT, write_config
 
 PPO = """\
 run: {{dir: {runs}, name: ppo, steps: 4}}

@@ -42,9 +42,9 @@ from tests.program import (
     train_here,
 )
 from tests.quantized import dequantized_params
+from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny import make_mesh
 from tests.tiny_directory import write_model
-from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.training.test_lora import NUM_ADAPTERS, NUM_WEIGHTS, PENALISED, UNJUDGED, field_of, launched
 from tests.training.test_slot_engine import SCHEDULED, SLOTS
 from tests.training.test_two_hosts import assert_same_steps

@@ -19,7 +19,7 @@ from app.model.io.model_files import open_model
 from settings.errors import InputError
 
 LAYERS, MODEL_DIM, MLP_DIM, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 96, 40, 4, 2, 32
-CONVERTER = Path(__file__).resolve().parents[3] / "shared" / "tools" / "convert_smollm2.py"
+CONVERTER = Path(__file__).resolve().parents[4] / "shared" / "tools" / "convert_smollm2.py"
 
 LLAMA_CPP_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
