@@ -19,7 +19,7 @@ import numpy as np
 from app.distributed.cancellation import StoppedError
 from app.distributed.collectives import bytes_over_hosts
 from app.mesh import topology
-from app.prompts.order import host_slice
+from app.prompts.prompt_order import host_slice
 from app.records.sample import Prompt, Sample
 from app.rollout import batch_engine as engine_room
 from app.runtime.model_spec import read_model_input

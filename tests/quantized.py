@@ -9,7 +9,7 @@ from flax.traverse_util import unflatten_dict
 from numpy.typing import ArrayLike
 
 from app.model.decoder import DecoderDefinition, Params, by_path
-from app.model.quantized import CODES, SCALES, QuantizedKernel
+from app.model.quantization import CODES, SCALES, QuantizedKernel
 
 
 def dequantized(held: QuantizedKernel, codes: ArrayLike, scales: ArrayLike) -> jax.Array:

@@ -179,7 +179,7 @@ def test_rewards_reports_and_settings_never_reach_jax() -> None:
     assert reached(HOST_ONLY, SOURCES, lazily=True) & JAX_FAMILY == set()
 
 
-SHELLS_OF_THE_SCHEDULER = {"app.rollout.scheduling.virtual_clock"}
+SHELLS_OF_THE_SCHEDULER = {"app.rollout.scheduling.simulator"}
 """That may draw random faults; not even they look at the real clock."""
 IMPURE = {"time", "datetime", "random", "secrets", "threading", "multiprocessing", "concurrent", "asyncio"}
 

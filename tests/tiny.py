@@ -13,17 +13,17 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from numpy.typing import ArrayLike
 
-from app.batching.micro_batches import lengths_of
+from app.batching.micro_batch_plan import MicroBatch, Plan, RowShape, TokenBudget, plan_token_budget
+from app.batching.micro_batcher import lengths_of
 from app.batching.pack import pack_per_token, pack_tokens
-from app.batching.plan import MicroBatch, Plan, RowShape, TokenBudget, plan_token_budget
 from app.mesh.axis_rules import AXES
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params
 from app.model.rope import Rope
 from app.records.sample import Prompt, Sample
 from app.rollout.batch_engine import Engine
-from app.update.aggregation import Totals, Weights, token_mean
-from app.update.objective import PolicyLoss, UpdateBatch, scored_logprobs
+from app.update.loss_aggregation import Totals, Weights, token_mean
+from app.update.policy_loss import PolicyLoss, UpdateBatch, scored_logprobs
 from app.update.surrogate import clipped_surrogate
 from app.update.updater import pack_sample_means
 

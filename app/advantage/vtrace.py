@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from app.advantage.gae.choice import choose
+from app.advantage.gae.backend_choice import choose
 from app.advantage.gae.estimate import solve
-from app.advantage.gae.terms import MASK_MODES, Discounting, HostOrDevice, Number, Terms, rows_of
+from app.advantage.gae.recurrence import MASK_MODES, Discounting, HostOrDevice, Number, Terms, rows_of
 
 LOG_RATIO_LIMIT = 20.0
 """Beyond it a ratio is clipped by any sensible bound, and would overflow."""

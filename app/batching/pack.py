@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64
 
-from app.batching.plan import MicroBatch, Plan, RowShape
+from app.batching.micro_batch_plan import MicroBatch, Plan, RowShape
 from app.records.sample import Sample
 
 HostOrDevice = Any

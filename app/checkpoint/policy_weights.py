@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
-from app.checkpoint.reader import SavedPolicy
+from app.checkpoint.policy_checkpoint import SavedPolicy
 from app.model.decoder import Params
 from app.runtime.model_spec import ModelInput
 from app.runtime.session import Session

@@ -68,7 +68,7 @@ def report(
 ) -> None:
     """Write report.html, rollouts.html and plots/ of a run anew, from its files alone."""
     with errors_for_people(debug):
-        from app.report.write import write_report
+        from app.report.write_report import write_report
 
         summary = write_report(run) if samples is None else write_report(run, num_samples=samples)
         write(as_text(summary, as_json=as_json), sys.stdout)

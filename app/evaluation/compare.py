@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from app.evaluation.comparison_report import Comparison, PairedRow, check_picture, is_told, write_picture
 from app.evaluation.metadata import (
     CHECKPOINT,
     JUDGE,
@@ -31,11 +32,10 @@ from app.evaluation.metrics import (
     mean_figure,
     prompt_columns,
 )
-from app.evaluation.paired import Comparison, PairedRow, check_picture, is_told, write_picture
 from app.records.jsonl import check_distinct, read_jsonl
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import sample_from_record
-from app.report.intervals import Measured, mean_interval, sign_test
+from app.report.confidence_intervals import Measured, mean_interval, sign_test
 from app.reward.tasks import is_task_reward, right_vote
 from settings.errors import InputError
 

@@ -14,10 +14,10 @@ from app.distributed.tables import table_over_hosts
 from app.evaluation.metrics import figures_of, prompt_columns
 from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
-from app.report.intervals import Measured
+from app.report.confidence_intervals import Measured
 from app.reward.aggregate import Scored
 from app.reward.plugin import Moment
-from app.reward.rewards import Rewards, judge_of
+from app.reward.reward_functions import Rewards, judge_of
 from app.runtime.session import Session
 from settings import Settings
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from app.prompts.dataset import Row
 from app.records.sample import Prompt, Sample
-from app.report.intervals import Interval, Measured, mean_interval, share_interval
+from app.report.confidence_intervals import Interval, Measured, mean_interval, share_interval
 from app.reward.aggregate import ERRORS_FIELD, is_unusable
 from app.reward.pass_at_k import majority_share, pass_at_k
 from app.reward.tasks import is_formatted, is_task_reward, right_vote, vote

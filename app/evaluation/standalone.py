@@ -14,8 +14,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from app.checkpoint.policy_checkpoint import SavedPolicy
 from app.checkpoint.policy_weights import load_policy
-from app.checkpoint.reader import SavedPolicy
 from app.distributed.collectives import max_over_hosts
 from app.distributed.host_consistency import agree, plug_in_digests, prompts_digest
 from app.distributed.lockstep import as_lines, host_run, lines_to_first_host, together, write_together
@@ -39,7 +39,7 @@ from app.prompts.encode import EncodeReport
 from app.records.jsonl import check_output
 from app.records.sample import Prompt, Sample
 from app.reward.plugin import Moment
-from app.reward.rewards import Rewards, judge_of
+from app.reward.reward_functions import Rewards, judge_of
 from app.reward.tasks import is_task_reward
 from app.runtime.health_checks import check_rewards
 from app.runtime.host_group import Entered, getting_on, joined_hosts, wait_for_others

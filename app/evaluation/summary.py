@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.evaluation.comparison_report import interval_text, is_told
 from app.evaluation.metadata import JUDGE, Subject
 from app.evaluation.metrics import MAJORITY_OF, PASS_AT, drawn_counts
-from app.evaluation.paired import interval_text, is_told
 from app.report.before_after import figure_text
-from app.report.intervals import Measured
+from app.report.confidence_intervals import Measured
 from app.reward.tasks import is_task_reward
 
 

@@ -19,13 +19,13 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from app.checkpoint.policy_checkpoint import SavedPolicy
 from app.checkpoint.policy_weights import load_trained
-from app.checkpoint.reader import SavedPolicy
 from app.export.hf_config import GENERATION_CONFIG_FILE, exported_config, exported_generation_config
 from app.export.hf_tensors import TensorsOut
 from app.export.model_card import ADAPTER, CARD_FILE, MERGED, WHOLE, Form, model_card, notes
 from app.export.peft import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, AdaptersOut, adapter_config
-from app.export.safetensors import write_safetensors, write_weights
+from app.export.safetensors_writer import write_safetensors, write_weights
 from app.export.tokenizer import write_tokenizer
 from app.mesh import topology
 from app.model.decoder import Params

@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from app.checkpoint.reader import SavedPolicy
+from app.checkpoint.policy_checkpoint import SavedPolicy
 from app.model.io.model_files import BUILTIN_PREFIX
-from app.model.quantized import QUANTIZE_BASE
+from app.model.quantization import QUANTIZE_BASE
 from app.records.run_directory import RunDirectory
 from app.report.before_after import before_and_after
 from app.report.run_files import RunFiles

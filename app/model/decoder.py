@@ -29,7 +29,7 @@ from app.model.attention import packed_attention, pairs_of_blocks, rotate
 from app.model.attention_scores import ScoreRule, soft_capped
 from app.model.block_attention import KEPT
 from app.model.lora import LoRA, LoRAParam
-from app.model.quantized import QuantizedKernel
+from app.model.quantization import QuantizedKernel
 from app.model.rope import rope_frequencies
 from app.model.segment_layout import UNSEEN, RowLayout
 from settings.lora_section import Quantization

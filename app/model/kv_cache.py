@@ -22,7 +22,7 @@ from app.mesh.axis_rules import constrain, sharding_tree
 from app.mesh.placement import abstract
 from app.model.attention import cached_attention, packed_attention, pairs_of_blocks
 from app.model.decoder import Attend, Decoder, DecoderDefinition, Params, by_path
-from app.model.quantized import CODES, SCALES
+from app.model.quantization import CODES, SCALES
 from app.model.segment_layout import one_segment
 from settings.rollout_section import DecodeLayout
 

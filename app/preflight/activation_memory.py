@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
+from app.batching.micro_batch_plan import MicroBatch, Plan, RowShape
 from app.batching.pack import TokenBatch
-from app.batching.plan import MicroBatch, Plan, RowShape
 from app.batching.row_logprobs import row_logprobs
 from app.batching.row_values import row_values
 from app.mesh.axis_rules import partition_spec, sharding_tree

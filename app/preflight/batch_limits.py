@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax
 
-from app.batching.plan import Plan
+from app.batching.micro_batch_plan import Plan
 from app.mesh.placement import bytes_per_device, num_local_row_shards, num_row_shards
 from app.preflight.activation_memory import WORKING_SET, Held, critic_moments, fullest_of, num_decoding, update_moments
 from app.preflight.memory import Shapes, fullest_mini_batch, plan_of

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.stages import Lowered
 
+from app.batching.micro_batch_plan import MicroBatch, Plan
 from app.batching.pack import pack_tokens
-from app.batching.plan import MicroBatch, Plan
 from app.mesh.placement import abstract, row_sharding
 from app.mesh.topology import num_hosts
 from app.preflight.activation_memory import WORKING_SET, Held, fullest_of
 from app.preflight.memory import Shapes
 from app.runtime.session import Session
 from app.training.learner import Learner, Learning
-from app.update.aggregation import Totals
+from app.update.loss_aggregation import Totals
 
 
 @dataclass(frozen=True)

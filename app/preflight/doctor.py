@@ -51,8 +51,8 @@ from app.preflight.model_checks import (
     too_large,
     trial_samples,
 )
+from app.prompts.data_sources import spread
 from app.prompts.dataset import Dataset
-from app.prompts.source import spread
 from app.records.run_directory import RunDirectory, check_claim
 from app.records.sample import Prompt
 from app.records.versions import lower_bounds

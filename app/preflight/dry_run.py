@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from app.batching.micro_batches import Cutter, PackedRows
-from app.batching.plan import Plan
+from app.batching.micro_batch_plan import Plan
+from app.batching.micro_batcher import Cutter, PackedRows
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.topology import device_kind_of, num_hosts, pretended
 from app.preflight.activation_memory import Held, fullest_of, rows_per_device

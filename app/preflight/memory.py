@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from app.batching.micro_batches import Cutter
-from app.batching.plan import Lengths, Plan
+from app.batching.micro_batch_plan import Lengths, Plan
+from app.batching.micro_batcher import Cutter
 from app.evaluation.evaluator import evaluation_batch
 from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards
 from app.mesh.topology import num_hosts, platform_of

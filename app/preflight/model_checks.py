@@ -23,8 +23,8 @@ from app.prompts.encode import to_messages
 from app.prompts.tokenizer import Tokenizer
 from app.records.sample import Messages, Prompt, Sample
 from app.reward.plugin import Moment
-from app.reward.pool import LateError
-from app.reward.rewards import Rewards
+from app.reward.process_pool import LateError
+from app.reward.reward_functions import Rewards
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, is_task_reward
 from app.runtime.inputs import DataRows, rewards_over
 from app.runtime.reward_model import RewardModel, RewardModelInput

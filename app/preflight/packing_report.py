@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool
 
-from app.batching.figures import plan_figures
-from app.batching.micro_batches import FixedRows, PackedRows
-from app.batching.plan import Lengths, MicroBatch, Plan, Row, Work, fixed_shape, plan_fixed
+from app.batching.micro_batch_plan import Lengths, MicroBatch, Plan, Row, Work, fixed_shape, plan_fixed
+from app.batching.micro_batcher import FixedRows, PackedRows
+from app.batching.packing_stats import plan_figures
 from app.mesh import topology
 from app.mesh.placement import check_rows_per_host, num_local_row_shards
 from app.mesh.topology import make_mesh
@@ -23,7 +23,7 @@ from app.model.flops import forward_flops
 from app.records.atomic_write import write_whole
 from app.records.jsonl import check_output, read_jsonl
 from app.records.sample_json import token_ids_from_record
-from app.report.row_pictures import DrawnRow, Piece, file_picture, text_picture
+from app.report.packing_plots import DrawnRow, Piece, file_picture, text_picture
 from app.runtime.micro_batching import Longest, num_tokens_behind, wire_role, wire_update
 from app.runtime.model_spec import read_critic_input, read_model_input
 from app.stages.sample_reader import check_quota, check_tokens
@@ -76,7 +76,7 @@ class PlanReport:
     """Prompts count once for each of their samples."""
     micro_batches: tuple[MicroBatchFigures, ...]
     figures: dict[str, float]
-    """See `app.batching.figures.plan_figures`."""
+    """See `app.batching.packing_stats.plan_figures`."""
     padded: Padded | None
     """None where that is what the plan does."""
     rows: tuple[DrawnRow, ...]

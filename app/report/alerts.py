@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from app.report.history import History, Record, Series, names_between, number, training_steps
+from app.report.metrics_history import History, Record, Series, names_between, number, training_steps
 
 REARM_STEPS = 25
 """An alert is said once, and again only after its condition has been absent for so many steps."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from app.report.history import History, Record, Series, is_judged_by_plug_in, number, training_steps
+from app.report.metrics_history import History, Record, Series, is_judged_by_plug_in, number, training_steps
 
 EDGE = 10
 """Training steps averaged at each end of a run: one step's reward is mostly noise."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from app.report.history import (
+from app.report.confidence_intervals import wilson_interval
+from app.report.metrics_history import (
     History,
     Series,
     is_judged_by_plug_in,
@@ -16,7 +17,6 @@ from app.report.history import (
     number,
     training_steps,
 )
-from app.report.intervals import wilson_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

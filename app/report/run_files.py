@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from app.records.jsonl import read_jsonl_lines
-from app.report.history import History, Record, training_steps
+from app.report.metrics_history import History, Record, training_steps
 from settings import InputError, Settings
 from settings.fields import FIELDS, value_of
 from settings.printing import from_yaml

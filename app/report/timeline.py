@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from app.records.atomic_write import write_whole
 from app.records.jsonl import check_output
-from app.report.figures import POINTS_PER_INCH, STYLE, inline_svg
-from app.report.page import timeline_page
+from app.report.html_pages import timeline_page
 from app.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, as_label
+from app.report.render import POINTS_PER_INCH, STYLE, inline_svg
 from settings.errors import InputError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def timeline_picture(
     Args:
         is_inline: the SVG takes background and letters of the page that it stands in.
     """
-    # As in `app.report.figures`: loading takes most of a second, and pyplot would choose a window system.
+    # As in `app.report.render`: loading takes most of a second, and pyplot would choose a window system.
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from app.records.sample import DROPPED, Sample
-from app.reward.outcome import Failure, Outcome
+from app.reward.reward_outcome import Failure, Outcome
 from settings.reward_section import MODEL_REWARD
 
 OnError = Literal["raise", "zero", "drop"]

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.records.sample import Sample
-from app.reward.outcome import Failure, Outcome
-from app.reward.pool import NONSENSE, LoadError, WorkerPool
-from app.reward.signature import (
+from app.reward.plugin_signature import (
     FROM_THE_TRAINER,
     Columns,
     Parameter,
@@ -17,6 +15,8 @@ from app.reward.signature import (
     arguments_for,
     read_signature,
 )
+from app.reward.process_pool import NONSENSE, LoadError, WorkerPool
+from app.reward.reward_outcome import Failure, Outcome
 from settings.errors import InputError
 
 DIED = ("exit", "memory")

@@ -14,7 +14,7 @@ from app.rollout.batch_engine import BatchShape, Footprint
 from app.rollout.counters import Tally
 from app.rollout.generator import Streaming
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduling.segments import expected_length, segment_limits
+from app.rollout.scheduling.segment_limits import expected_length, segment_limits
 from app.rollout.sequence import Row
 from app.rollout.slot_engine import Segment, SlotEngine
 from settings.rollout_section import Segment as SegmentRule

@@ -15,7 +15,7 @@ from app.advantage.adaptive_kl import adapted_kl_coef
 from app.advantage.gae.estimate import generalized_advantages
 from app.advantage.group import ADVANTAGES, Rewards, credit_by_group, penalised_rewards, task_rewards
 from app.advantage.metrics import CreditMoments, credit_metrics
-from app.advantage.token_credit import (
+from app.advantage.token_advantages import (
     Bootstrap,
     Estimate,
     Lambda,

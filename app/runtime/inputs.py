@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from app.prompts.data_sources import load_held_out_data, load_training_data
 from app.prompts.dataset import Dataset, Row
 from app.prompts.encode import ChatTokenizer, EncodeReport, encode_prompts
-from app.prompts.source import load_held_out_data, load_training_data
 from app.records.sample import Prompt
 from app.reward.overlong import OverlongPenalty
-from app.reward.rewards import Rewards, judge_of
-from app.reward.signature import Columns
+from app.reward.plugin_signature import Columns
+from app.reward.reward_functions import Rewards, judge_of
 from app.reward.tasks import check_answers
 from app.runtime.model_spec import CriticInput, ModelInput, check_context, read_critic_input, read_model_input
 from app.runtime.reward_model import RewardModelInput, check_reward_context, read_reward_model

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from app.batching.micro_batches import FixedRows, PackedRows
-from app.batching.plan import TokenBudget, row_length
+from app.batching.micro_batch_plan import TokenBudget, row_length
+from app.batching.micro_batcher import FixedRows, PackedRows
 from app.model.architecture import Architecture
 from app.model.flops import forward_flops
 from settings import Settings

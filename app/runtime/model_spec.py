@@ -15,7 +15,7 @@ from app.model.io.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architectu
 from app.model.io.hf_weights import check_tensors, critic_entries, expected_entries
 from app.model.io.model_files import ModelFiles, open_model
 from app.model.lora import LoRA
-from app.model.quantized import check_quantization
+from app.model.quantization import check_quantization
 from app.prompts.tokenizer import Tokenizer, ids_fingerprint, load_fast_tokenizer, load_tokenizer
 from app.records.versions import QUANTIZING, version_of
 from settings import Settings

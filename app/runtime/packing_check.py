@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from app.batching.micro_batches import lengths_of
-from app.batching.plan import MicroBatch, Plan, Row, RowShape
+from app.batching.micro_batch_plan import MicroBatch, Plan, Row, RowShape
+from app.batching.micro_batcher import lengths_of
 from app.distributed.collectives import max_over_hosts
 from app.mesh.placement import num_local_row_shards
 from app.model.decoder import Params

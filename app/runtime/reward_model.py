@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int32
 
-from app.batching.micro_batches import Cut, FixedRows, PackedRows
-from app.batching.pass_metrics import scoring_metrics
+from app.batching.metrics import scoring_metrics
+from app.batching.micro_batcher import Cut, FixedRows, PackedRows
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, ValueDecoder
 from app.model.io.families import SEQUENCE_CLASSIFICATION, architecture_from_config
@@ -20,11 +20,11 @@ from app.model.io.hf_weights import VALUE_HEAD, check_tensors, expected_entries,
 from app.model.io.model_files import ModelFiles, open_model
 from app.prompts.conversation import Conversations, load_conversations
 from app.records.sample import Prompt, Sample
-from app.reward.outcome import Failure, Outcome, one_line
+from app.reward.reward_outcome import Failure, Outcome, one_line
 from app.runtime.micro_batching import Longest, wire_role
 from app.runtime.model_spec import naming
 from app.runtime.session import compute_type
-from app.score.reward_model import as_read
+from app.score.reward_model_inputs import as_read
 from app.score.scorer import Valuer
 from settings import Settings
 from settings.errors import InputError

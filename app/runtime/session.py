@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from app.batching.micro_batches import Cut, Cutter
+from app.batching.micro_batcher import Cut, Cutter
 from app.distributed.cancellation import AskedToStop
 from app.distributed.collectives import bytes_over_hosts
 from app.mesh import placement, topology
@@ -21,7 +21,7 @@ from app.model.decoder import Params
 from app.model.io.hf_weights import critic_entries, load_weights
 from app.model.kv_cache import DecodeWeights
 from app.model.lora import fresh_adapters, joined, merged
-from app.model.quantized import check_is_installed
+from app.model.quantization import check_is_installed
 from app.records.sample import Prompt, Sample
 from app.rollout.async_generation import Generation
 from app.rollout.batch_engine import BatchShape, Engine, Footprint

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from jax.stages import Lowered
 from jaxtyping import Array, Float32
 
+from app.batching.micro_batch_plan import Plan
 from app.batching.pack import TokenBatch, pack_tokens, unpack_per_token
-from app.batching.plan import Plan
 from app.batching.row_logprobs import row_logprobs
 from app.batching.row_values import row_values
 from app.mesh.placement import row_sharding, to_global, to_local

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from app.advantage.gae.choice import choose
+from app.advantage.gae.backend_choice import choose
 from app.advantage.gae.estimate import BACKENDS, generalized_advantages
 from app.records.atomic_write import write_whole
 from app.records.jsonl import check_output
-from app.report.gae_picture import speed_picture
+from app.report.gae_benchmark_plot import speed_picture
 from app.stages.gae import start_alone
 from app.stages.gae_benchmark_report import (
     BYTES_PER_TOKEN,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from app.report.gae_picture import Speed, SpeedPanel
+from app.report.gae_benchmark_plot import Speed, SpeedPanel
 
 LONGEST_CALL_S = 2.0
 """Slower cases are left out: twenty repeats would take most of a minute."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.advantage.token_credit import bootstrapped_if_truncated
+from app.advantage.token_advantages import bootstrapped_if_truncated
 from app.batching.length_buckets import rung
 from app.records.jsonl import read_jsonl_sized, write_jsonl
 from app.records.moments import Moments, joint_moments, merged

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Bool
 
-from app.advantage.gae.inputs import check_finite, check_inputs, check_shapes
-from app.advantage.token_credit import TokenCredit, TokenRows
+from app.advantage.gae.input_checks import check_finite, check_inputs, check_shapes
+from app.advantage.token_advantages import TokenCredit, TokenRows
 from app.records.moments import Moments, merged, moments
 from app.records.npz import Matrix, open_matrices, replacing_matrices
 from app.runtime.advantages import wire_gae

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float32
 
-from app.advantage.gae.choice import Choice, choose
+from app.advantage.gae.backend_choice import Choice, choose
 from app.records.moments import NOTHING, Moments, merged, moments
 from settings import Resolved, Settings
 from settings.errors import InputError

@@ -17,9 +17,9 @@ from app.distributed.collectives import gather_over_hosts, sum_over_hosts
 from app.distributed.host_consistency import agree
 from app.distributed.lockstep import as_lines, of_host, together, write_together
 from app.model.kv_cache import DecodeWeights
+from app.prompts.data_sources import load_training_data
 from app.prompts.dataset import load_dataset
 from app.prompts.encode import EncodeReport
-from app.prompts.source import load_training_data
 from app.records.jsonl import check_distinct, check_output
 from app.records.sample import Prompt, Sample
 from app.report.timeline import check_timeline, write_timeline
@@ -29,7 +29,7 @@ from app.runtime.host_group import Entered, getting_on, joined_hosts, wait_for_o
 from app.runtime.inputs import encode_rows
 from app.runtime.model_spec import ModelInput, check_context, read_model_input
 from app.runtime.session import Session
-from app.stages.host_shards import Work
+from app.stages.prompt_shards import Work
 from app.stages.rollout_resume import Past, open_log, run_facts
 from app.stages.simulate import panel, recorded_table
 from app.tracking.rollout_progress import RolloutProgress

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from app.batching.micro_batches import Cut, EqualShapes, FixedRows, PackedRows
-from app.batching.plan import fixed_shape
+from app.batching.micro_batch_plan import fixed_shape
+from app.batching.micro_batcher import Cut, EqualShapes, FixedRows, PackedRows
 from app.distributed.collectives import max_over_hosts, sum_over_hosts
 from app.distributed.host_consistency import agree
 from app.distributed.lockstep import as_parts, host_run, in_step, write_together

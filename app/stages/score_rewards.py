@@ -23,9 +23,9 @@ from app.records.jsonl import read_jsonl, write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record, sample_to_record
 from app.reward.aggregate import Scored, Tally, joined
-from app.reward.outcome import Outcome
 from app.reward.plugin import Moment
-from app.reward.rewards import Rewards
+from app.reward.reward_functions import Rewards
+from app.reward.reward_outcome import Outcome
 from app.reward.tasks import check_answers
 from app.runtime.host_group import joined_hosts, unwatched, wait_for_others
 from app.runtime.inputs import data_columns, overlong_penalty

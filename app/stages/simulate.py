@@ -14,11 +14,11 @@ from app.report.timeline import Activity, Bar, TimelinePanel, check_timeline, wr
 from app.rollout.scheduling.cost_model import CostModel, lower_bound_s
 from app.rollout.scheduling.event_log import Begun, LogRecord, is_log, read_log
 from app.rollout.scheduling.events import Kind, Role, Submitted
+from app.rollout.scheduling.length_traces import Trace, read_trace, trace_of, work
 from app.rollout.scheduling.metrics import Figures, figures, lane, lanes, spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from app.rollout.scheduling.traces import Trace, read_trace, trace_of, work
-from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
-from app.rollout.scheduling.virtual_slots import Ladders
+from app.rollout.scheduling.simulated_slots import Ladders
+from app.rollout.scheduling.simulator import VirtualClock, WorkerSpec
 from app.rollout.shape_buckets import shapes_of
 from settings import Resolved
 from settings.errors import InputError

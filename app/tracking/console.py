@@ -13,8 +13,8 @@ from rich.text import Text
 
 from app.report.alerts import Alert
 from app.report.before_after import figure_text
-from app.report.completions import CompletionsTable, cell
-from app.report.history import is_judged_by_plug_in, names_between, number
+from app.report.completions_table import CompletionsTable, cell
+from app.report.metrics_history import is_judged_by_plug_in, names_between, number
 from app.rollout.scheduling.sample_states import ENDED, Ledger, State
 
 PROMPT_CELL, COMPLETION_CELL, ANSWER_CELL = 120, 240, 40

@@ -13,9 +13,9 @@ from app.distributed.lockstep import samples_to_first_host
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.report.alerts import Watch
-from app.report.completions import completions_table
-from app.report.history import training_steps
-from app.report.write import write_report
+from app.report.completions_table import completions_table
+from app.report.metrics_history import training_steps
+from app.report.write_report import write_report
 from app.tracking.console import Board, evaluation_line
 from app.tracking.run_log import Journal, NoJournal, lines_of
 from settings.schema import Logging

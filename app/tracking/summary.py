@@ -7,7 +7,7 @@ from typing import Any
 
 from app.checkpoint.retention import Best
 from app.report.before_after import before_and_after, figure_text
-from app.report.history import is_judged_by_plug_in
+from app.report.metrics_history import is_judged_by_plug_in
 
 
 def summary_text(history: Sequence[Mapping[str, Any]], *, path: str, best: Best | None = None) -> str:

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from app.checkpoint.checkpoints import Checkpoints, Progress
-from app.checkpoint.reader import SavedPolicy
+from app.checkpoint.policy_checkpoint import SavedPolicy
 from app.checkpoint.retention import NewestAndBest
-from app.checkpoint.train_state import RunState
+from app.checkpoint.run_state import RunState
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
 from app.runtime.pinned_revisions import record_commits

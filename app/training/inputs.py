@@ -11,7 +11,7 @@ from app.prompts.dataset import Dataset
 from app.prompts.encode import ChatTokenizer
 from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt
-from app.reward.rewards import Rewards, judge_of
+from app.reward.reward_functions import Rewards, judge_of
 from app.runtime.inputs import (
     DataRows,
     encode_rows,

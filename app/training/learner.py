@@ -13,17 +13,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from app.batching.micro_batches import Cutter
-from app.batching.pass_metrics import critic_update_metrics, update_metrics
-from app.checkpoint.train_state import arrays_of
+from app.batching.metrics import critic_update_metrics, update_metrics
+from app.batching.micro_batcher import Cutter
+from app.checkpoint.run_state import arrays_of
 from app.mesh.placement import abstract
 from app.model.decoder import DecoderDefinition, Params
 from app.runtime.advantages import Crediting, wire_crediting, wire_kl
 from app.runtime.micro_batching import Longest, wire_role, wire_update
 from app.runtime.session import Critic, Session
 from app.training.dynamic_sampling import Filter, keeps_all, rewards_differ
-from app.update.aggregation import Totals, aggregations
-from app.update.correction import (
+from app.update.importance_correction import (
     Bound,
     Correction,
     LogWeight,
@@ -33,9 +32,10 @@ from app.update.correction import (
     token_log_weight,
     truncated,
 )
+from app.update.loss_aggregation import Totals, aggregations
 from app.update.mini_batches import MiniBatches, in_order, shuffled
-from app.update.objective import PolicyLoss, make_objective, own_logprobs, scored_logprobs
 from app.update.optimizer import TrainState, initial_state, make_optimizer, make_schedule, state_shardings
+from app.update.policy_loss import PolicyLoss, make_objective, own_logprobs, scored_logprobs
 from app.update.ratio import LogRatio, sequence_log_ratio, token_log_ratio
 from app.update.step import POLICY_METRICS, VALUE_METRICS, MetricNames, UpdateStep
 from app.update.surrogate import Surrogate, SurrogateLoss, cispo_surrogate, clipped_surrogate, dual_clipped_surrogate

@@ -14,7 +14,7 @@ from app.records.jsonl import read_jsonl
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import sample_from_record
 from app.report.run_files import sample_files
-from app.reward.saved import is_judged
+from app.reward.saved_rewards import is_judged
 from app.runtime.model_spec import ModelInput
 from app.stages.sample_reader import check_tokens, digest_of, stamp
 from settings import Settings

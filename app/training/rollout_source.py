@@ -16,7 +16,7 @@ import jax
 from app.distributed.lockstep import together
 from app.model.decoder import Params
 from app.model.kv_cache import DecodeWeights
-from app.prompts.order import PromptOrder, host_slice
+from app.prompts.prompt_order import PromptOrder, host_slice
 from app.records.sample import Prompt, Sample
 from app.rollout.async_generation import Generation
 from app.runtime.session import Session

@@ -17,7 +17,7 @@ from app.mesh import topology
 from app.mesh.placement import num_row_shards
 from app.mesh.topology import num_hosts
 from app.records.run_directory import Resume, RunDirectory, check_claim
-from app.reward.rewards import Rewards
+from app.reward.reward_functions import Rewards
 from app.runtime.advantages import saved_crediting
 from app.runtime.batch_checks import check_host_memory, check_rows
 from app.runtime.generators import check_runs_ahead

@@ -11,7 +11,7 @@ import jax
 
 from app.checkpoint.checkpoints import Checkpoints, Progress
 from app.checkpoint.retention import SaveClock
-from app.checkpoint.train_state import RunState
+from app.checkpoint.run_state import RunState
 from app.distributed.cancellation import StoppedError
 from app.distributed.preemption import Interrupts
 from app.distributed.watchdog import Watchdog

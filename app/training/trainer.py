@@ -10,8 +10,8 @@ from functools import partial
 import jax
 import numpy as np
 
-from app.batching.pass_metrics import scoring_metrics
-from app.checkpoint.train_state import RunState
+from app.batching.metrics import scoring_metrics
+from app.checkpoint.run_state import RunState
 from app.distributed.lockstep import lines_to_first_host
 from app.distributed.preemption import stopped_together
 from app.evaluation.evaluator import evaluate
@@ -20,8 +20,8 @@ from app.model.decoder import Params
 from app.records.sample import Prompt, Sample
 from app.reward.aggregate import Scored, joined
 from app.reward.plugin import Moment
-from app.reward.rewards import Rewarding, Rewards
-from app.reward.saved import as_saved
+from app.reward.reward_functions import Rewarding, Rewards
+from app.reward.saved_rewards import as_saved
 from app.runtime.advantages import Credited
 from app.runtime.flops import NO_TOKENS, Tokens, work_of
 from app.runtime.health_checks import check_rewards

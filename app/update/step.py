@@ -13,8 +13,8 @@ from jaxtyping import Array
 
 from app.model.decoder import Params
 from app.model.lora import joined
-from app.update.objective import LossParts
 from app.update.optimizer import TrainState
+from app.update.policy_loss import LossParts
 
 
 class Accumulated(NamedTuple):

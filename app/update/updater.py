@@ -12,18 +12,18 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from app.batching.micro_batches import Cut, Cutter
+from app.batching.metrics import update_metrics
+from app.batching.micro_batch_plan import MicroBatch
+from app.batching.micro_batcher import Cut, Cutter
 from app.batching.pack import pack_last_targets, pack_per_token, pack_tokens
-from app.batching.pass_metrics import update_metrics
-from app.batching.plan import MicroBatch
 from app.distributed.collectives import sum_over_hosts
 from app.mesh.placement import to_global
 from app.model.decoder import Params
 from app.records.sample import Sample
-from app.update.aggregation import Totals, Weights, sequence_mean_token_mean, token_mean
+from app.update.loss_aggregation import Totals, Weights, sequence_mean_token_mean, token_mean
 from app.update.mini_batches import Epochs
-from app.update.objective import UpdateBatch
 from app.update.optimizer import TrainState
+from app.update.policy_loss import UpdateBatch
 from app.update.ratio import SampleMeans
 from settings.schema import ScoredRole
 
@@ -86,7 +86,7 @@ class PolicyPack:
     """Lays out what the policy's loss reads.
 
     Args:
-        aggregation: what each token's loss counts; see `app.update.aggregation`.
+        aggregation: what each token's loss counts; see `app.update.loss_aggregation`.
         roles: whose scored logprobs the loss reads.
         reads_sample_means: whether it reads `UpdateBatch.sample_means`.
     """

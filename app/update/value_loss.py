@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32
 
+from app.batching.micro_batch_plan import MicroBatch
 from app.batching.pack import HostOrDevice, TokenBatch, pack_per_token, pack_tokens
-from app.batching.plan import MicroBatch
 from app.batching.row_values import row_values
 from app.model.decoder import DecoderDefinition, Params
 from app.records.sample import Sample
-from app.update.aggregation import Totals, token_mean
-from app.update.objective import LossParts
+from app.update.loss_aggregation import Totals, token_mean
+from app.update.policy_loss import LossParts
 
 
 @jax.tree_util.register_dataclass

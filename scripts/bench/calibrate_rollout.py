@@ -26,10 +26,10 @@ from forced_rollout import POLICY_VERSION, RULES, ForcedRollout, WatchedEngine, 
 
 from app.records.sample import Prompt
 from app.rollout.scheduling.cost_model import CostModel
+from app.rollout.scheduling.length_traces import trace_of
 from app.rollout.scheduling.metrics import figures
 from app.rollout.scheduling.scheduler import Scheduler
-from app.rollout.scheduling.traces import trace_of
-from app.rollout.scheduling.virtual_clock import VirtualClock
+from app.rollout.scheduling.simulator import VirtualClock
 from app.rollout.sequence import Row
 from settings.rollout_section import Pdsr, Segment
 

@@ -4,7 +4,7 @@
 
 Baseline of the ratios: fsdp-decode, the layout of the historic runner and of MaxText-like samplers, where weights stay
 split as they are trained and every decode step gathers them. Read from compiled programs
-(`app/preflight/collectives.py`) on
+(`app/preflight/hlo_collectives.py`) on
 8 virtual CPU devices; nothing is run. Hosts are the first and the last four of them at v4-16, all of them at v5e-8.
 
 A decode program is a loop over tokens, as the engine's; what is counted is one turn of it, and what XLA moved before
@@ -43,7 +43,7 @@ from app.model.kv_cache import (
     decode_weights,
 )
 from app.model.token_logprobs import scaled_logits
-from app.preflight.collectives import Collective, collectives_of, traffic
+from app.preflight.hlo_collectives import Collective, collectives_of, traffic
 from app.rollout.sampling import SamplingRules, draw
 from settings.rollout_section import DecodeLayout
 

@@ -30,8 +30,8 @@ from app.records.sample import Prompt
 from app.rollout.generator import Streaming
 from app.rollout.sampling import Drawn, Sampler, SamplingRules, draw, sample_keys, uid_words
 from app.rollout.scheduling.events import Kind
-from app.rollout.scheduling.virtual_clock import WorkerSpec
-from app.rollout.scheduling.virtual_slots import Ladders
+from app.rollout.scheduling.simulated_slots import Ladders
+from app.rollout.scheduling.simulator import WorkerSpec
 from app.rollout.shape_buckets import SlotShapes, slot_shapes
 from app.rollout.slot_engine import Segment as RanSegment
 from app.rollout.slot_engine import SlotEngine

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 import torch
 
-from app.advantage.gae.choice import choose
+from app.advantage.gae.backend_choice import choose
 from app.advantage.gae.estimate import BACKENDS, generalized_advantages
 
 GAMMA, LAM = 0.99, 0.95

@@ -24,7 +24,7 @@ from memory_estimate import SHAPES
 
 from app.mesh import topology
 from app.mesh.placement import abstract, bytes_per_device
-from app.model.quantized import QUANTIZE_BASE
+from app.model.quantization import QUANTIZE_BASE
 from app.preflight.compiled_memory import update_programs
 from app.preflight.inspect_mesh import longest_prompt
 from app.preflight.memory import memory_by_phase, shapes_of, state_bytes

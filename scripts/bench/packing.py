@@ -22,9 +22,17 @@ from typing import Any
 
 import numpy as np
 
-from app.batching.figures import plan_figures
+from app.batching.micro_batch_plan import (
+    Lengths,
+    Plan,
+    TokenBudget,
+    fixed_shape,
+    plan_fixed,
+    plan_token_budget,
+    row_length,
+)
 from app.batching.micro_batch_shapes import ladder
-from app.batching.plan import Lengths, Plan, TokenBudget, fixed_shape, plan_fixed, plan_token_budget, row_length
+from app.batching.packing_stats import plan_figures
 
 QUOTA = 4096
 MEAN_LENGTH = 800
@@ -263,7 +271,7 @@ def times() -> dict[str, float]:
 
 
 def assembly_times() -> dict[str, float]:
-    from app.batching.micro_batches import lengths_of
+    from app.batching.micro_batcher import lengths_of
     from app.batching.pack import pack_per_token, pack_tokens, unpack_per_token
     from app.records.sample import Prompt, Sample
 

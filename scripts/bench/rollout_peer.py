@@ -27,7 +27,7 @@ from forced_rollout import ForcedRollout, machine, open_rollout, positive
 from app.records.sample import Prompt
 from app.rollout.continuous_batching import ContinuousBatching
 from app.rollout.generator import Streaming
-from app.rollout.scheduling import traces
+from app.rollout.scheduling import length_traces
 from settings.rollout_section import Segment
 
 try:
@@ -137,7 +137,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.samples % options.group:
         parser.error(f"--samples: {options.samples} are no whole groups of --group {options.group}")
-    drawn = traces.log_normal(
+    drawn = length_traces.log_normal(
         np.random.default_rng(0),
         prompts=options.samples // options.group,
         group=options.group,

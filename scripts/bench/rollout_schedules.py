@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from app.rollout.scheduling import traces
+from app.rollout.scheduling import length_traces
 from app.rollout.scheduling.cost_model import CostModel
-from app.rollout.scheduling.traces import Trace
+from app.rollout.scheduling.length_traces import Trace
 from app.stages.simulate import compare, worker_specs
 from settings.rollout_section import Pdsr, Segment, WorkerPool, Workers
 from settings.schema import Rollout
@@ -45,7 +45,7 @@ COSTS = {
 
 
 def log_normal(sigma: float, correlation: float, num_samples: int) -> Callable[[int], Trace]:
-    return lambda seed: traces.log_normal(
+    return lambda seed: length_traces.log_normal(
         np.random.default_rng(seed), prompts=num_samples // GROUP, group=GROUP, mean=MEAN, sigma=sigma,
         correlation=correlation, max_new=MAX_NEW,
     )  # fmt: skip
@@ -55,13 +55,13 @@ def other_traces(num_samples: int) -> dict[str, Callable[[int], Trace]]:
     shape = {"prompts": num_samples // GROUP, "group": GROUP}
     drawn = {"mean": MEAN, "sigma": 0.8, "correlation": 0.5, "max_new": MAX_NEW}
     return {
-        "equal": lambda seed: traces.equal(**shape, length=MEAN),
-        "bimodal": lambda seed: traces.bimodal(
+        "equal": lambda seed: length_traces.equal(**shape, length=MEAN),
+        "bimodal": lambda seed: length_traces.bimodal(
             np.random.default_rng(seed), **shape, short=256, long=MAX_NEW, share=0.1
         ),
-        "one giant, last": lambda seed: traces.one_giant(**shape, length=256, giant=MAX_NEW),
-        "mean doubles": lambda seed: traces.drift(np.random.default_rng(seed), **shape, **drawn),
-        "longest last": lambda seed: traces.ascending(log_normal(0.8, 0.5, num_samples)(seed)),
+        "one giant, last": lambda seed: length_traces.one_giant(**shape, length=256, giant=MAX_NEW),
+        "mean doubles": lambda seed: length_traces.drift(np.random.default_rng(seed), **shape, **drawn),
+        "longest last": lambda seed: length_traces.ascending(log_normal(0.8, 0.5, num_samples)(seed)),
     }
 
 

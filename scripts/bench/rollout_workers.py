@@ -24,13 +24,13 @@ from calibrate_rollout import calibrate, edge_steps, show
 from cost_fit import fit
 from forced_rollout import ForcedRollout, machine, on_devices_s, open_rollout, positive, several
 
-from app.rollout.scheduling import traces
+from app.rollout.scheduling import length_traces
 from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.event_log import LogRecord
+from app.rollout.scheduling.length_traces import Trace, trace_of
 from app.rollout.scheduling.metrics import Figures, figures
 from app.rollout.scheduling.scheduler import Scheduler
-from app.rollout.scheduling.traces import Trace, trace_of
-from app.rollout.scheduling.virtual_clock import VirtualClock
+from app.rollout.scheduling.simulator import VirtualClock
 from settings.rollout_section import Pdsr, Segment
 
 RESULTS = Path(__file__).parent / "results" / "rollout_workers.json"
@@ -85,7 +85,7 @@ def result_of(rollout: ForcedRollout, policy: str, measured: Measured, cost: Cos
 
 
 def bench(options: argparse.Namespace) -> dict[str, Any]:
-    trace = traces.log_normal(
+    trace = length_traces.log_normal(
         np.random.default_rng(0),
         prompts=options.prompts,
         group=options.group,

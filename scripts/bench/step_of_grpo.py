@@ -13,7 +13,7 @@ import jax
 import workload
 
 import settings
-from app.checkpoint.train_state import RunState
+from app.checkpoint.run_state import RunState
 from app.rollout.batch_engine import Engine
 from app.runtime.session import Session
 from app.tracking.console import Board

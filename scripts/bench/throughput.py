@@ -24,8 +24,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from app.batching.length_buckets import rung
-from app.batching.micro_batches import Cutter, FixedRows, PackedRows
-from app.batching.plan import TokenBudget, row_length
+from app.batching.micro_batch_plan import TokenBudget, row_length
+from app.batching.micro_batcher import Cutter, FixedRows, PackedRows
 from app.mesh.axis_rules import AXES
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
@@ -33,9 +33,9 @@ from app.model.flops import forward_flops
 from app.model.rope import Rope
 from app.records.sample import Prompt, Sample
 from app.score.scorer import Scorer
-from app.update.aggregation import token_mean
-from app.update.objective import PolicyLoss, make_objective, own_logprobs
+from app.update.loss_aggregation import token_mean
 from app.update.optimizer import TrainState, initial_state, make_optimizer, make_schedule, state_shardings
+from app.update.policy_loss import PolicyLoss, make_objective, own_logprobs
 from app.update.step import UpdateStep
 from app.update.surrogate import clipped_surrogate
 from app.update.updater import PolicyPack, Updater

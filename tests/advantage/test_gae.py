@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from app.advantage.gae.chunked import solve_many_leaks, solve_one_leak
 from app.advantage.gae.estimate import BACKENDS, generalized_advantages
-from app.advantage.gae.terms import MASK_MODES
+from app.advantage.gae.recurrence import MASK_MODES
 from tests.advantage.gae_oracle import Case, oracle, random_case
 
 SOLVERS = ("serial", "chunked")

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.advantage.gae.choice import choose
+from app.advantage.gae.backend_choice import choose
 from app.advantage.gae.chunked import CHUNK_SIZE
 from app.advantage.gae.estimate import generalized_advantages
 from app.advantage.gae.fused import fused_plain
 from app.advantage.gae.pallas_kernel import KERNELS
-from app.advantage.gae.terms import Discounting, Terms, rows_of, through
+from app.advantage.gae.recurrence import Discounting, Terms, rows_of, through
 from tests.advantage.gae_oracle import Case, oracle, random_case
 
 DISCOUNTS = list(itertools.product((0.0, 0.5, 0.95, 0.99, 1.0), repeat=2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.advantage.gae.inputs import check_inputs
+from app.advantage.gae.input_checks import check_inputs
 
 
 @pytest.mark.parametrize(

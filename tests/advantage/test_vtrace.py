@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from app.advantage.gae.estimate import generalized_advantages
-from app.advantage.gae.terms import MASK_MODES
+from app.advantage.gae.recurrence import MASK_MODES
 from app.advantage.vtrace import vtrace
 from tests.advantage.gae_oracle import random_case
 

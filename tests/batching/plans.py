@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from app.batching.plan import Lengths, MicroBatch, Plan, RowShape, TokenBudget, row_length
+from app.batching.micro_batch_plan import Lengths, MicroBatch, Plan, RowShape, TokenBudget, row_length
 
 
 def lone(*totals: int, prompt: int = 1) -> Lengths:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.batching.micro_batches import EqualShapes, FixedRows, PackedRows, per_token
-from app.batching.plan import Lengths, MicroBatch, RowShape, TokenBudget
+from app.batching.micro_batch_plan import Lengths, MicroBatch, RowShape, TokenBudget
+from app.batching.micro_batcher import EqualShapes, FixedRows, PackedRows, per_token
 
 
 def lengths(totals: list[int]) -> Lengths:

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.batching.micro_batches import lengths_of
+from app.batching.micro_batch_plan import MicroBatch, Plan, RowShape, plan_token_budget
+from app.batching.micro_batcher import lengths_of
 from app.batching.pack import pack_per_token, pack_tokens, unpack_per_token
-from app.batching.plan import MicroBatch, Plan, RowShape, plan_token_budget
 from app.records.sample import Sample
 from tests.batching.plans import flops, make_budget
 from tests.tiny import make_sample, random_samples

@@ -12,7 +12,7 @@ import pytest
 
 from app.evaluation.metadata import CHECKPOINT, JUDGE, JUDGES_FILE, JUDGES_FUNCTION, Subject, write_subject
 from app.records.jsonl import read_jsonl, write_jsonl
-from app.report.intervals import wilson_interval
+from app.report.confidence_intervals import wilson_interval
 from tests.program import here, metrics_of
 
 

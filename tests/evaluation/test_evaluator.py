@@ -19,9 +19,9 @@ from app.evaluation.metrics import (
 )
 from app.records.jsonl import read_jsonl
 from app.records.sample import DROPPED, Prompt, Sample
-from app.report.intervals import wilson_interval
+from app.report.confidence_intervals import wilson_interval
 from app.reward.aggregate import Scored, weigh
-from app.reward.outcome import Outcome
+from app.reward.reward_outcome import Outcome
 from app.tracking.console import evaluation_line
 from settings import InputError, load
 from tests.program import metrics_of

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from typer.testing import Result
 
+from app.checkpoint.policy_checkpoint import SavedPolicy
 from app.checkpoint.policy_weights import load_trained
-from app.checkpoint.reader import SavedPolicy
 from app.export.huggingface import Opened, adapter_config_of, check_space, write_model
 from app.export.model_card import ADAPTER, WHOLE, front_matter, model_card
 from app.mesh import topology

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.checkpoint.reader import SavedPolicy
+from app.checkpoint.policy_checkpoint import SavedPolicy
 from app.export.model_card import WHOLE, model_card
 from app.runtime.model_spec import read_model_input
 from settings import Settings, load

@@ -16,7 +16,7 @@ from app.export.peft import (
     AdaptersOut,
     adapter_config,
 )
-from app.export.safetensors import write_safetensors
+from app.export.safetensors_writer import write_safetensors
 from app.model.decoder import DecoderDefinition, Params
 from app.model.lora import LoRA, joined
 from settings.lora_section import PROJECTIONS as TARGETS

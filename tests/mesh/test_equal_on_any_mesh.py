@@ -11,19 +11,19 @@ import numpy as np
 import optax
 import pytest
 
-from app.batching.micro_batches import Cutter, FixedRows, PackedRows
-from app.batching.pass_metrics import critic_update_metrics
-from app.batching.plan import TokenBudget
+from app.batching.metrics import critic_update_metrics
+from app.batching.micro_batch_plan import TokenBudget
+from app.batching.micro_batcher import Cutter, FixedRows, PackedRows
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, ValueDecoder
 from app.model.flops import forward_flops
 from app.records.sample import Sample
 from app.rollout.sampling import SamplingRules
 from app.score.scorer import Scorer, Valuer
-from app.update.aggregation import aggregations
 from app.update.kl import k3
-from app.update.objective import make_objective
+from app.update.loss_aggregation import aggregations
 from app.update.optimizer import initial_state, make_optimizer, state_shardings
+from app.update.policy_loss import make_objective
 from app.update.step import VALUE_METRICS, UpdateStep
 from app.update.surrogate import dual_clipped_surrogate
 from app.update.updater import PolicyPack, Updater

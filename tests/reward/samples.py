@@ -12,8 +12,8 @@ import numpy as np
 from app.records.sample import Messages, Prompt, Sample
 from app.reward.aggregate import Scored
 from app.reward.plugin import Moment
-from app.reward.rewards import Rewards
-from app.reward.signature import Columns
+from app.reward.plugin_signature import Columns
+from app.reward.reward_functions import Rewards
 from settings.reward_section import Reward
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from app.reward.aggregate import OnError, Scored, weigh
-from app.reward.outcome import LONGEST_TEXT, Failure, Outcome, one_line
+from app.reward.reward_outcome import LONGEST_TEXT, Failure, Outcome, one_line
 from tests.reward.samples import make_group
 
 BROKEN = Outcome(failure=Failure("raised", "ValueError: no"))

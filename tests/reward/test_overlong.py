@@ -7,7 +7,7 @@ import pytest
 
 from app.reward.overlong import OverlongPenalty
 from app.reward.plugin import Moment
-from app.reward.rewards import Rewards
+from app.reward.reward_functions import Rewards
 from settings.reward_section import Reward
 from tests.reward.samples import columns_of, make_prompt, make_sample
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from app.reward.plugin import Moment
-from app.reward.rewards import Rewards
-from app.reward.signature import Columns
+from app.reward.plugin_signature import Columns
+from app.reward.reward_functions import Rewards
 from settings.reward_section import Reward
 from tests.reward.processes import WORKERS
 from tests.reward.samples import kinds_of, make_group, make_prompt, make_sample, score, values_of, write_plug_in

@@ -19,7 +19,7 @@ from app.model.kv_cache import (
     constrain_cache,
     decode_step,
 )
-from app.preflight.collectives import Collective, collectives_of
+from app.preflight.hlo_collectives import Collective, collectives_of
 from app.records.sample import Sample
 from app.rollout.continuous_batching import ContinuousBatching
 from app.rollout.sampling import SamplingRules

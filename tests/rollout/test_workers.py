@@ -32,11 +32,11 @@ from app.rollout.scheduling.events import (
     WorkerLost,
     to_json,
 )
+from app.rollout.scheduling.length_traces import trace_of
 from app.rollout.scheduling.metrics import figures, spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from app.rollout.scheduling.traces import trace_of
-from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
-from app.rollout.scheduling.virtual_slots import Ladders
+from app.rollout.scheduling.simulated_slots import Ladders
+from app.rollout.scheduling.simulator import VirtualClock, WorkerSpec
 from app.rollout.slot_engine import Segment as RanSegment
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.worker_pool import Schedule, ScheduledWorkers

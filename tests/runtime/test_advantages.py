@@ -12,7 +12,7 @@ from app.advantage.group import ADVANTAGES
 from app.records.sample import Sample
 from app.runtime.advantages import wire_crediting, wire_gae_credit, wire_return_credit
 from app.training.learner import wire_loss
-from app.update.aggregation import token_mean
+from app.update.loss_aggregation import token_mean
 from settings import Settings, load
 from tests.tiny import make_sample, one_a_row
 from tests.update.table_policy import loss_and_gradient

@@ -7,8 +7,8 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from app.batching.micro_batches import Cutter, lengths_of
-from app.batching.plan import Plan
+from app.batching.micro_batch_plan import Plan
+from app.batching.micro_batcher import Cutter, lengths_of
 from app.runtime.micro_batching import Longest, wire_role, wire_update
 from settings import load
 from settings.schema import Settings

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.batching.micro_batches import Cutter, FixedRows, PackedRows
+from app.batching.micro_batch_plan import MicroBatch, Plan, RowShape, TokenBudget
+from app.batching.micro_batcher import Cutter, FixedRows, PackedRows
 from app.batching.pack import pack_tokens
-from app.batching.plan import MicroBatch, Plan, RowShape, TokenBudget
 from app.mesh.placement import abstract
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from app.batching.micro_batches import PackedRows
+from app.batching.micro_batcher import PackedRows
 from app.mesh import topology
 from app.records.jsonl import write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
 from app.reward.aggregate import weigh
-from app.reward.outcome import Outcome
+from app.reward.reward_outcome import Outcome
 from app.runtime.micro_batching import Longest, wire_role
 from app.runtime.model_spec import read_model_input
 from app.runtime.session import Session

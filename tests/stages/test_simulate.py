@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 import cli
 from app.records.jsonl import write_jsonl
-from app.rollout.scheduling import traces
+from app.rollout.scheduling import length_traces
 from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import Event, Submitted, WorkerJoined, WorkerLost
 from app.rollout.scheduling.metrics import figures
@@ -28,7 +28,7 @@ POLICIES = ["sync", "pdsr_v1", "pdsr_v2", "adaptive", ORACLE]
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
-    drawn = traces.log_normal(
+    drawn = length_traces.log_normal(
         np.random.default_rng(0), prompts=8, group=4, mean=300, sigma=0.8, correlation=0.5, max_new=2048
     )
     write_jsonl(path, (one._asdict() for one in drawn))

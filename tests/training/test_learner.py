@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from app.training.learner import wire_correction, wire_loss
-from app.update.correction import geometric_log_weight, masked, sequence_log_weight, truncated
+from app.update.importance_correction import geometric_log_weight, masked, sequence_log_weight, truncated
 from app.update.kl import k1, k2, k3
-from app.update.objective import own_logprobs, scored_logprobs
+from app.update.policy_loss import own_logprobs, scored_logprobs
 from app.update.ratio import sequence_log_ratio, token_log_ratio
 from app.update.surrogate import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from settings import load

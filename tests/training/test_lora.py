@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from app.checkpoint.checkpoints import Progress
+from app.checkpoint.policy_checkpoint import SavedPolicy
 from app.checkpoint.policy_weights import load_policy
-from app.checkpoint.reader import SavedPolicy
-from app.checkpoint.train_state import RunState
+from app.checkpoint.run_state import RunState
 from app.model.decoder import by_path
 from app.model.lora import DOWN, UP, merged
 from app.records.sample import Sample

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from app.batching.micro_batches import Cut, Cutter
-from app.batching.plan import Lengths, Plan
-from app.checkpoint.train_state import RunState
+from app.batching.micro_batch_plan import Lengths, Plan
+from app.batching.micro_batcher import Cut, Cutter
+from app.checkpoint.run_state import RunState
 from app.records.sample import Sample
 from app.tracking.console import Board
 from app.tracking.timer import Timer

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from app.checkpoint.checkpoints import Progress
+from app.checkpoint.policy_checkpoint import SavedPolicy
 from app.checkpoint.policy_weights import load_policy
-from app.checkpoint.reader import SavedPolicy
-from app.checkpoint.train_state import RunState
+from app.checkpoint.run_state import RunState
 from app.evaluation.standalone import read_evaluation_input
-from app.model import quantized
+from app.model import quantization
 from app.model.decoder import DecoderDefinition
 from app.model.io.hf_weights import load_weights
 from app.model.lora import DOWN, UP, joined, merged
-from app.model.quantized import CODES, SCALES
+from app.model.quantization import CODES, SCALES
 from app.records.sample_json import sample_from_record
 from app.records.versions import NOT_INSTALLED
 from app.runtime import model_spec
@@ -122,7 +122,7 @@ def test_what_quantizes_nothing_is_refused(config: Path, overrides: tuple[str, .
 def test_a_launch_without_qwix_is_refused_and_an_export_is_not(
     run: Path, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized, "version_of", lambda name: NOT_INSTALLED)
+    monkeypatch.setattr(quantization, "version_of", lambda name: NOT_INSTALLED)
     monkeypatch.setattr(model_spec, "version_of", lambda name: NOT_INSTALLED)
     for dry in ((), ("--dry-run",)):
         result = here("train", "--config", config, *dry, *settings(*QLORA))

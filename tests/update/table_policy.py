@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
+from app.batching.micro_batch_plan import Plan
 from app.batching.pack import pack_per_token
-from app.batching.plan import Plan
 from app.records.sample import Sample
-from app.update.aggregation import Weights
-from app.update.objective import LossParts, PolicyLoss, UpdateBatch
+from app.update.loss_aggregation import Weights
+from app.update.policy_loss import LossParts, PolicyLoss, UpdateBatch
 from tests.tiny import pack_update
 
 

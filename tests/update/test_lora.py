@@ -14,8 +14,8 @@ import pytest
 
 from app.model.decoder import DecoderDefinition, Params, by_path
 from app.model.lora import LoRA, joined, merged
-from app.update.objective import Objective, make_objective
 from app.update.optimizer import DECAYED, TrainState, initial_state, make_optimizer, state_shardings
+from app.update.policy_loss import Objective, make_objective
 from app.update.step import UpdateStep
 from settings.lora_section import PROJECTIONS
 from settings.schema import Optimizer as Settings

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from app.advantage.group import ADVANTAGES, credit_by_group, penalised_rewards, task_rewards
-from app.batching.plan import Plan
+from app.batching.micro_batch_plan import Plan
 from app.records.sample import Sample
-from app.update.aggregation import Totals, Weights, aggregations
 from app.update.kl import ESTIMATORS
-from app.update.objective import PolicyLoss
+from app.update.loss_aggregation import Totals, Weights, aggregations
+from app.update.policy_loss import PolicyLoss
 from app.update.surrogate import clipped_surrogate, dual_clipped_surrogate
 from tests.tiny import PLAIN_LOSS, assert_trees_close, one_a_row, packed_plan, plan_of, random_samples
 from tests.update.table_policy import loss_and_gradient

@@ -11,7 +11,7 @@ import pytest
 from app.model.decoder import DecoderDefinition, Params
 from app.model.io.hf_weights import load_weights
 from app.model.lora import LoRA, joined
-from app.update.objective import make_objective
+from app.update.policy_loss import make_objective
 from settings.lora_section import PROJECTIONS, Quantization
 from tests.model.io.test_hf_weights import Held, random_file
 from tests.quantized import dequantized_params

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.update.aggregation import Totals, Weights, sequence_mean_token_mean, token_mean
-from app.update.objective import PolicyLoss, own_logprobs
+from app.update.loss_aggregation import Totals, Weights, sequence_mean_token_mean, token_mean
+from app.update.policy_loss import PolicyLoss, own_logprobs
 from app.update.ratio import sequence_log_ratio, token_log_ratio
 from app.update.surrogate import SurrogateLoss, cispo_surrogate, clipped_surrogate
 from tests.tiny import PLAIN_LOSS, assert_trees_close, pack_update

@@ -10,13 +10,13 @@ import numpy as np
 import optax
 import pytest
 
-from app.batching.plan import Plan
+from app.batching.micro_batch_plan import Plan
 from app.model.decoder import DecoderDefinition
-from app.update.aggregation import aggregations
-from app.update.correction import Correction, geometric_log_weight, masked
+from app.update.importance_correction import Correction, geometric_log_weight, masked
 from app.update.kl import k3
-from app.update.objective import PolicyLoss, make_objective
+from app.update.loss_aggregation import aggregations
 from app.update.optimizer import TrainState, initial_state, make_optimizer, state_shardings
+from app.update.policy_loss import PolicyLoss, make_objective
 from app.update.step import UpdateStep
 from app.update.surrogate import dual_clipped_surrogate
 from settings.schema import Optimizer as Settings

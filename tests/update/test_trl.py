@@ -14,10 +14,10 @@ import pytest
 from app.advantage.group import credit_by_group, penalised_rewards, rloo_advantages
 from app.records.sample import Sample
 from app.training.learner import LOG_RATIOS, LOG_WEIGHTS
-from app.update.aggregation import aggregations
-from app.update.correction import Correction, masked, truncated
+from app.update.importance_correction import Correction, masked, truncated
 from app.update.kl import k1, k3
-from app.update.objective import own_logprobs, scored_logprobs
+from app.update.loss_aggregation import aggregations
+from app.update.policy_loss import own_logprobs, scored_logprobs
 from app.update.surrogate import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from tests.golden.trl_numbers import (
     CASES,

@@ -11,17 +11,17 @@ import numpy as np
 import optax
 import pytest
 
-from app.batching.micro_batches import FixedRows, PackedRows
-from app.batching.plan import TokenBudget
+from app.batching.micro_batch_plan import TokenBudget
+from app.batching.micro_batcher import FixedRows, PackedRows
 from app.model.decoder import DecoderDefinition
 from app.model.flops import forward_flops
 from app.records.sample import Sample
 from app.score.scorer import Scorer
 from app.tracking.compilation_counter import CompilationCounter
-from app.update.aggregation import token_mean
+from app.update.loss_aggregation import token_mean
 from app.update.mini_batches import in_order, picked, split_by_group
-from app.update.objective import UpdateBatch, make_objective, own_logprobs, scored_logprobs
 from app.update.optimizer import TrainState, initial_state, make_optimizer, state_shardings
+from app.update.policy_loss import UpdateBatch, make_objective, own_logprobs, scored_logprobs
 from app.update.step import UpdateStep
 from app.update.updater import PolicyPack, Step, Updater, summarise
 from settings.schema import Optimizer as Settings

@@ -14,8 +14,8 @@ from app.batching.row_values import row_values
 from app.model.decoder import DecoderDefinition, ValueDecoder
 from app.records.sample import Sample
 from app.score.scorer import Valuer, with_a_token_behind
-from app.update.aggregation import Totals
 from app.update.kl import k1
+from app.update.loss_aggregation import Totals
 from app.update.surrogate import clipped_surrogate
 from app.update.value_loss import (
     ValueBatch,

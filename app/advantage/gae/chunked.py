@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from app.advantage.gae.terms import Credit, Terms
+from app.advantage.gae.recurrence import Credit, Terms
 
 CHUNK_SIZE = 128
 

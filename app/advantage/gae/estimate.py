@@ -10,11 +10,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from app.advantage.gae.choice import choose
+from app.advantage.gae.backend_choice import choose
 from app.advantage.gae.chunked import chunked
 from app.advantage.gae.fused import fused, fused_plain
-from app.advantage.gae.serial import serial
-from app.advantage.gae.terms import (
+from app.advantage.gae.recurrence import (
     MASK_MODES,
     Credit,
     Discounting,
@@ -24,6 +23,7 @@ from app.advantage.gae.terms import (
     last_values_of,
     rows_of,
 )
+from app.advantage.gae.serial import serial
 
 BACKENDS: Mapping[str, Callable[..., Credit]] = MappingProxyType({"serial": serial, "chunked": chunked, "fused": fused})
 """terms, and `chunk_size` where the backend has chunks -> credit. Which one runs is decided in `choice`."""
@@ -55,8 +55,8 @@ def generalized_advantages(
         mask: [B, T], True where the policy wrote the token; None = all.
         ends: [B, T], True on the last token of each sequence of a row; the row's last token always ends.
         bootstrap: [B, T], read where a sequence ends: the value after it; None = 0, it ended by itself.
-        mask_mode: what masked tokens mean, see `app.advantage.gae.terms`.
-        backend: one of `BACKENDS`, or `auto`, see `app.advantage.gae.choice`.
+        mask_mode: what masked tokens mean, see `app.advantage.gae.recurrence`.
+        backend: one of `BACKENDS`, or `auto`, see `app.advantage.gae.backend_choice`.
         chunk_size: steps of a chunk, at least 1; None = what suits the backend.
 
     Source: Schulman et al. 2016, eq. 16.

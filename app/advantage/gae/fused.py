@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Float64
 
-from app.advantage.gae.terms import Credit, HostOrDevice, Terms
+from app.advantage.gae.recurrence import Credit, HostOrDevice, Terms
 
 CHUNK = 16
 """Steps."""

@@ -25,7 +25,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float32
 
 from app.advantage.gae.chunked import powers_of
-from app.advantage.gae.terms import Credit, Terms
+from app.advantage.gae.recurrence import Credit, Terms
 
 GPU_TILE = 64
 TPU_TILE = 128

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from app.advantage.gae.terms import Credit, Terms
+from app.advantage.gae.recurrence import Credit, Terms
 
 Compensated = tuple[Array, Array]
 """A sum and the rounding error that it lacks."""

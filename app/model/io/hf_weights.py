@@ -20,7 +20,7 @@ from jaxtyping import Array
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, Path, by_path
 from app.model.io.model_files import WeightFile
-from app.model.quantized import CODES, SCALES, QuantizedKernel
+from app.model.quantization import CODES, SCALES, QuantizedKernel
 from settings.errors import InputError
 
 LAYER_TENSORS: dict[str, Path] = {

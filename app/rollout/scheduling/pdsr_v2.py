@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.rollout.scheduling.events import Kind, Role
-from app.rollout.scheduling.queues import Queue
+from app.rollout.scheduling.priority_queue import Queue
 from app.rollout.scheduling.sample_states import Entry
 from app.rollout.scheduling.scheduling_policy import Context, Eviction, Policy, Probes, Worker, running_rows
 

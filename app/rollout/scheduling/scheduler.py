@@ -30,7 +30,7 @@ from app.rollout.scheduling.pdsr_v1 import PdsrV1
 from app.rollout.scheduling.pdsr_v2 import PdsrV2
 from app.rollout.scheduling.sample_states import ENDED, WAITING, Ledger, State
 from app.rollout.scheduling.scheduling_policy import Context, Policy, Worker
-from app.rollout.scheduling.segments import expected_length, segment_limits
+from app.rollout.scheduling.segment_limits import expected_length, segment_limits
 from app.rollout.scheduling.sync import Sync
 from settings.rollout_section import Pdsr, Segment
 

@@ -6,11 +6,11 @@ import random
 
 import numpy as np
 
-from app.rollout.scheduling import traces
+from app.rollout.scheduling import length_traces
 from app.rollout.scheduling.cost_model import CostModel
+from app.rollout.scheduling.length_traces import Trace
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from app.rollout.scheduling.traces import Trace
-from app.rollout.scheduling.virtual_clock import Faults, VirtualClock, WorkerSpec
+from app.rollout.scheduling.simulator import Faults, VirtualClock, WorkerSpec
 from settings.rollout_section import Pdsr, Segment
 
 MAX_NEW = 200
@@ -63,15 +63,15 @@ def random_trace(rng: random.Random, seed: int) -> Trace:
     }
     kind = rng.randrange(7)
     if kind == 0:
-        return traces.equal(**shape, length=rng.choice([1, 20, MAX_NEW]))
+        return length_traces.equal(**shape, length=rng.choice([1, 20, MAX_NEW]))
     if kind == 1:
-        return traces.one_giant(**shape, length=rng.randint(1, 10), giant=MAX_NEW)
+        return length_traces.one_giant(**shape, length=rng.randint(1, 10), giant=MAX_NEW)
     if kind == 2:
-        return traces.bimodal(numpy_rng, **shape, short=2, long=MAX_NEW, share=rng.random())
+        return length_traces.bimodal(numpy_rng, **shape, short=2, long=MAX_NEW, share=rng.random())
     if kind == 3:
-        return traces.drift(numpy_rng, **shape, **log_normal)
-    trace = traces.log_normal(numpy_rng, **shape, **log_normal)
-    return traces.ascending(trace) if kind == 4 else trace
+        return length_traces.drift(numpy_rng, **shape, **log_normal)
+    trace = length_traces.log_normal(numpy_rng, **shape, **log_normal)
+    return length_traces.ascending(trace) if kind == 4 else trace
 
 
 def random_rules(rng: random.Random) -> Pdsr:

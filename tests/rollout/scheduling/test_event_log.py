@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from app.rollout.scheduling import traces
+from app.rollout.scheduling import length_traces
 from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.event_log import EventLog, LogRecord, is_log, read_log
 from app.rollout.scheduling.events import Closed, Event, SegmentEnded, WorkerJoined, WorkerLost, from_json, to_json
 from app.rollout.scheduling.metrics import figures, spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from app.rollout.scheduling.virtual_clock import VirtualClock, WorkerSpec
+from app.rollout.scheduling.simulator import VirtualClock, WorkerSpec
 from settings.errors import InputError
 from tests.rollout.scheduling.driving import make_scheduler, write_log
 from tests.rollout.scheduling.storms import storm
@@ -180,7 +180,7 @@ WRONG = (None, "x", "7", -1, 0, 1.5, 10**400, True, [], {}, [None], {"x": None})
 def test_a_damaged_log_is_an_error_for_people_whatever_is_wrong(policy: str, tmp_path: Path) -> None:
     """Any one value replaced by any other: what can be read can also be shown."""
     path, rng = tmp_path / "log", random.Random(0)
-    trace = traces.equal(prompts=2, group=2, length=9)
+    trace = length_traces.equal(prompts=2, group=2, length=9)
     specs = [WorkerSpec("f", "fast", 2), WorkerSpec("h", "heavy", 2)]
     clock = VirtualClock(make_scheduler(policy), trace, specs, CostModel(), max_new=20)
     write_log(path, clock.run(), make_scheduler(policy), run=MINE)

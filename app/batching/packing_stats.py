@@ -1,0 +1,110 @@
+"""What the plans of all hosts amount to: how full, how even, what padding costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from app.batching.micro_batch_plan import Lengths, Plan, Work
+
+
+def plan_figures(
+    plans: Sequence[Plan],
+    lengths: Sequence[Lengths],
+    work: Work,
+    *,
+    devices_per_host: int,
+    max_tokens_per_device: int | None,
+) -> dict[str, float]:
+    """Over all hosts; tokens unless said otherwise.
+
+    Args:
+        max_tokens_per_device: None where there is no quota.
+
+    Returns:
+        real_tokens, computed_tokens, fill: positions that hold a token, positions, and their ratio.
+        num_micro_batches; num_rows, num_dummy_rows, dummy_fraction: rows, those without a sample, and their share.
+        over_quota: rows over their length, and devices over the quota in a micro-batch. 0 unless the planner is wrong.
+        flops_imbalance: work of the device that has the most, over the mean.
+        seqlen_min, max, mean, minmax_diff: tokens that devices would have if they took the samples as they come, as
+            many each; balanced_min, balanced_max: that they have. Samples as they are alone: no prompt is shared.
+    """
+    hosts = [
+        _rows_of(plan, host, work, first_device=number * devices_per_host, num_devices=devices_per_host)
+        for number, (plan, host) in enumerate(zip(plans, lengths, strict=True))
+    ]
+    rows = _Rows(*map(np.concatenate, zip(*hosts, strict=True)))
+    num_devices = len(plans) * devices_per_host
+    works = np.bincount(rows.device, rows.work, num_devices)
+    balanced = np.bincount(rows.device, rows.sample_tokens, num_devices)
+    totals = np.concatenate([host.totals for host in lengths])
+    edges = np.arange(num_devices + 1) * len(totals) // num_devices
+    blocks = np.asarray([totals[first:last].sum() for first, last in pairwise(edges)])
+    over = int((rows.held > rows.length).sum()) + _devices_over(plans, devices_per_host, max_tokens_per_device)
+    return {
+        "real_tokens": int(rows.held.sum()),
+        "computed_tokens": int(rows.length.sum()),
+        "fill": float(rows.held.sum() / rows.length.sum()),
+        "num_micro_batches": plans[0].num_micro_batches,
+        "num_rows": len(rows.empty),
+        "num_dummy_rows": int(rows.empty.sum()),
+        "dummy_fraction": float(rows.empty.mean()),
+        "over_quota": over,
+        "flops_imbalance": float(works.max() / works.mean()) if works.any() else 1.0,
+        "seqlen_min": int(blocks.min()),
+        "seqlen_max": int(blocks.max()),
+        "seqlen_mean": float(blocks.mean()),
+        "seqlen_minmax_diff": int(blocks.max() - blocks.min()),
+        "seqlen_balanced_min": int(balanced.min()),
+        "seqlen_balanced_max": int(balanced.max()),
+    }
+
+
+class _Rows(NamedTuple):
+    """Of each row of all micro-batches."""
+
+    held: Float64[np.ndarray, "rows"]
+    length: Int64[np.ndarray, "rows"]
+    empty: Bool[np.ndarray, "rows"]
+    device: Int64[np.ndarray, "rows"]
+    sample_tokens: Float64[np.ndarray, "rows"]
+    work: Float64[np.ndarray, "rows"]
+
+
+def _rows_of(plan: Plan, host: Lengths, work: Work, *, first_device: int, num_devices: int) -> _Rows:
+    rows = [row for micro_batch in plan.micro_batches for row in micro_batch.rows]
+    segments = [segment for row in rows for segment in row]
+    owners = np.asarray([segment[0] for segment in segments], np.int64)
+    members = np.asarray([i for segment in segments for i in segment], np.int64)
+    counts = [len(micro_batch.rows) for micro_batch in plan.micro_batches]
+    row_of_segment = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    row_of_member = np.repeat(row_of_segment, [len(segment) for segment in segments])
+
+    def sums(of_prompts: np.ndarray, of_completions: np.ndarray) -> np.ndarray:
+        behind = np.bincount(row_of_member, of_completions[members], len(rows))
+        return np.bincount(row_of_segment, of_prompts[owners], len(rows)) + behind
+
+    prompt_work = work(host.prompts)
+    return _Rows(
+        held=sums(host.prompts, host.completions),
+        length=np.repeat([micro_batch.shape.num_tokens for micro_batch in plan.micro_batches], counts),
+        empty=np.asarray([not row for row in rows]),
+        device=first_device + np.concatenate([np.arange(count) * num_devices // count for count in counts]),
+        sample_tokens=np.bincount(row_of_member, host.totals[members], len(rows)),
+        work=sums(prompt_work, work(host.totals) - prompt_work),
+    )
+
+
+def _devices_over(plans: Sequence[Plan], num_devices: int, quota: int | None) -> int:
+    if quota is None:
+        return 0
+    shares = [
+        len(micro_batch.rows) // num_devices * micro_batch.shape.num_tokens
+        for plan in plans
+        for micro_batch in plan.micro_batches
+    ]
+    return num_devices * sum(share > quota for share in shares)

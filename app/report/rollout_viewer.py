@@ -1,0 +1,237 @@
+"""Which saved samples the viewer page shows, and what it shows of each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.records.jsonl import read_jsonl_lines
+from app.records.sample import DROPPED
+from app.report.metrics_history import is_number, number
+from settings.errors import InputError
+
+DEFAULT_SAMPLES = 400
+"""A page of about a megabyte, which a phone opens at once."""
+EVAL_SHARE = 0.25
+"""Of the samples shown."""
+FEW_FILES = 8
+"""Sample files that are opened at least, spread over the run; more only where they are needed to fill the page."""
+MAX_CHARACTERS = 20_000
+MAX_LOGPROBS = 512
+
+
+@dataclass
+class Viewer:
+    """The content of the page, and what it leaves out."""
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """Siblings under one prompt: of a step, or of all evaluations. See `_as_json` for a sample."""
+    num_shown: int = 0
+    num_read: int = 0
+    num_files: int = 0
+    num_unopened: int = 0
+    damaged: list[str] = field(default_factory=list)
+    """What is wrong with lines that were skipped."""
+
+    def add(self, key: str, kind: str, samples: Sequence[SavedSample]) -> None:
+        first = samples[0]
+        self.num_shown += len(samples)
+        self.groups.append(
+            {
+                "kind": kind,
+                "name": key,
+                "prompt": _bounded(first.prompt),
+                "answer": first.answer,
+                "samples": [_as_json(sample) for sample in samples],
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSample:
+    """What is shown of a sample; numbers are None where its file has none."""
+
+    step: int
+    uid: str
+    group: str
+    prompt: str
+    answer: str | None
+    completion: str
+    finish_reason: str
+    num_tokens: int | None
+    reward: float | None
+    rewards: Mapping[str, float | None]
+    advantage: float | None
+    logprobs: np.ndarray
+    """Of the sampler; NaN where the model had diverged."""
+
+    @property
+    def prompt_uid(self) -> str:
+        return self.uid.rpartition("/s")[0] or self.uid
+
+    @property
+    def end(self) -> str:
+        """What the page can be filtered by; `finish_reason` says why."""
+        if self.finish_reason.startswith(DROPPED):
+            return "dropped"
+        return "cut" if self.finish_reason == "length" else "complete"
+
+
+def viewer_of(rollouts: Mapping[int, Path], evaluations: Mapping[int, Path], *, num_samples: int) -> Viewer:
+    """At most `num_samples` of the saved samples, whole groups while they fit.
+
+    Rollouts: from steps spread evenly over the run with both ends, newest first, the groups whose rewards differ
+    most. Evaluations: the same prompts at each evaluation, first those whose grade changed between the first and
+    the last.
+    """
+    viewer = Viewer(num_files=len(rollouts) + len(evaluations))
+    kept_for_evaluations = int(num_samples * (EVAL_SHARE if rollouts else 1)) if evaluations else 0
+    if rollouts:
+        _add_rollouts(viewer, rollouts, num_samples - kept_for_evaluations)
+    if evaluations:
+        _add_evaluations(viewer, evaluations, num_samples - viewer.num_shown)
+    return viewer
+
+
+def _add_rollouts(viewer: Viewer, files: Mapping[int, Path], quota: int) -> None:
+    by_step = _opened(viewer, files, quota)
+    ranked = [sorted(_grouped(by_step[step], lambda s: s.group), key=_dullness) for step in reversed(by_step)]
+    chosen = _while_they_fit(_in_turn(ranked), quota)
+    for group in sorted(chosen, key=lambda group: -group[0].step):
+        viewer.add(group[0].prompt_uid, "rollout", group)
+
+
+def _add_evaluations(viewer: Viewer, files: Mapping[int, Path], quota: int) -> None:
+    by_step = _opened(viewer, files, quota)
+    prompts = _grouped(itertools.chain.from_iterable(by_step.values()), lambda s: s.prompt_uid)
+
+    def rank(prompt: Sequence[SavedSample]) -> tuple[float, float]:
+        first, last = prompt[0].reward or 0.0, prompt[-1].reward or 0.0
+        return -abs(last - first), last
+
+    for prompt in _while_they_fit(sorted(prompts, key=rank), quota):
+        viewer.add(prompt[0].prompt_uid, "evaluation", prompt)
+
+
+def _opened(viewer: Viewer, files: Mapping[int, Path], quota: int) -> dict[int, list[SavedSample]]:
+    """The samples of as many files as the quota calls for, by step, oldest first."""
+    newest = _read(viewer, max(files), files[max(files)])
+    *earlier, last = _spread(sorted(files), max(FEW_FILES, -(-quota // max(len(newest), 1))))
+    viewer.num_unopened += len(files) - len(earlier) - 1
+    return {step: _read(viewer, step, files[step]) for step in earlier} | {last: newest}
+
+
+def _spread(steps: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the steps, evenly, with the first and the last."""
+    places = np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int)
+    return [steps[place] for place in dict.fromkeys(places.tolist())]
+
+
+def _grouped(samples: Iterable[SavedSample], key_of: Callable[[SavedSample], str]) -> list[list[SavedSample]]:
+    groups: dict[str, list[SavedSample]] = {}
+    for sample in samples:
+        groups.setdefault(key_of(sample), []).append(sample)
+    return list(groups.values())
+
+
+def _dullness(group: Sequence[SavedSample]) -> float:
+    return -float(np.std([sample.reward or 0.0 for sample in group]))
+
+
+def _in_turn(columns: Sequence[Sequence[list[SavedSample]]]) -> Iterator[list[SavedSample]]:
+    """The first of each column, then the second of each, and so on."""
+    for row in itertools.zip_longest(*columns):
+        yield from (group for group in row if group is not None)
+
+
+def _while_they_fit(groups: Iterable[list[SavedSample]], quota: int) -> Iterator[list[SavedSample]]:
+    """Groups until the quota is spent; the last one may lose members."""
+    for group in groups:
+        if quota <= 0:
+            return
+        yield group[:quota]
+        quota -= len(group)
+
+
+def _read(viewer: Viewer, step: int, path: Path) -> list[SavedSample]:
+    """The samples of a file; what cannot be read is noted and passed over."""
+    samples = []
+    try:
+        for line, record in read_jsonl_lines(path):
+            try:
+                if isinstance(record, InputError):
+                    raise record
+                samples.append(_sample(record, step=step, where=f"{path}:{line}"))
+            except InputError as error:
+                viewer.damaged.append(str(error))
+    except InputError as error:  # the file itself
+        viewer.damaged.append(str(error))
+    viewer.num_read += len(samples)
+    return samples
+
+
+def _sample(record: Mapping[str, Any], *, step: int, where: str) -> SavedSample:
+    """Tolerant: a diverged model's samples, with null among their numbers, are just the ones to look at."""
+    for name in ("uid", "completion"):
+        if not isinstance(record.get(name), str):
+            raise InputError(f"{where}: {name}: expected text, got {record.get(name)!r:.40}")
+    rewards = record.get("rewards")
+    ids, advantages = record.get("completion_token_ids"), _numbers(record.get("advantages"))
+    answer = record.get("answer")
+    return SavedSample(
+        step=step,
+        uid=record["uid"],
+        group=str(record.get("group_id")),
+        prompt=_conversation(record.get("prompt")),
+        answer=None if answer is None else str(answer),
+        completion=record["completion"],
+        finish_reason=str(record.get("finish_reason", "")),
+        num_tokens=len(ids) if isinstance(ids, list) else None,
+        reward=number(record, "reward"),
+        rewards={str(name): number(rewards, name) for name in rewards} if isinstance(rewards, dict) else {},
+        advantage=float(advantages[0]) if len(advantages) and np.isfinite(advantages[0]) else None,
+        logprobs=_numbers(record.get("behavior_logprobs")),
+    )
+
+
+def _numbers(values: Any) -> np.ndarray:
+    return np.array([v if is_number(v) else np.nan for v in values] if isinstance(values, list) else [], np.float64)
+
+
+def _conversation(source: Any) -> str:
+    """The prompt before its chat template."""
+    if isinstance(source, list):
+        return "\n\n".join(f"{m.get('role')}: {m.get('content')}" for m in source if isinstance(m, dict))
+    return str(source)
+
+
+def _bounded(text: str) -> str:
+    beyond = len(text) - MAX_CHARACTERS
+    return text if beyond <= 0 else f"{text[:MAX_CHARACTERS]} … ({beyond:,} more characters)"
+
+
+def _as_json(sample: SavedSample) -> dict[str, Any]:
+    finite = sample.logprobs[np.isfinite(sample.logprobs)]
+    return {
+        "step": sample.step,
+        "uid": sample.uid,
+        "completion": _bounded(sample.completion),
+        "finish": sample.finish_reason,
+        "end": sample.end,
+        "tokens": sample.num_tokens,
+        "reward": _rounded(sample.reward),
+        "rewards": {name: _rounded(value) for name, value in sample.rewards.items()},
+        "advantage": _rounded(sample.advantage),
+        "mean_logprob": _rounded(float(finite.mean())) if len(finite) else None,
+        "min_logprob": _rounded(float(finite.min())) if len(finite) else None,
+        "logprobs": [_rounded(float(v), 2) if np.isfinite(v) else None for v in sample.logprobs[:MAX_LOGPROBS]],
+    }
+
+
+def _rounded(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None else round(value, digits)

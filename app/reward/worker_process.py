@@ -1,0 +1,164 @@
+"""One worker process of a plug-in: the pipes to it, what it sees of our environment, and its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import site
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from app.reward.reward_outcome import printable
+
+MODULE = "app.reward.worker_main"
+PROGRAM = str(Path(__file__).resolve().parents[2])
+"""The folder that holds the `app` package."""
+
+PASSED_ON = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP"),
+        *("PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"),
+    }
+)
+"""Environment variables that workers see: an allow-list, so that no key is passed on by forgetting about it."""
+
+MOST_ANSWER_BYTES = 64 * 2**20
+PIPE_BYTES = 64 * 2**10
+"""What a pipe holds."""
+
+
+class Prints:
+    """Passes on to stderr what a worker prints: in whole lines, and nothing that a terminal would obey."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
+        self.is_open = True
+        self._line = b""
+        """The beginning of one."""
+
+    def read(self) -> None:
+        """Shows the lines that are there. Waits for none."""
+        try:
+            data = os.read(self.pipe, PIPE_BYTES)
+        except BlockingIOError:
+            return
+        self.is_open = bool(data)
+        lines, _, self._line = (self._line + data).rpartition(b"\n")
+        _show(lines)
+        if len(self._line) >= PIPE_BYTES:
+            _show(self._line)
+            self._line = b""
+
+    def finish(self) -> None:
+        """Shows what is left in the pipe and no more: what a worker started may have got away, and print for ever."""
+        self.read()
+        _show(self._line)
+        self._line = b""
+
+
+def _show(data: bytes) -> None:
+    for line in data.decode(errors="replace").splitlines():
+        print(printable(line.expandtabs()), file=sys.stderr)
+
+
+class Worker:
+    """One process and the pipes to it. Nothing here waits, but for its end once it has been killed."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-B", "-m", MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            bufsize=0,
+            start_new_session=True,
+        )
+        self.writing, self.reading, printing = (pipe.fileno() for pipe in self._pipes)
+        for pipe in (self.writing, self.reading, printing):
+            os.set_blocking(pipe, False)
+        self.prints = Prints(printing)
+        self.outgoing = memoryview(b"")
+        self._incoming = bytearray()
+        self.deadline = float("inf")
+        self.is_loaded = False
+        self.is_second_try = False
+        """Started because the start before it had failed."""
+        self.num_calls = 0
+        self.call: int | None = None
+        """Which of the calls it is at; None while it is idle or loading."""
+
+    @property
+    def _pipes(self) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
+        process = self.process
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        return process.stdin, process.stdout, process.stderr
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_loaded and self.call is None
+
+    def send(self, message: Mapping[str, Any], *, timeout_s: float) -> None:
+        self.outgoing = memoryview(json.dumps(message).encode() + b"\n")
+        self.deadline = time.monotonic() + timeout_s
+
+    def write(self) -> None:
+        """As much as the pipe takes; a worker that has gone is found when it is read from."""
+        try:
+            self.outgoing = self.outgoing[os.write(self.writing, self.outgoing) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self.outgoing = memoryview(b"")
+
+    def read(self) -> dict[str, Any] | None:
+        """Its answer, once the whole of it is there.
+
+        Raises:
+            EOFError: there will be none.
+        """
+        data = os.read(self.reading, 1 << 20)
+        self._incoming += data
+        if not data or len(self._incoming) > MOST_ANSWER_BYTES:
+            raise EOFError
+        if not self._incoming.endswith(b"\n"):
+            return None
+        line, self._incoming = bytes(self._incoming), bytearray()
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            raise EOFError from None
+        if not isinstance(answer, dict):
+            raise EOFError
+        return answer
+
+    def end(self) -> int:
+        """Kills it and whatever it started; returns its exit status, negative for a signal."""
+        # Before it is waited for: until then its number cannot become somebody else's.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        status = self.process.wait()
+        self.prints.finish()
+        for pipe in self._pipes:
+            pipe.close()
+        return status
+
+
+def worker_environment(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What workers see of our environment, and what makes them behave."""
+    allowed = PASSED_ON.union(names)
+    passed = {name: value for name, value in environ.items() if name in allowed or name.startswith("LC_")}
+    folders = passed.get("PYTHONPATH", "").split(os.pathsep) if passed.get("PYTHONPATH") else []
+    if PROGRAM not in site.getsitepackages():
+        folders.append(PROGRAM)
+    ours = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
+    # Workers are the parallelism, so a library's threads would only compete; the devices are the trainer's.
+    unless_passed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**unless_passed, **passed, **ours, "JAX_PLATFORMS": "cpu"}

@@ -1,0 +1,184 @@
+"""The loss of one micro-batch: surrogate, KL penalty and entropy bonus, weighted token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from app.batching.pack import HostOrDevice, TokenBatch
+from app.batching.row_logprobs import row_logprobs
+from app.model.decoder import DecoderDefinition, Params
+from app.model.token_logprobs import entropy, measured_entropy
+from app.update.importance_correction import Correction
+from app.update.kl import Estimator
+from app.update.ratio import LogRatio, SampleMeans, token_log_ratio
+from app.update.surrogate import SurrogateLoss
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class UpdateBatch:
+    """One micro-batch of an optimizer step. Per-token fields stand beside the targets of `tokens`."""
+
+    tokens: TokenBatch
+    behavior_logprobs: Float32[HostOrDevice, "R C"]
+    advantages: Float32[HostOrDevice, "R C"]
+    loss_weights: Float32[HostOrDevice, "R C"]
+    """What each token's loss counts in the sum; see `app.update.loss_aggregation`."""
+    token_weights: Float32[HostOrDevice, "R C"]
+    """1 / (tokens of the step) on tokens the policy wrote: sums of it are means for the metrics."""
+    policy_logprobs: Float32[HostOrDevice, "R C"] | None
+    """None when the step has one update: its own logprobs are then the proximal ones."""
+    reference_logprobs: Float32[HostOrDevice, "R C"] | None
+    """None when there is no KL penalty, in the loss or in the reward."""
+    sample_means: SampleMeans | None = None
+    """None where ratios and corrections are the tokens' own."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossParts:
+    """What micro-batches add up to: `sums` and `squares` add, `maxima` take the larger."""
+
+    sums: dict[str, Float32[Array, ""]]
+    maxima: dict[str, Float32[Array, ""]]
+    squares: dict[str, Float32[Array, ""]] = field(default_factory=dict)
+    """Mean squares of the weights whose mean is `<name>_mean` among the sums."""
+
+    def __add__(self, other: LossParts) -> LossParts:
+        return LossParts(
+            jax.tree.map(jnp.add, self.sums, other.sums),
+            jax.tree.map(jnp.maximum, self.maxima, other.maxima),
+            jax.tree.map(jnp.add, self.squares, other.squares),
+        )
+
+    def metrics(self) -> dict[str, Float32[Array, ""]]:
+        """Of an optimizer step all of whose micro-batches are in. `<name>_ess` is (sum w)^2 / (n sum w^2) of n weights.
+
+        Source: Kong 1992, "A note on importance sampling using standardized weights"; 0 where all weights are.
+        """
+        shares = {
+            f"{name}_ess": jnp.where(square > 0, self.sums[f"{name}_mean"] ** 2 / square, 0.0)
+            for name, square in self.squares.items()
+        }
+        return {**self.sums, **self.maxima, **shares}
+
+
+Proximal = Callable[[Array, UpdateBatch], Array]
+Objective = Callable[[Params, UpdateBatch, Array], tuple[Array, LossParts]]
+
+
+def own_logprobs(current_logprobs: Array, batch: UpdateBatch) -> Array:
+    """One update per rollout: the weights have not moved yet, so the ratio is exactly 1."""
+    return jax.lax.stop_gradient(current_logprobs)
+
+
+def scored_logprobs(current_logprobs: Array, batch: UpdateBatch) -> Array:
+    """Several updates per rollout: the logprobs scored before the first of them."""
+    assert batch.policy_logprobs is not None
+    return batch.policy_logprobs
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Per-token losses of one micro-batch, weighted into its share of the step's loss.
+
+    sum(w * (c * surrogate + beta * KL - entropy_coef * H)), w the step's `loss_weights`, c the correction's, 1 without
+    one. It weighs neither KL nor entropy: the entropy is over all tokens, whichever was drawn, and a penalty that left
+    out what has drifted furthest would hold the policy least where it should hold it most.
+    """
+
+    proximal: Proximal
+    surrogate: SurrogateLoss
+    kl_estimator: Estimator | None
+    """Also measures `policy/kl` where the penalty is in the reward; None without a reference."""
+    beta: float
+    """Weight of the penalty in this loss; 0 where it is in the reward."""
+    entropy_coef: float
+    log_ratio: LogRatio = token_log_ratio
+    correction: Correction | None = None
+    """None takes the sampler for the policy before the step's updates."""
+
+    def __call__(
+        self, logprobs: Float32[Array, "R C"], entropies: Float32[Array, "R C"], batch: UpdateBatch
+    ) -> tuple[Array, LossParts]:
+        """(its share of the loss, its share of the metrics). Logprobs may hold finite rubbish outside the mask."""
+        mask = batch.tokens.mask
+        # Padding holds rubbish; equal logprobs there keep ratios at 1 and differences at 0.
+        current = jnp.where(mask, logprobs, batch.behavior_logprobs)
+        proximal_logprobs = jnp.where(mask, self.proximal(current, batch), batch.behavior_logprobs)
+        log_ratios = self.log_ratio(current, proximal_logprobs, batch.sample_means)
+        surrogate = self.surrogate(log_ratios, current, batch.advantages)
+
+        def mean(x: Array) -> Array:
+            return jnp.sum(batch.token_weights * x)
+
+        difference = jnp.abs(current - batch.behavior_logprobs)
+        per_token, corrected = self._corrected(surrogate.loss, proximal_logprobs, batch)
+        sums = {
+            "policy/entropy": mean(entropies),
+            "policy/clip_fraction_low": mean(surrogate.clipped_low),
+            "policy/clip_fraction_high": mean(surrogate.clipped_high),
+            "policy/clip_fraction_dual": mean(surrogate.clipped_dual),
+            "rollout/sampler_scorer_logprob_diff_mean": mean(difference),
+        }
+        if self.kl_estimator is not None:
+            assert batch.reference_logprobs is not None
+            kl = self.kl_estimator(current, jnp.where(mask, batch.reference_logprobs, current))
+            sums["policy/kl"] = mean(kl)
+            if self.beta:
+                per_token += self.beta * kl
+        if self.entropy_coef:
+            per_token -= self.entropy_coef * entropies
+        loss = jnp.sum(batch.loss_weights * per_token)
+        maxima = {
+            "policy/ratio_max": jnp.max(jnp.where(mask, surrogate.ratio, 0.0)),
+            "rollout/sampler_scorer_logprob_diff_max": jnp.max(difference),
+        }
+        parts = LossParts({"loss": loss, **sums, **corrected.sums}, maxima | corrected.maxima, corrected.squares)
+        return loss, jax.lax.stop_gradient(parts)
+
+    def _corrected(
+        self, losses: Float32[Array, "R C"], proximal_logprobs: Float32[Array, "R C"], batch: UpdateBatch
+    ) -> tuple[Float32[Array, "R C"], LossParts]:
+        """The surrogate's losses, weighed by the correction if there is one, and what it tells."""
+        if self.correction is None:
+            return losses, LossParts({}, {})
+        corrected = self.correction(proximal_logprobs - batch.behavior_logprobs, batch.sample_means)
+
+        def mean(x: Array) -> Array:
+            return jnp.sum(batch.token_weights * x)
+
+        sums = {
+            "policy/correction_mean": mean(corrected.weights),
+            "policy/correction_cut_fraction": mean(corrected.cut),
+            "policy/veto_fraction": mean(corrected.vetoed),
+        }
+        maxima = {"policy/correction_max": jnp.max(jnp.where(batch.tokens.mask, corrected.unbounded, 0.0))}
+        squares = {"policy/correction": mean(corrected.weights**2)}
+        return corrected.weights * losses, LossParts(sums, maxima, squares)
+
+
+def make_objective(
+    definition: DecoderDefinition, policy_loss: PolicyLoss, *, dtype: jnp.dtype, remat: str, logits_chunk: int
+) -> Objective:
+    """(params, one micro-batch, temperature) -> (its share of the loss, its share of the metrics)."""
+    entropy_of = entropy if policy_loss.entropy_coef else measured_entropy
+
+    def objective(params: Params, batch: UpdateBatch, temperature: Array) -> tuple[Array, LossParts]:
+        logprobs, entropies = row_logprobs(
+            definition.bind(params),
+            batch.tokens,
+            temperature=temperature,
+            dtype=dtype,
+            remat=remat,
+            logits_chunk=logits_chunk,
+            entropy_of=entropy_of,
+        )
+        return policy_loss(logprobs, entropies, batch)
+
+    return objective

@@ -1,0 +1,328 @@
+"""Credit of tokens: where rewards and penalties go, two lambdas, truncation, whitening; against TRL's PPO."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.advantage.adaptive_kl import adapted_kl_coef
+from app.advantage.gae.estimate import generalized_advantages
+from app.advantage.token_advantages import (
+    bootstrapped_if_truncated,
+    credit_by_gae,
+    credit_by_return,
+    credit_by_vtrace,
+    fixed_lam,
+    gae_of_rows,
+    length_adaptive_lam,
+    terminal,
+    token_row,
+    whitened,
+)
+from app.advantage.token_rewards import kl_moments, penalised_token_rewards, task_token_rewards, token_kl
+from app.advantage.vtrace import vtrace
+from app.records.moments import NOTHING, joint_moments
+from app.update.kl import k1, k3
+from tests.tiny import make_sample
+
+
+def sample(length: int, *, seed: int = 0, mask=None, reward: float | None = None, stop: bool = True, **fields) -> Any:
+    """Random logprobs, reward and values; one value more than tokens where it was cut."""
+    rng = np.random.default_rng(seed)
+    made = {
+        "policy_logprobs": rng.normal(-1, 0.3, length).astype(np.float32),
+        "reference_logprobs": rng.normal(-1, 0.3, length).astype(np.float32),
+        "values": rng.normal(0, 1, length + (not stop)).astype(np.float32),
+        "reward": float(rng.normal()) if reward is None else reward,
+        "loss_mask": None if mask is None else np.asarray(mask, bool),
+        **fields,
+    }
+    return replace(make_sample(np.zeros(length), **made), finish_reason="stop" if stop else "length")
+
+
+def estimate(gamma: float, **settings):
+    return partial(generalized_advantages, gamma=gamma, **settings)
+
+
+def by_gae(samples, *, gamma=1.0, lam: Any = 0.95, **changes) -> Any:
+    rule = {
+        "estimate": estimate(gamma),
+        "lam": partial(fixed_lam, lam=lam) if isinstance(lam, float) else lam,
+        "critic_lam": changes.pop("critic_lam", None),
+    }
+    arguments = {"gae": partial(gae_of_rows, **rule), "token_rewards": task_token_rewards, "bootstrap": terminal}
+    return credit_by_gae(samples, **{**arguments, **changes})
+
+
+def serial(rewards, values, *, gamma: float, lam: float, after: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """GAE of the tokens of one sample, one after the other in float64: advantages, returns."""
+    following, carry = np.append(values[1:], after).astype(np.float64), 0.0
+    advantages = np.zeros(len(rewards))
+    for t in reversed(range(len(rewards))):
+        carry = rewards[t] + gamma * following[t] - values[t] + gamma * lam * carry
+        advantages[t] = carry
+    return advantages, advantages + values
+
+
+def assert_same(found, expected) -> None:
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_reward_is_earned_by_the_last_token_that_the_policy_wrote():
+    np.testing.assert_array_equal(task_token_rewards(sample(4, reward=2.5)), [0, 0, 0, 2.5])
+    tool_last = sample(5, reward=2.5, mask=[1, 0, 1, 0, 0])
+    np.testing.assert_array_equal(task_token_rewards(tool_last), [0, 0, 2.5, 0, 0])
+    assert not task_token_rewards(sample(2, reward=2.5, mask=[0, 0])).any()
+    assert task_token_rewards(sample(0, reward=2.5)).shape == (0,)
+
+
+def test_a_penalty_is_paid_at_the_tokens_that_the_policy_wrote():
+    one = sample(4, reward=1.0, mask=[1, 0, 1, 0])
+    one.policy_logprobs[:] = [-1, np.nan, -2, -3]
+    one.reference_logprobs[:] = [-1.5, -9, -1.5, np.nan]
+    assert_same(penalised_token_rewards(one, kl_estimator=k1, kl_coef=0.1), [-0.05, 0, 1 + 0.05, 0])
+    assert_same(token_kl(one, k3), [np.expm1(-0.5) + 0.5, 0, np.expm1(0.5) - 0.5, 0])
+
+
+def test_the_kl_is_measured_over_tokens_not_samples():
+    pair = [sample(1), sample(3, mask=[1, 0, 1])]
+    for one in pair:
+        one.reference_logprobs[:] = one.policy_logprobs
+    pair[0].policy_logprobs[:] += 1
+    found = kl_moments(pair, k1)
+    assert found.count == 3 and found.mean == pytest.approx(1 / 3)
+    assert kl_moments([], k1).count == 0
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.7), (1.0, 1.0), (0.0, 0.5), (0.99, 0.0)])
+def test_samples_in_one_row_are_credited_each_by_itself(gamma, lam):
+    samples = [sample(n, seed=n) for n in (5, 1, 0, 9, 3)]
+    for one in by_gae(samples, gamma=gamma, lam=lam):
+        advantages, returns = serial(task_token_rewards(one), one.values, gamma=gamma, lam=lam)
+        assert_same(one.advantages, advantages)
+        assert_same(one.returns, returns)
+        assert one.advantages.dtype == one.returns.dtype == np.float32
+
+
+def test_a_row_has_one_of_few_lengths_and_nothing_behind_its_samples():
+    row = token_row(
+        [sample(5), sample(12)],
+        token_rewards=task_token_rewards,
+        values=lambda s: np.ones(len(s.mask)),
+        bootstrap=terminal,
+    )
+    assert row.ends is not None
+    assert {part.shape for part in row if part is not None} == {(1, 24)}
+    np.testing.assert_array_equal(np.flatnonzero(row.ends), [4, 16])
+    np.testing.assert_array_equal(row.lengths[0], [5] * 5 + [12] * 12 + [1] * 7)
+    behind: Any = [part for name, part in row._asdict().items() if name != "lengths"]
+    assert not any(part[0, 17:].any() for part in behind)
+
+
+def test_tokens_that_the_policy_did_not_write_are_passed_over():
+    mask = np.array([1, 0, 0, 1, 1, 0], bool)
+    holed = sample(6, mask=mask)
+    holed.values[~mask] = np.nan
+    (one,) = by_gae([holed], gamma=0.9)
+    advantages, returns = serial([0, 0, one.reward], one.values[mask], gamma=0.9, lam=0.95)
+    assert_same(one.advantages[mask], advantages)
+    assert_same(one.returns[mask], returns)
+    assert not one.advantages[~mask].any() and not one.returns[~mask].any()
+
+
+def test_only_a_sample_that_was_cut_goes_on_with_the_critics_value():
+    cut, stopped = sample(4, stop=False), sample(4, stop=True, seed=1)
+    found = by_gae([cut, stopped], gamma=0.9, bootstrap=bootstrapped_if_truncated)
+    for one, after in zip(found, (cut.values[4], 0.0), strict=True):
+        assert_same(
+            one.advantages, serial(task_token_rewards(one), one.values[:4], gamma=0.9, lam=0.95, after=after)[0]
+        )
+    over = by_gae([cut], gamma=0.9)[0]
+    assert_same(over.advantages, serial(task_token_rewards(cut), cut.values[:4], gamma=0.9, lam=0.95)[0])
+
+
+def test_a_cut_sample_goes_on_also_where_its_last_tokens_are_not_the_policys():
+    cut = sample(4, stop=False, mask=[1, 1, 0, 0])
+    (one,) = by_gae([cut], gamma=0.9, bootstrap=bootstrapped_if_truncated)
+    assert_same(
+        one.advantages[:2], serial([0, cut.reward], cut.values[:2], gamma=0.9, lam=0.95, after=cut.values[4])[0]
+    )
+
+
+def test_the_critics_targets_may_have_a_lambda_of_their_own():
+    one = by_gae([sample(7)], lam=0.8, critic_lam=partial(fixed_lam, lam=1.0))[0]
+    assert_same(one.advantages, serial(task_token_rewards(one), one.values, gamma=1.0, lam=0.8)[0])
+    # With lambda 1 and no discount every token's target is the reward.
+    assert_same(one.returns, np.full(7, one.reward))
+
+
+@pytest.mark.parametrize(("alpha", "lams"), [(0.25, (0.9, 0.2, 0.0)), (1e-3, (0.0, 0.0, 0.0))])
+def test_a_long_sample_has_a_lambda_nearer_to_1(alpha, lams):
+    samples = [sample(40, seed=1), sample(6, mask=[1, 0, 1, 1, 1, 1], seed=2), sample(2, seed=3)]
+    adaptive = partial(length_adaptive_lam, alpha=alpha)
+    found = by_gae(samples, lam=adaptive, critic_lam=partial(fixed_lam, lam=1.0))
+    for one, lam in zip(found, lams, strict=True):
+        rewards, values = task_token_rewards(one)[one.mask], one.values[one.mask]
+        assert_same(one.advantages[one.mask], serial(rewards, values, gamma=1.0, lam=lam)[0])
+        assert_same(one.returns[one.mask], one.reward)
+
+
+def test_an_adaptive_lambda_of_a_sample_that_the_policy_wrote_nothing_of_is_defined():
+    (one,) = by_gae([sample(3, mask=[0, 0, 0])], lam=partial(length_adaptive_lam, alpha=0.05))
+    assert not one.advantages.any() and not one.returns.any()
+
+
+def by_return(samples, *, gamma=1.0, token_rewards=task_token_rewards) -> Any:
+    return credit_by_return(samples, estimate=estimate(gamma), token_rewards=token_rewards)
+
+
+def test_without_a_critic_every_token_is_credited_with_its_discounted_return():
+    one = sample(5, mask=[1, 1, 0, 1, 1], reward=1.0)
+    penalised = partial(penalised_token_rewards, kl_estimator=k1, kl_coef=0.1)
+    (found,) = by_return([one], gamma=0.9, token_rewards=penalised)
+    kl = (one.policy_logprobs - one.reference_logprobs)[one.mask].astype(np.float64)
+    rewards = -0.1 * kl + [0, 0, 0, 1]
+    expected = [sum(0.9**k * r for k, r in enumerate(rewards[t:])) for t in range(4)]
+    assert_same(found.advantages[one.mask], expected)
+    np.testing.assert_array_equal(found.returns, found.advantages)
+    assert found.advantages[2] == 0
+
+
+def test_without_a_discount_and_a_penalty_every_token_is_worth_the_reward():
+    for one in by_return([sample(3, reward=1.0), sample(1, reward=-2.0)]):
+        np.testing.assert_array_equal(one.advantages, one.reward)
+
+
+def test_no_samples_are_no_trouble():
+    assert by_gae([]) == whitened([], NOTHING) == []
+    assert by_return([]) == []
+
+
+def white(samples) -> Any:
+    """Whitened over all of them."""
+    return whitened(samples, joint_moments([(s.advantages, s.mask) for s in samples]))
+
+
+def trl_ppo(samples, *, gamma: float, lam: float, kl_coef: float) -> tuple[np.ndarray, np.ndarray]:
+    """Whitened advantages and returns, steps 4 to 6 of TRL's PPOTrainer.train, in numpy; [N, C].
+
+    Of samples that fill the row: behind others TRL keeps one token of padding more, with the reward on it.
+    """
+    logprobs, reference = (
+        np.stack([getattr(s, f"{role}_logprobs") for s in samples]) for role in ("policy", "reference")
+    )
+    values = np.stack([s.values for s in samples]).astype(np.float64)
+    rewards = -kl_coef * (logprobs.astype(np.float64) - reference)
+    rewards[:, -1] += [s.reward for s in samples]
+    lastgaelam, advantages_reversed, gen_length = 0.0, [], values.shape[1]
+    for t in reversed(range(gen_length)):
+        nextvalues = values[:, t + 1] if t < gen_length - 1 else 0.0
+        delta = rewards[:, t] + gamma * nextvalues - values[:, t]
+        lastgaelam = delta + gamma * lam * lastgaelam
+        advantages_reversed.append(lastgaelam)
+    advantages = np.stack(advantages_reversed[::-1], axis=1)
+    returns = advantages + values
+    whitened = (advantages - advantages.mean()) / np.sqrt(advantages.var(ddof=1) + 1e-8)
+    return whitened, returns
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.99, 0.9)])
+def test_advantages_and_returns_are_those_of_trls_ppo(gamma, lam):
+    samples = [sample(23, seed=seed) for seed in range(6)]
+    penalised = partial(penalised_token_rewards, kl_estimator=k1, kl_coef=0.05)
+    ours: Any = white(by_gae(samples, gamma=gamma, lam=lam, token_rewards=penalised))
+    advantages, returns = trl_ppo(samples, gamma=gamma, lam=lam, kl_coef=0.05)
+    np.testing.assert_allclose(np.stack([s.advantages for s in ours]), advantages, atol=1e-5)
+    np.testing.assert_allclose(np.stack([s.returns for s in ours]), returns, atol=1e-5)
+
+
+def test_whitening_is_over_the_tokens_of_all_samples_and_leaves_returns_alone():
+    samples = by_gae([sample(5, mask=[1, 0, 1, 1, 1]), sample(9, seed=1), sample(0)])
+    found: Any = white(samples)
+    tokens = np.concatenate([s.advantages[s.mask] for s in found])
+    assert tokens.mean() == pytest.approx(0, abs=1e-6) and tokens.var(ddof=1) == pytest.approx(1, abs=1e-5)
+    assert found[0].advantages[1] == 0 and found[0].advantages.dtype == np.float32
+    for one, before in zip(found, samples, strict=True):
+        np.testing.assert_array_equal(one.returns, before.returns)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.booleans(), st.integers(0, 9)), max_size=5), st.randoms())
+def test_whatever_stands_in_masked_slots_and_in_which_order_changes_nothing(shapes, random):
+    samples = [
+        sample(n, seed=seed, stop=stop, mask=np.random.default_rng(seed).random(n) < 0.6) for n, stop, seed in shapes
+    ]
+    expected = by_gae(samples, gamma=0.9, bootstrap=bootstrapped_if_truncated)
+    order = random.sample(range(len(samples)), len(samples))
+    for one in samples:
+        one.values[: len(one.mask)][~one.mask] = np.nan
+    found = by_gae([samples[i] for i in order], gamma=0.9, bootstrap=bootstrapped_if_truncated)
+    for one, i in zip(found, order, strict=True):
+        assert_same(one.advantages, expected[i].advantages)
+        assert_same(one.returns, expected[i].returns)
+
+
+def test_a_coefficient_follows_the_kl_by_hand():
+    # 1000 samples of a horizon of 10000: by at most 2 % a step.
+    adapt = partial(adapted_kl_coef, target=0.1, num_samples=1000, horizon=10000)
+    assert adapt(0.2, 0.1) == 0.2
+    assert adapt(0.2, 0.11) == pytest.approx(0.2 * 1.01)
+    assert adapt(0.2, 5.0) == pytest.approx(0.2 * 1.02)
+    assert adapt(0.2, -1.0) == pytest.approx(0.2 * 0.98)
+
+
+def test_a_coefficient_changes_by_at_most_a_fifth_a_step_however_many_samples_it_has():
+    adapt = partial(adapted_kl_coef, target=0.1, num_samples=128, horizon=20)
+    assert adapt(0.5, 0.0) == pytest.approx(0.5 * 0.8)
+    assert adapt(0.5, 9.0) == pytest.approx(0.5 * 1.2)
+
+
+def test_the_trajectory_of_an_adapted_coefficient_is_that_of_the_papers_controller():
+    kls, coef, expected, found = [6.0, 9.0, 6.6, 5.4, 0.0, 6.0], 0.2, 0.2, []
+    for kl in kls:
+        # Ziegler et al.: e = clip((KL - target) / target, -0.2, 0.2); beta <- beta * (1 + K e), here K = 64 / 640.
+        expected *= 1 + 0.1 * np.clip((kl - 6.0) / 6.0, -0.2, 0.2)
+        coef = adapted_kl_coef(coef, kl, target=6.0, num_samples=64, horizon=640)
+        assert coef == pytest.approx(expected, rel=1e-12)
+        found.append(coef)
+    assert found == pytest.approx([0.2, 0.204, 0.20604, 0.2039796, 0.199900008, 0.199900008])
+
+
+def test_a_coefficient_finds_the_penalty_that_holds_the_target():
+    coef = 1e-3
+    for _ in range(400):
+        coef = adapted_kl_coef(coef, 0.01 / coef, target=0.1, num_samples=512, horizon=1000)
+    assert coef == pytest.approx(0.1, rel=1e-3)
+
+
+def test_vtrace_of_the_samplers_own_policy_has_the_targets_of_gae():
+    samples = [sample(5, seed=1, mask=[1, 1, 0, 1, 1]), sample(3, seed=2, stop=False)]
+    own = [replace(s, policy_logprobs=s.behavior_logprobs) for s in samples]
+    lam = partial(fixed_lam, lam=0.8)
+    arguments = {"lam": lam, "token_rewards": task_token_rewards, "bootstrap": bootstrapped_if_truncated}
+    corrected: Any = credit_by_vtrace(own, correct=partial(vtrace, gamma=0.9), **arguments)
+    for one, by_estimate in zip(
+        corrected, by_gae(own, gamma=0.9, lam=0.8, bootstrap=bootstrapped_if_truncated), strict=True
+    ):
+        np.testing.assert_allclose(one.returns, by_estimate.returns, atol=1e-5)
+
+
+def test_vtrace_weighs_a_token_of_the_targets_and_leaves_that_of_the_advantages_to_the_loss():
+    (one,) = [sample(1, reward=2.0, values=np.array([0.5], np.float32))]
+    half = replace(one, policy_logprobs=one.behavior_logprobs + np.float32(np.log(0.5)))
+    got: Any
+    (got,) = credit_by_vtrace(
+        [half],
+        correct=partial(vtrace, gamma=1.0),
+        lam=partial(fixed_lam, lam=1.0),
+        token_rewards=task_token_rewards,
+        bootstrap=terminal,
+    )
+    np.testing.assert_allclose(got.advantages, [2.0 - 0.5], rtol=1e-5)
+    np.testing.assert_allclose(got.returns, [0.5 + 0.5 * (2.0 - 0.5)], rtol=1e-5)

@@ -1,0 +1,153 @@
+"""A checkpoint's policy is found by any of its names, and read without the rest of the state."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from app.checkpoint.checkpoints import Checkpoints, Progress
+from app.checkpoint.policy_checkpoint import SavedPolicy
+from app.checkpoint.retention import NewestAndBest
+from app.checkpoint.run_state import arrays_of
+from app.runtime.model_spec import ModelInput, read_model_input
+from settings import InputError, Settings
+from tests.checkpoints import SHAPES, make_state, shardings
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelInput:
+    return read_model_input(Settings())
+
+
+def save(run: Path, *steps: int, model: ModelInput, critic: bool = False, best: int | None = None) -> None:
+    fingerprints = {"model": model.files.fingerprint, "tokenizer": model.tokenizer.fingerprint}
+
+    def both(one: Any, other: Any) -> Any:
+        return arrays_of(one, other if critic else None)
+
+    checkpoints = Checkpoints(
+        run / "checkpoints",
+        policy=NewestAndBest(5, "eval/accuracy", "max"),
+        shapes=both(SHAPES, SHAPES),
+        shardings=both(shardings(2), shardings(2)),
+    )
+    for step in steps:
+        evaluation = None if best is None else {"eval/accuracy": float(step == best)}
+        progress = Progress(step=step, position=step, fingerprints=fingerprints, evaluation=evaluation)
+        checkpoints.save(both(make_state(step, 2), make_state(100 + step, 2)), progress)
+    checkpoints.finish()
+    checkpoints.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model: ModelInput) -> Path:
+    """Checkpoints of steps 2, 4 and 6, of which 4 is the best. Not to be written to."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    save(folder, 2, 4, 6, model=model, best=4)
+    return folder
+
+
+def read(path: Path, num_devices: int = 1) -> Any:
+    return SavedPolicy.open(path).read(SHAPES.params, shardings(num_devices).params)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [("", 6), ("checkpoints", 6), ("checkpoints/2", 2), ("checkpoints/best", 4)], ids=str
+)
+def test_it_is_found_by_any_of_its_names(run: Path, name: str, step: int) -> None:
+    found = SavedPolicy.open(run / name)
+    assert (found.step, found.run.path) == (step, run.resolve())
+
+
+@pytest.mark.parametrize("critic", [False, True], ids=["alone", "beside_a_critic"])
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_it_is_read_bit_for_bit_on_any_mesh(tmp_path: Path, model: ModelInput, critic: bool, num_devices: int) -> None:
+    save(tmp_path / "run", 3, model=model, critic=critic)
+    params, expected = read(tmp_path / "run", num_devices), make_state(3).params
+    assert jax.tree.structure(params) == jax.tree.structure(expected)
+    for leaf, wanted, sharding in zip(
+        *map(jax.tree.leaves, (params, expected, shardings(num_devices).params)), strict=True
+    ):
+        np.testing.assert_array_equal(leaf, wanted)
+        assert leaf.sharding == sharding
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere", "there is no folder"),
+        ("checkpoints/8", "there is no folder"),
+        ("checkpoints/2/state", "holds no checkpoint"),
+    ],
+)
+def test_a_folder_without_a_checkpoint_is_refused(run: Path, path: str, message: str) -> None:
+    with pytest.raises(InputError, match=f"--checkpoint: .*{message}.*give <run>/checkpoints/<step>"):
+        SavedPolicy.open(run / path)
+
+
+def test_without_evaluations_there_is_no_best(tmp_path: Path, model: ModelInput) -> None:
+    save(tmp_path / "run", 1, model=model)
+    with pytest.raises(InputError, match="nothing was evaluated in that run"):
+        SavedPolicy.open(tmp_path / "run" / "checkpoints" / "best")
+
+
+def test_flipped_bits_and_a_lost_record_are_damage(run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run / "checkpoints" / "6", tmp_path / "checkpoints" / "6")
+    # Everywhere in the arrays: these files hold the moments, too, which are not read, in an order of their own.
+    for arrays in (folder / "state").rglob("d/*"):
+        content = bytearray(arrays.read_bytes())
+        for place in range(0, len(content), 100):
+            content[place] ^= 1
+        arrays.write_bytes(content)
+    with pytest.raises(InputError, match=r"--checkpoint: .*6 is damaged"):
+        read(folder)
+    os.truncate(folder / "progress" / "metadata", 10)
+    with pytest.raises(InputError, match="6 is damaged, or no checkpoint of this program"):
+        read(folder)
+
+
+def test_it_belongs_to_its_model_and_tokenizer(run: Path, model: ModelInput) -> None:
+    saved = SavedPolicy.open(run)
+    saved.check(model)
+    other = replace(model, files=replace(model.files, fingerprint="x"))
+    with pytest.raises(InputError, match=r"was trained from another model than that of model\.path"):
+        saved.check(other)
+    tokenizer = copy.copy(model.tokenizer)
+    tokenizer.fingerprint = "x"
+    with pytest.raises(InputError, match="another tokenizer"):
+        saved.check(replace(model, tokenizer=tokenizer))
+
+
+def named(seed: int, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return dict.fromkeys(names, SHAPES), dict.fromkeys(names, shardings(seed))
+
+
+@pytest.mark.parametrize("critic", [False, True], ids=["alone", "beside_a_critic"])
+@pytest.mark.parametrize("asked", [("policy",), ("policy", "critic")], ids=["policy", "both"])
+def test_whole_states_are_read_of_the_networks_that_are_asked_for_and_there(
+    tmp_path: Path, model: ModelInput, critic: bool, asked: tuple[str, ...]
+) -> None:
+    save(tmp_path / "run", 3, model=model, critic=critic)
+    found = SavedPolicy.open(tmp_path / "run").read_states(*named(4, *asked))
+    expected = {"policy": make_state(3), "critic": make_state(103)}
+    assert set(found) == ({*asked} if critic else {"policy"})
+    for name, state in found.items():
+        assert jax.tree.structure(state) == jax.tree.structure(expected[name])
+        for leaf, wanted in zip(*map(jax.tree.leaves, (state, expected[name])), strict=True):
+            np.testing.assert_array_equal(leaf, wanted)
+
+
+def test_a_state_of_other_arrays_is_refused_and_is_no_damage(run: Path) -> None:
+    shapes, where = named(1, "policy")
+    more = replace(shapes["policy"], params={**shapes["policy"].params, "extra": shapes["policy"].num_updates})
+    there = replace(where["policy"], params={**where["policy"].params, "extra": where["policy"].num_updates})
+    with pytest.raises(InputError, match=r"--checkpoint: .*6 has no array params/extra: what was trained there is not"):
+        SavedPolicy.open(run).read_states({"policy": more}, {"policy": there})

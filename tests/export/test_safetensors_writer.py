@@ -1,0 +1,81 @@
+"""Safetensors files written tensor by tensor, and read back by the library and by transformers' rules for shards."""
+
+from __future__ import annotations
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from app.export.safetensors_writer import split, write_weights
+from app.model.io.model_files import INDEX_FILE, SafetensorsFiles
+from tests.model.io.test_hf_weights import Held, Watched
+
+FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+
+
+def random_tensors() -> dict[str, np.ndarray]:
+    """Odd sizes, one of no dim but one, and one that does not lie in memory as it is written."""
+    rng = np.random.default_rng(0)
+    shapes = {"a": (5, 7), "b.weight": (3,), "c": (2, 3, 4), "d": (11, 2)}
+    tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    tensors["d"] = np.asfortranarray(tensors["d"])
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_the_library_reads_back_what_was_written(tmp_path, dtype):
+    tensors = random_tensors()
+    assert write_weights(tmp_path, Held(tensors), dtype) == ["model.safetensors"]
+    read = load_file(tmp_path / "model.safetensors")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(read[name], tensor.astype(dtype), err_msg=name, strict=True)
+    with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little") % 8 == 0
+
+
+def test_bfloat16_is_rounded_to_the_nearest_not_cut(tmp_path):
+    # Between 1 and the next bfloat16, 1 + 2^-7: nearer to the upper, to the lower, and in the middle (to even).
+    values = np.asarray([1 + 0.75 * 2**-7, 1 + 0.25 * 2**-7, 1 + 0.5 * 2**-7], np.float32)
+    write_weights(tmp_path, Held({"x": values}), BFLOAT16)
+    read = load_file(tmp_path / "model.safetensors")["x"].astype(np.float32)
+    np.testing.assert_array_equal(read, [1 + 2**-7, 1, 1])
+
+
+def test_shards_are_no_larger_than_asked_and_the_index_finds_every_tensor(tmp_path):
+    tensors = random_tensors()
+    files = write_weights(tmp_path, Held(tensors), FLOAT32, shard_bytes=160)
+    assert files == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert {path.name for path in tmp_path.iterdir()} == {*files, INDEX_FILE}
+    index = json.loads((tmp_path / INDEX_FILE).read_text())
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
+    assert [sorted(load_file(tmp_path / file)) for file in files] == [["a", "b.weight"], ["c"], ["d"]]
+    read = SafetensorsFiles(tmp_path)
+    assert read.shapes == Held(tensors).shapes
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(read.read(name), tensor, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shards"),
+    [
+        ({"a": 10}, [["a"]]),
+        ({"a": 4, "b": 6}, [["a", "b"]]),
+        ({"a": 4, "b": 7}, [["a"], ["b"]]),
+        ({"a": 99, "b": 1, "c": 9, "d": 1}, [["a"], ["b", "c"], ["d"]]),
+    ],
+)
+def test_a_shard_ends_where_the_next_tensor_would_be_too_much(sizes, shards):
+    assert split(sizes, 10) == shards
+
+
+def test_each_tensor_is_read_once_and_gone_when_the_next_is_read(tmp_path):
+    source = Watched(random_tensors())
+    write_weights(tmp_path, source, FLOAT32, shard_bytes=160)
+    assert source.num_reads == dict.fromkeys(source.tensors, 1)
+    assert source.num_alive == [0] * len(source.tensors)

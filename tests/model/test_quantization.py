@@ -1,0 +1,279 @@
+"""Quantized kernels: as near as their codes allow, the same on any mesh, and never all of them floats at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from app.mesh.placement import bytes_per_device
+from app.model import quantization
+from app.model.architecture import Architecture
+from app.model.decoder import DecoderDefinition, Params, by_path
+from app.model.io.hf_weights import load_weights
+from app.model.kv_cache import decode_weights
+from app.model.lora import LoRA, joined
+from app.model.quantization import CODES, SCALES, QuantizedKernel, check_is_installed, check_quantization
+from app.model.segment_layout import one_segment
+from app.records.versions import NOT_INSTALLED
+from app.rollout.sampling import SamplingRules
+from settings.errors import InputError
+from settings.lora_section import PROJECTIONS, Quantization
+from tests.model.io.test_hf_weights import Held, random_file
+from tests.quantized import dequantized, dequantized_params
+from tests.tiny import BIASED, EVEN, make_engine, make_mesh, random_params, random_prompts
+
+pytest.importorskip("qwix", reason="Qwix is not installed: pip install 'grpo[qlora]'")
+
+FLOAT32 = jnp.dtype("float32")
+WIDE = replace(EVEN, model_dim=128)
+"""Two tiles wide."""
+LORA = LoRA(3, 6.0, PROJECTIONS)
+NF4 = np.array(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ]
+)
+"""Dettmers et al. 2023, appendix E."""
+
+EACH = pytest.mark.parametrize("quantization", ["int8", "nf4"])
+
+
+def loaded(
+    architecture: Architecture, quantization: Quantization, mesh_shape: tuple[int, int, int] = (1, 1, 1)
+) -> tuple[DecoderDefinition, Params, Params]:
+    """A network with random weights in codes, and these weights before."""
+    params, tensors = random_file(architecture)
+    definition = DecoderDefinition.of(architecture, quantization=quantization)
+    return definition, load_weights(definition, Held(tensors), make_mesh(mesh_shape)), params
+
+
+def nearest_int8(kernel: np.ndarray, inputs: tuple[int, ...]) -> np.ndarray:
+    scale = np.abs(kernel).max(axis=inputs, keepdims=True) / 127.5
+    return scale * np.clip(np.rint(kernel / scale), -128, 127)
+
+
+def nearest_nf4(kernel: np.ndarray, axis: int) -> np.ndarray:
+    tiles = np.moveaxis(kernel, axis, -1)
+    tiles = tiles.reshape(*tiles.shape[:-1], -1, np.gcd(64, kernel.shape[axis]))
+    scale = np.abs(tiles).max(axis=-1, keepdims=True)
+    codes = np.abs(tiles[..., None] / scale[..., None] - NF4).argmin(axis=-1)
+    whole = (scale * NF4[codes]).reshape(np.moveaxis(kernel, axis, -1).shape)
+    return np.moveaxis(whole, -1, axis)
+
+
+@EACH
+@pytest.mark.parametrize("architecture", [EVEN, WIDE], ids=["a_tile", "two_tiles"])
+def test_each_weight_is_as_near_as_the_nearest_code(architecture: Architecture, quantization: Quantization) -> None:
+    definition, params, exact = loaded(architecture, quantization)
+    found, exact = by_path(dequantized_params(definition, params)), by_path(exact)
+    dims = by_path(definition.unquantized.dims)
+    assert found.keys() == exact.keys()
+    num_outputs = {"query": 2, "key": 2, "value": 2}
+    for path, kernel in exact.items():
+        if path[-1] != "kernel":
+            np.testing.assert_array_equal(found[path], kernel)
+            continue
+        kernel = np.asarray(kernel, np.float64)
+        inputs = tuple(range(1, kernel.ndim - num_outputs.get(path[-2], 1)))
+        axis = dims[path].index("embed")
+        nearest = nearest_int8(kernel, inputs) if quantization == "int8" else nearest_nf4(kernel, axis)
+        error, least = np.abs(found[path] - kernel), np.abs(nearest - kernel)
+        assert (error <= least + 1e-6 * np.abs(kernel).max()).all()
+        assert error.max() > 0
+
+
+@EACH
+@pytest.mark.parametrize("mesh_shape", [(1, 8, 1), (2, 2, 2)], ids=str)
+def test_codes_are_the_same_on_every_mesh(quantization: Quantization, mesh_shape: tuple[int, int, int]) -> None:
+    _, one, _ = loaded(WIDE, quantization)
+    definition, split, _ = loaded(WIDE, quantization, mesh_shape)
+    jax.tree.map(np.testing.assert_array_equal, split, one)
+    shardings = definition.shardings(make_mesh(mesh_shape))
+    assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), split, shardings))
+
+
+@EACH
+def test_a_device_holds_a_byte_for_each_weight_or_half_of_one_and_scales(quantization: Quantization) -> None:
+    definition, params, exact = loaded(WIDE, quantization)
+    flat, kernels = by_path(params), [x for path, x in by_path(exact).items() if path[-1] == "kernel"]
+    num_weights = sum(kernel.size for kernel in kernels)
+    in_codes = bytes_per_device([x for path, x in flat.items() if path[-1] == CODES])
+    in_scales = bytes_per_device([x for path, x in flat.items() if path[-1] == SCALES])
+    if quantization == "int8":
+        outputs = sum(flat[*path[:-1], SCALES].size for path in flat if path[-1] == CODES)
+        assert (in_codes, in_scales) == (num_weights, 4 * outputs) and outputs < num_weights / 32
+    else:
+        assert (in_codes, in_scales) == (num_weights // 2, 4 * num_weights // 64)
+    assert sum(x.nbytes for x in jax.tree.leaves(params)) == bytes_per_device(params)
+    assert definition.num_parameters == definition.unquantized.num_parameters
+
+
+@EACH
+def test_codes_lie_along_the_kernel_that_they_stand_for(quantization: Quantization) -> None:
+    definition = DecoderDefinition.of(WIDE, quantization=quantization)
+    placed = definition.shardings(make_mesh((1, 2, 2)))["blocks"]
+    spec = {name: {leaf: tuple(x.spec) for leaf, x in placed[name].items()} for name in ("query", "down")}
+    in_tiles = quantization == "nf4"
+    assert spec["query"] == {
+        CODES: (None, "fsdp", "tp", None),
+        SCALES: (None, "fsdp", "tp", None) if in_tiles else (None, "tp", None),
+    }
+    assert spec["down"] == {
+        CODES: (None, "tp", "fsdp"),
+        SCALES: (None, "tp", "fsdp") if in_tiles else (None, "fsdp"),
+    }
+
+
+def logits(definition: DecoderDefinition, params: Params, *, dtype: Any = FLOAT32) -> jax.Array:
+    def forward(params: Params) -> jax.Array:
+        tokens = jnp.arange(28).reshape(4, 7) % definition.architecture.vocab_size
+        decoder = definition.bind(params)
+        return decoder.head.logits(decoder.hidden(tokens, one_segment(tokens >= 0), dtype=dtype))
+
+    return jax.jit(forward)(params)
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("dtype", "mesh_shape", "tolerance"),
+    [("float32", (1, 1, 1), 1e-5), ("float32", (2, 2, 2), 1e-5), ("bfloat16", (1, 1, 1), 2e-2)],
+    ids=str,
+)
+def test_a_network_computes_what_its_kernels_in_floats_would(
+    quantization: Quantization, dtype: str, mesh_shape: tuple[int, int, int], tolerance: float
+) -> None:
+    architecture = replace(WIDE, qkv_bias=True, attention_output_bias=True, mlp_bias=True)
+    definition, params, exact = loaded(architecture, quantization, mesh_shape)
+    expected = logits(definition.unquantized, dequantized_params(definition, params), dtype=jnp.dtype(dtype))
+    with jax.set_mesh(make_mesh(mesh_shape)):
+        found = logits(definition, params, dtype=jnp.dtype(dtype))
+    np.testing.assert_allclose(found, expected, atol=tolerance * float(jnp.abs(expected).max()))
+    assert not np.allclose(found, logits(definition.unquantized, exact), atol=1e-3)
+
+
+@EACH
+@pytest.mark.parametrize("remat", ["none", "minimal", "block"])
+def test_the_backward_pass_keeps_no_kernel_in_floats(quantization: Quantization, remat: str) -> None:
+    definition = DecoderDefinition.of(WIDE, lora=LORA, quantization=quantization)
+
+    def forward(trained: Params, frozen: Params) -> jax.Array:
+        tokens = jnp.zeros((1, 4), jnp.int32)
+        return definition.bind(joined(trained, frozen)).hidden(
+            tokens, one_segment(tokens == 0), dtype=FLOAT32, remat=remat
+        )
+
+    parts = definition.trained(definition.shapes), definition.frozen(definition.shapes)
+    pull = jax.eval_shape(lambda trained, frozen: jax.vjp(lambda t: forward(t, frozen), trained)[1], *parts)
+    kernels = {x.shape for path, x in by_path(definition.unquantized.shapes).items() if path[-1] == "kernel"}
+    kept = [x for x in jax.tree.leaves(pull) if x.dtype == FLOAT32]
+    assert kept and not [x.shape for x in kept if x.shape in kernels]
+
+
+def compiled(
+    program: str, quantization: Quantization | None, layout: str, mesh_shape: tuple[int, int, int]
+) -> tuple[int, int]:
+    """Temporary bytes of a program of the rollout on each device, and bytes of its share of the kernels in floats."""
+    architecture = replace(EVEN, num_layers=6, model_dim=256, mlp_dim=512)
+    definition = DecoderDefinition.of(architecture, quantization=quantization)
+    engine = make_engine(definition, mesh=make_mesh(mesh_shape), decode_layout=layout)
+    shape = engine.batch_shape(num_prompts=1, group_size=2, longest_prompt=4, max_new_tokens=4)
+    found: Any = engine.lowered(shape, truncates=False)[program].compile().memory_analysis()
+    blocks = by_path(definition.unquantized.shapes["blocks"])
+    in_floats = sum(4 * x.size for path, x in blocks.items() if path[-1] == "kernel")
+    return found.temp_size_in_bytes, in_floats // mesh_shape[2]
+
+
+@EACH
+@pytest.mark.parametrize("layout", ["gathered", "fsdp"])
+@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize("program", ["prefill", "decode"])
+def test_no_more_than_some_kernels_are_floats_in_a_rollout(
+    quantization: Quantization, layout: str, mesh_shape: tuple[int, int, int], program: str
+) -> None:
+    used, in_floats = compiled(program, quantization, layout, mesh_shape)
+    without, _ = compiled(program, None, layout, mesh_shape)
+    assert used - without <= in_floats / 3
+
+
+@EACH
+@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (1, 2, 2)], ids=str)
+def test_samples_are_those_of_the_kernels_in_floats(
+    quantization: Quantization, mesh_shape: tuple[int, int, int]
+) -> None:
+    """With adapters beside them, which nothing merges."""
+    base, held, _ = loaded(WIDE, quantization, mesh_shape)
+    adapted, mesh = DecoderDefinition.of(WIDE, lora=LORA, quantization=quantization), make_mesh(mesh_shape)
+    adapters = adapted.trained(random_params(adapted.unquantized))
+    whole = joined(jax.device_put(adapters, adapted.trained(adapted.shardings(mesh))), held)
+    floats = joined(adapters, dequantized_params(base, held))
+    prompts = random_prompts(2, vocab_size=WIDE.vocab_size)
+    both = []
+    for definition, params, on in ((adapted, whole, mesh), (adapted.unquantized, floats, make_mesh())):
+        engine = make_engine(definition, on)
+        both.append(
+            engine.generate(
+                engine.weights(params),
+                prompts,
+                group_size=2,
+                max_new_tokens=6,
+                rules=SamplingRules(1.0),
+                seed=1,
+                policy_version=0,
+            )
+        )
+    for ours, expected in zip(*both, strict=True):
+        assert ours.completion == expected.completion
+        np.testing.assert_allclose(ours.behavior_logprobs, expected.behavior_logprobs, atol=1e-4)
+
+
+@EACH
+def test_codes_and_scales_decode_as_they_are_in_any_compute_type(quantization: Quantization) -> None:
+    definition, params, _ = loaded(WIDE, quantization)
+    found = decode_weights(definition, params, jnp.dtype("bfloat16"))
+    stacked = by_path(params["blocks"])
+    for path, x in by_path(found.blocks[1]).items():
+        if path[-1] in (CODES, SCALES):
+            assert x.dtype == stacked[path].dtype
+            np.testing.assert_array_equal(x, stacked[path][1])
+        else:
+            assert x.dtype == jnp.bfloat16
+
+
+def test_two_codes_of_a_byte_are_told_apart() -> None:
+    """All sixteen codes, of which neighbours differ."""
+    held = QuantizedKernel.of("nf4", inputs=("embed",), outputs=("mlp",))
+    kernel = np.tile(NF4, 4)[:, None] * np.array([[1.0, 0.5, 4.0]])
+    found = held.quantized(kernel.astype(np.float32))
+    assert found[CODES].dtype == np.uint8 and found[CODES].shape == (32, 3)
+    np.testing.assert_array_equal(found[CODES][:8, 0], [16 * (2 * i + 1) + 2 * i for i in range(8)])
+    np.testing.assert_allclose(dequantized(held, found[CODES], found[SCALES]), kernel, rtol=1e-6)
+
+
+def test_a_kernel_of_zeros_stays_zeros() -> None:
+    for quantization in ("int8", "nf4"):
+        held = QuantizedKernel.of(quantization, inputs=("embed",), outputs=("mlp",))
+        found = held.quantized(np.zeros((64, 3), np.float32))
+        assert not np.any(dequantized(held, found[CODES], found[SCALES]))
+
+
+def test_a_width_that_no_tile_divides_is_refused() -> None:
+    with pytest.raises(InputError, match=r"^model\.lora\.quantize_base: nf4 .* width, which is 36; set it to int8"):
+        check_quantization("nf4", model_dim=BIASED.model_dim)
+    check_quantization("int8", model_dim=BIASED.model_dim)
+    check_quantization("nf4", model_dim=48)
+
+
+@pytest.mark.parametrize(("found", "told"), [(NOT_INSTALLED, "package; pip"), ("0.0.9", "qwix 0.0.9 is older than 0.")])
+def test_without_qwix_the_extra_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch, found: str, told: str) -> None:
+    check_is_installed()
+    monkeypatch.setattr(quantization, "version_of", lambda name: found)
+    with pytest.raises(InputError, match=r"pip install 'grpo\[qlora\]'") as error:
+        check_is_installed()
+    assert told in str(error.value)

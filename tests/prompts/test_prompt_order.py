@@ -1,0 +1,120 @@
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.prompts.prompt_order import PromptOrder, host_slice
+
+
+@st.composite
+def orders(draw, max_rows=40):
+    """An order and a step size that is not larger than the data set."""
+    num_rows = draw(st.integers(1, max_rows))
+    order = PromptOrder(seed=draw(st.integers(0, 2**31 - 1)), num_rows=num_rows, shuffle=draw(st.booleans()))
+    return order, draw(st.integers(1, num_rows))
+
+
+def take_steps(order, count, num_steps, start=0):
+    return [order.take(start + step * count, count) for step in range(num_steps)]
+
+
+def ask_in_turn(order, count, num_steps):
+    """The oracle: walk the stream with a queue, putting off what the step has already asked."""
+    epoch, queue, steps = 0, [], []
+    for _ in range(num_steps):
+        step = []
+        while len(step) < count:
+            if not queue:
+                queue = order._permutation(epoch).tolist()
+                epoch += 1
+            step.append(queue.pop(next(i for i, index in enumerate(queue) if index not in step)))
+        steps.append(step)
+    return steps
+
+
+@given(orders())
+def test_every_epoch_is_a_permutation(drawn):
+    order, count = drawn
+    num_steps = -(-3 * order.num_rows // count)
+    stream = np.concatenate(take_steps(order, count, num_steps))
+    for epoch in range(3):
+        part = stream[epoch * order.num_rows : (epoch + 1) * order.num_rows]
+        assert sorted(part) == list(range(order.num_rows))
+
+
+@given(orders(max_rows=200))
+def test_no_step_asks_a_prompt_twice(drawn):
+    order, count = drawn
+    for step in take_steps(order, count, 5 * order.num_rows // count + 2):
+        assert len(set(step.tolist())) == count
+
+
+@given(orders(max_rows=25))
+def test_order_equals_walking_the_stream_with_a_queue(drawn):
+    order, count = drawn
+    num_steps = 6 * order.num_rows // count + 2
+    assert [step.tolist() for step in take_steps(order, count, num_steps)] == ask_in_turn(order, count, num_steps)
+
+
+@given(orders(), st.integers(0, 1000))
+def test_a_changed_step_size_still_asks_no_prompt_twice(drawn, position):
+    order, count = drawn
+    for step in take_steps(order, count, 10, start=position):
+        assert len(set(step.tolist())) == count
+
+
+@given(orders(), st.integers(0, 30))
+def test_resuming_from_a_position_equals_continuing(drawn, done):
+    order, count = drawn
+    resumed = PromptOrder(seed=order.seed, num_rows=order.num_rows, shuffle=order.shuffle)
+    for left, right in zip(
+        take_steps(order, count, done + 5)[done:],
+        take_steps(resumed, count, 5, start=done * count),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(left, right)
+
+
+@given(orders(), st.sampled_from([1, 2, 4, 8]), st.integers(0, 20))
+def test_hosts_together_take_what_one_host_takes(drawn, num_hosts, step):
+    order, _ = drawn
+    count = 8
+    indices = order.take(step * count, count)
+    parts = [host_slice(indices, process_index=i, process_count=num_hosts) for i in range(num_hosts)]
+    np.testing.assert_array_equal(np.concatenate(parts), indices)
+    assert {len(part) for part in parts} == {count // num_hosts}
+
+
+@given(st.integers(1, 5), st.integers(6, 30))
+def test_fewer_rows_than_a_step_wrap_around_evenly(num_rows, count):
+    step = PromptOrder(seed=1, num_rows=num_rows, shuffle=True).take(0, count)
+    times = Counter(step.tolist()).values()
+    assert len(step) == count and len(times) == num_rows and max(times) - min(times) <= 1
+
+
+def test_epochs_and_seeds_have_different_orders():
+    steps = take_steps(PromptOrder(seed=1, num_rows=50, shuffle=True), 50, 4)
+    steps += take_steps(PromptOrder(seed=2, num_rows=50, shuffle=True), 50, 1)
+    assert len({tuple(step.tolist()) for step in steps}) == 5
+
+
+def test_without_shuffle_the_rows_come_in_file_order():
+    order = PromptOrder(seed=1, num_rows=10, shuffle=False)
+    stream = np.concatenate(take_steps(order, 4, 5))
+    assert stream.tolist() == [*range(10), *range(10)]
+    assert all((b - a) % 10 == 1 for a, b in pairwise(stream.tolist()))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_caller_cannot_change_the_order(shuffle):
+    order = PromptOrder(seed=1, num_rows=10, shuffle=shuffle)
+    order.take(0, 10)[:] = 0
+    assert sorted(order.take(0, 10)) == list(range(10))
+
+
+def test_a_late_step_of_a_large_data_set_costs_no_more_than_an_early_one():
+    order = PromptOrder(seed=0, num_rows=100_000, shuffle=True)
+    assert len(set(order.take(512 * 10**9, 512).tolist())) == 512

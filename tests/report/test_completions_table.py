@@ -1,0 +1,98 @@
+"""The completions table: telling samples, shown as text whatever they hold."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from app.records.sample import Prompt, Sample
+from app.report.completions_table import CompletionsTable, cell, completions_table
+from app.tracking.console import completions_view
+
+HOSTILE = "[bold red]x[/] \x1b[31mred\x1b[0m \r over \u202egnp\n汉字 \ud800"
+
+
+def sample(group_id: int, index: int, reward: float | None, completion: str = "", **fields: object) -> Sample:
+    values = {
+        "prompt": Prompt(f"p{group_id}", np.array([1], np.int32), f"question {group_id}", "7"),
+        "sample_index": index,
+        "group_id": group_id,
+        "completion_ids": np.array([3, 4], np.int32),
+        "completion": completion or f"answer {group_id}.{index}",
+        "behavior_logprobs": np.zeros(2, np.float32),
+        "finish_reason": "stop",
+        "policy_version": 0,
+        "reward": reward,
+        "rewards": None if reward is None else {"right": reward},
+        "advantages": np.full(2, 0.5, np.float32),
+    }
+    return Sample(**(values | fields))  # pyright: ignore[reportArgumentType]
+
+
+def rendered(table: CompletionsTable, width: int = 100) -> str:
+    """As a log file gets it: no terminal, no colour."""
+    output = io.StringIO()
+    Console(file=output, width=width).print(completions_view(table))
+    return output.getvalue()
+
+
+def test_best_and_worst_of_the_groups_that_differ_most_are_shown() -> None:
+    rewards = [[1, 1, 1], [0, 0.5, 0.2], [0.1, 0, 1], [0, 0.5, 0]]
+    table = completions_table([sample(g, i, r) for g, row in enumerate(rewards) for i, r in enumerate(row)], step=3)
+    assert [row.completion for row in table.rows] == ["answer 2.2", "answer 2.1", "answer 3.1", "answer 3.0"]
+    assert [row.ends_group for row in table.rows] == [False, True, False, True]
+    assert table.reward_names == ("right",)
+    first = table.rows[0]
+    assert (first.prompt, first.answer, first.reward, first.advantage) == ("question 2", "7", 1, 0.5)
+
+
+def test_where_nothing_differs_one_sample_of_a_group_is_enough() -> None:
+    table = completions_table([sample(g, i, 0.0) for g in range(3) for i in range(4)], step=1)
+    assert [row.completion for row in table.rows] == ["answer 0.0", "answer 1.0"]
+
+
+def test_samples_without_reward_advantage_or_tokens_are_shown_as_such() -> None:
+    empty = {"advantages": np.empty(0, np.float32), "completion_ids": np.empty(0, np.int32)}
+    table = completions_table([sample(0, 0, None, **empty), sample(0, 1, 1.0, advantages=None)], step=1)
+    assert [(row.reward, row.rewards, row.advantage) for row in table.rows] == [
+        (1.0, (1.0,), None),
+        (None, (None,), None),
+    ]
+    assert rendered(table).count("–") == 4
+    assert completions_table([], step=1).rows == ()
+
+
+def test_the_last_message_of_a_chat_is_the_question() -> None:
+    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "5 + 7?"}]
+    table = completions_table([sample(0, 0, 1.0, prompt=Prompt("p", np.array([1], np.int32), chat, None))], step=1)
+    assert (table.rows[0].prompt, table.rows[0].answer) == ("5 + 7?", None)
+
+
+@pytest.mark.parametrize("width", [60, 100, 200])
+def test_a_hostile_completion_is_shown_and_not_obeyed(width: int) -> None:
+    text = rendered(completions_table([sample(0, 0, 1.0, HOSTILE, finish_reason="length")], step=1), width)
+    assert "\x1b" not in text and "\r" not in text and "\u202e" not in text and "\ud800" not in text
+    joined = "".join(line.split("│")[2].strip() for line in text.splitlines() if line.startswith("│"))
+    assert joined.replace(" ", "").startswith("[boldred]x[/]\\x1b[31mred\\x1b[0m\\rover\\u202egnp↵汉字")
+    assert "cut" in text
+
+
+def test_a_wide_text_does_not_break_the_table() -> None:
+    text = rendered(completions_table([sample(0, 0, 1.0, "汉" * 500)], step=1), 80)
+    from rich.cells import cell_len
+
+    assert {cell_len(line) for line in text.splitlines() if line[:1] in "┃│└"} == {80}
+
+
+def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
+    text = cell("a" * 1000 + " the answer is 42", limit=60)
+    assert text.startswith("aaaa") and text.endswith("the answer is 42") and len(text) == 63
+    assert cell("short", limit=60) == "short"
+
+
+def test_names_of_reward_functions_are_text_too() -> None:
+    table = completions_table([sample(0, 0, 1.0, rewards={"[red]\x1b[1m": 1.0})], step=1)
+    assert "[red]" in rendered(table, 200) and "\x1b" not in rendered(table, 200)

@@ -1,0 +1,158 @@
+"""Plots: drawn where there is data, a sentence where there is none, and the same for the same run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import matplotlib
+import pytest
+
+from app.report.alerts import MISMATCH
+from app.report.metrics_history import History
+from app.report.panels import PANELS, Panel
+from app.report.plots import Evidence
+from app.report.render import picture
+from tests.program import REPOSITORY
+from tests.report.run_directories import quickstart_history, step_record
+
+PNG = b"\x89PNG\r\n\x1a\n"
+BY_NAME = {panel.name: panel for panel in PANELS}
+EVERYTHING = {
+    "policy__kl": 0.01,
+    "policy__clip_fraction_low": 0.02,
+    "policy__clip_fraction_high": 0.0,
+    "policy__clip_fraction_dual": 0.01,
+    "reward__error_count": 2,
+    "reward__abstained_count": 64,
+    "reward__dropped_count": 2,
+    "reward__arithmetic_format__mean": 0.9,
+}
+
+
+def svg_of(name: str, history: History, eval_counts: dict[int, int] | None = None) -> str:
+    drawn = picture(BY_NAME[name], Evidence(history, eval_counts or {}))
+    assert drawn is not None
+    return drawn.svg
+
+
+def texts(svg: str) -> list[str]:
+    """Parsed as the XML that it must be."""
+    root = ElementTree.fromstring(svg.replace("<svg ", '<svg xmlns:xlink="http://www.w3.org/1999/xlink" ', 1))
+    return [node.text for node in root.iter("text") if node.text]
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.name)
+def test_every_plot_is_drawn_from_a_run_that_has_its_metrics(panel: Panel) -> None:
+    history = [*quickstart_history(), step_record(101, **EVERYTHING)]
+    drawn = picture(panel, Evidence(history, {0: 512, 100: 512}))
+    assert drawn is not None
+    assert drawn.png.startswith(PNG) and 5_000 < len(drawn.png) < 150_000
+    assert "step" in texts(drawn.svg)
+    assert len(drawn.svg) < 100_000
+    assert "<!--" not in drawn.svg and "<metadata" not in drawn.svg and "#010203" not in drawn.svg
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.name)
+def test_a_plot_without_data_is_a_sentence(panel: Panel) -> None:
+    nothing = {"step": 1, "reward/mean": None, "policy/clip_fraction_low": 0.0, "perf/compilations": 0}
+    assert picture(panel, Evidence([nothing], {})) is None
+    assert panel.absent.endswith(".")
+
+
+def test_the_quickstart_has_no_kl_clips_nothing_and_no_reward_fails() -> None:
+    evidence = Evidence(quickstart_history(), {})
+    assert [panel.name for panel in PANELS if not panel.is_present(evidence)] == [
+        "reward_failures",
+        "kl",
+        "clip_fractions",
+    ]
+
+
+def test_page_glossary_and_alert_name_one_bound_of_the_samplers_mismatch() -> None:
+    bound = f"below {MISMATCH:g}"
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    (row,) = [line for line in readme.splitlines() if line.startswith("| `rollout/sampler_scorer_logprob_diff_")]
+    assert bound in row and bound in BY_NAME["sampler_mismatch"].caption
+
+
+def test_one_step_is_enough() -> None:
+    evidence = Evidence([step_record(1, **EVERYTHING, eval__accuracy=0.5)], {1: 10})
+    # Nothing was compiled in that step, which a sentence says.
+    assert [panel.name for panel in PANELS if picture(panel, evidence) is None] == ["compilations"]
+
+
+def test_the_same_run_gives_the_same_bytes_and_leaves_matplotlib_as_it_was() -> None:
+    before = dict(matplotlib.rcParams)
+    evidence = Evidence(quickstart_history(), {})
+    assert picture(BY_NAME["reward"], evidence) == picture(BY_NAME["reward"], evidence)
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_a_smoothed_line_says_so_beside_the_raw_one() -> None:
+    assert {"mean, each step", "mean of the last 5 steps"} <= set(texts(svg_of("reward", quickstart_history())))
+    short = texts(svg_of("reward", quickstart_history()[:12]))
+    assert "mean" in short and not any("each step" in text for text in short)
+
+
+def test_a_long_run_is_joined_into_points_which_is_said() -> None:
+    history = [step_record(step) for step in range(1, 1201)]
+    svg = svg_of("grad_norm", history)
+    assert "step (a point joins 3: their mean, extremes shaded)" in texts(svg)
+    assert len(svg) < 150_000
+    assert len(svg_of("times", history)) < 400_000
+
+
+def test_accuracy_names_the_answers_behind_its_interval() -> None:
+    history = quickstart_history()
+    counts = {record["step"]: 512 for record in history if "eval/accuracy" in record}
+    assert "95 % interval (512 answers)" in texts(svg_of("accuracy", history, counts))
+    assert "95 % interval (256 to 512 answers)" in texts(svg_of("accuracy", history, counts | {0: 256}))
+    assert not any("interval" in text for text in texts(svg_of("accuracy", history)))
+    assert "difficulty_3" in texts(svg_of("accuracy", history))
+
+
+def test_the_mean_of_a_plug_in_is_drawn_as_a_plain_number_without_an_interval() -> None:
+    values = {"eval/format_rate": None, "eval/accuracy/difficulty_1": 2.0}
+    history = [{**step_record(step), **values, "eval/accuracy": 3.2 * step} for step in (1, 2)]
+    shown = texts(svg_of("accuracy", history, {1: 512, 2: 512}))
+    assert "6" in shown and "mean value of the plug-in" in shown and "difficulty_1" in shown
+    assert not any("%" in text or "interval" in text for text in shown)
+
+
+def test_tokens_that_only_the_dual_clip_met_are_drawn() -> None:
+    history = [step_record(step, policy__clip_fraction_dual=0.1) for step in (1, 2)]
+    assert "above dual_clip" in texts(svg_of("clip_fractions", history))
+    without = [step_record(step, policy__clip_fraction_low=0.1, policy__clip_fraction_dual=0.0) for step in (1, 2)]
+    assert "above dual_clip" not in texts(svg_of("clip_fractions", without))
+
+
+@pytest.mark.parametrize("name", ["error_count", "abstained_count", "dropped_count"])
+def test_rewards_that_gave_no_value_are_drawn(name: str) -> None:
+    counts = {"reward/error_count": 0, "reward/abstained_count": 0, "reward/dropped_count": 0}
+    history = [{**step_record(step), **counts, f"reward/{name}": step} for step in (1, 2)]
+    assert {"failures", "abstentions", "samples left out"} <= set(texts(svg_of("reward_failures", history)))
+
+
+def test_a_step_that_takes_far_longer_is_named_and_does_not_flatten_the_others() -> None:
+    assert "beyond the axis: 4 steps up to 9.7 s" in texts(svg_of("times", quickstart_history()))
+    steady = [{**step_record(step), "time/step_s": 1.0 + step % 2, "time/update_s": 0.5} for step in range(1, 30)]
+    assert not any("beyond" in text for text in texts(svg_of("times", steady)))
+
+
+@pytest.mark.parametrize("name", ["_hidden", "$x$", "<b>&amp;", "a--b", "汉字", r"\frac{1}"])
+def test_any_name_of_a_reward_function_can_be_drawn(name: str) -> None:
+    history = [{**step_record(step), f"reward/{name}/mean": 0.5} for step in (1, 2)]
+    labels = texts(svg_of("reward", history))
+    assert any(name.encode("ascii", "replace").decode() == label.strip() for label in labels), labels
+
+
+def test_further_numbers_of_a_plug_in_are_no_lines_of_the_reward() -> None:
+    history = [{**step_record(step), "reward/arithmetic/length/mean": 300.0} for step in range(1, 5)]
+    assert svg_of("reward", history) == svg_of("reward", [step_record(step) for step in range(1, 5)])
+
+
+def test_loading_the_report_does_not_load_matplotlib() -> None:
+    program = "import sys, app.report.write_report, app.tracking.console; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

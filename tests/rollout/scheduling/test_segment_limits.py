@@ -1,0 +1,54 @@
+import numpy as np
+import pytest
+
+from app.rollout.scheduling.segment_limits import (
+    balanced_length,
+    budget_length,
+    finished_worth_leaving,
+    next_lower_rung,
+    segment_limits,
+)
+from settings.rollout_section import Segment
+
+
+@pytest.mark.parametrize(("active", "expected"), [(1, 4096), (4, 2048), (16, 512), (1000, 64)])
+def test_the_budget_is_shared_by_the_active_rows_within_bounds(active: int, expected: int) -> None:
+    assert budget_length(active, capacity=8192, minimum=64, maximum=4096) == expected
+
+
+@pytest.mark.parametrize(("mean", "overhead"), [(512.0, 0.5), (512.0, 8.0), (50.0, 0.1)])
+def test_the_balanced_length_loses_least(mean: float, overhead: float) -> None:
+    lengths = np.arange(1, 2000)
+    loss = overhead / lengths + lengths / mean / 2
+    found = balanced_length(mean, overhead_steps=overhead, minimum=1, maximum=4096)
+    assert abs(found - lengths[loss.argmin()]) <= 1
+
+
+def test_the_balanced_length_keeps_its_bounds() -> None:
+    assert balanced_length(512, overhead_steps=0.5, minimum=64, maximum=4096) == 64
+    assert balanced_length(1e9, overhead_steps=100, minimum=64, maximum=4096) == 4096
+
+
+def test_dear_edges_wait_for_more_finished_rows() -> None:
+    cheap, dear = (finished_worth_leaving(64, 512, overhead_steps=cost) for cost in (0.01, 10.0))
+    assert (cheap, dear) == (1, 13)
+
+
+def test_the_next_rung_is_below_the_active_rows() -> None:
+    assert [next_lower_rung(active, (2, 4)) for active in (1, 2, 3, 4, 5, 8)] == [0, 0, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("rule", "some_wait", "expected"),
+    [
+        ("auto", True, (32, 1, 0)),
+        ("auto", False, (250, 0, 2)),
+        ("budget", True, (250, 1, 0)),
+        ("budget", False, (250, 0, 2)),
+        ("balance", True, (32, 1, 0)),
+        ("balance", False, (32, 0, 2)),
+    ],
+)
+def test_a_segment_leaves_for_those_who_wait_or_for_a_smaller_program(rule, some_wait, expected) -> None:
+    segment = Segment(rule=rule, min=10, max=4096, capacity=1000, overhead_steps=0.5)
+    assert segment_limits(segment, active=4, some_wait=some_wait, mean_length=1024, rungs=(2,)) == expected

@@ -1,0 +1,62 @@
+"""Which prompts of `grpo rollout` each host samples, and in which order the file has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from app.records.sample import Prompt
+from app.stages.prompt_shards import Work
+from settings import Settings
+from settings.schema import Rollout
+
+
+def work_of(num_prompts: int, *, prompts_per_step: int) -> Work:
+    prompts = [Prompt(str(i), np.array([1], np.int32), "?", None) for i in range(num_prompts)]
+    return Work.of(prompts, Settings(rollout=Rollout(prompts_per_step=prompts_per_step, group_size=2)))
+
+
+def test_one_host_has_all_prompts_in_rounds() -> None:
+    work = work_of(5, prompts_per_step=2)
+    assert work.places == [0, 1, 2, 3, 4] and work.num_samples == 10
+    assert [[p.uid for p in work.asked(one)] for one in work.rounds] == [["0", "1"], ["2", "3"], ["4"]]
+
+
+@pytest.mark.parametrize("num_prompts", [1, 4, 7, 9])
+def test_rounds_host_after_host_are_the_file_and_hosts_ask_for_equally_many(
+    num_prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    hosts = []
+    for host in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda host=host: host)
+        hosts.append(work_of(num_prompts, prompts_per_step=2))
+    rounds = list(zip(*(work.rounds for work in hosts), strict=True))
+    assert [place for of_hosts in rounds for one in of_hosts for place in one.own] == list(range(num_prompts))
+    for of_hosts in rounds:
+        asked = [work.asked(one) for work, one in zip(hosts, of_hosts, strict=True)]
+        assert len(asked[0]) == len(asked[1]) > 0
+        for one, prompts in zip(of_hosts, asked, strict=True):
+            assert [p.uid for p in prompts[: len(one.own)]] == [str(place) for place in one.own]
+
+
+def test_lines_come_back_by_rounds() -> None:
+    lines = iter([b"%d" % i for i in range(10)])
+    assert [list(part) for part in work_of(5, prompts_per_step=2).in_rounds(lines)] == [
+        [b"0", b"1", b"2", b"3"], [b"4", b"5", b"6", b"7"], [b"8", b"9"],
+    ]  # fmt: skip
+
+
+def test_who_generates_is_heard_to_the_end() -> None:
+    has_ended = []
+
+    def lines() -> Iterator[bytes]:
+        yield from [b""] * 4
+        has_ended.append(True)
+
+    parts = work_of(2, prompts_per_step=1).in_rounds(lines())
+    assert [len(list(part)) for part in parts] == [2, 2]
+    assert has_ended
