@@ -1,7 +1,7 @@
 """Settings: schema, layers with provenance, historic names, secrets, presets."""
 
 from settings.errors import InputError
-from settings.resolve import Resolved, load
-from settings.schema import Settings
+from settings.loading.resolve import Resolved, load
+from settings.schema.settings import Settings
 
 __all__ = ["InputError", "Resolved", "Settings", "load"]

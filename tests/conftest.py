@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from settings.historic import HISTORIC
+from settings.loading.aliases import HISTORIC
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from settings import Settings, load
-from settings.fields import FIELDS, SECTIONS, value_of
-from settings.strict_yaml import plain_scalar
+from settings.loading.fields import FIELDS, SECTIONS, value_of
+from settings.loading.yaml_file import plain_scalar
 from tests.tracking.test_glossary import glossary, matches, written_out
 
 REPOSITORY = Path(__file__).resolve().parent.parent

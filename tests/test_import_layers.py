@@ -213,7 +213,7 @@ def test_python_agrees_that_jax_stays_out() -> None:
         ("app.mesh.topology", "if TYPE_CHECKING:\n    import app.model.decoder"),
         ("app.mesh.topology", "importlib.import_module('app.model')"),
         ("app.records.sample", "import cli"),
-        ("settings.schema", "from app import flow"),
+        ("settings.schema.settings", "from app import flow"),
         ("app.training.trainer", "from tests.conftest import REPOSITORY"),
         ("app.training.trainer", "from . import journal"),
         ("app.training.trainer", "import app"),

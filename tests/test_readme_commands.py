@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import cli
 from settings import InputError, load
-from settings.checks import (
+from settings.checks.commands import (
     check_for_dry_run,
     check_for_evaluation,
     check_for_inspection,

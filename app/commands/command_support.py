@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO
 import typer
 
 from settings import InputError, Resolved, load
-from settings.layers import NO_FLAGS, Flags
+from settings.loading.sources import NO_FLAGS, Flags
 
 FOLDERS_OF_RUN = ("checkpoints", "rollouts", "eval")
 """In a run's own, with what an option may name."""
@@ -39,7 +39,7 @@ def resolve(
         write(resolved.to_yaml(), sys.stdout)
         raise typer.Exit
     check(resolved)
-    from settings.secrets import load_secrets
+    from settings.loading.secrets import load_secrets
 
     tell(load_secrets(Path.cwd()))
     return resolved
@@ -59,7 +59,7 @@ def under_its_run(
     own = config_of_run(places) if config is None else None
     if own is None:
         return config, overrides
-    from settings.of_run import freed
+    from settings.loading.inherit_from_run import freed
 
     return own, [*(overrides or []), *freed(own, overrides or [], os.environ)]
 
@@ -120,7 +120,7 @@ def errors_for_people(debug: bool) -> Iterator[None]:
 
 
 def _fail(message: str, code: int, *, debug: bool) -> NoReturn:
-    from settings.secrets import redacted
+    from settings.loading.secrets import redacted
 
     write(redacted(f"{traceback.format_exc()}{message}" if debug else message), sys.stderr)
     raise typer.Exit(code)

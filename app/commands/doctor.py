@@ -8,7 +8,7 @@ import typer
 
 from app.commands.command_support import errors_for_people, json_text, resolve, write
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
-from settings.checks import check_for_mesh
+from settings.checks.commands import check_for_mesh
 
 
 def doctor(

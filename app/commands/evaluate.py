@@ -11,8 +11,8 @@ import typer
 from app.commands.command_support import errors_for_people, json_text, resolve, tell, under_its_run, write
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings import InputError
-from settings.checks import check_for_evaluation
-from settings.unread import adapters_left_out
+from settings.checks.commands import check_for_evaluation
+from settings.checks.unused_settings import adapters_left_out
 
 
 def evaluate(

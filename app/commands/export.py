@@ -10,7 +10,7 @@ import typer
 
 from app.commands.command_support import as_text, config_of_run, errors_for_people, required, resolve, write
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
-from settings.checks import check_for_mesh
+from settings.checks.commands import check_for_mesh
 
 
 def export(

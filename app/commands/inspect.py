@@ -11,7 +11,7 @@ import typer
 from app.commands.command_support import as_text, errors_for_people, json_text, resolve, write
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings import InputError
-from settings.checks import check_for_inspection, check_for_mesh
+from settings.checks.commands import check_for_inspection, check_for_mesh
 
 
 def inspect_mesh(

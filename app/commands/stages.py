@@ -11,8 +11,8 @@ import typer
 from app.commands.command_support import as_text, errors_for_people, json_text, required, resolve, tell, write
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings import InputError
-from settings.checks import check_for_mesh, check_for_rollout, check_for_score, check_for_simulation
-from settings.unread import adapters_left_out
+from settings.checks.commands import check_for_mesh, check_for_rollout, check_for_score, check_for_simulation
+from settings.checks.unused_settings import adapters_left_out
 
 BENCH_SHAPES = "16x8192,128x65536"
 

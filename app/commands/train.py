@@ -12,8 +12,8 @@ import typer
 from app.commands.command_support import errors_for_people, json_text, resolve, under_its_run, write
 from app.commands.options import Config, Debug, Overrides, PrintConfig
 from settings import InputError, load
-from settings.checks import check_for_dry_run, check_for_train
-from settings.layers import NO_FLAGS, Flags
+from settings.checks.commands import check_for_dry_run, check_for_train
+from settings.loading.sources import NO_FLAGS, Flags
 
 if TYPE_CHECKING:
     from app.training.replay import Asked

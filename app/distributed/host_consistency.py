@@ -24,8 +24,8 @@ from app.records.sample import Prompt
 from app.records.versions import TRAINING, program_facts
 from settings import Resolved
 from settings.errors import InputError
-from settings.fields import FIELDS, value_of
-from settings.reward_section import RewardFunction
+from settings.loading.fields import FIELDS, value_of
+from settings.schema.reward import RewardFunction
 
 OF_A_HOST = frozenset(
     f"mesh.{field}" for field in ("coordinator_address", "num_processes", "process_id", "start_timeout_s")

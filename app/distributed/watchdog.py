@@ -12,7 +12,7 @@ from typing import IO, NamedTuple
 
 from app.distributed.shutdown import LEAVING, parting_s
 from app.distributed.status_board import Bulletin
-from settings.watchdog_section import Watchdog as Limits
+from settings.schema.watchdog import Watchdog as Limits
 
 EXIT_CODE = 70
 STDERR = 2

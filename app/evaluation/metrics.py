@@ -19,7 +19,7 @@ from app.reward.aggregate import ERRORS_FIELD, is_unusable
 from app.reward.pass_at_k import majority_share, pass_at_k
 from app.reward.tasks import is_formatted, is_task_reward, right_vote, vote
 from settings.errors import InputError
-from settings.fields import did_you_mean, nearest_of
+from settings.loading.fields import did_you_mean, nearest_of
 
 Table = Mapping[str, np.ndarray]
 """Column -> a value for each prompt, NaN where there is none."""

@@ -49,8 +49,8 @@ from app.runtime.pinned_revisions import pinned
 from app.runtime.session import Session
 from app.tracking.rollout_progress import RolloutProgress
 from settings import Resolved, Settings
-from settings.fields import value_of
-from settings.reward_section import RewardFunction
+from settings.loading.fields import value_of
+from settings.schema.reward import RewardFunction
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from app.runtime.model_spec import ModelInput, read_model_input
 from app.runtime.pinned_revisions import pinned
 from settings import Resolved, Settings
 from settings.errors import InputError
-from settings.mesh_section import Mesh as MeshSettings
+from settings.schema.mesh import Mesh as MeshSettings
 
 WeightType = Literal["float32", "bfloat16"]
 

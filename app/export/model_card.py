@@ -23,8 +23,8 @@ from app.report.run_files import RunFiles
 from app.runtime.model_spec import ModelInput
 from app.tracking.run_log import WANDB_SECTIONS
 from settings import InputError, Resolved
-from settings.printing import from_yaml
-from settings.secrets import redacted
+from settings.loading.printing import from_yaml
+from settings.loading.secrets import redacted
 
 CARD_FILE = "README.md"
 

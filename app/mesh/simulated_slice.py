@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from settings.errors import InputError
-from settings.fields import did_you_mean, nearest_of
+from settings.loading.fields import did_you_mean, nearest_of
 
 GIB = 2**30
 

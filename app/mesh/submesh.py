@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from app.mesh.axis_rules import AXES
 from app.mesh.topology import host_of, local_devices, num_hosts
 from settings.errors import InputError
-from settings.rollout_section import WorkerPool
+from settings.schema.rollout import WorkerPool
 
 
 def allot(pools: dict[str, WorkerPool], *, num_devices: int) -> list[tuple[int, ...]]:

@@ -24,7 +24,7 @@ from app.distributed.rendezvous import Member, address_to_bind, call_roll
 from app.mesh.axis_rules import AXES
 from app.mesh.simulated_slice import Slice, parse_slice
 from settings.errors import InputError
-from settings.mesh_section import Mesh as MeshSettings
+from settings.schema.mesh import Mesh as MeshSettings
 
 M_MMAP_THRESHOLD = -3
 """glibc's name for it, in `man 3 mallopt`."""

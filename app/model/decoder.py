@@ -32,7 +32,7 @@ from app.model.lora import LoRA, LoRAParam
 from app.model.quantization import QuantizedKernel
 from app.model.rope import rope_frequencies
 from app.model.segment_layout import UNSEEN, RowLayout
-from settings.lora_section import Quantization
+from settings.schema.lora import Quantization
 
 Params = dict[str, Any]
 """A nested dict of arrays: the form in which weights move between rooms."""

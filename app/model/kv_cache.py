@@ -24,7 +24,7 @@ from app.model.attention import cached_attention, packed_attention, pairs_of_blo
 from app.model.decoder import Attend, Decoder, DecoderDefinition, Params, by_path
 from app.model.quantization import CODES, SCALES
 from app.model.segment_layout import one_segment
-from settings.rollout_section import DecodeLayout
+from settings.schema.rollout import DecodeLayout
 
 
 class LayerCache(NamedTuple):

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Float32, Int, UInt8, UInt32
 from app.mesh.axis_rules import on_each_device
 from app.records.versions import NOT_INSTALLED, QUANTIZING, lower_bounds, release, version_of
 from settings.errors import InputError
-from settings.lora_section import Quantization
+from settings.schema.lora import Quantization
 
 CODES, SCALES = "codes", "scales"
 """Leaf names of what stands where another network has a `kernel`."""

@@ -27,8 +27,8 @@ from app.model.kv_cache import decode_dims
 from app.model.lora import LoRA, joined
 from app.rollout.batch_engine import BatchShape, Footprint
 from app.runtime.session import Session
-from settings.lora_section import Quantization
-from settings.schema import ScoredRole
+from settings.schema.lora import Quantization
+from settings.schema.settings import ScoredRole
 
 Held = dict[str, int]
 """Name of what is held -> its bytes on each device; names are those of `app.preflight.memory.LABELS`."""

@@ -14,8 +14,8 @@ from app.preflight.memory import Shapes, fullest_mini_batch, plan_of
 from app.rollout.slot_engine import SlotEngine
 from app.runtime.micro_batching import Longest, wire_update
 from app.runtime.session import Session
-from settings.rollout_section import MAX_SLOTS
-from settings.schema import Algorithm, Critic
+from settings.schema.rollout import MAX_SLOTS
+from settings.schema.settings import Algorithm, Critic
 
 USABLE = 0.9
 """Of a device's memory: programs, fragments and what is only estimated take the rest."""

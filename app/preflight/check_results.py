@@ -13,7 +13,7 @@ import jax
 
 from app.records.printable import printable
 from settings.errors import InputError
-from settings.secrets import redacted
+from settings.loading.secrets import redacted
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
 """As it should be; a run would go on, but not as somebody may expect; a run would not start, or would end early; not

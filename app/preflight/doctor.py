@@ -74,9 +74,9 @@ from app.training.inputs import check_best, fingerprints_of, fingerprints_of_dat
 from app.training.learner import wire_learning
 from app.training.setup import check_session, facts_of_files, launch_notes
 from settings import Resolved, Settings
-from settings.checks import check_for_train
+from settings.checks.commands import check_for_train
+from settings.checks.unused_settings import launch_lines
 from settings.errors import InputError
-from settings.unread import launch_lines
 
 Data = TypeVar("Data")
 

@@ -22,7 +22,7 @@ from app.training.learner import Learning
 from app.training.replay import Asked
 from app.training.setup import Launch, prepared
 from settings import Resolved
-from settings.unread import launch_lines
+from settings.checks.unused_settings import launch_lines
 
 WAYS_OUT = {
     "rollout": "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens",

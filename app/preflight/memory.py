@@ -29,7 +29,7 @@ from app.rollout.batch_engine import BatchShape
 from app.runtime.reward_model import wire_reward
 from app.runtime.session import Session
 from app.training.learner import Learner, Learning
-from settings.schema import ScoredRole
+from settings.schema.settings import ScoredRole
 
 LABELS = {
     "weights": "weights",

@@ -28,9 +28,9 @@ from app.runtime.micro_batching import Longest, num_tokens_behind, wire_role, wi
 from app.runtime.model_spec import read_critic_input, read_model_input
 from app.stages.sample_reader import check_quota, check_tokens
 from settings import Resolved, Settings
-from settings.checks import check_for_plan
+from settings.checks.commands import check_for_plan
 from settings.errors import InputError
-from settings.schema import ScoredRole
+from settings.schema.settings import ScoredRole
 
 Pass = Literal["update"] | ScoredRole
 """Whose micro-batches."""

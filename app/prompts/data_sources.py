@@ -8,7 +8,7 @@ from dataclasses import replace
 from app.prompts.arithmetic import make_problems
 from app.prompts.dataset import Dataset, Row, load_dataset
 from settings.errors import InputError
-from settings.schema import Data
+from settings.schema.data import Data
 
 ARITHMETIC = "builtin:arithmetic"
 HELD_OUT_SEED = 0

@@ -11,7 +11,7 @@ from typing import IO, Literal
 from app.records.atomic_write import is_leftover, write_whole
 from settings import Resolved
 from settings.errors import InputError
-from settings.schema import Run
+from settings.schema.run import Run
 
 Resume = Literal["auto", "never", "must"]
 

@@ -11,8 +11,8 @@ from typing import Any
 from app.records.jsonl import read_jsonl_lines
 from app.report.metrics_history import History, Record, training_steps
 from settings import InputError, Settings
-from settings.fields import FIELDS, value_of
-from settings.printing import from_yaml
+from settings.loading.fields import FIELDS, value_of
+from settings.loading.printing import from_yaml
 
 SAMPLE_FILE = re.compile(r"step_(\d+)\.jsonl")
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from app.records.sample import DROPPED, Sample
 from app.reward.reward_outcome import Failure, Outcome
-from settings.reward_section import MODEL_REWARD
+from settings.schema.reward import MODEL_REWARD
 
 OnError = Literal["raise", "zero", "drop"]
 

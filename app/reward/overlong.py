@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from app.records.sample import Sample
-from settings.reward_section import OVERLONG
+from settings.schema.reward import OVERLONG
 
 
 @dataclass(frozen=True, slots=True)

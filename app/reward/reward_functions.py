@@ -19,7 +19,7 @@ from app.reward.process_pool import Limits, WorkerPool
 from app.reward.reward_outcome import Failure, Outcome
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, grade, is_task_reward
 from settings.errors import InputError
-from settings.reward_section import MODEL_REWARD, OVERLONG, Reward, RewardFunction
+from settings.schema.reward import MODEL_REWARD, OVERLONG, Reward, RewardFunction
 
 FUNCTION_OF = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
 """Built-in rewards that run as plug-ins do."""

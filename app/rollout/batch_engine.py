@@ -42,7 +42,7 @@ from app.rollout.sampling import (
     uid_words,
 )
 from app.rollout.sequence import Row
-from settings.rollout_section import DecodeLayout
+from settings.schema.rollout import DecodeLayout
 
 SEGMENT_STEPS = 256
 """Tokens of a row until the host looks up from a batch, to see whether it was asked to stop."""

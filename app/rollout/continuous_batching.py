@@ -17,7 +17,7 @@ from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.segment_limits import expected_length, segment_limits
 from app.rollout.sequence import Row
 from app.rollout.slot_engine import Segment, SlotEngine
-from settings.rollout_section import Segment as SegmentRule
+from settings.schema.rollout import Segment as SegmentRule
 
 
 class ContinuousBatching(Streaming):

@@ -35,8 +35,8 @@ from app.rollout.shape_buckets import SlotShapes
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.workers import Admission, Worker
 from settings.errors import InputError
-from settings.lora_section import Quantization
-from settings.mesh_section import Mesh as MeshSettings
+from settings.schema.lora import Quantization
+from settings.schema.mesh import Mesh as MeshSettings
 
 Leaves = list[np.ndarray]
 """Of a tree, in order, as unsigned integers of the same bits: buffers that every process can map, of any dtype."""

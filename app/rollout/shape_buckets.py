@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from settings.errors import InputError
-from settings.schema import Rollout
+from settings.schema.rollout import Rollout
 
 NUM_RUNGS = 3
 """Of each ladder: a full size, a half and a quarter. More would save little and compile long."""

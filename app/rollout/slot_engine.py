@@ -26,7 +26,7 @@ from app.rollout.sequence import Row, Suspended
 from app.rollout.shape_buckets import SlotShapes
 from app.rollout.slot_programs import Limits, RowStatus, RowTable, SlotPrograms, as_arrays
 from settings.errors import InputError
-from settings.rollout_section import DecodeLayout
+from settings.schema.rollout import DecodeLayout
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from app.model.kv_cache import (
 from app.model.token_logprobs import scaled_logits
 from app.rollout.sampling import Sampler, SamplingRules, draw, draw_truncated, effective_temperature, sample_keys
 from app.rollout.shape_buckets import SlotShapes
-from settings.rollout_section import DecodeLayout
+from settings.schema.rollout import DecodeLayout
 
 OfSlots = Any
 """int32 [B], on the host or in a program."""

@@ -26,7 +26,7 @@ from app.rollout.scheduling.sample_states import State
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import Row
 from app.rollout.workers import Clock, Threads, Turns, Worker
-from settings.rollout_section import Pdsr, Segment
+from settings.schema.rollout import Pdsr, Segment
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from app.distributed.collectives import moments_over_hosts, sum_over_hosts
 from app.records.sample import Sample
 from app.update.kl import ESTIMATORS, Estimator
 from settings import Settings
-from settings.schema import Algorithm
+from settings.schema.settings import Algorithm
 
 Credit = Callable[[Sequence[Sample], float], list[Sample]]
 """Samples with a reward, and the coefficient of the penalty in it -> the same with their advantages."""

@@ -10,8 +10,8 @@ from app.mesh.placement import has_host_memory, num_local_row_shards
 from app.runtime.session import Session
 from settings import Settings
 from settings.errors import InputError
-from settings.schema import Algorithm
-from settings.schema import Critic as CriticSettings
+from settings.schema.settings import Algorithm
+from settings.schema.settings import Critic as CriticSettings
 
 OTHERWISE = "{scope}.dynamic_microbatch: true, instead of {scope}.rows_per_device, takes any number"
 

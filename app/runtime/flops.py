@@ -16,8 +16,8 @@ from app.model.decoder import DecoderDefinition
 from app.records.sample import Sample
 from app.runtime.session import Session
 from settings import Settings
-from settings.schema import Algorithm, ScoredRole
-from settings.schema import Critic as CriticSettings
+from settings.schema.settings import Algorithm, ScoredRole
+from settings.schema.settings import Critic as CriticSettings
 
 PEAK_FLOPS = {
     **{chip.device_kind: chip.flops for chip in CHIPS.values()},

@@ -20,7 +20,7 @@ from app.rollout.workers import Worker
 from app.runtime.ray_workers import open_actors
 from settings import Settings
 from settings.errors import InputError
-from settings.rollout_section import WorkerPool
+from settings.schema.rollout import WorkerPool
 
 
 def open_slots(

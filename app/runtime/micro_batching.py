@@ -9,8 +9,8 @@ from app.batching.micro_batcher import FixedRows, PackedRows
 from app.model.architecture import Architecture
 from app.model.flops import forward_flops
 from settings import Settings
-from settings.schema import Algorithm, Critic
-from settings.score_section import ForwardRole
+from settings.schema.score import ForwardRole
+from settings.schema.settings import Algorithm, Critic
 
 
 class Longest(NamedTuple):

@@ -20,7 +20,7 @@ from app.prompts.tokenizer import Tokenizer, ids_fingerprint, load_fast_tokenize
 from app.records.versions import QUANTIZING, version_of
 from settings import Settings
 from settings.errors import InputError
-from settings.lora_section import LoRA as LoRASettings
+from settings.schema.lora import LoRA as LoRASettings
 
 ADAPTERS = "model.lora"
 """Name of the fingerprint that says which adapters there are."""

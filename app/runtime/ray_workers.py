@@ -17,7 +17,7 @@ from app.rollout.slot_engine import SlotEngine
 from app.rollout.worker_pool import Schedule
 from settings import Settings
 from settings.errors import InputError
-from settings.rollout_section import ActorNeeds, WorkerPool
+from settings.schema.rollout import ActorNeeds, WorkerPool
 
 if TYPE_CHECKING:
     from app.rollout.ray_pool import RayWorkers

@@ -36,7 +36,7 @@ from app.runtime.model_spec import CriticInput, ModelInput
 from app.runtime.ray_workers import check_ray_is_there
 from app.score.scorer import Pass, RowPass, Scorer, Valuer, with_a_token_behind
 from settings import Settings
-from settings.schema import ScoredRole
+from settings.schema.settings import ScoredRole
 
 
 @dataclass(frozen=True)

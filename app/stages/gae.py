@@ -17,7 +17,7 @@ from app.stages.gae_summary import Finish, not_applied
 from app.tracking.compilation_counter import CompilationCounter
 from settings import Resolved
 from settings.errors import InputError
-from settings.mesh_section import Mesh
+from settings.schema.mesh import Mesh
 
 NPZ = ".npz"
 

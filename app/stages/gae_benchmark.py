@@ -37,7 +37,7 @@ from app.stages.gae_benchmark_report import (
 from app.stages.gae_summary import WITH_CHUNKS
 from settings import Resolved
 from settings.errors import InputError
-from settings.schema import Algorithm
+from settings.schema.settings import Algorithm
 
 DEFAULT_FOLDER = Path("gae-bench")
 CHUNK_SIZES = (64, 128, 256, 512)

@@ -16,7 +16,7 @@ from app.advantage.gae.backend_choice import Choice, choose
 from app.records.moments import NOTHING, Moments, merged, moments
 from settings import Resolved, Settings
 from settings.errors import InputError
-from settings.schema import Algorithm
+from settings.schema.settings import Algorithm
 
 WITH_CHUNKS = frozenset({"chunked"})
 """Backends that have a chunk size."""

@@ -17,7 +17,7 @@ from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
 from settings import Resolved
 from settings.errors import InputError
-from settings.fields import value_of
+from settings.loading.fields import value_of
 
 WINDOW = 4096
 """Samples that are in memory at once: enough to fill rows well, and some tens of MB."""

@@ -37,7 +37,7 @@ from app.stages.score_rewards import score_rewards
 from app.tracking.compilation_counter import CompilationCounter
 from settings import Resolved, Settings
 from settings.errors import InputError
-from settings.schema import ScoredRole
+from settings.schema.settings import ScoredRole
 
 NUM_PACKED = 3
 """Samples of the file that `--check-packing` puts into one row."""

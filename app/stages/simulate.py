@@ -22,8 +22,7 @@ from app.rollout.scheduling.simulator import VirtualClock, WorkerSpec
 from app.rollout.shape_buckets import shapes_of
 from settings import Resolved
 from settings.errors import InputError
-from settings.rollout_section import Pdsr, Segment, WorkerPool
-from settings.schema import Rollout
+from settings.schema.rollout import Pdsr, Rollout, Segment, WorkerPool
 
 ORACLE = "oracle"
 """`adaptive` that is told every length."""

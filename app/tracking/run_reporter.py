@@ -18,7 +18,7 @@ from app.report.metrics_history import training_steps
 from app.report.write_report import write_report
 from app.tracking.console import Board, evaluation_line
 from app.tracking.run_log import Journal, NoJournal, lines_of
-from settings.schema import Logging
+from settings.schema.logging import Logging
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from app.distributed.collectives import (
 from app.distributed.lockstep import arrived
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
-from settings.reward_section import OVERLONG
+from settings.schema.reward import OVERLONG
 
 Source = Callable[[int], Sequence[Sample]]
 """Round (0, 1, ...) -> this host's rewarded samples of as many groups as its step has. Every host asks alike."""

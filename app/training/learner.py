@@ -48,8 +48,9 @@ from app.update.value_loss import (
     squared_error,
 )
 from settings import Settings
-from settings.schema import Algorithm, Optimizer, ScoredRole
-from settings.schema import Critic as CriticSettings
+from settings.schema.optimizer import Optimizer
+from settings.schema.settings import Algorithm, ScoredRole
+from settings.schema.settings import Critic as CriticSettings
 
 LOG_RATIOS: Mapping[str, LogRatio] = MappingProxyType({"token": token_log_ratio, "sequence": sequence_log_ratio})
 """By `algorithm.ratio_level`."""

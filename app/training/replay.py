@@ -42,7 +42,7 @@ from app.training.replay_files import (
 from app.training.replay_notes import Source, lines_of
 from settings import Settings, load
 from settings.errors import InputError
-from settings.reward_section import Reward
+from settings.schema.reward import Reward
 
 OF_PACE = frozenset({"workers", "load_timeout_s"})
 """Fields of `reward` that no sample's reward depends on."""

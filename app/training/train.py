@@ -27,7 +27,7 @@ from app.training.setup import Launch, prepared
 from app.training.step_loop import Walk
 from app.training.trainer import Trainer
 from settings import Resolved
-from settings.unread import launch_lines
+from settings.checks.unused_settings import launch_lines
 
 
 class Outcome(NamedTuple):

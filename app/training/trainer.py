@@ -38,7 +38,7 @@ from app.training.replay import Replay
 from app.training.rollout_source import Replayed, Rounds, open_rounds
 from app.update.mini_batches import Epochs, picked
 from settings import Settings
-from settings.schema import ScoredRole
+from settings.schema.settings import ScoredRole
 
 
 @dataclass

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int32
 
 from app.model.decoder import Params
 from app.model.lora import DOWN, UP
-from settings.schema import Optimizer as OptimizerSettings
+from settings.schema.optimizer import Optimizer as OptimizerSettings
 
 DECAYED = ("kernel", "embedding", "output", DOWN, UP)
 """Leaf names of matrices, adapters' among them; norms and biases are not decayed."""

@@ -25,7 +25,7 @@ from app.update.mini_batches import Epochs
 from app.update.optimizer import TrainState
 from app.update.policy_loss import UpdateBatch
 from app.update.ratio import SampleMeans
-from settings.schema import ScoredRole
+from settings.schema.settings import ScoredRole
 
 Step = Callable[[TrainState, Sequence[Any], Array, Params | None], tuple[TrainState, dict[str, Array]]]
 """(state, micro-batches, temperature, frozen) -> (new state, metrics); see `app.update.step.UpdateStep`."""

@@ -31,7 +31,7 @@ from app.rollout.scheduling.metrics import figures
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.scheduling.simulator import VirtualClock
 from app.rollout.sequence import Row
-from settings.rollout_section import Pdsr, Segment
+from settings.schema.rollout import Pdsr, Segment
 
 SEED = 99
 """Under which nothing ends before it must."""

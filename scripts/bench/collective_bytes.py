@@ -45,7 +45,7 @@ from app.model.kv_cache import (
 from app.model.token_logprobs import scaled_logits
 from app.preflight.hlo_collectives import Collective, collectives_of, traffic
 from app.rollout.sampling import SamplingRules, draw
-from settings.rollout_section import DecodeLayout
+from settings.schema.rollout import DecodeLayout
 
 MODELS = {"1.5B": QWEN2_5_1_5B, "7B": QWEN2_5_7B}
 PLACES = {"v4-16": [(1, 8, 1), (2, 4, 1)], "v5e-8": [(1, 8, 1)]}

@@ -38,8 +38,8 @@ from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import Name, Program, SlotPrograms, decode_segment
 from app.rollout.worker_pool import Schedule, ScheduledWorkers
 from app.rollout.workers import Worker
-from settings.mesh_section import Mesh as MeshSettings
-from settings.rollout_section import Pdsr, Segment
+from settings.schema.mesh import Mesh as MeshSettings
+from settings.schema.rollout import Pdsr, Segment
 
 POLICY_VERSION = 0
 EOS = 0

@@ -21,7 +21,7 @@ from typing import Any
 from shapes import QWEN2_5
 
 from settings import load
-from settings.config_file import presets
+from settings.loading.config_file import presets
 
 RESULTS = Path(__file__).resolve().parent / "results" / "recipe_memory.json"
 ONE_DEVICE = "v6e-1"

@@ -28,7 +28,7 @@ from app.records.sample import Prompt
 from app.rollout.continuous_batching import ContinuousBatching
 from app.rollout.generator import Streaming
 from app.rollout.scheduling import length_traces
-from settings.rollout_section import Segment
+from settings.schema.rollout import Segment
 
 try:
     import torch

@@ -26,8 +26,7 @@ from app.rollout.scheduling import length_traces
 from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.length_traces import Trace
 from app.stages.simulate import compare, worker_specs
-from settings.rollout_section import Pdsr, Segment, WorkerPool, Workers
-from settings.schema import Rollout
+from settings.schema.rollout import Pdsr, Rollout, Segment, WorkerPool, Workers
 
 SIGMAS, CORRELATIONS = (0.5, 0.8, 1.0), (0.0, 0.5, 0.9)
 MEAN, MAX_NEW, GROUP = 512, 4096, 8

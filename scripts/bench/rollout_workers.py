@@ -31,7 +31,7 @@ from app.rollout.scheduling.length_traces import Trace, trace_of
 from app.rollout.scheduling.metrics import Figures, figures
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.scheduling.simulator import VirtualClock
-from settings.rollout_section import Pdsr, Segment
+from settings.schema.rollout import Pdsr, Segment
 
 RESULTS = Path(__file__).parent / "results" / "rollout_workers.json"
 POLICIES = ("sync", "adaptive")

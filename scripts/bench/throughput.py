@@ -39,7 +39,7 @@ from app.update.policy_loss import PolicyLoss, make_objective, own_logprobs
 from app.update.step import UpdateStep
 from app.update.surrogate import clipped_surrogate
 from app.update.updater import PolicyPack, Updater
-from settings.schema import Optimizer
+from settings.schema.optimizer import Optimizer
 
 SMALL = Architecture(
     family="llama",

@@ -12,7 +12,7 @@ from app.distributed.status_board import Bulletin
 from app.distributed.watchdog import Watchdog
 from app.tracking.console import Board
 from app.tracking.timer import Timer
-from settings.watchdog_section import Watchdog as Limits
+from settings.schema.watchdog import Watchdog as Limits
 from tests.program import DEADLINE_S, REPOSITORY
 
 STUCK = """\
@@ -20,7 +20,7 @@ import ctypes, sys, threading, time
 from pathlib import Path
 from app.distributed.status_board import Bulletin
 from app.training import watchdog
-from settings.watchdog_section import Watchdog as Limits
+from settings.schema.watchdog import Watchdog as Limits
 
 watchdog.LAST_RESORT_S = 1.0
 def in_python(): threading.Event().wait()

@@ -28,7 +28,7 @@ from app.update.step import VALUE_METRICS, UpdateStep
 from app.update.surrogate import dual_clipped_surrogate
 from app.update.updater import PolicyPack, Updater
 from app.update.value_loss import ValueLoss, clipped_squared_error, make_value_objective, pack_values
-from settings.schema import Optimizer as Settings
+from settings.schema.optimizer import Optimizer as Settings
 from tests.tiny import (
     BIASED,
     EVEN,

@@ -5,7 +5,7 @@ import pytest
 from app.mesh import submesh
 from app.mesh.submesh import allot, host_island, island
 from settings.errors import InputError
-from settings.rollout_section import WorkerPool
+from settings.schema.rollout import WorkerPool
 from tests.tiny import make_mesh
 
 

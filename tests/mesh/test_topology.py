@@ -19,7 +19,7 @@ from app.mesh.axis_rules import AXES
 from app.mesh.placement import check_rows_per_host
 from app.mesh.topology import check_equal_hosts, is_host_by_host, make_mesh, nearest_shapes, num_hosts, parse_shape
 from settings.errors import InputError
-from settings.mesh_section import Mesh as Settings
+from settings.schema.mesh import Mesh as Settings
 
 DEADLINE_S = 120
 
@@ -135,7 +135,7 @@ def test_devices_of_another_platform_than_asked_for_are_refused():
 
 
 def test_an_absent_platform_is_never_replaced_by_the_cpu():
-    script = "from app.mesh import topology; from settings.mesh_section import Mesh; import jax; "
+    script = "from app.mesh import topology; from settings.schema.mesh import Mesh; import jax; "
     script += "jax.config.update('jax_platforms', 'cuda'); topology.devices(Mesh(platform='cuda'))"
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
     assert process.returncode == 1
@@ -204,7 +204,7 @@ FREED_ARRAYS = """
 import resource
 import numpy as np
 from app.mesh import topology
-from settings.mesh_section import Mesh
+from settings.schema.mesh import Mesh
 
 def resident():
     with open("/proc/self/statm") as file:

@@ -16,7 +16,7 @@ from app.model.decoder import DecoderDefinition, Params, by_path
 from app.model.kv_cache import decode_weights, merged_decode_weights
 from app.model.lora import DOWN, UP, LoRA, fresh_adapters, joined, merged
 from app.model.segment_layout import one_segment
-from settings.lora_section import PROJECTIONS
+from settings.schema.lora import PROJECTIONS
 from tests.tiny import BIASED, EVEN, ODD, SWITCHED, make_mesh, random_params
 
 FLOAT32 = jnp.dtype("float32")

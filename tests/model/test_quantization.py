@@ -22,7 +22,7 @@ from app.model.segment_layout import one_segment
 from app.records.versions import NOT_INSTALLED
 from app.rollout.sampling import SamplingRules
 from settings.errors import InputError
-from settings.lora_section import PROJECTIONS, Quantization
+from settings.schema.lora import PROJECTIONS, Quantization
 from tests.model.io.test_hf_weights import Held, random_file
 from tests.quantized import dequantized, dequantized_params
 from tests.tiny import BIASED, EVEN, make_engine, make_mesh, random_params, random_prompts

@@ -21,7 +21,7 @@ from app.runtime.config_only_spec import read_outline
 from app.runtime.session import Session
 from app.training.learner import wire_learning
 from settings import InputError, Settings, load
-from settings.checks import check_for_inspection
+from settings.checks.commands import check_for_inspection
 from tests.program import DEADLINE_S, here, of_tiny, settings, started
 
 GIB = 2**30

@@ -4,7 +4,7 @@ import pytest
 
 from app.prompts.data_sources import load_held_out_data, load_training_data
 from settings.errors import InputError
-from settings.schema import Data
+from settings.schema.data import Data
 
 
 def write_rows(path, count):

@@ -9,7 +9,7 @@ import pytest
 
 from app.report.run_files import ChosenSetting, RunFiles
 from settings import InputError, load
-from settings.printing import from_yaml
+from settings.loading.printing import from_yaml
 from tests.program import digest_of, here
 from tests.report.run_directories import quickstart_history, sample_record, step_record, write_lines, write_run
 

@@ -14,7 +14,7 @@ from app.reward.aggregate import Scored
 from app.reward.plugin import Moment
 from app.reward.plugin_signature import Columns
 from app.reward.reward_functions import Rewards
-from settings.reward_section import Reward
+from settings.schema.reward import Reward
 
 
 def make_prompt(answer: str | None = "18", uid: str = "q/0", source: str | Messages = "?", **extra: Any) -> Prompt:

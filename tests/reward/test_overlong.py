@@ -8,7 +8,7 @@ import pytest
 from app.reward.overlong import OverlongPenalty
 from app.reward.plugin import Moment
 from app.reward.reward_functions import Rewards
-from settings.reward_section import Reward
+from settings.schema.reward import Reward
 from tests.reward.samples import columns_of, make_prompt, make_sample
 
 PENALTY = OverlongPenalty(longest=10, buffer=4, most=2.0)

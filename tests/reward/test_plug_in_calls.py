@@ -11,7 +11,7 @@ import pytest
 from app.reward.plugin import Moment
 from app.reward.plugin_signature import Columns
 from app.reward.reward_functions import Rewards
-from settings.reward_section import Reward
+from settings.schema.reward import Reward
 from tests.reward.processes import WORKERS
 from tests.reward.samples import kinds_of, make_group, make_prompt, make_sample, score, values_of, write_plug_in
 

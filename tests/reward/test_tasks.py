@@ -8,7 +8,7 @@ import pytest
 
 from app.reward.tasks import check_answers, grade, is_formatted, is_task_reward, right_vote, vote
 from settings.errors import InputError
-from settings.reward_section import BUILT_IN_REWARDS
+from settings.schema.reward import BUILT_IN_REWARDS
 from tests.reward.samples import make_prompt, make_sample, score, values_of
 
 

@@ -27,8 +27,8 @@ from app.rollout.shape_buckets import slot_shapes
 from app.rollout.slot_engine import SlotEngine
 from app.runtime.placement_notes import placement_lines
 from settings import InputError, Settings, load
-from settings.checks import check_for_train
-from settings.rollout_section import DecodeLayout, Segment
+from settings.checks.commands import check_for_train
+from settings.schema.rollout import DecodeLayout, Segment
 from tests.tiny import EVEN, make_engine, make_mesh, random_params, random_prompts, spell
 
 DEFINITION = DecoderDefinition.of(EVEN)

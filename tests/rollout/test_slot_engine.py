@@ -23,7 +23,7 @@ from app.rollout.slot_programs import SlotPrograms
 from app.score.scorer import Scorer
 from app.tracking.compilation_counter import CompilationCounter
 from settings.errors import InputError
-from settings.rollout_section import Segment
+from settings.schema.rollout import Segment
 from tests.tiny import ODD, make_engine, make_mesh, packed_plan, random_params, random_prompts, spell
 
 FLOAT32 = np.dtype("float32")

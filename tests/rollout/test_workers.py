@@ -42,7 +42,7 @@ from app.rollout.slot_engine import SlotEngine
 from app.rollout.worker_pool import Schedule, ScheduledWorkers
 from app.rollout.workers import Worker
 from app.tracking.compilation_counter import CompilationCounter
-from settings.rollout_section import Pdsr, Segment
+from settings.schema.rollout import Pdsr, Segment
 from tests.rollout.test_slot_engine import (
     ARGUMENTS,
     DEFINITION,

@@ -11,7 +11,7 @@ from app.batching.micro_batch_plan import Plan
 from app.batching.micro_batcher import Cutter, lengths_of
 from app.runtime.micro_batching import Longest, wire_role, wire_update
 from settings import load
-from settings.schema import Settings
+from settings.schema.settings import Settings
 from tests.tiny import ODD, random_samples
 
 BASE = (

@@ -22,8 +22,8 @@ from app.records.sample import Sample
 from app.runtime.reward_model import RewardModel, RewardModelInput, read_reward_model
 from settings import Settings
 from settings.errors import InputError
-from settings.reward_section import Reward
-from settings.score_section import MicroBatches, Score
+from settings.schema.reward import Reward
+from settings.schema.score import MicroBatches, Score
 from tests.model.test_parity import SIZES, SWITCHES, import_reference
 from tests.program import here, metrics_of, settings, train_here
 from tests.tiny import make_mesh, make_sample

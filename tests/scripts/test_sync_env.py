@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from settings.secrets import SECRETS, load_secrets
+from settings.loading.secrets import SECRETS, load_secrets
 from tests.scripts.conftest import Tpu
 
 SCRIPT = "sync_env_to_tpu_vm.sh"

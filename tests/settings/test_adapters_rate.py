@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from settings.unread import launch_lines
+from settings.checks.unused_settings import launch_lines
 from tests.settings.loading import load_text
 
 ADAPTERS = "model: {lora: {rank: 8}}"

@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 
 from settings import InputError, Resolved, load
-from settings.checks import check_for_evaluation, check_for_mesh, check_for_rollout, check_for_score, check_for_train
-from settings.config_file import presets
-from settings.fields import FIELDS
-from settings.unread import launch_lines
+from settings.checks.commands import (
+    check_for_evaluation,
+    check_for_mesh,
+    check_for_rollout,
+    check_for_score,
+    check_for_train,
+)
+from settings.checks.unused_settings import launch_lines
+from settings.loading.config_file import presets
+from settings.loading.fields import FIELDS
 from tests.settings.loading import load_text
 
 

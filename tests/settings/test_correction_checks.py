@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from settings import InputError, Resolved
-from settings.checks import check_for_rollout, check_for_train
-from settings.unread import launch_lines
+from settings.checks.commands import check_for_rollout, check_for_train
+from settings.checks.unused_settings import launch_lines
 from tests.settings.loading import load_text, with_sets
 
 PARTS = ("correction", "correction_level", "correction_veto")

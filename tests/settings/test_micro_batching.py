@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from settings import InputError, Resolved, load
-from settings.fields import value_of
-from settings.layers import env_name
+from settings.loading.fields import value_of
+from settings.loading.sources import env_name
 from tests.settings.loading import load_text
 
 ROLES = ("policy", "reference", "reward")

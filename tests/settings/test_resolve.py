@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from settings import InputError, Resolved, Settings, load
-from settings.config_file import presets
-from settings.fields import FIELDS, value_of
-from settings.historic import HISTORIC
-from settings.layers import env_name
-from settings.papers import PAPERS
+from settings.loading.algorithm_presets import PAPERS
+from settings.loading.aliases import HISTORIC
+from settings.loading.config_file import presets
+from settings.loading.fields import FIELDS, value_of
+from settings.loading.sources import env_name
 from tests.settings.loading import load_text, with_sets
 
 EXAMPLES = {

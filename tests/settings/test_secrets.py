@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from settings.secrets import load_secrets, redacted
+from settings.loading.secrets import load_secrets, redacted
 
 CANARY = "CANARY-0123456789abcdef"
 

@@ -18,7 +18,7 @@ from app.stages import gae_benchmark
 from app.stages.gae_benchmark import Shape, in_a_loop, interleaved, one_by_one, oracle, parse_shapes
 from app.stages.gae_benchmark_report import Measured, conclusion
 from settings.errors import InputError
-from settings.schema import Algorithm
+from settings.schema.settings import Algorithm
 from tests.advantage import gae_oracle
 from tests.advantage.gae_oracle import random_case
 from tests.program import here

@@ -11,7 +11,7 @@ import pytest
 from app.records.sample import Prompt
 from app.stages.prompt_shards import Work
 from settings import Settings
-from settings.schema import Rollout
+from settings.schema.rollout import Rollout
 
 
 def work_of(num_prompts: int, *, prompts_per_step: int) -> Work:

@@ -18,7 +18,7 @@ from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import Event, Submitted, WorkerJoined, WorkerLost
 from app.rollout.scheduling.metrics import figures
 from app.stages.simulate import ORACLE, panel, worker_specs
-from settings.schema import Rollout
+from settings.schema.rollout import Rollout
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 
 SMALL = ["--set", "rollout.workers.fast.slots=4", "--set", "rollout.workers.heavy.slots=4"]

@@ -10,8 +10,8 @@ import pytest
 from app.records.jsonl import read_jsonl
 from app.records.sample_json import sample_from_record
 from settings import load
-from settings.config_file import presets
-from settings.papers import PAPERS
+from settings.loading.algorithm_presets import PAPERS
+from settings.loading.config_file import presets
 from tests.program import assert_same_run, here, metrics_of, progress_of, settings, train_here
 
 SHAPES = (

@@ -14,7 +14,7 @@ from app.update.policy_loss import own_logprobs, scored_logprobs
 from app.update.ratio import sequence_log_ratio, token_log_ratio
 from app.update.surrogate import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from settings import load
-from settings.schema import Algorithm
+from settings.schema.settings import Algorithm
 
 
 def algorithm(*overrides: str) -> Algorithm:

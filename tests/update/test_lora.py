@@ -17,8 +17,8 @@ from app.model.lora import LoRA, joined, merged
 from app.update.optimizer import DECAYED, TrainState, initial_state, make_optimizer, state_shardings
 from app.update.policy_loss import Objective, make_objective
 from app.update.step import UpdateStep
-from settings.lora_section import PROJECTIONS
-from settings.schema import Optimizer as Settings
+from settings.schema.lora import PROJECTIONS
+from settings.schema.optimizer import Optimizer as Settings
 from tests.tiny import BIASED, assert_trees_close, make_mesh, one_a_row, pack_update, random_params
 from tests.update.test_step import EVERYTHING, SAMPLES
 

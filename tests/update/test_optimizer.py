@@ -8,7 +8,7 @@ import pytest
 
 from app.model.decoder import DecoderDefinition
 from app.update.optimizer import TrainState, initial_state, make_optimizer, make_schedule, state_shardings
-from settings.schema import Optimizer as Settings
+from settings.schema.optimizer import Optimizer as Settings
 from tests.tiny import BIASED, EVEN, make_mesh, random_params
 
 CONSTANT = optax.constant_schedule(0.1)

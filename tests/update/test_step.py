@@ -19,7 +19,7 @@ from app.update.optimizer import TrainState, initial_state, make_optimizer, stat
 from app.update.policy_loss import PolicyLoss, make_objective
 from app.update.step import UpdateStep
 from app.update.surrogate import dual_clipped_surrogate
-from settings.schema import Optimizer as Settings
+from settings.schema.optimizer import Optimizer as Settings
 from tests.tiny import (
     ODD,
     PLAIN_LOSS,

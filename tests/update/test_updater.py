@@ -24,8 +24,8 @@ from app.update.optimizer import TrainState, initial_state, make_optimizer, stat
 from app.update.policy_loss import UpdateBatch, make_objective, own_logprobs, scored_logprobs
 from app.update.step import UpdateStep
 from app.update.updater import PolicyPack, Step, Updater, summarise
-from settings.schema import Optimizer as Settings
-from settings.schema import ScoredRole
+from settings.schema.optimizer import Optimizer as Settings
+from settings.schema.settings import ScoredRole
 from tests.tiny import ODD, PLAIN_LOSS, make_mesh, make_sample, one_a_row, random_params, random_samples
 
 DEFINITION = DecoderDefinition.of(replace(ODD, num_layers=1))

@@ -16,7 +16,7 @@ from app.rollout.scheduling.cost_model import Work
 from app.rollout.scheduling.event_log import LogRecord
 from app.rollout.scheduling.events import Commit, CommittedRow, Finished, NewSample, Submitted
 from settings.errors import InputError
-from settings.rollout_section import MAX_TOKENS
+from settings.schema.rollout import MAX_TOKENS
 
 
 class Traced(NamedTuple):

@@ -32,7 +32,7 @@ from app.rollout.scheduling.sample_states import ENDED, WAITING, Ledger, State
 from app.rollout.scheduling.scheduling_policy import Context, Policy, Worker
 from app.rollout.scheduling.segment_limits import expected_length, segment_limits
 from app.rollout.scheduling.sync import Sync
-from settings.rollout_section import Pdsr, Segment
+from settings.schema.rollout import Pdsr, Segment
 
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Sync, PdsrV1, PdsrV2, Adaptive)}
 

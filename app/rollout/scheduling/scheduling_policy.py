@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from app.rollout.scheduling.events import Kind, Role
 from app.rollout.scheduling.length_estimator import Lengths
 from app.rollout.scheduling.sample_states import Entry, Ledger, State
-from settings.rollout_section import Pdsr
+from settings.schema.rollout import Pdsr
 
 
 @dataclass(slots=True)

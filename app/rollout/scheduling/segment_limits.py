@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from settings.rollout_section import Segment
+from settings.schema.rollout import Segment
 
 EXPECTED_SHARE = 0.25
 """Of the tokens that a sample may have, as the mean length before any has finished."""

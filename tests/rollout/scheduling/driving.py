@@ -21,7 +21,7 @@ from app.rollout.scheduling.events import (
     WorkerJoined,
 )
 from app.rollout.scheduling.scheduler import Scheduler
-from settings.rollout_section import Pdsr, Segment
+from settings.schema.rollout import Pdsr, Segment
 
 FREE = replace(CostModel(), **dict.fromkeys(CostModel().to_json().keys() - {"measured_steps"}, 0.0))
 """Nothing costs anything."""

@@ -11,7 +11,7 @@ from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.length_traces import Trace
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.scheduling.simulator import Faults, VirtualClock, WorkerSpec
-from settings.rollout_section import Pdsr, Segment
+from settings.schema.rollout import Pdsr, Segment
 
 MAX_NEW = 200
 SECOND_COSTS = CostModel(step_s=0.01, segment_s=0.02, move_s=0.01)

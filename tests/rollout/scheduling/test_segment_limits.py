@@ -8,7 +8,7 @@ from app.rollout.scheduling.segment_limits import (
     next_lower_rung,
     segment_limits,
 )
-from settings.rollout_section import Segment
+from settings.schema.rollout import Segment
 
 
 @pytest.mark.parametrize(("active", "expected"), [(1, 4096), (4, 2048), (16, 512), (1000, 64)])

@@ -1,0 +1,1 @@
+"""Checks between settings, made before a command starts."""

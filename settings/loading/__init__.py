@@ -1,0 +1,1 @@
+"""Reads settings from their sources, with provenance, and derives what was left null."""

@@ -1,0 +1,51 @@
+"""Finds what `--config` names: a YAML file or a preset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from settings.errors import InputError
+from settings.loading.fields import did_you_mean, nearest_of
+from settings.loading.yaml_file import MAX_BYTES
+
+EMBEDDED_DEFAULT = "quickstart"
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    name: str
+    """As provenance shows it."""
+    stem: str
+    """What a run is named after: `quickstart`."""
+    content: bytes
+
+
+def presets() -> list[str]:
+    """Names of the settings files that come with the package."""
+    folder = files("settings") / "presets"
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def find(config: str | None) -> ConfigFile:
+    """The preset of that name, else the file at that path; without a name, the embedded default.
+
+    Raises: InputError when it is neither, or cannot be read.
+    """
+    name = EMBEDDED_DEFAULT if config is None else config
+    if name in presets():
+        resource = files("settings") / "presets" / f"{name}.yaml"
+        return ConfigFile(f"settings/presets/{name}.yaml", name, resource.read_bytes())
+    path = Path(name)
+    shown = name if name.isprintable() else ascii(name)
+    try:
+        with path.open("rb") as file:
+            return ConfigFile(shown, path.stem, file.read(MAX_BYTES + 1))
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte in the name
+        raise InputError(
+            f"config file not found: {Path(shown).absolute()}"
+            f"{did_you_mean(nearest_of(name, presets()))}\npresets: {', '.join(presets())}"
+        ) from None
+    except OSError as error:
+        raise InputError(f"config file {Path(shown).absolute()} cannot be read: {error.strerror}") from None

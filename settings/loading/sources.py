@@ -1,0 +1,195 @@
+"""The layers of settings: YAML, `--set`, environment, a verb's flags; tables of leaves that know their origin.
+
+One rule for all: a setting may be set once in a layer, by its own name or a historic one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from settings.errors import InputError
+from settings.loading.aliases import HISTORIC, NOT_BUILT
+from settings.loading.fields import FIELDS, SECTIONS, did_you_mean, is_text, nearest_fields
+from settings.loading.secrets import SECRETS
+from settings.loading.yaml_file import Node, parse
+
+ENV_PREFIX = "GRPO__"
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A value for one field."""
+
+    value: Any
+    origin: str
+    """Provenance: `yaml:FILE:LINE`, `set`, `env:NAME`, a flag such as `--gamma`, or `derived`."""
+    node: Node | None = None
+    """Lines of what is listed in the value; None when derived."""
+    written: str = ""
+    """The name as it was spelled there: `NUM_PRE_Q`; empty when derived."""
+
+
+Layer = dict[str, Leaf]
+"""Dotted field -> its leaf."""
+Flags = Mapping[str, tuple[str, str]]
+"""A verb's own option -> the field that it names, and its text: `--gamma` -> `algorithm.gamma`, `0.9`."""
+NO_FLAGS: Flags = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A name and value as somebody wrote them, before the name is known to be a setting."""
+
+    name: str
+    node: Node
+    origin: str
+    written: str
+    """The name as it was spelled there: `NUM_PRE_Q`."""
+
+
+def yaml_layer(root: Node, *, file: str) -> Layer:
+    """What a settings file sets."""
+    return _layer(_Entry(name, node, f"yaml:{file}:{node.line}", name) for name, node in _leaves(root.value, prefix=""))
+
+
+def set_layer(overrides: Iterable[str]) -> Layer:
+    """What `--set NAME=VALUE` options set; values are YAML."""
+    return _layer(_set_entries(overrides))
+
+
+def environment_layer(environ: Mapping[str, str]) -> Layer:
+    """What GRPO__SECTION__FIELD and upper-case historic names set; values are YAML."""
+    return _layer(_environment_entries(environ))
+
+
+def flag_layer(flags: Flags) -> Layer:
+    """What the verb's own options set; values are YAML."""
+    return _layer(_flag_entries(flags))
+
+
+def env_name(field: str) -> str:
+    """`rollout.group_size` as GRPO__ROLLOUT__GROUP_SIZE."""
+    return ENV_PREFIX + field.upper().replace(".", "__")
+
+
+def place(origin: str) -> int:
+    """Place of a provenance's layer in their order; of two, the larger was said later."""
+    layer = "flag" if origin.startswith("--") else origin.partition(":")[0]
+    return ("default", "yaml", "set", "env", "flag").index(layer)
+
+
+def spoken(origin: str) -> str:
+    """A provenance inside a sentence."""
+    return {"set": "--set", "default": "the default"}.get(origin, origin)
+
+
+def environment_notices(environment: Layer, overrides: Layer, flags: Layer) -> list[str]:
+    """Lines for stderr: bare historic names in use, and `--set` values that the environment overrides."""
+    environment = {field: leaf for field, leaf in environment.items() if field not in flags}
+    fields_of: dict[str, list[str]] = {}
+    for field, leaf in environment.items():
+        fields_of.setdefault(leaf.written, []).append(field)
+    notices = []
+    for name, fields in fields_of.items():
+        lost = {field: repr(overrides[field].value) for field in fields if field in overrides}
+        if lost or not name.startswith(ENV_PREFIX):
+            values = [lost[field] if len(fields) == 1 else f"{field} {lost[field]}" for field in lost]
+            instead = f", instead of {' and '.join(values)} from --set" if lost else ""
+            value = environment[fields[0]].value
+            notices.append(f"environment variable {name} sets {' and '.join(fields)} to {value!r}{instead}")
+    return notices
+
+
+def _leaves(section: Any, *, prefix: str) -> Iterator[tuple[str, Node]]:
+    """Every dotted name below a mapping; a section without content sets nothing."""
+    for key, node in section.items():
+        name = prefix + key
+        if name in SECTIONS and isinstance(node.value, dict):
+            yield from _leaves(node.value, prefix=f"{name}.")
+        elif name not in SECTIONS or node.value is not None:
+            yield name, node
+
+
+def _set_entries(overrides: Iterable[str]) -> Iterator[_Entry]:
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            raise InputError(f"--set {override}: expected NAME=VALUE, as in --set run.steps=20")
+        if not value.strip():
+            raise InputError(f"--set {name}= has no value; write {name}=null for none")
+        yield _Entry(name, parse(value, name=f"--set {name}"), "set", name)
+
+
+def _flag_entries(flags: Flags) -> Iterator[_Entry]:
+    for option, (field, value) in flags.items():
+        if not value.strip():
+            raise InputError(f"{option} has no value; write {option} null for none")
+        yield _Entry(field, parse(value, name=option), option, option)
+
+
+def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
+    ours = {env_name(field): field for field in FIELDS} | {name.upper(): name for name in HISTORIC}
+    for variable in sorted(environ):
+        if variable not in ours and not variable.startswith(ENV_PREFIX):
+            continue
+        if variable not in ours:
+            dotted = variable.removeprefix(ENV_PREFIX).replace("__", ".").lower()
+            nearest = [env_name(field) for field in nearest_fields(dotted) if field in FIELDS]
+            raise InputError(
+                f"unknown environment variable {variable} (names are {ENV_PREFIX}SECTION__FIELD){did_you_mean(nearest)}"
+            )
+        if not environ[variable].strip():
+            raise InputError(f"environment variable {variable} is empty; unset it, or write null for none")
+        node = parse(environ[variable], name=f"environment variable {variable}")
+        yield _Entry(ours[variable], node, f"env:{variable}", variable)
+
+
+def _layer(entries: Iterable[_Entry]) -> Layer:
+    """The entries by field.
+
+    Raises: InputError listing every unknown name and every field that is set twice.
+    """
+    layer: dict[str, tuple[_Entry, Leaf]] = {}
+    problems = []
+    for entry in entries:
+        for field in HISTORIC.get(entry.name, (entry.name,)):
+            if field not in FIELDS:
+                problems.append(_unknown(entry))
+            elif field in layer:
+                first, leaf = layer[field]
+                # verl's general switch may stand beside the one of a part, where they agree.
+                both_are_historic = {first.name, entry.name} <= HISTORIC.keys()
+                general_and_part = both_are_historic and HISTORIC[first.name] != HISTORIC[entry.name]
+                if not (general_and_part and leaf.value == _value(entry.node, field)):
+                    problems.append(f"{field} is set twice: {_source(first)} and {_source(entry)}; keep one of them")
+            else:
+                layer[field] = entry, Leaf(_value(entry.node, field), entry.origin, entry.node, entry.written)
+    if problems:
+        raise InputError("\n".join(problems))
+    return {field: leaf for field, (_, leaf) in layer.items()}
+
+
+def _value(node: Node, field: str) -> Any:
+    """The plain value; free text stays as it was written: the revision `12e4567` is no number."""
+    if is_text(field) and node.spelling is not None and node.value is not None:
+        return node.spelling
+    return node.plain()
+
+
+def _source(entry: _Entry) -> str:
+    return f"{entry.written} ({spoken(entry.origin)})"
+
+
+def _unknown(entry: _Entry) -> str:
+    if entry.name in SECTIONS:
+        inside = next(field for field in FIELDS if field.startswith(f"{entry.name}."))
+        return f"{_source(entry)} is a section of settings; set what is in it, such as {inside}"
+    if entry.name.upper() in SECRETS:
+        return f"{_source(entry)} is a secret; it belongs in the environment or a .env as {entry.name.upper()}"
+    if entry.name in NOT_BUILT:
+        return f"unknown setting {_source(entry)}: {NOT_BUILT[entry.name]}"
+    return f"unknown setting {_source(entry)}{did_you_mean(nearest_fields(entry.name))}"

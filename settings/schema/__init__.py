@@ -1,0 +1,1 @@
+"""Every setting: name, type, default, bounds and meaning; one section a file."""

@@ -1,0 +1,96 @@
+"""Settings of adapters: which projections are meant, and what has no effect."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from settings import InputError, Resolved
+from settings.checks.commands import check_for_train
+from settings.checks.unused_settings import adapters_left_out, launch_lines
+from settings.schema.lora import PROJECTIONS
+from tests.settings.loading import load_text, with_sets
+
+RANK = "model.lora.rank=8"
+
+
+def refusal(resolved: Resolved) -> str:
+    with pytest.raises(InputError) as caught:
+        check_for_train(resolved)
+    return str(caught.value)
+
+
+def test_without_a_rank_there_are_no_adapters() -> None:
+    for resolved in (with_sets(), with_sets("model.lora.rank=0"), with_sets("model.lora.rank=null")):
+        assert not resolved.settings.model.lora.rank
+        check_for_train(resolved)
+        assert launch_lines(resolved) == () == adapters_left_out(resolved)
+
+
+@pytest.mark.parametrize(
+    ("targets", "meant"),
+    [
+        ("all", PROJECTIONS),
+        ("[all, q_proj]", PROJECTIONS),
+        ("attention", PROJECTIONS[:4]),
+        ("[mlp, v_proj, q_proj, v_proj]", ("q_proj", "v_proj", *PROJECTIONS[4:])),
+        ("down_proj", ("down_proj",)),
+    ],
+)
+def test_targets_name_projections_or_parts_of_a_layer_in_any_order(targets: str, meant: tuple[str, ...]) -> None:
+    resolved = with_sets(RANK, f"model.lora.targets={targets}")
+    assert resolved.settings.model.lora.projections == meant
+    check_for_train(resolved)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.lora.targets=[q_proj, k_prj]", "model.lora.targets[1]: matches no weight; did you mean k_proj?"),
+        (
+            "model.lora.targets=lm_head",
+            "model.lora.targets[0]: matches no weight (known: all, attention, mlp, q_proj, k",
+        ),
+        ("model.lora.targets=[]", "model.lora.targets: "),
+        ("model.lora.rank=-1", "model.lora.rank: expected greater than or equal to 0"),
+        ("model.lora.rank=2.5", "model.lora.rank: "),
+        ("model.lora.alpha=0", "model.lora.alpha: expected greater than 0"),
+        ("model.lora.r=8", "unknown setting model.lora.r"),
+    ],
+)
+def test_what_matches_no_weight_or_makes_no_adapter_is_refused(override: str, message: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(message)}"):
+        with_sets(override)
+
+
+def test_what_is_said_of_adapters_that_are_not_there_has_no_effect(folder: Path) -> None:
+    assert refusal(with_sets("model.lora.alpha=32")) == (
+        "model.lora.alpha = 32.0 (from --set) has no effect under model.lora.rank = None (from the default): it is "
+        "for model.lora.rank of 1 or more; leave it out, or set that"
+    )
+    file = "model: {lora: {rank: 8, alpha: 32, targets: [mlp]}}"
+    check_for_train(load_text(folder, file))
+    without = load_text(folder, file, "model.lora.rank=null")
+    check_for_train(without)
+    (line,) = launch_lines(without)
+    assert line.startswith("no effect under model.lora.rank = None (from --set): model.lora.alpha = 32.0")
+
+
+def test_a_reference_that_trains_cannot_wait_outside(folder: Path) -> None:
+    offload = "score.reference.offload=true"
+    check_for_train(with_sets(offload, "algorithm.beta=0.1"))
+    after = load_text(folder, "model: {lora: {rank: 8}}", offload)
+    assert "score.reference.offload = True (from --set) has no effect under model.lora.rank = 8" in refusal(after)
+    before = load_text(folder, "score: {reference: {offload: true}}\nalgorithm: {beta: 0.1}", RANK)
+    check_for_train(before)
+    assert before.settings.offloads_reference is False
+    assert with_sets(offload, "algorithm.beta=0.1").settings.offloads_reference is True
+
+
+def test_who_takes_the_model_as_it_is_says_so() -> None:
+    assert adapters_left_out(with_sets(RANK)) == (
+        "model.lora.rank = 8 (from --set) has no effect here: the model of model.path is taken as it is, without "
+        "adapters",
+    )

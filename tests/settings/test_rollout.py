@@ -1,0 +1,125 @@
+"""Settings of rollouts that no rollout can be scheduled with."""
+
+from __future__ import annotations
+
+import pytest
+
+from settings import InputError, load
+from settings.checks.commands import check_for_rollout, check_for_simulation, check_for_train
+
+
+@pytest.mark.parametrize("check", [check_for_rollout, check_for_simulation, check_for_train])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["rollout.segment.min=128", "rollout.segment.max=64"],
+            "rollout.segment.min = 128 (from --set) is more than rollout.segment.max = 64 (from --set); lower the one",
+        ),
+        (
+            ["rollout.pdsr.window=16"],
+            "rollout.pdsr.window = 16 (from --set) is shorter than rollout.pdsr.window_min = 32 (from the default)",
+        ),
+        (
+            ["rollout.workers.fast.count=0", "rollout.workers.heavy.count=0"],
+            "nobody would decode; set one of them to 1 or more",
+        ),
+        (
+            ["rollout.workers.fast.devices=[0,1]", "rollout.workers.heavy.devices=[1,2]"],
+            "overlap: 1 is named twice; give each device to one pool, once",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(check, overrides: list[str], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check(load(None, overrides, {}))
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("check", [check_for_rollout, check_for_train])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["rollout.scheduler=pdsr_v2", "rollout.placement=global"],
+            "rollout.placement = 'global' (from --set): one batch over all devices can only be scheduled by sync",
+        ),
+        (
+            ["rollout.slots=8", "rollout.placement=global"],
+            "rollout.slots = 8 (from --set): every host fills slots of its own, and rollout.placement = 'global'",
+        ),
+        (
+            ["rollout.scheduler=adaptive", "rollout.slots=8"],
+            "rollout.slots = 8 (from --set): with rollout.scheduler = 'adaptive' (from --set) slots are those of the",
+        ),
+        (
+            ["rollout.scheduler=sync", "rollout.mode=exact", "model.dtype=float32", "rollout.workers.fast.slots=4"],
+            "bit for bit where all workers have as many slots, got rollout.workers.fast.slots = 4",
+        ),
+        (
+            ["rollout.pool=ray"],
+            "rollout.pool = 'ray' (from --set): only workers with a scheduler run as actors; set rollout.scheduler",
+        ),
+        (
+            ["rollout.pool=ray", "rollout.scheduler=sync", "rollout.placement=global"],
+            "only workers with a scheduler run as actors; set rollout.placement: island",
+        ),
+        (
+            ["rollout.pool=ray", "rollout.scheduler=sync", "rollout.workers.heavy.devices=[1]"],
+            "leave it null, and set rollout.ray.heavy.num_gpus or resources",
+        ),
+    ],
+)
+def test_workers_that_cannot_be_scheduled_are_refused(check, overrides: list[str], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check(load(None, overrides, {}))
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.workers.fast.devices=[-1]",
+        "rollout.workers.fast.devices=[]",
+        "rollout.scheduler=fifo",
+        "rollout.placement=here",
+        "rollout.workers.fast.slots=0",
+        "rollout.workers.heavy.count=-1",
+        "rollout.pdsr.percentile=0",
+        "rollout.pdsr.percentile=100",
+        "rollout.pdsr.heavy_percent=0",
+        "rollout.segment.min=0",
+        "rollout.segment.rule=longest",
+        "rollout.pdsr.unit=steps",
+        "rollout.pool=slurm",
+        "rollout.ray.address=ray://head:10001",
+        "rollout.ray.fast.num_cpus=-1",
+        "rollout.ray.heavy.resources={large_memory: 0}",
+        "rollout.ray.start_timeout_s=0",
+    ],
+)
+def test_values_out_of_bounds_are_refused(override: str) -> None:
+    with pytest.raises(InputError, match=override.partition("=")[0]):
+        load(None, [override], {})
+
+
+@pytest.mark.parametrize("check", [check_for_rollout, check_for_simulation, check_for_train])
+def test_the_defaults_can_be_scheduled(check) -> None:
+    check(load(None, [], {}))
+
+
+def test_training_does_not_run_a_lease_out() -> None:
+    asked = ["rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.workers.lease_s=60"]
+    with pytest.raises(InputError, match="lease_s null, or"):
+        check_for_train(load(None, asked, {}))
+
+
+def test_actors_always_have_a_lease_and_may_have_one_beside_training() -> None:
+    asked = ["rollout.pool=ray", "rollout.scheduler=adaptive", "rollout.max_staleness=1"]
+    resolved = load(None, [*asked, "rollout.ray.heavy.resources={large_memory: 1}"], {})
+    check_for_train(resolved)
+    assert resolved.settings.rollout.workers.lease_s == 600 and resolved.origin("rollout.workers.lease_s") == "derived"
+    assert resolved.settings.rollout.ray.heavy.resources == {"large_memory": 1.0}
+    check_for_train(load(None, [*asked, "rollout.workers.lease_s=60"], {}))

@@ -1,0 +1,123 @@
+"""YAML without traps: every value with its line, and a clear error for everything else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from settings.errors import InputError
+from settings.loading.yaml_file import MAX_BYTES, parse, parse_file
+
+
+def values(text: str) -> object:
+    return parse(text, name="f.yaml").plain()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("1E3", 1000.0),
+        (".5", 0.5),
+        ("-3", -3),
+        ("010", 10),
+        ("0x1F", 31),
+        ("0o17", 15),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        (".inf", math.inf),
+        ("-.inf", -math.inf),
+        ("yes", "yes"),
+        ("off", "off"),
+        ("1:30", "1:30"),
+        ("1_000", "1_000"),
+        ("2024-01-01", "2024-01-01"),
+        ("1,-1,1", "1,-1,1"),
+        ("'1'", "1"),
+        ("[a, 1]", ["a", 1]),
+        ("{a: {b: 1}}", {"a": {"b": 1}}),
+    ],
+)
+def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
+    assert values(text) == value
+    assert type(values(text)) is type(value)
+
+
+def test_nan_is_a_number() -> None:
+    assert math.isnan(values(".nan"))  # pyright: ignore[reportArgumentType]
+
+
+def test_every_value_knows_its_line() -> None:
+    root = parse("# note\na:\n  b: 1\n  c:\n    - x\n    - {d: 2}\n", name="f.yaml")
+    assert isinstance(root.value, dict)
+    a = root.value["a"].value
+    assert isinstance(a, dict)
+    assert (root.value["a"].line, a["b"].line, a["c"].line) == (2, 3, 4)
+    assert isinstance(a["c"].value, list)
+    assert [item.line for item in a["c"].value] == [5, 6]
+
+
+def test_an_unquoted_scalar_keeps_its_spelling() -> None:
+    assert parse("1e3", name="f.yaml").spelling == "1e3"
+    assert parse("'1e3'", name="f.yaml").spelling is None
+
+
+def test_an_alias_stands_for_its_anchor() -> None:
+    assert values("a: &x {b: 1}\nc: *x") == {"a": {"b": 1}, "c": {"b": 1}}
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{name}: &{name} [{','.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdef", "bcdefg", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:\n\tb: 1", r"f\.yaml:2:1: .*tab"),
+        ("a: 1\nb: 2\na: 3", r"f\.yaml:3: `a` is already set on line 1"),
+        ("a:\n  b: 1\n  b: 1", r"f\.yaml:3: `b` is already set on line 2"),
+        ("a: !!python/object/apply:os.system ['true']", r"f\.yaml:1:4: .*tags such as .*not allowed"),
+        ("a: !!int 3", "tags such as"),
+        ("a: !x 3", "tags such as"),
+        ("a: &a [*a]", "nested more than 20 deep"),
+        ("[" * 30 + "]" * 30, "nested more than 20 deep"),
+        ("[" * 5000, "nested more than 20 deep"),
+        (BOMB, "more than 10000 values once aliases are expanded"),
+        ("a: *b", r"f\.yaml:1:4: .*undefined alias"),
+        ("a: [1", r"f\.yaml:1:6: not valid YAML"),
+        ("a: b: c", r"f\.yaml:1:5: .*mapping values are not allowed"),
+        ("a: 1\n---\nb: 2", r"f\.yaml:2:1: .*single document"),
+        ("? [a]\n: 1", r"f\.yaml:1: keys must be names"),
+        ("a: " + "9" * 5000, r"f\.yaml:1: the number has too many digits"),
+        ("a: \x07", r"f\.yaml: not valid YAML: .*#x0007"),
+    ],
+)
+def test_bad_yaml_is_refused_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse(text, name="f.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the file is empty"),
+        (b"# only a comment\n", "the file is empty"),
+        (b"- a\n- b\n", "got a list"),
+        (b"steps", "got a single value"),
+        (b"a: 1\nb: \xff\n", r"f\.yaml:2: not UTF-8 text \(byte 0xff\)"),
+        (b"#" * (MAX_BYTES + 1), "limited to 256 KiB"),
+    ],
+)
+def test_a_file_that_holds_no_settings_is_refused(content: bytes, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_file(content, name="f.yaml")
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_no_problem() -> None:
+    root = parse_file(b"\xef\xbb\xbfa: 1\r\nb: 2\r\n", name="f.yaml")
+    assert root.plain() == {"a": 1, "b": 2}
