@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from app.commands import doctor, evaluate, export, inspect, stages, train
+from app.commands import doctor, evaluate, export, gae, inspect_mesh, report, rollout, score, train
 from app.commands.command_support import write
 
 app = typer.Typer(
@@ -28,11 +28,11 @@ for verb in (
     doctor.doctor,
     train.train,
     evaluate.evaluate,
-    stages.rollout,
-    stages.score,
-    stages.gae,
-    inspect.inspect_mesh,
-    inspect.report,
+    rollout.rollout,
+    score.score,
+    gae.gae,
+    inspect_mesh.inspect_mesh,
+    report.report,
     export.export,
 ):
     app.command()(verb)

@@ -1,10 +1,8 @@
-"""Every setting of the program: its name, type, default, bounds and meaning.
+"""All sections of the settings, and what follows from several of them.
 
-One class per section, in the order a step uses them; those of LoRA, reward, score, algorithm, critic, mesh and watchdog
-are in modules of their own. Types are strict: no setting takes a boolean for a number, `1e3` for an integer or a quoted
-number for a number. Checks that need two fields live in `settings.checks.commands`; checks that need a model file or a device
-live with whoever opens it.
-This module imports neither jax nor numpy: `--print-config` and `--help` must answer at once.
+Types are strict: no setting takes a boolean for a number, `1e3` for an integer or a quoted number for a number. Checks
+that need two fields are in `settings.checks`; checks that need a model file or a device are with the code that opens it.
+This package imports neither jax nor numpy: `--print-config` and `--help` must answer at once.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import app.model.quantization
 from app.mesh.placement import bytes_per_device
-from app.model import quantization
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, by_path
 from app.model.io.hf_weights import load_weights
@@ -273,7 +273,7 @@ def test_a_width_that_no_tile_divides_is_refused() -> None:
 @pytest.mark.parametrize(("found", "told"), [(NOT_INSTALLED, "package; pip"), ("0.0.9", "qwix 0.0.9 is older than 0.")])
 def test_without_qwix_the_extra_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch, found: str, told: str) -> None:
     check_is_installed()
-    monkeypatch.setattr(quantization, "version_of", lambda name: found)
+    monkeypatch.setattr(app.model.quantization, "version_of", lambda name: found)
     with pytest.raises(InputError, match=r"pip install 'grpo\[qlora\]'") as error:
         check_is_installed()
     assert told in str(error.value)

@@ -1,4 +1,4 @@
-"""The verbs that only look: `grpo inspect-mesh` and `report`."""
+"""`grpo inspect-mesh`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import as_text, errors_for_people, json_text, resolve, write
+from app.commands.command_support import errors_for_people, json_text, resolve, write
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_inspection, check_for_mesh
@@ -56,19 +56,3 @@ def inspect_mesh(
 
             report = inspect_plan(resolved, file=plan, role=role or "update", picture=picture)
         write(json_text(report.to_dict()) if as_json else report.to_text(), sys.stdout)
-
-
-def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run: <run.dir>/<run.name>.")],
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Samples in rollouts.html.  [default: 400]", show_default=False)
-    ] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Write report.html, rollouts.html and plots/ of a run anew, from its files alone."""
-    with errors_for_people(debug):
-        from app.report.write_report import write_report
-
-        summary = write_report(run) if samples is None else write_report(run, num_samples=samples)
-        write(as_text(summary, as_json=as_json), sys.stdout)

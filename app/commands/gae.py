@@ -1,0 +1,81 @@
+"""`grpo gae`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from app.commands.command_support import as_text, errors_for_people, json_text, required, resolve, write
+from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
+from settings import InputError
+from settings.checks.commands import check_for_mesh
+
+BENCH_SHAPES = "16x8192,128x65536"
+
+
+def gae(
+    config: Config = None,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    source: Annotated[
+        Path | None,
+        typer.Option("--input", metavar="FILE.jsonl|FILE.npz", help="Samples with values, or matrices. Required."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where the same goes with advantages and returns; the folder of --bench."),
+    ] = None,
+    gamma: Annotated[str | None, typer.Option(metavar="G", help="Overrides algorithm.gamma.")] = None,
+    lam: Annotated[str | None, typer.Option(metavar="L", help="Overrides algorithm.lam.")] = None,
+    chunk_size: Annotated[str | None, typer.Option(metavar="C", help="Overrides algorithm.gae_chunk_size.")] = None,
+    backend: Annotated[
+        Literal["auto", "serial", "chunked", "fused"] | None, typer.Option(help="Overrides algorithm.gae_backend.")
+    ] = None,
+    mask_mode: Annotated[
+        Literal["skip", "through", "zero"] | None, typer.Option(help="Overrides algorithm.mask_mode.")
+    ] = None,
+    bench: Annotated[
+        bool, typer.Option("--bench", help="Measure instead every backend and chunk size on this machine.")
+    ] = False,
+    shapes: Annotated[
+        str | None,
+        typer.Option(metavar="BxT,...", help=f"Shapes that --bench measures.  [default: {BENCH_SHAPES}]"),
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Add advantages and returns (generalized advantage estimation) to samples or matrices; needs no model.
+
+    Samples get what training under the same settings would give them: algorithm.gamma, lam, length_adaptive_lam,
+    mask_mode, bootstrap_truncated, whiten_advantages, critic.lam, and the KL penalty of algorithm.beta where it is in
+    the reward. What cannot be applied is named at the end.
+    """
+    with errors_for_people(debug):
+        flags = {
+            "--gamma": ("algorithm.gamma", gamma),
+            "--lam": ("algorithm.lam", lam),
+            "--chunk-size": ("algorithm.gae_chunk_size", chunk_size),
+            "--backend": ("algorithm.gae_backend", backend),
+            "--mask-mode": ("algorithm.mask_mode", mask_mode),
+        }
+        given = {option: (field, text) for option, (field, text) in flags.items() if text is not None}
+        resolved = resolve(config, overrides, flags=given, print_config=print_config, check=check_for_mesh)
+        if shapes is not None and not bench:
+            raise InputError("--shapes goes with --bench")
+        for option, value in (("--input", source), ("--backend", backend)):
+            if value is not None and bench:
+                raise InputError(f"{option} goes without --bench, which measures every backend on numbers of its own")
+        if bench:
+            from app.stages import gae_benchmark
+
+            measured = gae_benchmark.bench(resolved, shapes=shapes or BENCH_SHAPES, out=out)
+            write(json_text(measured.to_dict()) if as_json else measured.to_text(), sys.stdout)
+        else:
+            source, out = required(source, "--input"), required(out, "--out")
+            from app.stages import gae
+
+            summary = gae.estimate(resolved, input=source, out=out)
+            write(as_text(summary, as_json=as_json), sys.stdout)

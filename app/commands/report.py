@@ -1,0 +1,28 @@
+"""`grpo report`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from app.commands.command_support import as_text, errors_for_people, write
+from app.commands.options import AsJson, Debug
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run: <run.dir>/<run.name>.")],
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Samples in rollouts.html.  [default: 400]", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write report.html, rollouts.html and plots/ of a run anew, from its files alone."""
+    with errors_for_people(debug):
+        from app.report.write_report import write_report
+
+        summary = write_report(run) if samples is None else write_report(run, num_samples=samples)
+        write(as_text(summary, as_json=as_json), sys.stdout)
