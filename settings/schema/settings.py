@@ -1,7 +1,7 @@
 """All sections of the settings, and what follows from several of them.
 
 Types are strict: no setting takes a boolean for a number, `1e3` for an integer or a quoted number for a number. Checks
-that need two fields are in `settings.checks`; checks that need a model file or a device are with the code that opens it.
+that need two fields are in `settings.checks`; checks that need a model file or a device are where it is opened.
 This package imports neither jax nor numpy: `--print-config` and `--help` must answer at once.
 """
 
