@@ -34,9 +34,9 @@ from transformers import PreTrainedTokenizerFast
 from app.batching.micro_batch_plan import MicroBatch, RowShape
 from app.batching.pack import TokenBatch, pack_tokens
 from app.batching.row_logprobs import row_logprobs
-from app.model.decoder import DecoderDefinition, Params, by_path
+from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.io.families import architecture_from_config
-from app.model.io.hf_weights import expected_entries
+from app.model.io.hf_weights import expected_tensors
 from app.prompts.arithmetic import make_problems
 from app.records.sample import Prompt, Sample
 
@@ -136,7 +136,7 @@ def train(
             remat="none",
             logits_chunk=batch.targets.size,
         )
-        return -jnp.sum(logprobs * batch.mask) / jnp.sum(batch.mask)
+        return -jnp.sum(logprobs * batch.loss_mask) / jnp.sum(batch.loss_mask)
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Params, moments: optax.OptState, batch: TokenBatch) -> tuple[Params, optax.OptState, Array]:
@@ -157,9 +157,9 @@ def train(
 
 def write_weights(directory: Path, definition: DecoderDefinition, params: Params) -> None:
     """`model.safetensors` in Hugging Face's names and layout, in bfloat16: what `load_weights` reads back."""
-    flat = by_path(jax.device_get(params))
+    flat = flatten_by_path(jax.device_get(params))
     tensors = {}
-    for entry in expected_entries(definition):
+    for entry in expected_tensors(definition):
         value = flat[entry.path] if entry.layer is None else flat[entry.path][entry.layer]
         if entry.path[-1] == "kernel":
             value = value.reshape(entry.file_shape[::-1]).T
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6000)
     arguments = parser.parse_args()
     rows, probabilities = training_rows(make_tokenizer(), num_problems=NUM_PROBLEMS)
-    definition = DecoderDefinition.of(architecture_from_config(CONFIG))
+    definition = DecoderDefinition.create(architecture_from_config(CONFIG))
     params = train(definition, rows, probabilities, seed=arguments.seed, num_steps=arguments.steps)
     write_weights(arguments.out, definition, params)
     write_tokenizer_and_config(arguments.out)

@@ -13,8 +13,8 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from app.checkpoint.checkpoints import Checkpoints, Progress
-from app.checkpoint.retention import NewestAndBest
+from app.checkpoint.checkpoints import Checkpoints, TrainProgress
+from app.checkpoint.retention import LatestAndBestPolicy
 from app.update.optimizer import TrainState
 from tests.free_address import free_address
 from tests.program import DEADLINE_S, REPOSITORY
@@ -46,13 +46,13 @@ def shardings(num_devices: int) -> TrainState:
 def opened(
     folder: Path, *, keep: int = 3, num_devices: int = 1, best: str | None = None, mode: Literal["max", "min"] = "max"
 ) -> Checkpoints:
-    policy = NewestAndBest(keep, best, mode)
+    policy = LatestAndBestPolicy(keep, best, mode)
     return Checkpoints(folder, policy=policy, shapes=SHAPES, shardings=shardings(num_devices))
 
 
-def progress(step: int, accuracy: float | None = None) -> Progress:
+def progress(step: int, accuracy: float | None = None) -> TrainProgress:
     evaluation = None if accuracy is None else {"eval/accuracy": accuracy}
-    return Progress(step=step, position=4 * step, fingerprints=FINGERPRINTS, wandb_id="w", evaluation=evaluation)
+    return TrainProgress(step=step, position=4 * step, fingerprints=FINGERPRINTS, wandb_id="w", evaluation=evaluation)
 
 
 def write(folder: Path, *steps: int, keep: int = 3, num_devices: int = 1) -> None:
@@ -83,7 +83,7 @@ def assert_same(state: TrainState, expected: TrainState) -> None:
         assert leaf.dtype == wanted.dtype
 
 
-def restored(checkpoints: Checkpoints) -> tuple[TrainState, Progress]:
+def restored(checkpoints: Checkpoints) -> tuple[TrainState, TrainProgress]:
     found = checkpoints.restore(FINGERPRINTS)
     assert found is not None
     return found

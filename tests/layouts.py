@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from app.model.segment_layout import RowLayout
+from app.model.segment_layout import SegmentLayout
 
 Lengths = tuple[int, tuple[int, ...]]
 """Of a segment: its prompt's tokens, and those of each completion."""
 
 
-def layout_of(rows: Sequence[Sequence[Lengths]], *, num_tokens: int) -> RowLayout:
+def layout_of(rows: Sequence[Sequence[Lengths]], *, num_tokens: int) -> SegmentLayout:
     segment_ids, branch_ids, positions = (np.zeros((len(rows), num_tokens), np.int32) for _ in range(3))
     for row, segments in enumerate(rows):
         first = 0
@@ -27,7 +27,7 @@ def layout_of(rows: Sequence[Sequence[Lengths]], *, num_tokens: int) -> RowLayou
             at = np.s_[row, first : first + len(branch)]
             segment_ids[at], branch_ids[at], positions[at] = segment_id, branch, position
             first += len(branch)
-    return RowLayout(*map(jnp.asarray, (segment_ids, branch_ids, positions)))
+    return SegmentLayout(*map(jnp.asarray, (segment_ids, branch_ids, positions)))
 
 
 @st.composite
@@ -50,7 +50,7 @@ def segments_of_rows(draw: st.DrawFn, *, num_rows: int, num_tokens: int, longest
     return [row() for _ in range(num_rows)]
 
 
-def seen(layout: RowLayout, window: int | None = None) -> np.ndarray:
+def seen(layout: SegmentLayout, window: int | None = None) -> np.ndarray:
     """[R, T, T]: who sees whom, one pair of tokens at a time."""
     segment_ids, branch_ids, positions = map(np.asarray, layout)
     visible = np.zeros((*segment_ids.shape, segment_ids.shape[1]), bool)

@@ -17,15 +17,15 @@ import jax
 import numpy as np
 
 from app.distributed.cancellation import StoppedError
-from app.distributed.collectives import bytes_over_hosts
+from app.distributed.collectives import gather_bytes_over_hosts
 from app.mesh import topology
 from app.prompts.prompt_order import host_slice
 from app.records.sample import Prompt, Sample
 from app.rollout import batch_engine as engine_room
-from app.runtime.model_spec import read_model_input
+from app.runtime.model_spec import read_model_spec
 from app.runtime.session import Session
 from app.tracking.compilation_counter import CompilationCounter
-from app.training.inputs import read_training_input
+from app.training.inputs import read_training_inputs
 from settings import load
 
 TINY = (
@@ -50,9 +50,9 @@ class Found:
     def __init__(self, model: Path, *mesh: str):
         self._overrides = [f"model.path={model}", *TINY, *mesh]
         settings = load(None, self._overrides, {}).settings
-        topology.start(settings.mesh)
-        self._model = read_model_input(settings)
-        prompts = read_training_input(settings).prompts
+        topology.initialize_distributed(settings.mesh)
+        self._model = read_model_spec(settings)
+        prompts = read_training_inputs(settings).prompts
         own = host_slice(np.arange(NUM_PROMPTS), process_index=jax.process_index(), process_count=jax.process_count())
         self.prompts: list[Prompt] = [prompts[i] for i in own]
 
@@ -67,7 +67,7 @@ class Found:
 
     def samples(self, way: str) -> list[Sample]:
         session = self.session(way)
-        weights = session.engine.weights(session.load_params())
+        weights = session.engine.to_decode_weights(session.load_params())
         return session.sample(weights, self.prompts, policy_version=1)
 
     def samples_under_sync(self) -> list[Sample]:
@@ -92,7 +92,7 @@ def counted(most: int) -> Callable[[], bool]:
 def stopped(found: Found, way: str, asked: Callable[[], bool]) -> str:
     """What becomes of a rollout."""
     session = found.session(way)
-    weights = session.engine.weights(session.load_params())
+    weights = session.engine.to_decode_weights(session.load_params())
     session.stop_when(asked)
     try:
         session.sample(weights, found.prompts, policy_version=1)
@@ -117,7 +117,7 @@ def taken(found: Found) -> dict[str, Any]:
     laid_out: list[Any] = []
     lay_out = engine._weights
     engine._weights = lambda params: laid_out.append(lay_out(params)) or laid_out[-1]  # pyright: ignore[reportAttributeAccessIssue]
-    weights = engine.weights(params)
+    weights = engine.to_decode_weights(params)
     (whole,) = laid_out
     return {
         "same buffers": buffers(whole) == buffers(weights),
@@ -139,20 +139,22 @@ def main(model: str, out: str, *options: str) -> None:
     told_of["sync"] = told(found.samples_under_sync())
     # An island waits for nobody: the first host generates a second time, and the other does not.
     session = found.session("island")
-    weights = session.engine.weights(session.load_params())
+    weights = session.engine.to_decode_weights(session.load_params())
     if is_second:
         told_of["alone"] = told(session.sample(weights, found.prompts[:1], policy_version=1))
     # Weights that another version makes cost one run of the program that is there.
     with closing(CompilationCounter()) as compilations:
-        session.engine.weights(session.load_params())
-        told_of["compilations of a second version"] = compilations.take()
+        session.engine.to_decode_weights(session.load_params())
+        told_of["compilations of a second version"] = compilations.take_count()
     engine_room.SEGMENT_STEPS = 5
     told_of["in segments"] = told(found.samples("global"))
     # One host is asked; in one batch all of them end.
     told_of["asked"] = {
         way: stopped(found, way, counted(2) if is_second else counted(1000)) for way in ("global", "island", "adaptive")
     }
-    told_of["together again"] = [json.loads(one) for one in bytes_over_hosts(json.dumps(jax.process_index()).encode())]
+    told_of["together again"] = [
+        json.loads(one) for one in gather_bytes_over_hosts(json.dumps(jax.process_index()).encode())
+    ]
     Path(out).write_text(json.dumps(told_of))
 
 

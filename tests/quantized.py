@@ -8,22 +8,22 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from numpy.typing import ArrayLike
 
-from app.model.decoder import DecoderDefinition, Params, by_path
-from app.model.quantization import CODES, SCALES, QuantizedKernel
+from app.model.decoder import DecoderDefinition, Params, flatten_by_path
+from app.model.quantization import CODES, SCALES, KernelQuantizer
 
 
-def dequantized(held: QuantizedKernel, codes: ArrayLike, scales: ArrayLike) -> jax.Array:
-    return held.dequantized(jnp.asarray(codes), jnp.asarray(scales), after=jnp.zeros((1, 1, 1)))
+def dequantized(held: KernelQuantizer, codes: ArrayLike, scales: ArrayLike) -> jax.Array:
+    return held.dequantize(jnp.asarray(codes), jnp.asarray(scales), depends_on=jnp.zeros((1, 1, 1)))
 
 
 def dequantized_params(definition: DecoderDefinition, params: Params) -> Params:
     """The weights with float kernels, of the same network unquantized, on the host."""
     assert definition.quantization is not None
-    dims, flat = by_path(definition.dims), {path: np.asarray(x) for path, x in by_path(params).items()}
+    dims, flat = flatten_by_path(definition.dims), {path: np.asarray(x) for path, x in flatten_by_path(params).items()}
     floats = {path: x for path, x in flat.items() if path[-1] not in (CODES, SCALES)}
     for path in (path for path in flat if path[-1] == CODES):
         of_scales = (*path[:-1], SCALES)
-        held = QuantizedKernel(definition.quantization, dims[path][1:], dims[of_scales][1:])
+        held = KernelQuantizer(definition.quantization, dims[path][1:], dims[of_scales][1:])
         layers = zip(flat[path], flat[of_scales], strict=True)
         floats[*path[:-1], "kernel"] = np.stack([dequantized(held, *layer) for layer in layers])
     return unflatten_dict(floats)

@@ -12,8 +12,8 @@ from typer.testing import Result
 
 from app.records.run_directory import RunDirectory
 from app.runtime.inputs import read_critic, read_policy
-from app.runtime.pinned_revisions import pinned
-from app.training.replay import Asked, Replay, read_replay
+from app.runtime.pinned_revisions import pin_revisions
+from app.training.replay import Replay, ReplayRequest, read_replay
 from settings import load
 from tests.program import here, records_of, settings
 from tests.training.test_async_training import UNJUDGED
@@ -52,10 +52,16 @@ def write(path: Path, records: Iterable[dict[str, Any]]) -> Path:
 def looked(source: Path, *overrides: str, at: Path | None = None, checkpoint: Path | None = None) -> Replay:
     """The samples at a path under the settings of a run, up to where devices would be touched."""
     settings = load(str(source / "settings.yaml"), ["run.name=again", *overrides], {}).settings
-    settings = pinned(settings, RunDirectory(source))
+    settings = pin_revisions(settings, RunDirectory(source))
     model = read_policy(settings)
     critic = read_critic(settings, model)
-    return read_replay(Asked(at or source, checkpoint), settings, model, critic, into=RunDirectory.of(settings.run))
+    return read_replay(
+        ReplayRequest(at or source, checkpoint),
+        settings,
+        model,
+        critic,
+        target_run=RunDirectory.from_settings(settings.run),
+    )
 
 
 def train_on(path: Path, config: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Result:

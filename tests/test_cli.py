@@ -178,12 +178,12 @@ def test_bad_input_is_one_message_on_stderr_and_exit_code_2(
 def test_settings_are_a_run_s_where_what_is_named_lies_in_its_folders_and_that_is_told(
     tmp_path: Path, place: str, is_of_run: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from app.commands.command_support import config_of_run
+    from app.commands.command_support import find_run_config
 
     file = tmp_path.resolve() / "run" / "settings.yaml"
     file.parent.mkdir()
     file.touch()
-    assert config_of_run({"--from-rollouts": file.parent / place}) == (str(file) if is_of_run else None)
+    assert find_run_config({"--from-rollouts": file.parent / place}) == (str(file) if is_of_run else None)
     told = f"note: --from-rollouts: under the settings of {file}\n" if is_of_run else ""
     assert capsys.readouterr() == ("", told)
 
@@ -293,7 +293,7 @@ def test_secrets_are_never_printed(tmp_path: Path) -> None:
 
 
 def test_json_keeps_letters_readable() -> None:
-    from app.commands.command_support import as_text
+    from app.commands.command_support import format_summary
 
-    assert json.loads(as_text({"naïve": 1.5}, as_json=True)) == {"naïve": 1.5}
-    assert as_text({"samples": 8, "out": "é"}, as_json=False) == "samples  8\nout      é"
+    assert json.loads(format_summary({"naïve": 1.5}, as_json=True)) == {"naïve": 1.5}
+    assert format_summary({"samples": 8, "out": "é"}, as_json=False) == "samples  8\nout      é"

@@ -16,7 +16,7 @@ import pytest
 
 from settings import Settings, load
 from settings.loading.fields import FIELDS, SECTIONS, value_of
-from settings.loading.yaml_file import plain_scalar
+from settings.loading.yaml_file import parse_scalar
 from tests.tracking.test_glossary import glossary, matches, written_out
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -85,7 +85,7 @@ def nothing_said(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 def is_default(field: str, stated: str, settings: Settings) -> bool:
     """By the schema, or once derived."""
     text = stated.strip("`")
-    value = tuple(text[1:-1].split(", ")) if text.startswith("[") else plain_scalar(text)
+    value = tuple(text[1:-1].split(", ")) if text.startswith("[") else parse_scalar(text)
     return value in (FIELDS[field].get_default(), value_of(settings, field))
 
 

@@ -13,15 +13,15 @@ import pytest
 
 from app.evaluation.evaluator import evaluate, evaluation_metrics
 from app.mesh import topology
-from app.model.decoder import DecoderDefinition, by_path
+from app.model.decoder import DecoderDefinition, flatten_by_path
 from app.model.io.families import architecture_from_config
 from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import open_model
 from app.prompts.arithmetic import make_problems
 from app.prompts.tokenizer import load_tokenizer
-from app.reward.plugin import Moment
+from app.reward.plugin import StepInfo
 from app.runtime.session import Session
-from app.training.inputs import read_training_input
+from app.training.inputs import read_training_inputs
 from scripts import make_tiny_model
 from settings import load
 
@@ -70,23 +70,23 @@ def test_the_slip_adds_every_column_by_itself(left: int, right: int, total: int)
 
 
 def test_written_weights_are_those_that_are_read_back(tmp_path: Path) -> None:
-    definition = DecoderDefinition.of(architecture_from_config(make_tiny_model.CONFIG))
+    definition = DecoderDefinition.create(architecture_from_config(make_tiny_model.CONFIG))
     params = definition.initialise(seed=1)
     make_tiny_model.write_weights(tmp_path, definition, params)
     make_tiny_model.write_tokenizer_and_config(tmp_path)
     mesh = topology.make_mesh(load(None, [], {}).settings.mesh)
-    read = by_path(load_weights(definition, open_model(str(tmp_path)).weights, mesh))
-    for path, leaf in by_path(params).items():
+    read = flatten_by_path(load_weights(definition, open_model(str(tmp_path)).weights, mesh))
+    for path, leaf in flatten_by_path(params).items():
         np.testing.assert_allclose(read[path], leaf, rtol=2**-8, err_msg="/".join(path))
 
 
 def test_the_starting_model_has_the_format_but_not_the_skill() -> None:
     settings = load(None, ["data.num_problems=64"], {}).settings
-    training_input = read_training_input(settings)
+    training_input = read_training_inputs(settings)
     session = Session.open(settings, training_input.model)
-    weights = session.engine.weights(session.load_params())
-    with training_input.rewards(settings) as rewards:
-        judged = evaluate(session, weights, training_input.held_out, rewards, Moment())
+    weights = session.engine.to_decode_weights(session.load_params())
+    with training_input.make_rewards(settings) as rewards:
+        judged = evaluate(session, weights, training_input.eval_prompts, rewards, StepInfo())
     metrics = {name: value or 0.0 for name, value in evaluation_metrics(judged.samples, settings).items()}
     assert 0.1 <= metrics["eval/accuracy"] <= 0.4
     for level in LEVELS:

@@ -26,7 +26,7 @@ from settings import InputError, load
 from settings.checks.commands import (
     check_for_dry_run,
     check_for_evaluation,
-    check_for_inspection,
+    check_for_inspect_mesh,
     check_for_mesh,
     check_for_rollout,
     check_for_score,
@@ -45,7 +45,7 @@ CHECKS = {
     "rollout": check_for_rollout,
     "score": check_for_score,
     "gae": check_for_mesh,
-    "inspect-mesh": check_for_inspection,
+    "inspect-mesh": check_for_inspect_mesh,
     "export": check_for_mesh,
     "doctor": check_for_mesh,
 }

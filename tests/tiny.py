@@ -13,19 +13,19 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from numpy.typing import ArrayLike
 
-from app.batching.micro_batch_plan import MicroBatch, Plan, RowShape, TokenBudget, plan_token_budget
-from app.batching.micro_batcher import lengths_of
+from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape, TokenBudget, plan_token_budget
+from app.batching.micro_batcher import sequence_lengths
 from app.batching.pack import pack_per_token, pack_tokens
 from app.mesh.axis_rules import AXES
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params
-from app.model.rope import Rope
+from app.model.rope import RopeConfig
 from app.records.sample import Prompt, Sample
-from app.rollout.batch_engine import Engine
-from app.update.loss_aggregation import Totals, Weights, token_mean
-from app.update.policy_loss import PolicyLoss, UpdateBatch, scored_logprobs
+from app.rollout.batch_engine import BatchEngine
+from app.update.loss_aggregation import AggregationFn, StepTotals, token_mean
+from app.update.policy_loss import PolicyBatch, PolicyLoss, scored_logprobs
 from app.update.surrogate import clipped_surrogate
-from app.update.updater import pack_sample_means
+from app.update.updater import pack_sample_reducer
 
 ODD = Architecture(
     family="llama",
@@ -36,7 +36,7 @@ ODD = Architecture(
     num_query_heads=6,
     num_kv_heads=3,
     head_dim=10,
-    rope=Rope(theta=10_000.0),
+    rope=RopeConfig(theta=10_000.0),
     norm_epsilon=1e-5,
     max_positions=4096,
     tied_embeddings=True,
@@ -58,7 +58,7 @@ SWITCHES: dict[str, Any] = {
     "centered_norms": True,
     "activation": "gelu_tanh",
     "scaled_embeddings": True,
-    "windowed_rope": Rope(theta=50.0),
+    "windowed_rope": RopeConfig(theta=50.0),
 }
 """All that can differ from Llama, but for `windows`, which count layers."""
 
@@ -69,7 +69,7 @@ EVEN = replace(ODD, vocab_size=64, model_dim=32, mlp_dim=48, num_query_heads=4, 
 
 
 PLAIN_LOSS = PolicyLoss(
-    proximal=scored_logprobs,
+    proximal_logprobs_fn=scored_logprobs,
     surrogate=functools.partial(clipped_surrogate, clip_low=0.2, clip_high=0.3),
     kl_estimator=None,
     beta=0.0,
@@ -96,10 +96,10 @@ def make_mesh(shape: tuple[int, int, int] = (1, 1, 1)) -> Mesh:
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:num_devices])
 
 
-def make_engine(definition: DecoderDefinition, mesh: Mesh | None = None, **changes: Any) -> Engine:
+def make_engine(definition: DecoderDefinition, mesh: Mesh | None = None, **changes: Any) -> BatchEngine:
     """Completions end only by length unless `eos_ids` are given."""
     settings = {"eos_ids": (), "decode_text": spell, "dtype": jnp.dtype("float32"), "prefill_length_min": 4}
-    return Engine(definition, mesh or make_mesh(), **(settings | changes))
+    return BatchEngine(definition, mesh or make_mesh(), **(settings | changes))
 
 
 def spell(token_ids: Sequence[int]) -> str:
@@ -181,12 +181,14 @@ def random_samples(
     return samples
 
 
-def plan_of(rows: Sequence[Sequence[int]], *, rows_per_micro_batch: int, num_tokens: int, num_targets: int) -> Plan:
+def plan_of(
+    rows: Sequence[Sequence[int]], *, rows_per_micro_batch: int, num_tokens: int, num_targets: int
+) -> MicroBatchPlan:
     """The plan of these rows of sample indices, each sample behind a prompt of its own; the last filled up."""
     filled = [tuple((i,) for i in row) for row in rows]
     filled += [()] * (-len(filled) % rows_per_micro_batch)
     shape = RowShape(num_tokens, num_targets)
-    return Plan(
+    return MicroBatchPlan(
         tuple(
             MicroBatch(tuple(filled[first : first + rows_per_micro_batch]), shape)
             for first in range(0, len(filled), rows_per_micro_batch)
@@ -194,28 +196,30 @@ def plan_of(rows: Sequence[Sequence[int]], *, rows_per_micro_batch: int, num_tok
     )
 
 
-def one_a_row(num_samples: int, **sizes: int) -> Plan:
+def one_a_row(num_samples: int, **sizes: int) -> MicroBatchPlan:
     return plan_of([(i,) for i in range(num_samples)], **sizes)
 
 
-def packed_plan(samples: Sequence[Sample], *, quota: int, row_length: int, share_prompts: bool) -> Plan:
+def packed_plan(samples: Sequence[Sample], *, quota: int, row_length: int, share_prompts: bool) -> MicroBatchPlan:
     """What the planner makes of one host's samples for one device."""
     budget = TokenBudget(quota, row_length, share_prompts, packing="best_fit", balance=True)
-    return plan_token_budget([lengths_of(samples)], budget, lambda lengths: lengths**2, devices_per_host=1)[0]
+    return plan_token_budget([sequence_lengths(samples)], budget, lambda lengths: lengths**2, devices_per_host=1)[0]
 
 
-def pack_update(samples: Sequence[Sample], plan: Plan, *, weights: Weights = token_mean) -> list[UpdateBatch]:
+def pack_update(
+    samples: Sequence[Sample], plan: MicroBatchPlan, *, weights: AggregationFn = token_mean
+) -> list[PolicyBatch]:
     """Numpy micro-batches of an optimizer step, with the policy's and the reference's logprobs where there are any."""
-    totals = Totals.of(samples)
+    totals = StepTotals.from_samples(samples)
 
-    def batch_of(micro_batch: MicroBatch) -> UpdateBatch:
+    def batch_of(micro_batch: MicroBatch) -> PolicyBatch:
         def packed(value_of) -> np.ndarray:
             return pack_per_token(samples, micro_batch, value_of)
 
         def scored(name: str) -> np.ndarray | None:
             return None if getattr(samples[0], name) is None else packed(lambda s: getattr(s, name))
 
-        return UpdateBatch(
+        return PolicyBatch(
             tokens=pack_tokens(samples, micro_batch),
             behavior_logprobs=packed(lambda s: s.behavior_logprobs),
             advantages=packed(lambda s: s.advantages),
@@ -223,7 +227,7 @@ def pack_update(samples: Sequence[Sample], plan: Plan, *, weights: Weights = tok
             token_weights=packed(lambda s: token_mean(s, totals)),
             policy_logprobs=scored("policy_logprobs"),
             reference_logprobs=scored("reference_logprobs"),
-            sample_means=pack_sample_means(samples, micro_batch),
+            sample_reducer=pack_sample_reducer(samples, micro_batch),
         )
 
     return [batch_of(micro_batch) for micro_batch in plan.micro_batches]

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from app.model.decoder import DecoderDefinition
 from app.model.io.families import architecture_from_config
-from app.model.io.hf_weights import expected_entries
+from app.model.io.hf_weights import expected_tensors
 
 END, UNKNOWN = "<|end|>", "<|unknown|>"
 CONTROL_TOKENS = (END, UNKNOWN, "<|user|>", "<|assistant|>")
@@ -43,10 +43,10 @@ CONFIG: dict[str, Any] = {
 def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Every tensor of the architecture, in Hugging Face's names and layout."""
     rng = np.random.default_rng(seed)
-    definition = DecoderDefinition.of(architecture_from_config(config))
+    definition = DecoderDefinition.create(architecture_from_config(config))
     return {
         entry.name: rng.normal(float("norm" in entry.name), 0.2, entry.file_shape).astype(np.float32)
-        for entry in expected_entries(definition)
+        for entry in expected_tensors(definition)
     }
 
 

@@ -6,7 +6,7 @@ MAX_ERROR = 0.2
 """A KL further from its target than this share of it moves the coefficient no faster."""
 
 
-def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, num_samples: int, horizon: int) -> float:
+def update_kl_coef(kl_coef: float, kl: float, *, target: float, num_samples: int, horizon: int) -> float:
     """coef * (1 + clip(KL / target - 1, -0.2, 0.2) * min(num_samples / horizon, 1)): the next step's coefficient.
 
     Args:

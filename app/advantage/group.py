@@ -18,9 +18,9 @@ from app.records.sample import Sample
 
 EPSILON = 1e-6
 
-GroupAdvantages = Callable[[Float[np.ndarray, "N"], Int[np.ndarray, "N"]], Float[np.ndarray, "N"]]
+GroupAdvantageFn = Callable[[Float[np.ndarray, "N"], Int[np.ndarray, "N"]], Float[np.ndarray, "N"]]
 """(rewards, group ids) -> one advantage a sample."""
-Rewards = Callable[[Sequence[Sample]], Float[np.ndarray, "N"]]
+GroupRewardFn = Callable[[Sequence[Sample]], Float[np.ndarray, "N"]]
 """What the samples of a group are compared by."""
 
 
@@ -29,7 +29,7 @@ class GroupMoments(NamedTuple):
 
     sizes: Int[np.ndarray, "N"]
     means: Float[np.ndarray, "N"]
-    deviations: Float[np.ndarray, "N"]
+    stds: Float[np.ndarray, "N"]
     """Standard deviation (ddof = 1); 0 in a group of one."""
 
 
@@ -51,7 +51,7 @@ def grpo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, 
     Source: Shao et al. 2024, DeepSeekMath, section 4.1.2.
     """
     group = group_moments(rewards.astype(np.float64), group_ids)
-    return (rewards - group.means) / (group.deviations + EPSILON)
+    return (rewards - group.means) / (group.stds + EPSILON)
 
 
 def dr_grpo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
@@ -74,7 +74,7 @@ def rloo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, 
     return group.sizes / np.maximum(group.sizes - 1, 1) * (rewards - group.means)
 
 
-ADVANTAGES: Mapping[str, GroupAdvantages] = MappingProxyType(
+GROUP_ADVANTAGES: Mapping[str, GroupAdvantageFn] = MappingProxyType(
     {"grpo": grpo_advantages, "dr_grpo": dr_grpo_advantages, "rloo": rloo_advantages}
 )
 
@@ -90,7 +90,7 @@ def task_rewards(samples: Sequence[Sample]) -> Float[np.ndarray, "N"]:
     return np.asarray([s.reward for s in samples], np.float64)
 
 
-def penalised_rewards(
+def kl_penalized_rewards(
     samples: Sequence[Sample], *, kl_estimator: Callable[[np.ndarray, np.ndarray], np.ndarray], beta: float
 ) -> Float[np.ndarray, "N"]:
     """r_i - beta * sum over the tokens that the policy wrote of KL(policy || reference), estimated at each.
@@ -109,8 +109,8 @@ def penalised_rewards(
     return task_rewards(samples) - beta * np.asarray([kl(s) for s in samples], np.float64)
 
 
-def credit_by_group(
-    samples: Sequence[Sample], *, advantages: GroupAdvantages, rewards: Rewards = task_rewards
+def assign_group_advantages(
+    samples: Sequence[Sample], *, advantages: GroupAdvantageFn, rewards: GroupRewardFn = task_rewards
 ) -> list[Sample]:
     """The samples with their advantage on every token that the policy wrote, 0 elsewhere."""
     group_ids = np.asarray([s.group_id for s in samples])

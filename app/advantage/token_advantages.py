@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from jaxtyping import ArrayLike, Bool, Float, Float32, Float64
 
-from app.advantage.token_rewards import TokenRewards
-from app.batching.length_buckets import rung
+from app.advantage.token_rewards import TokenRewardFn
+from app.batching.length_buckets import bucket_length
 from app.records.moments import Moments, whiten
 from app.records.sample import Sample
 
@@ -36,12 +36,12 @@ class TokenRows(NamedTuple):
     """Behind a sample's last token: the critic's value where it goes on, 0 where it is over."""
 
 
-class TokenCredit(NamedTuple):
+class TokenAdvantages(NamedTuple):
     advantages: Float32[np.ndarray, "B T"]
     returns: Float32[np.ndarray, "B T"]
 
 
-class Estimate(Protocol):
+class GaeEstimator(Protocol):
     """`generalized_advantages` of app.advantage.gae with its settings, but for lambda."""
 
     def __call__(
@@ -56,21 +56,21 @@ class Estimate(Protocol):
     ) -> tuple[ArrayLike, ArrayLike]: ...
 
 
-Correct = Callable[..., tuple[ArrayLike, ArrayLike]]
+VTraceEstimator = Callable[..., tuple[ArrayLike, ArrayLike]]
 """`vtrace` of app.advantage with its settings: as `Estimate`, with log ratios behind the values."""
 
-Lambda = Callable[[TokenRows], ArrayLike]
+LambdaFn = Callable[[TokenRows], ArrayLike]
 """Rows -> GAE's lambda: one number, or one at each token."""
-Bootstrap = Callable[[Sample], float]
+BootstrapFn = Callable[[Sample], float]
 """A sample -> the value behind its last token."""
 
 
-def fixed_lam(rows: TokenRows, *, lam: float) -> ArrayLike:
+def fixed_lambda(rows: TokenRows, *, lam: float) -> ArrayLike:
     """The same for every token."""
     return lam
 
 
-def length_adaptive_lam(rows: TokenRows, *, alpha: float) -> Float64[np.ndarray, "B T"]:
+def length_adaptive_lambda(rows: TokenRows, *, alpha: float) -> Float64[np.ndarray, "B T"]:
     """1 - 1 / (alpha * l), at least 0, with l the tokens that the policy wrote of the sample.
 
     The weights of the TD errors then sum to alpha * l: a long sample's reward reaches its beginning, too.
@@ -80,12 +80,12 @@ def length_adaptive_lam(rows: TokenRows, *, alpha: float) -> Float64[np.ndarray,
     return np.clip(1 - 1 / (alpha * np.maximum(rows.lengths, 1).astype(np.float64)), 0, 1)
 
 
-def terminal(sample: Sample) -> float:
+def zero_bootstrap(sample: Sample) -> float:
     """Every sample is over where it ends."""
     return 0.0
 
 
-def bootstrapped_if_truncated(sample: Sample) -> float:
+def truncation_bootstrap(sample: Sample) -> float:
     """A sample that was cut goes on as the critic expects: its values hold one more, behind the last token."""
     if sample.finish_reason != "length":
         return 0.0
@@ -93,7 +93,9 @@ def bootstrapped_if_truncated(sample: Sample) -> float:
     return float(sample.values[-1])
 
 
-def gae_of_rows(rows: TokenRows, *, estimate: Estimate, lam: Lambda, critic_lam: Lambda | None) -> TokenCredit:
+def compute_gae(
+    rows: TokenRows, *, estimate: GaeEstimator, lam: LambdaFn, critic_lam: LambdaFn | None
+) -> TokenAdvantages:
     """GAE's advantages and the critic's targets at every token, 0 where the policy did not write it.
 
     Args:
@@ -103,24 +105,33 @@ def gae_of_rows(rows: TokenRows, *, estimate: Estimate, lam: Lambda, critic_lam:
     Sources: Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE"; Yuan et al. 2025, "What's Behind
     PPO's Collapse in Long-CoT?" (two lambdas).
     """
-    credit = _estimated(rows, estimate, lam)
-    return credit if critic_lam is None else credit._replace(returns=_estimated(rows, estimate, critic_lam).returns)
+    credit = _estimate_advantages(rows, estimate, lam)
+    return (
+        credit
+        if critic_lam is None
+        else credit._replace(returns=_estimate_advantages(rows, estimate, critic_lam).returns)
+    )
 
 
-def credit_by_gae(
+def assign_gae_advantages(
     samples: Sequence[Sample],
     *,
-    gae: Callable[[TokenRows], TokenCredit],
-    token_rewards: TokenRewards,
-    bootstrap: Bootstrap,
+    gae: Callable[[TokenRows], TokenAdvantages],
+    token_rewards: TokenRewardFn,
+    bootstrap: BootstrapFn,
 ) -> list[Sample]:
     """The samples with the advantages and returns of `gae`: `gae_of_rows` with its settings."""
-    row = token_row(samples, token_rewards=token_rewards, values=_token_values, bootstrap=bootstrap)
-    return _credited(samples, gae(row))
+    row = concatenate_samples(samples, token_rewards=token_rewards, values=_token_values, bootstrap=bootstrap)
+    return _assign_advantages(samples, gae(row))
 
 
-def credit_by_vtrace(
-    samples: Sequence[Sample], *, correct: Correct, lam: Lambda, token_rewards: TokenRewards, bootstrap: Bootstrap
+def assign_vtrace_advantages(
+    samples: Sequence[Sample],
+    *,
+    vtrace: VTraceEstimator,
+    lam: LambdaFn,
+    token_rewards: TokenRewardFn,
+    bootstrap: BootstrapFn,
 ) -> list[Sample]:
     """The samples with V-trace's advantages and targets: the critic learns the values of the policy as it is now.
 
@@ -129,14 +140,14 @@ def credit_by_vtrace(
 
     Source: Espeholt et al. 2018 (IMPALA), section 4.
     """
-    row = token_row(samples, token_rewards=token_rewards, values=_token_values, bootstrap=bootstrap)
+    row = concatenate_samples(samples, token_rewards=token_rewards, values=_token_values, bootstrap=bootstrap)
     own = np.concatenate([np.zeros(0, np.float32), *map(_log_ratios, samples)])
     log_ratios = np.pad(own, (0, row.rewards.size - own.size))[None]
 
     def estimate(rewards: np.ndarray, values: np.ndarray, **rest: Any) -> tuple[ArrayLike, ArrayLike]:
-        return correct(rewards, values, log_ratios, **rest)
+        return vtrace(rewards, values, log_ratios, **rest)
 
-    return _credited(samples, _estimated(row, estimate, lam))
+    return _assign_advantages(samples, _estimate_advantages(row, estimate, lam))
 
 
 def _log_ratios(sample: Sample) -> Float[np.ndarray, "C"]:
@@ -144,25 +155,27 @@ def _log_ratios(sample: Sample) -> Float[np.ndarray, "C"]:
     return sample.policy_logprobs - sample.behavior_logprobs
 
 
-def credit_by_return(samples: Sequence[Sample], *, estimate: Estimate, token_rewards: TokenRewards) -> list[Sample]:
+def assign_return_advantages(
+    samples: Sequence[Sample], *, estimate: GaeEstimator, token_rewards: TokenRewardFn
+) -> list[Sample]:
     """The samples with sum_k gamma^k r_{t+k} as return and advantage of token t: GAE at lambda 1 without a critic.
 
     Source: Hu 2025, "REINFORCE++".
     """
-    row = token_row(samples, token_rewards=token_rewards, values=_no_values, bootstrap=terminal)
-    return _credited(samples, _estimated(row, estimate, partial(fixed_lam, lam=1.0)))
+    row = concatenate_samples(samples, token_rewards=token_rewards, values=_zero_values, bootstrap=zero_bootstrap)
+    return _assign_advantages(samples, _estimate_advantages(row, estimate, partial(fixed_lambda, lam=1.0)))
 
 
-def token_row(
+def concatenate_samples(
     samples: Sequence[Sample],
     *,
-    token_rewards: TokenRewards,
+    token_rewards: TokenRewardFn,
     values: Callable[[Sample], np.ndarray],
-    bootstrap: Bootstrap,
+    bootstrap: BootstrapFn,
 ) -> TokenRows:
     """`values`: a sample's value of the text before each of its tokens."""
     counts = [len(s.completion_ids) for s in samples]
-    shape = (1, rung(sum(counts)))
+    shape = (1, bucket_length(sum(counts)))
     rewards, token_values, behind = np.zeros((3, *shape), np.float32)
     mask, ends = np.zeros((2, *shape), bool)
     lengths = np.ones(shape, np.float32)
@@ -181,28 +194,28 @@ def _token_values(sample: Sample) -> Float[np.ndarray, "C"]:
     return sample.token_values
 
 
-def _no_values(sample: Sample) -> Float[np.ndarray, "C"]:
+def _zero_values(sample: Sample) -> Float[np.ndarray, "C"]:
     return np.zeros(len(sample.completion_ids), np.float32)
 
 
-def _estimated(rows: TokenRows, estimate: Estimate, lam: Lambda) -> TokenCredit:
+def _estimate_advantages(rows: TokenRows, estimate: GaeEstimator, lam: LambdaFn) -> TokenAdvantages:
     credit = estimate(
         rows.rewards, rows.values, lam=lam(rows), mask=rows.mask, ends=rows.ends, bootstrap=rows.bootstrap
     )
-    return TokenCredit(*map(np.asarray, credit))
+    return TokenAdvantages(*map(np.asarray, credit))
 
 
-def _credited(samples: Sequence[Sample], credit: TokenCredit) -> list[Sample]:
+def _assign_advantages(samples: Sequence[Sample], credit: TokenAdvantages) -> list[Sample]:
     """The samples with what is theirs of a single row."""
     cuts = np.cumsum([len(s.completion_ids) for s in samples])
     parts = zip(samples, np.split(credit.advantages[0], cuts), np.split(credit.returns[0], cuts), strict=False)
     return [replace(s, advantages=a, returns=r) for s, a, r in parts]
 
 
-def whitened(samples: Sequence[Sample], over: Moments) -> list[Sample]:
+def whiten_advantages(samples: Sequence[Sample], moments: Moments) -> list[Sample]:
     """The samples with advantages of mean 0 and variance 1 over all that `over` was taken of; returns stay as they are.
 
     Args:
         over: of the advantages at the tokens that the policy wrote, of all hosts.
     """
-    return [replace(s, advantages=whiten(s.advantages, s.mask, over)) for s in samples if s.advantages is not None]
+    return [replace(s, advantages=whiten(s.advantages, s.mask, moments)) for s in samples if s.advantages is not None]

@@ -10,9 +10,9 @@ from jaxtyping import Float64
 from app.records.moments import Moments, joint_moments
 from app.records.sample import Sample
 
-TokenRewards = Callable[[Sample], Float64[np.ndarray, "C"]]
+TokenRewardFn = Callable[[Sample], Float64[np.ndarray, "C"]]
 """A sample -> what each of its tokens earned; 0 on those that the policy did not write."""
-TokenKL = Callable[[np.ndarray, np.ndarray], np.ndarray]
+TokenKLFn = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """(policy logprobs, reference logprobs) -> an estimate of the KL at each token."""
 
 
@@ -29,7 +29,7 @@ def task_token_rewards(sample: Sample) -> Float64[np.ndarray, "C"]:
     return rewards
 
 
-def penalised_token_rewards(sample: Sample, *, kl_estimator: TokenKL, kl_coef: float) -> Float64[np.ndarray, "C"]:
+def kl_penalized_token_rewards(sample: Sample, *, kl_estimator: TokenKLFn, kl_coef: float) -> Float64[np.ndarray, "C"]:
     """r_t - kl_coef * KL_t(policy || reference), the KL on tokens that the policy wrote.
 
     Source: Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", equation 2 (with k1).
@@ -37,7 +37,7 @@ def penalised_token_rewards(sample: Sample, *, kl_estimator: TokenKL, kl_coef: f
     return task_token_rewards(sample) - kl_coef * token_kl(sample, kl_estimator)
 
 
-def token_kl(sample: Sample, kl_estimator: TokenKL) -> Float64[np.ndarray, "C"]:
+def token_kl(sample: Sample, kl_estimator: TokenKLFn) -> Float64[np.ndarray, "C"]:
     """The estimate at each token, 0 where the policy did not write it; trainer's logprobs, at the step's start."""
     policy, reference = sample.policy_logprobs, sample.reference_logprobs
     assert policy is not None and reference is not None
@@ -46,6 +46,6 @@ def token_kl(sample: Sample, kl_estimator: TokenKL) -> Float64[np.ndarray, "C"]:
     return kl
 
 
-def kl_moments(samples: Sequence[Sample], kl_estimator: TokenKL) -> Moments:
+def kl_moments(samples: Sequence[Sample], kl_estimator: TokenKLFn) -> Moments:
     """Of the KL at the tokens that the policy wrote, of this host's samples."""
     return joint_moments([(token_kl(s, kl_estimator), s.mask) for s in samples])

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from app.advantage.gae.backend_choice import choose
-from app.advantage.gae.estimate import solve
-from app.advantage.gae.recurrence import MASK_MODES, Discounting, HostOrDevice, Number, Terms, rows_of
+from app.advantage.gae.backend_choice import choose_backend
+from app.advantage.gae.estimate import solve_recurrence
+from app.advantage.gae.recurrence import MASK_MODES, Discounts, HostOrDevice, Number, RecurrenceTerms, make_gae_rows
 
 LOG_RATIO_LIMIT = 20.0
 """Beyond it a ratio is clipped by any sensible bound, and would overflow."""
 
 
-class VTrace(NamedTuple):
+class VTraceOutput(NamedTuple):
     """0 where the mask is False."""
 
     advantages: Float32[HostOrDevice, "B T"]
@@ -45,7 +45,7 @@ def vtrace(
     mask_mode: str = "skip",
     backend: str = "auto",
     chunk_size: int | None = None,
-) -> VTrace:
+) -> VTraceOutput:
     """v_t - V_t = rho_t * delta_t + gamma * c_t * (v_{t+1} - V_{t+1}), delta_t = r_t + gamma * V_{t+1} - V_t.
 
     With rho_t = min(max_ratio, ratio_t) and c_t = lam * min(max_trace, ratio_t). Where all ratios are 1, targets and
@@ -61,13 +61,13 @@ def vtrace(
     Source: Espeholt et al. 2018 (IMPALA), eq. 1 and section 4.2; lambda: remark 2, and rlax in the advantages.
     Both multiply the advantages by rho_t.
     """
-    choice = choose(backend, rewards.shape, one_leak=False, chunk_size=chunk_size)
+    choice = choose_backend(backend, rewards.shape, constant_decay=False, chunk_size=chunk_size)
     bounds = jnp.asarray(max_ratio, jnp.float32), jnp.asarray(max_trace, jnp.float32)
     return _vtrace(
         rewards,
         values,
         log_ratios,
-        Discounting.of(gamma, lam),
+        Discounts.create(gamma, lam),
         bounds,
         mask,
         ends,
@@ -83,7 +83,7 @@ def _vtrace(
     rewards: HostOrDevice,
     values: HostOrDevice,
     log_ratios: HostOrDevice,
-    by: Discounting,
+    discounts: Discounts,
     bounds: tuple[Array, Array],
     mask: HostOrDevice | None,
     ends: HostOrDevice | None,
@@ -91,9 +91,9 @@ def _vtrace(
     mask_mode: str,
     backend: str,
     chunk_size: int | None,
-) -> VTrace:
-    rows = rows_of(rewards, values, mask=mask, ends=ends, bootstrap=bootstrap)
-    terms = MASK_MODES[mask_mode](rows, by)
+) -> VTraceOutput:
+    rows = make_gae_rows(rewards, values, mask=mask, ends=ends, bootstrap=bootstrap)
+    terms = MASK_MODES[mask_mode](rows, discounts)
     log_ratios = jnp.asarray(log_ratios, jnp.float32)
     if rows.mask is not None:
         # A token that the policy did not write has no ratio.
@@ -103,16 +103,16 @@ def _vtrace(
     if rows.mask is not None:
         # What is behind such a token is handed on as it is.
         traces = jnp.where(rows.mask, traces, 1.0)
-    leaks = rows.ending(jnp.broadcast_to(terms.leaks, traces.shape))
+    leaks = rows.reset_at_ends(jnp.broadcast_to(terms.one_minus_decay, traces.shape))
     nothing = jnp.zeros_like(traces)
-    corrections = solve(
-        Terms(weights * terms.deltas, nothing, nothing, nothing, leaks + (1 - leaks) * (1 - traces), None),
+    corrections = solve_recurrence(
+        RecurrenceTerms(weights * terms.deltas, nothing, nothing, nothing, leaks + (1 - leaks) * (1 - traces), None),
         backend,
         chunk_size,
     ).advantages
     behind = jnp.pad(corrections[:, 1:], ((0, 0), (0, 1)))[:, : corrections.shape[1]]
     advantages = terms.deltas + (1 - leaks) * behind
-    return VTrace(
+    return VTraceOutput(
         advantages if rows.mask is None else jnp.where(rows.mask, advantages, 0.0),
-        terms.credit(corrections).returns,
+        terms.to_output(corrections).returns,
     )

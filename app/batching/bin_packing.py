@@ -8,24 +8,24 @@ from typing import NamedTuple
 
 from app.batching.karmarkar_karp import karmarkar_karp
 
-SPLITS_TRIED = 8
+MAX_GROUPS_TO_SPLIT = 8
 """Groups that are looked at when one is to be split."""
 
 
-class Item(NamedTuple):
+class PackingItem(NamedTuple):
     """A segment to be: samples behind one copy of their prompt. Sorts by size, then by sample."""
 
-    size: int
+    num_tokens: int
     """Tokens of the prompt and of all completions."""
-    members: tuple[int, ...]
-    prompt: int
+    sample_indices: tuple[int, ...]
+    num_prompt_tokens: int
     """Tokens of the prompt."""
 
 
-ItemRow = list[Item]
+PackingRow = list[PackingItem]
 
 
-class Shelf:
+class RowPacker:
     """The items of one host that have no row yet.
 
     Args:
@@ -34,49 +34,58 @@ class Shelf:
         splits: whether a row that no item fits into any more may have some of a group's samples.
     """
 
-    def __init__(self, items: Sequence[Item], completions: Sequence[int], *, candidates: int, splits: bool):
+    def __init__(
+        self,
+        items: Sequence[PackingItem],
+        completion_lengths: Sequence[int],
+        *,
+        num_candidates: int,
+        split_groups: bool,
+    ):
         self.items = sorted(items)
-        self.completions = completions
-        self.candidates = candidates
-        self.splits = splits
-        self.num_tokens = sum(item.size for item in items)
+        self.completion_lengths = completion_lengths
+        self.num_candidates = num_candidates
+        self.split_groups = split_groups
+        self.num_tokens = sum(item.num_tokens for item in items)
 
-    def copy(self) -> Shelf:
-        return Shelf(self.items, self.completions, candidates=self.candidates, splits=self.splits)
+    def copy(self) -> RowPacker:
+        return RowPacker(
+            self.items, self.completion_lengths, num_candidates=self.num_candidates, split_groups=self.split_groups
+        )
 
-    def fill(self, length: int) -> ItemRow:
+    def pack_row(self, length: int) -> PackingRow:
         """Takes items for one row off the shelf: large ones first, and last those that leave the fewest tokens free."""
-        row: ItemRow = []
+        row: PackingRow = []
         left = length
         while num_fitting := bisect_left(self.items, (left + 1,)):
-            largest = self.items[num_fitting - 1].size
+            largest = self.items[num_fitting - 1].num_tokens
             # An exact search pays for the last few items of a row only.
-            if self.candidates == 0 or largest == left or largest * 3 < left:
+            if self.num_candidates == 0 or largest == left or largest * 3 < left:
                 taken = [num_fitting - 1]
             else:
-                taken = self._best_among(num_fitting, left)
+                taken = self._best_items(num_fitting, left)
             for i in taken:
                 row.append(self.items.pop(i))
-                left -= row[-1].size
+                left -= row[-1].num_tokens
         self.num_tokens -= length - left
-        if self.splits and (part := self._split(left)):
+        if self.split_groups and (part := self._split_group(left)):
             row.append(part)
         return row
 
-    def _best_among(self, num_fitting: int, room: int) -> list[int]:
+    def _best_items(self, num_fitting: int, capacity: int) -> list[int]:
         """Items that fill the room best, last first; of very many, every so-manieth is looked at."""
-        count = min(num_fitting, self.candidates)
+        count = min(num_fitting, self.num_candidates)
         looked_at = [i * (num_fitting - 1) // max(count - 1, 1) for i in range(count)]
-        return [looked_at[i] for i in best_subset([self.items[i].size for i in looked_at], room)]
+        return [looked_at[i] for i in best_subset([self.items[i].num_tokens for i in looked_at], capacity)]
 
-    def _split(self, room: int) -> Item | None:
+    def _split_group(self, capacity: int) -> PackingItem | None:
         """Some samples of a group that has no room, if they bring at least as many tokens as their prompt repeats."""
         best: tuple[int, int, list[int]] = (0, -1, [])
-        for i in range(len(self.items) - 1, max(-1, len(self.items) - 1 - SPLITS_TRIED), -1):
+        for i in range(len(self.items) - 1, max(-1, len(self.items) - 1 - MAX_GROUPS_TO_SPLIT), -1):
             _, members, prompt = self.items[i]
-            if len(members) > 1 and room - prompt >= prompt:
-                lengths = [self.completions[j] for j in members]
-                taken = best_subset(lengths, room - prompt)
+            if len(members) > 1 and capacity - prompt >= prompt:
+                lengths = [self.completion_lengths[j] for j in members]
+                taken = best_subset(lengths, capacity - prompt)
                 gain = sum(lengths[k] for k in taken)
                 if gain >= prompt and gain > best[0]:
                     best = (gain, i, taken)
@@ -86,16 +95,16 @@ class Shelf:
         size, members, prompt = self.items.pop(i)
         rest = tuple(j for k, j in enumerate(members) if k not in taken)
         self.num_tokens -= gain
-        insort(self.items, Item(size - gain, rest, prompt))
-        return Item(prompt + gain, tuple(members[k] for k in sorted(taken)), prompt)
+        insort(self.items, PackingItem(size - gain, rest, prompt))
+        return PackingItem(prompt + gain, tuple(members[k] for k in sorted(taken)), prompt)
 
 
-def best_subset(sizes: Sequence[int], room: int) -> list[int]:
+def best_subset(sizes: Sequence[int], capacity: int) -> list[int]:
     """Indices, last first, of the numbers whose sum is the largest up to `room`; the last numbers where several are.
 
     Bit s of an integer tells whether some of the numbers so far have the sum s.
     """
-    reachable = (2 << room) - 1
+    reachable = (2 << capacity) - 1
     sums = 1
     without = []
     for size in sizes:
@@ -110,47 +119,47 @@ def best_subset(sizes: Sequence[int], room: int) -> list[int]:
     return subset
 
 
-def parts(item: Item, completions: Sequence[int], largest: int) -> Iterator[Item]:
+def split_group(item: PackingItem, completion_lengths: Sequence[int], max_tokens: int) -> Iterator[PackingItem]:
     """A group in parts of at most `largest` tokens, or of one sample, each with a copy of the prompt."""
     size, members, prompt = item
-    while size > largest and len(members) > 1:
-        lengths = [completions[i] for i in members]
-        taken = best_subset(lengths, max(largest - prompt, 0)) or [lengths.index(max(lengths))]
+    while size > max_tokens and len(members) > 1:
+        lengths = [completion_lengths[i] for i in members]
+        taken = best_subset(lengths, max(max_tokens - prompt, 0)) or [lengths.index(max(lengths))]
         gain = sum(lengths[k] for k in taken)
-        yield Item(prompt + gain, tuple(members[k] for k in sorted(taken)), prompt)
+        yield PackingItem(prompt + gain, tuple(members[k] for k in sorted(taken)), prompt)
         members = tuple(i for k, i in enumerate(members) if k not in taken)
         size -= gain
     if members:
-        yield Item(size, members, prompt)
+        yield PackingItem(size, members, prompt)
 
 
-def merged(row: ItemRow, prompt_numbers: Sequence[int]) -> ItemRow:
+def merge_shared_prompts(row: PackingRow, prompt_indices: Sequence[int]) -> PackingRow:
     """The row with one copy of every prompt: parts of a group may have met again."""
-    numbers = [prompt_numbers[item.members[0]] for item in row]
+    numbers = [prompt_indices[item.sample_indices[0]] for item in row]
     if len(set(numbers)) == len(row):
         return row
-    by_prompt: dict[int, Item] = {}
+    by_prompt: dict[int, PackingItem] = {}
     for number, item in zip(numbers, row, strict=True):
-        size, members, prompt = by_prompt.get(number, (item.prompt, (), item.prompt))
-        by_prompt[number] = Item(size + item.size - prompt, members + item.members, prompt)
+        size, members, prompt = by_prompt.get(number, (item.num_prompt_tokens, (), item.num_prompt_tokens))
+        by_prompt[number] = PackingItem(size + item.num_tokens - prompt, members + item.sample_indices, prompt)
     return list(by_prompt.values())
 
 
-def fill_all(shelf: Shelf, *, num_rows: int, length: int) -> list[ItemRow] | None:
+def pack_all(packer: RowPacker, *, num_rows: int, length: int) -> list[PackingRow] | None:
     """Everything on the shelf in at most `num_rows` rows, or None. The shelf stays as it is."""
-    rest = shelf.copy()
+    rest = packer.copy()
     rows = []
     while rest.items:
         if rest.num_tokens > (num_rows - len(rows)) * length:
             return None
-        rows.append(rest.fill(length))
+        rows.append(rest.pack_row(length))
     return rows
 
 
-def spread_all(items: Sequence[Item], *, num_rows: int, length: int) -> list[ItemRow] | None:
+def pack_all_evenly(items: Sequence[PackingItem], *, num_rows: int, length: int) -> list[PackingRow] | None:
     """The same in rows of even lengths, by Karmarkar-Karp; None where one would be over `length`."""
-    if sum(item.size for item in items) > num_rows * length:
+    if sum(item.num_tokens for item in items) > num_rows * length:
         return None
-    parts = karmarkar_karp([item.size for item in items], num_rows)
+    parts = karmarkar_karp([item.num_tokens for item in items], num_rows)
     rows = [[items[i] for i in part] for part in parts if part]
-    return rows if all(sum(item.size for item in row) <= length for row in rows) else None
+    return rows if all(sum(item.num_tokens for item in row) <= length for row in rows) else None

@@ -43,7 +43,7 @@ def karmarkar_karp(weights: Sequence[float], num_parts: int, *, equal_sizes: boo
     while len(heap) > 1:
         *_, one = heapq.heappop(heap)
         *_, other = heapq.heappop(heap)
-        heapq.heappush(heap, _entry(_merged(one, other, num_parts), num_parts))
+        heapq.heappush(heap, _entry(_merge_partitions(one, other, num_parts), num_parts))
     parts = heap[0][-1] if heap else []
     return [sorted(part.members) for part in reversed(parts)] + [[] for _ in range(num_parts - len(parts))]
 
@@ -58,7 +58,7 @@ def _entry(parts: _Partition, num_parts: int) -> tuple[float, float, tuple[int, 
     return (smallest - parts[-1].sum, -parts[-1].sum, parts[-1].members, parts)
 
 
-def _merged(one: _Partition, other: _Partition, num_parts: int) -> _Partition:
+def _merge_partitions(one: _Partition, other: _Partition, num_parts: int) -> _Partition:
     """The i-th largest part of one with the i-th smallest of the other; may reuse their lists."""
     both = max(0, len(one) + len(other) - num_parts)
     joined = [

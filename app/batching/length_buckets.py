@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 
-def rung(length: int, *, smallest: int = 16) -> int:
+def bucket_length(length: int, *, min_bucket: int = 16) -> int:
     """The first of 1, 1.5, 2, 3, 4, 6, 8, ... times `smallest` that holds `length`: at most a third is padding."""
-    size = smallest
+    size = min_bucket
     while size < length:
         size *= 2
     between = size * 3 // 4
-    return between if smallest < between and length <= between else size
+    return between if min_bucket < between and length <= between else size

@@ -8,19 +8,26 @@ import numpy as np
 
 from app.batching.karmarkar_karp import karmarkar_karp
 
-EMPTY = -1
+EMPTY_SLOT = -1
 """Where a device has no row."""
 
 
-def deal_in_order(num_rows: int, *, num_micro_batches: int, num_devices: int, rows_per_device: int) -> list[list[int]]:
+def assign_rows_in_order(
+    num_rows: int, *, num_micro_batches: int, num_devices: int, rows_per_device: int
+) -> list[list[int]]:
     """Row numbers of each micro-batch, its devices one after another: neighbours stay together, counts differ by 1."""
     slots = num_devices * rows_per_device
     blocks = np.array_split(np.arange(num_rows), num_micro_batches)
-    return [block.tolist() + [EMPTY] * (slots - len(block)) for block in blocks]
+    return [block.tolist() + [EMPTY_SLOT] * (slots - len(block)) for block in blocks]
 
 
-def deal_evenly(
-    works: Sequence[float], *, num_micro_batches: int, num_devices: int, rows_per_device: int, loads: Sequence[float]
+def assign_rows_balanced(
+    row_costs: Sequence[float],
+    *,
+    num_micro_batches: int,
+    num_devices: int,
+    rows_per_device: int,
+    device_loads: Sequence[float],
 ) -> tuple[list[list[int]], list[float]]:
     """The same counts, such that devices have even work in each micro-batch and over all of them.
 
@@ -34,25 +41,27 @@ def deal_evenly(
     Returns:
         Row numbers of each micro-batch, heaviest micro-batch first, and the loads afterwards.
     """
-    loads = list(loads)
-    order = sorted(range(len(works)), key=lambda row: (-works[row], row))
+    device_loads = list(device_loads)
+    order = sorted(range(len(row_costs)), key=lambda row: (-row_costs[row], row))
     shape = {"num_micro_batches": num_micro_batches, "num_devices": num_devices, "rows_per_device": rows_per_device}
     dealt = []
-    for block in deal_in_order(len(works), **shape):
-        rows = [order[i] if i != EMPTY else EMPTY for i in block]
-        weights = [works[row] if row != EMPTY else 0 for row in rows]
-        parts = _even_parts(weights, num_devices)
+    for block in assign_rows_in_order(len(row_costs), **shape):
+        rows = [order[i] if i != EMPTY_SLOT else EMPTY_SLOT for i in block]
+        weights = [row_costs[row] if row != EMPTY_SLOT else 0 for row in rows]
+        parts = _balanced_partition(weights, num_devices)
         sums = [sum(weights[i] for i in part) for part in parts]
         of_device: list[list[int]] = [[]] * num_devices
         heaviest_first = sorted(range(num_devices), key=lambda part: (-sums[part], part))
-        for part, device in zip(heaviest_first, sorted(range(num_devices), key=lambda d: (loads[d], d)), strict=True):
-            loads[device] += sums[part]
+        for part, device in zip(
+            heaviest_first, sorted(range(num_devices), key=lambda d: (device_loads[d], d)), strict=True
+        ):
+            device_loads[device] += sums[part]
             of_device[device] = [rows[i] for i in parts[part]]
         dealt.append([row for device in of_device for row in device])
-    return dealt, loads
+    return dealt, device_loads
 
 
-def _even_parts(weights: Sequence[float], num_parts: int) -> list[list[int]]:
+def _balanced_partition(weights: Sequence[float], num_parts: int) -> list[list[int]]:
     if num_parts == 1:
         return [list(range(len(weights)))]
     if num_parts == len(weights):

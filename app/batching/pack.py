@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64
 
-from app.batching.micro_batch_plan import MicroBatch, Plan, RowShape
+from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape
 from app.records.sample import Sample
 
 HostOrDevice = Any
@@ -37,11 +37,11 @@ class TokenBatch:
     """1, 2, ... per segment of a row; 0 is padding."""
     branch_ids: Int32[HostOrDevice, "R T"]
     """1, 2, ... per completion behind a shared prompt; 0 on prompts and wherever nothing is shared."""
-    score_index: Int32[HostOrDevice, "R C"]
+    logits_indices: Int32[HostOrDevice, "R C"]
     """Where in the row the hidden state stands that predicts each target: the token before it, for the first of a
     completion the last of its prompt. -1 where there is no target."""
     targets: Int32[HostOrDevice, "R C"]
-    mask: Bool[HostOrDevice, "R C"]
+    loss_mask: Bool[HostOrDevice, "R C"]
     """True on completion tokens that the policy wrote."""
 
 
@@ -51,85 +51,98 @@ def pack_tokens(samples: Sequence[Sample], micro_batch: MicroBatch) -> TokenBatc
     Raises:
         ValueError: a row is too short for its samples.
     """
-    at = _Layout.of(samples, micro_batch)
+    at = _PackedLayout.from_samples(samples, micro_batch)
     shape = (len(micro_batch.rows), micro_batch.shape.num_tokens)
-    prompts, completions = _spread(at.prompt_starts, at.prompt_lengths), _spread(at.starts, at.lengths)
+    prompts, completions = (
+        _expand_ranges(at.prompt_starts, at.prompt_lengths),
+        _expand_ranges(at.completion_starts, at.completion_lengths),
+    )
 
     def rows(of_prompts: Iterable[np.ndarray], of_completions: Iterable[np.ndarray]) -> np.ndarray:
         laid_out = np.zeros(shape, np.int32)
-        laid_out.reshape(-1)[prompts] = _joined(of_prompts, np.int32)
-        laid_out.reshape(-1)[completions] = _joined(of_completions, np.int32)
+        laid_out.reshape(-1)[prompts] = _concatenate(of_prompts, np.int32)
+        laid_out.reshape(-1)[completions] = _concatenate(of_completions, np.int32)
         return laid_out
 
-    of_completion = at.segment_of_completion
+    of_completion = at.completion_segments
     zeros = np.zeros_like(at.prompt_lengths)
-    numbers = at.segment_numbers
+    numbers = at.segment_ids
     # The first token of a completion is predicted where its prompt ends, wherever in the row the completion stands.
     places = completions - 1
-    written = at.lengths > 0
-    places[_before(at.lengths)[written]] = (at.prompt_starts + at.prompt_lengths - 1)[of_completion][written]
+    written = at.completion_lengths > 0
+    places[_exclusive_cumsum(at.completion_lengths)[written]] = (at.prompt_starts + at.prompt_lengths - 1)[
+        of_completion
+    ][written]
     return TokenBatch(
         token_ids=rows(
-            [samples[i].prompt.token_ids for i in at.prompt_owners], [samples[i].completion_ids for i in at.members]
+            [samples[i].prompt.token_ids for i in at.prompt_sources],
+            [samples[i].completion_ids for i in at.completion_sources],
         ),
-        positions=rows([_spread(zeros, at.prompt_lengths)], [_spread(at.prompt_lengths[of_completion], at.lengths)]),
-        segment_ids=rows([np.repeat(numbers, at.prompt_lengths)], [np.repeat(numbers[of_completion], at.lengths)]),
-        branch_ids=rows([np.zeros(len(prompts), np.int32)], [np.repeat(at.branches, at.lengths)]),
-        score_index=at.beside_targets([places % shape[1]], np.int32, padding=NO_TARGET),
-        targets=at.beside_targets([samples[i].completion_ids for i in at.members], np.int32),
-        mask=at.beside_targets([samples[i].mask for i in at.members], np.bool_),
+        positions=rows(
+            [_expand_ranges(zeros, at.prompt_lengths)],
+            [_expand_ranges(at.prompt_lengths[of_completion], at.completion_lengths)],
+        ),
+        segment_ids=rows(
+            [np.repeat(numbers, at.prompt_lengths)], [np.repeat(numbers[of_completion], at.completion_lengths)]
+        ),
+        branch_ids=rows([np.zeros(len(prompts), np.int32)], [np.repeat(at.branch_ids, at.completion_lengths)]),
+        logits_indices=at.align_to_targets([places % shape[1]], np.int32, padding=NO_TARGET),
+        targets=at.align_to_targets([samples[i].completion_ids for i in at.completion_sources], np.int32),
+        loss_mask=at.align_to_targets([samples[i].mask for i in at.completion_sources], np.bool_),
     )
 
 
 def pack_per_token(
-    samples: Sequence[Sample], micro_batch: MicroBatch, value_of: Callable[[Sample], np.ndarray]
+    samples: Sequence[Sample], micro_batch: MicroBatch, get_values: Callable[[Sample], np.ndarray]
 ) -> Float32[np.ndarray, "R C"]:
     """Lays a per-completion-token quantity out beside the targets; 0 on padding."""
-    at = _Layout.of(samples, micro_batch)
-    return at.beside_targets([value_of(samples[i]) for i in at.members], np.float32)
+    at = _PackedLayout.from_samples(samples, micro_batch)
+    return at.align_to_targets([get_values(samples[i]) for i in at.completion_sources], np.float32)
 
 
-def pack_last_targets(samples: Sequence[Sample], micro_batch: MicroBatch) -> Int32[np.ndarray, "R C"]:
+def pack_last_target_indices(samples: Sequence[Sample], micro_batch: MicroBatch) -> Int32[np.ndarray, "R C"]:
     """Beside each target, where in its row the last one of the same sample stands; -1 on padding."""
-    at = _Layout.of(samples, micro_batch)
-    last = (at.target_starts + at.lengths - 1) % at.shape[1]
-    return at.beside_targets([np.repeat(last, at.lengths)], np.int32, padding=NO_TARGET)
+    at = _PackedLayout.from_samples(samples, micro_batch)
+    last = (at.target_starts + at.completion_lengths - 1) % at.shape[1]
+    return at.align_to_targets([np.repeat(last, at.completion_lengths)], np.int32, padding=NO_TARGET)
 
 
 def unpack_per_token(
-    packed: Sequence[Float32[np.ndarray, "R C"]], samples: Sequence[Sample], plan: Plan
+    packed: Sequence[Float32[np.ndarray, "R C"]], samples: Sequence[Sample], plan: MicroBatchPlan
 ) -> list[Float32[np.ndarray, "C"]]:
     """The inverse of `pack_per_token`: one array per sample, in sample order, padding gone."""
     values: list[np.ndarray] = [np.zeros(0, np.float32)] * len(samples)
     for rows, micro_batch in zip(packed, plan.micro_batches, strict=True):
-        at = _Layout.of(samples, micro_batch)
+        at = _PackedLayout.from_samples(samples, micro_batch)
         flat = rows.reshape(-1)
-        for i, first, length in zip(at.members, at.target_starts.tolist(), at.lengths.tolist(), strict=True):
+        for i, first, length in zip(
+            at.completion_sources, at.target_starts.tolist(), at.completion_lengths.tolist(), strict=True
+        ):
             values[i] = flat[first : first + length]
     return values
 
 
-class _Layout(NamedTuple):
+class _PackedLayout(NamedTuple):
     """Where the pieces of a micro-batch stand. Starts count over the flattened [R, T], or [R, C] for targets."""
 
     shape: tuple[int, int]
     """[R, C]."""
-    prompt_owners: list[int]
+    prompt_sources: list[int]
     """Of each segment: the sample that brings its prompt."""
     prompt_starts: Int64[np.ndarray, "segments"]
     prompt_lengths: Int64[np.ndarray, "segments"]
-    segment_numbers: Int64[np.ndarray, "segments"]
+    segment_ids: Int64[np.ndarray, "segments"]
     """1, 2, ... within the row."""
-    members: list[int]
+    completion_sources: list[int]
     """Of each completion: its sample."""
-    segment_of_completion: Int64[np.ndarray, "completions"]
-    branches: Int64[np.ndarray, "completions"]
-    starts: Int64[np.ndarray, "completions"]
-    lengths: Int64[np.ndarray, "completions"]
+    completion_segments: Int64[np.ndarray, "completions"]
+    branch_ids: Int64[np.ndarray, "completions"]
+    completion_starts: Int64[np.ndarray, "completions"]
+    completion_lengths: Int64[np.ndarray, "completions"]
     target_starts: Int64[np.ndarray, "completions"]
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], micro_batch: MicroBatch) -> _Layout:
+    def from_samples(cls, samples: Sequence[Sample], micro_batch: MicroBatch) -> _PackedLayout:
         segments = [segment for row in micro_batch.rows for segment in row]
         row = np.repeat(np.arange(len(micro_batch.rows)), [len(row) for row in micro_batch.rows])
         sizes = np.asarray([len(segment) for segment in segments], np.int64)
@@ -139,32 +152,32 @@ class _Layout(NamedTuple):
         lengths = np.asarray([len(samples[i].completion_ids) for i in members], np.int64)
         of_completion = np.repeat(np.arange(len(segments)), sizes)
         behind = np.bincount(of_completion, lengths, len(segments)).astype(np.int64)
-        _check(row, prompts + behind, behind, micro_batch.shape)
-        starts = row * micro_batch.shape.num_tokens + _within(prompts + behind, row)
-        ordinals = _within(np.ones_like(lengths), of_completion) + 1
+        _check_row_lengths(row, prompts + behind, behind, micro_batch.shape)
+        starts = row * micro_batch.shape.num_tokens + _offsets_within_owner(prompts + behind, row)
+        ordinals = _offsets_within_owner(np.ones_like(lengths), of_completion) + 1
         return cls(
             shape=(len(micro_batch.rows), micro_batch.shape.num_completion_tokens),
-            prompt_owners=owners,
+            prompt_sources=owners,
             prompt_starts=starts,
             prompt_lengths=prompts,
-            segment_numbers=_within(np.ones_like(row), row) + 1,
-            members=members,
-            segment_of_completion=of_completion,
-            branches=np.where(sizes[of_completion] > 1, ordinals, 0),
-            starts=(starts + prompts)[of_completion] + _within(lengths, of_completion),
-            lengths=lengths,
+            segment_ids=_offsets_within_owner(np.ones_like(row), row) + 1,
+            completion_sources=members,
+            completion_segments=of_completion,
+            branch_ids=np.where(sizes[of_completion] > 1, ordinals, 0),
+            completion_starts=(starts + prompts)[of_completion] + _offsets_within_owner(lengths, of_completion),
+            completion_lengths=lengths,
             target_starts=row[of_completion] * micro_batch.shape.num_completion_tokens
-            + _within(lengths, row[of_completion]),
+            + _offsets_within_owner(lengths, row[of_completion]),
         )
 
-    def beside_targets(self, values: Iterable[np.ndarray], dtype: type, padding: float = 0) -> np.ndarray:
+    def align_to_targets(self, values: Iterable[np.ndarray], dtype: type, padding: float = 0) -> np.ndarray:
         """[R, C]: values of all completions, one after another, each at its target."""
         laid_out = np.full(self.shape, padding, dtype)
-        laid_out.reshape(-1)[_spread(self.target_starts, self.lengths)] = _joined(values, dtype)
+        laid_out.reshape(-1)[_expand_ranges(self.target_starts, self.completion_lengths)] = _concatenate(values, dtype)
         return laid_out
 
 
-def _check(row: np.ndarray, tokens: np.ndarray, targets: np.ndarray, shape: RowShape) -> None:
+def _check_row_lengths(row: np.ndarray, tokens: np.ndarray, targets: np.ndarray, shape: RowShape) -> None:
     for what, lengths, limit in (
         ("tokens", tokens, shape.num_tokens),
         ("completion tokens", targets, shape.num_completion_tokens),
@@ -174,21 +187,21 @@ def _check(row: np.ndarray, tokens: np.ndarray, targets: np.ndarray, shape: RowS
             raise ValueError(f"a row of {limit} {what} cannot hold samples of {longest}")
 
 
-def _before(lengths: np.ndarray) -> np.ndarray:
+def _exclusive_cumsum(lengths: np.ndarray) -> np.ndarray:
     """Sum of all lengths before each."""
     return np.cumsum(lengths) - lengths
 
 
-def _within(lengths: np.ndarray, owners: np.ndarray) -> np.ndarray:
+def _offsets_within_owner(lengths: np.ndarray, owners: np.ndarray) -> np.ndarray:
     """Sum of the lengths before each that have the same owner. Owners are sorted."""
-    before = _before(lengths)
+    before = _exclusive_cumsum(lengths)
     return before - before[np.searchsorted(owners, owners)] if len(owners) else before
 
 
-def _spread(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _expand_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """start, start + 1, ... of each piece, as many as its length."""
-    return np.repeat(starts - _before(lengths), lengths) + np.arange(lengths.sum())
+    return np.repeat(starts - _exclusive_cumsum(lengths), lengths) + np.arange(lengths.sum())
 
 
-def _joined(values: Iterable[np.ndarray], dtype: type) -> np.ndarray:
+def _concatenate(values: Iterable[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *values], dtype=dtype, casting="unsafe")

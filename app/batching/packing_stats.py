@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from app.batching.micro_batch_plan import Lengths, Plan, Work
+from app.batching.micro_batch_plan import MicroBatchPlan, SequenceCost, SequenceLengths
 
 
-def plan_figures(
-    plans: Sequence[Plan],
-    lengths: Sequence[Lengths],
-    work: Work,
+def packing_stats(
+    plans: Sequence[MicroBatchPlan],
+    lengths_by_host: Sequence[SequenceLengths],
+    sequence_cost: SequenceCost,
     *,
     devices_per_host: int,
     max_tokens_per_device: int | None,
@@ -34,21 +34,23 @@ def plan_figures(
             many each; balanced_min, balanced_max: that they have. Samples as they are alone: no prompt is shared.
     """
     hosts = [
-        _rows_of(plan, host, work, first_device=number * devices_per_host, num_devices=devices_per_host)
-        for number, (plan, host) in enumerate(zip(plans, lengths, strict=True))
+        _row_stats(plan, host, sequence_cost, first_device=number * devices_per_host, num_devices=devices_per_host)
+        for number, (plan, host) in enumerate(zip(plans, lengths_by_host, strict=True))
     ]
-    rows = _Rows(*map(np.concatenate, zip(*hosts, strict=True)))
+    rows = _RowStats(*map(np.concatenate, zip(*hosts, strict=True)))
     num_devices = len(plans) * devices_per_host
-    works = np.bincount(rows.device, rows.work, num_devices)
+    works = np.bincount(rows.device, rows.cost, num_devices)
     balanced = np.bincount(rows.device, rows.sample_tokens, num_devices)
-    totals = np.concatenate([host.totals for host in lengths])
+    totals = np.concatenate([host.totals for host in lengths_by_host])
     edges = np.arange(num_devices + 1) * len(totals) // num_devices
     blocks = np.asarray([totals[first:last].sum() for first, last in pairwise(edges)])
-    over = int((rows.held > rows.length).sum()) + _devices_over(plans, devices_per_host, max_tokens_per_device)
+    over = int((rows.num_real_tokens > rows.length).sum()) + _num_devices_over_quota(
+        plans, devices_per_host, max_tokens_per_device
+    )
     return {
-        "real_tokens": int(rows.held.sum()),
+        "real_tokens": int(rows.num_real_tokens.sum()),
         "computed_tokens": int(rows.length.sum()),
-        "fill": float(rows.held.sum() / rows.length.sum()),
+        "fill": float(rows.num_real_tokens.sum() / rows.length.sum()),
         "num_micro_batches": plans[0].num_micro_batches,
         "num_rows": len(rows.empty),
         "num_dummy_rows": int(rows.empty.sum()),
@@ -64,18 +66,25 @@ def plan_figures(
     }
 
 
-class _Rows(NamedTuple):
+class _RowStats(NamedTuple):
     """Of each row of all micro-batches."""
 
-    held: Float64[np.ndarray, "rows"]
+    num_real_tokens: Float64[np.ndarray, "rows"]
     length: Int64[np.ndarray, "rows"]
     empty: Bool[np.ndarray, "rows"]
     device: Int64[np.ndarray, "rows"]
     sample_tokens: Float64[np.ndarray, "rows"]
-    work: Float64[np.ndarray, "rows"]
+    cost: Float64[np.ndarray, "rows"]
 
 
-def _rows_of(plan: Plan, host: Lengths, work: Work, *, first_device: int, num_devices: int) -> _Rows:
+def _row_stats(
+    plan: MicroBatchPlan,
+    host_lengths: SequenceLengths,
+    sequence_cost: SequenceCost,
+    *,
+    first_device: int,
+    num_devices: int,
+) -> _RowStats:
     rows = [row for micro_batch in plan.micro_batches for row in micro_batch.rows]
     segments = [segment for row in rows for segment in row]
     owners = np.asarray([segment[0] for segment in segments], np.int64)
@@ -88,18 +97,18 @@ def _rows_of(plan: Plan, host: Lengths, work: Work, *, first_device: int, num_de
         behind = np.bincount(row_of_member, of_completions[members], len(rows))
         return np.bincount(row_of_segment, of_prompts[owners], len(rows)) + behind
 
-    prompt_work = work(host.prompts)
-    return _Rows(
-        held=sums(host.prompts, host.completions),
+    prompt_work = sequence_cost(host_lengths.prompts)
+    return _RowStats(
+        num_real_tokens=sums(host_lengths.prompts, host_lengths.completions),
         length=np.repeat([micro_batch.shape.num_tokens for micro_batch in plan.micro_batches], counts),
         empty=np.asarray([not row for row in rows]),
         device=first_device + np.concatenate([np.arange(count) * num_devices // count for count in counts]),
-        sample_tokens=np.bincount(row_of_member, host.totals[members], len(rows)),
-        work=sums(prompt_work, work(host.totals) - prompt_work),
+        sample_tokens=np.bincount(row_of_member, host_lengths.totals[members], len(rows)),
+        cost=sums(prompt_work, sequence_cost(host_lengths.totals) - prompt_work),
     )
 
 
-def _devices_over(plans: Sequence[Plan], num_devices: int, quota: int | None) -> int:
+def _num_devices_over_quota(plans: Sequence[MicroBatchPlan], num_devices: int, quota: int | None) -> int:
     if quota is None:
         return 0
     shares = [

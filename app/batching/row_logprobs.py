@@ -7,8 +7,8 @@ from jaxtyping import Array, Float32
 
 from app.batching.pack import TokenBatch
 from app.model.decoder import Decoder
-from app.model.segment_layout import RowLayout
-from app.model.token_logprobs import Entropy, completion_logprobs, measured_entropy
+from app.model.segment_layout import SegmentLayout
+from app.model.token_logprobs import EntropyFn, completion_logprobs, detached_entropy
 
 
 def row_logprobs(
@@ -19,19 +19,19 @@ def row_logprobs(
     dtype: jnp.dtype,
     remat: str,
     logits_chunk: int,
-    entropy_of: Entropy = measured_entropy,
+    entropy_fn: EntropyFn = detached_entropy,
 ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
     """`completion_logprobs` of one micro-batch: logprob and entropy of each target, rubbish on padding."""
     return completion_logprobs(
         decoder,
         token_ids=rows.token_ids,
-        layout=RowLayout(rows.segment_ids, rows.branch_ids, rows.positions),
-        score_index=rows.score_index,
+        layout=SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions),
+        logits_indices=rows.logits_indices,
         targets=rows.targets,
-        mask=rows.score_index >= 0,
+        target_mask=rows.logits_indices >= 0,
         temperature=temperature,
         dtype=dtype,
         remat=remat,
         logits_chunk=logits_chunk,
-        entropy_of=entropy_of,
+        entropy_fn=entropy_fn,
     )

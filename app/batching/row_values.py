@@ -7,12 +7,12 @@ from jaxtyping import Array, Float32
 
 from app.batching.pack import TokenBatch
 from app.model.decoder import ValueDecoder
-from app.model.segment_layout import RowLayout
-from app.model.token_logprobs import before_targets
+from app.model.segment_layout import SegmentLayout
+from app.model.token_logprobs import hidden_before_targets
 
 
 def row_values(decoder: ValueDecoder, rows: TokenBatch, *, dtype: jnp.dtype, remat: str) -> Float32[Array, "R C"]:
     """The value of the state before each target, read where its logprob is; finite rubbish on padding."""
-    layout = RowLayout(rows.segment_ids, rows.branch_ids, rows.positions)
+    layout = SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions)
     hidden = decoder.hidden(rows.token_ids, layout, dtype=dtype, remat=remat)
-    return decoder.values(before_targets(hidden, rows.score_index))
+    return decoder.values(hidden_before_targets(hidden, rows.logits_indices))

@@ -20,36 +20,36 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import Array, UInt32
 
-from app.checkpoint.retention import Best, NewestAndBest
+from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy
 from app.distributed.collectives import gather_over_hosts, max_over_hosts
-from app.mesh.placement import abstract
-from app.records.atomic_write import write_whole
-from app.runtime.model_spec import ADAPTERS, QUANTIZER
+from app.mesh.placement import abstract_arrays
+from app.records.atomic_write import write_atomic
+from app.runtime.model_spec import LORA_FINGERPRINT, QUANTIZER_FINGERPRINT
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)
 
-BEST = "best"
+BEST_LINK = "best"
 """A relative link beside the checkpoints, to the best one."""
 
 CHECKSUMS = "checksums"
 """Beside the progress of a checkpoint: path of an array -> its checksum."""
 
-OLDER = "was written by an older version; finish that run with that version, or start another run.name"
+OLDER_VERSION_ERROR = "was written by an older version; finish that run with that version, or start another run.name"
 """Of a checkpoint that has no checksum of each array."""
 
-SMALLEST_SLICE_BYTES = 64 << 20
+MIN_SLICE_BYTES = 64 << 20
 """Of an array that several devices hold and write together; adapters are smaller."""
 
-OTHER_ARRAYS = "its arrays are not those that were saved"
+CHECKSUM_MISMATCH = "its arrays are not those that were saved"
 
-SPOKEN = (ADAPTERS, QUANTIZER)
+READABLE_FINGERPRINTS = (LORA_FINGERPRINT, QUANTIZER_FINGERPRINT)
 """Fingerprints that say something to a person."""
 
-MAX_REASON = 200
+MAX_REASON_CHARS = 200
 """Characters of a library's account of what is wrong with a checkpoint; TensorStore's run to thousands."""
 
-NOT_DAMAGE = (
+NON_DAMAGE_PREFIXES = (
     "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED",
     "PERMISSION_DENIED", "UNAUTHENTICATED", "INTERNAL", "UNIMPLEMENTED",
 )  # fmt: skip
@@ -57,7 +57,7 @@ NOT_DAMAGE = (
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainProgress:
     """Where a run stands, beside its weights. All randomness follows from the run's seed and these."""
 
     step: int
@@ -76,11 +76,11 @@ class Progress:
     unevaluated: Mapping[str, Any] | None = None
     """The step's other metrics, where its evaluation was stopped and is still to come."""
 
-    def after(self, step: int, *, num_prompts: int, **changed: Any) -> Progress:
+    def after_step(self, step: int, *, num_prompts: int, **changed: Any) -> TrainProgress:
         """Where the run stands when a step has taken so many prompts more, before an evaluation."""
         return replace(self, step=step, position=self.position + num_prompts, evaluation=None, **changed)
 
-    def evaluated(self, metrics: Mapping[str, float | None]) -> Progress:
+    def with_evaluation(self, metrics: Mapping[str, float | None]) -> TrainProgress:
         """Where it stands behind an evaluation of the step, with these metrics."""
         evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         return replace(self, evaluation=evaluation or None, unevaluated=None)
@@ -96,54 +96,54 @@ class Checkpoints:
         shardings: where it lies; another mesh than the one that saved will do.
     """
 
-    def __init__(self, directory: Path, *, policy: NewestAndBest, shapes: Any, shardings: Any):
+    def __init__(self, directory: Path, *, policy: LatestAndBestPolicy, shapes: Any, shardings: Any):
         self._directory = directory.absolute()
         self._policy = policy
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policy, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
-        save_small_arrays_whole()
+        disable_slicing_of_small_arrays()
         self._reader = open_reader(ocp.CompositeCheckpointHandler())
-        self._target = abstract(shapes, shardings)
+        self._target = abstract_arrays(shapes, shardings)
         # Compiled now: a compilation in the middle of a run is an alarm.
         self._checksums = jax.jit(checksums).lower(self._target).compile()
 
-    def save(self, state: Any, progress: Progress) -> None:
+    def save(self, state: Any, progress: TrainProgress) -> None:
         """Copies the state off the devices and returns; writing goes on behind. All hosts call it together."""
         self._manager.wait_until_finished()
         # What may be deleted from now on must not be what the link names.
-        self.point_at_best()
-        record = {**asdict(progress), CHECKSUMS: known(self._checksums(state))}
-        self._policy.note(progress.step, progress.evaluation)
+        self.update_best_link()
+        record = {**asdict(progress), CHECKSUMS: fetch_checksums(self._checksums(state))}
+        self._policy.record_evaluation(progress.step, progress.evaluation)
         self._manager.save(
             progress.step,
             args=ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(record)),
         )
 
-    def has(self, step: int) -> bool:
+    def has_step(self, step: int) -> bool:
         """Whether there is a checkpoint of a step, or one is being written. The same on every host."""
         return step in self._manager.all_steps()
 
-    def amend(self, progress: Progress) -> None:
+    def update_progress(self, progress: TrainProgress) -> None:
         """Says something else beside the arrays of a step that is on disk. All hosts call it together."""
-        self._policy.note(progress.step, progress.evaluation)
+        self._policy.record_evaluation(progress.step, progress.evaluation)
         if jax.process_index() == 0:
             path = self._directory / str(progress.step) / "progress" / "metadata"
             record = json.loads(path.read_text()) | asdict(progress)
-            write_whole(path, json.dumps(record).encode())
-        self.point_at_best()
+            write_atomic(path, json.dumps(record).encode())
+        self.update_best_link()
 
-    def is_best(self, progress: Progress) -> bool:
+    def is_best(self, progress: TrainProgress) -> bool:
         """Whether a checkpoint of this step would be the best one so far."""
         return self._policy.is_better(progress.evaluation, self._manager.all_steps())
 
     @property
-    def best(self) -> Best | None:
+    def best(self) -> BestCheckpoint | None:
         """The best checkpoint; None where none was evaluated, or the policy does not ask."""
-        return self._policy.describe(self._manager.all_steps())
+        return self._policy.best_checkpoint(self._manager.all_steps())
 
-    def restore(self, fingerprints: Mapping[str, str]) -> tuple[Any, Progress] | None:
+    def restore(self, fingerprints: Mapping[str, str]) -> tuple[Any, TrainProgress] | None:
         """The newest checkpoint that can be read; None where there is none at all.
 
         The best one, too, is read, so that no damaged one stands in the way of a better. A damaged checkpoint is
@@ -154,20 +154,20 @@ class Checkpoints:
                 checkpoints, an older version wrote them, or there are some and none can be read. Nothing has been
                 moved by then.
         """
-        steps = self._agreed_steps()
-        records = {step: self._read(step, progress=ocp.args.JsonRestore()) for step in steps}
+        steps = self._common_steps()
+        records = {step: self._read_item(step, progress=ocp.args.JsonRestore()) for step in steps}
         sound = {step: record for step, record in records.items() if record is not None}
         for step, record in sound.items():
             if CHECKSUMS not in record:
-                raise InputError(f"--resume: {self._directory / str(step)} {OLDER}")
+                raise InputError(f"--resume: {self._directory / str(step)} {OLDER_VERSION_ERROR}")
             check_fingerprints(record["fingerprints"], fingerprints)
-            self._policy.note(step, record.get("evaluation"))
+            self._policy.record_evaluation(step, record.get("evaluation"))
         while sound:
-            state = self._newest_beside_best(sound)
+            state = self._restore_newest_and_best(sound)
             if state is not None:
-                self._move_aside([step for step in steps if step not in sound])
-                self.point_at_best()
-                return state, progress_of(sound[max(sound)])
+                self._move_damaged_aside([step for step in steps if step not in sound])
+                self.update_best_link()
+                return state, progress_from_record(sound[max(sound)])
         if steps:
             raise InputError(
                 f"--resume: none of the checkpoints of steps {steps} in {self._directory} can be read. "
@@ -175,23 +175,23 @@ class Checkpoints:
             )
         return None
 
-    def _newest_beside_best(self, sound: dict[int, Any]) -> Any | None:
+    def _restore_newest_and_best(self, sound: dict[int, Any]) -> Any | None:
         """The newest state, the best one being readable, too; else None, with the unreadable one gone from `sound`."""
-        newest, best = max(sound), self._policy.best(sound)
+        newest, best = max(sound), self._policy.best_step(sound)
         state = None
         # The newest last: two states at once may be more than the devices hold.
         for step in (newest,) if best in (None, newest) else (best, newest):
             state = None
-            state = self._read(step, state=ocp.args.StandardRestore(self._target))
-            if state is not None and known(self._checksums(state)) != sound[step][CHECKSUMS]:
-                _warn(step, OTHER_ARRAYS)
+            state = self._read_item(step, state=ocp.args.StandardRestore(self._target))
+            if state is not None and fetch_checksums(self._checksums(state)) != sound[step][CHECKSUMS]:
+                _warn_damaged(step, CHECKSUM_MISMATCH)
                 state = None
             if state is None:
                 del sound[step]
                 return None
         return state
 
-    def _agreed_steps(self) -> list[int]:
+    def _common_steps(self) -> list[int]:
         """The steps that there are checkpoints of, newest first.
 
         Raises:
@@ -212,14 +212,14 @@ class Checkpoints:
             )
         return steps
 
-    def _read(self, step: int, **item: Any) -> Any:
+    def _read_item(self, step: int, **item: Any) -> Any:
         """One item of a checkpoint; None on all hosts, with a warning, where any host finds it damaged."""
         value, reason = read_item(self._reader, self._directory / str(step), **item)
         if value is None:
-            _warn(step, reason)
+            _warn_damaged(step, reason)
         return value
 
-    def _move_aside(self, steps: Sequence[int]) -> None:
+    def _move_damaged_aside(self, steps: Sequence[int]) -> None:
         """Renames damaged checkpoints: Orbax saves no step that is not after the newest it sees."""
         if not steps:
             return
@@ -230,22 +230,22 @@ class Checkpoints:
         multihost_utils.sync_global_devices("damaged checkpoints are moved aside")
         self._manager.reload()
 
-    def point_at_best(self) -> None:
+    def update_best_link(self) -> None:
         """Lets the link name the best checkpoint on disk; cheap where it already does."""
         if jax.process_index() != 0:
             return
         # A directory has its final name only once all of it is written.
         written = [step for step in self._manager.all_steps() if (self._directory / str(step)).is_dir()]
-        best = self._policy.best(written)
+        best = self._policy.best_step(written)
         try:
-            point(self._directory / BEST, None if best is None else str(best))
+            set_symlink(self._directory / BEST_LINK, None if best is None else str(best))
         except OSError as error:
             _warn_of_link(str(error))
 
     def finish(self) -> None:
         """Waits until the last save is on disk. Raises what went wrong with it."""
         self._manager.wait_until_finished()
-        self.point_at_best()
+        self.update_best_link()
         superseded = self._policy.superseded(self._manager.all_steps())
         if superseded is not None:
             self._manager.delete(superseded)
@@ -256,12 +256,12 @@ class Checkpoints:
 
 
 @functools.cache
-def save_small_arrays_whole() -> None:
+def disable_slicing_of_small_arrays() -> None:
     """An array that several devices hold is written by one of them, unless it is large.
 
     By default Orbax cuts it in as many slices, and compiles a program for each in the step after the first save.
     """
-    handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SMALLEST_SLICE_BYTES)
+    handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES)
     # Which warns of what is done here on purpose.
     orbax_log = logging.getLogger("absl")
     level = orbax_log.level
@@ -285,21 +285,21 @@ def read_item(reader: ocp.Checkpointer, folder: Path, **item: Any) -> tuple[Any,
         if not is_damage(error):
             raise
         _silence_abandoned_reads()
-        reason = in_short(error)
+        reason = one_line_reason(error)
     return (None, reason) if max_over_hosts(np.asarray(value is None)) else (value, "")
 
 
-def progress_of(record: Mapping[str, Any]) -> Progress:
+def progress_from_record(record: Mapping[str, Any]) -> TrainProgress:
     """What a checkpoint says of its run, without what it says of its arrays."""
-    return Progress(**{name: value for name, value in record.items() if name != CHECKSUMS})
+    return TrainProgress(**{name: value for name, value in record.items() if name != CHECKSUMS})
 
 
 def checksums(state: Any) -> dict[str, UInt32[Array, ""]]:
     """Path of an array -> its checksum."""
-    return {path_of(keys): checksum(x) for keys, x in jax.tree.leaves_with_path(state)}
+    return {array_path(keys): checksum(x) for keys, x in jax.tree.leaves_with_path(state)}
 
 
-def path_of(keys: Sequence[Any]) -> str:
+def array_path(keys: Sequence[Any]) -> str:
     """An array's place in a state, as a checkpoint spells it."""
     return "/".join(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
@@ -312,7 +312,7 @@ def checksum(x: Array) -> UInt32[Array, ""]:
     return jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32)
 
 
-def known(sums: Mapping[str, Array]) -> dict[str, int]:
+def fetch_checksums(sums: Mapping[str, Array]) -> dict[str, int]:
     """Fetched, as a checkpoint has them."""
     return {path: int(value) for path, value in jax.device_get(sums).items()}
 
@@ -324,19 +324,21 @@ def is_damage(error: Exception) -> bool:
     """
     # Orbax wraps whatever goes wrong while it reads an array, out of memory too, in a bare Exception.
     cause = error.__cause__ if type(error) is Exception else error
-    return isinstance(cause, (ValueError, KeyError, FileNotFoundError)) and not str(cause).startswith(NOT_DAMAGE)
+    return isinstance(cause, (ValueError, KeyError, FileNotFoundError)) and not str(cause).startswith(
+        NON_DAMAGE_PREFIXES
+    )
 
 
-def _warn(step: int, reason: str) -> None:
+def _warn_damaged(step: int, reason: str) -> None:
     log.warning("checkpoint of step %d is damaged (%s); passing it over", step, reason)
 
 
-def in_short(error: Exception) -> str:
+def one_line_reason(error: Exception) -> str:
     """What a library says of a checkpoint, in one line."""
-    return " ".join(str(error).split())[:MAX_REASON]
+    return " ".join(str(error).split())[:MAX_REASON_CHARS]
 
 
-def point(link: Path, target: str | None) -> None:
+def set_symlink(link: Path, target: str | None) -> None:
     """Makes a symbolic link name a neighbour, at once; removes it where the target is None.
 
     Raises:
@@ -380,7 +382,9 @@ def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str]) -> 
     changed = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
     if changed:
         names = [
-            f"{name} ({saved.get(name, 'none')} -> {current.get(name, 'none')})" if name in SPOKEN else name
+            f"{name} ({saved.get(name, 'none')} -> {current.get(name, 'none')})"
+            if name in READABLE_FINGERPRINTS
+            else name
             for name in changed
         ]
         raise InputError(

@@ -15,24 +15,24 @@ import jax
 import orbax.checkpoint as ocp
 
 from app.checkpoint.checkpoints import (
-    BEST,
+    BEST_LINK,
+    CHECKSUM_MISMATCH,
     CHECKSUMS,
-    OLDER,
-    OTHER_ARRAYS,
-    Progress,
+    OLDER_VERSION_ERROR,
+    TrainProgress,
+    array_path,
     checksum,
     checksums,
-    known,
+    fetch_checksums,
     open_reader,
-    path_of,
-    progress_of,
+    progress_from_record,
     read_item,
 )
-from app.mesh.placement import abstract
+from app.mesh.placement import abstract_arrays
 from app.model.decoder import Params
 from app.records.run_directory import RunDirectory
-from app.records.versions import NOT_INSTALLED, QUANTIZING
-from app.runtime.model_spec import ADAPTERS, QUANTIZER, ModelInput
+from app.records.versions import NOT_INSTALLED, QUANTIZATION_PACKAGE
+from app.runtime.model_spec import LORA_FINGERPRINT, QUANTIZER_FINGERPRINT, ModelSpec
 from app.update.optimizer import TrainState
 from settings.errors import InputError
 
@@ -42,30 +42,30 @@ _checksum = jax.jit(checksum)
 
 
 @dataclass(frozen=True)
-class SavedPolicy:
+class PolicyCheckpoint:
     """A checkpoint that has been looked at but not yet read: no device has been touched."""
 
     path: Path
     """`<run>/checkpoints/<step>`."""
-    progress: Progress
+    progress: TrainProgress
     checksums: Mapping[str, int]
     """Of every array of the checkpoint, by its path in it."""
 
     @classmethod
-    def open(cls, path: Path) -> SavedPolicy:
+    def open(cls, path: Path) -> PolicyCheckpoint:
         """The checkpoint in a folder, through a link such as `best`, or the newest of a run's.
 
         Raises:
             InputError: there is none, or it cannot be read.
         """
-        folder = _find(path)
+        folder = _find_checkpoint(path)
         record_file = folder / "progress" / "metadata"
         try:
             record = json.loads(record_file.read_text(encoding="utf-8"))
             if CHECKSUMS not in record and {"step", "fingerprints"} <= record.keys():
-                raise InputError(f"{OPTION}: {folder} {OLDER}")
+                raise InputError(f"{OPTION}: {folder} {OLDER_VERSION_ERROR}")
             sums = {name: int(value) for name, value in record[CHECKSUMS].items()}
-            return cls(folder, progress_of(record), sums)
+            return cls(folder, progress_from_record(record), sums)
         except InputError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -83,34 +83,36 @@ class SavedPolicy:
         """Whose it is."""
         return RunDirectory(self.path.parent.parent)
 
-    def check(self, model: ModelInput, *, runs: bool = True) -> None:
+    def check_compatible(self, model: ModelSpec, *, needs_quantizer: bool = True) -> None:
         """Raises InputError where it was trained from another model, with another tokenizer or with other adapters.
 
         Args:
             runs: False where only its arrays are read, and nobody asks for the codes that its adapters learned beside.
         """
         saved, path = self.progress.fingerprints, model.files.path
-        held, asked = saved.get(ADAPTERS), model.adapters.get(ADAPTERS)
+        held, asked = saved.get(LORA_FINGERPRINT), model.adapter_fingerprints.get(LORA_FINGERPRINT)
         if held != asked:
             raise InputError(
                 f"{OPTION}: {self.path} holds {f'adapters of {held}' if held else 'all weights and no adapters'}, and "
                 f"model.lora asks for {asked or 'none'}; leave --config away to take the run's own settings, or set "
-                f"model.lora to what {self.run.settings} names"
+                f"model.lora to what {self.run.settings_path} names"
             )
-        made_by, here = saved.get(QUANTIZER), model.adapters.get(QUANTIZER)
-        if runs and made_by is not None and here not in (made_by, NOT_INSTALLED):
+        made_by, here = saved.get(QUANTIZER_FINGERPRINT), model.adapter_fingerprints.get(QUANTIZER_FINGERPRINT)
+        if needs_quantizer and made_by is not None and here not in (made_by, NOT_INSTALLED):
             raise InputError(
-                f"{OPTION}: the adapters of {self.path} learned beside codes that {QUANTIZING} {made_by} had found, "
-                f"and {here} is here; pip install '{QUANTIZING}=={made_by}'"
+                f"{OPTION}: the adapters of {self.path} learned beside codes that {QUANTIZATION_PACKAGE} {made_by} "
+                f"had found, "
+                f"and {here} is here; pip install '{QUANTIZATION_PACKAGE}=={made_by}'"
             )
         for what, fingerprint in (("model", model.files.fingerprint), ("tokenizer", model.tokenizer.fingerprint)):
             if saved.get(what) != fingerprint:
                 raise InputError(
                     f"{OPTION}: {self.path} was trained from another {what} than that of model.path ({path}); leave "
-                    f"--config away to take the run's own settings, or set model.path to what {self.run.settings} names"
+                    f"--config away to take the run's own settings, or set model.path to what "
+                    f"{self.run.settings_path} names"
                 )
 
-    def read(self, shapes: Params, shardings: Params) -> Params:
+    def restore_params(self, shapes: Params, shardings: Params) -> Params:
         """The policy's trained arrays, on their shardings. All hosts call it together.
 
         Raises:
@@ -118,17 +120,17 @@ class SavedPolicy:
         """
         # Beside a critic each network has a branch of its own; see `RunState.arrays`.
         below = ("policy",) if self.has_critic else ()
-        item: Any = {"params": abstract(shapes, shardings)}
+        item: Any = {"params": abstract_arrays(shapes, shardings)}
         for key in reversed(below):
             item = {key: item}
-        return functools.reduce(operator.getitem, (*below, "params"), self._read(item))
+        return functools.reduce(operator.getitem, (*below, "params"), self._restore_item(item))
 
     @property
     def has_critic(self) -> bool:
         """Whether the state has a policy and a critic, or is a policy's alone."""
         return any(name.startswith("policy/") for name in self.checksums)
 
-    def read_states(self, shapes: Mapping[str, TrainState], shardings: Mapping[str, TrainState]) -> dict[str, Any]:
+    def restore_states(self, shapes: Mapping[str, TrainState], shardings: Mapping[str, TrainState]) -> dict[str, Any]:
         """Of each network that is asked for and is there, all that its optimizer changes. All hosts call it together.
 
         Args:
@@ -138,19 +140,19 @@ class SavedPolicy:
             InputError: they are damaged, or those of another kind of network.
         """
         names = [name for name in shapes if self.has_critic or name == "policy"]
-        targets = {name: abstract(shapes[name], shardings[name]) for name in names}
+        targets = {name: abstract_arrays(shapes[name], shardings[name]) for name in names}
         item = targets if self.has_critic else targets["policy"]
         wanted, there = set(jax.eval_shape(checksums, item)), self.checksums.keys()
         if not wanted <= there:
             name = min(wanted - there)
             raise InputError(
                 f"{OPTION}: {self.path} has no array {name}: what was trained there is not what these settings train; "
-                f"leave --config away to take the run's own settings, or compare with {self.run.settings}"
+                f"leave --config away to take the run's own settings, or compare with {self.run.settings_path}"
             )
-        found = self._read(item)
+        found = self._restore_item(item)
         return dict(found) if self.has_critic else {"policy": found}
 
-    def _read(self, item: Any) -> Any:
+    def _restore_item(self, item: Any) -> Any:
         """A part of the state, in any tree that it has."""
         args = ocp.args.PyTreeRestore(
             item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
@@ -163,18 +165,18 @@ class SavedPolicy:
             # A program for each: one of all would hold a copy of every array at once, as the integers that it adds up.
             # One after the other, too: sums over devices that wait for each other at once can starve a CPU's threads.
             arrays = jax.tree.leaves_with_path(found)
-            sums = known({path_of(keys): _checksum(x).block_until_ready() for keys, x in arrays})
-            reason = "" if sums == {name: self.checksums.get(name) for name in sums} else OTHER_ARRAYS
+            sums = fetch_checksums({array_path(keys): _checksum(x).block_until_ready() for keys, x in arrays})
+            reason = "" if sums == {name: self.checksums.get(name) for name in sums} else CHECKSUM_MISMATCH
         if reason:
             raise InputError(f"{OPTION}: {self.path} is damaged ({reason}); choose another one of {self.path.parent}")
         return found
 
 
-def _find(path: Path) -> Path:
+def _find_checkpoint(path: Path) -> Path:
     """The checkpoint's own folder."""
     path = path.expanduser()
     if not path.is_dir():
-        hint = "; nothing was evaluated in that run" if path.name == BEST and path.parent.is_dir() else ""
+        hint = "; nothing was evaluated in that run" if path.name == BEST_LINK and path.parent.is_dir() else ""
         raise InputError(f"{OPTION}: there is no folder {path}{hint}; give <run>/checkpoints/<step>, or a run's folder")
     folder = path.resolve()
     if folder.name.isdigit() and (folder / "state").is_dir():
@@ -182,4 +184,4 @@ def _find(path: Path) -> Path:
     run = RunDirectory(folder.parent if folder.name == "checkpoints" else folder)
     if not run.checkpoint_steps:
         raise InputError(f"{OPTION}: {path} holds no checkpoint; give <run>/checkpoints/<step>, or a run's folder")
-    return run.checkpoints / str(max(run.checkpoint_steps))
+    return run.checkpoints_dir / str(max(run.checkpoint_steps))

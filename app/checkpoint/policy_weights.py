@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
-from app.checkpoint.policy_checkpoint import SavedPolicy
+from app.checkpoint.policy_checkpoint import PolicyCheckpoint
 from app.model.decoder import Params
-from app.runtime.model_spec import ModelInput
+from app.runtime.model_spec import ModelSpec
 from app.runtime.session import Session
 
 
-def load_policy(saved: SavedPolicy, session: Session) -> Params:
+def load_policy_params(checkpoint: PolicyCheckpoint, session: Session) -> Params:
     """All of them, on the mesh of the session.
 
     With adapters these beside the weights of `model.path`, in codes where these are quantized; all else in float32.
@@ -21,11 +21,11 @@ def load_policy(saved: SavedPolicy, session: Session) -> Params:
     Raises:
         InputError: they are damaged.
     """
-    return session.whole(load_trained(saved, session.input, session.mesh))
+    return session.full_params(load_trained_params(checkpoint, session.model_spec, session.mesh))
 
 
-def load_trained(saved: SavedPolicy, model: ModelInput, mesh: Mesh) -> Params:
+def load_trained_params(checkpoint: PolicyCheckpoint, model: ModelSpec, mesh: Mesh) -> Params:
     """Those that learned: adapters where there are any, else all. As `load_policy`."""
-    definition = model.adapted
-    shapes, shardings = map(definition.trained, (definition.shapes, definition.shardings(mesh)))
-    return saved.read(shapes, shardings)
+    definition = model.policy_definition
+    shapes, shardings = map(definition.trainable, (definition.shapes, definition.shardings(mesh)))
+    return checkpoint.restore_params(shapes, shardings)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext
 
 
-class Best(NamedTuple):
+class BestCheckpoint(NamedTuple):
     """The best checkpoint so far."""
 
     step: int
@@ -23,22 +23,22 @@ class SaveClock:
     """Whether so many minutes have passed since the last checkpoint; never where there is no such interval."""
 
     every_minutes: float | None
-    now: Callable[[], float]
+    clock: Callable[[], float]
     """Seconds, monotonic."""
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        self._last = self.now()
+        self._last = self.clock()
 
     @property
     def is_due(self) -> bool:
-        return self.every_minutes is not None and self.now() - self._last >= 60 * self.every_minutes
+        return self.every_minutes is not None and self.clock() - self._last >= 60 * self.every_minutes
 
 
 @dataclass
-class NewestAndBest:
+class LatestAndBestPolicy:
     """A preservation policy for Orbax: the newest `keep` checkpoints, and the best by one metric of its evaluation.
 
     Not Orbax's own BestN: that one prefers the later of two equals, keeps its figures in an item of their own, which
@@ -49,45 +49,45 @@ class NewestAndBest:
     metric: str | None = None
     """None: only the newest are kept."""
     mode: Literal["max", "min"] = "max"
-    scores: dict[int, float] = field(default_factory=dict)
+    metric_values: dict[int, float] = field(default_factory=dict)
     """Step -> the metric, of the checkpoints that were evaluated."""
 
-    def note(self, step: int, evaluation: Mapping[str, float | None] | None) -> None:
+    def record_evaluation(self, step: int, evaluation: Mapping[str, float | None] | None) -> None:
         """What the checkpoint of a step says of its evaluation; None where there was none at that step."""
-        self.scores.pop(step, None)
-        score = self.score(evaluation)
+        self.metric_values.pop(step, None)
+        score = self.metric_value(evaluation)
         if score is not None:
-            self.scores[step] = score
+            self.metric_values[step] = score
 
-    def score(self, evaluation: Mapping[str, float | None] | None) -> float | None:
+    def metric_value(self, evaluation: Mapping[str, float | None] | None) -> float | None:
         """The finite value of the metric, where there is one."""
         value = None if evaluation is None or self.metric is None else evaluation.get(self.metric)
         return value if value is not None and math.isfinite(value) else None
 
-    def best(self, steps: Iterable[int]) -> int | None:
+    def best_step(self, steps: Iterable[int]) -> int | None:
         """The best of these steps, of equals the earliest; None where none of them was evaluated."""
         sign = -1 if self.mode == "max" else 1
-        scored = [step for step in steps if step in self.scores]
-        return min(scored, key=lambda step: (sign * self.scores[step], step), default=None)
+        scored = [step for step in steps if step in self.metric_values]
+        return min(scored, key=lambda step: (sign * self.metric_values[step], step), default=None)
 
-    def describe(self, steps: Iterable[int]) -> Best | None:
+    def best_checkpoint(self, steps: Iterable[int]) -> BestCheckpoint | None:
         """The best of these steps, with what makes it so."""
-        step = self.best(steps)
+        step = self.best_step(steps)
         if step is None or self.metric is None:
             return None
-        return Best(step, self.metric, self.scores[step])
+        return BestCheckpoint(step, self.metric, self.metric_values[step])
 
     def is_better(self, evaluation: Mapping[str, float | None] | None, steps: Iterable[int]) -> bool:
         """Whether an evaluation beats those of all of these steps."""
-        score, best = self.score(evaluation), self.best(steps)
+        score, best = self.metric_value(evaluation), self.best_step(steps)
         if score is None or best is None:
             return score is not None
-        return score > self.scores[best] if self.mode == "max" else score < self.scores[best]
+        return score > self.metric_values[best] if self.mode == "max" else score < self.metric_values[best]
 
     def superseded(self, steps: Sequence[int]) -> int | None:
         """The best before the newest of these steps (ascending), where only that still keeps it."""
-        best = self.best(steps[:-1])
-        return best if best not in (*steps[-self.keep :], self.best(steps)) else None
+        best = self.best_step(steps[:-1])
+        return best if best not in (*steps[-self.keep :], self.best_step(steps)) else None
 
     def should_preserve(
         self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: PreservationContext
@@ -97,5 +97,5 @@ class NewestAndBest:
         The best before that one stays for as long as somebody may be reading it as the best.
         """
         steps = [checkpoint.step for checkpoint in checkpoints]
-        kept = {*steps[-self.keep :], self.best(steps), self.best(steps[:-1])}
+        kept = {*steps[-self.keep :], self.best_step(steps), self.best_step(steps[:-1])}
         return [step in kept for step in steps]

@@ -19,16 +19,16 @@ class RunState:
     @property
     def arrays(self) -> Any:
         """What a checkpoint holds on disk: where there is no critic, the policy's state alone."""
-        return arrays_of(self.policy, self.critic)
+        return combine_networks(self.policy, self.critic)
 
     @classmethod
-    def of(cls, arrays: Any, *, kl_coef: float) -> RunState:
+    def from_arrays(cls, arrays: Any, *, kl_coef: float) -> RunState:
         """The inverse of `arrays`."""
         if isinstance(arrays, TrainState):
             return cls(arrays, None, kl_coef)
         return cls(arrays["policy"], arrays["critic"], kl_coef)
 
 
-def arrays_of(policy: Any, critic: Any) -> Any:
+def combine_networks(policy: Any, critic: Any) -> Any:
     """A tree for each network, joined as `RunState.arrays` has them."""
     return policy if critic is None else {"policy": policy, "critic": critic}

@@ -16,7 +16,7 @@ import typer
 from settings import InputError, Resolved, load
 from settings.loading.sources import NO_FLAGS, Flags
 
-FOLDERS_OF_RUN = ("checkpoints", "rollouts", "eval")
+RUN_SUBFOLDERS = ("checkpoints", "rollouts", "eval")
 """In a run's own, with what an option may name."""
 
 EXIT_FAILURE = 1
@@ -34,19 +34,19 @@ def resolve(
 ) -> Resolved:
     """Checked settings, with secrets in place; stops after printing them when that is all that was asked."""
     resolved = load(config, overrides or [], os.environ, flags)
-    tell(resolved.notices)
+    print_notices(resolved.notices)
     if print_config:
         write(resolved.to_yaml(), sys.stdout)
         raise typer.Exit
     check(resolved)
     from settings.loading.secrets import load_secrets
 
-    tell(load_secrets(Path.cwd()))
+    print_notices(load_secrets(Path.cwd()))
     return resolved
 
 
-def under_its_run(
-    config: str | None, overrides: list[str] | None, places: Mapping[str, Path | None]
+def inherit_run_settings(
+    config: str | None, overrides: list[str] | None, run_paths: Mapping[str, Path | None]
 ) -> tuple[str | None, list[str] | None]:
     """`--config` and `--set`: where no file is named, the run's own, but for how its hosts found each other.
 
@@ -56,15 +56,15 @@ def under_its_run(
     Raises:
         InputError: nobody knows the settings of what is there.
     """
-    own = config_of_run(places) if config is None else None
+    own = find_run_config(run_paths) if config is None else None
     if own is None:
         return config, overrides
-    from settings.loading.inherit_from_run import freed
+    from settings.loading.inherit_from_run import reset_overrides
 
-    return own, [*(overrides or []), *freed(own, overrides or [], os.environ)]
+    return own, [*(overrides or []), *reset_overrides(own, overrides or [], os.environ)]
 
 
-def config_of_run(places: Mapping[str, Path | None]) -> str | None:
+def find_run_config(run_paths: Mapping[str, Path | None]) -> str | None:
     """The settings that a run has written beside a checkpoint or a file of samples, or in the run's own folder.
 
     Tells where they are. None for a file of no run, which any settings may read, and where nothing is there: for
@@ -73,11 +73,11 @@ def config_of_run(places: Mapping[str, Path | None]) -> str | None:
     Raises:
         InputError: a folder that should be a run's has no settings. The defaults would pass for the run's.
     """
-    given = {option: path.expanduser().resolve() for option, path in places.items() if path is not None}
+    given = {option: path.expanduser().resolve() for option, path in run_paths.items() if path is not None}
     for option, path in given.items():
-        for folder in _folders_of_run(path):
+        for folder in _candidate_run_folders(path):
             if (file := folder / "settings.yaml").is_file():
-                tell([f"{option}: under the settings of {file}"])
+                print_notices([f"{option}: under the settings of {file}"])
                 return str(file)
     for option, path in given.items():
         if path.is_dir():
@@ -88,15 +88,15 @@ def config_of_run(places: Mapping[str, Path | None]) -> str | None:
     return None
 
 
-def _folders_of_run(path: Path) -> Iterator[Path]:
+def _candidate_run_folders(path: Path) -> Iterator[Path]:
     """What may be a run's own folder, where `path` is that or something in it."""
     yield from (path, path.parent)
     # Anywhere else a settings.yaml two levels above is a stranger's.
-    if path.parent.name in FOLDERS_OF_RUN:
+    if path.parent.name in RUN_SUBFOLDERS:
         yield path.parent.parent
 
 
-def required(path: Path | None, option: str) -> Path:
+def require_path(path: Path | None, option: str) -> Path:
     """An option that only `--print-config` can do without."""
     if path is None:
         raise InputError(f"missing option {option}")
@@ -104,7 +104,7 @@ def required(path: Path | None, option: str) -> Path:
 
 
 @contextmanager
-def errors_for_people(debug: bool) -> Iterator[None]:
+def handle_errors(debug: bool) -> Iterator[None]:
     """Turns exceptions into a message on stderr and the exit code of its kind."""
     try:
         yield
@@ -120,13 +120,13 @@ def errors_for_people(debug: bool) -> Iterator[None]:
 
 
 def _fail(message: str, code: int, *, debug: bool) -> NoReturn:
-    from settings.loading.secrets import redacted
+    from settings.loading.secrets import redact
 
-    write(redacted(f"{traceback.format_exc()}{message}" if debug else message), sys.stderr)
+    write(redact(f"{traceback.format_exc()}{message}" if debug else message), sys.stderr)
     raise typer.Exit(code)
 
 
-def tell(notices: Sequence[str]) -> None:
+def print_notices(notices: Sequence[str]) -> None:
     for notice in notices:
         write(f"note: {notice}", sys.stderr)
 
@@ -139,12 +139,12 @@ def write(text: str, stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def as_text(summary: dict[str, Any], *, as_json: bool) -> str:
+def format_summary(summary: dict[str, Any], *, as_json: bool) -> str:
     if as_json:
-        return json_text(summary)
+        return format_json(summary)
     width = max(map(len, summary), default=0)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in summary.items())
 
 
-def json_text(result: Any) -> str:
+def format_json(result: Any) -> str:
     return json.dumps(result, indent=2, ensure_ascii=False)

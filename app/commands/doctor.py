@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from app.commands.command_support import errors_for_people, json_text, resolve, write
+from app.commands.command_support import format_json, handle_errors, resolve, write
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings.checks.commands import check_for_mesh
 
@@ -19,14 +19,14 @@ def doctor(
     debug: Debug = False,
 ) -> None:
     """Look at all that a run of these settings needs, before a long one. Fetches nothing and leaves nothing behind."""
-    with errors_for_people(debug):
+    with handle_errors(debug):
         # What else is amiss with the settings is one of the findings.
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
-        from app.preflight.doctor import examine
+        from app.preflight.doctor import run_doctor
 
-        found = examine(resolved)
+        found = run_doctor(resolved)
         if found.host == 0:
-            write(json_text(found.to_dict()) if as_json else found.to_text(), sys.stdout)
+            write(format_json(found.to_dict()) if as_json else found.to_text(), sys.stdout)
     if found.exit_code:
-        write(f"error: {', '.join(found.failed)}: a run of these settings would fail", sys.stderr)
+        write(f"error: {', '.join(found.failed_checks)}: a run of these settings would fail", sys.stderr)
     raise typer.Exit(found.exit_code)

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from app.commands.command_support import errors_for_people, json_text, resolve, tell, under_its_run, write
+from app.commands.command_support import format_json, handle_errors, inherit_run_settings, print_notices, resolve, write
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_evaluation
-from settings.checks.unused_settings import adapters_left_out
+from settings.checks.unused_settings import unused_adapter_notices
 
 
 def evaluate(
@@ -53,7 +53,7 @@ def evaluate(
     As training does, under data.eval_*, eval.* and the first of reward.functions. Several samples of a prompt, as
     eval.num_samples and eval.temperature ask, also measure pass@k and maj@k.
     """
-    with errors_for_people(debug):
+    with handle_errors(debug):
         if compare is not None:
             given = {"--config": config, "--set": overrides, "--print-config": print_config}
             for option, value in {**given, "--checkpoint": checkpoint, "--out": out}.items():
@@ -61,16 +61,16 @@ def evaluate(
                     raise InputError(f"{option} goes without --compare, which reads two files and nothing else")
             from app.evaluation.compare import compare_evaluations
 
-            found = compare_evaluations(*compare, picture=picture)
+            found = compare_evaluations(*compare, plot_path=picture)
         else:
             if picture is not None:
                 raise InputError("--picture goes with --compare BEFORE.jsonl AFTER.jsonl")
-            config, overrides = under_its_run(config, overrides, {"--checkpoint": checkpoint})
+            config, overrides = inherit_run_settings(config, overrides, {"--checkpoint": checkpoint})
             resolved = resolve(config, overrides, print_config=print_config, check=check_for_evaluation)
             if checkpoint is None:
-                tell(adapters_left_out(resolved))
+                print_notices(unused_adapter_notices(resolved))
             from app.evaluation.standalone import evaluate_model
 
             found = evaluate_model(resolved, checkpoint=checkpoint, out=out)
         if found is not None:
-            write(json_text(found.to_dict()) if as_json else found.to_text(), sys.stdout)
+            write(format_json(found.to_dict()) if as_json else found.to_text(), sys.stdout)

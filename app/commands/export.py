@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import as_text, config_of_run, errors_for_people, required, resolve, write
+from app.commands.command_support import find_run_config, format_summary, handle_errors, require_path, resolve, write
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings.checks.commands import check_for_mesh
 
@@ -41,12 +41,12 @@ def export(
 
     Adapters are merged into the model's weights, unless --adapter asks for them alone.
     """
-    with errors_for_people(debug):
-        config = config or config_of_run({"--checkpoint": checkpoint})
+    with handle_errors(debug):
+        config = config or find_run_config({"--checkpoint": checkpoint})
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
-        checkpoint, out = required(checkpoint, "--checkpoint"), required(out, "--out")
+        checkpoint, out = require_path(checkpoint, "--checkpoint"), require_path(out, "--out")
         from app.export import huggingface as room
 
         write_out = room.export_adapter if adapter else room.export
         summary = write_out(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
-        write(as_text(summary, as_json=as_json), sys.stdout)
+        write(format_summary(summary, as_json=as_json), sys.stdout)

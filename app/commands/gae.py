@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import as_text, errors_for_people, json_text, required, resolve, write
+from app.commands.command_support import format_json, format_summary, handle_errors, require_path, resolve, write
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_mesh
 
-BENCH_SHAPES = "16x8192,128x65536"
+DEFAULT_BENCH_SHAPES = "16x8192,128x65536"
 
 
 def gae(
@@ -42,7 +42,7 @@ def gae(
     ] = False,
     shapes: Annotated[
         str | None,
-        typer.Option(metavar="BxT,...", help=f"Shapes that --bench measures.  [default: {BENCH_SHAPES}]"),
+        typer.Option(metavar="BxT,...", help=f"Shapes that --bench measures.  [default: {DEFAULT_BENCH_SHAPES}]"),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -53,7 +53,7 @@ def gae(
     mask_mode, bootstrap_truncated, whiten_advantages, critic.lam, and the KL penalty of algorithm.beta where it is in
     the reward. What cannot be applied is named at the end.
     """
-    with errors_for_people(debug):
+    with handle_errors(debug):
         flags = {
             "--gamma": ("algorithm.gamma", gamma),
             "--lam": ("algorithm.lam", lam),
@@ -71,11 +71,11 @@ def gae(
         if bench:
             from app.stages import gae_benchmark
 
-            measured = gae_benchmark.bench(resolved, shapes=shapes or BENCH_SHAPES, out=out)
-            write(json_text(measured.to_dict()) if as_json else measured.to_text(), sys.stdout)
+            measured = gae_benchmark.run_benchmark(resolved, shapes=shapes or DEFAULT_BENCH_SHAPES, out=out)
+            write(format_json(measured.to_dict()) if as_json else measured.to_text(), sys.stdout)
         else:
-            source, out = required(source, "--input"), required(out, "--out")
+            source, out = require_path(source, "--input"), require_path(out, "--out")
             from app.stages import gae
 
-            summary = gae.estimate(resolved, input=source, out=out)
-            write(as_text(summary, as_json=as_json), sys.stdout)
+            summary = gae.estimate_advantages(resolved, input=source, out=out)
+            write(format_summary(summary, as_json=as_json), sys.stdout)

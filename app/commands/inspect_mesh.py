@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import errors_for_people, json_text, resolve, write
+from app.commands.command_support import format_json, handle_errors, resolve, write
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings import InputError
-from settings.checks.commands import check_for_inspection, check_for_mesh
+from settings.checks.commands import check_for_inspect_mesh, check_for_mesh
 
 
 def inspect_mesh(
@@ -39,8 +39,8 @@ def inspect_mesh(
     debug: Debug = False,
 ) -> None:
     """Show the devices, the mesh over them, where weights and batches lie, and what fits. Loads no weights."""
-    with errors_for_people(debug):
-        check = check_for_inspection if plan is None else check_for_mesh
+    with handle_errors(debug):
+        check = check_for_inspect_mesh if plan is None else check_for_mesh
         resolved = resolve(config, overrides, print_config=print_config, check=check)
         for option, given in (("--picture", picture), ("--role", role)):
             if given is not None and plan is None:
@@ -54,5 +54,5 @@ def inspect_mesh(
         else:
             from app.preflight.packing_report import inspect_plan
 
-            report = inspect_plan(resolved, file=plan, role=role or "update", picture=picture)
-        write(json_text(report.to_dict()) if as_json else report.to_text(), sys.stdout)
+            report = inspect_plan(resolved, file=plan, role=role or "update", plot_path=picture)
+        write(format_json(report.to_dict()) if as_json else report.to_text(), sys.stdout)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from app.commands.command_support import as_text, errors_for_people, write
+from app.commands.command_support import format_summary, handle_errors, write
 from app.commands.options import AsJson, Debug
 
 
@@ -21,8 +21,8 @@ def report(
     debug: Debug = False,
 ) -> None:
     """Write report.html, rollouts.html and plots/ of a run anew, from its files alone."""
-    with errors_for_people(debug):
+    with handle_errors(debug):
         from app.report.write_report import write_report
 
         summary = write_report(run) if samples is None else write_report(run, num_samples=samples)
-        write(as_text(summary, as_json=as_json), sys.stdout)
+        write(format_summary(summary, as_json=as_json), sys.stdout)

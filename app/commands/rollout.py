@@ -8,11 +8,19 @@ from typing import Annotated
 
 import typer
 
-from app.commands.command_support import as_text, errors_for_people, json_text, required, resolve, tell, write
+from app.commands.command_support import (
+    format_json,
+    format_summary,
+    handle_errors,
+    print_notices,
+    require_path,
+    resolve,
+    write,
+)
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_rollout, check_for_simulation
-from settings.checks.unused_settings import adapters_left_out
+from settings.checks.unused_settings import unused_adapter_notices
 
 
 def rollout(
@@ -54,7 +62,7 @@ def rollout(
     debug: Debug = False,
 ) -> None:
     """Sample completions and write them as JSON Lines."""
-    with errors_for_people(debug):
+    with handle_errors(debug):
         check = check_for_rollout if simulate is None else check_for_simulation
         resolved = resolve(config, overrides, print_config=print_config, check=check)
         for option, given, wanted in (
@@ -67,12 +75,12 @@ def rollout(
             from app.stages.simulate import simulate as compare_schedules
 
             found = compare_schedules(resolved, trace=simulate, cost=cost, out=out, timeline=timeline)
-            write(json_text(found.to_dict()) if as_json else found.to_text(), sys.stdout)
+            write(format_json(found.to_dict()) if as_json else found.to_text(), sys.stdout)
             raise typer.Exit
-        out = required(out, "--out")
-        tell(adapters_left_out(resolved))
+        out = require_path(out, "--out")
+        print_notices(unused_adapter_notices(resolved))
         from app.stages import rollout
 
         summary = rollout.rollout(resolved, prompts=prompts, limit=limit, out=out, timeline=timeline, log=log)
         if summary is not None:
-            write(as_text(summary, as_json=as_json), sys.stdout)
+            write(format_summary(summary, as_json=as_json), sys.stdout)

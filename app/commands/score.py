@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import as_text, errors_for_people, required, resolve, tell, write
+from app.commands.command_support import format_summary, handle_errors, print_notices, require_path, resolve, write
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings.checks.commands import check_for_score
-from settings.checks.unused_settings import adapters_left_out
+from settings.checks.unused_settings import unused_adapter_notices
 
 
 def score(
@@ -39,13 +39,13 @@ def score(
     debug: Debug = False,
 ) -> None:
     """Add logprobs, values or rewards to the samples of a file."""
-    with errors_for_people(debug):
+    with handle_errors(debug):
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_score)
-        samples, out = required(samples, "--input"), required(out, "--out")
+        samples, out = require_path(samples, "--input"), require_path(out, "--out")
         if role == "policy":
-            tell(adapters_left_out(resolved))
+            print_notices(unused_adapter_notices(resolved))
         from app.stages import score
 
         summary = score.score(resolved, input=samples, out=out, role=role, checks_packing=check_packing)
         if summary is not None:
-            write(as_text(summary, as_json=as_json), sys.stdout)
+            write(format_summary(summary, as_json=as_json), sys.stdout)

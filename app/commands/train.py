@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from app.commands.command_support import errors_for_people, json_text, resolve, under_its_run, write
+from app.commands.command_support import format_json, handle_errors, inherit_run_settings, resolve, write
 from app.commands.options import Config, Debug, Overrides, PrintConfig
 from settings import InputError, load
 from settings.checks.commands import check_for_dry_run, check_for_train
 from settings.loading.sources import NO_FLAGS, Flags
 
 if TYPE_CHECKING:
-    from app.training.replay import Asked
+    from app.training.replay import ReplayRequest
 
 
 def train(
@@ -52,7 +52,7 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a model: rollout, reward, score, advantage, update, again and again."""
-    with errors_for_people(debug):
+    with handle_errors(debug):
         if as_json and not dry_run:
             raise InputError("--json goes with --dry-run; a run's figures are in its metrics.jsonl")
         if checkpoint is not None and from_rollouts is None:
@@ -60,23 +60,25 @@ def train(
         check = check_for_dry_run if dry_run else check_for_train
         named = config
         places = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
-        config, overrides = under_its_run(named, overrides, places)
-        flags = NO_FLAGS if config == named else _name_of_replay(config, overrides)
+        config, overrides = inherit_run_settings(named, overrides, places)
+        flags = NO_FLAGS if config == named else _replay_run_name(config, overrides)
         resolved = resolve(config, overrides, flags=flags, print_config=print_config, check=check)
         if dry_run:
-            from app.preflight.dry_run import look_ahead
+            from app.preflight.dry_run import make_dry_run_report
 
-            found = look_ahead(resolved, resume=resume, asked=_asked(from_rollouts, checkpoint))
+            found = make_dry_run_report(
+                resolved, resume=resume, replay_request=_replay_request(from_rollouts, checkpoint)
+            )
             if found is not None:
-                write(json_text(found.to_dict()) if as_json else found.to_text(), sys.stdout)
+                write(format_json(found.to_dict()) if as_json else found.to_text(), sys.stdout)
             raise typer.Exit
         from app.training import train
 
-        code = train.train(resolved, resume=resume, asked=_asked(from_rollouts, checkpoint))
+        code = train.train(resolved, resume=resume, replay_request=_replay_request(from_rollouts, checkpoint))
     raise typer.Exit(code)
 
 
-def _name_of_replay(config: str | None, overrides: list[str] | None) -> Flags:
+def _replay_run_name(config: str | None, overrides: list[str] | None) -> Flags:
     """Of a run under another one's settings: the name there is taken, unless somebody has said another."""
     resolved = load(config, overrides or [], os.environ)
     if not resolved.provenance["run.name"].startswith("yaml:"):
@@ -84,7 +86,7 @@ def _name_of_replay(config: str | None, overrides: list[str] | None) -> Flags:
     return {"--from-rollouts": ("run.name", f"{resolved.settings.run.name}-replay")}
 
 
-def _asked(rollouts: Path | None, checkpoint: Path | None) -> Asked | None:
-    from app.training.replay import Asked
+def _replay_request(rollouts: Path | None, checkpoint: Path | None) -> ReplayRequest | None:
+    from app.training.replay import ReplayRequest
 
-    return None if rollouts is None else Asked(rollouts, checkpoint)
+    return None if rollouts is None else ReplayRequest(rollouts, checkpoint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-AskedToStop = Callable[[], bool]
+StopCheck = Callable[[], bool]
 """Whether generation is to end at the next edge of a segment. Asked from any thread; once true, it stays so."""
 
 
@@ -15,6 +15,6 @@ class StoppedError(Exception):
         super().__init__("generation was asked to stop")
 
 
-def never() -> bool:
+def never_stop() -> bool:
     """Nobody asks."""
     return False

@@ -5,10 +5,10 @@ from __future__ import annotations
 from jax._src import cloud_tpu_init
 from jax._src.clusters import ClusterEnv
 
-from app.distributed.rendezvous import Member
+from app.distributed.rendezvous import ClusterMember
 from settings.errors import InputError
 
-BY_HAND = "set mesh.coordinator_address, mesh.num_processes and mesh.process_id instead"
+MANUAL_SETTINGS_HINT = "set mesh.coordinator_address, mesh.num_processes and mesh.process_id instead"
 
 
 def is_cloud_tpu_vm() -> bool:
@@ -16,7 +16,7 @@ def is_cloud_tpu_vm() -> bool:
     return cloud_tpu_init.running_in_cloud_tpu_vm
 
 
-def find_cluster(*, timeout_s: int, must: bool = False) -> Member | None:
+def detect_cluster(*, timeout_s: int, required: bool = False) -> ClusterMember | None:
     """This host among those of Cloud TPU, Slurm, Open MPI or Kubernetes; None where nobody knows of others.
 
     Args:
@@ -30,16 +30,17 @@ def find_cluster(*, timeout_s: int, must: bool = False) -> Member | None:
             None, None, None, None, None, timeout_s
         )
     except OSError as error:
-        if must:
+        if required:
             raise InputError(
-                f"mesh.coordinator_address: auto, and the platform does not answer ({error}); {BY_HAND}"
+                f"mesh.coordinator_address: auto, and the platform does not answer ({error}); {MANUAL_SETTINGS_HINT}"
             ) from error
         # TPUs without a metadata server, as in hosted notebooks: nobody to ask.
         return None
     except (RuntimeError, ValueError, LookupError, TypeError) as error:
         raise InputError(
-            f"mesh.coordinator_address: the platform's account of its hosts cannot be read ({error}); {BY_HAND}"
+            f"mesh.coordinator_address: the platform's account of its hosts cannot be read ({error}); "
+            f"{MANUAL_SETTINGS_HINT}"
         ) from error
     if address is None or num_processes is None or process_id is None:
         return None
-    return None if num_processes == 1 else Member(address, num_processes, process_id)
+    return None if num_processes == 1 else ClusterMember(address, num_processes, process_id)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from app.records.moments import Moments, merged
+from app.records.moments import Moments, merge_moments
 
 
 def gather_over_hosts(values: np.ndarray) -> np.ndarray:
@@ -33,36 +33,36 @@ def max_over_hosts(values: np.ndarray) -> np.ndarray:
 def moments_over_hosts(parts: Sequence[Moments]) -> list[Moments]:
     """Of several quantities, those of all hosts' numbers. Hosts have the same quantities, and any numbers of each."""
     hosts = gather_over_hosts(np.asarray(parts, np.float64))
-    return [merged(Moments(*host) for host in quantity.tolist()) for quantity in hosts.swapaxes(0, 1)]
+    return [merge_moments(Moments(*host) for host in quantity.tolist()) for quantity in hosts.swapaxes(0, 1)]
 
 
-SMALLEST_MESSAGE = 1 << 12
+MIN_MESSAGE_BYTES = 1 << 12
 
 
-LARGEST_MESSAGE = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20
 """Bytes that a host sends at once: all devices of all hosts hold those of all."""
 
 
-def bytes_over_hosts(own: bytes) -> list[bytes]:
+def gather_bytes_over_hosts(local_bytes: bytes) -> list[bytes]:
     """Every host's, in the order of processes; they may differ in length."""
-    sizes = gather_over_hosts(np.asarray(len(own)))
+    sizes = gather_over_hosts(np.asarray(len(local_bytes)))
     # Of few sizes, since each is a program to compile.
-    padded = np.zeros(max(SMALLEST_MESSAGE, 1 << (int(sizes.max()) - 1).bit_length()), np.uint8)
-    padded[: len(own)] = np.frombuffer(own, np.uint8)
+    padded = np.zeros(max(MIN_MESSAGE_BYTES, 1 << (int(sizes.max()) - 1).bit_length()), np.uint8)
+    padded[: len(local_bytes)] = np.frombuffer(local_bytes, np.uint8)
     return [raw[:size].tobytes() for raw, size in zip(gather_over_hosts(padded), sizes, strict=True)]
 
 
-def bytes_to_first_host(own: bytes) -> list[bytes]:
+def gather_bytes_to_first_host(local_bytes: bytes) -> list[bytes]:
     """On the first host every host's, in the order of processes; nothing on the others.
 
     Of any length: they go in messages of a bounded size, one after another.
     """
     if jax.process_count() == 1:
-        return [own]
-    longest = int(max_over_hosts(np.asarray(len(own))))
+        return [local_bytes]
+    longest = int(max_over_hosts(np.asarray(len(local_bytes))))
     received: list[bytearray] = [bytearray() for _ in range(jax.process_count())]
-    for start in range(0, longest, LARGEST_MESSAGE):
-        pieces = bytes_over_hosts(own[start : start + LARGEST_MESSAGE])
+    for start in range(0, longest, MAX_MESSAGE_BYTES):
+        pieces = gather_bytes_over_hosts(local_bytes[start : start + MAX_MESSAGE_BYTES])
         if jax.process_index() == 0:
             for whole, piece in zip(received, pieces, strict=True):
                 whole += piece

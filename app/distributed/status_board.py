@@ -16,36 +16,36 @@ from typing import Any, Protocol
 import jax
 from jax._src import distributed  # the store has no public name
 
-POLL_S = 0.5
+POLL_INTERVAL_S = 0.5
 """How old what a host knows of the others may be."""
 
-FOLDER = "grpo/"
+KEY_PREFIX = "grpo/"
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """What of JAX's client a board uses. All of it raises RuntimeError where process 0 cannot be reached."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
 
 
-class Bulletin:
+class StatusBoard:
     """Topic -> what each host has said about it. A context: a thread asks for news while it is open.
 
     Args:
         store: None where no other host has joined; then the board is this process' own.
     """
 
-    def __init__(self, store: Store | None, *, host: int, num_hosts: int = 1):
+    def __init__(self, store: KeyValueStore | None, *, host: int, num_hosts: int = 1):
         self.host = host
         self.num_hosts = num_hosts
         self._store = store
         self._notices: dict[tuple[str, int], str] = {}
         self._outgoing: SimpleQueue[tuple[str, str] | None] = SimpleQueue()
         # A daemon: a call that process 0 never answers must not keep this one from ending.
-        self._thread = threading.Thread(target=self._exchange, name="bulletin", daemon=True)
+        self._thread = threading.Thread(target=self._sync_loop, name="bulletin", daemon=True)
 
-    def __enter__(self) -> Bulletin:
+    def __enter__(self) -> StatusBoard:
         if self._store is not None:
             self._thread.start()
         return self
@@ -53,7 +53,7 @@ class Bulletin:
     def __exit__(self, *_: object) -> None:
         if self._store is not None:
             self._outgoing.put(None)
-            self._thread.join(2 * POLL_S)
+            self._thread.join(2 * POLL_INTERVAL_S)
 
     def post(self, topic: str, text: str) -> None:
         """Says something for this host, instead of what it has said before; on its way when this returns."""
@@ -64,7 +64,7 @@ class Bulletin:
         """Host -> what it says, as far as it is known here; from any thread, and at once."""
         return {host: text for (about, host), text in list(self._notices.items()) if about == topic}
 
-    def _exchange(self) -> None:
+    def _sync_loop(self) -> None:
         assert self._store is not None
         next_look = 0.0
         while True:
@@ -72,28 +72,28 @@ class Bulletin:
                 notice = self._outgoing.get(timeout=max(next_look - time.monotonic(), 0.0))
                 if notice is None:
                     return
-                self._try(self._send, *notice)
+                self._call_store(self._send, *notice)
                 continue
-            self._try(self._look)
-            next_look = time.monotonic() + POLL_S
+            self._call_store(self._poll)
+            next_look = time.monotonic() + POLL_INTERVAL_S
 
-    def _try(self, call: Any, *arguments: str) -> None:
+    def _call_store(self, call: Any, *arguments: str) -> None:
         # Whoever cannot reach process 0 is ended by the heartbeat, and has nobody to tell until then.
         with suppress(RuntimeError):
             call(*arguments)
 
     def _send(self, topic: str, text: str) -> None:
         assert self._store is not None
-        self._store.key_value_set(f"{FOLDER}{topic}/{self.host}", text, allow_overwrite=True)
+        self._store.key_value_set(f"{KEY_PREFIX}{topic}/{self.host}", text, allow_overwrite=True)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         assert self._store is not None
-        for key, text in self._store.key_value_dir_get(FOLDER):
-            topic, host = key.removeprefix(FOLDER).split("/")
+        for key, text in self._store.key_value_dir_get(KEY_PREFIX):
+            topic, host = key.removeprefix(KEY_PREFIX).split("/")
             self._notices[topic, int(host)] = text
 
 
-def open_bulletin() -> Bulletin:
+def open_status_board() -> StatusBoard:
     """The board of the processes that have joined. `topology.start` must have run.
 
     Raises:
@@ -101,10 +101,10 @@ def open_bulletin() -> Bulletin:
     """
     host = jax.process_index()
     if jax.process_count() == 1:
-        return Bulletin(None, host=host)
+        return StatusBoard(None, host=host)
     client: Any = getattr(distributed.global_state, "client", None)
     if not (hasattr(client, "key_value_set") and hasattr(client, "key_value_dir_get")):
         raise RuntimeError(
             f"jax {jax.__version__} has no key-value store where app/distributed/status_board.py looks for it"
         )
-    return Bulletin(client, host=host, num_hosts=jax.process_count())
+    return StatusBoard(client, host=host, num_hosts=jax.process_count())

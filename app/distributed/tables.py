@@ -8,18 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from app.distributed.collectives import (
-    bytes_over_hosts,
+    gather_bytes_over_hosts,
     gather_over_hosts,
 )
 
 
-def over_hosts(values: Sequence[float]) -> np.ndarray:
+def gather_values(values: Sequence[float]) -> np.ndarray:
     """Every host's values, host after host; hosts may hold different numbers of them."""
-    (gathered,) = table_over_hosts({"": values}).values()
+    (gathered,) = gather_table({"": values}).values()
     return gathered
 
 
-def table_over_hosts(columns: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
+def gather_table(columns: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
     """The rows of every host's table, host after host. Hosts have the same columns, and any number of rows."""
     table = np.asarray(list(columns.values()), np.float64).T
     counts = gather_over_hosts(np.asarray(len(table)))
@@ -29,6 +29,8 @@ def table_over_hosts(columns: Mapping[str, Sequence[float]]) -> dict[str, np.nda
     return dict(zip(columns, rows.T, strict=True))
 
 
-def names_over_hosts(names: Iterable[str]) -> list[str]:
+def gather_names(names: Iterable[str]) -> list[str]:
     """The names that any host has, sorted."""
-    return sorted({name for host in bytes_over_hosts(json.dumps(sorted(names)).encode()) for name in json.loads(host)})
+    return sorted(
+        {name for host in gather_bytes_over_hosts(json.dumps(sorted(names)).encode()) for name in json.loads(host)}
+    )

@@ -8,51 +8,51 @@ from pathlib import Path
 
 import numpy as np
 
-from app.evaluation.comparison_report import Comparison, PairedRow, check_picture, is_told, write_picture
+from app.evaluation.comparison_report import EvaluationComparison, PairedMetric, check_plot_path, is_shown, write_plot
 from app.evaluation.metadata import (
     CHECKPOINT,
     JUDGE,
-    JUDGES_FILE,
-    JUDGES_FUNCTION,
+    JUDGE_FILE,
+    JUDGE_FUNCTION,
     MODEL,
     PROMPTS,
-    Subject,
-    facts_file,
-    read_subject,
+    EvaluationMetadata,
+    metadata_path,
+    read_metadata,
 )
 from app.evaluation.metrics import (
     ACCURACY,
     DIFFICULTY,
     ERROR_COUNT,
-    OTHER_VALUES,
-    Table,
-    accuracy_at,
-    figures_of,
-    levels_of,
-    mean_figure,
+    NON_BINARY_COUNT,
+    PromptTable,
+    accuracy_metric_name,
+    difficulty_levels,
+    estimate_mean,
+    estimate_metrics,
     prompt_columns,
 )
-from app.records.jsonl import check_distinct, read_jsonl
+from app.records.jsonl import check_distinct_paths, read_jsonl
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import sample_from_record
-from app.report.confidence_intervals import Measured, mean_interval, sign_test
-from app.reward.tasks import is_task_reward, right_vote
+from app.report.confidence_intervals import MetricEstimate, mean_interval, sign_test
+from app.reward.tasks import is_task_reward, reference_answer
 from settings.errors import InputError
 
-COMPARED = {MODEL, CHECKPOINT, PROMPTS}
+EXPECTED_DIFFERENCES = {MODEL, CHECKPOINT, PROMPTS}
 """What may differ, as the labels say; of the prompts, as a look at the records says."""
-DECIMALS = 9
+CHANGE_DECIMALS = 9
 """Of a change: what is behind them comes of adding the same values in another order."""
-MOST_SHOWN = 8
+MAX_SHOWN = 8
 """Numbers of samples in an error."""
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationResults:
     """A file of judged samples."""
 
     path: Path
-    subject: Subject | None
+    metadata: EvaluationMetadata | None
     """None where nothing stands beside the file, as beside those that a run has written."""
     judge: str
     num_samples: int
@@ -62,9 +62,9 @@ class Evaluated:
 
     @property
     def label(self) -> str:
-        return str(self.path) if self.subject is None else f"{self.subject.label} ({self.path})"
+        return str(self.path) if self.metadata is None else f"{self.metadata.label} ({self.path})"
 
-    def table(self, uids: Sequence[str]) -> Table:
+    def prompt_table(self, uids: Sequence[str]) -> PromptTable:
         samples = [sample for uid in uids for sample in self.groups[uid]]
         columns = prompt_columns(samples, judge=self.judge, num_samples=self.num_samples)
         return {name: np.asarray(column, np.float64) for name, column in columns.items()}
@@ -73,42 +73,42 @@ class Evaluated:
         return self.groups[uid][0].prompt
 
 
-def compare_evaluations(before: Path, after: Path, *, picture: Path | None) -> Comparison:
+def compare_evaluations(before: Path, after: Path, *, plot_path: Path | None) -> EvaluationComparison:
     """Both files' figures, the differences prompt by prompt, and how likely chance alone would give as much.
 
     Raises:
         InputError: files that cannot be read or compared, or a picture that cannot be written.
     """
-    check_distinct({"--compare BEFORE": before, "--compare AFTER": after, "--picture": picture})
-    if picture is not None:
-        check_picture(picture)
-    first, second = read_evaluated(before), read_evaluated(after)
+    check_distinct_paths({"--compare BEFORE": before, "--compare AFTER": after, "--picture": plot_path})
+    if plot_path is not None:
+        check_plot_path(plot_path)
+    first, second = read_evaluation_results(before), read_evaluation_results(after)
     _check_comparable(first, second)
     uids = [*first.groups]
-    tables = first.table(uids), second.table(uids)
-    change = _change(*tables, ACCURACY)
+    tables = first.prompt_table(uids), second.prompt_table(uids)
+    change = _prompt_differences(*tables, ACCURACY)
     better, worse = int((change > 0).sum()), int((change < 0).sum())
     right_or_wrong = all(np.isin(table[ACCURACY][~np.isnan(table[ACCURACY])], (0, 1)).all() for table in tables)
-    comparison = Comparison(
+    comparison = EvaluationComparison(
         first.label,
         second.label,
         num_prompts=len(uids),
         judge=first.judge,
-        by_plug_in=not is_task_reward(first.judge),
-        rows=_rows(first, second, *tables),
+        has_plugin_judge=not is_task_reward(first.judge),
+        metrics=_paired_metrics(first, second, *tables),
         num_better=better,
         num_worse=worse,
-        num_alike=int((change == 0).sum()),
+        num_equal=int((change == 0).sum()),
         test="exact McNemar test" if right_or_wrong else "exact sign test over prompts",
         p_value=sign_test(better, worse),
-        notes=[*_unjudged(change), *_notes(first, second)],
+        notes=[*_unjudged_notes(change), *_notes(first, second)],
     )
-    if picture is not None:
-        write_picture(picture, comparison)
+    if plot_path is not None:
+        write_plot(plot_path, comparison)
     return comparison
 
 
-def read_evaluated(path: Path) -> Evaluated:
+def read_evaluation_results(path: Path) -> EvaluationResults:
     """The samples of an evaluation's file, its own or one that a run has written.
 
     Raises:
@@ -120,26 +120,26 @@ def read_evaluated(path: Path) -> Evaluated:
         groups.setdefault(sample.prompt.uid, []).append(sample)
     if not groups:
         raise InputError(f"--compare: {path} holds no samples")
-    subject = read_subject(path)
-    judge = _judge_of(path, subject, groups)
+    subject = read_metadata(path)
+    judge = _find_judge(path, subject, groups)
     num_samples = max(len({sample.sample_index for sample in samples}) for samples in groups.values())
     for uid, samples in groups.items():
         samples.sort(key=lambda sample: sample.sample_index)
         there = [sample.sample_index for sample in samples]
         if there != [*range(num_samples)]:
-            shown = ", ".join(map(str, there[:MOST_SHOWN])) + ", ..." * (len(there) > MOST_SHOWN)
+            shown = ", ".join(map(str, there[:MAX_SHOWN])) + ", ..." * (len(there) > MAX_SHOWN)
             raise InputError(
                 f"--compare: {path} is not whole: {uid} has samples {shown}, others 0 to {num_samples - 1}; the same "
                 "grpo evaluate command again mends it"
             )
     if num_samples > 1 and is_task_reward(judge):
-        _check_votes(path, judge, [samples[0].prompt for samples in groups.values()])
-    return Evaluated(path, subject, judge, num_samples, groups)
+        _check_majority_answers(path, judge, [samples[0].prompt for samples in groups.values()])
+    return EvaluationResults(path, subject, judge, num_samples, groups)
 
 
-def _check_votes(path: Path, judge: str, prompts: Sequence[Prompt]) -> None:
+def _check_majority_answers(path: Path, judge: str, prompts: Sequence[Prompt]) -> None:
     """Raises InputError where nobody can say which vote of the majority is right."""
-    unknown = [prompt.uid for prompt in prompts if right_vote(judge, prompt) is None]
+    unknown = [prompt.uid for prompt in prompts if reference_answer(judge, prompt) is None]
     if unknown:
         others = f" (and {len(unknown) - 1:,} more prompts are like it)" if len(unknown) > 1 else ""
         raise InputError(
@@ -148,12 +148,12 @@ def _check_votes(path: Path, judge: str, prompts: Sequence[Prompt]) -> None:
         )
 
 
-def _judge_of(path: Path, subject: Subject | None, groups: Mapping[str, Sequence[Sample]]) -> str:
+def _find_judge(path: Path, metadata: EvaluationMetadata | None, groups: Mapping[str, Sequence[Sample]]) -> str:
     """The one function whose values the samples have."""
     samples = [sample for of_prompt in groups.values() for sample in of_prompt]
     names = sorted({name for sample in samples for name in sample.rewards or {}})
-    if subject is not None and all(sample.rewards is not None for sample in samples):
-        names = [subject.facts[JUDGE]]
+    if metadata is not None and all(sample.rewards is not None for sample in samples):
+        names = [metadata.facts[JUDGE]]
     if len(names) != 1:
         found = f"the values of {', '.join(names)}" if names else "none"
         raise InputError(
@@ -163,14 +163,14 @@ def _judge_of(path: Path, subject: Subject | None, groups: Mapping[str, Sequence
     return names[0]
 
 
-def _check_comparable(first: Evaluated, second: Evaluated) -> None:
+def _check_comparable(first: EvaluationResults, second: EvaluationResults) -> None:
     """Raises InputError where they are not of the same questions, or not judged alike."""
     both = f"{first.path} and {second.path}"
     if first.judge != second.judge:
         raise InputError(f"--compare: {both} are not judged alike: by {first.judge}, and by {second.judge}")
-    if first.subject and second.subject:
-        for name, how in ((JUDGES_FUNCTION, "is another function"), (JUDGES_FILE, "is in a file that has changed")):
-            was, now = (one.facts.get(name) for one in (first.subject, second.subject))
+    if first.metadata and second.metadata:
+        for name, how in ((JUDGE_FUNCTION, "is another function"), (JUDGE_FILE, "is in a file that has changed")):
+            was, now = (one.facts.get(name) for one in (first.metadata, second.metadata))
             if was != now:
                 raise InputError(
                     f"--compare: {both} are not judged alike: {first.judge} {how}: {name} was {was}, and is {now}"
@@ -198,44 +198,52 @@ def _check_comparable(first: Evaluated, second: Evaluated) -> None:
             )
 
 
-def _change(before: Table, after: Table, column: str) -> np.ndarray:
+def _prompt_differences(before: PromptTable, after: PromptTable, column: str) -> np.ndarray:
     """Of every prompt; NaN where it has no value before or after."""
-    return np.round(after[column] - before[column], DECIMALS)
+    return np.round(after[column] - before[column], CHANGE_DECIMALS)
 
 
-def _rows(first: Evaluated, second: Evaluated, before: Table, after: Table) -> list[PairedRow]:
+def _paired_metrics(
+    first: EvaluationResults, second: EvaluationResults, before: PromptTable, after: PromptTable
+) -> list[PairedMetric]:
     """A row for each figure that both have."""
-    figures = [figures_of(table, num_samples=one.num_samples) for one, table in ((first, before), (second, after))]
+    figures = [
+        estimate_metrics(table, num_samples=one.num_samples) for one, table in ((first, before), (second, after))
+    ]
     everywhere = np.ones(len(before[ACCURACY]), bool)
-    columns = {name: (name, everywhere) for name in before if name not in (DIFFICULTY, OTHER_VALUES)}
-    columns |= {accuracy_at(level): (ACCURACY, before[DIFFICULTY] == level) for level in levels_of(before)}
+    columns = {name: (name, everywhere) for name in before if name not in (DIFFICULTY, NON_BINARY_COUNT)}
+    columns |= {
+        accuracy_metric_name(level): (ACCURACY, before[DIFFICULTY] == level) for level in difficulty_levels(before)
+    }
     rows = []
     for name, (column, where) in columns.items():
-        if name not in figures[1] or not any(is_told(name, one[name]) for one in figures):
+        if name not in figures[1] or not any(is_shown(name, one[name]) for one in figures):
             continue
         measured = all(one[name].value is not None for one in figures)
-        change = _change(before, after, column)[where] if measured else np.zeros(0)
+        change = _prompt_differences(before, after, column)[where] if measured else np.zeros(0)
         # Failures are counted over all prompts, everything else is a mean over them.
-        counted = Measured(float(change.sum()), None) if name == ERROR_COUNT else mean_figure(change, mean_interval)
-        rows.append(PairedRow(name, figures[0][name], figures[1][name], counted))
+        counted = (
+            MetricEstimate(float(change.sum()), None) if name == ERROR_COUNT else estimate_mean(change, mean_interval)
+        )
+        rows.append(PairedMetric(name, figures[0][name], figures[1][name], counted))
     return rows
 
 
-def _unjudged(change: np.ndarray) -> Iterator[str]:
+def _unjudged_notes(change: np.ndarray) -> Iterator[str]:
     if num_unknown := int(np.isnan(change).sum()):
         yield f"{num_unknown} of the prompts have no value in one of the files, and are neither better, worse nor alike"
 
 
-def _notes(first: Evaluated, second: Evaluated) -> Iterator[str]:
+def _notes(first: EvaluationResults, second: EvaluationResults) -> Iterator[str]:
     """What else is not the same, and what nobody knows to be."""
     for one in (first, second):
-        if one.subject is None:
-            yield f"no {facts_file(one.path).name} says under which settings {one.path} was made"
-    if first.subject and second.subject:
-        known = first.subject.facts, second.subject.facts
+        if one.metadata is None:
+            yield f"no {metadata_path(one.path).name} says under which settings {one.path} was made"
+    if first.metadata and second.metadata:
+        known = first.metadata.facts, second.metadata.facts
         for name in dict.fromkeys([*known[0], *known[1]]):
             was, now = (facts.get(name) for facts in known)
-            if was != now and name not in COMPARED:
+            if was != now and name not in EXPECTED_DIFFERENCES:
                 yield f"{name} differs" if name == "the tokenizer" else f"{name} was {was}, and is {now}"
     if any(not np.array_equal(first.prompt(uid).token_ids, second.prompt(uid).token_ids) for uid in first.groups):
         yield "the same questions are other tokens: another tokenizer, chat template or data.system_prompt"

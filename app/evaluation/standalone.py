@@ -14,43 +14,57 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from app.checkpoint.policy_checkpoint import SavedPolicy
-from app.checkpoint.policy_weights import load_policy
+from app.checkpoint.policy_checkpoint import PolicyCheckpoint
+from app.checkpoint.policy_weights import load_policy_params
 from app.distributed.collectives import max_over_hosts
-from app.distributed.host_consistency import agree, plug_in_digests, prompts_digest
-from app.distributed.lockstep import as_lines, host_run, lines_to_first_host, together, write_together
-from app.distributed.watchdog import WAIT
-from app.evaluation.evaluator import evaluation_figures, sampled
+from app.distributed.host_consistency import check_hosts_agree, describe_prompts, plugin_file_digests
+from app.distributed.lockstep import (
+    error_barrier,
+    gather_lines_to_first_host,
+    host_shard,
+    sample_json_lines,
+    write_collectively,
+)
+from app.distributed.watchdog import WAIT_PHASE
+from app.evaluation.evaluator import evaluation_estimates, generate_samples
 from app.evaluation.metadata import (
     CHECKPOINT,
     JUDGE,
-    JUDGES_FILE,
-    JUDGES_FUNCTION,
-    JUDGES_VIEW,
+    JUDGE_FILE,
+    JUDGE_FUNCTION,
+    JUDGE_SETTINGS,
     MODEL,
     PROMPTS,
-    Subject,
-    write_subject,
+    EvaluationMetadata,
+    write_metadata,
 )
-from app.evaluation.results_file import OfPlaces, PartFile, Questions, check_out, read_parts, read_result, remove_parts
-from app.evaluation.summary import EvaluationReport
+from app.evaluation.results_file import (
+    EvaluationPrompts,
+    PartFile,
+    SamplesByPrompt,
+    check_results_file,
+    read_parts,
+    read_results,
+    remove_parts,
+)
+from app.evaluation.summary import EvaluationSummary
 from app.model.kv_cache import DecodeWeights
 from app.prompts.encode import EncodeReport
-from app.records.jsonl import check_output
+from app.records.jsonl import check_output_path
 from app.records.sample import Prompt, Sample
-from app.reward.plugin import Moment
-from app.reward.reward_functions import Rewards, judge_of
+from app.reward.plugin import StepInfo
+from app.reward.reward_functions import RewardFunctions, accuracy_function_name
 from app.reward.tasks import is_task_reward
 from app.runtime.health_checks import check_rewards
-from app.runtime.host_group import Entered, getting_on, joined_hosts, wait_for_others
-from app.runtime.inputs import held_out_columns, read_held_out
-from app.runtime.model_spec import ModelInput, check_context, read_model_input
-from app.runtime.pinned_revisions import pinned
+from app.runtime.host_group import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
+from app.runtime.inputs import eval_columns, read_eval_prompts
+from app.runtime.model_spec import ModelSpec, check_context_length, read_model_spec
+from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.session import Session
 from app.tracking.rollout_progress import RolloutProgress
 from settings import Resolved, Settings
 from settings.loading.fields import value_of
-from settings.schema.reward import RewardFunction
+from settings.schema.reward import RewardFunctionSettings
 
 
 @dataclass(frozen=True)
@@ -58,19 +72,19 @@ class EvaluationInput:
     """Everything an evaluation reads, checked before any device is touched."""
 
     settings: Settings
-    model: ModelInput
-    saved: SavedPolicy | None
+    model: ModelSpec
+    saved_policy: PolicyCheckpoint | None
     """Whose weights are evaluated; None: those of `model.path`."""
     prompts: Sequence[Prompt]
     encoding: EncodeReport
-    subject: Subject
+    metadata: EvaluationMetadata
 
     @property
-    def questions(self) -> Questions:
-        return Questions(self.prompts, self.settings.eval.num_samples)
+    def evaluation_prompts(self) -> EvaluationPrompts:
+        return EvaluationPrompts(self.prompts, self.settings.eval.num_samples)
 
 
-def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | None) -> EvaluationReport | None:
+def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | None) -> EvaluationSummary | None:
     """Samples the held-out prompts, judges the samples and writes them to `out`.
 
     Several hosts share the prompts; the first of them writes the file, and alone returns what came of it. An evaluation
@@ -81,28 +95,28 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
         RuntimeError: a judge that fails, where failures are to raise.
     """
     if out is not None:
-        check_output(out)
+        check_output_path(out)
     read = read_evaluation_input(resolved.settings, checkpoint)
     if out is not None:
-        check_out(out, read.subject)
+        check_results_file(out, read.metadata)
     with ExitStack() as stack:
-        entered = stack.enter_context(joined_hosts(read.settings, out=out or Path("evaluation")))
-        facts = {name: str(value) for name, value in read.subject.facts.items()}
+        entered = stack.enter_context(join_hosts(read.settings, out=out or Path("evaluation")))
+        facts = {name: str(value) for name, value in read.metadata.facts.items()}
         # Only those that write meet in what writing takes.
-        agree(resolved, {**facts, "--out": "not given" if out is None else "given"})
+        check_hosts_agree(resolved, {**facts, "--out": "not given" if out is None else "given"})
         start = time.perf_counter()
-        judged = _already_judged(read, out)
+        judged = _load_finished_samples(read, out)
         if judged is None:
-            judged = _judged(read, out, stack, entered)
-        figures = evaluation_figures(judged, read.settings)
+            judged = _generate_and_judge(read, out, stack, entered)
+        figures = evaluation_estimates(judged, read.settings)
     if jax.process_index() > 0:
         return None
-    return EvaluationReport(
-        read.subject,
+    return EvaluationSummary(
+        read.metadata,
         num_prompts=len(read.prompts),
         num_dropped=read.encoding.dropped,
         num_samples=read.settings.eval.num_samples,
-        figures=figures,
+        metrics=figures,
         seconds=time.perf_counter() - start,
         out=out,
     )
@@ -116,31 +130,33 @@ def read_evaluation_input(settings: Settings, checkpoint: Path | None) -> Evalua
     """
     saved = None
     if checkpoint is not None:
-        saved = SavedPolicy.open(checkpoint)
-        settings = pinned(settings, saved.run)
-    model = read_model_input(settings)
+        saved = PolicyCheckpoint.open(checkpoint)
+        settings = pin_revisions(settings, saved.run)
+    model = read_model_spec(settings)
     if saved is None:
-        model = model.bare
+        model = model.without_adapters
     else:
-        saved.check(model)
-    check_context(model.architecture, settings, path=settings.model.path)
-    prompts, encoding = read_held_out(settings, model.tokenizer)
-    return EvaluationInput(settings, model, saved, prompts, encoding, _subject_of(settings, model, saved, prompts))
+        saved.check_compatible(model)
+    check_context_length(model.architecture, settings, path=settings.model.path)
+    prompts, encoding = read_eval_prompts(settings, model.tokenizer)
+    return EvaluationInput(settings, model, saved, prompts, encoding, _build_metadata(settings, model, saved, prompts))
 
 
-def _subject_of(settings: Settings, model: ModelInput, saved: SavedPolicy | None, prompts: Sequence[Prompt]) -> Subject:
+def _build_metadata(
+    settings: Settings, model: ModelSpec, saved_policy: PolicyCheckpoint | None, prompts: Sequence[Prompt]
+) -> EvaluationMetadata:
     data, evaluation = settings.data, settings.eval
     judge = settings.reward.functions[0]
-    digests = plug_in_digests([judge])
+    digests = plugin_file_digests([judge])
     facts = {
         MODEL: model.files.fingerprint,
         "the tokenizer": model.tokenizer.fingerprint,
-        CHECKPOINT: "none" if saved is None else f"step {saved.step}, {_digest(saved)}",
-        PROMPTS: prompts_digest(prompts),
-        JUDGE: judge_of(settings.reward),
-        JUDGES_FUNCTION: _name_of(judge),
-        JUDGES_FILE: next(iter(digests.values()), None),
-        **({} if is_task_reward(judge.name) else {name: str(value_of(settings, name)) for name in JUDGES_VIEW}),
+        CHECKPOINT: "none" if saved_policy is None else f"step {saved_policy.step}, {_checkpoint_digest(saved_policy)}",
+        PROMPTS: describe_prompts(prompts),
+        JUDGE: accuracy_function_name(settings.reward),
+        JUDGE_FUNCTION: _judge_function_name(judge),
+        JUDGE_FILE: next(iter(digests.values()), None),
+        **({} if is_task_reward(judge.name) else {name: str(value_of(settings, name)) for name in JUDGE_SETTINGS}),
         "eval.num_samples": evaluation.num_samples,
         "eval.temperature": evaluation.temperature,
         # Greedy samples take no noise.
@@ -150,106 +166,115 @@ def _subject_of(settings: Settings, model: ModelInput, saved: SavedPolicy | None
     }
     source = data.eval_source or data.source
     where = f"{source} ({data.eval_split})" if source.startswith(("builtin:", "hf:")) else source
-    return Subject(settings.model.path, None if saved is None else saved.step, where, facts)
+    return EvaluationMetadata(settings.model.path, None if saved_policy is None else saved_policy.step, where, facts)
 
 
-def _name_of(judge: RewardFunction) -> str | None:
+def _judge_function_name(judge: RewardFunctionSettings) -> str | None:
     """Of a plug-in's function: in its file, whose content is another fact, or with the module. None: it is built in."""
     place, _, function = (judge.function or "").rpartition(":")
     return function if place.endswith(".py") else judge.function
 
 
-def _digest(saved: SavedPolicy) -> str:
+def _checkpoint_digest(saved_policy: PolicyCheckpoint) -> str:
     """Of its weights, wherever they lie."""
-    return hashlib.sha256(json.dumps(dict(saved.checksums), sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(dict(saved_policy.checksums), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _already_judged(read: EvaluationInput, out: Path | None) -> Sequence[Sample] | None:
+def _load_finished_samples(inputs: EvaluationInput, out: Path | None) -> Sequence[Sample] | None:
     """On the first host the samples of its file, where that holds them all; nothing on the others. Else None."""
     samples: Sequence[Sample] = ()
     is_whole = False
-    with together():
+    with error_barrier():
         if out is not None and jax.process_index() == 0:
-            found, is_whole = read_result(out, read.subject, read.questions)
+            found, is_whole = read_results(out, inputs.metadata, inputs.evaluation_prompts)
             samples = [sample for place in sorted(found) for sample in found[place]]
     if not max_over_hosts(np.asarray(is_whole)):
         return None
     if out is not None:
         # What a kill between the last two steps of `_write` leaves.
-        with together():
+        with error_barrier():
             remove_parts(out)
     return samples
 
 
-def _judged(read: EvaluationInput, out: Path | None, stack: ExitStack, entered: Entered) -> Sequence[Sample]:
+def _generate_and_judge(
+    inputs: EvaluationInput, out: Path | None, stack: ExitStack, enter_phase: PhaseCallback
+) -> Sequence[Sample]:
     """This host's samples; those of all hosts are in the file by then.
 
     What it opens, `stack` closes.
     """
-    own, settings = host_run(len(read.prompts)), read.settings
-    with together():
-        known = {} if out is None else _known(read, out)
-        columns = held_out_columns(settings, read.prompts)
+    own, settings = host_shard(len(inputs.prompts)), inputs.settings
+    with error_barrier():
+        known = {} if out is None else _read_previous_samples(inputs, out)
+        columns = eval_columns(settings, inputs.prompts)
         # Of the functions that training adds up, the first alone judges.
         judge = settings.reward.model_copy(update={"functions": settings.reward.functions[:1]})
-        rewards = stack.enter_context(Rewards(judge, columns, columns))
-        part = None if out is None else stack.enter_context(closing(PartFile(out, read.subject)))
+        rewards = stack.enter_context(RewardFunctions(judge, columns, columns))
+        part = None if out is None else stack.enter_context(closing(PartFile(out, inputs.metadata)))
     missing = [place for place in own if place not in known]
-    drawn = _drawn(read, missing, part, stack, entered)
+    drawn = _generate_missing_samples(inputs, missing, part, stack, enter_phase)
     samples = [sample for place in own for sample in (known.get(place) or drawn[place])]
     # No limit: each call of a function has its own, and a host's whole share is one phase.
-    entered(WAIT)
-    step = read.subject.step or 0
-    judged = rewards.judge(samples, Moment(step, settings.run.steps))
-    for line in lines_to_first_host((*rewards.reports, *judged.notices)):
+    enter_phase(WAIT_PHASE)
+    step = inputs.metadata.step or 0
+    judged = rewards.grade_held_out(samples, StepInfo(step, settings.run.steps))
+    for line in gather_lines_to_first_host((*rewards.plug_in_summaries, *judged.notices)):
         print(line, file=sys.stderr)
     check_rewards(judged)
     if out is not None:
-        wait_for_others(entered)
-        entered("save")
-        _write(out, read.subject, judged.samples)
+        wait_for_other_hosts(enter_phase)
+        enter_phase("save")
+        _write_results(out, inputs.metadata, judged.samples)
     return judged.samples
 
 
-def _known(read: EvaluationInput, out: Path) -> OfPlaces:
+def _read_previous_samples(inputs: EvaluationInput, out: Path) -> SamplesByPrompt:
     """What this host sees of a killed evaluation, and of a file that is not as it should be, to be judged anew."""
-    return {**read_parts(out, read.subject, read.questions), **read_result(out, read.subject, read.questions).samples}
+    return {
+        **read_parts(out, inputs.metadata, inputs.evaluation_prompts),
+        **read_results(out, inputs.metadata, inputs.evaluation_prompts).samples,
+    }
 
 
-def _drawn(
-    read: EvaluationInput, missing: Sequence[int], part: PartFile | None, stack: ExitStack, entered: Entered
-) -> OfPlaces:
+def _generate_missing_samples(
+    inputs: EvaluationInput,
+    missing_prompts: Sequence[int],
+    part_file: PartFile | None,
+    stack: ExitStack,
+    enter_phase: PhaseCallback,
+) -> SamplesByPrompt:
     """The samples that this host lacks; nothing is loaded where no host lacks any."""
-    settings, num_asked = read.settings, len(host_run(len(read.prompts)))
-    if not max_over_hosts(np.asarray(len(missing))):
+    settings, num_asked = inputs.settings, len(host_shard(len(inputs.prompts)))
+    if not max_over_hosts(np.asarray(len(missing_prompts))):
         return {}
-    session = stack.enter_context(closing(Session.open(settings, read.model)))
-    weights = decode_weights(read, session)
+    session = stack.enter_context(closing(Session.open(settings, inputs.model)))
+    weights = load_decode_weights(inputs, session)
     session.compile_evaluation()
     drawn: dict[int, list[Sample]] = {}
     num_samples = settings.eval.num_samples
-    with RolloutProgress(num_samples=len(missing) * num_samples, shown=jax.process_index() == 0) as progress:
-        if len(missing) < num_asked:
-            progress.say(f"going on: {num_asked - len(missing)} of {num_asked} prompts are done")
-        fresh = progress.count(sampled(session, weights, read.prompts, asked=missing))
-        for sample in getting_on(part.keeping(fresh) if part else fresh, "evaluate", entered):
+    with RolloutProgress(num_samples=len(missing_prompts) * num_samples, enabled=jax.process_index() == 0) as progress:
+        if len(missing_prompts) < num_asked:
+            progress.print_line(f"going on: {num_asked - len(missing_prompts)} of {num_asked} prompts are done")
+        fresh = progress.track(generate_samples(session, weights, inputs.prompts, prompt_indices=missing_prompts))
+        for sample in iterate_in_phase(part_file.write_through(fresh) if part_file else fresh, "evaluate", enter_phase):
             drawn.setdefault(sample.group_id, []).append(sample)
     return drawn
 
 
-def decode_weights(read: EvaluationInput, session: Session) -> DecodeWeights:
+def load_decode_weights(inputs: EvaluationInput, session: Session) -> DecodeWeights:
     """What samples are drawn with; nothing else of the model stays on the devices. All hosts call it together."""
-    params = session.load_params() if read.saved is None else load_policy(read.saved, session)
-    weights = session.engine.weights(params)
-    session.drop_frozen()
+    params = session.load_params() if inputs.saved_policy is None else load_policy_params(inputs.saved_policy, session)
+    weights = session.engine.to_decode_weights(params)
+    session.free_frozen_params()
     return weights
 
 
-def _write(out: Path, subject: Subject, samples: Sequence[Sample]) -> None:
+def _write_results(out: Path, metadata: EvaluationMetadata, samples: Sequence[Sample]) -> None:
     """What it is of comes first: a file without that is taken for somebody else's."""
-    with together():
+    with error_barrier():
         if jax.process_index() == 0:
-            write_subject(out, subject)
-    write_together(out, [as_lines(samples, path=out)])
-    with together():
+            write_metadata(out, metadata)
+    write_collectively(out, [sample_json_lines(samples, path=out)])
+    with error_barrier():
         remove_parts(out)

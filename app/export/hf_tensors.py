@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from app.model.decoder import DecoderDefinition, Params, Path, by_path
-from app.model.io.hf_weights import Entry, expected_entries
-from app.model.lora import DOWN, UP, merged
+from app.model.decoder import DecoderDefinition, ParamPath, Params, flatten_by_path
+from app.model.io.hf_weights import TensorEntry, expected_tensors
+from app.model.lora import LORA_A, LORA_B, merge_adapters
 
 
-class TensorsOut:
+class HfTensors:
     """Tensors under their Hugging Face names, in the order of the layers; a `WeightFile` that was never a file.
 
     Names and shapes are those that loading asks for. Adapters are merged into the kernels that they stand beside;
@@ -21,8 +21,8 @@ class TensorsOut:
     """
 
     def __init__(self, definition: DecoderDefinition, params: Params) -> None:
-        self._entries = {entry.name: entry for entry in expected_entries(definition)}
-        self._arrays = by_path(params)
+        self._entries = {entry.name: entry for entry in expected_tensors(definition)}
+        self._arrays = flatten_by_path(params)
         self._lora = definition.lora
 
     @property
@@ -32,29 +32,29 @@ class TensorsOut:
     def read(self, name: str) -> np.ndarray:
         """One tensor as float32, fetched from the devices that hold it."""
         entry = self._entries[name]
-        array = self._arrays[entry.path] if entry.layer is None else self._of_layer(entry, entry.layer)
-        return to_file_layout(np.asarray(array), entry.path, entry.file_shape)
+        array = self._arrays[entry.path] if entry.layer is None else self._layer_array(entry, entry.layer)
+        return to_hf_layout(np.asarray(array), entry.path, entry.file_shape)
 
-    def _of_layer(self, entry: Entry, layer: int) -> Array:
+    def _layer_array(self, entry: TensorEntry, layer: int) -> Array:
         *inside, leaf = entry.path
-        leaves = (leaf, DOWN, UP) if leaf == "kernel" else (leaf,)
+        leaves = (leaf, LORA_A, LORA_B) if leaf == "kernel" else (leaf,)
         there = {name: self._arrays[path] for name in leaves if (path := (*inside, name)) in self._arrays}
-        one = {name: layer_of(stacked, layer) for name, stacked in there.items()}
-        return merged(one, self._lora)[leaf]
+        one = {name: slice_layer(stacked, layer) for name, stacked in there.items()}
+        return merge_adapters(one, self._lora)[leaf]
 
 
-def layer_of(stacked: Array, layer: int) -> Array:
+def slice_layer(stacked: Array, layer: int) -> Array:
     """That layer alone, still with a dim for it.
 
     Cut on the devices: fetching a stacked array would bring all of its layers, and JAX would keep them.
     """
-    return _cut(stacked, layer)
+    return _jitted_layer_slice(stacked, layer)
 
 
-_cut = jax.jit(lambda stacked, layer: jax.lax.dynamic_slice_in_dim(stacked, layer, 1))
+_jitted_layer_slice = jax.jit(lambda stacked, layer: jax.lax.dynamic_slice_in_dim(stacked, layer, 1))
 
 
-def to_file_layout(tensor: np.ndarray, path: Path, file_shape: tuple[int, ...]) -> np.ndarray:
+def to_hf_layout(tensor: np.ndarray, path: ParamPath, file_shape: tuple[int, ...]) -> np.ndarray:
     """The inverse of `weights.from_file_layout`: our `[*in, *out]` kernel as the file's `[out, in]` matrix."""
     if path[-1] == "kernel":
         return tensor.reshape(file_shape[::-1]).T

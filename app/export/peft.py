@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from app.export.hf_tensors import layer_of
-from app.model.decoder import Params, by_path
+from app.export.hf_tensors import slice_layer
+from app.model.decoder import Params, flatten_by_path
 from app.model.io.hf_weights import LAYER_TENSORS
-from app.model.lora import DOWN, UP, LoRA
+from app.model.lora import LORA_A, LORA_B, LoRAConfig
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
@@ -26,15 +26,17 @@ PROJECTIONS = {path[0]: name for name, path in LAYER_TENSORS.items() if name.end
 """Our projection -> its module in a layer: `query` -> `self_attn.q_proj`."""
 
 
-class AdaptersOut:
+class PeftTensors:
     """PEFT's tensors of adapters, layer by layer; a `WeightFile` that was never a file.
 
     `lora_A.weight` [r, in] = A^T and `lora_B.weight` [out, r] = B^T.
     """
 
-    def __init__(self, trained: Params) -> None:
-        flat = by_path(trained)
-        self._adapters = {path[-2]: (down, flat[*path[:-1], UP]) for path, down in flat.items() if path[-1] == DOWN}
+    def __init__(self, adapters: Params) -> None:
+        flat = flatten_by_path(adapters)
+        self._adapters = {
+            path[-2]: (down, flat[*path[:-1], LORA_B]) for path, down in flat.items() if path[-1] == LORA_A
+        }
         (num_layers,) = {len(down) for down, _ in self._adapters.values()}
         self._places = {
             f"{PREFIX}.{layer}.{PROJECTIONS[projection]}.{factor}.weight": (projection, layer, factor)
@@ -56,11 +58,11 @@ class AdaptersOut:
         """One tensor as float32, fetched from the devices that hold it."""
         projection, layer, factor = self._places[name]
         down, up = self._adapters[projection]
-        tensor = np.asarray(layer_of(down if factor == "lora_A" else up, layer))
+        tensor = np.asarray(slice_layer(down if factor == "lora_A" else up, layer))
         return tensor.reshape(self._shape(projection, factor)[::-1]).T
 
 
-def adapter_config(lora: LoRA, *, base: str, revision: str | None) -> dict[str, Any]:
+def adapter_config(lora: LoRAConfig, *, base: str, revision: str | None) -> dict[str, Any]:
     """`adapter_config.json`.
 
     Args:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.model.io.model_files import INDEX_FILE, NUMPY_TYPES, WEIGHTS_FILE, WeightFile
+from app.model.io.model_files import INDEX_FILE, NUMPY_TYPES, WEIGHTS_FILE, TensorSource
 
 SHARD_BYTES = 5_000_000_000
 """Of a file at most, unless a single tensor is larger: what hubs and file systems take without complaint."""
@@ -21,18 +21,20 @@ SHARD_BYTES = 5_000_000_000
 ALIGNMENT = 8
 """Of the first tensor, in bytes: readers map the file."""
 
-CODES = {dtype: code for code, dtype in NUMPY_TYPES.items()}
+DTYPE_CODES = {dtype: code for code, dtype in NUMPY_TYPES.items()}
 METADATA = {"format": "pt"}
 """transformers refuses a file that does not say which framework's layout it has; matrices here are `[out, in]`."""
 
 
-def write_weights(directory: Path, source: WeightFile, dtype: np.dtype, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
+def write_sharded_safetensors(
+    directory: Path, source: TensorSource, dtype: np.dtype, *, shard_bytes: int = SHARD_BYTES
+) -> list[str]:
     """Writes every tensor of `source`, rounded to `dtype`; returns the names of the weight files.
 
     One `model.safetensors`, or shards and the index that names them.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in source.shapes.items()}
-    shards = split(sizes, shard_bytes)
+    shards = split_into_shards(sizes, shard_bytes)
     if len(shards) == 1:
         write_safetensors(directory / WEIGHTS_FILE, source, shards[0], dtype)
         return [WEIGHTS_FILE]
@@ -48,7 +50,7 @@ def write_weights(directory: Path, source: WeightFile, dtype: np.dtype, *, shard
     return files
 
 
-def split(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
+def split_into_shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
     """Names in their order, cut where the next would make a shard larger than `shard_bytes`."""
     shards: list[list[str]] = [[]]
     filled = 0
@@ -61,12 +63,12 @@ def split(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
     return shards
 
 
-def write_safetensors(path: Path, source: WeightFile, names: Sequence[str], dtype: np.dtype) -> None:
+def write_safetensors(path: Path, source: TensorSource, names: Sequence[str], dtype: np.dtype) -> None:
     """Writes the tensors of these names, rounded to `dtype` once each; one at a time is in memory."""
     header, end = {}, 0
     for name in names:
         start, end = end, end + math.prod(source.shapes[name]) * dtype.itemsize
-        header[name] = {"dtype": CODES[dtype], "shape": list(source.shapes[name]), "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPE_CODES[dtype], "shape": list(source.shapes[name]), "data_offsets": [start, end]}
     encoded = json.dumps({"__metadata__": METADATA, **header}, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % ALIGNMENT)
     with path.open("wb") as file:

@@ -11,10 +11,10 @@ from app.model.io.model_files import ModelFiles
 from app.prompts.tokenizer import TOKENIZER_FILE, load_fast_tokenizer
 
 CONFIG_FILE = "tokenizer_config.json"
-EVERY_VERSIONS_CLASS = "PreTrainedTokenizerFast"
+PORTABLE_TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 """What transformers 4 and 5 both know; 5 writes a name of its own."""
 
-COPIED = (
+TOKENIZER_FILES = (
     TOKENIZER_FILE,
     CONFIG_FILE,
     "special_tokens_map.json",
@@ -33,10 +33,10 @@ def write_tokenizer(files: ModelFiles, directory: Path) -> None:
     if isinstance(files.weights, GgufFile):
         load_fast_tokenizer(files).save_pretrained(directory)
         config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-        config["tokenizer_class"] = EVERY_VERSIONS_CLASS
+        config["tokenizer_class"] = PORTABLE_TOKENIZER_CLASS
         (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         return
-    for name in COPIED:
+    for name in TOKENIZER_FILES:
         # A hub's files are links into its cache.
         if (files.path / name).is_file():
             shutil.copyfile(files.path / name, directory / name)

@@ -21,7 +21,7 @@ ROW_AXES = ("dp", "fsdp")
 Dims = Sequence[str]
 """Logical dims of one array, by name."""
 
-AXIS_OF_DIM: dict[str, str | tuple[str, ...] | None] = {
+LOGICAL_AXIS_RULES: dict[str, str | tuple[str, ...] | None] = {
     "rows": ROW_AXES,
     "tokens": None,
     "layers": None,
@@ -51,7 +51,7 @@ def partition_spec(dims: Sequence[str], shape: Sequence[int], mesh: Mesh | Abstr
         KeyError: a dim that the table does not know.
     """
     assert len(dims) == len(shape), f"{dims} does not name the dims of {shape}"
-    axes = [AXIS_OF_DIM[dim] for dim in dims]
+    axes = [LOGICAL_AXIS_RULES[dim] for dim in dims]
     return PartitionSpec(*(a if size % axis_size(mesh, a) == 0 else None for a, size in zip(axes, shape, strict=True)))
 
 
@@ -60,7 +60,7 @@ def replicated_dims(dims: Sequence[str], shape: Sequence[int], mesh: Mesh) -> li
     return [
         dim
         for dim, size in zip(dims, shape, strict=True)
-        if (devices := axis_size(mesh, AXIS_OF_DIM[dim])) > 1 and size % devices != 0
+        if (devices := axis_size(mesh, LOGICAL_AXIS_RULES[dim])) > 1 and size % devices != 0
     ]
 
 
@@ -80,12 +80,12 @@ def constrain(x: Array, *dims: str) -> Array:
 def rows_per_device(num_rows: int) -> int:
     """How many of an array's rows lie on each device of the mesh in force."""
     mesh = jax.sharding.get_abstract_mesh()
-    num_shards = 1 if mesh.empty else axis_size(mesh, AXIS_OF_DIM["rows"])
+    num_shards = 1 if mesh.empty else axis_size(mesh, LOGICAL_AXIS_RULES["rows"])
     return num_rows // num_shards if num_rows % num_shards == 0 else num_rows
 
 
-def on_each_device(
-    function: Callable[..., tuple[Array, ...]], *, inputs: Any, outputs: Sequence[Dims]
+def shard_map_by_dims(
+    function: Callable[..., tuple[Array, ...]], *, in_dims: Any, out_dims: Sequence[Dims]
 ) -> Callable[..., tuple[Array, ...]]:
     """`function` of what each device of the mesh in force holds, where no device needs another's part.
 
@@ -108,11 +108,11 @@ def on_each_device(
             whole.update(dim for dim, axes in zip(dims, spec, strict=True) if axes is None)
 
         def spec(dims: Dims) -> PartitionSpec:
-            return PartitionSpec(*(None if dim in whole else AXIS_OF_DIM[dim] for dim in dims))
+            return PartitionSpec(*(None if dim in whole else LOGICAL_AXIS_RULES[dim] for dim in dims))
 
-        jax.tree.map(find_whole, arguments, inputs)
-        in_specs = jax.tree.map(lambda _, dims: spec(dims), arguments, inputs)
-        out_specs = tuple(map(spec, outputs))
+        jax.tree.map(find_whole, arguments, in_dims)
+        in_specs = jax.tree.map(lambda _, dims: spec(dims), arguments, in_dims)
+        out_specs = tuple(map(spec, out_dims))
         return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*arguments)
 
     return split

@@ -23,7 +23,7 @@ def peak_memory_bytes() -> int:
 
 def device_memory_bytes() -> int | None:
     """What a local device may use; on a CPU its share of the host's memory; None where it is not told."""
-    if (pretended := topology.pretended()) is not None:
+    if (pretended := topology.simulated_slice()) is not None:
         return pretended.chip.hbm_bytes
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if all("bytes_limit" in s for s in stats):

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from app.mesh.axis_rules import ROW_AXES, axis_size
-from app.mesh.topology import host_of, num_hosts
+from app.mesh.topology import host_index, num_hosts
 from settings.errors import InputError
 
 
@@ -31,7 +31,7 @@ def check_rows_per_host(mesh: Mesh) -> None:
     Raises:
         InputError: tp spans hosts.
     """
-    tp, hosts = mesh.shape["tp"], np.vectorize(host_of)(mesh.devices).reshape(-1, mesh.shape["tp"])
+    tp, hosts = mesh.shape["tp"], np.vectorize(host_index)(mesh.devices).reshape(-1, mesh.shape["tp"])
     for group in hosts:
         if len(set(group.tolist())) > 1:
             per_host = mesh.size // num_hosts(mesh)
@@ -71,12 +71,12 @@ def to_local(array: Array, *, row_dim: int = 0) -> np.ndarray:
     return np.concatenate([np.asarray(by_start[start].data) for start in sorted(by_start)], axis=row_dim)
 
 
-def shardings_of(arrays: Any) -> Any:
+def tree_shardings(arrays: Any) -> Any:
     """Where the arrays of a tree lie, or those that it is the shapes of."""
     return jax.tree.map(lambda x: x.sharding, arrays)
 
 
-def abstract(shapes: Any, shardings: Any) -> Any:
+def abstract_arrays(shapes: Any, shardings: Any) -> Any:
     """A tree of shaped leaves and the equally built tree of their shardings, as one tree of `jax.ShapeDtypeStruct`."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
@@ -90,7 +90,7 @@ HOST_MEMORY = "pinned_host"
 """Memory of the host that devices read from directly."""
 
 
-def has_host_memory(mesh: Mesh) -> bool:
+def supports_host_memory(mesh: Mesh) -> bool:
     """Whether arrays can wait in the host's memory on this backend."""
     return all(
         HOST_MEMORY in {memory.kind for memory in device.addressable_memories()} for device in mesh.local_devices

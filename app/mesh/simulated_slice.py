@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from settings.errors import InputError
-from settings.loading.fields import did_you_mean, nearest_of
+from settings.loading.fields import did_you_mean, nearest_names
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Chip:
+class TpuChip:
     """One chip, which JAX has as one device.
 
     Source: the system architecture pages of Cloud TPU, https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
@@ -42,31 +42,31 @@ class Chip:
     """A slice of so many chips or fewer is a single host."""
 
 
-CHIPS: Mapping[str, Chip] = MappingProxyType(
+TPU_CHIPS: Mapping[str, TpuChip] = MappingProxyType(
     {
         chip.name: chip
         for chip in (
-            Chip("v4", "TPU v4", 32 * GIB, 275e12, 1.2e12, 300e9, 25e9, 4, 2, 4),
-            Chip("v5e", "TPU v5 lite", 16 * GIB, 197e12, 819e9, 200e9, 12.5e9, 4, 1, 8),
-            Chip("v5p", "TPU v5", 95 * GIB, 459e12, 2765e9, 600e9, 25e9, 4, 2, 4),
-            Chip("v6e", "TPU v6 lite", 32 * GIB, 918e12, 1638e9, 400e9, 50e9, 4, 1, 8),
+            TpuChip("v4", "TPU v4", 32 * GIB, 275e12, 1.2e12, 300e9, 25e9, 4, 2, 4),
+            TpuChip("v5e", "TPU v5 lite", 16 * GIB, 197e12, 819e9, 200e9, 12.5e9, 4, 1, 8),
+            TpuChip("v5p", "TPU v5", 95 * GIB, 459e12, 2765e9, 600e9, 25e9, 4, 2, 4),
+            TpuChip("v6e", "TPU v6 lite", 32 * GIB, 918e12, 1638e9, 400e9, 50e9, 4, 1, 8),
         )
     }
 )
 """By the name that slices of them begin with; v5e before v5p, whose kind its own begins with."""
 
-SIZES: Mapping[int, tuple[int, ...]] = MappingProxyType(
+SLICE_SIZES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {1: (1, 4, 8, 16, 32, 64, 128, 256), 2: (8, 16, 32, 64, 128, 256, 512)}
 )
 """What the number in a slice's name may be, by `Chip.cores_in_name`; no more than 256 chips."""
 
 
 @dataclass(frozen=True)
-class Slice:
+class TpuSlice:
     """Chips that are linked with each other, on hosts of equally many. Chip i is on host i // chips_per_host."""
 
     name: str
-    chip: Chip
+    chip: TpuChip
     num_chips: int
     chips_per_host: int
 
@@ -75,38 +75,40 @@ class Slice:
         return self.num_chips // self.chips_per_host
 
 
-def parse_slice(name: str) -> Slice:
+def parse_slice(name: str) -> TpuSlice:
     """The slice of a name such as `v4-16`; v5e's may be spelled as in `v5litepod-16`, too.
 
     Raises:
         InputError: there is no such slice.
     """
     found = re.fullmatch(r"([a-z0-9]+)-([0-9]{1,6})", name.strip().lower().replace("v5litepod", "v5e"))
-    chip = CHIPS.get(found[1]) if found else None
-    if found is None or chip is None or int(found[2]) not in SIZES[chip.cores_in_name]:
-        raise InputError(f"mesh.pretend: got {name!r}{_nearest(found, chip, name)}; known: {_forms()}")
+    chip = TPU_CHIPS.get(found[1]) if found else None
+    if found is None or chip is None or int(found[2]) not in SLICE_SIZES[chip.cores_in_name]:
+        raise InputError(
+            f"mesh.pretend: got {name!r}{_suggest_slice_names(found, chip, name)}; known: {_known_slice_names()}"
+        )
     num_chips = int(found[2]) // chip.cores_in_name
     chips_per_host = num_chips if num_chips <= chip.max_chips_of_one_host else chip.chips_per_host
-    return Slice(found[0], chip, num_chips, chips_per_host)
+    return TpuSlice(found[0], chip, num_chips, chips_per_host)
 
 
-def _forms() -> str:
+def _known_slice_names() -> str:
     return "; ".join(
         f"{chip.name}-N with N {'cores' if chip.cores_in_name > 1 else 'chips'}, one of "
-        f"{', '.join(map(str, SIZES[chip.cores_in_name]))}"
-        for chip in CHIPS.values()
+        f"{', '.join(map(str, SLICE_SIZES[chip.cores_in_name]))}"
+        for chip in TPU_CHIPS.values()
     )
 
 
-def _nearest(found: re.Match[str] | None, chip: Chip | None, name: str) -> str:
-    if found is None or chip is None:
-        names = [f"{chip.name}-{size}" for chip in CHIPS.values() for size in SIZES[chip.cores_in_name]]
-        return did_you_mean(nearest_of(name, names)[:3])
-    sizes = SIZES[chip.cores_in_name]
-    below, above = [n for n in sizes if n < int(found[2])][-1:], [n for n in sizes if n > int(found[2])][:1]
+def _suggest_slice_names(match: re.Match[str] | None, chip: TpuChip | None, name: str) -> str:
+    if match is None or chip is None:
+        names = [f"{chip.name}-{size}" for chip in TPU_CHIPS.values() for size in SLICE_SIZES[chip.cores_in_name]]
+        return did_you_mean(nearest_names(name, names)[:3])
+    sizes = SLICE_SIZES[chip.cores_in_name]
+    below, above = [n for n in sizes if n < int(match[2])][-1:], [n for n in sizes if n > int(match[2])][:1]
     return did_you_mean([f"{chip.name}-{size}" for size in below + above])
 
 
-def chip_of(device_kind: str) -> Chip | None:
+def find_chip(device_kind: str) -> TpuChip | None:
     """The chip of a device, by what JAX calls its kind; None of any other device."""
-    return next((chip for chip in CHIPS.values() if device_kind.startswith(chip.device_kind)), None)
+    return next((chip for chip in TPU_CHIPS.values() if device_kind.startswith(chip.device_kind)), None)

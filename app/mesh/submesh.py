@@ -15,12 +15,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from app.mesh.axis_rules import AXES
-from app.mesh.topology import host_of, local_devices, num_hosts
+from app.mesh.topology import host_index, local_devices, num_hosts
 from settings.errors import InputError
-from settings.schema.rollout import WorkerPool
+from settings.schema.rollout import WorkerPoolSettings
 
 
-def allot(pools: dict[str, WorkerPool], *, num_devices: int) -> list[tuple[int, ...]]:
+def assign_worker_devices(pools: dict[str, WorkerPoolSettings], *, num_devices: int) -> list[tuple[int, ...]]:
     """The devices of each worker, by their numbers on this host, pool after pool.
 
     Named devices are shared out evenly among the workers of their pool, all others among those of pools that name none.
@@ -43,7 +43,7 @@ def allot(pools: dict[str, WorkerPool], *, num_devices: int) -> list[tuple[int, 
         return [(0,)] * sum(pool.count for pool in pools.values())
     free = [device for device in range(num_devices) if device not in named]
     num_dealt = sum(pool.count for pool in pools.values() if pool.devices is None)
-    dealt = iter(_shares(free, num_dealt))
+    dealt = iter(_split_evenly(free, num_dealt))
     islands: list[tuple[int, ...]] = []
     for name, pool in pools.items():
         own, num_workers = (free, num_dealt) if pool.devices is None else (pool.devices, pool.count)
@@ -52,45 +52,46 @@ def allot(pools: dict[str, WorkerPool], *, num_devices: int) -> list[tuple[int, 
                 f"{name}.count: {len(own)} devices are there for {num_workers} workers, and each needs one of its own; "
                 "lower it"
             )
-        shares = dealt if pool.devices is None else iter(_shares(own, num_workers))
+        shares = dealt if pool.devices is None else iter(_split_evenly(own, num_workers))
         islands += itertools.islice(shares, pool.count)
     return islands
 
 
-def _shares(devices: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
+def _split_evenly(devices: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
     """As many for each worker; what is left over stays idle."""
     each = len(devices) // max(num_workers, 1)
     return [tuple(devices[i * each : (i + 1) * each]) for i in range(num_workers)]
 
 
-def island(devices: Sequence[int], *, like: Mesh) -> Mesh:
+def make_submesh(device_indices: Sequence[int], *, template: Mesh) -> Mesh:
     """A mesh of some of this host's devices, weights split along tp as on another mesh.
 
     Raises:
         InputError: too few devices for that.
     """
-    tp = like.shape["tp"]
-    if len(devices) % tp:
+    tp = template.shape["tp"]
+    if len(device_indices) % tp:
         raise InputError(
-            f"rollout.workers: a worker has {len(devices)} devices, and mesh.shape splits weights over {tp}; give each "
+            f"rollout.workers: a worker has {len(device_indices)} devices, and mesh.shape splits weights over {tp}; "
+            f"give each "
             f"worker a multiple of {tp}"
         )
     own = local_devices()
-    shape = (1, len(devices) // tp, tp)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=[own[i] for i in devices])
+    shape = (1, len(device_indices) // tp, tp)
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=[own[i] for i in device_indices])
 
 
-def host_island(mesh: Mesh) -> Mesh:
+def host_submesh(mesh: Mesh) -> Mesh:
     """This host's devices on a mesh: tp as there, rows split over all others. Of one host, the mesh itself."""
     if num_hosts(mesh) == 1:
         return mesh
     groups = mesh.devices.reshape(-1, mesh.shape["tp"])
-    assert all(len(set(map(host_of, group))) == 1 for group in groups), "`check_rows_per_host` keeps tp inside hosts"
-    own = np.stack([group for group in groups if host_of(group[0]) == jax.process_index()])
+    assert all(len(set(map(host_index, group))) == 1 for group in groups), "`check_rows_per_host` keeps tp inside hosts"
+    own = np.stack([group for group in groups if host_index(group[0]) == jax.process_index()])
     return Mesh(own[None], AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def taken_over(arrays: Any, mesh: Mesh) -> Any:
+def to_host_submesh(arrays: Any, mesh: Mesh) -> Any:
     """Arrays that every host has whole, as arrays of this host's island: the same buffers, and no copy of any.
 
     Args:

@@ -19,31 +19,31 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import Mesh as DeviceMesh
 
-from app.distributed.cluster_detection import find_cluster, is_cloud_tpu_vm
-from app.distributed.rendezvous import Member, address_to_bind, call_roll
+from app.distributed.cluster_detection import detect_cluster, is_cloud_tpu_vm
+from app.distributed.rendezvous import ClusterMember, resolve_bind_address, verify_processes
 from app.mesh.axis_rules import AXES
-from app.mesh.simulated_slice import Slice, parse_slice
+from app.mesh.simulated_slice import TpuSlice, parse_slice
 from settings.errors import InputError
-from settings.schema.mesh import Mesh as MeshSettings
+from settings.schema.mesh import MeshSettings as MeshSettings
 
 M_MMAP_THRESHOLD = -3
 """glibc's name for it, in `man 3 mallopt`."""
 
-MAPPED_BYTES = 1 << 20
+MMAP_THRESHOLD_BYTES = 1 << 20
 
 SHUTDOWN_TIMEOUT_S = 60
 """A host that is done waits so long for the others to be done, too."""
 
-PROXIES = {"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"}
-NO_PROXY = "no_grpc_proxy"
+PROXY_VARIABLES = {"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"}
+NO_PROXY_VARIABLE = "no_grpc_proxy"
 """Read by gRPC alone, instead of `no_proxy`."""
 DEVICE_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 """By `mesh.platform`: what JAX's devices of it call themselves."""
-_pretended: Slice | None = None
+_simulated_slice: TpuSlice | None = None
 """What the virtual devices of this process stand for since `start`."""
 
 
-def start(settings: MeshSettings) -> None:
+def initialize_distributed(settings: MeshSettings) -> None:
     """Sets up the backend and joins the other hosts. Must run before any other use of JAX.
 
     Several hosts are joined by the three coordinator settings; by themselves on a Cloud TPU VM of several hosts, and
@@ -53,74 +53,74 @@ def start(settings: MeshSettings) -> None:
         InputError: hosts that do not come, or are not as many or not as numbered as expected, a port that cannot be
             used, a platform that is not there, or hosts with unequal numbers of devices.
     """
-    start_alone(settings)
-    if _pretended is not None:
+    initialize_local(settings)
+    if _simulated_slice is not None:
         return
-    member = _member(settings)
-    _check_expected(settings, member)
+    member = _find_cluster_member(settings)
+    _check_num_processes(settings, member)
     if member is None:
         return
-    _keep_from_proxies(member)
+    _bypass_proxies(member)
     command = shlex.join(["grpo", *sys.argv[1:]])
-    call_roll(member, timeout_s=settings.start_timeout_s, command=command, tell=_tell)
+    verify_processes(member, timeout_s=settings.start_timeout_s, command=command, notify=_print_stderr)
     # Who is asked to stop tells the others itself; JAX's service would take SIGTERM away from us.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_check_proxy_envs", False)
     jax.distributed.initialize(
-        coordinator_address=member.address,
+        coordinator_address=member.coordinator_address,
         num_processes=member.num_processes,
         process_id=member.process_id,
-        coordinator_bind_address=address_to_bind(member.address) if member.process_id == 0 else None,
+        coordinator_bind_address=resolve_bind_address(member.coordinator_address) if member.process_id == 0 else None,
         initialization_timeout=settings.start_timeout_s,
         heartbeat_timeout_seconds=settings.heartbeat_s,
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
     )
-    check_equal_hosts(devices(settings))
+    check_equal_device_counts(global_devices(settings))
 
 
-def start_alone(settings: MeshSettings) -> None:
+def initialize_local(settings: MeshSettings) -> None:
     """Sets up the backend of this host, whoever else `settings` name. Must run before any other use of JAX.
 
     Raises:
         InputError: the library for `mesh.platform` is not installed.
     """
-    global _pretended
-    _pretended = None if settings.pretend is None else parse_slice(settings.pretend)
-    _return_freed_arrays_to_the_system()
-    if _pretended is not None:
-        jax.config.update("jax_num_cpu_devices", _pretended.num_chips)
+    global _simulated_slice
+    _simulated_slice = None if settings.pretend is None else parse_slice(settings.pretend)
+    _configure_malloc()
+    if _simulated_slice is not None:
+        jax.config.update("jax_num_cpu_devices", _simulated_slice.num_chips)
         jax.config.update("jax_platforms", "cpu")
         return
     if settings.cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", settings.cpu_devices)
     if settings.platform != "auto":
-        _check_library(settings.platform)
+        _check_backend_installed(settings.platform)
         jax.config.update("jax_platforms", settings.platform)
 
 
-def joins_others(settings: MeshSettings) -> bool:
+def expects_other_hosts(settings: MeshSettings) -> bool:
     """Whether `start` would look for other hosts. Asks none of them, and starts no device."""
     if settings.pretend is not None:
         return False
     return settings.coordinator_address is not None or (settings.platform in ("auto", "tpu") and is_cloud_tpu_vm())
 
 
-def _member(settings: MeshSettings) -> Member | None:
+def _find_cluster_member(settings: MeshSettings) -> ClusterMember | None:
     """This host among several; None where it works alone."""
     if settings.coordinator_address not in (None, "auto"):
         assert settings.num_processes is not None and settings.process_id is not None
-        return Member(settings.coordinator_address, settings.num_processes, settings.process_id)
-    if not joins_others(settings):
+        return ClusterMember(settings.coordinator_address, settings.num_processes, settings.process_id)
+    if not expects_other_hosts(settings):
         return None
-    return find_cluster(timeout_s=settings.start_timeout_s, must=settings.coordinator_address == "auto")
+    return detect_cluster(timeout_s=settings.start_timeout_s, required=settings.coordinator_address == "auto")
 
 
-def _check_expected(settings: MeshSettings, member: Member | None) -> None:
+def _check_num_processes(settings: MeshSettings, member: ClusterMember | None) -> None:
     """Raises InputError where the platform knows of fewer hosts than `mesh.expect_processes`, or of more."""
     expected, found = settings.expect_processes, 1 if member is None else member.num_processes
     if expected is None or expected == found:
         return
-    where = "this host works alone" if member is None else f"{found} processes join at {member.address}"
+    where = "this host works alone" if member is None else f"{found} processes join at {member.coordinator_address}"
     missing = f"; missing: {', '.join(map(str, range(found, expected)))}" if expected > found else ""
     raise InputError(
         f"mesh.expect_processes: expected {expected} processes and {where}{missing}. On every host give "
@@ -129,24 +129,24 @@ def _check_expected(settings: MeshSettings, member: Member | None) -> None:
     )
 
 
-def _keep_from_proxies(member: Member) -> None:
+def _bypass_proxies(member: ClusterMember) -> None:
     """Hosts talk to process 0 by gRPC, which would ask a proxy for it where one is set, and wait for that for ever."""
-    found = sorted(name for name in os.environ if name.lower() in PROXIES)
+    found = sorted(name for name in os.environ if name.lower() in PROXY_VARIABLES)
     if found:
-        host = member.address.rpartition(":")[0]
-        direct = os.environ.get(NO_PROXY) or os.environ.get("no_proxy")
-        os.environ[NO_PROXY] = f"{direct},{host}" if direct else host
-        _tell(
+        host = member.coordinator_address.rpartition(":")[0]
+        direct = os.environ.get(NO_PROXY_VARIABLE) or os.environ.get("no_proxy")
+        os.environ[NO_PROXY_VARIABLE] = f"{direct},{host}" if direct else host
+        _print_stderr(
             f"warning: {', '.join(found)} set in the environment: the hosts reach {host} without a proxy; unset it if "
             "they do not find each other"
         )
 
 
-def _tell(line: str) -> None:
+def _print_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _check_library(platform: str) -> None:
+def _check_backend_installed(platform: str) -> None:
     """Before other hosts wait for this one."""
     plugins = [
         module.name
@@ -158,14 +158,18 @@ def _check_library(platform: str) -> None:
         "cuda": any("cuda" in name for name in plugins),
     }
     if not there[platform]:
-        raise _absent(platform, f"JAX's library for it is not installed: pip install 'grpo[{platform}]'")
+        raise _missing_platform_error(
+            platform, f"JAX's library for it is not installed: pip install 'grpo[{platform}]'"
+        )
 
 
-def _absent(platform: str, why: str) -> InputError:
-    return InputError(f"mesh.platform: {platform} was asked for and there is none: {why}; or set mesh.platform: auto")
+def _missing_platform_error(platform: str, reason: str) -> InputError:
+    return InputError(
+        f"mesh.platform: {platform} was asked for and there is none: {reason}; or set mesh.platform: auto"
+    )
 
 
-def devices(settings: MeshSettings) -> Sequence[Any]:
+def global_devices(settings: MeshSettings) -> Sequence[Any]:
     """All devices of all hosts. `start` must have run.
 
     Raises:
@@ -177,15 +181,15 @@ def devices(settings: MeshSettings) -> Sequence[Any]:
         if settings.platform == "auto":
             raise
         said = f", JAX says {str(error).splitlines()[0]!r}" if str(error) else ""
-        raise _absent(settings.platform, f"no device of it was found{said}") from error
+        raise _missing_platform_error(settings.platform, f"no device of it was found{said}") from error
     if settings.platform != "auto" and found[0].platform != DEVICE_PLATFORMS[settings.platform]:
-        raise _absent(settings.platform, f"JAX has started with {found[0].platform} devices")
+        raise _missing_platform_error(settings.platform, f"JAX has started with {found[0].platform} devices")
     return found
 
 
-def check_equal_hosts(devices: Sequence[Any]) -> None:
+def check_equal_device_counts(devices: Sequence[Any]) -> None:
     """Raises InputError where hosts have different numbers of devices: rows are dealt out evenly."""
-    per_host = Counter(host_of(device) for device in devices)
+    per_host = Counter(host_index(device) for device in devices)
     if len(set(per_host.values())) > 1:
         told = ", ".join(f"host {host}: {count}" for host, count in sorted(per_host.items()))
         raise InputError(
@@ -194,7 +198,7 @@ def check_equal_hosts(devices: Sequence[Any]) -> None:
         )
 
 
-def _return_freed_arrays_to_the_system() -> None:
+def _configure_malloc() -> None:
     """Arrays of a MiB and up get memory of their own, where the C library lets us ask (glibc).
 
     Its own threshold rises to 32 MiB once a larger array was freed. One policy's decoding weights, an array per
@@ -202,44 +206,44 @@ def _return_freed_arrays_to_the_system() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+        mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
-def host_of(device: Any) -> int:
+def host_index(device: Any) -> int:
     """The number of the host that a device belongs to."""
-    return device.process_index if _pretended is None else device.id // _pretended.chips_per_host
+    return device.process_index if _simulated_slice is None else device.id // _simulated_slice.chips_per_host
 
 
-def pretended() -> Slice | None:
+def simulated_slice() -> TpuSlice | None:
     """The slice that this process's virtual devices stand for; None where devices are what they are."""
-    return _pretended
+    return _simulated_slice
 
 
-def platform_of(device: Any) -> str:
+def device_platform(device: Any) -> str:
     """`cpu`, `gpu` or `tpu`."""
-    return device.platform if _pretended is None else "tpu"
+    return device.platform if _simulated_slice is None else "tpu"
 
 
-def device_kind_of(device: Any) -> str:
+def device_kind(device: Any) -> str:
     """What JAX calls its kind."""
-    return device.device_kind if _pretended is None else _pretended.chip.device_kind
+    return device.device_kind if _simulated_slice is None else _simulated_slice.chip.device_kind
 
 
 def local_devices() -> list[Any]:
     """This host's; of a pretended slice those of its first host."""
-    return [device for device in jax.local_devices() if _pretended is None or host_of(device) == 0]
+    return [device for device in jax.local_devices() if _simulated_slice is None or host_index(device) == 0]
 
 
 def num_hosts(mesh: DeviceMesh) -> int:
     """Hosts whose devices are on a mesh: 1 of an island, also where many have joined."""
-    return _num_hosts_of(mesh.devices.flat)
+    return _count_hosts(mesh.devices.flat)
 
 
-def _num_hosts_of(devices: Iterable[Any]) -> int:
-    return len({host_of(device) for device in devices})
+def _count_hosts(devices: Iterable[Any]) -> int:
+    return len({host_index(device) for device in devices})
 
 
-def parse_shape(text: str, *, num_devices: int, num_processes: int) -> tuple[int, int, int]:
+def parse_mesh_shape(text: str, *, num_devices: int, num_processes: int) -> tuple[int, int, int]:
     """(dp, fsdp, tp) whose product is `num_devices`.
 
     `auto` puts dp across hosts and fsdp inside a host, so that weights are gathered over fast links.
@@ -291,18 +295,18 @@ def make_mesh(settings: MeshSettings) -> DeviceMesh:
     Raises:
         InputError: a shape that the devices do not make.
     """
-    found = devices(settings)
-    check_equal_hosts(found)
-    shape = parse_shape(settings.shape, num_devices=len(found), num_processes=_num_hosts_of(found))
+    found = global_devices(settings)
+    check_equal_device_counts(found)
+    shape = parse_mesh_shape(settings.shape, num_devices=len(found), num_processes=_count_hosts(found))
     axis_types = (AxisType.Auto,) * len(AXES)
     mesh = jax.make_mesh(shape, AXES, axis_types=axis_types, devices=found)
-    if is_host_by_host(mesh):
+    if is_grouped_by_host(mesh):
         return mesh
-    in_order = sorted(found, key=lambda device: (host_of(device), device.id))
+    in_order = sorted(found, key=lambda device: (host_index(device), device.id))
     return DeviceMesh(np.asarray(in_order).reshape(shape), AXES, axis_types=axis_types)
 
 
-def is_host_by_host(mesh: DeviceMesh) -> bool:
+def is_grouped_by_host(mesh: DeviceMesh) -> bool:
     """Whether the devices of each host follow each other, those of host 0 first."""
-    hosts = [host_of(device) for device in mesh.devices.flat]
+    hosts = [host_index(device) for device in mesh.devices.flat]
     return hosts == sorted(hosts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from app.model.rope import Rope
+from app.model.rope import RopeConfig
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Architecture:
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: RopeConfig
     norm_epsilon: float
     max_positions: int
     tied_embeddings: bool
@@ -34,7 +34,7 @@ class Architecture:
     mlp_bias: bool = False
     windows: tuple[int | None, ...] = ()
     """Of each layer: how many tokens a token sees, itself included; None = all before it. Empty = None everywhere."""
-    windowed_rope: Rope | None = None
+    windowed_rope: RopeConfig | None = None
     """Of the layers with a window, where it is not `rope`."""
     query_scale: float | None = None
     """Factor of the attention scores; 1 / sqrt(head_dim) when None."""

@@ -13,20 +13,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from app.model.attention_scores import MASKED, PLAIN, ScoreRule, soft_capped
+from app.model.attention_scores import DEFAULT_SCORE_MOD, MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.block_attention import Blocking, block_attention
-from app.model.segment_layout import UNSEEN, BlockPairs, RowLayout, Window, block_pairs, visible
+from app.model.segment_layout import UNREACHABLE, BlockPairs, SegmentLayout, Window, attention_mask, block_pairs
 
-BLOCKING = {"cpu": Blocking(size=64, pairs_at_once=1)}
+BLOCKING_BY_BACKEND = {"cpu": Blocking(block_size=64, pairs_per_iteration=1)}
 """By backend: a CPU wants a pair in its cache, any other as many as keep its threads busy."""
-PARALLEL = Blocking(size=128, pairs_at_once=128)
+PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
 
 
-def blocking() -> Blocking:
-    return BLOCKING.get(jax.default_backend(), PARALLEL)
+def backend_blocking() -> Blocking:
+    return BLOCKING_BY_BACKEND.get(jax.default_backend(), PARALLEL_BLOCKING)
 
 
-def rotate(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"]) -> Float[Array, "R T heads H"]:
+def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"]) -> Float[Array, "R T heads H"]:
     """Rotary position embedding, halves convention: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
 
     Source: Su et al. 2021, RoFormer, eq. 34, with dims paired (i, i + H/2).
@@ -36,12 +36,12 @@ def rotate(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"]) -> 
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
 
 
-def attend(
+def dot_product_attention(
     query: Float[Array, "R T Q H"],
     keys: Float[Array, "R K S H"],
     values: Float[Array, "R K S H"],
-    visible: Bool[Array, "R T S"],
-    rule: ScoreRule = PLAIN,
+    visible_mask: Bool[Array, "R T S"],
+    score_mod: ScoreMod = DEFAULT_SCORE_MOD,
 ) -> Float[Array, "R T Q H"]:
     """softmax(cap(scale q k^T)) v over the visible keys; Q / K query heads share a key head.
 
@@ -51,8 +51,8 @@ def attend(
     num_kv_heads = keys.shape[1]
     grouped = query.reshape(rows, num_tokens, num_kv_heads, num_query_heads // num_kv_heads, head_dim)
     scores = jnp.einsum("rtkgh,rksh->rkgts", grouped, keys, preferred_element_type=jnp.float32)
-    scores = soft_capped(scores * (rule.scale or head_dim**-0.5), rule.soft_cap)
-    scores = jnp.where(visible[:, None, None], scores, MASKED)
+    scores = apply_soft_cap(scores * (score_mod.scale or head_dim**-0.5), score_mod.soft_cap)
+    scores = jnp.where(visible_mask[:, None, None], scores, MASK_VALUE)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     # Accumulated in float32 without asking; asking would also make the result float32, and that product of
     # bfloat16 is one that XLA on CPU refuses to run when there are several rows and key heads.
@@ -60,25 +60,25 @@ def attend(
     return mixed.reshape(query.shape).astype(query.dtype)
 
 
-def pairs_of_blocks(layout: RowLayout, windows: Sequence[Window]) -> BlockPairs | None:
+def make_block_pairs(layout: SegmentLayout, windows: Sequence[Window]) -> BlockPairs | None:
     """What `packed_attention` over these rows needs to know, once for all layers with any of these windows.
 
     None for rows of a single block, which need nothing.
     """
-    size = blocking().size
+    size = backend_blocking().block_size
     if layout.segment_ids.shape[1] <= size:
         return None
-    return block_pairs(RowLayout(*(_whole_blocks(x, size, axis=1) for x in layout)), windows, size)
+    return block_pairs(SegmentLayout(*(_pad_to_blocks(x, size, axis=1) for x in layout)), windows, size)
 
 
 def packed_attention(
     query: Float[Array, "R T Q H"],
     keys: Float[Array, "R K T H"],
     values: Float[Array, "R K T H"],
-    layout: RowLayout,
+    layout: SegmentLayout,
     *,
     window: Window = None,
-    rule: ScoreRule = PLAIN,
+    score_mod: ScoreMod = DEFAULT_SCORE_MOD,
     pairs: BlockPairs | None = None,
 ) -> Float[Array, "R T Q H"]:
     """Causal attention inside each sample of packed rows. Padding sees nothing; what it gets is finite.
@@ -86,24 +86,24 @@ def packed_attention(
     Args:
         pairs: `pairs_of_blocks` of these rows, this window among others; made here when None.
     """
-    num_tokens, size = query.shape[1], blocking().size
+    num_tokens, size = query.shape[1], backend_blocking().block_size
     if num_tokens <= size:
-        return attend(query, keys, values, visible(layout, layout, 0, window), rule)
+        return dot_product_attention(query, keys, values, attention_mask(layout, layout, 0, window), score_mod)
     # JAX's own types say nothing of what it returns.
     mixed: Any = block_attention(
-        _whole_blocks(query, size, axis=1),
-        _whole_blocks(keys, size, axis=2),
-        _whole_blocks(values, size, axis=2),
-        RowLayout(*(_whole_blocks(x, size, axis=1) for x in layout)),
-        pairs or pairs_of_blocks(layout, [window]),
-        jnp.asarray(UNSEEN if window is None else window, jnp.int32),
-        rule,
-        blocking(),
+        _pad_to_blocks(query, size, axis=1),
+        _pad_to_blocks(keys, size, axis=2),
+        _pad_to_blocks(values, size, axis=2),
+        SegmentLayout(*(_pad_to_blocks(x, size, axis=1) for x in layout)),
+        pairs or make_block_pairs(layout, [window]),
+        jnp.asarray(UNREACHABLE if window is None else window, jnp.int32),
+        score_mod,
+        backend_blocking(),
     )
     return mixed[:, :num_tokens]
 
 
-def _whole_blocks(x: Array, size: int, *, axis: int) -> Array:
+def _pad_to_blocks(x: Array, size: int, *, axis: int) -> Array:
     """With padding behind the tokens, up to a multiple of `size`."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % size)
@@ -117,7 +117,7 @@ def cached_attention(
     positions: Int32[Array, "B"],
     *,
     window: int | None = None,
-    rule: ScoreRule = PLAIN,
+    score_mod: ScoreMod = DEFAULT_SCORE_MOD,
 ) -> Float[Array, "B 1 Q H"]:
     """One new token per slot, at `positions`, over the cache entries up to and including its own.
 
@@ -128,4 +128,4 @@ def cached_attention(
     visible = slots <= positions[:, None]
     if window is not None:
         visible &= slots > positions[:, None] - window
-    return attend(query, keys, values, visible[:, None, :], rule)
+    return dot_product_attention(query, keys, values, visible[:, None, :], score_mod)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Finite, so that a token with nothing to see gets a harmless softmax instead of NaN."""
 
 
-class ScoreRule(NamedTuple):
+class ScoreMod(NamedTuple):
     """Static: it is a part of the program."""
 
     scale: float | None = None
@@ -20,9 +20,9 @@ class ScoreRule(NamedTuple):
     """See `soft_capped`."""
 
 
-PLAIN = ScoreRule()
+DEFAULT_SCORE_MOD = ScoreMod()
 
 
-def soft_capped(x: Float[Array, "*dims"], cap: float | None) -> Float[Array, "*dims"]:
+def apply_soft_cap(x: Float[Array, "*dims"], cap: float | None) -> Float[Array, "*dims"]:
     """Cap tanh(x / cap): close to x while it is small, never beyond the cap. x itself when there is none."""
     return x if cap is None else cap * jnp.tanh(x / cap)

@@ -16,27 +16,34 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from app.mesh.axis_rules import on_each_device
-from app.model.attention_scores import MASKED, ScoreRule, soft_capped
-from app.model.segment_layout import BlockPairs, RowLayout, visible
+from app.mesh.axis_rules import shard_map_by_dims
+from app.model.attention_scores import MASK_VALUE, ScoreMod, apply_soft_cap
+from app.model.segment_layout import BlockPairs, SegmentLayout, attention_mask
 
 # Query heads are split over devices only where the key heads that they share are.
-QUERY = ("rows", "tokens", "kv_heads", "head")
-KEYS = ("rows", "kv_heads", "tokens", "head")
-NORMALIZER = ("rows", "tokens", "kv_heads", "head")
-ROWS: Any = ("rows", "tokens")
-INPUTS = (QUERY, KEYS, KEYS, RowLayout(ROWS, ROWS, ROWS), BlockPairs(ROWS, ROWS, ROWS), ())
+QUERY_DIMS = ("rows", "tokens", "kv_heads", "head")
+KEY_DIMS = ("rows", "kv_heads", "tokens", "head")
+NORMALIZER_DIMS = ("rows", "tokens", "kv_heads", "head")
+ROW_DIMS: Any = ("rows", "tokens")
+INPUT_DIMS = (
+    QUERY_DIMS,
+    KEY_DIMS,
+    KEY_DIMS,
+    SegmentLayout(ROW_DIMS, ROW_DIMS, ROW_DIMS),
+    BlockPairs(ROW_DIMS, ROW_DIMS, ROW_DIMS),
+    (),
+)
 
-KEPT = "attention"
+ATTENTION_CHECKPOINT_NAME = "attention"
 """Name for `jax.checkpoint` policies of what spares the backward pass a second walk through the forward loop."""
 
 
 class Blocking(NamedTuple):
     """How rows are cut up, and how much of them is worked on at once. Static."""
 
-    size: int
+    block_size: int
     """Tokens of a block."""
-    pairs_at_once: int
+    pairs_per_iteration: int
     """Pairs of blocks in one turn of the loop."""
 
 
@@ -45,10 +52,10 @@ def block_attention(
     query: Float[Array, "R T Q H"],
     keys: Float[Array, "R K T H"],
     values: Float[Array, "R K T H"],
-    layout: RowLayout,
+    layout: SegmentLayout,
     pairs: BlockPairs,
     window: Int32[Array, ""],
-    rule: ScoreRule,
+    score_mod: ScoreMod,
     blocking: Blocking,
 ) -> Float[Array, "R T Q H"]:
     """softmax(cap(scale q k^T)) v over the visible keys; 0 on padding. T is a multiple of the size of a block.
@@ -56,29 +63,31 @@ def block_attention(
     Args:
         pairs: `block_pairs` of these rows, for this window among others.
     """
-    return _forward(query, keys, values, layout, pairs, window, rule, blocking)[0]
+    return _forward(query, keys, values, layout, pairs, window, score_mod, blocking)[0]
 
 
 def _forward(*args: Any) -> tuple[Array, tuple]:
     *inputs, rule, blocking = args
-    mix = on_each_device(functools.partial(_mixed, rule, blocking), inputs=INPUTS, outputs=(QUERY, NORMALIZER))
-    mixed, normalizer = checkpoint_name(mix(*inputs), KEPT)
+    mix = shard_map_by_dims(
+        functools.partial(_attend_blocks, rule, blocking), in_dims=INPUT_DIMS, out_dims=(QUERY_DIMS, NORMALIZER_DIMS)
+    )
+    mixed, normalizer = checkpoint_name(mix(*inputs), ATTENTION_CHECKPOINT_NAME)
     return mixed, (*inputs, mixed, normalizer)
 
 
-def _backward(rule: ScoreRule, blocking: Blocking, kept: tuple, by_mixed: Array) -> tuple:
-    gradients = on_each_device(
-        functools.partial(_gradients, rule, blocking),
-        inputs=(*INPUTS, QUERY, NORMALIZER, QUERY),
-        outputs=(QUERY, KEYS, KEYS),
+def _backward(score_mod: ScoreMod, blocking: Blocking, residuals: tuple, output_grad: Array) -> tuple:
+    gradients = shard_map_by_dims(
+        functools.partial(_attention_grads, score_mod, blocking),
+        in_dims=(*INPUT_DIMS, QUERY_DIMS, NORMALIZER_DIMS, QUERY_DIMS),
+        out_dims=(QUERY_DIMS, KEY_DIMS, KEY_DIMS),
     )
-    return *gradients(*kept, by_mixed), None, None, None
+    return *gradients(*residuals, output_grad), None, None, None
 
 
 block_attention.defvjp(_forward, _backward)
 
 
-class Turns(NamedTuple):
+class BlockLoop(NamedTuple):
     """What the loop reads, by number of the block, and which pairs in which turn.
 
     The G query heads that share a key head stand one below another: the scores of a pair are one product per key head.
@@ -87,7 +96,7 @@ class Turns(NamedTuple):
     query: Float[Array, "blocks K G*size H"]
     keys: Float[Array, "blocks K size H"]
     values: Float[Array, "blocks K size H"]
-    layout: RowLayout
+    layout: SegmentLayout
     window: Int32[Array, ""]
     query_blocks: Int32[Array, "turns pairs_at_once"]
     key_blocks: Int32[Array, "turns pairs_at_once"]
@@ -95,27 +104,27 @@ class Turns(NamedTuple):
     """Those that the window sees; they come first."""
 
     @classmethod
-    def of(
+    def from_rows(
         cls,
         query: Array,
         keys: Array,
         values: Array,
-        layout: RowLayout,
+        layout: SegmentLayout,
         pairs: BlockPairs,
         window: Array,
         *,
         blocking: Blocking,
-    ) -> Turns:
+    ) -> BlockLoop:
         size, at_once = blocking
 
         def by_turn(pairs: Array) -> Array:
             return jnp.pad(pairs.ravel(), (0, -pairs.size % at_once)).reshape(-1, at_once)
 
         return cls(
-            _query_blocks(query, keys.shape[1], size),
-            _key_blocks(keys, size),
-            _key_blocks(values, size),
-            RowLayout(*(x.reshape(-1, size) for x in layout)),
+            _to_query_blocks(query, keys.shape[1], size),
+            _to_key_blocks(keys, size),
+            _to_key_blocks(values, size),
+            SegmentLayout(*(x.reshape(-1, size) for x in layout)),
             window,
             by_turn(pairs.query_block),
             by_turn(pairs.key_block),
@@ -123,21 +132,23 @@ class Turns(NamedTuple):
         )
 
     @property
-    def num(self) -> Array:
+    def num_iterations(self) -> Array:
         at_once = self.query_blocks.shape[1]
         return (self.num_pairs + at_once - 1) // at_once
 
-    def seen(self, turn: Array) -> Bool[Array, "pairs_at_once size size"]:
+    def visible_mask(self, iteration: Array) -> Bool[Array, "pairs_at_once size size"]:
         """Which entries of the turn's pairs are visible; none of those that fill up the last turn."""
         at_once, size = self.query_blocks.shape[1], self.keys.shape[2]
-        query_blocks, key_blocks = self.query_blocks[turn], self.key_blocks[turn]
-        of_queries, of_keys = (RowLayout(*(x[blocks] for x in self.layout)) for blocks in (query_blocks, key_blocks))
+        query_blocks, key_blocks = self.query_blocks[iteration], self.key_blocks[iteration]
+        of_queries, of_keys = (
+            SegmentLayout(*(x[blocks] for x in self.layout)) for blocks in (query_blocks, key_blocks)
+        )
         offset = (query_blocks - key_blocks)[:, None] * size
-        wanted = turn * at_once + jnp.arange(at_once) < self.num_pairs
-        return visible(of_queries, of_keys, offset, self.window) & wanted[:, None, None]
+        wanted = iteration * at_once + jnp.arange(at_once) < self.num_pairs
+        return attention_mask(of_queries, of_keys, offset, self.window) & wanted[:, None, None]
 
 
-class Scores(NamedTuple):
+class PairScores(NamedTuple):
     """Of the pairs of one turn; float32."""
 
     scaled_query: Float32[Array, "pairs K G*size H"]
@@ -145,41 +156,41 @@ class Scores(NamedTuple):
     values: Float32[Array, "pairs K size H"]
     scores: Float32[Array, "pairs K G*size size"]
     """Soft-capped, MASKED where not visible."""
-    slope: Float32[Array, "pairs K G*size size"] | None
+    soft_cap_slope: Float32[Array, "pairs K G*size size"] | None
     """Of the soft cap; None without one."""
 
     def weights(self, normalizer: Float32[Array, "pairs K G*size"]) -> Float32[Array, "pairs K G*size size"]:
         # A query with nothing visible so far has a MASKED normalizer.
-        return jnp.where(self.scores > MASKED, jnp.exp(self.scores - normalizer[..., None]), 0.0)
+        return jnp.where(self.scores > MASK_VALUE, jnp.exp(self.scores - normalizer[..., None]), 0.0)
 
 
-def _scores(turns: Turns, turn: Array, rule: ScoreRule) -> Scores:
-    query_blocks, key_blocks = turns.query_blocks[turn], turns.key_blocks[turn]
-    query = turns.query[query_blocks].astype(jnp.float32) * _scale(rule, turns.query)
-    keys, values = (x[key_blocks].astype(jnp.float32) for x in (turns.keys, turns.values))
-    scores = soft_capped(jnp.einsum("pkmh,pknh->pkmn", query, keys), rule.soft_cap)
-    slope = None if rule.soft_cap is None else 1 - jnp.square(scores / rule.soft_cap)
+def _pair_scores(loop: BlockLoop, iteration: Array, score_mod: ScoreMod) -> PairScores:
+    query_blocks, key_blocks = loop.query_blocks[iteration], loop.key_blocks[iteration]
+    query = loop.query[query_blocks].astype(jnp.float32) * _score_scale(score_mod, loop.query)
+    keys, values = (x[key_blocks].astype(jnp.float32) for x in (loop.keys, loop.values))
+    scores = apply_soft_cap(jnp.einsum("pkmh,pknh->pkmn", query, keys), score_mod.soft_cap)
+    slope = None if score_mod.soft_cap is None else 1 - jnp.square(scores / score_mod.soft_cap)
     by_head = scores.reshape(*keys.shape[:2], -1, *[keys.shape[2]] * 2)
-    masked = jnp.where(turns.seen(turn)[:, None, None], by_head, MASKED)
-    return Scores(query, keys, values, masked.reshape(scores.shape), slope)
+    masked = jnp.where(loop.visible_mask(iteration)[:, None, None], by_head, MASK_VALUE)
+    return PairScores(query, keys, values, masked.reshape(scores.shape), slope)
 
 
-def _scale(rule: ScoreRule, query: Float[Array, "*dims H"]) -> float:
-    return rule.scale or query.shape[-1] ** -0.5
+def _score_scale(score_mod: ScoreMod, query: Float[Array, "*dims H"]) -> float:
+    return score_mod.scale or query.shape[-1] ** -0.5
 
 
-def _mixed(rule: ScoreRule, blocking: Blocking, *inputs: Any) -> tuple[Array, Array]:
+def _attend_blocks(score_mod: ScoreMod, blocking: Blocking, *inputs: Any) -> tuple[Array, Array]:
     """What `block_attention` gives, and the log of each softmax's normalizer, of one device's inputs."""
     query = inputs[0]
-    turns = Turns.of(*inputs, blocking=blocking)
+    turns = BlockLoop.from_rows(*inputs, blocking=blocking)
 
     def add(turn: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         mixed, highest, total = sums
         blocks = turns.query_blocks[turn]
-        scores = _scores(turns, turn, rule)
+        scores = _pair_scores(turns, turn, score_mod)
         now_highest = highest.at[blocks].max(scores.scores.max(axis=-1))
         # With several pairs at once, blocks may be twice among them.
-        touched = blocks if blocking.pairs_at_once == 1 else slice(None)
+        touched = blocks if blocking.pairs_per_iteration == 1 else slice(None)
         shrink = jnp.exp(highest[touched] - now_highest[touched])
         weights = scores.weights(now_highest[blocks])
         mixed = mixed.at[touched].multiply(shrink[..., None])
@@ -188,32 +199,34 @@ def _mixed(rule: ScoreRule, blocking: Blocking, *inputs: Any) -> tuple[Array, Ar
         return mixed, now_highest, total
 
     shape = turns.query.shape
-    none = jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1], jnp.float32)
-    mixed, highest, total = jax.lax.fori_loop(0, turns.num, add, none)
+    none = jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], MASK_VALUE), jnp.zeros(shape[:-1], jnp.float32)
+    mixed, highest, total = jax.lax.fori_loop(0, turns.num_iterations, add, none)
     total = jnp.where(total > 0, total, 1.0)
     normalizer = (highest + jnp.log(total)).reshape(query.shape[0], -1, *highest.shape[1:])
-    return _query_rows(mixed / total[..., None], query), normalizer
+    return _from_query_blocks(mixed / total[..., None], query), normalizer
 
 
-def _gradients(
-    rule: ScoreRule, blocking: Blocking, *inputs_and_outputs: Any
+def _attention_grads(
+    score_mod: ScoreMod, blocking: Blocking, *inputs_and_outputs: Any
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
     """By query, keys and values, of what one device has. The scores are computed again, turn by turn."""
     *inputs, mixed, normalizer, by_mixed = inputs_and_outputs
     query, keys, values, *_ = inputs
-    turns = Turns.of(*inputs, blocking=blocking)
-    mixed, by_mixed = (_query_blocks(x, keys.shape[1], blocking.size).astype(jnp.float32) for x in (mixed, by_mixed))
+    turns = BlockLoop.from_rows(*inputs, blocking=blocking)
+    mixed, by_mixed = (
+        _to_query_blocks(x, keys.shape[1], blocking.block_size).astype(jnp.float32) for x in (mixed, by_mixed)
+    )
     normalizer = normalizer.reshape(mixed.shape[:-1])
     mean = jnp.sum(by_mixed * mixed, axis=-1)
 
     def add(turn: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         by_query, by_keys, by_values = sums
         query_blocks, key_blocks = turns.query_blocks[turn], turns.key_blocks[turn]
-        scores = _scores(turns, turn, rule)
+        scores = _pair_scores(turns, turn, score_mod)
         weights, by_output = scores.weights(normalizer[query_blocks]), by_mixed[query_blocks]
         by_weights = jnp.einsum("pkmh,pknh->pkmn", by_output, scores.values)
         by_scores = weights * (by_weights - mean[query_blocks][..., None])
-        by_scores = by_scores if scores.slope is None else by_scores * scores.slope
+        by_scores = by_scores if scores.soft_cap_slope is None else by_scores * scores.soft_cap_slope
         return (
             by_query.at[query_blocks].add(jnp.einsum("pkmn,pknh->pkmh", by_scores, scores.keys)),
             by_keys.at[key_blocks].add(jnp.einsum("pkmn,pkmh->pknh", by_scores, scores.scaled_query)),
@@ -221,26 +234,26 @@ def _gradients(
         )
 
     none = tuple(jnp.zeros(x.shape, jnp.float32) for x in (turns.query, turns.keys, turns.values))
-    by_query, by_keys, by_values = jax.lax.fori_loop(0, turns.num, add, none)
-    by_query = by_query * _scale(rule, query)
-    return _query_rows(by_query, query), _key_rows(by_keys, keys), _key_rows(by_values, values)
+    by_query, by_keys, by_values = jax.lax.fori_loop(0, turns.num_iterations, add, none)
+    by_query = by_query * _score_scale(score_mod, query)
+    return _from_query_blocks(by_query, query), _from_key_blocks(by_keys, keys), _from_key_blocks(by_values, values)
 
 
-def _query_blocks(x: Float[Array, "R T Q H"], num_kv_heads: int, size: int) -> Float[Array, "blocks K G*size H"]:
+def _to_query_blocks(x: Float[Array, "R T Q H"], num_kv_heads: int, size: int) -> Float[Array, "blocks K G*size H"]:
     grouped = x.reshape(-1, size, num_kv_heads, x.shape[2] // num_kv_heads, x.shape[3])
     return grouped.transpose(0, 2, 3, 1, 4).reshape(grouped.shape[0], num_kv_heads, -1, x.shape[3])
 
 
-def _query_rows(x: Float[Array, "blocks K G*size H"], like: Float[Array, "R T Q H"]) -> Float[Array, "R T Q H"]:
+def _from_query_blocks(x: Float[Array, "blocks K G*size H"], like: Float[Array, "R T Q H"]) -> Float[Array, "R T Q H"]:
     num_blocks, num_kv_heads, _, head_dim = x.shape
     grouped = x.reshape(num_blocks, num_kv_heads, like.shape[2] // num_kv_heads, -1, head_dim)
     return grouped.transpose(0, 3, 1, 2, 4).reshape(like.shape).astype(like.dtype)
 
 
-def _key_blocks(x: Float[Array, "R K T H"], size: int) -> Float[Array, "blocks K size H"]:
+def _to_key_blocks(x: Float[Array, "R K T H"], size: int) -> Float[Array, "blocks K size H"]:
     rows, num_kv_heads, _, head_dim = x.shape
     return x.reshape(rows, num_kv_heads, -1, size, head_dim).swapaxes(1, 2).reshape(-1, num_kv_heads, size, head_dim)
 
 
-def _key_rows(x: Float[Array, "blocks K size H"], like: Float[Array, "R K T H"]) -> Float[Array, "R K T H"]:
+def _from_key_blocks(x: Float[Array, "blocks K size H"], like: Float[Array, "R K T H"]) -> Float[Array, "R K T H"]:
     return x.reshape(like.shape[0], -1, *x.shape[1:]).swapaxes(1, 2).reshape(like.shape).astype(like.dtype)

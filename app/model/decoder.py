@@ -25,40 +25,40 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.model.architecture import Architecture
-from app.model.attention import packed_attention, pairs_of_blocks, rotate
-from app.model.attention_scores import ScoreRule, soft_capped
-from app.model.block_attention import KEPT
-from app.model.lora import LoRA, LoRAParam
-from app.model.quantization import QuantizedKernel
+from app.model.attention import apply_rope, make_block_pairs, packed_attention
+from app.model.attention_scores import ScoreMod, apply_soft_cap
+from app.model.block_attention import ATTENTION_CHECKPOINT_NAME
+from app.model.lora import LoRAConfig, LoRAParam
+from app.model.quantization import KernelQuantizer
 from app.model.rope import rope_frequencies
-from app.model.segment_layout import UNSEEN, RowLayout
+from app.model.segment_layout import UNREACHABLE, SegmentLayout
 from settings.schema.lora import Quantization
 
 Params = dict[str, Any]
 """A nested dict of arrays: the form in which weights move between rooms."""
 
-Path = tuple[str, ...]
+ParamPath = tuple[str, ...]
 
 INITIAL_STDDEV = 0.02
 
-NO_WINDOW = UNSEEN
+NO_WINDOW = UNREACHABLE
 """What a layer without a window gets where another one of the scan has one."""
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
-def by_path(tree: Params) -> dict[Path, Any]:
+def flatten_by_path(tree: Params) -> dict[ParamPath, Any]:
     """The leaves of a nested dict by their path of keys."""
     return dict(flatten_dict(tree))
 
 
-def weight(
+def make_param(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
     dims: tuple[str, ...],
     *,
     init: str = "normal",
-    kind: type[nnx.Param] = nnx.Param,
+    param_class: type[nnx.Param] = nnx.Param,
     dtype: Any = jnp.float32,
 ) -> nnx.Param:
     """A parameter that knows its logical dims."""
@@ -67,10 +67,10 @@ def weight(
         "ones": nnx.initializers.ones,
         "zeros": nnx.initializers.zeros,
     }
-    return kind(initializers[init](rngs.params(), shape, dtype), dims=dims)
+    return param_class(initializers[init](rngs.params(), shape, dtype), dims=dims)
 
 
-class Norm(nnx.Module):
+class RMSNorm(nnx.Module):
     """Root-mean-square layer norm over the last dim: x / sqrt(mean(x^2) + eps) * scale. Source: Zhang & Sennrich 2019.
 
     Centered, it multiplies by 1 + scale, and rounds to the compute type only after that. The scale stays as the
@@ -81,7 +81,7 @@ class Norm(nnx.Module):
         self.epsilon = arch.norm_epsilon
         self.centered = arch.centered_norms
         sizes = {**stack, **size}
-        self.scale = weight(rngs, tuple(sizes.values()), tuple(sizes), init="zeros" if self.centered else "ones")
+        self.scale = make_param(rngs, tuple(sizes.values()), tuple(sizes), init="zeros" if self.centered else "ones")
 
     def __call__(self, x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
         x32 = x.astype(jnp.float32)
@@ -92,12 +92,12 @@ class Norm(nnx.Module):
         return normed.astype(x.dtype) * scale
 
 
-def unchanged(x: Array) -> Array:
+def identity(x: Array) -> Array:
     """Stands where another family has a norm."""
     return x
 
 
-PRODUCT = "product"
+PROJECTION_CHECKPOINT_NAME = "product"
 """Name for `jax.checkpoint` policies of what a projection's matrices give."""
 
 
@@ -116,50 +116,52 @@ class Projection(nnx.Module):
         *,
         bias: bool,
         stack: dict[str, int],
-        lora: LoRA | None,
+        lora: LoRAConfig | None,
         quantization: Quantization | None,
     ):
-        self.num_inputs = len(inputs)
+        self.num_input_dims = len(inputs)
         if quantization is None:
             sizes = {**stack, **inputs, **outputs}
-            self.kernel = weight(rngs, tuple(sizes.values()), tuple(sizes))
+            self.kernel = make_param(rngs, tuple(sizes.values()), tuple(sizes))
         else:
-            held = QuantizedKernel.of(quantization, inputs=tuple(inputs), outputs=tuple(outputs))
+            held = KernelQuantizer.create(quantization, inputs=tuple(inputs), outputs=tuple(outputs))
             codes = {**stack, **held.code_sizes({**inputs, **outputs})}
             scales = {**stack, **held.scale_sizes({**inputs, **outputs})}
-            self.held = held
-            self.codes = weight(rngs, tuple(codes.values()), tuple(codes), init="zeros", dtype=held.code_type)
-            self.scales = weight(rngs, tuple(scales.values()), tuple(scales), init="zeros")
+            self.quantizer = held
+            self.codes = make_param(rngs, tuple(codes.values()), tuple(codes), init="zeros", dtype=held.code_dtype)
+            self.scales = make_param(rngs, tuple(scales.values()), tuple(scales), init="zeros")
         if bias:
             sizes = {**stack, **outputs}
-            self.bias = weight(rngs, tuple(sizes.values()), tuple(sizes), init="zeros")
+            self.bias = make_param(rngs, tuple(sizes.values()), tuple(sizes), init="zeros")
         if lora is not None:
             self.lora_scale = lora.scale
             rank = {"lora_rank": lora.rank}
             down, up = {**stack, **inputs, **rank}, {**stack, **rank, **outputs}
-            self.lora_a = weight(rngs, tuple(down.values()), tuple(down), init="zeros", kind=LoRAParam)
-            self.lora_b = weight(rngs, tuple(up.values()), tuple(up), init="zeros", kind=LoRAParam)
+            self.lora_a = make_param(rngs, tuple(down.values()), tuple(down), init="zeros", param_class=LoRAParam)
+            self.lora_b = make_param(rngs, tuple(up.values()), tuple(up), init="zeros", param_class=LoRAParam)
 
     def __call__(self, x: Float[Array, "R T *inputs"]) -> Float[Array, "R T *outputs"]:
         y = self._product(x)
         if hasattr(self, "lora_a"):
-            low = contracted(x, self.lora_a[...], num_dims=self.num_inputs)
-            y = y + self.lora_scale * contracted(low, self.lora_b[...], num_dims=1)
-        y = checkpoint_name(y, PRODUCT)
+            low = contract_dims(x, self.lora_a[...], num_dims=self.num_input_dims)
+            y = y + self.lora_scale * contract_dims(low, self.lora_b[...], num_dims=1)
+        y = checkpoint_name(y, PROJECTION_CHECKPOINT_NAME)
         return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
 
     def _product(self, x: Float[Array, "R T *inputs"]) -> Float[Array, "R T *outputs"]:
         if hasattr(self, "kernel"):
-            return contracted(x, self.kernel[...], num_dims=self.num_inputs)
+            return contract_dims(x, self.kernel[...], num_dims=self.num_input_dims)
 
         def through(x: Array, codes: Array, scales: Array) -> Array:
-            return contracted(x, self.held.dequantized(codes, scales, after=x), num_dims=self.num_inputs)
+            return contract_dims(
+                x, self.quantizer.dequantize(codes, scales, depends_on=x), num_dims=self.num_input_dims
+            )
 
         # The backward pass makes the kernel anew: kept from the forward pass, those of all layers would be floats.
         return jax.checkpoint(through, prevent_cse=False)(x, self.codes[...], self.scales[...])
 
 
-def contracted(
+def contract_dims(
     x: Float[Array, "R T *inputs"], matrix: Float[Array, "*inputs *outputs"], *, num_dims: int
 ) -> Float[Array, "R T *outputs"]:
     """Their product over the last `num_dims` dims of `x`, which are the first of the matrix."""
@@ -167,7 +169,7 @@ def contracted(
     return jax.lax.dot_general(x, matrix.astype(x.dtype), (dims, ((), ())))
 
 
-Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+AttentionFn = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(query [R,T,Q,H], keys [R,K,T,H], values [R,K,T,H]) -> (mixed [R,T,Q,H], whatever the caller keeps)."""
 
 
@@ -177,17 +179,17 @@ class Block(nnx.Module):
     Where the family has them, query and key are normed per head, and what is added is normed, too.
     """
 
-    def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None, quantization: Quantization | None):
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRAConfig | None, quantization: Quantization | None):
         stack = {"layers": arch.num_layers}
         embed = {"embed": arch.model_dim}
         head = {"head": arch.head_dim}
         heads = {"query_heads": arch.num_query_heads, **head}
         kv_heads = {"kv_heads": arch.num_kv_heads, **head}
         mlp = {"mlp": arch.mlp_dim}
-        norm = functools.partial(Norm, arch, rngs, stack=stack)
+        norm = functools.partial(RMSNorm, arch, rngs, stack=stack)
 
         def project(name: str, inputs: dict[str, int], outputs: dict[str, int], *, bias: bool) -> Projection:
-            adapter = lora and lora.at(name)
+            adapter = lora and lora.for_projection(name)
             return Projection(rngs, inputs, outputs, bias=bias, stack=stack, lora=adapter, quantization=quantization)
 
         self.activation = arch.activation
@@ -195,22 +197,22 @@ class Block(nnx.Module):
         self.query = project("q_proj", embed, heads, bias=arch.qkv_bias)
         self.key = project("k_proj", embed, kv_heads, bias=arch.qkv_bias)
         self.value = project("v_proj", embed, kv_heads, bias=arch.qkv_bias)
-        self.query_norm = norm(head) if arch.query_key_norms else unchanged
-        self.key_norm = norm(head) if arch.query_key_norms else unchanged
+        self.query_norm = norm(head) if arch.query_key_norms else identity
+        self.key_norm = norm(head) if arch.query_key_norms else identity
         self.attention_output = project("o_proj", heads, embed, bias=arch.attention_output_bias)
-        self.attention_post_norm = norm(embed) if arch.post_norms else unchanged
+        self.attention_post_norm = norm(embed) if arch.post_norms else identity
         self.mlp_norm = norm(embed)
         self.gate = project("gate_proj", embed, mlp, bias=arch.mlp_bias)
         self.up = project("up_proj", embed, mlp, bias=arch.mlp_bias)
         self.down = project("down_proj", mlp, embed, bias=arch.mlp_bias)
-        self.mlp_post_norm = norm(embed) if arch.post_norms else unchanged
+        self.mlp_post_norm = norm(embed) if arch.post_norms else identity
 
     def __call__(
-        self, x: Float[Array, "R T D"], angles: Float[Array, "R T half"], attend: Attend
+        self, x: Float[Array, "R T D"], angles: Float[Array, "R T half"], attend: AttentionFn
     ) -> tuple[Float[Array, "R T D"], Any]:
         y = self.attention_norm(x)
-        query = rotate(self.query_norm(self.query(y)), angles)
-        key = rotate(self.key_norm(self.key(y)), angles)
+        query = apply_rope(self.query_norm(self.query(y)), angles)
+        key = apply_rope(self.key_norm(self.key(y)), angles)
         # The cache and every attention kernel want heads before tokens.
         mixed, kept = attend(query, key.swapaxes(1, 2), self.value(y).swapaxes(1, 2))
         x = x + self.attention_post_norm(self.attention_output(mixed))
@@ -219,12 +221,12 @@ class Block(nnx.Module):
         return x + self.mlp_post_norm(self.down(gated)), kept
 
 
-REMATERIALISED: Mapping[str, Callable[[Callable], Callable]] = MappingProxyType(
+REMAT_POLICIES: Mapping[str, Callable[[Callable], Callable]] = MappingProxyType(
     {
         "none": lambda layer: layer,
         "minimal": functools.partial(
             jax.checkpoint,
-            policy=jax.checkpoint_policies.save_only_these_names(PRODUCT, KEPT),
+            policy=jax.checkpoint_policies.save_only_these_names(PROJECTION_CHECKPOINT_NAME, ATTENTION_CHECKPOINT_NAME),
             prevent_cse=False,
         ),
         "block": functools.partial(jax.checkpoint, prevent_cse=False),
@@ -238,7 +240,7 @@ the backward scan are loops of their own."""
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["soft_cap"])
 @dataclass(frozen=True)
-class Head:
+class LMHead:
     """From final hidden states to logits."""
 
     table: Float[Array, "V D"]
@@ -248,23 +250,27 @@ class Head:
         """hidden @ table^T, soft-capped where the family does so; float32."""
         table = self.table.astype(hidden.dtype)
         logits = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
-        return soft_capped(logits, self.soft_cap)
+        return apply_soft_cap(logits, self.soft_cap)
 
 
 class Trunk(nnx.Module):
     """Token embedding, L blocks and final norm: what every network of a family shares."""
 
     def __init__(
-        self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None = None, quantization: Quantization | None = None
+        self,
+        arch: Architecture,
+        rngs: nnx.Rngs,
+        lora: LoRAConfig | None = None,
+        quantization: Quantization | None = None,
     ):
         self.architecture = arch
-        self.embedding = weight(rngs, (arch.vocab_size, arch.model_dim), ("vocab", "embed"))
+        self.embedding = make_param(rngs, (arch.vocab_size, arch.model_dim), ("vocab", "embed"))
         self.blocks = Block(arch, rngs, lora, quantization)
-        self.final_norm = Norm(arch, rngs, {"embed": arch.model_dim}, stack={})
+        self.final_norm = RMSNorm(arch, rngs, {"embed": arch.model_dim}, stack={})
 
     @property
-    def score_rule(self) -> ScoreRule:
-        return ScoreRule(self.architecture.query_scale, self.architecture.attention_soft_cap)
+    def score_mod(self) -> ScoreMod:
+        return ScoreMod(self.architecture.query_scale, self.architecture.attention_soft_cap)
 
     def embed(self, token_ids: Int32[Array, "R T"], dtype: jnp.dtype) -> Float[Array, "R T D"]:
         # Whole along its model dim before the look-up: else the result would lie along fsdp twice.
@@ -284,7 +290,7 @@ class Trunk(nnx.Module):
     def hidden(
         self,
         token_ids: Int32[Array, "R T"],
-        layout: RowLayout,
+        layout: SegmentLayout,
         *,
         dtype: jnp.dtype,
         remat: str = "none",
@@ -298,7 +304,7 @@ class Trunk(nnx.Module):
         arch = self.architecture
         graph, stacked = nnx.split(self.blocks)
         whole, windowed = self.angles(layout.positions)
-        pairs = pairs_of_blocks(layout, sorted({w or NO_WINDOW for w in arch.layer_windows}))
+        pairs = make_block_pairs(layout, sorted({w or NO_WINDOW for w in arch.layer_windows}))
         # Scanned beside the weights: one body serves the layers with a window and those without.
         windows = jnp.array([w or NO_WINDOW for w in arch.windows], jnp.int32) if arch.windows else None
 
@@ -308,13 +314,15 @@ class Trunk(nnx.Module):
             angles = jnp.where(window == NO_WINDOW, whole, windowed) if two_ropes else whole
 
             def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-                mixed = packed_attention(query, key, value, layout, window=window, rule=self.score_rule, pairs=pairs)
+                mixed = packed_attention(
+                    query, key, value, layout, window=window, score_mod=self.score_mod, pairs=pairs
+                )
                 return mixed, None
 
             x, _ = nnx.merge(graph, weights)(x, angles, attend)
             return constrain(x, "rows", "tokens", "activation"), None
 
-        x, _ = jax.lax.scan(REMATERIALISED[remat](layer), self.embed(token_ids, dtype), (stacked, windows))
+        x, _ = jax.lax.scan(REMAT_POLICIES[remat](layer), self.embed(token_ids, dtype), (stacked, windows))
         return self.final_norm(x)
 
 
@@ -322,26 +330,34 @@ class Decoder(Trunk):
     """A trunk and the LM head (the embedding itself where they are tied)."""
 
     def __init__(
-        self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None = None, quantization: Quantization | None = None
+        self,
+        arch: Architecture,
+        rngs: nnx.Rngs,
+        lora: LoRAConfig | None = None,
+        quantization: Quantization | None = None,
     ):
         super().__init__(arch, rngs, lora, quantization)
         if not arch.tied_embeddings:
-            self.output = weight(rngs, (arch.vocab_size, arch.model_dim), ("vocab", "embed"))
+            self.output = make_param(rngs, (arch.vocab_size, arch.model_dim), ("vocab", "embed"))
 
     @property
-    def head(self) -> Head:
+    def head(self) -> LMHead:
         table = self.embedding[...] if self.architecture.tied_embeddings else self.output[...]
-        return Head(table, self.architecture.logit_soft_cap)
+        return LMHead(table, self.architecture.logit_soft_cap)
 
 
 class ValueDecoder(Trunk):
     """A trunk and one number per token: <hidden, value>. A fresh head is zeros, so that every value starts at 0."""
 
     def __init__(
-        self, arch: Architecture, rngs: nnx.Rngs, lora: LoRA | None = None, quantization: Quantization | None = None
+        self,
+        arch: Architecture,
+        rngs: nnx.Rngs,
+        lora: LoRAConfig | None = None,
+        quantization: Quantization | None = None,
     ):
         super().__init__(arch, rngs, lora, quantization)
-        self.value = weight(rngs, (arch.model_dim,), ("embed",), init="zeros")
+        self.value = make_param(rngs, (arch.model_dim,), ("embed",), init="zeros")
 
     def values(self, hidden: Float[Array, "*rows D"]) -> Float32[Array, "*rows"]:
         """hidden · value; float32."""
@@ -357,42 +373,46 @@ class DecoderDefinition:
     """
 
     architecture: Architecture
-    network: type[Trunk]
+    network_class: type[Trunk]
     graph: Any
     shapes: Params
     """Nested dict of `jax.ShapeDtypeStruct`."""
     dims: Params
     """The same tree, with a tuple of logical dims at each leaf."""
-    lora: LoRA | None = None
-    adapters: frozenset[Path] = frozenset()
+    lora: LoRAConfig | None = None
+    adapter_paths: frozenset[ParamPath] = frozenset()
     """Of the weights that alone learn; none where all do."""
     quantization: Quantization | None = None
     """Of the kernels; None where they are float32."""
 
     @classmethod
-    def of(
+    def create(
         cls,
         arch: Architecture,
-        network: type[Trunk] = Decoder,
+        network_class: type[Trunk] = Decoder,
         *,
-        lora: LoRA | None = None,
+        lora: LoRAConfig | None = None,
         quantization: Quantization | None = None,
     ) -> DecoderDefinition:
-        graph, state = nnx.split(nnx.eval_shape(lambda: network(arch, nnx.Rngs(0), lora, quantization)))
+        graph, state = nnx.split(nnx.eval_shape(lambda: network_class(arch, nnx.Rngs(0), lora, quantization)))
         shapes = nnx.to_pure_dict(state)
         dims = unflatten_dict({path: variable.get_metadata()["dims"] for path, variable in nnx.to_flat_state(state)})
-        adapters = frozenset(by_path(nnx.to_pure_dict(nnx.filter_state(state, LoRAParam))))
-        return cls(arch, network, graph, shapes, dims, lora, adapters, quantization)
+        adapters = frozenset(flatten_by_path(nnx.to_pure_dict(nnx.filter_state(state, LoRAParam))))
+        return cls(arch, network_class, graph, shapes, dims, lora, adapters, quantization)
 
     @cached_property
     def unquantized(self) -> DecoderDefinition:
         """The same network with float32 kernels, as files have them."""
-        return self if self.quantization is None else self.of(self.architecture, self.network, lora=self.lora)
+        return self if self.quantization is None else self.create(self.architecture, self.network_class, lora=self.lora)
 
     @cached_property
-    def bare(self) -> DecoderDefinition:
+    def without_adapters(self) -> DecoderDefinition:
         """The same network without adapters."""
-        return self if self.lora is None else self.of(self.architecture, self.network, quantization=self.quantization)
+        return (
+            self
+            if self.lora is None
+            else self.create(self.architecture, self.network_class, quantization=self.quantization)
+        )
 
     def bind(self, params: Params) -> Any:
         """The `network` over these weights; for use inside a jitted function."""
@@ -403,25 +423,25 @@ class DecoderDefinition:
 
     def initialise(self, seed: int) -> Params:
         """Random float32 weights; adapters and quantized kernels are zeros."""
-        network = self.network(self.architecture, nnx.Rngs(seed), self.lora, self.quantization)
+        network = self.network_class(self.architecture, nnx.Rngs(seed), self.lora, self.quantization)
         return nnx.to_pure_dict(nnx.split(network)[1])
 
-    def trained(self, tree: Params) -> Params:
+    def trainable(self, tree: Params) -> Params:
         """Of a tree like `shapes`, the part that learns: the adapters, or all of it where there are none."""
-        return self._part(tree, self.adapters) if self.adapters else tree
+        return self._select(tree, self.adapter_paths) if self.adapter_paths else tree
 
     def frozen(self, tree: Params) -> Params:
         """The rest of it."""
-        return self._part(tree, by_path(tree).keys() - self.adapters) if self.adapters else {}
+        return self._select(tree, flatten_by_path(tree).keys() - self.adapter_paths) if self.adapter_paths else {}
 
-    def _part(self, tree: Params, paths: Set[Path]) -> Params:
-        return unflatten_dict({path: leaf for path, leaf in by_path(tree).items() if path in paths})
+    def _select(self, tree: Params, paths: Set[ParamPath]) -> Params:
+        return unflatten_dict({path: leaf for path, leaf in flatten_by_path(tree).items() if path in paths})
 
     @property
     def num_parameters(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.unquantized.shapes))
 
     @property
-    def num_trained(self) -> int:
+    def num_trainable(self) -> int:
         """Of them, those that learn."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.trained(self.shapes)))
+        return sum(leaf.size for leaf in jax.tree.leaves(self.trainable(self.shapes)))

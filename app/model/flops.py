@@ -26,13 +26,13 @@ def forward_flops(architecture: Architecture) -> Callable[[np.ndarray], Int64[np
         lengths = np.asarray(lengths, np.int64)
         # Layers have few different windows: count the pairs of each once.
         windows = {window: a.layer_windows.count(window) for window in a.layer_windows}
-        pairs = sum(count * visible_pairs(lengths, window) for window, count in windows.items())
+        pairs = sum(count * num_visible_pairs(lengths, window) for window, count in windows.items())
         return per_token * lengths + per_pair * pairs
 
     return flops
 
 
-def visible_pairs(lengths: Int64[np.ndarray, "N"], window: int | None) -> Int64[np.ndarray, "N"]:
+def num_visible_pairs(lengths: Int64[np.ndarray, "N"], window: int | None) -> Int64[np.ndarray, "N"]:
     """How many (query, key) pairs causal attention has in a sequence of each length."""
     full = lengths if window is None else np.minimum(lengths, window)
     return full * (full + 1) // 2 + (lengths - full) * full

@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
 from app.mesh.axis_rules import constrain, sharding_tree
-from app.mesh.placement import abstract
-from app.model.attention import cached_attention, packed_attention, pairs_of_blocks
-from app.model.decoder import Attend, Decoder, DecoderDefinition, Params, by_path
+from app.mesh.placement import abstract_arrays
+from app.model.attention import cached_attention, make_block_pairs, packed_attention
+from app.model.decoder import AttentionFn, Decoder, DecoderDefinition, Params, flatten_by_path
 from app.model.quantization import CODES, SCALES
-from app.model.segment_layout import one_segment
+from app.model.segment_layout import single_segment_layout
 from settings.schema.rollout import DecodeLayout
 
 
@@ -32,7 +32,7 @@ class LayerCache(NamedTuple):
     values: Float[Array, "B K S H"]
 
 
-Cache = tuple[LayerCache, ...]
+KVCache = tuple[LayerCache, ...]
 """One per layer: separate buffers that a decode step updates in place."""
 
 
@@ -56,7 +56,7 @@ class DecodeWeights:
     gathered again for every token."""
 
 
-def decode_weights(
+def make_decode_weights(
     definition: DecoderDefinition, params: Params, dtype: jnp.dtype, layout: DecodeLayout = "gathered"
 ) -> DecodeWeights:
     """Unstacks, casts and lays out; once per policy version, under jit."""
@@ -71,22 +71,22 @@ def decode_weights(
             definition.dims["blocks"],
         )
 
-    laid = jax.tree.map(laid_out, _cast(params, dtype), definition.dims)
+    laid = jax.tree.map(laid_out, _cast_params(params, dtype), definition.dims)
     # The stacked blocks stay in the tree as empty leaves so that the graph still fits it.
     rest = {**laid, "blocks": jax.tree.map(lambda x: x[:0], laid["blocks"])}
     num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
     return DecodeWeights(rest, tuple(of_layer(i) for i in range(num_layers)), layout)
 
 
-def _cast(params: Params, dtype: jnp.dtype) -> Params:
+def _cast_params(params: Params, dtype: jnp.dtype) -> Params:
     """In the compute type; a quantized kernel as it is, so that the same floats are made of it as in training."""
     as_they_are = (CODES, SCALES)
     return unflatten_dict(
-        {path: x if path[-1] in as_they_are else x.astype(dtype) for path, x in by_path(params).items()}
+        {path: x if path[-1] in as_they_are else x.astype(dtype) for path, x in flatten_by_path(params).items()}
     )
 
 
-def merged_decode_weights(
+def make_merged_decode_weights(
     definition: DecoderDefinition,
     params: Params,
     dtype: jnp.dtype,
@@ -101,7 +101,7 @@ def merged_decode_weights(
 
     def of_layer(layer: int) -> DecodeWeights:
         block = jax.tree.map(lambda x: x[layer : layer + 1], params["blocks"])
-        return decode_weights(definition, merge({**params, "blocks": block}), dtype, layout)
+        return make_decode_weights(definition, merge({**params, "blocks": block}), dtype, layout)
 
     first, *others = map(of_layer, range(definition.architecture.num_layers))
     return replace(first, blocks=(*first.blocks, *(other.blocks[0] for other in others)))
@@ -116,20 +116,20 @@ def abstract_decode_weights(
     definition: DecoderDefinition, mesh: Mesh, dtype: jnp.dtype, layout: DecodeLayout = "gathered"
 ) -> DecodeWeights:
     """What `decode_weights` gives, as shapes on their shardings."""
-    shapes = jax.eval_shape(lambda params: decode_weights(definition, params, dtype, layout), definition.shapes)
+    shapes = jax.eval_shape(lambda params: make_decode_weights(definition, params, dtype, layout), definition.shapes)
     dims = jax.tree.map(lambda _, dims: decode_dims(dims, layout), definition.shapes, definition.dims)
     of_layer = jax.tree.map(lambda _, dims: dims[1:], definition.shapes["blocks"], dims["blocks"])
     tree = DecodeWeights(dims, (of_layer,) * len(shapes.blocks), layout)
-    return abstract(shapes, sharding_tree(mesh, shapes, tree))
+    return abstract_arrays(shapes, sharding_tree(mesh, shapes, tree))
 
 
-def constrain_cache(cache: Cache) -> Cache:
+def constrain_cache(cache: KVCache) -> KVCache:
     return jax.tree.map(lambda x: constrain(x, *CACHE_DIMS), cache)
 
 
-def abstract_cache(shapes: Cache, mesh: Mesh) -> Cache:
+def abstract_cache(shapes: KVCache, mesh: Mesh) -> KVCache:
     """A cache's shapes, on the shardings that `constrain_cache` asks for."""
-    return abstract(shapes, sharding_tree(mesh, shapes, jax.tree.map(lambda _: CACHE_DIMS, shapes)))
+    return abstract_arrays(shapes, sharding_tree(mesh, shapes, jax.tree.map(lambda _: CACHE_DIMS, shapes)))
 
 
 def _run_layers(
@@ -137,13 +137,13 @@ def _run_layers(
     weights: DecodeWeights,
     token_ids: Int32[Array, "B T"],
     positions: Int32[Array, "B T"],
-    attends: Sequence[Attend],
-) -> tuple[Float[Array, "B T D"], Cache]:
+    attention_fns: Sequence[AttentionFn],
+) -> tuple[Float[Array, "B T D"], KVCache]:
     block_graph, _ = nnx.split(decoder.blocks)
     whole, windowed = decoder.angles(positions)
     x = decoder.embed(token_ids, weights.params["embedding"].dtype)
     cache = []
-    layers = zip(weights.blocks, decoder.architecture.layer_windows, attends, strict=True)
+    layers = zip(weights.blocks, decoder.architecture.layer_windows, attention_fns, strict=True)
     for params, window, attend in layers:
         x, kept = nnx.merge(block_graph, params)(x, whole if window is None else windowed, attend)
         cache.append(kept)
@@ -155,17 +155,19 @@ def prefill(
     weights: DecodeWeights,
     token_ids: Int32[Array, "P S"],
     lengths: Int32[Array, "P"],
-) -> tuple[Float[Array, "P D"], Cache]:
+) -> tuple[Float[Array, "P D"], KVCache]:
     """Reads right-padded prompts. Returns the hidden state of each last token, and the cache."""
     decoder = definition.bind(weights.params)
     slots = jnp.arange(token_ids.shape[1])[None, :]
-    layout = one_segment(slots < lengths[:, None])
+    layout = single_segment_layout(slots < lengths[:, None])
     windows = definition.architecture.layer_windows
-    pairs = pairs_of_blocks(layout, windows)
+    pairs = make_block_pairs(layout, windows)
 
-    def attend_within(window: int | None) -> Attend:
+    def attend_within(window: int | None) -> AttentionFn:
         def attend(query: Array, keys: Array, values: Array) -> tuple[Array, LayerCache]:
-            mixed = packed_attention(query, keys, values, layout, window=window, rule=decoder.score_rule, pairs=pairs)
+            mixed = packed_attention(
+                query, keys, values, layout, window=window, score_mod=decoder.score_mod, pairs=pairs
+            )
             return mixed, LayerCache(keys, values)
 
         return attend
@@ -179,10 +181,10 @@ def prefill(
 def decode_step(
     definition: DecoderDefinition,
     weights: DecodeWeights,
-    cache: Cache,
+    cache: KVCache,
     token_ids: Int32[Array, "B"],
     positions: Int32[Array, "B"],
-) -> tuple[Float[Array, "B D"], Cache]:
+) -> tuple[Float[Array, "B D"], KVCache]:
     """Feeds one token per slot at its position. Returns its hidden state and the updated cache."""
     if weights.layout == "fsdp":
         # Tied to what differs from token to token: else XLA gathers before the loop over tokens, and holds it all.
@@ -191,11 +193,11 @@ def decode_step(
     # vmap tells the partitioner that slots are independent, so no slot ever crosses a device.
     write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
 
-    def attend_with(layer: LayerCache, window: int | None) -> Attend:
+    def attend_with(layer: LayerCache, window: int | None) -> AttentionFn:
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, LayerCache]:
             keys = write(layer.keys, key[:, :, 0], positions)
             values = write(layer.values, value[:, :, 0], positions)
-            mixed = cached_attention(query, keys, values, positions, window=window, rule=decoder.score_rule)
+            mixed = cached_attention(query, keys, values, positions, window=window, score_mod=decoder.score_mod)
             return mixed, LayerCache(keys, values)
 
         return attend

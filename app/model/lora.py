@@ -19,10 +19,10 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float32
 
-Tree = dict[str, Any]
+ParamTree = dict[str, Any]
 """A nested dict of arrays, or of what stands for them."""
 
-DOWN, UP = "lora_a", "lora_b"
+LORA_A, LORA_B = "lora_a", "lora_b"
 """Leaf names of A and B, which stand beside a `kernel` or its codes."""
 
 
@@ -31,7 +31,7 @@ class LoRAParam(nnx.Param):
 
 
 @dataclass(frozen=True, slots=True)
-class LoRA:
+class LoRAConfig:
     """Which projections have adapters, and of what size."""
 
     rank: int
@@ -44,7 +44,7 @@ class LoRA:
         """Of what an adapter adds."""
         return self.alpha / self.rank
 
-    def at(self, projection: str) -> LoRA | None:
+    def for_projection(self, projection: str) -> LoRAConfig | None:
         """Of one projection; None where it has no adapter."""
         return self if projection in self.projections else None
 
@@ -54,35 +54,35 @@ class LoRA:
         return f"rank {self.rank}, alpha {alpha}, {' '.join(self.projections)}"
 
 
-def joined(trained: Tree, frozen: Tree | None) -> Tree:
+def combine_params(trainable: ParamTree, frozen: ParamTree | None) -> ParamTree:
     """Both parts of a network's weights as one tree; the arrays are the same ones."""
-    return unflatten_dict(_flat(frozen) | _flat(trained)) if frozen else trained
+    return unflatten_dict(_flat(frozen) | _flat(trainable)) if frozen else trainable
 
 
-def merged(params: Tree, lora: LoRA | None) -> Tree:
+def merge_adapters(params: ParamTree, lora: LoRAConfig | None) -> ParamTree:
     """The weights without adapters that compute the same: W + (alpha / rank) A B in float32, all others as they are.
 
     A tree that has no adapters stays as it is.
     """
     flat = _flat(params)
     kernels = {
-        (*path[:-1], "kernel"): _merged(flat[*path[:-1], "kernel"], down, flat[*path[:-1], UP], lora)
+        (*path[:-1], "kernel"): _merge_kernel(flat[*path[:-1], "kernel"], down, flat[*path[:-1], LORA_B], lora)
         for path, down in flat.items()
-        if path[-1] == DOWN
+        if path[-1] == LORA_A
     }
-    rest = {path: x for path, x in flat.items() if path[-1] not in (DOWN, UP)}
+    rest = {path: x for path, x in flat.items() if path[-1] not in (LORA_A, LORA_B)}
     return unflatten_dict(rest | kernels) if kernels else params
 
 
-def _flat(tree: Tree) -> dict[tuple[str, ...], Any]:
+def _flat(tree: ParamTree) -> dict[tuple[str, ...], Any]:
     return dict(flatten_dict(tree))
 
 
-def _merged(
+def _merge_kernel(
     kernel: Float32[Array, "L *inputs *outputs"],
     down: Float32[Array, "L *inputs rank"],
     up: Float32[Array, "L rank *outputs"],
-    lora: LoRA | None,
+    lora: LoRAConfig | None,
 ) -> Float32[Array, "L *inputs *outputs"]:
     assert lora is not None, "weights with adapters are those of a network that has some"
     contracted = (down.ndim - 1,), (1,)
@@ -90,22 +90,22 @@ def _merged(
     return kernel + lora.scale * product
 
 
-def fresh_adapters(shapes: Tree, shardings: Tree, *, seed: int) -> Tree:
+def init_adapters(shapes: ParamTree, shardings: ParamTree, *, seed: int) -> ParamTree:
     """Adapters that change nothing yet, on their shardings. All hosts call it together.
 
     A is uniform in +-1 / sqrt(in), as PEFT draws it, keyed by seed and path: the same on any mesh, whatever else has
     adapters. B is zeros.
     """
 
-    def draw() -> Tree:
+    def draw() -> ParamTree:
         root = jax.random.key(seed)
-        return unflatten_dict({path: _fresh(root, path, leaf) for path, leaf in _flat(shapes).items()})
+        return unflatten_dict({path: _init_adapter(root, path, leaf) for path, leaf in _flat(shapes).items()})
 
     return jax.jit(draw, out_shardings=shardings)()
 
 
-def _fresh(root: Array, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Array:
-    if path[-1] == UP:
+def _init_adapter(root: Array, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Array:
+    if path[-1] == LORA_B:
         return jnp.zeros(leaf.shape, leaf.dtype)
     key = jax.random.fold_in(root, zlib.crc32("/".join(path).encode()))
     bound = math.prod(leaf.shape[1:-1]) ** -0.5

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from app.model.io.config_fields import Config, positive_float, positive_int
+from app.model.io.config_fields import HfConfig, positive_float, positive_int
 from settings.errors import InputError
 
 DEFAULT_THETA = 10_000.0
 
 
 @dataclass(frozen=True)
-class Rope:
+class RopeConfig:
     """Rotary position embedding over the whole head ("two halves" pairing)."""
 
     theta: float
-    kind: str = "default"
+    rope_type: str = "default"
     """`default`, `linear` or `llama3`."""
     factor: float = 1.0
     """How many times longer than in pre-training the context became; unused by `default`."""
@@ -29,7 +29,7 @@ class Rope:
     original_max_positions: int = 8192
 
 
-def read_rope(fields: Config, *, max_positions: int, default_theta: float = DEFAULT_THETA) -> Rope:
+def parse_rope(fields: HfConfig, *, max_positions: int, default_theta: float = DEFAULT_THETA) -> RopeConfig:
     """The rope that an object with `rope_theta`, `rope_type` and that type's own fields describes.
 
     Args:
@@ -43,14 +43,14 @@ def read_rope(fields: Config, *, max_positions: int, default_theta: float = DEFA
     kind = fields.get("rope_type", fields.get("type", "default"))
     theta = positive_float(fields, "rope_theta", default_theta)
     if kind == "default":
-        return Rope(theta)
+        return RopeConfig(theta)
     if kind == "linear":
-        return Rope(theta, kind, positive_float(fields, "factor"))
+        return RopeConfig(theta, kind, positive_float(fields, "factor"))
     if kind != "llama3":
-        raise _unknown_rope(kind)
-    rope = Rope(
+        raise _unknown_rope_error(kind)
+    rope = RopeConfig(
         theta=theta,
-        kind=kind,
+        rope_type=kind,
         factor=positive_float(fields, "factor"),
         low_frequency_factor=positive_float(fields, "low_freq_factor"),
         high_frequency_factor=positive_float(fields, "high_freq_factor"),
@@ -64,7 +64,7 @@ def read_rope(fields: Config, *, max_positions: int, default_theta: float = DEFA
     return rope
 
 
-def rope_frequencies(rope: Rope, head_dim: int) -> Float32[np.ndarray, " H/2"]:
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32[np.ndarray, " H/2"]:
     """Radians per position of each rotated pair.
 
         default   f_i = theta^(-2i / H)
@@ -83,17 +83,17 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Float32[np.ndarray, " H/2"]:
     # rounding a float64 power does not.
     powers = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
     frequencies = np.float32(1) / powers
-    if rope.kind == "default":
+    if rope.rope_type == "default":
         return frequencies
-    if rope.kind == "linear":
+    if rope.rope_type == "linear":
         return frequencies / np.float32(rope.factor)
-    if rope.kind == "llama3":
+    if rope.rope_type == "llama3":
         turns = rope.original_max_positions * frequencies / (2 * np.pi)
         low, high = rope.low_frequency_factor, rope.high_frequency_factor
         kept = np.clip((turns - low) / (high - low), 0, 1)
         return ((1 - kept) * frequencies / rope.factor + kept * frequencies).astype(np.float32)
-    raise _unknown_rope(rope.kind)
+    raise _unknown_rope_error(rope.rope_type)
 
 
-def _unknown_rope(kind: Any) -> InputError:
+def _unknown_rope_error(kind: Any) -> InputError:
     return InputError(f"config.json: rope type {kind!r} is not supported; supported: default, linear, llama3")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from app.mesh.axis_rules import on_each_device
+from app.mesh.axis_rules import shard_map_by_dims
 
 Window = Int32[Array, ""] | int | None
 """How many positions a token sees, its own included; None = all before it."""
@@ -17,11 +17,11 @@ Window = Int32[Array, ""] | int | None
 HostOrDevice = Any
 """numpy, or an array of jax's."""
 
-UNSEEN = 2**30
+UNREACHABLE = 2**30
 """Farther than any window is wide: the distance of what is not seen at all."""
 
 
-class RowLayout(NamedTuple):
+class SegmentLayout(NamedTuple):
     """Of each token of packed rows: the sample or samples it belongs to, and its place there.
 
     A segment's tokens follow one another: its prompt, then its completions. Positions count from the start of the
@@ -36,16 +36,16 @@ class RowLayout(NamedTuple):
     positions: Int32[HostOrDevice, "R T"]
 
 
-def one_segment(mask: Bool[HostOrDevice, "R T"]) -> RowLayout:
+def single_segment_layout(mask: Bool[HostOrDevice, "R T"]) -> SegmentLayout:
     """Rows of one sequence each, from the first token on; True where it has tokens."""
     segment_ids = jnp.asarray(mask, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
-    return RowLayout(segment_ids, jnp.zeros_like(segment_ids), positions)
+    return SegmentLayout(segment_ids, jnp.zeros_like(segment_ids), positions)
 
 
-def visible(
-    queries: RowLayout,
-    keys: RowLayout,
+def attention_mask(
+    queries: SegmentLayout,
+    keys: SegmentLayout,
     offset: Int32[Array, "*R 1"] | int,
     window: Window,
 ) -> Bool[Array, "R T S"]:
@@ -84,16 +84,16 @@ class BlockPairs(NamedTuple):
     """Positions from the nearest visible key of the pair to its query. Pairs of the narrowest window come first."""
 
 
-def block_pairs(layout: RowLayout, windows: Sequence[Window], size: int) -> BlockPairs:
+def block_pairs(layout: SegmentLayout, windows: Sequence[Window], size: int) -> BlockPairs:
     """The pairs of blocks of `size` tokens that hold at least one visible entry in a layer with any such window.
 
     T is a multiple of `size`. Relies on what `RowLayout` says of the order of a row; costs T * T / size.
     """
     rows = ("rows", "tokens")
-    widths = [UNSEEN if window is None else window for window in windows]
+    widths = [UNREACHABLE if window is None else window for window in windows]
 
     def of_rows(*layout: Array) -> tuple[Array, ...]:
-        distance = _nearest(RowLayout(*layout), size)
+        distance = _block_distances(SegmentLayout(*layout), size)
         num_rows, num_blocks, _ = distance.shape
         flat = distance.ravel()
         # Stable: inside of a class, pairs of the same queries stay together.
@@ -105,10 +105,10 @@ def block_pairs(layout: RowLayout, windows: Sequence[Window], size: int) -> Bloc
         pairs = first + query_block, first + key_block, flat[order]
         return tuple(x.astype(jnp.int32).reshape(num_rows, -1) for x in pairs)
 
-    return BlockPairs(*on_each_device(of_rows, inputs=(rows,) * 3, outputs=(rows,) * 3)(*layout))
+    return BlockPairs(*shard_map_by_dims(of_rows, in_dims=(rows,) * 3, out_dims=(rows,) * 3)(*layout))
 
 
-def _nearest(layout: RowLayout, size: int) -> Int32[Array, "R blocks blocks"]:
+def _block_distances(layout: SegmentLayout, size: int) -> Int32[Array, "R blocks blocks"]:
     """Of each block of queries and block of keys: positions between the closest two that see each other, or UNSEEN.
 
     A run is a prompt or a completion: tokens of one segment and branch. They are numbered along the row, so the
@@ -133,10 +133,10 @@ def _nearest(layout: RowLayout, size: int) -> Int32[Array, "R blocks blocks"]:
         goes_on, positions[:, :, None] - positions[:, None, size - 1 :: size], (at - run_start + 1)[:, :, None]
     )
     sees_prompt = (first <= prompt_run[:, :, None]) & (prompt_run[:, :, None] <= last)
-    distance = jnp.where(sees_own, to_own, jnp.where(sees_prompt, to_prompt, UNSEEN))
+    distance = jnp.where(sees_own, to_own, jnp.where(sees_prompt, to_prompt, UNREACHABLE))
     block = at // size
     blocks = at[::size] // size
     distance = jnp.where(block[:, None] == blocks, 0, distance)
     seen = (segment_ids != 0)[:, :, None] & (blocks <= block[:, None])
-    distance = jnp.where(seen, distance, UNSEEN)
+    distance = jnp.where(seen, distance, UNREACHABLE)
     return distance.reshape(num_rows, -1, size, num_tokens // size).min(axis=2)

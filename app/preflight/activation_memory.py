@@ -15,36 +15,36 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from app.batching.micro_batch_plan import MicroBatch, Plan, RowShape
+from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape
 from app.batching.pack import TokenBatch
 from app.batching.row_logprobs import row_logprobs
 from app.batching.row_values import row_values
 from app.mesh.axis_rules import partition_spec, sharding_tree
-from app.mesh.placement import abstract, bytes_per_device, num_local_row_shards, num_row_shards
+from app.mesh.placement import abstract_arrays, bytes_per_device, num_local_row_shards, num_row_shards
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, ValueDecoder
 from app.model.kv_cache import decode_dims
-from app.model.lora import LoRA, joined
+from app.model.lora import LoRAConfig, combine_params
 from app.rollout.batch_engine import BatchShape, Footprint
 from app.runtime.session import Session
 from settings.schema.lora import Quantization
 from settings.schema.settings import ScoredRole
 
-Held = dict[str, int]
+MemoryBreakdown = dict[str, int]
 """Name of what is held -> its bytes on each device; names are those of `app.preflight.memory.LABELS`."""
 
-WORKING_SET = ("whole_weights", "logits", "logits_work", "activations")
+TEMPORARY_BUFFERS = ("whole_weights", "logits", "logits_work", "activations")
 """What a program holds beside its arguments and outputs, gradients apart."""
 
-BACKWARD_OF_A_BLOCK = 1.25
+BLOCK_BACKWARD_FACTOR = 1.25
 """Room that the backward pass of a block needs, over what differentiation keeps of its forward."""
-FORWARD_OF_A_BLOCK = 0.5
+BLOCK_FORWARD_FACTOR = 0.5
 """Room that the forward pass of a block needs where nothing is kept, over the same."""
-SAMPLING = 4
+SAMPLING_LOGITS_FACTOR = 4
 """Arrays as large as the logits that drawing from them needs: noise, and how it is made."""
 
 
-class Network(Protocol):
+class NetworkSpec(Protocol):
     """A network that is not loaded."""
 
     @property
@@ -54,7 +54,7 @@ class Network(Protocol):
     def definition(self) -> DecoderDefinition: ...
 
 
-def generating(session: Session, shape: BatchShape, footprint: Footprint) -> Held:
+def generation_memory(session: Session, shape: BatchShape, footprint: Footprint) -> MemoryBreakdown:
     """Of a rollout or an evaluation, on the mesh that its slots lie on."""
     if not footprint.slots:
         # Others generate, and only the weights for them are here.
@@ -62,58 +62,61 @@ def generating(session: Session, shape: BatchShape, footprint: Footprint) -> Hel
     mesh: Mesh = jax.tree.leaves(footprint.slots)[0].sharding.mesh
     prompt_cache = bytes_per_device(footprint.prompts)
     rows = -(-shape.num_prompts // num_local_row_shards(mesh))
-    logits = _logits(session, mesh, num_decoding(session, footprint), num_tokens=1)
-    _, layer = whole_weights(session.input.definition, mesh)
+    logits = _logits_bytes(session, mesh, num_decode_rows(session, footprint), num_tokens=1)
+    _, layer = gathered_weight_bytes(session.model_spec.definition, mesh)
     return {
         "decode_weights": bytes_per_device(footprint.weights),
         "whole_weights": _is_quantized(session) * layer,
         "prompt_cache": prompt_cache,
         "kv_cache": bytes_per_device(footprint.slots),
         "logits": logits,
-        "logits_work": SAMPLING * logits,
+        "logits_work": SAMPLING_LOGITS_FACTOR * logits,
         # The prefill has its keys and values once more, before they are laid out as a cache.
-        "activations": _of_one_block(session, rows, RowShape(shape.prompt_length, 1)) + prompt_cache,
+        "activations": _block_residual_bytes(session, rows, RowShape(shape.prompt_length, 1)) + prompt_cache,
     }
 
 
-def num_decoding(session: Session, footprint: Footprint) -> int:
+def num_decode_rows(session: Session, footprint: Footprint) -> int:
     """Rows that draw at once: of one batch over all its hosts, or of all workers that share a device."""
-    return sum(layer.keys.shape[0] for layer in footprint.slots) // session.input.architecture.num_layers
+    return sum(layer.keys.shape[0] for layer in footprint.slots) // session.model_spec.architecture.num_layers
 
 
-def scoring(session: Session, role: ScoredRole, plan: Plan) -> Held:
+def scoring_memory(session: Session, role: ScoredRole, plan: MicroBatchPlan) -> MemoryBreakdown:
     """Of a forward pass: at its blocks or at its head, whichever needs more."""
-    rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
+    rows, shape = rows_per_device(session, plan), largest_micro_batch(plan).shape
     is_split = session.mesh.shape["fsdp"] > 1
     if role == "critic":
         assert session.critic is not None
-        _, layer = whole_weights(session.critic.input.definition, session.mesh)
-        of_block = _of_one_critic_block(session, rows, shape)
-        return {"whole_weights": is_split * layer, "activations": int(FORWARD_OF_A_BLOCK * of_block)}
-    table, layer = whole_weights(session.input.definition, session.mesh)
-    chunk, hidden = _chunk(session, rows, shape), _hidden(session, rows, shape)
-    of_block = int(FORWARD_OF_A_BLOCK * _of_one_block(session, rows, shape))
+        _, layer = gathered_weight_bytes(session.critic.spec.definition, session.mesh)
+        of_block = _critic_block_residual_bytes(session, rows, shape)
+        return {"whole_weights": is_split * layer, "activations": int(BLOCK_FORWARD_FACTOR * of_block)}
+    table, layer = gathered_weight_bytes(session.model_spec.definition, session.mesh)
+    chunk, hidden = _logits_chunk_bytes(session, rows, shape), _hidden_bytes(session, rows, shape)
+    of_block = int(BLOCK_FORWARD_FACTOR * _block_residual_bytes(session, rows, shape))
     in_use = (is_split or _is_quantized(session)) * layer
     at_blocks = {"whole_weights": in_use, "activations": of_block}
     at_head = {"logits": chunk, "logits_work": chunk, "whole_weights": is_split * table, "activations": hidden}
-    return fullest_moment((at_blocks, at_head))
+    return peak_memory((at_blocks, at_head))
 
 
-def reading(session: Session, model: Network, plan: Plan) -> Held:
+def reward_model_memory(session: Session, model: NetworkSpec, plan: MicroBatchPlan) -> MemoryBreakdown:
     """Of the reward model's forward pass."""
-    rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
-    of_block = saved_by_reward_model(session, model, rows, shape)
-    return {"activations": int(FORWARD_OF_A_BLOCK * of_block)}
+    rows, shape = rows_per_device(session, plan), largest_micro_batch(plan).shape
+    of_block = reward_model_residual_bytes(session, model, rows, shape)
+    return {"activations": int(BLOCK_FORWARD_FACTOR * of_block)}
 
 
-def update_moments(session: Session, plan: Plan) -> tuple[Held, ...]:
+def update_memory_points(session: Session, plan: MicroBatchPlan) -> tuple[MemoryBreakdown, ...]:
     """In the backward pass of one block, and of the head."""
-    rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
-    kept = saved_bytes(session, rows, shape, remat=session.settings.model.remat)
-    adapted = session.input.adapted
-    table, layer = whole_weights(session.input.definition, session.mesh)
-    chunk, copies = _chunk(session, rows, shape), _copies(session.mesh, learn=adapted.lora is None)
-    of_block = int(BACKWARD_OF_A_BLOCK * _of_one_block(session, rows, shape))
+    rows, shape = rows_per_device(session, plan), largest_micro_batch(plan).shape
+    kept = policy_residual_bytes(session, rows, shape, remat=session.settings.model.remat)
+    adapted = session.model_spec.policy_definition
+    table, layer = gathered_weight_bytes(session.model_spec.definition, session.mesh)
+    chunk, copies = (
+        _logits_chunk_bytes(session, rows, shape),
+        _num_gathered_copies(session.mesh, trained=adapted.lora is None),
+    )
+    of_block = int(BLOCK_BACKWARD_FACTOR * _block_residual_bytes(session, rows, shape))
     in_use = max(copies, _is_quantized(session)) * layer
     return (
         {"whole_weights": in_use, "activations": kept + of_block},
@@ -121,103 +124,105 @@ def update_moments(session: Session, plan: Plan) -> tuple[Held, ...]:
     )
 
 
-def critic_moments(session: Session, plan: Plan) -> tuple[Held, ...]:
+def critic_update_memory_points(session: Session, plan: MicroBatchPlan) -> tuple[MemoryBreakdown, ...]:
     """The same of the critic, whose head is one number wide."""
     assert session.critic is not None
-    rows, shape = rows_per_device(session, plan), fullest_of(plan).shape
-    kept = saved_by_critic(session, rows, shape, remat=session.settings.model.remat)
-    _, layer = whole_weights(session.critic.input.definition, session.mesh)
-    of_block = int(BACKWARD_OF_A_BLOCK * _of_one_critic_block(session, rows, shape))
-    return ({"whole_weights": _copies(session.mesh, learn=True) * layer, "activations": kept + of_block},)
+    rows, shape = rows_per_device(session, plan), largest_micro_batch(plan).shape
+    kept = critic_residual_bytes(session, rows, shape, remat=session.settings.model.remat)
+    _, layer = gathered_weight_bytes(session.critic.spec.definition, session.mesh)
+    of_block = int(BLOCK_BACKWARD_FACTOR * _critic_block_residual_bytes(session, rows, shape))
+    return (
+        {"whole_weights": _num_gathered_copies(session.mesh, trained=True) * layer, "activations": kept + of_block},
+    )
 
 
-def fullest_moment(moments: Sequence[Held]) -> Held:
+def peak_memory(points: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
     """The one that holds most."""
-    return max(moments, key=lambda held: sum(held.values()))
+    return max(points, key=lambda held: sum(held.values()))
 
 
-def whole_weights(definition: DecoderDefinition, mesh: Mesh) -> tuple[int, int]:
+def gathered_weight_bytes(definition: DecoderDefinition, mesh: Mesh) -> tuple[int, int]:
     """Bytes of the LM head's table and of one block while they are used: float32, gathered along fsdp.
 
     Of a quantized block a kernel is float32 at a time, or a few: its bytes are the most that it can be.
     """
     dims = jax.tree.map(lambda _, dims: decode_dims(dims, "gathered"), definition.shapes, definition.dims)
-    whole = abstract(definition.shapes, sharding_tree(mesh, definition.shapes, dims))
+    whole = abstract_arrays(definition.shapes, sharding_tree(mesh, definition.shapes, dims))
     table = whole.get("output", whole["embedding"])
     return bytes_per_device(table), bytes_per_device(whole["blocks"]) // definition.architecture.num_layers
 
 
 def _is_quantized(session: Session) -> bool:
     """Whether kernels become float32 only where they are used."""
-    return session.input.adapted.quantization is not None
+    return session.model_spec.policy_definition.quantization is not None
 
 
-def _copies(mesh: Mesh, *, learn: bool) -> int:
+def _num_gathered_copies(mesh: Mesh, *, trained: bool) -> int:
     """Of weights in a backward pass: they themselves where fsdp splits them, and their gradient where they learn.
 
     That twice, where devices add theirs up. What adapters add to it is left out.
     """
-    return (mesh.shape["fsdp"] > 1) + learn * (1 + (num_row_shards(mesh) > 1))
+    return (mesh.shape["fsdp"] > 1) + trained * (1 + (num_row_shards(mesh) > 1))
 
 
-def _hidden(session: Session, rows: int, shape: RowShape) -> int:
+def _hidden_bytes(session: Session, rows: int, shape: RowShape) -> int:
     itemsize = jnp.dtype(session.settings.model.dtype).itemsize
-    return rows * shape.num_tokens * session.input.architecture.model_dim * itemsize
+    return rows * shape.num_tokens * session.model_spec.architecture.model_dim * itemsize
 
 
-def fullest_of(plan: Plan) -> MicroBatch:
+def largest_micro_batch(plan: MicroBatchPlan) -> MicroBatch:
     """The micro-batch with the most token positions."""
     return max(plan.micro_batches, key=lambda one: len(one.rows) * one.shape.num_tokens)
 
 
-def rows_per_device(session: Session, plan: Plan) -> int:
+def rows_per_device(session: Session, plan: MicroBatchPlan) -> int:
     """Rows of the fullest micro-batch on each device."""
-    return len(fullest_of(plan).rows) // num_local_row_shards(session.mesh)
+    return len(largest_micro_batch(plan).rows) // num_local_row_shards(session.mesh)
 
 
-def _chunk(session: Session, rows: int, shape: RowShape) -> int:
+def _logits_chunk_bytes(session: Session, rows: int, shape: RowShape) -> int:
     of_a_row = max(1, session.settings.model.logits_chunk // rows)
     num_tokens = min(of_a_row, shape.num_completion_tokens)
-    return _logits(session, session.mesh, rows * num_row_shards(session.mesh), num_tokens=num_tokens)
+    return _logits_bytes(session, session.mesh, rows * num_row_shards(session.mesh), num_tokens=num_tokens)
 
 
-def _logits(session: Session, mesh: Mesh, num_rows: int, *, num_tokens: int) -> int:
-    shape = (num_rows, num_tokens, session.input.architecture.vocab_size)
+def _logits_bytes(session: Session, mesh: Mesh, num_rows: int, *, num_tokens: int) -> int:
+    shape = (num_rows, num_tokens, session.model_spec.architecture.vocab_size)
     sharding = NamedSharding(mesh, partition_spec(("rows", "tokens", "vocab"), shape, mesh))
     return bytes_per_device(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding))
 
 
-def _of_one_block(session: Session, rows: int, shape: RowShape) -> int:
-    return saved_bytes(session, rows, shape, remat="none") // session.input.architecture.num_layers
+def _block_residual_bytes(session: Session, rows: int, shape: RowShape) -> int:
+    return policy_residual_bytes(session, rows, shape, remat="none") // session.model_spec.architecture.num_layers
 
 
-def _of_one_critic_block(session: Session, rows: int, shape: RowShape) -> int:
+def _critic_block_residual_bytes(session: Session, rows: int, shape: RowShape) -> int:
     num_layers = session.architecture_of("critic").num_layers
-    return saved_by_critic(session, rows, shape, remat="none") // num_layers
+    return critic_residual_bytes(session, rows, shape, remat="none") // num_layers
 
 
-def saved_bytes(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
+def policy_residual_bytes(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
     """What differentiation keeps from the policy's forward for the backward pass of `rows` rows; see `_saved`."""
-    model, adapted = session.settings.model, session.input.adapted
+    model, adapted = session.settings.model, session.model_spec.policy_definition
     of_model = adapted.architecture, adapted.lora, adapted.quantization, model.dtype
-    return _saved_by_policy(*of_model, remat, model.logits_chunk, rows, shape)
+    return _trace_policy_residuals(*of_model, remat, model.logits_chunk, rows, shape)
 
 
-def saved_by_critic(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
+def critic_residual_bytes(session: Session, rows: int, shape: RowShape, *, remat: str) -> int:
     """The same for the critic."""
-    return _saved_by_values(session.architecture_of("critic"), session.settings.model.dtype, remat, rows, shape)
+    return _trace_value_residuals(session.architecture_of("critic"), session.settings.model.dtype, remat, rows, shape)
 
 
-def saved_by_reward_model(session: Session, model: Network, rows: int, shape: RowShape) -> int:
+def reward_model_residual_bytes(session: Session, model: NetworkSpec, rows: int, shape: RowShape) -> int:
     """The same for one block of the reward model, which is never trained."""
-    whole = _saved_by_values(model.architecture, session.settings.model.dtype, "none", rows, shape)
+    whole = _trace_value_residuals(model.architecture, session.settings.model.dtype, "none", rows, shape)
     return whole // model.architecture.num_layers
 
 
 @functools.cache
-def _saved_by_policy(
+def _trace_policy_residuals(
     architecture: Architecture,
-    lora: LoRA | None,
+    lora: LoRAConfig | None,
     quantization: Quantization | None,
     dtype: str,
     remat: str,
@@ -225,7 +230,7 @@ def _saved_by_policy(
     rows: int,
     shape: RowShape,
 ) -> int:
-    definition = DecoderDefinition.of(architecture, lora=lora, quantization=quantization)
+    definition = DecoderDefinition.create(architecture, lora=lora, quantization=quantization)
 
     def forward(params: Params, batch: TokenBatch) -> tuple[Array, Array]:
         return row_logprobs(
@@ -237,20 +242,20 @@ def _saved_by_policy(
             logits_chunk=logits_chunk,
         )
 
-    return _saved(forward, definition, rows, shape)
+    return _trace_residual_bytes(forward, definition, rows, shape)
 
 
 @functools.cache
-def _saved_by_values(architecture: Architecture, dtype: str, remat: str, rows: int, shape: RowShape) -> int:
-    definition = DecoderDefinition.of(architecture, ValueDecoder)
+def _trace_value_residuals(architecture: Architecture, dtype: str, remat: str, rows: int, shape: RowShape) -> int:
+    definition = DecoderDefinition.create(architecture, ValueDecoder)
 
     def forward(params: Params, batch: TokenBatch) -> Array:
         return row_values(definition.bind(params), batch, dtype=jnp.dtype(dtype), remat=remat)
 
-    return _saved(forward, definition, rows, shape)
+    return _trace_residual_bytes(forward, definition, rows, shape)
 
 
-def _saved(
+def _trace_residual_bytes(
     forward: Callable[[Params, TokenBatch], Any], definition: DecoderDefinition, rows: int, shape: RowShape
 ) -> int:
     """Bytes of residuals, the weights left out.
@@ -263,12 +268,12 @@ def _saved(
         tokens = jax.ShapeDtypeStruct((rows, shape.num_tokens), jnp.int32)
         targets = jax.ShapeDtypeStruct((rows, shape.num_completion_tokens), jnp.int32)
         mask = jax.ShapeDtypeStruct(targets.shape, jnp.bool)
-        batch = TokenBatch(tokens, tokens, tokens, tokens, score_index=targets, targets=targets, mask=mask)
+        batch = TokenBatch(tokens, tokens, tokens, tokens, logits_indices=targets, targets=targets, loss_mask=mask)
 
         def backward(params: Params, frozen: Params, batch: TokenBatch) -> Callable[..., Any]:
-            return jax.vjp(lambda params: forward(joined(params, frozen), batch), params)[1]
+            return jax.vjp(lambda params: forward(combine_params(params, frozen), batch), params)[1]
 
-        parts = definition.trained(definition.shapes), definition.frozen(definition.shapes)
+        parts = definition.trainable(definition.shapes), definition.frozen(definition.shapes)
         residuals = jax.tree.leaves(jax.eval_shape(backward, *parts, batch))
         return sum(x.size * x.dtype.itemsize for x in residuals)
 

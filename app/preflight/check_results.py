@@ -11,20 +11,20 @@ from typing import Any, Literal
 
 import jax
 
-from app.records.printable import printable
+from app.records.printable import to_printable
 from settings.errors import InputError
-from settings.loading.secrets import redacted
+from settings.loading.secrets import redact
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
 """As it should be; a run would go on, but not as somebody may expect; a run would not start, or would end early; not
 looked at, for want of something else."""
-RUN_TIME, INPUT = 1, 2
+EXIT_ENVIRONMENT, EXIT_INPUT = 1, 2
 """Exit codes of what fails: of the surroundings; of settings and of what they name."""
-WIDEST, NARROWEST = 140, 60
+MAX_WIDTH, MIN_WIDTH = 140, 60
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """What one check has found."""
 
     check: str
@@ -35,13 +35,13 @@ class Finding:
     """What a run would end with for it: 0 unless it fails."""
     host: int = 0
 
-    def to_lines(self, *, named: int, width: int) -> Iterator[str]:
+    def to_lines(self, *, name_width: int, width: int) -> Iterator[str]:
         """Of a table whose first column is `named` wide."""
-        head = f"{self.name:<{named}}  {self.verdict:<6}  "
+        head = f"{self.name:<{name_width}}  {self.verdict:<6}  "
         margin = " " * len(head)
-        text = [printable(line) for line in self.found.splitlines() or [""]]
-        text += [f"-> {printable(line)}" for line in self.advice.splitlines()]
-        wrapped = [part for line in text for part in textwrap.wrap(line, max(width - len(head), NARROWEST)) or [""]]
+        text = [to_printable(line) for line in self.found.splitlines() or [""]]
+        text += [f"-> {to_printable(line)}" for line in self.advice.splitlines()]
+        wrapped = [part for line in text for part in textwrap.wrap(line, max(width - len(head), MIN_WIDTH)) or [""]]
         for number, line in enumerate(wrapped):
             yield f"{margin if number else head}{line}".rstrip()
 
@@ -50,49 +50,49 @@ class Finding:
         return f"{self.check} (host {self.host})" if self.host else self.check
 
 
-class Findings:
+class CheckRecorder:
     """Collects them in order. What one check raises does not keep the next from being made."""
 
     def __init__(self) -> None:
-        self.all: list[Finding] = []
+        self.results: list[CheckResult] = []
 
-    def ok(self, check: str, found: str) -> None:
-        self._add(check, "ok", found)
+    def ok(self, check: str, message: str) -> None:
+        self._add(check, "ok", message)
 
-    def warn(self, check: str, found: str, advice: str) -> None:
-        self._add(check, "warn", found, advice)
+    def warn(self, check: str, message: str, advice: str) -> None:
+        self._add(check, "warn", message, advice)
 
-    def fail(self, check: str, found: str, advice: str = "", *, exit_code: int) -> None:
-        self._add(check, "fail", found, advice, exit_code)
+    def fail(self, check: str, message: str, advice: str = "", *, exit_code: int) -> None:
+        self._add(check, "fail", message, advice, exit_code)
 
-    def skip(self, *checks: str, why: str) -> None:
+    def skip(self, *checks: str, reason: str) -> None:
         for check in checks:
-            self._add(check, "skip", why)
+            self._add(check, "skip", reason)
 
-    def _add(self, check: str, verdict: Verdict, found: str, advice: str = "", exit_code: int = 0) -> None:
+    def _add(self, check: str, verdict: Verdict, message: str, advice: str = "", exit_code: int = 0) -> None:
         # A library's message may quote a key.
-        self.all.append(Finding(check, verdict, redacted(found), redacted(advice), exit_code))
+        self.results.append(CheckResult(check, verdict, redact(message), redact(advice), exit_code))
 
     @contextmanager
-    def looking_at(self, check: str) -> Iterator[None]:
+    def run_check(self, check: str) -> Iterator[None]:
         """Whatever is raised inside is what the check has found."""
         try:
             yield
         except InputError as error:
-            self.fail(check, str(error), exit_code=INPUT)
+            self.fail(check, str(error), exit_code=EXIT_INPUT)
         # Blanket, because whatever it is, a run would meet it, too, and there is more to look at.
         except Exception as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
                 # Maybe another host has died; nothing that hosts do together would end.
                 raise
-            self.fail(check, f"{type(error).__name__}: {error}", exit_code=RUN_TIME)
+            self.fail(check, f"{type(error).__name__}: {error}", exit_code=EXIT_ENVIRONMENT)
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class DoctorReport:
     """All that was found, on all hosts."""
 
-    findings: Sequence[Finding]
+    results: Sequence[CheckResult]
     seconds: float
     host: int = 0
     """That tells it; the first prints it."""
@@ -100,26 +100,26 @@ class Diagnosis:
     @property
     def exit_code(self) -> int:
         """0 where no check fails; 2 where settings or what they name cannot be used, whatever else fails; else 1."""
-        return max((finding.exit_code for finding in self.findings), default=0)
+        return max((finding.exit_code for finding in self.results), default=0)
 
     @property
-    def failed(self) -> Sequence[str]:
-        return [finding.name for finding in self.findings if finding.verdict == "fail"]
+    def failed_checks(self) -> Sequence[str]:
+        return [finding.name for finding in self.results if finding.verdict == "fail"]
 
     def to_dict(self) -> dict[str, Any]:
-        checks = [asdict(finding) for finding in self.findings]
+        checks = [asdict(finding) for finding in self.results]
         return {"checks": checks, "seconds": round(self.seconds, 2), "exit_code": self.exit_code}
 
     def to_text(self) -> str:
-        width = min(shutil.get_terminal_size((WIDEST, 0)).columns, WIDEST)
-        named = max(len(name) for name in ("check", *(finding.name for finding in self.findings)))
+        width = min(shutil.get_terminal_size((MAX_WIDTH, 0)).columns, MAX_WIDTH)
+        named = max(len(name) for name in ("check", *(finding.name for finding in self.results)))
         lines = [f"{'check':<{named}}  {'result':<6}  found, and -> what to do"]
-        lines += [line for finding in self.findings for line in finding.to_lines(named=named, width=width)]
-        return "\n".join([*lines, "", f"{counted(self.findings)} in {self.seconds:.1f} s"])
+        lines += [line for finding in self.results for line in finding.to_lines(name_width=named, width=width)]
+        return "\n".join([*lines, "", f"{count_verdicts(self.results)} in {self.seconds:.1f} s"])
 
 
-def counted(findings: Iterable[Finding]) -> str:
+def count_verdicts(results: Iterable[CheckResult]) -> str:
     """`9 ok, 1 warn`."""
-    verdicts = [finding.verdict for finding in findings]
+    verdicts = [finding.verdict for finding in results]
     kinds: tuple[Verdict, ...] = ("ok", "warn", "fail", "skip")
     return ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds if kind in verdicts)

@@ -8,23 +8,23 @@ from typing import Any
 
 import jax
 
-from app.batching.micro_batch_plan import Plan
-from app.batching.micro_batcher import Cutter, PackedRows
+from app.batching.micro_batch_plan import MicroBatchPlan
+from app.batching.micro_batcher import MicroBatcher, PackedRowBatcher
 from app.mesh.device_memory import device_memory_bytes
-from app.mesh.topology import device_kind_of, num_hosts, pretended
-from app.preflight.activation_memory import Held, fullest_of, rows_per_device
-from app.preflight.memory import Shapes, memory_by_phase, memory_table, shapes_of, state_bytes
+from app.mesh.topology import device_kind, num_hosts, simulated_slice
+from app.preflight.activation_memory import MemoryBreakdown, largest_micro_batch, rows_per_device
+from app.preflight.memory import StepShapes, compute_step_shapes, format_memory_table, memory_by_phase, state_bytes
 from app.records.run_directory import Resume
-from app.runtime.flops import NO_TOKENS, Tokens, work_of
-from app.runtime.reward_model import wire_reward
+from app.runtime.flops import NO_TOKENS, TokenCounts, make_step_flops
+from app.runtime.reward_model import make_reward_batcher
 from app.runtime.session import Session
-from app.training.learner import Learning
-from app.training.replay import Asked
-from app.training.setup import Launch, prepared
+from app.training.learner import LearnerGroup
+from app.training.replay import ReplayRequest
+from app.training.setup import RunSetup, prepare_run
 from settings import Resolved
-from settings.checks.unused_settings import launch_lines
+from settings.checks.unused_settings import launch_notices
 
-WAYS_OUT = {
+MEMORY_ADVICE = {
     "rollout": "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens",
     "evaluation": "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens",
     "reward": "lower score.reward.{knob}",
@@ -33,7 +33,7 @@ WAYS_OUT = {
     "update": "lower algorithm.{knob}, set model.remat: block",
 }
 """What makes each phase smaller."""
-OF_REPLAY = {
+REPLAY_MEMORY_ADVICE = {
     "evaluation": "set eval.every_steps: 0 and checkpoint.best_metric: null (`grpo evaluate` measures what is saved), "
     "or lower rollout.max_new_tokens to what the longest of the samples has",
 }
@@ -41,7 +41,7 @@ OF_REPLAY = {
 
 
 @dataclass(frozen=True)
-class MicroBatches:
+class MicroBatchSummary:
     """One pass at the longest prompts and completions, so the most micro-batches there can be."""
 
     count: int
@@ -52,7 +52,7 @@ class MicroBatches:
 
 
 @dataclass(frozen=True)
-class DryRun:
+class DryRunReport:
     """What a run would do and hold. Counts are over all hosts, bytes on each device."""
 
     directory: str
@@ -93,17 +93,17 @@ class DryRun:
     rollout: Mapping[str, int] | None
     """Sizes of a generation on each host, lengths in tokens, padding included; None where samples come from files."""
     evaluation: Mapping[str, int] | None
-    score: Mapping[str, MicroBatches]
+    score: Mapping[str, MicroBatchSummary]
     """By role; empty where nothing is scored."""
-    update: MicroBatches
+    update: MicroBatchSummary
     """Of one optimizer step."""
-    critic_update: MicroBatches | None
+    critic_update: MicroBatchSummary | None
     """Of one of the critic; None without one."""
     num_critic_parameters: int
-    reward_model: MicroBatches | None
+    reward_model: MicroBatchSummary | None
     """Passes of a step through the reward model; None without one."""
     num_reward_model_parameters: int
-    memory: Mapping[str, Held]
+    memory: Mapping[str, MemoryBreakdown]
     """By phase. What `app.preflight.memory.LABELS` stars is estimated, the rest follows from shapes."""
     peak_bytes: int
     """Of the fullest phase."""
@@ -121,16 +121,16 @@ class DryRun:
         return asdict(self)
 
     def to_text(self) -> str:
-        arithmetic = self._arithmetic()
+        arithmetic = self._run_summary()
         width = max(map(len, arithmetic)) + 2
         lines = [
             f"{name if i == 0 else '':<{width}}{line}"
             for name, text in arithmetic.items()
             for i, line in enumerate(text.splitlines())
         ]
-        return "\n".join([*lines, "", *memory_table(self.memory), "", *self._verdict()])
+        return "\n".join([*lines, "", *format_memory_table(self.memory), "", *self._memory_summary()])
 
-    def _arithmetic(self) -> dict[str, str]:
+    def _run_summary(self) -> dict[str, str]:
         axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         held_out = f"\nheld out: {self.num_held_out:,}" if self.num_held_out else ""
         return {
@@ -146,62 +146,65 @@ class DryRun:
             "step": f"{self.prompts_per_step:,} prompts, {self.samples_per_step:,} samples; "
             f"{self.prompt_tokens_per_step:,} prompt tokens on average, at most "
             f"{self.max_completion_tokens_per_step:,} completion tokens, {self.max_flops_per_step / 1e12:.3g} TFLOP",
-            **({"rollout": self._rollout(self.rollout)} if self.rollout else {}),
-            **({"evaluation": _generation(self.evaluation)} if self.evaluation else {}),
-            **({"score reward": _passes(self.reward_model)} if self.reward_model else {}),
-            **{f"score {role}": _passes(batches) for role, batches in self.score.items()},
+            **({"rollout": self._format_rollout(self.rollout)} if self.rollout else {}),
+            **({"evaluation": _format_generation(self.evaluation)} if self.evaluation else {}),
+            **({"score reward": _format_micro_batches(self.reward_model)} if self.reward_model else {}),
+            **{f"score {role}": _format_micro_batches(batches) for role, batches in self.score.items()},
             "update": f"{self.mini_batches_per_step * self.epochs_per_step} optimizer steps (mini-batches "
-            f"{self.mini_batches_per_step} x epochs {self.epochs_per_step}), each {_passes(self.update)}",
-            **({"critic": f"as many, each {_passes(self.critic_update)}"} if self.critic_update else {}),
+            f"{self.mini_batches_per_step} x epochs {self.epochs_per_step}), each {_format_micro_batches(self.update)}",
+            **({"critic": f"as many, each {_format_micro_batches(self.critic_update)}"} if self.critic_update else {}),
         }
 
-    def _rollout(self, sizes: Mapping[str, int]) -> str:
+    def _format_rollout(self, sizes: Mapping[str, int]) -> str:
         ahead = f"\nall the time, at most {self.max_staleness} steps ahead of training" if self.max_staleness else ""
-        return _generation(sizes) + ahead
+        return _format_generation(sizes) + ahead
 
-    def _way_out(self) -> str:
+    def _memory_advice(self) -> str:
         critic = [self.critic_update] if self.critic_update else []
         asked = [self.reward_model] if self.reward_model else []
         by_phase = {"update": [self.update], "critic": critic, "score": self.score.values(), "reward": asked}
         passes = by_phase.get(self.peak_phase, [])
         packed = all(micro_batches.packed for micro_batches in passes)
-        ways_out = WAYS_OUT if self.rollout else WAYS_OUT | OF_REPLAY
+        ways_out = MEMORY_ADVICE if self.rollout else MEMORY_ADVICE | REPLAY_MEMORY_ADVICE
         return ways_out[self.peak_phase].format(knob="max_tokens_per_device" if packed else "rows_per_device")
 
-    def _verdict(self) -> list[str]:
+    def _memory_summary(self) -> list[str]:
         lines = []
         if self.available_bytes is None:
-            lines.append(f"peak {_size(self.peak_bytes)} on each device; how much it has is not known")
+            lines.append(f"peak {_format_size(self.peak_bytes)} on each device; how much it has is not known")
         else:
             share = self.peak_bytes / self.available_bytes
             lines.append(
-                f"peak {_size(self.peak_bytes)} on each device, {share:.0%} of its {_size(self.available_bytes)}"
+                f"peak {_format_size(self.peak_bytes)} on each device, {share:.0%} of its "
+                f"{_format_size(self.available_bytes)}"
             )
             if share > 1:
-                lines.append(f"this does not fit: {self._way_out()}, or spread the weights with mesh.shape")
-        size = _size(self.checkpoint_bytes)
+                lines.append(f"this does not fit: {self._memory_advice()}, or spread the weights with mesh.shape")
+        size = _format_size(self.checkpoint_bytes)
         return [*lines, f"a checkpoint takes {size} on disk, and as much of the hosts' memory while it is written"]
 
 
-def _generation(sizes: Mapping[str, int]) -> str:
+def _format_generation(sizes: Mapping[str, int]) -> str:
     return (
         f"{sizes['num_prompts']:,} prompts of {sizes['prompt_length']:,} tokens, {sizes['num_rows']:,} rows with a "
         f"cache of {sizes['cache_length']:,}, on each host"
     )
 
 
-def _passes(batches: MicroBatches) -> str:
+def _format_micro_batches(batches: MicroBatchSummary) -> str:
     return (
         f"at most {batches.count:,} micro-batches of {batches.rows_per_device:,} rows a device, "
         f"{batches.tokens_per_row:,} tokens a row"
     )
 
 
-def _size(num_bytes: float) -> str:
+def _format_size(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def look_ahead(resolved: Resolved, *, resume: Resume, asked: Asked | None = None) -> DryRun | None:
+def make_dry_run_report(
+    resolved: Resolved, *, resume: Resume, replay_request: ReplayRequest | None = None
+) -> DryRunReport | None:
     """What `grpo train` would do, from shapes and files' headers. Compiles nothing, loads no weights, writes nothing.
 
     None on all hosts but the first, which tells for all of them.
@@ -212,49 +215,49 @@ def look_ahead(resolved: Resolved, *, resume: Resume, asked: Asked | None = None
     Raises:
         InputError: whatever would keep the run from starting. Checkpoints to resume from are not opened.
     """
-    with prepared(resolved, resume=resume, asked=asked) as launch:
-        learning, read = launch.learning(), launch.input
-        shapes = shapes_of(
+    with prepare_run(resolved, resume=resume, replay_request=replay_request) as launch:
+        learning, read = launch.make_learner_group(), launch.inputs
+        shapes = compute_step_shapes(
             launch.session,
             learning,
             read.prompts,
-            read.held_out,
+            read.eval_prompts,
             read.reward_model,
             generates=read.replay is None,
         )
-        return report(launch, learning, shapes) if jax.process_index() == 0 else None
+        return build_report(launch, learning, shapes) if jax.process_index() == 0 else None
 
 
-def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
+def build_report(launch: RunSetup, learning: LearnerGroup, shapes: StepShapes) -> DryRunReport:
     """The figures of a launch that has passed its checks."""
-    settings, session, prompts = launch.resolved.settings, launch.session, launch.input.prompts
-    definition, mesh = session.input.adapted, session.mesh
+    settings, session, prompts = launch.resolved.settings, launch.session, launch.inputs.prompts
+    definition, mesh = session.model_spec.policy_definition, session.mesh
     prompts_per_step = settings.rollout.prompts_per_step * num_hosts(mesh)
     samples_per_step = prompts_per_step * settings.rollout.group_size
     mean_prompt = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
     prompt_tokens = round(samples_per_step * mean_prompt)
     completion_tokens = samples_per_step * settings.rollout.max_new_tokens
-    tokens = Tokens(prompt_tokens, completion_tokens)
-    steps, replay = launch.steps, launch.input.replay
+    tokens = TokenCounts(prompt_tokens, completion_tokens)
+    steps, replay = launch.steps, launch.inputs.replay
     warmup = settings.critic.warmup_steps if settings.has_critic else 0
-    reward_model = launch.input.reward_model
+    reward_model = launch.inputs.reward_model
     memory = memory_by_phase(session, learning, shapes, reward_model)
-    return DryRun(
+    return DryRunReport(
         directory=str(launch.run.path),
-        notes=(*launch_lines(launch.resolved), *launch.notes),
+        notes=(*launch_notices(launch.resolved), *launch.notes),
         model=settings.model.path,
-        family=session.input.architecture.family,
+        family=session.model_spec.architecture.family,
         dtype=settings.model.dtype,
         num_parameters=definition.num_parameters,
-        num_trained_parameters=definition.num_trained,
+        num_trained_parameters=definition.num_trainable,
         mesh=dict(mesh.shape),
-        device_kind=device_kind_of(mesh.devices.flat[0]),
+        device_kind=device_kind(mesh.devices.flat[0]),
         num_devices=mesh.size,
         num_hosts=num_hosts(mesh),
-        is_pretended=pretended() is not None,
-        data=launch.input.report,
+        is_pretended=simulated_slice() is not None,
+        data=launch.inputs.data_report,
         num_prompts=len(prompts),
-        num_held_out=len(launch.input.held_out),
+        num_held_out=len(launch.inputs.eval_prompts),
         steps=len(steps),
         optimizer_steps=sum(step > warmup for step in steps) * settings.updates_per_step,
         epochs_of_data=len(steps) * prompts_per_step / len(prompts),
@@ -263,22 +266,26 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
         samples_per_step=samples_per_step,
         prompt_tokens_per_step=prompt_tokens,
         max_completion_tokens_per_step=completion_tokens,
-        max_flops_per_step=work_of(settings, session).flops(sampled=NO_TOKENS if replay else tokens, learned=tokens),
+        max_flops_per_step=make_step_flops(settings, session).total(
+            sampled=NO_TOKENS if replay else tokens, learned=tokens
+        ),
         mini_batches_per_step=settings.num_mini_batches,
         epochs_per_step=settings.algorithm.epochs,
         max_staleness=settings.rollout.max_staleness,
         rollout=None if shapes.rollout is None else shapes.rollout._asdict(),
         evaluation=None if shapes.evaluation is None else shapes.evaluation._asdict(),
-        score={role: _micro_batches(session, plan, learning.cuts[role]) for role, plan in shapes.scores.items()},
-        update=_micro_batches(session, shapes.update, learning.policy.updater.cut),
+        score={
+            role: _summarize_plan(session, plan, learning.score_batchers[role]) for role, plan in shapes.scores.items()
+        },
+        update=_summarize_plan(session, shapes.update, learning.policy.updater.micro_batcher),
         critic_update=(
-            _micro_batches(session, shapes.critic_update, learning.critic.updater.cut)
+            _summarize_plan(session, shapes.critic_update, learning.critic.updater.micro_batcher)
             if shapes.critic_update and learning.critic
             else None
         ),
-        num_critic_parameters=session.critic.input.definition.num_parameters if session.critic else 0,
+        num_critic_parameters=session.critic.spec.definition.num_parameters if session.critic else 0,
         reward_model=(
-            _micro_batches(session, shapes.reward, wire_reward(settings, reward_model.architecture))
+            _summarize_plan(session, shapes.reward, make_reward_batcher(settings, reward_model.architecture))
             if shapes.reward and reward_model
             else None
         ),
@@ -290,10 +297,10 @@ def report(launch: Launch, learning: Learning, shapes: Shapes) -> DryRun:
     )
 
 
-def _micro_batches(session: Session, plan: Plan, cut: Cutter) -> MicroBatches:
-    return MicroBatches(
+def _summarize_plan(session: Session, plan: MicroBatchPlan, micro_batcher: MicroBatcher) -> MicroBatchSummary:
+    return MicroBatchSummary(
         count=len(plan.micro_batches),
-        packed=isinstance(cut, PackedRows),
+        packed=isinstance(micro_batcher, PackedRowBatcher),
         rows_per_device=rows_per_device(session, plan),
-        tokens_per_row=fullest_of(plan).shape.num_tokens,
+        tokens_per_row=largest_micro_batch(plan).shape.num_tokens,
     )

@@ -26,10 +26,10 @@ from types import MappingProxyType
 import numpy as np
 from jax.stages import Compiled
 
-Groups = tuple[tuple[int, ...], ...]
+DeviceGroups = tuple[tuple[int, ...], ...]
 """Partitions that communicate with each other: places in `mesh.devices.flat`. Of a permute: (from, to) of each pair."""
 
-SENT: Mapping[str, Callable[[int, int], float]] = MappingProxyType(
+BYTES_SENT_BY_KIND: Mapping[str, Callable[[int, int], float]] = MappingProxyType(
     {
         "all-gather": lambda n, b: (n - 1) * b,
         "reduce-scatter": lambda n, b: (n - 1) / n * b,
@@ -40,7 +40,7 @@ SENT: Mapping[str, Callable[[int, int], float]] = MappingProxyType(
 )
 """Kind -> (devices of a group, bytes of a device's operand) -> bytes that each of them sends."""
 
-UNCOUNTED = frozenset({"send", "recv", "collective-broadcast", "ragged-all-to-all"})
+UNSUPPORTED_OPCODES = frozenset({"send", "recv", "collective-broadcast", "ragged-all-to-all"})
 """Move bytes as well. A program that has one is refused, not counted short."""
 
 
@@ -53,28 +53,30 @@ class Collective:
     """HLO's name: `f32`, `bf16`, `pred`; of the first operand."""
     operand_bytes: int
     """On each device; of all operands where several were merged."""
-    groups: Groups
-    loops: tuple[int | None, ...] = ()
+    groups: DeviceGroups
+    loop_trip_counts: tuple[int | None, ...] = ()
     """Times that each loop around it goes round, the outermost first; None where only running tells."""
 
     @property
-    def is_in_open_loop(self) -> bool:
+    def is_in_dynamic_loop(self) -> bool:
         """Whether how often it runs depends on the data."""
-        return None in self.loops
+        return None in self.loop_trip_counts
 
     @property
-    def times(self) -> int:
+    def num_executions(self) -> int:
         """In one turn of every open loop."""
-        return math.prod(loop for loop in self.loops if loop is not None)
+        return math.prod(loop for loop in self.loop_trip_counts if loop is not None)
 
     @property
     def bytes_per_device(self) -> float:
         """That the busiest device sends."""
         if self.kind == "collective-permute":
-            return self.times * self.operand_bytes * any(a != b for a, b in self.groups)
-        return self.times * max(SENT[self.kind](len(group), self.operand_bytes) for group in self.groups)
+            return self.num_executions * self.operand_bytes * any(a != b for a, b in self.groups)
+        return self.num_executions * max(
+            BYTES_SENT_BY_KIND[self.kind](len(group), self.operand_bytes) for group in self.groups
+        )
 
-    def bytes_leaving_host(self, hosts: Sequence[int]) -> float:
+    def bytes_leaving_host(self, host_of_partition: Sequence[int]) -> float:
         """That the busiest host sends to others.
 
         A ring that goes from host to host leaves each of them over one link. All-to-all sends each device its own part,
@@ -83,9 +85,9 @@ class Collective:
         Args:
             hosts: of each partition, in order.
         """
-        leaving = dict.fromkeys(hosts, 0.0)
+        leaving = dict.fromkeys(host_of_partition, 0.0)
         for group in self.groups:
-            members = [hosts[partition] for partition in group]
+            members = [host_of_partition[partition] for partition in group]
             if self.kind == "collective-permute":
                 leaving[members[0]] += self.operand_bytes * (members[0] != members[1])
             elif self.kind == "all-to-all":
@@ -93,8 +95,8 @@ class Collective:
                     leaving[host] += self.operand_bytes * sum(other != host for other in members) / len(members)
             elif len(set(members)) > 1:
                 for host in set(members):
-                    leaving[host] += SENT[self.kind](len(group), self.operand_bytes)
-        return self.times * max(leaving.values())
+                    leaving[host] += BYTES_SENT_BY_KIND[self.kind](len(group), self.operand_bytes)
+        return self.num_executions * max(leaving.values())
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,14 @@ class Traffic:
     """Kind -> bytes per device."""
 
 
-def traffic(collectives: Iterable[Collective], hosts: Sequence[int]) -> Traffic:
+def total_traffic(collectives: Iterable[Collective], host_of_partition: Sequence[int]) -> Traffic:
     """What they move altogether, on hosts as in `Collective.bytes_leaving_host`."""
     found = list(collectives)
     by_kind: dict[str, float] = {}
     for one in found:
         by_kind[one.kind] = by_kind.get(one.kind, 0.0) + one.bytes_per_device
-    leaving = sum(one.bytes_leaving_host(hosts) for one in found)
-    return Traffic(sum(one.times for one in found), sum(by_kind.values()), leaving, by_kind)
+    leaving = sum(one.bytes_leaving_host(host_of_partition) for one in found)
+    return Traffic(sum(one.num_executions for one in found), sum(by_kind.values()), leaving, by_kind)
 
 
 # The text ----------------------------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>.*?) 
 _ARRAY = re.compile(r"\b(?P<dtype>[a-z]+(?P<bits>\d*)\w*)\[(?P<sizes>[0-9,<= ]*)\]")
 _CALLED = re.compile(r"\b(?P<role>body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED_LISTS = re.compile(r"\b(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 @dataclass(frozen=True)
@@ -134,16 +136,16 @@ class _Instruction:
     name: str
     shape: str
     opcode: str
-    rest: str
+    operands_text: str
     """Behind the opening parenthesis of its operands."""
 
     @property
     def operands(self) -> list[str]:
         depth, end = 1, 0
         while depth:
-            depth += {"(": 1, ")": -1}.get(self.rest[end], 0)
+            depth += {"(": 1, ")": -1}.get(self.operands_text[end], 0)
             end += 1
-        return re.findall(r"%([\w.\-]+)", self.rest[: end - 1])
+        return re.findall(r"%([\w.\-]+)", self.operands_text[: end - 1])
 
     @property
     def kind(self) -> str:
@@ -151,26 +153,26 @@ class _Instruction:
         return self.opcode.removesuffix("-start")
 
 
-def collectives_of(program: Compiled) -> list[Collective]:
+def program_collectives(program: Compiled) -> list[Collective]:
     """Every collective of a compiled program; see `collectives_in`."""
     text = program.as_text()
     assert text is not None, "this backend does not show its programs"
-    return collectives_in(text)
+    return parse_collectives(text)
 
 
-def collectives_in(hlo: str) -> list[Collective]:
+def parse_collectives(hlo: str) -> list[Collective]:
     """Every collective of a compiled module, with the loops around it. Of a branch all sides are counted.
 
     Raises:
         ValueError: a collective or a notation of its groups that is not known here.
     """
-    computations, entry = _computations(hlo)
+    computations, entry = _parse_computations(hlo)
     partitions = re.search(r"\bnum_partitions=(\d+)", hlo.partition("\n")[0])
     num_partitions = int(partitions[1]) if partitions else 1
-    return list(_walk(computations, entry, (), num_partitions))
+    return list(_iterate_collectives(computations, entry, (), num_partitions))
 
 
-def _computations(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
+def _parse_computations(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
     """Name -> instructions, and the name of the first to run."""
     found: dict[str, list[_Instruction]] = {}
     entry, inside = "", None
@@ -187,40 +189,45 @@ def _computations(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
     return found, entry
 
 
-def _walk(
-    computations: Mapping[str, list[_Instruction]], name: str, loops: tuple[int | None, ...], num_partitions: int
+def _iterate_collectives(
+    computations: Mapping[str, list[_Instruction]],
+    name: str,
+    loop_trip_counts: tuple[int | None, ...],
+    num_partitions: int,
 ) -> Iterator[Collective]:
     shapes = {one.name: one.shape for one in computations[name]}
     for one in computations[name]:
-        if one.opcode in UNCOUNTED:
+        if one.opcode in UNSUPPORTED_OPCODES:
             raise ValueError(f"{one.opcode} ({one.name}) moves bytes that are not counted here")
-        if one.kind in SENT:
-            yield _collective(one, shapes, loops, num_partitions)
+        if one.kind in BYTES_SENT_BY_KIND:
+            yield _parse_collective(one, shapes, loop_trip_counts, num_partitions)
         elif not one.opcode.endswith(("-done", "-update")):
             # A while that is not annotated goes round until its data say so.
-            trips = _TRIPS.search(one.rest)
-            around = (*loops, int(trips[1]) if trips else None) if one.opcode == "while" else loops
-            for called in _called(one):
-                yield from _walk(computations, called, around, num_partitions)
+            trips = _TRIP_COUNT.search(one.operands_text)
+            around = (
+                (*loop_trip_counts, int(trips[1]) if trips else None) if one.opcode == "while" else loop_trip_counts
+            )
+            for called in _called_computations(one):
+                yield from _iterate_collectives(computations, called, around, num_partitions)
 
 
-def _called(one: _Instruction) -> Iterator[str]:
-    for match in _CALLED.finditer(one.rest):
+def _called_computations(instruction: _Instruction) -> Iterator[str]:
+    for match in _CALLED.finditer(instruction.operands_text):
         yield match[2]
-    for match in _CALLED_LISTS.finditer(one.rest):
+    for match in _CALLED_LISTS.finditer(instruction.operands_text):
         yield from re.findall(r"%?([\w.\-]+)", match[1])
 
 
-def _collective(
-    one: _Instruction, shapes: Mapping[str, str], loops: tuple[int | None, ...], num_partitions: int
+def _parse_collective(
+    instruction: _Instruction, shapes: Mapping[str, str], loop_trip_counts: tuple[int | None, ...], num_partitions: int
 ) -> Collective:
-    operands = [shapes[name] for name in one.operands]
+    operands = [shapes[name] for name in instruction.operands]
     first = _ARRAY.search(operands[0])
-    assert first is not None, one
-    attribute = "source_target_pairs" if one.kind == "collective-permute" else "replica_groups"
-    written = re.search(rf"\b{attribute}=(.*)", one.rest)
-    groups = parse_groups(written[1], num_partitions) if written else _everybody(num_partitions)
-    return Collective(one.kind, first["dtype"], sum(map(_num_bytes, operands)), groups, loops)
+    assert first is not None, instruction
+    attribute = "source_target_pairs" if instruction.kind == "collective-permute" else "replica_groups"
+    written = re.search(rf"\b{attribute}=(.*)", instruction.operands_text)
+    groups = parse_groups(written[1], num_partitions) if written else _all_partitions(num_partitions)
+    return Collective(instruction.kind, first["dtype"], sum(map(_num_bytes, operands)), groups, loop_trip_counts)
 
 
 def _num_bytes(shape: str) -> int:
@@ -233,11 +240,11 @@ def _num_bytes(shape: str) -> int:
     return total
 
 
-def _everybody(num_partitions: int) -> Groups:
+def _all_partitions(num_partitions: int) -> DeviceGroups:
     return (tuple(range(num_partitions)),)
 
 
-def parse_groups(text: str, num_partitions: int) -> Groups:
+def parse_groups(text: str, num_partitions: int) -> DeviceGroups:
     """The groups at the beginning of `text`, in any of XLA's notations.
 
     `{{0,1},{2,3}}` lists them and `{}` means one of all. `[4,2]<=[2,4]T(1,0)` are the rows of a [4, 2] array: numbers
@@ -250,13 +257,13 @@ def parse_groups(text: str, num_partitions: int) -> Groups:
     """
     if listed := re.match(r"\{((?:\{[0-9, ]*\},?\s*)*)\}", text):
         groups = re.findall(r"\{([0-9, ]*)\}", listed[1])
-        return tuple(tuple(map(int, group.split(","))) for group in groups) or _everybody(num_partitions)
+        return tuple(tuple(map(int, group.split(","))) for group in groups) or _all_partitions(num_partitions)
     if iota := re.match(r"\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", text):
         shape, sizes, order = (_integers(part) for part in iota.groups())
-        return _rows(_transposed(sizes, order).reshape(shape))
+        return _to_device_groups(_transposed_iota(sizes, order).reshape(shape))
     if named := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(\[([0-9,]+)\]T\(([0-9,]+)\)\))? \{([^}]*)\}", text):
         mesh, sizes, order, axes = named.groups()
-        return _groups_on_axes(mesh, axes, _transposed(_integers(sizes), _integers(order)) if sizes else None)
+        return _groups_on_axes(mesh, axes, _transposed_iota(_integers(sizes), _integers(order)) if sizes else None)
     raise ValueError(f"groups in a notation that is not known here: {text[:120]}")
 
 
@@ -264,15 +271,15 @@ def _integers(text: str | None) -> tuple[int, ...]:
     return tuple(map(int, text.split(","))) if text else ()
 
 
-def _transposed(sizes: tuple[int, ...], order: tuple[int, ...]) -> np.ndarray:
+def _transposed_iota(sizes: tuple[int, ...], order: tuple[int, ...]) -> np.ndarray:
     return np.arange(math.prod(sizes)).reshape(sizes).transpose(order or tuple(range(len(sizes))))
 
 
-def _rows(groups: np.ndarray) -> Groups:
+def _to_device_groups(groups: np.ndarray) -> DeviceGroups:
     return tuple(tuple(row) for row in groups.tolist())
 
 
-def _groups_on_axes(mesh: str, axes: str, order: np.ndarray | None) -> Groups:
+def _groups_on_axes(mesh: str, axes: str, order: np.ndarray | None) -> DeviceGroups:
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     # Every axis as one or three parts: those before, in and behind what is named of it.
     parts: list[tuple[int, bool]] = []
@@ -285,7 +292,7 @@ def _groups_on_axes(mesh: str, axes: str, order: np.ndarray | None) -> Groups:
     together = [i for i, (_, is_named) in enumerate(parts) if is_named]
     apart = [i for i, (_, is_named) in enumerate(parts) if not is_named]
     width = math.prod(parts[i][0] for i in together)
-    return _rows(ids.transpose([*apart, *together]).reshape(-1, width))
+    return _to_device_groups(ids.transpose([*apart, *together]).reshape(-1, width))
 
 
 def _axes(text: str) -> list[tuple[str, str, str]]:

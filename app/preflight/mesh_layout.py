@@ -12,11 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from app.mesh.axis_rules import AXES, partition_spec, replicated_dims
 from app.mesh.placement import bytes_per_device, num_row_shards
-from app.mesh.simulated_slice import Chip, chip_of
-from app.mesh.topology import device_kind_of, host_of, local_devices, num_hosts, platform_of, pretended
+from app.mesh.simulated_slice import TpuChip, find_chip
+from app.mesh.topology import device_kind, device_platform, host_index, local_devices, num_hosts, simulated_slice
 
-DEVICES_A_LINE = 8
-HOSTS_DRAWN = 4
+DEVICES_PER_LINE = 8
+MAX_HOSTS_SHOWN = 4
 """Of more hosts, all but the first two and the last are drawn as one line."""
 
 
@@ -35,12 +35,12 @@ class Topology:
     """Ids of this host's."""
     memory_bytes: int | None
     """Of a device; None where it is not told."""
-    chip: Chip | None
+    chip: TpuChip | None
     """Links and speeds; None of a kind that the table of chips does not have."""
 
     def to_lines(self) -> list[str]:
         memory = "memory not known" if self.memory_bytes is None else f"{self.memory_bytes / 2**30:.1f} GiB each"
-        ids = id_ranges(self.local_devices)
+        ids = format_id_ranges(self.local_devices)
         whose = f"of {self.pretended}: none of this is there, and host 0 stands for all" if self.pretended else "here"
         return [
             f"{self.num_devices} x {self.device_kind} ({self.platform}), {memory}, on {self.num_hosts} host(s), "
@@ -49,20 +49,20 @@ class Topology:
         ]
 
 
-def topology_of(mesh: Mesh, *, memory_bytes: int | None) -> Topology:
+def device_topology(mesh: Mesh, *, memory_bytes: int | None) -> Topology:
     """Of the devices of all hosts, as this host sees them."""
-    first, local, whole = mesh.devices.flat[0], local_devices(), pretended()
-    kind = device_kind_of(first)
+    first, local, whole = mesh.devices.flat[0], local_devices(), simulated_slice()
+    kind = device_kind(first)
     return Topology(
-        platform=platform_of(first),
+        platform=device_platform(first),
         device_kind=kind,
         pretended=whole and whole.name,
         num_devices=mesh.size,
         num_hosts=num_hosts(mesh),
-        this_host=host_of(local[0]),
+        this_host=host_index(local[0]),
         local_devices=tuple(device.id for device in local),
         memory_bytes=memory_bytes,
-        chip=chip_of(kind),
+        chip=find_chip(kind),
     )
 
 
@@ -118,37 +118,39 @@ class MeshReport:
     def to_text(self) -> str:
         axes = " x ".join(f"{axis} {size}" for axis, size in self.shape.items())
         rows, fsdp, tp = self.shape["dp"] * self.shape["fsdp"], self.shape["fsdp"], self.shape["tp"]
-        lines = [*self.topology.to_lines(), "", f"mesh {axes}", *self._picture()]
+        lines = [*self.topology.to_lines(), "", f"mesh {axes}", *self._host_lines()]
         lines.append(
             f"b: which of {rows} equal parts of a batch's rows; w: which of {fsdp} parts of the weights along fsdp"
             + (f", and of {tp} along tp" if tp > 1 else "")
         )
         return "\n".join([*lines, "", *self._weight_table()])
 
-    def _picture(self) -> Iterator[str]:
+    def _host_lines(self) -> Iterator[str]:
         """Which device of which host holds what: a line for each host, or for many alike."""
         hosts: dict[int, list[DevicePlace]] = {}
         for device in self.devices:
             hosts.setdefault(device.process, []).append(device)
         numbers = sorted(hosts)
-        drawn = numbers if len(numbers) <= HOSTS_DRAWN else [*numbers[:2], numbers[-1]]
+        drawn = numbers if len(numbers) <= MAX_HOSTS_SHOWN else [*numbers[:2], numbers[-1]]
         for number in drawn:
             if number == numbers[-1] and len(drawn) < len(numbers):
-                yield self._line_of_many([hosts[n] for n in numbers[2:-1]])
+                yield self._format_host_range([hosts[n] for n in numbers[2:-1]])
             devices = hosts[number]
-            for first in range(0, len(devices), DEVICES_A_LINE):
-                cells = "  ".join(f"{self._cell(one):<18}" for one in devices[first : first + DEVICES_A_LINE])
+            for first in range(0, len(devices), DEVICES_PER_LINE):
+                cells = "  ".join(
+                    f"{self._format_device(one):<18}" for one in devices[first : first + DEVICES_PER_LINE]
+                )
                 yield f"{f'host {number}' if first == 0 else '':<14}{cells}".rstrip()
 
-    def _cell(self, device: DevicePlace) -> str:
+    def _format_device(self, device: DevicePlace) -> str:
         fsdp, tp = device.weight_shard
         which = f"w{fsdp}" if self.shape["tp"] == 1 else f"w{fsdp}.{tp}"
         return f"[{device.id}: b{device.row_shard} {which}]"
 
-    def _line_of_many(self, hosts: Sequence[Sequence[DevicePlace]]) -> str:
+    def _format_host_range(self, hosts: Sequence[Sequence[DevicePlace]]) -> str:
         held = {tuple(device.weight_shard for device in host) for host in hosts}
         alike = ", each host with the same w" if len(held) == 1 else ""
-        ends = f"{self._cell(hosts[0][0])} to {self._cell(hosts[-1][-1])}"
+        ends = f"{self._format_device(hosts[0][0])} to {self._format_device(hosts[-1][-1])}"
         name = f"hosts {hosts[0][0].process}-{hosts[-1][0].process}"
         return f"{name:<14}{ends}, {len(hosts[0])} on each{alike}"
 
@@ -183,7 +185,7 @@ def device_places(mesh: Mesh) -> list[DevicePlace]:
         dp, fsdp, tp = map(int, where)
         row_shard = dp * mesh.shape["fsdp"] + fsdp
         coordinates: dict[str, int] = dict(zip(AXES, (dp, fsdp, tp), strict=True))
-        places.append(DevicePlace(device.id, host_of(device), coordinates, row_shard, (fsdp, tp)))
+        places.append(DevicePlace(device.id, host_index(device), coordinates, row_shard, (fsdp, tp)))
     return sorted(places, key=lambda place: place.process)
 
 
@@ -198,7 +200,7 @@ def mesh_report(
     """The report of a mesh and a model's weights: name -> (shape and type, dims)."""
     placements = [weight_placement(name, *weight, mesh) for name, weight in weights.items()]
     return MeshReport(
-        topology=topology_of(mesh, memory_bytes=memory_bytes),
+        topology=device_topology(mesh, memory_bytes=memory_bytes),
         shape=dict(mesh.shape),
         devices=device_places(mesh),
         weights=placements,
@@ -209,7 +211,7 @@ def mesh_report(
     )
 
 
-def id_ranges(numbers: Sequence[int]) -> str:
+def format_id_ranges(numbers: Sequence[int]) -> str:
     """`0-3, 6`."""
     parts: list[list[int]] = []
     for number in sorted(numbers):

@@ -12,32 +12,40 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool
 
-from app.batching.micro_batch_plan import Lengths, MicroBatch, Plan, Row, Work, fixed_shape, plan_fixed
-from app.batching.micro_batcher import FixedRows, PackedRows
-from app.batching.packing_stats import plan_figures
+from app.batching.micro_batch_plan import (
+    MicroBatch,
+    MicroBatchPlan,
+    PackedRow,
+    SequenceCost,
+    SequenceLengths,
+    bucketed_row_shape,
+    plan_fixed_rows,
+)
+from app.batching.micro_batcher import FixedRowBatcher, PackedRowBatcher
+from app.batching.packing_stats import packing_stats
 from app.mesh import topology
 from app.mesh.placement import check_rows_per_host, num_local_row_shards
 from app.mesh.topology import make_mesh
 from app.model.architecture import Architecture
 from app.model.flops import forward_flops
-from app.records.atomic_write import write_whole
-from app.records.jsonl import check_output, read_jsonl
+from app.records.atomic_write import write_atomic
+from app.records.jsonl import check_output_path, read_jsonl
 from app.records.sample_json import token_ids_from_record
-from app.report.packing_plots import DrawnRow, Piece, file_picture, text_picture
-from app.runtime.micro_batching import Longest, num_tokens_behind, wire_role, wire_update
-from app.runtime.model_spec import read_critic_input, read_model_input
-from app.stages.sample_reader import check_quota, check_tokens
+from app.report.packing_plots import PlottedRow, TokenSpan, format_rows, render_rows
+from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher, num_bootstrap_tokens
+from app.runtime.model_spec import read_critic_spec, read_model_spec
+from app.stages.sample_reader import check_token_ids, check_token_quota
 from settings import Resolved, Settings
 from settings.checks.commands import check_for_plan
 from settings.errors import InputError
 from settings.schema.settings import ScoredRole
 
-Pass = Literal["update"] | ScoredRole
+PassRole = Literal["update"] | ScoredRole
 """Whose micro-batches."""
 
 
 @dataclass(frozen=True)
-class MicroBatchFigures:
+class MicroBatchStats:
     rows_per_device: int
     tokens_per_row: int
     num_samples: int
@@ -46,12 +54,12 @@ class MicroBatchFigures:
     fill: float
     flops_imbalance: float
     """Work of the fullest device over the mean."""
-    rows: tuple[Row, ...]
+    rows: tuple[PackedRow, ...]
     """Numbers of the samples in the file, from 0, that stand behind one prompt; of every row, device after device."""
 
 
 @dataclass(frozen=True)
-class Padded:
+class PaddedPlan:
     """The same samples one a row, padded to the longest, as many rows at once as the quota holds."""
 
     rows_per_device: int
@@ -61,11 +69,11 @@ class Padded:
 
 
 @dataclass(frozen=True)
-class PlanReport:
+class PackingReport:
     """One pass over all samples of a file: an optimizer step, or the scoring of a role."""
 
     file: str
-    role: Pass
+    role: PassRole
     mesh: dict[str, int]
     num_devices: int
     """That hold different rows."""
@@ -74,12 +82,12 @@ class PlanReport:
     num_samples: int
     num_tokens: int
     """Prompts count once for each of their samples."""
-    micro_batches: tuple[MicroBatchFigures, ...]
+    micro_batches: tuple[MicroBatchStats, ...]
     figures: dict[str, float]
     """See `app.batching.packing_stats.plan_figures`."""
-    padded: Padded | None
+    padded: PaddedPlan | None
     """None where that is what the plan does."""
-    rows: tuple[DrawnRow, ...]
+    rows: tuple[PlottedRow, ...]
 
     @property
     def title(self) -> str:
@@ -98,7 +106,7 @@ class PlanReport:
         return report
 
     def to_text(self) -> str:
-        return "\n".join([*self._heading(), "", *self._table(), "", *self._totals(), "", text_picture(self.rows)])
+        return "\n".join([*self._heading(), "", *self._table(), "", *self._totals(), "", format_rows(self.rows)])
 
     def _heading(self) -> list[str]:
         what = "an optimizer step" if self.role == "update" else f"one pass of score.{self.role}"
@@ -144,7 +152,7 @@ class PlanReport:
         return lines
 
 
-def inspect_plan(resolved: Resolved, *, file: Path, role: Pass, picture: Path | None) -> PlanReport:
+def inspect_plan(resolved: Resolved, *, file: Path, role: PassRole, plot_path: Path | None) -> PackingReport:
     """How the samples of `file` would be cut, the update in one optimizer step; drawn to `picture`. Loads no weights.
 
     Rows are as long as in a run: those of the update follow from the longest sample that the settings allow, those of a
@@ -153,37 +161,39 @@ def inspect_plan(resolved: Resolved, *, file: Path, role: Pass, picture: Path | 
     Raises:
         InputError: settings, model, samples or picture that cannot be used.
     """
-    if picture is not None:
-        check_picture(picture)
+    if plot_path is not None:
+        check_plot_path(plot_path)
     if role == "update":
         check_for_plan(resolved)
     settings = resolved.settings
-    model = read_model_input(settings)
-    architecture = (read_critic_input(settings, model) if role == "critic" else model).architecture
+    model = read_model_spec(settings)
+    architecture = (read_critic_spec(settings, model) if role == "critic" else model).architecture
     lengths, were_cut, longest_at = read_lengths(file, architecture)
     longest = int(lengths.totals.max())
     if role == "update":
-        check_quota(resolved, "algorithm", longest, where=longest_at)
-        run = Longest.of(settings)
-        cut = wire_update(settings, settings.algorithm, architecture, run._replace(sample=max(longest, run.sample)))
+        check_token_quota(resolved, "algorithm", longest, where=longest_at)
+        run = MaxLengths.from_settings(settings)
+        cut = make_update_batcher(
+            settings, settings.algorithm, architecture, run._replace(sample=max(longest, run.sample))
+        )
     else:
-        behind = num_tokens_behind(settings, role)
-        check_quota(resolved, f"score.{role}", longest + behind, where=longest_at)
-        cut = wire_role(settings, role, architecture, Longest(longest))
+        behind = num_bootstrap_tokens(settings, role)
+        check_token_quota(resolved, f"score.{role}", longest + behind, where=longest_at)
+        cut = make_score_batcher(settings, role, architecture, MaxLengths(longest))
         lengths = replace(lengths, completions=lengths.completions + behind * were_cut)
     _start_on_one_host(settings)
     mesh = make_mesh(settings.mesh)
     check_rows_per_host(mesh)
-    report = plan_report(cut, lengths, forward_flops(architecture), mesh, file=str(file), role=role)
-    if picture is not None:
-        kind = "svg" if picture.suffix == ".svg" else "png"
-        write_whole(picture, file_picture(report.rows, title=report.title, kind=kind))
+    report = build_packing_report(cut, lengths, forward_flops(architecture), mesh, file=str(file), role=role)
+    if plot_path is not None:
+        kind = "svg" if plot_path.suffix == ".svg" else "png"
+        write_atomic(plot_path, render_rows(report.rows, title=report.title, kind=kind))
     return report
 
 
 def _start_on_one_host(settings: Settings) -> None:
     """Raises InputError where other hosts have joined."""
-    topology.start(settings.mesh)
+    topology.initialize_distributed(settings.mesh)
     if jax.process_count() > 1:
         raise InputError(
             f"--plan: a file is cut for one host, and {jax.process_count()} have joined; leave "
@@ -192,14 +202,14 @@ def _start_on_one_host(settings: Settings) -> None:
         )
 
 
-def check_picture(path: Path) -> None:
+def check_plot_path(path: Path) -> None:
     """Raises InputError where no picture could be written to `path`."""
     if path.suffix not in (".png", ".svg"):
         raise InputError(f"--picture: expected a name that ends in .png or .svg, got {path}")
-    check_output(path)
+    check_output_path(path)
 
 
-def read_lengths(path: Path, architecture: Architecture) -> tuple[Lengths, Bool[np.ndarray, "N"], str]:
+def read_lengths(path: Path, architecture: Architecture) -> tuple[SequenceLengths, Bool[np.ndarray, "N"], str]:
     """Lengths of the samples of a file, which of them were cut short, and the line of the longest.
 
     Only token ids are asked for; a sample without a finish reason was not cut.
@@ -216,25 +226,31 @@ def read_lengths(path: Path, architecture: Architecture) -> tuple[Lengths, Bool[
     for line, record in read_jsonl(path):
         places.append(f"{path}:{line}")
         prompt_ids, completion_ids = token_ids_from_record(record, where=places[-1])
-        check_tokens(prompt_ids, completion_ids, architecture, where=places[-1])
+        check_token_ids(prompt_ids, completion_ids, architecture, where=places[-1])
         prompts.append(len(prompt_ids))
         completions.append(len(completion_ids))
         were_cut.append(record.get("finish_reason") == "length")
         prompt_numbers.append(numbers.setdefault(prompt_ids.tobytes(), len(numbers)))
     if not places:
         raise InputError(f"--plan: {path} holds no samples")
-    lengths = Lengths(*(np.asarray(column, np.int64) for column in (prompts, completions, prompt_numbers)))
+    lengths = SequenceLengths(*(np.asarray(column, np.int64) for column in (prompts, completions, prompt_numbers)))
     return lengths, np.asarray(were_cut), places[int(lengths.totals.argmax())]
 
 
-def plan_report(
-    cut: FixedRows | PackedRows, lengths: Lengths, work: Work, mesh: Mesh, *, file: str, role: Pass
-) -> PlanReport:
+def build_packing_report(
+    micro_batcher: FixedRowBatcher | PackedRowBatcher,
+    lengths: SequenceLengths,
+    work: SequenceCost,
+    mesh: Mesh,
+    *,
+    file: str,
+    role: PassRole,
+) -> PackingReport:
     """The plan of one host that has all samples. `work` weighs devices against each other."""
     num_devices = num_local_row_shards(mesh)
-    (plan,) = cut.plan([lengths], devices_per_host=num_devices)
-    quota = cut.max_tokens_per_device
-    return PlanReport(
+    (plan,) = micro_batcher.plan([lengths], devices_per_host=num_devices)
+    quota = micro_batcher.max_tokens_per_device
+    return PackingReport(
         file=file,
         role=role,
         mesh=dict(mesh.shape),
@@ -242,29 +258,33 @@ def plan_report(
         max_tokens_per_device=quota,
         num_samples=len(lengths.prompts),
         num_tokens=int(lengths.totals.sum()),
-        micro_batches=tuple(_figures_of(one, lengths, work, num_devices) for one in plan.micro_batches),
-        figures=_figures(plan, lengths, work, num_devices, quota),
-        padded=None if quota is None else _padded(lengths, work, num_devices, quota),
+        micro_batches=tuple(_micro_batch_stats(one, lengths, work, num_devices) for one in plan.micro_batches),
+        figures=_plan_metrics(plan, lengths, work, num_devices, quota),
+        padded=None if quota is None else _padded_plan(lengths, work, num_devices, quota),
         rows=tuple(_drawn_rows(plan, lengths, num_devices)),
     )
 
 
-def _figures(plan: Plan, lengths: Lengths, work: Work, num_devices: int, quota: int | None) -> dict[str, float]:
-    return plan_figures([plan], [lengths], work, devices_per_host=num_devices, max_tokens_per_device=quota)
+def _plan_metrics(
+    plan: MicroBatchPlan, lengths: SequenceLengths, work: SequenceCost, num_devices: int, quota: int | None
+) -> dict[str, float]:
+    return packing_stats([plan], [lengths], work, devices_per_host=num_devices, max_tokens_per_device=quota)
 
 
-def _padded(lengths: Lengths, work: Work, num_devices: int, quota: int) -> Padded:
-    shape = fixed_shape(int(lengths.totals.max()), int(lengths.completions.max()))
+def _padded_plan(lengths: SequenceLengths, work: SequenceCost, num_devices: int, quota: int) -> PaddedPlan:
+    shape = bucketed_row_shape(int(lengths.totals.max()), int(lengths.completions.max()))
     rows = max(1, quota // shape.num_tokens)
-    (plan,) = plan_fixed([lengths], rows_per_device=rows, devices_per_host=num_devices, trim_tail=True)
-    figures = _figures(plan, lengths, work, num_devices, None)
+    (plan,) = plan_fixed_rows([lengths], rows_per_device=rows, devices_per_host=num_devices, trim_tail=True)
+    figures = _plan_metrics(plan, lengths, work, num_devices, None)
     held = len(plan.micro_batches[0].rows) // num_devices
-    return Padded(held, plan.num_micro_batches, int(figures["computed_tokens"]), figures["fill"])
+    return PaddedPlan(held, plan.num_micro_batches, int(figures["computed_tokens"]), figures["fill"])
 
 
-def _figures_of(micro_batch: MicroBatch, lengths: Lengths, work: Work, num_devices: int) -> MicroBatchFigures:
-    figures = _figures(Plan((micro_batch,)), lengths, work, num_devices, None)
-    return MicroBatchFigures(
+def _micro_batch_stats(
+    micro_batch: MicroBatch, lengths: SequenceLengths, work: SequenceCost, num_devices: int
+) -> MicroBatchStats:
+    figures = _plan_metrics(MicroBatchPlan((micro_batch,)), lengths, work, num_devices, None)
+    return MicroBatchStats(
         rows_per_device=len(micro_batch.rows) // num_devices,
         tokens_per_row=micro_batch.shape.num_tokens,
         num_samples=sum(len(segment) for row in micro_batch.rows for segment in row),
@@ -275,20 +295,20 @@ def _figures_of(micro_batch: MicroBatch, lengths: Lengths, work: Work, num_devic
     )
 
 
-def _drawn_rows(plan: Plan, lengths: Lengths, num_devices: int) -> Sequence[DrawnRow]:
+def _drawn_rows(plan: MicroBatchPlan, lengths: SequenceLengths, num_devices: int) -> Sequence[PlottedRow]:
     return [
-        DrawnRow(number, i * num_devices // len(one.rows), one.shape.num_tokens, _pieces(row, lengths))
+        PlottedRow(number, i * num_devices // len(one.rows), one.shape.num_tokens, _pieces(row, lengths))
         for number, one in enumerate(plan.micro_batches, start=1)
         for i, row in enumerate(one.rows)
     ]
 
 
-def _pieces(row: Row, lengths: Lengths) -> tuple[Piece, ...]:
+def _pieces(row: PackedRow, lengths: SequenceLengths) -> tuple[TokenSpan, ...]:
     return tuple(
         piece
         for number, segment in enumerate(row)
         for piece in (
-            Piece(number, True, int(lengths.prompts[segment[0]])),
-            *(Piece(number, False, int(lengths.completions[i])) for i in segment),
+            TokenSpan(number, True, int(lengths.prompts[segment[0]])),
+            *(TokenSpan(number, False, int(lengths.completions[i])) for i in segment),
         )
     )

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Int64, UInt64
 
-from app.prompts.dataset import Dataset, Row
+from app.prompts.dataset import Dataset, DatasetRow
 from settings.errors import InputError
 
 SPLITS = ("train", "test")
 OPERATORS = ("+", "-", "*")
-TEST_ONE_IN = 5
+TEST_SPLIT_MODULUS = 5
 """One problem in five is held out."""
-ENUMERATED_LEVEL = 3
+MAX_ENUMERATED_LEVEL = 3
 """Up to this level (990,000 problems per operator) all problems are listed; beyond it they are drawn."""
 
 Problems = Int64[np.ndarray, "P 3"]
@@ -41,24 +41,24 @@ def make_problems(
     rng = np.random.default_rng([seed, SPLITS.index(split)])
     codes = np.array(sorted({OPERATORS.index(operator) for operator in operators}))
     levels = sorted(set(difficulty))
-    rows: list[Row] = []
+    rows: list[DatasetRow] = []
     for index, level in enumerate(levels):
         share = (num_problems - len(rows)) // (len(levels) - index)
-        draw = _choose_listed if level <= ENUMERATED_LEVEL else _draw
+        draw = _sample_enumerated if level <= MAX_ENUMERATED_LEVEL else _sample_random
         rows += [_to_row(problem, level) for problem in draw(rng, level, codes, share, split).tolist()]
     order = rng.permutation(len(rows))
     return Dataset(
         rows=[rows[i] for i in order],
-        mapping={"prompt": "prompt", "answer": "answer"},
+        column_mapping={"prompt": "prompt", "answer": "answer"},
         source="builtin:arithmetic",
     )
 
 
-def _to_row(problem: list[int], level: int) -> Row:
+def _to_row(problem: list[int], level: int) -> DatasetRow:
     code, left, right = problem
     operator = OPERATORS[code]
     answer = {"+": left + right, "-": left - right, "*": left * right}[operator]
-    return Row(
+    return DatasetRow(
         uid=f"arithmetic/{left}{operator}{right}",
         prompt=f"{left} {operator} {right} = ?",
         answer=str(answer),
@@ -66,14 +66,14 @@ def _to_row(problem: list[int], level: int) -> Row:
     )
 
 
-def _choose_listed(rng: np.random.Generator, level: int, codes: np.ndarray, count: int, split: str) -> Problems:
+def _sample_enumerated(rng: np.random.Generator, level: int, codes: np.ndarray, count: int, split: str) -> Problems:
     operands = np.arange(10**level)
     grid = np.stack(np.meshgrid(codes, operands, operands, indexing="ij"), axis=-1).reshape(-1, 3)
     problems = grid[_is_of_level(grid, level) & _is_in_split(grid, split)]
     return problems[rng.permutation(len(problems))[:count]]
 
 
-def _draw(rng: np.random.Generator, level: int, codes: np.ndarray, count: int, split: str) -> Problems:
+def _sample_random(rng: np.random.Generator, level: int, codes: np.ndarray, count: int, split: str) -> Problems:
     problems = np.zeros((0, 3), np.int64)
     while len(problems) < count:
         size = 2 * count + 16
@@ -97,7 +97,7 @@ def _is_in_split(problems: Problems, split: str) -> Bool[np.ndarray, "P"]:
     swap = commutes & (left > right)
     left, right = np.where(swap, right, left), np.where(swap, left, right)
     key = ((code * 10**6 + left) * 10**6 + right).astype(np.uint64)
-    is_test = _splitmix64(key) % np.uint64(TEST_ONE_IN) == 0
+    is_test = _splitmix64(key) % np.uint64(TEST_SPLIT_MODULUS) == 0
     return is_test if split == "test" else ~is_test
 
 

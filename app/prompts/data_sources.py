@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from app.prompts.arithmetic import make_problems
-from app.prompts.dataset import Dataset, Row, load_dataset
+from app.prompts.dataset import Dataset, DatasetRow, load_dataset
 from settings.errors import InputError
-from settings.schema.data import Data
+from settings.schema.data import DataSettings
 
 ARITHMETIC = "builtin:arithmetic"
 HELD_OUT_SEED = 0
 """Evaluation asks every run the same problems, whatever its seed."""
 
 
-def load_training_data(data: Data, *, seed: int) -> Dataset:
+def load_training_data(data: DataSettings, *, seed: int) -> Dataset:
     """The rows of `data.source`; `seed` decides which arithmetic problems are made.
 
     Raises:
@@ -24,7 +24,7 @@ def load_training_data(data: Data, *, seed: int) -> Dataset:
     return _load(data, data.source, split=data.split, num_problems=data.num_problems, seed=seed)
 
 
-def load_held_out_data(data: Data, *, num_prompts: int | None) -> Dataset:
+def load_held_out_data(data: DataSettings, *, num_prompts: int | None) -> Dataset:
     """Up to `num_prompts` rows to evaluate on, spread evenly over the data set; always the same ones.
 
     None: all there are; of arithmetic problems, as many as for training at the most.
@@ -39,15 +39,15 @@ def load_held_out_data(data: Data, *, num_prompts: int | None) -> Dataset:
             " name a file to evaluate on, or set eval.every_steps to 0"
         )
     dataset = _load(data, source, split=split, num_problems=num_prompts or data.num_problems, seed=HELD_OUT_SEED)
-    return dataset if num_prompts is None else replace(dataset, rows=spread(dataset.rows, num_prompts))
+    return dataset if num_prompts is None else replace(dataset, rows=evenly_spaced(dataset.rows, num_prompts))
 
 
-def spread(rows: Sequence[Row], most: int) -> Sequence[Row]:
+def evenly_spaced(rows: Sequence[DatasetRow], max_rows: int) -> Sequence[DatasetRow]:
     """As many of the rows as that, at even distances; all where there are no more."""
-    return rows if len(rows) <= most else [rows[i * len(rows) // most] for i in range(most)]
+    return rows if len(rows) <= max_rows else [rows[i * len(rows) // max_rows] for i in range(max_rows)]
 
 
-def _load(data: Data, source: str, *, split: str, num_problems: int, seed: int) -> Dataset:
+def _load(data: DataSettings, source: str, *, split: str, num_problems: int, seed: int) -> Dataset:
     if source == ARITHMETIC:
         return make_problems(
             difficulty=data.difficulty,

@@ -23,7 +23,7 @@ DEFAULT_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class DatasetRow:
     """One question as the data set states it, before any chat template."""
 
     uid: str
@@ -38,8 +38,8 @@ class Row:
 class Dataset:
     """Rows, and how they were read."""
 
-    rows: Sequence[Row]
-    mapping: Mapping[str, str]
+    rows: Sequence[DatasetRow]
+    column_mapping: Mapping[str, str]
     """`prompt` and `answer` to the columns they were read from; no `answer` where there is none."""
     source: str
 
@@ -54,7 +54,7 @@ class Dataset:
 
     def to_text(self) -> str:
         """One line for a person: where the rows came from and which columns were read."""
-        columns = ", ".join(f"{role} from {column}" for role, column in self.mapping.items())
+        columns = ", ".join(f"{role} from {column}" for role, column in self.column_mapping.items())
         return f"{self.source}: {len(self.rows):,} rows ({columns})"
 
 
@@ -93,7 +93,7 @@ def load_dataset(
         raise InputError(f"data.source: {source} holds no rows")
     mapping = _choose_columns(source, raw_rows, prompt_column, answer_column)
     rows = [_to_row(f"{stem}/{index}", raw, mapping) for index, raw in enumerate(raw_rows)]
-    return Dataset(rows=rows, mapping=mapping, source=source)
+    return Dataset(rows=rows, column_mapping=mapping, source=source)
 
 
 def _read_file(source: str) -> list[_RawRow]:
@@ -172,9 +172,9 @@ def _list_columns(raw_rows: Sequence[_RawRow]) -> list[str]:
     return list(names)
 
 
-def _to_row(uid: str, raw: _RawRow, mapping: Mapping[str, str]) -> Row:
+def _to_row(uid: str, raw: _RawRow, mapping: Mapping[str, str]) -> DatasetRow:
     used = set(mapping.values())
-    return Row(
+    return DatasetRow(
         uid=uid,
         prompt=_read_prompt(_look_up(raw.columns, mapping["prompt"]), f"{raw.where}: {mapping['prompt']}"),
         answer=_read_answer(_look_up(raw.columns, mapping["answer"]), f"{raw.where}: {mapping['answer']}")

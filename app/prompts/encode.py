@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from app.prompts.dataset import Row
+from app.prompts.dataset import DatasetRow
 from app.records.sample import Messages, Prompt
 from settings.errors import InputError
 
@@ -45,7 +45,7 @@ class EncodeReport:
 
 
 def encode_prompts(
-    rows: Sequence[Row],
+    rows: Sequence[DatasetRow],
     tokenizer: ChatTokenizer,
     *,
     system_prompt: str | None,
@@ -89,7 +89,7 @@ def encode_prompts(
         truncated=num_overlong if keeps_overlong else 0,
         longest=max(lengths),
         max_prompt_length=max_prompt_length,
-        histogram=_count_lengths(lengths),
+        histogram=_length_histogram(lengths),
     )
     return prompts, report
 
@@ -104,12 +104,12 @@ def to_messages(prompt: str | Messages, system_prompt: str | None) -> Messages:
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def _to_prompt(row: Row, ids: list[int]) -> Prompt:
+def _to_prompt(row: DatasetRow, ids: list[int]) -> Prompt:
     if not ids:
         raise InputError(f"{row.uid}: the tokenizer makes no tokens of this prompt")
     return Prompt(uid=row.uid, token_ids=np.array(ids, np.int32), source=row.prompt, answer=row.answer, extra=row.extra)
 
 
-def _count_lengths(lengths: Sequence[int]) -> dict[int, int]:
+def _length_histogram(lengths: Sequence[int]) -> dict[int, int]:
     bounds = Counter(1 << max(length - 1, 0).bit_length() for length in lengths)
     return dict(sorted(bounds.items()))

@@ -25,7 +25,7 @@ class PromptOrder:
     num_rows: int
     shuffle: bool
 
-    def take(self, position: int, count: int) -> Indices:
+    def row_indices(self, position: int, count: int) -> Indices:
         """Row indices of one step: `count` of them, from `position` (rows taken before it) on.
 
         A run takes the same `count` every step; `position` and the fields are all there is to save.
@@ -40,15 +40,15 @@ class PromptOrder:
         """The order of one epoch, for steps that begin at offset, offset + count, ..."""
         if count > self.num_rows:
             return self._permutation(epoch)
-        start = self._undisturbed_epoch(epoch, count, offset)
+        start = self._last_independent_epoch(epoch, count, offset)
         order = self._permutation(start)
         for later in range(start + 1, epoch + 1):
             num_asked = (later * self.num_rows - offset) % count
             asked = order[self.num_rows - num_asked :]
-            order = _put_off(self._permutation(later), asked, count - num_asked)
+            order = _defer_repeated(self._permutation(later), asked, count - num_asked)
         return order
 
-    def _undisturbed_epoch(self, epoch: int, count: int, offset: int) -> int:
+    def _last_independent_epoch(self, epoch: int, count: int, offset: int) -> int:
         """The last epoch up to this one whose own permutation decides the order that follows.
 
         Putting off touches only the first `count` places of an epoch, and the next epoch looks only
@@ -67,9 +67,9 @@ class PromptOrder:
         return _shuffled(self.seed, epoch, self.num_rows)
 
 
-def _put_off(order: Indices, asked: Indices, count: int) -> Indices:
+def _defer_repeated(order: Indices, recent: Indices, count: int) -> Indices:
     """`order` with its first `count` indices that are not in `asked` moved to the front."""
-    front = np.flatnonzero(~np.isin(order, asked))[:count]
+    front = np.flatnonzero(~np.isin(order, recent))[:count]
     return np.concatenate([order[front], np.delete(order, front)])
 
 

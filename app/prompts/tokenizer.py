@@ -42,20 +42,20 @@ class Tokenizer:
     do not fit the model.
     """
 
-    def __init__(self, fast: PreTrainedTokenizerFast, files: ModelFiles) -> None:
-        eos_id, pad_id = fast.eos_token_id, fast.pad_token_id
+    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, files: ModelFiles) -> None:
+        eos_id, pad_id = hf_tokenizer.eos_token_id, hf_tokenizer.pad_token_id
         if not isinstance(eos_id, int):
             raise InputError(
                 f"{files.path}: the tokenizer names no end-of-sequence token, so no completion could end; "
                 "set eos_token in tokenizer_config.json"
             )
-        if not fast.chat_template:
+        if not hf_tokenizer.chat_template:
             raise InputError(
                 f"{files.path}: the tokenizer has no chat template; add chat_template.jinja or use an instruct model"
             )
-        fast.model_max_length = 2**31  # prompt length is a setting of ours; without this transformers warns
-        self._fast = fast
-        self.vocab_size: int = max(fast.get_vocab().values()) + 1
+        hf_tokenizer.model_max_length = 2**31  # prompt length is a setting of ours; without this transformers warns
+        self._hf_tokenizer = hf_tokenizer
+        self.vocab_size: int = max(hf_tokenizer.get_vocab().values()) + 1
         """One more than the largest id. The model may have more rows, never fewer."""
         self.eos_ids: tuple[int, ...] = _eos_ids(files, eos_id)
         """Every id that ends a completion: the generation configuration's and the tokenizer's own."""
@@ -66,14 +66,14 @@ class Tokenizer:
                 f"{files.path}: the tokenizer has ids up to {self.vocab_size - 1}, "
                 f"but the model's vocab_size is {_num_rows(files)}"
             )
-        parts = (fast.backend_tokenizer.to_str(), str(fast.chat_template), str(self.eos_ids))
+        parts = (hf_tokenizer.backend_tokenizer.to_str(), str(hf_tokenizer.chat_template), str(self.eos_ids))
         self.fingerprint: str = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         """Hex SHA-256 of vocabulary, merges, splitting rules, chat template and end ids."""
 
     @property
-    def ids_fingerprint(self) -> str:
+    def encoding_fingerprint(self) -> str:
         """See the function of that name."""
-        return ids_fingerprint(self._fast)
+        return encoding_fingerprint(self._hf_tokenizer)
 
     def chat_ids(self, messages: Messages) -> list[int]:
         """The ids of a chat up to where the assistant's next turn begins.
@@ -83,40 +83,40 @@ class Tokenizer:
 
         Raises: InputError where the template refuses the messages or never stops writing.
         """
-        return chat_ids(self._fast, messages, opens_answer=True)
+        return chat_ids(self._hf_tokenizer, messages, add_generation_prompt=True)
 
     def conversation_ids(self, messages: Messages) -> list[int]:
         """The ids of a chat as it stands, up to the end of its last turn.
 
         Raises: as `chat_ids`.
         """
-        return chat_ids(self._fast, messages, opens_answer=False)
+        return chat_ids(self._hf_tokenizer, messages, add_generation_prompt=False)
 
     def encode(self, text: str) -> list[int]:
         """The ids of plain text: nothing is added, and a spelled control token stays text."""
-        return self._fast.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return self._hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids; control tokens, and ids that no token has, write nothing."""
         plain = [int(token_id) for token_id in ids]
-        text = self._fast.decode(plain, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self._hf_tokenizer.decode(plain, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
-    def spelled(self, ids: Iterable[int]) -> str:
+    def decode_with_special_tokens(self, ids: Iterable[int]) -> str:
         """The text of the ids with the names of control tokens in it, for people."""
-        return str(self._fast.decode([int(token_id) for token_id in ids], clean_up_tokenization_spaces=False))
+        return str(self._hf_tokenizer.decode([int(token_id) for token_id in ids], clean_up_tokenization_spaces=False))
 
 
-def ids_fingerprint(fast: PreTrainedTokenizerFast) -> str:
+def encoding_fingerprint(hf_tokenizer: PreTrainedTokenizerFast) -> str:
     """Hex SHA-256 of vocabulary, merges and splitting rules alone: where they are equal, texts become the same ids."""
-    rules = json.loads(fast.backend_tokenizer.to_str())
+    rules = json.loads(hf_tokenizer.backend_tokenizer.to_str())
     # What whoever saved it last did to batches.
     del rules["truncation"], rules["padding"]
     return hashlib.sha256(json.dumps(rules).encode()).hexdigest()
 
 
-def chat_ids(fast: PreTrainedTokenizerFast, messages: Messages, *, opens_answer: bool) -> list[int]:
+def chat_ids(hf_tokenizer: PreTrainedTokenizerFast, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
     """The ids of a chat; with `opens_answer` up to where the assistant's next turn begins.
 
     Control tokens come from the template alone: where a message spells one (`<|im_end|>`), it is
@@ -127,8 +127,8 @@ def chat_ids(fast: PreTrainedTokenizerFast, messages: Messages, *, opens_answer:
 
     def rendered(**how: Any) -> Any:
         try:
-            return fast.apply_chat_template(
-                messages, add_generation_prompt=opens_answer, date_string=TEMPLATE_DATE, **how
+            return hf_tokenizer.apply_chat_template(
+                messages, add_generation_prompt=add_generation_prompt, date_string=TEMPLATE_DATE, **how
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             roles = [message.get("role") for message in messages]
@@ -186,7 +186,7 @@ def _from_gguf(gguf: GgufFile) -> PreTrainedTokenizerFast:
     kept = {NORMAL, CONTROL, USER_DEFINED}
     vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind in kept}
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
-    backend.normalizer, backend.pre_tokenizer = _splitting(gguf)
+    backend.normalizer, backend.pre_tokenizer = _pre_tokenization(gguf)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens(
         [
@@ -200,14 +200,14 @@ def _from_gguf(gguf: GgufFile) -> PreTrainedTokenizerFast:
     bos_id = gguf.metadata("tokenizer.ggml.bos_token_id", -1)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        eos_token=_token_named(gguf, tokens, eos_id),
-        pad_token=_token_named(gguf, tokens, pad_id),
-        bos_token=_token_named(gguf, tokens, bos_id),
+        eos_token=_token_from_id(gguf, tokens, eos_id),
+        pad_token=_token_from_id(gguf, tokens, pad_id),
+        bos_token=_token_from_id(gguf, tokens, bos_id),
         chat_template=gguf.metadata("tokenizer.chat_template", ""),
     )
 
 
-def _splitting(gguf: GgufFile) -> tuple[Any, Any]:
+def _pre_tokenization(gguf: GgufFile) -> tuple[Any, Any]:
     """Normalizer and pre-tokenizer of the model that llama.cpp names in `tokenizer.ggml.pre`."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     known = {
@@ -232,7 +232,7 @@ def _splitting(gguf: GgufFile) -> tuple[Any, Any]:
     return known[name]
 
 
-def _token_named(gguf: GgufFile, tokens: list[str], token_id: int) -> str | None:
+def _token_from_id(gguf: GgufFile, tokens: list[str], token_id: int) -> str | None:
     """The token of an id; None for -1, "there is none"."""
     if token_id == -1:
         return None

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import IO
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes) -> None:
     """Writes a file; where that fails, or the program is killed, what was at `path` is still there."""
-    with replacing(path) as file:
+    with open_atomic(path) as file:
         file.write(content)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def open_atomic(path: Path) -> Iterator[IO[bytes]]:
     """A file with a temporary name in the same folder, renamed to `path` when the block has ended without an error.
 
     Its content is on the disk by then: else a power failure could leave the new name with nothing in it.
@@ -35,7 +35,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def create_folder_atomic(path: Path) -> Iterator[Path]:
     """A folder with a temporary name beside `path`, renamed to it when the block has ended without an error.
 
     Its files and their names are on the disk by then; where the block fails, nothing of it stays.
@@ -50,17 +50,17 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         yield partial
         for written in (*partial.iterdir(), partial):
-            _to_disk(written)
+            _fsync(written)
         # Not over an empty folder, which a rename would replace.
         if os.path.lexists(path):
             raise FileExistsError(f"{path} has come into being meanwhile")
         partial.rename(path)
-        _to_disk(path.parent)
+        _fsync(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _to_disk(path: Path) -> None:
+def _fsync(path: Path) -> None:
     """A file's content, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -69,6 +69,9 @@ def _to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def is_leftover(path: Path, *, of: Path) -> bool:
+def is_partial_file(path: Path, *, target: Path) -> bool:
     """Whether a program that was killed left `path` while it was writing the file `of`."""
-    return path.parent == of.parent and re.fullmatch(rf"\.{re.escape(of.name)}\.\d+\.partial", path.name) is not None
+    return (
+        path.parent == target.parent
+        and re.fullmatch(rf"\.{re.escape(target.name)}\.\d+\.partial", path.name) is not None
+    )

@@ -10,7 +10,7 @@ from typing import IO
 from settings.errors import InputError
 
 
-def open_exclusive(path: Path, *, of: str) -> IO[bytes]:
+def open_locked(path: Path, *, command: str) -> IO[bytes]:
     """Opened for appending; until it is closed, whoever else asks for it is refused.
 
     Args:
@@ -29,20 +29,20 @@ def open_exclusive(path: Path, *, of: str) -> IO[bytes]:
         except BlockingIOError:
             file.close()
             raise InputError(
-                f"--out: another process is at this {of} ({path}); wait for it, or give another --out"
+                f"--out: another process is at this {command} ({path}); wait for it, or give another --out"
             ) from None
         except OSError as error:
             file.close()
             raise InputError(
                 f"--out: {path} cannot be locked: {error.strerror}; give an --out on another disk"
             ) from error
-        if _is_at(file, path):
+        if _is_same_file(file, path):
             return file
         # Whoever had it has finished and removed it in between.
         file.close()
 
 
-def _is_at(file: IO[bytes], path: Path) -> bool:
+def _is_same_file(file: IO[bytes], path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

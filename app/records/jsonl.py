@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from app.records.atomic_write import replacing
+from app.records.atomic_write import open_atomic
 from settings.errors import InputError
 
-OUTLINE = bytes(ord("0") if chr(i) in "0123456789" else ord("e") if chr(i) in "eE" else i for i in range(256))
-MAYBE_INFINITE = (b"e000", b"e+000", b"0" * 309)
+NUMBER_SHAPE_TABLE = bytes(
+    ord("0") if chr(i) in "0123456789" else ord("e") if chr(i) in "eE" else i for i in range(256)
+)
+OVERFLOW_PATTERNS = (b"e000", b"e+000", b"0" * 309)
 """One stands in the outline of every JSON number that is too large for a float64, which Python would read as an
 infinity. A translation and three searches: a pattern of `re` takes thirty times as long, more than the parsing."""
 
@@ -27,27 +29,27 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         InputError: the file cannot be read, or a line is not UTF-8, not JSON, not an object, or holds a number that is
             none, such as NaN.
     """
-    for number, _, value in read_jsonl_sized(path):
+    for number, _, value in read_jsonl_with_sizes(path):
         yield number, value
 
 
-def read_jsonl_sized(path: str | Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+def read_jsonl_with_sizes(path: str | Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """As `read_jsonl`, with the bytes of the line before the object."""
-    for number, raw in _lines(path):
+    for number, raw in _nonblank_lines(path):
         yield number, len(raw), parse_object(raw, f"{path}:{number}")
 
 
-def read_jsonl_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
+def read_jsonl_tolerant(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
     """As `read_jsonl`, but a line that is no object yields the InputError that says why, and reading goes on.
 
     Raises:
         InputError: the file cannot be read.
     """
-    for number, raw in _lines(path):
-        yield number, _parsed(raw, f"{path}:{number}")
+    for number, raw in _nonblank_lines(path):
+        yield number, _parse_or_error(raw, f"{path}:{number}")
 
 
-def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+def _nonblank_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     """Those that are not blank."""
     path = Path(path)
     try:
@@ -63,7 +65,7 @@ def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
         raise InputError(f"{path.absolute()}: cannot be read: {error.strerror}") from error
 
 
-def _parsed(raw: bytes, where: str) -> dict[str, Any] | InputError:
+def _parse_or_error(raw: bytes, where: str) -> dict[str, Any] | InputError:
     try:
         return parse_object(raw, where)
     except InputError as error:
@@ -82,27 +84,27 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
         raise InputError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start + 1}") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
-    except _NoNumberError as error:
-        raise InputError(f"{where}: not usable JSON: {_place_of_no_number(json.loads(raw))} is {error}") from None
+    except _NonFiniteNumberError as error:
+        raise InputError(f"{where}: not usable JSON: {_find_non_finite(json.loads(raw))} is {error}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not usable JSON: {error}") from None
     if not isinstance(value, dict):
         raise InputError(f"{where}: expected a JSON object, got {type(value).__name__}")
-    outline = raw.translate(OUTLINE)
-    if any(part in outline for part in MAYBE_INFINITE) and (place := _place_of_no_number(value)):
+    outline = raw.translate(NUMBER_SHAPE_TABLE)
+    if any(part in outline for part in OVERFLOW_PATTERNS) and (place := _find_non_finite(value)):
         raise InputError(f"{where}: {place} is too large for a float64")
     return value
 
 
-class _NoNumberError(ValueError):
+class _NonFiniteNumberError(ValueError):
     """NaN, Infinity or -Infinity, which Python reads and JSON does not know."""
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise _NoNumberError(f"{name}, which is no number")
+    raise _NonFiniteNumberError(f"{name}, which is no number")
 
 
-def _place_of_no_number(value: Any) -> str | None:
+def _find_non_finite(value: Any) -> str | None:
     """Where the first NaN or infinity stands, such as `behavior_logprobs[3]`; None where there is none."""
     waiting = [("", value)]
     while waiting:
@@ -116,7 +118,7 @@ def _place_of_no_number(value: Any) -> str | None:
     return None
 
 
-def check_output(path: str | Path) -> None:
+def check_output_path(path: str | Path) -> None:
     """Passes when a file could be written at `path`; meant to be called before any long work.
 
     Raises:
@@ -131,7 +133,7 @@ def check_output(path: str | Path) -> None:
         raise InputError(f"{path}: the folder {path.parent} is not writable")
 
 
-def check_distinct(paths: Mapping[str, Path | None]) -> None:
+def check_distinct_paths(paths: Mapping[str, Path | None]) -> None:
     """Raises InputError where two options of a command name the same file; `paths` by option, None where not given."""
     named: dict[Path, str] = {}
     for option, path in paths.items():
@@ -151,14 +153,14 @@ def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
         InputError: `path` cannot be a file (see `check_output`).
         ValueError: a record holds NaN or an infinity, which JSON cannot say.
     """
-    check_output(path)
+    check_output_path(path)
     path = Path(path).absolute()
-    with replacing(path) as file:
+    with open_atomic(path) as file:
         for number, record in enumerate(records, start=1):
-            file.write(to_line(record, f"{path}: record {number}"))
+            file.write(to_json_line(record, f"{path}: record {number}"))
 
 
-def to_line(record: Mapping[str, Any], where: str) -> bytes:
+def to_json_line(record: Mapping[str, Any], where: str) -> bytes:
     """One object as its line. `where` opens the error.
 
     Raises:

@@ -17,29 +17,29 @@ class Moments(NamedTuple):
 
     count: float
     mean: float
-    squares: float
+    sum_squared_deviations: float
     """Sum of the squared distances from the mean."""
 
     @property
     def variance(self) -> float:
         """Unbiased (ddof = 1); 0 of fewer than two."""
-        return self.squares / max(self.count - 1, 1)
+        return self.sum_squared_deviations / max(self.count - 1, 1)
 
     @property
     def population_std(self) -> float:
         """Of exactly these numbers (ddof = 0)."""
-        return (self.squares / max(self.count, 1)) ** 0.5
+        return (self.sum_squared_deviations / max(self.count, 1)) ** 0.5
 
 
-NOTHING = Moments(0.0, 0.0, 0.0)
+EMPTY_MOMENTS = Moments(0.0, 0.0, 0.0)
 
 
-def moments(values: Float[np.ndarray, "*any"], mask: Bool[np.ndarray, "*any"]) -> Moments:
+def compute_moments(values: Float[np.ndarray, "*any"], mask: Bool[np.ndarray, "*any"]) -> Moments:
     """Of the values where the mask is True, in float64. Of equal float32 numbers, `squares` is exactly 0."""
     kept = np.ravel(values) if mask.all() else values[mask]
     kept = kept.astype(np.float64)
     if not len(kept):
-        return NOTHING
+        return EMPTY_MOMENTS
     # Not one pass over x and x^2: where the mean is large their difference is all rounding.
     mean = kept.sum() / len(kept)
     kept -= mean
@@ -50,17 +50,17 @@ def moments(values: Float[np.ndarray, "*any"], mask: Bool[np.ndarray, "*any"]) -
 def joint_moments(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Moments:
     """`moments` of all (values, mask) together."""
     if not parts:
-        return NOTHING
+        return EMPTY_MOMENTS
     values, masks = zip(*parts, strict=True)
-    return moments(np.concatenate(values), np.concatenate(masks))
+    return compute_moments(np.concatenate(values), np.concatenate(masks))
 
 
-def merged(parts: Iterable[Moments]) -> Moments:
+def merge_moments(parts: Iterable[Moments]) -> Moments:
     """Moments of the union of disjoint sets.
 
     Source: Chan, Golub & LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances".
     """
-    total = NOTHING
+    total = EMPTY_MOMENTS
     for part in parts:
         count = total.count + part.count
         if not part.count:
@@ -69,13 +69,13 @@ def merged(parts: Iterable[Moments]) -> Moments:
         total = Moments(
             count,
             total.mean + apart * part.count / count,
-            total.squares + part.squares + apart**2 * total.count * part.count / count,
+            total.sum_squared_deviations + part.sum_squared_deviations + apart**2 * total.count * part.count / count,
         )
     return total
 
 
 def whiten(
-    values: Float[np.ndarray, "*any"], mask: Bool[np.ndarray, "*any"], over: Moments
+    values: Float[np.ndarray, "*any"], mask: Bool[np.ndarray, "*any"], statistics: Moments
 ) -> Float32[np.ndarray, "*any"]:
     """(x - mean) / sqrt(variance + 1e-8) where the mask is True, 0 elsewhere.
 
@@ -84,5 +84,5 @@ def whiten(
 
     Source: TRL's and verl's `masked_whiten`; the variance has ddof = 1.
     """
-    white = (np.asarray(values, np.float64) - over.mean) / np.sqrt(over.variance + EPSILON)
+    white = (np.asarray(values, np.float64) - statistics.mean) / np.sqrt(statistics.variance + EPSILON)
     return np.where(mask, white, 0).astype(np.float32)

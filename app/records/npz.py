@@ -16,17 +16,17 @@ import numpy as np
 from jaxtyping import Float32, Shaped
 from numpy.lib import format as npy
 
-from app.records.atomic_write import replacing
+from app.records.atomic_write import open_atomic
 from settings.errors import InputError
 
-NUMBERS = "fiub"
+NUMERIC_KINDS = "fiub"
 """Kinds of NumPy types that are read: floats, signed and unsigned integers, booleans."""
 MAX_FORTRAN_BYTES = 1 << 28
 """Of a matrix that is read whole, because it is stored column after column."""
 HEADER_READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
-class Matrix:
+class NpzMatrix:
     """A member of an NPZ file, read from its first row to its last."""
 
     def __init__(self, where: str, info: zipfile.ZipInfo, stream: IO[bytes]) -> None:
@@ -48,7 +48,7 @@ class Matrix:
         self._rows_left -= count
         if self._whole is not None:
             return np.ascontiguousarray(self._whole[first : first + count])
-        return self._read(count * self.shape[1], to_the_end=not self._rows_left).reshape(count, self.shape[1])
+        return self._read(count * self.shape[1], is_last=not self._rows_left).reshape(count, self.shape[1])
 
     def _read_columns(self) -> Shaped[np.ndarray, "B T"]:
         num_bytes = math.prod(self.shape) * self.dtype.itemsize
@@ -57,13 +57,13 @@ class Matrix:
                 f"{self.where}: stored in Fortran order, column after column, which cannot be read row by row, and its "
                 f"{num_bytes:,} bytes are too many to be read at once; save np.ascontiguousarray of it"
             )
-        return self._read(math.prod(self.shape), to_the_end=True).reshape(self.shape, order="F")
+        return self._read(math.prod(self.shape), is_last=True).reshape(self.shape, order="F")
 
-    def _read(self, count: int, *, to_the_end: bool) -> Shaped[np.ndarray, "count"]:
+    def _read(self, count: int, *, is_last: bool) -> Shaped[np.ndarray, "count"]:
         num_bytes = count * self.dtype.itemsize
-        with _damage_explained(self.where):
+        with _explain_damage(self.where):
             content = self._stream.read(num_bytes)
-            if to_the_end:
+            if is_last:
                 self._stream.read(1)  # Only behind the last byte is the checksum compared.
         if len(content) != num_bytes:
             raise InputError(f"{self.where}: the file ends in the middle of the array")
@@ -71,7 +71,7 @@ class Matrix:
 
 
 @contextmanager
-def open_matrices(path: Path, *, required: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Matrix]]:
+def open_matrices(path: Path, *, required: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, NpzMatrix]]:
     """Matrices of an NPZ file by name, those of `optional` where they are there. Only headers are read so far.
 
     Raises:
@@ -79,7 +79,7 @@ def open_matrices(path: Path, *, required: Sequence[str], optional: Sequence[str
             Fortran order.
     """
     with ExitStack() as stack:
-        archive = stack.enter_context(_opened(path))
+        archive = stack.enter_context(_open_archive(path))
         members = {name.removesuffix(".npy"): name for name in archive.namelist() if name.endswith(".npy")}
         missing = [name for name in required if name not in members]
         if missing:
@@ -87,22 +87,22 @@ def open_matrices(path: Path, *, required: Sequence[str], optional: Sequence[str
         matrices = {}
         for name in (*required, *(name for name in optional if name in members)):
             where, info = f"{path}: {name}", archive.getinfo(members[name])
-            with _damage_explained(where):
+            with _explain_damage(where):
                 stream = stack.enter_context(archive.open(info))
-            matrices[name] = Matrix(where, info, stream)
+            matrices[name] = NpzMatrix(where, info, stream)
         yield matrices
 
 
 @contextmanager
-def replacing_matrices(path: Path, names: Sequence[str], shape: tuple[int, int]) -> Iterator[MatrixWriter]:
+def write_matrices(path: Path, names: Sequence[str], shape: tuple[int, int]) -> Iterator[NpzMatrixWriter]:
     """Writes float32 matrices of one shape side by side; the file appears, whole, when the block ends without error."""
     with ExitStack() as stack:
         # Nameless: a killed program leaves nothing of them. Beside the output, where there is room for as much.
         later = {name: stack.enter_context(tempfile.TemporaryFile(dir=path.parent)) for name in names[1:]}
-        file = stack.enter_context(replacing(path))
+        file = stack.enter_context(open_atomic(path))
         with zipfile.ZipFile(file, "w") as archive:
             with _member(archive, names[0], shape) as first:
-                writer = MatrixWriter({names[0]: first, **later}, shape)
+                writer = NpzMatrixWriter({names[0]: first, **later}, shape)
                 yield writer
             assert not writer.rows_left, "fewer rows than promised"
             for name, content in later.items():
@@ -111,7 +111,7 @@ def replacing_matrices(path: Path, names: Sequence[str], shape: tuple[int, int])
                     shutil.copyfileobj(content, member, 1 << 20)
 
 
-class MatrixWriter:
+class NpzMatrixWriter:
     """Takes the rows of all matrices, some at a time."""
 
     def __init__(self, streams: Mapping[str, IO[bytes]], shape: tuple[int, int]) -> None:
@@ -136,7 +136,7 @@ def _member(archive: zipfile.ZipFile, name: str, shape: tuple[int, int]) -> Iter
         yield member
 
 
-def _opened(path: Path) -> zipfile.ZipFile:
+def _open_archive(path: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
     except FileNotFoundError:
@@ -149,14 +149,14 @@ def _opened(path: Path) -> zipfile.ZipFile:
 
 def _read_header(where: str, info: zipfile.ZipInfo, stream: IO[bytes]) -> tuple[tuple[int, int], np.dtype[Any], bool]:
     """Shape, type, and whether it is stored column after column."""
-    with _damage_explained(where):
+    with _explain_damage(where):
         version = npy.read_magic(stream)
         if version not in HEADER_READERS:
             raise InputError(f"{where}: expected an array of numbers, got version {version} of the NPY format")
         shape, fortran_order, dtype = HEADER_READERS[version](stream)
     if dtype.hasobject:
         raise InputError(f"{where}: an array of Python objects, which only unpickling could read; save it as float32")
-    if dtype.kind not in NUMBERS:
+    if dtype.kind not in NUMERIC_KINDS:
         raise InputError(f"{where}: expected floats, integers or booleans, got dtype {dtype}; save it as float32")
     if len(shape) != 2:
         raise InputError(f"{where}: expected two dimensions [B, T], got shape {list(shape)}")
@@ -169,7 +169,7 @@ def _read_header(where: str, info: zipfile.ZipInfo, stream: IO[bytes]) -> tuple[
 
 
 @contextmanager
-def _damage_explained(where: str) -> Iterator[None]:
+def _explain_damage(where: str) -> Iterator[None]:
     try:
         yield
     except InputError:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 
-def printable(text: str) -> str:
+def to_printable(text: str) -> str:
     """The text on one line; what a terminal would obey rather than show is spelled out as Python would spell it.
 
     That is escapes, carriage returns, text direction; also what has no UTF-8.
     """
-    return "".join(_shown(character) for character in text)
+    return "".join(_escape_character(character) for character in text)
 
 
-def _shown(character: str) -> str:
+def _escape_character(character: str) -> str:
     if character == "\n":
         return "↵ "
     # isprintable: no control, format, surrogate or private-use character, and no space but the usual one.

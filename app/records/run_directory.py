@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from app.records.atomic_write import is_leftover, write_whole
+from app.records.atomic_write import is_partial_file, write_atomic
 from settings import Resolved
 from settings.errors import InputError
-from settings.schema.run import Run
+from settings.schema.run import RunSettings
 
 Resume = Literal["auto", "never", "must"]
 
@@ -23,58 +23,58 @@ class RunDirectory:
     path: Path
 
     @classmethod
-    def of(cls, settings: Run) -> RunDirectory:
+    def from_settings(cls, settings: RunSettings) -> RunDirectory:
         assert settings.name is not None, "derived when null"
         return cls(Path(settings.dir).expanduser() / settings.name)
 
     @property
-    def settings(self) -> Path:
+    def settings_path(self) -> Path:
         return self.path / "settings.yaml"
 
     @property
-    def metrics(self) -> Path:
+    def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
 
     @property
-    def model(self) -> Path:
+    def model_path(self) -> Path:
         """Which commit of a hub model, or of several, this is a run of."""
         return self.path / "model.json"
 
     @property
-    def sessions(self) -> Path:
+    def sessions_path(self) -> Path:
         return self.path / "sessions.jsonl"
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints_dir(self) -> Path:
         return self.path / "checkpoints"
 
     @property
-    def crash(self) -> Path:
+    def crash_dir(self) -> Path:
         """Where the threads of each host were when the watchdog ended it."""
         return self.path / "crash"
 
-    def rollouts(self, step: int) -> Path:
+    def rollouts_path(self, step: int) -> Path:
         return self.path / "rollouts" / f"step_{step:06d}.jsonl"
 
-    def evaluation(self, step: int) -> Path:
+    def evaluation_path(self, step: int) -> Path:
         return self.path / "eval" / f"step_{step:06d}.jsonl"
 
-    def profile(self, step: int) -> Path:
+    def profile_dir(self, step: int) -> Path:
         return self.path / "profile" / f"step_{step:06d}"
 
     def write_settings(self, resolved: Resolved) -> None:
         """The resolved settings with provenance; whole or not at all."""
-        write_whole(self.settings, resolved.to_yaml().encode("utf-8"))
+        write_atomic(self.settings_path, resolved.to_yaml().encode("utf-8"))
 
     @property
-    def is_occupied(self) -> bool:
+    def has_settings(self) -> bool:
         """A run wrote its settings here."""
-        return self.settings.exists()
+        return self.settings_path.exists()
 
     @property
     def checkpoint_steps(self) -> list[int]:
         """Whose checkpoints lie here, in no order; whether they are good is for whoever reads them."""
-        found = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        found = self.checkpoints_dir.iterdir() if self.checkpoints_dir.is_dir() else ()
         return [int(child.name) for child in found if child.name.isdigit()]
 
     @property
@@ -82,17 +82,19 @@ class RunDirectory:
         return bool(self.checkpoint_steps)
 
     @property
-    def is_foreign(self) -> bool:
+    def has_foreign_files(self) -> bool:
         """Something lies here that no run left, not even one that failed before its settings were written."""
-        if self.is_occupied or self.has_checkpoint or not self.path.is_dir():
+        if self.has_settings or self.has_checkpoint or not self.path.is_dir():
             return False
-        ours = {".lock", self.crash.name}
-        if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
-            ours.add(self.checkpoints.name)
-        return not all(child.name in ours or is_leftover(child, of=self.settings) for child in self.path.iterdir())
+        ours = {".lock", self.crash_dir.name}
+        if self.checkpoints_dir.is_dir() and not any(self.checkpoints_dir.iterdir()):
+            ours.add(self.checkpoints_dir.name)
+        return not all(
+            child.name in ours or is_partial_file(child, target=self.settings_path) for child in self.path.iterdir()
+        )
 
 
-def check_claim(run: RunDirectory, resume: Resume) -> None:
+def check_run_directory(run: RunDirectory, resume: Resume) -> None:
     """Whether this process may run here; writes nothing.
 
     Raises:
@@ -111,17 +113,17 @@ def check_claim(run: RunDirectory, resume: Resume) -> None:
 def _check_content(run: RunDirectory, resume: Resume) -> None:
     if run.path.exists() and not run.path.is_dir():
         raise InputError(f"run.dir / run.name: {run.path} is a file; choose another run.name")
-    if resume == "never" and (run.is_occupied or run.has_checkpoint):
+    if resume == "never" and (run.has_settings or run.has_checkpoint):
         raise InputError(
             f"run.name: {run.path} already holds a run. Choose another run.name, or continue it with --resume auto"
         )
     if resume == "must" and not run.has_checkpoint:
         raise InputError(f"--resume must: {run.path} has no checkpoint; use --resume auto to start there")
-    if run.is_foreign:
+    if run.has_foreign_files:
         raise InputError(f"run.name: {run.path} exists and is not empty, and is no run. Choose another run.name")
 
 
-def claim(run: RunDirectory) -> IO[str]:
+def lock_run_directory(run: RunDirectory) -> IO[str]:
     """Makes the folder and locks it for the life of the returned handle.
 
     Raises:

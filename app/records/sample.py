@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
-DROPPED = "dropped:"
+DROPPED_PREFIX = "dropped:"
 """What the `finish_reason` of a sample begins with that must not be used; why follows."""
 
 Messages = list[dict[str, str]]

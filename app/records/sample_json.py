@@ -14,7 +14,7 @@ import numpy as np
 from app.records.sample import Prompt, Sample
 from settings.errors import InputError
 
-REQUIRED = (
+REQUIRED_FIELDS = (
     "uid",
     "group_id",
     "sample_index",
@@ -26,9 +26,9 @@ REQUIRED = (
     "finish_reason",
     "policy_version",
 )
-SCALARS: dict[str, tuple[type, ...]] = {"worker": (str,), "segments": (int,), "elapsed_s": (int, float)}
+OPTIONAL_SCALARS: dict[str, tuple[type, ...]] = {"worker": (str,), "segments": (int,), "elapsed_s": (int, float)}
 """Optional fields with a default in `Sample`."""
-PER_TOKEN = (
+PER_TOKEN_FIELDS = (
     "kept_mass_logs",
     "token_rewards",
     "policy_logprobs",
@@ -38,9 +38,19 @@ PER_TOKEN = (
     "returns",
 )
 """Optional floats, one per completion token (`values` may have one more)."""
-EARNED = frozenset({"reward", "token_rewards"})
+REWARD_FIELDS = frozenset({"reward", "token_rewards"})
 """Numbers that may be written as booleans, as masks may be written as 0 and 1."""
-KNOWN = {*REQUIRED, *SCALARS, *PER_TOKEN, "answer", "columns", "loss_mask", "reward", "rewards", "policy_versions"}
+KNOWN_FIELDS = {
+    *REQUIRED_FIELDS,
+    *OPTIONAL_SCALARS,
+    *PER_TOKEN_FIELDS,
+    "answer",
+    "columns",
+    "loss_mask",
+    "reward",
+    "rewards",
+    "policy_versions",
+}
 TOKEN_IDS = "completion_token_ids"
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -70,7 +80,7 @@ def sample_to_record(sample: Sample) -> dict[str, Any]:
         "segments": sample.segments,
         "elapsed_s": sample.elapsed_s,
     }
-    for name in ("loss_mask", *PER_TOKEN):
+    for name in ("loss_mask", *PER_TOKEN_FIELDS):
         if (array := getattr(sample, name)) is not None:
             record[name] = array.tolist()
     if sample.policy_versions is not None:
@@ -93,12 +103,12 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
     Raises:
         InputError: a required field is absent, or a field has the wrong type, length or range.
     """
-    _check_present(REQUIRED, record, where)
-    fields = _Fields(record, where)
+    _check_present(REQUIRED_FIELDS, record, where)
+    fields = _RecordReader(record, where)
     prompt, sample_index = _read_prompt(fields)
     completion_ids = fields.token_ids("completion_token_ids")
     num_tokens = len(completion_ids)
-    unknown = {name: value for name, value in record.items() if name not in KNOWN}
+    unknown = {name: value for name, value in record.items() if name not in KNOWN_FIELDS}
     if "columns" in record and not isinstance(record["columns"], dict):
         unknown["columns"] = record["columns"]
     return Sample(
@@ -122,11 +132,13 @@ def token_ids_from_record(record: Mapping[str, Any], *, where: str) -> tuple[np.
         InputError: as `sample_from_record`.
     """
     _check_present(("prompt_token_ids", "completion_token_ids"), record, where)
-    fields = _Fields(record, where)
+    fields = _RecordReader(record, where)
     return fields.prompt_ids(), fields.token_ids("completion_token_ids")
 
 
-def credited_sample(record: Mapping[str, Any], *, where: str, bootstraps: bool, needs_logprobs: bool) -> Sample:
+def sample_for_advantages(
+    record: Mapping[str, Any], *, where: str, bootstrap_truncated: bool, needs_logprobs: bool
+) -> Sample:
     """What advantage estimation reads of a JSON object that needs no other field of a sample; the rest is left empty.
 
     Its `finish_reason` is `length` where it goes on with the value behind its last token, and `stop` where it is over.
@@ -139,8 +151,8 @@ def credited_sample(record: Mapping[str, Any], *, where: str, bootstraps: bool, 
     Raises:
         InputError: what is read is absent, or a field has the wrong type, length or range.
     """
-    _check_creditable(record, where, needs_logprobs=needs_logprobs)
-    fields = _Fields(record, where)
+    _check_advantage_inputs(record, where, needs_logprobs=needs_logprobs)
+    fields = _RecordReader(record, where)
     per_token = (TOKEN_IDS, "token_rewards", "loss_mask", "values")
     counted = next(name for name in per_token if record.get(name) is not None)
     num_tokens = len(fields.floats("values")) if counted == "values" else fields.length(counted)
@@ -148,21 +160,21 @@ def credited_sample(record: Mapping[str, Any], *, where: str, bootstraps: bool, 
     logprobs = ("policy_logprobs", "reference_logprobs") if needs_logprobs else ()
     for name in ("values", "token_rewards", *logprobs):
         if record.get(name) is not None:
-            optional[name] = fields.floats(name, num_tokens, than=counted)
+            optional[name] = fields.floats(name, num_tokens, length_field=counted)
     if record.get("loss_mask") is not None:
-        optional["loss_mask"] = fields.booleans("loss_mask", num_tokens, than=counted)
+        optional["loss_mask"] = fields.booleans("loss_mask", num_tokens, length_field=counted)
     goes_on = len(optional["values"]) > num_tokens
     if record.get("finish_reason") is not None:
         was_cut = fields.scalar("finish_reason", str) == "length"
-        if was_cut and bootstraps and not goes_on:
+        if was_cut and bootstrap_truncated and not goes_on:
             raise InputError(
                 f"{where}: values has {num_tokens} entries, expected {num_tokens + 1}: the sample was cut "
                 "(`length`), and goes on with the value behind its last token; under algorithm.bootstrap_truncated "
                 "`grpo score --role critic` writes it"
             )
-        goes_on = was_cut and bootstraps
+        goes_on = was_cut and bootstrap_truncated
     if "token_rewards" not in optional:
-        optional["reward"] = _reward_if_any(fields, optional.get("loss_mask"))
+        optional["reward"] = _read_reward(fields, optional.get("loss_mask"))
     return Sample(
         prompt=Prompt(uid="", token_ids=np.zeros(0, np.int32), source="", answer=None),
         sample_index=0,
@@ -176,7 +188,7 @@ def credited_sample(record: Mapping[str, Any], *, where: str, bootstraps: bool, 
     )
 
 
-def _check_creditable(record: Mapping[str, Any], where: str, *, needs_logprobs: bool) -> None:
+def _check_advantage_inputs(record: Mapping[str, Any], where: str, *, needs_logprobs: bool) -> None:
     if record.get("values") is None:
         raise InputError(
             f"{where}: missing values, a number for each completion token; `grpo score --role critic` adds them"
@@ -191,7 +203,7 @@ def _check_creditable(record: Mapping[str, Any], where: str, *, needs_logprobs: 
             )
 
 
-def _reward_if_any(fields: _Fields, mask: np.ndarray | None) -> float:
+def _read_reward(fields: _RecordReader, mask: np.ndarray | None) -> float:
     """The sample's reward; 0 where it has no token that could earn it."""
     if fields.record.get("reward") is not None:
         return fields.reward()
@@ -212,12 +224,12 @@ def _check_present(names: Sequence[str], record: Mapping[str, Any], where: str) 
         )
 
 
-def _read_optional(fields: _Fields, num_tokens: int) -> dict[str, Any]:
+def _read_optional(fields: _RecordReader, num_tokens: int) -> dict[str, Any]:
     record = fields.record
     optional: dict[str, Any] = {
-        name: fields.floats(name, num_tokens) for name in PER_TOKEN if record.get(name) is not None
+        name: fields.floats(name, num_tokens) for name in PER_TOKEN_FIELDS if record.get(name) is not None
     }
-    for name, types in SCALARS.items():
+    for name, types in OPTIONAL_SCALARS.items():
         if record.get(name) is not None:
             optional[name] = fields.scalar(name, *types)
     if record.get("loss_mask") is not None:
@@ -231,7 +243,7 @@ def _read_optional(fields: _Fields, num_tokens: int) -> dict[str, Any]:
     return optional
 
 
-def _read_prompt(fields: _Fields) -> tuple[Prompt, int]:
+def _read_prompt(fields: _RecordReader) -> tuple[Prompt, int]:
     record, where = fields.record, fields.where
     uid, sample_index = fields.scalar("uid", str), fields.scalar("sample_index", int)
     suffix = f"/s{sample_index}"
@@ -251,7 +263,7 @@ def _read_prompt(fields: _Fields) -> tuple[Prompt, int]:
     return prompt, sample_index
 
 
-class _Fields:
+class _RecordReader:
     """Typed access to one record; every method raises InputError naming the field."""
 
     def __init__(self, record: Mapping[str, Any], where: str) -> None:
@@ -263,7 +275,7 @@ class _Fields:
         # type() and not isinstance: JSON's true is an int to Python.
         if type(value) not in types or (type(value) is float and not math.isfinite(value)):
             expected = " or ".join(kind.__name__ for kind in types)
-            raise InputError(f"{self.where}: {name}: expected {expected}, got {_shown(value)}")
+            raise InputError(f"{self.where}: {name}: expected {expected}, got {_describe_value(value)}")
         return value
 
     def prompt_ids(self) -> np.ndarray:
@@ -278,9 +290,9 @@ class _Fields:
 
         return np.array(self._array(name, expected, is_id), np.int32)
 
-    def floats(self, name: str, num_tokens: int | None = None, *, than: str = TOKEN_IDS) -> np.ndarray:
+    def floats(self, name: str, num_tokens: int | None = None, *, length_field: str = TOKEN_IDS) -> np.ndarray:
         """Of any number where `num_tokens` is None; `than` is the field that has as many as tokens."""
-        numbers = (int, float, bool) if name in EARNED else (int, float)
+        numbers = (int, float, bool) if name in REWARD_FIELDS else (int, float)
 
         def is_float32(value: Any) -> bool:
             return type(value) in numbers and abs(value) <= FLOAT32_MAX
@@ -288,13 +300,13 @@ class _Fields:
         values = self._array(name, "finite float32 numbers", is_float32)
         if num_tokens is not None:
             allowed = (num_tokens, num_tokens + 1) if name == "values" else (num_tokens,)
-            self._check_length(name, len(values), allowed, than)
+            self._check_length(name, len(values), allowed, length_field)
         return np.array(values, np.float32)
 
-    def booleans(self, name: str, num_tokens: int, *, than: str = TOKEN_IDS) -> np.ndarray:
+    def booleans(self, name: str, num_tokens: int, *, length_field: str = TOKEN_IDS) -> np.ndarray:
         # JSON's true is Python's True, which equals 1.
         values = self._array(name, "booleans, or 0 and 1", lambda value: type(value) in (bool, int) and value in (0, 1))
-        self._check_length(name, len(values), (num_tokens,), than)
+        self._check_length(name, len(values), (num_tokens,), length_field)
         return np.array(values, bool)
 
     def versions(self, name: str, num_tokens: int) -> np.ndarray:
@@ -313,34 +325,34 @@ class _Fields:
     def reward(self) -> float:
         reward = float(self.scalar("reward", int, float, bool))
         if abs(reward) > FLOAT32_MAX:
-            raise InputError(f"{self.where}: reward: expected a finite float32 number, got {_shown(reward)}")
+            raise InputError(f"{self.where}: reward: expected a finite float32 number, got {_describe_value(reward)}")
         return reward
 
     def rewards(self) -> dict[str, float]:
         value = self.record["rewards"]
         if not isinstance(value, dict):
-            raise InputError(f"{self.where}: rewards: expected an object, got {_shown(value)}")
-        fields = _Fields(value, f"{self.where}: rewards")
+            raise InputError(f"{self.where}: rewards: expected an object, got {_describe_value(value)}")
+        fields = _RecordReader(value, f"{self.where}: rewards")
         return {name: float(fields.scalar(name, int, float)) for name in value}
 
     def _array(self, name: str, expected: str, accepts: Callable[[Any], bool]) -> list[Any]:
         values = self.record[name]
         if not isinstance(values, list):
-            raise InputError(f"{self.where}: {name}: expected a list of {expected}, got {_shown(values)}")
+            raise InputError(f"{self.where}: {name}: expected a list of {expected}, got {_describe_value(values)}")
         for index, value in enumerate(values):
             if not accepts(value):
-                raise InputError(f"{self.where}: {name}[{index}]: expected {expected}, got {_shown(value)}")
+                raise InputError(f"{self.where}: {name}[{index}]: expected {expected}, got {_describe_value(value)}")
         return values
 
-    def _check_length(self, name: str, length: int, allowed: tuple[int, ...], than: str) -> None:
+    def _check_length(self, name: str, length: int, allowed: tuple[int, ...], length_field: str) -> None:
         if length not in allowed:
-            beside = "" if than == TOKEN_IDS else f", as {than} has {allowed[0]}"
+            beside = "" if length_field == TOKEN_IDS else f", as {length_field} has {allowed[0]}"
             raise InputError(
                 f"{self.where}: {name} has {length} entries, expected {' or '.join(map(str, allowed))}:"
                 f" one per completion token{beside}"
             )
 
 
-def _shown(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 40 else text[:40] + '...'}"

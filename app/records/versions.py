@@ -10,31 +10,31 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-DRAWING = ("jax", "jaxlib", "flax", "numpy")
+SAMPLING_PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 """Packages that decide what is drawn from the same weights."""
-TRAINING = ("grpo", *DRAWING, "libtpu", "optax", "orbax-checkpoint", "tokenizers", "transformers")
+TRAINING_PACKAGES = ("grpo", *SAMPLING_PACKAGES, "libtpu", "optax", "orbax-checkpoint", "tokenizers", "transformers")
 """Those that decide what a run becomes."""
-QUANTIZING = "qwix"
+QUANTIZATION_PACKAGE = "qwix"
 """What decides it, too, where kernels are quantized."""
 
 NOT_INSTALLED = "not installed"
 
-CODE = Path(__file__).resolve().parents[2]
+SOURCE_ROOT = Path(__file__).resolve().parents[2]
 """Where `cli.py`, `verbs`, `app` and `settings` lie: a checkout or site-packages."""
 
 
 def code_digest() -> str:
     """Of the program's own source files, wherever they lie."""
     digest = hashlib.sha256()
-    rooms = (CODE / room for room in ("app", "settings"))
-    files = [CODE / "cli.py", *(path for room in rooms for path in sorted(room.rglob("*.py")))]
+    rooms = (SOURCE_ROOT / room for room in ("app", "settings"))
+    files = [SOURCE_ROOT / "cli.py", *(path for room in rooms for path in sorted(room.rglob("*.py")))]
     for path in files:
-        digest.update(f"{path.relative_to(CODE).as_posix()}\n".encode())
+        digest.update(f"{path.relative_to(SOURCE_ROOT).as_posix()}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def program_facts(packages: Iterable[str]) -> dict[str, str]:
+def program_versions(packages: Iterable[str]) -> dict[str, str]:
     """What it is -> which version or digest of it this process runs."""
     return {
         "version of Python": platform.python_version(),
@@ -43,9 +43,9 @@ def program_facts(packages: Iterable[str]) -> dict[str, str]:
     }
 
 
-def drawing(quantization: str | None) -> tuple[str, ...]:
+def sampling_packages(quantization: str | None) -> tuple[str, ...]:
     """Packages that decide what is drawn from the same weights, quantized or not."""
-    return DRAWING if quantization is None else (*DRAWING, QUANTIZING)
+    return SAMPLING_PACKAGES if quantization is None else (*SAMPLING_PACKAGES, QUANTIZATION_PACKAGE)
 
 
 def version_of(package: str) -> str:
@@ -56,9 +56,9 @@ def version_of(package: str) -> str:
         return NOT_INSTALLED
 
 
-def lower_bounds(extra: str | None = None) -> dict[str, str]:
+def minimum_versions(extra: str | None = None) -> dict[str, str]:
     """Package that the program, or one of its extras, cannot do without -> the oldest version it was tested with."""
-    pyproject = CODE / "pyproject.toml"
+    pyproject = SOURCE_ROOT / "pyproject.toml"
     if pyproject.is_file():
         project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
         needed = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
@@ -69,6 +69,6 @@ def lower_bounds(extra: str | None = None) -> dict[str, str]:
     return {bound[1]: bound[2] for bound in bounds if bound}
 
 
-def release(version: str) -> tuple[int, ...]:
+def parse_release(version: str) -> tuple[int, ...]:
     """`0.10.2.dev1` as (0, 10, 2), to compare; nothing of what is not installed."""
     return tuple(map(int, re.findall(r"\d+", version)[:3]))

@@ -7,9 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from app.report.metrics_history import History, Record, Series, is_judged_by_plug_in, number, training_steps
+from app.report.metrics_history import (
+    History,
+    MetricsRecord,
+    Series,
+    accuracy_is_plug_in_mean,
+    finite_metric,
+    training_steps,
+)
 
-EDGE = 10
+EDGE_STEPS = 10
 """Training steps averaged at each end of a run: one step's reward is mostly noise."""
 
 
@@ -26,36 +33,40 @@ class BeforeAfter:
 
 def before_and_after(history: History) -> BeforeAfter:
     """Evaluation and reward at the start and at the end, time and speed."""
-    evaluations = [record for record in history if number(record, "eval/accuracy") is not None]
+    evaluations = [record for record in history if finite_metric(record, "eval/accuracy") is not None]
     steps = training_steps(history)
     header, rows, pace = None, [], ""
     if len(evaluations) >= 2:
         before, after = evaluations[0], evaluations[-1]
         header = ("held out", f"step {before['step']}", f"step {after['step']}")
-        by_plug_in = is_judged_by_plug_in(evaluations)
-        for name in _told(before, after):
-            start, end = (figure_text(name, number(record, name), by_plug_in=by_plug_in) for record in (before, after))
+        by_plug_in = accuracy_is_plug_in_mean(evaluations)
+        for name in _displayed_metrics(before, after):
+            start, end = (
+                format_metric(name, finite_metric(record, name), by_plug_in=by_plug_in) for record in (before, after)
+            )
             rows.append((name.removeprefix("eval/"), start, end))
     if steps:
-        edge = max(min(EDGE, len(steps) // 2), 1)
-        first, last = (Series.of(part, "reward/mean").values for part in (steps[:edge], steps[-edge:]))
+        edge = max(min(EDGE_STEPS, len(steps) // 2), 1)
+        first, last = (Series.from_history(part, "reward/mean").values for part in (steps[:edge], steps[-edge:]))
         if len(first) and len(last):
             rows.append((f"reward, mean of {edge} steps", f"{np.mean(first):.3f}", f"{np.mean(last):.3f}"))
-        seconds = sorted(Series.of(steps, "time/step_s").values)
+        seconds = sorted(Series.from_history(steps, "time/step_s").values)
         if seconds:
             median = seconds[len(seconds) // 2]
             pace = f"{len(steps)} steps, median {median:.2f} s a step, {sum(seconds):.0f} s in all"
     return BeforeAfter(header, rows, pace)
 
 
-def _told(before: Record, after: Record) -> list[str]:
+def _displayed_metrics(before: MetricsRecord, after: MetricsRecord) -> list[str]:
     """Evaluation metrics worth a row: known at one end at least; failures only where there were any."""
     names = [name for name in after if name.startswith("eval/")]
-    known = [name for name in names if number(before, name) is not None or number(after, name) is not None]
+    known = [
+        name for name in names if finite_metric(before, name) is not None or finite_metric(after, name) is not None
+    ]
     return [name for name in known if not name.endswith("_count") or before.get(name) or after[name]]
 
 
-def figure_text(name: str, value: float | None, *, by_plug_in: bool) -> str:
+def format_metric(name: str, value: float | None, *, by_plug_in: bool) -> str:
     """The value of an evaluation's metric, as people write it: shares in percent, but not the mean of a plug-in."""
     if value is None:
         return "–"

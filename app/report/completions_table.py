@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from app.records.printable import printable
+from app.records.printable import to_printable
 from app.records.sample import Messages, Sample
 
 NUM_GROUPS = 2
@@ -15,7 +15,7 @@ NUM_GROUPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CompletionRow:
     """One sample; a number is None until its room has run."""
 
     prompt: str
@@ -29,7 +29,7 @@ class Row:
     """The next row answers another prompt."""
 
     @property
-    def is_cut(self) -> bool:
+    def is_truncated(self) -> bool:
         return self.finish_reason == "length"
 
 
@@ -39,7 +39,7 @@ class CompletionsTable:
 
     step: int
     reward_names: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[CompletionRow, ...]
 
 
 def completions_table(samples: Sequence[Sample], *, step: int) -> CompletionsTable:
@@ -47,32 +47,32 @@ def completions_table(samples: Sequence[Sample], *, step: int) -> CompletionsTab
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
-    telling = sorted(groups.values(), key=lambda group: -_spread(group))[:NUM_GROUPS]
+    telling = sorted(groups.values(), key=lambda group: -_reward_std(group))[:NUM_GROUPS]
     names = tuple({name: None for sample in samples for name in sample.rewards or {}})
     rows = []
     for group in telling:
         chosen = _best_and_worst(group)
-        rows += [_row(sample, names, ends_group=sample is chosen[-1]) for sample in chosen]
+        rows += [_to_row(sample, names, ends_group=sample is chosen[-1]) for sample in chosen]
     return CompletionsTable(step, names, tuple(rows))
 
 
-def _value(sample: Sample) -> float:
+def _reward_or_zero(sample: Sample) -> float:
     return sample.reward if sample.reward is not None else 0.0
 
 
-def _spread(group: Sequence[Sample]) -> float:
-    return float(np.std([_value(sample) for sample in group]))
+def _reward_std(group: Sequence[Sample]) -> float:
+    return float(np.std([_reward_or_zero(sample) for sample in group]))
 
 
 def _best_and_worst(group: Sequence[Sample]) -> list[Sample]:
-    best, worst = max(group, key=_value), min(group, key=_value)
+    best, worst = max(group, key=_reward_or_zero), min(group, key=_reward_or_zero)
     return [best] if best is worst else [best, worst]
 
 
-def _row(sample: Sample, names: Iterable[str], *, ends_group: bool) -> Row:
+def _to_row(sample: Sample, names: Iterable[str], *, ends_group: bool) -> CompletionRow:
     values = sample.rewards or {}
     written = sample.advantages[sample.mask] if sample.advantages is not None else np.empty(0)
-    return Row(
+    return CompletionRow(
         prompt=prompt_text(sample.prompt.source),
         completion=sample.completion,
         rewards=tuple(values.get(name) for name in names),
@@ -91,9 +91,9 @@ def prompt_text(source: str | Messages) -> str:
     return str(source[-1].get("content", "")) if source and isinstance(source[-1], dict) else ""
 
 
-def cell(text: str, *, limit: int) -> str:
+def truncate_middle(text: str, *, limit: int) -> str:
     """Text on one printable line of about `limit` characters: its beginning and its end, where answers stand."""
     if len(text) > limit:
         head = limit * 2 // 3
         text = f"{text[:head]} … {text[-(limit - head) :]}"
-    return printable(text)
+    return to_printable(text)

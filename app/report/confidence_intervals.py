@@ -16,7 +16,7 @@ Interval = tuple[float, float]
 """Low and high end."""
 
 
-class Measured(NamedTuple):
+class MetricEstimate(NamedTuple):
     """A figure."""
 
     value: float | None
@@ -25,10 +25,10 @@ class Measured(NamedTuple):
     """95 %; None where nothing tells it."""
 
 
-Z = 1.959964
+NORMAL_QUANTILE = 1.959964
 """The normal distribution's 97.5 % point."""
 
-T_OF_FEW = {1: 12.7062, 2: 4.3027}
+STUDENT_T_SMALL_DF = {1: 12.7062, 2: 4.3027}
 """Student's 97.5 % point for degrees of freedom at which its expansion is not good enough yet."""
 
 
@@ -39,13 +39,13 @@ def wilson_interval(share: float, count: float) -> Interval:
 
     Source: Wilson 1927, Probable inference, the law of succession, and statistical inference.
     """
-    denominator = 1 + Z**2 / count
-    centre = (share + Z**2 / (2 * count)) / denominator
-    half = Z * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2)) / denominator
+    denominator = 1 + NORMAL_QUANTILE**2 / count
+    centre = (share + NORMAL_QUANTILE**2 / (2 * count)) / denominator
+    half = NORMAL_QUANTILE * math.sqrt(share * (1 - share) / count + NORMAL_QUANTILE**2 / (4 * count**2)) / denominator
     return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
-def share_interval(shares: Float64[np.ndarray, "P"], *, num_samples: int) -> Interval | None:
+def clustered_share_interval(shares: Float64[np.ndarray, "P"], *, num_samples: int) -> Interval | None:
     """Of the mean of shares, one of each prompt, that were each seen in `num_samples` samples. None for one prompt.
 
     Wilson's for n = p (1 - p) / (s^2 / P) trials, p the mean of the shares and s^2 their variance (ddof = 0): as many
@@ -76,11 +76,11 @@ def mean_interval(values: Float64[np.ndarray, "P"]) -> Interval | None:
     if num_prompts < 2 or (values == values[0]).all():
         return None
     mean, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(num_prompts)
-    reach = student_point(num_prompts - 1) * error
+    reach = student_t_quantile(num_prompts - 1) * error
     return mean - reach, mean + reach
 
 
-def student_point(degrees: int) -> float:
+def student_t_quantile(degrees_of_freedom: int) -> float:
     """Student's 97.5 % point, within 0.2 %.
 
     z + (z^3 + z)/4d + (5z^5 + 16z^3 + 3z)/96d^2 + (3z^7 + 19z^5 + 17z^3 - 15z)/384d^3
@@ -88,13 +88,25 @@ def student_point(degrees: int) -> float:
 
     Source: Abramowitz and Stegun 1964, 26.7.5.
     """
-    if degrees in T_OF_FEW:
-        return T_OF_FEW[degrees]
-    first = (Z**3 + Z) / 4
-    second = (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96
-    third = (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384
-    fourth = (79 * Z**9 + 776 * Z**7 + 1482 * Z**5 - 1920 * Z**3 - 945 * Z) / 92160
-    return Z + first / degrees + second / degrees**2 + third / degrees**3 + fourth / degrees**4
+    if degrees_of_freedom in STUDENT_T_SMALL_DF:
+        return STUDENT_T_SMALL_DF[degrees_of_freedom]
+    first = (NORMAL_QUANTILE**3 + NORMAL_QUANTILE) / 4
+    second = (5 * NORMAL_QUANTILE**5 + 16 * NORMAL_QUANTILE**3 + 3 * NORMAL_QUANTILE) / 96
+    third = (3 * NORMAL_QUANTILE**7 + 19 * NORMAL_QUANTILE**5 + 17 * NORMAL_QUANTILE**3 - 15 * NORMAL_QUANTILE) / 384
+    fourth = (
+        79 * NORMAL_QUANTILE**9
+        + 776 * NORMAL_QUANTILE**7
+        + 1482 * NORMAL_QUANTILE**5
+        - 1920 * NORMAL_QUANTILE**3
+        - 945 * NORMAL_QUANTILE
+    ) / 92160
+    return (
+        NORMAL_QUANTILE
+        + first / degrees_of_freedom
+        + second / degrees_of_freedom**2
+        + third / degrees_of_freedom**3
+        + fourth / degrees_of_freedom**4
+    )
 
 
 def sign_test(num_better: int, num_worse: int) -> float:

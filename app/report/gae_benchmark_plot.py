@@ -19,7 +19,7 @@ PANEL_WIDTH, PANEL_HEIGHT, MARGIN = 4.2, 2.7, 1.1
 """Inches."""
 
 
-class Speed(NamedTuple):
+class PlottedTiming(NamedTuple):
     """One backend on one panel."""
 
     backend: str
@@ -32,7 +32,7 @@ class Speed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SpeedPanel:
+class BenchmarkPanel:
     """One shape, with one kind of decay."""
 
     rows: int
@@ -40,7 +40,7 @@ class SpeedPanel:
     decay: str
     """`scalar` or `masked`."""
     copy_s: float
-    speeds: tuple[Speed, ...]
+    timings: tuple[PlottedTiming, ...]
 
     @property
     def title(self) -> str:
@@ -48,7 +48,7 @@ class SpeedPanel:
         return f"{self.rows} rows x {self.tokens:,} tokens\n{decay}"
 
 
-def speed_picture(panels: Sequence[SpeedPanel], *, title: str) -> bytes:
+def render_benchmark(panels: Sequence[BenchmarkPanel], *, title: str) -> bytes:
     """The panels as a PNG, a column for each shape; the same bytes for the same numbers."""
     # As in `app.report.render`: loading takes most of a second, and pyplot would choose a window system.
     import matplotlib
@@ -66,21 +66,21 @@ def speed_picture(panels: Sequence[SpeedPanel], *, title: str) -> bytes:
         grid = figure.subplots(len(decays), len(shapes), squeeze=False)
         for panel in panels:
             _draw(grid[decays.index(panel.decay), shapes.index((panel.rows, panel.tokens))], panel)
-        _explain(figure, panels, title)
+        _add_legend(figure, panels, title)
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=150, metadata={"Software": None})
     return picture.getvalue()
 
 
-def _draw(axes: Axes, panel: SpeedPanel) -> None:
+def _draw(axes: Axes, panel: BenchmarkPanel) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-    chunked = sorted((s for s in panel.speeds if s.chunk_size is not None), key=lambda s: s.chunk_size or 0)
+    chunked = sorted((s for s in panel.timings if s.chunk_size is not None), key=lambda s: s.chunk_size or 0)
     sizes = [s.chunk_size or 0 for s in chunked]
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.axhline(1e3 * panel.copy_s, color=GREY, linestyle="--", linewidth=1.2)
-    for speed in panel.speeds:
+    for speed in panel.timings:
         if speed.chunk_size is None:
             color = COLORS[speed.backend]
             axes.axhline(1e3 * speed.median_s, color=color, linewidth=2.6 if speed.is_auto else 1.6)
@@ -93,7 +93,7 @@ def _draw(axes: Axes, panel: SpeedPanel) -> None:
         [s.chunk_size or 0 for s in taken], [1e3 * s.median_s for s in taken], linestyle="", marker="o", markersize=9,
         markerfacecolor="none", markeredgecolor=COLORS["chunked"], markeredgewidth=1.6,
     )  # fmt: skip
-    times = [1e3 * panel.copy_s, *(1e3 * s.p90_s for s in panel.speeds)]
+    times = [1e3 * panel.copy_s, *(1e3 * s.p90_s for s in panel.timings)]
     axes.set_ylim(min(times) / 1.6, max(times) * 1.6)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
@@ -105,10 +105,10 @@ def _draw(axes: Axes, panel: SpeedPanel) -> None:
     axes.set_ylabel("milliseconds")
 
 
-def _explain(figure: Figure, panels: Sequence[SpeedPanel], title: str) -> None:
+def _add_legend(figure: Figure, panels: Sequence[BenchmarkPanel], title: str) -> None:
     from matplotlib.lines import Line2D
 
-    drawn = {speed.backend for panel in panels for speed in panel.speeds}
+    drawn = {speed.backend for panel in panels for speed in panel.timings}
     handles = [
         Line2D([], [], color=color, marker="o" if backend == "chunked" else "", markersize=4, label=backend)
         for backend, color in COLORS.items()

@@ -16,8 +16,8 @@ from app.report.alerts import Alert
 from app.report.before_after import before_and_after
 from app.report.metrics_history import training_steps
 from app.report.panels import PANELS
-from app.report.render import Picture
-from app.report.rollout_viewer import Viewer
+from app.report.render import RenderedPlot
+from app.report.rollout_viewer import ViewerContent
 from app.report.run_files import RunFiles
 
 SESSION_COLUMNS = ("started", "after_step", "grpo", "python", "jax", "devices", "processes")
@@ -25,7 +25,7 @@ REPLAY_COLUMNS = ("from_rollouts", "checkpoint")
 """Of starts that learned from saved samples; left out where there are none."""
 
 
-def report_page(run: RunFiles, pictures: Mapping[str, Picture | None], alerts: Sequence[Alert]) -> str:
+def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts: Sequence[Alert]) -> str:
     """`report.html`: before -> after, alerts, plots, settings, versions."""
     return _render(
         "report.html",
@@ -33,13 +33,15 @@ def report_page(run: RunFiles, pictures: Mapping[str, Picture | None], alerts: S
         last_step=training_steps(run.history)[-1]["step"],
         result=before_and_after(run.history),
         alerts=alerts,
-        panels=[(panel, pictures[panel.name]) for panel in PANELS],
-        chosen=[(s.name, _spelled(s.value), _spelled(s.default), s.origin) for s in run.chosen_settings()],
+        panels=[(panel, plots[panel.name]) for panel in PANELS],
+        chosen=[
+            (s.name, _format_value(s.value), _format_value(s.default), s.origin) for s in run.non_default_settings()
+        ],
         session_columns=(*SESSION_COLUMNS, *(c for c in REPLAY_COLUMNS if any(c in one for one in run.sessions))),
     )
 
 
-def rollouts_page(run: RunFiles, viewer: Viewer) -> str:
+def rollouts_page(run: RunFiles, viewer: ViewerContent) -> str:
     """`rollouts.html`: the viewer of saved samples."""
     script = _template("viewer.js")
     return _render(
@@ -52,13 +54,13 @@ def rollouts_page(run: RunFiles, viewer: Viewer) -> str:
     )
 
 
-def timeline_page(picture: str, table: Sequence[Sequence[str]], *, title: str) -> str:
+def timeline_page(svg: str, table: Sequence[Sequence[str]], *, title: str) -> str:
     """The picture of a schedule, as an SVG element, over its figures.
 
     Args:
         table: headings first.
     """
-    return _render("timeline.html", picture=picture, table=table, title=title)
+    return _render("timeline.html", picture=svg, table=table, title=title)
 
 
 def json_for_html(value: Any) -> str:
@@ -94,5 +96,5 @@ def _content_hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _spelled(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

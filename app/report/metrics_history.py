@@ -10,12 +10,12 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-Record = Mapping[str, Any]
+MetricsRecord = Mapping[str, Any]
 """One line: `step` and metrics by name."""
-History = Sequence[Record]
+History = Sequence[MetricsRecord]
 
 
-def number(record: Record, name: str) -> float | None:
+def finite_metric(record: MetricsRecord, name: str) -> float | None:
     """The metric as a finite number; None where it is absent, null or something else."""
     value = record.get(name)
     return float(value) if is_number(value) else None
@@ -27,12 +27,12 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def training_steps(history: History) -> list[Record]:
+def training_steps(history: History) -> list[MetricsRecord]:
     """The lines that a training step wrote: not the evaluation before the first one."""
     return [record for record in history if "reward/mean" in record]
 
 
-def is_judged_by_plug_in(history: History) -> bool:
+def accuracy_is_plug_in_mean(history: History) -> bool:
     """Whether `eval/accuracy` is the mean of a plug-in's own values, not a share of right answers.
 
     Evaluations say so by a null `eval/format_rate`: only a task knows what an answer should look like.
@@ -40,7 +40,7 @@ def is_judged_by_plug_in(history: History) -> bool:
     return any(record.get("eval/format_rate", 0.0) is None for record in history)
 
 
-def names_between(history: History, prefix: str, suffix: str) -> list[str]:
+def matching_metric_names(history: History, prefix: str, suffix: str) -> list[str]:
     """Every metric `<prefix><one name><suffix>`, in the order in which they came: none with another `/` in between."""
     names = dict.fromkeys(name for record in history for name in record)
     fits = re.compile(f"{re.escape(prefix)}[^/]+{re.escape(suffix)}", re.DOTALL)
@@ -55,8 +55,8 @@ class Series:
     values: np.ndarray
 
     @classmethod
-    def of(cls, history: History, name: str) -> Series:
-        points = [(r["step"], value) for r in history if (value := number(r, name)) is not None]
+    def from_history(cls, history: History, name: str) -> Series:
+        points = [(r["step"], value) for r in history if (value := finite_metric(r, name)) is not None]
         steps, values = zip(*points, strict=True) if points else ((), ())
         return cls(np.asarray(steps, float), np.asarray(values, float))
 

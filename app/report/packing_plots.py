@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLUMNS = 100
+TERMINAL_COLUMNS = 100
 """Of a terminal."""
-MAX_ROWS_OF_TEXT = 40
-MAX_ROWS_OF_FIGURE = 160
-PADDING = "."
+MAX_TEXT_ROWS = 40
+MAX_FIGURE_ROWS = 160
+PADDING_CHARACTER = "."
 BAND_GAP, ROW_HEIGHT = 0.9, 0.72
 """In rows: what lies between micro-batches, and the part of a row that its bar takes."""
 PADDING_COLOR = "#dcdcdc"
 
 
-class Piece(NamedTuple):
+class TokenSpan(NamedTuple):
     """Neighbouring tokens of a row: a prompt, or one completion behind it."""
 
     segment: int
@@ -36,60 +36,62 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnRow:
+class PlottedRow:
     micro_batch: int
     """From 1."""
     device: int
     num_tokens: int
     """Padding included."""
-    pieces: tuple[Piece, ...]
+    spans: tuple[TokenSpan, ...]
 
     @property
     def fill(self) -> float:
-        return sum(piece.num_tokens for piece in self.pieces) / self.num_tokens
+        return sum(piece.num_tokens for piece in self.spans) / self.num_tokens
 
     @property
     def num_samples(self) -> int:
-        return sum(not piece.is_prompt for piece in self.pieces)
+        return sum(not piece.is_prompt for piece in self.spans)
 
-    def starts(self) -> Iterator[tuple[int, Piece]]:
+    def spans_with_starts(self) -> Iterator[tuple[int, TokenSpan]]:
         """Each piece with the token of the row that it begins at."""
         first = 0
-        for piece in self.pieces:
+        for piece in self.spans:
             yield first, piece
             first += piece.num_tokens
 
 
-def text_picture(rows: Sequence[DrawnRow]) -> str:
+def format_rows(rows: Sequence[PlottedRow]) -> str:
     """A line for each row, at most `COLUMNS` wide, all bars in one scale. Ends with how many rows are left out."""
-    shown = rows[:MAX_ROWS_OF_TEXT]
-    scale = -(-max(row.num_tokens for row in shown) // _bar_columns(shown))
+    shown = rows[:MAX_TEXT_ROWS]
+    scale = -(-max(row.num_tokens for row in shown) // _bar_width(shown))
     each = "1 token" if scale == 1 else f"{scale} tokens"
-    lines = [f"a character is {each}: AAAaaa a prompt and its completions, BBBbbb the next, {PADDING * 3} padding"]
+    lines = [
+        f"a character is {each}: AAAaaa a prompt and its completions, BBBbbb the next, {PADDING_CHARACTER * 3} padding"
+    ]
     for number, of_micro_batch in groupby(shown, key=lambda row: row.micro_batch):
         lines.append(f"micro-batch {number}")
-        lines += [f"{_device(row)}{_bar(row, scale)}{_figures(row)}" for row in of_micro_batch]
+        lines += [f"{_device_label(row)}{_bar(row, scale)}{_fill_label(row)}" for row in of_micro_batch]
     if len(shown) < len(rows):
         lines.append(f"{len(rows) - len(shown)} more rows, up to micro-batch {rows[-1].micro_batch}, are not shown")
     return "\n".join(lines)
 
 
-def _bar_columns(rows: Sequence[DrawnRow]) -> int:
-    return COLUMNS - max(len(_device(row)) + len(_figures(row)) for row in rows)
+def _bar_width(rows: Sequence[PlottedRow]) -> int:
+    return TERMINAL_COLUMNS - max(len(_device_label(row)) + len(_fill_label(row)) for row in rows)
 
 
-def _device(row: DrawnRow) -> str:
+def _device_label(row: PlottedRow) -> str:
     return f"  device {row.device}  "
 
 
-def _figures(row: DrawnRow) -> str:
+def _fill_label(row: PlottedRow) -> str:
     return f"  {row.fill:6.1%} {row.num_samples:>4} sample{'' if row.num_samples == 1 else 's'}"
 
 
-def _bar(row: DrawnRow, scale: int) -> str:
+def _bar(row: PlottedRow, scale: int) -> str:
     """A character says what stands at the middle of its tokens."""
-    letters = [PADDING] * -(-row.num_tokens // scale)
-    for first, piece in row.starts():
+    letters = [PADDING_CHARACTER] * -(-row.num_tokens // scale)
+    for first, piece in row.spans_with_starts():
         letter = ascii_uppercase[piece.segment % len(ascii_uppercase)]
         for i in range(_first_middle(first, scale), _first_middle(first + piece.num_tokens, scale)):
             letters[i] = letter if piece.is_prompt else letter.lower()
@@ -101,14 +103,14 @@ def _first_middle(token: int, scale: int) -> int:
     return -(-(token - scale // 2) // scale)
 
 
-def file_picture(rows: Sequence[DrawnRow], *, title: str, kind: Literal["png", "svg"]) -> bytes:
+def render_rows(rows: Sequence[PlottedRow], *, title: str, kind: Literal["png", "svg"]) -> bytes:
     """The rows as bars over tokens, micro-batch by micro-batch; the same bytes for the same rows."""
     # As in `app.report.render`: loading takes most of a second, and pyplot would choose a window system.
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = rows[:MAX_ROWS_OF_FIGURE]
+    shown = rows[:MAX_FIGURE_ROWS]
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE | {"svg.hashsalt": "rows", "svg.fonttype": "path"})
@@ -122,7 +124,7 @@ def file_picture(rows: Sequence[DrawnRow], *, title: str, kind: Literal["png", "
     return picture.getvalue()
 
 
-def _draw(figure: Figure, rows: Sequence[DrawnRow], title: str, *, num_left_out: int) -> None:
+def _draw(figure: Figure, rows: Sequence[PlottedRow], title: str, *, num_left_out: int) -> None:
     from matplotlib.patches import Patch
 
     axes = figure.add_subplot()
@@ -152,16 +154,16 @@ def _draw(figure: Figure, rows: Sequence[DrawnRow], title: str, *, num_left_out:
     figure.legend(handles=patches, loc="outside lower right", ncols=3, frameon=False)
 
 
-def _draw_row(axes: Axes, row: DrawnRow, top: float) -> None:
+def _draw_row(axes: Axes, row: PlottedRow, top: float) -> None:
     band = (top, ROW_HEIGHT)
     axes.broken_barh([(0, row.num_tokens)], band, facecolors=PADDING_COLOR, linewidth=0)
-    spans = [(first, piece.num_tokens) for first, piece in row.starts()]
-    colors = [BLUE if piece.is_prompt else ORANGE for piece in row.pieces]
+    spans = [(first, piece.num_tokens) for first, piece in row.spans_with_starts()]
+    colors = [BLUE if piece.is_prompt else ORANGE for piece in row.spans]
     axes.broken_barh(spans, band, facecolors=colors, edgecolor="white", linewidth=0.4)
-    axes.annotate(f"{row.fill:.0%}", (1, top + ROW_HEIGHT / 2), xytext=(4, 0), **_BESIDE_THE_AXES)
+    axes.annotate(f"{row.fill:.0%}", (1, top + ROW_HEIGHT / 2), xytext=(4, 0), **_RIGHT_OF_AXES)
 
 
-_BESIDE_THE_AXES = {
+_RIGHT_OF_AXES = {
     "xycoords": ("axes fraction", "data"),
     "textcoords": "offset points",
     "va": "center",

@@ -12,9 +12,9 @@ from app.report.confidence_intervals import wilson_interval
 from app.report.metrics_history import (
     History,
     Series,
-    is_judged_by_plug_in,
-    names_between,
-    number,
+    accuracy_is_plug_in_mean,
+    finite_metric,
+    matching_metric_names,
     training_steps,
 )
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 500
 """Of a line. Longer runs are joined into bins, whose extremes are shaded."""
-SMOOTH_FROM = 20
+MIN_POINTS_TO_SMOOTH = 20
 """Points from which a noisy line also gets its trailing mean."""
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#1f7fc4", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a8a8a",
 )  # fmt: skip
 """After Okabe and Ito, who chose them to be told apart by colour-blind readers; legible on white and on near-black."""
-PHASES = {
+PHASE_COLORS = {
     "rollout": BLUE, "reward": ORANGE, "score": SKY, "advantage": PURPLE, "update": RED, "eval": GREEN, "rest": GREY,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Evidence:
+class PlotData:
     """What the plots are made from."""
 
     history: History
@@ -44,7 +44,7 @@ class Evidence:
     """Step -> answers that its evaluation graded, where known."""
 
     def series(self, name: str) -> Series:
-        return Series.of(self.history, name)
+        return Series.from_history(self.history, name)
 
     @property
     def bin_size(self) -> int:
@@ -52,48 +52,48 @@ class Evidence:
         return -(-len(training_steps(self.history)) // MAX_POINTS)
 
 
-Draw = Callable[["Figure", Evidence], None]
+DrawFunction = Callable[["Figure", PlotData], None]
 
 
-def _axes(figure: Figure, evidence: Evidence, unit: str) -> Axes:
+def _axes(figure: Figure, data: PlotData, unit: str) -> Axes:
     axes = figure.add_subplot()
-    _label(axes, evidence, unit)
+    _label(axes, data, unit)
     return axes
 
 
-def _label(axes: Axes, evidence: Evidence, unit: str) -> None:
+def _label(axes: Axes, data: PlotData, unit: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    size = evidence.bin_size
+    size = data.bin_size
     axes.set_xlabel("step" if size == 1 else f"step (a point joins {size}: their mean, extremes shaded)")
     axes.set_ylabel(unit)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.margins(x=0.02)
 
 
-def _in_percent(axes: Axes) -> None:
+def _format_as_percent(axes: Axes) -> None:
     from matplotlib.ticker import PercentFormatter
 
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
-def _line(axes: Axes, evidence: Evidence, series: Series, label: str, **style: Any) -> None:
+def _line(axes: Axes, data: PlotData, series: Series, label: str, **style: Any) -> None:
     """One metric; a lone point is drawn as a dot."""
-    bins = series.binned(evidence.bin_size)
+    bins = series.binned(data.bin_size)
     marker = "o" if len(bins.steps) == 1 else style.pop("marker", "")
     axes.plot(bins.steps, bins.means, label=label, marker=marker, markersize=4, **style)
-    if evidence.bin_size > 1:
+    if data.bin_size > 1:
         axes.fill_between(bins.steps, bins.lows, bins.highs, color=style.get("color"), alpha=0.2, linewidth=0)
 
 
-def _noisy_line(axes: Axes, evidence: Evidence, series: Series, label: str, *, color: str) -> None:
+def _noisy_line(axes: Axes, data: PlotData, series: Series, label: str, *, color: str) -> None:
     """One metric as it is, thin, and its trailing mean, thick, which says so."""
-    if len(series) < SMOOTH_FROM:
-        _line(axes, evidence, series, label, color=color)
+    if len(series) < MIN_POINTS_TO_SMOOTH:
+        _line(axes, data, series, label, color=color)
         return
     width = max(5, len(series) // 20)
-    _line(axes, evidence, series, f"{label}, each step", color=color, linewidth=0.8, alpha=0.55)
-    smooth = Series(series.steps, series.trailing_mean(width)).binned(evidence.bin_size)
+    _line(axes, data, series, f"{label}, each step", color=color, linewidth=0.8, alpha=0.55)
+    smooth = Series(series.steps, series.trailing_mean(width)).binned(data.bin_size)
     axes.plot(smooth.steps, smooth.means, color=color, linewidth=2, label=f"mean of the last {width} steps")
 
 
@@ -107,45 +107,45 @@ def _legend(figure: Figure) -> None:
         figure.legend(handles, labels, loc="outside upper left", ncols=3, frameon=False)
 
 
-def as_label(name: str) -> str:
+def escape_label(name: str) -> str:
     """A name that others chose, as text that matplotlib neither typesets nor takes for hidden."""
     text = name.encode("ascii", "replace").decode("ascii").replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
 
-def draw_reward(figure: Figure, evidence: Evidence) -> None:
-    axes = _axes(figure, evidence, "reward")
-    means, deviations = (evidence.series(f"reward/{part}").binned(evidence.bin_size) for part in ("mean", "std"))
+def draw_reward(figure: Figure, data: PlotData) -> None:
+    axes = _axes(figure, data, "reward")
+    means, deviations = (data.series(f"reward/{part}").binned(data.bin_size) for part in ("mean", "std"))
     if len(means.steps) == len(deviations.steps):
         low, high = means.means - deviations.means, means.means + deviations.means
         axes.fill_between(means.steps, low, high, color=BLUE, alpha=0.13, linewidth=0, label="± std of the samples")
-    _noisy_line(axes, evidence, evidence.series("reward/mean"), "mean", color=BLUE)
-    functions = names_between(evidence.history, "reward/", "/mean")
+    _noisy_line(axes, data, data.series("reward/mean"), "mean", color=BLUE)
+    functions = matching_metric_names(data.history, "reward/", "/mean")
     for i, name in enumerate(functions if len(functions) > 1 else []):
         color, style = (ORANGE, GREEN, PURPLE, SKY, RED)[i % 5], ("--", ":", "-.")[i % 3]
-        label = as_label(name.removeprefix("reward/").removesuffix("/mean"))
-        _line(axes, evidence, evidence.series(name), label, color=color, linestyle=style)
+        label = escape_label(name.removeprefix("reward/").removesuffix("/mean"))
+        _line(axes, data, data.series(name), label, color=color, linestyle=style)
     _legend(figure)
 
 
-def draw_accuracy(figure: Figure, evidence: Evidence) -> None:
-    by_plug_in = is_judged_by_plug_in(evidence.history)
-    axes = _axes(figure, evidence, "mean value of the plug-in" if by_plug_in else "right answers")
-    series = evidence.series("eval/accuracy")
+def draw_accuracy(figure: Figure, data: PlotData) -> None:
+    by_plug_in = accuracy_is_plug_in_mean(data.history)
+    axes = _axes(figure, data, "mean value of the plug-in" if by_plug_in else "right answers")
+    series = data.series("eval/accuracy")
     if not by_plug_in:
-        _intervals(axes, series, [evidence.eval_counts.get(int(step), 0) for step in series.steps])
+        _draw_intervals(axes, series, [data.eval_counts.get(int(step), 0) for step in series.steps])
         axes.set_ylim(-0.03, 1.03)
-        _in_percent(axes)
+        _format_as_percent(axes)
     axes.plot(series.steps, series.values, color=BLUE, marker="o", markersize=4, label="accuracy", linewidth=2)
-    for i, name in enumerate(names_between(evidence.history, "eval/accuracy/", "")):
-        part = evidence.series(name)
+    for i, name in enumerate(matching_metric_names(data.history, "eval/accuracy/", "")):
+        part = data.series(name)
         color, style = (ORANGE, GREEN, PURPLE, SKY, RED)[i % 5], ("--", ":", "-.")[i % 3]
-        label = as_label(name.removeprefix("eval/accuracy/"))
+        label = escape_label(name.removeprefix("eval/accuracy/"))
         axes.plot(part.steps, part.values, color=color, linestyle=style, label=label)
     _legend(figure)
 
 
-def _intervals(axes: Axes, shares: Series, counts: Sequence[int]) -> None:
+def _draw_intervals(axes: Axes, shares: Series, counts: Sequence[int]) -> None:
     """Around shares of right answers; `counts` holds how many answers each is of, 0 where that is not known."""
     known = [i for i, n in enumerate(counts) if n and 0 <= shares.values[i] <= 1]
     if not known:
@@ -158,42 +158,42 @@ def _intervals(axes: Axes, shares: Series, counts: Sequence[int]) -> None:
     axes.errorbar(shares.steps[known], shares.values[known], reach, fmt="none", ecolor=BLUE, capsize=3, label=label)
 
 
-def draw_lengths(figure: Figure, evidence: Evidence) -> None:
+def draw_lengths(figure: Figure, data: PlotData) -> None:
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    _label(lower, evidence, "cut")
+    _label(lower, data, "cut")
     upper.set_ylabel("tokens")
-    low, high = (evidence.series(f"completions/{end}_length").binned(evidence.bin_size) for end in ("min", "max"))
+    low, high = (data.series(f"completions/{end}_length").binned(data.bin_size) for end in ("min", "max"))
     if len(low.steps) == len(high.steps):
         upper.fill_between(low.steps, low.lows, high.highs, color=BLUE, alpha=0.13, linewidth=0)
     for end, style in (("max", "--"), ("mean", "-"), ("min", ":")):
-        _line(upper, evidence, evidence.series(f"completions/{end}_length"), end, color=BLUE, linestyle=style)
+        _line(upper, data, data.series(f"completions/{end}_length"), end, color=BLUE, linestyle=style)
     upper.set_ylim(bottom=0)
-    _line(lower, evidence, evidence.series("completions/truncated_fraction"), "_", color=RED)
+    _line(lower, data, data.series("completions/truncated_fraction"), "_", color=RED)
     lower.set_ylim(-0.03, 1.03)
-    _in_percent(lower)
+    _format_as_percent(lower)
     _legend(figure)
 
 
-def draw_clipping(figure: Figure, evidence: Evidence) -> None:
-    axes = _axes(figure, evidence, "tokens")
-    low, high = (evidence.series(f"policy/clip_fraction_{side}") for side in ("low", "high"))
-    _line(axes, evidence, low, "below 1 − clip_low", color=BLUE)
-    _line(axes, evidence, high, "above 1 + clip_high", color=ORANGE, linestyle="--")
-    dual = evidence.series("policy/clip_fraction_dual")
+def draw_clipping(figure: Figure, data: PlotData) -> None:
+    axes = _axes(figure, data, "tokens")
+    low, high = (data.series(f"policy/clip_fraction_{side}") for side in ("low", "high"))
+    _line(axes, data, low, "below 1 − clip_low", color=BLUE)
+    _line(axes, data, high, "above 1 + clip_high", color=ORANGE, linestyle="--")
+    dual = data.series("policy/clip_fraction_dual")
     if dual.values.any():  # which is off by default
-        _line(axes, evidence, dual, "above dual_clip", color=GREEN, linestyle=":")
+        _line(axes, data, dual, "above dual_clip", color=GREEN, linestyle=":")
     axes.set_ylim(bottom=0)
-    _in_percent(axes)
+    _format_as_percent(axes)
     _legend(figure)
 
 
-def draw_times(figure: Figure, evidence: Evidence) -> None:
+def draw_times(figure: Figure, data: PlotData) -> None:
     """Stacked seconds; each part's share of the whole stands in the legend."""
-    axes = _axes(figure, evidence, "seconds a step")
-    steps, parts = _seconds(evidence)
+    axes = _axes(figure, data, "seconds a step")
+    steps, parts = _seconds_by_phase(data)
     totals = np.sum(list(parts.values()), axis=0)
     whole = totals.sum() or 1.0
-    starts = np.arange(0, len(steps), evidence.bin_size)
+    starts = np.arange(0, len(steps), data.bin_size)
     counts = np.diff(np.append(starts, len(steps)))
     edges = np.repeat(np.append(steps[starts] - 0.5, steps[-1] + 0.5), 2)[1:-1]
     below = np.zeros(len(edges))
@@ -201,27 +201,27 @@ def draw_times(figure: Figure, evidence: Evidence) -> None:
         above = below + np.repeat(np.add.reduceat(values, starts) / counts, 2)
         if values.sum() / whole >= 0.005:
             label = f"{name} {values.sum() / whole:.0%}"
-            axes.fill_between(edges, below, above, color=PHASES[name], linewidth=0, label=label)
+            axes.fill_between(edges, below, above, color=PHASE_COLORS[name], linewidth=0, label=label)
         below = above
     axes.set_ylim(bottom=0)
-    _leave_out_peaks(axes, steps, totals)
+    _clip_peaks(axes, steps, totals)
     _legend(figure)
 
 
-def _seconds(evidence: Evidence) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _seconds_by_phase(data: PlotData) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Seconds of each part by step. `rest` is what a step took beyond its parts; evaluation comes on top."""
-    records = training_steps(evidence.history)
+    records = training_steps(data.history)
 
     def column(name: str) -> np.ndarray:
-        return np.array([number(record, f"time/{name}_s") or 0.0 for record in records])
+        return np.array([finite_metric(record, f"time/{name}_s") or 0.0 for record in records])
 
-    parts = {name: column(name) for name in PHASES if name != "rest"}
+    parts = {name: column(name) for name in PHASE_COLORS if name != "rest"}
     inside = sum(values for name, values in parts.items() if name != "eval")
     parts["rest"] = np.maximum(column("step") - inside, 0.0)
     return np.array([float(record["step"]) for record in records]), parts
 
 
-def _leave_out_peaks(axes: Axes, steps: np.ndarray, totals: np.ndarray) -> None:
+def _clip_peaks(axes: Axes, steps: np.ndarray, totals: np.ndarray) -> None:
     """Ends the axis above the usual where a few steps, of compilation as a rule, would flatten all others."""
     usual = np.percentile(totals, 90)
     if not totals.max() > 3 * usual > 0:
@@ -235,10 +235,10 @@ def _leave_out_peaks(axes: Axes, steps: np.ndarray, totals: np.ndarray) -> None:
     axes.text(0.99, 0.97, f"beyond the axis: {text}", transform=axes.transAxes, ha="right", va="top", fontsize=8)
 
 
-def draw_line(name: str, unit: str, *, noisy: bool = False, scale: float = 1.0) -> Draw:
+def draw_line(name: str, unit: str, *, noisy: bool = False, scale: float = 1.0) -> DrawFunction:
     """A plot of one metric, divided by `scale`, from 0 up."""
 
-    def draw(figure: Figure, evidence: Evidence) -> None:
+    def draw(figure: Figure, evidence: PlotData) -> None:
         axes = _axes(figure, evidence, unit)
         series = evidence.series(name)
         series = Series(series.steps, series.values / scale)
@@ -251,23 +251,23 @@ def draw_line(name: str, unit: str, *, noisy: bool = False, scale: float = 1.0) 
     return draw
 
 
-def draw_share(name: str, unit: str) -> Draw:
+def draw_share(name: str, unit: str) -> DrawFunction:
     """A plot of one metric between 0 and 1, in percent."""
 
-    def draw(figure: Figure, evidence: Evidence) -> None:
+    def draw(figure: Figure, evidence: PlotData) -> None:
         axes = _axes(figure, evidence, unit)
         _noisy_line(axes, evidence, evidence.series(name), "share", color=BLUE)
         axes.set_ylim(-0.03, 1.03)
-        _in_percent(axes)
+        _format_as_percent(axes)
         _legend(figure)
 
     return draw
 
 
-def draw_counts(names: Mapping[str, str], unit: str) -> Draw:
+def draw_counts(names: Mapping[str, str], unit: str) -> DrawFunction:
     """A plot of metrics of whole numbers; `names` holds the label of each."""
 
-    def draw(figure: Figure, evidence: Evidence) -> None:
+    def draw(figure: Figure, evidence: PlotData) -> None:
         from matplotlib.ticker import MaxNLocator
 
         axes = _axes(figure, evidence, unit)

@@ -10,23 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from app.records.jsonl import read_jsonl_lines
-from app.records.sample import DROPPED
-from app.report.metrics_history import is_number, number
+from app.records.jsonl import read_jsonl_tolerant
+from app.records.sample import DROPPED_PREFIX
+from app.report.metrics_history import finite_metric, is_number
 from settings.errors import InputError
 
-DEFAULT_SAMPLES = 400
+DEFAULT_NUM_SAMPLES = 400
 """A page of about a megabyte, which a phone opens at once."""
 EVAL_SHARE = 0.25
 """Of the samples shown."""
-FEW_FILES = 8
+MIN_FILES = 8
 """Sample files that are opened at least, spread over the run; more only where they are needed to fill the page."""
 MAX_CHARACTERS = 20_000
 MAX_LOGPROBS = 512
 
 
 @dataclass
-class Viewer:
+class ViewerContent:
     """The content of the page, and what it leaves out."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Viewer:
             {
                 "kind": kind,
                 "name": key,
-                "prompt": _bounded(first.prompt),
+                "prompt": _truncate(first.prompt),
                 "answer": first.answer,
                 "samples": [_as_json(sample) for sample in samples],
             }
@@ -75,21 +75,21 @@ class SavedSample:
         return self.uid.rpartition("/s")[0] or self.uid
 
     @property
-    def end(self) -> str:
+    def completion_status(self) -> str:
         """What the page can be filtered by; `finish_reason` says why."""
-        if self.finish_reason.startswith(DROPPED):
+        if self.finish_reason.startswith(DROPPED_PREFIX):
             return "dropped"
         return "cut" if self.finish_reason == "length" else "complete"
 
 
-def viewer_of(rollouts: Mapping[int, Path], evaluations: Mapping[int, Path], *, num_samples: int) -> Viewer:
+def build_viewer(rollouts: Mapping[int, Path], evaluations: Mapping[int, Path], *, num_samples: int) -> ViewerContent:
     """At most `num_samples` of the saved samples, whole groups while they fit.
 
     Rollouts: from steps spread evenly over the run with both ends, newest first, the groups whose rewards differ
     most. Evaluations: the same prompts at each evaluation, first those whose grade changed between the first and
     the last.
     """
-    viewer = Viewer(num_files=len(rollouts) + len(evaluations))
+    viewer = ViewerContent(num_files=len(rollouts) + len(evaluations))
     kept_for_evaluations = int(num_samples * (EVAL_SHARE if rollouts else 1)) if evaluations else 0
     if rollouts:
         _add_rollouts(viewer, rollouts, num_samples - kept_for_evaluations)
@@ -98,58 +98,60 @@ def viewer_of(rollouts: Mapping[int, Path], evaluations: Mapping[int, Path], *, 
     return viewer
 
 
-def _add_rollouts(viewer: Viewer, files: Mapping[int, Path], quota: int) -> None:
-    by_step = _opened(viewer, files, quota)
-    ranked = [sorted(_grouped(by_step[step], lambda s: s.group), key=_dullness) for step in reversed(by_step)]
-    chosen = _while_they_fit(_in_turn(ranked), quota)
+def _add_rollouts(viewer: ViewerContent, files: Mapping[int, Path], quota: int) -> None:
+    by_step = _read_files(viewer, files, quota)
+    ranked = [
+        sorted(_group_by(by_step[step], lambda s: s.group), key=_negative_reward_std) for step in reversed(by_step)
+    ]
+    chosen = _take_until_quota(_interleave(ranked), quota)
     for group in sorted(chosen, key=lambda group: -group[0].step):
         viewer.add(group[0].prompt_uid, "rollout", group)
 
 
-def _add_evaluations(viewer: Viewer, files: Mapping[int, Path], quota: int) -> None:
-    by_step = _opened(viewer, files, quota)
-    prompts = _grouped(itertools.chain.from_iterable(by_step.values()), lambda s: s.prompt_uid)
+def _add_evaluations(viewer: ViewerContent, files: Mapping[int, Path], quota: int) -> None:
+    by_step = _read_files(viewer, files, quota)
+    prompts = _group_by(itertools.chain.from_iterable(by_step.values()), lambda s: s.prompt_uid)
 
     def rank(prompt: Sequence[SavedSample]) -> tuple[float, float]:
         first, last = prompt[0].reward or 0.0, prompt[-1].reward or 0.0
         return -abs(last - first), last
 
-    for prompt in _while_they_fit(sorted(prompts, key=rank), quota):
+    for prompt in _take_until_quota(sorted(prompts, key=rank), quota):
         viewer.add(prompt[0].prompt_uid, "evaluation", prompt)
 
 
-def _opened(viewer: Viewer, files: Mapping[int, Path], quota: int) -> dict[int, list[SavedSample]]:
+def _read_files(viewer: ViewerContent, files: Mapping[int, Path], quota: int) -> dict[int, list[SavedSample]]:
     """The samples of as many files as the quota calls for, by step, oldest first."""
-    newest = _read(viewer, max(files), files[max(files)])
-    *earlier, last = _spread(sorted(files), max(FEW_FILES, -(-quota // max(len(newest), 1))))
+    newest = _read_samples(viewer, max(files), files[max(files)])
+    *earlier, last = _evenly_spaced(sorted(files), max(MIN_FILES, -(-quota // max(len(newest), 1))))
     viewer.num_unopened += len(files) - len(earlier) - 1
-    return {step: _read(viewer, step, files[step]) for step in earlier} | {last: newest}
+    return {step: _read_samples(viewer, step, files[step]) for step in earlier} | {last: newest}
 
 
-def _spread(steps: Sequence[int], count: int) -> list[int]:
+def _evenly_spaced(steps: Sequence[int], count: int) -> list[int]:
     """At most `count` of the steps, evenly, with the first and the last."""
     places = np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int)
     return [steps[place] for place in dict.fromkeys(places.tolist())]
 
 
-def _grouped(samples: Iterable[SavedSample], key_of: Callable[[SavedSample], str]) -> list[list[SavedSample]]:
+def _group_by(samples: Iterable[SavedSample], key_of: Callable[[SavedSample], str]) -> list[list[SavedSample]]:
     groups: dict[str, list[SavedSample]] = {}
     for sample in samples:
         groups.setdefault(key_of(sample), []).append(sample)
     return list(groups.values())
 
 
-def _dullness(group: Sequence[SavedSample]) -> float:
+def _negative_reward_std(group: Sequence[SavedSample]) -> float:
     return -float(np.std([sample.reward or 0.0 for sample in group]))
 
 
-def _in_turn(columns: Sequence[Sequence[list[SavedSample]]]) -> Iterator[list[SavedSample]]:
+def _interleave(columns: Sequence[Sequence[list[SavedSample]]]) -> Iterator[list[SavedSample]]:
     """The first of each column, then the second of each, and so on."""
     for row in itertools.zip_longest(*columns):
         yield from (group for group in row if group is not None)
 
 
-def _while_they_fit(groups: Iterable[list[SavedSample]], quota: int) -> Iterator[list[SavedSample]]:
+def _take_until_quota(groups: Iterable[list[SavedSample]], quota: int) -> Iterator[list[SavedSample]]:
     """Groups until the quota is spent; the last one may lose members."""
     for group in groups:
         if quota <= 0:
@@ -158,11 +160,11 @@ def _while_they_fit(groups: Iterable[list[SavedSample]], quota: int) -> Iterator
         quota -= len(group)
 
 
-def _read(viewer: Viewer, step: int, path: Path) -> list[SavedSample]:
+def _read_samples(viewer: ViewerContent, step: int, path: Path) -> list[SavedSample]:
     """The samples of a file; what cannot be read is noted and passed over."""
     samples = []
     try:
-        for line, record in read_jsonl_lines(path):
+        for line, record in read_jsonl_tolerant(path):
             try:
                 if isinstance(record, InputError):
                     raise record
@@ -187,13 +189,13 @@ def _sample(record: Mapping[str, Any], *, step: int, where: str) -> SavedSample:
         step=step,
         uid=record["uid"],
         group=str(record.get("group_id")),
-        prompt=_conversation(record.get("prompt")),
+        prompt=_prompt_text(record.get("prompt")),
         answer=None if answer is None else str(answer),
         completion=record["completion"],
         finish_reason=str(record.get("finish_reason", "")),
         num_tokens=len(ids) if isinstance(ids, list) else None,
-        reward=number(record, "reward"),
-        rewards={str(name): number(rewards, name) for name in rewards} if isinstance(rewards, dict) else {},
+        reward=finite_metric(record, "reward"),
+        rewards={str(name): finite_metric(rewards, name) for name in rewards} if isinstance(rewards, dict) else {},
         advantage=float(advantages[0]) if len(advantages) and np.isfinite(advantages[0]) else None,
         logprobs=_numbers(record.get("behavior_logprobs")),
     )
@@ -203,14 +205,14 @@ def _numbers(values: Any) -> np.ndarray:
     return np.array([v if is_number(v) else np.nan for v in values] if isinstance(values, list) else [], np.float64)
 
 
-def _conversation(source: Any) -> str:
+def _prompt_text(source: Any) -> str:
     """The prompt before its chat template."""
     if isinstance(source, list):
         return "\n\n".join(f"{m.get('role')}: {m.get('content')}" for m in source if isinstance(m, dict))
     return str(source)
 
 
-def _bounded(text: str) -> str:
+def _truncate(text: str) -> str:
     beyond = len(text) - MAX_CHARACTERS
     return text if beyond <= 0 else f"{text[:MAX_CHARACTERS]} … ({beyond:,} more characters)"
 
@@ -220,9 +222,9 @@ def _as_json(sample: SavedSample) -> dict[str, Any]:
     return {
         "step": sample.step,
         "uid": sample.uid,
-        "completion": _bounded(sample.completion),
+        "completion": _truncate(sample.completion),
         "finish": sample.finish_reason,
-        "end": sample.end,
+        "end": sample.completion_status,
         "tokens": sample.num_tokens,
         "reward": _rounded(sample.reward),
         "rewards": {name: _rounded(value) for name, value in sample.rewards.items()},

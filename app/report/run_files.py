@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.records.jsonl import read_jsonl_lines
-from app.report.metrics_history import History, Record, training_steps
+from app.records.jsonl import read_jsonl_tolerant
+from app.report.metrics_history import History, MetricsRecord, training_steps
 from settings import InputError, Settings
 from settings.loading.fields import FIELDS, value_of
 from settings.loading.printing import from_yaml
 
-SAMPLE_FILE = re.compile(r"step_(\d+)\.jsonl")
+SAMPLE_FILE_PATTERN = re.compile(r"step_(\d+)\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenSetting:
+class NonDefaultSetting:
     """A setting that is not at its default."""
 
     name: str
@@ -36,7 +36,7 @@ class RunFiles:
     history: History
     settings: Mapping[str, tuple[Any, str]]
     """Dotted name -> (value, provenance)."""
-    sessions: Sequence[Record]
+    sessions: Sequence[MetricsRecord]
     """One for each start of the program; see `app.tracking.run_log`."""
     rollouts: Mapping[int, Path]
     evaluations: Mapping[int, Path]
@@ -50,7 +50,7 @@ class RunFiles:
             raise InputError(f"{path} {found}; expected a run directory, as `grpo train` makes them in run.dir")
         settings, metrics = path / "settings.yaml", path / "metrics.jsonl"
         if not settings.is_file():
-            raise InputError(f"{path} holds no settings.yaml, so it is no run directory{_runs_below(path)}")
+            raise InputError(f"{path} holds no settings.yaml, so it is no run directory{_list_runs_in(path)}")
         history = _read_metrics(metrics) if metrics.is_file() else []
         if not training_steps(history):
             raise InputError(f"{path} has no finished training step yet, so there is nothing to report")
@@ -67,30 +67,30 @@ class RunFiles:
         """Its value; None where the run did not know it."""
         return self.settings.get(name, (None, ""))[0]
 
-    def chosen_settings(self) -> list[ChosenSetting]:
+    def non_default_settings(self) -> list[NonDefaultSetting]:
         """Settings that somebody set, or that were derived, to something else than the default."""
         defaults = Settings()
         chosen = []
         for name, (value, origin) in self.settings.items():
-            default = _plain(value_of(defaults, name)) if name in FIELDS else None
+            default = _to_json_value(value_of(defaults, name)) if name in FIELDS else None
             if origin != "default" and value != default:
-                chosen.append(ChosenSetting(name, value, default, origin))
+                chosen.append(NonDefaultSetting(name, value, default, origin))
         return chosen
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """As `settings.yaml` spells it."""
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+        return [_to_json_value(item) for item in value]
     return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
 
 
-def _read_metrics(path: Path) -> list[Record]:
+def _read_metrics(path: Path) -> list[MetricsRecord]:
     """Every whole line. A last line without its end is one that is being written, or was when the run was killed."""
-    lines = list(read_jsonl_lines(path))
-    if lines and isinstance(lines[-1][1], InputError) and not _ends_its_last_line(path):
+    lines = list(read_jsonl_tolerant(path))
+    if lines and isinstance(lines[-1][1], InputError) and not _ends_with_newline(path):
         lines.pop()
-    history: list[Record] = []
+    history: list[MetricsRecord] = []
     for line, record in lines:
         if isinstance(record, InputError):
             raise InputError(f"{record}; mend or delete that line")
@@ -100,7 +100,7 @@ def _read_metrics(path: Path) -> list[Record]:
     return history
 
 
-def _ends_its_last_line(path: Path) -> bool:
+def _ends_with_newline(path: Path) -> bool:
     return path.read_bytes()[-1:] == b"\n"
 
 
@@ -111,21 +111,21 @@ def _read_settings(path: Path) -> Mapping[str, tuple[Any, str]]:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _read_sessions(path: Path) -> list[Record]:
+def _read_sessions(path: Path) -> list[MetricsRecord]:
     """A run of an older version has none; a damaged line is no reason to show no report."""
     if not path.is_file():
         return []
-    return [record for _, record in read_jsonl_lines(path) if not isinstance(record, InputError)]
+    return [record for _, record in read_jsonl_tolerant(path) if not isinstance(record, InputError)]
 
 
 def sample_files(folder: Path) -> dict[int, Path]:
     """By step, oldest first."""
     if not folder.is_dir():
         return {}
-    found = {int(match[1]): path for path in folder.iterdir() if (match := SAMPLE_FILE.fullmatch(path.name))}
+    found = {int(match[1]): path for path in folder.iterdir() if (match := SAMPLE_FILE_PATTERN.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 
-def _runs_below(path: Path) -> str:
+def _list_runs_in(path: Path) -> str:
     runs = sorted(child.name for child in path.iterdir() if (child / "settings.yaml").is_file())
     return f"; it holds the runs {', '.join(runs[:5])}{', ...' if len(runs) > 5 else ''}" if runs else ""

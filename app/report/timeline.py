@@ -9,10 +9,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from app.records.atomic_write import write_whole
-from app.records.jsonl import check_output
+from app.records.atomic_write import write_atomic
+from app.records.jsonl import check_output_path
 from app.report.html_pages import timeline_page
-from app.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, as_label
+from app.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, escape_label
 from app.report.render import POINTS_PER_INCH, STYLE, inline_svg
 from settings.errors import InputError
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Activity = Literal["probe", "fast", "heavy", "suspended"]
-IDLE = "#e4e4e4"
+IDLE_COLOR = "#e4e4e4"
 COLORS: dict[str, str] = {"probe": ORANGE, "fast": BLUE, "heavy": RED, "suspended": PURPLE}
 SLOT_HEIGHT, LANE_GAP = 0.11, 0.8
 """Inches of a slot; slots between workers."""
-SAME_MOMENT_S = 1e-6
+MERGE_GAP_S = 1e-6
 MAX_SLOTS = 128
 """Drawn of a panel."""
 WIDTH = 10.0
 """Inches."""
-LEAST_HEIGHT = 6.0
+MIN_HEIGHT = 6.0
 """Of a panel, in slots."""
-KINDS = (".png", ".svg", ".html")
+SUPPORTED_SUFFIXES = (".png", ".svg", ".html")
 
 
-class Bar(NamedTuple):
+class TimelineBar(NamedTuple):
     """A row that decodes, or a sample that lies suspended."""
 
     worker: str
@@ -54,7 +54,7 @@ class TimelinePanel:
     title: str
     slots: tuple[tuple[str, int], ...]
     """Every worker and how many it has."""
-    bars: tuple[Bar, ...]
+    bars: tuple[TimelineBar, ...]
     makespan_s: float
     lower_bound_s: float | None = None
 
@@ -79,11 +79,11 @@ class TimelinePanel:
         return self.title if drawn == slots else f"{self.title} (the first {drawn} of {slots} slots)"
 
 
-def check_timeline(path: Path) -> None:
+def check_timeline_path(path: Path) -> None:
     """Raises InputError where no timeline can be written."""
-    if path.suffix.lower() not in KINDS:
+    if path.suffix.lower() not in SUPPORTED_SUFFIXES:
         raise InputError(f"--timeline: expected a name that ends in .png, .svg or .html, got {path}")
-    check_output(path)
+    check_output_path(path)
 
 
 def write_timeline(path: Path, panels: Sequence[TimelinePanel], *, title: str, table: Sequence[Sequence[str]]) -> None:
@@ -94,14 +94,14 @@ def write_timeline(path: Path, panels: Sequence[TimelinePanel], *, title: str, t
     """
     suffix = path.suffix.lower()
     if suffix != ".html":
-        return write_whole(path, timeline_picture(panels, title=title, kind="svg" if suffix == ".svg" else "png"))
+        return write_atomic(path, render_timeline(panels, title=title, kind="svg" if suffix == ".svg" else "png"))
     width, height = (inches * POINTS_PER_INCH for inches in _size(panels))
-    svg = timeline_picture(panels, title="", kind="svg", is_inline=True).decode("utf-8")
+    svg = render_timeline(panels, title="", kind="svg", is_inline=True).decode("utf-8")
     element = inline_svg(svg, label=title, box=f"0 0 {width:g} {height:g}")
-    return write_whole(path, timeline_page(element, table, title=title).encode("utf-8"))
+    return write_atomic(path, timeline_page(element, table, title=title).encode("utf-8"))
 
 
-def timeline_picture(
+def render_timeline(
     panels: Sequence[TimelinePanel], *, title: str, kind: Literal["png", "svg"] = "png", is_inline: bool = False
 ) -> bytes:
     """All panels over one time axis; the same bytes for the same panels.
@@ -118,7 +118,7 @@ def timeline_picture(
         matplotlib.rcdefaults()
         letters = "none" if is_inline else "path"
         matplotlib.rcParams.update(STYLE | {"svg.hashsalt": "timeline", "svg.fonttype": letters})
-        heights = [max(panel.height, LEAST_HEIGHT) for panel in panels]
+        heights = [max(panel.height, MIN_HEIGHT) for panel in panels]
         figure = Figure(figsize=_size(panels))
         FigureCanvasAgg(figure)
         grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)
@@ -126,7 +126,7 @@ def timeline_picture(
             _draw(axes, panel)
         grid[-1, 0].set_xlabel("seconds")
         grid[-1, 0].set_xlim(0, 1.01 * max(panel.makespan_s for panel in panels))
-        _explain(figure, title)
+        _add_legend(figure, title)
         picture = io.BytesIO()
         metadata = {"Date": None} if kind == "svg" else {"Software": None}
         figure.savefig(picture, format=kind, dpi=130, transparent=is_inline, metadata=metadata)
@@ -135,22 +135,22 @@ def timeline_picture(
 
 def _size(panels: Sequence[TimelinePanel]) -> tuple[float, float]:
     """Inches."""
-    return WIDTH, 1.0 + sum(SLOT_HEIGHT * max(panel.height, LEAST_HEIGHT) + 0.45 for panel in panels)
+    return WIDTH, 1.0 + sum(SLOT_HEIGHT * max(panel.height, MIN_HEIGHT) + 0.45 for panel in panels)
 
 
 def _draw(axes: Axes, panel: TimelinePanel) -> None:
     top, tops, ticks, labels = 0.0, {}, [], []
     for worker, slots in panel.drawn_slots:
         tops[worker] = top
-        axes.broken_barh([(0, panel.makespan_s)], (top, slots), facecolors=IDLE, linewidth=0)
+        axes.broken_barh([(0, panel.makespan_s)], (top, slots), facecolors=IDLE_COLOR, linewidth=0)
         ticks.append(top + slots / 2)
-        labels.append(as_label(worker))
+        labels.append(escape_label(worker))
         top += slots + LANE_GAP
     slots = dict(panel.drawn_slots)
     rows = [bar for bar in panel.bars if bar.activity != "suspended" and bar.slot < slots.get(bar.worker, 0)]
     rows.sort(key=lambda bar: (bar.worker, bar.slot, bar.start_s))
     for (worker, slot), bars in groupby(rows, key=lambda bar: (bar.worker, bar.slot)):
-        merged = list(_merged(bars))
+        merged = list(_merge_adjacent(bars))
         axes.broken_barh(
             [(bar.start_s, bar.end_s - bar.start_s) for bar in merged], (tops[worker] + slot, 0.92),
             facecolors=[COLORS[bar.activity] for bar in merged], edgecolor="white", linewidth=0.3,
@@ -165,15 +165,15 @@ def _draw(axes: Axes, panel: TimelinePanel) -> None:
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
     axes.set_ylim(top + 1.2, -0.3)
-    axes.set_title(as_label(panel.heading), fontsize=9, loc="left")
+    axes.set_title(escape_label(panel.heading), fontsize=9, loc="left")
 
 
-def _merged(bars: Iterable[Bar]) -> Iterable[Bar]:
+def _merge_adjacent(bars: Iterable[TimelineBar]) -> Iterable[TimelineBar]:
     """The segments of a sample that follow each other as one bar: they are hundreds."""
-    last: Bar | None = None
+    last: TimelineBar | None = None
     for bar in bars:
         goes_on = last is not None and (bar.activity, bar.sample) == (last.activity, last.sample)
-        if last is not None and goes_on and bar.start_s - last.end_s < SAME_MOMENT_S:
+        if last is not None and goes_on and bar.start_s - last.end_s < MERGE_GAP_S:
             last = last._replace(end_s=bar.end_s)
         else:
             if last is not None:
@@ -183,15 +183,15 @@ def _merged(bars: Iterable[Bar]) -> Iterable[Bar]:
         yield last
 
 
-def _explain(figure: Figure, title: str) -> None:
+def _add_legend(figure: Figure, title: str) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=color, label=label) for label, color in {**COLORS, "idle": IDLE}.items()]
+    handles = [Patch(facecolor=color, label=label) for label, color in {**COLORS, "idle": IDLE_COLOR}.items()]
     lines = [
         Line2D([], [], color=GREEN, linestyle="--", linewidth=1.2, label="lower bound"),
         Line2D([], [], color=GREY, linewidth=1.0, label="end"),
     ]
     if title:
-        figure.suptitle(as_label(title), x=0.01, ha="left", fontsize=10, fontweight="bold")
+        figure.suptitle(escape_label(title), x=0.01, ha="left", fontsize=10, fontweight="bold")
     figure.legend(handles=[*handles, *lines], loc="outside lower right", ncols=7, frameon=False)

@@ -6,33 +6,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.records.atomic_write import write_whole
-from app.report.alerts import alerts_of
+from app.records.atomic_write import write_atomic
+from app.report.alerts import find_alerts
 from app.report.html_pages import report_page, rollouts_page
 from app.report.metrics_history import training_steps
-from app.report.plots import Evidence
-from app.report.render import Picture, pictures
-from app.report.rollout_viewer import DEFAULT_SAMPLES, viewer_of
+from app.report.plots import PlotData
+from app.report.render import RenderedPlot, render_panels
+from app.report.rollout_viewer import DEFAULT_NUM_SAMPLES, build_viewer
 from app.report.run_files import RunFiles
 from settings.errors import InputError
 
 
-def write_report(path: Path, *, num_samples: int = DEFAULT_SAMPLES) -> dict[str, Any]:
+def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[str, Any]:
     """Writes the report from the files of a run alone, each file whole or not at all. Returns what was written.
 
     Raises:
         InputError: `path` is no run, has no step yet, has a damaged metrics file, or cannot be written to.
     """
     run = RunFiles.read(path)
-    viewer = viewer_of(run.rollouts, run.evaluations, num_samples=num_samples)
-    alerts = alerts_of(run.history)
-    drawn = pictures(Evidence(run.history, _eval_counts(run)))
+    viewer = build_viewer(run.rollouts, run.evaluations, num_samples=num_samples)
+    alerts = find_alerts(run.history)
+    drawn = render_panels(PlotData(run.history, _eval_counts(run)))
     pages = {"report.html": report_page(run, drawn, alerts), "rollouts.html": rollouts_page(run, viewer)}
     try:
         _write_plots(path / "plots", drawn)
         for name, page in pages.items():
             # A lone surrogate has no UTF-8; as a character reference it is shown as what it is, undecodable.
-            write_whole(path / name, page.encode("utf-8", "xmlcharrefreplace"))
+            write_atomic(path / name, page.encode("utf-8", "xmlcharrefreplace"))
     except OSError as error:
         # A disk that is full is not a file's fault, and names none.
         raise InputError(f"{error.filename or path}: cannot be written: {error.strerror}") from error
@@ -58,11 +58,11 @@ def _num_lines(path: Path) -> int:
         return sum(1 for line in file if line.strip())
 
 
-def _write_plots(folder: Path, drawn: Mapping[str, Picture | None]) -> None:
+def _write_plots(folder: Path, plots: Mapping[str, RenderedPlot | None]) -> None:
     """A plot that has lost its data, as after a resume from an earlier step, goes."""
     folder.mkdir(exist_ok=True)
-    for name, picture in drawn.items():
+    for name, picture in plots.items():
         if picture is None:
             (folder / f"{name}.png").unlink(missing_ok=True)
         else:
-            write_whole(folder / f"{name}.png", picture.png)
+            write_atomic(folder / f"{name}.png", picture.png)

@@ -15,8 +15,8 @@ from fractions import Fraction
 
 from app.reward.numbers import (
     MAX_NUMBER_CHARACTERS,
+    MAX_SEARCHED_CHARACTERS,
     NUMBER_PATTERN,
-    WINDOW_CHARACTERS,
     last_number,
     parse_number,
 )
@@ -39,7 +39,7 @@ def extract(completion: str) -> str | None:
 
 def extract_marked(completion: str) -> str | None:
     r"""The number in the last `#### n` or `\boxed{n}`, as it is written; or None."""
-    completion = completion[-WINDOW_CHARACTERS:]
+    completion = completion[-MAX_SEARCHED_CHARACTERS:]
     marked = [(match.start(), match["number"]) for match in _HASHES.finditer(completion)]
     for match in _BOX.finditer(completion):
         if (number := _number_in_box(match["content"])) is not None:

@@ -15,7 +15,7 @@ except ModuleNotFoundError:  # without the extra [math]; whoever asks for this r
 # It warns that its own clocks, which need signals, are off; the worker's stand in for them.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-MARKS = ("$", "\\boxed", "\\(", "\\[")
+MATH_DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
 def math_verify(completion: str, answer: str) -> float:
@@ -28,7 +28,7 @@ def math_verify(completion: str, answer: str) -> float:
     """
     assert parse is not None and verify is not None
     reference = answer.rpartition("####")[2].strip()
-    if not any(mark in reference for mark in MARKS):
+    if not any(mark in reference for mark in MATH_DELIMITERS):
         reference = f"${reference}$"
     expected = parse(reference, parsing_timeout=0)
     if not expected:

@@ -15,7 +15,7 @@ from fractions import Fraction
 MAX_NUMBER_CHARACTERS = 200
 """A longer number is no answer: exact arithmetic on it would only cost time."""
 
-WINDOW_CHARACTERS = 100_000
+MAX_SEARCHED_CHARACTERS = 100_000
 """An answer is looked for in the end of a completion of this length (some 25,000 tokens)."""
 
 _UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3}){1,40}+|[0-9]++)(?:\.[0-9]++)?|\.[0-9]++)"
@@ -28,7 +28,7 @@ NUMBER_PATTERN = (
 )
 """One number, to stand at most once in a larger pattern."""
 
-_ALONE = re.compile(rf"{NUMBER_PATTERN}[ ]?(?:\\?%)?\.?")
+_WHOLE_TEXT = re.compile(rf"{NUMBER_PATTERN}[ ]?(?:\\?%)?\.?")
 # A sign right after a letter, a digit or a bracket is a minus between two terms; digits inside a
 # word (`x2`), or after a point that belongs to a number already read (`1.2.3`), are no number.
 _IN_TEXT = re.compile(rf"(?<![\w)])(?<![0-9]\.){NUMBER_PATTERN}")
@@ -39,11 +39,11 @@ def parse_number(text: str) -> Fraction | None:
     text = text.strip()
     if len(text) > MAX_NUMBER_CHARACTERS:
         return None
-    match = _ALONE.fullmatch(text)
+    match = _WHOLE_TEXT.fullmatch(text)
     if match is None or (match["sign"] and match["inner_sign"]):
         return None
-    numerator = _exact(match["over"] or match["frac_over"])
-    denominator = _exact(match["under"] or match["frac_under"] or "1")
+    numerator = _to_fraction(match["over"] or match["frac_over"])
+    denominator = _to_fraction(match["under"] or match["frac_under"] or "1")
     if denominator == 0:
         return None
     value = numerator / denominator
@@ -53,10 +53,10 @@ def parse_number(text: str) -> Fraction | None:
 def last_number(text: str) -> str | None:
     """The last number in `text` as it is written there, or None. Reads `WINDOW_CHARACTERS` at most."""
     last = None
-    for match in _IN_TEXT.finditer(text[-WINDOW_CHARACTERS:]):
+    for match in _IN_TEXT.finditer(text[-MAX_SEARCHED_CHARACTERS:]):
         last = match
     return last.group() if last else None
 
 
-def _exact(digits: str) -> Fraction:
+def _to_fraction(digits: str) -> Fraction:
     return Fraction(digits.replace(",", ""))

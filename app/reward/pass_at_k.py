@@ -23,7 +23,7 @@ def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def majority_share(votes: Sequence[Hashable | None], right: Hashable) -> float:
+def majority_vote_accuracy(answers: Sequence[Hashable | None], reference: Hashable) -> float:
     """How likely the most frequent answer is the right one, where ties are broken by chance.
 
     1/t where the right answer is among t that are the most frequent, else 0. Samples without an answer (None) do not
@@ -31,7 +31,7 @@ def majority_share(votes: Sequence[Hashable | None], right: Hashable) -> float:
 
     Source: Wang et al. 2022, Self-consistency improves chain of thought reasoning in language models.
     """
-    counts = Counter(vote for vote in votes if vote is not None)
+    counts = Counter(vote for vote in answers if vote is not None)
     most = max(counts.values(), default=0)
     winners = [vote for vote, count in counts.items() if count == most]
-    return 1 / len(winners) if right in winners else 0.0
+    return 1 / len(winners) if reference in winners else 0.0

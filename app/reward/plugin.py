@@ -8,27 +8,27 @@ from typing import Any
 
 from app.records.sample import Sample
 from app.reward.plugin_signature import (
-    FROM_THE_TRAINER,
-    Columns,
+    TRAINER_ARGUMENTS,
+    DataColumns,
     Parameter,
     SignatureError,
-    arguments_for,
+    build_arguments,
     read_signature,
 )
-from app.reward.process_pool import NONSENSE, LoadError, WorkerPool
-from app.reward.reward_outcome import Failure, Outcome
+from app.reward.process_pool import INVALID_ANSWER, LoadError, ProcessPool
+from app.reward.reward_outcome import RewardFailure, RewardOutcome
 from settings.errors import InputError
 
-DIED = ("exit", "memory")
+PROCESS_DEATH_KINDS = ("exit", "memory")
 """Failures that an earlier call in the same process may have caused."""
 
 
-class PlugInLostError(Exception):
+class PlugInUnavailableError(Exception):
     """A plug-in that could be loaded when the run began, and cannot any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class StepInfo:
     """Where the training is: what `trainer_state` tells."""
 
     step: int = 0
@@ -50,9 +50,9 @@ class PlugIn:
     def __init__(
         self,
         name: str,
-        pool: WorkerPool,
+        pool: ProcessPool,
         parameters: Sequence[Parameter],
-        columns: Columns,
+        columns: DataColumns,
         *,
         batch_size: int,
         max_characters: int,
@@ -68,7 +68,9 @@ class PlugIn:
         self._max_characters = max_characters
 
     @classmethod
-    def load(cls, name: str, pool: WorkerPool, columns: Columns, *, batch_size: int, max_characters: int) -> PlugIn:
+    def load(
+        cls, name: str, pool: ProcessPool, columns: DataColumns, *, batch_size: int, max_characters: int
+    ) -> PlugIn:
         """Imports the function in its first worker, and finds out how to call it.
 
         Raises:
@@ -89,12 +91,12 @@ class PlugIn:
             raise InputError(f"reward.functions: {pool.function}: {problem}") from problem
 
     @property
-    def report(self) -> str:
+    def summary(self) -> str:
         """How the function is called, in one line."""
         unlimited = f"; this system does not limit {', '.join(self._unlimited)}" if self._unlimited else ""
         return f"reward {self.name}: {self._pool.function}, {self._signature.to_text()}{unlimited}"
 
-    def for_held_out(self, columns: Columns) -> PlugIn:
+    def for_held_out(self, columns: DataColumns) -> PlugIn:
         """The same function in the same workers, given what the evaluation's data have.
 
         Raises:
@@ -115,7 +117,7 @@ class PlugIn:
                 f"data.eval_source: {self._pool.function} judges held-out answers too: {problem}"
             ) from None
 
-    def outcomes(self, samples: Sequence[Sample], moment: Moment) -> list[Outcome]:
+    def compute_outcomes(self, samples: Sequence[Sample], step_info: StepInfo) -> list[RewardOutcome]:
         """One outcome per sample, in order.
 
         A batch that fails is tried again group by group, and then sample by sample; a sample whose process died is
@@ -124,12 +126,12 @@ class PlugIn:
         Raises:
             PlugInLostError: a worker died and no other can be started, twice.
         """
-        found: list[Outcome | None] = [None] * len(samples)
+        found: list[RewardOutcome | None] = [None] * len(samples)
         batches = list(self._batches(samples))
         while batches:
-            batches = self._call(batches, samples, moment, found)
-        died = [(i,) for i, o in enumerate(found) if o and o.failure and o.failure.kind in DIED]
-        self._call(died, samples, moment, found, fresh=True)
+            batches = self._call(batches, samples, step_info, found)
+        died = [(i,) for i, o in enumerate(found) if o and o.failure and o.failure.kind in PROCESS_DEATH_KINDS]
+        self._call(died, samples, step_info, found, fresh=True)
         return [outcome for outcome in found if outcome is not None]
 
     def _batches(self, samples: Sequence[Sample]) -> Iterator[tuple[int, ...]]:
@@ -138,7 +140,7 @@ class PlugIn:
             yield from ((index,) for index in range(len(samples)))
             return
         batch: tuple[int, ...] = ()
-        for group in by_group(range(len(samples)), samples):
+        for group in group_indices(range(len(samples)), samples):
             if batch and len(batch) + len(group) > self._batch_size:
                 yield batch
                 batch = ()
@@ -150,43 +152,43 @@ class PlugIn:
         self,
         batches: Sequence[tuple[int, ...]],
         samples: Sequence[Sample],
-        moment: Moment,
-        found: list[Outcome | None],
+        step_info: StepInfo,
+        found: list[RewardOutcome | None],
         *,
         fresh: bool = False,
     ) -> list[tuple[int, ...]]:
         """Notes the outcomes of the batches; returns the parts of those that failed as a whole."""
-        requests = [self._request([samples[i] for i in batch], moment) for batch in batches]
+        requests = [self._request([samples[i] for i in batch], step_info) for batch in batches]
         try:
             answers = self._pool.run(requests, fresh=fresh)
         except LoadError as problem:
-            raise PlugInLostError(f"reward {self.name}: no worker can be started any more: {problem}") from None
+            raise PlugInUnavailableError(f"reward {self.name}: no worker can be started any more: {problem}") from None
         parts: list[tuple[int, ...]] = []
         for batch, answer in zip(batches, answers, strict=True):
             if isinstance(answer, list) and len(answer) != len(batch):
-                answer = NONSENSE
-            if isinstance(answer, Failure) and len(batch) > 1:
-                groups = list(by_group(batch, samples))
+                answer = INVALID_ANSWER
+            if isinstance(answer, RewardFailure) and len(batch) > 1:
+                groups = list(group_indices(batch, samples))
                 parts += groups if len(groups) > 1 else [(index,) for index in batch]
                 continue
-            outcomes = [Outcome(failure=answer)] if isinstance(answer, Failure) else answer
+            outcomes = [RewardOutcome(failure=answer)] if isinstance(answer, RewardFailure) else answer
             for index, outcome in zip(batch, outcomes, strict=True):
                 found[index] = outcome
         return parts
 
-    def _request(self, samples: Sequence[Sample], moment: Moment) -> dict[str, Any]:
+    def _request(self, samples: Sequence[Sample], step_info: StepInfo) -> dict[str, Any]:
         signature = self._signature
-        arguments = arguments_for(signature, samples, self._columns, max_characters=self._max_characters)
+        arguments = build_arguments(signature, samples, self._columns, max_characters=self._max_characters)
         request = {"arguments": arguments, "is_batch": signature.is_batch, "num_samples": len(samples)}
-        asked = [name for name in FROM_THE_TRAINER if name in signature.arguments and name not in arguments]
+        asked = [name for name in TRAINER_ARGUMENTS if name in signature.arguments and name not in arguments]
         if "trainer_state" in asked:
-            request["trainer_state"] = {"global_step": moment.step, "max_steps": moment.num_steps}
+            request["trainer_state"] = {"global_step": step_info.step, "max_steps": step_info.num_steps}
         if "log_metric" in asked:
             request["log_metric"] = True
         return request
 
 
-def by_group(indices: Sequence[int], samples: Sequence[Sample]) -> Iterator[tuple[int, ...]]:
+def group_indices(indices: Sequence[int], samples: Sequence[Sample]) -> Iterator[tuple[int, ...]]:
     """The indices of each group, in the order of their first samples."""
     groups: dict[int, list[int]] = {}
     for index in indices:

@@ -21,14 +21,14 @@ ANSWER_NAMES = ("answer", "ground_truth", "solution")
 PROMPT_NAMES = ("question", "problem", "messages")
 """What data sets call their answer and prompt columns; in a function's signature they mean the same."""
 
-OWN: Mapping[StyleName, tuple[str, ...]] = {
+SAMPLE_ARGUMENTS: Mapping[StyleName, tuple[str, ...]] = {
     "batch": ("prompts", "completions", "completion_ids"),
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
     "by name": ("prompt", "completion", "completion_ids"),
 }
 """What a style calls the parts of a sample."""
 
-FROM_THE_TRAINER = ("trainer_state", "log_metric")
+TRAINER_ARGUMENTS = ("trainer_state", "log_metric")
 """What a batch-style function may further ask for: the step, and a way to log a number."""
 
 
@@ -42,7 +42,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class DataColumns:
     """What the data can fill a parameter with, besides the sample itself."""
 
     extra: frozenset[str]
@@ -55,14 +55,14 @@ class Columns:
     """`data_source`, where no column says it."""
 
     @classmethod
-    def of(
+    def from_rows(
         cls,
         rows: Iterable[Any],
         *,
         source: str,
         prompt_column: str | None = None,
         answer_column: str | None = None,
-    ) -> Columns:
+    ) -> DataColumns:
         """Of rows or prompts; a column counts when one of them has it."""
         rows = list(rows)
         has_answers = any(row.answer is not None for row in rows)
@@ -84,7 +84,7 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
+class PlugInSignature:
     """A style, and the names of the arguments to pass."""
 
     style: StyleName
@@ -104,7 +104,7 @@ class SignatureError(ValueError):
     """No style fits a function."""
 
 
-def read_signature(parameters: Sequence[Parameter], columns: Columns) -> Signature:
+def read_signature(parameters: Sequence[Parameter], columns: DataColumns) -> PlugInSignature:
     """The style of a function and what it is to be given.
 
     Raises:
@@ -113,19 +113,21 @@ def read_signature(parameters: Sequence[Parameter], columns: Columns) -> Signatu
     named = [p for p in parameters if p.kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
     takes_everything = any(p.kind == "VAR_KEYWORD" for p in parameters)
     style = _style({p.name for p in named}, takes_everything)
-    fillable = _fillable(style, columns)
+    fillable = _available_arguments(style, columns)
     wanted = [p.name for p in parameters if p.kind == "POSITIONAL_ONLY" and not p.is_optional]
     if wanted:
-        raise SignatureError(f"takes {_listed(wanted)} by position only; arguments are passed by name")
+        raise SignatureError(f"takes {_quote_names(wanted)} by position only; arguments are passed by name")
     unknown = [p.name for p in named if not p.is_optional and p.name not in fillable]
     arguments = [p.name for p in named if p.name in fillable]
     if takes_everything:
-        again = columns.prompts - columns.extra - set(OWN[style])  # other names of the prompt
+        again = columns.prompts - columns.extra - set(SAMPLE_ARGUMENTS[style])  # other names of the prompt
         arguments += [name for name in fillable if name not in arguments and name not in again]
     if unknown or not arguments:
-        problem = f"asks for {_listed(unknown)}, which nothing fills" if unknown else "takes nothing that a sample has"
-        raise SignatureError(f"{problem}. {_offer(columns)}")
-    return Signature(style, tuple(arguments))
+        problem = (
+            f"asks for {_quote_names(unknown)}, which nothing fills" if unknown else "takes nothing that a sample has"
+        )
+        raise SignatureError(f"{problem}. {_describe_available(columns)}")
+    return PlugInSignature(style, tuple(arguments))
 
 
 def _style(names: set[str], takes_everything: bool) -> StyleName:
@@ -136,27 +138,27 @@ def _style(names: set[str], takes_everything: bool) -> StyleName:
     return "batch" if takes_everything and not names else "by name"
 
 
-def _fillable(style: StyleName, columns: Columns) -> list[str]:
-    names = [*OWN[style], *sorted(columns.answers), *sorted(columns.extra), *sorted(columns.prompts)]
+def _available_arguments(style: StyleName, columns: DataColumns) -> list[str]:
+    names = [*SAMPLE_ARGUMENTS[style], *sorted(columns.answers), *sorted(columns.extra), *sorted(columns.prompts)]
     if style == "batch":
-        names += FROM_THE_TRAINER
+        names += TRAINER_ARGUMENTS
     return list(dict.fromkeys(names))
 
 
-def _offer(columns: Columns) -> str:
-    data = _listed([*(["answer"] if columns.answers else []), *sorted(columns.extra)]) or "none"
+def _describe_available(columns: DataColumns) -> str:
+    data = _quote_names([*(["answer"] if columns.answers else []), *sorted(columns.extra)]) or "none"
     return (
         "A function takes a batch (prompts, completions, completion_ids), or one sample (prompt, completion, or verl's "
         f"data_source, solution_str, ground_truth, extra_info), and in either case columns of the data: {data}"
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _quote_names(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def arguments_for(
-    signature: Signature, samples: Sequence[Sample], columns: Columns, *, max_characters: int
+def build_arguments(
+    signature: PlugInSignature, samples: Sequence[Sample], columns: DataColumns, *, max_characters: int
 ) -> dict[str, Any]:
     """What a call over the samples gets by name: lists in batch style, else of the one sample.
 
@@ -167,7 +169,7 @@ def arguments_for(
         "prompt": lambda s: s.prompt.source,
         "prompts": lambda s: s.prompt.source,
         "completion": lambda s: s.completion[-max_characters:],
-        "completions": lambda s: _as_the_prompt_is(s, s.completion[-max_characters:]),
+        "completions": lambda s: _match_prompt_format(s, s.completion[-max_characters:]),
         "solution_str": lambda s: s.completion[-max_characters:],
     }
     if signature.style == "verl":
@@ -178,13 +180,13 @@ def arguments_for(
         }
     arguments = {}
     for name in signature.arguments:
-        if name in FROM_THE_TRAINER and name not in columns.extra:
+        if name in TRAINER_ARGUMENTS and name not in columns.extra:
             continue
         values = [own[name](s) if name in own else columns.value(name, s) for s in samples]
         arguments[name] = values if signature.is_batch else values[0]
     return arguments
 
 
-def _as_the_prompt_is(sample: Sample, completion: str) -> str | list[dict[str, str]]:
+def _match_prompt_format(sample: Sample, completion: str) -> str | list[dict[str, str]]:
     """Text for a prompt that is text, a message for a chat: as TRL does."""
     return completion if isinstance(sample.prompt.source, str) else [{"role": "assistant", "content": completion}]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-LONGEST_TEXT = 300
+MAX_TEXT_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RewardFailure:
     """Why a function gave no value where it should have."""
 
     kind: str
@@ -20,11 +20,11 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RewardOutcome:
     """Neither `value` nor `failure`: the function abstained."""
 
     value: float | None = None
-    failure: Failure | None = None
+    failure: RewardFailure | None = None
     extras: Mapping[str, float] = field(default_factory=dict)
     """Numbers to be logged beside the value."""
 
@@ -33,12 +33,12 @@ class Outcome:
         return self.value is None and self.failure is None
 
 
-def printable(line: str) -> str:
+def replace_control_characters(line: str) -> str:
     """The line without control characters, which a terminal would obey."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
 
 
 def one_line(text: str) -> str:
     """The text as it may go to a terminal: one line, no control characters, not too long."""
-    shown = printable(" ".join(text[:2000].split()))
-    return shown if len(shown) <= LONGEST_TEXT else f"{shown[: LONGEST_TEXT - 3]}..."
+    shown = replace_control_characters(" ".join(text[:2000].split()))
+    return shown if len(shown) <= MAX_TEXT_CHARACTERS else f"{shown[: MAX_TEXT_CHARACTERS - 3]}..."

@@ -38,7 +38,7 @@ MATH_VERIFY = "math_verify"
 """Built in, but no task: it runs in worker processes (`app.reward.math_answers`)."""
 
 
-class Answered(Protocol):
+class HasAnswer(Protocol):
     """Whatever names itself and may have a reference answer: a row of a data set or a prompt."""
 
     @property
@@ -52,7 +52,7 @@ def is_task_reward(name: str) -> bool:
     return name.removesuffix(FORMAT_SUFFIX) in TASKS
 
 
-def grade(name: str, completion: str, prompt: Answered) -> float:
+def grade(name: str, completion: str, prompt: HasAnswer) -> float:
     """The value of one reward function, 0 or 1.
 
     Correctness compares exact fractions: `0.5`, `1/2` and `50/100` are the same answer.
@@ -63,8 +63,8 @@ def grade(name: str, completion: str, prompt: Answered) -> float:
     if name.endswith(FORMAT_SUFFIX):
         return float(_task(name).is_formatted(completion))
     check_answers([prompt], [name])
-    given = vote(name, completion)
-    return float(given is not None and given == right_vote(name, prompt))
+    given = extract_answer(name, completion)
+    return float(given is not None and given == reference_answer(name, prompt))
 
 
 def is_formatted(name: str, completion: str) -> bool:
@@ -72,18 +72,18 @@ def is_formatted(name: str, completion: str) -> bool:
     return _task(name).is_formatted(completion)
 
 
-def vote(name: str, completion: str) -> Fraction | None:
+def extract_answer(name: str, completion: str) -> Fraction | None:
     """What a completion answers, for the task that reward function `name` belongs to; None where it gives no number."""
     given = _task(name).extract(completion)
     return None if given is None else parse_number(given)
 
 
-def right_vote(name: str, prompt: Answered) -> Fraction | None:
+def reference_answer(name: str, prompt: HasAnswer) -> Fraction | None:
     """What a prompt's reference answer is, for that task; `check_answers` has seen that there is one."""
     return _task(name).parse_reference(prompt.answer or "")
 
 
-def check_answers(rows: Sequence[Answered], names: Sequence[str], *, held_out: str | None = None) -> None:
+def check_answers(rows: Sequence[HasAnswer], names: Sequence[str], *, eval_source: str | None = None) -> None:
     """Passes when every row can be graded; meant to be called before any device work.
 
     Names that are no task's are plug-ins, which say themselves what they need.
@@ -104,17 +104,17 @@ def check_answers(rows: Sequence[Answered], names: Sequence[str], *, held_out: s
         else:
             bad = []
         if bad:
-            raise InputError(_describe_ungradable(name, bad, held_out))
+            raise InputError(_describe_ungradable(name, bad, eval_source))
 
 
-def _describe_ungradable(name: str, bad: Sequence[Answered], held_out: str | None) -> str:
+def _describe_ungradable(name: str, bad: Sequence[HasAnswer], eval_source: str | None) -> str:
     first = bad[0]
     problem = "no answer" if first.answer is None else f"the answer {first.answer[-80:]!r}, no number"
     others = f" (and {len(bad) - 1:,} more rows are like it)" if len(bad) > 1 else ""
     is_task = is_task_reward(name)
     expected, instead = ("number", f", or reward only {name}{FORMAT_SUFFIX}") if is_task else ("answer", "")
-    whose = "" if held_out is None else f" of the evaluation set (data.eval_source: {held_out})"
-    other = "" if held_out is None else "another data.eval_source, or "
+    whose = "" if eval_source is None else f" of the evaluation set (data.eval_source: {eval_source})"
+    other = "" if eval_source is None else "another data.eval_source, or "
     return (
         f"reward.functions: {name} compares with a reference {expected}, but {first.uid}{whose} has {problem}{others};"
         f" choose {other}the column with data.answer_column{instead}"

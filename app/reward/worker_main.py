@@ -29,12 +29,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any, NoReturn
 
-MOST_EXTRAS = 32
+MAX_EXTRAS = 32
 """Further numbers kept of one sample."""
-EXTRA_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
+EXTRA_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 
-class RefusedError(Exception):
+class FunctionLoadError(Exception):
     """The function cannot be used; the message says why."""
 
 
@@ -50,7 +50,7 @@ class RewardLengthError(RewardValueError):
     kind = "length"
 
 
-class Channel:
+class TrainerChannel:
     """The pipes to the trainer, out of the function's reach: it reads nothing, and prints to stderr."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Channel:
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)
-        os.register_at_fork(after_in_child=self._leave)
+        os.register_at_fork(after_in_child=self._close_in_child)
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -67,9 +67,9 @@ class Channel:
         """A thread, because the trainer may go away while the function runs."""
         for line in self._requests:
             self._lines.put(line)
-        end_with_children()
+        kill_process_group()
 
-    def _leave(self) -> None:
+    def _close_in_child(self) -> None:
         """A child that outlives this process must not hold the pipe open: its end tells the trainer of our death."""
         if self._answers >= 0:
             os.close(self._answers)
@@ -84,7 +84,7 @@ class Channel:
             data = data[os.write(self._answers, data) :]
 
 
-def end_with_children() -> NoReturn:
+def kill_process_group() -> NoReturn:
     """Kills the process group, if it is our own."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
@@ -95,14 +95,14 @@ def main() -> None:
     """Loads the function, says what it takes, and calls it until the trainer goes away."""
     process_id = os.getpid()
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    channel = Channel()
+    channel = TrainerChannel()
     order = channel.receive()
     unlimited = limit_memory(order["memory_mib"] * 2**20)
     limit_cpu(order["load_cpu_s"])
     try:
         function = load_function(order["function"])
-        parameters = parameters_of(function)
-    except RefusedError as refusal:
+        parameters = describe_parameters(function)
+    except FunctionLoadError as refusal:
         channel.send({"refused": str(refusal)})
         return
     channel.send({"parameters": parameters, "unlimited": unlimited})
@@ -110,7 +110,7 @@ def main() -> None:
         while True:
             request = channel.receive()
             limit_cpu(order["cpu_s"])
-            answer = call(function, request, runner)
+            answer = call_function(function, request, runner)
             if os.getpid() != process_id:
                 os._exit(0)  # the function forked, and its child came back from it too
             channel.send(answer | {"call": request["call"]})
@@ -150,17 +150,19 @@ def load_function(function: str) -> Callable[..., Any]:
     for name in attribute.split("."):
         if not hasattr(target, name):
             known = [n for n, v in vars(module).items() if inspect.isroutine(v) and not n.startswith("_")]
-            raise RefusedError(f"{place} has no `{name}`; functions there: {', '.join(sorted(known)[:20]) or 'none'}")
+            raise FunctionLoadError(
+                f"{place} has no `{name}`; functions there: {', '.join(sorted(known)[:20]) or 'none'}"
+            )
         target = getattr(target, name)
     if isinstance(target, type) or not callable(target):
         is_class = "a class" if isinstance(target, type) else f"a {type(target).__name__}"
-        raise RefusedError(f"{attribute} is {is_class}, not a function")
+        raise FunctionLoadError(f"{attribute} is {is_class}, not a function")
     return target
 
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise RefusedError(f"no such file: {path.absolute()}")
+        raise FunctionLoadError(f"no such file: {path.absolute()}")
     name = f"reward_{path.stem}"
     specification = importlib.util.spec_from_file_location(name, path.absolute())
     assert specification is not None and specification.loader is not None
@@ -168,58 +170,58 @@ def _import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module
     loader = specification.loader
-    return _imported(str(path), lambda: loader.exec_module(module) or module)
+    return _run_import(str(path), lambda: loader.exec_module(module) or module)
 
 
 def _import_module(name: str) -> ModuleType:
     try:
-        return _imported(name, lambda: importlib.import_module(name))
-    except RefusedError as refusal:
+        return _run_import(name, lambda: importlib.import_module(name))
+    except FunctionLoadError as refusal:
         cause = refusal.__cause__
         if isinstance(cause, ModuleNotFoundError) and cause.name and f"{name}.".startswith(f"{cause.name}."):
             where = f"in {os.getcwd()} or among the installed packages"
-            raise RefusedError(f"there is no module `{cause.name}` {where}") from None
+            raise FunctionLoadError(f"there is no module `{cause.name}` {where}") from None
         raise
 
 
-def _imported(place: str, load: Callable[[], ModuleType]) -> ModuleType:
+def _run_import(place: str, load: Callable[[], ModuleType]) -> ModuleType:
     try:
         return load()
     except BaseException as error:  # sys.exit in a module is an error of that module like any other
-        raise RefusedError(f"importing {place} failed: {told(error)}") from error
+        raise FunctionLoadError(f"importing {place} failed: {describe_error(error)}") from error
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The last line of a traceback, and where it came from."""
     text = traceback.format_exception_only(error)[-1].strip()
-    place = _place(error.__traceback__)
+    place = _error_location(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
-        place = f"{_shown(error.filename)}:{error.lineno}"
+        place = f"{_relative_path(error.filename)}:{error.lineno}"
     return f"{text[:1000]} ({place})" if place else text[:1000]
 
 
-def _place(trace: TracebackType | None) -> str | None:
+def _error_location(trace: TracebackType | None) -> str | None:
     """The innermost line outside the standard library and the installed packages, or else outside this module."""
     lines = [(f.filename, f.lineno) for f in traceback.extract_tb(trace) if f.filename != __file__]
     lines = [(file, line) for file, line in lines if not file.startswith("<frozen")]
     own = [(file, line) for file, line in lines if not file.startswith((sys.prefix, sys.base_prefix))]
-    return f"{_shown((own or lines)[-1][0])}:{(own or lines)[-1][1]}" if lines else None
+    return f"{_relative_path((own or lines)[-1][0])}:{(own or lines)[-1][1]}" if lines else None
 
 
-def _shown(file: str) -> str:
+def _relative_path(file: str) -> str:
     return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
 
 
-def parameters_of(function: Callable[..., Any]) -> list[list[Any]]:
+def describe_parameters(function: Callable[..., Any]) -> list[list[Any]]:
     """Name, kind and whether it has a default, of each parameter."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        raise RefusedError("its signature cannot be read") from None
+        raise FunctionLoadError("its signature cannot be read") from None
     return [[p.name, p.kind.name, p.default is not p.empty] for p in signature.parameters.values()]
 
 
-def call(function: Callable[..., Any], request: Mapping[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
+def call_function(function: Callable[..., Any], request: Mapping[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
     """Calls the function, whatever happens, and says what came of it."""
     arguments = dict(request["arguments"])
     logged: dict[str, float] = {}
@@ -232,16 +234,16 @@ def call(function: Callable[..., Any], request: Mapping[str, Any], runner: async
         if inspect.isawaitable(result):
             result = runner.run(_awaited(result))
         if request["is_batch"]:
-            return {"outcomes": batch_outcomes(result, request["num_samples"], extras_of(logged))}
+            return {"outcomes": batch_outcomes(result, request["num_samples"], collect_extras(logged))}
         return {"outcomes": [sample_outcome(result)]}
     except RewardValueError as error:
         return {"failure": [error.kind, str(error)]}
     except MemoryError as error:
-        return {"failure": ["memory", told(error)]}
+        return {"failure": ["memory", describe_error(error)]}
     except SystemExit as error:
-        return {"failure": ["exit", told(error)]}
+        return {"failure": ["exit", describe_error(error)]}
     except BaseException as error:  # whatever it is, it costs this call alone
-        return {"failure": ["raised", told(error)]}
+        return {"failure": ["raised", describe_error(error)]}
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:
@@ -255,16 +257,16 @@ def batch_outcomes(result: Any, num_samples: int, extras: dict[str, float]) -> l
         RewardValueError: not a list of so many things. A thing that is no number fails its own sample alone.
     """
     if isinstance(result, str | bytes | Mapping) or not hasattr(type(result), "__iter__"):
-        raise RewardValueError(f"returned {shown(result)}, expected a list of {num_samples} numbers or None")
+        raise RewardValueError(f"returned {describe_value(result)}, expected a list of {num_samples} numbers or None")
     values = list(result)
     if len(values) != num_samples:
         raise RewardLengthError(f"returned {len(values)} values for {num_samples} samples")
-    return [{} if value is None else _one(value, extras) for value in values]
+    return [{} if value is None else _value_outcome(value, extras) for value in values]
 
 
-def _one(value: Any, extras: dict[str, float]) -> dict[str, Any]:
+def _value_outcome(value: Any, extras: dict[str, float]) -> dict[str, Any]:
     try:
-        return {"value": number(value), "extras": extras}
+        return {"value": to_number(value), "extras": extras}
     except RewardValueError as error:
         return {"failure": [error.kind, str(error)]}
 
@@ -276,40 +278,43 @@ def sample_outcome(result: Any) -> dict[str, Any]:
         RewardValueError: neither a number nor a dict whose `score` is one.
     """
     if not isinstance(result, Mapping):
-        return {"value": number(result)}
+        return {"value": to_number(result)}
     if "score" not in result:
-        raise RewardValueError(f"returned {shown(result)}, a dict without `score`")
-    return {"value": number(result["score"]), "extras": extras_of({k: v for k, v in result.items() if k != "score"})}
+        raise RewardValueError(f"returned {describe_value(result)}, a dict without `score`")
+    return {
+        "value": to_number(result["score"]),
+        "extras": collect_extras({k: v for k, v in result.items() if k != "score"}),
+    }
 
 
-def number(value: Any) -> float:
+def to_number(value: Any) -> float:
     """Whatever Python counts as one real number (int, bool, numpy's, torch's), finite.
 
     Raises:
         RewardValueError: it is something else.
     """
     if not hasattr(type(value), "__float__") and not hasattr(type(value), "__index__"):
-        raise RewardValueError(f"returned {shown(value)}, expected a number")
+        raise RewardValueError(f"returned {describe_value(value)}, expected a number")
     result = float(value)
     if not math.isfinite(result):
         raise RewardValueError(f"returned {result}")
     return result
 
 
-def extras_of(values: Mapping[Any, Any]) -> dict[str, float]:
+def collect_extras(values: Mapping[Any, Any]) -> dict[str, float]:
     """The finite numbers under names that a metric may have."""
     found: dict[str, float] = {}
     for name, value in values.items():
-        if not isinstance(name, str) or not EXTRA_NAME.fullmatch(name) or len(found) == MOST_EXTRAS:
+        if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name) or len(found) == MAX_EXTRAS:
             continue
         try:
-            found[name] = number(value)
+            found[name] = to_number(value)
         except (RewardValueError, TypeError, ValueError, OverflowError):
             continue
     return found
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     return f"{type(value).__name__} {repr(value)[:60]}" if value is not None else "None"
 
 

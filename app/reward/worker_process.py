@@ -14,13 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from app.reward.reward_outcome import printable
+from app.reward.reward_outcome import replace_control_characters
 
-MODULE = "app.reward.worker_main"
-PROGRAM = str(Path(__file__).resolve().parents[2])
+WORKER_MODULE = "app.reward.worker_main"
+SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 """The folder that holds the `app` package."""
 
-PASSED_ON = frozenset(
+ALLOWED_ENVIRONMENT = frozenset(
     {
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP"),
         *("PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"),
@@ -29,16 +29,16 @@ PASSED_ON = frozenset(
 )
 """Environment variables that workers see: an allow-list, so that no key is passed on by forgetting about it."""
 
-MOST_ANSWER_BYTES = 64 * 2**20
+MAX_ANSWER_BYTES = 64 * 2**20
 PIPE_BYTES = 64 * 2**10
 """What a pipe holds."""
 
 
-class Prints:
+class StderrRelay:
     """Passes on to stderr what a worker prints: in whole lines, and nothing that a terminal would obey."""
 
     def __init__(self, pipe: int) -> None:
-        self.pipe = pipe
+        self.fd = pipe
         self.is_open = True
         self._line = b""
         """The beginning of one."""
@@ -46,34 +46,34 @@ class Prints:
     def read(self) -> None:
         """Shows the lines that are there. Waits for none."""
         try:
-            data = os.read(self.pipe, PIPE_BYTES)
+            data = os.read(self.fd, PIPE_BYTES)
         except BlockingIOError:
             return
         self.is_open = bool(data)
         lines, _, self._line = (self._line + data).rpartition(b"\n")
-        _show(lines)
+        _print_lines(lines)
         if len(self._line) >= PIPE_BYTES:
-            _show(self._line)
+            _print_lines(self._line)
             self._line = b""
 
-    def finish(self) -> None:
+    def flush(self) -> None:
         """Shows what is left in the pipe and no more: what a worker started may have got away, and print for ever."""
         self.read()
-        _show(self._line)
+        _print_lines(self._line)
         self._line = b""
 
 
-def _show(data: bytes) -> None:
+def _print_lines(data: bytes) -> None:
     for line in data.decode(errors="replace").splitlines():
-        print(printable(line.expandtabs()), file=sys.stderr)
+        print(replace_control_characters(line.expandtabs()), file=sys.stderr)
 
 
-class Worker:
+class WorkerProcess:
     """One process and the pipes to it. Nothing here waits, but for its end once it has been killed."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-B", "-m", MODULE],
+            [sys.executable, "-P", "-B", "-m", WORKER_MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -81,18 +81,18 @@ class Worker:
             bufsize=0,
             start_new_session=True,
         )
-        self.writing, self.reading, printing = (pipe.fileno() for pipe in self._pipes)
-        for pipe in (self.writing, self.reading, printing):
+        self.write_fd, self.read_fd, printing = (pipe.fileno() for pipe in self._pipes)
+        for pipe in (self.write_fd, self.read_fd, printing):
             os.set_blocking(pipe, False)
-        self.prints = Prints(printing)
+        self.stderr_relay = StderrRelay(printing)
         self.outgoing = memoryview(b"")
         self._incoming = bytearray()
         self.deadline = float("inf")
         self.is_loaded = False
-        self.is_second_try = False
+        self.is_retry = False
         """Started because the start before it had failed."""
         self.num_calls = 0
-        self.call: int | None = None
+        self.call_index: int | None = None
         """Which of the calls it is at; None while it is idle or loading."""
 
     @property
@@ -103,7 +103,7 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        return self.is_loaded and self.call is None
+        return self.is_loaded and self.call_index is None
 
     def send(self, message: Mapping[str, Any], *, timeout_s: float) -> None:
         self.outgoing = memoryview(json.dumps(message).encode() + b"\n")
@@ -112,7 +112,7 @@ class Worker:
     def write(self) -> None:
         """As much as the pipe takes; a worker that has gone is found when it is read from."""
         try:
-            self.outgoing = self.outgoing[os.write(self.writing, self.outgoing) :]
+            self.outgoing = self.outgoing[os.write(self.write_fd, self.outgoing) :]
         except BlockingIOError:
             pass
         except BrokenPipeError:
@@ -124,9 +124,9 @@ class Worker:
         Raises:
             EOFError: there will be none.
         """
-        data = os.read(self.reading, 1 << 20)
+        data = os.read(self.read_fd, 1 << 20)
         self._incoming += data
-        if not data or len(self._incoming) > MOST_ANSWER_BYTES:
+        if not data or len(self._incoming) > MAX_ANSWER_BYTES:
             raise EOFError
         if not self._incoming.endswith(b"\n"):
             return None
@@ -139,13 +139,13 @@ class Worker:
             raise EOFError
         return answer
 
-    def end(self) -> int:
+    def kill(self) -> int:
         """Kills it and whatever it started; returns its exit status, negative for a signal."""
         # Before it is waited for: until then its number cannot become somebody else's.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
-        self.prints.finish()
+        self.stderr_relay.flush()
         for pipe in self._pipes:
             pipe.close()
         return status
@@ -153,11 +153,11 @@ class Worker:
 
 def worker_environment(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What workers see of our environment, and what makes them behave."""
-    allowed = PASSED_ON.union(names)
+    allowed = ALLOWED_ENVIRONMENT.union(names)
     passed = {name: value for name, value in environ.items() if name in allowed or name.startswith("LC_")}
     folders = passed.get("PYTHONPATH", "").split(os.pathsep) if passed.get("PYTHONPATH") else []
-    if PROGRAM not in site.getsitepackages():
-        folders.append(PROGRAM)
+    if SOURCE_ROOT not in site.getsitepackages():
+        folders.append(SOURCE_ROOT)
     ours = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
     # Workers are the parallelism, so a library's threads would only compete; the devices are the trainer's.
     unless_passed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -14,34 +14,41 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Int32
 
-from app.batching.length_buckets import rung
-from app.distributed.cancellation import AskedToStop, StoppedError, never
+from app.batching.length_buckets import bucket_length
+from app.distributed.cancellation import StopCheck, StoppedError, never_stop
 from app.distributed.collectives import max_over_hosts
-from app.mesh.placement import local_row_indices, num_local_row_shards, row_sharding, shardings_of, to_global, to_local
-from app.mesh.submesh import taken_over
+from app.mesh.placement import (
+    local_row_indices,
+    num_local_row_shards,
+    row_sharding,
+    to_global,
+    to_local,
+    tree_shardings,
+)
+from app.mesh.submesh import to_host_submesh
 from app.mesh.topology import num_hosts
 from app.model.decoder import DecoderDefinition, Params
 from app.model.kv_cache import (
-    Cache,
     DecodeWeights,
+    KVCache,
     abstract_cache,
     abstract_decode_weights,
-    decode_weights,
-    merged_decode_weights,
+    make_decode_weights,
+    make_merged_decode_weights,
     prefill,
 )
 from app.records.sample import Prompt, Sample
-from app.rollout.batch_programs import Rows, Slots, decode_loop, open_slots
-from app.rollout.counters import Tally
+from app.rollout.batch_programs import BatchDecodeState, RowConstants, init_decode_state, make_decode_loop
+from app.rollout.counters import RolloutCounters
 from app.rollout.sampling import (
     SamplingRules,
-    draw,
-    draw_truncated,
     finish_reason,
+    hash_uids,
     sample_keys,
-    uid_words,
+    sample_tokens,
+    sample_tokens_truncated,
 )
-from app.rollout.sequence import Row
+from app.rollout.sequence import RolloutSequence
 from settings.schema.rollout import DecodeLayout
 
 SEGMENT_STEPS = 256
@@ -64,12 +71,12 @@ class Footprint(NamedTuple):
     """What fills the devices while tokens are drawn, as shapes on their shardings."""
 
     weights: DecodeWeights | tuple[DecodeWeights, ...]
-    prompts: Cache
+    prompts: KVCache
     """Of the prefilled prompts; gone once every slot has its copy."""
-    slots: Cache
+    slots: KVCache
 
 
-class Engine:
+class BatchEngine:
     """Compiled generation for one decoder on one mesh. Holds no weights.
 
     Args:
@@ -88,29 +95,33 @@ class Engine:
         definition: DecoderDefinition,
         mesh: Mesh,
         *,
-        trained_on: Mesh | None = None,
+        training_mesh: Mesh | None = None,
         eos_ids: Sequence[int],
         decode_text: Callable[[Sequence[int]], str],
         dtype: jnp.dtype,
         prefill_length_min: int,
         max_length_total: int | None = None,
         decode_layout: DecodeLayout = "gathered",
-        merge: Callable[[Params], Params] | None = None,
+        merge_adapters: Callable[[Params], Params] | None = None,
     ):
         self.mesh = mesh
-        self._trained_on = trained_on or mesh
+        self._training_mesh = training_mesh or mesh
         self.decode_text = decode_text
         self.prefill_length_min = prefill_length_min
         self.max_length_total = max_length_total
-        self.tally = Tally()
-        self.asked_to_stop: AskedToStop = never
+        self.counters = RolloutCounters()
+        self.stop_requested: StopCheck = never_stop
         self.definition = definition
         self._dtype = dtype
         self._decode_layout: DecodeLayout = decode_layout
         self._eos_ids = np.asarray(eos_ids, np.int32)
         # Said outright: an island takes over what it finds in this layout, programs of slots are compiled for it.
-        layout = shardings_of(abstract_decode_weights(definition, self._trained_on, dtype, decode_layout))
-        lay_out = decode_weights if merge is None else functools.partial(merged_decode_weights, merge=merge)
+        layout = tree_shardings(abstract_decode_weights(definition, self._training_mesh, dtype, decode_layout))
+        lay_out = (
+            make_decode_weights
+            if merge_adapters is None
+            else functools.partial(make_merged_decode_weights, merge=merge_adapters)
+        )
         self._weights = jax.jit(lambda params: lay_out(definition, params, dtype, decode_layout), out_shardings=layout)
         self._prefill = jax.jit(lambda weights, ids, lengths: prefill(definition, weights, ids, lengths))
         self._keys = jax.jit(sample_keys)
@@ -118,23 +129,25 @@ class Engine:
         # host's rows as its own, and the second segment find its rows elsewhere than the first and compile anew.
         # The cache is never read back, and both programs constrain it.
         rows = row_sharding(mesh)
-        slots = Slots._make(None if field == "cache" else rows for field in Slots._fields)
-        self._open = jax.jit(open_slots, static_argnames=("cache_length", "num_new"), out_shardings=(None, slots))
+        slots = BatchDecodeState._make(None if field == "cache" else rows for field in BatchDecodeState._fields)
+        self._open = jax.jit(
+            init_decode_state, static_argnames=("cache_length", "num_new"), out_shardings=(None, slots)
+        )
         laid_out = slots, NamedSharding(mesh, PartitionSpec())
         self._decode = {
-            sampler: jax.jit(decode_loop(definition, sampler), donate_argnames="slots", out_shardings=laid_out)
-            for sampler in (draw, draw_truncated)
+            sampler: jax.jit(make_decode_loop(definition, sampler), donate_argnames="slots", out_shardings=laid_out)
+            for sampler in (sample_tokens, sample_tokens_truncated)
         }
 
-    def weights(self, params: Params) -> DecodeWeights:
+    def to_decode_weights(self, params: Params) -> DecodeWeights:
         """The policy in decoding form; make it once per policy version and drop it before the update.
 
         One program on the mesh of training lays them out as they decode, whole on every host. All hosts call it, each
         from the thread that trains: where it waits for other hosts, no other program of theirs may come in between.
         """
-        with jax.set_mesh(self._trained_on):
+        with jax.set_mesh(self._training_mesh):
             weights = self._weights(params)
-        return weights if self.mesh == self._trained_on else taken_over(weights, self.mesh)
+        return weights if self.mesh == self._training_mesh else to_host_submesh(weights, self.mesh)
 
     def generate(
         self,
@@ -159,18 +172,18 @@ class Engine:
         Raises:
             StoppedError: a host of the mesh was asked to stop. All of them raise it.
         """
-        self._check_not_stopped()
+        self._raise_if_stopped()
         started = time.perf_counter()
         rows = self._place_rows(prompts, group_size, max_new_tokens)
         with jax.set_mesh(self.mesh):
-            hidden, cache = self._prefill(weights, rows.prompt_ids, rows.prompt_lengths_of_prompts)
-            keys = self._keys(seed, policy_version, rows.uid_words, rows.sample_index)
-            constants = Rows(rows.prompt, rows.prompt_lengths, keys, rows.max_new_tokens)
+            hidden, cache = self._prefill(weights, rows.prompt_ids, rows.prefill_lengths)
+            keys = self._keys(seed, policy_version, rows.uid_hashes, rows.sample_index)
+            constants = RowConstants(rows.prompt_index, rows.prompt_lengths, keys, rows.max_new_tokens)
             row_hidden, slots = self._open(
                 hidden, cache, constants, cache_length=rows.shape.cache_length, num_new=rows.shape.num_new
             )
             del hidden, cache
-            decode = self._decode[draw_truncated if rules.truncates else draw]
+            decode = self._decode[sample_tokens_truncated if rules.truncates else sample_tokens]
             first = 0
             while True:
                 steps = np.asarray([first, first + SEGMENT_STEPS], np.int32)
@@ -179,14 +192,14 @@ class Engine:
                 )
                 if all_done:
                     break
-                self._check_not_stopped()
+                self._raise_if_stopped()
                 first += SEGMENT_STEPS
         drawn = np.stack([to_local(x).view(np.int32) for x in (slots.token_ids, slots.logprobs, slots.kept_mass_logs)])
-        lengths, stopped, broken = map(to_local, (slots.lengths, slots.stopped, slots.broken))
-        self._count(prompts, lengths, group_size=group_size)
+        lengths, stopped, non_finite = map(to_local, (slots.lengths, slots.stopped, slots.non_finite))
+        self._count_tokens(prompts, lengths, group_size=group_size)
         samples, elapsed_s = [], time.perf_counter() - started
         for number in range(len(prompts) * group_size):
-            row = Row(
+            row = RolloutSequence(
                 prompts[number // group_size],
                 number % group_size,
                 max_new_tokens=len(drawn[0, number]),
@@ -194,42 +207,42 @@ class Engine:
                 num_tokens=int(lengths[number]),
                 num_segments=1,
                 elapsed_s=elapsed_s,
-                finish_reason=finish_reason(stopped[number], broken[number]),
+                finish_reason=finish_reason(stopped[number], non_finite[number]),
                 worker=str(jax.process_index()),
-                drawn=[drawn[:, number, : lengths[number]].copy()],
-                versions=[(policy_version, int(lengths[number]))],
+                segment_tokens=[drawn[:, number, : lengths[number]].copy()],
+                segment_versions=[(policy_version, int(lengths[number]))],
             )
             group_id = first_group_id + number // group_size
-            samples.append(row.sample(group_id, decode_text=self.decode_text, truncates=rules.truncates))
+            samples.append(row.to_sample(group_id, decode_text=self.decode_text, truncates=rules.truncates))
         return samples
 
-    def _check_not_stopped(self) -> None:
+    def _raise_if_stopped(self) -> None:
         """At the edge of a segment."""
-        if self._agreed(int(self.asked_to_stop())):
+        if self._max_over_hosts(int(self.stop_requested())):
             raise StoppedError
 
-    def _count(self, prompts: Sequence[Prompt], lengths: Int32[np.ndarray, "B"], *, group_size: int) -> None:
+    def _count_tokens(self, prompts: Sequence[Prompt], lengths: Int32[np.ndarray, "B"], *, group_size: int) -> None:
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        self.tally.prefilled_tokens += num_tokens
-        self.tally.prompt_tokens += num_tokens * group_size
-        steps = self._agreed(int(lengths.max()))
-        self.tally.segment(steps=steps, num_rows=len(lengths), drawn=int(lengths.sum()))
+        self.counters.prefilled_tokens += num_tokens
+        self.counters.prompt_tokens += num_tokens * group_size
+        steps = self._max_over_hosts(int(lengths.max()))
+        self.counters.count_segment(steps=steps, num_rows=len(lengths), num_generated=int(lengths.sum()))
 
-    def _agreed(self, own: int) -> int:
+    def _max_over_hosts(self, value: int) -> int:
         """The largest of any host on the mesh. A mesh of this host's devices waits for nobody."""
-        return own if num_hosts(self.mesh) == 1 else int(max_over_hosts(np.asarray(own)))
+        return value if num_hosts(self.mesh) == 1 else int(max_over_hosts(np.asarray(value)))
 
-    def _bucket(self, length: int) -> int:
+    def _bucket_length(self, length: int) -> int:
         """Prompt buckets and cache lengths share one ladder, so a prompt's cache always fits its slots."""
-        size = rung(length, smallest=self.prefill_length_min)
+        size = bucket_length(length, min_bucket=self.prefill_length_min)
         return size if self.max_length_total is None else max(min(size, self.max_length_total), length)
 
     def batch_shape(self, *, num_prompts: int, group_size: int, longest_prompt: int, max_new_tokens: int) -> BatchShape:
         """The shape in which so many prompts of this host are generated from: lengths on the ladder, whole devices."""
         shards = num_local_row_shards(self.mesh)
         prompts, rows = (-(-n // shards) * shards for n in (num_prompts, num_prompts * group_size))
-        cache_length = self._bucket(longest_prompt + max_new_tokens)
-        return BatchShape(prompts, rows, self._bucket(longest_prompt), cache_length, max_new_tokens)
+        cache_length = self._bucket_length(longest_prompt + max_new_tokens)
+        return BatchShape(prompts, rows, self._bucket_length(longest_prompt), cache_length, max_new_tokens)
 
     def footprint(self, shape: BatchShape) -> Footprint:
         """What `generate` holds, over all hosts. Traces its programs and compiles none of them."""
@@ -239,12 +252,14 @@ class Engine:
         of_rows: Any = jax.ShapeDtypeStruct((shape.num_rows * hosts,), jnp.int32)
         ids = jax.ShapeDtypeStruct((*of_prompts.shape, shape.prompt_length), jnp.int32)
         hidden, prompts = jax.eval_shape(self._prefill, weights, ids, of_prompts)
-        opened = functools.partial(open_slots, cache_length=shape.cache_length, num_new=shape.num_new)
+        opened = functools.partial(init_decode_state, cache_length=shape.cache_length, num_new=shape.num_new)
         # Opening a slot does not look at its keys.
-        _, slots = jax.eval_shape(opened, hidden, prompts, Rows(of_rows, of_rows, keys=of_rows, max_new_tokens=of_rows))
+        _, slots = jax.eval_shape(
+            opened, hidden, prompts, RowConstants(of_rows, of_rows, keys=of_rows, max_new_tokens=of_rows)
+        )
         return Footprint(weights, abstract_cache(prompts, self.mesh), abstract_cache(slots.cache, self.mesh))
 
-    def lowered(self, shape: BatchShape, *, truncates: bool) -> dict[str, Lowered]:
+    def lower_programs(self, shape: BatchShape, *, truncates: bool) -> dict[str, Lowered]:
         """The programs of `generate`, for shapes with shardings."""
         hosts, dim = num_hosts(self.mesh), self.definition.architecture.model_dim
         held, rows = self.footprint(shape), row_sharding(self.mesh)
@@ -254,15 +269,15 @@ class Engine:
             return jax.ShapeDtypeStruct(sizes, dtype, sharding=rows)
 
         keys: Any = jax.eval_shape(sample_keys, 0, 0, of(num_rows, 2, dtype=jnp.uint32), of(num_rows))
-        constants = Rows(of(num_rows), of(num_rows), of(*keys.shape, dtype=keys.dtype), of(num_rows))
+        constants = RowConstants(of(num_rows), of(num_rows), of(*keys.shape, dtype=keys.dtype), of(num_rows))
         drawn = of(num_rows, shape.num_new, dtype=jnp.float32)
         flag = of(num_rows, dtype=jnp.bool)
-        slots = Slots(held.slots, of(*drawn.shape), drawn, drawn, of(num_rows), flag, flag, flag)
+        slots = BatchDecodeState(held.slots, of(*drawn.shape), drawn, drawn, of(num_rows), flag, flag, flag)
         rules = SamplingRules(1.0, 0, 1.0, 0.0)
         with jax.set_mesh(self.mesh):
             weights = held.weights
             prefill = self._prefill.lower(weights, of(num_prompts, shape.prompt_length), of(num_prompts))
-            decode = self._decode[draw_truncated if truncates else draw].lower(
+            decode = self._decode[sample_tokens_truncated if truncates else sample_tokens].lower(
                 weights,
                 of(num_rows, dim, dtype=self._dtype),
                 constants,
@@ -277,7 +292,7 @@ class Engine:
         self, prompts: Sequence[Prompt], group_size: int, max_new_tokens: int | Sequence[int]
     ) -> PlacedRows:
         """Right-pads prompts to a bucket, and prompts and rows to whole devices."""
-        longest = self._agreed(max(len(p.token_ids) for p in prompts))
+        longest = self._max_over_hosts(max(len(p.token_ids) for p in prompts))
         shape = self.batch_shape(
             num_prompts=len(prompts),
             group_size=group_size,
@@ -299,10 +314,10 @@ class Engine:
         return PlacedRows(
             shape=shape,
             prompt_ids=place(ids),
-            prompt_lengths_of_prompts=place(lengths),
-            prompt=place(local_row_indices(self.mesh, global_prompts)[prompt_of_row].astype(np.int32)),
+            prefill_lengths=place(lengths),
+            prompt_index=place(local_row_indices(self.mesh, global_prompts)[prompt_of_row].astype(np.int32)),
             prompt_lengths=place(lengths[prompt_of_row]),
-            uid_words=place(uid_words([p.uid for p in prompts])[prompt_of_row]),
+            uid_hashes=place(hash_uids([p.uid for p in prompts])[prompt_of_row]),
             sample_index=place((np.arange(num_rows) % group_size).astype(np.int32)),
             max_new_tokens=place(budget),
         )
@@ -313,9 +328,9 @@ class PlacedRows(NamedTuple):
 
     shape: BatchShape
     prompt_ids: Int32[Array, "P S"]
-    prompt_lengths_of_prompts: Int32[Array, "P"]
-    prompt: Int32[Array, "B"]
+    prefill_lengths: Int32[Array, "P"]
+    prompt_index: Int32[Array, "B"]
     prompt_lengths: Int32[Array, "B"]
-    uid_words: Array
+    uid_hashes: Array
     sample_index: Int32[Array, "B"]
     max_new_tokens: Int32[Array, "B"]

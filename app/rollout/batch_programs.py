@@ -11,15 +11,15 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 from app.mesh.axis_rules import constrain
 from app.model.decoder import DecoderDefinition
-from app.model.kv_cache import Cache, DecodeWeights, constrain_cache, decode_step
+from app.model.kv_cache import DecodeWeights, KVCache, constrain_cache, decode_step
 from app.model.token_logprobs import scaled_logits
-from app.rollout.sampling import Drawn, Sampler, SamplingRules, effective_temperature
+from app.rollout.sampling import SampledTokens, Sampler, SamplingRules, effective_temperature
 
 
-class Slots(NamedTuple):
+class BatchDecodeState(NamedTuple):
     """Everything one decode loop carries. A row is done after its end-of-sequence token or its last allowed one."""
 
-    cache: Cache
+    cache: KVCache
     token_ids: Int32[Array, "B C"]
     logprobs: Float32[Array, "B C"]
     kept_mass_logs: Float32[Array, "B C"]
@@ -28,46 +28,48 @@ class Slots(NamedTuple):
     done: Bool[Array, "B"]
     stopped: Bool[Array, "B"]
     """Done because of an end-of-sequence token."""
-    broken: Bool[Array, "B"]
+    non_finite: Bool[Array, "B"]
     """Done because its logits were not finite, without a token of that step."""
 
 
-class Rows(NamedTuple):
+class RowConstants(NamedTuple):
     """What is constant for a row while it decodes."""
 
-    prompt: Int32[Array, "B"]
+    prompt_index: Int32[Array, "B"]
     """Index of its prompt among the prefilled ones."""
     prompt_lengths: Int32[Array, "B"]
     keys: Key[Array, "B"]
     max_new_tokens: Int32[Array, "B"]
 
 
-def open_slots(
-    hidden: Float[Array, "P D"], cache: Cache, rows: Rows, *, cache_length: int, num_new: int
-) -> tuple[Float[Array, "B D"], Slots]:
+def init_decode_state(
+    hidden: Float[Array, "P D"], cache: KVCache, rows: RowConstants, *, cache_length: int, num_new: int
+) -> tuple[Float[Array, "B D"], BatchDecodeState]:
     """Inserts each prompt's cache into the slots of its samples, with room for `cache_length` tokens."""
 
     def insert(x: Array) -> Array:
-        return jnp.pad(x[rows.prompt], ((0, 0), (0, 0), (0, cache_length - x.shape[2]), (0, 0)))
+        return jnp.pad(x[rows.prompt_index], ((0, 0), (0, 0), (0, cache_length - x.shape[2]), (0, 0)))
 
     cache = constrain_cache(jax.tree.map(insert, cache))
-    num_rows = rows.prompt.shape[0]
+    num_rows = rows.prompt_index.shape[0]
     empty = rows.max_new_tokens == 0
     buffer = constrain(jnp.zeros((num_rows, num_new), jnp.float32), "rows", "tokens")
-    slots = Slots(
+    slots = BatchDecodeState(
         cache=cache,
         token_ids=buffer.astype(jnp.int32),
         logprobs=buffer,
         kept_mass_logs=jnp.zeros_like(buffer),
-        lengths=jnp.zeros_like(rows.prompt),
+        lengths=jnp.zeros_like(rows.prompt_index),
         done=empty,
         stopped=jnp.zeros_like(empty),
-        broken=jnp.zeros_like(empty),
+        non_finite=jnp.zeros_like(empty),
     )
-    return constrain(hidden[rows.prompt], "rows", "activation"), slots
+    return constrain(hidden[rows.prompt_index], "rows", "activation"), slots
 
 
-def decode_loop(definition: DecoderDefinition, sampler: Sampler) -> Callable[..., tuple[Slots, Bool[Array, ""]]]:
+def make_decode_loop(
+    definition: DecoderDefinition, sampler: Sampler
+) -> Callable[..., tuple[BatchDecodeState, Bool[Array, ""]]]:
     """The on-device loop over the tokens of a segment, for one kind of sampler.
 
     `steps` are the number of its first token and of the first that it draws no more, counted from a batch's first
@@ -77,29 +79,29 @@ def decode_loop(definition: DecoderDefinition, sampler: Sampler) -> Callable[...
     def loop(
         weights: DecodeWeights,
         hidden: Float[Array, "B D"],
-        rows: Rows,
+        rows: RowConstants,
         *,
-        slots: Slots,
+        slots: BatchDecodeState,
         steps: Int32[Array, "2"],
         rules: SamplingRules,
         eos_ids: Int32[Array, "E"],
-    ) -> tuple[Slots, Bool[Array, ""]]:
+    ) -> tuple[BatchDecodeState, Bool[Array, ""]]:
         head = definition.bind(weights.params).head
 
-        def draw_next(hidden: Array, slots: Slots) -> Slots:
+        def draw_next(hidden: Array, slots: BatchDecodeState) -> BatchDecodeState:
             logits = scaled_logits(hidden, head, effective_temperature(rules.temperature))
             positions = rows.prompt_lengths + slots.lengths
             drawn = sampler(logits, rules, jax.vmap(jax.random.fold_in)(rows.keys, positions))
-            return record(slots, drawn, max_new_tokens=rows.max_new_tokens, eos_ids=eos_ids)
+            return append_tokens(slots, drawn, max_new_tokens=rows.max_new_tokens, eos_ids=eos_ids)
 
-        def step(carry: tuple[Array, Slots]) -> tuple[Array, Slots]:
+        def step(carry: tuple[Array, BatchDecodeState]) -> tuple[Array, BatchDecodeState]:
             number, slots = carry
             last = jnp.maximum(slots.lengths - 1, 0)
             token_ids = jnp.take_along_axis(slots.token_ids, last[:, None], axis=1)[:, 0]
             hidden, cache = decode_step(definition, weights, slots.cache, token_ids, rows.prompt_lengths + last)
             return number + 1, draw_next(hidden, slots._replace(cache=constrain_cache(cache)))
 
-        def goes_on(carry: tuple[Array, Slots]) -> Bool[Array, ""]:
+        def goes_on(carry: tuple[Array, BatchDecodeState]) -> Bool[Array, ""]:
             number, slots = carry
             return (number < end) & ~jnp.all(slots.done)
 
@@ -115,21 +117,23 @@ def decode_loop(definition: DecoderDefinition, sampler: Sampler) -> Callable[...
     return loop
 
 
-def record(slots: Slots, drawn: Drawn, *, max_new_tokens: Int32[Array, "B"], eos_ids: Int32[Array, "E"]) -> Slots:
+def append_tokens(
+    state: BatchDecodeState, sampled: SampledTokens, *, max_new_tokens: Int32[Array, "B"], eos_ids: Int32[Array, "E"]
+) -> BatchDecodeState:
     """Appends the drawn tokens to rows that are not done, and decides which rows now are."""
     # Logits that are not finite leave no finite logprob.
-    broken = ~slots.done & ~jnp.isfinite(drawn.logprobs)
-    active = ~slots.done & ~broken
-    at = jnp.arange(slots.token_ids.shape[1]) == slots.lengths[:, None]
+    broken = ~state.done & ~jnp.isfinite(sampled.logprobs)
+    active = ~state.done & ~broken
+    at = jnp.arange(state.token_ids.shape[1]) == state.lengths[:, None]
     writes = at & active[:, None]
-    lengths = slots.lengths + active
-    ends = active & jnp.any(drawn.token_ids[:, None] == eos_ids, axis=1)
-    return slots._replace(
-        token_ids=jnp.where(writes, drawn.token_ids[:, None], slots.token_ids),
-        logprobs=jnp.where(writes, drawn.logprobs[:, None], slots.logprobs),
-        kept_mass_logs=jnp.where(writes, drawn.kept_mass_logs[:, None], slots.kept_mass_logs),
+    lengths = state.lengths + active
+    ends = active & jnp.any(sampled.token_ids[:, None] == eos_ids, axis=1)
+    return state._replace(
+        token_ids=jnp.where(writes, sampled.token_ids[:, None], state.token_ids),
+        logprobs=jnp.where(writes, sampled.logprobs[:, None], state.logprobs),
+        kept_mass_logs=jnp.where(writes, sampled.kept_mass_logs[:, None], state.kept_mass_logs),
         lengths=lengths,
-        done=slots.done | ends | broken | (lengths >= max_new_tokens),
-        stopped=slots.stopped | ends,
-        broken=slots.broken | broken,
+        done=state.done | ends | broken | (lengths >= max_new_tokens),
+        stopped=state.stopped | ends,
+        non_finite=state.non_finite | broken,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Tally:
+class RolloutCounters:
     """Of all that was generated since the last `take`."""
 
     segments: int = 0
@@ -15,23 +15,23 @@ class Tally:
     """Of all samples, as if each had read its prompt itself."""
     prefilled_tokens: int = 0
     """Of prompts, padding left out."""
-    reread_tokens: int = 0
+    recomputed_tokens: int = 0
     """Of suspended samples that went on without their caches."""
     row_steps: int = 0
     """Tokens that could have been drawn: rows times steps, those in which tokens were fed again among them."""
-    drawn_tokens: int = 0
+    generated_tokens: int = 0
 
-    def segment(self, *, steps: int, num_rows: int, drawn: int) -> None:
+    def count_segment(self, *, steps: int, num_rows: int, num_generated: int) -> None:
         self.segments += 1
         self.row_steps += steps * num_rows
-        self.drawn_tokens += drawn
+        self.generated_tokens += num_generated
 
     @classmethod
-    def sum(cls, tallies: Iterable[Tally]) -> Tally:
-        return cls(*map(sum, zip(*(vars(tally).values() for tally in tallies), strict=True)))
+    def sum(cls, counters: Iterable[RolloutCounters]) -> RolloutCounters:
+        return cls(*map(sum, zip(*(vars(tally).values() for tally in counters), strict=True)))
 
-    def take(self) -> Tally:
+    def take(self) -> RolloutCounters:
         """The counts, which start again from 0."""
-        taken = Tally(**vars(self))
+        taken = RolloutCounters(**vars(self))
         self.__init__()
         return taken

@@ -11,9 +11,9 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from app.distributed.cancellation import AskedToStop, StoppedError, never
+from app.distributed.cancellation import StopCheck, StoppedError, never_stop
 from app.model.kv_cache import DecodeWeights
-from app.rollout.scheduling.event_log import Begun, EventLog, LogRecord
+from app.rollout.scheduling.event_log import EventLog, EventRecord, RolloutState
 from app.rollout.scheduling.events import (
     Admit,
     Closed,
@@ -31,102 +31,102 @@ from app.rollout.scheduling.events import (
     WorkerJoined,
     WorkerLost,
 )
-from app.rollout.scheduling.sample_states import Ledger
-from app.rollout.sequence import Row, Suspended
-from app.rollout.workers import Admission, Clock, Driver, Outcome, SilentError, Worker
+from app.rollout.scheduling.sample_states import SampleTable
+from app.rollout.sequence import RolloutSequence, SuspendedSequence
+from app.rollout.workers import Admission, Clock, LeaseExpiredError, RolloutWorker, WorkerDriver, WorkerOutcome
 
 log = logging.getLogger(__name__)
 
-FAILURES = (RuntimeError, OSError, MemoryError)
+WORKER_FAILURES = (RuntimeError, OSError, MemoryError)
 """Of a worker, whose samples go on elsewhere; what JAX raises among them. Any other exception is the program's own."""
 
-Watch = Callable[[Ledger], None]
+ProgressCallback = Callable[[SampleTable], None]
 """Is shown after every event where all samples are."""
 
 
-class Run:
+class RolloutExecutor:
     """One rollout: samples come in and are given to workers until they are done. One thread drives it."""
 
     def __init__(
         self,
-        begun: Begun,
-        driver: Driver,
-        workers: Sequence[Worker],
+        state: RolloutState,
+        driver: WorkerDriver,
+        workers: Sequence[RolloutWorker],
         *,
         clock: Clock,
-        tell: Callable[[LogRecord], None],
-        log: EventLog | None = None,
-        watch: Watch | None = None,
-        asked_to_stop: AskedToStop = never,
+        on_record: Callable[[EventRecord], None],
+        event_log: EventLog | None = None,
+        on_progress: ProgressCallback | None = None,
+        stop_requested: StopCheck = never_stop,
     ):
-        self.scheduler = begun.scheduler
-        self._begun = begun
-        self._tell, self._log, self._watch = tell, log, watch
-        self._asked_to_stop = asked_to_stop
+        self.scheduler = state.scheduler
+        self._state = state
+        self._on_record, self._event_log, self._on_progress = on_record, event_log, on_progress
+        self._stop_requested = stop_requested
         self._driver = driver
-        _name_anew(workers, begun.records)
-        self._workers: Mapping[str, Worker] = {worker.name: worker for worker in workers}
+        _assign_unique_names(workers, state.records)
+        self._workers: Mapping[str, RolloutWorker] = {worker.name: worker for worker in workers}
         self._clock = clock
         for worker in workers:
             worker.clock = clock
-        self._rows: dict[str, Row] = {}
-        self._held: dict[str, str] = {}
+        self._rows: dict[str, RolloutSequence] = {}
+        self._row_workers: dict[str, str] = {}
         """Uid of a row in a worker -> the worker."""
-        self._kept: dict[str, Future[Suspended]] = {}
+        self._suspended: dict[str, Future[SuspendedSequence]] = {}
         """Uid of a suspended row -> its cache."""
         self._failed: set[str] = set()
         """Names of workers."""
-        self._logged: dict[str, int] = {}
+        self._num_logged: dict[str, int] = {}
         """Uid -> its tokens that the log has."""
 
-    def in_order(self, rows: Iterable[Row]) -> Iterator[Row]:
+    def run_in_order(self, rows: Iterable[RolloutSequence]) -> Iterator[RolloutSequence]:
         """All of them, done. No others come."""
-        named: dict[str, Row] = {}
+        named: dict[str, RolloutSequence] = {}
         for number, row in enumerate(rows):
             named[row.uid if row.uid not in named else f"{row.uid}@{number}"] = row
-        self._go_on(named)
-        self._take_over()
+        self._restore_rows(named)
+        self._replace_workers()
         if not self.scheduler.is_closed:
             self.submit(named)
-            self._handle(Closed(self._clock()))
+            self._handle_event(Closed(self._clock()))
         for uid in named:
             while not self.is_done(uid):
                 self.advance()
             yield self._rows[uid]
 
-    def join(self) -> None:
+    def add_workers(self) -> None:
         """Tells the scheduler of all workers."""
         for worker in self._workers.values():
             shapes = worker.engine.shapes
-            name, rungs = worker.name, shapes.batch_rungs[:-1]
-            self._handle(WorkerJoined(self._clock(), name, worker.kind, shapes.num_slots, rungs, worker.device))
+            name, rungs = worker.name, shapes.batch_buckets[:-1]
+            self._handle_event(WorkerJoined(self._clock(), name, worker.kind, shapes.num_slots, rungs, worker.device))
 
-    def submit(self, rows: Mapping[str, Row]) -> None:
+    def submit(self, rows: Mapping[str, RolloutSequence]) -> None:
         """Rows by uids that were never used before in the rollout."""
         self._rows |= rows
         samples = [
             NewSample(uid, row.prompt.uid, row.sample_index, len(row.prompt.token_ids), row.max_new_tokens)
             for uid, row in rows.items()
         ]
-        self._handle(Submitted(self._clock(), tuple(samples)))
+        self._handle_event(Submitted(self._clock(), tuple(samples)))
 
     def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
         """Segments that begin from now on are drawn by these weights. From any thread."""
         for name, worker in self._workers.items():
             if name not in self._failed:
-                worker.offer(weights, policy_version=policy_version)
+                worker.queue_weights(weights, policy_version=policy_version)
 
     def is_done(self, uid: str) -> bool:
-        return self._rows[uid].finish_reason is not None and self.scheduler.ledger[uid].finish is not None
+        return self._rows[uid].finish_reason is not None and self.scheduler.samples[uid].finish is not None
 
     @property
     def is_busy(self) -> bool:
         """Whether anybody decodes."""
         return any(worker.is_busy for worker in self.scheduler.context.workers.values())
 
-    def release(self, uids: Sequence[str]) -> list[Row]:
+    def release(self, uids: Sequence[str]) -> list[RolloutSequence]:
         """The rows, done; nothing is kept of them."""
-        self._handle(Released(self._clock(), tuple(uids)))
+        self._handle_event(Released(self._clock(), tuple(uids)))
         return [self._rows.pop(uid) for uid in uids]
 
     def wake(self) -> None:
@@ -140,123 +140,123 @@ class Run:
             StoppedError: asked to stop. What had ended by then is in the log.
             Exception: what the last worker failed with, where all have.
         """
-        if self._asked_to_stop():
+        if self._stop_requested():
             raise StoppedError
         assert self.is_busy, "nobody decodes"
-        outcome = self._driver.next()
+        outcome = self._driver.next_outcome()
         if outcome is not None:
-            self._advance(outcome)
+            self._handle_outcome(outcome)
 
-    def _go_on(self, rows: Mapping[str, Row]) -> None:
+    def _restore_rows(self, rows: Mapping[str, RolloutSequence]) -> None:
         """Rows as the log has them, if there is one."""
         self._rows |= rows
-        lives = _lives(self._begun.records)
-        for entry in self.scheduler.ledger:
+        lives = _row_lifetimes(self._state.records)
+        for entry in self.scheduler.samples:
             if entry.num_tokens or entry.finish:
                 begin, end = lives[entry.uid]
-                row = Row.restored(self._rows[entry.uid], self._begun.drawn.get(entry.uid, ()))
+                row = RolloutSequence.restore(self._rows[entry.uid], self._state.committed_tokens.get(entry.uid, ()))
                 row.finish_reason, row.elapsed_s = entry.finish, end - begin
-                row.started_s = time.perf_counter() - (self._begun.at - begin)
-                self._rows[entry.uid], self._logged[entry.uid] = row, row.num_tokens
+                row.started_s = time.perf_counter() - (self._state.last_event_s - begin)
+                self._rows[entry.uid], self._num_logged[entry.uid] = row, row.num_tokens
 
-    def _take_over(self) -> None:
+    def _replace_workers(self) -> None:
         """Whoever held rows when the log ended is gone; these workers are there instead.
 
         No one may be given rows too early: who idled then is gone, and who is there alone serves every kind.
         """
         gone = list(self.scheduler.context.workers.values())
         busy = [worker.name for worker in gone if worker.is_busy]
-        self._lose([worker.name for worker in gone if not worker.is_busy])
-        self.join()
-        self._lose(busy)
+        self._report_lost([worker.name for worker in gone if not worker.is_busy])
+        self.add_workers()
+        self._report_lost(busy)
 
-    def _lose(self, names: Sequence[str]) -> None:
+    def _report_lost(self, names: Sequence[str]) -> None:
         for name in names:
-            self._handle(WorkerLost(self._clock(), name, "the process ended"))
+            self._handle_event(WorkerLost(self._clock(), name, "the process ended"))
 
-    def _advance(self, outcome: Outcome) -> None:
+    def _handle_outcome(self, outcome: WorkerOutcome) -> None:
         worker, said = outcome
         if isinstance(said, SegmentEnded):
-            return self._handle(said)
-        if not isinstance(said, FAILURES):
+            return self._handle_event(said)
+        if not isinstance(said, WORKER_FAILURES):
             raise said
         log.warning("rollout worker %s failed, its samples go on elsewhere", worker.name, exc_info=said)
         self._failed.add(worker.name)
-        self._handle(WorkerLost(self._clock(), worker.name, repr(said)))
-        if not isinstance(said, SilentError):
+        self._handle_event(WorkerLost(self._clock(), worker.name, repr(said)))
+        if not isinstance(said, LeaseExpiredError):
             # Its devices may be needed: an open rollout goes on for long.
             worker.close()
         if not self.scheduler.context.workers and not self.scheduler.is_finished:
             raise said
         return None
 
-    def _handle(self, event: Event) -> None:
-        record = LogRecord(event, tuple(self.scheduler.handle(event)))
-        self._tell(record)
-        if self._log is not None:
-            self._log.append(record, self._newly_committed(record))
+    def _handle_event(self, event: Event) -> None:
+        record = EventRecord(event, tuple(self.scheduler.handle(event)))
+        self._on_record(record)
+        if self._event_log is not None:
+            self._event_log.append(record, self._unlogged_tokens(record))
         for command in record.commands:
-            self._do(command)
-        if self._watch is not None:
-            self._watch(self.scheduler.ledger)
+            self._execute(command)
+        if self._on_progress is not None:
+            self._on_progress(self.scheduler.samples)
 
-    def _newly_committed(self, record: LogRecord) -> dict[str, np.ndarray]:
-        """Uid -> its tokens (`Row.drawn`) that the log does not have yet."""
+    def _unlogged_tokens(self, record: EventRecord) -> dict[str, np.ndarray]:
+        """Uid -> its tokens (`RolloutSequence.segment_tokens`) that the log does not have yet."""
         found = {}
         for committed in (row for one in record.commands if isinstance(one, Commit) for row in one.rows):
-            known = self._logged.get(committed.uid, 0)
+            known = self._num_logged.get(committed.uid, 0)
             if committed.num_tokens > known:
-                found[committed.uid] = self._rows[committed.uid].drawn_after(known, committed.num_tokens)
-                self._logged[committed.uid] = committed.num_tokens
+                found[committed.uid] = self._rows[committed.uid].tokens_between(known, committed.num_tokens)
+                self._num_logged[committed.uid] = committed.num_tokens
         return found
 
-    def _do(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         match command:
             case Suspend():
                 self._suspend(command)
-            case RunSegment() if not self._asked_to_stop():
+            case RunSegment() if not self._stop_requested():
                 admissions = deque(self._admission(command.worker, one) for one in command.admit)
-                self._driver.run(self._workers[command.worker], command, admissions)
+                self._driver.run_segment(self._workers[command.worker], command, admissions)
             case Commit():
                 for row in command.rows:
                     self._commit(row)
             case Retire():
-                self._take_back(command.worker)
+                self._reclaim_rows(command.worker)
 
     def _suspend(self, command: Suspend) -> None:
         worker = self._workers[command.worker]
         for uid in command.uids:
-            del self._held[uid]
+            del self._row_workers[uid]
             row = self._rows[uid]
             kept = self._driver.suspend(worker, row)
             # Another from now on, whatever becomes of the worker and of what it still holds.
             self._rows[uid] = row.rewound(row.num_tokens)
             if command.why != "truncated":
-                self._kept[uid] = kept
+                self._suspended[uid] = kept
 
     def _admission(self, worker: str, one: Admit) -> Admission:
-        self._held[one.uid] = worker
-        kept = self._kept.pop(one.uid, None)
-        return Admission(self._rows[one.uid], one.uid, one.epoch, kept=kept if one.how == "copy" else None)
+        self._row_workers[one.uid] = worker
+        kept = self._suspended.pop(one.uid, None)
+        return Admission(self._rows[one.uid], one.uid, one.epoch, suspended=kept if one.how == "copy" else None)
 
     def _commit(self, committed: CommittedRow) -> None:
         if committed.finish is None:
             return
-        self._held.pop(committed.uid, None)
+        self._row_workers.pop(committed.uid, None)
         if self._rows[committed.uid].finish_reason is None:
             # Truncated: to the engine it was not done.
             row = self._rows[committed.uid] = self._rows[committed.uid].rewound(committed.num_tokens)
             row.finish_reason = committed.finish
             row.elapsed_s = time.perf_counter() - row.started_s
 
-    def _take_back(self, worker: str) -> None:
+    def _reclaim_rows(self, worker: str) -> None:
         """The worker's rows as they were last committed, out of reach of whatever it may still do to them."""
-        for uid in [uid for uid, holder in self._held.items() if holder == worker]:
-            del self._held[uid]
-            self._rows[uid] = self._rows[uid].rewound(self.scheduler.ledger[uid].num_tokens)
+        for uid in [uid for uid, holder in self._row_workers.items() if holder == worker]:
+            del self._row_workers[uid]
+            self._rows[uid] = self._rows[uid].rewound(self.scheduler.samples[uid].num_tokens)
 
 
-def _name_anew(workers: Sequence[Worker], records: Sequence[LogRecord]) -> None:
+def _assign_unique_names(workers: Sequence[RolloutWorker], records: Sequence[EventRecord]) -> None:
     """A name that was used before is not used again: who comes back is told by the number behind its old one."""
     used = {record.event.worker for record in records if isinstance(record.event, WorkerJoined)}
     for worker in workers:
@@ -265,7 +265,7 @@ def _name_anew(workers: Sequence[Worker], records: Sequence[LogRecord]) -> None:
         worker.name = next(one for one in names if one not in used)
 
 
-def _lives(records: Iterable[LogRecord]) -> dict[str, tuple[float, float]]:
+def _row_lifetimes(records: Iterable[EventRecord]) -> dict[str, tuple[float, float]]:
     """Uid -> when it first came into a worker, and when it was last committed."""
     found: dict[str, tuple[float, float]] = {}
     for event, commands in records:

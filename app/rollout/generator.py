@@ -9,14 +9,14 @@ from contextlib import closing
 
 import numpy as np
 
-from app.distributed.cancellation import AskedToStop, never
+from app.distributed.cancellation import StopCheck, never_stop
 from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.rollout.sampling import SamplingRules
-from app.rollout.sequence import Row
+from app.rollout.sequence import RolloutSequence
 
 
-class Streaming(ABC):
+class SampleGenerator(ABC):
     """Generation through slots, for as many samples as there are.
 
     Args:
@@ -25,7 +25,7 @@ class Streaming(ABC):
 
     def __init__(self, *, decode_text: Callable[[Sequence[int]], str]):
         self._decode_text = decode_text
-        self.asked_to_stop: AskedToStop = never
+        self.stop_requested: StopCheck = never_stop
 
     def generate(
         self,
@@ -71,33 +71,41 @@ class Streaming(ABC):
             InputError: a prompt that no slot has room for.
             StoppedError: asked to stop. The slots are free then.
         """
-        rows = deque(rows_of(prompts, group_size=group_size, max_new_tokens=max_new_tokens, noise_step=policy_version))
-        done = self._in_order(weights, rows, rules=rules, seed=seed, policy_version=policy_version)
+        rows = deque(
+            make_sequences(prompts, group_size=group_size, max_new_tokens=max_new_tokens, noise_step=policy_version)
+        )
+        done = self._run_in_order(weights, rows, rules=rules, seed=seed, policy_version=policy_version)
         with closing(done):
             for number, row in enumerate(done):
-                yield self.sample_of(row, first_group_id + number // group_size, truncates=rules.truncates)
+                yield self.to_sample(row, first_group_id + number // group_size, truncates=rules.truncates)
 
     @abstractmethod
     def compile(self, rules: SamplingRules) -> None:
         """Every program of such a rollout, ahead of the first."""
 
     @abstractmethod
-    def _in_order(
-        self, weights: DecodeWeights, rows: deque[Row], *, rules: SamplingRules, seed: int, policy_version: int
-    ) -> Generator[Row, None, None]:
+    def _run_in_order(
+        self,
+        weights: DecodeWeights,
+        rows: deque[RolloutSequence],
+        *,
+        rules: SamplingRules,
+        seed: int,
+        policy_version: int,
+    ) -> Generator[RolloutSequence, None, None]:
         """All rows, each as soon as it and all before it are done and its tokens collected. May empty the queue."""
 
-    def sample_of(self, row: Row, group_id: int, *, truncates: bool) -> Sample:
+    def to_sample(self, row: RolloutSequence, group_id: int, *, truncates: bool) -> Sample:
         """The record of a row that is done."""
-        return row.sample(group_id, decode_text=self._decode_text, truncates=truncates)
+        return row.to_sample(group_id, decode_text=self._decode_text, truncates=truncates)
 
 
-def rows_of(
+def make_sequences(
     prompts: Sequence[Prompt], *, group_size: int, max_new_tokens: int | Sequence[int], noise_step: int
-) -> list[Row]:
+) -> list[RolloutSequence]:
     """`group_size` samples of each prompt, in order, that have not begun."""
     num_new = np.broadcast_to(max_new_tokens, len(prompts) * group_size).tolist()
     return [
-        Row(prompts[i // group_size], i % group_size, max_new_tokens=longest, noise_step=noise_step)
+        RolloutSequence(prompts[i // group_size], i % group_size, max_new_tokens=longest, noise_step=noise_step)
         for i, longest in enumerate(num_new)
     ]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, Key, UInt32
 
-from app.records.sample import DROPPED
+from app.records.sample import DROPPED_PREFIX
 
 
 class SamplingRules(NamedTuple):
@@ -33,26 +33,26 @@ class SamplingRules(NamedTuple):
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     token_ids: Int32[Array, "B"]
     logprobs: Float32[Array, "B"]
     """Of the untruncated distribution at the sampling temperature (1 when greedy)."""
     kept_mass_logs: Float32[Array, "B"]
 
 
-NON_FINITE = f"{DROPPED}non-finite logits"
+FINISH_NON_FINITE = f"{DROPPED_PREFIX}non-finite logits"
 """The finish of a sample whose next token cannot be drawn: its logits are NaN or infinite."""
 
 
-def finish_reason(stopped: bool, broken: bool) -> str:
+def finish_reason(stopped: bool, non_finite: bool) -> str:
     """Of a sample that is done: an end-of-sequence token, logits that are not finite, or no more tokens allowed."""
-    return NON_FINITE if broken else "stop" if stopped else "length"
+    return FINISH_NON_FINITE if non_finite else "stop" if stopped else "length"
 
 
-Sampler = Callable[[Array, SamplingRules, Array], Drawn]
+Sampler = Callable[[Array, SamplingRules, Array], SampledTokens]
 
 
-def uid_words(uids: Sequence[str]) -> UInt32[np.ndarray, "B 2"]:
+def hash_uids(uids: Sequence[str]) -> UInt32[np.ndarray, "B 2"]:
     """64 stable bits of each uid."""
     digests = b"".join(hashlib.blake2b(uid.encode(), digest_size=8).digest() for uid in uids)
     return np.frombuffer(digests, np.uint32).reshape(-1, 2)
@@ -61,7 +61,7 @@ def uid_words(uids: Sequence[str]) -> UInt32[np.ndarray, "B 2"]:
 def sample_keys(
     seed: Int32[Array, ""],
     policy_version: Int32[Array, ""],
-    words: UInt32[Array, "B 2"],
+    uid_hashes: UInt32[Array, "B 2"],
     sample_index: Int32[Array, "B"],
 ) -> Key[Array, "B"]:
     """One key per sample; `fold_in` of a position gives the key of that token."""
@@ -70,7 +70,7 @@ def sample_keys(
     def of_sample(words: Array, index: Array) -> Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(root, words[0]), words[1]), index)
 
-    return jax.vmap(of_sample)(words, sample_index)
+    return jax.vmap(of_sample)(uid_hashes, sample_index)
 
 
 def effective_temperature(temperature: Array | float) -> Array:
@@ -84,14 +84,16 @@ def gumbel_noise(keys: Key[Array, "B"], rules: SamplingRules, num_tokens: int) -
     return jnp.where(jnp.asarray(rules.temperature) == 0, 0.0, noise)
 
 
-def draw(logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]) -> Drawn:
+def sample_tokens(logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]) -> SampledTokens:
     """Draws from the whole distribution softmax(logits); `logits` are already divided by the temperature."""
     token_ids = jnp.argmax(logits + gumbel_noise(keys, rules, logits.shape[-1]), axis=-1).astype(jnp.int32)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
-    return Drawn(token_ids, chosen - jax.nn.logsumexp(logits, axis=-1), jnp.zeros_like(chosen))
+    return SampledTokens(token_ids, chosen - jax.nn.logsumexp(logits, axis=-1), jnp.zeros_like(chosen))
 
 
-def draw_truncated(logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]) -> Drawn:
+def sample_tokens_truncated(
+    logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]
+) -> SampledTokens:
     """Draws after top-k, then top-p of what is left, then min-p.
 
     Sources: Fan et al. 2018 (top-k), Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p).
@@ -109,7 +111,7 @@ def draw_truncated(logits: Float32[Array, "B V"], rules: SamplingRules, keys: Ke
     kept = kept.at[:, 0].set(True)
     noise = jnp.take_along_axis(gumbel_noise(keys, rules, vocab_size), order, axis=-1)
     rank = jnp.argmax(jnp.where(kept, ranked + noise, -jnp.inf), axis=-1)[:, None]
-    return Drawn(
+    return SampledTokens(
         jnp.take_along_axis(order, rank, axis=-1)[:, 0].astype(jnp.int32),
         (jnp.take_along_axis(ranked, rank, axis=-1) - log_normalizer)[:, 0],
         jnp.log(jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1)),

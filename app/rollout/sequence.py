@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from app.model.kv_cache import Cache
+from app.model.kv_cache import KVCache
 from app.records.sample import Prompt, Sample
 
 
 @dataclass(eq=False)
-class Row:
+class RolloutSequence:
     """A sample on its way, from its first slot to its last token."""
 
     prompt: Prompt
@@ -33,9 +33,9 @@ class Row:
     """`stop`, `length` or `dropped:<why>` once it is done."""
     worker: str = ""
     """That had it last; without workers the number of the host."""
-    drawn: list[np.ndarray] = field(default_factory=list)
+    segment_tokens: list[np.ndarray] = field(default_factory=list)
     """int32 [3, tokens] of each segment: ids, and the bits of logprobs and logs of kept mass."""
-    versions: list[tuple[int, int]] = field(default_factory=list)
+    segment_versions: list[tuple[int, int]] = field(default_factory=list)
     """(version of the weights, tokens) of each segment."""
 
     @property
@@ -44,50 +44,56 @@ class Row:
 
     @property
     def token_ids(self) -> Int32[np.ndarray, "C"]:
-        return self._joined[0]
+        return self._tokens[0]
 
     @property
     def logprobs(self) -> Float32[np.ndarray, "C"]:
-        return self._joined[1].view(np.float32)
+        return self._tokens[1].view(np.float32)
 
     @property
     def kept_mass_logs(self) -> Float32[np.ndarray, "C"]:
-        return self._joined[2].view(np.float32)
+        return self._tokens[2].view(np.float32)
 
     @property
     def policy_versions(self) -> Int32[np.ndarray, "C"]:
         """Of the weights that drew each token."""
-        versions, counts = np.asarray(self.versions, np.int32).reshape(-1, 2).T
+        versions, counts = np.asarray(self.segment_versions, np.int32).reshape(-1, 2).T
         return np.repeat(versions, counts)
 
     @property
-    def _joined(self) -> Int32[np.ndarray, "3 C"]:
-        return np.concatenate([np.zeros((3, 0), np.int32), *self.drawn], axis=1)
+    def _tokens(self) -> Int32[np.ndarray, "3 C"]:
+        return np.concatenate([np.zeros((3, 0), np.int32), *self.segment_tokens], axis=1)
 
     @property
     def is_collected(self) -> bool:
         """All tokens that it has drawn have come from the devices."""
-        return sum(count for _, count in self.versions) == self.num_tokens
+        return sum(count for _, count in self.segment_versions) == self.num_tokens
 
-    def drawn_after(self, num_tokens: int, until: int) -> Int32[np.ndarray, "3 C"]:
+    def tokens_between(self, first: int, until: int) -> Int32[np.ndarray, "3 C"]:
         """What `drawn` holds of the tokens from `num_tokens` on, up to `until`; nothing of the others is touched."""
-        parts, end = [np.zeros((3, 0), np.int32)], sum(drawn.shape[1] for drawn in self.drawn)
-        for drawn in reversed(self.drawn):
+        parts, end = [np.zeros((3, 0), np.int32)], sum(drawn.shape[1] for drawn in self.segment_tokens)
+        for drawn in reversed(self.segment_tokens):
             start = end - drawn.shape[1]
-            if end <= num_tokens:
+            if end <= first:
                 break
-            parts.insert(1, drawn[:, max(num_tokens - start, 0) : max(until - start, 0)])
+            parts.insert(1, drawn[:, max(first - start, 0) : max(until - start, 0)])
             end = start
         return np.concatenate(parts, axis=1)
 
     @classmethod
-    def restored(cls, row: Row, drawn: Sequence[Int32[np.ndarray, "3 C"]]) -> Row:
+    def restore(cls, row: RolloutSequence, segment_tokens: Sequence[Int32[np.ndarray, "3 C"]]) -> RolloutSequence:
         """The row with what it had drawn in another process, segment by segment, all by the version of its noise."""
-        versions = [(row.noise_step, tokens.shape[1]) for tokens in drawn]
+        versions = [(row.noise_step, tokens.shape[1]) for tokens in segment_tokens]
         num_tokens = sum(count for _, count in versions)
-        return replace(row, num_tokens=num_tokens, num_segments=len(versions), drawn=[*drawn], versions=versions)
+        return replace(
+            row,
+            num_tokens=num_tokens,
+            num_segments=len(versions),
+            segment_tokens=[*segment_tokens],
+            segment_versions=versions,
+        )
 
-    def sample(self, group_id: int, *, decode_text: Callable[[Sequence[int]], str], truncates: bool) -> Sample:
+    def to_sample(self, group_id: int, *, decode_text: Callable[[Sequence[int]], str], truncates: bool) -> Sample:
         """The record of a row that is done.
 
         Args:
@@ -95,10 +101,10 @@ class Row:
             truncates: its sampling rules cut tokens off.
         """
         assert self.finish_reason is not None
-        ids, logprobs, kept_mass_logs = self._joined
+        ids, logprobs, kept_mass_logs = self._tokens
         versions = self.policy_versions
         # Of a sample without a token, the version of the segment that dropped it.
-        of_last = self.versions[-1][0] if self.versions else self.noise_step
+        of_last = self.segment_versions[-1][0] if self.segment_versions else self.noise_step
         oldest = int(versions.min()) if len(versions) else of_last
         return Sample(
             prompt=self.prompt,
@@ -116,22 +122,22 @@ class Row:
             kept_mass_logs=kept_mass_logs.view(np.float32) if truncates else None,
         )
 
-    def rewound(self, num_tokens: int) -> Row:
+    def rewound(self, num_tokens: int) -> RolloutSequence:
         """Another with its first tokens, or with all that were collected where those are fewer."""
-        row = replace(self, num_tokens=0, num_segments=0, finish_reason=None, drawn=[], versions=[])
-        for drawn, (version, count) in zip(self.drawn, self.versions, strict=False):
+        row = replace(self, num_tokens=0, num_segments=0, finish_reason=None, segment_tokens=[], segment_versions=[])
+        for drawn, (version, count) in zip(self.segment_tokens, self.segment_versions, strict=False):
             left = min(count, num_tokens - row.num_tokens)
             if left > 0:
-                row.drawn.append(drawn[:, :left])
-                row.versions.append((version, left))
+                row.segment_tokens.append(drawn[:, :left])
+                row.segment_versions.append((version, left))
                 row.num_tokens += left
                 row.num_segments += 1
         return row
 
 
-class Suspended(NamedTuple):
+class SuspendedSequence(NamedTuple):
     """A sample out of its slot."""
 
-    row: Row
-    cache: Cache | None
+    row: RolloutSequence
+    cache: KVCache | None
     """On the devices that it ran on; without it the sample goes on all the same, at the price of computing it anew."""

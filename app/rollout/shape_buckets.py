@@ -5,47 +5,47 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from settings.errors import InputError
-from settings.schema.rollout import Rollout
+from settings.schema.rollout import RolloutSettings
 
-NUM_RUNGS = 3
+NUM_BUCKETS = 3
 """Of each ladder: a full size, a half and a quarter. More would save little and compile long."""
 MIN_ROWS = 8
 """Fewer cost hardly less, and products with one row round differently from all others."""
 PREFILL_ROWS = (1, 4)
-GRAIN = 8
+LENGTH_MULTIPLE = 8
 """Lengths are multiples of it."""
 
 
 class SlotShapes(NamedTuple):
     """Ladders in ascending order; the last rung is the full size."""
 
-    batch_rungs: tuple[int, ...]
+    batch_buckets: tuple[int, ...]
     """Rows of a decode program."""
-    cache_rungs: tuple[int, ...]
+    cache_buckets: tuple[int, ...]
     """Tokens that each of them has room for."""
-    prompt_rungs: tuple[int, ...]
+    prompt_buckets: tuple[int, ...]
     """Tokens of a prefilled prompt, padding included."""
     prefill_rows: tuple[int, ...]
     """Prompts that are prefilled at once."""
-    num_pooled: int
+    num_pooled_prompts: int
     """Prefilled prompts that wait for their samples."""
     segment_max: int
     """Longest segment, in tokens of a row."""
 
     @property
     def num_slots(self) -> int:
-        return self.batch_rungs[-1]
+        return self.batch_buckets[-1]
 
     @property
     def max_length(self) -> int:
         """Prompt and completion."""
-        return self.cache_rungs[-1]
+        return self.cache_buckets[-1]
 
     @property
     def max_prompt_length(self) -> int:
-        return self.prompt_rungs[-1]
+        return self.prompt_buckets[-1]
 
-    def prompt_rung(self, length: int) -> int:
+    def prompt_bucket(self, length: int) -> int:
         """The smallest that holds a prompt.
 
         Raises:
@@ -56,20 +56,20 @@ class SlotShapes(NamedTuple):
                 f"data.max_prompt_length: a prompt has {length} tokens, and the slots were made for prompts of at most "
                 f"{self.max_prompt_length}; raise data.max_prompt_length to {length} or more, or leave the prompt out"
             )
-        return next(size for size in self.prompt_rungs if size >= length)
+        return next(size for size in self.prompt_buckets if size >= length)
 
 
-def slot_shapes(
+def make_slot_shapes(
     num_slots: int,
     *,
     max_prompt_length: int,
     max_new_tokens: int,
     prefill_length_min: int,
-    num_pooled: int,
+    num_pooled_prompts: int,
     segment_max: int,
     exact: bool,
     row_shards: int = 1,
-    name: str = "rollout.slots",
+    setting: str = "rollout.slots",
 ) -> SlotShapes:
     """The sizes for prompts and completions of up to so many tokens.
 
@@ -85,42 +85,42 @@ def slot_shapes(
     """
     if num_slots % row_shards:
         raise InputError(
-            f"{name}: {num_slots} cannot be split over the {row_shards} devices that hold rows (mesh.shape); "
+            f"{setting}: {num_slots} cannot be split over the {row_shards} devices that hold rows (mesh.shape); "
             f"set it to a multiple of {row_shards}"
         )
-    prompts = _rungs(max_prompt_length, smallest=prefill_length_min)
-    caches = _rungs(max_prompt_length + max_new_tokens, smallest=prompts[-1])
-    halves = [num_slots // 2**i for i in range(NUM_RUNGS)]
+    prompts = _length_buckets(max_prompt_length, min_bucket=prefill_length_min)
+    caches = _length_buckets(max_prompt_length + max_new_tokens, min_bucket=prompts[-1])
+    halves = [num_slots // 2**i for i in range(NUM_BUCKETS)]
     batches = [rows for rows in halves if rows == num_slots or (rows >= MIN_ROWS and rows % row_shards == 0)]
     return SlotShapes(
-        batch_rungs=(num_slots,) if exact else tuple(sorted(set(batches))),
-        cache_rungs=caches[-1:] if exact else caches,
-        prompt_rungs=prompts,
+        batch_buckets=(num_slots,) if exact else tuple(sorted(set(batches))),
+        cache_buckets=caches[-1:] if exact else caches,
+        prompt_buckets=prompts,
         prefill_rows=(1,) if exact else PREFILL_ROWS,
-        num_pooled=max(num_pooled, PREFILL_ROWS[-1]),
+        num_pooled_prompts=max(num_pooled_prompts, PREFILL_ROWS[-1]),
         segment_max=min(segment_max, max_new_tokens),
     )
 
 
-def shapes_of(
-    rollout: Rollout, num_slots: int, *, max_prompt_length: int, name: str, row_shards: int = 1
+def slot_shapes_from_settings(
+    rollout: RolloutSettings, num_slots: int, *, max_prompt_length: int, setting: str, row_shards: int = 1
 ) -> SlotShapes:
     """The sizes that the settings ask for; see `slot_shapes`."""
-    return slot_shapes(
+    return make_slot_shapes(
         num_slots,
         max_prompt_length=max_prompt_length,
         max_new_tokens=rollout.max_new_tokens,
         prefill_length_min=rollout.prefill_length_min,
-        num_pooled=rollout.prompts_per_step,
+        num_pooled_prompts=rollout.prompts_per_step,
         segment_max=rollout.segment.max,
         exact=rollout.mode == "exact",
         row_shards=row_shards,
-        name=name,
+        setting=setting,
     )
 
 
-def _rungs(top: int, *, smallest: int) -> tuple[int, ...]:
+def _length_buckets(largest: int, *, min_bucket: int) -> tuple[int, ...]:
     """A quarter, a half and all of `top`, as far as they are not below `smallest`."""
-    rounded = {-(-(top // 2**i) // GRAIN) * GRAIN for i in range(NUM_RUNGS)}
+    rounded = {-(-(largest // 2**i) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE for i in range(NUM_BUCKETS)}
     full = max(rounded)
-    return tuple(sorted(size for size in rounded if size == full or size >= smallest))
+    return tuple(sorted(size for size in rounded if size == full or size >= min_bucket))

@@ -17,40 +17,40 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int32
 
 from app.model.decoder import DecoderDefinition
-from app.model.kv_cache import Cache, DecodeWeights
+from app.model.kv_cache import DecodeWeights, KVCache
 from app.records.sample import Prompt
 from app.rollout.batch_engine import BatchShape, Footprint
-from app.rollout.counters import Tally
-from app.rollout.sampling import SamplingRules, finish_reason, uid_words
-from app.rollout.sequence import Row, Suspended
+from app.rollout.counters import RolloutCounters
+from app.rollout.sampling import SamplingRules, finish_reason, hash_uids
+from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.shape_buckets import SlotShapes
-from app.rollout.slot_programs import Limits, RowStatus, RowTable, SlotPrograms, as_arrays
+from app.rollout.slot_programs import DecodeLimits, RowStatus, RowTable, SlotPrograms, rules_to_arrays
 from settings.errors import InputError
 from settings.schema.rollout import DecodeLayout
 
 
 @dataclass(frozen=True)
-class Segment:
+class SegmentResult:
     """What one segment did. Its tokens are on their way from the devices until `collect`."""
 
-    ran: Sequence[tuple[int, Row, int]]
+    decoded: Sequence[tuple[int, RolloutSequence, int]]
     """Slot, row and tokens drawn, of every row that was not done before it."""
     steps: int
     num_rows: int
     """Decoded at each step, empty ones among them."""
     policy_version: int
-    _drawn: Array
+    _tokens: Array
 
     @property
-    def finished(self) -> list[Row]:
-        return [row for _, row, _ in self.ran if row.finish_reason]
+    def finished(self) -> list[RolloutSequence]:
+        return [row for _, row, _ in self.decoded if row.finish_reason]
 
     def collect(self) -> None:
         """Gives each row the tokens it has drawn; once, and segment after segment."""
-        drawn = np.asarray(self._drawn)
-        for slot, row, count in self.ran:
-            row.drawn.append(drawn[:, :count, slot].copy())
-            row.versions.append((self.policy_version, count))
+        drawn = np.asarray(self._tokens)
+        for slot, row, count in self.decoded:
+            row.segment_tokens.append(drawn[:, :count, slot].copy())
+            row.segment_versions.append((self.policy_version, count))
 
 
 class SlotEngine:
@@ -78,19 +78,19 @@ class SlotEngine:
     ):
         self.shapes = shapes
         self.exact = exact
-        self.tally = Tally()
+        self.counters = RolloutCounters()
         self.programs = programs or SlotPrograms(
             definition, mesh, shapes, dtype=dtype, num_eos=len(eos_ids), decode_layout=decode_layout
         )
         self._mesh = mesh
         self._eos_ids = np.asarray(eos_ids, np.int32)
         self._weights: Any = ()
-        self._pool: Cache = ()
-        self._cache: Cache = ()
-        self.when_fed: Callable[[], None] | None = None
+        self._pool: KVCache = ()
+        self._cache: KVCache = ()
+        self.on_token_replayed: Callable[[], None] | None = None
         """Is called after each token that is computed again, from the thread that admits."""
-        self._rows: list[Row | None] = []
-        self._running: tuple[list[tuple[int, Row]], Array, Array] | None = None
+        self._rows: list[RolloutSequence | None] = []
+        self._running: tuple[list[tuple[int, RolloutSequence]], Array, Array] | None = None
 
     # From the first sample to the last ---------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class SlotEngine:
         """Every program that will run, unless it is there."""
         # A sampler that can cut tokens off serves rules that do not as well: no program more.
         truncates = rules.truncates or self.programs.truncates
-        self.programs.compile(suspends=suspends, rereads=suspends and not self.exact, truncates=truncates)
+        self.programs.compile(suspends=suspends, recomputes=suspends and not self.exact, truncates=truncates)
 
     def open(
         self, weights: DecodeWeights, *, rules: SamplingRules, seed: int, policy_version: int, suspends: bool = False
@@ -110,15 +110,15 @@ class SlotEngine:
         """
         self.compile(rules, suspends=suspends)
         self._truncates, self._suspends = self.programs.truncates, suspends
-        self._rules, self._seed = as_arrays(rules), np.int32(seed)
+        self._rules, self._seed = rules_to_arrays(rules), np.int32(seed)
         self._pool, self._cache = self.programs["open",]()
         self._pooled: dict[bytes, int] = {}
-        self._room = self.shapes.cache_rungs[0]
+        self._cache_length = self.shapes.cache_buckets[0]
         self._rows = [None] * self.shapes.num_slots
         self._table = np.zeros((len(RowTable._fields), self.shapes.num_slots), np.int32)
-        self.load(weights, policy_version=policy_version)
+        self.load_weights(weights, policy_version=policy_version)
 
-    def load(self, weights: DecodeWeights, *, policy_version: int) -> None:
+    def load_weights(self, weights: DecodeWeights, *, policy_version: int) -> None:
         """Goes on with other weights. Rows keep their caches, and the noise that they began with.
 
         Prompts are read anew for what is admitted from now on.
@@ -137,20 +137,20 @@ class SlotEngine:
         return bool(self._weights)
 
     @property
-    def resident(self) -> list[Row]:
+    def active_rows(self) -> list[RolloutSequence]:
         """Rows that are not done."""
         return [row for row in self._rows if row is not None]
 
     @property
-    def num_free(self) -> int:
-        return self.shapes.num_slots - len(self.resident)
+    def num_free_slots(self) -> int:
+        return self.shapes.num_slots - len(self.active_rows)
 
     # At a segment's edge -----------------------------------------------------------------------------------------
 
-    def check(self, row: Row) -> None:
+    def check_fits(self, row: RolloutSequence) -> None:
         """Raises InputError for a row that no slot has room for."""
         length = len(row.prompt.token_ids)
-        self.shapes.prompt_rung(length)
+        self.shapes.prompt_bucket(length)
         if length + row.max_new_tokens > self.shapes.max_length:
             raise InputError(
                 f"rollout.max_new_tokens: {length} + {row.max_new_tokens} tokens of prompt and completion are more "
@@ -158,167 +158,167 @@ class SlotEngine:
             )
 
     def has_prefilled(self, prompt: Prompt) -> bool:
-        return _key(prompt) in self._pooled
+        return _prompt_key(prompt) in self._pooled
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         """Reads the distinct ones among them that are not in the pool; those used longest ago make room."""
-        wanted = {_key(prompt): prompt for prompt in prompts}
-        assert len(wanted) <= self.shapes.num_pooled
+        wanted = {_prompt_key(prompt): prompt for prompt in prompts}
+        assert len(wanted) <= self.shapes.num_pooled_prompts
         for key in [key for key in wanted if key in self._pooled]:
             self._pooled[key] = self._pooled.pop(key)
         by_rung: dict[int, list[bytes]] = {}
         for key, prompt in wanted.items():
             if key not in self._pooled:
-                by_rung.setdefault(self.shapes.prompt_rung(len(prompt.token_ids)), []).append(key)
+                by_rung.setdefault(self.shapes.prompt_bucket(len(prompt.token_ids)), []).append(key)
         for rung, keys in by_rung.items():
             most = self.shapes.prefill_rows[-1]
             for first in range(0, len(keys), most):
                 part = keys[first : first + most]
                 self._prefill(rung, {key: wanted[key] for key in part}, keep=wanted)
 
-    def _prefill(self, rung: int, prompts: dict[bytes, Prompt], *, keep: dict[bytes, Prompt]) -> None:
+    def _prefill(self, prompt_length: int, prompts: dict[bytes, Prompt], *, keep: dict[bytes, Prompt]) -> None:
         num_rows = next(rows for rows in self.shapes.prefill_rows if rows >= len(prompts))
-        ids, lengths, places = np.zeros((num_rows, rung), np.int32), np.zeros(num_rows, np.int32), []
+        ids, lengths, places = np.zeros((num_rows, prompt_length), np.int32), np.zeros(num_rows, np.int32), []
         for i, (key, prompt) in enumerate(prompts.items()):
             lengths[i] = len(prompt.token_ids)
             ids[i, : lengths[i]] = prompt.token_ids
-            places.append(self._place_in_pool(keep))
+            places.append(self._take_pool_slot(keep))
             self._pooled[key] = places[-1]
-        run = self.programs["prefill", num_rows, rung]
-        self._pool = run(self._weights, self._pool, ids, lengths, _padded(places, num_rows), np.int32(len(places)))
-        self.tally.prefilled_tokens += int(lengths.sum())
+        run = self.programs["prefill", num_rows, prompt_length]
+        self._pool = run(self._weights, self._pool, ids, lengths, _pad_indices(places, num_rows), np.int32(len(places)))
+        self.counters.prefilled_tokens += int(lengths.sum())
 
-    def _place_in_pool(self, keep: dict[bytes, Prompt]) -> int:
-        free = set(range(self.shapes.num_pooled)) - set(self._pooled.values())
+    def _take_pool_slot(self, keep: dict[bytes, Prompt]) -> int:
+        free = set(range(self.shapes.num_pooled_prompts)) - set(self._pooled.values())
         return min(free) if free else self._pooled.pop(next(key for key in self._pooled if key not in keep))
 
-    def admit(self, rows: Sequence[Row | Suspended]) -> None:
+    def admit(self, rows: Sequence[RolloutSequence | SuspendedSequence]) -> None:
         """Into free slots. Prompts that are not in the pool are read first.
 
         Raises:
             InputError: a row that the slots have no room for.
         """
-        assert self._running is None and len(rows) <= self.num_free
+        assert self._running is None and len(rows) <= self.num_free_slots
         if not rows:
             return
         for row in rows:
-            self.check(row.row if isinstance(row, Suspended) else row)
-        self._use_all_slots()
+            self.check_fits(row.row if isinstance(row, SuspendedSequence) else row)
+        self._expand()
         fresh = []
         for row in rows:
-            if isinstance(row, Row):
+            if isinstance(row, RolloutSequence):
                 fresh.append(row)
             elif row.cache is None and (self.exact or not row.row.num_tokens):
                 fresh.append(row.row)
             else:
-                self._put(row)
-        for first in range(0, len(fresh), self.shapes.num_pooled):
-            self._insert(fresh[first : first + self.shapes.num_pooled])
-        self._feed([row for row in fresh if row.num_tokens])
+                self._insert_suspended(row)
+        for first in range(0, len(fresh), self.shapes.num_pooled_prompts):
+            self._insert(fresh[first : first + self.shapes.num_pooled_prompts])
+        self._replay_tokens([row for row in fresh if row.num_tokens])
 
-    def _insert(self, rows: Sequence[Row]) -> None:
+    def _insert(self, rows: Sequence[RolloutSequence]) -> None:
         """Rows at their prompts' ends, of no more different prompts than the pool holds."""
         self.prefill([row.prompt for row in rows])
-        self.tally.prompt_tokens += sum(len(row.prompt.token_ids) for row in rows if not row.started_s)
-        slots = [self._settle(row) for row in rows]
-        sources = _padded([self._pooled[_key(row.prompt)] for row in rows], self.shapes.num_slots)
-        targets = _padded(slots, self.shapes.num_slots)
-        self._cache = self.programs["insert", self._room](
+        self.counters.prompt_tokens += sum(len(row.prompt.token_ids) for row in rows if not row.started_s)
+        slots = [self._assign_slot(row) for row in rows]
+        sources = _pad_indices([self._pooled[_prompt_key(row.prompt)] for row in rows], self.shapes.num_slots)
+        targets = _pad_indices(slots, self.shapes.num_slots)
+        self._cache = self.programs["insert", self._cache_length](
             self._cache, self._pool, sources, targets, np.int32(len(rows))
         )
 
-    def _feed(self, rows: Sequence[Row]) -> None:
+    def _replay_tokens(self, rows: Sequence[RolloutSequence]) -> None:
         """Tokens that they have, from their prompts' ends: side by side, one a segment, whose draw is ignored.
 
         The other rows stand still: they write again what their next step will write.
         """
         table, known = self._table.copy(), [(self._rows.index(row), row, row.token_ids) for row in rows]
         of_slots = RowTable(*table)
-        of_slots.left[:] = 0
+        of_slots.remaining[:] = 0
         for slot, row, _ in known:
-            table[:, slot] = _entry(row, 0)
+            table[:, slot] = _table_column(row, 0)
         steps = max((row.num_tokens for row in rows), default=0)
         for count in range(steps):
             for slot, row, ids in known:
                 fed = min(count, len(ids))
                 of_slots.token[slot] = ids[fed - 1] if fed else of_slots.token[slot]
                 of_slots.length[slot] = len(row.prompt.token_ids) + fed
-                of_slots.left[slot] = count < len(ids)
+                of_slots.remaining[slot] = count < len(ids)
             # The devices may still read the table when the next one is made.
-            status, _ = self._decode(table.copy(), Limits(length=1, leave_when_finished=0, leave_when_active=0))
-            if self.when_fed is not None:
+            status, _ = self._decode(table.copy(), DecodeLimits(length=1, leave_when_finished=0, leave_when_active=0))
+            if self.on_token_replayed is not None:
                 status.block_until_ready()
-                self.when_fed()
-        self.tally.row_steps += steps * len(self._rows)
-        self.tally.reread_tokens += sum(row.num_tokens for row in rows)
+                self.on_token_replayed()
+        self.counters.row_steps += steps * len(self._rows)
+        self.counters.recomputed_tokens += sum(row.num_tokens for row in rows)
 
-    def _put(self, suspended: Suspended) -> None:
+    def _insert_suspended(self, suspended: SuspendedSequence) -> None:
         row, cache = suspended
-        self._grow_to(self.shapes.max_length)
+        self._grow_cache(self.shapes.max_length)
         if cache is None:
             ids = np.concatenate([row.prompt.token_ids, row.token_ids])
             padded = np.zeros((1, self.shapes.max_length), np.int32)
             padded[0, : len(ids)] = ids
             cache = self.programs["read",](self._weights, padded, np.asarray([len(ids)], np.int32))
-            self.tally.reread_tokens += len(ids)
-        places = _padded([0], self.shapes.num_slots), _padded([self._settle(row)], self.shapes.num_slots)
+            self.counters.recomputed_tokens += len(ids)
+        places = _pad_indices([0], self.shapes.num_slots), _pad_indices([self._assign_slot(row)], self.shapes.num_slots)
         self._cache = self.programs["put",](self._cache, cache, *places, np.int32(1))
 
-    def _settle(self, row: Row) -> int:
+    def _assign_slot(self, row: RolloutSequence) -> int:
         """Gives it the first free slot."""
         assert row.is_collected
         slot = self._rows.index(None)
         row.started_s = row.started_s or time.perf_counter()
         self._rows[slot] = row
-        self._table[:, slot] = _entry(row, row.num_tokens)
+        self._table[:, slot] = _table_column(row, row.num_tokens)
         return slot
 
-    def suspend(self, rows: Sequence[Row]) -> list[Suspended]:
+    def suspend(self, rows: Sequence[RolloutSequence]) -> list[SuspendedSequence]:
         """Takes samples that are not done out of their slots. The segment that they ran in must be collected."""
         assert self._running is None and self._suspends
         if not rows:
             return []
-        self._use_all_slots()
-        self._grow_to(self.shapes.max_length)
+        self._expand()
+        self._grow_cache(self.shapes.max_length)
         suspended = []
         for row in rows:
             slot = self._rows.index(row)
-            suspended.append(Suspended(row, self.programs["take",](self._cache, np.int32(slot))))
+            suspended.append(SuspendedSequence(row, self.programs["take",](self._cache, np.int32(slot))))
             self._rows[slot] = None
             self._table[:, slot] = 0
         return suspended
 
     @property
-    def compacted_to(self) -> int:
+    def compact_size(self) -> int:
         """Rows of the smallest program that holds all that are not done."""
-        return next(size for size in self.shapes.batch_rungs if size >= len(self.resident))
+        return next(size for size in self.shapes.batch_buckets if size >= len(self.active_rows))
 
     def compact(self) -> None:
         """Moves the rows that are not done together, where a smaller program holds them."""
-        while self.compacted_to < len(self._rows):
-            self._grow_to(self.shapes.max_length)
+        while self.compact_size < len(self._rows):
+            self._grow_cache(self.shapes.max_length)
             size, held = len(self._rows), [i for i, row in enumerate(self._rows) if row is not None]
-            smaller = max(rung for rung in self.shapes.batch_rungs if rung < size)
-            self._move(_padded(held, smaller), len(held), program=("compact", size))
+            smaller = max(rung for rung in self.shapes.batch_buckets if rung < size)
+            self._move(_pad_indices(held, smaller), len(held), program=("compact", size))
 
-    def _use_all_slots(self) -> None:
+    def _expand(self) -> None:
         size = len(self._rows)
         if size < self.shapes.num_slots:
-            self._move(_padded(list(range(size)), self.shapes.num_slots), size, program=("expand", size))
+            self._move(_pad_indices(list(range(size)), self.shapes.num_slots), size, program=("expand", size))
 
     def _move(self, sources: np.ndarray, count: int, *, program: tuple) -> None:
         """Slot i becomes what slot `sources[i]` was; those from `count` on are empty."""
-        self._by_layer(program, sources)
+        self._run_by_layer(program, sources)
         self._rows = [self._rows[source] if i < count else None for i, source in enumerate(sources)]
         self._table = self._table[:, sources]
         self._table[:, count:] = 0
 
-    def _grow_to(self, length: int) -> None:
-        while self._room < length:
-            self._by_layer(("grow", self._room))
-            self._room = next(rung for rung in self.shapes.cache_rungs if rung > self._room)
+    def _grow_cache(self, length: int) -> None:
+        while self._cache_length < length:
+            self._run_by_layer(("grow", self._cache_length))
+            self._cache_length = next(rung for rung in self.shapes.cache_buckets if rung > self._cache_length)
 
-    def _by_layer(self, program: tuple, *arguments: np.ndarray) -> None:
+    def _run_by_layer(self, program: tuple, *arguments: np.ndarray) -> None:
         run, layers = self.programs[program], list(self._cache)
         # Nothing else may hold the old layers, or two caches would lie side by side.
         self._cache = ()
@@ -328,42 +328,42 @@ class SlotEngine:
 
     # A segment ---------------------------------------------------------------------------------------------------
 
-    def start(self, *, length: int, leave_when_finished: int = 0, leave_when_active: int = 0) -> None:
+    def start_segment(self, *, length: int, leave_when_finished: int = 0, leave_when_active: int = 0) -> None:
         """Sets a segment going and returns at once.
 
         It ends after `length` tokens of each row, or when all are done; or once `leave_when_finished` more rows are
         done, because work waits for their slots; or when no more than `leave_when_active` are left, because they fit a
         smaller program; 0: not for that. Caches that are full end it, too; they are longer in the next.
         """
-        assert self._running is None and self.resident
+        assert self._running is None and self.active_rows
         rows = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
-        length = min(length, self.shapes.segment_max, self._steps_in_room())
-        status, drawn = self._decode(self._table, Limits(length, leave_when_finished, leave_when_active))
+        length = min(length, self.shapes.segment_max, self._steps_until_full())
+        status, drawn = self._decode(self._table, DecodeLimits(length, leave_when_finished, leave_when_active))
         for array in (status, drawn):
             array.copy_to_host_async()
         self._running = rows, status, drawn
 
-    def _decode(self, table: Int32[np.ndarray, "7 B"], limits: Limits) -> tuple[Array, Array]:
+    def _decode(self, table: Int32[np.ndarray, "7 B"], limits: DecodeLimits) -> tuple[Array, Array]:
         """A `RowStatus`, and what was drawn. Both, and the cache, are on their way."""
-        self._cache, status, drawn = self.programs["decode", len(self._rows), self._room, self._truncates](
+        self._cache, status, drawn = self.programs["decode", len(self._rows), self._cache_length, self._truncates](
             *(self._weights, self._cache, table, np.asarray(limits, np.int32)),
             *(self._rules, self._seed, self._eos_ids),
         )
         return status, drawn
 
-    def _steps_in_room(self) -> int:
+    def _steps_until_full(self) -> int:
         """Tokens that every row may draw before one needs a longer cache. Grows it where that would be none."""
         table = RowTable(*self._table)
         while True:
             # The last token drawn is not fed, so it needs no room.
-            steps = self._room - table.length + 1
-            short = (table.left > 0) & (table.left > steps)
+            steps = self._cache_length - table.length + 1
+            short = (table.remaining > 0) & (table.remaining > steps)
             least = int(steps[short].min()) if short.any() else self.shapes.segment_max
             if least > 0:
                 return least
-            self._grow_to(self._room + 1)
+            self._grow_cache(self._cache_length + 1)
 
-    def wait(self) -> Segment:
+    def finish_segment(self) -> SegmentResult:
         """What the running segment did. Slots of rows that are done are free."""
         assert self._running is not None
         (rows, status, drawn), self._running = self._running, None
@@ -372,14 +372,16 @@ class SlotEngine:
         for slot, row in rows:
             row.num_tokens += int(counts[slot])
             row.num_segments += 1
-            if after.left[slot] == 0:
-                row.finish_reason = finish_reason(after.stopped[slot], after.broken[slot])
+            if after.remaining[slot] == 0:
+                row.finish_reason = finish_reason(after.stopped[slot], after.non_finite[slot])
                 row.elapsed_s = time.perf_counter() - row.started_s
                 self._rows[slot] = None
-        self._table[:3] = after.token, after.length, after.left
+        self._table[:3] = after.token, after.length, after.remaining
         steps, ran = int(after.steps[0]), [(slot, row, int(counts[slot])) for slot, row in rows]
-        self.tally.segment(steps=steps, num_rows=len(self._rows), drawn=sum(count for _, _, count in ran))
-        return Segment(ran, steps, len(self._rows), self._policy_version, drawn)
+        self.counters.count_segment(
+            steps=steps, num_rows=len(self._rows), num_generated=sum(count for _, _, count in ran)
+        )
+        return SegmentResult(ran, steps, len(self._rows), self._policy_version, drawn)
 
     # Known from shapes -------------------------------------------------------------------------------------------
 
@@ -398,26 +400,26 @@ class SlotEngine:
         return Footprint(self.programs.abstract_weights, self.programs.abstract_pool, slots)
 
 
-def _entry(row: Row, num_tokens: int) -> RowTable:
+def _table_column(row: RolloutSequence, num_tokens: int) -> RowTable:
     """Of a row with the first so many of its tokens in its slot."""
     ids = row.token_ids[:num_tokens] if num_tokens else row.prompt.token_ids
-    low, high = uid_words([row.prompt.uid])[0].view(np.int32)
+    low, high = hash_uids([row.prompt.uid])[0].view(np.int32)
     return RowTable(
         token=int(ids[-1]) if len(ids) else 0,
         length=len(row.prompt.token_ids) + num_tokens,
-        left=row.max_new_tokens - num_tokens,
-        uid_low=low,
-        uid_high=high,
+        remaining=row.max_new_tokens - num_tokens,
+        uid_hash_low=low,
+        uid_hash_high=high,
         sample_index=row.sample_index,
         policy_version=row.noise_step,
     )
 
 
-def _key(prompt: Prompt) -> bytes:
+def _prompt_key(prompt: Prompt) -> bytes:
     """Equal for equal tokens, whoever asks."""
     return prompt.token_ids.tobytes()
 
 
-def _padded(indices: Sequence[int], size: int) -> Int32[np.ndarray, "size"]:
+def _pad_indices(indices: Sequence[int], size: int) -> Int32[np.ndarray, "size"]:
     """With zeros that stand for nothing."""
     return np.asarray([*indices, *[0] * (size - len(indices))], np.int32)

@@ -16,36 +16,36 @@ import numpy as np
 from app.mesh.placement import bytes_per_device
 from app.model.kv_cache import DecodeWeights
 from app.rollout.batch_engine import BatchShape, Footprint
-from app.rollout.counters import Tally
-from app.rollout.executor import FAILURES, Run, Watch
-from app.rollout.generator import Streaming
+from app.rollout.counters import RolloutCounters
+from app.rollout.executor import WORKER_FAILURES, ProgressCallback, RolloutExecutor
+from app.rollout.generator import SampleGenerator
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduling.event_log import Begun, EventLog, LogRecord
-from app.rollout.scheduling.metrics import Figures, figures
-from app.rollout.scheduling.sample_states import State
+from app.rollout.scheduling.event_log import EventLog, EventRecord, RolloutState
+from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
+from app.rollout.scheduling.sample_states import SampleState
 from app.rollout.scheduling.scheduler import Scheduler
-from app.rollout.sequence import Row
-from app.rollout.workers import Clock, Threads, Turns, Worker
-from settings.schema.rollout import Pdsr, Segment
+from app.rollout.sequence import RolloutSequence
+from app.rollout.workers import Clock, RolloutWorker, SequentialDriver, ThreadedDriver
+from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleConfig:
     """How the work is dealt."""
 
     policy: str
     """A name in `POLICIES`."""
-    pdsr: Pdsr
-    segment: Segment
-    in_turn: bool
+    pdsr: PdsrSettings
+    segment: SegmentSettings
+    single_thread: bool
     """One thread drives all workers: the same run, the same commands."""
     lease_s: float | None = None
     """How long a worker with a thread of its own may be silent in a segment; None: any time."""
 
 
-class ScheduledWorkers(Streaming):
+class RolloutWorkerPool(SampleGenerator):
     """Workers under a scheduler.
 
     Args:
@@ -54,8 +54,8 @@ class ScheduledWorkers(Streaming):
 
     def __init__(
         self,
-        workers: Sequence[Worker],
-        schedule: Schedule,
+        workers: Sequence[RolloutWorker],
+        schedule: ScheduleConfig,
         *,
         decode_text: Callable[[Sequence[int]], str],
         clock: Clock = time.perf_counter,
@@ -63,18 +63,18 @@ class ScheduledWorkers(Streaming):
         super().__init__(decode_text=decode_text)
         self.workers = tuple(workers)
         self.schedule = schedule
-        self.records: list[LogRecord] = []
+        self.records: list[EventRecord] = []
         """What the scheduler was told and what it answered in the last rollout."""
-        self.log: EventLog | None = None
+        self.event_log: EventLog | None = None
         """Where the next rollout is written down, and goes on from."""
-        self.watch: Watch | None = None
+        self.on_progress: ProgressCallback | None = None
         self._clock = clock
-        self.history: Mapping[str, float] = {}
+        self.length_history: Mapping[str, float] = {}
         """Prompt -> mean length of its samples when it came last; decides the schedule of the next rollout."""
-        self._news: dict[str, float] = {}
+        self._length_updates: dict[str, float] = {}
         """Of `history`, what was learned here since `take_news`."""
-        self._figures: list[Figures] = []
-        self._stalled: dict[Worker, Thread] = {}
+        self._metrics: list[ScheduleMetrics] = []
+        self._stalled: dict[RolloutWorker, Thread] = {}
 
     @property
     def _suspends(self) -> bool:
@@ -86,48 +86,54 @@ class ScheduledWorkers(Streaming):
         for worker in self.workers:
             worker.engine.compile(rules, suspends=self._suspends)
 
-    def _in_order(
-        self, weights: DecodeWeights, rows: deque[Row], *, rules: SamplingRules, seed: int, policy_version: int
-    ) -> Generator[Row, None, None]:
+    def _run_in_order(
+        self,
+        weights: DecodeWeights,
+        rows: deque[RolloutSequence],
+        *,
+        rules: SamplingRules,
+        seed: int,
+        policy_version: int,
+    ) -> Generator[RolloutSequence, None, None]:
         """See `Streaming`.
 
         Raises:
             StoppedError: asked to stop. A log has what had ended by then, for another rollout to go on from.
             Exception: what the last worker failed with, where all have.
         """
-        self.check(rows)
-        scheduler = self.scheduler({row.prompt.uid for row in rows})
-        begun = self.log.begin(scheduler) if self.log else Begun.now(scheduler)
+        self.check_fits(rows)
+        scheduler = self.make_scheduler({row.prompt.uid for row in rows})
+        begun = self.event_log.start_or_resume(scheduler) if self.event_log else RolloutState.new(scheduler)
         self.records = begun.records
-        opened = self.opened(
+        opened = self.open_executor(
             *(weights, begun),
             rules=rules,
             seed=seed,
             policy_version=policy_version,
-            tell=begun.records.append,
-            log=self.log,
+            on_record=begun.records.append,
+            event_log=self.event_log,
         )
         with opened as run:
-            yield from run.in_order(rows)
-            self._learn(run)
+            yield from run.run_in_order(rows)
+            self._record_results(run)
 
-    def check(self, rows: Iterable[Row]) -> None:
+    def check_fits(self, rows: Iterable[RolloutSequence]) -> None:
         """Raises InputError for a row that no slot has room for."""
         for row in rows:
-            self.workers[0].engine.check(row)
+            self.workers[0].engine.check_fits(row)
 
     @contextmanager
-    def opened(
+    def open_executor(
         self,
         weights: DecodeWeights,
-        begun: Begun,
+        state: RolloutState,
         *,
         rules: SamplingRules,
         seed: int,
         policy_version: int,
-        tell: Callable[[LogRecord], None],
-        log: EventLog | None = None,
-    ) -> Iterator[Run]:
+        on_record: Callable[[EventRecord], None],
+        event_log: EventLog | None = None,
+    ) -> Iterator[RolloutExecutor]:
         """A rollout by all workers that are awake. Leaving it waits for the segments that still run.
 
         Args:
@@ -137,16 +143,29 @@ class ScheduledWorkers(Streaming):
         Raises:
             RuntimeError: all workers sleep.
         """
-        suspends = self._suspends or bool(begun.records)
-        awake = self._awake()
-        driver = Turns() if self.schedule.in_turn else Threads(awake, lease_s=self.schedule.lease_s)
+        suspends = self._suspends or bool(state.records)
+        awake = self._available_workers()
+        driver = (
+            SequentialDriver() if self.schedule.single_thread else ThreadedDriver(awake, lease_s=self.schedule.lease_s)
+        )
         try:
-            workers = _opened(awake, weights, rules=rules, seed=seed, policy_version=policy_version, suspends=suspends)
+            workers = _open_workers(
+                awake, weights, rules=rules, seed=seed, policy_version=policy_version, suspends=suspends
+            )
             # The workers have them: an open rollout outlives these by many versions.
             del weights
-            clock = self._clock_from(begun.at)
-            asked = self.asked_to_stop
-            yield Run(begun, driver, workers, clock=clock, tell=tell, log=log, watch=self.watch, asked_to_stop=asked)
+            clock = self._clock_from(state.last_event_s)
+            asked = self.stop_requested
+            yield RolloutExecutor(
+                state,
+                driver,
+                workers,
+                clock=clock,
+                on_record=on_record,
+                event_log=event_log,
+                on_progress=self.on_progress,
+                stop_requested=asked,
+            )
         finally:
             try:
                 self._stalled |= driver.close()
@@ -155,7 +174,7 @@ class ScheduledWorkers(Streaming):
                     if worker not in self._stalled:
                         worker.close()
 
-    def _awake(self) -> list[Worker]:
+    def _available_workers(self) -> list[RolloutWorker]:
         """All workers but those that are still in a segment of an earlier rollout.
 
         Raises:
@@ -174,7 +193,7 @@ class ScheduledWorkers(Streaming):
         start = self._clock() - at
         return lambda: self._clock() - start
 
-    def scheduler(self, prompts: Iterable[str] = ()) -> Scheduler:
+    def make_scheduler(self, prompts: Iterable[str] = ()) -> Scheduler:
         """A new one, that knows how long samples of these prompts were when they came last."""
         schedule = self.schedule
         return Scheduler(
@@ -182,31 +201,31 @@ class ScheduledWorkers(Streaming):
             pdsr=schedule.pdsr,
             segment=schedule.segment,
             rebuild="replay" if self.workers[0].engine.exact else "prefill",
-            history={uid: self.history[uid] for uid in prompts if uid in self.history},
+            history={uid: self.length_history[uid] for uid in prompts if uid in self.length_history},
         )
 
-    def _learn(self, run: Run) -> None:
-        self.note(figures(self.records))
+    def _record_results(self, executor: RolloutExecutor) -> None:
+        self.add_metrics(schedule_metrics(self.records))
         lengths: dict[str, list[int]] = {}
-        for entry in run.scheduler.ledger:
-            if entry.state is not State.DONE:
+        for entry in executor.scheduler.samples:
+            if entry.state is not SampleState.DONE:
                 continue
             lengths.setdefault(entry.prompt, []).append(entry.num_tokens)
-        self.learn({prompt: float(np.mean(known)) for prompt, known in lengths.items()})
+        self.record_lengths({prompt: float(np.mean(known)) for prompt, known in lengths.items()})
 
-    def learn(self, lengths: Mapping[str, float]) -> None:
+    def record_lengths(self, lengths: Mapping[str, float]) -> None:
         """Mean lengths of prompts whose samples are done."""
-        self._news |= lengths
-        self.history = {**self.history, **lengths}
+        self._length_updates |= lengths
+        self.length_history = {**self.length_history, **lengths}
 
-    def take_news(self) -> dict[str, float]:
+    def take_length_updates(self) -> dict[str, float]:
         """What was learned since the last call, for other hosts to know."""
-        taken, self._news = self._news, {}
+        taken, self._length_updates = self._length_updates, {}
         return taken
 
-    def take_tally(self) -> Tally:
+    def take_counters(self) -> RolloutCounters:
         """Of what was generated since the last call, by all workers."""
-        return Tally.sum([worker.take_tally() for worker in self.workers])
+        return RolloutCounters.sum([worker.take_counters() for worker in self.workers])
 
     @property
     def batch_shape(self) -> BatchShape:
@@ -224,27 +243,27 @@ class ScheduledWorkers(Streaming):
     def shut_down(self) -> None:
         """No rollout comes any more: ends what was started for them beyond this process."""
 
-    def note(self, found: Figures) -> None:
+    def add_metrics(self, metrics: ScheduleMetrics) -> None:
         """Keeps the figures of a rollout, or of a part of one, until they are taken."""
-        self._figures.append(found)
+        self._metrics.append(metrics)
 
-    def take_figures(self) -> list[Figures]:
+    def take_schedule_metrics(self) -> list[ScheduleMetrics]:
         """Those noted since the last call."""
-        taken, self._figures = self._figures, []
+        taken, self._metrics = self._metrics, []
         return taken
 
 
-def _opened(workers: Sequence[Worker], weights: DecodeWeights, **arguments: Any) -> list[Worker]:
+def _open_workers(workers: Sequence[RolloutWorker], weights: DecodeWeights, **arguments: Any) -> list[RolloutWorker]:
     """Those that could be opened; see `Worker.open`.
 
     Raises:
         Exception: what the last one failed with, where none could.
     """
-    opened: list[Worker] = []
+    opened: list[RolloutWorker] = []
     for worker in workers:
         try:
             worker.open(weights, **arguments)
-        except FAILURES as failure:
+        except WORKER_FAILURES as failure:
             if worker is workers[-1] and not opened:
                 raise
             log.warning("rollout worker %s cannot start, the others go on without it", worker.name, exc_info=failure)

@@ -11,41 +11,47 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.advantage.adaptive_kl import adapted_kl_coef
+from app.advantage.adaptive_kl import update_kl_coef
 from app.advantage.gae.estimate import generalized_advantages
-from app.advantage.group import ADVANTAGES, Rewards, credit_by_group, penalised_rewards, task_rewards
-from app.advantage.metrics import CreditMoments, credit_metrics
-from app.advantage.token_advantages import (
-    Bootstrap,
-    Estimate,
-    Lambda,
-    TokenCredit,
-    TokenRows,
-    bootstrapped_if_truncated,
-    credit_by_gae,
-    credit_by_return,
-    credit_by_vtrace,
-    fixed_lam,
-    gae_of_rows,
-    length_adaptive_lam,
-    terminal,
-    whitened,
+from app.advantage.group import (
+    GROUP_ADVANTAGES,
+    GroupRewardFn,
+    assign_group_advantages,
+    kl_penalized_rewards,
+    task_rewards,
 )
-from app.advantage.token_rewards import TokenRewards, kl_moments, penalised_token_rewards, task_token_rewards
+from app.advantage.metrics import AdvantageMoments, advantage_metrics
+from app.advantage.token_advantages import (
+    BootstrapFn,
+    GaeEstimator,
+    LambdaFn,
+    TokenAdvantages,
+    TokenRows,
+    assign_gae_advantages,
+    assign_return_advantages,
+    assign_vtrace_advantages,
+    compute_gae,
+    fixed_lambda,
+    length_adaptive_lambda,
+    truncation_bootstrap,
+    whiten_advantages,
+    zero_bootstrap,
+)
+from app.advantage.token_rewards import TokenRewardFn, kl_moments, kl_penalized_token_rewards, task_token_rewards
 from app.advantage.vtrace import vtrace
 from app.distributed.collectives import moments_over_hosts, sum_over_hosts
 from app.records.sample import Sample
-from app.update.kl import ESTIMATORS, Estimator
+from app.update.kl import KL_ESTIMATORS, KLEstimator
 from settings import Settings
-from settings.schema.settings import Algorithm
+from settings.schema.settings import AlgorithmSettings
 
-Credit = Callable[[Sequence[Sample], float], list[Sample]]
+EstimateAdvantages = Callable[[Sequence[Sample], float], list[Sample]]
 """Samples with a reward, and the coefficient of the penalty in it -> the same with their advantages."""
 NextKLCoef = Callable[[Sequence[Sample], float], float]
 """A step's samples and its coefficient -> the next step's."""
 
 
-class Credited(NamedTuple):
+class AdvantageResult(NamedTuple):
     samples: list[Sample]
     metrics: dict[str, float]
     kl_coef: float
@@ -53,117 +59,119 @@ class Credited(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Crediting:
+class AdvantageEstimator:
     """The advantage room, wired for one run. Every host calls it, also one whose samples were all dropped."""
 
-    credit: Credit
-    whitens: bool
+    estimate: EstimateAdvantages
+    whiten_advantages: bool
     """Advantages are whitened over all hosts, after they have been measured."""
-    penalises: bool
+    has_kl_penalty: bool
     """There is a KL penalty in the reward."""
     next_kl_coef: NextKLCoef
 
-    def __call__(self, samples: Sequence[Sample], kl_coef: float) -> Credited:
-        credited = self.credit(samples, kl_coef)
-        moments = CreditMoments.of(credited)
-        metrics = credit_metrics(moments) | ({"policy/kl_coef": float(kl_coef)} if self.penalises else {})
+    def __call__(self, samples: Sequence[Sample], kl_coef: float) -> AdvantageResult:
+        credited = self.estimate(samples, kl_coef)
+        moments = AdvantageMoments.from_samples(credited)
+        metrics = advantage_metrics(moments) | ({"policy/kl_coef": float(kl_coef)} if self.has_kl_penalty else {})
         next_kl_coef = self.next_kl_coef(credited, kl_coef)
-        samples = whitened(credited, moments.advantages) if self.whitens else credited
-        return Credited(samples, metrics, next_kl_coef)
+        samples = whiten_advantages(credited, moments.advantages) if self.whiten_advantages else credited
+        return AdvantageResult(samples, metrics, next_kl_coef)
 
 
-def wire_crediting(settings: Settings) -> Crediting:
+def make_advantage_estimator(settings: Settings) -> AdvantageEstimator:
     """What `algorithm.*` says of advantages."""
     algorithm = settings.algorithm
     assert algorithm.estimator is not None and algorithm.whiten_advantages is not None
-    return Crediting(
-        credit=CREDITS.get(algorithm.estimator, wire_group_credit)(settings),
-        whitens=algorithm.whiten_advantages,
-        penalises=algorithm.kl_in_reward,
-        next_kl_coef=wire_next_kl_coef(algorithm),
+    return AdvantageEstimator(
+        estimate=TOKEN_ADVANTAGES.get(algorithm.estimator, make_group_advantages)(settings),
+        whiten_advantages=algorithm.whiten_advantages,
+        has_kl_penalty=algorithm.kl_in_reward,
+        next_kl_coef=make_next_kl_coef(algorithm),
     )
 
 
-def saved_crediting(crediting: Crediting) -> Crediting:
+def with_saved_advantages(estimator: AdvantageEstimator) -> AdvantageEstimator:
     """For samples that bring their advantages and returns: they are final. A penalty is adapted all the same."""
-    return replace(crediting, credit=lambda samples, kl_coef: list(samples), whitens=False)
+    return replace(estimator, estimate=lambda samples, kl_coef: list(samples), whiten_advantages=False)
 
 
-def wire_group_credit(settings: Settings) -> Credit:
+def make_group_advantages(settings: Settings) -> EstimateAdvantages:
     """Siblings are compared, by their rewards or by what a penalty leaves of them."""
     algorithm = settings.algorithm
     assert algorithm.estimator is not None
-    advantages = ADVANTAGES[algorithm.estimator]
+    advantages = GROUP_ADVANTAGES[algorithm.estimator]
 
-    def rewards(kl_coef: float) -> Rewards:
+    def rewards(kl_coef: float) -> GroupRewardFn:
         if not algorithm.kl_in_reward:
             return task_rewards
-        return partial(penalised_rewards, kl_estimator=wire_kl(algorithm), beta=kl_coef)
+        return partial(kl_penalized_rewards, kl_estimator=make_kl_estimator(algorithm), beta=kl_coef)
 
-    return lambda samples, kl_coef: credit_by_group(samples, advantages=advantages, rewards=rewards(kl_coef))
+    return lambda samples, kl_coef: assign_group_advantages(samples, advantages=advantages, rewards=rewards(kl_coef))
 
 
-def wire_gae(settings: Settings) -> Callable[[TokenRows], TokenCredit]:
+def make_gae(settings: Settings) -> Callable[[TokenRows], TokenAdvantages]:
     """GAE of rows of tokens, whoever made them."""
     algorithm, alpha = settings.algorithm, settings.algorithm.length_adaptive_lam
-    usual = partial(fixed_lam, lam=algorithm.lam)
-    of_targets = usual if settings.critic.lam is None else partial(fixed_lam, lam=settings.critic.lam)
+    usual = partial(fixed_lambda, lam=algorithm.lam)
+    of_targets = usual if settings.critic.lam is None else partial(fixed_lambda, lam=settings.critic.lam)
     same = alpha is None and settings.critic.lam in (None, algorithm.lam)
     return partial(
-        gae_of_rows,
-        estimate=_estimate(algorithm),
-        lam=_lam(algorithm),
+        compute_gae,
+        estimate=_make_estimate(algorithm),
+        lam=_make_lam(algorithm),
         critic_lam=None if same else of_targets,
     )
 
 
-def wire_gae_credit(settings: Settings, *, bootstrap: Bootstrap | None = None) -> Credit:
+def make_gae_advantages(settings: Settings, *, bootstrap: BootstrapFn | None = None) -> EstimateAdvantages:
     """GAE from the critic's values. `bootstrap`: other than `algorithm.bootstrap_truncated` says."""
     algorithm = settings.algorithm
-    credit = partial(credit_by_gae, gae=wire_gae(settings), bootstrap=bootstrap or _bootstrap(algorithm))
-    return lambda samples, kl_coef: credit(samples, token_rewards=_token_rewards(algorithm, kl_coef))
+    credit = partial(assign_gae_advantages, gae=make_gae(settings), bootstrap=bootstrap or _choose_bootstrap(algorithm))
+    return lambda samples, kl_coef: credit(samples, token_rewards=_make_token_rewards(algorithm, kl_coef))
 
 
-def wire_vtrace_credit(settings: Settings) -> Credit:
+def make_vtrace_advantages(settings: Settings) -> EstimateAdvantages:
     """V-trace from the critic's values and from how far the policy is from the one that drew the samples."""
     algorithm = settings.algorithm
     correct = partial(
         vtrace,
         max_ratio=algorithm.vtrace_max_ratio,
         max_trace=algorithm.vtrace_max_trace,
-        **_recurrence(algorithm),
+        **_recurrence_options(algorithm),
     )
-    credit = partial(credit_by_vtrace, correct=correct, lam=_lam(algorithm), bootstrap=_bootstrap(algorithm))
-    return lambda samples, kl_coef: credit(samples, token_rewards=_token_rewards(algorithm, kl_coef))
+    credit = partial(
+        assign_vtrace_advantages, vtrace=correct, lam=_make_lam(algorithm), bootstrap=_choose_bootstrap(algorithm)
+    )
+    return lambda samples, kl_coef: credit(samples, token_rewards=_make_token_rewards(algorithm, kl_coef))
 
 
-def wire_return_credit(settings: Settings) -> Credit:
+def make_return_advantages(settings: Settings) -> EstimateAdvantages:
     """Discounted returns of REINFORCE++."""
-    credit = partial(credit_by_return, estimate=_estimate(settings.algorithm))
-    return lambda samples, kl_coef: credit(samples, token_rewards=_token_rewards(settings.algorithm, kl_coef))
+    credit = partial(assign_return_advantages, estimate=_make_estimate(settings.algorithm))
+    return lambda samples, kl_coef: credit(samples, token_rewards=_make_token_rewards(settings.algorithm, kl_coef))
 
 
-CREDITS: Mapping[str, Callable[[Settings], Credit]] = MappingProxyType(
-    {"gae": wire_gae_credit, "vtrace": wire_vtrace_credit, "reinforce_plus_plus": wire_return_credit}
+TOKEN_ADVANTAGES: Mapping[str, Callable[[Settings], EstimateAdvantages]] = MappingProxyType(
+    {"gae": make_gae_advantages, "vtrace": make_vtrace_advantages, "reinforce_plus_plus": make_return_advantages}
 )
 """Estimators that credit each token; all others compare siblings."""
 
 
-def _lam(algorithm: Algorithm) -> Lambda:
+def _make_lam(algorithm: AlgorithmSettings) -> LambdaFn:
     """Of the advantages."""
     alpha = algorithm.length_adaptive_lam
-    return partial(fixed_lam, lam=algorithm.lam) if alpha is None else partial(length_adaptive_lam, alpha=alpha)
+    return partial(fixed_lambda, lam=algorithm.lam) if alpha is None else partial(length_adaptive_lambda, alpha=alpha)
 
 
-def _bootstrap(algorithm: Algorithm) -> Bootstrap:
-    return bootstrapped_if_truncated if algorithm.bootstrap_truncated else terminal
+def _choose_bootstrap(algorithm: AlgorithmSettings) -> BootstrapFn:
+    return truncation_bootstrap if algorithm.bootstrap_truncated else zero_bootstrap
 
 
-def _estimate(algorithm: Algorithm) -> Estimate:
-    return partial(generalized_advantages, **_recurrence(algorithm))
+def _make_estimate(algorithm: AlgorithmSettings) -> GaeEstimator:
+    return partial(generalized_advantages, **_recurrence_options(algorithm))
 
 
-def _recurrence(algorithm: Algorithm) -> dict[str, Any]:
+def _recurrence_options(algorithm: AlgorithmSettings) -> dict[str, Any]:
     """What GAE and V-trace are told alike."""
     return {
         "gamma": algorithm.gamma,
@@ -173,24 +181,24 @@ def _recurrence(algorithm: Algorithm) -> dict[str, Any]:
     }
 
 
-def _token_rewards(algorithm: Algorithm, kl_coef: float) -> TokenRewards:
+def _make_token_rewards(algorithm: AlgorithmSettings, kl_coef: float) -> TokenRewardFn:
     if not algorithm.kl_in_reward:
         return task_token_rewards
-    return partial(penalised_token_rewards, kl_estimator=wire_kl(algorithm), kl_coef=kl_coef)
+    return partial(kl_penalized_token_rewards, kl_estimator=make_kl_estimator(algorithm), kl_coef=kl_coef)
 
 
-def wire_kl(algorithm: Algorithm) -> Estimator:
+def make_kl_estimator(algorithm: AlgorithmSettings) -> KLEstimator:
     """The estimator of the penalty, wherever it goes."""
     assert algorithm.kl_estimator is not None
-    return ESTIMATORS[algorithm.kl_estimator]
+    return KL_ESTIMATORS[algorithm.kl_estimator]
 
 
-def wire_next_kl_coef(algorithm: Algorithm) -> NextKLCoef:
+def make_next_kl_coef(algorithm: AlgorithmSettings) -> NextKLCoef:
     """A coefficient that stays, or one that is held where the KL of a token is `algorithm.kl_target`."""
     target = algorithm.kl_target
     if target is None or not algorithm.kl_in_reward:
         return lambda samples, kl_coef: kl_coef
-    kl_estimator = wire_kl(algorithm)
+    kl_estimator = make_kl_estimator(algorithm)
 
     def next_kl_coef(samples: Sequence[Sample], kl_coef: float) -> float:
         (kl,) = moments_over_hosts([kl_moments(samples, kl_estimator)])
@@ -198,6 +206,6 @@ def wire_next_kl_coef(algorithm: Algorithm) -> NextKLCoef:
         # Of logprobs that are NaN nothing can be learned, and the coefficient would stay NaN.
         if not kl.count or not math.isfinite(kl.mean):
             return kl_coef
-        return adapted_kl_coef(kl_coef, kl.mean, target=target, num_samples=num_samples, horizon=algorithm.kl_horizon)
+        return update_kl_coef(kl_coef, kl.mean, target=target, num_samples=num_samples, horizon=algorithm.kl_horizon)
 
     return next_kl_coef

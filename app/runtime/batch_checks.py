@@ -6,32 +6,32 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from app.mesh.placement import has_host_memory, num_local_row_shards
+from app.mesh.placement import num_local_row_shards, supports_host_memory
 from app.runtime.session import Session
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.settings import Algorithm
-from settings.schema.settings import Critic as CriticSettings
+from settings.schema.settings import AlgorithmSettings
+from settings.schema.settings import CriticSettings as CriticSettings
 
-OTHERWISE = "{scope}.dynamic_microbatch: true, instead of {scope}.rows_per_device, takes any number"
+DYNAMIC_BATCHING_HINT = "{scope}.dynamic_microbatch: true, instead of {scope}.rows_per_device, takes any number"
 
 
-def check_rows(settings: Settings, session: Session) -> None:
+def check_fixed_micro_batches(settings: Settings, session: Session) -> None:
     """Whether fixed update micro-batches come out even on every device; packed ones are filled up with empty rows.
 
     Raises: InputError naming the nearest values that do.
     """
-    scopes: dict[str, Algorithm | CriticSettings] = {"algorithm": settings.algorithm}
+    scopes: dict[str, AlgorithmSettings | CriticSettings] = {"algorithm": settings.algorithm}
     if settings.has_critic:
         scopes["critic"] = settings.critic
     for scope, chosen in scopes.items():
         if not chosen.dynamic_microbatch:
             assert chosen.rows_per_device is not None
-            _check_fixed_rows(settings, scope, chosen.rows_per_device, devices=num_local_row_shards(session.mesh))
+            _check_rows_per_device(settings, scope, chosen.rows_per_device, devices=num_local_row_shards(session.mesh))
 
 
-def _check_fixed_rows(settings: Settings, scope: str, rows: int, *, devices: int) -> None:
-    group_size, otherwise = settings.rollout.group_size, OTHERWISE.format(scope=scope)
+def _check_rows_per_device(settings: Settings, scope: str, rows_per_device: int, *, devices: int) -> None:
+    group_size, otherwise = settings.rollout.group_size, DYNAMIC_BATCHING_HINT.format(scope=scope)
     mini_batch_prompts = settings.rollout.prompts_per_step // settings.num_mini_batches
     for field, prompts in (
         ("rollout.prompts_per_step", settings.rollout.prompts_per_step),
@@ -42,27 +42,28 @@ def _check_fixed_rows(settings: Settings, scope: str, rows: int, *, devices: int
             raise InputError(
                 f"{field}: {prompts} prompts x rollout.group_size {group_size} = {prompts * group_size} samples do not "
                 f"divide over the {devices} devices of a host (mesh.shape {settings.mesh.shape}); the nearest values "
-                f"of {field} that fit: {_nearest(fitting, prompts)}; {otherwise}"
+                f"of {field} that fit: {_nearest_values(fitting, prompts)}; {otherwise}"
             )
     samples = mini_batch_prompts * group_size // devices
-    if samples % rows != 0:
+    if samples % rows_per_device != 0:
         fitting = [n for n in range(1, samples + 1) if samples % n == 0]
         raise InputError(
-            f"{scope}.rows_per_device: {rows} does not divide the {samples} samples of an optimizer step on each "
+            f"{scope}.rows_per_device: {rows_per_device} does not divide the {samples} samples of an optimizer step "
+            f"on each "
             f"device ({mini_batch_prompts} prompts x rollout.group_size {group_size} over {devices} devices); the "
-            f"nearest that do: {_nearest(fitting, rows)}; {otherwise}"
+            f"nearest that do: {_nearest_values(fitting, rows_per_device)}; {otherwise}"
         )
 
 
-def _nearest(fitting: Sequence[int], value: int) -> str:
+def _nearest_values(fitting: Sequence[int], value: int) -> str:
     below = [n for n in fitting if n < value][-1:]
     above = [n for n in fitting if n > value][:1]
     return " or ".join(map(str, below + above))
 
 
-def check_host_memory(mesh: Mesh) -> None:
+def check_host_offload(mesh: Mesh) -> None:
     """Raises InputError where the reference is to wait in a memory that the backend does not have."""
-    if not has_host_memory(mesh):
+    if not supports_host_memory(mesh):
         kind = mesh.devices.flat[0].device_kind
         raise InputError(
             f"score.reference.offload: true, but JAX offers no memory of the host for arrays on {kind}; set it to false"

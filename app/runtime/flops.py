@@ -11,16 +11,16 @@ import numpy as np
 from app.distributed.collectives import (
     sum_over_hosts,
 )
-from app.mesh.simulated_slice import CHIPS
+from app.mesh.simulated_slice import TPU_CHIPS
 from app.model.decoder import DecoderDefinition
 from app.records.sample import Sample
 from app.runtime.session import Session
 from settings import Settings
-from settings.schema.settings import Algorithm, ScoredRole
-from settings.schema.settings import Critic as CriticSettings
+from settings.schema.settings import AlgorithmSettings, ScoredRole
+from settings.schema.settings import CriticSettings as CriticSettings
 
 PEAK_FLOPS = {
-    **{chip.device_kind: chip.flops for chip in CHIPS.values()},
+    **{chip.device_kind: chip.flops for chip in TPU_CHIPS.values()},
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
@@ -28,7 +28,7 @@ PEAK_FLOPS = {
 """Dense bfloat16 peak of one device, by the start of its kind's name. Source: the vendors' data sheets."""
 
 
-class Tokens(NamedTuple):
+class TokenCounts(NamedTuple):
     """Of samples, over all hosts."""
 
     prompt: int
@@ -36,16 +36,16 @@ class Tokens(NamedTuple):
     completion: int
 
     @classmethod
-    def of(cls, *parts: Sequence[Sample]) -> list[Tokens]:
+    def count_over_hosts(cls, *parts: Sequence[Sample]) -> list[TokenCounts]:
         """Of each part; hosts may hold different numbers of samples."""
         own = [(sum(len(s.prompt.token_ids) for s in part), sum(len(s.completion_ids) for s in part)) for part in parts]
         return [cls(*counts) for counts in sum_over_hosts(np.asarray(own, np.int64)).tolist()]
 
 
-NO_TOKENS = Tokens(0, 0)
+NO_TOKENS = TokenCounts(0, 0)
 
 
-class Pass(NamedTuple):
+class NetworkPass(NamedTuple):
     """One pass of a network over the samples of a step."""
 
     flops_per_token: int
@@ -54,15 +54,15 @@ class Pass(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepFlops:
     """What the tokens of a step go through, for counting FLOPs."""
 
     group_size: int
-    rollout: Pass
-    passes: tuple[Pass, ...]
+    rollout: NetworkPass
+    passes: tuple[NetworkPass, ...]
     """Scoring and updates."""
 
-    def flops(self, *, sampled: Tokens, learned: Tokens) -> float:
+    def total(self, *, sampled: TokenCounts, learned: TokenCounts) -> float:
         """2 N a token forward, 6 N forward and backward. Source: Chowdhery et al. 2022 (PaLM), appendix B.
 
         Args:
@@ -71,32 +71,32 @@ class Work:
         """
         return self._flops(self.rollout, sampled) + sum(self._flops(one, learned) for one in self.passes)
 
-    def _flops(self, one: Pass, tokens: Tokens) -> float:
+    def _flops(self, one: NetworkPass, tokens: TokenCounts) -> float:
         prompt_tokens = tokens.prompt / (self.group_size if one.shares_prompts else 1)
         return one.flops_per_token * (prompt_tokens + tokens.completion)
 
 
-def work_of(settings: Settings, session: Session, *, policy_learns: bool = True) -> Work:
+def make_step_flops(settings: Settings, session: Session, *, trains_policy: bool = True) -> StepFlops:
     """What a step's tokens go through in policy, reference and critic."""
     algorithm, shares = settings.algorithm, settings.batching.share_prompts
-    model, policy = session.input.definition, session.input.adapted
-    critic = session.critic.input.definition if session.critic else None
+    model, policy = session.model_spec.definition, session.model_spec.policy_definition
+    critic = session.critic.spec.definition if session.critic else None
     networks: Mapping[ScoredRole, DecoderDefinition | None] = {"policy": policy, "reference": model, "critic": critic}
 
-    def scoring(role: ScoredRole) -> Pass:
+    def scoring(role: ScoredRole) -> NetworkPass:
         definition = networks[role]
         assert definition is not None
-        return Pass(2 * definition.num_parameters, bool(shares and settings.score.of(role).dynamic))
+        return NetworkPass(2 * definition.num_parameters, bool(shares and settings.score.for_role(role).dynamic))
 
-    def updating(definition: DecoderDefinition, scope: Algorithm | CriticSettings) -> Pass:
+    def updating(definition: DecoderDefinition, scope: AlgorithmSettings | CriticSettings) -> NetworkPass:
         # Forward and back to the inputs through every weight, and to the weights that learn.
-        flops = 4 * definition.num_parameters + 2 * definition.num_trained
-        return Pass(flops * algorithm.epochs, bool(shares and scope.dynamic_microbatch))
+        flops = 4 * definition.num_parameters + 2 * definition.num_trainable
+        return NetworkPass(flops * algorithm.epochs, bool(shares and scope.dynamic_microbatch))
 
-    updates = [updating(policy, algorithm)] if policy_learns else []
+    updates = [updating(policy, algorithm)] if trains_policy else []
     updates += [updating(critic, settings.critic)] if critic else []
-    return Work(
+    return StepFlops(
         group_size=settings.rollout.group_size,
-        rollout=Pass(2 * session.engine.definition.num_parameters, shares_prompts=True),
+        rollout=NetworkPass(2 * session.engine.definition.num_parameters, shares_prompts=True),
         passes=(*map(scoring, settings.scored_roles), *updates),
     )

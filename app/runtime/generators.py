@@ -7,25 +7,25 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from app.mesh import placement, topology
-from app.mesh.submesh import allot, island
+from app.mesh.submesh import assign_worker_devices, make_submesh
 from app.model.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
-from app.rollout.continuous_batching import ContinuousBatching
-from app.rollout.scheduling.events import Kind
-from app.rollout.shape_buckets import SlotShapes, shapes_of
+from app.rollout.continuous_batching import ContinuousBatchGenerator
+from app.rollout.scheduling.events import WorkerKind
+from app.rollout.shape_buckets import SlotShapes, slot_shapes_from_settings
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import SlotPrograms
-from app.rollout.worker_pool import Schedule, ScheduledWorkers
-from app.rollout.workers import Worker
-from app.runtime.ray_workers import open_actors
+from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
+from app.rollout.workers import RolloutWorker
+from app.runtime.ray_workers import open_ray_workers
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.rollout import WorkerPool
+from settings.schema.rollout import WorkerPoolSettings
 
 
-def open_slots(
+def open_continuous_batching(
     settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
-) -> ContinuousBatching | None:
+) -> ContinuousBatchGenerator | None:
     """Those of `rollout.slots` on this host's island, if any. Compiles nothing yet.
 
     Raises:
@@ -35,16 +35,16 @@ def open_slots(
     if num_slots is None:
         return None
     longest_prompt, shards = settings.data.max_prompt_length, placement.num_row_shards(mesh)
-    shapes = shapes_of(
-        settings.rollout, num_slots, max_prompt_length=longest_prompt, name="rollout.slots", row_shards=shards
+    shapes = slot_shapes_from_settings(
+        settings.rollout, num_slots, max_prompt_length=longest_prompt, setting="rollout.slots", row_shards=shards
     )
-    engine = _engine(settings, definition, tokenizer, mesh, shapes=shapes, dtype=dtype)
-    return ContinuousBatching(engine, decode_text=tokenizer.decode, rule=settings.rollout.segment)
+    engine = _make_slot_engine(settings, definition, tokenizer, mesh, shapes=shapes, dtype=dtype)
+    return ContinuousBatchGenerator(engine, decode_text=tokenizer.decode, segment_rule=settings.rollout.segment)
 
 
 def open_workers(
     settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
-) -> ScheduledWorkers | None:
+) -> RolloutWorkerPool | None:
     """Those of `rollout.workers` on this host under `rollout.scheduler`, if any. Compiles nothing yet.
 
     Raises:
@@ -54,15 +54,15 @@ def open_workers(
     if rollout.scheduler is None or not rollout.has_workers:
         return None
     if rollout.pool == "ray":
-        return open_actors(settings, definition, tokenizer, mesh, dtype=dtype)
-    pools: dict[Kind, WorkerPool] = {"fast": rollout.workers.fast, "heavy": rollout.workers.heavy}
+        return open_ray_workers(settings, definition, tokenizer, mesh, dtype=dtype)
+    pools: dict[WorkerKind, WorkerPoolSettings] = {"fast": rollout.workers.fast, "heavy": rollout.workers.heavy}
     host = f"host{jax.process_index()}/" if jax.process_count() > 1 else ""
-    names: list[tuple[Kind, str]] = [
+    names: list[tuple[WorkerKind, str]] = [
         (kind, f"{host}{kind}-{i}") for kind, pool in pools.items() for i in range(pool.count)
     ]
     dotted = {f"rollout.workers.{kind}": pool for kind, pool in pools.items()}
     num_devices = len(topology.local_devices())
-    islands = allot(dotted, num_devices=num_devices)
+    islands = assign_worker_devices(dotted, num_devices=num_devices)
     sizes = {len(devices) for devices in islands}
     if rollout.mode == "exact" and len(sizes) > 1:
         raise InputError(
@@ -73,27 +73,27 @@ def open_workers(
     compiled: dict[SlotShapes, SlotPrograms] = {}
     workers = []
     for (kind, name), devices in zip(names, islands, strict=True):
-        own = island(devices, like=mesh)
+        own = make_submesh(devices, template=mesh)
         num_slots = pools[kind].slots
         shards = placement.num_row_shards(own)
-        shapes = shapes_of(
+        shapes = slot_shapes_from_settings(
             rollout,
             num_slots,
             max_prompt_length=settings.data.max_prompt_length,
             row_shards=shards,
-            name=f"rollout.workers.{kind}.slots",
+            setting=f"rollout.workers.{kind}.slots",
         )
         programs = compiled.get(shapes) if are_shared else None
-        engine = _engine(settings, definition, tokenizer, own, shapes=shapes, dtype=dtype, programs=programs)
+        engine = _make_slot_engine(settings, definition, tokenizer, own, shapes=shapes, dtype=dtype, programs=programs)
         compiled[shapes] = engine.programs
         device, patience_s = "0" if are_shared else None, rollout.workers.lease_s and rollout.workers.lease_s / 2
-        workers.append(Worker(name, kind, engine, device, patience_s))
+        workers.append(RolloutWorker(name, kind, engine, device, patience_s))
     in_turn = rollout.workers.deterministic or len(workers) == 1 or are_shared
-    schedule = Schedule(rollout.scheduler, rollout.pdsr, rollout.segment, in_turn, rollout.workers.lease_s)
-    return ScheduledWorkers(workers, schedule, decode_text=tokenizer.decode)
+    schedule = ScheduleConfig(rollout.scheduler, rollout.pdsr, rollout.segment, in_turn, rollout.workers.lease_s)
+    return RolloutWorkerPool(workers, schedule, decode_text=tokenizer.decode)
 
 
-def check_runs_ahead(workers: ScheduledWorkers) -> None:
+def check_async_workers(workers: RolloutWorkerPool) -> None:
     """Raises InputError where workers cannot generate while others train.
 
     A device runs programs in the order in which they are begun. One of a single device waits for no other, so whatever
@@ -111,7 +111,7 @@ def check_runs_ahead(workers: ScheduledWorkers) -> None:
             )
 
 
-def _engine(
+def _make_slot_engine(
     settings: Settings,
     definition: DecoderDefinition,
     tokenizer: Tokenizer,

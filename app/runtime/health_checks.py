@@ -7,17 +7,17 @@ from collections.abc import Mapping
 import numpy as np
 
 from app.distributed.collectives import max_over_hosts, sum_over_hosts
-from app.reward.aggregate import Scored
-from app.rollout.sampling import NON_FINITE
+from app.reward.aggregate import RewardedSamples
+from app.rollout.sampling import FINISH_NON_FINITE
 from settings import Settings
 
 
-def check_rewards(scored: Scored) -> None:
+def check_rewards(scored: RewardedSamples) -> None:
     """Raises RuntimeError, on every host what stops one of them: alone, the others would wait for it for ever."""
-    if max_over_hosts(np.asarray(scored.problem is not None)):
-        raise RuntimeError(scored.problem or "a reward function failed on another host, which says why")
+    if max_over_hosts(np.asarray(scored.fatal_error is not None)):
+        raise RuntimeError(scored.fatal_error or "a reward function failed on another host, which says why")
     num_kept = sum_over_hosts(np.asarray(sum(s.reward is not None for s in scored.samples)))
-    if num_kept == 0 and scored.samples and all(s.finish_reason == NON_FINITE for s in scored.samples):
+    if num_kept == 0 and scored.samples and all(s.finish_reason == FINISH_NON_FINITE for s in scored.samples):
         raise RuntimeError(
             f"no sample of this step could be generated: {scored.notices[-1]}. The policy's weights hold NaN or "
             "infinity, or overflow: lower optimizer.learning_rate, train in float32, or choose another model.path"

@@ -9,26 +9,26 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
-from app.distributed.lockstep import together
-from app.distributed.shutdown import parting
-from app.distributed.status_board import Bulletin, open_bulletin
-from app.distributed.watchdog import WAIT, Watchdog
+from app.distributed.lockstep import error_barrier
+from app.distributed.shutdown import coordinated_shutdown
+from app.distributed.status_board import StatusBoard, open_status_board
+from app.distributed.watchdog import WAIT_PHASE, Watchdog
 from app.mesh import topology
 from settings import Settings
 
-Part = TypeVar("Part")
+Item = TypeVar("Item")
 
-Entered = Callable[[str], None]
+PhaseCallback = Callable[[str], None]
 """Is told the phase that begins, and again whenever it gets on."""
 
 
-class Guard(NamedTuple):
-    bulletin: Bulletin
+class HostGroup(NamedTuple):
+    status_board: StatusBoard
     watchdog: Watchdog
 
 
 @contextmanager
-def guarded(settings: Settings, folder: Path) -> Iterator[Guard]:
+def open_host_group(settings: Settings, crash_dir: Path) -> Iterator[HostGroup]:
     """What comes inside is watched, from the phase `compile` on. `topology.start` must have run.
 
     Args:
@@ -36,41 +36,41 @@ def guarded(settings: Settings, folder: Path) -> Iterator[Guard]:
     """
     heartbeat_s = settings.mesh.heartbeat_s
     with (
-        open_bulletin() as bulletin,
-        Watchdog(settings.watchdog, folder, bulletin) as watchdog,
-        parting(bulletin, heartbeat_s=heartbeat_s, entered=watchdog.enter),
+        open_status_board() as status_board,
+        Watchdog(settings.watchdog, crash_dir, status_board) as watchdog,
+        coordinated_shutdown(status_board, heartbeat_s=heartbeat_s, enter_phase=watchdog.enter_phase),
     ):
-        yield Guard(bulletin, watchdog)
+        yield HostGroup(status_board, watchdog)
 
 
-def unwatched(phase: str) -> None:
+def ignore_phase(phase: str) -> None:
     """Nobody is told."""
 
 
 @contextmanager
-def joined_hosts(settings: Settings, *, out: Path) -> Iterator[Entered]:
+def join_hosts(settings: Settings, *, out: Path) -> Iterator[PhaseCallback]:
     """Joins the other hosts for a verb that writes one file. Alone, nobody waits for this host, and nothing is watched.
 
     Stacks go to `<out>.crash/`.
     """
-    topology.start(settings.mesh)
+    topology.initialize_distributed(settings.mesh)
     if jax.process_count() == 1:
-        yield unwatched
+        yield ignore_phase
         return
-    with guarded(settings, out.with_name(f"{out.name}.crash")) as guard:
-        yield guard.watchdog.enter
+    with open_host_group(settings, out.with_name(f"{out.name}.crash")) as guard:
+        yield guard.watchdog.enter_phase
 
 
-def wait_for_others(entered: Entered) -> None:
+def wait_for_other_hosts(on_phase: PhaseCallback) -> None:
     """However long they take."""
-    entered(WAIT)
-    with together():
+    on_phase(WAIT_PHASE)
+    with error_barrier():
         pass
 
 
-def getting_on(parts: Iterable[Part], phase: str, entered: Entered) -> Iterator[Part]:
+def iterate_in_phase(items: Iterable[Item], phase: str, on_phase: PhaseCallback) -> Iterator[Item]:
     """The same; the phase begins anew with each."""
-    entered(phase)
-    for part in parts:
-        entered(phase)
+    on_phase(phase)
+    for part in items:
+        on_phase(phase)
         yield part

@@ -10,7 +10,7 @@ from settings import Settings
 from settings.errors import InputError
 
 
-def check_heads(mesh: Mesh, architecture: Architecture, *, path: str) -> None:
+def check_tp_divides_heads(mesh: Mesh, architecture: Architecture, *, path: str) -> None:
     """Whether tp splits the attention of the model from `path`.
 
     Raises:
@@ -20,11 +20,11 @@ def check_heads(mesh: Mesh, architecture: Architecture, *, path: str) -> None:
     if queries % tp and keys % tp:
         raise InputError(
             f"mesh.shape: tp = {tp} divides neither the {queries} query heads nor the {keys} kv heads of {path}; the "
-            f"nearest tp that divides the query heads: {_nearest(tp, queries)}"
+            f"nearest tp that divides the query heads: {_nearest_divisors(tp, queries)}"
         )
 
 
-def whole_dims(mesh: Mesh, architecture: Architecture) -> tuple[str, ...]:
+def replicated_dim_notes(mesh: Mesh, architecture: Architecture) -> tuple[str, ...]:
     """A line for every dim that tp should split and does not: it stays whole on every device, which costs memory."""
     tp = mesh.shape["tp"]
     sizes = {
@@ -34,13 +34,13 @@ def whole_dims(mesh: Mesh, architecture: Architecture) -> tuple[str, ...]:
     }
     return tuple(
         f"mesh.shape: tp = {tp} does not divide the {size:,} {name}, so every device holds them all; the nearest tp "
-        f"that does: {_nearest(tp, size)}"
+        f"that does: {_nearest_divisors(tp, size)}"
         for name, size in sizes.items()
         if size % tp
     )
 
 
-def _nearest(tp: int, size: int) -> str:
+def _nearest_divisors(tp: int, size: int) -> str:
     """The divisors of `size` right below and above."""
     below = max(n for n in range(1, tp + 1) if size % n == 0)
     above = next((n for n in range(tp, size + 1) if size % n == 0), None)

@@ -12,24 +12,24 @@ import jax.numpy as jnp
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, ValueDecoder
 from app.model.io.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
-from app.model.io.hf_weights import check_tensors, critic_entries, expected_entries
+from app.model.io.hf_weights import check_tensors, critic_tensors, expected_tensors
 from app.model.io.model_files import ModelFiles, open_model
-from app.model.lora import LoRA
+from app.model.lora import LoRAConfig
 from app.model.quantization import check_quantization
-from app.prompts.tokenizer import Tokenizer, ids_fingerprint, load_fast_tokenizer, load_tokenizer
-from app.records.versions import QUANTIZING, version_of
+from app.prompts.tokenizer import Tokenizer, encoding_fingerprint, load_fast_tokenizer, load_tokenizer
+from app.records.versions import QUANTIZATION_PACKAGE, version_of
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.lora import LoRA as LoRASettings
+from settings.schema.lora import LoRASettings as LoRASettings
 
-ADAPTERS = "model.lora"
+LORA_FINGERPRINT = "model.lora"
 """Name of the fingerprint that says which adapters there are."""
-QUANTIZER = f"the version of {QUANTIZING}, which finds the codes of quantized kernels"
+QUANTIZER_FINGERPRINT = f"the version of {QUANTIZATION_PACKAGE}, which finds the codes of quantized kernels"
 """Name of another, where there are such kernels: codes are not saved."""
 
 
 @dataclass(frozen=True)
-class ModelInput:
+class ModelSpec:
     """A model that has been looked at but not yet loaded: no device has been touched."""
 
     files: ModelFiles
@@ -37,41 +37,50 @@ class ModelInput:
     definition: DecoderDefinition
     """Of its own weights, as its files have them."""
     tokenizer: Tokenizer
-    adapted: DecoderDefinition
+    policy_definition: DecoderDefinition
     """What learns: the same with the adapters of `model.lora`, beside kernels that may be quantized; `definition`
     itself without adapters."""
 
     @cached_property
-    def reference(self) -> DecoderDefinition:
+    def reference_definition(self) -> DecoderDefinition:
         """What learning starts from: `adapted` without its adapters."""
-        return self.definition if self.adapted.quantization is None else self.adapted.bare
+        return (
+            self.definition if self.policy_definition.quantization is None else self.policy_definition.without_adapters
+        )
 
     @property
-    def adapters(self) -> dict[str, str]:
+    def adapter_fingerprints(self) -> dict[str, str]:
         """What a run that goes on must have in common with its checkpoints; nothing without adapters."""
-        lora, quantization = self.adapted.lora, self.adapted.quantization
+        lora, quantization = self.policy_definition.lora, self.policy_definition.quantization
         if lora is None:
             return {}
         if quantization is None:
-            return {ADAPTERS: lora.to_text()}
-        return {ADAPTERS: f"{lora.to_text()}, beside {quantization}", QUANTIZER: version_of(QUANTIZING)}
+            return {LORA_FINGERPRINT: lora.to_text()}
+        return {
+            LORA_FINGERPRINT: f"{lora.to_text()}, beside {quantization}",
+            QUANTIZER_FINGERPRINT: version_of(QUANTIZATION_PACKAGE),
+        }
 
-    def decoded(self, dtype: jnp.dtype) -> DecoderDefinition:
+    def decode_definition(self, dtype: jnp.dtype) -> DecoderDefinition:
         """What generates in a compute type: in float32 the model's own network, adapters merged into its kernels.
 
         Rounded to bfloat16, W + (alpha / rank) A B would lose all of A B that is below the last bit of W: for many
         steps most of it, and the sampler would stay where it began while the policy moves on. There, and beside
         quantized kernels, which would lose more, adapters stay beside the kernels, as they are trained and scored.
         """
-        return self.definition if dtype == jnp.float32 and self.adapted.quantization is None else self.adapted
+        return (
+            self.definition
+            if dtype == jnp.float32 and self.policy_definition.quantization is None
+            else self.policy_definition
+        )
 
     @property
-    def bare(self) -> ModelInput:
+    def without_adapters(self) -> ModelSpec:
         """The same model for whoever has no adapters for it."""
-        return replace(self, adapted=self.definition)
+        return replace(self, policy_definition=self.definition)
 
 
-def read_model_input(settings: Settings) -> ModelInput:
+def read_model_spec(settings: Settings) -> ModelSpec:
     """Opens model files and tokenizer and checks that they fit each other.
 
     Raises:
@@ -79,12 +88,12 @@ def read_model_input(settings: Settings) -> ModelInput:
     """
     files = open_model(settings.model.path, revision=settings.model.revision)
     architecture = architecture_from_config(files.config)
-    definition = DecoderDefinition.of(architecture)
-    check_tensors(expected_entries(definition), files.weights.shapes, architecture)
+    definition = DecoderDefinition.create(architecture)
+    check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
     adapted = adapted_definition(definition, settings.model.lora)
     tokenizer = load_tokenizer(files)
-    _check_embedding(tokenizer, architecture)
-    return ModelInput(files, architecture, definition, tokenizer, adapted)
+    _check_vocab_size(tokenizer, architecture)
+    return ModelSpec(files, architecture, definition, tokenizer, adapted)
 
 
 def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) -> DecoderDefinition:
@@ -103,12 +112,12 @@ def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) ->
         )
     if settings.quantize_base is not None:
         check_quantization(settings.quantize_base, model_dim=architecture.model_dim)
-    lora = LoRA(settings.rank, settings.alpha, settings.projections)
-    return DecoderDefinition.of(architecture, lora=lora, quantization=settings.quantize_base)
+    lora = LoRAConfig(settings.rank, settings.alpha, settings.projections)
+    return DecoderDefinition.create(architecture, lora=lora, quantization=settings.quantize_base)
 
 
 @dataclass(frozen=True)
-class CriticInput:
+class CriticSpec:
     """What a critic starts from, looked at but not yet loaded. It reads the policy's tokens."""
 
     files: ModelFiles
@@ -116,33 +125,33 @@ class CriticInput:
     definition: DecoderDefinition
 
 
-def read_critic_input(settings: Settings, policy: ModelInput) -> CriticInput:
+def read_critic_spec(settings: Settings, policy: ModelSpec) -> CriticSpec:
     """The checkpoint of `critic.path`, or the policy's own, as a value decoder.
 
     Raises:
         InputError: anything about it that would only fail later, another tokenizer than the policy's among it.
     """
     if settings.critic.path is None:
-        definition = DecoderDefinition.of(policy.architecture, ValueDecoder)
-        return CriticInput(policy.files, policy.architecture, definition)
-    with naming("critic.path", revision="critic.revision"):
+        definition = DecoderDefinition.create(policy.architecture, ValueDecoder)
+        return CriticSpec(policy.files, policy.architecture, definition)
+    with model_setting_in_errors("critic.path", revision="critic.revision"):
         files = open_model(settings.critic.path, revision=settings.critic.revision)
         architecture = architecture_from_config(files.config, heads=CAUSAL_LM + SEQUENCE_CLASSIFICATION)
-        definition = DecoderDefinition.of(architecture, ValueDecoder)
-        check_tensors(critic_entries(definition, files.weights.shapes), files.weights.shapes, architecture)
-        _check_embedding(policy.tokenizer, architecture)
-        same_ids = ids_fingerprint(load_fast_tokenizer(files)) == policy.tokenizer.ids_fingerprint
+        definition = DecoderDefinition.create(architecture, ValueDecoder)
+        check_tensors(critic_tensors(definition, files.weights.shapes), files.weights.shapes, architecture)
+        _check_vocab_size(policy.tokenizer, architecture)
+        same_ids = encoding_fingerprint(load_fast_tokenizer(files)) == policy.tokenizer.encoding_fingerprint
     if not same_ids:
         raise InputError(
             f"critic.path: {settings.critic.path} has another tokenizer than model.path {settings.model.path}, so it "
             "would read other words than the policy writes; choose a critic of the policy's family, or leave "
             "critic.path null"
         )
-    return CriticInput(files, architecture, definition)
+    return CriticSpec(files, architecture, definition)
 
 
 @contextmanager
-def naming(setting: str, *, revision: str) -> Iterator[None]:
+def model_setting_in_errors(setting: str, *, revision: str) -> Iterator[None]:
     """Errors about a model name the settings that it came from."""
     try:
         yield
@@ -151,7 +160,7 @@ def naming(setting: str, *, revision: str) -> Iterator[None]:
         raise InputError(text if setting in text else f"{setting}: {text}") from error
 
 
-def _check_embedding(tokenizer: Tokenizer, architecture: Architecture) -> None:
+def _check_vocab_size(tokenizer: Tokenizer, architecture: Architecture) -> None:
     if tokenizer.vocab_size > architecture.vocab_size:
         raise InputError(
             f"model.path: the tokenizer has {tokenizer.vocab_size} tokens and the model's embedding only "
@@ -159,21 +168,22 @@ def _check_embedding(tokenizer: Tokenizer, architecture: Architecture) -> None:
         )
 
 
-def adapter_lines(model: ModelInput, *, has_critic: bool) -> tuple[str, ...]:
+def adapter_notes(model: ModelSpec, *, has_critic: bool) -> tuple[str, ...]:
     """How much of the model learns, where that is not all of it."""
-    definition = model.adapted
+    definition = model.policy_definition
     if definition.lora is None:
         return ()
-    learn, there = definition.num_trained, definition.num_parameters
+    learn, there = definition.num_trainable, definition.num_parameters
     held = "" if definition.quantization is None else f", those of the layers' matrices in {definition.quantization}"
     critic = "; the critic learns with all its weights" if has_critic else ""
     return (
-        f"{ADAPTERS}: {learn:,} weights learn ({definition.lora.to_text()}), {learn / there:.2%} of {there:,}; the "
+        f"{LORA_FINGERPRINT}: {learn:,} weights learn ({definition.lora.to_text()}), {learn / there:.2%} of "
+        f"{there:,}; the "
         f"{there - learn:,} of {model.files.name} stay as they are{held}{critic}",
     )
 
 
-def check_context(architecture: Architecture, settings: Settings, *, path: str) -> None:
+def check_context_length(architecture: Architecture, settings: Settings, *, path: str) -> None:
     """Raises InputError where prompt and completion do not fit the positions of the model from `path`."""
     longest = settings.data.max_prompt_length + settings.rollout.max_new_tokens
     if longest > architecture.max_positions:

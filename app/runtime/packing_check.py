@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from app.batching.micro_batch_plan import MicroBatch, Plan, Row, RowShape
-from app.batching.micro_batcher import lengths_of
+from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, PackedRow, RowShape
+from app.batching.micro_batcher import sequence_lengths
 from app.distributed.collectives import max_over_hosts
 from app.mesh.placement import num_local_row_shards
 from app.model.decoder import Params
 from app.records.sample import Prompt, Sample
 from app.runtime.session import Session
 
-Read = Callable[[Sequence[Sample], Plan], list[np.ndarray]]
+ScoreFunction = Callable[[Sequence[Sample], MicroBatchPlan], list[np.ndarray]]
 """Samples and where they stand -> a number for each of their completion tokens."""
 
 
@@ -26,24 +26,24 @@ class Unit(NamedTuple):
     """What differences are measured in, given what is read alone."""
 
     name: str
-    of: Callable[[np.ndarray], Any]
+    scale: Callable[[np.ndarray], Any]
 
 
 NATS = Unit("nats", lambda alone: 1.0)
-SPREADS = Unit("standard deviations", np.std)
+STANDARD_DEVIATIONS = Unit("standard deviations", np.std)
 
 
-class Rounding(NamedTuple):
+class Tolerance(NamedTuple):
     """What the order of sums may change a logprob or a value by; another sample's tokens in view change far more."""
 
-    largest: float
-    mean: float
+    max_difference: float
+    mean_difference: float
 
 
-ROUNDING = {"float32": Rounding(1e-4, 1e-4), "bfloat16": Rounding(0.5, 0.05)}
+TOLERANCES = {"float32": Tolerance(1e-4, 1e-4), "bfloat16": Tolerance(0.5, 0.05)}
 """By compute type."""
 
-LONGEST = 128
+MAX_SAMPLE_TOKENS = 128
 """Tokens that are looked at of each sample. Three of them make a row that attention takes block by block everywhere."""
 
 
@@ -61,31 +61,31 @@ def check_packing(
     """
     logprobs = partial(session.scorer.logprobs, params, temperature=1.0)
     largest = _largest_difference(session, logprobs, samples, unit=NATS)
-    if critic is None or session.architecture_of("critic") == session.input.architecture:
+    if critic is None or session.architecture_of("critic") == session.model_spec.architecture:
         return largest
     assert session.critic is not None
     # A head of zeros, which one may start with, would agree on anything.
     params = {**critic, "value": jnp.full_like(critic["value"], critic["value"].size ** -0.5)}
     values = partial(session.critic.valuer.values, params)
-    return max(largest, _largest_difference(session, values, samples, unit=SPREADS))
+    return max(largest, _largest_difference(session, values, samples, unit=STANDARD_DEVIATIONS))
 
 
-def _largest_difference(session: Session, read: Read, samples: Sequence[Sample], *, unit: Unit) -> float:
+def _largest_difference(session: Session, score: ScoreFunction, samples: Sequence[Sample], *, unit: Unit) -> float:
     """As `check_packing`."""
-    samples = [_start_of(sample) for sample in samples]
+    samples = [_truncate_sample(sample) for sample in samples]
     apart = [(i,) for i in range(len(samples))]
-    arrangements = [apart, _by_prompt(samples)] if session.settings.batching.share_prompts else [apart]
-    alone, *together = _scored(session, read, samples, arrangements)
+    arrangements = [apart, _indices_by_prompt(samples)] if session.settings.batching.share_prompts else [apart]
+    alone, *together = _score_arrangements(session, score, samples, arrangements)
     # Weights that give no number alone have a trouble of their own, which the first update tells.
     known = np.isfinite(alone)
-    scale = unit.of(alone[known]) if known.any() else 1.0
+    scale = unit.scale(alone[known]) if known.any() else 1.0
     differences = np.concatenate([np.abs(shared - alone)[known] for shared in together]) / scale
     own = differences.max(initial=0.0), differences.mean() if known.any() else 0.0
     # On every host the same, or one would stop alone and the others wait for it.
     largest, mean = max_over_hosts(np.asarray(own)).tolist()
-    allowed = ROUNDING[session.settings.model.dtype]
+    allowed = TOLERANCES[session.settings.model.dtype]
     # Not `>`: a NaN is no agreement.
-    if not (largest <= allowed.largest and mean <= allowed.mean):
+    if not (largest <= allowed.max_difference and mean <= allowed.mean_difference):
         raise RuntimeError(
             f"samples that share a row score differently from alone by up to {largest:.2g} {unit.name}: attention "
             "leaks between them on this backend, please report it. Until then set score.dynamic: false and "
@@ -94,39 +94,39 @@ def _largest_difference(session: Session, read: Read, samples: Sequence[Sample],
     return largest
 
 
-def _start_of(sample: Sample) -> Sample:
-    prompt, completion = (ids[: LONGEST // 2] for ids in (sample.prompt.token_ids, sample.completion_ids))
+def _truncate_sample(sample: Sample) -> Sample:
+    prompt, completion = (ids[: MAX_SAMPLE_TOKENS // 2] for ids in (sample.prompt.token_ids, sample.completion_ids))
     return replace(sample, prompt=replace(sample.prompt, token_ids=prompt), completion_ids=completion, loss_mask=None)
 
 
-def _by_prompt(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
-    numbers = lengths_of(samples).prompt_numbers
+def _indices_by_prompt(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
+    numbers = sequence_lengths(samples).prompt_indices
     return [tuple(np.flatnonzero(numbers == number).tolist()) for number in range(numbers.max() + 1)]
 
 
-def _scored(
-    session: Session, read: Read, samples: Sequence[Sample], arrangements: Sequence[Sequence[tuple[int, ...]]]
+def _score_arrangements(
+    session: Session, score: ScoreFunction, samples: Sequence[Sample], arrangements: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[np.ndarray]:
     """Logprobs, or values, of all samples, each in a row of its own, then arranged in one row in each of these ways.
 
     Rows go one at a time through one program, the other devices idle: that takes no more memory than a row.
     """
-    count, num_tokens = len(samples), len(samples) * LONGEST
-    rows: list[Row] = [((i,),) for i in range(count)]
+    count, num_tokens = len(samples), len(samples) * MAX_SAMPLE_TOKENS
+    rows: list[PackedRow] = [((i,),) for i in range(count)]
     for number, segments in enumerate(arrangements, start=1):
         rows.append(tuple(tuple(i + number * count for i in segment) for segment in segments))
     empty = ((),) * (num_local_row_shards(session.mesh) - 1)
-    plan = Plan(tuple(MicroBatch((row, *empty), RowShape(num_tokens, num_tokens)) for row in rows))
+    plan = MicroBatchPlan(tuple(MicroBatch((row, *empty), RowShape(num_tokens, num_tokens)) for row in rows))
     copies = [sample for _ in range(1 + len(arrangements)) for sample in samples]
-    found = read(copies, plan)
+    found = score(copies, plan)
     return [np.concatenate(found[first : first + count]) for first in range(0, len(copies), count)]
 
 
 def random_samples(session: Session) -> list[Sample]:
     """Three samples of random tokens, two of them behind one prompt."""
     rng = np.random.default_rng(session.settings.run.seed)
-    networks = [session.input.architecture, session.architecture_of("critic")]
-    longest = min(LONGEST, *(network.max_positions for network in networks))
+    networks = [session.model_spec.architecture, session.architecture_of("critic")]
+    longest = min(MAX_SAMPLE_TOKENS, *(network.max_positions for network in networks))
     vocab_size = min(network.vocab_size for network in networks)
 
     def tokens(count: int) -> np.ndarray:

@@ -11,38 +11,38 @@ from jax.sharding import Mesh
 
 from app.model.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
-from app.rollout.scheduling.events import Kind
-from app.rollout.shape_buckets import shapes_of
+from app.rollout.scheduling.events import WorkerKind
+from app.rollout.shape_buckets import slot_shapes_from_settings
 from app.rollout.slot_engine import SlotEngine
-from app.rollout.worker_pool import Schedule
+from app.rollout.worker_pool import ScheduleConfig
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.rollout import ActorNeeds, WorkerPool
+from settings.schema.rollout import RayActorSettings, WorkerPoolSettings
 
 if TYPE_CHECKING:
-    from app.rollout.ray_pool import RayWorkers
+    from app.rollout.ray_pool import RayWorkerPool
 
 JAX_PLATFORMS = {"gpu": "cuda"}
 """What JAX calls the platform of a device -> what it is asked for by, where these differ."""
 
 
-def check_ray_is_there(settings: Settings) -> None:
+def check_ray_installed(settings: Settings) -> None:
     """Raises InputError where Ray is asked for and not installed."""
     if settings.rollout.pool == "ray" and importlib.util.find_spec("ray") is None:
         raise InputError("rollout.pool: ray needs an optional package; pip install 'grpo[ray]', or set it to local")
 
 
-def open_actors(
+def open_ray_workers(
     settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
-) -> RayWorkers:
+) -> RayWorkerPool:
     """Workers on actors that are started when they are first needed.
 
     Raises:
         InputError: several hosts.
     """
-    from app.rollout.ray_actor import SlotPlan
-    from app.rollout.ray_pool import RayWorkers
-    from app.rollout.ray_worker import Broadcast, RemoteWorker
+    from app.rollout.ray_actor import ActorSpec
+    from app.rollout.ray_pool import RayWorkerPool
+    from app.rollout.ray_worker import RayWorker, WeightBroadcast
 
     if jax.process_count() > 1:
         raise InputError(
@@ -51,15 +51,17 @@ def open_actors(
         )
     rollout, platform = settings.rollout, str(mesh.devices.flat[0].platform)
     assert rollout.scheduler is not None and rollout.workers.lease_s is not None
-    pools: dict[Kind, tuple[WorkerPool, ActorNeeds]] = {
+    pools: dict[WorkerKind, tuple[WorkerPoolSettings, RayActorSettings]] = {
         "fast": (rollout.workers.fast, rollout.ray.fast),
         "heavy": (rollout.workers.heavy, rollout.ray.heavy),
     }
-    broadcast, exact, workers = Broadcast(), rollout.mode == "exact", []
+    broadcast, exact, workers = WeightBroadcast(), rollout.mode == "exact", []
     for kind, (pool, needs) in pools.items():
         setting = f"rollout.workers.{kind}.slots"
-        shapes = shapes_of(rollout, pool.slots, max_prompt_length=settings.data.max_prompt_length, name=setting)
-        plan = SlotPlan(
+        shapes = slot_shapes_from_settings(
+            rollout, pool.slots, max_prompt_length=settings.data.max_prompt_length, setting=setting
+        )
+        plan = ActorSpec(
             architecture=definition.architecture,
             shapes=shapes,
             kind=kind,
@@ -74,13 +76,13 @@ def open_actors(
         )
         engine = SlotEngine(definition, mesh, shapes, eos_ids=tokenizer.eos_ids, dtype=dtype, exact=exact)
         workers += [
-            RemoteWorker(
+            RayWorker(
                 name=f"{kind}-{number}",
                 kind=kind,
                 engine=engine,
-                patience_s=rollout.workers.lease_s / 2,
-                plan=plan,
-                needs=_options(needs),
+                cache_timeout_s=rollout.workers.lease_s / 2,
+                spec=plan,
+                actor_options=_actor_options(needs),
                 broadcast=broadcast,
                 lease_s=rollout.workers.lease_s,
                 start_timeout_s=rollout.ray.start_timeout_s,
@@ -89,8 +91,8 @@ def open_actors(
         ]
     in_turn = rollout.workers.deterministic or len(workers) == 1
     # Each worker minds its own lease: it can end its actor, which wakes whoever waits for it.
-    schedule = Schedule(rollout.scheduler, rollout.pdsr, rollout.segment, in_turn, lease_s=None)
-    return RayWorkers(
+    schedule = ScheduleConfig(rollout.scheduler, rollout.pdsr, rollout.segment, in_turn, lease_s=None)
+    return RayWorkerPool(
         workers,
         schedule,
         decode_text=tokenizer.decode,
@@ -99,7 +101,7 @@ def open_actors(
     )
 
 
-def _options(needs: ActorNeeds) -> dict[str, Any]:
+def _actor_options(needs: RayActorSettings) -> dict[str, Any]:
     """Of an actor; see `RemoteWorker.needs`."""
     options: dict[str, Any] = {"num_cpus": needs.num_cpus, "num_gpus": needs.num_gpus, "resources": needs.resources}
     return options if needs.memory_gb is None else options | {"memory": int(needs.memory_gb * 2**30)}

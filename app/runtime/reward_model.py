@@ -11,40 +11,40 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int32
 
-from app.batching.metrics import scoring_metrics
-from app.batching.micro_batcher import Cut, FixedRows, PackedRows
+from app.batching.metrics import scoring_batching_metrics
+from app.batching.micro_batcher import FixedRowBatcher, GlobalPlan, PackedRowBatcher
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, ValueDecoder
 from app.model.io.families import SEQUENCE_CLASSIFICATION, architecture_from_config
-from app.model.io.hf_weights import VALUE_HEAD, check_tensors, expected_entries, load_weights
+from app.model.io.hf_weights import VALUE_HEAD, check_tensors, expected_tensors, load_weights
 from app.model.io.model_files import ModelFiles, open_model
-from app.prompts.conversation import Conversations, load_conversations
+from app.prompts.conversation import ConversationEncoder, load_conversation_encoder
 from app.records.sample import Prompt, Sample
-from app.reward.reward_outcome import Failure, Outcome, one_line
-from app.runtime.micro_batching import Longest, wire_role
-from app.runtime.model_spec import naming
-from app.runtime.session import compute_type
-from app.score.reward_model_inputs import as_read
-from app.score.scorer import Valuer
+from app.reward.reward_outcome import RewardFailure, RewardOutcome, one_line
+from app.runtime.micro_batching import MaxLengths, make_score_batcher
+from app.runtime.model_spec import model_setting_in_errors
+from app.runtime.session import set_compute_dtype
+from app.score.reward_model_inputs import reward_model_inputs
+from app.score.scorer import ValueScorer
 from settings import Settings
 from settings.errors import InputError
 
 
-class RewardModelInput(NamedTuple):
+class RewardModelSpec(NamedTuple):
     """A reward model that has been looked at but not yet loaded: no device has been touched."""
 
     files: ModelFiles
     architecture: Architecture
     definition: DecoderDefinition
-    conversations: Conversations
+    conversations: ConversationEncoder
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raises InputError where the model cannot read a prompt of this kind."""
-        with naming("reward.model", revision="reward.model_revision"):
-            self.conversations.ids(prompt, completion="")
+        with model_setting_in_errors("reward.model", revision="reward.model_revision"):
+            self.conversations.encode(prompt, completion="")
 
 
-def read_reward_model(settings: Settings) -> RewardModelInput | None:
+def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
     """The model of `reward.model`; None where there is none.
 
     Raises:
@@ -52,17 +52,17 @@ def read_reward_model(settings: Settings) -> RewardModelInput | None:
     """
     if settings.reward.model is None:
         return None
-    with naming("reward.model", revision="reward.model_revision"):
+    with model_setting_in_errors("reward.model", revision="reward.model_revision"):
         files = open_model(settings.reward.model, revision=settings.reward.model_revision)
         architecture = architecture_from_config(files.config, heads=SEQUENCE_CLASSIFICATION)
-        definition = DecoderDefinition.of(architecture, ValueDecoder)
+        definition = DecoderDefinition.create(architecture, ValueDecoder)
         _check_one_label(files, architecture)
-        check_tensors(expected_entries(definition), files.weights.shapes, architecture)
-        conversations = load_conversations(files, system_prompt=settings.data.system_prompt)
-    return RewardModelInput(files, architecture, definition, conversations)
+        check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
+        conversations = load_conversation_encoder(files, system_prompt=settings.data.system_prompt)
+    return RewardModelSpec(files, architecture, definition, conversations)
 
 
-def check_reward_context(model: RewardModelInput, settings: Settings) -> None:
+def check_reward_context_length(model: RewardModelSpec, settings: Settings) -> None:
     """Raises InputError where the longest sample, in the policy's tokens, is longer than the model's context."""
     prompt, completion = settings.data.max_prompt_length, settings.rollout.max_new_tokens
     if prompt + completion > model.architecture.max_positions:
@@ -82,13 +82,16 @@ def _check_one_label(files: ModelFiles, architecture: Architecture) -> None:
         )
 
 
-def wire_reward(settings: Settings, architecture: Architecture) -> FixedRows | PackedRows:
+def make_reward_batcher(settings: Settings, architecture: Architecture) -> FixedRowBatcher | PackedRowBatcher:
     """How conversations are cut for the reward model: rows hold any that its context and the quota allow."""
     # One more: what stands behind the last token, which the score is read at.
     longest = architecture.max_positions + 1
     quota = settings.score.reward.max_tokens_per_device
-    return wire_role(
-        settings, "reward", architecture, Longest(min(longest, quota or longest), Longest.of(settings).group)
+    return make_score_batcher(
+        settings,
+        "reward",
+        architecture,
+        MaxLengths(min(longest, quota or longest), MaxLengths.from_settings(settings).group),
     )
 
 
@@ -96,75 +99,84 @@ def wire_reward(settings: Settings, architecture: Architecture) -> FixedRows | P
 class RewardModel:
     """A reward model on a mesh, its weights loaded."""
 
-    input: RewardModelInput
+    spec: RewardModelSpec
     mesh: Mesh
-    valuer: Valuer
+    valuer: ValueScorer
     params: Params
-    cut: FixedRows | PackedRows
-    scans: bool
+    batcher: FixedRowBatcher | PackedRowBatcher
+    uses_scan: bool
     """In one compiled scan; else one micro-batch after another."""
 
     @classmethod
-    def load(cls, settings: Settings, model: RewardModelInput, mesh: Mesh) -> RewardModel:
+    def load(cls, settings: Settings, model: RewardModelSpec, mesh: Mesh) -> RewardModel:
         """The weights float32, on their shardings; computing in `model.dtype`."""
         return cls(
             model,
             mesh,
-            Valuer(model.definition, mesh, dtype=compute_type(settings)),
+            ValueScorer(model.definition, mesh, dtype=set_compute_dtype(settings)),
             load_weights(model.definition, model.files.weights, mesh),
-            wire_reward(settings, model.architecture),
-            scans=settings.score.reward.strategy == "scan",
+            make_reward_batcher(settings, model.architecture),
+            uses_scan=settings.score.reward.strategy == "scan",
         )
 
     @property
-    def longest(self) -> int:
+    def max_conversation_length(self) -> int:
         """Tokens of the longest conversation that can be scored."""
-        context = self.input.architecture.max_positions
-        return min(context, self.cut.budget.row_length - 1) if isinstance(self.cut, PackedRows) else context
+        context = self.spec.architecture.max_positions
+        return (
+            min(context, self.batcher.budget.row_length - 1) if isinstance(self.batcher, PackedRowBatcher) else context
+        )
 
-    def outcomes(self, samples: Sequence[Sample]) -> tuple[list[Outcome], Cut]:
+    def score(self, samples: Sequence[Sample]) -> tuple[list[RewardOutcome], GlobalPlan]:
         """What the model says of each of this host's samples, and how they were cut. Every host asks at once."""
-        texts = [self._text(sample) for sample in samples]
-        readable = [(s, text) for s, text in zip(samples, texts, strict=True) if not isinstance(text, Failure)]
-        conversations = as_read([s for s, _ in readable], [text for _, text in readable])
-        pieces = self.cut(conversations, self.mesh)
-        run = self.valuer.scanned if self.scans else self.valuer.one_by_one
-        values = iter(self.valuer.values(self.params, conversations, pieces.own, run=run))
+        texts = [self._conversation_ids(sample) for sample in samples]
+        readable = [(s, text) for s, text in zip(samples, texts, strict=True) if not isinstance(text, RewardFailure)]
+        conversations = reward_model_inputs([s for s, _ in readable], [text for _, text in readable])
+        pieces = self.batcher(conversations, self.mesh)
+        run = self.valuer.run_scanned if self.uses_scan else self.valuer.run_looped
+        values = iter(self.valuer.values(self.params, conversations, pieces.local_plan, runner=run))
         return [
-            Outcome(failure=text) if isinstance(text, Failure) else _outcome(float(next(values)[-1])) for text in texts
+            RewardOutcome(failure=text) if isinstance(text, RewardFailure) else _outcome(float(next(values)[-1]))
+            for text in texts
         ], pieces
 
-    def _text(self, sample: Sample) -> Int32[np.ndarray, "T"] | Failure:
+    def _conversation_ids(self, sample: Sample) -> Int32[np.ndarray, "T"] | RewardFailure:
         try:
-            text = self.input.conversations.ids(sample.prompt, sample.completion)
+            text = self.spec.conversations.encode(sample.prompt, sample.completion)
         except InputError as error:
-            return Failure("template", one_line(str(error)))
-        if len(text) > self.longest:
-            context = self.input.architecture.max_positions
-            limit = "its context" if self.longest == context else "rows under score.reward.max_tokens_per_device"
-            return Failure("too long", f"{len(text)} tokens for the reward model, {limit} holds {self.longest}")
+            return RewardFailure("template", one_line(str(error)))
+        if len(text) > self.max_conversation_length:
+            context = self.spec.architecture.max_positions
+            limit = (
+                "its context"
+                if self.max_conversation_length == context
+                else "rows under score.reward.max_tokens_per_device"
+            )
+            return RewardFailure(
+                "too long", f"{len(text)} tokens for the reward model, {limit} holds {self.max_conversation_length}"
+            )
         return text
 
 
-def _outcome(score: float) -> Outcome:
+def _outcome(score: float) -> RewardOutcome:
     if math.isfinite(score):
-        return Outcome(score)
-    return Outcome(failure=Failure("value", f"the reward model's score is {score}"))
+        return RewardOutcome(score)
+    return RewardOutcome(failure=RewardFailure("value", f"the reward model's score is {score}"))
 
 
 class RewardPass(NamedTuple):
     """One pass of the reward model over the samples of a round."""
 
-    cut: Cut
+    cut: GlobalPlan
     num_compilations: int
 
 
-def asking_metrics(asked: Sequence[RewardPass]) -> dict[str, float]:
+def reward_model_metrics(passes: Sequence[RewardPass]) -> dict[str, float]:
     """Of all its passes of a step; none without a reward model."""
-    if not asked:
+    if not passes:
         return {}
-    compilations = sum(one.num_compilations for one in asked)
+    compilations = sum(one.num_compilations for one in passes)
     return {
-        **scoring_metrics("reward", [one.cut for one in asked]),
+        **scoring_batching_metrics("reward", [one.cut for one in passes]),
         "perf/score_reward_compilations": compilations,
     }

@@ -9,24 +9,24 @@ import numpy as np
 from jaxtyping import Int32
 
 from app.records.sample import Sample
-from app.score.scorer import with_a_token_behind
+from app.score.scorer import append_dummy_token
 
 
-def as_read(samples: Sequence[Sample], texts: Sequence[Int32[np.ndarray, "T"]]) -> list[Sample]:
+def reward_model_inputs(samples: Sequence[Sample], conversations: Sequence[Int32[np.ndarray, "T"]]) -> list[Sample]:
     """The samples with the tokens that the reward model reads, and one behind them.
 
     The value of their last completion token is the score: it is read at the last token of the conversation. What the
     conversations of a prompt have in common stands as the prompt, so that they may share it.
     """
-    shared = _shared_lengths([sample.prompt.uid for sample in samples], texts)
-    return [_as_read(s, text, shared[s.prompt.uid]) for s, text in zip(samples, texts, strict=True)]
+    shared = _shared_lengths([sample.prompt.uid for sample in samples], conversations)
+    return [_reward_model_input(s, text, shared[s.prompt.uid]) for s, text in zip(samples, conversations, strict=True)]
 
 
-def _shared_lengths(uids: Sequence[str], texts: Sequence[np.ndarray]) -> Mapping[str, int]:
+def _shared_lengths(uids: Sequence[str], conversations: Sequence[np.ndarray]) -> Mapping[str, int]:
     """By prompt: how many tokens its conversations begin with alike; at least one, which a completion needs."""
     first: dict[str, np.ndarray] = {}
     shared: dict[str, int] = {}
-    for uid, text in zip(uids, texts, strict=True):
+    for uid, text in zip(uids, conversations, strict=True):
         other = first.setdefault(uid, text)[: shared.get(uid, len(text))]
         length = min(len(other), len(text))
         differs = np.flatnonzero(other[:length] != text[:length])
@@ -34,7 +34,9 @@ def _shared_lengths(uids: Sequence[str], texts: Sequence[np.ndarray]) -> Mapping
     return shared
 
 
-def _as_read(sample: Sample, text: np.ndarray, shared: int) -> Sample:
-    prompt = replace(sample.prompt, token_ids=text[:shared])
+def _reward_model_input(sample: Sample, conversation: np.ndarray, shared_length: int) -> Sample:
+    prompt = replace(sample.prompt, token_ids=conversation[:shared_length])
     # Values are read at the token before one.
-    return with_a_token_behind(replace(sample, prompt=prompt, completion_ids=text[shared:], loss_mask=None))
+    return append_dummy_token(
+        replace(sample, prompt=prompt, completion_ids=conversation[shared_length:], loss_mask=None)
+    )

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.stages import Lowered
 from jaxtyping import Array, Float32
 
-from app.batching.micro_batch_plan import Plan
+from app.batching.micro_batch_plan import MicroBatchPlan
 from app.batching.pack import TokenBatch, pack_tokens, unpack_per_token
 from app.batching.row_logprobs import row_logprobs
 from app.batching.row_values import row_values
@@ -21,14 +21,14 @@ from app.mesh.placement import row_sharding, to_global, to_local
 from app.model.decoder import DecoderDefinition, Params
 from app.records.sample import Sample
 
-Pass = Callable[[Params, Iterable[TokenBatch], np.float32], list[np.ndarray]]
+BatchRunner = Callable[[Params, Iterable[TokenBatch], np.float32], list[np.ndarray]]
 """(weights, this host's micro-batches, temperature) -> what is read at each target, [R, C]."""
 
-AHEAD = 2
+NUM_PREFETCHED = 2
 """Micro-batches that wait for their turn on the devices."""
 
 
-class RowPass:
+class PackedForward:
     """A compiled forward pass over micro-batches of packed rows. Holds no weights.
 
     Args:
@@ -45,7 +45,13 @@ class RowPass:
         self._scan = jax.jit(scan, out_shardings=row_sharding(mesh, row_dim=1))
 
     def per_token(
-        self, params: Params, samples: Sequence[Sample], plan: Plan, *, temperature: float, run: Pass | None
+        self,
+        params: Params,
+        samples: Sequence[Sample],
+        plan: MicroBatchPlan,
+        *,
+        temperature: float,
+        runner: BatchRunner | None,
     ) -> list[Float32[np.ndarray, "C"]]:
         """One array per sample. The result does not depend on how `plan` cuts the samples.
 
@@ -55,10 +61,10 @@ class RowPass:
         """
         batches = (pack_tokens(samples, micro_batch) for micro_batch in plan.micro_batches)
         with jax.set_mesh(self.mesh):
-            packed = (run or self.one_by_one)(params, batches, np.float32(temperature))
+            packed = (runner or self.run_looped)(params, batches, np.float32(temperature))
         return unpack_per_token(packed, samples, plan)
 
-    def one_by_one(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
+    def run_looped(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
         """Micro-batches in a Python loop, through one program for each of their shapes.
 
         `AHEAD` of them are packed and sent while one is computed; no more are in memory, however many there are.
@@ -67,23 +73,23 @@ class RowPass:
         waiting: deque[Array] = deque()
         for batch in batches:
             waiting.append(self._forward(params, to_global(self.mesh, batch), temperature))
-            if len(waiting) > AHEAD:
+            if len(waiting) > NUM_PREFETCHED:
                 scored.append(to_local(waiting.popleft()))
         return scored + [to_local(per_target) for per_target in waiting]
 
-    def lowered(self, params: Params, batch: TokenBatch) -> Lowered:
+    def lower(self, params: Params, batch: TokenBatch) -> Lowered:
         """The program of one micro-batch, for shapes with shardings."""
         with jax.set_mesh(self.mesh):
             return self._forward.lower(params, batch, np.float32(1))
 
-    def scanned(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
+    def run_scanned(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
         """Micro-batches of one shape in one `lax.map`, one program for so many of them."""
         stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
         scored = self._scan(params, to_global(self.mesh, stacked, row_dim=1), temperature)
         return list(to_local(scored, row_dim=1))
 
 
-class Scorer(RowPass):
+class Scorer(PackedForward):
     """Logprobs under a language model.
 
     Args:
@@ -105,16 +111,22 @@ class Scorer(RowPass):
         super().__init__(score, mesh)
 
     def logprobs(
-        self, params: Params, samples: Sequence[Sample], plan: Plan, *, temperature: float, run: Pass | None = None
+        self,
+        params: Params,
+        samples: Sequence[Sample],
+        plan: MicroBatchPlan,
+        *,
+        temperature: float,
+        runner: BatchRunner | None = None,
     ) -> list[Float32[np.ndarray, "C"]]:
         """log_softmax(logits / temperature) of each completion token; see `per_token`.
 
         `temperature` is the sampler's; 1 for greedy samples.
         """
-        return self.per_token(params, samples, plan, temperature=temperature or 1.0, run=run)
+        return self.per_token(params, samples, plan, temperature=temperature or 1.0, runner=runner)
 
 
-class Valuer(RowPass):
+class ValueScorer(PackedForward):
     """Values under a critic."""
 
     def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, dtype: jnp.dtype):
@@ -125,13 +137,13 @@ class Valuer(RowPass):
         super().__init__(values, mesh)
 
     def values(
-        self, params: Params, samples: Sequence[Sample], plan: Plan, *, run: Pass | None = None
+        self, params: Params, samples: Sequence[Sample], plan: MicroBatchPlan, *, runner: BatchRunner | None = None
     ) -> list[Float32[np.ndarray, "C"]]:
         """V of the state before each completion token; see `per_token`."""
-        return self.per_token(params, samples, plan, temperature=1.0, run=run)
+        return self.per_token(params, samples, plan, temperature=1.0, runner=runner)
 
 
-def with_a_token_behind(sample: Sample) -> Sample:
+def append_dummy_token(sample: Sample) -> Sample:
     """The sample with any token behind its last one: its value is that of the state after the sample."""
     mask = None if sample.loss_mask is None else np.append(sample.loss_mask, False)
     return replace(sample, completion_ids=np.append(sample.completion_ids, np.int32(0)), loss_mask=mask)

@@ -19,32 +19,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from app.advantage.gae.backend_choice import choose
+from app.advantage.gae.backend_choice import choose_backend
 from app.advantage.gae.estimate import BACKENDS, generalized_advantages
-from app.records.atomic_write import write_whole
-from app.records.jsonl import check_output
-from app.report.gae_benchmark_plot import speed_picture
-from app.stages.gae import start_alone
+from app.records.atomic_write import write_atomic
+from app.records.jsonl import check_output_path
+from app.report.gae_benchmark_plot import render_benchmark
+from app.stages.gae import start_local_devices
 from app.stages.gae_benchmark_report import (
     BYTES_PER_TOKEN,
-    LONGEST_CALL_S,
-    BenchReport,
-    Copied,
-    Measured,
+    MAX_CALL_S,
+    BackendTiming,
+    BenchmarkReport,
+    CopyTiming,
     conclusion,
-    panels,
+    speed_panels,
 )
-from app.stages.gae_summary import WITH_CHUNKS
+from app.stages.gae_summary import CHUNKED_BACKENDS
 from settings import Resolved
 from settings.errors import InputError
-from settings.schema.settings import Algorithm
+from settings.schema.settings import AlgorithmSettings
 
 DEFAULT_FOLDER = Path("gae-bench")
 CHUNK_SIZES = (64, 128, 256, 512)
 NUM_REPEATS = 20
-SHORTEST_REPEAT_S = 1e-3
+MIN_REPEAT_S = 1e-3
 """A repeat calls as often as fills this, so that the clock does not count."""
-SHORTEST_LOOP_S = 2e-2
+MIN_LOOP_S = 2e-2
 """The same where calls are a loop of one program, so that its start does not count."""
 MAX_TOKENS = 1 << 30
 MASKED_FRACTION = 0.1
@@ -52,7 +52,7 @@ NUM_CHECKED_ROWS = 16
 """Compared with float64, spread over all: one step after another in Python, so not every row."""
 
 
-class Shape(NamedTuple):
+class BenchmarkShape(NamedTuple):
     rows: int
     tokens: int
 
@@ -60,7 +60,7 @@ class Shape(NamedTuple):
         return f"{self.rows}x{self.tokens}"
 
 
-def bench(resolved: Resolved, *, shapes: str, out: Path | None) -> BenchReport:
+def run_benchmark(resolved: Resolved, *, shapes: str, out: Path | None) -> BenchmarkReport:
     """Measures, and writes bench.json and bench.png to the folder `out`.
 
     Raises:
@@ -75,16 +75,16 @@ def bench(resolved: Resolved, *, shapes: str, out: Path | None) -> BenchReport:
             f"--out: {folder.absolute()}: no folder for bench.json and bench.png: {error.strerror}"
         ) from None
     for name in ("bench.json", "bench.png"):
-        check_output(folder / name)
-    start_alone(resolved.settings.mesh)
-    report = measure(resolved.settings.algorithm, wanted)
-    write_whole(folder / "bench.json", json.dumps(report.to_dict(), indent=2).encode() + b"\n")
+        check_output_path(folder / name)
+    start_local_devices(resolved.settings.mesh)
+    report = measure_backends(resolved.settings.algorithm, wanted)
+    write_atomic(folder / "bench.json", json.dumps(report.to_dict(), indent=2).encode() + b"\n")
     title = f"GAE on {report.machine['device']}: median of {NUM_REPEATS} warm calls, shaded up to the 90th percentile"
-    write_whole(folder / "bench.png", speed_picture(panels(report), title=title))
+    write_atomic(folder / "bench.png", render_benchmark(speed_panels(report), title=title))
     return report
 
 
-def parse_shapes(text: str) -> list[Shape]:
+def parse_shapes(text: str) -> list[BenchmarkShape]:
     """`16x8192,256x131072` -> rows and tokens.
 
     Raises:
@@ -96,22 +96,24 @@ def parse_shapes(text: str) -> list[Shape]:
             raise InputError(
                 f"--shapes: expected ROWSxTOKENS,..., as in 16x8192,256x131072, got {part.strip() or text!r}"
             )
-        shape = Shape(*map(int, part.strip().split("x")))
+        shape = BenchmarkShape(*map(int, part.strip().split("x")))
         if shape.rows * shape.tokens > MAX_TOKENS:
             raise InputError(f"--shapes: {shape} has more than {MAX_TOKENS:,} tokens")
         found.append(shape)
     return list(dict.fromkeys(found))
 
 
-def measure(algorithm: Algorithm, shapes: Sequence[Shape], *, num_repeats: int = NUM_REPEATS) -> BenchReport:
+def measure_backends(
+    algorithm: AlgorithmSettings, shapes: Sequence[BenchmarkShape], *, num_repeats: int = NUM_REPEATS
+) -> BenchmarkReport:
     """All backends on all shapes, under the settings' gamma, lambda and mask mode."""
-    copies: list[Copied] = []
-    cases: list[Measured] = []
+    copies: list[CopyTiming] = []
+    cases: list[BackendTiming] = []
     for shape in shapes:
         copied, measured = _measure_shape(algorithm, shape, num_repeats)
         copies.append(copied)
         cases += measured
-    return BenchReport(
+    return BenchmarkReport(
         machine=describe_machine(),
         settings={"gamma": algorithm.gamma, "lam": algorithm.lam, "mask_mode": algorithm.mask_mode},
         method={
@@ -143,17 +145,19 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-Timer = Callable[[int], float]
+CallTimer = Callable[[int], float]
 """A number of calls -> seconds of one of them."""
 
 
-class _Case(NamedTuple):
-    measured: Measured
+class _TimedCase(NamedTuple):
+    measured: BackendTiming
     """Without its times."""
-    timer: Timer
+    timer: CallTimer
 
 
-def _measure_shape(algorithm: Algorithm, shape: Shape, num_repeats: int) -> tuple[Copied, list[Measured]]:
+def _measure_shape(
+    algorithm: AlgorithmSettings, shape: BenchmarkShape, num_repeats: int
+) -> tuple[CopyTiming, list[BackendTiming]]:
     rng = np.random.default_rng(0)
     rewards, values = rng.standard_normal((2, *shape), np.float32)
     mask = rng.random(shape, np.float32) >= MASKED_FRACTION
@@ -162,25 +166,25 @@ def _measure_shape(algorithm: Algorithm, shape: Shape, num_repeats: int) -> tupl
     place = np.asarray if on_cpu() else jnp.asarray
     cases = []
     for decay, its_mask in (("scalar", None), ("masked", mask)):
-        exact = oracle(rewards[rows], values[rows], None if its_mask is None else its_mask[rows], algorithm)
+        exact = reference_gae(rewards[rows], values[rows], None if its_mask is None else its_mask[rows], algorithm)
         arrays = [place(x) for x in (rewards, values, its_mask) if x is not None]
-        for backend, chunk_size, is_auto in _sweep(algorithm, shape, one_leak=its_mask is None):
-            _tell(f"{shape} {decay}: {backend}{f', chunks of {chunk_size}' if chunk_size else ''}")
-            call = _estimate_of(algorithm, backend, chunk_size)
-            blank = Measured(str(shape), decay, backend, chunk_size, is_auto, 0.0, None, None, 0, None, None, 0.0)
-            measured = _warmed(blank, partial(call, *arrays), exact, rows)
-            cases.append(_Case(measured, timer(call, arrays)))
-    _tell(f"{shape}: {num_repeats} repeats of each in turn")
+        for backend, chunk_size, is_auto in _list_cases(algorithm, shape, one_leak=its_mask is None):
+            _print_progress(f"{shape} {decay}: {backend}{f', chunks of {chunk_size}' if chunk_size else ''}")
+            call = _estimate_call(algorithm, backend, chunk_size)
+            blank = BackendTiming(str(shape), decay, backend, chunk_size, is_auto, 0.0, None, None, 0, None, None, 0.0)
+            measured = _warm_up(blank, partial(call, *arrays), exact, rows)
+            cases.append(_TimedCase(measured, make_timer(call, arrays)))
+    _print_progress(f"{shape}: {num_repeats} repeats of each in turn")
     quick = [case for case in cases if case.measured.median_s is not None]
-    copy = timer(*_copying(rewards, values))
-    copy_times, *times = interleaved([copy, *(case.timer for case in quick)], num_repeats)
+    copy = make_timer(*_copy_call(rewards, values))
+    copy_times, *times = time_interleaved([copy, *(case.timer for case in quick)], num_repeats)
     copy_s = statistics.median(copy_times)
-    copied = Copied(str(shape), copy_s, p90(copy_times), BYTES_PER_TOKEN * shape.rows * shape.tokens / copy_s / 1e9)
+    copied = CopyTiming(str(shape), copy_s, p90(copy_times), BYTES_PER_TOKEN * shape.rows * shape.tokens / copy_s / 1e9)
     timed = dict(zip(map(id, quick), times, strict=True))
-    return copied, [_timed(case.measured, timed.get(id(case), []), copied, shape) for case in cases]
+    return copied, [_with_times(case.measured, timed.get(id(case), []), copied, shape) for case in cases]
 
 
-def _copying(rewards: np.ndarray, values: np.ndarray) -> tuple[Callable[..., Any], list[Any]]:
+def _copy_call(rewards: np.ndarray, values: np.ndarray) -> tuple[Callable[..., Any], list[Any]]:
     """A call that reads and writes both, and its arguments: numpy's on a CPU, as those of an estimate."""
     if on_cpu():
         return (lambda rewards, values: (rewards.copy(), values.copy())), [rewards, values]
@@ -189,7 +193,7 @@ def _copying(rewards: np.ndarray, values: np.ndarray) -> tuple[Callable[..., Any
     return jax.jit(lambda rewards, values, one: (rewards * one, values * one)), arguments
 
 
-def _estimate_of(algorithm: Algorithm, backend: str, chunk_size: int | None) -> Callable[..., Any]:
+def _estimate_call(algorithm: AlgorithmSettings, backend: str, chunk_size: int | None) -> Callable[..., Any]:
     """(rewards, values) or (rewards, values, mask) -> advantages and returns, numpy's on a CPU."""
 
     def estimate(rewards: Any, values: Any, mask: Any = None) -> Any:
@@ -202,27 +206,29 @@ def _estimate_of(algorithm: Algorithm, backend: str, chunk_size: int | None) -> 
     return estimate
 
 
-def _sweep(algorithm: Algorithm, shape: Shape, *, one_leak: bool) -> Iterator[tuple[str, int | None, bool]]:
+def _list_cases(
+    algorithm: AlgorithmSettings, shape: BenchmarkShape, *, one_leak: bool
+) -> Iterator[tuple[str, int | None, bool]]:
     """(backend, chunk size, whether auto takes it) of every case."""
-    take = partial(choose, shape=shape, one_leak=one_leak, chunk_size=algorithm.gae_chunk_size)
+    take = partial(choose_backend, shape=shape, constant_decay=one_leak, chunk_size=algorithm.gae_chunk_size)
     auto = take("auto")
     sizes = {*CHUNK_SIZES, algorithm.gae_chunk_size, auto.chunk_size} - {None}
     for backend in BACKENDS:
         if take(backend).backend != backend:
             continue  # Another one stands in for it here.
-        for size in sorted(sizes) if backend in WITH_CHUNKS else (None,):
+        for size in sorted(sizes) if backend in CHUNKED_BACKENDS else (None,):
             is_auto = (backend, size) == auto[:2]
             if is_auto or size is None or size <= shape.tokens:
                 yield backend, size, is_auto
 
 
-def _warmed(blank: Measured, call: Callable[[], Any], exact: np.ndarray, rows: np.ndarray) -> Measured:
+def _warm_up(blank: BackendTiming, call: Callable[[], Any], expected: np.ndarray, rows: np.ndarray) -> BackendTiming:
     """The case compiled and checked; `median_s` is what one warm call took, None where that is too long."""
     start = time.perf_counter()
     credit = jax.block_until_ready(call())
     first = time.perf_counter() - start
     got = np.stack([np.asarray(part[rows], np.float64) for part in credit])
-    error = float(np.abs(got - exact).max() / max(1.0, np.abs(exact[0]).max()))
+    error = float(np.abs(got - expected).max() / max(1.0, np.abs(expected[0]).max()))
     del credit, got
     start = time.perf_counter()
     jax.block_until_ready(call())
@@ -230,17 +236,17 @@ def _warmed(blank: Measured, call: Callable[[], Any], exact: np.ndarray, rows: n
     return replace(
         blank,
         first_call_s=max(first - warm, 0.0),
-        median_s=warm if warm <= LONGEST_CALL_S else None,
+        median_s=warm if warm <= MAX_CALL_S else None,
         max_error=error,
     )
 
 
-def timer(call: Callable[..., Any], arrays: Sequence[Any]) -> Timer:
+def make_timer(call: Callable[..., Any], arrays: Sequence[Any]) -> CallTimer:
     """What fits the device."""
-    return one_by_one(partial(call, *arrays)) if on_cpu() else in_a_loop(call, arrays)
+    return time_one_by_one(partial(call, *arrays)) if on_cpu() else time_in_device_loop(call, arrays)
 
 
-def one_by_one(call: Callable[[], Any]) -> Timer:
+def time_one_by_one(call: Callable[[], Any]) -> CallTimer:
     """Each call until its result is there: XLA's calls return before, also on a CPU, and would overlap."""
 
     def seconds(count: int) -> float:
@@ -252,7 +258,7 @@ def one_by_one(call: Callable[[], Any]) -> Timer:
     return seconds
 
 
-def in_a_loop(call: Callable[..., Any], arrays: Sequence[Any]) -> Timer:
+def time_in_device_loop(call: Callable[..., Any], arrays: Sequence[Any]) -> CallTimer:
     """All calls in one program: the device's own time, without that of the host, which is more for a small call."""
 
     @partial(jax.jit, static_argnums=0)
@@ -279,9 +285,9 @@ def in_a_loop(call: Callable[..., Any], arrays: Sequence[Any]) -> Timer:
     return seconds
 
 
-def interleaved(timers: Sequence[Timer], num_repeats: int) -> list[list[float]]:
+def time_interleaved(timers: Sequence[CallTimer], num_repeats: int) -> list[list[float]]:
     """Seconds of each call, repeat after repeat, the calls in turn: what disturbs the machine disturbs all of them."""
-    shortest = SHORTEST_REPEAT_S if on_cpu() else SHORTEST_LOOP_S
+    shortest = MIN_REPEAT_S if on_cpu() else MIN_LOOP_S
     counts = [max(1, math.ceil(shortest / max(seconds(1), 1e-7))) for seconds in timers]
     times: list[list[float]] = [[] for _ in timers]
     for _ in range(num_repeats):
@@ -290,7 +296,9 @@ def interleaved(timers: Sequence[Timer], num_repeats: int) -> list[list[float]]:
     return times
 
 
-def _timed(measured: Measured, times: Sequence[float], copied: Copied, shape: Shape) -> Measured:
+def _with_times(
+    measured: BackendTiming, times: Sequence[float], copy_timing: CopyTiming, shape: BenchmarkShape
+) -> BackendTiming:
     if not times:
         return replace(measured, median_s=None)
     median = statistics.median(times)
@@ -302,7 +310,7 @@ def _timed(measured: Measured, times: Sequence[float], copied: Copied, shape: Sh
         p90_s=p90(times),
         num_repeats=len(times),
         gb_per_s=gb_per_s,
-        percent_of_copy=100 * gb_per_s / copied.gb_per_s,
+        percent_of_copy=100 * gb_per_s / copy_timing.gb_per_s,
     )
 
 
@@ -310,7 +318,9 @@ def p90(times: Sequence[float]) -> float:
     return float(np.percentile(times, 90))
 
 
-def oracle(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray | None, algorithm: Algorithm) -> np.ndarray:
+def reference_gae(
+    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray | None, algorithm: AlgorithmSettings
+) -> np.ndarray:
     """Advantages and returns in float64, [2, B, T], one step after another as in the paper."""
     written = np.ones(rewards.shape, bool) if mask is None else mask
     # Time-major: a step is a row.
@@ -330,5 +340,5 @@ def oracle(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray | None, alg
     return result.transpose(0, 2, 1)
 
 
-def _tell(progress: str) -> None:
+def _print_progress(progress: str) -> None:
     print(progress, file=sys.stderr, flush=True)

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.advantage.token_advantages import bootstrapped_if_truncated
-from app.batching.length_buckets import rung
-from app.records.jsonl import read_jsonl_sized, write_jsonl
-from app.records.moments import Moments, joint_moments, merged
+from app.advantage.token_advantages import truncation_bootstrap
+from app.batching.length_buckets import bucket_length
+from app.records.jsonl import read_jsonl_with_sizes, write_jsonl
+from app.records.moments import Moments, joint_moments, merge_moments
 from app.records.sample import Sample
-from app.records.sample_json import credited_sample
-from app.runtime.advantages import wire_gae_credit
-from app.stages.gae_summary import Finish, Progress, Tally, check_trainable, choice_of
+from app.records.sample_json import sample_for_advantages
+from app.runtime.advantages import make_gae_advantages
+from app.stages.gae_summary import AdvantageTransform, GaeSummary, ProgressPrinter, check_trainable, choose_gae_backend
 from settings import Settings
 from settings.errors import InputError
 
@@ -27,7 +27,7 @@ WINDOW_SAMPLES = 4096
 """Of a window, however short they are."""
 
 
-class Placed(NamedTuple):
+class LocatedSample(NamedTuple):
     """A sample, and where it stands in its file."""
 
     where: str
@@ -37,20 +37,20 @@ class Placed(NamedTuple):
     sample: Sample
 
 
-class SampleFile:
+class GaeSampleFile:
     """Samples in a JSON Lines file."""
 
     has_logprobs = True
 
     def __init__(self, path: Path, settings: Settings, *, window_tokens: int = WINDOW_TOKENS) -> None:
-        self.tally = Tally("samples")
+        self.summary = GaeSummary("samples")
         self._path = path
         self._algorithm = settings.algorithm
         # A sample of such a file says itself whether it goes on.
-        self._credit = wire_gae_credit(settings, bootstrap=bootstrapped_if_truncated)
+        self._credit = make_gae_advantages(settings, bootstrap=truncation_bootstrap)
         self._window_tokens = window_tokens
         self._num_samples = 0
-        self._progress = Progress()
+        self._progress = ProgressPrinter()
 
     def check(self) -> None:
         """Reads every line.
@@ -66,8 +66,8 @@ class SampleFile:
             # A finish_reason of its own that was overruled.
             was_cut = one.record.get("finish_reason") == "length"
             has_more = len(one.record["values"]) > len(one.sample.completion_ids)
-            self.tally.num_ended_early += was_cut and has_more and one.sample.finish_reason != "length"
-            self._progress.tell(f"checked {number:,} samples")
+            self.summary.num_unused_bootstraps += was_cut and has_more and one.sample.finish_reason != "length"
+            self._progress.print_line(f"checked {number:,} samples")
         if not self._num_samples:
             raise InputError(f"--input: {self._path} holds no samples")
         check_trainable(
@@ -76,69 +76,73 @@ class SampleFile:
 
     def advantage_moments(self) -> Moments:
         """Over the tokens that the policy wrote, in the whole file."""
-        return merged(
-            joint_moments([(_known(s.advantages), s.mask) for s in samples]) for samples, _ in self._credits()
+        return merge_moments(
+            joint_moments([(_not_none(s.advantages), s.mask) for s in samples])
+            for samples, _ in self._advantage_windows()
         )
 
-    def write(self, out: Path, finish: Finish) -> None:
+    def write(self, out: Path, transform: AdvantageTransform) -> None:
         """Writes every record as it came, with `advantages` and `returns`.
 
         Raises:
             InputError: numbers that are too large; nothing is written.
         """
-        write_jsonl(out, self._credited(finish))
+        write_jsonl(out, self._records_with_advantages(transform))
 
-    def _credited(self, finish: Finish) -> Iterator[dict[str, Any]]:
-        for samples, placed in self._credits():
+    def _records_with_advantages(self, transform: AdvantageTransform) -> Iterator[dict[str, Any]]:
+        for samples, placed in self._advantage_windows():
             masks = [s.mask for s in samples]
-            advantages = [finish(_known(s.advantages), mask) for s, mask in zip(samples, masks, strict=True)]
-            returns = [_known(s.returns) for s in samples]
-            self.tally.count(*map(np.concatenate, (advantages, returns, masks)), num_rows=len(samples))
-            if self.tally.num_rows < self._num_samples:
-                self._progress.tell(f"estimated {self.tally.num_rows:,} of {self._num_samples:,} samples")
+            advantages = [transform(_not_none(s.advantages), mask) for s, mask in zip(samples, masks, strict=True)]
+            returns = [_not_none(s.returns) for s in samples]
+            self.summary.add(*map(np.concatenate, (advantages, returns, masks)), num_rows=len(samples))
+            if self.summary.num_rows < self._num_samples:
+                self._progress.print_line(f"estimated {self.summary.num_rows:,} of {self._num_samples:,} samples")
             for one, its_advantages, its_returns in zip(placed, advantages, returns, strict=True):
                 yield one.record | {"advantages": its_advantages.tolist(), "returns": its_returns.tolist()}
 
-    def _credits(self) -> Iterator[tuple[list[Sample], list[Placed]]]:
+    def _advantage_windows(self) -> Iterator[tuple[list[Sample], list[LocatedSample]]]:
         for placed in sample_windows(self._samples(), window_tokens=self._window_tokens):
             samples = self._credit([one.sample for one in placed], self._algorithm.beta)
             if not _are_finite(samples):
-                self._refuse_too_large(placed)
-            if self.tally.choice is None:
-                shape = (1, rung(sum(len(s.completion_ids) for s in samples)))
-                self.tally.choice = choice_of(self._algorithm, shape, is_masked=True)
+                self._raise_non_finite(placed)
+            if self.summary.choice is None:
+                shape = (1, bucket_length(sum(len(s.completion_ids) for s in samples)))
+                self.summary.choice = choose_gae_backend(self._algorithm, shape, is_masked=True)
             yield samples, placed
 
-    def _refuse_too_large(self, placed: Sequence[Placed]) -> None:
+    def _raise_non_finite(self, located_samples: Sequence[LocatedSample]) -> None:
         # An infinity spreads over its whole row: whose it is shows where every sample has a row of its own.
-        for one in placed:
+        for one in located_samples:
             if not _are_finite(self._credit([one.sample], self._algorithm.beta)):
                 raise InputError(f"{one.where}: rewards or values are too large: its advantages leave float32")
 
-    def _samples(self) -> Iterator[Placed]:
+    def _samples(self) -> Iterator[LocatedSample]:
         algorithm = self._algorithm
-        for line, num_bytes, record in read_jsonl_sized(self._path):
+        for line, num_bytes, record in read_jsonl_with_sizes(self._path):
             where = f"{self._path}:{line}"
-            sample = credited_sample(
-                record, where=where, bootstraps=algorithm.bootstrap_truncated, needs_logprobs=algorithm.kl_in_reward
+            sample = sample_for_advantages(
+                record,
+                where=where,
+                bootstrap_truncated=algorithm.bootstrap_truncated,
+                needs_logprobs=algorithm.kl_in_reward,
             )
-            yield Placed(where, num_bytes, record, sample)
+            yield LocatedSample(where, num_bytes, record, sample)
 
 
-def _known(part: np.ndarray | None) -> np.ndarray:
-    assert part is not None
-    return part
+def _not_none(array: np.ndarray | None) -> np.ndarray:
+    assert array is not None
+    return array
 
 
 def _are_finite(samples: Sequence[Sample]) -> bool:
-    return all(np.isfinite(_known(part)).all() for s in samples for part in (s.advantages, s.returns))
+    return all(np.isfinite(_not_none(part)).all() for s in samples for part in (s.advantages, s.returns))
 
 
 def sample_windows(
-    samples: Iterable[Placed], *, window_tokens: int, window_bytes: int = WINDOW_BYTES
-) -> Iterator[list[Placed]]:
+    samples: Iterable[LocatedSample], *, window_tokens: int, window_bytes: int = WINDOW_BYTES
+) -> Iterator[list[LocatedSample]]:
     """Neighbouring samples of at most so many tokens and bytes together, or one that has more."""
-    window: list[Placed] = []
+    window: list[LocatedSample] = []
     num_tokens = num_bytes = 0
     for one in samples:
         length = len(one.sample.completion_ids)

@@ -10,11 +10,11 @@ import numpy as np
 from jaxtyping import Bool
 
 from app.advantage.gae.input_checks import check_finite, check_inputs, check_shapes
-from app.advantage.token_advantages import TokenCredit, TokenRows
-from app.records.moments import Moments, merged, moments
-from app.records.npz import Matrix, open_matrices, replacing_matrices
-from app.runtime.advantages import wire_gae
-from app.stages.gae_summary import Finish, Progress, Tally, check_trainable, choice_of
+from app.advantage.token_advantages import TokenAdvantages, TokenRows
+from app.records.moments import Moments, compute_moments, merge_moments
+from app.records.npz import NpzMatrix, open_matrices, write_matrices
+from app.runtime.advantages import make_gae
+from app.stages.gae_summary import AdvantageTransform, GaeSummary, ProgressPrinter, check_trainable, choose_gae_backend
 from settings import Settings
 from settings.errors import InputError
 
@@ -22,18 +22,18 @@ WINDOW_TOKENS = 1 << 21
 """Of a window: an array of it takes 8 MiB. A single row may have more."""
 
 
-class MatrixFile:
+class GaeMatrixFile:
     """`rewards` [B, T], `values` [B, T] or [B, T+1] and perhaps `mask` [B, T] in an NPZ file."""
 
     has_logprobs = False
 
     def __init__(self, path: Path, settings: Settings, *, window_tokens: int = WINDOW_TOKENS) -> None:
-        self.tally = Tally("rows")
+        self.summary = GaeSummary("rows")
         self._path = path
         self._algorithm = settings.algorithm
-        self._gae = wire_gae(settings)
+        self._gae = make_gae(settings)
         self._window_tokens = window_tokens
-        self._progress = Progress()
+        self._progress = ProgressPrinter()
 
     def check(self) -> None:
         """Reads all of it.
@@ -44,7 +44,7 @@ class MatrixFile:
         algorithm = self._algorithm
         num_rows = num_tokens = num_trainable = 0
         for rows in self._windows():
-            with self._named():
+            with self._errors_with_path():
                 check_inputs(
                     rows.rewards,
                     rows.values,
@@ -58,44 +58,46 @@ class MatrixFile:
             num_rows += len(rows.rewards)
             num_tokens += rows.rewards.size
             num_trainable += rows.rewards.size if rows.mask is None else int(rows.mask.sum())
-            self._progress.tell(f"checked {num_rows:,} rows")
+            self._progress.print_line(f"checked {num_rows:,} rows")
         check_trainable(self._path, "rows", num_rows=num_rows, num_tokens=num_tokens, num_trainable=num_trainable)
 
     def advantage_moments(self) -> Moments:
         """Over the tokens of the mask, in the whole file."""
-        return merged(moments(credit.advantages, mask) for credit, mask in self._credits())
+        return merge_moments(compute_moments(credit.advantages, mask) for credit, mask in self._advantage_windows())
 
-    def write(self, out: Path, finish: Finish) -> None:
+    def write(self, out: Path, transform: AdvantageTransform) -> None:
         """Writes `advantages` and `returns`, [B, T] float32.
 
         Raises:
             InputError: numbers that are too large; nothing is written.
         """
-        with self._opened() as matrices:
+        with self._open() as matrices:
             shape = matrices["rewards"].shape
-        with replacing_matrices(out, ("advantages", "returns"), shape) as output:
-            for credit, mask in self._credits():
-                advantages = finish(credit.advantages, mask)
+        with write_matrices(out, ("advantages", "returns"), shape) as output:
+            for credit, mask in self._advantage_windows():
+                advantages = transform(credit.advantages, mask)
                 output.write_rows(advantages=advantages, returns=credit.returns)
-                self.tally.count(advantages, credit.returns, mask, num_rows=len(mask))
-                if self.tally.num_rows < shape[0]:
-                    self._progress.tell(f"estimated {self.tally.num_rows:,} of {shape[0]:,} rows")
+                self.summary.add(advantages, credit.returns, mask, num_rows=len(mask))
+                if self.summary.num_rows < shape[0]:
+                    self._progress.print_line(f"estimated {self.summary.num_rows:,} of {shape[0]:,} rows")
 
-    def _credits(self) -> Iterator[tuple[TokenCredit, Bool[np.ndarray, "B T"]]]:
+    def _advantage_windows(self) -> Iterator[tuple[TokenAdvantages, Bool[np.ndarray, "B T"]]]:
         first_row = 0
         for rows in self._windows():
-            credit = self._gae(rows) if rows.rewards.size else TokenCredit(*[rows.rewards] * 2)
+            credit = self._gae(rows) if rows.rewards.size else TokenAdvantages(*[rows.rewards] * 2)
             for name, array in credit._asdict().items():
-                with self._named():
+                with self._errors_with_path():
                     check_finite(name, array, first_row=first_row, hint="the inputs are too large for float32")
             first_row += len(rows.rewards)
-            if self.tally.choice is None:
-                self.tally.choice = choice_of(self._algorithm, rows.rewards.shape, is_masked=rows.mask is not None)
+            if self.summary.choice is None:
+                self.summary.choice = choose_gae_backend(
+                    self._algorithm, rows.rewards.shape, is_masked=rows.mask is not None
+                )
             yield credit, np.ones(rows.rewards.shape, bool) if rows.mask is None else rows.mask
 
     def _windows(self) -> Iterator[TokenRows]:
         """Rows of at most `window_tokens` tokens, or one row where that has more, from the first to the last."""
-        with self._opened() as matrices:
+        with self._open() as matrices:
             num_rows, num_tokens = matrices["rewards"].shape
             size = max(1, self._window_tokens // max(num_tokens, 1))
             for first in range(0, num_rows, size):
@@ -107,17 +109,17 @@ class MatrixFile:
                 yield TokenRows(rewards, values, np.broadcast_to(counts.astype(np.float32), rewards.shape), mask)
 
     @contextmanager
-    def _opened(self) -> Iterator[dict[str, Matrix]]:
+    def _open(self) -> Iterator[dict[str, NpzMatrix]]:
         with open_matrices(self._path, required=("rewards", "values"), optional=("mask",)) as matrices:
             if matrices["values"].dtype == bool:
                 raise InputError(f"{matrices['values'].where}: expected numbers, got dtype bool; is it the mask?")
             mask = matrices.get("mask")
-            with self._named():
+            with self._errors_with_path():
                 check_shapes(matrices["rewards"].shape, matrices["values"].shape, mask.shape if mask else None)
             yield matrices
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
+    def _errors_with_path(self) -> Iterator[None]:
         try:
             yield
         except InputError:

@@ -12,50 +12,50 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float32
 
-from app.advantage.gae.backend_choice import Choice, choose
-from app.records.moments import NOTHING, Moments, merged, moments
+from app.advantage.gae.backend_choice import BackendChoice, choose_backend
+from app.records.moments import EMPTY_MOMENTS, Moments, compute_moments, merge_moments
 from settings import Resolved, Settings
 from settings.errors import InputError
-from settings.schema.settings import Algorithm
+from settings.schema.settings import AlgorithmSettings
 
-WITH_CHUNKS = frozenset({"chunked"})
+CHUNKED_BACKENDS = frozenset({"chunked"})
 """Backends that have a chunk size."""
-OTHER_CREDIT = frozenset({"vtrace", "reinforce_plus_plus"})
+NON_GAE_ESTIMATORS = frozenset({"vtrace", "reinforce_plus_plus"})
 """Estimators that credit each token otherwise than GAE."""
-SECONDS_BETWEEN_LINES = 2.0
-Finish = Callable[[np.ndarray, np.ndarray], np.ndarray]
+PROGRESS_INTERVAL_S = 2.0
+AdvantageTransform = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """(advantages, mask) -> the advantages that are written."""
 
 
-def choice_of(algorithm: Algorithm, shape: tuple[int, ...], *, is_masked: bool) -> Choice:
+def choose_gae_backend(algorithm: AlgorithmSettings, shape: tuple[int, ...], *, is_masked: bool) -> BackendChoice:
     """The backend that solves rows of this shape, and why. `is_masked`: by a mask or by ends of sequences."""
-    return choose(
+    return choose_backend(
         algorithm.gae_backend,
         shape,
-        one_leak=not is_masked and algorithm.length_adaptive_lam is None,
+        constant_decay=not is_masked and algorithm.length_adaptive_lam is None,
         chunk_size=algorithm.gae_chunk_size,
     )
 
 
 @dataclass
-class Tally:
+class GaeSummary:
     """What has gone by."""
 
-    rows: str
+    row_name: str
     """What the rows are called."""
     num_rows: int = 0
     num_tokens: int = 0
     num_trainable: int = 0
     num_windows: int = 0
-    num_ended_early: int = 0
+    num_unused_bootstraps: int = 0
     """Samples that were cut and have a value behind their last token, which the settings leave out."""
-    advantages: Moments = NOTHING
+    advantages: Moments = EMPTY_MOMENTS
     """As they are written."""
-    returns: Moments = NOTHING
-    choice: Choice | None = None
+    returns: Moments = EMPTY_MOMENTS
+    choice: BackendChoice | None = None
     """Of the first window: the last may be smaller."""
 
-    def count(
+    def add(
         self,
         advantages: Float32[np.ndarray, "*any"],
         returns: Float32[np.ndarray, "*any"],
@@ -67,14 +67,14 @@ class Tally:
         self.num_rows += num_rows
         self.num_tokens += mask.size
         self.num_trainable += int(mask.sum())
-        self.advantages = merged([self.advantages, moments(advantages, mask)])
-        self.returns = merged([self.returns, moments(returns, mask)])
+        self.advantages = merge_moments([self.advantages, compute_moments(advantages, mask)])
+        self.returns = merge_moments([self.returns, compute_moments(returns, mask)])
 
-    def figures(self, settings: Settings) -> dict[str, Any]:
+    def metrics(self, settings: Settings) -> dict[str, Any]:
         algorithm = settings.algorithm
         alpha = algorithm.length_adaptive_lam
         figures: dict[str, Any] = {
-            self.rows: self.num_rows,
+            self.row_name: self.num_rows,
             "tokens": self.num_tokens,
             "trainable tokens": self.num_trainable,
             "gamma": algorithm.gamma,
@@ -84,7 +84,7 @@ class Tally:
             figures["lambda of returns"] = settings.critic.lam
         figures["mask mode"] = algorithm.mask_mode
         if self.choice is not None:
-            figures["backend"] = spoken(self.choice)
+            figures["backend"] = describe_choice(self.choice)
         return figures | {
             "windows": self.num_windows,
             "mean advantage": round(self.advantages.mean, 6),
@@ -94,19 +94,19 @@ class Tally:
         }
 
 
-def spoken(choice: Choice) -> str:
+def describe_choice(choice: BackendChoice) -> str:
     """`chunked in chunks of 64 (why)`."""
     size = choice.chunk_size
-    return f"{choice.backend}{'' if size is None else f' in chunks of {size}'} ({choice.why})"
+    return f"{choice.backend}{'' if size is None else f' in chunks of {size}'} ({choice.reason})"
 
 
-def check_trainable(path: Path, rows: str, *, num_rows: int, num_tokens: int, num_trainable: int) -> None:
+def check_trainable(path: Path, row_name: str, *, num_rows: int, num_tokens: int, num_trainable: int) -> None:
     """Raises InputError where no token counts."""
     if num_tokens and not num_trainable:
-        raise InputError(f"{path}: the mask of all {num_rows:,} {rows} is False throughout; nothing to credit")
+        raise InputError(f"{path}: the mask of all {num_rows:,} {row_name} is False throughout; nothing to credit")
 
 
-def not_applied(resolved: Resolved, tally: Tally, *, has_logprobs: bool) -> list[str]:
+def unapplied_settings(resolved: Resolved, summary: GaeSummary, *, has_logprobs: bool) -> list[str]:
     """Settings by which training would credit otherwise, and what became of them here."""
     algorithm = resolved.settings.algorithm
 
@@ -114,30 +114,30 @@ def not_applied(resolved: Resolved, tally: Tally, *, has_logprobs: bool) -> list
         return f"algorithm.{field} = {getattr(algorithm, field)!r} (from {resolved.origin(f'algorithm.{field}')})"
 
     notes = []
-    if algorithm.estimator in OTHER_CREDIT:
+    if algorithm.estimator in NON_GAE_ESTIMATORS:
         notes.append(f"{named('estimator')}: this is GAE")
     if algorithm.kl_in_reward and not has_logprobs:
         notes.append(f"{named('beta')}: matrices hold no logprobs for a KL penalty")
     if algorithm.kl_in_reward and has_logprobs and algorithm.kl_target is not None:
         notes.append(f"{named('kl_target')}: the penalty's weight stays algorithm.beta, as in a run's first step")
-    if tally.num_ended_early:
+    if summary.num_unused_bootstraps:
         notes.append(
-            f"the value behind the last token of {tally.num_ended_early:,} samples of finish_reason length, by "
+            f"the value behind the last token of {summary.num_unused_bootstraps:,} samples of finish_reason length, by "
             f"{named('bootstrap_truncated')}"
         )
-    if algorithm.gae_chunk_size is not None and tally.choice and tally.choice.chunk_size is None:
-        notes.append(f"{named('gae_chunk_size')}: {tally.choice.backend} has no chunks")
+    if algorithm.gae_chunk_size is not None and summary.choice and summary.choice.chunk_size is None:
+        notes.append(f"{named('gae_chunk_size')}: {summary.choice.backend} has no chunks")
     return notes
 
 
 @dataclass
-class Progress:
+class ProgressPrinter:
     """Lines on stderr, while something takes long."""
 
-    last: float = field(default_factory=time.monotonic)
+    last_printed_s: float = field(default_factory=time.monotonic)
 
-    def tell(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         now = time.monotonic()
-        if now - self.last >= SECONDS_BETWEEN_LINES:
-            self.last = now
+        if now - self.last_printed_s >= PROGRESS_INTERVAL_S:
+            self.last_printed_s = now
             print(line, file=sys.stderr, flush=True)

@@ -14,24 +14,24 @@ import jax
 import numpy as np
 
 from app.distributed.collectives import gather_over_hosts, sum_over_hosts
-from app.distributed.host_consistency import agree
-from app.distributed.lockstep import as_lines, of_host, together, write_together
+from app.distributed.host_consistency import check_hosts_agree
+from app.distributed.lockstep import error_barrier, per_host_path, sample_json_lines, write_collectively
 from app.model.kv_cache import DecodeWeights
 from app.prompts.data_sources import load_training_data
 from app.prompts.dataset import load_dataset
 from app.prompts.encode import EncodeReport
-from app.records.jsonl import check_distinct, check_output
+from app.records.jsonl import check_distinct_paths, check_output_path
 from app.records.sample import Prompt, Sample
-from app.report.timeline import check_timeline, write_timeline
+from app.report.timeline import check_timeline_path, write_timeline
 from app.rollout.scheduling.event_log import EventLog
-from app.rollout.scheduling.sample_states import Ledger
-from app.runtime.host_group import Entered, getting_on, joined_hosts, wait_for_others
+from app.rollout.scheduling.sample_states import SampleTable
+from app.runtime.host_group import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import encode_rows
-from app.runtime.model_spec import ModelInput, check_context, read_model_input
+from app.runtime.model_spec import ModelSpec, check_context_length, read_model_spec
 from app.runtime.session import Session
-from app.stages.prompt_shards import Work
-from app.stages.rollout_resume import Past, open_log, run_facts
-from app.stages.simulate import panel, recorded_table
+from app.stages.prompt_shards import PromptShard
+from app.stages.rollout_resume import PreviousProgress, open_event_log, rollout_facts
+from app.stages.simulate import recorded_table, timeline_panel
 from app.tracking.rollout_progress import RolloutProgress
 from settings import Resolved, Settings
 from settings.errors import InputError
@@ -59,39 +59,43 @@ def rollout(
         InputError: settings, model, prompts, log or output file that cannot be used.
     """
     settings = resolved.settings
-    check_distinct({"--prompts": prompts, "--out": out, "--timeline": timeline, "--log": log})
-    check_output(out)
-    _check_only_scheduled("--timeline draws", timeline, settings)
-    _check_only_scheduled("--log keeps", log, settings)
+    check_distinct_paths({"--prompts": prompts, "--out": out, "--timeline": timeline, "--log": log})
+    check_output_path(out)
+    _check_scheduler_option("--timeline draws", timeline, settings)
+    _check_scheduler_option("--log keeps", log, settings)
     if timeline is not None:
-        check_timeline(timeline)
-    model = read_model_input(settings).bare
-    check_context(model.architecture, settings, path=settings.model.path)
+        check_timeline_path(timeline)
+    model = read_model_spec(settings).without_adapters
+    check_context_length(model.architecture, settings, path=settings.model.path)
     questions, report = _read_prompts(settings, model, prompts, limit=limit)
     with ExitStack() as stack:
-        entered = stack.enter_context(joined_hosts(settings, out=out))
-        agree(resolved, {name: str(value) for name, value in run_facts(settings, model, questions).items()})
-        work = Work.of(questions, settings)
-        with together():
+        entered = stack.enter_context(join_hosts(settings, out=out))
+        check_hosts_agree(
+            resolved, {name: str(value) for name, value in rollout_facts(settings, model, questions).items()}
+        )
+        work = PromptShard.from_prompts(questions, settings)
+        with error_barrier():
             written = (
-                stack.enter_context(open_log(out, settings, model, work.own)) if settings.rollout.has_workers else None
+                stack.enter_context(open_event_log(out, settings, model, work.host_prompts))
+                if settings.rollout.has_workers
+                else None
             )
-        past = Past.of(written)
+        past = PreviousProgress.from_log(written)
         session = stack.enter_context(closing(Session.open(settings, model)))
-        weights = session.engine.weights(session.load_params())
+        weights = session.engine.to_decode_weights(session.load_params())
         counter = SampleCounter()
         session.compile_rollout()
         start = time.perf_counter()
-        with RolloutProgress(num_samples=work.num_samples, shown=jax.process_index() == 0) as progress:
+        with RolloutProgress(num_samples=work.num_samples, enabled=jax.process_index() == 0) as progress:
             if past is not None:
-                progress.say(past.to_text())
-            samples = _sampled(session, weights, work, progress=progress, log=written, entered=entered)
-            _write(out, work, getting_on(counter.count(samples), "rollout", entered), entered)
+                progress.print_line(past.to_text())
+            samples = _generate_samples(session, weights, work, progress=progress, log=written, enter_phase=entered)
+            _write_samples(out, work, iterate_in_phase(counter.count(samples), "rollout", entered), entered)
         seconds = time.perf_counter() - start
-        scheduled = _scheduled(session, timeline and of_host(timeline), was_killed=past is not None)
+        scheduled = _schedule_metrics(session, timeline and per_host_path(timeline), was_resumed=past is not None)
         if written is not None:
-            written.finish(keep=log and of_host(log))
-        drawn = _drawn(counter.over_hosts(), past, seconds)
+            written.finish(keep=log and per_host_path(log))
+        drawn = _sampling_metrics(counter.total_over_hosts(), past, seconds)
     if jax.process_index() > 0:
         return None
     return {
@@ -101,38 +105,38 @@ def rollout(
         **drawn,
         **scheduled,
         "written to": str(out),
-        **({} if log is None else {"log": str(of_host(log))}),
+        **({} if log is None else {"log": str(per_host_path(log))}),
     }
 
 
-def _write(out: Path, work: Work, samples: Iterator[Sample], entered: Entered) -> None:
+def _write_samples(out: Path, shard: PromptShard, samples: Iterator[Sample], enter_phase: PhaseCallback) -> None:
     """Several hosts keep theirs in files without names: they wait for each other only when all have them."""
-    lines = as_lines(samples, path=out)
+    lines = sample_json_lines(samples, path=out)
     if jax.process_count() == 1:
-        write_together(out, work.in_rounds(lines))
+        write_collectively(out, shard.split_by_round(lines))
         return
     with tempfile.TemporaryFile(dir=out.absolute().parent) as file:
         file.writelines(lines)
         file.seek(0)
-        wait_for_others(entered)
-        entered("save")
-        write_together(out, work.in_rounds(file))
+        wait_for_other_hosts(enter_phase)
+        enter_phase("save")
+        write_collectively(out, shard.split_by_round(file))
 
 
-def _drawn(total: SampleCounter, past: Past | None, seconds: float) -> dict[str, Any]:
+def _sampling_metrics(total: SampleCounter, previous: PreviousProgress | None, seconds: float) -> dict[str, Any]:
     """Samples of all hosts, and how fast those were drawn that a rollout that was killed had not drawn before."""
-    own = (past.num_done, past.num_tokens) if past else (0, 0)
+    own = (previous.num_done, previous.num_tokens) if previous else (0, 0)
     num_done, num_tokens = sum_over_hosts(np.asarray(own)).tolist()
     return {
-        **total.figures(),
+        **total.metrics(),
         "seconds": round(seconds, 2),
         "tokens per second": round((total.num_tokens - num_tokens) / seconds, 1),
-        **({"sampled before": f"{num_done} samples, {num_tokens} tokens"} if num_done or past else {}),
+        **({"sampled before": f"{num_done} samples, {num_tokens} tokens"} if num_done or previous else {}),
     }
 
 
 def _read_prompts(
-    settings: Settings, model: ModelInput, prompts: Path | None, *, limit: int | None
+    settings: Settings, model: ModelSpec, prompts: Path | None, *, limit: int | None
 ) -> tuple[Sequence[Prompt], EncodeReport]:
     """The first prompts of the file, or of `data.source`."""
     if prompts is None:
@@ -148,7 +152,7 @@ def _read_prompts(
     return encode_rows(settings, dataset.rows[:limit], model.tokenizer)
 
 
-def _check_only_scheduled(option: str, path: Path | None, settings: Settings) -> None:
+def _check_scheduler_option(option: str, path: Path | None, settings: Settings) -> None:
     """Whether there will be something to write there."""
     if path is None:
         return
@@ -157,20 +161,20 @@ def _check_only_scheduled(option: str, path: Path | None, settings: Settings) ->
             f"{option} what scheduled workers do, and rollout.scheduler is null or rollout.placement global; "
             "set rollout.scheduler: adaptive, or leave it out"
         )
-    check_output(path)
+    check_output_path(path)
 
 
-def _scheduled(session: Session, timeline: Path | None, *, was_killed: bool) -> dict[str, Any]:
+def _schedule_metrics(session: Session, timeline: Path | None, *, was_resumed: bool) -> dict[str, Any]:
     """How good the schedule was, in words; nothing where nothing was scheduled. Draws this host's."""
     if session.workers is None:
         return {}
-    (found,) = session.take_figures()
+    (found,) = session.take_schedule_metrics()
     policy = session.workers.schedule.policy
     if timeline is not None:
-        drawn = panel(policy, session.workers.records, found, None)
+        drawn = timeline_panel(policy, session.workers.records, found, None)
         slots = [slots for _, slots in drawn.slots]
         title = f"{session.settings.model.path}: {len(slots)} workers, {sum(slots)} slots"
-        if was_killed:
+        if was_resumed:
             title += "; it was killed and went on, without the time between"
         write_timeline(timeline, [drawn], title=title, table=recorded_table(policy, found))
     own = (found.makespan_s, found.bubble, found.tail_fraction, found.suspensions, found.wasted_tokens)
@@ -185,46 +189,48 @@ def _scheduled(session: Session, timeline: Path | None, *, was_killed: bool) -> 
     }
 
 
-def _sampled(
+def _generate_samples(
     session: Session,
     weights: DecodeWeights,
-    work: Work,
+    shard: PromptShard,
     *,
     progress: RolloutProgress,
     log: EventLog | None,
-    entered: Entered,
+    enter_phase: PhaseCallback,
 ) -> Iterator[Sample]:
     """This host's, round after round; with slots or workers a queue of all."""
 
-    def watch(ledger: Ledger) -> None:
-        progress.watch(ledger)
+    def watch(ledger: SampleTable) -> None:
+        progress.update_rollout(ledger)
         # The first sample in order may be the last that is drawn.
-        entered("rollout")
+        enter_phase("rollout")
 
     if session.workers is not None:
-        session.workers.log, session.workers.watch = log, watch
-        yield from _in_a_queue(session, weights, work)
-    elif session.slots is not None:
-        yield from progress.count(_in_a_queue(session, weights, work))
+        session.workers.event_log, session.workers.on_progress = log, watch
+        yield from _generate_from_queue(session, weights, shard)
+    elif session.continuous_batching is not None:
+        yield from progress.track(_generate_from_queue(session, weights, shard))
     else:
-        yield from progress.count(_in_rounds(session, weights, work))
+        yield from progress.track(_generate_in_rounds(session, weights, shard))
 
 
-def _in_a_queue(session: Session, weights: DecodeWeights, work: Work) -> Iterator[Sample]:
+def _generate_from_queue(session: Session, weights: DecodeWeights, shard: PromptShard) -> Iterator[Sample]:
     # A host without a prompt samples one all the same, and drops it: its queue is no special case.
-    prompts = work.own or work.prompts[:1]
-    samples = session.stream(weights, prompts, group_size=work.group_size, rules=session.rules)
-    places = (place for place in work.places for _ in range(work.group_size))
+    prompts = shard.host_prompts or shard.prompts[:1]
+    samples = session.stream(weights, prompts, group_size=shard.group_size, sampling_params=session.sampling_params)
+    places = (place for place in shard.prompt_indices for _ in range(shard.group_size))
     for place, sample in zip(places, samples, strict=False):
         yield replace(sample, group_id=place)
     for _ in samples:
-        assert not work.own
+        assert not shard.host_prompts
 
 
-def _in_rounds(session: Session, weights: DecodeWeights, work: Work) -> Iterator[Sample]:
-    for one in work.rounds:
-        samples = session.sample(weights, work.asked(one), policy_version=0, first_group_id=one.own.start)
-        yield from samples[: len(one.own) * work.group_size]
+def _generate_in_rounds(session: Session, weights: DecodeWeights, shard: PromptShard) -> Iterator[Sample]:
+    for one in shard.rounds:
+        samples = session.sample(
+            weights, shard.padded_prompts(one), policy_version=0, first_group_id=one.prompt_indices.start
+        )
+        yield from samples[: len(one.prompt_indices) * shard.group_size]
 
 
 class SampleCounter:
@@ -240,13 +246,13 @@ class SampleCounter:
             self.num_truncated += sample.finish_reason == "length"
             yield sample
 
-    def over_hosts(self) -> SampleCounter:
+    def total_over_hosts(self) -> SampleCounter:
         """The same of all hosts."""
         total, own = SampleCounter(), (self.num_samples, self.num_tokens, self.num_truncated)
         total.num_samples, total.num_tokens, total.num_truncated = sum_over_hosts(np.asarray(own)).tolist()
         return total
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         return {
             "samples": self.num_samples,
             "completion tokens": self.num_tokens,

@@ -11,18 +11,18 @@ from typing import Any
 import jax
 
 from app.distributed.host_consistency import prompts_fingerprint
-from app.distributed.lockstep import of_host
-from app.records.atomic_write import is_leftover
+from app.distributed.lockstep import per_host_path
+from app.records.atomic_write import is_partial_file
 from app.records.sample import Prompt
-from app.rollout.scheduling.event_log import EventLog, RunFacts
-from app.runtime.model_spec import ModelInput
+from app.rollout.scheduling.event_log import EventLog, RunIdentity
+from app.runtime.model_spec import ModelSpec
 from app.tracking.console import num_done
 from settings import Settings
 from settings.errors import InputError
 
-ONLY_IN_EXACT_MODE = ("rollout.workers.", "rollout.pool", "rollout.ray.", "rollout.prompts_per_step")
+EXACT_MODE_SETTINGS = ("rollout.workers.", "rollout.pool", "rollout.ray.", "rollout.prompts_per_step")
 """Else who decodes a sample, and how many prompts its worker keeps, changes nothing but its rounding."""
-DECIDE_NOTHING = (
+IGNORED_SETTINGS = (
     *("rollout.workers.lease_s", "rollout.workers.deterministic"),
     *("rollout.max_staleness", "rollout.max_length_total"),
     *("rollout.ray.address", "rollout.ray.start_timeout_s"),
@@ -31,32 +31,32 @@ DECIDE_NOTHING = (
 
 
 @dataclass(frozen=True)
-class Past:
+class PreviousProgress:
     """What a rollout that was killed had sampled."""
 
     path: Path
     """Of the log that tells."""
     num_done: int
-    num_begun: int
+    num_started: int
     num_samples: int
     num_tokens: int
 
     @classmethod
-    def of(cls, log: EventLog | None) -> Past | None:
+    def from_log(cls, log: EventLog | None) -> PreviousProgress | None:
         """None for a rollout that starts now."""
-        if log is None or log.begun is None:
+        if log is None or log.state is None:
             return None
-        ledger = log.begun.scheduler.ledger
+        ledger = log.state.scheduler.samples
         num_tokens = sum(entry.num_tokens for entry in ledger)
         num_begun = sum(entry.num_tokens > 0 and entry.finish is None for entry in ledger)
         return cls(log.path, num_done(ledger), num_begun, len(ledger.entries), num_tokens)
 
     def to_text(self) -> str:
         done = f"{self.num_done} of {self.num_samples} samples done"
-        return f"going on from {self.path}: {done}, {self.num_begun} begun"
+        return f"going on from {self.path}: {done}, {self.num_started} begun"
 
 
-def open_log(out: Path, settings: Settings, model: ModelInput, prompts: Sequence[Prompt]) -> EventLog:
+def open_event_log(out: Path, settings: Settings, model: ModelSpec, prompts: Sequence[Prompt]) -> EventLog:
     """The log of the rollout that writes `out`, new or left by a process that was killed; each host has its own.
 
     Args:
@@ -65,14 +65,14 @@ def open_log(out: Path, settings: Settings, model: ModelInput, prompts: Sequence
     Raises:
         InputError: a rollout on another number of hosts was not finished here; see `EventLog`, too.
     """
-    _check_no_other_hosts(out)
-    log = EventLog(of_host(out.with_name(f"{out.name}.log")), run=run_facts(settings, model, prompts))
-    if log.begun is not None:
+    _check_same_num_hosts(out)
+    log = EventLog(per_host_path(out.with_name(f"{out.name}.log")), identity=rollout_facts(settings, model, prompts))
+    if log.state is not None:
         _remove_leftovers(out)
     return log
 
 
-def _check_no_other_hosts(out: Path) -> None:
+def _check_same_num_hosts(out: Path) -> None:
     """They share prompts out otherwise, so nothing can go on from their logs."""
     counts = {
         path: int(path.stem.rpartition("_of_")[2])
@@ -90,16 +90,16 @@ def _check_no_other_hosts(out: Path) -> None:
         )
 
 
-def run_facts(settings: Settings, model: ModelInput, prompts: Sequence[Prompt]) -> RunFacts:
+def rollout_facts(settings: Settings, model: ModelSpec, prompts: Sequence[Prompt]) -> RunIdentity:
     """Whatever decides a rollout's samples, by name, as JSON has it. The devices must have been started."""
     exact = settings.rollout.mode == "exact"
-    rollout = dict(_flat("rollout", settings.rollout.model_dump(mode="json")))
+    rollout = dict(_flatten("rollout", settings.rollout.model_dump(mode="json")))
     kept = {
         name: value
         for name, value in rollout.items()
-        if name not in DECIDE_NOTHING and (exact or not name.startswith(ONLY_IN_EXACT_MODE))
+        if name not in IGNORED_SETTINGS and (exact or not name.startswith(EXACT_MODE_SETTINGS))
     }
-    on_devices = {"mesh.shape": settings.mesh.shape, "the devices": _devices()} if exact else {}
+    on_devices = {"mesh.shape": settings.mesh.shape, "the devices": _describe_devices()} if exact else {}
     return {
         "the model's files": model.files.fingerprint,
         "the tokenizer": model.tokenizer.fingerprint,
@@ -112,15 +112,15 @@ def run_facts(settings: Settings, model: ModelInput, prompts: Sequence[Prompt]) 
     }
 
 
-def _devices() -> str:
+def _describe_devices() -> str:
     return f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yields (dotted setting, value)."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _flat(f"{name}.{key}", inner)
+            yield from _flatten(f"{name}.{key}", inner)
     else:
         yield name, value
 
@@ -128,6 +128,6 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _remove_leftovers(out: Path) -> None:
     """Of the process that was killed: what it had written of the output."""
     for path in out.absolute().parent.iterdir():
-        if is_leftover(path, of=out.absolute()):
+        if is_partial_file(path, target=out.absolute()):
             # Hosts that share a folder clear it at the same time.
             path.unlink(missing_ok=True)

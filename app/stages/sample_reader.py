@@ -19,22 +19,22 @@ from settings import Resolved
 from settings.errors import InputError
 from settings.loading.fields import value_of
 
-WINDOW = 4096
+WINDOW_SAMPLES = 4096
 """Samples that are in memory at once: enough to fill rows well, and some tens of MB."""
 
 
 @dataclass(frozen=True)
-class Extent:
+class SampleFileExtent:
     """How much a file holds, lengths in tokens."""
 
     num_samples: int
-    longest: int
-    longest_at: str
+    max_length: int
+    longest_location: str
     """File and line of that sample."""
-    longest_completion: int
+    max_completion_length: int
 
 
-class SampleFile:
+class SampleReader:
     """Samples of one model in a JSON Lines file that stays as it is for as long as it is read.
 
     Raises:
@@ -46,9 +46,9 @@ class SampleFile:
             raise InputError(f"--input: {path} is read twice, to be checked and to be scored: give a file")
         self._path = path
         self._architecture = architecture
-        self._stamp = stamp(path) if path.exists() else None
+        self._stamp = file_stamp(path) if path.exists() else None
 
-    def check(self, *, num_drawn: int = 0, seed: int = 0) -> tuple[Extent, list[Sample]]:
+    def check(self, *, num_picked: int = 0, seed: int = 0) -> tuple[SampleFileExtent, list[Sample]]:
         """The extent of the file, and `num_drawn` of its samples at random, fewer where it holds fewer.
 
         Raises:
@@ -64,14 +64,14 @@ class SampleFile:
                 longest, longest_at = length, where
             longest_completion = max(longest_completion, len(sample.completion_ids))
             # Reservoir sampling: every sample so far is among the drawn with equal probability.
-            if count < num_drawn:
+            if count < num_picked:
                 drawn.append(sample)
-            elif (place := int(rng.integers(count + 1))) < num_drawn:
+            elif (place := int(rng.integers(count + 1))) < num_picked:
                 drawn[place] = sample
             count += 1
         if not count:
             raise InputError(f"--input: {self._path} holds no samples")
-        return Extent(count, longest, longest_at, longest_completion), drawn
+        return SampleFileExtent(count, longest, longest_at, longest_completion), drawn
 
     def windows(self, size: int) -> Iterator[list[Sample]]:
         """All samples in order, `size` at a time, the last window with what is left.
@@ -98,36 +98,38 @@ class SampleFile:
         for line, record in read_jsonl(self._path):
             where = f"{self._path}:{line}"
             sample = sample_from_record(record, where=where)
-            check_tokens(sample.prompt.token_ids, sample.completion_ids, self._architecture, where=where)
+            check_token_ids(sample.prompt.token_ids, sample.completion_ids, self._architecture, where=where)
             yield where, sample
 
     def _check_unchanged(self) -> None:
-        if not self._path.exists() or stamp(self._path) != self._stamp:
+        if not self._path.exists() or file_stamp(self._path) != self._stamp:
             raise InputError(f"--input: {self._path} has changed while it was being scored; nothing was written")
 
 
-def stamp(path: Path) -> tuple[int, ...]:
+def file_stamp(path: Path) -> tuple[int, ...]:
     """Changes when the file does. Raises InputError where it cannot be asked, as does the next."""
-    with _reading(path):
+    with _naming_read_errors(path):
         status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def digest_of(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """SHA-256 of a file."""
-    with _reading(path), path.open("rb") as file:
+    with _naming_read_errors(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _naming_read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def check_tokens(prompt_ids: np.ndarray, completion_ids: np.ndarray, architecture: Architecture, *, where: str) -> None:
+def check_token_ids(
+    prompt_ids: np.ndarray, completion_ids: np.ndarray, architecture: Architecture, *, where: str
+) -> None:
     """Raises InputError, opened by `where`, for a sample that cannot have come from this model."""
     for name, ids in (("prompt_token_ids", prompt_ids), ("completion_token_ids", completion_ids)):
         beyond = np.flatnonzero(ids >= architecture.vocab_size)
@@ -145,16 +147,16 @@ def check_tokens(prompt_ids: np.ndarray, completion_ids: np.ndarray, architectur
         )
 
 
-def check_quota(resolved: Resolved, scope: str, longest: int, *, where: str) -> None:
+def check_token_quota(resolved: Resolved, scope: str, max_length: int, *, where: str) -> None:
     """Whether the token quota of a scope, such as `score.policy`, holds the longest sample of a file.
 
     Raises: InputError, opened by `where`.
     """
     field = f"{scope}.max_tokens_per_device"
     quota = value_of(resolved.settings, field)
-    if quota is not None and longest > quota:
+    if quota is not None and max_length > quota:
         raise InputError(
-            f"{where}: the longest sample has {longest} tokens, more than {field} = {quota} (from "
-            f"{resolved.origin(field)}), and no sample is cut; raise it to {longest} or more, or choose "
+            f"{where}: the longest sample has {max_length} tokens, more than {field} = {quota} (from "
+            f"{resolved.origin(field)}), and no sample is cut; raise it to {max_length} or more, or choose "
             f"{scope}.rows_per_device instead"
         )

@@ -14,32 +14,32 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from app.batching.micro_batch_plan import fixed_shape
-from app.batching.micro_batcher import Cut, EqualShapes, FixedRows, PackedRows
+from app.batching.micro_batch_plan import bucketed_row_shape
+from app.batching.micro_batcher import EqualShapeBatcher, FixedRowBatcher, GlobalPlan, PackedRowBatcher
 from app.distributed.collectives import max_over_hosts, sum_over_hosts
-from app.distributed.host_consistency import agree
-from app.distributed.lockstep import as_parts, host_run, in_step, write_together
+from app.distributed.host_consistency import check_hosts_agree
+from app.distributed.lockstep import host_shard, iterate_in_lockstep, sample_json_lines_by_part, write_collectively
 from app.mesh.device_memory import peak_memory_bytes
 from app.mesh.placement import to_device_memory, to_host_memory
 from app.model.architecture import Architecture
 from app.model.decoder import Params
 from app.model.io.model_files import ModelFiles
-from app.records.jsonl import check_output
+from app.records.jsonl import check_output_path
 from app.records.sample import Sample
-from app.runtime.batch_checks import check_host_memory
-from app.runtime.host_group import getting_on, joined_hosts
-from app.runtime.micro_batching import Longest, num_tokens_behind, wire_role
-from app.runtime.model_spec import read_critic_input, read_model_input
+from app.runtime.batch_checks import check_host_offload
+from app.runtime.host_group import iterate_in_phase, join_hosts
+from app.runtime.micro_batching import MaxLengths, make_score_batcher, num_bootstrap_tokens
+from app.runtime.model_spec import read_critic_spec, read_model_spec
 from app.runtime.packing_check import check_packing
 from app.runtime.session import Session
-from app.stages.sample_reader import WINDOW, Extent, SampleFile, check_quota, digest_of
+from app.stages.sample_reader import WINDOW_SAMPLES, SampleFileExtent, SampleReader, check_token_quota, file_digest
 from app.stages.score_rewards import score_rewards
 from app.tracking.compilation_counter import CompilationCounter
 from settings import Resolved, Settings
 from settings.errors import InputError
 from settings.schema.settings import ScoredRole
 
-NUM_PACKED = 3
+NUM_CHECKED_SAMPLES = 3
 """Samples of the file that `--check-packing` puts into one row."""
 
 
@@ -57,7 +57,7 @@ def score(
         InputError: settings, model, samples or output file that cannot be used.
         RuntimeError: samples of a row that see each other, or a reward function that could not be called any more.
     """
-    check_output(out)
+    check_output_path(out)
     if role != "reward":
         return score_logprobs(resolved, input=input, out=out, role=role, checks_packing=checks_packing)
     if checks_packing:
@@ -66,7 +66,7 @@ def score(
 
 
 def score_logprobs(
-    resolved: Resolved, *, input: Path, out: Path, role: ScoredRole, checks_packing: bool, window: int = WINDOW
+    resolved: Resolved, *, input: Path, out: Path, role: ScoredRole, checks_packing: bool, window: int = WINDOW_SAMPLES
 ) -> dict[str, Any] | None:
     """As `score`, of logprobs or values. The file is read twice, first to check every line before any device work.
 
@@ -79,14 +79,19 @@ def score_logprobs(
     settings = resolved.settings
     if checks_packing and role == "critic":
         raise InputError("--check-packing compares logprobs, and --role critic has none; take --role policy for it")
-    model = read_model_input(settings).bare
-    critic = read_critic_input(settings, model) if role == "critic" else None
+    model = read_model_spec(settings).without_adapters
+    critic = read_critic_spec(settings, model) if role == "critic" else None
     architecture = (critic or model).architecture
-    file = SampleFile(input, architecture)
-    extent, drawn = file.check(num_drawn=NUM_PACKED if checks_packing else 0, seed=settings.run.seed)
-    check_quota(resolved, f"score.{role}", extent.longest + num_tokens_behind(settings, role), where=extent.longest_at)
-    with joined_hosts(settings, out=out) as entered:
-        agree(resolved, facts_of(input, model.files, critic and critic.files))
+    file = SampleReader(input, architecture)
+    extent, drawn = file.check(num_picked=NUM_CHECKED_SAMPLES if checks_packing else 0, seed=settings.run.seed)
+    check_token_quota(
+        resolved,
+        f"score.{role}",
+        extent.max_length + num_bootstrap_tokens(settings, role),
+        where=extent.longest_location,
+    )
+    with join_hosts(settings, out=out) as entered:
+        check_hosts_agree(resolved, input_facts(input, model.files, critic and critic.files))
         session = Session.open(settings, model, critic, generates=False)
         start = time.perf_counter()
         params = session.critic.load_params(session.mesh) if session.critic else session.load_params()
@@ -97,90 +102,98 @@ def score_logprobs(
         }
         if drawn:
             # Of a file with fewer samples than a row is to hold, some stand in it twice.
-            packed = (drawn * NUM_PACKED)[:NUM_PACKED]
+            packed = (drawn * NUM_CHECKED_SAMPLES)[:NUM_CHECKED_SAMPLES]
             figures["max |packed - alone|"] = check_packing(session, params, packed)
-        passes = Passes(session, params, role, cut=_cut(settings, role, architecture, extent))
+        passes = WindowScorer(
+            session, params, role, micro_batcher=_make_micro_batcher(settings, role, architecture, extent)
+        )
         del params
         with closing(CompilationCounter()) as compilations:
-            scored = passes.scored(in_step(file.windows(window)), num_samples=extent.num_samples)
-            write_together(out, as_parts(getting_on(scored, "score", entered), path=out))
-            figures |= passes.figures(compilations)
+            scored = passes.score_windows(iterate_in_lockstep(file.windows(window)), num_samples=extent.num_samples)
+            write_collectively(out, sample_json_lines_by_part(iterate_in_phase(scored, "score", entered), path=out))
+            figures |= passes.metrics(compilations)
     return {**figures, "written to": str(out)} if jax.process_index() == 0 else None
 
 
-def facts_of(input: Path, *models: ModelFiles | None) -> dict[str, str]:
+def input_facts(input: Path, *models: ModelFiles | None) -> dict[str, str]:
     """What else than settings hosts must have in common."""
     if jax.process_count() == 1:
         return {}
     prints = {f"the files of {model.name}": model.fingerprint for model in models if model is not None}
-    return {"--input": digest_of(input), **prints}
+    return {"--input": file_digest(input), **prints}
 
 
-def _cut(settings: Settings, role: ScoredRole, architecture: Architecture, extent: Extent) -> FixedRows | PackedRows:
+def _make_micro_batcher(
+    settings: Settings, role: ScoredRole, architecture: Architecture, extent: SampleFileExtent
+) -> FixedRowBatcher | PackedRowBatcher:
     """The same rows for every window."""
-    cut = wire_role(settings, role, architecture, Longest(extent.longest))
-    if isinstance(cut, FixedRows):
-        behind = num_tokens_behind(settings, role)
-        return replace(cut, shape=fixed_shape(extent.longest + behind, extent.longest_completion + behind))
+    cut = make_score_batcher(settings, role, architecture, MaxLengths(extent.max_length))
+    if isinstance(cut, FixedRowBatcher):
+        behind = num_bootstrap_tokens(settings, role)
+        return replace(cut, shape=bucketed_row_shape(extent.max_length + behind, extent.max_completion_length + behind))
     return cut
 
 
-class Passes:
+class WindowScorer:
     """Scores a file window by window, and keeps count of what that takes."""
 
-    def __init__(self, session: Session, params: Params, role: ScoredRole, *, cut: FixedRows | PackedRows) -> None:
+    def __init__(
+        self, session: Session, params: Params, role: ScoredRole, *, micro_batcher: FixedRowBatcher | PackedRowBatcher
+    ) -> None:
         self._session = session
         self._role: ScoredRole = role
-        self._cut = cut
+        self._micro_batcher = micro_batcher
         # A role that waits for its turn gives way; here it only waits for the next window.
         waits_outside = role == "reference" and session.settings.score.reference.offload
         if waits_outside:
-            check_host_memory(session.mesh)
+            check_host_offload(session.mesh)
         self._params = to_host_memory(params) if waits_outside else params
         self._shapes: set[tuple[int, ...]] = set()
         self._totals: defaultdict[str, float] = defaultdict(int)
-        self._seconds = self._largest = 0.0
+        self._seconds = self._max_difference = 0.0
 
-    def scored(self, windows: Iterable[Sequence[Sample]], *, num_samples: int) -> Iterator[list[Sample]]:
+    def score_windows(self, windows: Iterable[Sequence[Sample]], *, num_samples: int) -> Iterator[list[Sample]]:
         """This host's run of each window, in order, with the role's logprobs."""
         done = 0
         for samples in windows:
             done += len(samples)
-            cut = self._cut if done == num_samples else EqualShapes(self._cut)
-            run = host_run(len(samples))
+            cut = self._micro_batcher if done == num_samples else EqualShapeBatcher(self._micro_batcher)
+            run = host_shard(len(samples))
             start = time.perf_counter()
             own, pieces = self._session.score(
-                to_device_memory(self._params), samples[run.start : run.stop], self._role, cut=cut
+                to_device_memory(self._params), samples[run.start : run.stop], self._role, batcher=cut
             )
             self._seconds += time.perf_counter() - start
             self._totals["tokens"] += sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
-            self._count(own, pieces)
+            self._update_totals(own, pieces)
             yield own
             if len(samples) < num_samples and jax.process_index() == 0:
                 print(f"scored {done:,} of {num_samples:,} samples", file=sys.stderr)
 
-    def _count(self, own: Sequence[Sample], cut: Cut) -> None:
+    def _update_totals(self, samples: Sequence[Sample], micro_batches: GlobalPlan) -> None:
         if self._role != "critic":
             none = np.zeros(0, np.float32)
-            differences = np.abs(np.concatenate([none, *(self._logprobs(s) - s.behavior_logprobs for s in own)]))
-            self._largest = max(self._largest, float(differences.max(initial=0.0)))
+            differences = np.abs(np.concatenate([none, *(self._logprobs(s) - s.behavior_logprobs for s in samples)]))
+            self._max_difference = max(self._max_difference, float(differences.max(initial=0.0)))
             self._totals["differences"] += differences.size
             self._totals["difference"] += float(differences.sum(dtype=np.float64))
-        figures = cut.figures()
+        figures = micro_batches.packing_stats()
         for name, count in {
             "real tokens": figures["real_tokens"],
             "computed tokens": figures["computed_tokens"],
             "micro-batches": figures["num_micro_batches"],
         }.items():
             self._totals[name] += count
-        plan = cut.own
-        scanned = (plan.num_micro_batches,) if self._session.settings.score.of(self._role).strategy == "scan" else ()
+        plan = micro_batches.local_plan
+        scanned = (
+            (plan.num_micro_batches,) if self._session.settings.score.for_role(self._role).strategy == "scan" else ()
+        )
         self._shapes |= {(len(one.rows), *astuple(one.shape), *scanned) for one in plan.micro_batches}
 
     def _logprobs(self, sample: Sample) -> np.ndarray:
         return getattr(sample, f"{self._role}_logprobs")
 
-    def figures(self, compilations: CompilationCounter) -> dict[str, Any]:
+    def metrics(self, compilations: CompilationCounter) -> dict[str, Any]:
         """Tokens, shapes and seconds of all passes. Speed leaves compilation out. Every host asks."""
         total = self._totals
         real, computed = total["real tokens"], total["computed tokens"]
@@ -192,20 +205,20 @@ class Passes:
             "fill": round(real / computed, 4),
             "micro-batches": total["micro-batches"],
             "shapes compiled": len(self._shapes),
-            "compilations": compilations.take(),
+            "compilations": compilations.take_count(),
             "compiling seconds": round(compilations.seconds, 2),
             "seconds": round(seconds, 3),
             "tokens/s": round(total["tokens"] / seconds, 1),
             "peak memory MiB": round(peak_memory_bytes() / 2**20, 1),
-            **self._against_the_sampler(),
+            **self._sampler_differences(),
         }
 
-    def _against_the_sampler(self) -> dict[str, float]:
+    def _sampler_differences(self) -> dict[str, float]:
         if self._role == "critic":
             return {}
         own = (self._totals["difference"], self._totals["differences"])
         total, count = sum_over_hosts(np.asarray(own, np.float64)).tolist()
         return {
             "mean |logprob - behavior|": total / max(count, 1),
-            "max |logprob - behavior|": float(max_over_hosts(np.asarray(self._largest))),
+            "max |logprob - behavior|": float(max_over_hosts(np.asarray(self._max_difference))),
         }

@@ -21,7 +21,7 @@ class CompilationCounter:
             self._count += 1
             self.seconds += duration_secs
 
-    def take(self) -> int:
+    def take_count(self) -> int:
         """Compilations since the last call."""
         count, self._count = self._count, 0
         return count

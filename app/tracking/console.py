@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from app.report.alerts import Alert
-from app.report.before_after import figure_text
-from app.report.completions_table import CompletionsTable, cell
-from app.report.metrics_history import is_judged_by_plug_in, names_between, number
-from app.rollout.scheduling.sample_states import ENDED, Ledger, State
+from app.report.before_after import format_metric
+from app.report.completions_table import CompletionsTable, truncate_middle
+from app.report.metrics_history import accuracy_is_plug_in_mean, finite_metric, matching_metric_names
+from app.rollout.scheduling.sample_states import ENDED, SampleState, SampleTable
 
 PROMPT_CELL, COMPLETION_CELL, ANSWER_CELL = 120, 240, 40
 """Characters of a table's cells."""
@@ -37,14 +37,14 @@ def step_line(step: int, metrics: Mapping[str, Any]) -> str:
 
 def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
     """The figures of an evaluation."""
-    by_plug_in = is_judged_by_plug_in([metrics])
+    by_plug_in = accuracy_is_plug_in_mean([metrics])
 
     def told(name: str) -> str:
-        return figure_text(name, number(metrics, name), by_plug_in=by_plug_in)
+        return format_metric(name, finite_metric(metrics, name), by_plug_in=by_plug_in)
 
     levels = "".join(
         f"  {name.removeprefix('eval/accuracy/')} {told(name)}"
-        for name in names_between([metrics], "eval/accuracy/", "")
+        for name in matching_metric_names([metrics], "eval/accuracy/", "")
     )
     form = "" if by_plug_in else f"format {told('eval/format_rate')}  "
     return (
@@ -53,43 +53,45 @@ def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
     )
 
 
-def completions_view(table: CompletionsTable) -> Table:
+def render_completions(table: CompletionsTable) -> Table:
     """For a terminal. Every cell is a `Text`: what a model writes is shown, never obeyed as markup."""
     view = Table(title=f"completions of step {table.step}", title_justify="left", expand=True)
     view.add_column("prompt", ratio=3, overflow="fold")
     view.add_column("completion", ratio=4, overflow="fold")
     for name in (*table.reward_names, "reward", "advantage"):
-        view.add_column(Text(cell(name, limit=20)), justify="right", overflow="fold")
+        view.add_column(Text(truncate_middle(name, limit=20)), justify="right", overflow="fold")
     view.add_column("gold", overflow="fold")
     view.add_column("end")
     for row in table.rows:
         numbers = (*row.rewards, row.reward, row.advantage)
         view.add_row(
-            Text(cell(row.prompt, limit=PROMPT_CELL)),
-            Text(cell(row.completion, limit=COMPLETION_CELL)),
+            Text(truncate_middle(row.prompt, limit=PROMPT_CELL)),
+            Text(truncate_middle(row.completion, limit=COMPLETION_CELL)),
             *("–" if value is None else f"{value:.4g}" for value in numbers),
-            Text(cell(row.answer or "–", limit=ANSWER_CELL)),
-            "cut" if row.is_cut else Text(cell(row.finish_reason, limit=20)),
+            Text(truncate_middle(row.answer or "–", limit=ANSWER_CELL)),
+            "cut" if row.is_truncated else Text(truncate_middle(row.finish_reason, limit=20)),
             end_section=row.ends_group,
         )
     return view
 
 
-def standing(ledger: Ledger) -> str:
+def rollout_status(ledger: SampleTable) -> str:
     """Where the samples of a rollout are."""
     counts = ledger.counts
-    active, waiting, suspended = (counts[state] for state in (State.RUNNING, State.NEW, State.SUSPENDED))
+    active, waiting, suspended = (
+        counts[state] for state in (SampleState.RUNNING, SampleState.NEW, SampleState.SUSPENDED)
+    )
     return (
         f"{active} active  {waiting} waiting  {suspended} suspended  {num_done(ledger)} of {len(ledger.entries)} done"
     )
 
 
-def num_done(ledger: Ledger) -> int:
+def num_done(ledger: SampleTable) -> int:
     """Samples that have ended."""
     return sum(ledger.counts[state] for state in ENDED)
 
 
-class Board:
+class ProgressDisplay:
     """Phase, progress and the last step's figures, on stderr. Silent where `shown` is False.
 
     Args:
@@ -97,10 +99,10 @@ class Board:
     """
 
     def __init__(
-        self, *, num_steps: int, first_step: int, shown: bool, entered: Callable[[str], None] = lambda phase: None
+        self, *, num_steps: int, first_step: int, enabled: bool, on_phase: Callable[[str], None] = lambda phase: None
     ):
-        self._entered = entered
-        self._console = Console(stderr=True, quiet=not shown, highlight=False)
+        self._entered = on_phase
+        self._console = Console(stderr=True, quiet=not enabled, highlight=False)
         if not self._console.is_terminal and "COLUMNS" not in os.environ:
             self._console.width = LOG_WIDTH
         self._live = self._console.is_terminal
@@ -111,23 +113,23 @@ class Board:
             TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}"),
             console=self._console,
-            disable=not (shown and self._live),
+            disable=not (enabled and self._live),
         )
         self._task = self._progress.add_task("start", total=num_steps, completed=first_step, figures="")
         self._figures = ""
         """Of the last step."""
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> ProgressDisplay:
         self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def alert(self, alert: Alert) -> None:
+    def show_alert(self, alert: Alert) -> None:
         self._console.print(
             f"alert at step {alert.step}: {alert.title}\n  {alert.text}",
             style="yellow",
@@ -135,23 +137,23 @@ class Board:
             soft_wrap=True,
         )
 
-    def completions(self, table: CompletionsTable) -> None:
-        self._console.print(completions_view(table))
+    def show_completions(self, table: CompletionsTable) -> None:
+        self._console.print(render_completions(table))
 
-    def tell(self, texts: Iterable[str]) -> None:
+    def print_lines(self, texts: Iterable[str]) -> None:
         for text in texts:
-            self.say(text)
+            self.print_line(text)
 
-    def phase(self, name: str) -> None:
+    def set_phase(self, name: str) -> None:
         self._entered(name)
         self._progress.update(self._task, description=name, figures=self._figures)
 
-    def watch(self, ledger: Ledger) -> None:
+    def update_rollout(self, ledger: SampleTable) -> None:
         """After an event of a scheduled rollout."""
         if self._live:
-            self._progress.update(self._task, figures=standing(ledger))
+            self._progress.update(self._task, figures=rollout_status(ledger))
 
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def show_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._live:
             self._figures = (
                 f"reward {metrics['reward/mean']:.3f}  {metrics['time/step_s']:.2f} s/step  "
@@ -159,4 +161,4 @@ class Board:
             )
             self._progress.update(self._task, completed=step, figures=self._figures)
         else:
-            self.say(step_line(step, metrics))
+            self.print_line(step_line(step, metrics))

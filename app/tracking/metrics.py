@@ -10,9 +10,9 @@ from app.advantage.group import zero_variance_fraction
 from app.distributed.collectives import (
     sum_over_hosts,
 )
-from app.distributed.tables import names_over_hosts, table_over_hosts
+from app.distributed.tables import gather_names, gather_table
 from app.records.sample import Sample
-from app.reward.aggregate import Scored
+from app.reward.aggregate import RewardedSamples
 
 
 def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[str, float]:
@@ -31,7 +31,7 @@ def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[
         "truncated": [s.finish_reason == "length" for s in kept],
     }
     values = {f"reward/{name}/mean": [(s.rewards or {}).get(name, np.nan) for s in kept] for name in functions}
-    table = table_over_hosts({**columns, **values})
+    table = gather_table({**columns, **values})
     rewards, lengths = table["reward"], table["length"]
     metrics = {
         "reward/mean": rewards.mean(),
@@ -41,31 +41,33 @@ def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
         "completions/truncated_fraction": table["truncated"].mean(),
-        **{name: mean_where_known(table[name]) for name in values},
+        **{name: mean_ignoring_nan(table[name]) for name in values},
     }
     return {name: float(value) for name, value in metrics.items()}
 
 
-def host_counts(scored: Scored) -> tuple[dict[str, int], dict[str, tuple[float, int]]]:
+def local_reward_counts(scored: RewardedSamples) -> tuple[dict[str, int], dict[str, tuple[float, int]]]:
     """This host's part of `reward_counts`: the counts, and of plug-ins' further numbers their sums and counts."""
     counts = {
         "reward/error_count": scored.num_errors,
         "reward/abstained_count": scored.num_abstained,
         "reward/dropped_count": sum(s.reward is None for s in scored.samples),
-        **{f"reward/{name}/error_count": tally.num_errors for name, tally in scored.tallies.items()},
+        **{f"reward/{name}/error_count": tally.num_errors for name, tally in scored.function_counts.items()},
     }
     extras = {
-        f"reward/{name}/{key}/mean": x for name, tally in scored.tallies.items() for key, x in tally.extras.items()
+        f"reward/{name}/{key}/mean": x
+        for name, tally in scored.function_counts.items()
+        for key, x in tally.extras.items()
     }
     return counts, extras
 
 
-def reward_counts(scored: Scored) -> dict[str, float]:
+def reward_counts(scored: RewardedSamples) -> dict[str, float]:
     """What failed, what abstained, what was left out, and the further numbers of plug-ins; over all hosts."""
-    counts, extras = host_counts(scored)
+    counts, extras = local_reward_counts(scored)
     totals = sum_over_hosts(np.asarray(list(counts.values())))
     # Which further numbers there are depends on the samples, so hosts must first agree on their names.
-    names = names_over_hosts(extras)
+    names = gather_names(extras)
     sums = sum_over_hosts(np.asarray([extras.get(name, (0.0, 0)) for name in names]).reshape(-1, 2))
     return {
         **{name: int(total) for name, total in zip(counts, totals, strict=True)},
@@ -73,7 +75,7 @@ def reward_counts(scored: Scored) -> dict[str, float]:
     }
 
 
-def mean_where_known(values: np.ndarray) -> float:
+def mean_ignoring_nan(values: np.ndarray) -> float:
     """The mean of those that are not NaN; NaN where none is."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else float("nan")

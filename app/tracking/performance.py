@@ -11,20 +11,20 @@ import jax
 import numpy as np
 
 from app.distributed.collectives import (
-    bytes_over_hosts,
+    gather_bytes_over_hosts,
     max_over_hosts,
     sum_over_hosts,
 )
 from app.mesh.device_memory import peak_memory_bytes
 from app.records.sample import Sample
-from app.rollout.counters import Tally
-from app.rollout.scheduling.metrics import Figures
-from app.runtime.flops import PEAK_FLOPS, Tokens
+from app.rollout.counters import RolloutCounters
+from app.rollout.scheduling.metrics import ScheduleMetrics
+from app.runtime.flops import PEAK_FLOPS, TokenCounts
 
 
 def step_performance(samples: Sequence[Sample], *, flops: float, seconds: float) -> dict[str, float | int | None]:
     """Speed over the whole step and peak memory, under `perf/`. `perf/mfu` is None where the peak is not known."""
-    (tokens,) = Tokens.of(samples)
+    (tokens,) = TokenCounts.count_over_hosts(samples)
     kind = jax.devices()[0].device_kind
     peak = next((most for start, most in PEAK_FLOPS.items() if kind.startswith(start)), None)
     return {
@@ -34,41 +34,41 @@ def step_performance(samples: Sequence[Sample], *, flops: float, seconds: float)
     }
 
 
-def rollout_performance(tally: Tally) -> dict[str, float]:
+def rollout_performance(counters: RolloutCounters) -> dict[str, float]:
     """What the rollouts of a step did, over all hosts, under `perf/rollout/`."""
-    counts = np.asarray(list(vars(tally).values()))
-    total = Tally(*sum_over_hosts(counts).tolist())
+    counts = np.asarray(list(vars(counters).values()))
+    total = RolloutCounters(*sum_over_hosts(counts).tolist())
     return {
         "perf/rollout/segments": total.segments / jax.process_count(),
-        "perf/rollout/prefill_tokens_saved": total.prompt_tokens - total.prefilled_tokens - total.reread_tokens,
+        "perf/rollout/prefill_tokens_saved": total.prompt_tokens - total.prefilled_tokens - total.recomputed_tokens,
         # Where generation runs ahead, nothing may have ended since the step before.
-        "perf/rollout/bubble": 1 - total.drawn_tokens / total.row_steps if total.row_steps else 0.0,
+        "perf/rollout/bubble": 1 - total.generated_tokens / total.row_steps if total.row_steps else 0.0,
     }
 
 
-def schedule_performance(found: Sequence[Figures]) -> dict[str, float | None]:
+def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, float | None]:
     """How good the schedules of a step's rollouts were on all hosts, under `perf/rollout/`. Nothing where none was.
 
     Shares are means over time; the recall is None where no sample was longer than others, the tail of a rollout that
     goes on. Hosts wait for each other behind every rollout, so that the makespan is that of the last.
     """
-    if not found:
+    if not schedules:
         return {}
-    own = json.dumps([asdict(one) for one in found]).encode()
-    hosts = [[Figures(**one) for one in json.loads(told)] for told in bytes_over_hosts(own)]
-    found = [one for host in hosts for one in host]
+    own = json.dumps([asdict(one) for one in schedules]).encode()
+    hosts = [[ScheduleMetrics(**one) for one in json.loads(told)] for told in gather_bytes_over_hosts(own)]
+    schedules = [one for host in hosts for one in host]
     makespan_s = sum(max(one.makespan_s for one in rollout) for rollout in zip(*hosts, strict=True))
-    seconds = np.asarray([one.makespan_s for one in found])
-    tail = float(np.average([one.tail_fraction for one in found], weights=seconds))
-    recalls = [one.probe_recall for one in found if one.probe_recall is not None]
+    seconds = np.asarray([one.makespan_s for one in schedules])
+    tail = float(np.average([one.tail_fraction for one in schedules], weights=seconds))
+    recalls = [one.probe_recall for one in schedules if one.probe_recall is not None]
     return {
         "perf/rollout/makespan_s": makespan_s,
-        "perf/rollout/bubble": float(np.average([one.bubble for one in found], weights=seconds)),
+        "perf/rollout/bubble": float(np.average([one.bubble for one in schedules], weights=seconds)),
         "perf/rollout/tail_fraction": None if math.isnan(tail) else tail,
         "perf/rollout/probe_recall": float(np.mean(recalls)) if recalls else None,
-        "perf/rollout/breaker_trips": sum(one.breaker_trips for one in found),
-        "perf/rollout/stolen": sum(one.stolen for one in found),
-        "perf/rollout/repacked_tokens": sum(one.repacked_tokens for one in found),
+        "perf/rollout/breaker_trips": sum(one.breaker_trips for one in schedules),
+        "perf/rollout/stolen": sum(one.stolen for one in schedules),
+        "perf/rollout/repacked_tokens": sum(one.repacked_tokens for one in schedules),
     }
 
 

@@ -11,19 +11,19 @@ import jax
 
 log = logging.getLogger(__name__)
 
-FAILURES = (OSError, RuntimeError, ValueError)
+PROFILER_ERRORS = (OSError, RuntimeError, ValueError)
 """What the profiler raises where a folder cannot be written, a backend refuses, or somebody else is tracing."""
 
 
-class StepTraces:
+class StepProfiler:
     """Traces this process while the chosen steps run, each into a folder of its own.
 
     A profiler that fails costs the traces and a warning.
     """
 
-    def __init__(self, steps: Collection[int], folder_of: Callable[[int], Path]):
+    def __init__(self, steps: Collection[int], trace_dir: Callable[[int], Path]):
         self._steps = frozenset(steps)
-        self._folder_of = folder_of
+        self._folder_of = trace_dir
         self._running = ExitStack()
 
     def start(self, step: int) -> None:
@@ -32,8 +32,8 @@ class StepTraces:
             return
         try:
             jax.profiler.start_trace(self._folder_of(step))
-        except FAILURES as error:
-            self._give_up(error)
+        except PROFILER_ERRORS as error:
+            self._disable(error)
             return
         self._running.callback(self._write)
         self._running.enter_context(jax.profiler.StepTraceAnnotation("step", step_num=step))
@@ -45,9 +45,9 @@ class StepTraces:
     def _write(self) -> None:
         try:
             jax.profiler.stop_trace()
-        except FAILURES as error:
-            self._give_up(error)
+        except PROFILER_ERRORS as error:
+            self._disable(error)
 
-    def _give_up(self, error: Exception) -> None:
+    def _disable(self, error: Exception) -> None:
         log.warning("logging.profile_steps: the profiler failed, nothing more is traced: %s", error)
         self._steps = frozenset()

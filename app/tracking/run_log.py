@@ -16,13 +16,13 @@ from typing import Any
 
 import jax
 
-from app.records.atomic_write import write_whole
-from app.records.jsonl import to_line
+from app.records.atomic_write import write_atomic
+from app.records.jsonl import to_json_line
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
 from app.report.alerts import Alert
-from app.report.completions_table import CompletionsTable, cell
+from app.report.completions_table import CompletionsTable, truncate_middle
 from settings import Resolved
 
 log = logging.getLogger(__name__)
@@ -36,28 +36,28 @@ WANDB_SECTIONS = (
 """What of the settings is uploaded: an allow-list, so that a new section stays private until named here."""
 
 
-WANDB_CELL = 2000
+MAX_WANDB_CELL_CHARS = 2000
 """Characters of a table's cell: an upload is for reading, the whole text is in rollouts/."""
 
 
-def kept_lines(path: Path, *, last_step: int) -> list[str]:
+def read_metrics_lines(path: Path, *, last_step: int) -> list[str]:
     """The whole lines of a metrics file up to a step: what a resumed run continues from."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [line for line in lines if json.loads(line)["step"] <= last_step]
 
 
-def without_nonfinite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """The same JSON value with null for NaN and infinities: a run that diverges must still be able to say so."""
     if isinstance(value, dict):
-        return {name: without_nonfinite(item) for name, item in value.items()}
+        return {name: replace_nonfinite(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [without_nonfinite(item) for item in value]
+        return [replace_nonfinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def lines_of(samples: Sequence[Sample]) -> bytes:
+def samples_to_jsonl(samples: Sequence[Sample]) -> bytes:
     """As JSON Lines."""
-    return b"".join(to_line(without_nonfinite(sample_to_record(sample)), "a sample") for sample in samples)
+    return b"".join(to_json_line(replace_nonfinite(sample_to_record(sample)), "a sample") for sample in samples)
 
 
 def session_record(*, after_step: int) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def session_record(*, after_step: int) -> dict[str, Any]:
     }
 
 
-class Journal:
+class RunLog:
     """Appends one object per step; on resume, drops what was written after the checkpoint.
 
     Args:
@@ -92,24 +92,24 @@ class Journal:
         *,
         last_step: int | None,
         wandb_id: str | None,
-        session: Mapping[str, Any] = MappingProxyType({}),
+        session_fields: Mapping[str, Any] = MappingProxyType({}),
     ):
         self.run = run
-        kept = kept_lines(run.metrics, last_step=last_step) if last_step is not None else []
+        kept = read_metrics_lines(run.metrics_path, last_step=last_step) if last_step is not None else []
         self.history: list[dict[str, Any]] = [json.loads(line) for line in kept]
-        write_whole(run.metrics, "".join(f"{line}\n" for line in kept).encode("utf-8"))
-        with run.sessions.open("w" if last_step is None else "a", encoding="utf-8") as sessions:
-            sessions.write(json.dumps({**session_record(after_step=max(last_step or 0, 0)), **session}) + "\n")
-        self._file = run.metrics.open("a", encoding="utf-8", buffering=1)
+        write_atomic(run.metrics_path, "".join(f"{line}\n" for line in kept).encode("utf-8"))
+        with run.sessions_path.open("w" if last_step is None else "a", encoding="utf-8") as sessions:
+            sessions.write(json.dumps({**session_record(after_step=max(last_step or 0, 0)), **session_fields}) + "\n")
+        self._file = run.metrics_path.open("a", encoding="utf-8", buffering=1)
         self._wandb = open_wandb(run, resolved, wandb_id)
 
     @property
     def wandb_id(self) -> str | None:
         return self._wandb.id if self._wandb is not None else None
 
-    def write(self, step: int, metrics: Metrics) -> None:
+    def write_metrics(self, step: int, metrics: Metrics) -> None:
         """One line, whole or not at all: it goes out in a single write."""
-        record = without_nonfinite({"step": step, **metrics})
+        record = replace_nonfinite({"step": step, **metrics})
         self.history.append(record)
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         if self._wandb is not None:
@@ -128,7 +128,7 @@ class Journal:
     def write_lines(self, path: Path, lines: Sequence[bytes]) -> None:
         """A file of samples, whole or not at all; `lines_of` makes them."""
         path.parent.mkdir(exist_ok=True)
-        write_whole(path, b"".join(lines))
+        write_atomic(path, b"".join(lines))
 
     def close(self) -> None:
         self._file.close()
@@ -165,7 +165,7 @@ def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> A
             settings=wandb.Settings(x_disable_meta=True, save_code=False, init_timeout=60, silent=True, console="off"),
         )
     except (wandb.Error, OSError) as error:
-        log.warning("wandb did not start (%s); metrics go to %s", type(error).__name__, run.metrics)
+        log.warning("wandb did not start (%s); metrics go to %s", type(error).__name__, run.metrics_path)
         return None
 
 
@@ -186,8 +186,8 @@ def wandb_table(table: CompletionsTable) -> Any:
     rows: list[Any] = [
         [
             table.step,
-            cell(row.prompt, limit=WANDB_CELL),
-            cell(row.completion, limit=WANDB_CELL),
+            truncate_middle(row.prompt, limit=MAX_WANDB_CELL_CHARS),
+            truncate_middle(row.completion, limit=MAX_WANDB_CELL_CHARS),
             *row.rewards,
             row.reward,
             row.advantage,
@@ -199,13 +199,13 @@ def wandb_table(table: CompletionsTable) -> Any:
     return wandb.Table(columns=columns, data=rows)
 
 
-class NoJournal:
+class NullRunLog:
     """What every process but the first keeps: nothing."""
 
     history: Sequence[dict[str, Any]] = ()
     wandb_id: str | None = None
 
-    def write(self, step: int, metrics: Metrics) -> None:
+    def write_metrics(self, step: int, metrics: Metrics) -> None:
         pass
 
     def alert(self, alert: Alert) -> None:

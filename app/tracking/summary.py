@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from app.checkpoint.retention import Best
-from app.report.before_after import before_and_after, figure_text
-from app.report.metrics_history import is_judged_by_plug_in
+from app.checkpoint.retention import BestCheckpoint
+from app.report.before_after import before_and_after, format_metric
+from app.report.metrics_history import accuracy_is_plug_in_mean
 
 
-def summary_text(history: Sequence[Mapping[str, Any]], *, path: str, best: Best | None = None) -> str:
+def summary_text(history: Sequence[Mapping[str, Any]], *, path: str, best: BestCheckpoint | None = None) -> str:
     """Evaluation and reward at the start and at the end, time and speed, the best checkpoint."""
     result = before_and_after(history)
     table = [row for row in (result.header, *result.rows) if row is not None]
     lines = [f"{name:<28}{before:>12}{after:>12}" for name, before, after in table]
     lines += filter(None, [result.pace])
     if best is not None:
-        value = figure_text(best.metric, best.value, by_plug_in=is_judged_by_plug_in(history))
+        value = format_metric(best.metric, best.value, by_plug_in=accuracy_is_plug_in_mean(history))
         lines.append(f"best {best.metric} {value} after step {best.step}: checkpoints/best")
     return "\n".join([*lines, f"everything is in {path}"])

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 import jax
 
-from app.tracking.console import Board
+from app.tracking.console import ProgressDisplay
 
 
 @dataclass
-class Timer:
+class StepTimer:
     """Wall-clock seconds of each phase of a step, and of the step from the moment this is made."""
 
-    board: Board
+    display: ProgressDisplay
     seconds: dict[str, float] = field(default_factory=dict)
     _start: float = field(default_factory=time.perf_counter)
     _within: list[str] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Timer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        self.board.phase(name)
+        self.display.set_phase(name)
         self._within.append(name)
         start = time.perf_counter()
         with jax.profiler.TraceAnnotation(name):
@@ -37,4 +37,4 @@ class Timer:
         self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
         self._within.pop()
         if self._within:
-            self.board.phase(self._within[-1])
+            self.display.set_phase(self._within[-1])

@@ -16,27 +16,27 @@ import jax
 import numpy as np
 
 from app.distributed.collectives import (
-    bytes_over_hosts,
+    gather_bytes_over_hosts,
     gather_over_hosts,
     sum_over_hosts,
 )
-from app.distributed.lockstep import arrived
+from app.distributed.lockstep import decode_gathered_sample
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
-from settings.schema.reward import OVERLONG
+from settings.schema.reward import OVERLONG_REWARD
 
-Source = Callable[[int], Sequence[Sample]]
+RoundSource = Callable[[int], Sequence[Sample]]
 """Round (0, 1, ...) -> this host's rewarded samples of as many groups as its step has. Every host asks alike."""
-Filter = Callable[[Sequence[Sample]], bool]
+GroupFilter = Callable[[Sequence[Sample]], bool]
 """A group's samples -> whether the step learns from them."""
 Group = list[Sample]
 
-ROUNDING = 1e-9
+REWARD_TOLERANCE = 1e-9
 """Rewards that are apart by more differ: a penalty that was added and is taken off again leaves less behind."""
 
 
 @dataclass(frozen=True)
-class Refilled:
+class DynamicSamplingResult:
     """This host's groups of a step; and over all hosts, how many it took to find theirs."""
 
     samples: list[Sample]
@@ -62,11 +62,13 @@ def rewards_differ(group: Sequence[Sample]) -> bool:
 
     What overlong samples lose is no difference: the paper filters by right and wrong answers alone (eq. 11).
     """
-    rewards = [s.reward - (s.rewards or {}).get(OVERLONG, 0.0) for s in group if s.reward is not None]
-    return len(rewards) > 1 and max(rewards) - min(rewards) > ROUNDING
+    rewards = [s.reward - (s.rewards or {}).get(OVERLONG_REWARD, 0.0) for s in group if s.reward is not None]
+    return len(rewards) > 1 and max(rewards) - min(rewards) > REWARD_TOLERANCE
 
 
-def refill(source: Source, *, keep: Filter, num_groups: int, max_rounds: int) -> Refilled:
+def sample_until_filled(
+    source: RoundSource, *, group_filter: GroupFilter, num_groups: int, max_rounds: int
+) -> DynamicSamplingResult:
     """Rounds until all hosts together have kept `num_groups` groups for each of them, at most `max_rounds` rounds.
 
     A step's groups, and their order, are the same on any number of hosts: hosts count what all of them have kept,
@@ -82,20 +84,20 @@ def refill(source: Source, *, keep: Filter, num_groups: int, max_rounds: int) ->
     asked: set[int] = set()
     num_rounds = 0
     while num_rounds < max_rounds and sum(kept) < num_wanted:
-        new = by_group(source(num_rounds))
+        new = group_samples(source(num_rounds))
         assert len(new) == num_groups
         # Host after host, as the prompts of a round are dealt: rows are groups by their number in the step.
-        told = gather_over_hosts(np.asarray([(keep(group), _number(group[0].prompt.uid)) for group in new]))
+        told = gather_over_hosts(np.asarray([(group_filter(group), _uid_hash(group[0].prompt.uid)) for group in new]))
         verdicts = told.reshape(-1, 2).tolist()
         for is_kept, prompt in verdicts:
             kept.append(bool(is_kept) and prompt not in asked)
             asked.add(prompt)
         own += new
         num_rounds += 1
-    chosen = choose(kept, num_wanted)
-    groups = _delivered(own, chosen.numbers, num_groups)
-    return Refilled(
-        samples=[_out_of_loss(s) if number in chosen.fillers else s for number, group in groups for s in group],
+    chosen = choose_groups(kept, num_wanted)
+    groups = _exchange_groups(own, chosen.numbers, num_groups)
+    return DynamicSamplingResult(
+        samples=[_mask_out_of_loss(s) if number in chosen.fillers else s for number, group in groups for s in group],
         num_rounds=num_rounds,
         num_sampled=len(kept),
         num_filtered=len(kept) - sum(kept),
@@ -104,7 +106,7 @@ def refill(source: Source, *, keep: Filter, num_groups: int, max_rounds: int) ->
     )
 
 
-class Chosen(NamedTuple):
+class ChosenGroups(NamedTuple):
     """A step's groups by their numbers: the first kept ones, as many as it takes, filled up with the first others."""
 
     numbers: list[int]
@@ -112,51 +114,51 @@ class Chosen(NamedTuple):
     fillers: frozenset[int]
 
 
-def choose(kept: Sequence[bool], num_wanted: int) -> Chosen:
+def choose_groups(kept: Sequence[bool], num_wanted: int) -> ChosenGroups:
     """Of groups in the order they came, at least `num_wanted`."""
     taken = [number for number, is_kept in enumerate(kept) if is_kept][:num_wanted]
     others = (number for number, is_kept in enumerate(kept) if not is_kept)
     fillers = list(itertools.islice(others, num_wanted - len(taken)))
-    return Chosen(sorted(taken + fillers), frozenset(fillers))
+    return ChosenGroups(sorted(taken + fillers), frozenset(fillers))
 
 
-class Place(NamedTuple):
+class GroupLocation(NamedTuple):
     host: int
     index: int
     """Among all groups that the host has sampled in the step."""
 
 
-def place_of(number: int, *, num_groups: int, num_hosts: int) -> Place:
+def locate_group(number: int, *, num_groups: int, num_hosts: int) -> GroupLocation:
     """Where the group of a number was sampled: in each round every host has `num_groups`, one host behind the other."""
     round_number, in_round = divmod(number, num_groups * num_hosts)
     host, slot = divmod(in_round, num_groups)
-    return Place(host, round_number * num_groups + slot)
+    return GroupLocation(host, round_number * num_groups + slot)
 
 
-def _delivered(own: Sequence[Group], numbers: Sequence[int], num_groups: int) -> list[tuple[int, Group]]:
+def _exchange_groups(local_groups: Sequence[Group], numbers: Sequence[int], num_groups: int) -> list[tuple[int, Group]]:
     """This host's equal run of the chosen groups with their numbers. Every host calls it.
 
     Args:
         own: all that this host has sampled.
     """
     this_host, num_hosts = jax.process_index(), jax.process_count()
-    places = {number: place_of(number, num_groups=num_groups, num_hosts=num_hosts) for number in numbers}
+    places = {number: locate_group(number, num_groups=num_groups, num_hosts=num_hosts) for number in numbers}
     goes_to = {number: position // num_groups for position, number in enumerate(numbers)}
     moving = [number for number in numbers if places[number].host != goes_to[number]]
-    at_hand = {number: own[place.index] for number, place in places.items() if place.host == this_host}
+    at_hand = {number: local_groups[place.index] for number, place in places.items() if place.host == this_host}
     if moving:
         leaving = {number: list(map(sample_to_record, at_hand[number])) for number in moving if number in at_hand}
-        for sent in map(json.loads, bytes_over_hosts(json.dumps(leaving).encode())):
-            at_hand |= {int(number): list(map(arrived, records)) for number, records in sent.items()}
+        for sent in map(json.loads, gather_bytes_over_hosts(json.dumps(leaving).encode())):
+            at_hand |= {int(number): list(map(decode_gathered_sample, records)) for number, records in sent.items()}
     return [(number, at_hand[number]) for number in numbers if goes_to[number] == this_host]
 
 
-def _number(uid: str) -> int:
+def _uid_hash(uid: str) -> int:
     """A prompt's name as what hosts can gather."""
     return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def by_group(samples: Sequence[Sample]) -> list[Group]:
+def group_samples(samples: Sequence[Sample]) -> list[Group]:
     """In the order of their first samples."""
     groups: dict[int, Group] = {}
     for sample in samples:
@@ -164,11 +166,11 @@ def by_group(samples: Sequence[Sample]) -> list[Group]:
     return list(groups.values())
 
 
-def _out_of_loss(sample: Sample) -> Sample:
+def _mask_out_of_loss(sample: Sample) -> Sample:
     return replace(sample, loss_mask=np.zeros(len(sample.completion_ids), bool))
 
 
-def refill_metrics(refilled: Refilled, sampled: Sequence[Sample]) -> dict[str, float]:
+def dynamic_sampling_metrics(result: DynamicSamplingResult, sampled: Sequence[Sample]) -> dict[str, float]:
     """What a filter made of a step's rollouts, over all hosts.
 
     Args:
@@ -177,9 +179,9 @@ def refill_metrics(refilled: Refilled, sampled: Sequence[Sample]) -> dict[str, f
     rewards = [s.reward for s in sampled if s.reward is not None]
     total, count = sum_over_hosts(np.asarray([sum(rewards), len(rewards)], np.float64)).tolist()
     return {
-        "rollout/num_rounds": refilled.num_rounds,
-        "rollout/surplus_group_count": refilled.num_surplus,
-        "rollout/filler_group_count": refilled.num_fillers,
-        "reward/filtered_group_fraction": refilled.num_filtered / refilled.num_sampled,
+        "rollout/num_rounds": result.num_rounds,
+        "rollout/surplus_group_count": result.num_surplus,
+        "rollout/filler_group_count": result.num_fillers,
+        "reward/filtered_group_fraction": result.num_filtered / result.num_sampled,
         "reward/sampled_mean": total / count if count else float("nan"),
     }

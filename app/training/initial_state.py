@@ -7,100 +7,104 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from app.checkpoint.checkpoints import Checkpoints, Progress
-from app.checkpoint.policy_checkpoint import SavedPolicy
-from app.checkpoint.retention import NewestAndBest
+from app.checkpoint.checkpoints import Checkpoints, TrainProgress
+from app.checkpoint.policy_checkpoint import PolicyCheckpoint
+from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.run_state import RunState
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
 from app.runtime.pinned_revisions import record_commits
 from app.runtime.reward_model import RewardModel
 from app.runtime.session import Session
-from app.tracking.run_log import Journal, NoJournal
-from app.training.learner import Learning
-from app.training.setup import Launch
+from app.tracking.run_log import NullRunLog, RunLog
+from app.training.learner import LearnerGroup
+from app.training.setup import RunSetup
 from app.update.optimizer import TrainState
 
 
-def open_checkpoints(launch: Launch, learning: Learning) -> Checkpoints:
-    settings = launch.resolved.settings.checkpoint
-    policy = NewestAndBest(settings.keep, settings.best_metric, settings.best_mode)
-    return Checkpoints(launch.run.checkpoints, policy=policy, shapes=learning.shapes, shardings=learning.shardings)
+def open_checkpoints(setup: RunSetup, learner_group: LearnerGroup) -> Checkpoints:
+    settings = setup.resolved.settings.checkpoint
+    policy = LatestAndBestPolicy(settings.keep, settings.best_metric, settings.best_mode)
+    return Checkpoints(
+        setup.run.checkpoints_dir, policy=policy, shapes=learner_group.shapes, shardings=learner_group.shardings
+    )
 
 
-def open_state(checkpoints: Checkpoints, launch: Launch, learning: Learning) -> tuple[RunState, Progress]:
+def restore_or_initialize(
+    checkpoints: Checkpoints, setup: RunSetup, learner_group: LearnerGroup
+) -> tuple[RunState, TrainProgress]:
     """The newest good checkpoint's state, that of --checkpoint, or the models' own weights with fresh moments."""
-    algorithm = launch.resolved.settings.algorithm
+    algorithm = setup.resolved.settings.algorithm
     # Loaded now: in the first step it would count as that step's time and compilations.
-    _ = launch.session.frozen
-    replay = launch.input.replay
-    per_step = launch.resolved.settings.rollout.prompts_per_step * jax.process_count()
-    fingerprints = {**launch.input.fingerprints, "rollout.prompts_per_step over all hosts": str(per_step)}
+    _ = setup.session.frozen_params
+    replay = setup.inputs.replay
+    per_step = setup.resolved.settings.rollout.prompts_per_step * jax.process_count()
+    fingerprints = {**setup.inputs.fingerprints, "rollout.prompts_per_step over all hosts": str(per_step)}
     restored = checkpoints.restore(fingerprints)
     if restored is not None:
         arrays, progress = restored
-        if launch.session.workers is not None:
-            launch.session.workers.history = progress.lengths or {}
+        if setup.session.workers is not None:
+            setup.session.workers.length_history = progress.lengths or {}
         adapted = progress.kl_coef if algorithm.kl_target is not None else None
-        return RunState.of(arrays, kl_coef=algorithm.beta if adapted is None else adapted), progress
-    if replay is not None and replay.start is not None:
-        return _open_start(replay.start, launch, learning, fingerprints)
-    policy = learning.policy.initial_state(launch.session.untrained())
-    state = RunState(policy, _fresh_critic(launch.session, learning), kl_coef=algorithm.beta)
-    return state, Progress(step=0, position=0, fingerprints=fingerprints)
+        return RunState.from_arrays(arrays, kl_coef=algorithm.beta if adapted is None else adapted), progress
+    if replay is not None and replay.initial_checkpoint is not None:
+        return _state_from_checkpoint(replay.initial_checkpoint, setup, learner_group, fingerprints)
+    policy = learner_group.policy.initial_state(setup.session.initial_trained_params())
+    state = RunState(policy, _initial_critic_state(setup.session, learner_group), kl_coef=algorithm.beta)
+    return state, TrainProgress(step=0, position=0, fingerprints=fingerprints)
 
 
-def _fresh_critic(session: Session, learning: Learning) -> TrainState | None:
+def _initial_critic_state(session: Session, learner_group: LearnerGroup) -> TrainState | None:
     if session.critic is None:
         return None
-    assert learning.critic is not None
-    return learning.critic.initial_state(session.critic.load_params(session.mesh))
+    assert learner_group.critic is not None
+    return learner_group.critic.initial_state(session.critic.load_params(session.mesh))
 
 
-def _open_start(
-    start: SavedPolicy, launch: Launch, learning: Learning, fingerprints: Mapping[str, str]
-) -> tuple[RunState, Progress]:
+def _state_from_checkpoint(
+    checkpoint: PolicyCheckpoint, setup: RunSetup, learner_group: LearnerGroup, fingerprints: Mapping[str, str]
+) -> tuple[RunState, TrainProgress]:
     """The state of --checkpoint; a critic that it does not have begins with it."""
-    algorithm = launch.resolved.settings.algorithm
-    learners = {"policy": learning.policy, **({"critic": learning.critic} if learning.critic else {})}
-    found = start.read_states(
+    algorithm = setup.resolved.settings.algorithm
+    learners = {"policy": learner_group.policy, **({"critic": learner_group.critic} if learner_group.critic else {})}
+    found = checkpoint.restore_states(
         {name: learner.shapes for name, learner in learners.items()},
         {name: learner.shardings for name, learner in learners.items()},
     )
-    critic = found["critic"] if "critic" in found else _fresh_critic(launch.session, learning)
-    adapted = start.progress.kl_coef if algorithm.kl_target is not None else None
+    critic = found["critic"] if "critic" in found else _initial_critic_state(setup.session, learner_group)
+    adapted = checkpoint.progress.kl_coef if algorithm.kl_target is not None else None
     state = RunState(found["policy"], critic, kl_coef=algorithm.beta if adapted is None else adapted)
-    return state, Progress(step=start.step, position=start.progress.position, fingerprints=fingerprints)
+    return state, TrainProgress(step=checkpoint.step, position=checkpoint.progress.position, fingerprints=fingerprints)
 
 
-def open_journal(launch: Launch, progress: Progress, *, resumed: bool) -> Journal | NoJournal:
+def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> RunLog | NullRunLog:
     """The run directory from here on tells of this run, or goes on to."""
     if jax.process_index() != 0:
-        return NoJournal()
-    launch.run.write_settings(launch.resolved)
-    record_commits(launch.run, launch.resolved.settings, launch.input.commits)
+        return NullRunLog()
+    setup.run.write_settings(setup.resolved)
+    record_commits(setup.run, setup.resolved.settings, setup.inputs.model_commits)
     # The line of a step whose evaluation is still to come is written after it; that of step 0 always is.
     is_to_come = progress.step == 0 or progress.unevaluated is not None
     last_step = progress.step - is_to_come if resumed else None
-    replay = launch.input.replay
-    session = ({} if resumed else {"after_step": progress.step}) | (replay.record if replay else {})
-    return Journal(launch.run, launch.resolved, last_step=last_step, wandb_id=progress.wandb_id, session=session)
+    replay = setup.inputs.replay
+    session = ({} if resumed else {"after_step": progress.step}) | (replay.session_fields if replay else {})
+    return RunLog(setup.run, setup.resolved, last_step=last_step, wandb_id=progress.wandb_id, session_fields=session)
 
 
-def open_reference(state: RunState, progress: Progress, session: Session) -> Params | None:
+def load_reference_params(state: RunState, progress: TrainProgress, session: Session) -> Params | None:
     """The weights of `model.path`: a fresh state still holds them, a restored one has moved on.
 
     With adapters they are those that stay as they are, quantized or not, and there is no second copy.
     """
     if "reference" not in session.settings.scored_roles:
         return None
-    if session.input.adapted.lora is not None:
-        return session.frozen
+    if session.model_spec.policy_definition.lora is not None:
+        return session.frozen_params
     if session.settings.offloads_reference:
         return to_host_memory(session.load_params() if progress.step else state.policy.params)
     return session.load_params() if progress.step else jax.tree.map(jnp.copy, state.policy.params)
 
 
-def open_reward_model(launch: Launch) -> RewardModel | None:
-    model = launch.input.reward_model
-    return None if model is None else RewardModel.load(launch.resolved.settings, model, launch.session.mesh)
+def load_reward_model(setup: RunSetup) -> RewardModel | None:
+    model = setup.inputs.reward_model
+    return None if model is None else RewardModel.load(setup.resolved.settings, model, setup.session.mesh)

@@ -11,41 +11,41 @@ from app.prompts.dataset import Dataset
 from app.prompts.encode import ChatTokenizer
 from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt
-from app.reward.reward_functions import Rewards, judge_of
+from app.reward.reward_functions import RewardFunctions, accuracy_function_name
 from app.runtime.inputs import (
-    DataRows,
+    PromptsOrRows,
     encode_rows,
+    make_rewards,
+    read_checked_reward_model,
     read_critic,
-    read_held_out,
-    read_judge,
+    read_eval_prompts,
     read_policy,
-    read_rows,
-    rewards_over,
+    read_train_rows,
 )
-from app.runtime.model_spec import CriticInput, ModelInput
-from app.runtime.reward_model import RewardModelInput
-from app.training.replay import Asked, Replay, read_replay
+from app.runtime.model_spec import CriticSpec, ModelSpec
+from app.runtime.reward_model import RewardModelSpec
+from app.training.replay import Replay, ReplayRequest, read_replay
 from settings import Settings
 
 
 @dataclass(frozen=True)
-class TrainingInput:
+class TrainingInputs:
     """Everything a run reads, checked before any device is touched."""
 
-    model: ModelInput
-    critic: CriticInput | None
+    model: ModelSpec
+    critic: CriticSpec | None
     """What the critic starts from; None, and no memory, without one."""
     prompts: Sequence[Prompt]
-    held_out: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
     fingerprints: dict[str, str]
-    report: str
+    data_report: str
     """What a person should know of the data: column mapping, prompts kept and dropped."""
-    reward_model: RewardModelInput | None = None
+    reward_model: RewardModelSpec | None = None
     replay: Replay | None = None
     """The samples to learn from; None: they are generated."""
 
     @property
-    def commits(self) -> dict[str, str | None]:
+    def model_commits(self) -> dict[str, str | None]:
         """Of the models that settings name, by section; None where one is not from the hub."""
         reward = self.reward_model
         return {
@@ -54,28 +54,28 @@ class TrainingInput:
             "reward": reward and reward.files.commit,
         }
 
-    def rewards(self, settings: Settings) -> Rewards:
+    def make_rewards(self, settings: Settings) -> RewardFunctions:
         """The reward functions over these data; importing them is what entering it does."""
-        return rewards_over(settings, self.prompts, self.held_out)
+        return make_rewards(settings, self.prompts, self.eval_prompts)
 
 
-def read_held_out_of_run(settings: Settings, tokenizer: ChatTokenizer) -> Sequence[Prompt]:
+def read_periodic_eval_prompts(settings: Settings, tokenizer: ChatTokenizer) -> Sequence[Prompt]:
     """What the evaluations of a run ask; nothing for a run without any."""
     if not settings.eval.every_steps:
         return ()
-    held_out, _ = read_held_out(settings, tokenizer)
-    check_best(settings, held_out)
+    held_out, _ = read_eval_prompts(settings, tokenizer)
+    check_best_checkpoint_metric(settings, held_out)
     return held_out
 
 
-def check_best(settings: Settings, held_out: DataRows) -> None:
+def check_best_checkpoint_metric(settings: Settings, eval_rows: PromptsOrRows) -> None:
     """Raises InputError where evaluations of these do not measure what chooses the best checkpoint."""
     if settings.checkpoint.best_metric is not None:
-        judge, num_samples = judge_of(settings.reward), settings.eval.num_samples
-        check_best_metric(settings.checkpoint.best_metric, held_out, judge=judge, num_samples=num_samples)
+        judge, num_samples = accuracy_function_name(settings.reward), settings.eval.num_samples
+        check_best_metric(settings.checkpoint.best_metric, eval_rows, judge=judge, num_samples=num_samples)
 
 
-def read_training_input(settings: Settings, asked: Asked | None = None) -> TrainingInput:
+def read_training_inputs(settings: Settings, replay_request: ReplayRequest | None = None) -> TrainingInputs:
     """Model files, tokenizer, training and evaluation prompts.
 
     Args:
@@ -87,23 +87,25 @@ def read_training_input(settings: Settings, asked: Asked | None = None) -> Train
     model = read_policy(settings)
     critic = read_critic(settings, model)
     replay = None
-    if asked is not None:
-        replay = read_replay(asked, settings, model, critic, into=RunDirectory.of(settings.run))
-    source = _of_dataset(settings, model.tokenizer) if replay is None else _of_samples(replay)
+    if replay_request is not None:
+        replay = read_replay(
+            replay_request, settings, model, critic, target_run=RunDirectory.from_settings(settings.run)
+        )
+    source = _prompts_from_dataset(settings, model.tokenizer) if replay is None else _prompts_from_replay(replay)
     # Rewards that the samples bring need no model.
-    reward_model = None if replay is not None and replay.takes_rewards else read_judge(settings)
+    reward_model = None if replay is not None and replay.uses_saved_rewards else read_checked_reward_model(settings)
     if reward_model is not None:
         reward_model.check_prompt(source.prompts[0])
-    held_out = read_held_out_of_run(settings, model.tokenizer)
-    fingerprints = fingerprints_of(model, source.fingerprints, critic, reward_model)
-    return TrainingInput(model, critic, source.prompts, held_out, fingerprints, source.report, reward_model, replay)
+    held_out = read_periodic_eval_prompts(settings, model.tokenizer)
+    fingerprints = input_fingerprints(model, source.fingerprints, critic, reward_model)
+    return TrainingInputs(model, critic, source.prompts, held_out, fingerprints, source.report, reward_model, replay)
 
 
-def fingerprints_of(
-    model: ModelInput,
-    source: Mapping[str, str],
-    critic: CriticInput | None,
-    reward_model: RewardModelInput | None,
+def input_fingerprints(
+    model: ModelSpec,
+    data_fingerprints: Mapping[str, str],
+    critic: CriticSpec | None,
+    reward_model: RewardModelSpec | None,
 ) -> dict[str, str]:
     """What a run is a run of, by what it is: of a resumed run and of other hosts they are the same.
 
@@ -113,8 +115,8 @@ def fingerprints_of(
     fingerprints = {
         "model": model.files.fingerprint,
         "tokenizer": model.tokenizer.fingerprint,
-        **model.adapters,
-        **source,
+        **model.adapter_fingerprints,
+        **data_fingerprints,
     }
     if critic is not None:
         fingerprints["the critic"] = critic.files.fingerprint
@@ -123,7 +125,7 @@ def fingerprints_of(
     return fingerprints
 
 
-class Source(NamedTuple):
+class PromptSource(NamedTuple):
     """Where a run has its training prompts from."""
 
     prompts: Sequence[Prompt]
@@ -131,13 +133,13 @@ class Source(NamedTuple):
     fingerprints: dict[str, str]
 
 
-def _of_dataset(settings: Settings, tokenizer: ChatTokenizer) -> Source:
-    dataset = read_rows(settings)
+def _prompts_from_dataset(settings: Settings, tokenizer: ChatTokenizer) -> PromptSource:
+    dataset = read_train_rows(settings)
     prompts, report = encode_rows(settings, dataset.rows, tokenizer)
-    return Source(prompts, f"{dataset.to_text()}\n{report.to_text()}", fingerprints_of_data(settings, dataset))
+    return PromptSource(prompts, f"{dataset.to_text()}\n{report.to_text()}", dataset_fingerprints(settings, dataset))
 
 
-def fingerprints_of_data(settings: Settings, dataset: Dataset) -> dict[str, str]:
+def dataset_fingerprints(settings: Settings, dataset: Dataset) -> dict[str, str]:
     """Those of a data set and of the order in which it is gone through."""
     return {
         "data": dataset.fingerprint,
@@ -148,5 +150,5 @@ def fingerprints_of_data(settings: Settings, dataset: Dataset) -> dict[str, str]
     }
 
 
-def _of_samples(replay: Replay) -> Source:
-    return Source(replay.prompts, replay.report, replay.fingerprints)
+def _prompts_from_replay(replay: Replay) -> PromptSource:
+    return PromptSource(replay.prompts, replay.report, replay.fingerprints)

@@ -13,56 +13,62 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from app.batching.metrics import critic_update_metrics, update_metrics
-from app.batching.micro_batcher import Cutter
-from app.checkpoint.run_state import arrays_of
-from app.mesh.placement import abstract
+from app.batching.metrics import critic_batching_metrics, policy_batching_metrics
+from app.batching.micro_batcher import MicroBatcher
+from app.checkpoint.run_state import combine_networks
+from app.mesh.placement import abstract_arrays
 from app.model.decoder import DecoderDefinition, Params
-from app.runtime.advantages import Crediting, wire_crediting, wire_kl
-from app.runtime.micro_batching import Longest, wire_role, wire_update
-from app.runtime.session import Critic, Session
-from app.training.dynamic_sampling import Filter, keeps_all, rewards_differ
+from app.runtime.advantages import AdvantageEstimator, make_advantage_estimator, make_kl_estimator
+from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher
+from app.runtime.session import CriticModel, Session
+from app.training.dynamic_sampling import GroupFilter, keeps_all, rewards_differ
 from app.update.importance_correction import (
-    Bound,
-    Correction,
-    LogWeight,
+    BoundFn,
+    ImportanceCorrection,
+    LogWeightFn,
     geometric_log_weight,
-    masked,
+    mask_weights,
     sequence_log_weight,
     token_log_weight,
-    truncated,
+    truncate_weights,
 )
-from app.update.loss_aggregation import Totals, aggregations
-from app.update.mini_batches import MiniBatches, in_order, shuffled
-from app.update.optimizer import TrainState, initial_state, make_optimizer, make_schedule, state_shardings
-from app.update.policy_loss import PolicyLoss, make_objective, own_logprobs, scored_logprobs
-from app.update.ratio import LogRatio, sequence_log_ratio, token_log_ratio
+from app.update.loss_aggregation import StepTotals, aggregations
+from app.update.mini_batches import MiniBatchSplitter, repeated_mini_batches, shuffled_mini_batches
+from app.update.optimizer import TrainState, init_train_state, make_optimizer, make_schedule, train_state_shardings
+from app.update.policy_loss import PolicyLoss, detached_logprobs, make_policy_objective, scored_logprobs
+from app.update.ratio import LogRatioFn, sequence_log_ratio, token_log_ratio
 from app.update.step import POLICY_METRICS, VALUE_METRICS, MetricNames, UpdateStep
-from app.update.surrogate import Surrogate, SurrogateLoss, cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
-from app.update.updater import CutMetrics, Pack, PolicyPack, Updater
+from app.update.surrogate import (
+    SurrogateFn,
+    SurrogateOutput,
+    cispo_surrogate,
+    clipped_surrogate,
+    dual_clipped_surrogate,
+)
+from app.update.updater import BatchingMetricsFn, PackFn, PolicyBatchPacker, Updater
 from app.update.value_loss import (
     ValueLoss,
     clipped_squared_error,
     make_value_objective,
-    pack_values,
+    pack_value_batch,
     squared_error,
 )
 from settings import Settings
-from settings.schema.optimizer import Optimizer
-from settings.schema.settings import Algorithm, ScoredRole
-from settings.schema.settings import Critic as CriticSettings
+from settings.schema.optimizer import OptimizerSettings
+from settings.schema.settings import AlgorithmSettings, ScoredRole
+from settings.schema.settings import CriticSettings as CriticSettings
 
-LOG_RATIOS: Mapping[str, LogRatio] = MappingProxyType({"token": token_log_ratio, "sequence": sequence_log_ratio})
+LOG_RATIOS: Mapping[str, LogRatioFn] = MappingProxyType({"token": token_log_ratio, "sequence": sequence_log_ratio})
 """By `algorithm.ratio_level`."""
-SURROGATES: Mapping[str, Callable[..., Surrogate]] = MappingProxyType(
+SURROGATES: Mapping[str, Callable[..., SurrogateOutput]] = MappingProxyType(
     {"ppo": clipped_surrogate, "cispo": cispo_surrogate}
 )
 """By `algorithm.clip`."""
-LOG_WEIGHTS: Mapping[str, LogWeight] = MappingProxyType(
+LOG_WEIGHTS: Mapping[str, LogWeightFn] = MappingProxyType(
     {"token": token_log_weight, "sequence": sequence_log_weight, "geometric": geometric_log_weight}
 )
 """By `algorithm.correction_level`."""
-FILTERS: Mapping[str, Filter] = MappingProxyType({"none": keeps_all, "zero_variance": rewards_differ})
+FILTERS: Mapping[str, GroupFilter] = MappingProxyType({"none": keeps_all, "zero_variance": rewards_differ})
 """By `algorithm.filter`."""
 
 
@@ -70,144 +76,145 @@ FILTERS: Mapping[str, Filter] = MappingProxyType({"none": keeps_all, "zero_varia
 class Learner:
     """The update room, wired for one network."""
 
-    step: UpdateStep
+    update_step: UpdateStep
     updater: Updater
     optimizer: optax.GradientTransformation
     shapes: TrainState
     shardings: TrainState
-    frozen: Params
+    frozen_shapes: Params
     """Shapes, on their shardings, of the network's weights beside those that learn."""
 
     def initial_state(self, params: Params) -> TrainState:
         """Fresh moments beside these weights."""
-        return initial_state(self.optimizer, params, self.shardings)
+        return init_train_state(self.optimizer, params, self.shardings)
 
-    def unmeasured(self, params: Params, frozen: Params) -> dict[str, None]:
+    def null_metrics(self, params: Params, frozen: Params) -> dict[str, None]:
         """What the updates of a step would have measured. Every host asks."""
         updater = self.updater
-        cut = updater.cut([], updater.mesh)
-        batch = updater.pack([], cut.own.micro_batches[0], Totals(num_tokens=0, num_samples=0))
+        cut = updater.micro_batcher([], updater.mesh)
+        batch = updater.pack([], cut.local_plan.micro_batches[0], StepTotals(num_tokens=0, num_samples=0))
         with jax.set_mesh(updater.mesh):
-            names = self.step.metric_names(params, batch, jnp.float32(1), frozen)
-        return dict.fromkeys([*names, *updater.cut_metrics([cut])])
+            names = self.update_step.metric_names(params, batch, jnp.float32(1), frozen)
+        return dict.fromkeys([*names, *updater.batching_metrics([cut])])
 
 
 @dataclass(frozen=True)
-class Learning:
+class LearnerGroup:
     """Credit and updates, wired for one run."""
 
-    credit: Crediting
-    keep: Filter
+    advantage_estimator: AdvantageEstimator
+    group_filter: GroupFilter
     """Which groups a step learns from."""
     max_rounds: int
     """Rollouts of a step, while too few groups are kept; 1 without a filter."""
-    cuts: Mapping[ScoredRole, Cutter]
+    score_batchers: Mapping[ScoredRole, MicroBatcher]
     """How the samples that a role scores are cut."""
-    mini_batches: MiniBatches
+    mini_batch_sampler: MiniBatchSplitter
     policy: Learner
     critic: Learner | None
 
     @property
     def shapes(self) -> Any:
         """Of what a checkpoint holds; see `RunState.arrays`."""
-        return arrays_of(self.policy.shapes, self.critic and self.critic.shapes)
+        return combine_networks(self.policy.shapes, self.critic and self.critic.shapes)
 
     @property
     def shardings(self) -> Any:
-        return arrays_of(self.policy.shardings, self.critic and self.critic.shardings)
+        return combine_networks(self.policy.shardings, self.critic and self.critic.shardings)
 
 
-def wire_learning(settings: Settings, session: Session) -> Learning:
+def make_learner_group(settings: Settings, session: Session) -> LearnerGroup:
     """Everything of `algorithm.*`, `critic.*` and `optimizer.*`."""
     assert settings.algorithm.filter is not None
-    longest = Longest.of(settings)
-    cuts: dict[ScoredRole, Cutter] = {
-        role: wire_role(settings, role, session.architecture_of(role), longest) for role in settings.scored_roles
+    longest = MaxLengths.from_settings(settings)
+    cuts: dict[ScoredRole, MicroBatcher] = {
+        role: make_score_batcher(settings, role, session.architecture_of(role), longest)
+        for role in settings.scored_roles
     }
-    return Learning(
-        wire_crediting(settings),
+    return LearnerGroup(
+        make_advantage_estimator(settings),
         FILTERS[settings.algorithm.filter],
         1 if settings.algorithm.filter == "none" else settings.algorithm.max_rounds,
         cuts,
-        wire_mini_batches(settings),
-        wire_policy(settings, session, longest),
-        None if session.critic is None else wire_critic(settings, session.critic, session.mesh, longest),
+        make_mini_batch_sampler(settings),
+        make_policy_learner(settings, session, longest),
+        None if session.critic is None else make_critic_learner(settings, session.critic, session.mesh, longest),
     )
 
 
-def wire_policy(settings: Settings, session: Session, longest: Longest) -> Learner:
+def make_policy_learner(settings: Settings, session: Session, max_lengths: MaxLengths) -> Learner:
     """The policy's objective, optimizer and compiled update step."""
-    algorithm, model, definition = settings.algorithm, settings.model, session.input.adapted
+    algorithm, model, definition = settings.algorithm, settings.model, session.model_spec.policy_definition
     assert algorithm.loss_aggregation is not None
-    objective = make_objective(
+    objective = make_policy_objective(
         definition,
-        wire_loss(algorithm, several_updates=settings.updates_per_step > 1),
+        make_policy_loss(algorithm, several_updates=settings.updates_per_step > 1),
         dtype=jnp.dtype(model.dtype),
         remat=model.remat,
         logits_chunk=model.logits_chunk,
     )
-    pack = PolicyPack(
+    pack = PolicyBatchPacker(
         aggregation=aggregations(max_new_tokens=settings.rollout.max_new_tokens)[algorithm.loss_aggregation],
         roles=_roles_in_loss(settings),
-        reads_sample_means=_reads_samples(algorithm),
+        needs_sample_reducer=_reads_sample_means(algorithm),
     )
-    schedule = make_schedule(settings.optimizer, num_updates=settings.policy_updates)
-    cut = wire_update(settings, algorithm, session.input.architecture, longest)
-    names = POLICY_METRICS, update_metrics
-    return _learner(settings.optimizer, schedule, definition, session.mesh, objective, cut, pack, *names)
+    schedule = make_schedule(settings.optimizer, num_updates=settings.num_policy_updates)
+    cut = make_update_batcher(settings, algorithm, session.model_spec.architecture, max_lengths)
+    names = POLICY_METRICS, policy_batching_metrics
+    return _make_learner(settings.optimizer, schedule, definition, session.mesh, objective, cut, pack, *names)
 
 
-def wire_critic(settings: Settings, critic: Critic, mesh: Mesh, longest: Longest) -> Learner:
+def make_critic_learner(settings: Settings, critic: CriticModel, mesh: Mesh, max_lengths: MaxLengths) -> Learner:
     """The critic's; it learns in every step."""
-    definition = critic.input.definition
+    definition = critic.spec.definition
     objective = make_value_objective(
         definition,
-        wire_value_loss(settings.critic),
+        make_value_loss(settings.critic),
         dtype=jnp.dtype(settings.model.dtype),
         remat=settings.model.remat,
     )
     optimizer = settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate})
     schedule = make_schedule(optimizer, num_updates=settings.run.steps * settings.updates_per_step)
-    cut = wire_update(settings, settings.critic, critic.input.architecture, longest)
-    names = VALUE_METRICS, critic_update_metrics
-    return _learner(optimizer, schedule, definition, mesh, objective, cut, pack_values, *names)
+    cut = make_update_batcher(settings, settings.critic, critic.spec.architecture, max_lengths)
+    names = VALUE_METRICS, critic_batching_metrics
+    return _make_learner(optimizer, schedule, definition, mesh, objective, cut, pack_value_batch, *names)
 
 
-def _learner(
-    settings: Optimizer,
+def _make_learner(
+    settings: OptimizerSettings,
     schedule: optax.Schedule,
     definition: DecoderDefinition,
     mesh: Mesh,
     objective: Callable[..., Any],
-    cut: Cutter,
-    pack: Pack,
-    metrics: MetricNames,
-    cut_metrics: CutMetrics,
+    batcher: MicroBatcher,
+    pack: PackFn,
+    metric_names: MetricNames,
+    cut_metrics: BatchingMetricsFn,
 ) -> Learner:
     optimizer = make_optimizer(settings, schedule)
-    params, params_lie = definition.trained(definition.shapes), definition.trained(definition.shardings(mesh))
-    shardings = state_shardings(optimizer, params, params_lie, mesh)
+    params, params_lie = definition.trainable(definition.shapes), definition.trainable(definition.shardings(mesh))
+    shardings = train_state_shardings(optimizer, params, params_lie, mesh)
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
     shapes = TrainState(params, jax.eval_shape(optimizer.init, params), counter, counter, counter)
-    frozen = definition.frozen(abstract(definition.shapes, definition.shardings(mesh)))
-    step = UpdateStep(objective, optimizer, schedule, shardings, metrics=metrics)
-    updater = Updater(step, mesh, cut=cut, pack=pack, cut_metrics=cut_metrics)
+    frozen = definition.frozen(abstract_arrays(definition.shapes, definition.shardings(mesh)))
+    step = UpdateStep(objective, optimizer, schedule, shardings, metrics=metric_names)
+    updater = Updater(step, mesh, micro_batcher=batcher, pack=pack, batching_metrics=cut_metrics)
     return Learner(step, updater, optimizer, shapes, shardings, frozen)
 
 
-def wire_value_loss(critic: CriticSettings) -> ValueLoss:
+def make_value_loss(critic: CriticSettings) -> ValueLoss:
     """Clipped or not."""
     if critic.clip_range is None:
         return ValueLoss(squared_error)
     return ValueLoss(functools.partial(clipped_squared_error, clip_range=critic.clip_range))
 
 
-def wire_mini_batches(settings: Settings) -> MiniBatches:
+def make_mini_batch_sampler(settings: Settings) -> MiniBatchSplitter:
     """The same in every epoch, or drawn anew."""
     sizes = {"num_mini_batches": settings.num_mini_batches, "epochs": settings.algorithm.epochs}
     if settings.algorithm.shuffle:
-        return functools.partial(shuffled, seed=settings.run.seed, **sizes)
-    return functools.partial(in_order, **sizes)
+        return functools.partial(shuffled_mini_batches, seed=settings.run.seed, **sizes)
+    return functools.partial(repeated_mini_batches, **sizes)
 
 
 def _roles_in_loss(settings: Settings) -> list[ScoredRole]:
@@ -216,41 +223,43 @@ def _roles_in_loss(settings: Settings) -> list[ScoredRole]:
     return [role for role in settings.scored_roles if read[role]]
 
 
-def wire_loss(algorithm: Algorithm, *, several_updates: bool) -> PolicyLoss:
+def make_policy_loss(algorithm: AlgorithmSettings, *, several_updates: bool) -> PolicyLoss:
     """The loss of every token, before aggregation."""
     assert algorithm.ratio_level is not None
     return PolicyLoss(
-        proximal=scored_logprobs if several_updates else own_logprobs,
-        surrogate=wire_surrogate(algorithm),
-        kl_estimator=wire_kl(algorithm) if algorithm.beta > 0 else None,
+        proximal_logprobs_fn=scored_logprobs if several_updates else detached_logprobs,
+        surrogate=make_surrogate(algorithm),
+        kl_estimator=make_kl_estimator(algorithm) if algorithm.beta > 0 else None,
         beta=0.0 if algorithm.kl_in_reward else algorithm.beta,
         entropy_coef=algorithm.entropy_coef,
         log_ratio=LOG_RATIOS[algorithm.ratio_level],
-        correction=wire_correction(algorithm),
+        correction=make_correction(algorithm),
     )
 
 
-def wire_correction(algorithm: Algorithm) -> Correction | None:
+def make_correction(algorithm: AlgorithmSettings) -> ImportanceCorrection | None:
     """What tokens of an older policy weigh; None where they are taken for the policy's own."""
     if algorithm.correction == "none":
         return None
     assert algorithm.correction_level is not None and algorithm.correction_veto is not None
-    bounds: Mapping[str | None, Bound] = {
-        "truncate": functools.partial(truncated, max_weight=algorithm.correction_max),
-        "mask": functools.partial(masked, min_weight=algorithm.correction_min, max_weight=algorithm.correction_max),
+    bounds: Mapping[str | None, BoundFn] = {
+        "truncate": functools.partial(truncate_weights, max_weight=algorithm.correction_max),
+        "mask": functools.partial(
+            mask_weights, min_weight=algorithm.correction_min, max_weight=algorithm.correction_max
+        ),
     }
-    return Correction(
+    return ImportanceCorrection(
         LOG_WEIGHTS[algorithm.correction_level], bounds[algorithm.correction], veto=algorithm.correction_veto
     )
 
 
-def _reads_samples(algorithm: Algorithm) -> bool:
+def _reads_sample_means(algorithm: AlgorithmSettings) -> bool:
     """Whether the loss of a token depends on the others of its sample."""
     corrects_samples = algorithm.correction_level != "token" or algorithm.correction_veto != 0
     return algorithm.ratio_level == "sequence" or (algorithm.correction != "none" and corrects_samples)
 
 
-def wire_surrogate(algorithm: Algorithm) -> SurrogateLoss:
+def make_surrogate(algorithm: AlgorithmSettings) -> SurrogateFn:
     """One clip or two."""
     assert algorithm.clip is not None and algorithm.clip_low is not None and algorithm.clip_high is not None
     clips = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}

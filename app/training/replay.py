@@ -17,40 +17,40 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from app.checkpoint.policy_checkpoint import SavedPolicy
+from app.checkpoint.policy_checkpoint import PolicyCheckpoint
 from app.records.run_directory import RunDirectory
-from app.records.sample import DROPPED, Prompt, Sample
+from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.reward.tasks import check_answers
-from app.runtime.model_spec import CriticInput, ModelInput
-from app.runtime.pinned_revisions import pinned
-from app.training.dynamic_sampling import Group, by_group
+from app.runtime.model_spec import CriticSpec, ModelSpec
+from app.runtime.pinned_revisions import pin_revisions
+from app.training.dynamic_sampling import Group, group_samples
 from app.training.replay_files import (
-    CREDITED,
     OPTION,
-    REWARDED,
-    ROLLOUTS,
-    SCORED,
-    Found,
+    RESCORED_FIELDS,
+    ROLLOUTS_DIR,
+    SAVED_ADVANTAGE_FIELDS,
+    SAVED_REWARD_FIELDS,
+    AvailableFields,
     StepFile,
     check_groups,
     check_unchanged,
-    chosen,
-    look,
-    naming_the_option,
-    samples_of,
+    choose_files,
+    option_in_errors,
+    read_samples,
+    read_step_file,
 )
-from app.training.replay_notes import Source, lines_of
+from app.training.replay_notes import SourceRun, make_replay_notes
 from settings import Settings, load
 from settings.errors import InputError
-from settings.schema.reward import Reward
+from settings.schema.reward import RewardSettings
 
-OF_PACE = frozenset({"workers", "load_timeout_s"})
+REWARD_NEUTRAL_FIELDS = frozenset({"workers", "load_timeout_s"})
 """Fields of `reward` that no sample's reward depends on."""
-LIMITS = frozenset({"timeout_s", "cpu_s", "memory_mib"})
+PLUGIN_LIMIT_FIELDS = frozenset({"timeout_s", "cpu_s", "memory_mib"})
 """Those that decide which calls of plug-ins fail."""
 
 
-class Asked(NamedTuple):
+class ReplayRequest(NamedTuple):
     """What the options of `grpo train` say."""
 
     rollouts: Path
@@ -62,17 +62,17 @@ class Asked(NamedTuple):
 class Replay:
     """Steps whose samples lie in files."""
 
-    asked: Asked
-    start: SavedPolicy | None
+    request: ReplayRequest
+    initial_checkpoint: PolicyCheckpoint | None
     """The checkpoint of --checkpoint; None: the models' own weights."""
     files: Mapping[int, StepFile]
     """By step, from the first one on without a gap."""
     prompts: Sequence[Prompt]
     """Of all files, each once."""
-    source: RunDirectory | None
+    source_run: RunDirectory | None
     """The run that has written them; None: they are the end of a chain."""
-    takes_rewards: bool
-    takes_credit: bool
+    uses_saved_rewards: bool
+    uses_saved_advantages: bool
     report: str
     """For people: what is replayed, and what of it is taken."""
 
@@ -80,22 +80,29 @@ class Replay:
     def fingerprints(self) -> dict[str, str]:
         """Of the samples and the steps that they are for, of what is taken of them, and of the state before them."""
         digests = " ".join(f"{step} {file.digest}" for step, file in self.files.items())
-        state = "none" if self.start is None else f"{self.start.step} {sorted(self.start.checksums.items())}"
+        state = (
+            "none"
+            if self.initial_checkpoint is None
+            else f"{self.initial_checkpoint.step} {sorted(self.initial_checkpoint.checksums.items())}"
+        )
         return {
             "the samples of --from-rollouts": hashlib.sha256(digests.encode()).hexdigest(),
             "what is taken of the samples": (
-                f"rewards {self.takes_rewards}, credit {self.takes_credit}, masks {self.source is None}"
+                f"rewards {self.uses_saved_rewards}, credit {self.uses_saved_advantages}, masks "
+                f"{self.source_run is None}"
             ),
-            "the checkpoint of --checkpoint": hashlib.sha256(state.encode()).hexdigest() if self.start else state,
+            "the checkpoint of --checkpoint": hashlib.sha256(state.encode()).hexdigest()
+            if self.initial_checkpoint
+            else state,
         }
 
     @property
-    def record(self) -> dict[str, str]:
+    def session_fields(self) -> dict[str, str]:
         """For `sessions.jsonl`."""
-        path, checkpoint = self.asked.rollouts, self.start and self.start.path
+        path, checkpoint = self.request.rollouts, self.initial_checkpoint and self.initial_checkpoint.path
         return {"from_rollouts": str(path), **({"checkpoint": str(checkpoint)} if checkpoint else {})}
 
-    def groups(self, step: int) -> list[Group]:
+    def load_groups(self, step: int) -> list[Group]:
         """Those of a step, of all hosts.
 
         Raises:
@@ -103,49 +110,49 @@ class Replay:
         """
         file = self.files[step]
         try:
-            samples = [sample for _, sample in samples_of(file.path, left_out=self._left_out)]
+            samples = [sample for _, sample in read_samples(file.path, ignored_fields=self._ignored_fields)]
         except InputError:
             check_unchanged(file)
             raise
         check_unchanged(file)
-        if self.source is not None:
-            samples = [_for_another_filter(sample) for sample in samples]
-        return by_group(samples)
+        if self.source_run is not None:
+            samples = [_clear_filter_mask(sample) for sample in samples]
+        return group_samples(samples)
 
     @property
-    def _left_out(self) -> frozenset[str]:
-        rewards = frozenset[str]() if self.takes_rewards else REWARDED
-        return SCORED | rewards | (frozenset() if self.takes_credit else CREDITED)
+    def _ignored_fields(self) -> frozenset[str]:
+        rewards = frozenset[str]() if self.uses_saved_rewards else SAVED_REWARD_FIELDS
+        return RESCORED_FIELDS | rewards | (frozenset() if self.uses_saved_advantages else SAVED_ADVANTAGE_FIELDS)
 
 
-def _for_another_filter(sample: Sample) -> Sample:
+def _clear_filter_mask(sample: Sample) -> Sample:
     """In the loss again where the run's filter had left it out; the step's own leaves out what it would."""
-    if sample.mask.any() or sample.finish_reason.startswith(DROPPED):
+    if sample.mask.any() or sample.finish_reason.startswith(DROPPED_PREFIX):
         return sample
     return replace(sample, loss_mask=None)
 
 
-def run_of(path: Path) -> RunDirectory | None:
+def find_source_run(path: Path) -> RunDirectory | None:
     """The run that has written samples: `path` is one of its files, their folder, or its own; None for other files."""
     path = path.expanduser().resolve()
     if path.is_file():
-        folder, is_its_own = path.parent.parent, path.parent.name == ROLLOUTS
-    elif path.name == ROLLOUTS:
+        folder, is_its_own = path.parent.parent, path.parent.name == ROLLOUTS_DIR
+    elif path.name == ROLLOUTS_DIR:
         folder, is_its_own = path.parent, True
     else:
-        folder, is_its_own = path, (path / ROLLOUTS).is_dir()
+        folder, is_its_own = path, (path / ROLLOUTS_DIR).is_dir()
     run = RunDirectory(folder)
-    return run if is_its_own and run.is_occupied else None
+    return run if is_its_own and run.has_settings else None
 
 
-def known_run(asked: Asked) -> RunDirectory | None:
+def find_model_run(request: ReplayRequest) -> RunDirectory | None:
     """The run whose models a replay has: that of the samples, or else of the checkpoint."""
-    run = run_of(asked.rollouts)
-    return SavedPolicy.open(asked.checkpoint).run if run is None and asked.checkpoint is not None else run
+    run = find_source_run(request.rollouts)
+    return PolicyCheckpoint.open(request.checkpoint).run if run is None and request.checkpoint is not None else run
 
 
 def read_replay(
-    asked: Asked, settings: Settings, model: ModelInput, critic: CriticInput | None, *, into: RunDirectory
+    request: ReplayRequest, settings: Settings, model: ModelSpec, critic: CriticSpec | None, *, target_run: RunDirectory
 ) -> Replay:
     """Looks at every line of every file that will be replayed, and at the checkpoint to start from.
 
@@ -155,73 +162,77 @@ def read_replay(
     Raises:
         InputError: what cannot be replayed with this model and these settings, named.
     """
-    run = run_of(asked.rollouts)
-    if run is not None and run.path == into.path.resolve():
-        raise InputError(f"run.name: {into.path} is what {OPTION} would replay; choose another run.name")
-    start = None if asked.checkpoint is None else _open_start(asked.checkpoint, model, critic)
-    paths = chosen(asked.rollouts, after=start.step if start else 0, settings=settings)
+    run = find_source_run(request.rollouts)
+    if run is not None and run.path == target_run.path.resolve():
+        raise InputError(f"run.name: {target_run.path} is what {OPTION} would replay; choose another run.name")
+    start = None if request.checkpoint is None else _open_initial_checkpoint(request.checkpoint, model, critic)
+    paths = choose_files(request.rollouts, after_step=start.step if start else 0, settings=settings)
     files: dict[int, StepFile] = {}
     prompts: dict[tuple[str, bytes], Prompt] = {}
-    with naming_the_option():
+    with option_in_errors():
         for step, path in paths.items():
-            files[step], those = look(path, settings, model, is_of_run=run is not None)
+            files[step], those = read_step_file(path, settings, model, from_run=run is not None)
             prompts |= those
             check_groups(files[step], settings)
-    found = reduce(Found.both, (file.found for file in files.values()))
-    source = None if run is None else _source(run)
+    found = reduce(AvailableFields.intersection, (file.available_fields for file in files.values()))
+    source = None if run is None else _read_source_run(run)
     # A hub model that both ask for in the same words is the commit that the run had.
-    asked_now = settings if run is None else pinned(settings, run)
-    takes_rewards = found.rewards and (source is None or _rewards_alike(asked_now, source.settings))
+    asked_now = settings if run is None else pin_revisions(settings, run)
+    takes_rewards = found.rewards and (source is None or _same_rewards(asked_now, source.settings))
     takes_credit = source is None and found.advantages and (found.returns or not settings.has_critic)
     if not takes_rewards:
-        with naming_the_option():
+        with option_in_errors():
             check_answers(list(prompts.values()), [function.name for function in settings.reward.functions])
-    replay = Replay(asked, start, files, tuple(prompts.values()), run, takes_rewards, takes_credit, report="")
-    told = lines_of(files, found, asked_now, source, model, takes_rewards=takes_rewards, takes_credit=takes_credit)
-    return replace(replay, report="\n".join([_told_of_steps(asked, files, start), *told]))
+    replay = Replay(request, start, files, tuple(prompts.values()), run, takes_rewards, takes_credit, report="")
+    told = make_replay_notes(
+        files, found, asked_now, source, model, uses_saved_rewards=takes_rewards, uses_saved_advantages=takes_credit
+    )
+    return replace(replay, report="\n".join([_steps_note(request, files, start), *told]))
 
 
-def _source(run: RunDirectory) -> Source:
+def _read_source_run(run: RunDirectory) -> SourceRun:
     """What a run had that has written samples."""
-    had = pinned(load(str(run.settings), [], {}).settings, run)
+    had = pin_revisions(load(str(run.settings_path), [], {}).settings, run)
     try:
-        tokenizer = SavedPolicy.open(run.path).progress.fingerprints.get("tokenizer")
+        tokenizer = PolicyCheckpoint.open(run.path).progress.fingerprints.get("tokenizer")
     except InputError:
         # Nothing is started from there: it may have been deleted, or be written at this moment.
         tokenizer = None
-    return Source(had, tokenizer)
+    return SourceRun(had, tokenizer)
 
 
-def _open_start(path: Path, model: ModelInput, critic: CriticInput | None) -> SavedPolicy:
-    start = SavedPolicy.open(path)
-    start.check(model)
+def _open_initial_checkpoint(path: Path, model: ModelSpec, critic: CriticSpec | None) -> PolicyCheckpoint:
+    start = PolicyCheckpoint.open(path)
+    start.check_compatible(model)
     saved = start.progress.fingerprints.get("the critic")
     if critic is not None and saved not in (None, critic.files.fingerprint):
         raise InputError(
             f"--checkpoint: {start.path} holds a critic that was trained from another model than that of critic.path; "
-            f"set critic.path to what {start.run.settings} names"
+            f"set critic.path to what {start.run.settings_path} names"
         )
     return start
 
 
-def _rewards_alike(settings: Settings, had: Settings) -> bool:
+def _same_rewards(settings: Settings, source_settings: Settings) -> bool:
     """Whether both give a sample the same reward."""
     penalises = settings.reward.overlong_buffer is not None
-    same_length = settings.rollout.max_new_tokens == had.rollout.max_new_tokens
-    return _deciding(settings.reward) == _deciding(had.reward) and (same_length or not penalises)
+    same_length = settings.rollout.max_new_tokens == source_settings.rollout.max_new_tokens
+    return _reward_relevant_fields(settings.reward) == _reward_relevant_fields(source_settings.reward) and (
+        same_length or not penalises
+    )
 
 
-def _deciding(reward: Reward) -> dict[str, Any]:
+def _reward_relevant_fields(reward: RewardSettings) -> dict[str, Any]:
     """What of the settings a sample's reward depends on."""
     # Where what exceeds a limit ends the run, no reward of a run that went on comes of one.
-    limits = LIMITS if reward.on_error == "raise" else frozenset[str]()
+    limits = PLUGIN_LIMIT_FIELDS if reward.on_error == "raise" else frozenset[str]()
     # A plug-in may compare the samples that it is given at once.
     batches = frozenset({"batch_size"} if all(one.function is None for one in reward.functions) else ())
-    return reward.model_dump(exclude={*OF_PACE, *limits, *batches})
+    return reward.model_dump(exclude={*REWARD_NEUTRAL_FIELDS, *limits, *batches})
 
 
-def _told_of_steps(asked: Asked, files: Mapping[int, StepFile], start: SavedPolicy | None) -> str:
+def _steps_note(request: ReplayRequest, files: Mapping[int, StepFile], checkpoint: PolicyCheckpoint | None) -> str:
     first, last = min(files), max(files)
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    whence = f", from the state of {start.path}" if start else ""
-    return f"{OPTION}: {steps} on the samples of {asked.rollouts}{whence}; nothing is generated for them"
+    whence = f", from the state of {checkpoint.path}" if checkpoint else ""
+    return f"{OPTION}: {steps} on the samples of {request.rollouts}{whence}; nothing is generated for them"

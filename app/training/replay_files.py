@@ -14,32 +14,32 @@ from app.records.jsonl import read_jsonl
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import sample_from_record
 from app.report.run_files import sample_files
-from app.reward.saved_rewards import is_judged
-from app.runtime.model_spec import ModelInput
-from app.stages.sample_reader import check_tokens, digest_of, stamp
+from app.reward.saved_rewards import has_saved_reward
+from app.runtime.model_spec import ModelSpec
+from app.stages.sample_reader import check_token_ids, file_digest, file_stamp
 from settings import Settings
 from settings.errors import InputError
 
 OPTION = "--from-rollouts"
-ROLLOUTS = "rollouts"
+ROLLOUTS_DIR = "rollouts"
 """Where a run has its files."""
-SCORED = frozenset({"policy_logprobs", "reference_logprobs", "values"})
+RESCORED_FIELDS = frozenset({"policy_logprobs", "reference_logprobs", "values"})
 """Fields that the step's networks give anew."""
-REWARDED = frozenset({"reward", "rewards"})
-CREDITED = frozenset({"advantages", "returns"})
-SHOWN = 40
+SAVED_REWARD_FIELDS = frozenset({"reward", "rewards"})
+SAVED_ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
+MAX_SHOWN_CHARS = 40
 """Characters of a text in an error."""
 
 
-class Found(NamedTuple):
+class AvailableFields(NamedTuple):
     """What every sample of a file has."""
 
     rewards: bool
     advantages: bool
     returns: bool
 
-    def both(self, other: Found) -> Found:
-        return Found(*(one and another for one, another in zip(self, other, strict=True)))
+    def intersection(self, other: AvailableFields) -> AvailableFields:
+        return AvailableFields(*(one and another for one, another in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class StepFile:
     num_groups: int
     largest_group: int
     newest_version: int
-    found: Found
+    available_fields: AvailableFields
 
 
-def chosen(path: Path, *, after: int, settings: Settings) -> dict[int, Path]:
+def choose_files(path: Path, *, after_step: int, settings: Settings) -> dict[int, Path]:
     """The files by step, of those that follow `after` and that the run comes to. A single file is the next step."""
     path, steps = path.expanduser(), settings.run.steps
     if path.is_file():
-        found = {after + 1: path}
+        found = {after_step + 1: path}
     elif path.is_dir():
-        found = sample_files(path / ROLLOUTS if (path / ROLLOUTS).is_dir() else path)
+        found = sample_files(path / ROLLOUTS_DIR if (path / ROLLOUTS_DIR).is_dir() else path)
     else:
         problem = "is no file and no folder" if path.exists() else "does not exist"
         raise InputError(f"{OPTION}: {path} {problem}; give a file of samples, or a run's folder")
@@ -70,20 +70,20 @@ def chosen(path: Path, *, after: int, settings: Settings) -> dict[int, Path]:
             f"{OPTION}: {path} holds no step_<number>.jsonl (a run under logging.save_rollouts: false writes none); "
             "give the folder of one that has them, or a file of samples"
         )
-    wanted = range(after + 1, min(max(found), steps) + 1)
+    wanted = range(after_step + 1, min(max(found), steps) + 1)
     if not wanted:
-        if steps <= after:
-            raise InputError(f"run.steps: {steps}, so no step follows step {after} of --checkpoint; raise it")
-        raise InputError(f"{OPTION}: {path} ends with step {max(found)}, and --checkpoint is after step {after}")
+        if steps <= after_step:
+            raise InputError(f"run.steps: {steps}, so no step follows step {after_step} of --checkpoint; raise it")
+        raise InputError(f"{OPTION}: {path} ends with step {max(found)}, and --checkpoint is after step {after_step}")
     missing = [step for step in wanted if step not in found]
     if missing:
         following = min(step for step in found if step > missing[0])
-        way_out = _way_out(missing[0], following, settings, is_first=missing[0] == wanted[0])
+        way_out = _missing_step_hint(missing[0], following, settings, is_first=missing[0] == wanted[0])
         raise InputError(f"{OPTION}: {path} has no samples of step {missing[0]}; {way_out}")
     return {step: found[step] for step in wanted}
 
 
-def _way_out(missing: int, following: int, settings: Settings, *, is_first: bool) -> str:
+def _missing_step_hint(missing: int, following: int, settings: Settings, *, is_first: bool) -> str:
     """Where samples of a step are missing.
 
     Args:
@@ -98,34 +98,36 @@ def _way_out(missing: int, following: int, settings: Settings, *, is_first: bool
 
 
 @contextmanager
-def naming_the_option() -> Iterator[None]:
+def option_in_errors() -> Iterator[None]:
     try:
         yield
     except InputError as error:
         raise InputError(f"{OPTION}: {error}") from error
 
 
-def look(
-    path: Path, settings: Settings, model: ModelInput, *, is_of_run: bool
+def read_step_file(
+    path: Path, settings: Settings, model: ModelSpec, *, from_run: bool
 ) -> tuple[StepFile, dict[tuple[str, bytes], Prompt]]:
     """A file, and its prompts.
 
     Args:
         is_of_run: a run has written it; else it is the end of a chain.
     """
-    before, digest = stamp(path), digest_of(path)
+    before, digest = file_stamp(path), file_digest(path)
     prompts: dict[tuple[str, bytes], Prompt] = {}
-    groups, ends = _Groups(may_share_prompts=is_of_run), _Ends(model.tokenizer.eos_ids)
-    found, newest = Found(True, True, True), 0
-    for where, sample in samples_of(path, left_out=SCORED):
-        check_tokens(sample.prompt.token_ids, sample.completion_ids, model.architecture, where=where)
+    groups, ends = _GroupChecker(may_share_prompts=from_run), _EosChecker(model.tokenizer.eos_ids)
+    found, newest = AvailableFields(True, True, True), 0
+    for where, sample in read_samples(path, ignored_fields=RESCORED_FIELDS):
+        check_token_ids(sample.prompt.token_ids, sample.completion_ids, model.architecture, where=where)
         _check_text(sample, model, where)
         _check_lengths(sample, settings, where)
         groups.add(sample, where)
         ends.add(sample)
         prompts.setdefault((sample.prompt.uid, sample.prompt.token_ids.tobytes()), sample.prompt)
         newest = max(newest, int(sample.token_versions.max(initial=0)))
-        found = found.both(Found(is_judged(sample), sample.advantages is not None, sample.returns is not None))
+        found = found.intersection(
+            AvailableFields(has_saved_reward(sample), sample.advantages is not None, sample.returns is not None)
+        )
     if not groups.members:
         raise InputError(f"{path} holds no samples")
     ends.check(path)
@@ -135,7 +137,7 @@ def look(
     return file, prompts
 
 
-class _Groups:
+class _GroupChecker:
     """Samples that are compared with each other: of one prompt, each there once.
 
     Args:
@@ -171,7 +173,7 @@ class _Groups:
         members.add(sample.sample_index)
 
 
-class _Ends:
+class _EosChecker:
     """How many samples say that they ended by themselves, and how many do so with a token that ends them here."""
 
     def __init__(self, eos_ids: Sequence[int]) -> None:
@@ -192,30 +194,30 @@ class _Ends:
             )
 
 
-def samples_of(path: Path, *, left_out: frozenset[str]) -> Iterator[tuple[str, Sample]]:
+def read_samples(path: Path, *, ignored_fields: frozenset[str]) -> Iterator[tuple[str, Sample]]:
     """Where each stands, and the sample without some of its fields: what is not taken need not be right either."""
     for line, record in read_jsonl(path):
         where = f"{path}:{line}"
-        kept: dict[str, Any] = {name: value for name, value in record.items() if name not in left_out}
+        kept: dict[str, Any] = {name: value for name, value in record.items() if name not in ignored_fields}
         yield where, sample_from_record(kept, where=where)
 
 
 def check_unchanged(file: StepFile) -> None:
-    if not file.path.exists() or stamp(file.path) != file.stamp:
+    if not file.path.exists() or file_stamp(file.path) != file.stamp:
         raise InputError(f"{OPTION}: {file.path} has changed since the run began")
 
 
-def _check_text(sample: Sample, model: ModelInput, where: str) -> None:
+def _check_text(sample: Sample, model: ModelSpec, where: str) -> None:
     text = model.tokenizer.decode(sample.completion_ids)
     if text != sample.completion:
         raise InputError(
-            f"{where}: completion_token_ids read {_short(text)} with the tokenizer of model.path, and completion is "
-            f"{_short(sample.completion)}: were they sampled with another tokenizer? Set model.path to that model"
+            f"{where}: completion_token_ids read {_shorten(text)} with the tokenizer of model.path, and completion is "
+            f"{_shorten(sample.completion)}: were they sampled with another tokenizer? Set model.path to that model"
         )
 
 
-def _short(text: str) -> str:
-    return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "...")
 
 
 def _check_lengths(sample: Sample, settings: Settings, where: str) -> None:

@@ -13,14 +13,14 @@ from typing import Protocol
 
 import jax
 
-from app.distributed.lockstep import together
+from app.distributed.lockstep import error_barrier
 from app.model.decoder import Params
 from app.model.kv_cache import DecodeWeights
 from app.prompts.prompt_order import PromptOrder, host_slice
 from app.records.sample import Prompt, Sample
-from app.rollout.async_generation import Generation
+from app.rollout.async_generation import AsyncRollout
 from app.runtime.session import Session
-from app.tracking.timer import Timer
+from app.tracking.timer import StepTimer
 from app.training.replay import Replay
 from settings import Settings
 
@@ -28,14 +28,16 @@ TakeRound = Callable[[int], list[Sample]]
 """Number of a round in its step (0, 1, ...) -> this host's samples of it."""
 
 
-class Rounds(Protocol):
+class RolloutSource(Protocol):
     """Where steps take their samples from."""
 
     def compile(self) -> None:
         """What would otherwise compile in the first round."""
         ...
 
-    def of_step(self, params: Params, *, step: int, position: int, timer: Timer) -> AbstractContextManager[TakeRound]:
+    def rounds_for_step(
+        self, params: Params, *, step: int, position: int, timer: StepTimer
+    ) -> AbstractContextManager[TakeRound]:
         """While a step, whose policy has these weights, asks for its rounds. Its first one starts at a position."""
         ...
 
@@ -55,15 +57,15 @@ class RoundPrompts:
     settings: Settings
     prompts: Sequence[Prompt]
 
-    def at(self, position: int) -> list[Prompt]:
+    def prompts_at(self, position: int) -> list[Prompt]:
         """This host's, of the round that starts at a position of the global order."""
         order = PromptOrder(self.settings.run.seed, len(self.prompts), self.settings.data.shuffle)
-        indices = order.take(position, self.per_round)
+        indices = order.row_indices(position, self.global_prompts_per_round)
         own = host_slice(indices, process_index=jax.process_index(), process_count=jax.process_count())
         return [self.prompts[i] for i in own]
 
     @property
-    def per_round(self) -> int:
+    def global_prompts_per_round(self) -> int:
         """Over all hosts."""
         return self.settings.rollout.prompts_per_step * jax.process_count()
 
@@ -72,7 +74,7 @@ class RoundPrompts:
         return (number * jax.process_count() + jax.process_index()) * self.settings.rollout.prompts_per_step
 
 
-class OnPolicy:
+class SyncRolloutSource:
     """Generation waits for training, and training for generation.
 
     Args:
@@ -88,18 +90,18 @@ class OnPolicy:
         self._session.compile_rollout()
 
     @contextmanager
-    def of_step(self, params: Params, *, step: int, position: int, timer: Timer) -> Iterator[TakeRound]:
+    def rounds_for_step(self, params: Params, *, step: int, position: int, timer: StepTimer) -> Iterator[TakeRound]:
         weights: list[DecodeWeights] = []
 
         def take(number: int) -> list[Sample]:
             with timer.phase("rollout"):
                 # Here, since the phase's first pass alone may take as long as compiling does.
                 if number == 0:
-                    weights.append(self._session.engine.weights(params))
+                    weights.append(self._session.engine.to_decode_weights(params))
                 return self._session.sample(
                     # After the last round the memory is free while rewards are asked for.
                     weights.pop() if number + 1 == self._max_rounds else weights[0],
-                    self._prompts.at(position + number * self._prompts.per_round),
+                    self._prompts.prompts_at(position + number * self._prompts.global_prompts_per_round),
                     policy_version=step - 1,
                     first_group_id=self._prompts.first_group_id(number),
                 )
@@ -113,7 +115,7 @@ class OnPolicy:
         """Nothing runs between steps."""
 
 
-class Ahead:
+class AsyncRolloutSource:
     """Generation goes on while steps train, `rollout.max_staleness` = k steps ahead of them at most.
 
     Between the end of step v, which publishes version v, and the first round that step v + 1 takes, k + 1 rounds may be
@@ -128,7 +130,7 @@ class Ahead:
         self._max_rounds = max_rounds
         self._num_steps = session.settings.run.steps
         self._max_staleness = session.settings.rollout.max_staleness
-        self._generation: Generation | None = None
+        self._generation: AsyncRollout | None = None
         self._position = 0
         """Of the next round that is asked for."""
         self._num_waiting = 0
@@ -138,45 +140,45 @@ class Ahead:
         self._session.compile_rollout()
 
     @contextmanager
-    def of_step(self, params: Params, *, step: int, position: int, timer: Timer) -> Iterator[TakeRound]:
+    def rounds_for_step(self, params: Params, *, step: int, position: int, timer: StepTimer) -> Iterator[TakeRound]:
         def take(number: int) -> list[Sample]:
             with timer.phase("rollout"):
-                generation = self._generation or self._open(params, step=step, position=position)
-                taken = self._position - self._num_waiting * self._prompts.per_round
-                assert taken == position + number * self._prompts.per_round
-                samples = generation.take(first_group_id=self._prompts.first_group_id(number))
+                generation = self._generation or self._start_generation(params, step=step, position=position)
+                taken = self._position - self._num_waiting * self._prompts.global_prompts_per_round
+                assert taken == position + number * self._prompts.global_prompts_per_round
+                samples = generation.collect_round(first_group_id=self._prompts.first_group_id(number))
             self._num_waiting -= 1
             left_in_step = self._max_rounds - number - 1
-            self._ask(generation, self._max_staleness, needed=left_in_step + self._needed_after(step))
+            self._submit_rounds(generation, self._max_staleness, needed=left_in_step + self._needed_after(step))
             oldest = min(s.policy_version for s in samples)
             assert oldest >= step - 1 - self._max_staleness, f"step {step} took tokens of version {oldest}"
             return samples
 
         yield take
 
-    def _open(self, params: Params, *, step: int, position: int) -> Generation:
-        generation = self._generation = self._session.open_generation(
-            self._session.engine.weights(params), policy_version=step - 1
+    def _start_generation(self, params: Params, *, step: int, position: int) -> AsyncRollout:
+        generation = self._generation = self._session.open_async_generation(
+            self._session.engine.to_decode_weights(params), policy_version=step - 1
         )
         self._position = position
-        self._ask(generation, self._max_staleness + 1, needed=self._needed_after(step - 1))
+        self._submit_rounds(generation, self._max_staleness + 1, needed=self._needed_after(step - 1))
         return generation
 
     def publish(self, params: Params, *, step: int) -> None:
         assert self._generation is not None
-        self._generation.publish(self._session.engine.weights(params), policy_version=step)
-        self._ask(self._generation, self._max_staleness + 1, needed=self._needed_after(step))
+        self._generation.publish(self._session.engine.to_decode_weights(params), policy_version=step)
+        self._submit_rounds(self._generation, self._max_staleness + 1, needed=self._needed_after(step))
 
     def _needed_after(self, step: int) -> int:
         """Rounds that the steps after this one may take."""
         return (self._num_steps - step) * self._max_rounds
 
-    def _ask(self, generation: Generation, most: int, *, needed: int) -> None:
+    def _submit_rounds(self, generation: AsyncRollout, max_pending: int, *, needed: int) -> None:
         """For rounds until so many wait, but for no more than are needed."""
-        while self._num_waiting < min(most, needed):
-            number = self._position // self._prompts.per_round
-            generation.submit(self._prompts.at(self._position), noise_step=number)
-            self._position += self._prompts.per_round
+        while self._num_waiting < min(max_pending, needed):
+            number = self._position // self._prompts.global_prompts_per_round
+            generation.submit(self._prompts.prompts_at(self._position), noise_step=number)
+            self._position += self._prompts.global_prompts_per_round
             self._num_waiting += 1
 
     def close(self) -> None:
@@ -184,7 +186,7 @@ class Ahead:
             self._generation.close()
 
 
-class Replayed:
+class ReplayRolloutSource:
     """Each step has one round, which is its file. Nothing is generated, nor are weights laid out for that.
 
     Hosts share out a step's groups as they lie in the file: every host has an equal run of them.
@@ -198,11 +200,11 @@ class Replayed:
         """Nothing is generated."""
 
     @contextmanager
-    def of_step(self, params: Params, *, step: int, position: int, timer: Timer) -> Iterator[TakeRound]:
+    def rounds_for_step(self, params: Params, *, step: int, position: int, timer: StepTimer) -> Iterator[TakeRound]:
         def take(number: int) -> list[Sample]:
             assert number == 0
-            with timer.phase("rollout"), together():
-                groups = self._replay.groups(step)
+            with timer.phase("rollout"), error_barrier():
+                groups = self._replay.load_groups(step)
             first = jax.process_index() * self._num_groups
             return [sample for group in groups[first : first + self._num_groups] for sample in group]
 
@@ -215,7 +217,9 @@ class Replayed:
         """Files are open only while they are read."""
 
 
-def open_rounds(session: Session, prompts: Sequence[Prompt], *, max_rounds: int) -> Rounds:
+def make_rollout_source(session: Session, prompts: Sequence[Prompt], *, max_rounds: int) -> RolloutSource:
     """What `rollout.max_staleness` asks for."""
     of_rounds = RoundPrompts(session.settings, prompts)
-    return (Ahead if session.runs_ahead else OnPolicy)(session, of_rounds, max_rounds=max_rounds)
+    return (AsyncRolloutSource if session.generates_async else SyncRolloutSource)(
+        session, of_rounds, max_rounds=max_rounds
+    )

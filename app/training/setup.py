@@ -9,62 +9,74 @@ from dataclasses import dataclass
 
 import jax
 
-from app.distributed.host_consistency import agree, check_shared, newest_checkpoint, plug_in_digests, prompts_digest
-from app.distributed.lockstep import together
-from app.distributed.status_board import Bulletin
+from app.distributed.host_consistency import (
+    check_hosts_agree,
+    check_shared_run_directory,
+    describe_newest_checkpoint,
+    describe_prompts,
+    plugin_file_digests,
+)
+from app.distributed.lockstep import error_barrier
+from app.distributed.status_board import StatusBoard
 from app.distributed.watchdog import Watchdog
 from app.mesh import topology
 from app.mesh.placement import num_row_shards
 from app.mesh.topology import num_hosts
-from app.records.run_directory import Resume, RunDirectory, check_claim
-from app.reward.reward_functions import Rewards
-from app.runtime.advantages import saved_crediting
-from app.runtime.batch_checks import check_host_memory, check_rows
-from app.runtime.generators import check_runs_ahead
-from app.runtime.host_group import guarded
-from app.runtime.mesh_checks import whole_dims
-from app.runtime.model_spec import adapter_lines
-from app.runtime.pinned_revisions import pinned
-from app.runtime.placement_notes import placement_lines
+from app.records.run_directory import Resume, RunDirectory, check_run_directory
+from app.reward.reward_functions import RewardFunctions
+from app.runtime.advantages import with_saved_advantages
+from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offload
+from app.runtime.generators import check_async_workers
+from app.runtime.host_group import open_host_group
+from app.runtime.mesh_checks import replicated_dim_notes
+from app.runtime.model_spec import adapter_notes
+from app.runtime.pinned_revisions import pin_revisions
+from app.runtime.placement_notes import placement_notes
 from app.runtime.session import Session
-from app.training.inputs import TrainingInput, read_training_input
-from app.training.learner import Learning, wire_learning
-from app.training.replay import Asked, known_run
+from app.training.inputs import TrainingInputs, read_training_inputs
+from app.training.learner import LearnerGroup, make_learner_group
+from app.training.replay import ReplayRequest, find_model_run
 from settings import Resolved, Settings
 
 
 @dataclass(frozen=True)
-class Launch:
+class RunSetup:
     """A run that nothing known beforehand stands in the way of. Nothing on disk has changed."""
 
     resolved: Resolved
     run: RunDirectory
-    input: TrainingInput
-    rewards: Rewards
+    inputs: TrainingInputs
+    rewards: RewardFunctions
     """Open: workers are running."""
     session: Session
-    bulletin: Bulletin
+    status_board: StatusBoard
     watchdog: Watchdog
     notes: tuple[str, ...]
     """What a person should know of the mesh."""
 
-    def learning(self) -> Learning:
+    def make_learner_group(self) -> LearnerGroup:
         """Credit and updates under the settings; of a replay, with what the samples bring."""
-        learning, replay = wire_learning(self.resolved.settings, self.session), self.input.replay
+        learning, replay = make_learner_group(self.resolved.settings, self.session), self.inputs.replay
         if replay is None:
             return learning
-        credit = saved_crediting(learning.credit) if replay.takes_credit else learning.credit
-        return dataclasses.replace(learning, credit=credit, max_rounds=1)
+        credit = (
+            with_saved_advantages(learning.advantage_estimator)
+            if replay.uses_saved_advantages
+            else learning.advantage_estimator
+        )
+        return dataclasses.replace(learning, advantage_estimator=credit, max_rounds=1)
 
     @property
     def steps(self) -> range:
         """Of the run, from the first on; a replay begins after its checkpoint, and ends with its samples."""
-        replay, last = self.input.replay, self.resolved.settings.run.steps
+        replay, last = self.inputs.replay, self.resolved.settings.run.steps
         return range(1, last + 1) if replay is None else range(min(replay.files), max(replay.files) + 1)
 
 
 @contextmanager
-def prepared(resolved: Resolved, *, resume: Resume, asked: Asked | None = None) -> Iterator[Launch]:
+def prepare_run(
+    resolved: Resolved, *, resume: Resume, replay_request: ReplayRequest | None = None
+) -> Iterator[RunSetup]:
     """Joins the other hosts, then looks at run directory, model, tokenizer, data, reward functions and mesh in turn.
 
     Args:
@@ -73,70 +85,72 @@ def prepared(resolved: Resolved, *, resume: Resume, asked: Asked | None = None) 
     Raises:
         InputError: for the first that cannot be used, on this host or another; for what hosts differ in.
     """
-    settings, run = resolved.settings, RunDirectory.of(resolved.settings.run)
+    settings, run = resolved.settings, RunDirectory.from_settings(resolved.settings.run)
     with ExitStack() as stack:
-        topology.start(settings.mesh)
-        bulletin, watchdog = stack.enter_context(guarded(settings, run.crash))
-        with together():
-            read = _read(settings, run, resume, asked)
-            rewards = stack.enter_context(read.rewards(settings))
-            facts = _facts(settings, run, read)
-        agree(resolved, facts)
-        check_shared(run)
-        session = Session.open(settings, read.model, read.critic, generates=_generates(settings, read))
+        topology.initialize_distributed(settings.mesh)
+        bulletin, watchdog = stack.enter_context(open_host_group(settings, run.crash_dir))
+        with error_barrier():
+            read = _read_inputs(settings, run, resume, replay_request)
+            rewards = stack.enter_context(read.make_rewards(settings))
+            facts = _shared_fingerprints(settings, run, read)
+        check_hosts_agree(resolved, facts)
+        check_shared_run_directory(run)
+        session = Session.open(settings, read.model, read.critic, generates=_needs_generator(settings, read))
         stack.enter_context(closing(session))
         check_session(settings, session)
-        notes = launch_notes(settings, session)
-        yield Launch(resolved, run, read, rewards, session, bulletin=bulletin, watchdog=watchdog, notes=notes)
+        notes = setup_notes(settings, session)
+        yield RunSetup(resolved, run, read, rewards, session, status_board=bulletin, watchdog=watchdog, notes=notes)
 
 
-def _read(settings: Settings, run: RunDirectory, resume: Resume, asked: Asked | None) -> TrainingInput:
-    check_claim(run, resume)
+def _read_inputs(
+    settings: Settings, run: RunDirectory, resume: Resume, replay_request: ReplayRequest | None
+) -> TrainingInputs:
+    check_run_directory(run, resume)
     # A hub model is at the commit that the run had, or the one that it replays.
-    known = None if asked is None or run.model.is_file() else known_run(asked)
-    return read_training_input(pinned(settings, known or run), asked)
+    known = None if replay_request is None or run.model_path.is_file() else find_model_run(replay_request)
+    return read_training_inputs(pin_revisions(settings, known or run), replay_request)
 
 
-def _generates(settings: Settings, read: TrainingInput) -> bool:
+def _needs_generator(settings: Settings, inputs: TrainingInputs) -> bool:
     """Whether slots or workers are needed. A replay only evaluates, and beside workers that run ahead not with them."""
-    return read.replay is None or (bool(read.held_out) and settings.rollout.max_staleness == 0)
+    return inputs.replay is None or (bool(inputs.eval_prompts) and settings.rollout.max_staleness == 0)
 
 
 def check_session(settings: Settings, session: Session) -> None:
     """Raises InputError where the mesh of a session cannot train under the settings."""
-    check_rows(settings, session)
-    if session.workers is not None and session.runs_ahead:
-        check_runs_ahead(session.workers)
+    check_fixed_micro_batches(settings, session)
+    if session.workers is not None and session.generates_async:
+        check_async_workers(session.workers)
     if settings.offloads_reference:
-        check_host_memory(session.mesh)
+        check_host_offload(session.mesh)
 
 
-def _facts(settings: Settings, run: RunDirectory, read: TrainingInput) -> dict[str, str]:
+def _shared_fingerprints(settings: Settings, run: RunDirectory, inputs: TrainingInputs) -> dict[str, str]:
     """What hosts must have in common beside their settings."""
     if jax.process_count() == 1:
         return {}
     return {
-        **read.fingerprints,
-        "the evaluation prompts": prompts_digest(read.held_out),
-        **facts_of_files(settings, run),
+        **inputs.fingerprints,
+        "the evaluation prompts": describe_prompts(inputs.eval_prompts),
+        **file_fingerprints(settings, run),
     }
 
 
-def facts_of_files(settings: Settings, run: RunDirectory) -> dict[str, str]:
+def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
     """Those that need no model and no data."""
     return {
-        **plug_in_digests(settings.reward.functions),
-        f"the newest checkpoint in {run.path}": newest_checkpoint(run),
+        **plugin_file_digests(settings.reward.functions),
+        f"the newest checkpoint in {run.path}": describe_newest_checkpoint(run),
     }
 
 
-def launch_notes(settings: Settings, session: Session) -> tuple[str, ...]:
+def setup_notes(settings: Settings, session: Session) -> tuple[str, ...]:
     """The arithmetic of a step over several hosts, weights that tp leaves whole, and what moves them at every token."""
     mesh, rollout = session.mesh, settings.rollout
     notes = (
-        *adapter_lines(session.input, has_critic=settings.has_critic),
-        *whole_dims(mesh, session.input.architecture),
-        *placement_lines(settings, session.engine.definition, mesh),
+        *adapter_notes(session.model_spec, has_critic=settings.has_critic),
+        *replicated_dim_notes(mesh, session.model_spec.architecture),
+        *placement_notes(settings, session.engine.definition, mesh),
     )
     if num_hosts(mesh) == 1:
         return notes

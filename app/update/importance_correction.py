@@ -26,64 +26,64 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
-from app.update.ratio import SampleMeans
+from app.update.ratio import SampleReducer
 
 LOG_WEIGHT_LIMIT = 20.0
 """exp of more says only that the sample is hopeless, and overflows in a product."""
 
-LogWeight = Callable[[Array, SampleMeans | None], Array]
+LogWeightFn = Callable[[Array, SampleReducer | None], Array]
 """(log w of each token, what sums over samples need) -> the log of the weight that counts at each token."""
 
 
-def token_log_weight(log_weights: Float32[Array, "R C"], means: SampleMeans | None) -> Float32[Array, "R C"]:
+def token_log_weight(log_weights: Float32[Array, "R C"], reducer: SampleReducer | None) -> Float32[Array, "R C"]:
     """log w_t, each token's own: the context it was drawn in is taken as it came."""
     return log_weights
 
 
-def sequence_log_weight(log_weights: Float32[Array, "R C"], means: SampleMeans | None) -> Float32[Array, "R C"]:
+def sequence_log_weight(log_weights: Float32[Array, "R C"], reducer: SampleReducer | None) -> Float32[Array, "R C"]:
     """Sum of log w_t over the sample: its whole probability, unbiased, and far from 1 in long samples."""
-    assert means is not None
-    return means.sum_of(log_weights)
+    assert reducer is not None
+    return reducer.sum(log_weights)
 
 
-def geometric_log_weight(log_weights: Float32[Array, "R C"], means: SampleMeans | None) -> Float32[Array, "R C"]:
+def geometric_log_weight(log_weights: Float32[Array, "R C"], reducer: SampleReducer | None) -> Float32[Array, "R C"]:
     """Mean of log w_t over the sample, the level of GSPO's ratio."""
-    assert means is not None
-    return means.of(log_weights)
+    assert reducer is not None
+    return reducer.mean(log_weights)
 
 
-class Bounded(NamedTuple):
+class BoundedWeights(NamedTuple):
     weights: Float32[Array, "*tokens"]
-    cut: Bool[Array, "*tokens"]
+    was_bounded: Bool[Array, "*tokens"]
     """The weight was not what it would have been."""
 
 
-Bound = Callable[[Array], Bounded]
+BoundFn = Callable[[Array], BoundedWeights]
 
 
-def truncated(weights: Float32[Array, "*tokens"], *, max_weight: float) -> Bounded:
+def truncate_weights(weights: Float32[Array, "*tokens"], *, max_weight: float) -> BoundedWeights:
     """min(w, max): every token keeps a gradient, too small a one where the sampler thought much too little of it."""
-    return Bounded(jnp.minimum(weights, max_weight), weights > max_weight)
+    return BoundedWeights(jnp.minimum(weights, max_weight), weights > max_weight)
 
 
-def masked(weights: Float32[Array, "*tokens"], *, min_weight: float, max_weight: float) -> Bounded:
+def mask_weights(weights: Float32[Array, "*tokens"], *, min_weight: float, max_weight: float) -> BoundedWeights:
     """w inside [min, max], else 0: what the two policies do not agree on teaches nothing."""
     outside = (weights < min_weight) | (weights > max_weight)
-    return Bounded(jnp.where(outside, 0.0, weights), outside)
+    return BoundedWeights(jnp.where(outside, 0.0, weights), outside)
 
 
-class Corrected(NamedTuple):
+class CorrectedWeights(NamedTuple):
     weights: Float32[Array, "R C"]
     """What each token's surrogate counts."""
-    unbounded: Float32[Array, "R C"]
+    unbounded_weights: Float32[Array, "R C"]
     """The same before it was cut or vetoed."""
-    cut: Bool[Array, "R C"]
+    was_bounded: Bool[Array, "R C"]
     vetoed: Bool[Array, "R C"]
     """Of a sample with a token that pi_old would hardly have drawn."""
 
 
 @dataclass(frozen=True)
-class Correction:
+class ImportanceCorrection:
     """Log weights of tokens -> what they count.
 
     Args:
@@ -92,21 +92,21 @@ class Correction:
         veto: w of a single token below which its whole sample weighs 0; 0 = no sample does.
     """
 
-    log_weight: LogWeight
-    bound: Bound
+    log_weight: LogWeightFn
+    bound: BoundFn
     veto: float = 0.0
 
-    def __call__(self, log_weights: Float32[Array, "R C"], means: SampleMeans | None) -> Corrected:
+    def __call__(self, log_weights: Float32[Array, "R C"], reducer: SampleReducer | None) -> CorrectedWeights:
         """Without a gradient. `log_weights` are pi_old's logprobs - mu's, 0 outside the mask.
 
         `means` may be None where each token has its own weight and there is no veto.
         """
         log_weights = jax.lax.stop_gradient(log_weights)
-        level = jnp.clip(self.log_weight(log_weights, means), -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT)
+        level = jnp.clip(self.log_weight(log_weights, reducer), -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT)
         unbounded = jnp.exp(level)
         weights, cut = self.bound(unbounded)
         vetoed = jnp.zeros_like(cut)
         if self.veto:
-            assert means is not None
-            vetoed = means.sum_of((log_weights < math.log(self.veto)).astype(jnp.float32)) > 0
-        return Corrected(jnp.where(vetoed, 0.0, weights), unbounded, cut, vetoed)
+            assert reducer is not None
+            vetoed = reducer.sum((log_weights < math.log(self.veto)).astype(jnp.float32)) > 0
+        return CorrectedWeights(jnp.where(vetoed, 0.0, weights), unbounded, cut, vetoed)

@@ -23,7 +23,7 @@ from jaxtyping import Float
 
 from app.batching.pack import HostOrDevice
 
-Estimator = Callable[[HostOrDevice, HostOrDevice], Any]
+KLEstimator = Callable[[HostOrDevice, HostOrDevice], Any]
 
 DIFFERENCE_LIMIT = 20.0
 """exp(20) is 5e8: beyond it k3 says only that a token is hopeless, and overflows."""
@@ -47,4 +47,4 @@ def k3(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Floa
     return xp.expm1(-d) + d
 
 
-ESTIMATORS: Mapping[str, Estimator] = MappingProxyType({"k1": k1, "k2": k2, "k3": k3})
+KL_ESTIMATORS: Mapping[str, KLEstimator] = MappingProxyType({"k1": k1, "k2": k2, "k3": k3})

@@ -10,21 +10,21 @@ from jaxtyping import Int64
 
 from app.records.sample import Sample
 
-Drawn = Sequence[Sequence[Int64[np.ndarray, "N"]]]
+MiniBatchIndices = Sequence[Sequence[Int64[np.ndarray, "N"]]]
 """Of every mini-batch of every epoch, which samples it has: their indices."""
-Epochs = Sequence[Sequence[Sequence[Sample]]]
+EpochMiniBatches = Sequence[Sequence[Sequence[Sample]]]
 """The samples themselves."""
 
-MiniBatches = Callable[[Sequence[Sample], int], Drawn]
+MiniBatchSplitter = Callable[[Sequence[Sample], int], MiniBatchIndices]
 """(this host's samples, training step) -> its part of every mini-batch."""
 
 
-Order = Callable[[int], Int64[np.ndarray, "K"]]
+GroupOrder = Callable[[int], Int64[np.ndarray, "K"]]
 """Number of a block -> for each of its groups in turn, the mini-batch that gets it."""
 
 
 def split_by_group(
-    samples: Sequence[Sample], num_parts: int, *, order: Order | None = None
+    samples: Sequence[Sample], num_parts: int, *, order: GroupOrder | None = None
 ) -> list[Int64[np.ndarray, "N"]]:
     """Indices of this host's samples in each of `num_parts` mini-batches, whole groups in the order they came.
 
@@ -48,25 +48,29 @@ def split_by_group(
     return [np.asarray(part, np.int64) for part in parts]
 
 
-def in_order(samples: Sequence[Sample], step: int, *, num_mini_batches: int, epochs: int) -> Drawn:
+def repeated_mini_batches(
+    samples: Sequence[Sample], step: int, *, num_mini_batches: int, epochs: int
+) -> MiniBatchIndices:
     """Every epoch goes over the same mini-batches."""
     del step
     return [split_by_group(samples, num_mini_batches)] * epochs
 
 
-def shuffled(samples: Sequence[Sample], step: int, *, num_mini_batches: int, epochs: int, seed: int) -> Drawn:
+def shuffled_mini_batches(
+    samples: Sequence[Sample], step: int, *, num_mini_batches: int, epochs: int, seed: int
+) -> MiniBatchIndices:
     """Every epoch draws its mini-batches anew, a stratified draw: each block is permuted by itself.
 
     Which they are follows from seed, step, epoch and the number of the block among those of all hosts.
     """
 
-    def drawn(epoch: int) -> Order:
+    def drawn(epoch: int) -> GroupOrder:
         return lambda block: np.random.default_rng((seed, step, epoch, block)).permutation(num_mini_batches)
 
     return [split_by_group(samples, num_mini_batches, order=drawn(epoch)) for epoch in range(epochs)]
 
 
-def picked(samples: Sequence[Sample], drawn: Drawn) -> Epochs:
+def select_samples(samples: Sequence[Sample], mini_batch_indices: MiniBatchIndices) -> EpochMiniBatches:
     """The samples of every mini-batch; one that comes again is the same list again, and need not be cut anew."""
-    lists = {id(part): [samples[i] for i in part] for epoch in drawn for part in epoch}
-    return [[lists[id(part)] for part in epoch] for epoch in drawn]
+    lists = {id(part): [samples[i] for i in part] for epoch in mini_batch_indices for part in epoch}
+    return [[lists[id(part)] for part in epoch] for epoch in mini_batch_indices]

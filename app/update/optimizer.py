@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
 
 from app.model.decoder import Params
-from app.model.lora import DOWN, UP
-from settings.schema.optimizer import Optimizer as OptimizerSettings
+from app.model.lora import LORA_A, LORA_B
+from settings.schema.optimizer import OptimizerSettings as OptimizerSettings
 
-DECAYED = ("kernel", "embedding", "output", DOWN, UP)
+DECAYED = ("kernel", "embedding", "output", LORA_A, LORA_B)
 """Leaf names of matrices, adapters' among them; norms and biases are not decayed."""
 
 
@@ -68,7 +68,7 @@ def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> opt
     )
 
 
-def state_shardings(
+def train_state_shardings(
     optimizer: optax.GradientTransformation, shapes: Params, shardings: Params, mesh: Mesh
 ) -> TrainState:
     """Shardings of a whole TrainState: moments lie where their weights lie, counters everywhere."""
@@ -86,7 +86,7 @@ def state_shardings(
     return TrainState(shardings, optimizer_shardings, everywhere, everywhere, everywhere)
 
 
-def initial_state(optimizer: optax.GradientTransformation, params: Params, shardings: TrainState) -> TrainState:
+def init_train_state(optimizer: optax.GradientTransformation, params: Params, shardings: TrainState) -> TrainState:
     """Fresh moments beside given weights."""
     init = jax.jit(optimizer.init, out_shardings=shardings.optimizer)
     counters = [jax.device_put(jnp.zeros((), jnp.int32), shardings.num_updates) for _ in range(3)]

@@ -12,16 +12,16 @@ from jaxtyping import Array, Float32
 from app.batching.pack import HostOrDevice, TokenBatch
 from app.batching.row_logprobs import row_logprobs
 from app.model.decoder import DecoderDefinition, Params
-from app.model.token_logprobs import entropy, measured_entropy
-from app.update.importance_correction import Correction
-from app.update.kl import Estimator
-from app.update.ratio import LogRatio, SampleMeans, token_log_ratio
-from app.update.surrogate import SurrogateLoss
+from app.model.token_logprobs import detached_entropy, entropy
+from app.update.importance_correction import ImportanceCorrection
+from app.update.kl import KLEstimator
+from app.update.ratio import LogRatioFn, SampleReducer, token_log_ratio
+from app.update.surrogate import SurrogateFn
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class UpdateBatch:
+class PolicyBatch:
     """One micro-batch of an optimizer step. Per-token fields stand beside the targets of `tokens`."""
 
     tokens: TokenBatch
@@ -35,13 +35,13 @@ class UpdateBatch:
     """None when the step has one update: its own logprobs are then the proximal ones."""
     reference_logprobs: Float32[HostOrDevice, "R C"] | None
     """None when there is no KL penalty, in the loss or in the reward."""
-    sample_means: SampleMeans | None = None
+    sample_reducer: SampleReducer | None = None
     """None where ratios and corrections are the tokens' own."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class LossParts:
+class LossStats:
     """What micro-batches add up to: `sums` and `squares` add, `maxima` take the larger."""
 
     sums: dict[str, Float32[Array, ""]]
@@ -49,8 +49,8 @@ class LossParts:
     squares: dict[str, Float32[Array, ""]] = field(default_factory=dict)
     """Mean squares of the weights whose mean is `<name>_mean` among the sums."""
 
-    def __add__(self, other: LossParts) -> LossParts:
-        return LossParts(
+    def __add__(self, other: LossStats) -> LossStats:
+        return LossStats(
             jax.tree.map(jnp.add, self.sums, other.sums),
             jax.tree.map(jnp.maximum, self.maxima, other.maxima),
             jax.tree.map(jnp.add, self.squares, other.squares),
@@ -68,16 +68,16 @@ class LossParts:
         return {**self.sums, **self.maxima, **shares}
 
 
-Proximal = Callable[[Array, UpdateBatch], Array]
-Objective = Callable[[Params, UpdateBatch, Array], tuple[Array, LossParts]]
+ProximalLogprobsFn = Callable[[Array, PolicyBatch], Array]
+Objective = Callable[[Params, PolicyBatch, Array], tuple[Array, LossStats]]
 
 
-def own_logprobs(current_logprobs: Array, batch: UpdateBatch) -> Array:
+def detached_logprobs(current_logprobs: Array, batch: PolicyBatch) -> Array:
     """One update per rollout: the weights have not moved yet, so the ratio is exactly 1."""
     return jax.lax.stop_gradient(current_logprobs)
 
 
-def scored_logprobs(current_logprobs: Array, batch: UpdateBatch) -> Array:
+def scored_logprobs(current_logprobs: Array, batch: PolicyBatch) -> Array:
     """Several updates per rollout: the logprobs scored before the first of them."""
     assert batch.policy_logprobs is not None
     return batch.policy_logprobs
@@ -92,33 +92,33 @@ class PolicyLoss:
     out what has drifted furthest would hold the policy least where it should hold it most.
     """
 
-    proximal: Proximal
-    surrogate: SurrogateLoss
-    kl_estimator: Estimator | None
+    proximal_logprobs_fn: ProximalLogprobsFn
+    surrogate: SurrogateFn
+    kl_estimator: KLEstimator | None
     """Also measures `policy/kl` where the penalty is in the reward; None without a reference."""
     beta: float
     """Weight of the penalty in this loss; 0 where it is in the reward."""
     entropy_coef: float
-    log_ratio: LogRatio = token_log_ratio
-    correction: Correction | None = None
+    log_ratio: LogRatioFn = token_log_ratio
+    correction: ImportanceCorrection | None = None
     """None takes the sampler for the policy before the step's updates."""
 
     def __call__(
-        self, logprobs: Float32[Array, "R C"], entropies: Float32[Array, "R C"], batch: UpdateBatch
-    ) -> tuple[Array, LossParts]:
+        self, logprobs: Float32[Array, "R C"], entropies: Float32[Array, "R C"], batch: PolicyBatch
+    ) -> tuple[Array, LossStats]:
         """(its share of the loss, its share of the metrics). Logprobs may hold finite rubbish outside the mask."""
-        mask = batch.tokens.mask
+        mask = batch.tokens.loss_mask
         # Padding holds rubbish; equal logprobs there keep ratios at 1 and differences at 0.
         current = jnp.where(mask, logprobs, batch.behavior_logprobs)
-        proximal_logprobs = jnp.where(mask, self.proximal(current, batch), batch.behavior_logprobs)
-        log_ratios = self.log_ratio(current, proximal_logprobs, batch.sample_means)
+        proximal_logprobs = jnp.where(mask, self.proximal_logprobs_fn(current, batch), batch.behavior_logprobs)
+        log_ratios = self.log_ratio(current, proximal_logprobs, batch.sample_reducer)
         surrogate = self.surrogate(log_ratios, current, batch.advantages)
 
         def mean(x: Array) -> Array:
             return jnp.sum(batch.token_weights * x)
 
         difference = jnp.abs(current - batch.behavior_logprobs)
-        per_token, corrected = self._corrected(surrogate.loss, proximal_logprobs, batch)
+        per_token, corrected = self._apply_correction(surrogate.loss, proximal_logprobs, batch)
         sums = {
             "policy/entropy": mean(entropies),
             "policy/clip_fraction_low": mean(surrogate.clipped_low),
@@ -139,37 +139,37 @@ class PolicyLoss:
             "policy/ratio_max": jnp.max(jnp.where(mask, surrogate.ratio, 0.0)),
             "rollout/sampler_scorer_logprob_diff_max": jnp.max(difference),
         }
-        parts = LossParts({"loss": loss, **sums, **corrected.sums}, maxima | corrected.maxima, corrected.squares)
+        parts = LossStats({"loss": loss, **sums, **corrected.sums}, maxima | corrected.maxima, corrected.squares)
         return loss, jax.lax.stop_gradient(parts)
 
-    def _corrected(
-        self, losses: Float32[Array, "R C"], proximal_logprobs: Float32[Array, "R C"], batch: UpdateBatch
-    ) -> tuple[Float32[Array, "R C"], LossParts]:
+    def _apply_correction(
+        self, losses: Float32[Array, "R C"], proximal_logprobs: Float32[Array, "R C"], batch: PolicyBatch
+    ) -> tuple[Float32[Array, "R C"], LossStats]:
         """The surrogate's losses, weighed by the correction if there is one, and what it tells."""
         if self.correction is None:
-            return losses, LossParts({}, {})
-        corrected = self.correction(proximal_logprobs - batch.behavior_logprobs, batch.sample_means)
+            return losses, LossStats({}, {})
+        corrected = self.correction(proximal_logprobs - batch.behavior_logprobs, batch.sample_reducer)
 
         def mean(x: Array) -> Array:
             return jnp.sum(batch.token_weights * x)
 
         sums = {
             "policy/correction_mean": mean(corrected.weights),
-            "policy/correction_cut_fraction": mean(corrected.cut),
+            "policy/correction_cut_fraction": mean(corrected.was_bounded),
             "policy/veto_fraction": mean(corrected.vetoed),
         }
-        maxima = {"policy/correction_max": jnp.max(jnp.where(batch.tokens.mask, corrected.unbounded, 0.0))}
+        maxima = {"policy/correction_max": jnp.max(jnp.where(batch.tokens.loss_mask, corrected.unbounded_weights, 0.0))}
         squares = {"policy/correction": mean(corrected.weights**2)}
-        return corrected.weights * losses, LossParts(sums, maxima, squares)
+        return corrected.weights * losses, LossStats(sums, maxima, squares)
 
 
-def make_objective(
+def make_policy_objective(
     definition: DecoderDefinition, policy_loss: PolicyLoss, *, dtype: jnp.dtype, remat: str, logits_chunk: int
 ) -> Objective:
     """(params, one micro-batch, temperature) -> (its share of the loss, its share of the metrics)."""
-    entropy_of = entropy if policy_loss.entropy_coef else measured_entropy
+    entropy_of = entropy if policy_loss.entropy_coef else detached_entropy
 
-    def objective(params: Params, batch: UpdateBatch, temperature: Array) -> tuple[Array, LossParts]:
+    def objective(params: Params, batch: PolicyBatch, temperature: Array) -> tuple[Array, LossStats]:
         logprobs, entropies = row_logprobs(
             definition.bind(params),
             batch.tokens,
@@ -177,7 +177,7 @@ def make_objective(
             dtype=dtype,
             remat=remat,
             logits_chunk=logits_chunk,
-            entropy_of=entropy_of,
+            entropy_fn=entropy_of,
         )
         return policy_loss(logprobs, entropies, batch)
 

@@ -14,30 +14,30 @@ from app.batching.pack import HostOrDevice
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class SampleMeans:
+class SampleReducer:
     """What means and sums over each sample of packed rows need, beside the targets. No sample is split over rows."""
 
     weights: Float32[HostOrDevice, "R C"]
     """1 / (tokens of the sample that the policy wrote) on these, 0 elsewhere."""
-    last_targets: Int32[HostOrDevice, "R C"]
+    last_target_indices: Int32[HostOrDevice, "R C"]
     """Where in the row the last target of the same sample stands; one value on all padding."""
 
-    def of(self, values: Float32[Array, "R C"]) -> Float32[Array, "R C"]:
+    def mean(self, values: Float32[Array, "R C"]) -> Float32[Array, "R C"]:
         """Each sample's mean over the tokens that the policy wrote, beside all of its targets."""
-        return self._totals(self.weights * values)
+        return self._sum_per_sample(self.weights * values)
 
-    def sum_of(self, values: Float32[Array, "R C"]) -> Float32[Array, "R C"]:
+    def sum(self, values: Float32[Array, "R C"]) -> Float32[Array, "R C"]:
         """Each sample's sum over the same tokens, beside all of its targets."""
-        return self._totals(jnp.where(self.weights > 0, values, 0.0))
+        return self._sum_per_sample(jnp.where(self.weights > 0, values, 0.0))
 
-    def _totals(self, values: Float32[Array, "R C"]) -> Float32[Array, "R C"]:
+    def _sum_per_sample(self, values: Float32[Array, "R C"]) -> Float32[Array, "R C"]:
         """A segmented scan: sums run over one sample alone, as a tree, in the same order every time."""
-        starts = jnp.diff(self.last_targets, axis=1, prepend=-2) != 0
-        _, sums = jax.lax.associative_scan(_add_within, (starts, values), axis=1)
-        return jnp.take_along_axis(sums, jnp.maximum(self.last_targets, 0), axis=1)
+        starts = jnp.diff(self.last_target_indices, axis=1, prepend=-2) != 0
+        _, sums = jax.lax.associative_scan(_segmented_add, (starts, values), axis=1)
+        return jnp.take_along_axis(sums, jnp.maximum(self.last_target_indices, 0), axis=1)
 
 
-def _add_within(
+def _segmented_add(
     before: tuple[Bool[Array, "*n"], Float32[Array, "*n"]], after: tuple[Bool[Array, "*n"], Float32[Array, "*n"]]
 ) -> tuple[Bool[Array, "*n"], Float32[Array, "*n"]]:
     """Associative: of two runs of tokens, the sum since the last start."""
@@ -45,19 +45,19 @@ def _add_within(
     return started_before | started_after, jnp.where(started_after, right, left + right)
 
 
-LogRatio = Callable[[Array, Array, SampleMeans | None], Array]
+LogRatioFn = Callable[[Array, Array, SampleReducer | None], Array]
 """(current logprobs, proximal logprobs, what means over samples need) -> the log of each token's ratio."""
 
 
 def token_log_ratio(
-    current_logprobs: Float32[Array, "R C"], proximal_logprobs: Float32[Array, "R C"], means: SampleMeans | None
+    current_logprobs: Float32[Array, "R C"], proximal_logprobs: Float32[Array, "R C"], reducer: SampleReducer | None
 ) -> Float32[Array, "R C"]:
     """log r_t = current_t - proximal_t. Source: Schulman et al. 2017, eq. 6."""
     return current_logprobs - proximal_logprobs
 
 
 def sequence_log_ratio(
-    current_logprobs: Float32[Array, "R C"], proximal_logprobs: Float32[Array, "R C"], means: SampleMeans | None
+    current_logprobs: Float32[Array, "R C"], proximal_logprobs: Float32[Array, "R C"], reducer: SampleReducer | None
 ) -> Float32[Array, "R C"]:
     """log s = mean over the sample of (current - proximal), the same on all of its tokens.
 
@@ -66,6 +66,6 @@ def sequence_log_ratio(
 
     Source: Zheng et al. 2025 (GSPO), eqs. 7 and 14.
     """
-    assert means is not None
-    sequence = jax.lax.stop_gradient(means.of(current_logprobs - proximal_logprobs))
+    assert reducer is not None
+    sequence = jax.lax.stop_gradient(reducer.mean(current_logprobs - proximal_logprobs))
     return sequence + (current_logprobs - jax.lax.stop_gradient(current_logprobs))

@@ -12,16 +12,16 @@ from jax.stages import Lowered
 from jaxtyping import Array
 
 from app.model.decoder import Params
-from app.model.lora import joined
+from app.model.lora import combine_params
 from app.update.optimizer import TrainState
-from app.update.policy_loss import LossParts
+from app.update.policy_loss import LossStats
 
 
-class Accumulated(NamedTuple):
+class AccumulatedGradients(NamedTuple):
     """What the micro-batches of an optimizer step have added up to so far; float32."""
 
     gradients: Params
-    parts: LossParts
+    stats: LossStats
 
 
 class MetricNames(NamedTuple):
@@ -31,7 +31,7 @@ class MetricNames(NamedTuple):
     """Of what the optimizer adds."""
 
 
-OF_OPTIMIZER = ("grad_norm", "learning_rate", "nonfinite_updates", "nonfinite_in_a_row")
+OPTIMIZER_METRICS = ("grad_norm", "learning_rate", "nonfinite_updates", "nonfinite_in_a_row")
 """What the optimizer adds, in the order of `apply_gradients`."""
 POLICY_METRICS = MetricNames("loss", "policy")
 VALUE_METRICS = MetricNames("value/loss", "value")
@@ -47,37 +47,37 @@ class UpdateStep:
 
     def __init__(
         self,
-        objective: Callable[[Params, Any, Array], tuple[Array, LossParts]],
+        objective: Callable[[Params, Any, Array], tuple[Array, LossStats]],
         optimizer: optax.GradientTransformation,
         schedule: optax.Schedule,
         shardings: TrainState,
         *,
         metrics: MetricNames = POLICY_METRICS,
     ):
-        sums = Accumulated(shardings.params, shardings.num_updates)  # pyright: ignore[reportArgumentType]
+        sums = AccumulatedGradients(shardings.params, shardings.num_updates)  # pyright: ignore[reportArgumentType]
 
-        def zeros(params: Params) -> Accumulated:
+        def zeros(params: Params) -> AccumulatedGradients:
             assert self._parts is not None
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), Accumulated(params, self._parts))
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), AccumulatedGradients(params, self._parts))
 
         def of_trained(
             params: Params, frozen: Params | None, batch: Any, temperature: Array
-        ) -> tuple[Array, LossParts]:
-            return objective(joined(params, frozen), batch, temperature)
+        ) -> tuple[Array, LossStats]:
+            return objective(combine_params(params, frozen), batch, temperature)
 
         def add(
-            total: Accumulated, params: Params, frozen: Params | None, batch: Any, temperature: Array
-        ) -> Accumulated:
+            total: AccumulatedGradients, params: Params, frozen: Params | None, batch: Any, temperature: Array
+        ) -> AccumulatedGradients:
             differentiated = jax.value_and_grad(of_trained, has_aux=True)
             (_, parts), gradients = differentiated(params, frozen, batch, temperature)
-            return Accumulated(jax.tree.map(jnp.add, total.gradients, gradients), total.parts + parts)
+            return AccumulatedGradients(jax.tree.map(jnp.add, total.gradients, gradients), total.stats + parts)
 
-        def apply(state: TrainState, total: Accumulated) -> tuple[TrainState, dict[str, Array]]:
+        def apply(state: TrainState, total: AccumulatedGradients) -> tuple[TrainState, dict[str, Array]]:
             return apply_gradients(state, total, optimizer, schedule, metrics)
 
         self._objective = of_trained
         self._names = metrics
-        self._parts: LossParts | None = None
+        self._parts: LossStats | None = None
         self._zeros = jax.jit(zeros, out_shardings=sums)
         self._add = jax.jit(add, donate_argnums=0, out_shardings=sums)
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None))
@@ -89,24 +89,24 @@ class UpdateStep:
 
     def accumulate(
         self, params: Params, micro_batches: Sequence[Any], temperature: Array, frozen: Params | None = None
-    ) -> Accumulated:
+    ) -> AccumulatedGradients:
         """Gradient of the sum of all micro-batch losses, one micro-batch's activations in memory at a time."""
-        self._parts_of(params, frozen, micro_batches[0], temperature)
+        self._stats_shapes(params, frozen, micro_batches[0], temperature)
         total = self._zeros(params)
         for batch in micro_batches:
             total = self._add(total, params, frozen, batch, temperature)
         return total
 
-    def lowered(
+    def lower(
         self, state: TrainState, batch: Any, temperature: Array, frozen: Params | None = None
     ) -> dict[str, Lowered]:
         """Both programs that do the work, for shapes with shardings: a micro-batch's gradients, and the update."""
         whole = state.num_updates.sharding
         parts = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
-            self._parts_of(state.params, frozen, batch, temperature),
+            self._stats_shapes(state.params, frozen, batch, temperature),
         )
-        total = Accumulated(state.params, parts)
+        total = AccumulatedGradients(state.params, parts)
         return {
             "gradients": self._add.lower(total, state.params, frozen, batch, temperature),
             "optimizer": self._apply.lower(state, total),
@@ -114,10 +114,10 @@ class UpdateStep:
 
     def metric_names(self, params: Params, batch: Any, temperature: Array, frozen: Params | None = None) -> list[str]:
         """Of what an update with such micro-batches measures; nothing is computed."""
-        of_objective = jax.eval_shape(LossParts.metrics, self._parts_of(params, frozen, batch, temperature))
-        return [*of_objective, *(f"{self._names.prefix}/{name}" for name in OF_OPTIMIZER)]
+        of_objective = jax.eval_shape(LossStats.metrics, self._stats_shapes(params, frozen, batch, temperature))
+        return [*of_objective, *(f"{self._names.prefix}/{name}" for name in OPTIMIZER_METRICS)]
 
-    def _parts_of(self, params: Params, frozen: Params | None, batch: Any, temperature: Array) -> LossParts:
+    def _stats_shapes(self, params: Params, frozen: Params | None, batch: Any, temperature: Array) -> LossStats:
         """Their shapes, the same for every micro-batch."""
         parts = self._parts or jax.eval_shape(self._objective, params, frozen, batch, temperature)[1]
         self._parts = parts
@@ -126,7 +126,7 @@ class UpdateStep:
 
 def apply_gradients(
     state: TrainState,
-    total: Accumulated,
+    total: AccumulatedGradients,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     names: MetricNames,
@@ -153,5 +153,5 @@ def apply_gradients(
     )
     learning_rate: Any = schedule(state.num_updates)
     measured = gradient_norm, learning_rate, new_state.nonfinite_total, new_state.nonfinite_in_a_row
-    added = {f"{names.prefix}/{name}": value for name, value in zip(OF_OPTIMIZER, measured, strict=True)}
+    added = {f"{names.prefix}/{name}": value for name, value in zip(OPTIMIZER_METRICS, measured, strict=True)}
     return new_state, {**parts.metrics(), **added}

@@ -16,7 +16,7 @@ LOG_RATIO_LIMIT = 20.0
 """exp of more overflows the loss long before clipping could help."""
 
 
-class Surrogate(NamedTuple):
+class SurrogateOutput(NamedTuple):
     loss: Float32[Array, "*tokens"]
     ratio: Float32[Array, "*tokens"]
     clipped_low: Bool[Array, "*tokens"]
@@ -29,7 +29,7 @@ class Surrogate(NamedTuple):
     """The gradient was cut because a disadvantaged token had become so likely that it would rule the step."""
 
 
-SurrogateLoss = Callable[[Array, Array, Array], Surrogate]
+SurrogateFn = Callable[[Array, Array, Array], SurrogateOutput]
 """(log ratios, current logprobs, advantages) -> per-token losses."""
 
 
@@ -40,7 +40,7 @@ def clipped_surrogate(
     *,
     clip_low: float,
     clip_high: float,
-) -> Surrogate:
+) -> SurrogateOutput:
     """Per-token loss max(-A r, -A clip(r, 1 - low, 1 + high)), r the ratio. The logprobs themselves are not read.
 
     At r = 1 its gradient is REINFORCE's: -A * grad(current_logprobs).
@@ -50,7 +50,7 @@ def clipped_surrogate(
     ratio = _ratios(log_ratios)
     clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
-    return Surrogate(
+    return SurrogateOutput(
         loss,
         ratio,
         clipped_low=(ratio < 1.0 - clip_low) & (advantages < 0),
@@ -67,7 +67,7 @@ def dual_clipped_surrogate(
     clip_low: float,
     clip_high: float,
     dual_clip: float,
-) -> Surrogate:
+) -> SurrogateOutput:
     """`clipped_surrogate`, and where A < 0 at most -A c, with c = `dual_clip` > 1.
 
     A token that was nearly impossible and is now likely has a ratio without bound; a positive advantage meets the
@@ -87,7 +87,7 @@ def cispo_surrogate(
     *,
     clip_low: float,
     clip_high: float,
-) -> Surrogate:
+) -> SurrogateOutput:
     """Per-token loss -sg(clip(r, 1 - low, 1 + high)) A log pi: every token keeps its gradient, its weight is bounded.
 
     At r = 1 its gradient is REINFORCE's: -A * grad(current_logprobs).
@@ -96,7 +96,7 @@ def cispo_surrogate(
     """
     ratio = jax.lax.stop_gradient(_ratios(log_ratios))
     weights = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    return Surrogate(
+    return SurrogateOutput(
         -weights * advantages * current_logprobs,
         ratio,
         clipped_low=ratio < 1.0 - clip_low,

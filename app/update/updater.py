@@ -12,28 +12,28 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from app.batching.metrics import update_metrics
+from app.batching.metrics import policy_batching_metrics
 from app.batching.micro_batch_plan import MicroBatch
-from app.batching.micro_batcher import Cut, Cutter
-from app.batching.pack import pack_last_targets, pack_per_token, pack_tokens
+from app.batching.micro_batcher import GlobalPlan, MicroBatcher
+from app.batching.pack import pack_last_target_indices, pack_per_token, pack_tokens
 from app.distributed.collectives import sum_over_hosts
 from app.mesh.placement import to_global
 from app.model.decoder import Params
 from app.records.sample import Sample
-from app.update.loss_aggregation import Totals, Weights, sequence_mean_token_mean, token_mean
-from app.update.mini_batches import Epochs
+from app.update.loss_aggregation import AggregationFn, StepTotals, sequence_mean_token_mean, token_mean
+from app.update.mini_batches import EpochMiniBatches
 from app.update.optimizer import TrainState
-from app.update.policy_loss import UpdateBatch
-from app.update.ratio import SampleMeans
+from app.update.policy_loss import PolicyBatch
+from app.update.ratio import SampleReducer
 from settings.schema.settings import ScoredRole
 
-Step = Callable[[TrainState, Sequence[Any], Array, Params | None], tuple[TrainState, dict[str, Array]]]
+UpdateStepFn = Callable[[TrainState, Sequence[Any], Array, Params | None], tuple[TrainState, dict[str, Array]]]
 """(state, micro-batches, temperature, frozen) -> (new state, metrics); see `app.update.step.UpdateStep`."""
 
-Pack = Callable[[Sequence[Sample], MicroBatch, Totals], Any]
+PackFn = Callable[[Sequence[Sample], MicroBatch, StepTotals], Any]
 """(samples of a mini-batch, which of them in which rows, counts of the optimizer step) -> what its loss reads."""
 
-CutMetrics = Callable[[Sequence[Cut]], Mapping[str, float]]
+BatchingMetricsFn = Callable[[Sequence[GlobalPlan]], Mapping[str, float]]
 
 FIRST_UPDATE_ONLY = "rollout/"
 """Metrics under this prefix compare with the sampler: they mean something only before weights move."""
@@ -47,15 +47,23 @@ class Updater:
         cut_metrics: what one pass over a step's samples tells of how they were cut.
     """
 
-    def __init__(self, step: Step, mesh: Mesh, *, cut: Cutter, pack: Pack, cut_metrics: CutMetrics = update_metrics):
+    def __init__(
+        self,
+        step: UpdateStepFn,
+        mesh: Mesh,
+        *,
+        micro_batcher: MicroBatcher,
+        pack: PackFn,
+        batching_metrics: BatchingMetricsFn = policy_batching_metrics,
+    ):
         self.step = step
         self.mesh = mesh
-        self.cut = cut
+        self.micro_batcher = micro_batcher
         self.pack = pack
-        self.cut_metrics = cut_metrics
+        self.batching_metrics = batching_metrics
 
     def update(
-        self, state: TrainState, epochs: Epochs, *, temperature: float, frozen: Params | None = None
+        self, state: TrainState, epochs: EpochMiniBatches, *, temperature: float, frozen: Params | None = None
     ) -> tuple[TrainState, dict[str, float]]:
         """The state after every mini-batch of every epoch, and the step's metrics.
 
@@ -66,23 +74,23 @@ class Updater:
             frozen: the network's weights beside those that learn.
         """
         mini_batches = {id(samples): samples for epoch in epochs for samples in epoch}
-        cuts = {key: self.cut(samples, self.mesh) for key, samples in mini_batches.items()}
+        cuts = {key: self.micro_batcher(samples, self.mesh) for key, samples in mini_batches.items()}
         history = []
         for samples in (samples for epoch in epochs for samples in epoch):
-            micro_batches = self._place(samples, cuts[id(samples)])
+            micro_batches = self._pack_micro_batches(samples, cuts[id(samples)])
             with jax.set_mesh(self.mesh):
                 state, metrics = self.step(state, micro_batches, jnp.float32(temperature), frozen)
             history.append(metrics)
-        metrics = summarise([{k: float(v) for k, v in m.items()} for m in jax.device_get(history)])
-        return state, {**metrics, **self.cut_metrics([cuts[id(samples)] for samples in epochs[0]])}
+        metrics = summarize_updates([{k: float(v) for k, v in m.items()} for m in jax.device_get(history)])
+        return state, {**metrics, **self.batching_metrics([cuts[id(samples)] for samples in epochs[0]])}
 
-    def _place(self, samples: Sequence[Sample], cut: Cut) -> list[Any]:
-        totals = Totals(*sum_over_hosts(np.asarray(Totals.of(samples))).tolist())
-        return [to_global(self.mesh, self.pack(samples, one, totals)) for one in cut.own.micro_batches]
+    def _pack_micro_batches(self, samples: Sequence[Sample], global_plan: GlobalPlan) -> list[Any]:
+        totals = StepTotals(*sum_over_hosts(np.asarray(StepTotals.from_samples(samples))).tolist())
+        return [to_global(self.mesh, self.pack(samples, one, totals)) for one in global_plan.local_plan.micro_batches]
 
 
 @dataclass(frozen=True)
-class PolicyPack:
+class PolicyBatchPacker:
     """Lays out what the policy's loss reads.
 
     Args:
@@ -91,18 +99,18 @@ class PolicyPack:
         reads_sample_means: whether it reads `UpdateBatch.sample_means`.
     """
 
-    aggregation: Weights
+    aggregation: AggregationFn
     roles: Collection[ScoredRole]
-    reads_sample_means: bool = False
+    needs_sample_reducer: bool = False
 
-    def __call__(self, samples: Sequence[Sample], micro_batch: MicroBatch, totals: Totals) -> UpdateBatch:
+    def __call__(self, samples: Sequence[Sample], micro_batch: MicroBatch, totals: StepTotals) -> PolicyBatch:
         def packed(value_of: Callable[[Sample], Any]) -> np.ndarray:
             return pack_per_token(samples, micro_batch, value_of)
 
         def where_needed(role: ScoredRole) -> np.ndarray | None:
             return packed(lambda s: getattr(s, f"{role}_logprobs")) if role in self.roles else None
 
-        return UpdateBatch(
+        return PolicyBatch(
             tokens=pack_tokens(samples, micro_batch),
             behavior_logprobs=packed(lambda s: s.behavior_logprobs),
             advantages=packed(lambda s: s.advantages),
@@ -110,15 +118,15 @@ class PolicyPack:
             token_weights=packed(lambda s: token_mean(s, totals)),
             policy_logprobs=where_needed("policy"),
             reference_logprobs=where_needed("reference"),
-            sample_means=pack_sample_means(samples, micro_batch) if self.reads_sample_means else None,
+            sample_reducer=pack_sample_reducer(samples, micro_batch) if self.needs_sample_reducer else None,
         )
 
 
-def pack_sample_means(samples: Sequence[Sample], micro_batch: MicroBatch) -> SampleMeans:
-    alone = Totals(num_tokens=0, num_samples=1)
-    return SampleMeans(
+def pack_sample_reducer(samples: Sequence[Sample], micro_batch: MicroBatch) -> SampleReducer:
+    alone = StepTotals(num_tokens=0, num_samples=1)
+    return SampleReducer(
         weights=pack_per_token(samples, micro_batch, lambda s: sequence_mean_token_mean(s, alone)),
-        last_targets=pack_last_targets(samples, micro_batch),
+        last_target_indices=pack_last_target_indices(samples, micro_batch),
     )
 
 
@@ -126,7 +134,7 @@ LAST_UPDATE_ONLY = ("/learning_rate", "/nonfinite_updates", "/nonfinite_in_a_row
 """Ends of metrics that count on from update to update."""
 
 
-def summarise(history: Sequence[dict[str, float]]) -> dict[str, float]:
+def summarize_updates(history: Sequence[dict[str, float]]) -> dict[str, float]:
     """One value per metric over the updates of a training step."""
 
     def over_updates(name: str) -> float:

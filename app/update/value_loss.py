@@ -16,8 +16,8 @@ from app.batching.pack import HostOrDevice, TokenBatch, pack_per_token, pack_tok
 from app.batching.row_values import row_values
 from app.model.decoder import DecoderDefinition, Params
 from app.records.sample import Sample
-from app.update.loss_aggregation import Totals, token_mean
-from app.update.policy_loss import LossParts
+from app.update.loss_aggregation import StepTotals, token_mean
+from app.update.policy_loss import LossStats
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +33,7 @@ class ValueBatch:
     """1 / (tokens of the step) on tokens the policy wrote."""
 
 
-def pack_values(samples: Sequence[Sample], micro_batch: MicroBatch, totals: Totals) -> ValueBatch:
+def pack_value_batch(samples: Sequence[Sample], micro_batch: MicroBatch, totals: StepTotals) -> ValueBatch:
     """What the critic learns from these samples, which have values and returns."""
 
     def packed(value_of: Callable[[Sample], Any]) -> np.ndarray:
@@ -53,7 +53,7 @@ class SquaredError(NamedTuple):
     """The gradient was cut because the value had already moved far enough."""
 
 
-Error = Callable[[Array, Array, Array], SquaredError]
+SquaredErrorFn = Callable[[Array, Array, Array], SquaredError]
 """(values, old values, returns) -> squared error of each token."""
 
 
@@ -84,23 +84,23 @@ def clipped_squared_error(
 class ValueLoss:
     """sum(w * error) / 2, w the `token_weights`."""
 
-    error_of: Error
+    error_fn: SquaredErrorFn
 
-    def __call__(self, values: Float32[Array, "R C"], batch: ValueBatch) -> tuple[Array, LossParts]:
+    def __call__(self, values: Float32[Array, "R C"], batch: ValueBatch) -> tuple[Array, LossStats]:
         """(its share of the loss, its share of the metrics). Values may hold finite rubbish outside the mask."""
-        values = jnp.where(batch.tokens.mask, values, batch.old_values)
-        squared = self.error_of(values, batch.old_values, batch.returns)
+        values = jnp.where(batch.tokens.loss_mask, values, batch.old_values)
+        squared = self.error_fn(values, batch.old_values, batch.returns)
         loss = 0.5 * jnp.sum(batch.token_weights * squared.error)
         sums = {"value/loss": loss, "value/clip_fraction": jnp.sum(batch.token_weights * squared.clipped)}
-        return loss, jax.lax.stop_gradient(LossParts(sums, {}))
+        return loss, jax.lax.stop_gradient(LossStats(sums, {}))
 
 
 def make_value_objective(
     definition: DecoderDefinition, value_loss: ValueLoss, *, dtype: jnp.dtype, remat: str
-) -> Callable[[Params, ValueBatch, Array], tuple[Array, LossParts]]:
+) -> Callable[[Params, ValueBatch, Array], tuple[Array, LossStats]]:
     """(params, one micro-batch, temperature) -> as `ValueLoss`. The temperature is the sampler's: no value has one."""
 
-    def objective(params: Params, batch: ValueBatch, temperature: Array) -> tuple[Array, LossParts]:
+    def objective(params: Params, batch: ValueBatch, temperature: Array) -> tuple[Array, LossStats]:
         del temperature
         values = row_values(definition.bind(params), batch.tokens, dtype=dtype, remat=remat)
         return value_loss(values, batch)

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from app.model.attention import attend, packed_attention, pairs_of_blocks
-from app.model.segment_layout import RowLayout, visible
+from app.model.attention import dot_product_attention, make_block_pairs, packed_attention
+from app.model.segment_layout import SegmentLayout, attention_mask
 
 TOKENS = 8192
 """Of all rows together, whatever their length."""
@@ -30,14 +30,14 @@ QUERY_BLOCK = 1024
 RUNS = 5
 
 
-def masked_attention(query: Array, keys: Array, values: Array, layout: RowLayout) -> Array:
+def masked_attention(query: Array, keys: Array, values: Array, layout: SegmentLayout) -> Array:
     """The baseline: 1024 queries at a time against every key of their row, foreign segments masked."""
     rows, num_tokens = layout.segment_ids.shape
 
     @jax.checkpoint
-    def block(query: Array, layout_of_queries: RowLayout, first: Array | int) -> Array:
+    def block(query: Array, layout_of_queries: SegmentLayout, first: Array | int) -> Array:
         offset = jnp.full((rows, 1), first)
-        return attend(query, keys, values, visible(layout_of_queries, layout, offset, None))
+        return dot_product_attention(query, keys, values, attention_mask(layout_of_queries, layout, offset, None))
 
     if num_tokens <= QUERY_BLOCK:
         return block(query, layout, 0)
@@ -48,12 +48,12 @@ def masked_attention(query: Array, keys: Array, values: Array, layout: RowLayout
     return jnp.moveaxis(mixed, 0, 1).reshape(query.shape)
 
 
-def block_attention(query: Array, keys: Array, values: Array, layout: RowLayout) -> Array:
+def block_attention(query: Array, keys: Array, values: Array, layout: SegmentLayout) -> Array:
     """Ours, with what a decoder computes once for all its layers."""
-    return packed_attention(query, keys, values, layout, pairs=pairs_of_blocks(layout, [None]))
+    return packed_attention(query, keys, values, layout, pairs=make_block_pairs(layout, [None]))
 
 
-def log_normal_rows(rng: np.random.Generator, num_tokens: int, mean: float) -> RowLayout:
+def log_normal_rows(rng: np.random.Generator, num_tokens: int, mean: float) -> SegmentLayout:
     """Full rows of segments of log-normal lengths, the last of each row cut off."""
     rows = TOKENS // num_tokens
     segment_ids, positions = np.zeros((2, rows, num_tokens), np.int32)
@@ -64,7 +64,7 @@ def log_normal_rows(rng: np.random.Generator, num_tokens: int, mean: float) -> R
             last, segment = min(first + length, num_tokens), segment + 1
             segment_ids[row, first:last], positions[row, first:last] = segment, np.arange(last - first)
             first = last
-    return RowLayout(jnp.asarray(segment_ids), jnp.zeros((rows, num_tokens), jnp.int32), jnp.asarray(positions))
+    return SegmentLayout(jnp.asarray(segment_ids), jnp.zeros((rows, num_tokens), jnp.int32), jnp.asarray(positions))
 
 
 def interleaved_seconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
@@ -79,7 +79,7 @@ def interleaved_seconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def measured(layout: RowLayout, rng: np.random.Generator) -> dict[str, float]:
+def measured(layout: SegmentLayout, rng: np.random.Generator) -> dict[str, float]:
     """Seconds of both, forward, and forward and backward."""
     rows, num_tokens = layout.segment_ids.shape
     shapes = (rows, num_tokens, QUERY_HEADS, HEAD_DIM), *[(rows, KV_HEADS, num_tokens, HEAD_DIM)] * 2

@@ -26,12 +26,12 @@ from forced_rollout import POLICY_VERSION, RULES, ForcedRollout, WatchedEngine, 
 
 from app.records.sample import Prompt
 from app.rollout.scheduling.cost_model import CostModel
-from app.rollout.scheduling.length_traces import trace_of
-from app.rollout.scheduling.metrics import figures
+from app.rollout.scheduling.length_traces import trace_from_records
+from app.rollout.scheduling.metrics import schedule_metrics
 from app.rollout.scheduling.scheduler import Scheduler
-from app.rollout.scheduling.simulator import VirtualClock
-from app.rollout.sequence import Row
-from settings.schema.rollout import Pdsr, Segment
+from app.rollout.scheduling.simulator import SchedulerSimulator
+from app.rollout.sequence import RolloutSequence
+from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 SEED = 99
 """Under which nothing ends before it must."""
@@ -79,7 +79,7 @@ class Bench:
     def prefills(self) -> Iterator[Timed]:
         engine = self.engine
         for num_rows in self.shapes.prefill_rows:
-            for rung in self.shapes.prompt_rungs:
+            for rung in self.shapes.prompt_buckets:
                 prompts = [self.prompt(rung) for _ in range(num_rows)]
                 taken = seconds_of(lambda prompts=prompts: (engine.prefill(prompts), engine._pool))
                 counts = {"prefill_s": 1, "prefill_token_s": num_rows * rung}
@@ -89,37 +89,39 @@ class Bench:
         """From the shortest caches to the longest, from all rows to the fewest."""
         engine, slots, full = self.engine, self.shapes.num_slots, self.shapes.max_length
         # Short prompts leave room for many steps.
-        length = self.shapes.prompt_rungs[0]
+        length = self.shapes.prompt_buckets[0]
         prompt = self.prompt(length)
-        rows = [Row(prompt, i, max_new_tokens=full - length, noise_step=POLICY_VERSION) for i in range(slots)]
+        rows = [
+            RolloutSequence(prompt, i, max_new_tokens=full - length, noise_step=POLICY_VERSION) for i in range(slots)
+        ]
         seconds_of(lambda: (engine.prefill([prompt]), engine._pool))
         for part in (rows[:1], rows[1:]):
             taken = seconds_of(lambda part=part: (engine.admit(part), engine._cache))
             yield Timed(f"admit {len(part)}", {"admit_s": 1, "admit_row_s": len(part)}, taken)
-        for room in self.shapes.cache_rungs:
-            if room != self.shapes.cache_rungs[0]:
-                taken = seconds_of(lambda room=room: (engine._grow_to(room), engine._cache))
+        for room in self.shapes.cache_buckets:
+            if room != self.shapes.cache_buckets[0]:
+                taken = seconds_of(lambda room=room: (engine._grow_cache(room), engine._cache))
                 yield Timed(f"grow to {room}", {"copy_token_s": slots * room}, taken)
             yield from self.decoding()
         for count in (1, 2):
             taken = seconds_of(lambda count=count: (self._move(count), engine._cache))
             yield Timed(f"move {count}", {"move_s": count, "move_token_s": count * full}, taken)
-        for rung in reversed(self.shapes.batch_rungs[:-1]):
-            engine.suspend(engine.resident[rung:])
+        for rung in reversed(self.shapes.batch_buckets[:-1]):
+            engine.suspend(engine.active_rows[rung:])
             taken = seconds_of(lambda: (engine.compact(), engine._cache))
             yield Timed(f"compact to {rung}", {"copy_token_s": rung * full}, taken)
             yield from self.decoding()
 
     def _move(self, count: int) -> None:
-        self.engine.admit(self.engine.suspend(self.engine.resident[:count]))
+        self.engine.admit(self.engine.suspend(self.engine.active_rows[:count]))
 
     def decoding(self) -> Iterator[Timed]:
         engine = self.engine
         for most in STEPS:
-            rows, room = len(engine._rows), engine._room
+            rows, room = len(engine._rows), engine._cache_length
             start = time.perf_counter()
-            engine.start(length=most)
-            ran = engine.wait()
+            engine.start_segment(length=most)
+            ran = engine.finish_segment()
             ran.collect()
             taken = time.perf_counter() - start
             counts = {(rows, room): ran.steps, CALL: 1}
@@ -128,14 +130,14 @@ class Bench:
 
 def programs_of(rollout: ForcedRollout) -> list[tuple[int, int]]:
     """Decode programs of the first worker, as (rows, room)."""
-    return rollout.engines[0].programs.decoding_sizes
+    return rollout.engines[0].programs.decode_sizes
 
 
 def edges(rollout: ForcedRollout) -> Iterator[Timed]:
     """Rollouts on the first worker alone. What they paid, the virtual clock knows."""
     prompts = rollout.prompts[:2]
     for length in EDGE_LENGTHS:
-        rule = Segment(min=length, max=length)
+        rule = SegmentSettings(min=length, max=length)
         made = rollout.workers("adaptive", rule=rule, num_workers=1)
         made.generate(
             rollout.weights,
@@ -146,18 +148,20 @@ def edges(rollout: ForcedRollout) -> Iterator[Timed]:
             seed=SEED,
             policy_version=POLICY_VERSION,
         )
-        trace, specs = trace_of(made.records), rollout.specs(1)
+        trace, specs = trace_from_records(made.records), rollout.specs(1)
 
         def paid(cost: CostModel, trace=trace, specs=specs, rule=rule) -> float:
-            scheduler = Scheduler("adaptive", pdsr=Pdsr(), segment=rule)
-            return figures(VirtualClock(scheduler, trace, specs, cost, max_new=EDGE_TOKENS).run()).makespan_s
+            scheduler = Scheduler("adaptive", pdsr=PdsrSettings(), segment=rule)
+            return schedule_metrics(
+                SchedulerSimulator(scheduler, trace, specs, cost, max_new=EDGE_TOKENS).run()
+            ).makespan_s
 
         # With one worker no command depends on costs, so that the makespan is a sum of them.
         counts: dict[Any, float] = {name: paid(replace(FREE, **{name: 1.0})) for name in OTHER_NAMES}
         counts |= {program: paid(replace(FREE, measured_steps=((*program, 1.0),))) for program in programs_of(rollout)}
         # A makespan is never quite 0.
         counts = {name: count for name, count in counts.items() if count > 0.5}
-        yield Timed(f"rollout in segments of {length}", counts, figures(made.records).makespan_s)
+        yield Timed(f"rollout in segments of {length}", counts, schedule_metrics(made.records).makespan_s)
 
 
 def calibrate(rollout: ForcedRollout, *, repeats: int, rehearsals: int = 1) -> tuple[CostModel, list[Timed]]:
@@ -202,7 +206,12 @@ def main() -> None:
     options = parser.parse_args()
     lengths = [[options.longest] * 2]
     rollout = open_rollout(
-        options.model, num_prompts=2, lengths=lengths, longest=options.longest, slots=[options.slots], rule=Segment()
+        options.model,
+        num_prompts=2,
+        lengths=lengths,
+        longest=options.longest,
+        slots=[options.slots],
+        rule=SegmentSettings(),
     )
     print(f"compiled in {rollout.compile():.1f} s", flush=True)
     cost, measured = calibrate(rollout, repeats=options.repeats)

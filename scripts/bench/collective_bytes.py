@@ -30,7 +30,7 @@ from jax.sharding import AxisType, Mesh
 from shapes import QWEN2_5_1_5B, QWEN2_5_7B
 
 from app.mesh.axis_rules import AXES
-from app.mesh.placement import abstract, row_sharding
+from app.mesh.placement import abstract_arrays, row_sharding
 from app.mesh.simulated_slice import parse_slice
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
@@ -40,11 +40,11 @@ from app.model.kv_cache import (
     abstract_decode_weights,
     constrain_cache,
     decode_step,
-    decode_weights,
+    make_decode_weights,
 )
 from app.model.token_logprobs import scaled_logits
-from app.preflight.hlo_collectives import Collective, collectives_of, traffic
-from app.rollout.sampling import SamplingRules, draw
+from app.preflight.hlo_collectives import Collective, program_collectives, total_traffic
+from app.rollout.sampling import SamplingRules, sample_tokens
 from settings.schema.rollout import DecodeLayout
 
 MODELS = {"1.5B": QWEN2_5_1_5B, "7B": QWEN2_5_7B}
@@ -75,7 +75,7 @@ def moved_by(collectives: Sequence[Collective], hosts: Sequence[int]) -> Moved:
     """By the weights among them, in the compute type; the loop's own question, whether all are done, is a few bits."""
     weights = [one for one in collectives if one.dtype != "pred"]
     assert {(one.kind, one.dtype) for one in weights} <= {("all-gather", "f32")}, weights
-    found, narrower = traffic(weights, hosts), COUNTED.itemsize / COMPILED.itemsize
+    found, narrower = total_traffic(weights, hosts), COUNTED.itemsize / COMPILED.itemsize
     return Moved(found.bytes_per_device * narrower, found.bytes_leaving_host * narrower, found.count)
 
 
@@ -85,7 +85,7 @@ def in_layers(compile_with: Callable[[int], list[Collective]], hosts: Sequence[i
     programs = [compile_with(count) for count in (1, 2, 3)]
     for in_loop in (True, False):
         one, two, three = (
-            moved_by([c for c in program if c.is_in_open_loop == in_loop], hosts) for program in programs
+            moved_by([c for c in program if c.is_in_dynamic_loop == in_loop], hosts) for program in programs
         )
         assert one.of_layers(two, 3) == three, "layers differ in what they move"
         found.append(one.of_layers(two, num_layers))
@@ -94,7 +94,7 @@ def in_layers(compile_with: Callable[[int], list[Collective]], hosts: Sequence[i
 
 def decoding(architecture: Architecture, mesh: Mesh, layout: DecodeLayout, rows: int) -> list[Collective]:
     """Of a loop of decode steps."""
-    definition = DecoderDefinition.of(architecture)
+    definition = DecoderDefinition.create(architecture)
     weights = abstract_decode_weights(definition, mesh, COMPILED, layout)
     one: Any = jax.ShapeDtypeStruct((rows, architecture.num_kv_heads, CACHE_LENGTH, architecture.head_dim), COMPILED)
     cache = abstract_cache((LayerCache(one, one),) * architecture.num_layers, mesh)
@@ -106,23 +106,25 @@ def decoding(architecture: Architecture, mesh: Mesh, layout: DecodeLayout, rows:
         def step(carry: tuple) -> tuple:
             cache, token_ids, positions = carry
             hidden, cache = decode_step(definition, weights, cache, token_ids, positions)
-            drawn = draw(scaled_logits(hidden, head, 1.0), SamplingRules(1.0), jax.vmap(jax.random.key)(positions))
+            drawn = sample_tokens(
+                scaled_logits(hidden, head, 1.0), SamplingRules(1.0), jax.vmap(jax.random.key)(positions)
+            )
             return constrain_cache(cache), drawn.token_ids, positions + 1
 
         return jax.lax.while_loop(lambda carry: ~jnp.all(carry[1] == 0), step, (cache, token_ids, positions))
 
     with jax.set_mesh(mesh):
         compiled = jax.jit(decode, donate_argnums=1).lower(weights, cache, of_rows, of_rows).compile()
-    return collectives_of(compiled)
+    return program_collectives(compiled)
 
 
 def gathering(architecture: Architecture, mesh: Mesh, layout: DecodeLayout) -> list[Collective]:
     """Of what turns the trained weights into those of decoding, once per policy version."""
-    definition = DecoderDefinition.of(architecture)
-    params = abstract(definition.shapes, definition.shardings(mesh))
+    definition = DecoderDefinition.create(architecture)
+    params = abstract_arrays(definition.shapes, definition.shardings(mesh))
     with jax.set_mesh(mesh):
-        program = jax.jit(lambda params: decode_weights(definition, params, COMPILED, layout))
-        return collectives_of(program.lower(params).compile())
+        program = jax.jit(lambda params: make_decode_weights(definition, params, COMPILED, layout))
+        return program_collectives(program.lower(params).compile())
 
 
 def measure(architecture: Architecture, mesh: Mesh, hosts: Sequence[int], layout: DecodeLayout, rows: int) -> dict:

@@ -25,21 +25,21 @@ from app.model.decoder import DecoderDefinition
 from app.model.io.families import architecture_from_config
 from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import open_model
-from app.model.kv_cache import DecodeWeights, decode_weights
+from app.model.kv_cache import DecodeWeights, make_decode_weights
 from app.records.sample import Prompt
-from app.rollout.generator import Streaming
-from app.rollout.sampling import Drawn, Sampler, SamplingRules, draw, sample_keys, uid_words
-from app.rollout.scheduling.events import Kind
-from app.rollout.scheduling.simulated_slots import Ladders
-from app.rollout.scheduling.simulator import WorkerSpec
-from app.rollout.shape_buckets import SlotShapes, slot_shapes
-from app.rollout.slot_engine import Segment as RanSegment
+from app.rollout.generator import SampleGenerator
+from app.rollout.sampling import SampledTokens, Sampler, SamplingRules, hash_uids, sample_keys, sample_tokens
+from app.rollout.scheduling.events import WorkerKind
+from app.rollout.scheduling.simulated_slots import ProgramSizes
+from app.rollout.scheduling.simulator import SimulatedWorkerSpec
+from app.rollout.shape_buckets import SlotShapes, make_slot_shapes
+from app.rollout.slot_engine import SegmentResult as RanSegment
 from app.rollout.slot_engine import SlotEngine
-from app.rollout.slot_programs import Name, Program, SlotPrograms, decode_segment
-from app.rollout.worker_pool import Schedule, ScheduledWorkers
-from app.rollout.workers import Worker
-from settings.schema.mesh import Mesh as MeshSettings
-from settings.schema.rollout import Pdsr, Segment
+from app.rollout.slot_programs import ProgramName, ProgramSpec, SlotPrograms, decode_segment
+from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
+from app.rollout.workers import RolloutWorker
+from settings.schema.mesh import MeshSettings as MeshSettings
+from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 POLICY_VERSION = 0
 EOS = 0
@@ -58,7 +58,7 @@ def last_keys(prompts: Sequence[Prompt], lengths: Sequence[int], *, seed: int) -
     """The key of each sample's last token, by which the devices know where it ends; noise is keyed by position."""
     of_sample = [prompts[i * len(prompts) // len(lengths)] for i in range(len(lengths))]
     group_size = len(lengths) // len(prompts)
-    words = jnp.asarray(uid_words([prompt.uid for prompt in of_sample]))
+    words = jnp.asarray(hash_uids([prompt.uid for prompt in of_sample]))
     indices = jnp.arange(len(lengths)) % group_size
     keys = sample_keys(jnp.int32(seed), jnp.int32(POLICY_VERSION), words, indices)
     positions = np.asarray([len(prompt.token_ids) for prompt in of_sample]) + np.asarray(lengths) - 1
@@ -68,8 +68,8 @@ def last_keys(prompts: Sequence[Prompt], lengths: Sequence[int], *, seed: int) -
 def ending_draw(ends: UInt32[np.ndarray, "N 2"]) -> Sampler:
     """`draw`, but for the end of sequence, which comes at these keys and nowhere else."""
 
-    def sampler(logits: Array, rules: SamplingRules, keys: Array) -> Drawn:
-        drawn = draw(logits, rules, keys)
+    def sampler(logits: Array, rules: SamplingRules, keys: Array) -> SampledTokens:
+        drawn = sample_tokens(logits, rules, keys)
         is_last = jnp.any(jnp.all(jax.random.key_data(keys)[:, None] == ends, axis=-1), axis=-1)
         token_ids = jnp.where(drawn.token_ids == EOS, EOS + 1, drawn.token_ids)
         return drawn._replace(token_ids=jnp.where(is_last, EOS, token_ids))
@@ -84,13 +84,13 @@ class EndingPrograms(SlotPrograms):
     decode_asked_s: float
     """When a decode program was last asked for; it is dispatched at once. Of `time.perf_counter`."""
 
-    def __getitem__(self, name: Name) -> Callable[..., Any]:
+    def __getitem__(self, name: ProgramName) -> Callable[..., Any]:
         if name[0] == "decode":
             self.decode_asked_s = time.perf_counter()
         return super().__getitem__(name)
 
-    def _decoding(self, rows: int, length: int, *, truncates: bool) -> Program:
-        _, arguments, options = super()._decoding(rows, length, truncates=truncates)
+    def _decode_program(self, rows: int, length: int, *, truncates: bool) -> ProgramSpec:
+        _, arguments, options = super()._decode_program(rows, length, truncates=truncates)
         first = self._definition, self.sampler, self._shapes.segment_max
         return lambda *more: decode_segment(*first, *more), arguments, options
 
@@ -105,12 +105,12 @@ class WatchedEngine(SlotEngine):
         self.spans: list[tuple[float, float]] = []
         """Of `time.perf_counter`: from its dispatch until the host knows that it has ended."""
 
-    def start(self, **limits: Any) -> None:
-        super().start(**limits)
+    def start_segment(self, **limits: Any) -> None:
+        super().start_segment(**limits)
         self._started_s = self.programs.decode_asked_s
 
-    def wait(self) -> RanSegment:
-        ended = super().wait()
+    def finish_segment(self) -> RanSegment:
+        ended = super().finish_segment()
         self.spans.append((self._started_s, time.perf_counter()))
         return ended
 
@@ -133,7 +133,7 @@ class ForcedRollout:
     definition: DecoderDefinition
     mesh: Mesh
     weights: DecodeWeights
-    rule: Segment
+    rule: SegmentSettings
     engines: list[WatchedEngine] = field(default_factory=list)
     _programs: dict[SlotShapes, EndingPrograms] = field(default_factory=dict)
 
@@ -143,12 +143,12 @@ class ForcedRollout:
 
     def new_engine(self, num_slots: int) -> WatchedEngine:
         """Those with as many slots share their programs."""
-        shapes = slot_shapes(
+        shapes = make_slot_shapes(
             num_slots,
             max_prompt_length=PROMPT_LENGTHS[1],
             max_new_tokens=self.longest,
             prefill_length_min=32,
-            num_pooled=len(self.prompts),
+            num_pooled_prompts=len(self.prompts),
             segment_max=min(self.rule.max, self.longest),
             exact=False,
         )
@@ -167,26 +167,28 @@ class ForcedRollout:
         start = time.perf_counter()
         self.engines = [self.new_engine(count) for count in self.slots]
         for engine in self.engines:
-            engine.programs.compile(suspends=True, rereads=True, truncates=False)
+            engine.programs.compile(suspends=True, recomputes=True, truncates=False)
         return time.perf_counter() - start
 
-    def workers(self, policy: str, *, rule: Segment | None = None, num_workers: int | None = None) -> ScheduledWorkers:
+    def workers(
+        self, policy: str, *, rule: SegmentSettings | None = None, num_workers: int | None = None
+    ) -> RolloutWorkerPool:
         """New ones, which know nothing of earlier rollouts."""
-        kinds: list[Kind] = ["heavy" if i else "fast" for i in range(len(self.engines))]
+        kinds: list[WorkerKind] = ["heavy" if i else "fast" for i in range(len(self.engines))]
         workers = [
-            Worker(f"{kind}-{i}", kind, engine, device="0")
+            RolloutWorker(f"{kind}-{i}", kind, engine, device="0")
             for i, (kind, engine) in enumerate(zip(kinds, self.engines, strict=True))
         ]
-        schedule = Schedule(policy, Pdsr(), rule or self.rule, in_turn=True)
-        return ScheduledWorkers(workers[:num_workers], schedule, decode_text=lambda _: "")
+        schedule = ScheduleConfig(policy, PdsrSettings(), rule or self.rule, single_thread=True)
+        return RolloutWorkerPool(workers[:num_workers], schedule, decode_text=lambda _: "")
 
-    def specs(self, num_workers: int | None = None) -> list[WorkerSpec]:
+    def specs(self, num_workers: int | None = None) -> list[SimulatedWorkerSpec]:
         """The same workers, for the virtual clock."""
         return [spec_of(worker.name, worker.kind, worker.engine.shapes) for worker in self.workers("sync").workers][
             :num_workers
         ]
 
-    def generate(self, made: Streaming, *, seed: int = 0) -> float:
+    def generate(self, made: SampleGenerator, *, seed: int = 0) -> float:
         """Seconds for all samples: slots are opened, samples drawn and made into records, slots closed."""
         start = time.perf_counter()
         samples = made.generate(
@@ -203,21 +205,29 @@ class ForcedRollout:
         return seconds
 
 
-def spec_of(name: str, kind: Kind, shapes: SlotShapes) -> WorkerSpec:
-    ladders = Ladders(shapes.batch_rungs, shapes.cache_rungs, shapes.prompt_rungs, shapes.prefill_rows)
-    return WorkerSpec(name, kind, shapes.num_slots, shapes.batch_rungs[:-1], device="0", ladders=ladders)
+def spec_of(name: str, kind: WorkerKind, shapes: SlotShapes) -> SimulatedWorkerSpec:
+    ladders = ProgramSizes(shapes.batch_buckets, shapes.cache_buckets, shapes.prompt_buckets, shapes.prefill_rows)
+    return SimulatedWorkerSpec(
+        name, kind, shapes.num_slots, shapes.batch_buckets[:-1], device="0", program_sizes=ladders
+    )
 
 
 def open_rollout(
-    model: str, *, num_prompts: int, lengths: Sequence[list[int]], longest: int, slots: Sequence[int], rule: Segment
+    model: str,
+    *,
+    num_prompts: int,
+    lengths: Sequence[list[int]],
+    longest: int,
+    slots: Sequence[int],
+    rule: SegmentSettings,
 ) -> ForcedRollout:
     """`model` as in `model.path`. Compiles nothing yet."""
     files = open_model(model, revision=None)
-    definition = DecoderDefinition.of(architecture_from_config(files.config))
+    definition = DecoderDefinition.create(architecture_from_config(files.config))
     mesh = make_mesh(MeshSettings())
     params = load_weights(definition, files.weights, mesh)
     with jax.set_mesh(mesh):
-        weights = jax.jit(lambda params: decode_weights(definition, params, DTYPE))(params)
+        weights = jax.jit(lambda params: make_decode_weights(definition, params, DTYPE))(params)
     prompts = random_prompts(num_prompts, vocab_size=definition.architecture.vocab_size)
     return ForcedRollout(
         Path(model).name, prompts, list(lengths), longest, tuple(slots), definition, mesh, weights, rule

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 import torch
 
-from app.advantage.gae.backend_choice import choose
+from app.advantage.gae.backend_choice import choose_backend
 from app.advantage.gae.estimate import BACKENDS, generalized_advantages
 
 GAMMA, LAM = 0.99, 0.95
@@ -143,10 +143,10 @@ def measure(rows: int, tokens: int, solvers: Mapping[str, Solve], *, repeats: in
         print(f"{rows}x{tokens}: round {round_number} of {repeats}", file=sys.stderr, flush=True)
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     best = min(medians[name] for name in BASELINES if name in medians)
-    choice = choose("auto", (rows, tokens), one_leak=True)
+    choice = choose_backend("auto", (rows, tokens), constant_decay=True)
     return {
         "shape": f"{rows}x{tokens}",
-        "auto": f"{choice.backend}: {choice.why}",
+        "auto": f"{choice.backend}: {choice.reason}",
         "median_s": medians,
         "num_rounds": {name: len(taken) for name, taken in times.items()},
         "max_error": errors,

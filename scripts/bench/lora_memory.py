@@ -23,14 +23,14 @@ import jax
 from memory_estimate import SHAPES
 
 from app.mesh import topology
-from app.mesh.placement import abstract, bytes_per_device
-from app.model.quantization import QUANTIZE_BASE
-from app.preflight.compiled_memory import update_programs
-from app.preflight.inspect_mesh import longest_prompt
-from app.preflight.memory import memory_by_phase, shapes_of, state_bytes
-from app.runtime.config_only_spec import read_outline
+from app.mesh.placement import abstract_arrays, bytes_per_device
+from app.model.quantization import QUANTIZE_BASE_SETTING
+from app.preflight.compiled_memory import lower_update
+from app.preflight.inspect_mesh import make_longest_prompt
+from app.preflight.memory import compute_step_shapes, memory_by_phase, state_bytes
+from app.runtime.config_only_spec import read_config_only_spec
 from app.runtime.session import Session
-from app.training.learner import wire_learning
+from app.training.learner import make_learner_group
 from settings import load
 
 RESULTS = Path(__file__).resolve().parent / "results" / "lora_memory.json"
@@ -48,24 +48,24 @@ def measured(shape: str, overrides: list[str]) -> dict[str, int]:
         config = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-6, **SHAPES[shape]}
         (Path(folder) / "config.json").write_text(json.dumps(config))
         settings = load(None, [*RUN, f"model.path={folder}", *overrides], {}).settings
-        outline = read_outline(settings)
-    topology.start(settings.mesh)
+        outline = read_config_only_spec(settings)
+    topology.initialize_distributed(settings.mesh)
     session = Session.open(settings, outline.model)
-    learning = wire_learning(settings, session)
-    shapes = shapes_of(session, learning, [longest_prompt(settings.data.max_prompt_length)], [])
+    learning = make_learner_group(settings, session)
+    shapes = compute_step_shapes(session, learning, [make_longest_prompt(settings.data.max_prompt_length)], [])
     memory = memory_by_phase(session, learning, shapes)
-    state = abstract(learning.policy.shapes, learning.policy.shardings)
+    state = abstract_arrays(learning.policy.shapes, learning.policy.shardings)
     moments = bytes_per_device(state) - bytes_per_device(state.params)
     reserved = {}
-    for name, lowered in update_programs(session, learning.policy, shapes.update).items():
+    for name, lowered in lower_update(session, learning.policy, shapes.update).items():
         found: Any = lowered.compile().memory_analysis()
         written = found.output_size_in_bytes - found.alias_size_in_bytes
         reserved[name] = found.argument_size_in_bytes + written + found.temp_size_in_bytes
     # The optimizer's moments wait while gradients are computed; frozen weights and the reference wait in both.
-    frozen, reference = bytes_per_device(learning.policy.frozen), memory["score"].get("reference", 0)
+    frozen, reference = bytes_per_device(learning.policy.frozen_shapes), memory["score"].get("reference", 0)
     peak = max(reserved["gradients"] + moments, reserved["optimizer"] + frozen) + reference
     return {
-        "trained_parameters": session.input.adapted.num_trained,
+        "trained_parameters": session.model_spec.policy_definition.num_trainable,
         "weights": memory["update"]["weights"],
         "reference": reference,
         "moments": moments,
@@ -81,7 +81,7 @@ def compared(shape: str, rank: int, overrides: list[str]) -> dict[str, Any]:
     adapters = f"model.lora.rank={rank}"
     kinds = {
         "lora": [adapters],
-        **{kind: [adapters, f"{QUANTIZE_BASE}={kind}"] for kind in ("int8", "nf4")},
+        **{kind: [adapters, f"{QUANTIZE_BASE_SETTING}={kind}"] for kind in ("int8", "nf4")},
         "full": [],
     }
     found = {kind: measured(shape, [*chosen, *overrides]) for kind, chosen in kinds.items()}

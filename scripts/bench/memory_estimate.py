@@ -21,9 +21,9 @@ import jax
 from shapes import QWEN2_5
 
 from app.mesh import topology
-from app.preflight.compiled_memory import programs_table
-from app.preflight.inspect_mesh import inspection_of
-from app.runtime.config_only_spec import read_outline
+from app.preflight.compiled_memory import format_programs_table
+from app.preflight.inspect_mesh import build_mesh_inspection
+from app.runtime.config_only_spec import read_config_only_spec
 from app.runtime.session import Session
 from settings import load
 
@@ -61,11 +61,11 @@ def measured(shape: str, slice_name: str, overrides: list[str]) -> dict[str, Any
         chosen = {name: value for name, _, value in (text.partition("=") for text in (*RUN, *overrides))}
         chosen |= {"model.path": folder, "mesh.pretend": slice_name}
         settings = load(None, [f"{name}={value}" for name, value in chosen.items()], {}).settings
-        outline = read_outline(settings)
-    topology.start(settings.mesh)
-    found = inspection_of(Session.open(settings, outline.model, outline.critic), outline, compiles=True)
+        outline = read_config_only_spec(settings)
+    topology.initialize_distributed(settings.mesh)
+    found = build_mesh_inspection(Session.open(settings, outline.model, outline.critic), outline, compiles=True)
     print(f"\n{shape} on {slice_name}, {found.mesh.num_parameters:,} parameters, mesh {settings.mesh.shape}")
-    print("\n".join(programs_table(found.programs)), flush=True)
+    print("\n".join(format_programs_table(found.programs)), flush=True)
     programs = [asdict(one) | {"ratio": _ratio(one.estimated_bytes, one.temporary_bytes)} for one in found.programs]
     return {
         **{"shape": shape, "slice": slice_name, "num_parameters": found.mesh.num_parameters},

@@ -23,16 +23,16 @@ from typing import Any
 import numpy as np
 
 from app.batching.micro_batch_plan import (
-    Lengths,
-    Plan,
+    MicroBatchPlan,
+    SequenceLengths,
     TokenBudget,
-    fixed_shape,
-    plan_fixed,
+    bucketed_row_shape,
+    choose_row_length,
+    plan_fixed_rows,
     plan_token_budget,
-    row_length,
 )
-from app.batching.micro_batch_shapes import ladder
-from app.batching.packing_stats import plan_figures
+from app.batching.micro_batch_shapes import candidate_shapes
+from app.batching.packing_stats import packing_stats
 
 QUOTA = 4096
 MEAN_LENGTH = 800
@@ -67,25 +67,25 @@ def flops(lengths: np.ndarray) -> np.ndarray:
     return 715_653_120 * lengths + 4 * 24 * 14 * 64 * (lengths * (lengths + 1) // 2)
 
 
-def lone(totals: np.ndarray) -> Lengths:
+def lone(totals: np.ndarray) -> SequenceLengths:
     prompts = np.minimum(100, totals - 1)
-    return Lengths(prompts, totals - prompts, np.arange(len(totals)))
+    return SequenceLengths(prompts, totals - prompts, np.arange(len(totals)))
 
 
-def groups(rng: np.random.Generator, count: int, size: int) -> Lengths:
+def groups(rng: np.random.Generator, count: int, size: int) -> SequenceLengths:
     """Prompts of about 150 tokens, each with `size` completions of 650 on average."""
     numbers = np.repeat(np.arange(count // size), size)
     prompts = np.clip(rng.normal(150, 50, count // size), 16, 400).astype(np.int64)[numbers]
     completions = np.clip(rng.lognormal(math.log(500), 0.8, count), 1, 1600).astype(np.int64)
-    return Lengths(prompts, completions, numbers)
+    return SequenceLengths(prompts, completions, numbers)
 
 
 def make_budget(quota: int, longest: int, **changes: Any) -> TokenBudget:
     fields = {"share_prompts": False, "packing": "best_fit", "balance": True} | changes
-    return TokenBudget(quota, row_length(quota, longest), **fields)
+    return TokenBudget(quota, choose_row_length(quota, longest), **fields)
 
 
-def first_fit(host: Lengths, num_devices: int) -> int:
+def first_fit(host: SequenceLengths, num_devices: int) -> int:
     """Micro-batches of full rows, each sample into the first row with room, in the order in which they come."""
     room: list[int] = []
     for length in host.totals.tolist():
@@ -95,21 +95,21 @@ def first_fit(host: Lengths, num_devices: int) -> int:
     return -(-len(room) // num_devices)
 
 
-def padded(host: Lengths, num_devices: int) -> int:
+def padded(host: SequenceLengths, num_devices: int) -> int:
     """Tokens that fixed micro-batches of as many rows as the quota holds compute."""
-    rows = max(1, QUOTA // fixed_shape(int(host.totals.max()), int(host.completions.max())).num_tokens)
-    (plan,) = plan_fixed([host], rows_per_device=rows, devices_per_host=num_devices, trim_tail=True)
+    rows = max(1, QUOTA // bucketed_row_shape(int(host.totals.max()), int(host.completions.max())).num_tokens)
+    (plan,) = plan_fixed_rows([host], rows_per_device=rows, devices_per_host=num_devices, trim_tail=True)
     return computed_tokens(plan)
 
 
-def computed_tokens(plan: Plan) -> int:
+def computed_tokens(plan: MicroBatchPlan) -> int:
     return sum(len(m.rows) * m.shape.num_tokens for m in plan.micro_batches)
 
 
 def most_that_shapes_allow(tokens: int, num_devices: int) -> float:
     """The fill if samples could be cut anywhere: what is lost is the tail's rounding up to a shape of the ladder."""
     full, left = divmod(-(-tokens // num_devices), QUOTA)
-    tail = next((s.tokens_per_device for s in ladder(QUOTA, QUOTA) if s.tokens_per_device >= left), QUOTA)
+    tail = next((s.tokens_per_device for s in candidate_shapes(QUOTA, QUOTA) if s.tokens_per_device >= left), QUOTA)
     return tokens / (num_devices * (full * QUOTA + (tail if left else 0)))
 
 
@@ -124,7 +124,9 @@ def fill_of_cell(draw: Callable, count: int, num_devices: int, num_seeds: int) -
             )
             for name in ("best_fit", "karmarkar_karp")
         }
-        ours = plan_figures(plans["best_fit"], [host], flops, devices_per_host=num_devices, max_tokens_per_device=QUOTA)
+        ours = packing_stats(
+            plans["best_fit"], [host], flops, devices_per_host=num_devices, max_tokens_per_device=QUOTA
+        )
         tokens, computed = int(host.totals.sum()), ours["computed_tokens"]
         in_arrival_order = first_fit(host, num_devices)
         row = {
@@ -180,7 +182,7 @@ def sharing_table() -> dict[str, dict[str, float]]:
             (plan,) = plan_token_budget([host], budget, flops, devices_per_host=num_devices)
             computed[share] = computed_tokens(plan)
         once = int(host.completions.sum() + host.prompts[::8].sum())
-        row = row_length(quota, longest)
+        row = choose_row_length(quota, longest)
         cells[f"{count} samples, quota {quota}, rows of {row}, dp {num_devices}"] = {
             "alone": computed[False],
             "shared": computed[True],
@@ -194,7 +196,7 @@ def sharing_table() -> dict[str, dict[str, float]]:
     return cells
 
 
-def random_case(rng: np.random.Generator) -> tuple[list[Lengths], TokenBudget, int]:
+def random_case(rng: np.random.Generator) -> tuple[list[SequenceLengths], TokenBudget, int]:
     """Up to 8 hosts of up to 8 devices, up to 2,000 samples, any quota and options."""
     num_hosts, num_devices = (int(n) for n in rng.integers(1, 9, 2))
     quota = int(rng.choice([64, 500, 1024, 4096, 16384]))
@@ -206,7 +208,7 @@ def random_case(rng: np.random.Generator) -> tuple[list[Lengths], TokenBudget, i
         numbers = np.arange(size) // int(rng.integers(1, 9))
         prompts = rng.integers(1, longest, size + 1)[numbers]
         totals = np.clip(rng.lognormal(math.log(longest) - 1.5, 1, size).astype(np.int64), prompts + 1, longest)
-        hosts.append(Lengths(prompts, totals - prompts, numbers))
+        hosts.append(SequenceLengths(prompts, totals - prompts, numbers))
     budget = make_budget(
         quota,
         longest,
@@ -225,7 +227,7 @@ def random_cases(num_cases: int) -> dict[str, int]:
     for seed in range(num_cases):
         hosts, budget, num_devices = random_case(np.random.default_rng(seed))
         plans = plan_token_budget(hosts, budget, flops, devices_per_host=num_devices)
-        found = plan_figures(
+        found = packing_stats(
             plans, hosts, flops, devices_per_host=num_devices, max_tokens_per_device=budget.max_tokens_per_device
         )
         over += found["over_quota"] > 0
@@ -265,24 +267,24 @@ def times() -> dict[str, float]:
         found[f"plan 8192, shared prompts, quota {quota}, rows of {budget.row_length}"] = median_ms(plan)
     plans = plan_token_budget([host], budget, flops, devices_per_host=1)
     found["figures of 8192"] = median_ms(
-        lambda: plan_figures(plans, [host], flops, devices_per_host=1, max_tokens_per_device=QUOTA)
+        lambda: packing_stats(plans, [host], flops, devices_per_host=1, max_tokens_per_device=QUOTA)
     )
     return found | assembly_times()
 
 
 def assembly_times() -> dict[str, float]:
-    from app.batching.micro_batcher import lengths_of
+    from app.batching.micro_batcher import sequence_lengths
     from app.batching.pack import pack_per_token, pack_tokens, unpack_per_token
     from app.records.sample import Prompt, Sample
 
     lengths = groups(np.random.default_rng(0), 2048, 8)
     samples = []
-    for prompt, completion, number in zip(lengths.prompts, lengths.completions, lengths.prompt_numbers, strict=True):
+    for prompt, completion, number in zip(lengths.prompts, lengths.completions, lengths.prompt_indices, strict=True):
         asked = Prompt(str(number), np.full(prompt, number, np.int32), "", None)
         ids, logprobs = np.ones(completion, np.int32), np.ones(completion, np.float32)
         samples.append(Sample(asked, 0, int(number), ids, "", logprobs, "length", 0))
     (plan,) = plan_token_budget(
-        [lengths_of(samples)], make_budget(16384, 2000, share_prompts=True), flops, devices_per_host=1
+        [sequence_lengths(samples)], make_budget(16384, 2000, share_prompts=True), flops, devices_per_host=1
     )
 
     def assemble() -> list[np.ndarray]:
@@ -295,7 +297,7 @@ def assembly_times() -> dict[str, float]:
 
     packed = assemble()
     return {
-        "lengths of 2048": median_ms(lambda: lengths_of(samples)),
+        "lengths of 2048": median_ms(lambda: sequence_lengths(samples)),
         f"assemble 2048, {lengths.totals.sum()} tokens": median_ms(assemble),
         "unpack 2048": median_ms(lambda: unpack_per_token(packed, samples, plan)),
     }

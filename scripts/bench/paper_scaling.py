@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from shapes import QWEN2_5_0_5B, QWEN2_5_1_5B, QWEN2_5_3B, QWEN2_5_7B
 
-from app.batching.length_buckets import rung
-from app.mesh.simulated_slice import Chip, Slice, parse_slice
+from app.batching.length_buckets import bucket_length
+from app.mesh.simulated_slice import TpuChip, TpuSlice, parse_slice
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
 from app.model.flops import forward_flops
@@ -100,16 +100,16 @@ class Paper:
     """One model on one slice."""
 
     architecture: Architecture
-    place: Slice
+    place: TpuSlice
     assumed: Assumptions
 
     @property
-    def chip(self) -> Chip:
+    def chip(self) -> TpuChip:
         return self.place.chip
 
     @property
     def num_weights(self) -> int:
-        return DecoderDefinition.of(self.architecture).num_parameters
+        return DecoderDefinition.create(self.architecture).num_parameters
 
     @property
     def rows(self) -> int:
@@ -117,7 +117,7 @@ class Paper:
 
     @property
     def cache_length(self) -> int:
-        return rung(PROMPT + NEW, smallest=PREFILL_BUCKET)
+        return bucket_length(PROMPT + NEW, min_bucket=PREFILL_BUCKET)
 
     @property
     def cached_token_bytes(self) -> int:
@@ -222,7 +222,7 @@ def main() -> None:
     options.out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
-def historic_lengths(place: Slice) -> str:
+def historic_lengths(place: TpuSlice) -> str:
     """The historic runner decoded by fsdp: what its rollout says of the paper, or of its completions."""
     paper = Paper(MODELS["3B"], place, SETS["expected"])
     by_fsdp = paper.step().rollout_by_fsdp_decode / NEW
@@ -237,7 +237,7 @@ HEADS = ("rollout", "score*", "update", "gather", "host", "step", "/ historic", 
 """The last one: the rollout, were weights gathered at every token."""
 
 
-def both(model: str, place: Slice) -> list[dict[str, Any]]:
+def both(model: str, place: TpuSlice) -> list[dict[str, Any]]:
     """One line for each set of assumptions, printed."""
     found = []
     for name, assumed in SETS.items():

@@ -21,7 +21,7 @@ from typing import Any
 from shapes import QWEN2_5
 
 from settings import load
-from settings.loading.config_file import presets
+from settings.loading.config_file import preset_names
 
 RESULTS = Path(__file__).resolve().parent / "results" / "recipe_memory.json"
 ONE_DEVICE = "v6e-1"
@@ -38,7 +38,7 @@ GRPO = "import sys; from cli import main; sys.exit(main())"
 
 def recipes() -> dict[str, str]:
     """Preset -> the model of `shapes.QWEN2_5` that it trains."""
-    paths = {preset: load(preset, [], {}).settings.model.path for preset in presets()}
+    paths = {preset: load(preset, [], {}).settings.model.path for preset in preset_names()}
     sizes = {name: path.split("/")[-1].removesuffix("-Instruct") for name, path in paths.items()}
     return {preset: model for preset, model in sizes.items() if model in QWEN2_5}
 

@@ -25,10 +25,10 @@ import numpy as np
 from forced_rollout import ForcedRollout, machine, open_rollout, positive
 
 from app.records.sample import Prompt
-from app.rollout.continuous_batching import ContinuousBatching
-from app.rollout.generator import Streaming
+from app.rollout.continuous_batching import ContinuousBatchGenerator
+from app.rollout.generator import SampleGenerator
 from app.rollout.scheduling import length_traces
-from settings.schema.rollout import Segment
+from settings.schema.rollout import SegmentSettings
 
 try:
     import torch
@@ -89,13 +89,13 @@ class Peer:
         assert out.shape[1] == longest + max(lengths)
 
 
-def ours(rollout: ForcedRollout) -> dict[str, Callable[[], Streaming]]:
+def ours(rollout: ForcedRollout) -> dict[str, Callable[[], SampleGenerator]]:
     """Compiled; new ones at each call, which know nothing of earlier rollouts."""
     engine = rollout.new_engine(ROWS)
-    engine.programs.compile(suspends=False, rereads=False, truncates=False)
+    engine.programs.compile(suspends=False, recomputes=False, truncates=False)
     print(f"compiled in {rollout.compile():.1f} s", flush=True)
     return {
-        "slots": lambda: ContinuousBatching(engine, decode_text=lambda _: "", rule=rollout.rule),
+        "slots": lambda: ContinuousBatchGenerator(engine, decode_text=lambda _: "", segment_rule=rollout.rule),
         "workers": lambda: rollout.workers("adaptive"),
     }
 
@@ -152,7 +152,7 @@ def main() -> None:
         lengths=[[options.tokens] * len(drawn), [one.length for one in drawn]],
         longest=LONGEST_OVER_MEAN * options.tokens,
         slots=[ROWS // 2] * 2,
-        rule=Segment(min=1, overhead_steps=options.overhead_steps),
+        rule=SegmentSettings(min=1, overhead_steps=options.overhead_steps),
     )
     found = compare(Peer(options.model), rollout, repeats=options.repeats)
     result = {

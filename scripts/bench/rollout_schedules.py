@@ -25,8 +25,8 @@ import numpy as np
 from app.rollout.scheduling import length_traces
 from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.length_traces import Trace
-from app.stages.simulate import compare, worker_specs
-from settings.schema.rollout import Pdsr, Rollout, Segment, WorkerPool, Workers
+from app.stages.simulate import compare_policies, worker_specs
+from settings.schema.rollout import PdsrSettings, RolloutSettings, SegmentSettings, WorkerPoolSettings, WorkersSettings
 
 SIGMAS, CORRELATIONS = (0.5, 0.8, 1.0), (0.0, 0.5, 0.9)
 MEAN, MAX_NEW, GROUP = 512, 4096, 8
@@ -66,11 +66,12 @@ def other_traces(num_samples: int) -> dict[str, Callable[[int], Trace]]:
 
 def measure(draw: Callable[[int], Trace], slots: int, cost: CostModel, seeds: int) -> dict[str, Any]:
     """policy -> means over the seeds."""
-    pool = WorkerPool(count=1, slots=slots)
-    rollout = Rollout(workers=Workers(fast=pool, heavy=pool), max_new_tokens=MAX_NEW)
+    pool = WorkerPoolSettings(count=1, slots=slots)
+    rollout = RolloutSettings(workers=WorkersSettings(fast=pool, heavy=pool), max_new_tokens=MAX_NEW)
     workers = worker_specs(rollout, max_prompt_length=128)
     runs = [
-        compare(draw(seed), workers, cost, pdsr=Pdsr(), segment=Segment(), max_new=MAX_NEW)[0] for seed in range(seeds)
+        compare_policies(draw(seed), workers, cost, pdsr=PdsrSettings(), segment=SegmentSettings(), max_new=MAX_NEW)[0]
+        for seed in range(seeds)
     ]
     found = {}
     for of_policy in zip(*(run.policies for run in runs), strict=True):

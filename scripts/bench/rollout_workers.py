@@ -26,12 +26,12 @@ from forced_rollout import ForcedRollout, machine, on_devices_s, open_rollout, p
 
 from app.rollout.scheduling import length_traces
 from app.rollout.scheduling.cost_model import CostModel
-from app.rollout.scheduling.event_log import LogRecord
-from app.rollout.scheduling.length_traces import Trace, trace_of
-from app.rollout.scheduling.metrics import Figures, figures
+from app.rollout.scheduling.event_log import EventRecord
+from app.rollout.scheduling.length_traces import Trace, trace_from_records
+from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
 from app.rollout.scheduling.scheduler import Scheduler
-from app.rollout.scheduling.simulator import VirtualClock
-from settings.schema.rollout import Pdsr, Segment
+from app.rollout.scheduling.simulator import SchedulerSimulator
+from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 RESULTS = Path(__file__).parent / "results" / "rollout_workers.json"
 POLICIES = ("sync", "adaptive")
@@ -46,12 +46,12 @@ class Measured:
     makespans_s: list[float] = field(default_factory=list)
     no_segment: list[float] = field(default_factory=list)
     """Share of the makespan in which no segment was with the devices: what the host holds up."""
-    records: list[LogRecord] = field(default_factory=list)
+    records: list[EventRecord] = field(default_factory=list)
     """Of the last."""
 
     @property
-    def found(self) -> Figures:
-        return figures(self.records)
+    def found(self) -> ScheduleMetrics:
+        return schedule_metrics(self.records)
 
 
 def measure(rollout: ForcedRollout, policy: str, into: Measured) -> None:
@@ -62,13 +62,13 @@ def measure(rollout: ForcedRollout, policy: str, into: Measured) -> None:
     into.no_segment.append(1 - on_devices_s(rollout.engines) / into.makespans_s[-1])
 
 
-def predicted(rollout: ForcedRollout, policy: str, trace: Trace, cost: CostModel) -> Figures:
-    scheduler = Scheduler(policy, pdsr=Pdsr(), segment=rollout.rule)
-    return figures(VirtualClock(scheduler, trace, rollout.specs(), cost, max_new=rollout.longest).run())
+def predicted(rollout: ForcedRollout, policy: str, trace: Trace, cost: CostModel) -> ScheduleMetrics:
+    scheduler = Scheduler(policy, pdsr=PdsrSettings(), segment=rollout.rule)
+    return schedule_metrics(SchedulerSimulator(scheduler, trace, rollout.specs(), cost, max_new=rollout.longest).run())
 
 
 def result_of(rollout: ForcedRollout, policy: str, measured: Measured, cost: CostModel) -> dict[str, Any]:
-    found, simulated = measured.found, predicted(rollout, policy, trace_of(measured.records), cost)
+    found, simulated = measured.found, predicted(rollout, policy, trace_from_records(measured.records), cost)
     makespan = statistics.median(measured.makespans_s)
     return {
         "seconds": [round(s, 4) for s in measured.seconds],
@@ -100,11 +100,11 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
         lengths=[[one.length for one in trace]],
         longest=options.longest,
         slots=options.slots,
-        rule=Segment(min=1),
+        rule=SegmentSettings(min=1),
     )
     print(f"compiled in {rollout.compile():.1f} s", flush=True)
     cost, timed = calibrate(rollout, repeats=options.calibrations)
-    rollout.rule = Segment(min=1, overhead_steps=options.overhead_steps or edge_steps(cost, rollout))
+    rollout.rule = SegmentSettings(min=1, overhead_steps=options.overhead_steps or edge_steps(cost, rollout))
     measured = {policy: Measured() for policy in POLICIES}
     # Costs are measured around the rollouts: a machine that slows down slows both.
     for _ in range(options.repeats):

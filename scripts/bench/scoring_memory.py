@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from throughput import SMALL, one_device
 
 from app.batching.pack import TokenBatch
-from app.mesh.placement import abstract
+from app.mesh.placement import abstract_arrays
 from app.model.decoder import DecoderDefinition
 from app.score.scorer import Scorer
 
@@ -32,7 +32,7 @@ def main() -> None:
     print(f"[tokens, vocab] in float32: {whole / 2**20:,.0f} MiB")
     print(f"{'logits_chunk':>14}{'temporaries, MiB':>18}{'ratio':>8}")
     for chunk in map(int, options.chunks.split(",")):
-        used = temporary_bytes(DecoderDefinition.of(architecture), quota=options.quota, logits_chunk=chunk)
+        used = temporary_bytes(DecoderDefinition.create(architecture), quota=options.quota, logits_chunk=chunk)
         print(f"{chunk:>14,}{used / 2**20:>18,.0f}{used / whole:>7.2f}x")
 
 
@@ -42,8 +42,8 @@ def temporary_bytes(definition: DecoderDefinition, *, quota: int, logits_chunk: 
     scorer = Scorer(definition, mesh, dtype=jnp.dtype("float32"), logits_chunk=logits_chunk)
     row = jax.ShapeDtypeStruct((1, quota), jnp.int32)
     mask = jax.ShapeDtypeStruct((1, quota), jnp.bool)
-    batch = TokenBatch(row, row, row, row, score_index=row, targets=row, mask=mask)
-    params = abstract(definition.shapes, definition.shardings(mesh))
+    batch = TokenBatch(row, row, row, row, logits_indices=row, targets=row, loss_mask=mask)
+    params = abstract_arrays(definition.shapes, definition.shardings(mesh))
     with jax.set_mesh(mesh):
         compiled = scorer._forward.lower(params, batch, jax.ShapeDtypeStruct((), jnp.float32)).compile()
     memory = compiled.memory_analysis()

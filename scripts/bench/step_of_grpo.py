@@ -14,12 +14,12 @@ import workload
 
 import settings
 from app.checkpoint.run_state import RunState
-from app.rollout.batch_engine import Engine
+from app.rollout.batch_engine import BatchEngine
 from app.runtime.session import Session
-from app.tracking.console import Board
-from app.tracking.timer import Timer
-from app.training.learner import wire_learning
-from app.training.setup import Launch, prepared
+from app.tracking.console import ProgressDisplay
+from app.tracking.timer import StepTimer
+from app.training.learner import make_learner_group
+from app.training.setup import RunSetup, prepare_run
 from app.training.trainer import Trainer
 
 
@@ -35,10 +35,10 @@ def main() -> None:
 def measured(options: argparse.Namespace, folder: str) -> tuple[list[dict[str, float]], dict[str, float]]:
     """Seconds of each step after the warm-up, and what the work of a step is."""
     steps, samples = [], []
-    with prepared(resolved(options, folder), resume="never") as launch:
+    with prepare_run(resolved(options, folder), resume="never") as launch:
         trainer, state = opened(launch)
         for step in range(1, trainer.settings.run.steps + 1):
-            timer = Timer(Board(num_steps=trainer.settings.run.steps, first_step=0, shown=False))
+            timer = StepTimer(ProgressDisplay(num_steps=trainer.settings.run.steps, first_step=0, enabled=False))
             position = workload.NUM_PROMPTS * (step - 1)
             state, samples, _ = trainer.step(state, step=step, position=position, timer=timer)
             timer.stop()
@@ -50,20 +50,20 @@ def measured(options: argparse.Namespace, folder: str) -> tuple[list[dict[str, f
         peak_memory_bytes = workload.peak_memory_bytes()
     return steps, {
         "peak_memory_bytes": peak_memory_bytes,
-        "num_parameters": trainer.session.input.definition.num_parameters,
+        "num_parameters": trainer.session.model_spec.definition.num_parameters,
         "prompt_tokens_per_step": sum(len(s.prompt.token_ids) for s in samples) / workload.GROUP_SIZE,
         "tokens_per_step": sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples),
     }
 
 
-def opened(launch: Launch) -> tuple[Trainer, RunState]:
+def opened(launch: RunSetup) -> tuple[Trainer, RunState]:
     """The trainer, whose completions all have their full length, and fresh weights."""
     chosen, session = launch.resolved.settings, launch.session
     session.engine = endless(session)
-    learning = wire_learning(chosen, session)
+    learning = make_learner_group(chosen, session)
     state = RunState(learning.policy.initial_state(session.load_params()))
     reference = session.load_params() if "reference" in chosen.scored_roles else None
-    return Trainer(chosen, session, learning, launch.input.prompts, reference, launch.rewards), state
+    return Trainer(chosen, session, learning, launch.inputs.prompts, reference, launch.rewards), state
 
 
 def resolved(options: argparse.Namespace, folder: str) -> settings.Resolved:
@@ -87,10 +87,10 @@ def resolved(options: argparse.Namespace, folder: str) -> settings.Resolved:
     return settings.load("quickstart", [f"{k}={v}" for k, v in (lines | overridden).items()], os.environ)
 
 
-def endless(session: Session) -> Engine:
+def endless(session: Session) -> BatchEngine:
     """The session's engine without an end-of-sequence token: every completion has its full length."""
-    chosen, model = session.settings, session.input
-    return Engine(
+    chosen, model = session.settings, session.model_spec
+    return BatchEngine(
         model.definition,
         session.mesh,
         eos_ids=(),

@@ -23,23 +23,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from app.batching.length_buckets import rung
-from app.batching.micro_batch_plan import TokenBudget, row_length
-from app.batching.micro_batcher import Cutter, FixedRows, PackedRows
+from app.batching.length_buckets import bucket_length
+from app.batching.micro_batch_plan import TokenBudget, choose_row_length
+from app.batching.micro_batcher import FixedRowBatcher, MicroBatcher, PackedRowBatcher
 from app.mesh.axis_rules import AXES
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
 from app.model.flops import forward_flops
-from app.model.rope import Rope
+from app.model.rope import RopeConfig
 from app.records.sample import Prompt, Sample
 from app.score.scorer import Scorer
 from app.update.loss_aggregation import token_mean
-from app.update.optimizer import TrainState, initial_state, make_optimizer, make_schedule, state_shardings
-from app.update.policy_loss import PolicyLoss, make_objective, own_logprobs
+from app.update.optimizer import TrainState, init_train_state, make_optimizer, make_schedule, train_state_shardings
+from app.update.policy_loss import PolicyLoss, detached_logprobs, make_policy_objective
 from app.update.step import UpdateStep
 from app.update.surrogate import clipped_surrogate
-from app.update.updater import PolicyPack, Updater
-from settings.schema.optimizer import Optimizer
+from app.update.updater import PolicyBatchPacker, Updater
+from settings.schema.optimizer import OptimizerSettings
 
 SMALL = Architecture(
     family="llama",
@@ -50,7 +50,7 @@ SMALL = Architecture(
     num_query_heads=4,
     num_kv_heads=2,
     head_dim=64,
-    rope=Rope(theta=10_000.0),
+    rope=RopeConfig(theta=10_000.0),
     norm_epsilon=1e-5,
     max_positions=32_768,
     tied_embeddings=True,
@@ -69,7 +69,7 @@ SHAPES = {
         mlp_dim=4864,
         num_query_heads=14,
         num_kv_heads=2,
-        rope=Rope(theta=1_000_000.0),
+        rope=RopeConfig(theta=1_000_000.0),
         norm_epsilon=1e-6,
         qkv_bias=True,
     ),
@@ -126,19 +126,21 @@ def draw_samples(options: argparse.Namespace, vocab_size: int) -> list[Sample]:
     return samples
 
 
-def cutters_of(options: argparse.Namespace, architecture: Architecture, samples: list[Sample]) -> dict[str, Cutter]:
+def cutters_of(
+    options: argparse.Namespace, architecture: Architecture, samples: list[Sample]
+) -> dict[str, MicroBatcher]:
     longest = max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
-    rows = max(1, options.quota // rung(longest))
+    rows = max(1, options.quota // bucket_length(longest))
     budget = TokenBudget(
         max_tokens_per_device=options.quota,
-        row_length=row_length(options.quota, longest),
+        row_length=choose_row_length(options.quota, longest),
         share_prompts=True,
         packing="best_fit",
         balance=True,
     )
     return {
-        f"padded, {rows} a micro-batch": FixedRows(rows, trim_tail=True),
-        "packed": PackedRows(budget, forward_flops(architecture)),
+        f"padded, {rows} a micro-batch": FixedRowBatcher(rows, trim_tail=True),
+        "packed": PackedRowBatcher(budget, forward_flops(architecture)),
     }
 
 
@@ -147,41 +149,43 @@ def one_device() -> Mesh:
 
 
 def scoring(
-    options: argparse.Namespace, architecture: Architecture, samples: list[Sample], cutters: dict[str, Cutter]
+    options: argparse.Namespace, architecture: Architecture, samples: list[Sample], cutters: dict[str, MicroBatcher]
 ) -> dict[tuple[str, str], Callable[[], None]]:
     """A pass of the scorer with each cut."""
-    mesh, definition = one_device(), DecoderDefinition.of(architecture)
+    mesh, definition = one_device(), DecoderDefinition.create(architecture)
     params = definition.initialise(0)
     scorer = Scorer(definition, mesh, dtype=jnp.dtype(options.dtype), logits_chunk=1024)
 
-    def score(cut: Cutter) -> None:
-        scorer.logprobs(params, samples, cut(samples, mesh).own, temperature=1.0)
+    def score(cut: MicroBatcher) -> None:
+        scorer.logprobs(params, samples, cut(samples, mesh).local_plan, temperature=1.0)
 
     return {("score", name): lambda cut=cut: score(cut) for name, cut in cutters.items()}
 
 
 def updating(
-    options: argparse.Namespace, architecture: Architecture, samples: list[Sample], cutters: dict[str, Cutter]
+    options: argparse.Namespace, architecture: Architecture, samples: list[Sample], cutters: dict[str, MicroBatcher]
 ) -> dict[tuple[str, str], Callable[[], None]]:
     """An optimizer step with each cut; both go on from the same weights."""
-    mesh, definition = one_device(), DecoderDefinition.of(architecture)
-    settings = Optimizer(learning_rate=LEARNING_RATE)
+    mesh, definition = one_device(), DecoderDefinition.create(architecture)
+    settings = OptimizerSettings(learning_rate=LEARNING_RATE)
     schedule = make_schedule(settings, num_updates=1000)
     optimizer = make_optimizer(settings, schedule)
-    shardings = state_shardings(optimizer, definition.shapes, definition.shardings(mesh), mesh)
+    shardings = train_state_shardings(optimizer, definition.shapes, definition.shardings(mesh), mesh)
     loss = PolicyLoss(
-        proximal=own_logprobs,
+        proximal_logprobs_fn=detached_logprobs,
         surrogate=lambda *args: clipped_surrogate(*args, clip_low=0.2, clip_high=0.2),
         kl_estimator=None,
         beta=0.0,
         entropy_coef=0.0,
     )
-    objective = make_objective(definition, loss, dtype=jnp.dtype(options.dtype), remat="minimal", logits_chunk=1024)
+    objective = make_policy_objective(
+        definition, loss, dtype=jnp.dtype(options.dtype), remat="minimal", logits_chunk=1024
+    )
     step = UpdateStep(objective, optimizer, schedule, shardings)
-    kept: list[TrainState] = [initial_state(optimizer, definition.initialise(0), shardings)]
+    kept: list[TrainState] = [init_train_state(optimizer, definition.initialise(0), shardings)]
 
-    def update(cut: Cutter) -> None:
-        updater = Updater(step, mesh, cut=cut, pack=PolicyPack(token_mean, roles=()))
+    def update(cut: MicroBatcher) -> None:
+        updater = Updater(step, mesh, micro_batcher=cut, pack=PolicyBatchPacker(token_mean, roles=()))
         kept[0], _ = updater.update(kept[0], [[samples]], temperature=1.0)
 
     return {("update", name): lambda cut=cut: update(cut) for name, cut in cutters.items()}
@@ -199,7 +203,7 @@ def in_turn(passes: dict[tuple[str, str], Callable[[], None]], rounds: int) -> d
     return seconds
 
 
-def table(samples: list[Sample], cutters: dict[str, Cutter], seconds: dict[tuple[str, str], list[float]]) -> str:
+def table(samples: list[Sample], cutters: dict[str, MicroBatcher], seconds: dict[tuple[str, str], list[float]]) -> str:
     tokens = sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
     baseline, packed = cutters
     lines = [
@@ -215,7 +219,7 @@ def table(samples: list[Sample], cutters: dict[str, Cutter], seconds: dict[tuple
 def record(
     options: argparse.Namespace,
     samples: list[Sample],
-    cutters: dict[str, Cutter],
+    cutters: dict[str, MicroBatcher],
     seconds: dict[tuple[str, str], list[float]],
 ) -> dict:
     tokens = sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
@@ -226,7 +230,7 @@ def record(
         "jax": jax.__version__,
         **{name: value for name, value in vars(options).items() if name != "out"},
         "tokens": tokens,
-        "fill": {name: cut(samples, one_device()).figures()["fill"] for name, cut in cutters.items()},
+        "fill": {name: cut(samples, one_device()).packing_stats()["fill"] for name, cut in cutters.items()},
         "seconds": {f"{phase}, {name}": values for (phase, name), values in seconds.items()},
     }
 

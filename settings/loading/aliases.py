@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-HISTORIC: dict[str, tuple[str, ...]] = {
+ALIASES: dict[str, tuple[str, ...]] = {
     "steps": ("run.steps",),
     "training_steps": ("run.steps",),
     "batch_size": ("rollout.prompts_per_step",),
@@ -28,5 +28,5 @@ HISTORIC: dict[str, tuple[str, ...]] = {
 }
 """Historic name -> dotted fields, which all get its value."""
 
-NOT_BUILT: dict[str, str] = {}
+UNSUPPORTED_ALIASES: dict[str, str] = {}
 """Historic name of settings that do not exist yet -> why."""

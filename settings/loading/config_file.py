@@ -7,10 +7,10 @@ from importlib.resources import files
 from pathlib import Path
 
 from settings.errors import InputError
-from settings.loading.fields import did_you_mean, nearest_of
+from settings.loading.fields import did_you_mean, nearest_names
 from settings.loading.yaml_file import MAX_BYTES
 
-EMBEDDED_DEFAULT = "quickstart"
+DEFAULT_PRESET = "quickstart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +22,19 @@ class ConfigFile:
     content: bytes
 
 
-def presets() -> list[str]:
+def preset_names() -> list[str]:
     """Names of the settings files that come with the package."""
     folder = files("settings") / "presets"
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def find(config: str | None) -> ConfigFile:
+def find_config_file(config: str | None) -> ConfigFile:
     """The preset of that name, else the file at that path; without a name, the embedded default.
 
     Raises: InputError when it is neither, or cannot be read.
     """
-    name = EMBEDDED_DEFAULT if config is None else config
-    if name in presets():
+    name = DEFAULT_PRESET if config is None else config
+    if name in preset_names():
         resource = files("settings") / "presets" / f"{name}.yaml"
         return ConfigFile(f"settings/presets/{name}.yaml", name, resource.read_bytes())
     path = Path(name)
@@ -45,7 +45,7 @@ def find(config: str | None) -> ConfigFile:
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte in the name
         raise InputError(
             f"config file not found: {Path(shown).absolute()}"
-            f"{did_you_mean(nearest_of(name, presets()))}\npresets: {', '.join(presets())}"
+            f"{did_you_mean(nearest_names(name, preset_names()))}\npresets: {', '.join(preset_names())}"
         ) from None
     except OSError as error:
         raise InputError(f"config file {Path(shown).absolute()} cannot be read: {error.strerror}") from None

@@ -10,30 +10,30 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from settings.loading.aliases import HISTORIC
-from settings.schema.reward import RewardFunction
+from settings.loading.aliases import ALIASES
+from settings.schema.reward import RewardFunctionSettings
 from settings.schema.settings import Settings
 
-CLOSE_ENOUGH = 0.7
+MIN_SIMILARITY = 0.7
 """Similarity (difflib's ratio) from which a known name is offered for an unknown one."""
 
 
-def _below(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def _iter_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, info in model.model_fields.items():
         yield prefix + name, info
         if _is_section(info):
-            yield from _below(info.annotation, f"{prefix}{name}.")  # pyright: ignore[reportArgumentType]
+            yield from _iter_fields(info.annotation, f"{prefix}{name}.")  # pyright: ignore[reportArgumentType]
 
 
 def _is_section(info: FieldInfo) -> bool:
     return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
 
 
-FIELDS: dict[str, FieldInfo] = {name: info for name, info in _below(Settings) if not _is_section(info)}
+FIELDS: dict[str, FieldInfo] = {name: info for name, info in _iter_fields(Settings) if not _is_section(info)}
 """Dotted name -> field, in the order of the schema: `rollout.group_size`."""
-SECTIONS: frozenset[str] = frozenset(name for name, info in _below(Settings) if _is_section(info))
+SECTIONS: frozenset[str] = frozenset(name for name, info in _iter_fields(Settings) if _is_section(info))
 """Dotted names of the sections: `rollout`, `score.policy`."""
-ITEM_KEYS: dict[str, Iterable[str]] = {"reward.functions": RewardFunction.model_fields}
+ITEM_KEYS: dict[str, Iterable[str]] = {"reward.functions": RewardFunctionSettings.model_fields}
 """Keys of the mappings that are listed in a field."""
 
 
@@ -61,19 +61,19 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 def nearest_fields(unknown: str) -> list[str]:
     """The names most like `unknown`: dotted, historic, or a bare field name given in full."""
     sections = [section for section in SECTIONS if ("." in section) == ("." in unknown)]
-    known = [(name, name) for name in (*FIELDS, *sections, *HISTORIC)]
+    known = [(name, name) for name in (*FIELDS, *sections, *ALIASES)]
     known += [(name.rpartition(".")[2], name) for name in FIELDS]
     return _nearest(unknown, known)
 
 
-def nearest_of(unknown: str, names: Iterable[str]) -> list[str]:
+def nearest_names(unknown: str, names: Iterable[str]) -> list[str]:
     return _nearest(unknown, [(name, name) for name in names])
 
 
 def _nearest(unknown: str, known: list[tuple[str, str]]) -> list[str]:
     scores = [(_similarity(unknown.lower(), spelling), name) for spelling, name in known]
     best = max(score for score, _ in scores)
-    return sorted({name for score, name in scores if score == best}) if best >= CLOSE_ENOUGH else []
+    return sorted({name for score, name in scores if score == best}) if best >= MIN_SIMILARITY else []
 
 
 def _similarity(unknown: str, known: str) -> float:

@@ -6,30 +6,30 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from settings.loading.algorithm_presets import DECIDED, of_estimator
+from settings.loading.algorithm_presets import PRESET_FIELDS, estimator_defaults
 from settings.loading.fields import FIELDS, value_of
 from settings.loading.printing import from_yaml
 from settings.loading.resolve import load
 from settings.schema.score import ForwardRole
 
-CHOICES = ("algorithm.name", "algorithm.estimator")
+DECIDING_FIELDS = ("algorithm.name", "algorithm.estimator")
 """What decides other fields of `algorithm` that nobody sets."""
-FOLLOWING = tuple(
+ALGORITHM_DERIVED_FIELDS = tuple(
     f"algorithm.{field}"
     for field in (
-        *(*DECIDED, *of_estimator("grpo"), "kl_estimator"),
+        *(*PRESET_FIELDS, *estimator_defaults("grpo"), "kl_estimator"),
         *("correction", "correction_level", "correction_veto"),
     )
 )
 """These."""
-DERIVED = {
+OTHER_DERIVED_FIELDS = {
     "rollout.max_length_total": ("rollout.max_new_tokens", "data.max_prompt_length"),
     "rollout.workers.lease_s": ("rollout.pool",),
     "algorithm.mini_batch_prompts": ("rollout.prompts_per_step",),
     "data.eval_source": ("data.source",),
 }
 """Other fields that nobody sets, and what decides them."""
-SCOPES = (
+MICRO_BATCH_SCOPES = (
     ("algorithm", "score", ("max_tokens_per_device",)),
     ("algorithm", "critic", ("dynamic_microbatch", "rows_per_device")),
     *(
@@ -38,11 +38,11 @@ SCOPES = (
     ),
 )
 """Where samples are cut into micro-batches, who takes what from there, and what."""
-FINDING_OTHERS = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
+RENDEZVOUS_FIELDS = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
 """How a host of the run found the others, who are not there any more."""
 
 
-def freed(path: str, overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+def reset_overrides(path: str, overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """`--set` options beside `overrides`, for what the file says and the run that it is for should not take over.
 
     The file says of every setting what it was. With another `algorithm.name` alone, estimator, clip and aggregation
@@ -53,27 +53,27 @@ def freed(path: str, overrides: Sequence[str], environ: Mapping[str, str]) -> li
     resolved = load(path, overrides, environ)
     as_written = {field for field, origin in resolved.provenance.items() if origin.startswith("yaml:")}
     written = from_yaml(Path(path).read_bytes(), name=path)
-    taken_back = [field for field in FINDING_OTHERS if value_of(resolved.settings, field) is not None]
-    following = {**dict.fromkeys(FOLLOWING, CHOICES), **DERIVED}
+    taken_back = [field for field in RENDEZVOUS_FIELDS if value_of(resolved.settings, field) is not None]
+    following = {**dict.fromkeys(ALGORITHM_DERIVED_FIELDS, DECIDING_FIELDS), **OTHER_DERIVED_FIELDS}
     taken_back += [
         field
         for field, deciding in following.items()
         if not as_written.issuperset(deciding) and written.get(field, (None, ""))[1] == "derived"
     ]
-    taken_back += _inherited(written, FIELDS.keys() - as_written)
+    taken_back += _inherited_fields(written, FIELDS.keys() - as_written)
     return [f"{field}=null" for field in taken_back if field in as_written]
 
 
-def _inherited(written: Mapping[str, tuple[Any, str]], said: Collection[str]) -> Iterator[str]:
+def _inherited_fields(recorded: Mapping[str, tuple[Any, str]], explicit: Collection[str]) -> Iterator[str]:
     """What a scope of micro-batches had from another one, for which somebody has now said something.
 
     What it had stands there with the same origin. Of two equal `--set` options nobody knows: they count as one.
     """
-    said = {*said}
-    for outer, inner, parts in SCOPES:
-        if not any(f"{outer}.{part}" in said for part in parts):
+    explicit = {*explicit}
+    for outer, inner, parts in MICRO_BATCH_SCOPES:
+        if not any(f"{outer}.{part}" in explicit for part in parts):
             continue
         for field, of_outer in ((f"{inner}.{part}", f"{outer}.{part}") for part in parts):
-            if field in written and written[field][0] is not None and written[field] == written.get(of_outer):
-                said.add(field)
+            if field in recorded and recorded[field][0] is not None and recorded[field] == recorded.get(of_outer):
+                explicit.add(field)
                 yield field

@@ -7,24 +7,24 @@ from typing import Any
 
 import yaml
 
-from settings.loading.yaml_file import Node, parse_file, plain_scalar
+from settings.loading.yaml_file import YamlNode, parse_scalar, parse_settings_file
 from settings.schema.settings import Settings
 
 
 def to_yaml(settings: Settings, provenance: Mapping[str, str]) -> str:
     """Every setting on a line of its own, with what set it as a comment."""
-    return "\n".join(_lines(settings.model_dump(mode="json"), provenance, prefix="")) + "\n"
+    return "\n".join(_format_lines(settings.model_dump(mode="json"), provenance, prefix="")) + "\n"
 
 
-def _lines(section: dict[str, Any], provenance: Mapping[str, str], *, prefix: str) -> list[str]:
+def _format_lines(section: dict[str, Any], provenance: Mapping[str, str], *, prefix: str) -> list[str]:
     lines = []
     indent = "  " * prefix.count(".")
     for name, value in section.items():
         field = prefix + name
         if field in provenance:
-            lines.append(f"{indent}{name}: {_on_one_line(value)}  # {provenance[field]}")
+            lines.append(f"{indent}{name}: {_format_inline(value)}  # {provenance[field]}")
         else:
-            lines += [f"{indent}{name}:", *_lines(value, provenance, prefix=f"{field}.")]
+            lines += [f"{indent}{name}:", *_format_lines(value, provenance, prefix=f"{field}.")]
     return lines
 
 
@@ -36,21 +36,21 @@ def from_yaml(content: bytes, *, name: str) -> dict[str, tuple[Any, str]]:
     Raises: InputError when it is not YAML of sections.
     """
     lines = content.decode("utf-8-sig", errors="replace").split("\n")
-    return dict(_read_back(parse_file(content, name=name), lines, prefix=""))
+    return dict(_parse_lines(parse_settings_file(content, name=name), lines, prefix=""))
 
 
-def _read_back(section: Node, lines: list[str], *, prefix: str) -> Iterator[tuple[str, tuple[Any, str]]]:
+def _parse_lines(section: YamlNode, lines: list[str], *, prefix: str) -> Iterator[tuple[str, tuple[Any, str]]]:
     assert isinstance(section.value, dict)
     for name, node in section.value.items():
         line = lines[node.line - 1] if node.line <= len(lines) else ""
         _, comment, origin = line.rpartition("  # ")
         if isinstance(node.value, dict) and not comment:
-            yield from _read_back(node, lines, prefix=f"{prefix}{name}.")
+            yield from _parse_lines(node, lines, prefix=f"{prefix}{name}.")
         else:
-            yield prefix + name, (node.plain(), origin if comment else "")
+            yield prefix + name, (node.to_python(), origin if comment else "")
 
 
-def _on_one_line(value: Any) -> str:
+def _format_inline(value: Any) -> str:
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False)
     return text.removesuffix("...\n").strip()
 
@@ -60,7 +60,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    quoted = not text.isprintable() or plain_scalar(text) is not text
+    quoted = not text.isprintable() or parse_scalar(text) is not text
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if quoted else None)
 
 

@@ -13,27 +13,34 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import InitSettingsSource
 
 from settings.errors import InputError
-from settings.loading.algorithm_presets import CORRECTION_VETO, DECIDED, KL_ESTIMATORS, PAPERS, changes, of_estimator
-from settings.loading.config_file import find
-from settings.loading.fields import FIELDS, ITEM_KEYS, did_you_mean, nearest_of, nested, value_of
-from settings.loading.micro_batching import settle
+from settings.loading.algorithm_presets import (
+    ALGORITHM_PRESETS,
+    DEFAULT_CORRECTION_VETO,
+    DEFAULT_KL_ESTIMATORS,
+    PRESET_FIELDS,
+    describe_changes,
+    estimator_defaults,
+)
+from settings.loading.config_file import find_config_file
+from settings.loading.fields import FIELDS, ITEM_KEYS, did_you_mean, nearest_names, nested, value_of
+from settings.loading.micro_batching import resolve_micro_batching
 from settings.loading.printing import to_yaml
 from settings.loading.sources import (
     NO_FLAGS,
     Flags,
     Layer,
-    Leaf,
+    SourcedValue,
+    describe_origin,
     environment_layer,
     environment_notices,
     flag_layer,
-    place,
+    precedence,
     set_layer,
-    spoken,
     yaml_layer,
 )
-from settings.loading.yaml_file import Node, parse_file
+from settings.loading.yaml_file import YamlNode, parse_settings_file
 from settings.schema.rollout import RAY_LEASE_S
-from settings.schema.settings import HISTORIC_PROMPT_ALLOWANCE, Algorithm, Settings
+from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, AlgorithmSettings, Settings
 
 
 @dataclass(frozen=True)
@@ -52,9 +59,9 @@ class Resolved:
 
     def origin(self, field: str) -> str:
         """What set a field, for the inside of a sentence."""
-        return spoken(self.provenance[field])
+        return describe_origin(self.provenance[field])
 
-    def named(self, field: str) -> str:
+    def describe(self, field: str) -> str:
         """`rollout.group_size = 1 (from env:NUM_PRE_Q)`."""
         return f"{field} = {value_of(self.settings, field)!r} (from {self.origin(field)})"
 
@@ -62,7 +69,7 @@ class Resolved:
     def algorithm_changes(self) -> str | None:
         """What `algorithm.name` has decided otherwise than `grpo` would have; None where that is nothing."""
         own = [field for field in FIELDS if field.startswith("algorithm.") and self.provenance[field] == "derived"]
-        return changes(self.settings.algorithm, [field.removeprefix("algorithm.") for field in own])
+        return describe_changes(self.settings.algorithm, [field.removeprefix("algorithm.") for field in own])
 
 
 def load(config: str | None, overrides: Sequence[str], environ: Mapping[str, str], flags: Flags = NO_FLAGS) -> Resolved:
@@ -73,27 +80,27 @@ def load(config: str | None, overrides: Sequence[str], environ: Mapping[str, str
 
     Raises: InputError for whatever is wrong with any of the four.
     """
-    file = find(config)
-    in_yaml = yaml_layer(parse_file(file.content, name=file.name), file=file.name)
+    file = find_config_file(config)
+    in_yaml = yaml_layer(parse_settings_file(file.content, name=file.name), file=file.name)
     in_set = set_layer(overrides)
     in_environment = environment_layer(environ)
     in_flags = flag_layer(flags)
     layers = [in_flags, in_environment, in_set, in_yaml]
     if in_flags:
-        _validated(layers[1:])  # What a flag overrides is no less a mistake.
-    given = _validated(layers)
-    micro_batching, notices = settle(layers)
-    derived = _derived(given, _provenance(layers), config_stem=file.stem)
-    notices += _overridden_pretence(derived, in_set)
+        _validate(layers[1:])  # What a flag overrides is no less a mistake.
+    given = _validate(layers)
+    micro_batching, notices = resolve_micro_batching(layers)
+    derived = _derive(given, _provenance(layers), config_stem=file.stem)
+    notices += _pretend_override_notices(derived, in_set)
     layers.insert(0, micro_batching | derived)
     return Resolved(
-        settings=_validated(layers),
+        settings=_validate(layers),
         provenance=_provenance(layers),
         notices=(*environment_notices(in_environment, in_set, in_flags), *notices),
     )
 
 
-def _validated(layers: Sequence[Layer]) -> Settings:
+def _validate(layers: Sequence[Layer]) -> Settings:
     """Settings from layers, the strongest first: pydantic-settings merges and validates them."""
     sources = tuple(
         InitSettingsSource(Settings, nested({field: leaf.value for field, leaf in layer.items()})) for layer in layers
@@ -105,7 +112,7 @@ def _validated(layers: Sequence[Layer]) -> Settings:
         leaves = ChainMap(*layers)
         # pydantic counts only the valid items of a list, so each invalid one would be reported twice.
         problems = [d for d in error.errors() if not (d["type"] == "too_short" and d["input"])]
-        raise InputError("\n".join(_explained(details, leaves) for details in problems)) from None
+        raise InputError("\n".join(_error_message(details, leaves) for details in problems)) from None
 
 
 def _provenance(layers: Sequence[Layer]) -> dict[str, str]:
@@ -113,52 +120,52 @@ def _provenance(layers: Sequence[Layer]) -> dict[str, str]:
     return {field: leaves[field].origin if field in leaves else "default" for field in FIELDS}
 
 
-def _derived(given: Settings, provenance: Mapping[str, str], *, config_stem: str) -> Layer:
+def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str) -> Layer:
     """Values for fields left null: from other settings alone, never from a device or a model file."""
     rollout, data = given.rollout, given.data
-    prompt_allowance = max(HISTORIC_PROMPT_ALLOWANCE, data.max_prompt_length)
+    prompt_allowance = max(LEGACY_PROMPT_ALLOWANCE, data.max_prompt_length)
     layer: Layer = {}
     if given.run.name is None:
-        layer["run.name"] = Leaf(f"{_as_run_name(config_stem)}-seed{given.run.seed}", "derived")
+        layer["run.name"] = SourcedValue(f"{_as_run_name(config_stem)}-seed{given.run.seed}", "derived")
     # Left null for a file: what is held out of it nobody knows.
     if data.eval_source is None and data.source.startswith(("builtin:", "hf:")):
-        layer["data.eval_source"] = Leaf(data.source, "derived")
+        layer["data.eval_source"] = SourcedValue(data.source, "derived")
     if data.eval_split is None:
-        layer["data.eval_split"] = Leaf("test", "derived")
+        layer["data.eval_split"] = SourcedValue("test", "derived")
     if rollout.max_length_total is None:
-        layer["rollout.max_length_total"] = Leaf(rollout.max_new_tokens + prompt_allowance, "derived")
+        layer["rollout.max_length_total"] = SourcedValue(rollout.max_new_tokens + prompt_allowance, "derived")
     # Machines may vanish at any moment.
     if rollout.pool == "ray" and rollout.workers.lease_s is None:
-        layer["rollout.workers.lease_s"] = Leaf(RAY_LEASE_S, "derived")
+        layer["rollout.workers.lease_s"] = SourcedValue(RAY_LEASE_S, "derived")
     # No evaluation, said later than what it should measure: that choice wins.
-    if given.eval.every_steps == 0 and place(provenance["eval.every_steps"]) > place(
+    if given.eval.every_steps == 0 and precedence(provenance["eval.every_steps"]) > precedence(
         provenance["checkpoint.best_metric"]
     ):
-        layer["checkpoint.best_metric"] = Leaf(None, "derived")
+        layer["checkpoint.best_metric"] = SourcedValue(None, "derived")
     if given.algorithm.mini_batch_prompts is None:
-        layer["algorithm.mini_batch_prompts"] = Leaf(rollout.prompts_per_step, "derived")
-    return layer | _derived_algorithm(given.algorithm) | _derived_correction(given) | _derived_mesh(given, provenance)
+        layer["algorithm.mini_batch_prompts"] = SourcedValue(rollout.prompts_per_step, "derived")
+    return layer | _derive_algorithm(given.algorithm) | _derive_correction(given) | _derive_mesh(given, provenance)
 
 
-def _derived_mesh(given: Settings, provenance: Mapping[str, str]) -> Layer:
+def _derive_mesh(given: Settings, provenance: Mapping[str, str]) -> Layer:
     """A pretended slice and real devices: what was said later counts. Said in one layer, they are refused."""
-    pretends = place(provenance["mesh.pretend"])
-    real = {field: place(provenance[field]) for field in real_devices(given)}
+    pretends = precedence(provenance["mesh.pretend"])
+    real = {field: precedence(provenance[field]) for field in real_device_fields(given)}
     if given.mesh.pretend is None or not real:
         return {}
     if max(real.values()) > pretends:
-        return {"mesh.pretend": Leaf(None, "derived")}
-    return {field: Leaf(FIELDS[field].default, "derived") for field, said in real.items() if said < pretends}
+        return {"mesh.pretend": SourcedValue(None, "derived")}
+    return {field: SourcedValue(FIELDS[field].default, "derived") for field, said in real.items() if said < pretends}
 
 
-def _overridden_pretence(derived: Layer, in_set: Layer) -> list[str]:
+def _pretend_override_notices(derived: Layer, in_set: Layer) -> list[str]:
     """A line for stderr where the environment's devices have taken the place of a slice of `--set`."""
     if "mesh.pretend" not in derived or "mesh.pretend" not in in_set:
         return []
     return [f"the environment's settings of the mesh override mesh.pretend {in_set['mesh.pretend'].value!r} from --set"]
 
 
-def real_devices(settings: Settings) -> list[str]:
+def real_device_fields(settings: Settings) -> list[str]:
     """The settings that ask for devices which must be there."""
     names = ("cpu_devices", "platform", "coordinator_address", "num_processes", "process_id", "expect_processes")
     fields = [f"mesh.{name}" for name in names]
@@ -167,30 +174,35 @@ def real_devices(settings: Settings) -> list[str]:
     return [f for f, value in values.items() if value != FIELDS[f].default and (f, value) != ("mesh.platform", "cpu")]
 
 
-def _derived_algorithm(given: Algorithm) -> Layer:
+def _derive_algorithm(given: AlgorithmSettings) -> Layer:
     """What the name fixes of the fields left null. Without a penalty it has neither place nor estimator."""
-    paper = PAPERS[given.name]
+    paper = ALGORITHM_PRESETS[given.name]
     kl_in = given.kl_in or paper.kl_in
-    values: dict[str, Any] = {field: getattr(paper, field) for field in DECIDED if field != "kl_in"}
+    values: dict[str, Any] = {field: getattr(paper, field) for field in PRESET_FIELDS if field != "kl_in"}
     estimator = given.estimator or paper.estimator
-    values |= of_estimator(estimator)
+    values |= estimator_defaults(estimator)
     if given.beta > 0:
-        values |= {"kl_in": kl_in, "kl_estimator": KL_ESTIMATORS[kl_in]}
+        values |= {"kl_in": kl_in, "kl_estimator": DEFAULT_KL_ESTIMATORS[kl_in]}
     return {
-        f"algorithm.{field}": Leaf(value, "derived") for field, value in values.items() if getattr(given, field) is None
+        f"algorithm.{field}": SourcedValue(value, "derived")
+        for field, value in values.items()
+        if getattr(given, field) is None
     }
 
 
-def _derived_correction(given: Settings) -> Layer:
+def _derive_correction(given: Settings) -> Layer:
     """Whether and how tokens of an older policy are weighed."""
-    algorithm, paper = given.algorithm, PAPERS[given.algorithm.name]
+    algorithm, paper = given.algorithm, ALGORITHM_PRESETS[given.algorithm.name]
     correction = algorithm.correction or ("truncate" if given.rollout.max_staleness > 0 else "none")
     values: dict[str, Any] = {"correction": correction}
     if correction != "none":
         of_samples = (algorithm.ratio_level or paper.ratio_level) == "sequence"
-        values |= {"correction_level": "geometric" if of_samples else "token", "correction_veto": CORRECTION_VETO}
+        values |= {
+            "correction_level": "geometric" if of_samples else "token",
+            "correction_veto": DEFAULT_CORRECTION_VETO,
+        }
     return {
-        f"algorithm.{field}": Leaf(value, "derived")
+        f"algorithm.{field}": SourcedValue(value, "derived")
         for field, value in values.items()
         if getattr(algorithm, field) is None
     }
@@ -201,19 +213,19 @@ def _as_run_name(stem: str) -> str:
     return name if name[:1].isalnum() else f"run{name}"
 
 
-def _explained(details: ErrorDetails, leaves: Mapping[str, Leaf]) -> str:
+def _error_message(details: ErrorDetails, values: Mapping[str, SourcedValue]) -> str:
     """One line for one of pydantic's errors: field, reason, value, and where it was set."""
     location = details["loc"]
     depth = next(n for n in range(len(location), 0, -1) if n == 1 or _dotted(location[:n]) in FIELDS)
     field, inside = _dotted(location[:depth]), location[depth:]
-    leaf = leaves.get(field)
+    leaf = values.get(field)
     name = field + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in inside)
-    origin = f" (from {spoken(_origin_inside(leaf, inside))})" if leaf else ""
+    origin = f" (from {describe_origin(_origin_inside(leaf, inside))})" if leaf else ""
     if details["type"] == "extra_forbidden":
         known = list(ITEM_KEYS.get(field, ()))
-        suggestion = did_you_mean(nearest_of(str(location[-1]), known)) or f"; known: {', '.join(known)}"
+        suggestion = did_you_mean(nearest_names(str(location[-1]), known)) or f"; known: {', '.join(known)}"
         return f"unknown setting {name}{origin}{suggestion}"
-    return f"{name}: {_reason(details)}, got {_shortened(details['input'])}{origin}"
+    return f"{name}: {_reason(details)}, got {_truncate(details['input'])}{origin}"
 
 
 def _reason(details: ErrorDetails) -> str:
@@ -224,15 +236,15 @@ def _reason(details: ErrorDetails) -> str:
     return reason[0].lower() + reason[1:]
 
 
-def _origin_inside(leaf: Leaf, keys: Sequence[int | str]) -> str:
+def _origin_inside(value: SourcedValue, keys: Sequence[int | str]) -> str:
     """The leaf's provenance, with the line of the item that `keys` leads to."""
-    file, _, line = leaf.origin.rpartition(":")
-    if leaf.node is None or not file.startswith("yaml:"):
-        return leaf.origin
-    return f"{file}:{_line_inside(leaf.node, keys) if keys else line}"
+    file, _, line = value.origin.rpartition(":")
+    if value.node is None or not file.startswith("yaml:"):
+        return value.origin
+    return f"{file}:{_line_inside(value.node, keys) if keys else line}"
 
 
-def _line_inside(node: Node, keys: Sequence[int | str]) -> int:
+def _line_inside(node: YamlNode, keys: Sequence[int | str]) -> int:
     for key in keys:
         if isinstance(node.value, list) and isinstance(key, int):
             node = node.value[key]
@@ -245,6 +257,6 @@ def _dotted(location: Sequence[int | str]) -> str:
     return ".".join(map(str, location))
 
 
-def _shortened(value: Any) -> str:
+def _truncate(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

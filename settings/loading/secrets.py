@@ -8,20 +8,20 @@ from pathlib import Path
 from dotenv import dotenv_values
 
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
-LAST_RESORT = Path("/root/.env")
+FALLBACK_DOTENV = Path("/root/.env")
 """Where TPU VMs keep theirs."""
-SHORTEST_SECRET = 8
+MIN_SECRET_LENGTH = 8
 """Characters; anything shorter is a placeholder, and redacting it would only garble messages."""
 
 
-def load_secrets(directory: Path, *, last_resort: Path = LAST_RESORT) -> list[str]:
+def load_secrets(directory: Path, *, fallback: Path = FALLBACK_DOTENV) -> list[str]:
     """Puts the secrets of a `.env` into this process' environment, where the libraries look for them.
 
     Reads the `.env` of `directory` or its nearest parent's, then `last_resort`. The real environment
     wins, and no other name is taken. Returns lines for stderr, which name files, never values.
     """
     notices = []
-    for path in (_nearest_dotenv(directory), last_resort):
+    for path in (_nearest_dotenv(directory), fallback):
         if path is None or not path.is_file():
             continue
         try:
@@ -37,11 +37,11 @@ def load_secrets(directory: Path, *, last_resort: Path = LAST_RESORT) -> list[st
     return notices
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """The text without the value of any secret: a library's error message may quote one."""
     for name in SECRETS:
         value = os.environ.get(name, "")
-        if len(value) >= SHORTEST_SECRET:
+        if len(value) >= MIN_SECRET_LENGTH:
             text = text.replace(value, f"<{name}>")
     return text
 

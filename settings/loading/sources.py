@@ -11,28 +11,28 @@ from types import MappingProxyType
 from typing import Any
 
 from settings.errors import InputError
-from settings.loading.aliases import HISTORIC, NOT_BUILT
+from settings.loading.aliases import ALIASES, UNSUPPORTED_ALIASES
 from settings.loading.fields import FIELDS, SECTIONS, did_you_mean, is_text, nearest_fields
 from settings.loading.secrets import SECRETS
-from settings.loading.yaml_file import Node, parse
+from settings.loading.yaml_file import YamlNode, parse_yaml
 
 ENV_PREFIX = "GRPO__"
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class SourcedValue:
     """A value for one field."""
 
     value: Any
     origin: str
     """Provenance: `yaml:FILE:LINE`, `set`, `env:NAME`, a flag such as `--gamma`, or `derived`."""
-    node: Node | None = None
+    node: YamlNode | None = None
     """Lines of what is listed in the value; None when derived."""
-    written: str = ""
+    given_name: str = ""
     """The name as it was spelled there: `NUM_PRE_Q`; empty when derived."""
 
 
-Layer = dict[str, Leaf]
+Layer = dict[str, SourcedValue]
 """Dotted field -> its leaf."""
 Flags = Mapping[str, tuple[str, str]]
 """A verb's own option -> the field that it names, and its text: `--gamma` -> `algorithm.gamma`, `0.9`."""
@@ -44,30 +44,32 @@ class _Entry:
     """A name and value as somebody wrote them, before the name is known to be a setting."""
 
     name: str
-    node: Node
+    node: YamlNode
     origin: str
-    written: str
+    given_name: str
     """The name as it was spelled there: `NUM_PRE_Q`."""
 
 
-def yaml_layer(root: Node, *, file: str) -> Layer:
+def yaml_layer(root: YamlNode, *, file: str) -> Layer:
     """What a settings file sets."""
-    return _layer(_Entry(name, node, f"yaml:{file}:{node.line}", name) for name, node in _leaves(root.value, prefix=""))
+    return _build_layer(
+        _Entry(name, node, f"yaml:{file}:{node.line}", name) for name, node in _flatten(root.value, prefix="")
+    )
 
 
 def set_layer(overrides: Iterable[str]) -> Layer:
     """What `--set NAME=VALUE` options set; values are YAML."""
-    return _layer(_set_entries(overrides))
+    return _build_layer(_set_entries(overrides))
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
     """What GRPO__SECTION__FIELD and upper-case historic names set; values are YAML."""
-    return _layer(_environment_entries(environ))
+    return _build_layer(_environment_entries(environ))
 
 
 def flag_layer(flags: Flags) -> Layer:
     """What the verb's own options set; values are YAML."""
-    return _layer(_flag_entries(flags))
+    return _build_layer(_flag_entries(flags))
 
 
 def env_name(field: str) -> str:
@@ -75,13 +77,13 @@ def env_name(field: str) -> str:
     return ENV_PREFIX + field.upper().replace(".", "__")
 
 
-def place(origin: str) -> int:
+def precedence(origin: str) -> int:
     """Place of a provenance's layer in their order; of two, the larger was said later."""
     layer = "flag" if origin.startswith("--") else origin.partition(":")[0]
     return ("default", "yaml", "set", "env", "flag").index(layer)
 
 
-def spoken(origin: str) -> str:
+def describe_origin(origin: str) -> str:
     """A provenance inside a sentence."""
     return {"set": "--set", "default": "the default"}.get(origin, origin)
 
@@ -91,7 +93,7 @@ def environment_notices(environment: Layer, overrides: Layer, flags: Layer) -> l
     environment = {field: leaf for field, leaf in environment.items() if field not in flags}
     fields_of: dict[str, list[str]] = {}
     for field, leaf in environment.items():
-        fields_of.setdefault(leaf.written, []).append(field)
+        fields_of.setdefault(leaf.given_name, []).append(field)
     notices = []
     for name, fields in fields_of.items():
         lost = {field: repr(overrides[field].value) for field in fields if field in overrides}
@@ -103,12 +105,12 @@ def environment_notices(environment: Layer, overrides: Layer, flags: Layer) -> l
     return notices
 
 
-def _leaves(section: Any, *, prefix: str) -> Iterator[tuple[str, Node]]:
+def _flatten(section: Any, *, prefix: str) -> Iterator[tuple[str, YamlNode]]:
     """Every dotted name below a mapping; a section without content sets nothing."""
     for key, node in section.items():
         name = prefix + key
         if name in SECTIONS and isinstance(node.value, dict):
-            yield from _leaves(node.value, prefix=f"{name}.")
+            yield from _flatten(node.value, prefix=f"{name}.")
         elif name not in SECTIONS or node.value is not None:
             yield name, node
 
@@ -121,18 +123,18 @@ def _set_entries(overrides: Iterable[str]) -> Iterator[_Entry]:
             raise InputError(f"--set {override}: expected NAME=VALUE, as in --set run.steps=20")
         if not value.strip():
             raise InputError(f"--set {name}= has no value; write {name}=null for none")
-        yield _Entry(name, parse(value, name=f"--set {name}"), "set", name)
+        yield _Entry(name, parse_yaml(value, name=f"--set {name}"), "set", name)
 
 
 def _flag_entries(flags: Flags) -> Iterator[_Entry]:
     for option, (field, value) in flags.items():
         if not value.strip():
             raise InputError(f"{option} has no value; write {option} null for none")
-        yield _Entry(field, parse(value, name=option), option, option)
+        yield _Entry(field, parse_yaml(value, name=option), option, option)
 
 
 def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
-    ours = {env_name(field): field for field in FIELDS} | {name.upper(): name for name in HISTORIC}
+    ours = {env_name(field): field for field in FIELDS} | {name.upper(): name for name in ALIASES}
     for variable in sorted(environ):
         if variable not in ours and not variable.startswith(ENV_PREFIX):
             continue
@@ -144,52 +146,57 @@ def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
             )
         if not environ[variable].strip():
             raise InputError(f"environment variable {variable} is empty; unset it, or write null for none")
-        node = parse(environ[variable], name=f"environment variable {variable}")
+        node = parse_yaml(environ[variable], name=f"environment variable {variable}")
         yield _Entry(ours[variable], node, f"env:{variable}", variable)
 
 
-def _layer(entries: Iterable[_Entry]) -> Layer:
+def _build_layer(entries: Iterable[_Entry]) -> Layer:
     """The entries by field.
 
     Raises: InputError listing every unknown name and every field that is set twice.
     """
-    layer: dict[str, tuple[_Entry, Leaf]] = {}
+    layer: dict[str, tuple[_Entry, SourcedValue]] = {}
     problems = []
     for entry in entries:
-        for field in HISTORIC.get(entry.name, (entry.name,)):
+        for field in ALIASES.get(entry.name, (entry.name,)):
             if field not in FIELDS:
-                problems.append(_unknown(entry))
+                problems.append(_unknown_setting_message(entry))
             elif field in layer:
                 first, leaf = layer[field]
                 # verl's general switch may stand beside the one of a part, where they agree.
-                both_are_historic = {first.name, entry.name} <= HISTORIC.keys()
-                general_and_part = both_are_historic and HISTORIC[first.name] != HISTORIC[entry.name]
-                if not (general_and_part and leaf.value == _value(entry.node, field)):
-                    problems.append(f"{field} is set twice: {_source(first)} and {_source(entry)}; keep one of them")
+                both_are_historic = {first.name, entry.name} <= ALIASES.keys()
+                general_and_part = both_are_historic and ALIASES[first.name] != ALIASES[entry.name]
+                if not (general_and_part and leaf.value == _parse_value(entry.node, field)):
+                    problems.append(
+                        f"{field} is set twice: {_describe_entry(first)} and {_describe_entry(entry)}; keep one of them"
+                    )
             else:
-                layer[field] = entry, Leaf(_value(entry.node, field), entry.origin, entry.node, entry.written)
+                layer[field] = (
+                    entry,
+                    SourcedValue(_parse_value(entry.node, field), entry.origin, entry.node, entry.given_name),
+                )
     if problems:
         raise InputError("\n".join(problems))
     return {field: leaf for field, (_, leaf) in layer.items()}
 
 
-def _value(node: Node, field: str) -> Any:
+def _parse_value(node: YamlNode, field: str) -> Any:
     """The plain value; free text stays as it was written: the revision `12e4567` is no number."""
     if is_text(field) and node.spelling is not None and node.value is not None:
         return node.spelling
-    return node.plain()
+    return node.to_python()
 
 
-def _source(entry: _Entry) -> str:
-    return f"{entry.written} ({spoken(entry.origin)})"
+def _describe_entry(entry: _Entry) -> str:
+    return f"{entry.given_name} ({describe_origin(entry.origin)})"
 
 
-def _unknown(entry: _Entry) -> str:
+def _unknown_setting_message(entry: _Entry) -> str:
     if entry.name in SECTIONS:
         inside = next(field for field in FIELDS if field.startswith(f"{entry.name}."))
-        return f"{_source(entry)} is a section of settings; set what is in it, such as {inside}"
+        return f"{_describe_entry(entry)} is a section of settings; set what is in it, such as {inside}"
     if entry.name.upper() in SECRETS:
-        return f"{_source(entry)} is a secret; it belongs in the environment or a .env as {entry.name.upper()}"
-    if entry.name in NOT_BUILT:
-        return f"unknown setting {_source(entry)}: {NOT_BUILT[entry.name]}"
-    return f"unknown setting {_source(entry)}{did_you_mean(nearest_fields(entry.name))}"
+        return f"{_describe_entry(entry)} is a secret; it belongs in the environment or a .env as {entry.name.upper()}"
+    if entry.name in UNSUPPORTED_ALIASES:
+        return f"unknown setting {_describe_entry(entry)}: {UNSUPPORTED_ALIASES[entry.name]}"
+    return f"unknown setting {_describe_entry(entry)}{did_you_mean(nearest_fields(entry.name))}"

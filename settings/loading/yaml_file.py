@@ -34,25 +34,25 @@ _NAN = re.compile(r"\.(nan|NaN|NAN)")
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class YamlNode:
     """One YAML value and where it stands."""
 
-    value: bool | int | float | str | list[Node] | dict[str, Node] | None
+    value: bool | int | float | str | list[YamlNode] | dict[str, YamlNode] | None
     line: int
     """1-based; the line of the key for a value in a mapping."""
     spelling: str | None = None
     """How an unquoted scalar was written: `1e3` for 1000.0."""
 
-    def plain(self) -> Any:
+    def to_python(self) -> Any:
         """The value in Python's own types."""
         if isinstance(self.value, dict):
-            return {key: node.plain() for key, node in self.value.items()}
+            return {key: node.to_python() for key, node in self.value.items()}
         if isinstance(self.value, list):
-            return [node.plain() for node in self.value]
+            return [node.to_python() for node in self.value]
         return self.value
 
 
-def parse(text: str, *, name: str) -> Node:
+def parse_yaml(text: str, *, name: str) -> YamlNode:
     """The document in `text`; `name` says in errors where it came from.
 
     Raises: InputError with line and column.
@@ -68,11 +68,11 @@ def parse(text: str, *, name: str) -> Node:
     except RecursionError:
         raise InputError(f"{name}: values are nested more than {MAX_DEPTH} deep") from None
     if root is None:
-        return Node(None, 1, "")
-    return _Conversion(name).node(root, line=root.start_mark.line + 1, depth=0)
+        return YamlNode(None, 1, "")
+    return _NodeConverter(name).convert(root, line=root.start_mark.line + 1, depth=0)
 
 
-def parse_file(content: bytes, *, name: str) -> Node:
+def parse_settings_file(content: bytes, *, name: str) -> YamlNode:
     """The mapping at the top of a settings file.
 
     Raises: InputError for a file that is too large, not UTF-8, empty, or no mapping.
@@ -84,7 +84,7 @@ def parse_file(content: bytes, *, name: str) -> Node:
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise InputError(f"{name}:{line}: not UTF-8 text (byte 0x{content[error.start]:02x})") from None
-    root = parse(text, name=name)
+    root = parse_yaml(text, name=name)
     if root.value is None:
         raise InputError(f"{name}: the file is empty; expected sections such as `run:` with settings in them")
     if not isinstance(root.value, dict):
@@ -93,7 +93,7 @@ def parse_file(content: bytes, *, name: str) -> Node:
     return root
 
 
-def plain_scalar(text: str) -> bool | int | float | str | None:
+def parse_scalar(text: str) -> bool | int | float | str | None:
     """What an unquoted scalar means in YAML 1.2's core schema."""
     if _NULL.fullmatch(text):
         return None
@@ -120,34 +120,34 @@ class _Loader(yaml.BaseLoader):
         return super().compose_node(parent, index)
 
 
-class _Conversion:
+class _NodeConverter:
     """Turns PyYAML's nodes into ours, counting them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._num_values = 0
 
-    def node(self, raw: yaml.Node, *, line: int, depth: int) -> Node:
+    def convert(self, raw: yaml.Node, *, line: int, depth: int) -> YamlNode:
         self._num_values += 1
         if self._num_values > MAX_VALUES:
             raise InputError(f"{self._name}: more than {MAX_VALUES} values once aliases are expanded")
         if depth > MAX_DEPTH:
             raise InputError(f"{self._name}:{line}: values are nested more than {MAX_DEPTH} deep")
         if isinstance(raw, MappingNode):
-            return Node(self._mapping(raw, depth=depth + 1), line)
+            return YamlNode(self._mapping(raw, depth=depth + 1), line)
         if isinstance(raw, SequenceNode):
-            items = [self.node(item, line=item.start_mark.line + 1, depth=depth + 1) for item in raw.value]
-            return Node(items, line)
+            items = [self.convert(item, line=item.start_mark.line + 1, depth=depth + 1) for item in raw.value]
+            return YamlNode(items, line)
         assert isinstance(raw, ScalarNode)
         if raw.style is not None:  # quoted, or a block scalar
-            return Node(raw.value, line)
+            return YamlNode(raw.value, line)
         try:
-            return Node(plain_scalar(raw.value), line, raw.value)
+            return YamlNode(parse_scalar(raw.value), line, raw.value)
         except ValueError:  # CPython's limit on the digits of an integer
             raise InputError(f"{self._name}:{line}: the number has too many digits") from None
 
-    def _mapping(self, raw: MappingNode, *, depth: int) -> dict[str, Node]:
-        mapping: dict[str, Node] = {}
+    def _mapping(self, raw: MappingNode, *, depth: int) -> dict[str, YamlNode]:
+        mapping: dict[str, YamlNode] = {}
         for key, value in raw.value:
             line = key.start_mark.line + 1
             if not isinstance(key, ScalarNode):
@@ -155,7 +155,7 @@ class _Conversion:
             if key.value in mapping:
                 first = mapping[key.value].line
                 raise InputError(f"{self._name}:{line}: `{key.value}` is already set on line {first}")
-            mapping[key.value] = self.node(value, line=line, depth=depth)
+            mapping[key.value] = self.convert(value, line=line, depth=depth)
         return mapping
 
 

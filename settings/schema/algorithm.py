@@ -6,14 +6,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from settings.schema.score import MAX_QUOTA
+from settings.schema.score import MAX_TOKENS_PER_DEVICE
 from settings.schema.section import Section
 
-WITH_CRITIC = frozenset({"gae", "vtrace"})
+CRITIC_ESTIMATORS = frozenset({"gae", "vtrace"})
 """Values of `algorithm.estimator` that need a second network."""
 
 
-class Algorithm(Section):
+class AlgorithmSettings(Section):
     name: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gspo", "dapo", "cispo", "ppo"] = Field(
         default="grpo",
         description="A paper: decides what is left null of `estimator`, `ratio_level`, `clip`, `clip_low`, "
@@ -121,7 +121,7 @@ class Algorithm(Section):
     max_tokens_per_device: int | None = Field(
         default=16384,
         ge=1,
-        le=MAX_QUOTA,
+        le=MAX_TOKENS_PER_DEVICE,
         description="Token quota of an update micro-batch on each device, at least one whole sample; chooses dynamic. "
         "Lower it when memory runs out, raise it while devices are idle. Scoring takes it, too, unless told otherwise.",
     )

@@ -12,7 +12,7 @@ MAX_NUM_MICRO_BATCHES = 4096
 """That somebody may ask for: empty ones are computed, too."""
 
 
-class Batching(Section):
+class BatchingSettings(Section):
     share_prompts: bool = Field(
         default=True,
         description="Pack the prompt of a group once, with its completions behind it: the same numbers from fewer "

@@ -9,7 +9,7 @@ from pydantic import Field
 from settings.schema.section import Section
 
 
-class Checkpoint(Section):
+class CheckpointSettings(Section):
     every_steps: int = Field(default=50, ge=1, description="Steps between checkpoints; the last step is always saved.")
     every_minutes: float | None = Field(
         default=None, gt=0, description="Also a checkpoint when the last is so old; null = by steps alone."

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from settings.schema.score import MAX_QUOTA
+from settings.schema.score import MAX_TOKENS_PER_DEVICE
 from settings.schema.section import Section
 
 
-class Critic(Section):
+class CriticSettings(Section):
     path: str | None = Field(
         default=None,
         min_length=1,
@@ -35,7 +35,7 @@ class Critic(Section):
     max_tokens_per_device: int | None = Field(
         default=32768,
         ge=1,
-        le=MAX_QUOTA,
+        le=MAX_TOKENS_PER_DEVICE,
         description="Token quota of an update micro-batch of the critic on each device, which holds no logits; chooses "
         "dynamic. Lower it when memory runs out.",
     )

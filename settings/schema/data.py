@@ -9,7 +9,7 @@ from pydantic import Field
 from settings.schema.section import Section
 
 
-class Data(Section):
+class DataSettings(Section):
     source: str = Field(
         default="builtin:arithmetic",
         min_length=1,

@@ -7,7 +7,7 @@ from pydantic import Field
 from settings.schema.section import Section
 
 
-class Eval(Section):
+class EvalSettings(Section):
     every_steps: int = Field(
         default=25, ge=0, description="Also before step 1 and after the last; 0 = no evaluation at all."
     )

@@ -9,7 +9,7 @@ from pydantic import Field
 from settings.schema.section import Section
 
 
-class Logging(Section):
+class LoggingSettings(Section):
     wandb_project: str | None = Field(default=None, description="wandb is used only when this is set.")
     wandb_mode: Literal["online", "offline", "disabled"] = Field(
         default="online", description="Offline is taken instead of online when no key is known."

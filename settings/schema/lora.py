@@ -13,26 +13,26 @@ from settings.schema.section import Section
 
 MAX_RANK = 4096
 """Beyond this it is a slip of the pen."""
-PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+PROJECTION_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
         "mlp": ("gate_proj", "up_proj", "down_proj"),
     }
 )
 """What several projections of a layer are called together."""
-PROJECTIONS = (*PARTS["attention"], *PARTS["mlp"])
+PROJECTIONS = (*PROJECTION_GROUPS["attention"], *PROJECTION_GROUPS["mlp"])
 """Of every layer of every family, in the order that a token meets them; names are Hugging Face's."""
-TARGETS = ("all", *PARTS, *PROJECTIONS)
+TARGETS = ("all", *PROJECTION_GROUPS, *PROJECTIONS)
 
 Quantization: TypeAlias = Literal["int8", "nf4"]
 """In how many bits a kernel is held, and what they mean."""
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _target(value: str) -> str:
+def _validate_target(value: str) -> str:
     if value not in TARGETS:
         near = difflib.get_close_matches(value, TARGETS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -40,7 +40,7 @@ def _target(value: str) -> str:
     return value
 
 
-class LoRA(Section):
+class LoRASettings(Section):
     rank: int | None = Field(
         default=None,
         ge=0,
@@ -51,8 +51,8 @@ class LoRA(Section):
     )
     alpha: float = Field(default=16.0, gt=0, description="What an adapter adds is multiplied by alpha / rank.")
     targets: Annotated[
-        tuple[Annotated[str, AfterValidator(_target)], ...],
-        BeforeValidator(_listed),
+        tuple[Annotated[str, AfterValidator(_validate_target)], ...],
+        BeforeValidator(_as_list),
         Field(min_length=1, strict=False),
     ] = Field(
         default=("all",),
@@ -68,5 +68,5 @@ class LoRA(Section):
     @property
     def projections(self) -> tuple[str, ...]:
         """Those that `targets` name, each once, in the order of `PROJECTIONS`."""
-        meant = {name for target in self.targets for name in PARTS.get(target, (target,))}
+        meant = {name for target in self.targets for name in PROJECTION_GROUPS.get(target, (target,))}
         return tuple(name for name in PROJECTIONS if "all" in meant or name in meant)

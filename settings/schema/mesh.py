@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 from settings.schema.section import Section
 
 
-def _mesh_shape(value: str) -> str:
+def _validate_mesh_shape(value: str) -> str:
     """`auto`, or sizes of dp, fsdp, tp; whether the devices divide so is for `app.mesh` to say."""
     if value == "auto":
         return value
@@ -22,7 +22,7 @@ def _mesh_shape(value: str) -> str:
     return ",".join(sizes)
 
 
-def _host_and_port(value: str) -> str:
+def _validate_host_and_port(value: str) -> str:
     if value == "auto":
         return value
     if not re.fullmatch(r"\S+:[0-9]{1,5}", value):
@@ -32,8 +32,8 @@ def _host_and_port(value: str) -> str:
     return value
 
 
-class Mesh(Section):
-    shape: Annotated[str, AfterValidator(_mesh_shape)] = Field(
+class MeshSettings(Section):
+    shape: Annotated[str, AfterValidator(_validate_mesh_shape)] = Field(
         default="auto",
         description="`dp,fsdp,tp`, -1 takes what is left; `auto`: dp across hosts, fsdp inside one.",
     )
@@ -49,7 +49,7 @@ class Mesh(Section):
         description="A TPU slice that virtual devices stand for, as in `v4-16` or `v5e-8`: for `inspect-mesh` and "
         "`train --dry-run`, which need none of its hardware.",
     )
-    coordinator_address: Annotated[str, AfterValidator(_host_and_port)] | None = Field(
+    coordinator_address: Annotated[str, AfterValidator(_validate_host_and_port)] | None = Field(
         default=None,
         description="`host:port` of process 0; `auto` asks Cloud TPU, Slurm, Open MPI or Kubernetes for the hosts; "
         "null: all hosts of a Cloud TPU VM, elsewhere this one alone.",

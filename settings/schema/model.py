@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from settings.schema.lora import LoRA
+from settings.schema.lora import LoRASettings
 from settings.schema.section import Section
 
 
-class Model(Section):
+class ModelSettings(Section):
     path: str = Field(
         default="builtin:tiny",
         min_length=1,
@@ -34,4 +34,4 @@ class Model(Section):
         description="Tokens of each device that pass the LM head at once when scoring and training. Lower it when "
         "logits (this x vocabulary x 4 bytes) fill the memory.",
     )
-    lora: LoRA = LoRA()
+    lora: LoRASettings = LoRASettings()

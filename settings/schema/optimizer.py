@@ -9,7 +9,7 @@ from pydantic import Field
 from settings.schema.section import Section
 
 
-class Optimizer(Section):
+class OptimizerSettings(Section):
     learning_rate: float = Field(default=1e-6, gt=0, description="Peak rate of AdamW.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",

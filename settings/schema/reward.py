@@ -20,7 +20,7 @@ from settings.schema.section import Section
 BUILT_IN_REWARDS = ("gsm8k", "arithmetic", "gsm8k_format", "arithmetic_format", "math_verify")
 """What `reward.functions` knows by name alone."""
 
-OVERLONG = "overlong"
+OVERLONG_REWARD = "overlong"
 """The name of the penalty for length among a sample's rewards."""
 
 
@@ -28,7 +28,7 @@ MODEL_REWARD = "model"
 """The name of the reward model's score among those of the functions."""
 
 
-def _distinct_rewards(value: tuple[RewardFunction, ...]) -> tuple[RewardFunction, ...]:
+def _validate_distinct_names(value: tuple[RewardFunctionSettings, ...]) -> tuple[RewardFunctionSettings, ...]:
     names = [function.name for function in value]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
@@ -38,14 +38,14 @@ def _distinct_rewards(value: tuple[RewardFunction, ...]) -> tuple[RewardFunction
     return value
 
 
-def _reward_name(value: str) -> str:
+def _validate_reward_name(value: str) -> str:
     """It becomes part of metric names."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", value):
         raise ValueError("expected at most 64 letters, digits, `_`, `-`")
     return value
 
 
-def _place_of_function(value: str) -> str:
+def _validate_function_path(value: str) -> str:
     place, _, attribute = value.rpartition(":")
     is_place = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
     if not is_place or not all(part.isidentifier() for part in attribute.split(".")):
@@ -53,7 +53,7 @@ def _place_of_function(value: str) -> str:
     return value
 
 
-def _variable_names(value: tuple[str, ...]) -> tuple[str, ...]:
+def _validate_variable_names(value: tuple[str, ...]) -> tuple[str, ...]:
     for name in value:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(f"expected names of environment variables, `{name}` is none")
@@ -62,17 +62,17 @@ def _variable_names(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
-class RewardFunction(Section):
-    name: Annotated[str, AfterValidator(_reward_name)] = Field(
+class RewardFunctionSettings(Section):
+    name: Annotated[str, AfterValidator(_validate_reward_name)] = Field(
         description="Built-in: " + ", ".join(BUILT_IN_REWARDS) + ". A plug-in's own: its function's name when absent."
     )
-    function: Annotated[str, AfterValidator(_place_of_function)] | None = Field(
+    function: Annotated[str, AfterValidator(_validate_function_path)] | None = Field(
         default=None, description="A plug-in: `module:function` or `path/to/file.py:function`."
     )
     weight: float = Field(default=1.0, description="Factor in the weighted sum; 0 = shown but not counted.")
 
     @model_validator(mode="after")
-    def _is_known(self) -> RewardFunction:
+    def _validate_name(self) -> RewardFunctionSettings:
         if self.function is None and self.name not in BUILT_IN_REWARDS:
             raise ValueError(
                 f"unknown reward `{self.name}`, expected one of {', '.join(BUILT_IN_REWARDS)}, or a plug-in "
@@ -83,11 +83,11 @@ class RewardFunction(Section):
         return self
 
     @model_serializer(mode="wrap")
-    def _without_absent_function(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_absent_function(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {name: value for name, value in handler(self).items() if (name, value) != ("function", None)}
 
 
-def _named(value: Any) -> Any:
+def _expand_shorthand(value: Any) -> Any:
     """`- gsm8k` is short for `- {name: gsm8k}`, and `- my_module:brevity` for a function of that name."""
     if isinstance(value, str):
         value = {"function": value} if ":" in value else {"name": value}
@@ -96,13 +96,13 @@ def _named(value: Any) -> Any:
     return value
 
 
-class Reward(Section):
+class RewardSettings(Section):
     functions: Annotated[
-        tuple[Annotated[RewardFunction, BeforeValidator(_named)], ...],
+        tuple[Annotated[RewardFunctionSettings, BeforeValidator(_expand_shorthand)], ...],
         Field(min_length=1, strict=False),
-        AfterValidator(_distinct_rewards),
+        AfterValidator(_validate_distinct_names),
     ] = Field(
-        default=(RewardFunction(name="arithmetic"),),
+        default=(RewardFunctionSettings(name="arithmetic"),),
         description="Weighted sum. The first one decides what `eval/accuracy` counts.",
     )
     model: str | None = Field(
@@ -149,6 +149,6 @@ class Reward(Section):
         default=100_000, ge=1, le=10_000_000, description="Plug-ins see this much of a completion: its end."
     )
     load_timeout_s: float = Field(default=60.0, gt=0, le=3600, description="Wall clock of a plug-in's import.")
-    environment: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_variable_names)] = Field(
+    environment: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_validate_variable_names)] = Field(
         default=(), description="Names of further environment variables that plug-ins may see; few are passed on."
     )

@@ -20,7 +20,7 @@ DecodeLayout = Literal["gathered", "fsdp"]
 """Values of `rollout.decode_layout`."""
 
 
-class Segment(Section):
+class SegmentSettings(Section):
     """How many tokens a worker decodes before it looks up."""
 
     rule: Literal["auto", "budget", "balance"] = Field(
@@ -41,7 +41,7 @@ class Segment(Section):
     )
 
 
-class Pdsr(Section):
+class PdsrSettings(Section):
     """Probe-based dynamic segment rollout: who is long, and what follows."""
 
     unit: Literal["tokens", "seconds"] = Field(
@@ -81,7 +81,7 @@ class Pdsr(Section):
     window_min: int = Field(default=32, ge=1, le=MAX_SLOTS, description="No verdict before this many have finished.")
 
 
-class WorkerPool(Section):
+class WorkerPoolSettings(Section):
     count: int = Field(default=1, ge=0, le=4096, description="Workers of this kind; 0 = none.")
     devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, strict=False)] | None = Field(
         default=None,
@@ -91,9 +91,9 @@ class WorkerPool(Section):
     slots: int = Field(default=8, ge=1, le=MAX_SLOTS, description="Rows that each of them decodes at once.")
 
 
-class Workers(Section):
-    fast: WorkerPool = WorkerPool()
-    heavy: WorkerPool = WorkerPool()
+class WorkersSettings(Section):
+    fast: WorkerPoolSettings = WorkerPoolSettings()
+    heavy: WorkerPoolSettings = WorkerPoolSettings()
     lease_s: float | None = Field(
         default=None,
         gt=0,
@@ -108,13 +108,13 @@ class Workers(Section):
     )
 
 
-def _cluster(value: str) -> str:
+def _validate_ray_address(value: str) -> str:
     if value != "auto" and not re.fullmatch(r"[^\s/]+:[0-9]{1,5}", value):
         raise ValueError("expected `host:port` of a cluster's head, as in `10.0.0.2:6379`, or `auto`")
     return value
 
 
-class ActorNeeds(Section):
+class RayActorSettings(Section):
     """What an actor takes of the machine that it runs on."""
 
     num_cpus: float = Field(default=1.0, ge=0, le=4096, description="Cores that Ray counts for each of them.")
@@ -129,10 +129,10 @@ class ActorNeeds(Section):
     )
 
 
-class RayPool(Section):
+class RayPoolSettings(Section):
     """Where the actors of `rollout.pool: ray` run."""
 
-    address: Annotated[str, AfterValidator(_cluster)] | None = Field(
+    address: Annotated[str, AfterValidator(_validate_ray_address)] | None = Field(
         default=None,
         description="`host:port` of a cluster's head, or `auto` for the cluster that this machine has joined; null: "
         "several processes on this machine, for as long as the run.",
@@ -140,11 +140,11 @@ class RayPool(Section):
     start_timeout_s: float = Field(
         default=900.0, gt=0, le=86_400, description="For all actors to start, and for each to compile or take weights."
     )
-    fast: ActorNeeds = ActorNeeds()
-    heavy: ActorNeeds = ActorNeeds()
+    fast: RayActorSettings = RayActorSettings()
+    heavy: RayActorSettings = RayActorSettings()
 
 
-class Rollout(Section):
+class RolloutSettings(Section):
     prompts_per_step: int = Field(default=8, ge=1, description="Prompts of a step, per host.")
     group_size: int = Field(default=8, ge=1, description="Samples per prompt.")
     max_new_tokens: int = Field(default=64, ge=1, description="Longest completion, in tokens.")
@@ -205,10 +205,10 @@ class Rollout(Section):
         description="Where the workers of `rollout.workers` run: on this host's devices, or each in a Ray actor of "
         "`rollout.ray`, on other machines or in processes here.",
     )
-    segment: Segment = Segment()
-    pdsr: Pdsr = Pdsr()
-    workers: Workers = Workers()
-    ray: RayPool = RayPool()
+    segment: SegmentSettings = SegmentSettings()
+    pdsr: PdsrSettings = PdsrSettings()
+    workers: WorkersSettings = WorkersSettings()
+    ray: RayPoolSettings = RayPoolSettings()
 
     @property
     def has_workers(self) -> bool:

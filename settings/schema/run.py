@@ -10,14 +10,14 @@ from pydantic import AfterValidator, Field
 from settings.schema.section import Section
 
 
-def _run_name(value: str) -> str:
+def _validate_run_name(value: str) -> str:
     if len(value) > 100 or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
         raise ValueError("expected at most 100 letters, digits, `.`, `_`, `-`, starting with a letter or digit")
     return value
 
 
-class Run(Section):
-    name: Annotated[str, AfterValidator(_run_name)] | None = Field(
+class RunSettings(Section):
+    name: Annotated[str, AfterValidator(_validate_run_name)] | None = Field(
         default=None, description="Names the run directory. Derived when null: `<config>-seed<seed>`."
     )
     dir: str = Field(default="runs", min_length=1, description="Folder that holds the run directories.")

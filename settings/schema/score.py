@@ -16,11 +16,11 @@ SCORED_ROLES: tuple[ScoredRole, ...] = get_args(ScoredRole)
 ForwardRole = Literal[ScoredRole, "reward"]
 """Whose forward passes are cut by settings of their own."""
 
-MAX_QUOTA = 2**24
+MAX_TOKENS_PER_DEVICE = 2**24
 """Tokens on one device; beyond this a quota is a slip of the pen."""
 
 
-class MicroBatches(Section):
+class MicroBatchSettings(Section):
     """How samples are cut for a forward pass: dynamically, under a token quota, or into fixed rows.
 
     `settings.loading.micro_batching` settles what is null. Dynamic then has its quota alone; fixed has a strategy, and
@@ -35,7 +35,7 @@ class MicroBatches(Section):
     max_tokens_per_device: int | None = Field(
         default=None,
         ge=1,
-        le=MAX_QUOTA,
+        le=MAX_TOKENS_PER_DEVICE,
         description="Token quota of a micro-batch on each device; chooses dynamic. When null: that of `score`, then of "
         "`algorithm`. Scoring keeps nothing for a gradient: where memory is left it may be larger than the update's.",
     )
@@ -52,7 +52,7 @@ class MicroBatches(Section):
     )
 
 
-class Reference(MicroBatches):
+class ReferenceSettings(MicroBatchSettings):
     offload: bool = Field(
         default=False,
         description="Keep the reference's weights in host memory between scoring calls: for device memory that is too "
@@ -60,12 +60,12 @@ class Reference(MicroBatches):
     )
 
 
-class Score(MicroBatches):
-    policy: MicroBatches = MicroBatches()
-    reference: Reference = Reference()
-    critic: MicroBatches = MicroBatches()
-    reward: MicroBatches = MicroBatches()
+class ScoreSettings(MicroBatchSettings):
+    policy: MicroBatchSettings = MicroBatchSettings()
+    reference: ReferenceSettings = ReferenceSettings()
+    critic: MicroBatchSettings = MicroBatchSettings()
+    reward: MicroBatchSettings = MicroBatchSettings()
 
-    def of(self, role: ForwardRole) -> MicroBatches:
+    def for_role(self, role: ForwardRole) -> MicroBatchSettings:
         """The role's own micro-batches; once loaded, with all that it inherits."""
         return getattr(self, role)

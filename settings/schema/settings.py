@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from settings.schema.algorithm import WITH_CRITIC, Algorithm
-from settings.schema.batching import Batching
-from settings.schema.checkpoint import Checkpoint
-from settings.schema.critic import Critic
-from settings.schema.data import Data
-from settings.schema.eval import Eval
-from settings.schema.logging import Logging
-from settings.schema.mesh import Mesh
-from settings.schema.model import Model
-from settings.schema.optimizer import Optimizer
-from settings.schema.reward import Reward
-from settings.schema.rollout import Rollout
-from settings.schema.run import Run
-from settings.schema.score import SCORED_ROLES, Score, ScoredRole
-from settings.schema.watchdog import Watchdog
+from settings.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmSettings
+from settings.schema.batching import BatchingSettings
+from settings.schema.checkpoint import CheckpointSettings
+from settings.schema.critic import CriticSettings
+from settings.schema.data import DataSettings
+from settings.schema.eval import EvalSettings
+from settings.schema.logging import LoggingSettings
+from settings.schema.mesh import MeshSettings
+from settings.schema.model import ModelSettings
+from settings.schema.optimizer import OptimizerSettings
+from settings.schema.reward import RewardSettings
+from settings.schema.rollout import RolloutSettings
+from settings.schema.run import RunSettings
+from settings.schema.score import SCORED_ROLES, ScoredRole, ScoreSettings
+from settings.schema.watchdog import WatchdogSettings
 
-HISTORIC_PROMPT_ALLOWANCE = 128
+LEGACY_PROMPT_ALLOWANCE = 128
 """The historic runner's `max_length_total` left this many tokens for the prompt."""
 
 
@@ -34,21 +34,21 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True, strict=True)
 
-    run: Run = Run()
-    model: Model = Model()
-    data: Data = Data()
-    rollout: Rollout = Rollout()
-    reward: Reward = Reward()
-    batching: Batching = Batching()
-    score: Score = Score()
-    algorithm: Algorithm = Algorithm()
-    critic: Critic = Critic()
-    optimizer: Optimizer = Optimizer()
-    mesh: Mesh = Mesh()
-    watchdog: Watchdog = Watchdog()
-    checkpoint: Checkpoint = Checkpoint()
-    eval: Eval = Eval()
-    logging: Logging = Logging()
+    run: RunSettings = RunSettings()
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    reward: RewardSettings = RewardSettings()
+    batching: BatchingSettings = BatchingSettings()
+    score: ScoreSettings = ScoreSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    critic: CriticSettings = CriticSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    mesh: MeshSettings = MeshSettings()
+    watchdog: WatchdogSettings = WatchdogSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    eval: EvalSettings = EvalSettings()
+    logging: LoggingSettings = LoggingSettings()
 
     @property
     def num_mini_batches(self) -> int:
@@ -64,7 +64,7 @@ class Settings(BaseSettings):
     @property
     def has_critic(self) -> bool:
         """A second network learns the values that advantages are estimated from."""
-        return self.algorithm.estimator in WITH_CRITIC
+        return self.algorithm.estimator in CRITIC_ESTIMATORS
 
     @property
     def offloads_reference(self) -> bool:
@@ -72,16 +72,16 @@ class Settings(BaseSettings):
         return "reference" in self.scored_roles and self.score.reference.offload and not self.model.lora.rank
 
     @property
-    def policy_updates(self) -> int:
+    def num_policy_updates(self) -> int:
         """Optimizer steps of the policy in the whole run."""
         warmup = self.critic.warmup_steps if self.has_critic else 0
         return (self.run.steps - warmup) * self.updates_per_step
 
     @property
-    def packs_rows(self) -> bool:
+    def uses_packing(self) -> bool:
         """Whether samples of a step share rows, in an update or in the scoring of a role."""
         updated = [self.algorithm, self.critic] if self.has_critic else [self.algorithm]
-        scored = [self.score.of(role) for role in self.scored_roles]
+        scored = [self.score.for_role(role) for role in self.scored_roles]
         return any(one.dynamic_microbatch for one in updated) or any(one.dynamic for one in scored)
 
     @property

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.advantage.gae.chunked import solve_many_leaks, solve_one_leak
+from app.advantage.gae.chunked import solve_constant_decay, solve_variable_decay
 from app.advantage.gae.estimate import BACKENDS, generalized_advantages
 from app.advantage.gae.recurrence import MASK_MODES
 from tests.advantage.gae_oracle import Case, oracle, random_case
@@ -270,11 +270,11 @@ def test_other_discounts_compile_nothing_anew():
     assert not [event for event in compilations if "backend_compile" in event]
 
 
-@pytest.mark.parametrize("solve", [solve_one_leak, solve_many_leaks])
+@pytest.mark.parametrize("solve", [solve_constant_decay, solve_variable_decay])
 def test_the_program_does_not_grow_with_the_number_of_chunks(solve):
     def program(num_chunks: int) -> str:
         inputs = jax.ShapeDtypeStruct((2, 64 * num_chunks), jnp.float32)
-        decays = jax.ShapeDtypeStruct(() if solve is solve_one_leak else inputs.shape, jnp.float32)
+        decays = jax.ShapeDtypeStruct(() if solve is solve_constant_decay else inputs.shape, jnp.float32)
         return str(jax.make_jaxpr(partial(solve, chunk_size=64))(inputs, decays))
 
     assert "while" not in program(512)
@@ -284,7 +284,7 @@ def test_the_program_does_not_grow_with_the_number_of_chunks(solve):
 
 def test_every_product_is_of_full_precision():
     jaxpr = str(
-        jax.make_jaxpr(partial(solve_one_leak, chunk_size=64))(
+        jax.make_jaxpr(partial(solve_constant_decay, chunk_size=64))(
             jax.ShapeDtypeStruct((2, 5000), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
         )
     )
@@ -293,7 +293,7 @@ def test_every_product_is_of_full_precision():
 
 @pytest.mark.parametrize("one_decay", [True, False])
 def test_memory_grows_with_the_tokens_and_not_with_their_square(one_decay):
-    solve, size = (solve_one_leak if one_decay else solve_many_leaks), 128
+    solve, size = (solve_constant_decay if one_decay else solve_variable_decay), 128
 
     def temporary_bytes(num_tokens: int) -> int:
         inputs = jax.ShapeDtypeStruct((1, num_tokens), jnp.float32)

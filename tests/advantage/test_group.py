@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.advantage.group import (
-    ADVANTAGES,
-    credit_by_group,
+    GROUP_ADVANTAGES,
+    assign_group_advantages,
     dr_grpo_advantages,
     group_moments,
     grpo_advantages,
-    penalised_rewards,
+    kl_penalized_rewards,
     rloo_advantages,
     task_rewards,
     zero_variance_fraction,
 )
-from app.update.kl import ESTIMATORS, k1
+from app.update.kl import KL_ESTIMATORS, k1
 from tests.tiny import make_sample
 
 GRADED = st.lists(st.tuples(st.floats(-100, 100), st.integers(-3, 3)), min_size=1, max_size=30)
@@ -63,29 +63,29 @@ def test_the_baseline_of_a_sample_is_the_mean_of_the_others():
     np.testing.assert_allclose(ours, [-3, -1.5, 4.5, -10, 10], rtol=1e-12)
 
 
-@pytest.mark.parametrize("estimator", ADVANTAGES.values(), ids=ADVANTAGES)
+@pytest.mark.parametrize("estimator", GROUP_ADVANTAGES.values(), ids=GROUP_ADVANTAGES)
 def test_a_group_of_one_has_advantage_zero(estimator):
     assert estimator(np.array([7.5, 0.0, 1.0]), np.array([4, 5, 5]))[0] == 0.0
 
 
-@pytest.mark.parametrize("estimator", ADVANTAGES.values(), ids=ADVANTAGES)
+@pytest.mark.parametrize("estimator", GROUP_ADVANTAGES.values(), ids=GROUP_ADVANTAGES)
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1e6 / 3])
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_equal_rewards_give_exactly_zero(estimator, reward, size):
     assert np.all(estimator(np.full(size, reward), np.zeros(size, int)) == 0.0)
 
 
-@pytest.mark.parametrize("estimator", ADVANTAGES.values(), ids=ADVANTAGES)
+@pytest.mark.parametrize("estimator", GROUP_ADVANTAGES.values(), ids=GROUP_ADVANTAGES)
 def test_members_of_a_group_need_not_stand_together_nor_ids_start_at_zero(estimator):
     together = estimator(np.array([1.0, 2, 3, 10, 20]), np.array([0, 0, 0, 1, 1]))
     apart = estimator(np.array([10.0, 1, 2, 20, 3]), np.array([900, -7, -7, 900, -7]))
     np.testing.assert_allclose(apart, together[[3, 0, 1, 4, 2]], rtol=1e-12)
 
 
-@pytest.mark.parametrize("estimator", ADVANTAGES.values(), ids=ADVANTAGES)
+@pytest.mark.parametrize("estimator", GROUP_ADVANTAGES.values(), ids=GROUP_ADVANTAGES)
 def test_no_samples_have_no_advantages(estimator):
     assert estimator(np.zeros(0), np.zeros(0, int)).shape == (0,)
-    assert credit_by_group([], advantages=estimator) == []
+    assert assign_group_advantages([], advantages=estimator) == []
 
 
 @given(GRADED)
@@ -118,7 +118,7 @@ def test_shuffling_samples_shuffles_their_advantages(graded, random):
     )
 
 
-@pytest.mark.parametrize("estimator", ADVANTAGES.values(), ids=ADVANTAGES)
+@pytest.mark.parametrize("estimator", GROUP_ADVANTAGES.values(), ids=GROUP_ADVANTAGES)
 @given(graded=GRADED)
 def test_advantages_of_every_group_sum_to_zero(estimator, graded):
     rewards, group_ids = arrays(graded)
@@ -144,7 +144,7 @@ def test_credit_lies_on_every_token_that_the_policy_wrote_and_on_no_other():
         make_sample([5, 6, 7], reward=1.0, loss_mask=np.array([True, False, True])),
         make_sample([5], reward=0.0, sample_index=1),
     ]
-    credited = credit_by_group(samples, advantages=grpo_advantages)
+    credited = assign_group_advantages(samples, advantages=grpo_advantages)
     advantage = np.float32(0.5 / (0.5**0.5 + 1e-6))
     np.testing.assert_array_equal(credited[0].advantages, [advantage, 0, advantage])
     np.testing.assert_array_equal(credited[1].advantages, [-advantage])
@@ -164,23 +164,23 @@ def test_the_penalty_is_summed_over_the_tokens_that_the_policy_wrote():
         scored([], [], reward=0.25, sample_index=2),
     ]
     # 0.5 - 1.0 over the first and the third token; 2.0.
-    ours = penalised_rewards(samples, kl_estimator=k1, beta=0.1)
+    ours = kl_penalized_rewards(samples, kl_estimator=k1, beta=0.1)
     np.testing.assert_allclose(ours, [1.0 + 0.05, 0.5 - 0.2, 0.25], rtol=1e-6)
 
 
 def test_samples_are_compared_by_their_penalised_rewards_and_keep_the_reward_they_got():
     samples = [scored([-1.0], [-2.0], reward=1.0), scored([-2.0], [-1.0], reward=1.0, sample_index=1)]
-    rewards = partial(penalised_rewards, kl_estimator=k1, beta=0.25)
-    credited = credit_by_group(samples, advantages=rloo_advantages, rewards=rewards)
+    rewards = partial(kl_penalized_rewards, kl_estimator=k1, beta=0.25)
+    credited = assign_group_advantages(samples, advantages=rloo_advantages, rewards=rewards)
     # 0.75 and 1.25.
     assert [np.asarray(s.advantages).tolist() for s in credited] == [[-0.5], [0.5]]
     assert [s.reward for s in credited] == [1.0, 1.0]
-    unpenalised = credit_by_group(samples, advantages=rloo_advantages)
+    unpenalised = assign_group_advantages(samples, advantages=rloo_advantages)
     assert [np.asarray(s.advantages).tolist() for s in unpenalised] == [[0.0], [0.0]]
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS.values(), ids=ESTIMATORS)
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS.values(), ids=KL_ESTIMATORS)
 def test_a_policy_that_is_still_the_reference_pays_exactly_nothing(estimator):
     logprobs = -np.random.default_rng(0).exponential(2.0, 40)
     samples = [scored(logprobs, logprobs, reward=0.1)]
-    assert penalised_rewards(samples, kl_estimator=estimator, beta=0.5) == task_rewards(samples)
+    assert kl_penalized_rewards(samples, kl_estimator=estimator, beta=0.5) == task_rewards(samples)

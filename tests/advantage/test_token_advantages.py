@@ -11,23 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.advantage.adaptive_kl import adapted_kl_coef
+from app.advantage.adaptive_kl import update_kl_coef
 from app.advantage.gae.estimate import generalized_advantages
 from app.advantage.token_advantages import (
-    bootstrapped_if_truncated,
-    credit_by_gae,
-    credit_by_return,
-    credit_by_vtrace,
-    fixed_lam,
-    gae_of_rows,
-    length_adaptive_lam,
-    terminal,
-    token_row,
-    whitened,
+    assign_gae_advantages,
+    assign_return_advantages,
+    assign_vtrace_advantages,
+    compute_gae,
+    concatenate_samples,
+    fixed_lambda,
+    length_adaptive_lambda,
+    truncation_bootstrap,
+    whiten_advantages,
+    zero_bootstrap,
 )
-from app.advantage.token_rewards import kl_moments, penalised_token_rewards, task_token_rewards, token_kl
+from app.advantage.token_rewards import kl_moments, kl_penalized_token_rewards, task_token_rewards, token_kl
 from app.advantage.vtrace import vtrace
-from app.records.moments import NOTHING, joint_moments
+from app.records.moments import EMPTY_MOMENTS, joint_moments
 from app.update.kl import k1, k3
 from tests.tiny import make_sample
 
@@ -53,11 +53,11 @@ def estimate(gamma: float, **settings):
 def by_gae(samples, *, gamma=1.0, lam: Any = 0.95, **changes) -> Any:
     rule = {
         "estimate": estimate(gamma),
-        "lam": partial(fixed_lam, lam=lam) if isinstance(lam, float) else lam,
+        "lam": partial(fixed_lambda, lam=lam) if isinstance(lam, float) else lam,
         "critic_lam": changes.pop("critic_lam", None),
     }
-    arguments = {"gae": partial(gae_of_rows, **rule), "token_rewards": task_token_rewards, "bootstrap": terminal}
-    return credit_by_gae(samples, **{**arguments, **changes})
+    arguments = {"gae": partial(compute_gae, **rule), "token_rewards": task_token_rewards, "bootstrap": zero_bootstrap}
+    return assign_gae_advantages(samples, **{**arguments, **changes})
 
 
 def serial(rewards, values, *, gamma: float, lam: float, after: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
@@ -86,7 +86,7 @@ def test_a_penalty_is_paid_at_the_tokens_that_the_policy_wrote():
     one = sample(4, reward=1.0, mask=[1, 0, 1, 0])
     one.policy_logprobs[:] = [-1, np.nan, -2, -3]
     one.reference_logprobs[:] = [-1.5, -9, -1.5, np.nan]
-    assert_same(penalised_token_rewards(one, kl_estimator=k1, kl_coef=0.1), [-0.05, 0, 1 + 0.05, 0])
+    assert_same(kl_penalized_token_rewards(one, kl_estimator=k1, kl_coef=0.1), [-0.05, 0, 1 + 0.05, 0])
     assert_same(token_kl(one, k3), [np.expm1(-0.5) + 0.5, 0, np.expm1(0.5) - 0.5, 0])
 
 
@@ -111,11 +111,11 @@ def test_samples_in_one_row_are_credited_each_by_itself(gamma, lam):
 
 
 def test_a_row_has_one_of_few_lengths_and_nothing_behind_its_samples():
-    row = token_row(
+    row = concatenate_samples(
         [sample(5), sample(12)],
         token_rewards=task_token_rewards,
         values=lambda s: np.ones(len(s.mask)),
-        bootstrap=terminal,
+        bootstrap=zero_bootstrap,
     )
     assert row.ends is not None
     assert {part.shape for part in row if part is not None} == {(1, 24)}
@@ -138,7 +138,7 @@ def test_tokens_that_the_policy_did_not_write_are_passed_over():
 
 def test_only_a_sample_that_was_cut_goes_on_with_the_critics_value():
     cut, stopped = sample(4, stop=False), sample(4, stop=True, seed=1)
-    found = by_gae([cut, stopped], gamma=0.9, bootstrap=bootstrapped_if_truncated)
+    found = by_gae([cut, stopped], gamma=0.9, bootstrap=truncation_bootstrap)
     for one, after in zip(found, (cut.values[4], 0.0), strict=True):
         assert_same(
             one.advantages, serial(task_token_rewards(one), one.values[:4], gamma=0.9, lam=0.95, after=after)[0]
@@ -149,14 +149,14 @@ def test_only_a_sample_that_was_cut_goes_on_with_the_critics_value():
 
 def test_a_cut_sample_goes_on_also_where_its_last_tokens_are_not_the_policys():
     cut = sample(4, stop=False, mask=[1, 1, 0, 0])
-    (one,) = by_gae([cut], gamma=0.9, bootstrap=bootstrapped_if_truncated)
+    (one,) = by_gae([cut], gamma=0.9, bootstrap=truncation_bootstrap)
     assert_same(
         one.advantages[:2], serial([0, cut.reward], cut.values[:2], gamma=0.9, lam=0.95, after=cut.values[4])[0]
     )
 
 
 def test_the_critics_targets_may_have_a_lambda_of_their_own():
-    one = by_gae([sample(7)], lam=0.8, critic_lam=partial(fixed_lam, lam=1.0))[0]
+    one = by_gae([sample(7)], lam=0.8, critic_lam=partial(fixed_lambda, lam=1.0))[0]
     assert_same(one.advantages, serial(task_token_rewards(one), one.values, gamma=1.0, lam=0.8)[0])
     # With lambda 1 and no discount every token's target is the reward.
     assert_same(one.returns, np.full(7, one.reward))
@@ -165,8 +165,8 @@ def test_the_critics_targets_may_have_a_lambda_of_their_own():
 @pytest.mark.parametrize(("alpha", "lams"), [(0.25, (0.9, 0.2, 0.0)), (1e-3, (0.0, 0.0, 0.0))])
 def test_a_long_sample_has_a_lambda_nearer_to_1(alpha, lams):
     samples = [sample(40, seed=1), sample(6, mask=[1, 0, 1, 1, 1, 1], seed=2), sample(2, seed=3)]
-    adaptive = partial(length_adaptive_lam, alpha=alpha)
-    found = by_gae(samples, lam=adaptive, critic_lam=partial(fixed_lam, lam=1.0))
+    adaptive = partial(length_adaptive_lambda, alpha=alpha)
+    found = by_gae(samples, lam=adaptive, critic_lam=partial(fixed_lambda, lam=1.0))
     for one, lam in zip(found, lams, strict=True):
         rewards, values = task_token_rewards(one)[one.mask], one.values[one.mask]
         assert_same(one.advantages[one.mask], serial(rewards, values, gamma=1.0, lam=lam)[0])
@@ -174,17 +174,17 @@ def test_a_long_sample_has_a_lambda_nearer_to_1(alpha, lams):
 
 
 def test_an_adaptive_lambda_of_a_sample_that_the_policy_wrote_nothing_of_is_defined():
-    (one,) = by_gae([sample(3, mask=[0, 0, 0])], lam=partial(length_adaptive_lam, alpha=0.05))
+    (one,) = by_gae([sample(3, mask=[0, 0, 0])], lam=partial(length_adaptive_lambda, alpha=0.05))
     assert not one.advantages.any() and not one.returns.any()
 
 
 def by_return(samples, *, gamma=1.0, token_rewards=task_token_rewards) -> Any:
-    return credit_by_return(samples, estimate=estimate(gamma), token_rewards=token_rewards)
+    return assign_return_advantages(samples, estimate=estimate(gamma), token_rewards=token_rewards)
 
 
 def test_without_a_critic_every_token_is_credited_with_its_discounted_return():
     one = sample(5, mask=[1, 1, 0, 1, 1], reward=1.0)
-    penalised = partial(penalised_token_rewards, kl_estimator=k1, kl_coef=0.1)
+    penalised = partial(kl_penalized_token_rewards, kl_estimator=k1, kl_coef=0.1)
     (found,) = by_return([one], gamma=0.9, token_rewards=penalised)
     kl = (one.policy_logprobs - one.reference_logprobs)[one.mask].astype(np.float64)
     rewards = -0.1 * kl + [0, 0, 0, 1]
@@ -200,13 +200,13 @@ def test_without_a_discount_and_a_penalty_every_token_is_worth_the_reward():
 
 
 def test_no_samples_are_no_trouble():
-    assert by_gae([]) == whitened([], NOTHING) == []
+    assert by_gae([]) == whiten_advantages([], EMPTY_MOMENTS) == []
     assert by_return([]) == []
 
 
 def white(samples) -> Any:
     """Whitened over all of them."""
-    return whitened(samples, joint_moments([(s.advantages, s.mask) for s in samples]))
+    return whiten_advantages(samples, joint_moments([(s.advantages, s.mask) for s in samples]))
 
 
 def trl_ppo(samples, *, gamma: float, lam: float, kl_coef: float) -> tuple[np.ndarray, np.ndarray]:
@@ -235,7 +235,7 @@ def trl_ppo(samples, *, gamma: float, lam: float, kl_coef: float) -> tuple[np.nd
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.99, 0.9)])
 def test_advantages_and_returns_are_those_of_trls_ppo(gamma, lam):
     samples = [sample(23, seed=seed) for seed in range(6)]
-    penalised = partial(penalised_token_rewards, kl_estimator=k1, kl_coef=0.05)
+    penalised = partial(kl_penalized_token_rewards, kl_estimator=k1, kl_coef=0.05)
     ours: Any = white(by_gae(samples, gamma=gamma, lam=lam, token_rewards=penalised))
     advantages, returns = trl_ppo(samples, gamma=gamma, lam=lam, kl_coef=0.05)
     np.testing.assert_allclose(np.stack([s.advantages for s in ours]), advantages, atol=1e-5)
@@ -258,11 +258,11 @@ def test_whatever_stands_in_masked_slots_and_in_which_order_changes_nothing(shap
     samples = [
         sample(n, seed=seed, stop=stop, mask=np.random.default_rng(seed).random(n) < 0.6) for n, stop, seed in shapes
     ]
-    expected = by_gae(samples, gamma=0.9, bootstrap=bootstrapped_if_truncated)
+    expected = by_gae(samples, gamma=0.9, bootstrap=truncation_bootstrap)
     order = random.sample(range(len(samples)), len(samples))
     for one in samples:
         one.values[: len(one.mask)][~one.mask] = np.nan
-    found = by_gae([samples[i] for i in order], gamma=0.9, bootstrap=bootstrapped_if_truncated)
+    found = by_gae([samples[i] for i in order], gamma=0.9, bootstrap=truncation_bootstrap)
     for one, i in zip(found, order, strict=True):
         assert_same(one.advantages, expected[i].advantages)
         assert_same(one.returns, expected[i].returns)
@@ -270,7 +270,7 @@ def test_whatever_stands_in_masked_slots_and_in_which_order_changes_nothing(shap
 
 def test_a_coefficient_follows_the_kl_by_hand():
     # 1000 samples of a horizon of 10000: by at most 2 % a step.
-    adapt = partial(adapted_kl_coef, target=0.1, num_samples=1000, horizon=10000)
+    adapt = partial(update_kl_coef, target=0.1, num_samples=1000, horizon=10000)
     assert adapt(0.2, 0.1) == 0.2
     assert adapt(0.2, 0.11) == pytest.approx(0.2 * 1.01)
     assert adapt(0.2, 5.0) == pytest.approx(0.2 * 1.02)
@@ -278,7 +278,7 @@ def test_a_coefficient_follows_the_kl_by_hand():
 
 
 def test_a_coefficient_changes_by_at_most_a_fifth_a_step_however_many_samples_it_has():
-    adapt = partial(adapted_kl_coef, target=0.1, num_samples=128, horizon=20)
+    adapt = partial(update_kl_coef, target=0.1, num_samples=128, horizon=20)
     assert adapt(0.5, 0.0) == pytest.approx(0.5 * 0.8)
     assert adapt(0.5, 9.0) == pytest.approx(0.5 * 1.2)
 
@@ -288,7 +288,7 @@ def test_the_trajectory_of_an_adapted_coefficient_is_that_of_the_papers_controll
     for kl in kls:
         # Ziegler et al.: e = clip((KL - target) / target, -0.2, 0.2); beta <- beta * (1 + K e), here K = 64 / 640.
         expected *= 1 + 0.1 * np.clip((kl - 6.0) / 6.0, -0.2, 0.2)
-        coef = adapted_kl_coef(coef, kl, target=6.0, num_samples=64, horizon=640)
+        coef = update_kl_coef(coef, kl, target=6.0, num_samples=64, horizon=640)
         assert coef == pytest.approx(expected, rel=1e-12)
         found.append(coef)
     assert found == pytest.approx([0.2, 0.204, 0.20604, 0.2039796, 0.199900008, 0.199900008])
@@ -297,18 +297,18 @@ def test_the_trajectory_of_an_adapted_coefficient_is_that_of_the_papers_controll
 def test_a_coefficient_finds_the_penalty_that_holds_the_target():
     coef = 1e-3
     for _ in range(400):
-        coef = adapted_kl_coef(coef, 0.01 / coef, target=0.1, num_samples=512, horizon=1000)
+        coef = update_kl_coef(coef, 0.01 / coef, target=0.1, num_samples=512, horizon=1000)
     assert coef == pytest.approx(0.1, rel=1e-3)
 
 
 def test_vtrace_of_the_samplers_own_policy_has_the_targets_of_gae():
     samples = [sample(5, seed=1, mask=[1, 1, 0, 1, 1]), sample(3, seed=2, stop=False)]
     own = [replace(s, policy_logprobs=s.behavior_logprobs) for s in samples]
-    lam = partial(fixed_lam, lam=0.8)
-    arguments = {"lam": lam, "token_rewards": task_token_rewards, "bootstrap": bootstrapped_if_truncated}
-    corrected: Any = credit_by_vtrace(own, correct=partial(vtrace, gamma=0.9), **arguments)
+    lam = partial(fixed_lambda, lam=0.8)
+    arguments = {"lam": lam, "token_rewards": task_token_rewards, "bootstrap": truncation_bootstrap}
+    corrected: Any = assign_vtrace_advantages(own, vtrace=partial(vtrace, gamma=0.9), **arguments)
     for one, by_estimate in zip(
-        corrected, by_gae(own, gamma=0.9, lam=0.8, bootstrap=bootstrapped_if_truncated), strict=True
+        corrected, by_gae(own, gamma=0.9, lam=0.8, bootstrap=truncation_bootstrap), strict=True
     ):
         np.testing.assert_allclose(one.returns, by_estimate.returns, atol=1e-5)
 
@@ -317,12 +317,12 @@ def test_vtrace_weighs_a_token_of_the_targets_and_leaves_that_of_the_advantages_
     (one,) = [sample(1, reward=2.0, values=np.array([0.5], np.float32))]
     half = replace(one, policy_logprobs=one.behavior_logprobs + np.float32(np.log(0.5)))
     got: Any
-    (got,) = credit_by_vtrace(
+    (got,) = assign_vtrace_advantages(
         [half],
-        correct=partial(vtrace, gamma=1.0),
-        lam=partial(fixed_lam, lam=1.0),
+        vtrace=partial(vtrace, gamma=1.0),
+        lam=partial(fixed_lambda, lam=1.0),
         token_rewards=task_token_rewards,
-        bootstrap=terminal,
+        bootstrap=zero_bootstrap,
     )
     np.testing.assert_allclose(got.advantages, [2.0 - 0.5], rtol=1e-5)
     np.testing.assert_allclose(got.returns, [0.5 + 0.5 * (2.0 - 0.5)], rtol=1e-5)

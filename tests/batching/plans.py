@@ -7,25 +7,34 @@ from typing import Any
 
 import numpy as np
 
-from app.batching.micro_batch_plan import Lengths, MicroBatch, Plan, RowShape, TokenBudget, row_length
+from app.batching.micro_batch_plan import (
+    MicroBatch,
+    MicroBatchPlan,
+    RowShape,
+    SequenceLengths,
+    TokenBudget,
+    choose_row_length,
+)
 
 
-def lone(*totals: int, prompt: int = 1) -> Lengths:
+def lone(*totals: int, prompt: int = 1) -> SequenceLengths:
     """Samples of these lengths, each with a prompt of its own."""
     sizes = np.asarray(totals, np.int64)
     prompts = np.minimum(prompt, sizes)
-    return Lengths(prompts, sizes - prompts, np.arange(len(sizes)))
+    return SequenceLengths(prompts, sizes - prompts, np.arange(len(sizes)))
 
 
-def group(prompt: int, *completions: int) -> Lengths:
+def group(prompt: int, *completions: int) -> SequenceLengths:
     """Samples of one prompt."""
-    return joined(Lengths(np.full(len(completions), prompt), np.asarray(completions), np.zeros(len(completions), int)))
+    return joined(
+        SequenceLengths(np.full(len(completions), prompt), np.asarray(completions), np.zeros(len(completions), int))
+    )
 
 
-def joined(*hosts: Lengths) -> Lengths:
+def joined(*hosts: SequenceLengths) -> SequenceLengths:
     """All on one host; each one's prompts stay its own."""
-    numbers = [host.prompt_numbers + 1000 * i for i, host in enumerate(hosts)]
-    return Lengths(
+    numbers = [host.prompt_indices + 1000 * i for i, host in enumerate(hosts)]
+    return SequenceLengths(
         np.concatenate([host.prompts for host in hosts]).astype(np.int64),
         np.concatenate([host.completions for host in hosts]).astype(np.int64),
         np.concatenate(numbers).astype(np.int64),
@@ -35,7 +44,7 @@ def joined(*hosts: Lengths) -> Lengths:
 def make_budget(quota: int, longest: int | None = None, **changes: Any) -> TokenBudget:
     """Rows as long as the quota unless the longest sample is given."""
     fields: dict[str, Any] = {"share_prompts": False, "packing": "best_fit", "balance": True}
-    return TokenBudget(quota, row_length(quota, longest or quota), **(fields | changes))
+    return TokenBudget(quota, choose_row_length(quota, longest or quota), **(fields | changes))
 
 
 def flops(lengths: np.ndarray) -> np.ndarray:
@@ -51,16 +60,16 @@ def members(rows: Sequence) -> list[int]:
     return [i for row in rows for segment in row for i in segment]
 
 
-def tokens_of(row: tuple[tuple[int, ...], ...], host: Lengths) -> int:
+def tokens_of(row: tuple[tuple[int, ...], ...], host: SequenceLengths) -> int:
     """What a row holds: each segment's prompt once."""
     return int(sum(host.prompts[segment[0]] + host.completions[list(segment)].sum() for segment in row))
 
 
-def computed_tokens(plan: Plan) -> int:
+def computed_tokens(plan: MicroBatchPlan) -> int:
     return sum(len(m.rows) * m.shape.num_tokens for m in plan.micro_batches)
 
 
-def laid_out_tokens(plan: Plan, host: Lengths) -> int:
+def laid_out_tokens(plan: MicroBatchPlan, host: SequenceLengths) -> int:
     return sum(tokens_of(row, host) for m in plan.micro_batches for row in m.rows)
 
 
@@ -69,13 +78,13 @@ def device_rows(micro_batch: MicroBatch, num_devices: int) -> list[tuple]:
     return [micro_batch.rows[d * per_device : (d + 1) * per_device] for d in range(num_devices)]
 
 
-def device_work(plan: Plan, host: Lengths, num_devices: int) -> np.ndarray:
+def device_work(plan: MicroBatchPlan, host: SequenceLengths, num_devices: int) -> np.ndarray:
     """[M, devices], of samples that share nothing."""
     work = flops(host.totals)
     return np.asarray([[work[members(rows)].sum() for rows in device_rows(m, num_devices)] for m in plan.micro_batches])
 
 
-def random_case(seed: int) -> tuple[list[Lengths], TokenBudget, int]:
+def random_case(seed: int) -> tuple[list[SequenceLengths], TokenBudget, int]:
     """Up to 8 hosts of up to 8 devices, groups of up to 8 samples, any quota."""
     rng = np.random.default_rng(seed)
     quota = int(rng.choice([64, 500, 1024, 4096]))
@@ -95,11 +104,13 @@ def random_case(seed: int) -> tuple[list[Lengths], TokenBudget, int]:
         numbers = np.sort(rng.integers(0, 1 + count // int(rng.integers(1, 9)), count))
         prompts = rng.integers(1, longest, count + 1)[numbers]
         totals = np.clip(rng.lognormal(np.log(longest) - 1.5, 1, count).astype(int), prompts + 1, longest)
-        hosts.append(Lengths(prompts, totals - prompts, numbers))
+        hosts.append(SequenceLengths(prompts, totals - prompts, numbers))
     return hosts, budget, int(rng.integers(1, 9))
 
 
-def check_plans(plans: Sequence[Plan], hosts: Sequence[Lengths], budget: TokenBudget, num_devices: int) -> None:
+def check_plans(
+    plans: Sequence[MicroBatchPlan], hosts: Sequence[SequenceLengths], budget: TokenBudget, num_devices: int
+) -> None:
     """Equal counts and shapes everywhere, every sample once, nothing over its row or the quota."""
     first = plans[0].micro_batches
     assert len(first) >= max(1, budget.min_num_micro_batches)
@@ -111,8 +122,8 @@ def check_plans(plans: Sequence[Plan], hosts: Sequence[Lengths], budget: TokenBu
         for row, shape in rows:
             assert tokens_of(row, host) <= shape.num_tokens
             assert shape == RowShape(shape.num_tokens, shape.num_tokens)
-            numbers = [int(host.prompt_numbers[segment[0]]) for segment in row]
-            assert all(set(host.prompt_numbers[list(s)]) == {n} for s, n in zip(row, numbers, strict=True))
+            numbers = [int(host.prompt_indices[segment[0]]) for segment in row]
+            assert all(set(host.prompt_indices[list(s)]) == {n} for s, n in zip(row, numbers, strict=True))
             if budget.share_prompts:
                 assert len(set(numbers)) == len(numbers)
             else:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.batching.micro_batch_plan import Lengths, MicroBatch, RowShape, TokenBudget
-from app.batching.micro_batcher import EqualShapes, FixedRows, PackedRows, per_token
+from app.batching.micro_batch_plan import MicroBatch, RowShape, SequenceLengths, TokenBudget
+from app.batching.micro_batcher import EqualShapeBatcher, FixedRowBatcher, PackedRowBatcher, token_count_cost
 
 
-def lengths(totals: list[int]) -> Lengths:
+def lengths(totals: list[int]) -> SequenceLengths:
     """Prompts of two tokens, all different."""
-    return Lengths(np.full(len(totals), 2), np.asarray(totals) - 2, np.arange(len(totals)))
+    return SequenceLengths(np.full(len(totals), 2), np.asarray(totals) - 2, np.arange(len(totals)))
 
 
 def test_a_trimmed_tail_gets_empty_rows_on_each_device() -> None:
-    cut = EqualShapes(FixedRows(2, trim_tail=True))
+    cut = EqualShapeBatcher(FixedRowBatcher(2, trim_tail=True))
     (plan,) = cut.plan([lengths([5] * 6)], devices_per_host=2)
     shape = RowShape(16, 4)
     assert plan.micro_batches == (
@@ -27,20 +27,24 @@ def test_a_trimmed_tail_gets_empty_rows_on_each_device() -> None:
 def test_a_short_row_becomes_a_full_one() -> None:
     budget = TokenBudget(64, row_length=32, share_prompts=False, packing="best_fit", balance=True)
     for num_samples in range(9, 60):
-        (own,) = PackedRows(budget, per_token).plan([lengths([7] * num_samples)], devices_per_host=1)
-        (plan,) = EqualShapes(PackedRows(budget, per_token)).plan([lengths([7] * num_samples)], devices_per_host=1)
+        (own,) = PackedRowBatcher(budget, token_count_cost).plan([lengths([7] * num_samples)], devices_per_host=1)
+        (plan,) = EqualShapeBatcher(PackedRowBatcher(budget, token_count_cost)).plan(
+            [lengths([7] * num_samples)], devices_per_host=1
+        )
         held = [sorted(i for row in one.rows for segment in row for i in segment) for one in plan.micro_batches]
         assert held == [sorted(i for row in one.rows for segment in row for i in segment) for one in own.micro_batches]
         assert {(len(one.rows), one.shape) for one in plan.micro_batches} == {(2, RowShape(32, 32))}
 
 
 def test_a_lone_micro_batch_stays_as_it_is() -> None:
-    cut = FixedRows(8, trim_tail=True)
-    assert EqualShapes(cut).plan([lengths([5])], devices_per_host=2) == cut.plan([lengths([5])], devices_per_host=2)
+    cut = FixedRowBatcher(8, trim_tail=True)
+    assert EqualShapeBatcher(cut).plan([lengths([5])], devices_per_host=2) == cut.plan(
+        [lengths([5])], devices_per_host=2
+    )
 
 
 @pytest.mark.parametrize("totals", [[3], [16, 9, 3]])
 def test_fixed_rows_can_be_told_their_shape(totals: list[int]) -> None:
     shape = RowShape(48, 24)
-    (plan,) = FixedRows(2, trim_tail=False, shape=shape).plan([lengths(totals)], devices_per_host=1)
+    (plan,) = FixedRowBatcher(2, trim_tail=False, shape=shape).plan([lengths(totals)], devices_per_host=1)
     assert {one.shape for one in plan.micro_batches} == {shape}

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.batching.micro_batch_plan import (
-    Lengths,
     MicroBatch,
-    Plan,
+    MicroBatchPlan,
     RowShape,
+    SequenceCost,
+    SequenceLengths,
     TokenBudget,
-    Work,
-    plan_fixed,
+    choose_row_length,
+    plan_fixed_rows,
     plan_token_budget,
-    row_length,
 )
 from tests.batching.plans import (
     check_plans,
@@ -37,13 +37,13 @@ from tests.batching.plans import (
 )
 
 
-def planned(host: Lengths, budget: TokenBudget, num_devices: int = 1) -> Plan:
+def planned(host: SequenceLengths, budget: TokenBudget, num_devices: int = 1) -> MicroBatchPlan:
     (plan,) = plan_token_budget([host], budget, flops, devices_per_host=num_devices)
     check_plans([plan], [host], budget, num_devices)
     return plan
 
 
-def rows_of(plan: Plan) -> set[frozenset]:
+def rows_of(plan: MicroBatchPlan) -> set[frozenset]:
     """Which samples share a row, wherever the row is."""
     return {frozenset(members([row])) for m in plan.micro_batches for row in m.rows if row}
 
@@ -73,18 +73,18 @@ def test_the_planner_needs_no_jax():
     ],
 )
 def test_rows_hold_two_of_the_longest_and_are_whole_blocks(quota, longest, expected):
-    assert row_length(quota, longest) == expected
+    assert choose_row_length(quota, longest) == expected
 
 
 def test_a_quota_below_the_longest_possible_sample_is_refused():
     with pytest.raises(ValueError, match="4097 tokens, over the quota of 4096"):
-        row_length(4096, 4097)
+        choose_row_length(4096, 4097)
 
 
 def test_fixed_rows_by_hand():
-    (plan,) = plan_fixed([lone(5, 6, 7, 8, 9)], rows_per_device=2, devices_per_host=1, trim_tail=False)
+    (plan,) = plan_fixed_rows([lone(5, 6, 7, 8, 9)], rows_per_device=2, devices_per_host=1, trim_tail=False)
     shape = RowShape(16, 8)
-    assert plan == Plan(
+    assert plan == MicroBatchPlan(
         (
             MicroBatch((((0,),), ((1,),)), shape),
             MicroBatch((((2,),), ((3,),)), shape),
@@ -116,7 +116,7 @@ def test_fixed_micro_batches_fill_whole_devices_on_every_host(
     counts, rows_per_device, num_devices, trim_tail, expected
 ):
     hosts = [lone(*[4] * count) for count in counts]
-    plans = plan_fixed(hosts, rows_per_device=rows_per_device, devices_per_host=num_devices, trim_tail=trim_tail)
+    plans = plan_fixed_rows(hosts, rows_per_device=rows_per_device, devices_per_host=num_devices, trim_tail=trim_tail)
     for plan, count in zip(plans, counts, strict=True):
         assert [len(m.rows) for m in plan.micro_batches] == expected
         assert [i for m in plan.micro_batches for i in members(m.rows)] == list(range(count))
@@ -124,7 +124,7 @@ def test_fixed_micro_batches_fill_whole_devices_on_every_host(
 
 
 def test_fixed_rows_hold_the_longest_sample_and_completion_of_any_host():
-    plans = plan_fixed(
+    plans = plan_fixed_rows(
         [lone(23, prompt=20), lone(10, prompt=1), lone()], rows_per_device=1, devices_per_host=1, trim_tail=True
     )
     assert {m.shape for plan in plans for m in plan.micro_batches} == {RowShape(24, 12)}
@@ -212,7 +212,7 @@ def test_cases_of_slime():
     assert all(len(members([row])) == 2 for m in fives.micro_batches for row in m.rows)
     fours = planned(lone(*[4] * 32), make_budget(8, num_micro_batches_divisible_by=2), num_devices=2)
     assert fours.num_micro_batches == 8
-    (fixed,) = plan_fixed([lone(*[10] * 16)], rows_per_device=2, devices_per_host=4, trim_tail=False)
+    (fixed,) = plan_fixed_rows([lone(*[10] * 16)], rows_per_device=2, devices_per_host=4, trim_tail=False)
     assert fixed.num_micro_batches == 2
     with pytest.raises(ValueError, match="15 tokens"):
         planned(lone(15, *[3] * 7), make_budget(10))
@@ -304,7 +304,7 @@ def test_balancing_evens_out_the_given_work_of_devices():
     rng = np.random.default_rng(0)
     host = lone(*np.clip(rng.lognormal(6.2, 1, 256), 2, 4096).astype(int))
 
-    def imbalance(budget: TokenBudget, work: Work) -> float:
+    def imbalance(budget: TokenBudget, work: SequenceCost) -> float:
         (plan,) = plan_token_budget([host], budget, work, devices_per_host=4)
         of_device = device_work(plan, host, 4).sum(axis=0)
         return of_device.max() / of_device.mean()
@@ -331,7 +331,7 @@ def test_sharing_and_packing_never_change_which_samples_there_are(totals, num_de
     numbers = np.arange(len(totals)) // 3
     sizes = np.asarray(totals, np.int64)
     prompts = np.asarray([min(totals[3 * n : 3 * n + 3]) // 2 for n in numbers], np.int64)
-    host = Lengths(prompts, sizes - prompts, numbers)
+    host = SequenceLengths(prompts, sizes - prompts, numbers)
     for share_prompts in (False, True):
         budget = make_budget(64, packing=packing, balance=balance, share_prompts=share_prompts)
         plan = planned(host, budget, num_devices)

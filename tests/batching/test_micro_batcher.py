@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.batching.micro_batcher import FixedRows, PackedRows, lengths_of
+from app.batching.micro_batcher import FixedRowBatcher, PackedRowBatcher, sequence_lengths
 from app.batching.pack import pack_tokens, unpack_per_token
 from tests.batching.plans import flops, make_budget, members
 from tests.tiny import make_mesh, make_sample, random_samples
@@ -15,10 +15,10 @@ def test_lengths_tell_which_samples_have_the_same_prompt():
         make_sample([0], prompt_ids=[1, 3], group_id=1),
         make_sample([], prompt_ids=[1, 2], group_id=2),
     ]
-    lengths = lengths_of(samples)
+    lengths = sequence_lengths(samples)
     assert lengths.prompts.tolist() == [2, 2, 2]
     assert lengths.completions.tolist() == [3, 1, 0]
-    assert lengths.prompt_numbers.tolist() == [0, 1, 0]
+    assert lengths.prompt_indices.tolist() == [0, 1, 0]
     assert lengths.totals.tolist() == [5, 3, 2]
 
 
@@ -37,30 +37,32 @@ def test_fixed_rows_fill_whole_devices_and_are_no_more_than_needed(
     num_samples, mesh_shape, rows_per_device, rows, count
 ):
     samples = [make_sample([0])] * num_samples
-    cut = FixedRows(rows_per_device, trim_tail=False)(samples, make_mesh(mesh_shape))
-    assert [len(m.rows) for m in cut.own.micro_batches] == [rows] * count
-    assert cut.plans == (cut.own,)
-    assert cut.figures()["num_micro_batches"] == count
+    cut = FixedRowBatcher(rows_per_device, trim_tail=False)(samples, make_mesh(mesh_shape))
+    assert [len(m.rows) for m in cut.local_plan.micro_batches] == [rows] * count
+    assert cut.plans == (cut.local_plan,)
+    assert cut.packing_stats()["num_micro_batches"] == count
 
 
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
 def test_packed_rows_are_whole_on_every_device(mesh_shape):
     samples = random_samples(8, 4, vocab_size=97)
-    cut = PackedRows(make_budget(64, 16, share_prompts=True), flops)(samples, make_mesh(mesh_shape))
+    cut = PackedRowBatcher(make_budget(64, 16, share_prompts=True), flops)(samples, make_mesh(mesh_shape))
     devices = mesh_shape[0] * mesh_shape[1]
-    assert all(len(m.rows) % devices == 0 for m in cut.own.micro_batches)
-    assert sorted(members([row for m in cut.own.micro_batches for row in m.rows])) == list(range(32))
-    found = cut.figures()
+    assert all(len(m.rows) % devices == 0 for m in cut.local_plan.micro_batches)
+    assert sorted(members([row for m in cut.local_plan.micro_batches for row in m.rows])) == list(range(32))
+    found = cut.packing_stats()
     assert found["over_quota"] == 0
-    assert found["computed_tokens"] == sum(len(m.rows) * m.shape.num_tokens for m in cut.own.micro_batches)
-    packed = [pack_tokens(samples, m) for m in cut.own.micro_batches]
+    assert found["computed_tokens"] == sum(len(m.rows) * m.shape.num_tokens for m in cut.local_plan.micro_batches)
+    packed = [pack_tokens(samples, m) for m in cut.local_plan.micro_batches]
     assert found["real_tokens"] == sum(int((p.segment_ids > 0).sum()) for p in packed)
-    for sample, values in zip(samples, unpack_per_token([p.targets for p in packed], samples, cut.own), strict=True):
+    for sample, values in zip(
+        samples, unpack_per_token([p.targets for p in packed], samples, cut.local_plan), strict=True
+    ):
         np.testing.assert_array_equal(values, sample.completion_ids)
 
 
-@pytest.mark.parametrize("rows", [FixedRows(2, trim_tail=True), PackedRows(make_budget(64), flops)])
+@pytest.mark.parametrize("rows", [FixedRowBatcher(2, trim_tail=True), PackedRowBatcher(make_budget(64), flops)])
 def test_a_host_without_samples_has_a_micro_batch_of_padding(rows):
     cut = rows([], make_mesh((2, 1, 1)))
-    assert len(cut.own.micro_batches) == 1
+    assert len(cut.local_plan.micro_batches) == 1
     assert cut.figures()["dummy_fraction"] == 1.0

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.batching.micro_batch_plan import MicroBatch, Plan, RowShape, plan_token_budget
-from app.batching.micro_batcher import lengths_of
+from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape, plan_token_budget
+from app.batching.micro_batcher import sequence_lengths
 from app.batching.pack import pack_per_token, pack_tokens, unpack_per_token
 from app.records.sample import Sample
 from tests.batching.plans import flops, make_budget
@@ -30,9 +30,9 @@ def test_a_row_of_two_samples_by_hand():
     np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0]])
     np.testing.assert_array_equal(batch.segment_ids, [[1, 1, 1, 1, 1, 2, 2, 2, 2, 0, 0]])
     np.testing.assert_array_equal(batch.branch_ids, [[0] * 11])
-    np.testing.assert_array_equal(batch.score_index, [[1, 2, 3, 7, -1, -1]])
+    np.testing.assert_array_equal(batch.logits_indices, [[1, 2, 3, 7, -1, -1]])
     np.testing.assert_array_equal(batch.targets, [[20, 21, 22, 40, 0, 0]])
-    np.testing.assert_array_equal(batch.mask, [[True, False, True, True, False, False]])
+    np.testing.assert_array_equal(batch.loss_mask, [[True, False, True, True, False, False]])
 
 
 def test_completions_behind_a_shared_prompt_by_hand():
@@ -42,9 +42,9 @@ def test_completions_behind_a_shared_prompt_by_hand():
     np.testing.assert_array_equal(batch.positions[0], [0, 1, 2, 3, 0, 1, 2, 3, 2, 3, 4, 0, 0])
     np.testing.assert_array_equal(batch.segment_ids[0], [1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 0, 0])
     np.testing.assert_array_equal(batch.branch_ids[0], [0, 0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 0, 0])
-    np.testing.assert_array_equal(batch.score_index[0], [2, 5, 6, 5, 8, 9, -1])
+    np.testing.assert_array_equal(batch.logits_indices[0], [2, 5, 6, 5, 8, 9, -1])
     np.testing.assert_array_equal(batch.targets[0], [40, 50, 51, 20, 21, 22, 0])
-    np.testing.assert_array_equal(batch.mask[0], [True, True, True, True, False, True, False])
+    np.testing.assert_array_equal(batch.loss_mask[0], [True, True, True, True, False, True, False])
 
 
 def test_empty_rows_are_padding_throughout():
@@ -52,8 +52,8 @@ def test_empty_rows_are_padding_throughout():
     assert batch.token_ids.shape == (4, 6)
     assert batch.targets.shape == (4, 3)
     assert not batch.segment_ids[[1, 3]].any()
-    assert not batch.mask[[1, 3]].any()
-    assert (batch.score_index[[1, 3]] == -1).all()
+    assert not batch.loss_mask[[1, 3]].any()
+    assert (batch.logits_indices[[1, 3]] == -1).all()
 
 
 def test_a_micro_batch_without_samples_is_padding():
@@ -68,8 +68,8 @@ def test_a_completion_without_tokens_has_no_target():
     for rows in ((((0, 1),),), (((0,), (1,)),), (((1, 0),),)):
         batch = pack_tokens(samples, MicroBatch(rows, shape))
         assert batch.targets.tolist() == [[7, 0, 0]]
-        index = batch.score_index[0, 0]
-        assert batch.score_index[0, 1:].tolist() == [-1, -1]
+        index = batch.logits_indices[0, 0]
+        assert batch.logits_indices[0, 1:].tolist() == [-1, -1]
         assert batch.token_ids[0, index : index + 2].tolist() == [2, 7]
 
 
@@ -88,7 +88,7 @@ def test_a_row_that_cannot_hold_its_samples_is_an_error(shape):
 
 
 @st.composite
-def packings(draw) -> tuple[list[Sample], Plan]:
+def packings(draw) -> tuple[list[Sample], MicroBatchPlan]:
     """Samples over rows of any number of segments, any samples of a prompt together, in any order."""
     samples = random_samples(
         draw(st.integers(1, 3)),
@@ -109,7 +109,7 @@ def packings(draw) -> tuple[list[Sample], Plan]:
         max(sum(completion_tokens(samples, s) for s in r) for r in rows) + draw(st.integers(0, 5)),
     )
     per_micro_batch = draw(st.sampled_from([1, 2, 3, 6]))
-    return samples, Plan(
+    return samples, MicroBatchPlan(
         tuple(
             MicroBatch(tuple(map(tuple, rows[first : first + per_micro_batch])), shape)
             for first in range(0, 6, per_micro_batch)
@@ -158,11 +158,11 @@ def test_every_target_is_predicted_by_the_token_before_it(packing):
             prompts = [samples[segment[0]].prompt.token_ids for segment in row for _ in segment]
             before = [np.append(p[-1:], samples[i].completion_ids)[:-1] for p, i in zip(prompts, members, strict=True)]
             expected = np.concatenate([np.zeros(0, np.int32), *before])
-            index = batch.score_index[r]
+            index = batch.logits_indices[r]
             np.testing.assert_array_equal(batch.token_ids[r][index[index >= 0]], expected)
             assert (index[len(expected) :] == -1).all()
             mask = np.concatenate([np.zeros(0, bool), *(samples[i].mask for i in members)])
-            np.testing.assert_array_equal(batch.mask[r], np.pad(mask, (0, len(index) - len(mask))))
+            np.testing.assert_array_equal(batch.loss_mask[r], np.pad(mask, (0, len(index) - len(mask))))
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
@@ -171,7 +171,7 @@ def test_planned_samples_come_back_in_order_whatever_their_order_was(share_promp
     for seed in range(20):
         shuffled = [samples[i] for i in np.random.default_rng(seed).permutation(len(samples))]
         budget = make_budget(48, 16, share_prompts=share_prompts)
-        (plan,) = plan_token_budget([lengths_of(shuffled)], budget, flops, devices_per_host=2)
+        (plan,) = plan_token_budget([sequence_lengths(shuffled)], budget, flops, devices_per_host=2)
         packed = [pack_tokens(shuffled, m).targets.astype(np.float32) for m in plan.micro_batches]
         for sample, values in zip(shuffled, unpack_per_token(packed, shuffled, plan), strict=True):
             np.testing.assert_array_equal(values, sample.completion_ids)

@@ -3,22 +3,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.batching.micro_batch_plan import MicroBatch, Plan, RowShape, plan_token_budget
-from app.batching.packing_stats import plan_figures
+from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape, plan_token_budget
+from app.batching.packing_stats import packing_stats
 from tests.batching.plans import flops, group, joined, lone, per_token, random_case
 
 LONG_ROWS = RowShape(10, 10)
 
 
 def figures(plans, hosts, *, work=per_token, num_devices: int = 1, quota: int | None = 10) -> dict[str, float]:
-    return plan_figures(plans, hosts, work, devices_per_host=num_devices, max_tokens_per_device=quota)
+    return packing_stats(plans, hosts, work, devices_per_host=num_devices, max_tokens_per_device=quota)
 
 
 def test_figures_of_two_hosts_by_hand():
     hosts = [joined(group(2, 3, 4)), lone(7, 1)]
     plans = [
-        Plan((MicroBatch((((0, 1),),), LONG_ROWS), MicroBatch(((),), RowShape(2, 2)))),
-        Plan((MicroBatch((((0,),),), LONG_ROWS), MicroBatch((((1,),),), RowShape(2, 2)))),
+        MicroBatchPlan((MicroBatch((((0, 1),),), LONG_ROWS), MicroBatch(((),), RowShape(2, 2)))),
+        MicroBatchPlan((MicroBatch((((0,),),), LONG_ROWS), MicroBatch((((1,),),), RowShape(2, 2)))),
     ]
     assert figures(plans, hosts) == {
         "real_tokens": 9 + 7 + 1,
@@ -43,7 +43,7 @@ def test_figures_of_two_hosts_by_hand():
 def test_token_sums_of_verl():
     # github.com/verl-project/verl: 8..1 over two ranks: 26 and 10 in order, 18 and 18 dealt.
     host = lone(*range(8, 0, -1))
-    plan = Plan((MicroBatch((((0,), (3,)), ((5,), (6,)), ((1,), (2,)), ((4,), (7,))), RowShape(15, 15)),))
+    plan = MicroBatchPlan((MicroBatch((((0,), (3,)), ((5,), (6,)), ((1,), (2,)), ((4,), (7,))), RowShape(15, 15)),))
     found = figures([plan], [host], num_devices=2, quota=None)
     assert [found[f"seqlen_{name}"] for name in ("min", "max", "minmax_diff", "mean")] == [10, 26, 16, 18.0]
     assert [found[f"seqlen_balanced_{name}"] for name in ("min", "max")] == [18, 18]
@@ -51,7 +51,7 @@ def test_token_sums_of_verl():
 
 def test_work_is_that_of_the_fullest_device_over_the_mean():
     host = lone(3, 1)
-    plan = Plan((MicroBatch((((0,),), ((1,),)), LONG_ROWS),))
+    plan = MicroBatchPlan((MicroBatch((((0,),), ((1,),)), LONG_ROWS),))
     assert figures([plan], [host], num_devices=2)["flops_imbalance"] == 1.5
     assert figures([plan], [host], work=np.square, num_devices=2)["flops_imbalance"] == 9 / 5
 
@@ -67,12 +67,12 @@ def test_work_is_that_of_the_fullest_device_over_the_mean():
     ],
 )
 def test_rows_over_their_length_and_devices_over_the_quota_are_counted(rows, num_tokens, quota, over):
-    plan = Plan((MicroBatch(rows, RowShape(num_tokens, num_tokens)),))
+    plan = MicroBatchPlan((MicroBatch(rows, RowShape(num_tokens, num_tokens)),))
     assert figures([plan], [lone(5, 5)], quota=quota)["over_quota"] == over
 
 
 def test_figures_of_no_samples():
-    found = figures([Plan((MicroBatch(((),), LONG_ROWS),))], [lone()])
+    found = figures([MicroBatchPlan((MicroBatch(((),), LONG_ROWS),))], [lone()])
     assert found["fill"] == 0.0
     assert found["dummy_fraction"] == 1.0
     assert found["flops_imbalance"] == 1.0

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from app.checkpoint.checkpoints import CHECKSUMS, Checkpoints, check_fingerprints, is_damage
-from app.checkpoint.policy_checkpoint import SavedPolicy
+from app.checkpoint.policy_checkpoint import PolicyCheckpoint
 from settings import InputError
 from tests.checkpoints import (
     FINGERPRINTS,
@@ -242,5 +242,5 @@ def test_one_of_an_older_version_is_named_as_such_and_stays(folder: Path, checkp
     with pytest.raises(InputError, match=f"^--resume: {re.escape(str(folder))}/4 {re.escape(older)}$"):
         checkpoints.restore(FINGERPRINTS)
     with pytest.raises(InputError, match=f"^--checkpoint: {re.escape(str(folder))}/2 {re.escape(older)}$"):
-        SavedPolicy.open(folder / "2")
+        PolicyCheckpoint.open(folder / "2")
     assert steps_in(folder) == {"2", "4"}

@@ -13,42 +13,42 @@ import jax
 import numpy as np
 import pytest
 
-from app.checkpoint.checkpoints import Checkpoints, Progress
-from app.checkpoint.policy_checkpoint import SavedPolicy
-from app.checkpoint.retention import NewestAndBest
-from app.checkpoint.run_state import arrays_of
-from app.runtime.model_spec import ModelInput, read_model_input
+from app.checkpoint.checkpoints import Checkpoints, TrainProgress
+from app.checkpoint.policy_checkpoint import PolicyCheckpoint
+from app.checkpoint.retention import LatestAndBestPolicy
+from app.checkpoint.run_state import combine_networks
+from app.runtime.model_spec import ModelSpec, read_model_spec
 from settings import InputError, Settings
 from tests.checkpoints import SHAPES, make_state, shardings
 
 
 @pytest.fixture(scope="module")
-def model() -> ModelInput:
-    return read_model_input(Settings())
+def model() -> ModelSpec:
+    return read_model_spec(Settings())
 
 
-def save(run: Path, *steps: int, model: ModelInput, critic: bool = False, best: int | None = None) -> None:
+def save(run: Path, *steps: int, model: ModelSpec, critic: bool = False, best: int | None = None) -> None:
     fingerprints = {"model": model.files.fingerprint, "tokenizer": model.tokenizer.fingerprint}
 
     def both(one: Any, other: Any) -> Any:
-        return arrays_of(one, other if critic else None)
+        return combine_networks(one, other if critic else None)
 
     checkpoints = Checkpoints(
         run / "checkpoints",
-        policy=NewestAndBest(5, "eval/accuracy", "max"),
+        policy=LatestAndBestPolicy(5, "eval/accuracy", "max"),
         shapes=both(SHAPES, SHAPES),
         shardings=both(shardings(2), shardings(2)),
     )
     for step in steps:
         evaluation = None if best is None else {"eval/accuracy": float(step == best)}
-        progress = Progress(step=step, position=step, fingerprints=fingerprints, evaluation=evaluation)
+        progress = TrainProgress(step=step, position=step, fingerprints=fingerprints, evaluation=evaluation)
         checkpoints.save(both(make_state(step, 2), make_state(100 + step, 2)), progress)
     checkpoints.finish()
     checkpoints.close()
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, model: ModelInput) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, model: ModelSpec) -> Path:
     """Checkpoints of steps 2, 4 and 6, of which 4 is the best. Not to be written to."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     save(folder, 2, 4, 6, model=model, best=4)
@@ -56,20 +56,20 @@ def run(tmp_path_factory: pytest.TempPathFactory, model: ModelInput) -> Path:
 
 
 def read(path: Path, num_devices: int = 1) -> Any:
-    return SavedPolicy.open(path).read(SHAPES.params, shardings(num_devices).params)
+    return PolicyCheckpoint.open(path).restore_params(SHAPES.params, shardings(num_devices).params)
 
 
 @pytest.mark.parametrize(
     ("name", "step"), [("", 6), ("checkpoints", 6), ("checkpoints/2", 2), ("checkpoints/best", 4)], ids=str
 )
 def test_it_is_found_by_any_of_its_names(run: Path, name: str, step: int) -> None:
-    found = SavedPolicy.open(run / name)
+    found = PolicyCheckpoint.open(run / name)
     assert (found.step, found.run.path) == (step, run.resolve())
 
 
 @pytest.mark.parametrize("critic", [False, True], ids=["alone", "beside_a_critic"])
 @pytest.mark.parametrize("num_devices", [1, 4])
-def test_it_is_read_bit_for_bit_on_any_mesh(tmp_path: Path, model: ModelInput, critic: bool, num_devices: int) -> None:
+def test_it_is_read_bit_for_bit_on_any_mesh(tmp_path: Path, model: ModelSpec, critic: bool, num_devices: int) -> None:
     save(tmp_path / "run", 3, model=model, critic=critic)
     params, expected = read(tmp_path / "run", num_devices), make_state(3).params
     assert jax.tree.structure(params) == jax.tree.structure(expected)
@@ -90,13 +90,13 @@ def test_it_is_read_bit_for_bit_on_any_mesh(tmp_path: Path, model: ModelInput, c
 )
 def test_a_folder_without_a_checkpoint_is_refused(run: Path, path: str, message: str) -> None:
     with pytest.raises(InputError, match=f"--checkpoint: .*{message}.*give <run>/checkpoints/<step>"):
-        SavedPolicy.open(run / path)
+        PolicyCheckpoint.open(run / path)
 
 
-def test_without_evaluations_there_is_no_best(tmp_path: Path, model: ModelInput) -> None:
+def test_without_evaluations_there_is_no_best(tmp_path: Path, model: ModelSpec) -> None:
     save(tmp_path / "run", 1, model=model)
     with pytest.raises(InputError, match="nothing was evaluated in that run"):
-        SavedPolicy.open(tmp_path / "run" / "checkpoints" / "best")
+        PolicyCheckpoint.open(tmp_path / "run" / "checkpoints" / "best")
 
 
 def test_flipped_bits_and_a_lost_record_are_damage(run: Path, tmp_path: Path) -> None:
@@ -114,16 +114,16 @@ def test_flipped_bits_and_a_lost_record_are_damage(run: Path, tmp_path: Path) ->
         read(folder)
 
 
-def test_it_belongs_to_its_model_and_tokenizer(run: Path, model: ModelInput) -> None:
-    saved = SavedPolicy.open(run)
-    saved.check(model)
+def test_it_belongs_to_its_model_and_tokenizer(run: Path, model: ModelSpec) -> None:
+    saved = PolicyCheckpoint.open(run)
+    saved.check_compatible(model)
     other = replace(model, files=replace(model.files, fingerprint="x"))
     with pytest.raises(InputError, match=r"was trained from another model than that of model\.path"):
-        saved.check(other)
+        saved.check_compatible(other)
     tokenizer = copy.copy(model.tokenizer)
     tokenizer.fingerprint = "x"
     with pytest.raises(InputError, match="another tokenizer"):
-        saved.check(replace(model, tokenizer=tokenizer))
+        saved.check_compatible(replace(model, tokenizer=tokenizer))
 
 
 def named(seed: int, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -133,10 +133,10 @@ def named(seed: int, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize("critic", [False, True], ids=["alone", "beside_a_critic"])
 @pytest.mark.parametrize("asked", [("policy",), ("policy", "critic")], ids=["policy", "both"])
 def test_whole_states_are_read_of_the_networks_that_are_asked_for_and_there(
-    tmp_path: Path, model: ModelInput, critic: bool, asked: tuple[str, ...]
+    tmp_path: Path, model: ModelSpec, critic: bool, asked: tuple[str, ...]
 ) -> None:
     save(tmp_path / "run", 3, model=model, critic=critic)
-    found = SavedPolicy.open(tmp_path / "run").read_states(*named(4, *asked))
+    found = PolicyCheckpoint.open(tmp_path / "run").restore_states(*named(4, *asked))
     expected = {"policy": make_state(3), "critic": make_state(103)}
     assert set(found) == ({*asked} if critic else {"policy"})
     for name, state in found.items():
@@ -150,4 +150,4 @@ def test_a_state_of_other_arrays_is_refused_and_is_no_damage(run: Path) -> None:
     more = replace(shapes["policy"], params={**shapes["policy"].params, "extra": shapes["policy"].num_updates})
     there = replace(where["policy"], params={**where["policy"].params, "extra": where["policy"].num_updates})
     with pytest.raises(InputError, match=r"--checkpoint: .*6 has no array params/extra: what was trained there is not"):
-        SavedPolicy.open(run).read_states({"policy": more}, {"policy": there})
+        PolicyCheckpoint.open(run).restore_states({"policy": more}, {"policy": there})

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from orbax.checkpoint.checkpoint_managers import PreservationContext
 
-from app.checkpoint.retention import Best, NewestAndBest, SaveClock
+from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy, SaveClock
 
 
 @dataclass
@@ -21,34 +21,34 @@ class Info:
     time: None = None
 
 
-def kept(policy: NewestAndBest, steps: list[int]) -> list[int]:
+def kept(policy: LatestAndBestPolicy, steps: list[int]) -> list[int]:
     infos = [Info(step) for step in steps]
     flags = policy.should_preserve(infos, context=PreservationContext())  # pyright: ignore[reportArgumentType]
     return [step for step, stays in zip(steps, flags, strict=True) if stays]
 
 
-def scored(scores: dict[int, float], **options) -> NewestAndBest:
-    policy = NewestAndBest(**({"keep": 2, "metric": "eval/accuracy"} | options))
+def scored(scores: dict[int, float], **options) -> LatestAndBestPolicy:
+    policy = LatestAndBestPolicy(**({"keep": 2, "metric": "eval/accuracy"} | options))
     for step, score in scores.items():
-        policy.note(step, {"eval/accuracy": score, "eval/mean_length": 7.0})
+        policy.record_evaluation(step, {"eval/accuracy": score, "eval/mean_length": 7.0})
     return policy
 
 
 def test_the_best_stays_beside_the_newest() -> None:
     policy = scored({2: 0.5, 4: 0.9, 6: 0.1})
     assert kept(policy, [2, 4, 6, 8, 10]) == [4, 8, 10]
-    assert policy.describe([2, 4, 6, 8, 10]) == Best(4, "eval/accuracy", 0.9)
+    assert policy.best_checkpoint([2, 4, 6, 8, 10]) == BestCheckpoint(4, "eval/accuracy", 0.9)
 
 
 def test_without_a_metric_or_an_evaluation_the_newest_alone_stay() -> None:
     for policy in (scored({1: 0.5}, metric=None), scored({}), scored({1: 0.5}, metric="eval/format_rate")):
         assert kept(policy, [1, 2, 3]) == [2, 3]
-        assert policy.describe([1, 2, 3]) is None
+        assert policy.best_checkpoint([1, 2, 3]) is None
 
 
 def test_less_may_be_better() -> None:
     policy = scored({1: 3.0, 2: 1.0, 3: 2.0}, mode="min")
-    assert policy.best([1, 2, 3]) == 2
+    assert policy.best_step([1, 2, 3]) == 2
     assert policy.is_better({"eval/accuracy": 0.5}, [1, 2, 3])
     assert not policy.is_better({"eval/accuracy": 1.5}, [1, 2, 3])
 
@@ -56,18 +56,18 @@ def test_less_may_be_better() -> None:
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_of_equals_the_earlier_stays(mode: str) -> None:
     policy = scored({1: 0.5, 2: 0.5}, mode=mode)
-    assert policy.best([1, 2]) == 1
+    assert policy.best_step([1, 2]) == 1
     assert not policy.is_better({"eval/accuracy": 0.5}, [1, 2])
 
 
 def test_a_figure_that_is_none_or_not_finite_is_no_figure() -> None:
     policy = scored({1: float("nan"), 2: float("inf"), 3: 0.0})
-    policy.note(4, None)
-    assert policy.best([1, 2, 3, 4]) == 3
+    policy.record_evaluation(4, None)
+    assert policy.best_step([1, 2, 3, 4]) == 3
     assert not policy.is_better(None, [])
     assert not policy.is_better({"eval/accuracy": float("nan")}, [])
-    policy.note(3, None)  # saved again, without an evaluation
-    assert policy.best([3]) is None
+    policy.record_evaluation(3, None)  # saved again, without an evaluation
+    assert policy.best_step([3]) is None
 
 
 def test_the_last_best_stays_until_the_new_one_is_on_disk() -> None:
@@ -81,14 +81,14 @@ def test_the_last_best_stays_until_the_new_one_is_on_disk() -> None:
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 5)), min_size=1, max_size=20), st.integers(1, 3))
 def test_the_best_of_all_is_never_given_up(scores: list[int | None], keep: int) -> None:
-    policy, steps, best = NewestAndBest(keep, "eval/accuracy"), [], None
+    policy, steps, best = LatestAndBestPolicy(keep, "eval/accuracy"), [], None
     for step, score in enumerate(scores):
         evaluation = None if score is None else {"eval/accuracy": float(score)}
         if policy.is_better(evaluation, steps):
             best = step
-        policy.note(step, evaluation)
+        policy.record_evaluation(step, evaluation)
         steps = kept(policy, [*steps, step])
-        assert policy.best(steps) == best
+        assert policy.best_step(steps) == best
         assert steps[-keep:] == list(range(step + 1))[-keep:]
         assert len(steps) <= keep + 1
 

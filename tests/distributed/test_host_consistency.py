@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from app.distributed.host_consistency import Fact, difference, newest_checkpoint, plug_in_digests
+from app.distributed.host_consistency import Fact, describe_difference, describe_newest_checkpoint, plugin_file_digests
 from app.model.architecture import Architecture
 from app.records.run_directory import RunDirectory
 from app.records.versions import code_digest
-from app.runtime.mesh_checks import check_heads, whole_dims
+from app.runtime.mesh_checks import check_tp_divides_heads, replicated_dim_notes
 from settings import load
 from settings.errors import InputError
 from tests.program import digest_of, settings
@@ -29,11 +29,11 @@ def facts(**values: str) -> dict[str, Fact]:
 
 def test_hosts_that_have_the_same_agree_wherever_they_have_it_from():
     same = {"rollout.group_size": Fact("8", "--set")}, {"rollout.group_size": Fact("8", "env:NUM_PRE_Q")}
-    assert difference(HOSTS[:2], same) is None
+    assert describe_difference(HOSTS[:2], same) is None
 
 
 def test_the_first_that_differs_is_named_with_every_value_and_where_it_is_from():
-    told = difference(
+    told = describe_difference(
         HOSTS,
         [
             {"a": Fact("1"), "rollout.group_size": Fact("8", "--set"), "run.seed": Fact("0")},
@@ -49,7 +49,7 @@ def test_the_first_that_differs_is_named_with_every_value_and_where_it_is_from()
 
 
 def test_what_a_host_lacks_is_a_difference_and_long_values_are_cut():
-    told = difference(HOSTS[:2], [facts(critic="x" * 500), {}])
+    told = describe_difference(HOSTS[:2], [facts(critic="x" * 500), {}])
     assert told is not None
     assert "not there on host 1 (b)" in told
     assert f"{'x' * 117}... on host 0 (a)" in told
@@ -60,7 +60,7 @@ def test_the_digest_of_the_code_is_of_its_content(tmp_path: Path, monkeypatch: p
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     assert code_digest() == code_digest()
-    monkeypatch.setattr("app.records.versions.CODE", tmp_path)
+    monkeypatch.setattr("app.records.versions.SOURCE_ROOT", tmp_path)
     before = code_digest()
     (tmp_path / "app" / "flow.py").write_text("another flow")
     assert code_digest() != before
@@ -70,33 +70,33 @@ def test_plug_ins_are_compared_by_their_files(tmp_path: Path):
     path = tmp_path / "rewards.py"
     path.write_text("def brevity(completion): return 1.0\n")
     functions = load(None, [f"reward.functions=['{path}:brevity', arithmetic]"], {}).settings.reward.functions
-    (before,) = plug_in_digests(functions).items()
+    (before,) = plugin_file_digests(functions).items()
     path.write_text("def brevity(completion): return 2.0\n")
-    (after,) = plug_in_digests(functions).items()
+    (after,) = plugin_file_digests(functions).items()
     assert before[0] == after[0] == f"reward.functions: the file of {path}:brevity"
     assert before[1] != after[1]
 
 
 def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path):
     run = RunDirectory(tmp_path)
-    assert newest_checkpoint(run) == "none"
+    assert describe_newest_checkpoint(run) == "none"
     for name in ("8", "10", "damaged-12", "best"):
-        (run.checkpoints / name).mkdir(parents=True)
-    assert newest_checkpoint(run) == "step 10"
+        (run.checkpoints_dir / name).mkdir(parents=True)
+    assert describe_newest_checkpoint(run) == "step 10"
 
 
 def test_tp_that_divides_no_heads_is_refused_with_both_numbers_and_the_nearest_that_does():
     # Six query heads on two kv heads.
-    check_heads(make_mesh((1, 2, 2)), grouped(6, 2), path="model")
-    check_heads(make_mesh((1, 1, 3)), grouped(6, 2), path="model")
+    check_tp_divides_heads(make_mesh((1, 2, 2)), grouped(6, 2), path="model")
+    check_tp_divides_heads(make_mesh((1, 1, 3)), grouped(6, 2), path="model")
     message = r"tp = 4 divides neither the 6 query heads nor the 2 kv heads of model; .* query heads: 3 or 6"
     with pytest.raises(InputError, match=message):
-        check_heads(make_mesh((1, 2, 4)), grouped(6, 2), path="model")
+        check_tp_divides_heads(make_mesh((1, 2, 4)), grouped(6, 2), path="model")
 
 
 def test_dims_that_tp_leaves_whole_are_told_with_the_nearest_that_would_split_them():
-    assert whole_dims(make_mesh((1, 8, 1)), grouped(6, 2)) == ()
-    told = whole_dims(make_mesh((1, 1, 3)), grouped(6, 2))
+    assert replicated_dim_notes(make_mesh((1, 8, 1)), grouped(6, 2)) == ()
+    told = replicated_dim_notes(make_mesh((1, 1, 3)), grouped(6, 2))
     assert told[0].startswith("mesh.shape: tp = 3 does not divide the 2 kv heads, so every device holds them all")
     assert told[0].endswith("the nearest tp that does: 2")
 

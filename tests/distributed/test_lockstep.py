@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from app.distributed.lockstep import (
-    arrived,
-    as_lines,
-    host_run,
-    in_step,
-    longest_run,
-    of_host,
-    together,
-    write_together,
+    decode_gathered_sample,
+    error_barrier,
+    host_shard,
+    iterate_in_lockstep,
+    max_shard_size,
+    per_host_path,
+    sample_json_lines,
+    write_collectively,
 )
 from app.records.sample_json import sample_to_record
 from settings import InputError
@@ -39,23 +39,23 @@ def test_hosts_have_runs_that_differ_by_one_at_most(
     count: int, num_hosts: int, runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: num_hosts)
-    assert longest_run(count) == max(map(len, runs))
+    assert max_shard_size(count) == max(map(len, runs))
     for host, run in enumerate(runs):
         monkeypatch.setattr(jax, "process_index", lambda host=host: host)
-        assert "".join(map(str, host_run(count))) == run
+        assert "".join(map(str, host_shard(count))) == run
 
 
 def test_only_where_hosts_are_several_a_file_tells_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert of_host(Path("a/out.jsonl.log")) == Path("a/out.jsonl.log")
+    assert per_host_path(Path("a/out.jsonl.log")) == Path("a/out.jsonl.log")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert of_host(Path("a/out.jsonl.log")) == Path("a/out.jsonl.host_0_of_2.log")
+    assert per_host_path(Path("a/out.jsonl.log")) == Path("a/out.jsonl.host_0_of_2.log")
 
 
 def test_a_sample_of_another_host_arrives_as_it_left() -> None:
     sample = make_sample([3, 4], group_id=1, sample_index=0, reward=1.0)
     nan, infinite = np.array([-0.5, np.nan], np.float32), np.array([0.1, -np.inf, 2.0], np.float32)
     sample = replace(sample, behavior_logprobs=nan, values=infinite)
-    came = arrived(json.loads(json.dumps(sample_to_record(sample))))
+    came = decode_gathered_sample(json.loads(json.dumps(sample_to_record(sample))))
     np.testing.assert_array_equal(came.behavior_logprobs, nan)
     np.testing.assert_array_equal(came.values, infinite)
     assert (came.uid, came.reward, came.policy_logprobs) == (sample.uid, 1.0, None)
@@ -64,11 +64,13 @@ def test_a_sample_of_another_host_arrives_as_it_left() -> None:
 def test_one_host_writes_part_after_part_and_raises_what_stops_it(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     samples = [make_sample([3], group_id=i, sample_index=0) for i in range(3)]
-    write_together(out, in_step(as_lines(part, path=out) for part in (samples[:2], [], samples[2:])))
+    write_collectively(
+        out, iterate_in_lockstep(sample_json_lines(part, path=out) for part in (samples[:2], [], samples[2:]))
+    )
     assert [record["group_id"] for record in records_of(out)] == [0, 1, 2]
     broken = replace(samples[0], behavior_logprobs=np.array([np.nan], np.float32))
     with pytest.raises(ValueError, match=r"out\.jsonl: record 3 "):
-        write_together(out, [as_lines([*samples[:2], broken], path=out)])
+        write_collectively(out, [sample_json_lines([*samples[:2], broken], path=out)])
     assert len(records_of(out)) == 3
-    with pytest.raises(InputError, match="mine"), together():
+    with pytest.raises(InputError, match="mine"), error_barrier():
         raise InputError("mine")

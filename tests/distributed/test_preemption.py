@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from app.distributed.cancellation import StoppedError
-from app.distributed.preemption import COMPLETES, Interrupts
-from app.distributed.status_board import Bulletin
-from app.rollout.batch_engine import Engine
-from app.tracking.run_reporter import Narrator
+from app.distributed.preemption import FINISHING_MESSAGE, PreemptionHandler
+from app.distributed.status_board import StatusBoard
+from app.rollout.batch_engine import BatchEngine
+from app.tracking.run_reporter import RunReporter
 from tests.program import (
     DEADLINE_S,
     REPOSITORY,
@@ -117,34 +117,34 @@ def test_handlers_are_what_they_were_afterwards() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     descriptor = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(descriptor)
-    with Interrupts(Bulletin(None, host=0)) as interrupts:
+    with PreemptionHandler(StatusBoard(None, host=0)) as interrupts:
         assert [signal.getsignal(number) for number in SIGNALS] != before
-        assert not interrupts.is_asked()
-        assert interrupts.agreed() == (0, False, ())
+        assert not interrupts.stop_requested()
+        assert interrupts.sync_stop_decision() == (0, False, ())
     assert [signal.getsignal(number) for number in SIGNALS] == before
     assert signal.set_wakeup_fd(descriptor) == descriptor
 
 
 def test_generation_and_the_loop_hear_of_a_signal() -> None:
-    with Interrupts(Bulletin(None, host=0)) as interrupts:
+    with PreemptionHandler(StatusBoard(None, host=0)) as interrupts:
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(interrupts)
-        assert interrupts.agreed(save_is_due=True) == (75, True, (0,))
+        assert interrupts.sync_stop_decision(save_is_due=True) == (75, True, (0,))
 
 
 def test_a_signal_after_the_last_step_is_told_that_nothing_is_lost(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = Narrator.report
+    report = RunReporter.write_final_report
 
-    def signalled_report(narrator: Narrator) -> None:
+    def signalled_report(narrator: RunReporter) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         report(narrator)
 
-    monkeypatch.setattr(Narrator, "report", signalled_report)
+    monkeypatch.setattr(RunReporter, "report", signalled_report)
     result = train_here(config, "run.steps=1", "eval.every_steps=0", "checkpoint.best_metric=null")
     assert result.exit_code == 0, result.stderr
-    assert COMPLETES in result.stderr and SAID not in result.stderr
+    assert FINISHING_MESSAGE in result.stderr and SAID not in result.stderr
     assert newest_checkpoint(config.parent / "runs" / "tiny") == 1
 
 
@@ -161,7 +161,7 @@ def test_what_is_stopped_while_it_generates_goes_on_as_if_it_had_not_been(
         ("must", 4, "stopped after step 5 of 12, which is saved; --resume auto goes on\n"),  # no step's turn to save
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "generate", stopping_at(generation))
+            patch.setattr(BatchEngine, "generate", stopping_at(generation))
             result = train_here(full_config, resume=resume)
         assert result.exit_code == 75, result.stderr
         assert stands in result.stderr
@@ -179,9 +179,9 @@ def test_what_is_stopped_while_it_generates_goes_on_as_if_it_had_not_been(
 
 def stopping_at(generation: int) -> Any:
     """`Engine.generate`, but that one of its calls is asked to stop, and does so as at the edge of a segment."""
-    generate, calls = Engine.generate, itertools.count(1)
+    generate, calls = BatchEngine.generate, itertools.count(1)
 
-    def generate_or_stop(engine: Engine, *arguments: Any, **named: Any) -> Any:
+    def generate_or_stop(engine: BatchEngine, *arguments: Any, **named: Any) -> Any:
         if next(calls) != generation:
             return generate(engine, *arguments, **named)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -191,10 +191,10 @@ def stopping_at(generation: int) -> Any:
     return generate_or_stop
 
 
-def wait_for(listener: Interrupts | Engine) -> None:
+def wait_for(listener: PreemptionHandler | BatchEngine) -> None:
     """Until it knows of the signal."""
     end = time.monotonic() + DEADLINE_S
-    is_asked = listener.is_asked if isinstance(listener, Interrupts) else listener.asked_to_stop
+    is_asked = listener.stop_requested
     while not is_asked():
         assert time.monotonic() < end
         os.sched_yield()

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from app.distributed import rendezvous
-from app.distributed.rendezvous import Member, address_to_bind, call_roll
+from app.distributed.rendezvous import ClusterMember, resolve_bind_address, verify_processes
 from settings.errors import InputError
 from tests.free_address import free_address
 
@@ -18,27 +18,27 @@ COMMAND = "grpo train --config pod.yaml"
 DEADLINE_S = 20.0
 
 
-def come(member: Member, *, timeout_s: float = DEADLINE_S, tell: Callable[[str], None] = print) -> str:
+def come(member: ClusterMember, *, timeout_s: float = DEADLINE_S, tell: Callable[[str], None] = print) -> str:
     """What the host is told: nothing, or the error."""
     try:
-        call_roll(member, timeout_s=timeout_s, command=COMMAND, tell=tell)
+        verify_processes(member, timeout_s=timeout_s, command=COMMAND, notify=tell)
     except InputError as error:
         return str(error)
     return ""
 
 
-def all_come(*members: Member, timeout_s: float = DEADLINE_S) -> list[str]:
+def all_come(*members: ClusterMember, timeout_s: float = DEADLINE_S) -> list[str]:
     """All at the same time. Beyond the roll call process 0 listens as JAX would, for the others look for that."""
     with ThreadPoolExecutor(len(members)) as pool:
         told = [pool.submit(come_and_stay, member, timeout_s) for member in members]
         return [one.result(timeout=2 * DEADLINE_S) for one in told]
 
 
-def come_and_stay(member: Member, timeout_s: float) -> str:
+def come_and_stay(member: ClusterMember, timeout_s: float) -> str:
     told = come(member, timeout_s=timeout_s)
     if told or member.process_id:
         return told
-    host, port = member.address.split(":")
+    host, port = member.coordinator_address.split(":")
     with socket.create_server((host, int(port))) as listener:
         listener.settimeout(DEADLINE_S)
         for _ in range(member.num_processes - 1):
@@ -48,12 +48,12 @@ def come_and_stay(member: Member, timeout_s: float) -> str:
 
 def test_all_who_are_expected_come_in_any_order():
     address = free_address()
-    assert all_come(*(Member(address, 3, i) for i in (2, 0, 1))) == ["", "", ""]
+    assert all_come(*(ClusterMember(address, 3, i) for i in (2, 0, 1))) == ["", "", ""]
 
 
 def test_a_host_that_never_comes_is_named_to_all_with_the_address_and_the_command():
     address = free_address()
-    told = all_come(Member(address, 4, 0), Member(address, 4, 2), timeout_s=4.0)
+    told = all_come(ClusterMember(address, 4, 0), ClusterMember(address, 4, 2), timeout_s=4.0)
     assert f"processes 1, 3 of 4 never came to {address} within 4 s" in told[0]
     assert "Every host must run the same command at the same time" in told[0]
     assert told[0].endswith(COMMAND)
@@ -63,27 +63,27 @@ def test_a_host_that_never_comes_is_named_to_all_with_the_address_and_the_comman
 
 def test_process_0_that_never_comes_is_named():
     address = free_address()
-    (told,) = all_come(Member(address, 2, 1), timeout_s=0.3)
+    (told,) = all_come(ClusterMember(address, 2, 1), timeout_s=0.3)
     assert f"process 0 could not be reached at {address} (Connection refused) within 0.3 s" in told
 
 
 def test_a_number_given_twice_stops_all_hosts():
     address = free_address()
-    told = all_come(Member(address, 3, 0), Member(address, 3, 1), Member(address, 3, 1))
+    told = all_come(ClusterMember(address, 3, 0), ClusterMember(address, 3, 1), ClusterMember(address, 3, 1))
     assert len(set(told)) == 1
     assert "mesh.process_id: 1 was given twice, on " in told[0] and "a number of its own, 0 to 2" in told[0]
 
 
 def test_two_that_are_both_process_0_hear_so():
     address = free_address()
-    told = all_come(Member(address, 2, 0), Member(address, 2, 0))
+    told = all_come(ClusterMember(address, 2, 0), ClusterMember(address, 2, 0))
     assert told[0] == told[1]
     assert "mesh.process_id: 0 was given twice" in told[0]
 
 
 def test_hosts_started_with_other_counts_hear_both():
     address = free_address()
-    told = all_come(Member(address, 2, 0), Member(address, 3, 1))
+    told = all_come(ClusterMember(address, 2, 0), ClusterMember(address, 3, 1))
     assert told[0] == told[1]
     assert "mesh.num_processes: process 0 (" in told[0] and "was started with 2, process 1 (" in told[0]
     assert "with 3; give every host the same number" in told[0]
@@ -93,27 +93,27 @@ def test_a_port_that_another_program_has_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rendezvous, "LINE_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        told = come(Member(address, 2, 0))
+        told = come(ClusterMember(address, 2, 0))
     assert f"mesh.coordinator_address: port {address.rpartition(':')[2]} of {address} is in use" in told
     assert "choose another port on every host" in told
 
 
 def test_an_address_of_another_host_is_no_place_to_listen():
     # 192.0.2.0/24 is set aside for documentation (RFC 5737): nobody's.
-    assert "must be an address of the host with mesh.process_id 0" in come(Member("192.0.2.1:8476", 2, 0))
+    assert "must be an address of the host with mesh.process_id 0" in come(ClusterMember("192.0.2.1:8476", 2, 0))
 
 
 def test_a_host_that_nobody_knows_is_refused():
-    assert "no host is known as 'nowhere.invalid'" in come(Member("nowhere.invalid:8476", 2, 0))
+    assert "no host is known as 'nowhere.invalid'" in come(ClusterMember("nowhere.invalid:8476", 2, 0))
 
 
 def test_a_host_that_left_and_comes_again_is_no_second_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rendezvous, "LOOK_S", 0.01)
+    monkeypatch.setattr(rendezvous, "LIVENESS_POLL_S", 0.01)
     address = free_address()
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(come_and_stay, Member(address, 3, 0), DEADLINE_S)
-        assert "still waiting" in come(Member(address, 3, 1), timeout_s=1.0)
-        told = all_come(Member(address, 3, 1), Member(address, 3, 2))
+        first = pool.submit(come_and_stay, ClusterMember(address, 3, 0), DEADLINE_S)
+        assert "still waiting" in come(ClusterMember(address, 3, 1), timeout_s=1.0)
+        told = all_come(ClusterMember(address, 3, 1), ClusterMember(address, 3, 2))
         assert [first.result(timeout=DEADLINE_S), *told] == ["", "", ""]
 
 
@@ -122,11 +122,11 @@ def test_strangers_do_not_disturb(monkeypatch: pytest.MonkeyPatch):
     address = free_address()
     host, port = address.split(":")
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(come_and_stay, Member(address, 2, 0), DEADLINE_S)
+        first = pool.submit(come_and_stay, ClusterMember(address, 2, 0), DEADLINE_S)
         for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"process_id": 1}\n', b"\xff\n", b""):
             with connected(host, int(port), first) as stranger:
                 stranger.sendall(said)
-        assert all_come(Member(address, 2, 1)) == [""]
+        assert all_come(ClusterMember(address, 2, 1)) == [""]
         assert first.result(timeout=DEADLINE_S) == ""
 
 
@@ -141,22 +141,22 @@ def connected(host: str, port: int, listening: Future[str]) -> socket.socket:
 
 
 def test_a_person_hears_early_who_is_late(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rendezvous, "TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr(rendezvous, "LATE_NOTICE_S", 0.0)
     address, lines = free_address(), []
-    come(Member(address, 3, 0), timeout_s=0.3, tell=lines.append)
-    come(Member(address, 3, 1), timeout_s=0.3, tell=lines.append)
+    come(ClusterMember(address, 3, 0), timeout_s=0.3, tell=lines.append)
+    come(ClusterMember(address, 3, 1), timeout_s=0.3, tell=lines.append)
     assert lines[0] == f"waiting at {address} for processes 1, 2"
     assert lines[1].startswith("waiting for process 0: process 0 could not be reached")
     assert len(lines) == 2
 
 
 def test_process_0_listens_where_the_others_were_sent_and_nowhere_else(monkeypatch: pytest.MonkeyPatch):
-    assert address_to_bind("127.0.0.1:8476") == "127.0.0.1:8476"
-    assert address_to_bind("localhost:8476") in ("127.0.0.1:8476", "[::1]:8476")
-    assert address_to_bind("10.0.0.2:8476") == "10.0.0.2:8476"
-    assert address_to_bind("[::1]:8476") == "[::1]:8476"
+    assert resolve_bind_address("127.0.0.1:8476") == "127.0.0.1:8476"
+    assert resolve_bind_address("localhost:8476") in ("127.0.0.1:8476", "[::1]:8476")
+    assert resolve_bind_address("10.0.0.2:8476") == "10.0.0.2:8476"
+    assert resolve_bind_address("[::1]:8476") == "[::1]:8476"
     # Debian's /etc/hosts gives a host's own name 127.0.1.1, where no other host can come.
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 8476))])
-    assert address_to_bind("worker-0:8476") == "[::]:8476"
+    assert resolve_bind_address("worker-0:8476") == "[::]:8476"
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "0.0.0.0:8476")
-    assert address_to_bind("10.0.0.2:8476") == "0.0.0.0:8476"
+    assert resolve_bind_address("10.0.0.2:8476") == "0.0.0.0:8476"

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from app.distributed.status_board import FOLDER, Bulletin
+from app.distributed.status_board import KEY_PREFIX, StatusBoard
 
 DEADLINE_S = 30
 
@@ -41,7 +41,7 @@ def eventually(happens: Callable[[], bool]) -> None:
 
 def test_every_host_reads_what_one_has_posted_and_its_last_word_counts() -> None:
     store = Shared()
-    with Bulletin(store, host=0, num_hosts=2) as first, Bulletin(store, host=1, num_hosts=2) as second:
+    with StatusBoard(store, host=0, num_hosts=2) as first, StatusBoard(store, host=1, num_hosts=2) as second:
         second.post("stop", "early")
         second.post("stop", "late")
         first.post("stuck", "rollout")
@@ -53,16 +53,16 @@ def test_every_host_reads_what_one_has_posted_and_its_last_word_counts() -> None
 def test_a_store_that_cannot_be_reached_costs_the_news_and_nothing_else() -> None:
     store = Shared()
     store.is_gone = True
-    with Bulletin(store, host=1, num_hosts=2) as board:
+    with StatusBoard(store, host=1, num_hosts=2) as board:
         board.post("stop", "SIGTERM")
         assert store.was_asked.wait(DEADLINE_S)
         store.is_gone = False
-        store.values[f"{FOLDER}stuck/0"] = "rollout"
+        store.values[f"{KEY_PREFIX}stuck/0"] = "rollout"
         eventually(lambda: board.read("stuck") == {0: "rollout"})
         assert board.read("stop") == {1: "SIGTERM"}
 
 
 def test_one_process_keeps_a_board_of_its_own() -> None:
-    with Bulletin(None, host=0) as board:
+    with StatusBoard(None, host=0) as board:
         board.post("stop", "SIGTERM")
         assert board.read("stop") == {0: "SIGTERM"}

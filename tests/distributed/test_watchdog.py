@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from app.distributed.status_board import Bulletin
+from app.distributed.status_board import StatusBoard
 from app.distributed.watchdog import Watchdog
-from app.tracking.console import Board
-from app.tracking.timer import Timer
-from settings.schema.watchdog import Watchdog as Limits
+from app.tracking.console import ProgressDisplay
+from app.tracking.timer import StepTimer
+from settings.schema.watchdog import WatchdogSettings as Limits
 from tests.program import DEADLINE_S, REPOSITORY
 
 STUCK = """\
@@ -63,14 +63,14 @@ def test_the_first_pass_of_a_phase_may_compile_and_inner_phases_have_limits_of_t
     found: list[tuple[str, float | None]] = []
 
     def limit() -> float | None:
-        assert dog._pass is not None
-        return dog._pass.limit_s
+        assert dog._active_phase is not None
+        return dog._active_phase.limit_s
 
-    with Watchdog(limits, tmp_path / "crash", Bulletin(None, host=0)) as dog:
-        board = Board(num_steps=1, first_step=0, shown=False, entered=dog.enter)
+    with Watchdog(limits, tmp_path / "crash", StatusBoard(None, host=0)) as dog:
+        board = ProgressDisplay(num_steps=1, first_step=0, enabled=False, on_phase=dog.enter_phase)
         assert limit() == 100.0
         for _ in range(2):
-            timer = Timer(board)
+            timer = StepTimer(board)
             with timer.phase("rollout"):
                 found.append(("rollout", limit()))
             with timer.phase("reward"):
@@ -79,7 +79,7 @@ def test_the_first_pass_of_a_phase_may_compile_and_inner_phases_have_limits_of_t
                 found.append(("reward", limit()))
             with timer.phase("advantage"):
                 found.append(("advantage", limit()))
-            board.phase("report")
+            board.set_phase("report")
             found.append(("report", limit()))
     assert found[:5] == [
         *(("rollout", 101.0), ("score_reward", None), ("reward", 2.0), ("advantage", 104.0), ("report", 105.0)),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.evaluation.metadata import CHECKPOINT, JUDGE, JUDGES_FILE, JUDGES_FUNCTION, Subject, write_subject
+from app.evaluation.metadata import CHECKPOINT, JUDGE, JUDGE_FILE, JUDGE_FUNCTION, EvaluationMetadata, write_metadata
 from app.records.jsonl import read_jsonl, write_jsonl
 from app.report.confidence_intervals import wilson_interval
 from tests.program import here, metrics_of
@@ -47,8 +47,8 @@ def write(
     ]
     write_jsonl(path, records)
     if facts is not None:
-        known = {JUDGE: judge, JUDGES_FILE: None, CHECKPOINT: "none", "eval.temperature": 0.0, **facts}
-        write_subject(path, Subject("tiny", facts.get("step"), "rows.jsonl", known))
+        known = {JUDGE: judge, JUDGE_FILE: None, CHECKPOINT: "none", "eval.temperature": 0.0, **facts}
+        write_metadata(path, EvaluationMetadata("tiny", facts.get("step"), "rows.jsonl", known))
     return path
 
 
@@ -176,10 +176,10 @@ def test_files_of_a_run_s_own_evaluations_are_compared_too(finished: Path) -> No
         ({"prompt": "2 + 0 = ?"}, "not of the same data: q/0 has another question or answer"),
         ({"judge": "gsm8k"}, "not judged alike: by arithmetic, and by gsm8k"),
         (
-            {"facts": {JUDGES_FILE: "x"}},
+            {"facts": {JUDGE_FILE: "x"}},
             "arithmetic is in a file that has changed: the judge's file was None, and is x",
         ),
-        ({"facts": {JUDGES_FUNCTION: "b:arithmetic"}}, "the judge's function was None, and is b:arithmetic"),
+        ({"facts": {JUDGE_FUNCTION: "b:arithmetic"}}, "the judge's function was None, and is b:arithmetic"),
         ({"judge": None}, "a.jsonl has none; grpo evaluate --out writes such files"),
         ({"rewards": {"a": 1, "b": 0}}, "a.jsonl has the values of a, b"),
         ({"answers": [*AFTER[:11], ("2", "2")]}, "is not whole: q/0 has samples 0, others 0 to 1; the same grpo"),

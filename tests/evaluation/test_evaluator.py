@@ -11,17 +11,17 @@ import pytest
 from app.evaluation.evaluator import evaluation_metrics
 from app.evaluation.metrics import (
     DIFFICULTY,
-    OTHER_VALUES,
+    NON_BINARY_COUNT,
     check_best_metric,
-    drawn_counts,
-    figures_of,
+    estimate_metrics,
+    pass_at_k_sizes,
     prompt_columns,
 )
 from app.records.jsonl import read_jsonl
-from app.records.sample import DROPPED, Prompt, Sample
+from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.report.confidence_intervals import wilson_interval
-from app.reward.aggregate import Scored, weigh
-from app.reward.reward_outcome import Outcome
+from app.reward.aggregate import RewardedSamples, aggregate_rewards
+from app.reward.reward_outcome import RewardOutcome
 from app.tracking.console import evaluation_line
 from settings import InputError, load
 from tests.program import metrics_of
@@ -41,11 +41,11 @@ def graded(correct: bool, completion: str, *, stop: bool = True, **extra: int) -
     )
 
 
-def judged(samples: list[Sample], judge: str = "arithmetic") -> Scored:
-    return weigh(samples, {judge: [Outcome(s.reward) for s in samples]}, {judge: 1.0}, "zero")
+def judged(samples: list[Sample], judge: str = "arithmetic") -> RewardedSamples:
+    return aggregate_rewards(samples, {judge: [RewardOutcome(s.reward) for s in samples]}, {judge: 1.0}, "zero")
 
 
-def metrics_by(scored: Scored, judge: str = "arithmetic", *overrides: str) -> dict[str, float | None]:
+def metrics_by(scored: RewardedSamples, judge: str = "arithmetic", *overrides: str) -> dict[str, float | None]:
     functions = [{"name": judge, "function": "judge.py:judge"}] if judge in ("judge", "brevity") else [judge]
     settings = load(None, [f"reward.functions={functions}", *overrides], {}).settings
     return evaluation_metrics(scored.samples, settings)
@@ -84,18 +84,20 @@ def test_a_plug_in_that_judges_knows_no_format() -> None:
 
 def test_accuracy_is_over_the_answers_that_the_judge_gave_a_value() -> None:
     samples = [graded(True, "2", difficulty=level) for level in (1, 1, 1, 2)]
-    outcomes = [Outcome(1.0), Outcome(0.5), Outcome(), Outcome()]
-    scored = weigh(samples, {"judge": outcomes}, {"judge": 1.0}, "raise", when_all_abstain=None)
+    outcomes = [RewardOutcome(1.0), RewardOutcome(0.5), RewardOutcome(), RewardOutcome()]
+    scored = aggregate_rewards(samples, {"judge": outcomes}, {"judge": 1.0}, "raise", when_all_abstain=None)
     metrics = metrics_by(scored, "judge")
-    assert (metrics["eval/accuracy"], metrics["eval/error_count"], scored.problem) == (0.75, 0, None)
+    assert (metrics["eval/accuracy"], metrics["eval/error_count"], scored.fatal_error) == (0.75, 0, None)
     assert (metrics["eval/accuracy/difficulty_1"], metrics["eval/accuracy/difficulty_2"]) == (0.75, None)
     assert metrics["eval/mean_length"] == 2
 
 
 def test_a_judge_that_abstains_from_everything_leaves_no_accuracy_and_no_error() -> None:
-    scored = weigh([graded(True, "2")], {"judge": [Outcome()]}, {"judge": 1.0}, "raise", when_all_abstain=None)
+    scored = aggregate_rewards(
+        [graded(True, "2")], {"judge": [RewardOutcome()]}, {"judge": 1.0}, "raise", when_all_abstain=None
+    )
     metrics = metrics_by(scored, "judge")
-    assert (metrics["eval/accuracy"], metrics["eval/error_count"], scored.problem) == (None, 0, None)
+    assert (metrics["eval/accuracy"], metrics["eval/error_count"], scored.fatal_error) == (None, 0, None)
     assert evaluation_line(0, metrics).startswith("evaluation at step 0: accuracy –  truncated 0.0%")
 
 
@@ -139,7 +141,7 @@ def table_of(samples: list[Sample], num_samples: int, judge: str = "arithmetic")
 
 def test_several_samples_of_a_prompt_tell_what_some_and_most_of_them_are_worth() -> None:
     samples = asked(("2", "2", "3", "2"), ("3", "3", "2", "?"), ("2", "5", "?", "cut"), ("9", "8", "7", "6"))
-    figures = figures_of(table_of(samples, 4), num_samples=4)
+    figures = estimate_metrics(table_of(samples, 4), num_samples=4)
     values = {name: figure.value for name, figure in figures.items()}
     assert values["eval/accuracy"] == pytest.approx((3 + 1 + 1 + 0) / 16)
     assert values["eval/pass@2"] == pytest.approx((1 + 1 / 2 + 1 / 2 + 0) / 4)
@@ -151,7 +153,7 @@ def test_several_samples_of_a_prompt_tell_what_some_and_most_of_them_are_worth()
 
 def test_a_sample_that_could_not_be_generated_does_not_vote() -> None:
     samples = asked(("3", "3", "2", "2"), ("2", "3", "?", "?"))
-    broken = [s if s.sample_index else replace(s, finish_reason=f"{DROPPED}non-finite logits") for s in samples]
+    broken = [s if s.sample_index else replace(s, finish_reason=f"{DROPPED_PREFIX}non-finite logits") for s in samples]
     # Ties of two, until the first of each is gone.
     assert table_of(samples, 4)["eval/maj@4"].tolist() == [1 / 2, 1 / 2]
     assert table_of(broken, 4)["eval/maj@4"].tolist() == [1, 0]
@@ -159,9 +161,9 @@ def test_a_sample_that_could_not_be_generated_does_not_vote() -> None:
 
 def test_intervals_are_over_prompts_and_not_over_samples() -> None:
     samples = asked(*[("2",) * 8] * 10, *[("3",) * 8] * 10)
-    figures = figures_of(table_of(samples, 8), num_samples=8)
+    figures = estimate_metrics(table_of(samples, 8), num_samples=8)
     assert figures["eval/accuracy"].interval == pytest.approx(wilson_interval(0.5, 20))
-    (one,) = (figures_of(table_of(asked(("2", "3")), 2), num_samples=2)[name] for name in ("eval/accuracy",))
+    (one,) = (estimate_metrics(table_of(asked(("2", "3")), 2), num_samples=2)[name] for name in ("eval/accuracy",))
     assert (one.value, one.interval) == (0.5, None)
 
 
@@ -169,25 +171,25 @@ def test_a_prompt_is_no_more_certain_than_the_draws_that_its_samples_make() -> N
     """Halves everywhere: the prompts tell nothing apart, so each counts as often as it was tried."""
     halves = np.full(6, 0.5)
     names = ("eval/accuracy", "eval/pass@2", "eval/pass@4", "eval/pass@8", "eval/maj@8")
-    table = {**dict.fromkeys(names, halves), DIFFICULTY: np.full(6, np.nan), OTHER_VALUES: np.zeros(6)}
-    figures = figures_of(table, num_samples=8)
+    table = {**dict.fromkeys(names, halves), DIFFICULTY: np.full(6, np.nan), NON_BINARY_COUNT: np.zeros(6)}
+    figures = estimate_metrics(table, num_samples=8)
     for name, trials in zip(names, (8, 4, 2, 1, 1), strict=True):
         assert figures[name].interval == pytest.approx(wilson_interval(0.5, 6 * trials)), name
 
 
 def test_a_judge_of_other_values_than_right_and_wrong_measures_no_passes_and_no_votes() -> None:
     samples = [replace(sample, reward=0.25 * i) for i, sample in enumerate(asked(("a", "b"), ("c", "d")))]
-    figures = figures_of(table_of(samples, 2, "brevity"), num_samples=2)
+    figures = estimate_metrics(table_of(samples, 2, "brevity"), num_samples=2)
     assert figures["eval/pass@2"] == (None, None)
     assert "eval/maj@2" not in figures
     assert figures["eval/accuracy"].value == pytest.approx(0.375)
     right = [replace(sample, reward=float(i == 0)) for i, sample in enumerate(asked(("a", "b"), ("c", "d")))]
-    assert figures_of(table_of(right, 2, "brevity"), num_samples=2)["eval/pass@2"].value == 0.5
+    assert estimate_metrics(table_of(right, 2, "brevity"), num_samples=2)["eval/pass@2"].value == 0.5
 
 
 @pytest.mark.parametrize(("num_samples", "counts"), [(1, []), (2, [2]), (6, [2, 4, 6]), (8, [2, 4, 8])])
 def test_passes_are_told_of_powers_of_two_and_of_all(num_samples: int, counts: list[int]) -> None:
-    assert drawn_counts(num_samples) == counts
+    assert pass_at_k_sizes(num_samples) == counts
 
 
 def test_passes_and_votes_may_choose_the_best_checkpoint_where_they_are_measured() -> None:

@@ -16,9 +16,9 @@ import jax
 import numpy as np
 import pytest
 
-from app.evaluation.metadata import JUDGE, Subject
+from app.evaluation.metadata import JUDGE, EvaluationMetadata
 from app.evaluation.results_file import PartFile
-from app.evaluation.standalone import decode_weights, read_evaluation_input
+from app.evaluation.standalone import load_decode_weights, read_evaluation_input
 from app.records.jsonl import write_jsonl
 from app.runtime.session import Session
 from settings import InputError, load
@@ -272,7 +272,7 @@ def test_input_that_cannot_be_evaluated(config: Path, finished: Path, tmp_path: 
 
 
 def test_only_one_at_a_time_is_at_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, subject = tmp_path / "out.jsonl", Subject("tiny", None, "rows.jsonl", {JUDGE: "arithmetic"})
+    out, subject = tmp_path / "out.jsonl", EvaluationMetadata("tiny", None, "rows.jsonl", {JUDGE: "arithmetic"})
     with closing(PartFile(out, subject)), pytest.raises(InputError, match="another process is at this evaluation"):
         PartFile(out, subject)
 
@@ -287,8 +287,8 @@ def test_only_one_at_a_time_is_at_an_evaluation(tmp_path: Path, monkeypatch: pyt
 def test_nothing_of_the_model_stays_on_the_devices_beside_what_decodes(adapted: Path) -> None:
     read = read_evaluation_input(load(str(adapted / "settings.yaml"), [], {}).settings, adapted)
     with closing(Session.open(read.settings, read.model)) as session:
-        frozen = [weakref.ref(array) for array in jax.tree.leaves(session.frozen)]
-        weights = decode_weights(read, session)
+        frozen = [weakref.ref(array) for array in jax.tree.leaves(session.frozen_params)]
+        weights = load_decode_weights(read, session)
         gc.collect()
         decoding = {id(array) for array in jax.tree.leaves(weights)}
         assert {id(array) for found in frozen if (array := found()) is not None} <= decoding

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from app.export.hf_tensors import TensorsOut
+from app.export.hf_tensors import HfTensors
 from app.model.decoder import DecoderDefinition
 from app.model.io.hf_weights import load_weights
-from app.model.lora import LoRA, merged
+from app.model.lora import LoRAConfig, merge_adapters
 from tests.model.io.test_hf_weights import Held, in_hugging_face_names, random_file
 from tests.tiny import BIASED, EVEN, ODD, SWITCHED, make_mesh, random_params
 
@@ -23,8 +23,8 @@ ARCHITECTURES = pytest.mark.parametrize(
 @pytest.mark.parametrize(("architecture", "mesh_shape"), [(BIASED, (2, 2, 2)), (SWITCHED, (1, 8, 1))])
 def test_what_lies_on_many_devices_goes_out_bit_for_bit(architecture, mesh_shape):
     _, tensors = random_file(architecture)
-    definition = DecoderDefinition.of(architecture)
-    out = TensorsOut(definition, load_weights(definition, Held(tensors), make_mesh(mesh_shape)))
+    definition = DecoderDefinition.create(architecture)
+    out = HfTensors(definition, load_weights(definition, Held(tensors), make_mesh(mesh_shape)))
     assert out.shapes == {name: tensor.shape for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(out.read(name), tensor, err_msg=name, strict=True)
@@ -33,8 +33,8 @@ def test_what_lies_on_many_devices_goes_out_bit_for_bit(architecture, mesh_shape
 @ARCHITECTURES
 def test_parameters_go_out_under_the_names_of_hugging_face_and_come_back(architecture):
     params, _ = random_file(architecture)
-    definition = DecoderDefinition.of(architecture)
-    out = TensorsOut(definition, params)
+    definition = DecoderDefinition.create(architecture)
+    out = HfTensors(definition, params)
     expected = in_hugging_face_names(architecture, params)
     assert set(out.shapes) == set(expected)
     for name, tensor in expected.items():
@@ -43,11 +43,11 @@ def test_parameters_go_out_under_the_names_of_hugging_face_and_come_back(archite
 
 
 def test_adapters_go_out_merged_and_nothing_else_changes():
-    lora = LoRA(rank=3, alpha=6.0, projections=("q_proj", "o_proj", "down_proj"))
-    definition = DecoderDefinition.of(BIASED, lora=lora)
+    lora = LoRAConfig(rank=3, alpha=6.0, projections=("q_proj", "o_proj", "down_proj"))
+    definition = DecoderDefinition.create(BIASED, lora=lora)
     params = random_params(definition)
-    out = TensorsOut(definition, params)
-    expected = in_hugging_face_names(BIASED, merged(params, lora))
+    out = HfTensors(definition, params)
+    expected = in_hugging_face_names(BIASED, merge_adapters(params, lora))
     assert set(out.shapes) == set(expected)
     plain = in_hugging_face_names(BIASED, params)
     changed = {name for name in expected if not np.array_equal(out.read(name), plain[name])}

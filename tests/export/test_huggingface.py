@@ -14,16 +14,16 @@ import pytest
 import yaml
 from typer.testing import Result
 
-from app.checkpoint.policy_checkpoint import SavedPolicy
-from app.checkpoint.policy_weights import load_trained
-from app.export.huggingface import Opened, adapter_config_of, check_space, write_model
-from app.export.model_card import ADAPTER, WHOLE, front_matter, model_card
+from app.checkpoint.policy_checkpoint import PolicyCheckpoint
+from app.checkpoint.policy_weights import load_trained_params
+from app.export.huggingface import ExportJob, build_adapter_config, check_disk_space, write_model
+from app.export.model_card import ADAPTER, FULL_MODEL, front_matter, model_card
 from app.mesh import topology
 from app.model.decoder import Params
 from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import SafetensorsFiles, open_model
-from app.model.lora import joined
-from app.runtime.model_spec import ModelInput, read_model_input
+from app.model.lora import combine_params
+from app.runtime.model_spec import ModelSpec, read_model_spec
 from settings import InputError, Settings, load
 from tests.model.io import test_gguf
 from tests.model.test_parity import (
@@ -47,11 +47,11 @@ from tests.tiny_directory import write_model as write_base
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
-def model_at(path: Path | str, **lora: Any) -> ModelInput:
-    return read_model_input(Settings.model_validate({"model": {"path": str(path), "lora": lora}}))
+def model_at(path: Path | str, **lora: Any) -> ModelSpec:
+    return read_model_spec(Settings.model_validate({"model": {"path": str(path), "lora": lora}}))
 
 
-def params_of(model: ModelInput) -> Params:
+def params_of(model: ModelSpec) -> Params:
     return load_weights(model.definition, model.files.weights, make_mesh())
 
 
@@ -61,7 +61,7 @@ def trained(params: Params) -> Params:
     return jax.tree.map(lambda x: x + jax.numpy.asarray(rng.normal(0, 0.05, x.shape), x.dtype), params)
 
 
-def assert_comes_out_whole(folder: Path, model: ModelInput, params: Params) -> None:
+def assert_comes_out_whole(folder: Path, model: ModelSpec, params: Params) -> None:
     """Written to `folder`, the weights come back bit for bit and give transformers our logits."""
     folder.mkdir()
     assert write_model(folder, model, params, dtype="float32") == ["model.safetensors"]
@@ -143,9 +143,9 @@ def exported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def policy_of(checkpoint: Path, model: ModelInput) -> Params:
+def policy_of(checkpoint: Path, model: ModelSpec) -> Params:
     mesh = make_mesh()
-    return SavedPolicy.open(checkpoint).read(model.definition.shapes, model.definition.shardings(mesh))
+    return PolicyCheckpoint.open(checkpoint).restore_params(model.definition.shapes, model.definition.shardings(mesh))
 
 
 def test_a_runs_newest_checkpoint_comes_out_and_goes_in_again(exported, finished, tiny_model):
@@ -219,9 +219,9 @@ def test_the_card_tells_what_training_changed(exported, finished):
 def test_the_card_of_an_earlier_checkpoint_tells_nothing_of_later_steps(finished, tiny_model):
     card = model_card(
         load(None, [], {}),
-        SavedPolicy.open(finished / "checkpoints/2"),
+        PolicyCheckpoint.open(finished / "checkpoints/2"),
         model_at(tiny_model),
-        form=WHOLE,
+        export_format=FULL_MODEL,
         dtype="float32",
     )
     assert "| held out | step 0 | step 2 |" in card
@@ -235,8 +235,8 @@ def test_the_card_tells_nobody_where_this_machine_keeps_its_files_or_its_keys(
     assert str(tiny_model.parent) not in (exported / "README.md").read_text()
     monkeypatch.setenv("HF_TOKEN", "CANARY-0123456789abcdef")
     resolved = load(None, ["data.system_prompt=CANARY-0123456789abcdef | and `more`"], {})
-    alone = replace(SavedPolicy.open(finished), path=Path("/elsewhere/checkpoints/4"))
-    card = model_card(resolved, alone, model_at(tiny_model), form=WHOLE, dtype="bfloat16")
+    alone = replace(PolicyCheckpoint.open(finished), path=Path("/elsewhere/checkpoints/4"))
+    card = model_card(resolved, alone, model_at(tiny_model), export_format=FULL_MODEL, dtype="bfloat16")
     assert "CANARY" not in card
     assert "<HF_TOKEN> \\| and" in card
     assert "## Before and after" not in card and "rounded once to bfloat16" in card
@@ -245,8 +245,10 @@ def test_the_card_tells_nobody_where_this_machine_keeps_its_files_or_its_keys(
 def test_the_card_of_a_model_of_the_hub_names_it(finished, tiny_model):
     model = model_at(tiny_model)
     fetched = replace(model, files=replace(model.files, commit="c0ffee"))
-    run_is_elsewhere = replace(SavedPolicy.open(finished), path=Path("/elsewhere/checkpoints/4"))
-    card = model_card(load(None, ["model.path=some/model"], {}), run_is_elsewhere, fetched, form=WHOLE, dtype="float32")
+    run_is_elsewhere = replace(PolicyCheckpoint.open(finished), path=Path("/elsewhere/checkpoints/4"))
+    card = model_card(
+        load(None, ["model.path=some/model"], {}), run_is_elsewhere, fetched, export_format=FULL_MODEL, dtype="float32"
+    )
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "some/model"
     assert "# model after 4 steps of grpo" in card
     both = yaml.safe_load(front_matter(ADAPTER, "some/model", "hf:openai/gsm8k:main").strip("-"))
@@ -291,13 +293,13 @@ def test_what_cannot_be_exported_is_one_message_and_nothing_on_disk(finished, tm
 
 
 def test_a_disk_that_is_too_full_is_told_before_any_work(tmp_path):
-    check_space(tmp_path / "out", 1)
+    check_disk_space(tmp_path / "out", 1)
     with pytest.raises(InputError, match=r"--out: .*out needs 4,611,686,018\.43 GB and its disk has .* bfloat16"):
-        check_space(tmp_path / "out", 2**62)
+        check_disk_space(tmp_path / "out", 2**62)
 
 
 def test_a_copy_of_the_checkpoint_alone_is_exported_with_the_settings_of_its_run(finished, tmp_path, tiny_model):
-    model = SavedPolicy.open(finished).path
+    model = PolicyCheckpoint.open(finished).path
     alone = tmp_path / "checkpoints" / "4"
     alone.parent.mkdir()
     alone.symlink_to(model)
@@ -311,9 +313,9 @@ def assert_logits_are_those_of_the_run(reference: Any, run: Path, base: Path) ->
     """Unmerged, as the run scores; and not those of the base."""
     model = model_at(base, **LORA)
     frozen = params_of(model)
-    policy = joined(load_trained(SavedPolicy.open(run), model, make_mesh()), frozen)
+    policy = combine_params(load_trained_params(PolicyCheckpoint.open(run), model, make_mesh()), frozen)
     rows = packed_rows(*SHORT_ROWS, vocab_size=24)
-    logits, of_base = our_logits(model.adapted, policy, rows), our_logits(model.definition, frozen, rows)
+    logits, of_base = our_logits(model.policy_definition, policy, rows), our_logits(model.definition, frozen, rows)
     assert np.abs(logits - of_base).max() > 0.1
     for row, first, token_ids in rows.segments:
         expected = reference_logits(reference, token_ids)
@@ -376,7 +378,7 @@ def test_adapters_alone_of_a_base_that_peft_cannot_load_are_refused(adapted, tmp
     gguf = test_gguf.write_gguf(tmp_path / "a.gguf", "llama", tensors, extra=[tokenizer_of_gguf])
     for path in ("builtin:tiny", str(gguf)):
         resolved = load(None, [f"model.path={path}"], {})
-        saved, model = SavedPolicy.open(adapted), model_at(path, **LORA)
-        opened = Opened(resolved, resolved.settings, saved, model, tmp_path / "out", "float32")
+        saved, model = PolicyCheckpoint.open(adapted), model_at(path, **LORA)
+        opened = ExportJob(resolved, resolved.settings, saved, model, tmp_path / "out", "float32")
         with pytest.raises(InputError, match=rf"model\.path = {path} is neither; leave --adapter away"):
-            adapter_config_of(opened)
+            build_adapter_config(opened)

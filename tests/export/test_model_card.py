@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.checkpoint.policy_checkpoint import SavedPolicy
-from app.export.model_card import WHOLE, model_card
-from app.runtime.model_spec import read_model_input
+from app.checkpoint.policy_checkpoint import PolicyCheckpoint
+from app.export.model_card import FULL_MODEL, model_card
+from app.runtime.model_spec import read_model_spec
 from settings import Settings, load
 
 
@@ -31,8 +31,10 @@ def change(run: Path, name: str, value: str) -> None:
 
 
 def card_of(run: Path, model: Path, *overrides: str) -> str:
-    read = read_model_input(Settings.model_validate({"model": {"path": str(model)}}))
-    return model_card(load(None, overrides, {}), SavedPolicy.open(run), read, form=WHOLE, dtype="float32")
+    read = read_model_spec(Settings.model_validate({"model": {"path": str(model)}}))
+    return model_card(
+        load(None, overrides, {}), PolicyCheckpoint.open(run), read, export_format=FULL_MODEL, dtype="float32"
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,10 +81,10 @@ def test_of_a_relative_path_the_last_name_alone_is_told(run: Path, tiny_model: P
 
 
 def test_a_base_of_the_hub_is_named_though_the_run_had_a_copy_of_it_here(run: Path, tiny_model: Path) -> None:
-    model = read_model_input(Settings.model_validate({"model": {"path": str(tiny_model)}}))
+    model = read_model_spec(Settings.model_validate({"model": {"path": str(tiny_model)}}))
     fetched = replace(model, files=replace(model.files, commit="c0ffee"))
     resolved = load(None, ["model.path=some/model"], {})
-    card = model_card(resolved, SavedPolicy.open(run), fetched, form=WHOLE, dtype="float32")
+    card = model_card(resolved, PolicyCheckpoint.open(run), fetched, export_format=FULL_MODEL, dtype="float32")
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "some/model"
     assert '| `model.path` | `"some/model"` |' in card
     assert str(tiny_model) in (run / "settings.yaml").read_text() and str(tiny_model) not in card

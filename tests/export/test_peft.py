@@ -13,12 +13,12 @@ from app.export.peft import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_WEIGHTS_FILE,
     PROJECTIONS,
-    AdaptersOut,
+    PeftTensors,
     adapter_config,
 )
 from app.export.safetensors_writer import write_safetensors
 from app.model.decoder import DecoderDefinition, Params
-from app.model.lora import LoRA, joined
+from app.model.lora import LoRAConfig, combine_params
 from settings.schema.lora import PROJECTIONS as TARGETS
 from tests.model.test_parity import (
     SHORT_ROWS,
@@ -33,14 +33,14 @@ from tests.model.test_parity import (
 
 def random_adapters(definition: DecoderDefinition) -> Params:
     rng = np.random.default_rng(0)
-    shapes = definition.trained(definition.shapes)
+    shapes = definition.trainable(definition.shapes)
     return jax.tree.map(lambda leaf: jax.numpy.asarray(rng.normal(0, 0.2, leaf.shape), leaf.dtype), shapes)
 
 
-def write_adapters(directory: Path, base: Path, lora: LoRA, trained: Params) -> Path:
+def write_adapters(directory: Path, base: Path, lora: LoRAConfig, trained: Params) -> Path:
     directory.mkdir()
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(adapter_config(lora, base=str(base), revision=None)))
-    tensors = AdaptersOut(trained)
+    tensors = PeftTensors(trained)
     write_safetensors(directory / ADAPTER_WEIGHTS_FILE, tensors, [*tensors.shapes], np.dtype(np.float32))
     return directory
 
@@ -59,13 +59,13 @@ def test_peft_gives_the_logits_of_the_network_with_these_adapters(tmp_path, fami
     peft = pytest.importorskip("peft", reason="what loads adapters elsewhere")
     base = write_checkpoint(tmp_path / "base", family)
     plain, params = load_ours(base)
-    lora = LoRA(rank=3, alpha=7.5, projections=projections)
-    definition = DecoderDefinition.of(plain.architecture, lora=lora)
+    lora = LoRAConfig(rank=3, alpha=7.5, projections=projections)
+    definition = DecoderDefinition.create(plain.architecture, lora=lora)
     trained = random_adapters(definition)
     written = write_adapters(tmp_path / "adapter", base, lora, trained)
     theirs = peft.PeftModel.from_pretrained(load_reference(base), str(written)).eval()
     rows = packed_rows(*SHORT_ROWS)
-    ours = our_logits(definition, joined(trained, params), rows)
+    ours = our_logits(definition, combine_params(trained, params), rows)
     assert np.abs(ours - our_logits(plain, params, rows)).max() > 0.5
     for row, first, token_ids in rows.segments:
         expected = reference_logits(theirs, token_ids)
@@ -77,7 +77,9 @@ def test_every_projection_that_can_have_adapters_has_its_name_in_hugging_face():
 
 
 def test_the_config_says_rank_alpha_and_base_as_peft_spells_them():
-    config = adapter_config(LoRA(rank=4, alpha=16.0, projections=("q_proj",)), base="some/model", revision="c0ffee")
+    config = adapter_config(
+        LoRAConfig(rank=4, alpha=16.0, projections=("q_proj",)), base="some/model", revision="c0ffee"
+    )
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 16, ["q_proj"])
     assert isinstance(config["lora_alpha"], int)
     assert (config["base_model_name_or_path"], config["revision"]) == ("some/model", "c0ffee")

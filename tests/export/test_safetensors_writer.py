@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from app.export.safetensors_writer import split, write_weights
+from app.export.safetensors_writer import split_into_shards, write_sharded_safetensors
 from app.model.io.model_files import INDEX_FILE, SafetensorsFiles
 from tests.model.io.test_hf_weights import Held, Watched
 
@@ -29,7 +29,7 @@ def random_tensors() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 def test_the_library_reads_back_what_was_written(tmp_path, dtype):
     tensors = random_tensors()
-    assert write_weights(tmp_path, Held(tensors), dtype) == ["model.safetensors"]
+    assert write_sharded_safetensors(tmp_path, Held(tensors), dtype) == ["model.safetensors"]
     read = load_file(tmp_path / "model.safetensors")
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -42,14 +42,14 @@ def test_the_library_reads_back_what_was_written(tmp_path, dtype):
 def test_bfloat16_is_rounded_to_the_nearest_not_cut(tmp_path):
     # Between 1 and the next bfloat16, 1 + 2^-7: nearer to the upper, to the lower, and in the middle (to even).
     values = np.asarray([1 + 0.75 * 2**-7, 1 + 0.25 * 2**-7, 1 + 0.5 * 2**-7], np.float32)
-    write_weights(tmp_path, Held({"x": values}), BFLOAT16)
+    write_sharded_safetensors(tmp_path, Held({"x": values}), BFLOAT16)
     read = load_file(tmp_path / "model.safetensors")["x"].astype(np.float32)
     np.testing.assert_array_equal(read, [1 + 2**-7, 1, 1])
 
 
 def test_shards_are_no_larger_than_asked_and_the_index_finds_every_tensor(tmp_path):
     tensors = random_tensors()
-    files = write_weights(tmp_path, Held(tensors), FLOAT32, shard_bytes=160)
+    files = write_sharded_safetensors(tmp_path, Held(tensors), FLOAT32, shard_bytes=160)
     assert files == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     assert {path.name for path in tmp_path.iterdir()} == {*files, INDEX_FILE}
     index = json.loads((tmp_path / INDEX_FILE).read_text())
@@ -71,11 +71,11 @@ def test_shards_are_no_larger_than_asked_and_the_index_finds_every_tensor(tmp_pa
     ],
 )
 def test_a_shard_ends_where_the_next_tensor_would_be_too_much(sizes, shards):
-    assert split(sizes, 10) == shards
+    assert split_into_shards(sizes, 10) == shards
 
 
 def test_each_tensor_is_read_once_and_gone_when_the_next_is_read(tmp_path):
     source = Watched(random_tensors())
-    write_weights(tmp_path, source, FLOAT32, shard_bytes=160)
+    write_sharded_safetensors(tmp_path, source, FLOAT32, shard_bytes=160)
     assert source.num_reads == dict.fromkeys(source.tensors, 1)
     assert source.num_alive == [0] * len(source.tensors)

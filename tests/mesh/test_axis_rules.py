@@ -47,7 +47,7 @@ def test_a_missing_dim_is_an_error():
 @pytest.mark.parametrize("architecture", [ODD, EVEN])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2)])
 def test_every_weight_of_a_decoder_has_a_sharding_that_fits_it(architecture, shape):
-    definition, mesh = DecoderDefinition.of(architecture), make_mesh(shape)
+    definition, mesh = DecoderDefinition.create(architecture), make_mesh(shape)
     shardings = sharding_tree(mesh, definition.shapes, definition.dims)
     assert jax.tree.structure(shardings) == jax.tree.structure(definition.shapes)
     # shard_shape raises where a dim does not divide.

@@ -11,24 +11,24 @@ import numpy as np
 import optax
 import pytest
 
-from app.batching.metrics import critic_update_metrics
+from app.batching.metrics import critic_batching_metrics
 from app.batching.micro_batch_plan import TokenBudget
-from app.batching.micro_batcher import Cutter, FixedRows, PackedRows
+from app.batching.micro_batcher import FixedRowBatcher, MicroBatcher, PackedRowBatcher
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, ValueDecoder
 from app.model.flops import forward_flops
 from app.records.sample import Sample
 from app.rollout.sampling import SamplingRules
-from app.score.scorer import Scorer, Valuer
+from app.score.scorer import Scorer, ValueScorer
 from app.update.kl import k3
 from app.update.loss_aggregation import aggregations
-from app.update.optimizer import initial_state, make_optimizer, state_shardings
-from app.update.policy_loss import make_objective
+from app.update.optimizer import init_train_state, make_optimizer, train_state_shardings
+from app.update.policy_loss import make_policy_objective
 from app.update.step import VALUE_METRICS, UpdateStep
 from app.update.surrogate import dual_clipped_surrogate
-from app.update.updater import PolicyPack, Updater
-from app.update.value_loss import ValueLoss, clipped_squared_error, make_value_objective, pack_values
-from settings.schema.optimizer import Optimizer as Settings
+from app.update.updater import PolicyBatchPacker, Updater
+from app.update.value_loss import ValueLoss, clipped_squared_error, make_value_objective, pack_value_batch
+from settings.schema.optimizer import OptimizerSettings as Settings
 from tests.tiny import (
     BIASED,
     EVEN,
@@ -67,8 +67,8 @@ class Outcome:
     metrics: dict[str, float]
 
 
-FIXED = FixedRows(1, trim_tail=False)
-PACKED = PackedRows(
+FIXED = FixedRowBatcher(1, trim_tail=False)
+PACKED = PackedRowBatcher(
     # Rows of one block of attention and a tail; prompts shared, and repeated where a group fills a row.
     TokenBudget(max_tokens_per_device=48, row_length=24, share_prompts=True, packing="best_fit", balance=True),
     forward_flops(EVEN),
@@ -76,13 +76,13 @@ PACKED = PackedRows(
 
 
 @functools.cache
-def outcome(architecture: Architecture, shape: tuple[int, int, int], cut: Cutter = PACKED) -> Outcome:
-    definition, mesh = DecoderDefinition.of(architecture), make_mesh(shape)
+def outcome(architecture: Architecture, shape: tuple[int, int, int], cut: MicroBatcher = PACKED) -> Outcome:
+    definition, mesh = DecoderDefinition.create(architecture), make_mesh(shape)
     shardings = definition.shardings(mesh)
     params = jax.device_put(random_params(definition), shardings)
     engine = make_engine(definition, mesh, eos_ids=(3, 5))
     samples = engine.generate(
-        engine.weights(params),
+        engine.to_decode_weights(params),
         random_prompts(3, vocab_size=50),
         group_size=3,
         max_new_tokens=8,
@@ -92,19 +92,19 @@ def outcome(architecture: Architecture, shape: tuple[int, int, int], cut: Cutter
     )
     scorer = Scorer(definition, mesh, dtype=FLOAT32, logits_chunk=3)
     trained = random_samples(4, 3, vocab_size=50, with_holes=True)
-    logprobs = scorer.logprobs(params, trained, cut(trained, mesh).own, temperature=0.9)
+    logprobs = scorer.logprobs(params, trained, cut(trained, mesh).local_plan, temperature=0.9)
     schedule = optax.constant_schedule(0.1)
     # A large epsilon keeps the update proportional to the gradient: else Adam makes steps of rounding errors.
     optimizer = make_optimizer(Settings(epsilon=1.0, weight_decay=0.1, max_grad_norm=1e6), schedule)
-    state_layout = state_shardings(optimizer, definition.shapes, shardings, mesh)
-    objective = make_objective(definition, EVERYTHING, dtype=FLOAT32, remat="block", logits_chunk=3)
+    state_layout = train_state_shardings(optimizer, definition.shapes, shardings, mesh)
+    objective = make_policy_objective(definition, EVERYTHING, dtype=FLOAT32, remat="block", logits_chunk=3)
     updater = Updater(
         UpdateStep(objective, optimizer, schedule, state_layout),
         mesh,
-        cut=cut,
-        pack=PolicyPack(aggregations(max_new_tokens=9)["constant-length"], roles=["policy", "reference"]),
+        micro_batcher=cut,
+        pack=PolicyBatchPacker(aggregations(max_new_tokens=9)["constant-length"], roles=["policy", "reference"]),
     )
-    state, metrics = updater.update(initial_state(optimizer, params, state_layout), [[trained]], temperature=0.9)
+    state, metrics = updater.update(init_train_state(optimizer, params, state_layout), [[trained]], temperature=0.9)
     params, moments = jax.tree.map(np.asarray, (state.params, optax.tree.get(state.optimizer, "mu")))
     return Outcome(samples, logprobs, params, moments, metrics)
 
@@ -146,13 +146,13 @@ def test_packed_rows_on_one_two_and_four_devices_learn_as_one_sample_a_row_does(
     assert_metrics_equal(ours, expected)
 
 
-def critic_outcome(shape: tuple[int, int, int], cut: Cutter) -> tuple[list[np.ndarray], Params, dict[str, float]]:
+def critic_outcome(shape: tuple[int, int, int], cut: MicroBatcher) -> tuple[list[np.ndarray], Params, dict[str, float]]:
     """Values of a critic, then the first moments and the metrics of one update of it."""
-    definition, mesh = DecoderDefinition.of(EVEN, ValueDecoder), make_mesh(shape)
+    definition, mesh = DecoderDefinition.create(EVEN, ValueDecoder), make_mesh(shape)
     shardings = definition.shardings(mesh)
     params = jax.device_put(random_params(definition), shardings)
     samples = random_samples(4, 3, vocab_size=50, with_holes=True)
-    values = Valuer(definition, mesh, dtype=FLOAT32).values(params, samples, cut(samples, mesh).own)
+    values = ValueScorer(definition, mesh, dtype=FLOAT32).values(params, samples, cut(samples, mesh).local_plan)
     # Every other sample has moved beyond the clip.
     learned = [
         replace(s, values=v + (0.3 if s.sample_index % 2 else 0.1), returns=v - 0.1 * s.group_id)
@@ -160,12 +160,12 @@ def critic_outcome(shape: tuple[int, int, int], cut: Cutter) -> tuple[list[np.nd
     ]
     schedule = optax.constant_schedule(0.1)
     optimizer = make_optimizer(Settings(epsilon=1.0, max_grad_norm=1e6), schedule)
-    state_layout = state_shardings(optimizer, definition.shapes, shardings, mesh)
+    state_layout = train_state_shardings(optimizer, definition.shapes, shardings, mesh)
     loss = ValueLoss(functools.partial(clipped_squared_error, clip_range=0.2))
     objective = make_value_objective(definition, loss, dtype=FLOAT32, remat="none")
     step = UpdateStep(objective, optimizer, schedule, state_layout, metrics=VALUE_METRICS)
-    updater = Updater(step, mesh, cut=cut, pack=pack_values, cut_metrics=critic_update_metrics)
-    state, metrics = updater.update(initial_state(optimizer, params, state_layout), [[learned]], temperature=0.9)
+    updater = Updater(step, mesh, micro_batcher=cut, pack=pack_value_batch, batching_metrics=critic_batching_metrics)
+    state, metrics = updater.update(init_train_state(optimizer, params, state_layout), [[learned]], temperature=0.9)
     assert metrics["value/batching/over_quota"] == 0
     assert 0 < metrics["value/clip_fraction"] < 1
     moments = jax.tree.map(np.asarray, optax.tree.get(state.optimizer, "mu"))

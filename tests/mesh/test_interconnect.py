@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 
 from app.mesh import topology
 from app.mesh.axis_rules import AXES
-from app.mesh.interconnect import gather_s, hosts_of_a_weight
-from app.mesh.simulated_slice import CHIPS, parse_slice
+from app.mesh.interconnect import all_gather_time_s, num_hosts_per_weight
+from app.mesh.simulated_slice import TPU_CHIPS, parse_slice
 from app.runtime.mesh_checks import check_decode_layout
-from app.runtime.placement_notes import placement_lines
+from app.runtime.placement_notes import placement_notes
 from settings import InputError, load
 from tests.rollout.test_decode_layout import DEFINITION
 
@@ -41,32 +41,32 @@ def mesh_of(*shape: int, num_slices: int = 1, device_kind: str = "TPU v4") -> Me
     ("shape", "hosts"), [((1, 8, 1), 2), ((2, 4, 1), 1), ((1, 4, 2), 2), ((2, 2, 2), 1), ((8, 1, 1), 1)]
 )
 def test_weights_are_gathered_across_hosts_where_fsdp_spans_them(shape: tuple[int, int, int], hosts: int):
-    assert hosts_of_a_weight(mesh_of(*shape)) == hosts
+    assert num_hosts_per_weight(mesh_of(*shape)) == hosts
 
 
 def test_one_slice_gathers_over_its_own_links_and_two_over_their_hosts_network():
-    v4 = CHIPS["v4"]
-    assert gather_s(mesh_of(1, 8, 1), 3e9, v4) == 3e9 / v4.ici_bytes_per_s
-    assert gather_s(mesh_of(1, 8, 1, num_slices=2), 3e9, v4) == 3e9 / v4.dcn_bytes_per_s_per_host
+    v4 = TPU_CHIPS["v4"]
+    assert all_gather_time_s(mesh_of(1, 8, 1), 3e9, v4) == 3e9 / v4.ici_bytes_per_s
+    assert all_gather_time_s(mesh_of(1, 8, 1, num_slices=2), 3e9, v4) == 3e9 / v4.dcn_bytes_per_s_per_host
     # With tp, two rings share the network of a host.
-    assert gather_s(mesh_of(1, 4, 2, num_slices=2), 3e9, v4) == 2 * 3e9 / v4.dcn_bytes_per_s_per_host
+    assert all_gather_time_s(mesh_of(1, 4, 2, num_slices=2), 3e9, v4) == 2 * 3e9 / v4.dcn_bytes_per_s_per_host
 
 
 def test_a_launch_says_what_crosses_hosts():
     settings = load(None, ["rollout.decode_layout=fsdp", "rollout.placement=global"], {}).settings
-    decoding, training = placement_lines(settings, DEFINITION, mesh_of(1, 8, 1))
+    decoding, training = placement_notes(settings, DEFINITION, mesh_of(1, 8, 1))
     assert "at every token step, across 2 hosts, at best " in decoding
     assert training.startswith("mesh.shape: fsdp 8 spans 2 hosts") and "at 2 times the weights" in training
-    (inside,) = placement_lines(settings, DEFINITION, mesh_of(2, 4, 1))
+    (inside,) = placement_notes(settings, DEFINITION, mesh_of(2, 4, 1))
     assert "hosts" not in inside
 
 
 def test_seconds_are_those_of_a_pretended_slice(monkeypatch: pytest.MonkeyPatch):
     settings = load(None, ["rollout.decode_layout=fsdp", "rollout.placement=global"], {}).settings
     mesh = mesh_of(1, 8, 1, device_kind="cpu")
-    assert " s; gathered" not in placement_lines(settings, DEFINITION, mesh)[0]
-    monkeypatch.setattr(topology, "_pretended", parse_slice("v4-16"))
-    assert re.search(r"across 2 hosts, at best \S+ s; gathered", placement_lines(settings, DEFINITION, mesh)[0])
+    assert " s; gathered" not in placement_notes(settings, DEFINITION, mesh)[0]
+    monkeypatch.setattr(topology, "_simulated_slice", parse_slice("v4-16"))
+    assert re.search(r"across 2 hosts, at best \S+ s; gathered", placement_notes(settings, DEFINITION, mesh)[0])
 
 
 def test_hosts_that_generate_alone_hold_whole_weights():

@@ -8,10 +8,10 @@ import pytest
 from app.distributed.collectives import gather_over_hosts, max_over_hosts, sum_over_hosts
 from app.mesh.placement import (
     check_rows_per_host,
-    has_host_memory,
     local_row_indices,
     num_local_row_shards,
     num_row_shards,
+    supports_host_memory,
     to_device_memory,
     to_global,
     to_host_memory,
@@ -51,7 +51,7 @@ def test_one_host_agrees_with_itself():
 def test_arrays_wait_in_host_memory_and_come_back_as_they_were():
     mesh = make_mesh((2, 2, 2))
     tree = {"x": to_global(mesh, np.arange(32.0).reshape(8, 4)), "y": jnp.float32(3)}
-    assert has_host_memory(mesh)
+    assert supports_host_memory(mesh)
     waiting = to_host_memory(tree)
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(waiting)} == {"pinned_host"}
     back = to_device_memory(waiting)

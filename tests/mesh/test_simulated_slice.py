@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from app.mesh.simulated_slice import CHIPS, chip_of, parse_slice
+from app.mesh.simulated_slice import TPU_CHIPS, find_chip, parse_slice
 from settings.errors import InputError
 
 
@@ -51,10 +51,10 @@ def test_what_is_like_no_slice_is_refused_with_all_forms(name):
 
 
 def test_a_chip_is_known_by_what_jax_calls_it():
-    assert [chip_of(kind) for kind in ("TPU v5 lite", "TPU v5p", "TPU v5", "TPU v6 lite", "cpu")] == [
-        CHIPS["v5e"],
-        CHIPS["v5p"],
-        CHIPS["v5p"],
-        CHIPS["v6e"],
+    assert [find_chip(kind) for kind in ("TPU v5 lite", "TPU v5p", "TPU v5", "TPU v6 lite", "cpu")] == [
+        TPU_CHIPS["v5e"],
+        TPU_CHIPS["v5p"],
+        TPU_CHIPS["v5p"],
+        TPU_CHIPS["v6e"],
         None,
     ]

@@ -13,13 +13,20 @@ import pytest
 from jax.sharding import Mesh as DeviceMesh
 
 from app.distributed import cluster_detection
-from app.distributed.rendezvous import Member
+from app.distributed.rendezvous import ClusterMember
 from app.mesh import topology
 from app.mesh.axis_rules import AXES
 from app.mesh.placement import check_rows_per_host
-from app.mesh.topology import check_equal_hosts, is_host_by_host, make_mesh, nearest_shapes, num_hosts, parse_shape
+from app.mesh.topology import (
+    check_equal_device_counts,
+    is_grouped_by_host,
+    make_mesh,
+    nearest_shapes,
+    num_hosts,
+    parse_mesh_shape,
+)
 from settings.errors import InputError
-from settings.schema.mesh import Mesh as Settings
+from settings.schema.mesh import MeshSettings as Settings
 
 DEADLINE_S = 120
 
@@ -41,7 +48,7 @@ DEADLINE_S = 120
     ],
 )
 def test_a_shape_uses_every_device(text, num_devices, num_processes, expected):
-    assert parse_shape(text, num_devices=num_devices, num_processes=num_processes) == expected
+    assert parse_mesh_shape(text, num_devices=num_devices, num_processes=num_processes) == expected
 
 
 @pytest.mark.parametrize(
@@ -58,14 +65,14 @@ def test_a_shape_uses_every_device(text, num_devices, num_processes, expected):
 def test_a_shape_that_does_not_fit_says_what_does(text, num_devices, wants, nearest):
     message = f"mesh.shape: {text!r} asks for {wants} and there are {num_devices}; the nearest shapes that fit: "
     with pytest.raises(InputError, match=f"^{re.escape(message + nearest)}$"):
-        parse_shape(text, num_devices=num_devices, num_processes=1)
+        parse_mesh_shape(text, num_devices=num_devices, num_processes=1)
 
 
 def test_the_nearest_shapes_fit():
     for num_devices in (1, 6, 8, 32):
         for sizes in ((3, 5, 1), (1, -1, 7), (2, 2, -1), (64, 1, 1)):
             for shape in nearest_shapes(sizes, num_devices):
-                assert math.prod(parse_shape(shape, num_devices=num_devices, num_processes=1)) == num_devices
+                assert math.prod(parse_mesh_shape(shape, num_devices=num_devices, num_processes=1)) == num_devices
 
 
 @dataclass(frozen=True)
@@ -84,22 +91,22 @@ def devices_of(*per_host: int) -> list[Device]:
 
 
 def test_hosts_with_different_numbers_of_devices_are_refused_with_both_numbers():
-    check_equal_hosts(devices_of(4, 4))
+    check_equal_device_counts(devices_of(4, 4))
     with pytest.raises(InputError, match=r"different numbers of devices \(host 0: 4, host 1: 2\)"):
-        check_equal_hosts(devices_of(4, 2))
+        check_equal_device_counts(devices_of(4, 2))
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (1, 2, 4)])
 def test_the_rows_of_each_of_two_hosts_lie_together(shape):
     mesh = DeviceMesh(np.array(devices_of(4, 4)).reshape(shape), AXES)
-    assert is_host_by_host(mesh)
+    assert is_grouped_by_host(mesh)
     assert num_hosts(mesh) == 2
     check_rows_per_host(mesh)
 
 
 def test_the_rows_of_hosts_that_take_turns_do_not():
     first, second, third, fourth = devices_of(2, 2)
-    assert not is_host_by_host(DeviceMesh(np.array([first, third, second, fourth]).reshape(4, 1, 1), AXES))
+    assert not is_grouped_by_host(DeviceMesh(np.array([first, third, second, fourth]).reshape(4, 1, 1), AXES))
 
 
 @pytest.mark.parametrize(
@@ -124,12 +131,12 @@ def test_a_platform_without_its_library_is_refused_at_once(monkeypatch, platform
     monkeypatch.setattr(topology, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(InputError, match=re.escape(f"mesh.platform: {platform} was asked for and there is none")) as e:
-        topology.start(Settings(platform=platform))
+        topology.initialize_distributed(Settings(platform=platform))
     assert extra in str(e.value)
 
 
 def test_devices_of_another_platform_than_asked_for_are_refused():
-    assert topology.devices(Settings(platform="cpu"))[0].platform == "cpu"
+    assert topology.global_devices(Settings(platform="cpu"))[0].platform == "cpu"
     with pytest.raises(InputError, match=r"mesh.platform: cuda was asked for .* JAX has started with cpu devices"):
         make_mesh(Settings(platform="cuda"))
 
@@ -148,8 +155,8 @@ def test_an_absent_platform_is_never_replaced_by_the_cpu():
 def test_a_host_that_expects_others_does_not_start_alone(address):
     expected = r"mesh.expect_processes: expected 3 processes and this host works alone; missing: 1, 2\. On every host"
     with pytest.raises(InputError, match=expected):
-        topology.start(Settings(coordinator_address=address, expect_processes=3))
-    topology.start(Settings(coordinator_address=address, expect_processes=1))
+        topology.initialize_distributed(Settings(coordinator_address=address, expect_processes=3))
+    topology.initialize_distributed(Settings(coordinator_address=address, expect_processes=1))
 
 
 @pytest.mark.parametrize(
@@ -157,26 +164,26 @@ def test_a_host_that_expects_others_does_not_start_alone(address):
 )
 def test_a_platform_with_another_number_of_hosts_than_expected_is_refused(monkeypatch, expected, said):
     monkeypatch.setattr(topology, "is_cloud_tpu_vm", lambda: True)
-    monkeypatch.setattr(topology, "find_cluster", lambda **_: Member("10.0.0.2:8482", 2, 0))
+    monkeypatch.setattr(topology, "detect_cluster", lambda **_: ClusterMember("10.0.0.2:8482", 2, 0))
     with pytest.raises(InputError, match=f"expected {expected} processes and {re.escape(said)}"):
-        topology.start(Settings(expect_processes=expected))
-    assert topology.joins_others(Settings())
+        topology.initialize_distributed(Settings(expect_processes=expected))
+    assert topology.expects_other_hosts(Settings())
     # With CPU devices it is nobody's pod.
-    assert not topology.joins_others(Settings(platform="cpu"))
-    topology.start(Settings(platform="cpu", expect_processes=1))
+    assert not topology.expects_other_hosts(Settings(platform="cpu"))
+    topology.initialize_distributed(Settings(platform="cpu", expect_processes=1))
 
 
 @pytest.mark.parametrize(
     ("found", "member"),
     [
-        (("10.0.0.2:8482", 2, 1, None), Member("10.0.0.2:8482", 2, 1)),
+        (("10.0.0.2:8482", 2, 1, None), ClusterMember("10.0.0.2:8482", 2, 1)),
         (("10.0.0.2:8482", 1, 0, None), None),
         ((None, None, None, None), None),
     ],
 )
 def test_the_platform_says_who_the_hosts_are(monkeypatch, found, member):
     monkeypatch.setattr(cluster_detection.ClusterEnv, "auto_detect_unset_distributed_params", lambda *_: found)
-    assert cluster_detection.find_cluster(timeout_s=1) == member
+    assert cluster_detection.detect_cluster(timeout_s=1) == member
 
 
 @pytest.mark.parametrize(("error", "refused"), [(ConnectionError("no metadata"), False), (ValueError("odd"), True)])
@@ -187,11 +194,11 @@ def test_tpus_without_metadata_work_alone_and_metadata_that_cannot_be_read_are_a
     monkeypatch.setattr(cluster_detection.ClusterEnv, "auto_detect_unset_distributed_params", fail)
     if refused:
         with pytest.raises(InputError, match=r"the platform's account of its hosts cannot be read \(odd\); set"):
-            cluster_detection.find_cluster(timeout_s=1)
+            cluster_detection.detect_cluster(timeout_s=1)
     else:
-        assert cluster_detection.find_cluster(timeout_s=1) is None
+        assert cluster_detection.detect_cluster(timeout_s=1) is None
         with pytest.raises(InputError, match=r"auto, and the platform does not answer \(no metadata\); set"):
-            cluster_detection.find_cluster(timeout_s=1, must=True)
+            cluster_detection.detect_cluster(timeout_s=1, required=True)
 
 
 def test_the_mesh_holds_every_device_on_three_named_axes():

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.model.attention import attend, cached_attention, packed_attention, rotate
-from app.model.attention_scores import PLAIN, ScoreRule
-from app.model.segment_layout import one_segment
+from app.model.attention import apply_rope, cached_attention, dot_product_attention, packed_attention
+from app.model.attention_scores import DEFAULT_SCORE_MOD, ScoreMod
+from app.model.segment_layout import single_segment_layout
 
 
 def random_qkv(rows=2, tokens=7, query_heads=6, kv_heads=2, head=4, seed=0):
@@ -21,7 +21,7 @@ def random_qkv(rows=2, tokens=7, query_heads=6, kv_heads=2, head=4, seed=0):
     )
 
 
-def slow_attention(query, keys, values, visible, rule=PLAIN) -> np.ndarray:
+def slow_attention(query, keys, values, visible, rule=DEFAULT_SCORE_MOD) -> np.ndarray:
     """One query head and one token at a time, float64."""
     scale = rule.scale or query.shape[3] ** -0.5
     query, keys, values = (np.asarray(x, np.float64) for x in (query, keys, values))
@@ -39,35 +39,39 @@ def slow_attention(query, keys, values, visible, rule=PLAIN) -> np.ndarray:
 def test_a_quarter_turn_moves_the_first_half_into_the_second():
     x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
     angles = jnp.array([np.pi / 2, 0.0]).reshape(1, 1, 2)
-    np.testing.assert_allclose(rotate(x, angles).ravel(), [-3.0, 2.0, 1.0, 4.0], atol=1e-6)
+    np.testing.assert_allclose(apply_rope(x, angles).ravel(), [-3.0, 2.0, 1.0, 4.0], atol=1e-6)
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 500))
 def test_scores_of_rotated_vectors_depend_on_distance_alone(first, second, shift):
     frequencies = np.array([1.0, 0.1, 0.01], np.float32)
     query, key, _ = random_qkv(rows=1, tokens=1, query_heads=1, kv_heads=1, head=6)
-    turned = lambda x, position: rotate(x, position * frequencies[None, None])  # noqa: E731
+    turned = lambda x, position: apply_rope(x, position * frequencies[None, None])  # noqa: E731
     score = lambda a, b: float(jnp.vdot(turned(query, a), turned(key, b)))  # noqa: E731
     assert score(first + shift, second + shift) == pytest.approx(score(first, second), abs=5e-4)
 
 
-@pytest.mark.parametrize("rule", [PLAIN, ScoreRule(scale=2.0), ScoreRule(soft_cap=0.7), ScoreRule(0.4, 0.3)])
+@pytest.mark.parametrize("rule", [DEFAULT_SCORE_MOD, ScoreMod(scale=2.0), ScoreMod(soft_cap=0.7), ScoreMod(0.4, 0.3)])
 def test_grouped_queries_equal_a_slow_oracle_under_every_rule(rule):
     query, keys, values = random_qkv()
     visible = np.random.default_rng(1).random((2, 7, 7)) < 0.5
     visible |= np.eye(7, dtype=bool)
     expected = slow_attention(query, keys, values, visible, rule)
-    np.testing.assert_allclose(attend(query, keys, values, jnp.asarray(visible), rule), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        dot_product_attention(query, keys, values, jnp.asarray(visible), rule), expected, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 4, 100])
-@pytest.mark.parametrize("rule", [PLAIN, ScoreRule(0.4, 0.3)])
+@pytest.mark.parametrize("rule", [DEFAULT_SCORE_MOD, ScoreMod(0.4, 0.3)])
 def test_a_cached_token_attends_as_it_does_in_its_row(window, rule):
     query, keys, values = random_qkv()
-    row = packed_attention(query, keys, values, one_segment(jnp.ones((2, 7), bool)), window=window, rule=rule)
+    row = packed_attention(
+        query, keys, values, single_segment_layout(jnp.ones((2, 7), bool)), window=window, score_mod=rule
+    )
     positions = jnp.array([2, 5])
     one = jnp.take_along_axis(query, positions[:, None, None, None], axis=1)
     # What lies behind the position is rubbish of an earlier use of the slot.
     keys, values = keys.at[0, :, 3:].set(1e3), values.at[0, :, 3:].set(-1e3)
-    mixed = cached_attention(one, keys, values, positions, window=window, rule=rule)
+    mixed = cached_attention(one, keys, values, positions, window=window, score_mod=rule)
     np.testing.assert_allclose(mixed[:, 0], row[jnp.arange(2), positions], atol=1e-5)

@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array
 
-from app.model.attention import packed_attention, pairs_of_blocks
-from app.model.attention_scores import PLAIN, ScoreRule
+from app.model.attention import make_block_pairs, packed_attention
+from app.model.attention_scores import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.block_attention import Blocking, block_attention
-from app.model.segment_layout import UNSEEN, RowLayout, block_pairs
+from app.model.segment_layout import UNREACHABLE, SegmentLayout, block_pairs
 from tests.layouts import layout_of, seen, segments_of_rows
 from tests.tiny import make_mesh
 
 ROWS, TOKENS, QUERY_HEADS, KV_HEADS, HEAD = 2, 150, 6, 3, 5
 """Two whole blocks of a CPU's and a part of one."""
 Inputs = tuple[Array, Array, Array, Array]
-RULES = [PLAIN, ScoreRule(0.4, 0.6)]
+RULES = [DEFAULT_SCORE_MOD, ScoreMod(0.4, 0.6)]
 
 
 def inputs(rows=ROWS, tokens=TOKENS, query_heads=QUERY_HEADS, kv_heads=KV_HEADS, seed=0) -> Inputs:
@@ -40,7 +40,7 @@ def inputs(rows=ROWS, tokens=TOKENS, query_heads=QUERY_HEADS, kv_heads=KV_HEADS,
     return query, keys, values, weights
 
 
-def oracle(query, keys, values, weights, visible, rule: ScoreRule) -> tuple[np.ndarray, ...]:
+def oracle(query, keys, values, weights, visible, rule: ScoreMod) -> tuple[np.ndarray, ...]:
     """The result, and the gradients of sum(weights * result) by queries, keys and values; float64."""
     query, keys, values, weights = (np.asarray(x, np.float64) for x in (query, keys, values, weights))
     rows, tokens, _, head = query.shape
@@ -79,17 +79,17 @@ def with_gradients(attention: Callable[..., Any]) -> Callable[..., tuple[Array, 
 
 
 @functools.cache
-def packed(rule: ScoreRule, *, windowed: bool) -> Any:
+def packed(rule: ScoreMod, *, windowed: bool) -> Any:
     def attention(query, keys, values, layout, window):
-        return packed_attention(query, keys, values, layout, window=window if windowed else None, rule=rule)
+        return packed_attention(query, keys, values, layout, window=window if windowed else None, score_mod=rule)
 
     return jax.jit(with_gradients(attention))
 
 
 @functools.cache
-def in_small_blocks(rule: ScoreRule, blocking: Blocking) -> Any:
+def in_small_blocks(rule: ScoreMod, blocking: Blocking) -> Any:
     def attention(query, keys, values, layout, window):
-        pairs = block_pairs(layout, [window], blocking.size)
+        pairs = block_pairs(layout, [window], blocking.block_size)
         return block_attention(query, keys, values, layout, pairs, window, rule, blocking)
 
     return jax.jit(with_gradients(attention))
@@ -109,7 +109,9 @@ def test_values_and_gradients_equal_a_float64_oracle_for_random_rows(rule, segme
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("blocking", [Blocking(8, 1), Blocking(8, 5)], ids=str)
 @settings(max_examples=12)
-@given(segments=segments_of_rows(num_rows=3, num_tokens=40, longest=30), window=st.sampled_from([1, 7, 30, UNSEEN]))
+@given(
+    segments=segments_of_rows(num_rows=3, num_tokens=40, longest=30), window=st.sampled_from([1, 7, 30, UNREACHABLE])
+)
 def test_pairs_one_by_one_or_several_at_once_equal_a_float64_oracle(rule, blocking, segments, window):
     layout = layout_of(segments, num_tokens=40)
     arrays = inputs(rows=3, tokens=40)
@@ -123,7 +125,7 @@ TWO_SEGMENTS = layout_of([[(70, (20, 30)), (10, (5,))], [(3, (60,)), (40, (4,))]
 def test_padding_gets_zeros_and_gives_no_gradient():
     *arrays, weights = inputs()
     padding = np.asarray(TWO_SEGMENTS.segment_ids) == 0
-    mixed, by_query, by_keys, by_values = packed(PLAIN, windowed=False)(*arrays, weights, TWO_SEGMENTS, 0)
+    mixed, by_query, by_keys, by_values = packed(DEFAULT_SCORE_MOD, windowed=False)(*arrays, weights, TWO_SEGMENTS, 0)
     for x in (mixed, by_query, by_keys.swapaxes(1, 2), by_values.swapaxes(1, 2)):
         np.testing.assert_array_equal(x[padding], 0.0)
     # Whatever stands there.
@@ -131,18 +133,20 @@ def test_padding_gets_zeros_and_gives_no_gradient():
         arrays[0].at[padding].set(1e3),
         *(x.swapaxes(1, 2).at[padding].set(-1e3).swapaxes(1, 2) for x in arrays[1:]),
     ]
-    again, *_ = packed(PLAIN, windowed=False)(*rubbish, weights, TWO_SEGMENTS, 0)
+    again, *_ = packed(DEFAULT_SCORE_MOD, windowed=False)(*rubbish, weights, TWO_SEGMENTS, 0)
     np.testing.assert_array_equal(again, mixed)
 
 
 def test_no_bit_of_a_segment_depends_on_another_nor_one_of_a_completion_on_its_sibling():
     *arrays, weights = inputs()
     segment_ids, branch_ids, _ = map(np.asarray, TWO_SEGMENTS)
-    before, *_ = packed(PLAIN, windowed=False)(*arrays, weights, TWO_SEGMENTS, 0)
+    before, *_ = packed(DEFAULT_SCORE_MOD, windowed=False)(*arrays, weights, TWO_SEGMENTS, 0)
     for changed in (segment_ids == 2, (segment_ids == 1) & (branch_ids == 1)):
         others = [x.swapaxes(1, 2) if x.shape[1] == KV_HEADS else x for x in arrays]
         query, *keys = [jnp.where(changed[..., None, None], 9.0 - x, x) for x in others]
-        after, *_ = packed(PLAIN, windowed=False)(query, *(x.swapaxes(1, 2) for x in keys), weights, TWO_SEGMENTS, 0)
+        after, *_ = packed(DEFAULT_SCORE_MOD, windowed=False)(
+            query, *(x.swapaxes(1, 2) for x in keys), weights, TWO_SEGMENTS, 0
+        )
         assert not np.array_equal(after[changed], before[changed])
         np.testing.assert_array_equal(after[~changed], before[~changed])
 
@@ -150,21 +154,23 @@ def test_no_bit_of_a_segment_depends_on_another_nor_one_of_a_completion_on_its_s
 def test_bfloat16_rows_are_mixed_in_float32():
     query, keys, values, weights = (x.astype(jnp.bfloat16) for x in inputs())
     arrays = query, keys, values, weights
-    ours = packed(PLAIN, windowed=False)(*arrays, TWO_SEGMENTS, 0)
+    ours = packed(DEFAULT_SCORE_MOD, windowed=False)(*arrays, TWO_SEGMENTS, 0)
     assert {x.dtype for x in ours} == {jnp.dtype("bfloat16")}
     # A bfloat16 has 8 bits: each result is off by its own rounding and, through the kept result, by another.
-    assert_close([x.astype(jnp.float32) for x in ours], oracle(*arrays, seen(TWO_SEGMENTS), PLAIN), tolerance=1e-2)
+    assert_close(
+        [x.astype(jnp.float32) for x in ours], oracle(*arrays, seen(TWO_SEGMENTS), DEFAULT_SCORE_MOD), tolerance=1e-2
+    )
 
 
-def four_rows(kv_heads: int) -> tuple[Inputs, RowLayout]:
+def four_rows(kv_heads: int) -> tuple[Inputs, SegmentLayout]:
     rows = [[(70, (20, 30)), (10, (5,))], [], [(3, (60,)), (40, (4,))], [(60, (90,))]]
     return inputs(rows=4, query_heads=2 * kv_heads, kv_heads=kv_heads), layout_of(rows, num_tokens=TOKENS)
 
 
 def scanned(query, keys, values, layout):
     """Two layers, as the decoder has them: the list of pairs is made once, outside."""
-    windows = jnp.array([UNSEEN, 30], jnp.int32)
-    pairs = pairs_of_blocks(layout, [None, 30])
+    windows = jnp.array([UNREACHABLE, 30], jnp.int32)
+    pairs = make_block_pairs(layout, [None, 30])
 
     def layer(query, window):
         return packed_attention(query, keys, values, layout, window=window, pairs=pairs), None
@@ -203,6 +209,6 @@ def test_no_device_waits_for_another():
 def test_no_array_of_all_scores_stands_in_the_program():
     tokens = 4 * 64 + 3
     arrays, layout = inputs(tokens=tokens), layout_of([[(200, (30,))]] * ROWS, num_tokens=tokens)
-    text = str(packed(PLAIN, windowed=False).lower(*arrays, layout, 0).compile().as_text())
+    text = str(packed(DEFAULT_SCORE_MOD, windowed=False).lower(*arrays, layout, 0).compile().as_text())
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", text)}
     assert not [dims for dims in shapes if sum(size >= tokens for size in dims) > 1]

@@ -11,9 +11,9 @@ import pytest
 from jaxtyping import Array
 
 from app.model.architecture import Architecture
-from app.model.decoder import REMATERIALISED, DecoderDefinition, Params, by_path
+from app.model.decoder import REMAT_POLICIES, DecoderDefinition, Params, flatten_by_path
 from app.model.rope import rope_frequencies
-from app.model.segment_layout import RowLayout, one_segment
+from app.model.segment_layout import SegmentLayout, single_segment_layout
 from app.model.token_logprobs import completion_logprobs
 from tests.layouts import layout_of
 from tests.tiny import BIASED, EVEN, ODD, SWITCHED, assert_trees_close, make_mesh, random_params
@@ -26,13 +26,13 @@ FLOAT32 = jnp.dtype("float32")
 
 @functools.cache
 def hidden_function(architecture: Architecture, remat: str = "none"):
-    definition = DecoderDefinition.of(architecture)
+    definition = DecoderDefinition.create(architecture)
     return jax.jit(lambda params, *rows: definition.bind(params).hidden(*rows, dtype=FLOAT32, remat=remat))
 
 
-def hidden_states(architecture: Architecture, params: Params, token_ids, layout: RowLayout | None = None):
+def hidden_states(architecture: Architecture, params: Params, token_ids, layout: SegmentLayout | None = None):
     token_ids = np.atleast_2d(token_ids)
-    layout = layout or one_segment(np.ones(token_ids.shape, bool))
+    layout = layout or single_segment_layout(np.ones(token_ids.shape, bool))
     return np.asarray(hidden_function(architecture)(params, token_ids, layout))
 
 
@@ -88,7 +88,7 @@ def slow_hidden_states(arch: Architecture, params: Params, token_ids: np.ndarray
 
 @ARCHITECTURES
 def test_hidden_states_equal_a_slow_float64_oracle(architecture):
-    params = random_params(DecoderDefinition.of(architecture))
+    params = random_params(DecoderDefinition.create(architecture))
     token_ids = np.random.default_rng(0).integers(0, architecture.vocab_size, 12)
     ours = hidden_states(architecture, params, token_ids)[0]
     np.testing.assert_allclose(ours, slow_hidden_states(architecture, params, token_ids), atol=2e-5)
@@ -96,13 +96,13 @@ def test_hidden_states_equal_a_slow_float64_oracle(architecture):
 
 @ARCHITECTURES
 def test_neighbours_in_a_row_and_padding_change_nothing(architecture):
-    params = random_params(DecoderDefinition.of(architecture))
+    params = random_params(DecoderDefinition.create(architecture))
     rng = np.random.default_rng(1)
     sequences = [rng.integers(0, architecture.vocab_size, length) for length in (3, 5, 2)]
     row = np.concatenate([*sequences, [7, 7]])
     positions = np.concatenate([*(np.arange(len(s)) for s in sequences), [0, 0]])
     segment_ids = np.concatenate([*(np.full(len(s), i) for i, s in enumerate(sequences, start=1)), [0, 0]])
-    layout = RowLayout(segment_ids[None], np.zeros((1, len(row)), np.int32), positions[None])
+    layout = SegmentLayout(segment_ids[None], np.zeros((1, len(row)), np.int32), positions[None])
     packed = hidden_states(architecture, params, row, layout)[0]
     start = 0
     for sequence in sequences:
@@ -114,26 +114,26 @@ def test_neighbours_in_a_row_and_padding_change_nothing(architecture):
 
 @pytest.mark.parametrize("architecture", [ODD, SWITCHED], ids=["tied", "every-switch"])
 def test_recomputing_changes_no_value_and_no_gradient(architecture):
-    params = random_params(DecoderDefinition.of(architecture))
+    params = random_params(DecoderDefinition.create(architecture))
     token_ids = np.random.default_rng(2).integers(0, architecture.vocab_size, (2, 6))
-    rows = token_ids, one_segment(np.ones((2, 6), bool))
+    rows = token_ids, single_segment_layout(np.ones((2, 6), bool))
 
     def loss(params, remat):
         return jnp.sum(jnp.sin(hidden_function(architecture, remat)(params, *rows)))
 
-    kept, *recomputed = [jax.jit(jax.value_and_grad(functools.partial(loss, remat=r)))(params) for r in REMATERIALISED]
+    kept, *recomputed = [jax.jit(jax.value_and_grad(functools.partial(loss, remat=r)))(params) for r in REMAT_POLICIES]
     for result in recomputed:
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), kept, result)
 
 
 def test_recomputing_changes_neither_logprobs_nor_gradients_and_saves_memory():
-    definition = DecoderDefinition.of(BIASED)
+    definition = DecoderDefinition.create(BIASED)
     params = random_params(definition)
     token_ids = np.random.default_rng(4).integers(0, BIASED.vocab_size, (2, 40)).astype(np.int32)
     weights = np.random.default_rng(5).normal(size=(2, 39)).astype(np.float32)
     batch: dict[str, Any] = {
         "token_ids": token_ids,
-        "layout": one_segment(np.ones(token_ids.shape, bool)),
+        "layout": single_segment_layout(np.ones(token_ids.shape, bool)),
         "score_index": np.broadcast_to(np.arange(39), (2, 39)),
         "targets": token_ids[:, 1:],
         "mask": np.ones((2, 39), bool),
@@ -167,8 +167,8 @@ def test_recomputing_changes_neither_logprobs_nor_gradients_and_saves_memory():
 
 @ARCHITECTURES
 def test_every_weight_has_as_many_dims_as_its_shape(architecture):
-    definition = DecoderDefinition.of(architecture)
-    shapes, dims = by_path(definition.shapes), by_path(definition.dims)
+    definition = DecoderDefinition.create(architecture)
+    shapes, dims = flatten_by_path(definition.shapes), flatten_by_path(definition.dims)
     assert {path: len(dims[path]) for path in shapes} == {path: len(leaf.shape) for path, leaf in shapes.items()}
 
 
@@ -176,13 +176,13 @@ def test_parameters_are_counted_by_hand():
     attention = 36 * 60 + 2 * 36 * 30 + 60 * 36
     mlp = 3 * 36 * 44
     norms = 2 * 36
-    assert DecoderDefinition.of(ODD).num_parameters == 53 * 36 + 2 * (attention + mlp + norms) + 36
+    assert DecoderDefinition.create(ODD).num_parameters == 53 * 36 + 2 * (attention + mlp + norms) + 36
     biases = 60 + 2 * 30 + 36 + 2 * 44 + 36
     expected = 2 * 53 * 36 + 2 * (attention + mlp + norms + biases) + 36
-    assert DecoderDefinition.of(BIASED).num_parameters == expected
+    assert DecoderDefinition.create(BIASED).num_parameters == expected
     norms = 4 * 36 + 2 * 10
     expected = 53 * 36 + 3 * (attention + mlp + norms) + 36
-    assert DecoderDefinition.of(SWITCHED).num_parameters == expected
+    assert DecoderDefinition.create(SWITCHED).num_parameters == expected
 
 
 @pytest.mark.parametrize(
@@ -194,17 +194,17 @@ def test_parameters_are_counted_by_hand():
     ],
 )
 def test_biases_stand_where_the_architecture_asks_for_them(switch, biased):
-    blocks = DecoderDefinition.of(replace(ODD, **{switch: True})).shapes["blocks"]
+    blocks = DecoderDefinition.create(replace(ODD, **{switch: True})).shapes["blocks"]
     assert {name for name, weights in blocks.items() if "bias" in weights} == biased
 
 
 def test_tied_embeddings_have_no_output_of_their_own():
-    assert "output" not in DecoderDefinition.of(ODD).shapes
-    assert "output" in DecoderDefinition.of(BIASED).shapes
+    assert "output" not in DecoderDefinition.create(ODD).shapes
+    assert "output" in DecoderDefinition.create(BIASED).shapes
 
 
 def test_fresh_weights_follow_the_seed_and_fit_the_definition():
-    definition = DecoderDefinition.of(BIASED)
+    definition = DecoderDefinition.create(BIASED)
     first, again, other = (definition.initialise(seed) for seed in (0, 0, 1))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), first) == jax.tree.map(
         lambda x: (x.shape, x.dtype), definition.shapes
@@ -220,7 +220,7 @@ def test_fresh_weights_follow_the_seed_and_fit_the_definition():
 SHARED = layout_of([[(40, (30, 21, 33)), (9, (14,))]], num_tokens=151)
 
 
-def lone_rows(token_ids: np.ndarray, layout: RowLayout) -> tuple[np.ndarray, RowLayout, np.ndarray]:
+def lone_rows(token_ids: np.ndarray, layout: SegmentLayout) -> tuple[np.ndarray, SegmentLayout, np.ndarray]:
     """The samples of a row of shared prompts, each alone in a row, and where each of their tokens stood."""
     segment_ids, branch_ids, _ = (np.asarray(x)[0] for x in layout)
     branches = sorted({(s, b) for s, b in zip(segment_ids, branch_ids, strict=True) if s > 0})
@@ -229,12 +229,12 @@ def lone_rows(token_ids: np.ndarray, layout: RowLayout) -> tuple[np.ndarray, Row
     at = np.full((len(places), 80), -1)
     for row, place in enumerate(places):
         at[row, : len(place)] = place
-    return token_ids[0, np.maximum(at, 0)], one_segment(jnp.asarray(at >= 0)), at
+    return token_ids[0, np.maximum(at, 0)], single_segment_layout(jnp.asarray(at >= 0)), at
 
 
 def test_completions_behind_a_shared_prompt_are_what_they_are_alone():
     architecture = replace(SWITCHED, windows=(35, None, 60))
-    params = random_params(DecoderDefinition.of(architecture))
+    params = random_params(DecoderDefinition.create(architecture))
     token_ids = np.random.default_rng(3).integers(0, architecture.vocab_size, (1, 151))
     alone_ids, alone_layout, at = lone_rows(token_ids, SHARED)
     assert at.shape[0] == 4
@@ -256,7 +256,7 @@ def test_completions_behind_a_shared_prompt_are_what_they_are_alone():
 
 def test_rows_of_several_blocks_have_the_same_gradients_on_a_mesh():
     architecture = replace(EVEN, num_layers=2, windows=(35, None))
-    definition = DecoderDefinition.of(architecture)
+    definition = DecoderDefinition.create(architecture)
     params = random_params(definition)
     token_ids = np.random.default_rng(5).integers(0, architecture.vocab_size, (4, 151))
     layout = jax.tree.map(lambda x: jnp.tile(x, (4, 1)), SHARED)

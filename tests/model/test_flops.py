@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from app.model.flops import forward_flops, visible_pairs
+from app.model.flops import forward_flops, num_visible_pairs
 from tests.tiny import ODD, SWITCHED
 
 
@@ -31,7 +31,7 @@ def test_visible_pairs_are_the_ones_of_the_attention_mask(window):
     lengths = np.arange(12)
     q, k = np.arange(12)[:, None], np.arange(12)
     seen = (k <= q) & (q - k < (window or 99))
-    assert visible_pairs(lengths, window).tolist() == [seen[:n, :n].sum() for n in lengths]
+    assert num_visible_pairs(lengths, window).tolist() == [seen[:n, :n].sum() for n in lengths]
 
 
 def test_flops_are_whole_numbers_that_hold_a_large_model_and_a_long_context():

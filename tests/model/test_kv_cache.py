@@ -9,8 +9,8 @@ import pytest
 
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
-from app.model.kv_cache import decode_step, decode_weights, prefill
-from app.model.segment_layout import one_segment
+from app.model.kv_cache import decode_step, make_decode_weights, prefill
+from app.model.segment_layout import single_segment_layout
 from tests.tiny import BIASED, ODD, SWITCHED, random_params
 
 ARCHITECTURES = pytest.mark.parametrize(
@@ -25,9 +25,9 @@ class Compiled:
     """The decoder of one architecture, ready to call."""
 
     def __init__(self, architecture: Architecture):
-        definition = DecoderDefinition.of(architecture)
+        definition = DecoderDefinition.create(architecture)
         self.params = random_params(definition)
-        self.weights = jax.jit(lambda params: decode_weights(definition, params, FLOAT32))(self.params)
+        self.weights = jax.jit(lambda params: make_decode_weights(definition, params, FLOAT32))(self.params)
         self.prefill = jax.jit(functools.partial(prefill, definition))
         self.decode_step = jax.jit(functools.partial(decode_step, definition))
         self.hidden = jax.jit(lambda *rows: definition.bind(self.params).hidden(*rows, dtype=FLOAT32))
@@ -50,7 +50,7 @@ def right_padded(size: int, filler: int = 0) -> np.ndarray:
 
 
 def whole_rows(model: Compiled) -> np.ndarray:
-    return np.asarray(model.hidden(token_ids(), one_segment(np.ones((3, 9), bool))))
+    return np.asarray(model.hidden(token_ids(), single_segment_layout(np.ones((3, 9), bool))))
 
 
 def grown(cache, size: int, filler: float = 0.0):
@@ -94,9 +94,9 @@ def test_a_prompt_of_no_tokens_is_finite_padding():
 
 
 def test_decoding_weights_are_one_array_per_layer_in_the_compute_type():
-    definition = DecoderDefinition.of(ODD)
+    definition = DecoderDefinition.create(ODD)
     params = random_params(definition)
-    weights = decode_weights(definition, params, jnp.dtype("bfloat16"))
+    weights = make_decode_weights(definition, params, jnp.dtype("bfloat16"))
     assert len(weights.blocks) == ODD.num_layers
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
     for layer, block in enumerate(weights.blocks):

@@ -10,35 +10,35 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.mesh.placement import shardings_of
+from app.mesh.placement import tree_shardings
 from app.model.architecture import Architecture
-from app.model.decoder import DecoderDefinition, Params, by_path
-from app.model.kv_cache import decode_weights, merged_decode_weights
-from app.model.lora import DOWN, UP, LoRA, fresh_adapters, joined, merged
-from app.model.segment_layout import one_segment
+from app.model.decoder import DecoderDefinition, Params, flatten_by_path
+from app.model.kv_cache import make_decode_weights, make_merged_decode_weights
+from app.model.lora import LORA_A, LORA_B, LoRAConfig, combine_params, init_adapters, merge_adapters
+from app.model.segment_layout import single_segment_layout
 from settings.schema.lora import PROJECTIONS
 from tests.tiny import BIASED, EVEN, ODD, SWITCHED, make_mesh, random_params
 
 FLOAT32 = jnp.dtype("float32")
-EVERYWHERE = LoRA(3, 6.0, PROJECTIONS)
-SOME = LoRA(2, 1.0, ("q_proj", "o_proj", "down_proj"))
+EVERYWHERE = LoRAConfig(3, 6.0, PROJECTIONS)
+SOME = LoRAConfig(2, 1.0, ("q_proj", "o_proj", "down_proj"))
 
 
-def adapted(architecture: Architecture, lora: LoRA) -> tuple[DecoderDefinition, DecoderDefinition]:
+def adapted(architecture: Architecture, lora: LoRAConfig) -> tuple[DecoderDefinition, DecoderDefinition]:
     """The network with adapters, and without."""
-    return DecoderDefinition.of(architecture, lora=lora), DecoderDefinition.of(architecture)
+    return DecoderDefinition.create(architecture, lora=lora), DecoderDefinition.create(architecture)
 
 
 def fresh(definition: DecoderDefinition, *, mesh_shape: tuple[int, int, int] = (1, 1, 1), seed: int = 0) -> Params:
-    shardings = definition.trained(definition.shardings(make_mesh(mesh_shape)))
-    return fresh_adapters(definition.trained(definition.shapes), shardings, seed=seed)
+    shardings = definition.trainable(definition.shardings(make_mesh(mesh_shape)))
+    return init_adapters(definition.trainable(definition.shapes), shardings, seed=seed)
 
 
 def logits(definition: DecoderDefinition, params: Params) -> jax.Array:
     def forward(params: Params) -> jax.Array:
         tokens = jnp.arange(14).reshape(2, 7) % definition.architecture.vocab_size
         decoder = definition.bind(params)
-        return decoder.head.logits(decoder.hidden(tokens, one_segment(tokens >= 0), dtype=FLOAT32))
+        return decoder.head.logits(decoder.hidden(tokens, single_segment_layout(tokens >= 0), dtype=FLOAT32))
 
     return jax.jit(forward)(params)
 
@@ -51,7 +51,7 @@ def logits(definition: DecoderDefinition, params: Params) -> jax.Array:
 def test_adapters_compute_what_the_kernels_do_that_they_are_merged_into(architecture, lora):
     definition, base = adapted(architecture, lora)
     params = random_params(definition)
-    plain = merged(params, lora)
+    plain = merge_adapters(params, lora)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), plain) == jax.tree.map(lambda x: (x.shape, x.dtype), base.shapes)
     ours, expected = logits(definition, params), logits(base, plain)
     without = logits(base, definition.frozen(params))
@@ -62,11 +62,11 @@ def test_adapters_compute_what_the_kernels_do_that_they_are_merged_into(architec
 def test_each_target_changes_its_own_kernel_and_no_other():
     names = dict(zip(PROJECTIONS, ("query", "key", "value", "attention_output", "gate", "up", "down"), strict=True))
     for target, name in names.items():
-        lora = LoRA(2, 2.0, (target,))
+        lora = LoRAConfig(2, 2.0, (target,))
         definition, _ = adapted(BIASED, lora)
-        assert definition.adapters == {("blocks", name, DOWN), ("blocks", name, UP)}
+        assert definition.adapter_paths == {("blocks", name, LORA_A), ("blocks", name, LORA_B)}
         params = random_params(definition)
-        before, after = by_path(definition.frozen(params)), by_path(merged(params, lora))
+        before, after = flatten_by_path(definition.frozen(params)), flatten_by_path(merge_adapters(params, lora))
         assert [path for path in before if not np.array_equal(before[path], after[path])] == [
             ("blocks", name, "kernel")
         ]
@@ -75,65 +75,65 @@ def test_each_target_changes_its_own_kernel_and_no_other():
 def test_a_kernel_is_merged_in_float32_with_alpha_by_rank():
     definition, _ = adapted(ODD, SOME)
     params = random_params(definition)
-    down, up = (np.asarray(params["blocks"]["query"][name], np.float64) for name in (DOWN, UP))
+    down, up = (np.asarray(params["blocks"]["query"][name], np.float64) for name in (LORA_A, LORA_B))
     expected = params["blocks"]["query"]["kernel"] + 0.5 * np.einsum("ldr,lrqh->ldqh", down, up)
-    np.testing.assert_allclose(merged(params, SOME)["blocks"]["query"]["kernel"], expected, atol=1e-6)
+    np.testing.assert_allclose(merge_adapters(params, SOME)["blocks"]["query"]["kernel"], expected, atol=1e-6)
 
 
 def test_fresh_adapters_change_not_a_bit():
     definition, base = adapted(BIASED, EVERYWHERE)
     weights = random_params(base)
-    whole = joined(fresh(definition), weights)
+    whole = combine_params(fresh(definition), weights)
     np.testing.assert_array_equal(logits(definition, whole), logits(base, weights))
-    jax.tree.map(np.testing.assert_array_equal, merged(whole, EVERYWHERE), weights)
+    jax.tree.map(np.testing.assert_array_equal, merge_adapters(whole, EVERYWHERE), weights)
 
 
 def test_fresh_adapters_depend_on_seed_and_place_alone():
-    drawn = by_path(fresh(adapted(EVEN, EVERYWHERE)[0]))
-    others = by_path(
+    drawn = flatten_by_path(fresh(adapted(EVEN, EVERYWHERE)[0]))
+    others = flatten_by_path(
         fresh(adapted(EVEN, replace(EVERYWHERE, projections=("v_proj", "o_proj")))[0], mesh_shape=(2, 2, 2))
     )
     assert others.keys() < drawn.keys() and len(others) == 4
     for path, x in others.items():
         np.testing.assert_array_equal(x, drawn[path])
-    other_seed = by_path(fresh(adapted(EVEN, EVERYWHERE)[0], seed=1))
-    downs = [path for path in drawn if path[-1] == DOWN]
+    other_seed = flatten_by_path(fresh(adapted(EVEN, EVERYWHERE)[0], seed=1))
+    downs = [path for path in drawn if path[-1] == LORA_A]
     assert len(downs) == 7
     for path in downs:
         inputs = int(np.prod(drawn[path].shape[1:-1]))
         assert 0.8 * inputs**-0.5 < float(jnp.abs(drawn[path]).max()) <= inputs**-0.5
         assert not np.array_equal(drawn[path], other_seed[path])
     # Of equal shapes, and yet others.
-    assert not np.array_equal(drawn[("blocks", "gate", DOWN)], drawn[("blocks", "up", DOWN)])
-    assert all(not np.any(drawn[path]) for path in drawn if path[-1] == UP)
+    assert not np.array_equal(drawn[("blocks", "gate", LORA_A)], drawn[("blocks", "up", LORA_A)])
+    assert all(not np.any(drawn[path]) for path in drawn if path[-1] == LORA_B)
 
 
 def test_parts_are_joined_without_a_copy_and_taken_apart_again():
     definition, _ = adapted(ODD, EVERYWHERE)
     params = random_params(definition)
-    trained, frozen = definition.trained(params), definition.frozen(params)
-    assert {path[-1] for path in by_path(trained)} == {DOWN, UP}
-    again = joined(trained, frozen)
+    trained, frozen = definition.trainable(params), definition.frozen(params)
+    assert {path[-1] for path in flatten_by_path(trained)} == {LORA_A, LORA_B}
+    again = combine_params(trained, frozen)
     assert jax.tree.structure(again) == jax.tree.structure(params)
     assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True))
-    assert definition.num_trained == sum(x.size for x in jax.tree.leaves(trained))
+    assert definition.num_trainable == sum(x.size for x in jax.tree.leaves(trained))
 
 
 def test_without_adapters_all_weights_learn_and_merging_leaves_them_alone():
-    definition = DecoderDefinition.of(ODD)
+    definition = DecoderDefinition.create(ODD)
     params = random_params(definition)
-    assert definition.trained(params) is params and definition.frozen(params) == {}
-    assert joined(params, {}) is params and merged(params, None) is params
-    assert definition.num_trained == definition.num_parameters
+    assert definition.trainable(params) is params and definition.frozen(params) == {}
+    assert combine_params(params, {}) is params and merge_adapters(params, None) is params
+    assert definition.num_trainable == definition.num_parameters
 
 
 @pytest.mark.parametrize("layout", ["gathered", "fsdp"])
 def test_decode_weights_are_those_of_the_merged_kernels_on_any_mesh(layout):
     definition, base = adapted(EVEN, EVERYWHERE)
     params = random_params(definition)
-    plain = jax.tree.leaves(decode_weights(base, merged(params, EVERYWHERE), FLOAT32))
-    mesh, merge = make_mesh((1, 2, 2)), functools.partial(merged, lora=EVERYWHERE)
-    laid_out = functools.partial(merged_decode_weights, base, dtype=FLOAT32, layout=layout, merge=merge)
+    plain = jax.tree.leaves(make_decode_weights(base, merge_adapters(params, EVERYWHERE), FLOAT32))
+    mesh, merge = make_mesh((1, 2, 2)), functools.partial(merge_adapters, lora=EVERYWHERE)
+    laid_out = functools.partial(make_merged_decode_weights, base, dtype=FLOAT32, layout=layout, merge=merge)
     with jax.set_mesh(mesh):
         found = jax.jit(laid_out)(jax.device_put(params, definition.shardings(mesh)))
     assert len(found.blocks) == EVEN.num_layers
@@ -147,12 +147,12 @@ def test_an_adapter_lies_along_its_kernel_and_its_rank_is_never_split():
     spec = {name: {leaf: tuple(x.spec) for leaf, x in placed[name].items()} for name in ("query", "down")}
     assert spec["query"] == {
         "kernel": (None, "fsdp", "tp", None),
-        DOWN: (None, "fsdp", None),
-        UP: (None, None, "tp", None),
+        LORA_A: (None, "fsdp", None),
+        LORA_B: (None, None, "tp", None),
     }
-    assert spec["down"] == {"kernel": (None, "tp", "fsdp"), DOWN: (None, "tp", None), UP: (None, None, "fsdp")}
+    assert spec["down"] == {"kernel": (None, "tp", "fsdp"), LORA_A: (None, "tp", None), LORA_B: (None, None, "fsdp")}
     whole = jax.device_put(random_params(definition), definition.shardings(make_mesh((1, 2, 2))))
-    assert shardings_of(whole) == definition.shardings(make_mesh((1, 2, 2)))
+    assert tree_shardings(whole) == definition.shardings(make_mesh((1, 2, 2)))
 
 
 @pytest.mark.parametrize("remat", ["minimal", "block"])
@@ -162,11 +162,11 @@ def test_the_backward_pass_keeps_no_second_product_for_an_adapter(remat):
 
         def residuals(num_tokens: int) -> int:
             def forward(params: Params, frozen: Params) -> jax.Array:
-                decoder = definition.bind(joined(params, frozen))
+                decoder = definition.bind(combine_params(params, frozen))
                 tokens = jnp.zeros((1, num_tokens), jnp.int32)
-                return decoder.hidden(tokens, one_segment(tokens == 0), dtype=FLOAT32, remat=remat)
+                return decoder.hidden(tokens, single_segment_layout(tokens == 0), dtype=FLOAT32, remat=remat)
 
-            parts = definition.trained(definition.shapes), definition.frozen(definition.shapes)
+            parts = definition.trainable(definition.shapes), definition.frozen(definition.shapes)
             pull = jax.eval_shape(lambda p, f: jax.vjp(lambda p: forward(p, f), p)[1], *parts)
             return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
 
@@ -178,5 +178,5 @@ def test_the_backward_pass_keeps_no_second_product_for_an_adapter(remat):
 
 
 def test_adapters_that_differ_in_any_digit_have_another_text():
-    assert LoRA(2, 16.0, ("q_proj",)).to_text() == "rank 2, alpha 16, q_proj"
-    assert LoRA(2, 16.0000001, ("q_proj",)).to_text() == "rank 2, alpha 16.0000001, q_proj"
+    assert LoRAConfig(2, 16.0, ("q_proj",)).to_text() == "rank 2, alpha 16, q_proj"
+    assert LoRAConfig(2, 16.0000001, ("q_proj",)).to_text() == "rank 2, alpha 16.0000001, q_proj"

@@ -21,7 +21,7 @@ from app.model.decoder import DecoderDefinition, Params
 from app.model.io.families import FAMILIES, architecture_from_config
 from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import open_model
-from app.model.segment_layout import RowLayout
+from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import completion_logprobs
 from app.rollout.sampling import SamplingRules
 from tests.tiny import make_engine, make_mesh, make_prompt
@@ -90,7 +90,7 @@ class Segment(NamedTuple):
 class PackedRows(NamedTuple):
     segments: list[Segment]
     token_ids: np.ndarray
-    layout: RowLayout
+    layout: SegmentLayout
     """numpy."""
 
 
@@ -101,7 +101,7 @@ def packed_rows(*lengths: Sequence[int], num_tokens: int = 32, vocab_size: int =
     """Random segments of these lengths, row by row, and padding on the right."""
     rng = np.random.default_rng(1)
     token_ids, *layout = (np.zeros((len(lengths), num_tokens), np.int32) for _ in range(4))
-    rows = PackedRows([], token_ids, RowLayout(*layout))
+    rows = PackedRows([], token_ids, SegmentLayout(*layout))
     # Padding is no special token: nothing may look at it.
     rows.token_ids[:] = rng.integers(0, vocab_size, rows.token_ids.shape)
     for row, in_row in enumerate(lengths):
@@ -166,7 +166,7 @@ def reference_logits(model: Any, token_ids: np.ndarray) -> np.ndarray:
 
 def load_ours(path: Path) -> tuple[DecoderDefinition, Params]:
     files = open_model(str(path))
-    definition = DecoderDefinition.of(architecture_from_config(files.config))
+    definition = DecoderDefinition.create(architecture_from_config(files.config))
     return definition, load_weights(definition, files.weights, make_mesh())
 
 
@@ -174,7 +174,7 @@ def our_logits(definition: DecoderDefinition, params: Params, rows: PackedRows) 
     """float32, [R, T, V]."""
 
     @jax.jit
-    def logits(params: Params, token_ids: Array, layout: RowLayout) -> Array:
+    def logits(params: Params, token_ids: Array, layout: SegmentLayout) -> Array:
         decoder = definition.bind(params)
         return decoder.head.logits(decoder.hidden(token_ids, layout, dtype=jnp.dtype("float32")))
 
@@ -336,7 +336,7 @@ def test_greedy_generation_equals_transformers_token_for_token(tmp_path, model_t
     eos_ids = (5, 11, 23)
     engine = make_engine(definition, eos_ids=eos_ids)
     samples = engine.generate(
-        engine.weights(params),
+        engine.to_decode_weights(params),
         prompts,
         group_size=1,
         max_new_tokens=24,

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from app.model.segment_layout import one_segment
+from app.model.segment_layout import single_segment_layout
 from tests.model.test_parity import (
     PackedRows,
     import_reference,
@@ -58,5 +58,5 @@ def test_smollm2_from_gguf_answers_a_gsm8k_question_with_transformers_logits(
     token_ids = np.asarray(chat["input_ids"], np.int32)
     expected = reference_logits(load_reference(converted_smollm2), token_ids)
     one_row = token_ids[None]
-    rows = PackedRows([], one_row, one_segment(np.ones_like(one_row, bool)))
+    rows = PackedRows([], one_row, single_segment_layout(np.ones_like(one_row, bool)))
     np.testing.assert_allclose(our_logits(*load_ours(smollm2_gguf), rows)[0], expected, rtol=0, atol=1e-3)

@@ -14,12 +14,12 @@ from tests.tiny import BIASED, SWITCHED, make_engine, make_mesh, packed_plan, ra
 
 @pytest.mark.parametrize("architecture", [BIASED, SWITCHED], ids=["biases", "every-switch"])
 def test_bfloat16_stays_near_float32_and_sampler_and_scorer_agree_in_it(architecture):
-    definition = DecoderDefinition.of(architecture)
+    definition = DecoderDefinition.create(architecture)
     params = random_params(definition)
     prompts = random_prompts(6, vocab_size=architecture.vocab_size)
     engine = make_engine(definition, dtype=jnp.dtype("bfloat16"))
     samples = engine.generate(
-        engine.weights(params),
+        engine.to_decode_weights(params),
         prompts,
         group_size=2,
         max_new_tokens=20,

@@ -13,12 +13,12 @@ import pytest
 import app.model.quantization
 from app.mesh.placement import bytes_per_device
 from app.model.architecture import Architecture
-from app.model.decoder import DecoderDefinition, Params, by_path
+from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.io.hf_weights import load_weights
-from app.model.kv_cache import decode_weights
-from app.model.lora import LoRA, joined
-from app.model.quantization import CODES, SCALES, QuantizedKernel, check_is_installed, check_quantization
-from app.model.segment_layout import one_segment
+from app.model.kv_cache import make_decode_weights
+from app.model.lora import LoRAConfig, combine_params
+from app.model.quantization import CODES, SCALES, KernelQuantizer, check_quantization, check_qwix_installed
+from app.model.segment_layout import single_segment_layout
 from app.records.versions import NOT_INSTALLED
 from app.rollout.sampling import SamplingRules
 from settings.errors import InputError
@@ -32,7 +32,7 @@ pytest.importorskip("qwix", reason="Qwix is not installed: pip install 'grpo[qlo
 FLOAT32 = jnp.dtype("float32")
 WIDE = replace(EVEN, model_dim=128)
 """Two tiles wide."""
-LORA = LoRA(3, 6.0, PROJECTIONS)
+LORA = LoRAConfig(3, 6.0, PROJECTIONS)
 NF4 = np.array(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -50,7 +50,7 @@ def loaded(
 ) -> tuple[DecoderDefinition, Params, Params]:
     """A network with random weights in codes, and these weights before."""
     params, tensors = random_file(architecture)
-    definition = DecoderDefinition.of(architecture, quantization=quantization)
+    definition = DecoderDefinition.create(architecture, quantization=quantization)
     return definition, load_weights(definition, Held(tensors), make_mesh(mesh_shape)), params
 
 
@@ -72,8 +72,8 @@ def nearest_nf4(kernel: np.ndarray, axis: int) -> np.ndarray:
 @pytest.mark.parametrize("architecture", [EVEN, WIDE], ids=["a_tile", "two_tiles"])
 def test_each_weight_is_as_near_as_the_nearest_code(architecture: Architecture, quantization: Quantization) -> None:
     definition, params, exact = loaded(architecture, quantization)
-    found, exact = by_path(dequantized_params(definition, params)), by_path(exact)
-    dims = by_path(definition.unquantized.dims)
+    found, exact = flatten_by_path(dequantized_params(definition, params)), flatten_by_path(exact)
+    dims = flatten_by_path(definition.unquantized.dims)
     assert found.keys() == exact.keys()
     num_outputs = {"query": 2, "key": 2, "value": 2}
     for path, kernel in exact.items():
@@ -102,7 +102,7 @@ def test_codes_are_the_same_on_every_mesh(quantization: Quantization, mesh_shape
 @EACH
 def test_a_device_holds_a_byte_for_each_weight_or_half_of_one_and_scales(quantization: Quantization) -> None:
     definition, params, exact = loaded(WIDE, quantization)
-    flat, kernels = by_path(params), [x for path, x in by_path(exact).items() if path[-1] == "kernel"]
+    flat, kernels = flatten_by_path(params), [x for path, x in flatten_by_path(exact).items() if path[-1] == "kernel"]
     num_weights = sum(kernel.size for kernel in kernels)
     in_codes = bytes_per_device([x for path, x in flat.items() if path[-1] == CODES])
     in_scales = bytes_per_device([x for path, x in flat.items() if path[-1] == SCALES])
@@ -117,7 +117,7 @@ def test_a_device_holds_a_byte_for_each_weight_or_half_of_one_and_scales(quantiz
 
 @EACH
 def test_codes_lie_along_the_kernel_that_they_stand_for(quantization: Quantization) -> None:
-    definition = DecoderDefinition.of(WIDE, quantization=quantization)
+    definition = DecoderDefinition.create(WIDE, quantization=quantization)
     placed = definition.shardings(make_mesh((1, 2, 2)))["blocks"]
     spec = {name: {leaf: tuple(x.spec) for leaf, x in placed[name].items()} for name in ("query", "down")}
     in_tiles = quantization == "nf4"
@@ -135,7 +135,7 @@ def logits(definition: DecoderDefinition, params: Params, *, dtype: Any = FLOAT3
     def forward(params: Params) -> jax.Array:
         tokens = jnp.arange(28).reshape(4, 7) % definition.architecture.vocab_size
         decoder = definition.bind(params)
-        return decoder.head.logits(decoder.hidden(tokens, one_segment(tokens >= 0), dtype=dtype))
+        return decoder.head.logits(decoder.hidden(tokens, single_segment_layout(tokens >= 0), dtype=dtype))
 
     return jax.jit(forward)(params)
 
@@ -161,17 +161,17 @@ def test_a_network_computes_what_its_kernels_in_floats_would(
 @EACH
 @pytest.mark.parametrize("remat", ["none", "minimal", "block"])
 def test_the_backward_pass_keeps_no_kernel_in_floats(quantization: Quantization, remat: str) -> None:
-    definition = DecoderDefinition.of(WIDE, lora=LORA, quantization=quantization)
+    definition = DecoderDefinition.create(WIDE, lora=LORA, quantization=quantization)
 
     def forward(trained: Params, frozen: Params) -> jax.Array:
         tokens = jnp.zeros((1, 4), jnp.int32)
-        return definition.bind(joined(trained, frozen)).hidden(
-            tokens, one_segment(tokens == 0), dtype=FLOAT32, remat=remat
+        return definition.bind(combine_params(trained, frozen)).hidden(
+            tokens, single_segment_layout(tokens == 0), dtype=FLOAT32, remat=remat
         )
 
-    parts = definition.trained(definition.shapes), definition.frozen(definition.shapes)
+    parts = definition.trainable(definition.shapes), definition.frozen(definition.shapes)
     pull = jax.eval_shape(lambda trained, frozen: jax.vjp(lambda t: forward(t, frozen), trained)[1], *parts)
-    kernels = {x.shape for path, x in by_path(definition.unquantized.shapes).items() if path[-1] == "kernel"}
+    kernels = {x.shape for path, x in flatten_by_path(definition.unquantized.shapes).items() if path[-1] == "kernel"}
     kept = [x for x in jax.tree.leaves(pull) if x.dtype == FLOAT32]
     assert kept and not [x.shape for x in kept if x.shape in kernels]
 
@@ -181,11 +181,11 @@ def compiled(
 ) -> tuple[int, int]:
     """Temporary bytes of a program of the rollout on each device, and bytes of its share of the kernels in floats."""
     architecture = replace(EVEN, num_layers=6, model_dim=256, mlp_dim=512)
-    definition = DecoderDefinition.of(architecture, quantization=quantization)
+    definition = DecoderDefinition.create(architecture, quantization=quantization)
     engine = make_engine(definition, mesh=make_mesh(mesh_shape), decode_layout=layout)
     shape = engine.batch_shape(num_prompts=1, group_size=2, longest_prompt=4, max_new_tokens=4)
-    found: Any = engine.lowered(shape, truncates=False)[program].compile().memory_analysis()
-    blocks = by_path(definition.unquantized.shapes["blocks"])
+    found: Any = engine.lower_programs(shape, truncates=False)[program].compile().memory_analysis()
+    blocks = flatten_by_path(definition.unquantized.shapes["blocks"])
     in_floats = sum(4 * x.size for path, x in blocks.items() if path[-1] == "kernel")
     return found.temp_size_in_bytes, in_floats // mesh_shape[2]
 
@@ -209,17 +209,17 @@ def test_samples_are_those_of_the_kernels_in_floats(
 ) -> None:
     """With adapters beside them, which nothing merges."""
     base, held, _ = loaded(WIDE, quantization, mesh_shape)
-    adapted, mesh = DecoderDefinition.of(WIDE, lora=LORA, quantization=quantization), make_mesh(mesh_shape)
-    adapters = adapted.trained(random_params(adapted.unquantized))
-    whole = joined(jax.device_put(adapters, adapted.trained(adapted.shardings(mesh))), held)
-    floats = joined(adapters, dequantized_params(base, held))
+    adapted, mesh = DecoderDefinition.create(WIDE, lora=LORA, quantization=quantization), make_mesh(mesh_shape)
+    adapters = adapted.trainable(random_params(adapted.unquantized))
+    whole = combine_params(jax.device_put(adapters, adapted.trainable(adapted.shardings(mesh))), held)
+    floats = combine_params(adapters, dequantized_params(base, held))
     prompts = random_prompts(2, vocab_size=WIDE.vocab_size)
     both = []
     for definition, params, on in ((adapted, whole, mesh), (adapted.unquantized, floats, make_mesh())):
         engine = make_engine(definition, on)
         both.append(
             engine.generate(
-                engine.weights(params),
+                engine.to_decode_weights(params),
                 prompts,
                 group_size=2,
                 max_new_tokens=6,
@@ -236,9 +236,9 @@ def test_samples_are_those_of_the_kernels_in_floats(
 @EACH
 def test_codes_and_scales_decode_as_they_are_in_any_compute_type(quantization: Quantization) -> None:
     definition, params, _ = loaded(WIDE, quantization)
-    found = decode_weights(definition, params, jnp.dtype("bfloat16"))
-    stacked = by_path(params["blocks"])
-    for path, x in by_path(found.blocks[1]).items():
+    found = make_decode_weights(definition, params, jnp.dtype("bfloat16"))
+    stacked = flatten_by_path(params["blocks"])
+    for path, x in flatten_by_path(found.blocks[1]).items():
         if path[-1] in (CODES, SCALES):
             assert x.dtype == stacked[path].dtype
             np.testing.assert_array_equal(x, stacked[path][1])
@@ -248,9 +248,9 @@ def test_codes_and_scales_decode_as_they_are_in_any_compute_type(quantization: Q
 
 def test_two_codes_of_a_byte_are_told_apart() -> None:
     """All sixteen codes, of which neighbours differ."""
-    held = QuantizedKernel.of("nf4", inputs=("embed",), outputs=("mlp",))
+    held = KernelQuantizer.create("nf4", inputs=("embed",), outputs=("mlp",))
     kernel = np.tile(NF4, 4)[:, None] * np.array([[1.0, 0.5, 4.0]])
-    found = held.quantized(kernel.astype(np.float32))
+    found = held.quantize(kernel.astype(np.float32))
     assert found[CODES].dtype == np.uint8 and found[CODES].shape == (32, 3)
     np.testing.assert_array_equal(found[CODES][:8, 0], [16 * (2 * i + 1) + 2 * i for i in range(8)])
     np.testing.assert_allclose(dequantized(held, found[CODES], found[SCALES]), kernel, rtol=1e-6)
@@ -258,8 +258,8 @@ def test_two_codes_of_a_byte_are_told_apart() -> None:
 
 def test_a_kernel_of_zeros_stays_zeros() -> None:
     for quantization in ("int8", "nf4"):
-        held = QuantizedKernel.of(quantization, inputs=("embed",), outputs=("mlp",))
-        found = held.quantized(np.zeros((64, 3), np.float32))
+        held = KernelQuantizer.create(quantization, inputs=("embed",), outputs=("mlp",))
+        found = held.quantize(np.zeros((64, 3), np.float32))
         assert not np.any(dequantized(held, found[CODES], found[SCALES]))
 
 
@@ -272,8 +272,8 @@ def test_a_width_that_no_tile_divides_is_refused() -> None:
 
 @pytest.mark.parametrize(("found", "told"), [(NOT_INSTALLED, "package; pip"), ("0.0.9", "qwix 0.0.9 is older than 0.")])
 def test_without_qwix_the_extra_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch, found: str, told: str) -> None:
-    check_is_installed()
+    check_qwix_installed()
     monkeypatch.setattr(app.model.quantization, "version_of", lambda name: found)
     with pytest.raises(InputError, match=r"pip install 'grpo\[qlora\]'") as error:
-        check_is_installed()
+        check_qwix_installed()
     assert told in str(error.value)

@@ -7,23 +7,23 @@ import pytest
 from transformers import LlamaConfig
 
 from app.model.io.families import architecture_from_config
-from app.model.rope import Rope, rope_frequencies
+from app.model.rope import RopeConfig, rope_frequencies
 from settings.errors import InputError
 from tests.model.io.test_families import LLAMA3_SCALING, SIZES
 
 
 def test_default_rope_frequencies_by_hand():
-    np.testing.assert_allclose(rope_frequencies(Rope(theta=10_000.0), 8), [1, 0.1, 0.01, 0.001], rtol=1e-6)
+    np.testing.assert_allclose(rope_frequencies(RopeConfig(theta=10_000.0), 8), [1, 0.1, 0.01, 0.001], rtol=1e-6)
 
 
 def test_linear_rope_divides_every_frequency():
-    rope = Rope(theta=10_000.0, kind="linear", factor=4.0)
+    rope = RopeConfig(theta=10_000.0, rope_type="linear", factor=4.0)
     np.testing.assert_allclose(rope_frequencies(rope, 4), [0.25, 0.0025], rtol=1e-6)
 
 
 def test_llama3_rope_keeps_fast_pairs_slows_slow_ones_and_blends_between():
     # Wavelengths 6.28, 62.8 and 628 against original/high = 25 and original/low = 100.
-    rope = Rope(10_000.0, "llama3", 8.0, 1.0, 4.0, original_max_positions=100)
+    rope = RopeConfig(10_000.0, "llama3", 8.0, 1.0, 4.0, original_max_positions=100)
     kept = (100 * 0.1 / (2 * np.pi) - 1) / 3
     by_hand = [1.0, (1 - kept) * 0.1 / 8 + kept * 0.1, 0.01 / 8, 0.001 / 8]
     np.testing.assert_allclose(rope_frequencies(rope, 8), by_hand, rtol=1e-6)
@@ -31,7 +31,7 @@ def test_llama3_rope_keeps_fast_pairs_slows_slow_ones_and_blends_between():
 
 def test_an_unknown_rope_kind_is_refused():
     with pytest.raises(InputError, match="dynamic"):
-        rope_frequencies(Rope(theta=1e4, kind="dynamic"), 8)
+        rope_frequencies(RopeConfig(theta=1e4, rope_type="dynamic"), 8)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.model.segment_layout import UNSEEN, BlockPairs, RowLayout, block_pairs, visible
+from app.model.segment_layout import UNREACHABLE, BlockPairs, SegmentLayout, attention_mask, block_pairs
 from tests.layouts import layout_of, seen, segments_of_rows
 
 SIZE = 4
@@ -26,19 +26,19 @@ def test_a_completion_sees_its_prompt_and_itself_and_no_sibling():
         [0, 0, 0, 0, 0, 1, 1, 0],
         [0, 0, 0, 0, 0, 0, 0, 0],
     ]
-    np.testing.assert_array_equal(visible(layout, layout, 0, None)[0], expected)
+    np.testing.assert_array_equal(attention_mask(layout, layout, 0, None)[0], expected)
 
 
 def test_a_window_counts_positions_and_not_the_siblings_between():
     layout = layout_of([[(2, (3, 1))]], num_tokens=6)
     # The last token stands at position 2: one after the prompt, however long its sibling.
-    np.testing.assert_array_equal(visible(layout, layout, 0, 2)[0, 5], [0, 1, 0, 0, 0, 1])
+    np.testing.assert_array_equal(attention_mask(layout, layout, 0, 2)[0, 5], [0, 1, 0, 0, 0, 1])
 
 
 @given(segments_of_rows(num_rows=2, num_tokens=14, longest=6), st.sampled_from([None, 1, 2, 5]))
 def test_visibility_equals_the_rule_one_pair_of_tokens_at_a_time(rows, window):
     layout = layout_of(rows, num_tokens=14)
-    np.testing.assert_array_equal(visible(layout, layout, 0, window), seen(layout, window))
+    np.testing.assert_array_equal(attention_mask(layout, layout, 0, window), seen(layout, window))
 
 
 @functools.cache
@@ -48,11 +48,11 @@ def pairs_function(windows: tuple[int | None, ...]):
 
 def visited(pairs: BlockPairs, window: int | None) -> list[tuple[int, int]]:
     """What a layer of that window reads of the list."""
-    num = int((np.asarray(pairs.distance) < (window or UNSEEN)).sum())
+    num = int((np.asarray(pairs.distance) < (window or UNREACHABLE)).sum())
     return list(zip(pairs.query_block.ravel()[:num].tolist(), pairs.key_block.ravel()[:num].tolist(), strict=True))
 
 
-def needed(layout: RowLayout, window: int | None) -> list[tuple[int, int]]:
+def needed(layout: SegmentLayout, window: int | None) -> list[tuple[int, int]]:
     """Pairs of blocks with a visible entry, found by looking at every entry."""
     entries = seen(layout, window)
     rows, num_tokens, _ = entries.shape

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
-from app.model.decoder import DecoderDefinition, Head
-from app.model.segment_layout import one_segment
-from app.model.token_logprobs import completion_logprobs, entropy, measured_entropy, scaled_logits, token_logprobs
+from app.model.decoder import DecoderDefinition, LMHead
+from app.model.segment_layout import single_segment_layout
+from app.model.token_logprobs import completion_logprobs, detached_entropy, entropy, scaled_logits, token_logprobs
 from tests.tiny import ODD, assert_trees_close
 
 ROWS, TOKENS, WIDTH, VOCAB = 3, 14, 5, 23
@@ -49,7 +49,7 @@ def values_and_gradients(chunk: int):
 
     def loss(hidden, head, temperature):
         logprobs, entropy = token_logprobs(
-            hidden, Head(head), targets, EVERYWHERE, temperature=temperature, chunk=chunk
+            hidden, LMHead(head), targets, EVERYWHERE, temperature=temperature, chunk=chunk
         )
         return jnp.sum(weights * logprobs), (logprobs, entropy)
 
@@ -66,7 +66,7 @@ def test_values_and_gradients_equal_a_float64_oracle_for_every_chunk(chunk, temp
 
 def test_entropy_of_uniform_logits_is_the_log_of_the_vocabulary_and_carries_no_gradient():
     hidden, _, targets, _ = inputs()
-    entropy = lambda head: token_logprobs(hidden, Head(head), targets, EVERYWHERE, temperature=1.0, chunk=4)[1]  # noqa: E731
+    entropy = lambda head: token_logprobs(hidden, LMHead(head), targets, EVERYWHERE, temperature=1.0, chunk=4)[1]  # noqa: E731
     np.testing.assert_allclose(entropy(jnp.zeros((VOCAB, WIDTH))), np.log(VOCAB), rtol=1e-6)
     gradient = jax.grad(lambda head: jnp.sum(entropy(head)))(inputs()[1])
     np.testing.assert_array_equal(gradient, 0.0)
@@ -80,7 +80,7 @@ def test_gradients_of_an_entropy_that_is_learned_from_equal_a_float64_oracle(chu
 
     def loss(hidden, head):
         _, entropies = token_logprobs(
-            hidden, Head(head), targets, EVERYWHERE, temperature=temperature, chunk=chunk, entropy_of=entropy
+            hidden, LMHead(head), targets, EVERYWHERE, temperature=temperature, chunk=chunk, entropy_fn=entropy
         )
         return jnp.sum(weights * entropies)
 
@@ -96,7 +96,7 @@ def test_gradients_of_an_entropy_that_is_learned_from_equal_a_float64_oracle(chu
 
 def test_a_measured_entropy_is_the_same_number():
     log_softmax = jax.nn.log_softmax(inputs()[0])
-    np.testing.assert_array_equal(measured_entropy(log_softmax), entropy(log_softmax))
+    np.testing.assert_array_equal(detached_entropy(log_softmax), entropy(log_softmax))
 
 
 PLACES = jnp.arange(TOKENS) < jnp.array([[3], [5], [4]])
@@ -109,7 +109,7 @@ def test_chunks_without_targets_change_no_logprob_and_no_gradient(chunk):
 
     def loss(hidden, head, mask):
         logprobs, entropies = token_logprobs(
-            hidden, Head(head), targets, mask, temperature=0.7, chunk=chunk, entropy_of=entropy
+            hidden, LMHead(head), targets, mask, temperature=0.7, chunk=chunk, entropy_fn=entropy
         )
         return jnp.sum(jnp.where(PLACES, weights * logprobs + entropies, 0.0)), (logprobs, entropies)
 
@@ -126,7 +126,7 @@ def test_rows_without_any_target_have_zeros_and_no_gradient():
     hidden, head, targets, _ = inputs()
 
     def total(hidden, head):
-        return sum(map(jnp.sum, token_logprobs(hidden, Head(head), targets, ~EVERYWHERE, temperature=1.0, chunk=3)))
+        return sum(map(jnp.sum, token_logprobs(hidden, LMHead(head), targets, ~EVERYWHERE, temperature=1.0, chunk=3)))
 
     value, gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(hidden, head)
     assert value == 0.0
@@ -139,11 +139,11 @@ def test_the_head_is_applied_as_often_as_there_are_chunks_with_targets():
 
     def counted(log_softmax):
         jax.debug.callback(lambda: passes.append("pass"))
-        return measured_entropy(log_softmax)
+        return detached_entropy(log_softmax)
 
     def total(hidden, mask):
         return jnp.sum(
-            token_logprobs(hidden, Head(head), targets, mask, temperature=1.0, chunk=3, entropy_of=counted)[0]
+            token_logprobs(hidden, LMHead(head), targets, mask, temperature=1.0, chunk=3, entropy_fn=counted)[0]
         )
 
     for mask, num_chunks in ((PLACES, 2), (EVERYWHERE, 5), (~EVERYWHERE, 0)):
@@ -159,7 +159,7 @@ def test_enormous_logits_keep_the_gradient_of_the_entropy_finite():
 
     def total(hidden):
         return jnp.sum(
-            token_logprobs(hidden, Head(head), targets, EVERYWHERE, temperature=1.0, chunk=5, entropy_of=entropy)[1]
+            token_logprobs(hidden, LMHead(head), targets, EVERYWHERE, temperature=1.0, chunk=5, entropy_fn=entropy)[1]
         )
 
     assert np.isfinite(jax.grad(total)(1e4 * hidden)).all()
@@ -168,7 +168,7 @@ def test_enormous_logits_keep_the_gradient_of_the_entropy_finite():
 def test_logits_of_bfloat16_states_are_accumulated_in_float32():
     hidden, head, _, _ = inputs()
     narrow = hidden.astype(jnp.bfloat16)
-    logits = scaled_logits(narrow, Head(head), 2.0)
+    logits = scaled_logits(narrow, LMHead(head), 2.0)
     assert logits.dtype == jnp.float32
     exact = np.asarray(narrow, np.float64) @ np.asarray(head.astype(jnp.bfloat16), np.float64).T / 2.0
     np.testing.assert_allclose(logits, exact, rtol=1e-5, atol=1e-5)
@@ -178,13 +178,13 @@ def test_logits_are_capped_before_the_temperature_divides_them():
     hidden, head, _, _ = inputs()
     exact = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T
     assert np.abs(exact).max() > 10
-    capped = scaled_logits(hidden, Head(head, soft_cap=3.0), 0.5)
+    capped = scaled_logits(hidden, LMHead(head, soft_cap=3.0), 0.5)
     np.testing.assert_allclose(capped, 3 * np.tanh(exact / 3) / 0.5, rtol=1e-5, atol=1e-5)
 
 
 def test_enormous_logits_stay_finite():
     hidden, head, targets, _ = inputs()
-    logprobs, entropy = token_logprobs(1e4 * hidden, Head(head), targets, EVERYWHERE, temperature=1.0, chunk=5)
+    logprobs, entropy = token_logprobs(1e4 * hidden, LMHead(head), targets, EVERYWHERE, temperature=1.0, chunk=5)
     assert np.isfinite(logprobs).all()
     assert np.isfinite(entropy).all()
 
@@ -195,17 +195,17 @@ ROW_TOKENS, COMPLETION_TOKENS = 22, 14
 
 def program(logits_chunk: int):
     """Compiled loss and gradient of rows of 22 tokens, 14 of them scored."""
-    definition = DecoderDefinition.of(replace(ODD, num_layers=1))
+    definition = DecoderDefinition.create(replace(ODD, num_layers=1))
     shape = (ROWS, ROW_TOKENS)
 
     def loss(params):
         logprobs, entropy = completion_logprobs(
             definition.bind(params),
             token_ids=jnp.ones(shape, jnp.int32),
-            layout=one_segment(jnp.ones(shape, bool)),
-            score_index=jnp.ones((ROWS, COMPLETION_TOKENS), jnp.int32),
+            layout=single_segment_layout(jnp.ones(shape, bool)),
+            logits_indices=jnp.ones((ROWS, COMPLETION_TOKENS), jnp.int32),
             targets=jnp.ones((ROWS, COMPLETION_TOKENS), jnp.int32),
-            mask=jnp.ones((ROWS, COMPLETION_TOKENS), bool),
+            target_mask=jnp.ones((ROWS, COMPLETION_TOKENS), bool),
             temperature=1.0,
             dtype=jnp.dtype("float32"),
             remat="none",

@@ -158,14 +158,14 @@ def test_without_devices_a_reward_model_is_read_and_not_tried(config: Path, judg
 def test_networks_that_do_not_fit_a_device_are_not_loaded(
     config: Path, judge: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_checks, "USABLE", 0.0)
+    monkeypatch.setattr(model_checks, "USABLE_MEMORY_FRACTION", 0.0)
     _, checks, _ = examined("--config", config, *settings(f"reward.model={judge}", *QUIET))
     assert verdicts(checks, "forward", "reward model") == ["skip", "skip"]
     assert all("do not fit in the" in checks[name]["found"] for name in ("forward", "reward model"))
 
 
 def test_what_does_not_learn_is_held_too(config: Path, judge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "size_text", lambda size: f"{size} bytes")
+    monkeypatch.setattr(doctor, "format_size", lambda size: f"{size} bytes")
 
     def held(*overrides: str) -> float:
         _, checks, _ = examined("--config", config, *settings(*overrides, *QUIET))
@@ -191,7 +191,7 @@ def test_a_model_that_fills_a_device_by_itself_fails_beside_adapters_too(
 def test_what_few_rows_have_is_seen_though_some_become_tokens(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "MOST_ROWS", 2)
+    monkeypatch.setattr(doctor, "MAX_ENCODED_ROWS", 2)
     rows = [{"question": f"{i}+1=?", "answer": str(i + 1), "difficulty": 1 + i % 2} for i in range(4)]
     rows[3]["rare"] = "here"
     path, plug = tmp_path / "rows.jsonl", tmp_path / "plug.py"
@@ -206,7 +206,7 @@ def test_what_few_rows_have_is_seen_though_some_become_tokens(
 
 
 def test_of_large_data_sets_some_rows_become_tokens(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "MOST_ROWS", 8)
+    monkeypatch.setattr(doctor, "MAX_ENCODED_ROWS", 8)
     every = settings("eval.num_prompts=null", "mesh.shape='3,1,1'")
     _, checks, _ = examined("--config", config, *every)
     assert checks["held-out data"]["found"] == "8 prompts of builtin:arithmetic, from 8 of 40 rows"

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.mesh.placement import abstract
-from app.preflight.activation_memory import WORKING_SET, fullest_of, saved_bytes
-from app.preflight.dry_run import DryRun, look_ahead
-from app.preflight.memory import memory_by_phase, shapes_of
+from app.mesh.placement import abstract_arrays
+from app.preflight.activation_memory import TEMPORARY_BUFFERS, largest_micro_batch, policy_residual_bytes
+from app.preflight.dry_run import DryRunReport, make_dry_run_report
+from app.preflight.memory import compute_step_shapes, memory_by_phase
 from app.records.sample import Prompt, Sample
 from app.tracking.compilation_counter import CompilationCounter
-from app.training.learner import Learning, wire_learning
-from app.training.setup import Launch, prepared
-from app.update.step import Accumulated
+from app.training.learner import LearnerGroup, make_learner_group
+from app.training.setup import RunSetup, prepare_run
+from app.update.step import AccumulatedGradients
 from settings import load
 from tests.program import digest_of, here, settings
 from tests.tiny import make_sample
@@ -31,14 +31,14 @@ SHARDED = ("mesh.shape='2,2,2'", "algorithm.beta=0.1", "algorithm.epochs=2")
 FIXED = (*SHARDED, "algorithm.rows_per_device=2", "score.rows_per_device=2")
 
 
-def launched(config: Path, *overrides: str) -> tuple[Launch, Learning]:
+def launched(config: Path, *overrides: str) -> tuple[RunSetup, LearnerGroup]:
     resolved = load(str(config), overrides, {})
-    with prepared(resolved, resume="never") as launch:
-        return launch, wire_learning(resolved.settings, launch.session)
+    with prepare_run(resolved, resume="never") as launch:
+        return launch, make_learner_group(resolved.settings, launch.session)
 
 
-def foreseen(config: Path, *overrides: str) -> DryRun:
-    found = look_ahead(load(str(config), overrides, {}), resume="never")
+def foreseen(config: Path, *overrides: str) -> DryRunReport:
+    found = make_dry_run_report(load(str(config), overrides, {}), resume="never")
     assert found is not None
     return found
 
@@ -76,12 +76,12 @@ def test_the_bytes_are_those_of_the_real_arrays(
     session = launch.session
     params = session.load_params()
     state = learning.policy.initial_state(params)
-    weights = session.engine.weights(params)
+    weights = session.engine.to_decode_weights(params)
     caches, slots = [], []
     engine = session.engine
     monkeypatch.setattr(engine, "_prefill", recording(engine._prefill, caches, lambda result: result[1]))
     monkeypatch.setattr(engine, "_open", recording(engine._open, slots, lambda result: result[1].cache))
-    session.sample(weights, longest_first(list(launch.input.prompts))[:4], policy_version=0)
+    session.sample(weights, longest_first(list(launch.inputs.prompts))[:4], policy_version=0)
     for phase in memory.values():
         assert phase["weights"] == held(params)
         assert phase["optimizer"] == held(state) - held(params)
@@ -100,15 +100,15 @@ def test_the_micro_batches_are_those_of_the_real_update(config: Path, overrides:
     foretold = foreseen(config, *overrides).update
     launch, learning = launched(config, *overrides)
     samples = longest_samples(launch, 8)
-    micro_batches = learning.policy.updater.cut(samples, launch.session.mesh).own.micro_batches
+    micro_batches = learning.policy.updater.micro_batcher(samples, launch.session.mesh).local_plan.micro_batches
     assert len(micro_batches) == foretold.count
     fullest = max(micro_batches, key=lambda one: len(one.rows) * one.shape.num_tokens)
     assert (len(fullest.rows), fullest.shape.num_tokens) == (4 * foretold.rows_per_device, foretold.tokens_per_row)
 
 
-def longest_samples(launch: Launch, count: int) -> list[Sample]:
+def longest_samples(launch: RunSetup, count: int) -> list[Sample]:
     """Groups of four, as long as the settings allow."""
-    prompts = longest_first(list(launch.input.prompts))
+    prompts = longest_first(list(launch.inputs.prompts))
     length = launch.resolved.settings.rollout.max_new_tokens
     zeros = np.zeros(length, np.float32)
     made = [
@@ -145,7 +145,7 @@ def test_nothing_is_compiled_loaded_or_written(config: Path, tiny_model: Path) -
     jax.clear_caches()
     with closing(CompilationCounter()) as counter:
         result = here("train", "--config", config, "--dry-run", *settings(*SHARDED))
-        assert counter.take() == 0
+        assert counter.take_count() == 0
     assert result.exit_code == 0, result.stderr
     assert digest_of(config.parent) == before
     assert not (config.parent / "runs").exists()
@@ -228,23 +228,25 @@ def test_an_occupied_directory_is_refused_unless_resumed(finished: Path, config:
 def test_the_estimates_are_what_the_compiler_reserves_or_nearly(config: Path) -> None:
     overrides = ("mesh.shape='1,8,1'", "rollout.max_new_tokens=64", "rollout.prompts_per_step=64")
     launch, learning = launched(config, *overrides, "algorithm.max_tokens_per_device=4096")
-    shapes = shapes_of(launch.session, learning, launch.input.prompts, ())
+    shapes = compute_step_shapes(launch.session, learning, launch.inputs.prompts, ())
     update = memory_by_phase(launch.session, learning, shapes)["update"]
-    foreseen = sum(update.get(name, 0) for name in ("micro_batch_gradients", *WORKING_SET))
+    foreseen = sum(update.get(name, 0) for name in ("micro_batch_gradients", *TEMPORARY_BUFFERS))
     assert temporary_bytes(launch, learning) == pytest.approx(foreseen, rel=0.25)
-    shape = fullest_of(shapes.update).shape
-    kept = {remat: saved_bytes(launch.session, 32, shape, remat=remat) for remat in ("none", "block")}
+    shape = largest_micro_batch(shapes.update).shape
+    kept = {remat: policy_residual_bytes(launch.session, 32, shape, remat=remat) for remat in ("none", "block")}
     assert kept["block"] < kept["none"] / 4
 
 
-def temporary_bytes(launch: Launch, learning: Learning) -> int:
+def temporary_bytes(launch: RunSetup, learning: LearnerGroup) -> int:
     """What XLA reserves on each device beside the arguments, for a micro-batch of the longest samples."""
     samples = longest_samples(launch, 256)
-    batch = learning.policy.updater._place(samples, learning.policy.updater.cut(samples, launch.session.mesh))[0]
+    batch = learning.policy.updater._pack_micro_batches(
+        samples, learning.policy.updater.micro_batcher(samples, launch.session.mesh)
+    )[0]
     step: Any = learning.policy.updater.step
-    params, temperature = abstract(learning.shapes, learning.shardings).params, jnp.float32(1)
+    params, temperature = abstract_arrays(learning.shapes, learning.shardings).params, jnp.float32(1)
     with jax.set_mesh(launch.session.mesh):
         parts = jax.eval_shape(step._objective, params, None, batch, temperature)[1]
-        total = Accumulated(params, parts)
+        total = AccumulatedGradients(params, parts)
         compiled = step._add.lower(total, params, None, batch, temperature).compile()
     return compiled.memory_analysis().temp_size_in_bytes

@@ -15,24 +15,24 @@ import pytest
 from app.model.io.hub import fetch_from_hub
 from app.model.io.model_files import HUB_FILES
 from app.preflight import environment_checks
-from app.preflight.check_results import Finding, Findings
+from app.preflight.check_results import CheckRecorder, CheckResult
 from app.preflight.environment_checks import (
+    BackgroundRequest,
+    DiskUsage,
     HubSource,
-    Inquiry,
-    Writes,
-    ask_hub,
-    ask_wandb,
-    cached_models,
+    cached_model_commits,
+    check_disk,
+    check_hub_source,
+    check_versions,
+    check_wandb,
+    estimate_disk_usage,
+    fetch_wandb_user,
     hub_sources,
-    look_at_disk,
-    look_at_hub,
-    look_at_versions,
-    look_at_wandb,
+    request_hub_commits,
     unused_accelerator,
-    writes_of,
 )
-from app.records.versions import lower_bounds
-from app.tracking.run_log import lines_of
+from app.records.versions import minimum_versions
+from app.tracking.run_log import samples_to_jsonl
 from settings import Settings, load
 from tests.free_address import free_address
 from tests.local_hub import LocalHub, serve, use_hub
@@ -66,12 +66,12 @@ def hub(tmp_path: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         yield hub
 
 
-def told(source: HubSource = MODEL) -> Finding:
+def told(source: HubSource = MODEL) -> CheckResult:
     """With what is in the cache."""
-    look = Findings()
-    cached = cached_models([source]).get(source.setting)
-    look_at_hub(look, source, ask_hub([source])[source.setting], cached=cached)
-    (finding,) = look.all
+    look = CheckRecorder()
+    cached = cached_model_commits([source]).get(source.setting)
+    check_hub_source(look, source, request_hub_commits([source])[source.setting], cached=cached)
+    (finding,) = look.results
     return finding
 
 
@@ -172,19 +172,19 @@ def test_the_doctor_looks_at_the_rest_and_fetches_nothing(hub: LocalHub, tmp_pat
 
 
 def test_a_question_that_is_not_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment_checks, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(environment_checks, "TOTAL_TIMEOUT_S", 0.01)
     answered = threading.Event()
-    inquiry = Inquiry(lambda: str(answered.wait(30)))
+    inquiry = BackgroundRequest(lambda: str(answered.wait(30)))
     with pytest.raises(ConnectionError, match="no answer in"):
-        inquiry.reply()
+        inquiry.result()
     answered.set()
 
     def refuse() -> str:
         raise PermissionError("no")
 
-    monkeypatch.setattr(environment_checks, "PATIENCE_S", 30.0)
+    monkeypatch.setattr(environment_checks, "TOTAL_TIMEOUT_S", 30.0)
     with pytest.raises(PermissionError, match="no"):
-        Inquiry(refuse).reply()
+        BackgroundRequest(refuse).result()
 
 
 @pytest.fixture
@@ -215,10 +215,10 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
-def wandb_found(key: str | None, *overrides: str) -> list[Finding]:
-    look, chosen = Findings(), settings_of("logging.wandb_project=p", *overrides)
-    look_at_wandb(look, chosen, None if key is None else Inquiry(lambda: ask_wandb(key)))
-    return look.all
+def wandb_found(key: str | None, *overrides: str) -> list[CheckResult]:
+    look, chosen = CheckRecorder(), settings_of("logging.wandb_project=p", *overrides)
+    check_wandb(look, chosen, None if key is None else BackgroundRequest(lambda: fetch_wandb_user(key)))
+    return look.results
 
 
 def test_wandb_is_asked_whose_key_it_is(wandb: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,17 +237,17 @@ def test_wandb_is_not_asked_where_it_is_not_used() -> None:
     (without_key,) = wandb_found(None)
     assert without_key.verdict == "warn" and "WANDB_API_KEY is not set" in without_key.found
     assert wandb_found(None, "logging.wandb_mode=disabled") == []
-    look = Findings()
-    look_at_wandb(look, Settings(), None)
-    assert look.all == []
+    look = CheckRecorder()
+    check_wandb(look, Settings(), None)
+    assert look.results == []
 
 
 def test_an_older_package_is_told() -> None:
-    look = Findings()
-    bounds = lower_bounds()
+    look = CheckRecorder()
+    bounds = minimum_versions()
     assert bounds["jax"] == "0.10.2"
-    look_at_versions(look, {"jax": "999.1", "numpy": "1.0", "no-such-package": "1.0"})
-    (finding,) = look.all
+    check_versions(look, {"jax": "999.1", "numpy": "1.0", "no-such-package": "1.0"})
+    (finding,) = look.results
     assert finding.verdict == "warn"
     assert "older than 999.1, no-such-package not installed" in finding.found and "numpy 2" in finding.found
 
@@ -266,35 +266,41 @@ def test_what_a_run_writes_is_estimated_from_what_it_really_writes() -> None:
     chosen = settings_of(
         "run.steps=2", "rollout.prompts_per_step=3", "rollout.group_size=4", "rollout.max_new_tokens=64"
     )
-    writes = writes_of(chosen, checkpoint=1000, prompt_tokens=20, num_hosts=2)
+    writes = estimate_disk_usage(chosen, checkpoint_bytes=1000, mean_prompt_tokens=20, num_hosts=2)
     rng = np.random.default_rng(0)
     logprobs, advantages = (rng.normal(size=64).astype(np.float32) for _ in range(2))
     sample = make_sample(
         rng.integers(0, 50_000, 64), prompt_ids=rng.integers(0, 50_000, 20), behavior_logprobs=logprobs
     )
     written = (
-        2 * 3 * 4 * 2 * len(lines_of([replace(sample, advantages=advantages, rewards={"arithmetic": 1.0}, reward=1.0)]))
+        2
+        * 3
+        * 4
+        * 2
+        * len(samples_to_jsonl([replace(sample, advantages=advantages, rewards={"arithmetic": 1.0}, reward=1.0)]))
     )
-    assert written <= writes.rollouts <= 1.6 * written
-    assert writes.checkpoints == (chosen.checkpoint.keep + 2) * 1000
+    assert written <= writes.rollout_bytes <= 1.6 * written
+    assert writes.all_checkpoint_bytes == (chosen.checkpoint.keep + 2) * 1000
     silent = settings_of("logging.save_rollouts=false", "checkpoint.best_metric=null", "checkpoint.keep=5")
-    assert writes_of(silent, checkpoint=1000, prompt_tokens=20, num_hosts=1) == Writes(1000, 6, 0)
+    assert estimate_disk_usage(silent, checkpoint_bytes=1000, mean_prompt_tokens=20, num_hosts=1) == DiskUsage(
+        1000, 6, 0
+    )
 
 
 @pytest.mark.parametrize(
     ("writes", "verdict", "code"),
     [
-        (Writes(1, 2, 3), "ok", 0),
-        (Writes(1, 2, 2**60), "warn", 0),
-        (Writes(2**60, 2, 0), "fail", 1),
+        (DiskUsage(1, 2, 3), "ok", 0),
+        (DiskUsage(1, 2, 2**60), "warn", 0),
+        (DiskUsage(2**60, 2, 0), "fail", 1),
         (None, "skip", 0),
     ],
 )
 def test_a_disk_must_hold_the_checkpoints_and_should_hold_the_rollouts(
-    tmp_path: Path, writes: Writes | None, verdict: str, code: int
+    tmp_path: Path, writes: DiskUsage | None, verdict: str, code: int
 ) -> None:
-    look = Findings()
-    look_at_disk(look, tmp_path / "runs" / "not-yet", writes)
-    (finding,) = look.all
+    look = CheckRecorder()
+    check_disk(look, tmp_path / "runs" / "not-yet", writes)
+    (finding,) = look.results
     assert (finding.verdict, finding.exit_code) == (verdict, code)
     assert f"free at {tmp_path}" in finding.found

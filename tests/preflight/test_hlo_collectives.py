@@ -11,7 +11,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from app.preflight.hlo_collectives import Collective, collectives_in, collectives_of, parse_groups, traffic
+from app.preflight.hlo_collectives import (
+    Collective,
+    parse_collectives,
+    parse_groups,
+    program_collectives,
+    total_traffic,
+)
 from tests.tiny import make_mesh
 
 ONE_HOST, TWO_HOSTS = [0] * 8, [0, 0, 0, 0, 1, 1, 1, 1]
@@ -25,14 +31,14 @@ def compiled(
     mesh = make_mesh(shape)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False)
     x = jax.ShapeDtypeStruct((size,), jnp.float32, sharding=NamedSharding(mesh, spec))
-    return collectives_of(jax.jit(mapped).lower(x).compile())
+    return program_collectives(jax.jit(mapped).lower(x).compile())
 
 
 def test_gathering_shards_of_eight_devices_sends_all_but_ones_own_part():
     (found,) = compiled(
         lambda x: jax.lax.all_gather(x, "fsdp", tiled=True), shape=(1, 8, 1), size=64, spec=P("fsdp"), out=P()
     )
-    assert (found.kind, found.dtype, found.operand_bytes, found.groups, found.loops) == (
+    assert (found.kind, found.dtype, found.operand_bytes, found.groups, found.loop_trip_counts) == (
         "all-gather",
         "f32",
         32,
@@ -86,11 +92,13 @@ def test_a_closed_loop_counts_as_often_as_it_goes_round_and_an_open_one_once():
     found = compiled(looped, shape=(8, 1, 1), size=64, spec=P("dp"), out=P("dp"))
     once = 2 * 7 / 8 * 32
     assert sorted(
-        (one.loops, one.bytes_per_device) for one in found if one.dtype == "f32" and not one.is_in_open_loop
+        (one.loop_trip_counts, one.bytes_per_device)
+        for one in found
+        if one.dtype == "f32" and not one.is_in_dynamic_loop
     ) == [((5,), 5 * once)]
-    in_open = [one for one in found if one.is_in_open_loop]
-    assert [(one.loops, one.bytes_per_device) for one in in_open] == [((None,), once)]
-    whole = traffic(found, TWO_HOSTS)
+    in_open = [one for one in found if one.is_in_dynamic_loop]
+    assert [(one.loop_trip_counts, one.bytes_per_device) for one in in_open] == [((None,), once)]
+    whole = total_traffic(found, TWO_HOSTS)
     assert (whole.count, whole.bytes_per_device, whole.by_kind) == (6, 6 * once, {"all-reduce": 6 * once})
     assert whole.bytes_leaving_host == 6 * once
 
@@ -120,7 +128,7 @@ ENTRY %main (x: bf16[8,16], y: s32[3]) -> bf16[2,16] {
 
 
 def test_asynchronous_and_merged_collectives_are_counted_once():
-    gather, total, scatter = collectives_in(ASYNC)
+    gather, total, scatter = parse_collectives(ASYNC)
     assert (gather.kind, gather.operand_bytes, gather.groups) == ("all-gather", 256 + 12, ((0, 1), (2, 3)))
     assert (total.kind, total.operand_bytes, total.groups) == ("all-reduce", 512 + 24, ((0, 1, 2, 3),))
     assert (scatter.kind, scatter.bytes_per_device) == ("reduce-scatter", 3 / 4 * 256)
@@ -128,7 +136,7 @@ def test_asynchronous_and_merged_collectives_are_counted_once():
 
 def test_what_is_not_counted_is_refused():
     with pytest.raises(ValueError, match="send"):
-        collectives_in(ASYNC.replace("all-gather-start", "send"))
+        parse_collectives(ASYNC.replace("all-gather-start", "send"))
 
 
 @pytest.mark.parametrize(

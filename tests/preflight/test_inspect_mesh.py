@@ -13,15 +13,15 @@ import pytest
 
 from app.mesh import topology
 from app.mesh.placement import bytes_per_device
-from app.preflight.activation_memory import num_decoding
-from app.preflight.batch_limits import GRAIN, USABLE, largest
-from app.preflight.inspect_mesh import Inspection, inspection_of, longest_prompt
-from app.preflight.memory import memory_by_phase, shapes_of
-from app.runtime.config_only_spec import read_outline
+from app.preflight.activation_memory import num_decode_rows
+from app.preflight.batch_limits import QUOTA_STEP, USABLE_MEMORY_FRACTION, find_batch_limits
+from app.preflight.inspect_mesh import MeshInspection, build_mesh_inspection, make_longest_prompt
+from app.preflight.memory import compute_step_shapes, memory_by_phase
+from app.runtime.config_only_spec import read_config_only_spec
 from app.runtime.session import Session
-from app.training.learner import wire_learning
+from app.training.learner import make_learner_group
 from settings import InputError, Settings, load
-from settings.checks.commands import check_for_inspection
+from settings.checks.commands import check_for_inspect_mesh
 from tests.program import DEADLINE_S, here, of_tiny, settings, started
 
 GIB = 2**30
@@ -30,7 +30,7 @@ GIB = 2**30
 @pytest.fixture(autouse=True)
 def real_devices_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test pretends ends with it."""
-    monkeypatch.setattr(topology, "_pretended", None)
+    monkeypatch.setattr(topology, "_simulated_slice", None)
 
 
 def inspected(model: Path, *overrides: str) -> dict[str, Any]:
@@ -45,11 +45,11 @@ def loaded(model: Path, *overrides: str) -> Settings:
     return load(None, [f"{name}={value}" for name, value in chosen.items()], {}).settings
 
 
-def opened(chosen: Settings) -> tuple[Session, Inspection]:
-    outline = read_outline(chosen)
-    topology.start(chosen.mesh)
+def opened(chosen: Settings) -> tuple[Session, MeshInspection]:
+    outline = read_config_only_spec(chosen)
+    topology.initialize_distributed(chosen.mesh)
     session = Session.open(chosen, outline.model, outline.critic)
-    return session, inspection_of(session, outline, compiles=False)
+    return session, build_mesh_inspection(session, outline, compiles=False)
 
 
 def test_it_speaks_to_people_and_programs(tiny_model: Path) -> None:
@@ -142,19 +142,19 @@ def test_workers_are_those_of_a_host(tiny_model: Path) -> None:
 
 def phases_at(chosen: Settings) -> dict[str, int]:
     session, _ = opened(chosen)
-    learning = wire_learning(chosen, session)
-    prompt = longest_prompt(chosen.data.max_prompt_length)
-    memory = memory_by_phase(session, learning, shapes_of(session, learning, [prompt], ()))
+    learning = make_learner_group(chosen, session)
+    prompt = make_longest_prompt(chosen.data.max_prompt_length)
+    memory = memory_by_phase(session, learning, compute_step_shapes(session, learning, [prompt], ()))
     return {phase: sum(held.values()) for phase, held in memory.items()}
 
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not(tiny_model: Path) -> None:
     chosen = loaded(tiny_model, "mesh.pretend=v4-16", "eval.every_steps=0")
     session, found = opened(chosen)
-    learning = wire_learning(chosen, session)
-    shapes = shapes_of(session, learning, [longest_prompt(chosen.data.max_prompt_length)], ())
+    learning = make_learner_group(chosen, session)
+    shapes = compute_step_shapes(session, learning, [make_longest_prompt(chosen.data.max_prompt_length)], ())
     there = 2 * max(sum(found.memory["rollout"].values()), sum(found.memory["update"].values()))
-    prompts, quota = largest(session, shapes, dict(found.memory), available_bytes=there)
+    prompts, quota = find_batch_limits(session, shapes, dict(found.memory), available_bytes=there)
     assert (prompts.setting, prompts.phase) == ("rollout.prompts_per_step", "rollout")
     assert (quota.setting, quota.phase) == ("algorithm.max_tokens_per_device", "update")
     assert prompts.fits is not None and prompts.fits > chosen.rollout.prompts_per_step
@@ -165,7 +165,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tiny_model: Path) -> N
         return phases_at(chosen.model_copy(update={"rollout": rollout, "algorithm": algorithm}))["rollout"]
 
     assert at(prompts.fits) == pytest.approx(prompts.bytes_at_fits, rel=1e-3)
-    assert at(prompts.fits) <= USABLE * there < at(prompts.fits + 4)
+    assert at(prompts.fits) <= USABLE_MEMORY_FRACTION * there < at(prompts.fits + 4)
 
 
 ON_WORKERS = (
@@ -180,10 +180,10 @@ ON_WORKERS = (
 def test_the_most_slots_fit_and_more_do_not(tiny_model: Path, generator: tuple[str, ...], scope: str) -> None:
     chosen = loaded(tiny_model, "mesh.pretend=v4-16", "eval.every_steps=0", *generator)
     session, found = opened(chosen)
-    learning = wire_learning(chosen, session)
-    shapes = shapes_of(session, learning, [longest_prompt(chosen.data.max_prompt_length)], ())
+    learning = make_learner_group(chosen, session)
+    shapes = compute_step_shapes(session, learning, [make_longest_prompt(chosen.data.max_prompt_length)], ())
     there = 4 * sum(found.memory["rollout"].values())
-    slots = largest(session, shapes, dict(found.memory), available_bytes=there)[0]
+    slots = find_batch_limits(session, shapes, dict(found.memory), available_bytes=there)[0]
     assert slots.setting == f"{scope}.slots"
     assert slots.fits is not None and slots.fits > slots.now
 
@@ -193,31 +193,31 @@ def test_the_most_slots_fit_and_more_do_not(tiny_model: Path, generator: tuple[s
 
     assert at(slots.fits) == pytest.approx(slots.bytes_at_fits, rel=1e-3)
     # Four devices share the slots of a host, and a worker has one.
-    assert at(slots.fits) <= USABLE * there < at(slots.fits + (4 if scope == "rollout" else 1))
+    assert at(slots.fits) <= USABLE_MEMORY_FRACTION * there < at(slots.fits + (4 if scope == "rollout" else 1))
 
 
 def test_logits_are_those_of_the_devices_that_draw(tiny_model: Path) -> None:
     session, found = opened(loaded(tiny_model, "mesh.pretend=v4-16", *ON_WORKERS))
-    a_row = 4 * session.input.architecture.vocab_size
+    a_row = 4 * session.model_spec.architecture.vocab_size
     assert found.memory["rollout"]["logits"] == 32 * a_row
     assert session.workers is not None
     for worker in session.workers.workers:
         worker.device = "0"
     # One after the other has its turn there, and the programs of all may wait at once.
-    assert num_decoding(session, session.workers.footprint()) == 6 + 32
+    assert num_decode_rows(session, session.workers.footprint()) == 6 + 32
 
 
 def test_a_quota_is_raised_until_memory_or_samples_end(tiny_model: Path) -> None:
     chosen = loaded(tiny_model, "rollout.prompts_per_step=512", "algorithm.max_tokens_per_device=256")
     session, found = opened(chosen)
-    learning = wire_learning(chosen, session)
-    shapes = shapes_of(session, learning, [longest_prompt(chosen.data.max_prompt_length)], ())
+    learning = make_learner_group(chosen, session)
+    shapes = compute_step_shapes(session, learning, [make_longest_prompt(chosen.data.max_prompt_length)], ())
     memory = dict(found.memory)
-    endless = largest(session, shapes, memory, available_bytes=2**50)[1]
+    endless = find_batch_limits(session, shapes, memory, available_bytes=2**50)[1]
     assert endless.more_changes_nothing and "any fits" in endless.to_text()
-    bounded = largest(session, shapes, memory, available_bytes=2 * sum(memory["update"].values()))[1]
-    assert bounded.fits is not None and 256 <= bounded.fits < (endless.fits or 0) and bounded.fits % GRAIN == 0
-    none = largest(session, shapes, memory, available_bytes=1000)
+    bounded = find_batch_limits(session, shapes, memory, available_bytes=2 * sum(memory["update"].values()))[1]
+    assert bounded.fits is not None and 256 <= bounded.fits < (endless.fits or 0) and bounded.fits % QUOTA_STEP == 0
+    none = find_batch_limits(session, shapes, memory, available_bytes=1000)
     assert [one.fits for one in none] == [None, None]
     assert "nothing fits" in none[0].to_text()
 
@@ -295,7 +295,7 @@ def test_of_a_slice_and_real_devices_the_later_counts(tmp_path: Path) -> None:
     real = tmp_path / "real.yaml"
     real.write_text("mesh: {cpu_devices: 4, coordinator_address: auto, platform: tpu}\n")
     found = load(str(real), ["mesh.pretend=v4-16"], {})
-    check_for_inspection(found)
+    check_for_inspect_mesh(found)
     mesh = found.settings.mesh
     assert (mesh.pretend, mesh.cpu_devices, mesh.coordinator_address, mesh.platform) == ("v4-16", None, None, "auto")
     found = load(None, ["mesh.pretend=v4-16"], {"GRPO__MESH__CPU_DEVICES": "4"})
@@ -310,12 +310,12 @@ def test_a_slice_and_real_devices_in_one_layer_are_refused() -> None:
         "devices; leave one of the two out"
     )
     with pytest.raises(InputError, match=re.escape(message)):
-        check_for_inspection(found)
+        check_for_inspect_mesh(found)
 
 
 def test_devices_are_real_again_after_the_next_start(tiny_model: Path) -> None:
     inspected(tiny_model, "mesh.pretend=v4-16")
-    assert topology.host_of(jax.devices()[-1]) == 1
+    assert topology.host_index(jax.devices()[-1]) == 1
     report = inspected(tiny_model)
-    assert topology.host_of(jax.devices()[-1]) == 0
+    assert topology.host_index(jax.devices()[-1]) == 0
     assert report["topology"]["pretended"] is None and report["device_kind"] == "cpu"

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from app.mesh import topology
 from app.mesh.placement import row_sharding
-from app.mesh.simulated_slice import CHIPS, parse_slice
+from app.mesh.simulated_slice import TPU_CHIPS, parse_slice
 from app.preflight.mesh_layout import DevicePlace, MeshReport, Topology, device_places, mesh_report, weight_placement
 from tests.tiny import make_mesh
 
@@ -79,14 +79,14 @@ def test_the_picture_shows_the_shards_that_jax_gives_each_device() -> None:
 @pytest.fixture
 def pretended_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The eight virtual devices stand for two hosts of four."""
-    monkeypatch.setattr(topology, "_pretended", parse_slice("v4-16"))
+    monkeypatch.setattr(topology, "_simulated_slice", parse_slice("v4-16"))
 
 
 def test_a_pretended_slice_is_told_as_if_it_were_there(pretended_hosts: None) -> None:
     report = reported((2, 4, 1), memory_bytes=2**35)
     assert (report.topology.platform, report.topology.device_kind) == ("tpu", "TPU v4")
     assert (report.topology.num_hosts, report.topology.local_devices) == (2, (0, 1, 2, 3))
-    assert report.topology.chip == CHIPS["v4"]
+    assert report.topology.chip == TPU_CHIPS["v4"]
     lines = report.to_text().splitlines()
     assert lines[0] == "8 x TPU v4 (tpu), 32.0 GiB each, on 2 host(s), one process each"
     assert lines[1].startswith("host 0 of v4-16: none of this is there")

@@ -9,15 +9,15 @@ import pytest
 
 from app.model.io.model_files import open_model
 from app.preflight import model_checks
-from app.preflight.check_results import Finding, Findings
+from app.preflight.check_results import CheckRecorder, CheckResult
 from app.preflight.model_checks import (
-    Seen,
-    end_of_turn,
-    look_at_end_of_turn,
-    look_at_rewards,
-    look_at_template,
-    probabilities,
-    trial_samples,
+    ForwardResult,
+    check_chat_template,
+    check_end_of_turn,
+    check_reward_functions,
+    make_test_samples,
+    render_end_of_turn,
+    softmax,
 )
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
 from app.records.sample import Prompt
@@ -52,16 +52,16 @@ def prompt_of(tokenizer: Tokenizer, uid: str = "p", answer: str | None = "12") -
     return Prompt(uid, np.asarray(tokenizer.chat_ids(MESSAGES), np.int32), "1+1=?", answer)
 
 
-def end_found(tokenizer: Tokenizer, seen: Seen | None) -> Finding:
-    look = Findings()
-    look_at_end_of_turn(look, Settings(), tokenizer, prompt_of(tokenizer), seen)
-    (finding,) = look.all
+def end_found(tokenizer: Tokenizer, seen: ForwardResult | None) -> CheckResult:
+    look = CheckRecorder()
+    check_end_of_turn(look, Settings(), tokenizer, prompt_of(tokenizer), seen)
+    (finding,) = look.results
     return finding
 
 
 def test_a_template_that_ends_an_answer_is_read_behind_it(directory: Path) -> None:
     tokenizer = tokenizer_with(directory, ENDING)
-    assert end_of_turn(tokenizer, MESSAGES, "12") == ("<|end|>", True)
+    assert render_end_of_turn(tokenizer, MESSAGES, "12") == ("<|end|>", True)
     finding = end_found(tokenizer, None)
     assert finding.verdict == "ok"
     assert finding.found == "behind an answer the template writes '<|end|>'; a completion ends at '<|end|>' (0)"
@@ -69,7 +69,7 @@ def test_a_template_that_ends_an_answer_is_read_behind_it(directory: Path) -> No
 
 def test_a_template_that_ends_with_another_token_is_found(directory: Path) -> None:
     tokenizer = tokenizer_with(directory, ENDING.replace("<|end|>", "<|unknown|>"))
-    assert end_of_turn(tokenizer, MESSAGES, "12") == ("<|unknown|>", False)
+    assert render_end_of_turn(tokenizer, MESSAGES, "12") == ("<|unknown|>", False)
     finding = end_found(tokenizer, None)
     assert finding.verdict == "warn" and "eos_token_id of generation_config.json" in finding.advice
 
@@ -78,7 +78,7 @@ def test_a_template_that_ends_with_another_token_is_found(directory: Path) -> No
 def test_where_the_template_ends_nothing_the_model_may(
     directory: Path, probability: float | None, verdict: str
 ) -> None:
-    finding = end_found(tokenizer_with(directory, TEMPLATE), Seen(probability))
+    finding = end_found(tokenizer_with(directory, TEMPLATE), ForwardResult(probability))
     assert finding.verdict == verdict
     assert finding.found.startswith("the template ends no answer; ")
 
@@ -92,30 +92,30 @@ def test_a_template_that_refuses_the_assistant_is_no_failure(directory: Path) ->
     ("template", "verdict"), [(TEMPLATE, "ok"), (TEMPLATE.replace("add_generation_prompt", "false"), "warn")]
 )
 def test_a_template_must_open_the_assistants_turn(directory: Path, template: str, verdict: str) -> None:
-    tokenizer, look = tokenizer_with(directory, template), Findings()
-    look_at_template(look, Settings(), tokenizer, prompt_of(tokenizer))
-    assert [one.verdict for one in look.all] == [verdict]
-    assert "<|user|>1+1=?" in look.all[0].found
+    tokenizer, look = tokenizer_with(directory, template), CheckRecorder()
+    check_chat_template(look, Settings(), tokenizer, prompt_of(tokenizer))
+    assert [one.verdict for one in look.results] == [verdict]
+    assert "<|user|>1+1=?" in look.results[0].found
 
 
 def test_the_first_prompt_with_an_answer_is_answered_rightly_and_wrongly(directory: Path) -> None:
     tokenizer = tokenizer_with(directory, TEMPLATE)
     answers = (None, "2", "2", "3", "4", "5", "6")
     prompts = [prompt_of(tokenizer, str(number), answer) for number, answer in enumerate(answers)]
-    right, *others = trial_samples(tokenizer, prompts)
+    right, *others = make_test_samples(tokenizer, prompts)
     assert (right.prompt.uid, right.completion) == ("1", "2")
     assert right.completion_ids.tolist() == [*tokenizer.encode("2"), 0]
     assert [(other.prompt.uid, other.completion) for other in others] == [("1", "3"), ("1", "4"), ("1", "5")]
-    (alone,) = trial_samples(tokenizer, prompts[:1])
+    (alone,) = make_test_samples(tokenizer, prompts[:1])
     assert alone.completion == "I do not know."
 
 
-def reward_found(directory: Path, function: Path, *overrides: str) -> Finding:
-    tokenizer, look = tokenizer_with(directory, TEMPLATE), Findings()
+def reward_found(directory: Path, function: Path, *overrides: str) -> CheckResult:
+    tokenizer, look = tokenizer_with(directory, TEMPLATE), CheckRecorder()
     prompts = [prompt_of(tokenizer)]
     chosen = load(None, [f"reward.functions=['{function}:judge']", *overrides], {}).settings
-    look_at_rewards(look, chosen, trial_samples(tokenizer, prompts), prompts, ())
-    (finding,) = look.all
+    check_reward_functions(look, chosen, make_test_samples(tokenizer, prompts), prompts, ())
+    (finding,) = look.results
     return finding
 
 
@@ -147,5 +147,5 @@ def test_a_reward_function_that_a_run_does_not_wait_for_fails(directory: Path, t
 
 
 def test_probabilities_are_those_of_a_softmax() -> None:
-    found = probabilities(np.asarray([[1000.0, 1000.0 + np.log(3)], [0.0, 0.0]], np.float32))
+    found = softmax(np.asarray([[1000.0, 1000.0 + np.log(3)], [0.0, 0.0]], np.float32))
     np.testing.assert_allclose(found, [[0.25, 0.75], [0.5, 0.5]], rtol=1e-4)

@@ -24,7 +24,7 @@ def write_parquet(path, records):
 def test_gsm8k_files_work_as_they_are(gsm8k_dir, split, size):
     dataset = load_dataset(str(gsm8k_dir / f"{split}.jsonl"))
     assert len(dataset.rows) == size
-    assert dataset.mapping == {"prompt": "question", "answer": "answer"}
+    assert dataset.column_mapping == {"prompt": "question", "answer": "answer"}
     assert dataset.rows[17].uid == f"{split}/17"
     assert all(row.answer and "\n#### " in row.answer for row in dataset.rows)
 
@@ -36,7 +36,7 @@ def test_usual_column_names_are_found(tmp_path, prompt_column, answer_column):
     dataset = load_dataset(path)
     (row,) = dataset.rows
     assert (row.uid, row.prompt, row.answer, row.extra) == ("d/0", "1 + 1?", "2", {"id": 9})
-    assert dataset.mapping == {"prompt": prompt_column, "answer": answer_column}
+    assert dataset.column_mapping == {"prompt": prompt_column, "answer": answer_column}
 
 
 def test_chosen_columns_win_over_usual_names(tmp_path):
@@ -48,7 +48,7 @@ def test_chosen_columns_win_over_usual_names(tmp_path):
 
 def test_an_answer_is_optional(tmp_path):
     dataset = load_dataset(write_lines(tmp_path / "d.jsonl", {"prompt": "p"}))
-    assert dataset.rows[0].answer is None and dataset.mapping == {"prompt": "prompt"}
+    assert dataset.rows[0].answer is None and dataset.column_mapping == {"prompt": "prompt"}
 
 
 def test_a_row_without_its_answer_has_none(tmp_path):
@@ -73,7 +73,7 @@ def test_verl_parquet_files_are_understood(tmp_path):
     dataset = load_dataset(write_parquet(tmp_path / "verl.parquet", [record]))
     (row,) = dataset.rows
     assert row.prompt == record["prompt"] and row.answer == "2"
-    assert dataset.mapping == {"prompt": "prompt", "answer": "reward_model.ground_truth"}
+    assert dataset.column_mapping == {"prompt": "prompt", "answer": "reward_model.ground_truth"}
     assert "raw" not in row.extra and row.extra["extra_info"] == {"index": 0}
 
 

@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.prompts.dataset import Row
+from app.prompts.dataset import DatasetRow
 from app.prompts.encode import encode_prompts
 from settings.errors import InputError
 
@@ -22,7 +22,7 @@ USER, SYSTEM, ASSISTANT = (100 + ord(letter) for letter in "usa")
 
 
 def row(prompt, uid="d/0", **columns):
-    return Row(uid=uid, prompt=prompt, answer="1", extra=columns)
+    return DatasetRow(uid=uid, prompt=prompt, answer="1", extra=columns)
 
 
 def encode(rows, system_prompt=None, max_prompt_length=4, overlong: Any = "drop"):

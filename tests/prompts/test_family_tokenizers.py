@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from app.model.io.model_files import open_model
-from app.prompts.dataset import Row
+from app.prompts.dataset import DatasetRow
 from app.prompts.encode import encode_prompts
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
 from settings.errors import InputError
@@ -180,7 +180,7 @@ def test_control_tokens_spelled_in_a_message_stay_text(name, tmp_path):
 @pytest.mark.parametrize("name", ["gemma", "mistral"])
 def test_a_template_without_a_system_role_names_the_setting(name, tmp_path):
     tokenizer = tokenizer_of(name, tmp_path)
-    rows = [Row(uid="row-0", prompt="he 12", answer=None, extra={})]
+    rows = [DatasetRow(uid="row-0", prompt="he 12", answer=None, extra={})]
     how: Any = {"max_prompt_length": 50, "overlong": "error"}
     assert len(encode_prompts(rows, tokenizer, system_prompt=None, **how)[0]) == 1
     with pytest.raises(InputError, match=r"\['system', 'user'\].*(not supported|Only user).*data\.system_prompt: null"):

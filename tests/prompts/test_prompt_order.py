@@ -90,7 +90,7 @@ def test_hosts_together_take_what_one_host_takes(drawn, num_hosts, step):
 
 @given(st.integers(1, 5), st.integers(6, 30))
 def test_fewer_rows_than_a_step_wrap_around_evenly(num_rows, count):
-    step = PromptOrder(seed=1, num_rows=num_rows, shuffle=True).take(0, count)
+    step = PromptOrder(seed=1, num_rows=num_rows, shuffle=True).row_indices(0, count)
     times = Counter(step.tolist()).values()
     assert len(step) == count and len(times) == num_rows and max(times) - min(times) <= 1
 
@@ -111,10 +111,10 @@ def test_without_shuffle_the_rows_come_in_file_order():
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_caller_cannot_change_the_order(shuffle):
     order = PromptOrder(seed=1, num_rows=10, shuffle=shuffle)
-    order.take(0, 10)[:] = 0
-    assert sorted(order.take(0, 10)) == list(range(10))
+    order.row_indices(0, 10)[:] = 0
+    assert sorted(order.row_indices(0, 10)) == list(range(10))
 
 
 def test_a_late_step_of_a_large_data_set_costs_no_more_than_an_early_one():
     order = PromptOrder(seed=0, num_rows=100_000, shuffle=True)
-    assert len(set(order.take(512 * 10**9, 512).tolist())) == 512
+    assert len(set(order.row_indices(512 * 10**9, 512).tolist())) == 512

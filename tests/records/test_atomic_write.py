@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.records.atomic_write import is_leftover, new_folder, replacing, write_whole
+from app.records.atomic_write import create_folder_atomic, is_partial_file, open_atomic, write_atomic
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -23,24 +23,26 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_replaced_and_nothing_stays_beside_it(path: Path) -> None:
-    write_whole(path, b"new")
+    write_atomic(path, b"new")
     assert path.read_bytes() == b"new" and list(path.parent.iterdir()) == [path]
-    write_whole(path.with_name("b.txt"), b"")
+    write_atomic(path.with_name("b.txt"), b"")
     assert path.with_name("b.txt").read_bytes() == b""
 
 
 def test_the_old_file_is_there_until_the_new_one_is_whole(path: Path) -> None:
-    with replacing(path) as file:
+    with open_atomic(path) as file:
         file.write(b"n" * 1_000_000)
         assert path.read_bytes() == b"old"
         (unfinished,) = set(path.parent.iterdir()) - {path}
-        assert is_leftover(unfinished, of=path) and not is_leftover(unfinished, of=path.with_name("b.txt"))
-        assert not is_leftover(path, of=path)
+        assert is_partial_file(unfinished, target=path) and not is_partial_file(
+            unfinished, target=path.with_name("b.txt")
+        )
+        assert not is_partial_file(path, target=path)
     assert path.read_bytes() == b"n" * 1_000_000
 
 
 def test_a_failure_keeps_the_old_file_and_leaves_nothing_else(path: Path) -> None:
-    with pytest.raises(KeyError), replacing(path) as file:
+    with pytest.raises(KeyError), open_atomic(path) as file:
         file.write(b"new")
         raise KeyError
     assert path.read_bytes() == b"old" and list(path.parent.iterdir()) == [path]
@@ -50,7 +52,7 @@ def test_a_file_that_cannot_take_its_name_leaves_nothing_else(tmp_path: Path) ->
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(IsADirectoryError):
-        write_whole(folder, b"new")
+        write_atomic(folder, b"new")
     assert list(tmp_path.iterdir()) == [folder]
 
 
@@ -67,20 +69,20 @@ def test_a_program_that_is_killed_while_it_writes_keeps_the_old_file(path: Path)
     assert result.returncode == -signal.SIGKILL
     assert path.read_bytes() == b"old"
     (unfinished,) = set(path.parent.iterdir()) - {path}
-    assert is_leftover(unfinished, of=path)
+    assert is_partial_file(unfinished, target=path)
 
 
 def test_a_folder_appears_when_all_of_it_is_written(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "new") as folder:
+    with create_folder_atomic(tmp_path / "new") as folder:
         (folder / "a").write_text("a")
         assert [path.name for path in tmp_path.iterdir()] == [folder.name]
-        assert is_leftover(folder, of=tmp_path / "new")
+        assert is_partial_file(folder, target=tmp_path / "new")
     assert list(tmp_path.iterdir()) == [tmp_path / "new"] and (tmp_path / "new" / "a").read_text() == "a"
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["a_failure", "a_name_taken_meanwhile"])
 def test_a_folder_that_is_not_finished_leaves_nothing(tmp_path: Path, fails: bool) -> None:
-    with pytest.raises(KeyError if fails else FileExistsError), new_folder(tmp_path / "new") as folder:
+    with pytest.raises(KeyError if fails else FileExistsError), create_folder_atomic(tmp_path / "new") as folder:
         (folder / "a").write_text("a")
         if fails:
             raise KeyError
@@ -93,6 +95,6 @@ def test_what_a_killed_program_of_the_same_number_left_is_no_obstacle(tmp_path: 
     left = tmp_path / f".new.{os.getpid()}.partial"
     left.mkdir()
     (left / "half").write_text("of another")
-    with new_folder(tmp_path / "new") as folder:
+    with create_folder_atomic(tmp_path / "new") as folder:
         (folder / "a").write_text("a")
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["new", "new/a"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.records.jsonl import check_output, read_jsonl, write_jsonl
+from app.records.jsonl import check_output_path, read_jsonl, write_jsonl
 from settings.errors import InputError
 
 
@@ -115,12 +115,12 @@ def test_a_folder_is_refused_as_output(tmp_path):
 
 def test_a_device_is_refused_as_output():
     with pytest.raises(InputError, match="got a device"):
-        check_output("/dev/null")
+        check_output_path("/dev/null")
 
 
 def test_an_absent_folder_is_refused_as_output(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
-        check_output(tmp_path / "absent" / "a.jsonl")
+        check_output_path(tmp_path / "absent" / "a.jsonl")
 
 
 def test_each_record_is_one_ascii_line(tmp_path):

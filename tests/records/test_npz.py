@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from app.records import npz
-from app.records.npz import open_matrices, replacing_matrices
+from app.records.npz import open_matrices, write_matrices
 from settings.errors import InputError
 
 
@@ -38,7 +38,7 @@ def test_rows_read_in_windows_are_those_that_numpy_saved(tmp_path: Path, save: A
 
 def test_what_is_written_in_windows_numpy_loads(tmp_path: Path) -> None:
     a, b = np.arange(40, dtype=np.float32).reshape(2, 10, 2)
-    with replacing_matrices(tmp_path / "x.npz", ("a", "b"), (10, 2)) as output:
+    with write_matrices(tmp_path / "x.npz", ("a", "b"), (10, 2)) as output:
         for first in range(0, 10, 4):
             output.write_rows(a=a[first : first + 4], b=b[first : first + 4])
     with np.load(tmp_path / "x.npz", allow_pickle=False) as loaded:
@@ -53,7 +53,7 @@ def test_a_failure_half_way_leaves_the_old_file_and_nothing_else(tmp_path: Path)
     (tmp_path / "x.npz").write_bytes(b"old")
 
     def fail_half_way() -> None:
-        with replacing_matrices(tmp_path / "x.npz", ("a", "b"), (10, 2)) as output:
+        with write_matrices(tmp_path / "x.npz", ("a", "b"), (10, 2)) as output:
             output.write_rows(a=np.ones((4, 2), np.float32), b=np.ones((4, 2), np.float32))
             raise InputError("row 4")
 
@@ -70,7 +70,7 @@ def test_memory_is_that_of_a_window_and_not_of_the_file(tmp_path: Path) -> None:
     tracemalloc.start()
     with (
         open_matrices(tmp_path / "in.npz", required=("a",), optional=()) as matrices,
-        replacing_matrices(tmp_path / "out.npz", ("a", "b"), shape) as output,
+        write_matrices(tmp_path / "out.npz", ("a", "b"), shape) as output,
     ):
         for _ in range(shape[0] // rows_at_once):
             rows = matrices["a"].read_rows(rows_at_once)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from app.records.printable import printable
+from app.records.printable import to_printable
 
 
 @pytest.mark.parametrize(
@@ -20,10 +20,10 @@ from app.records.printable import printable
     ],
 )
 def test_what_a_terminal_would_obey_is_spelled_out(text: str, shown: str) -> None:
-    assert printable(text) == shown
+    assert to_printable(text) == shown
 
 
 def test_no_character_gets_through_that_is_not_printable() -> None:
-    shown = printable("".join(map(chr, range(sys.maxunicode + 1))))
+    shown = to_printable("".join(map(chr, range(sys.maxunicode + 1))))
     assert shown.isprintable()
     shown.encode("utf-8")

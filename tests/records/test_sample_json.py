@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from app.records.sample import Prompt, Sample
-from app.records.sample_json import REQUIRED, sample_from_record, sample_to_record
+from app.records.sample_json import REQUIRED_FIELDS, sample_from_record, sample_to_record
 from settings.errors import InputError
 
 RECORD: dict[str, Any] = {
@@ -111,7 +111,7 @@ def test_fields_of_rooms_that_have_not_run_are_absent():
     assert not {"values", "reward", "rewards", "loss_mask", "columns", "advantages"} & written.keys()
 
 
-@pytest.mark.parametrize("name", REQUIRED)
+@pytest.mark.parametrize("name", REQUIRED_FIELDS)
 def test_a_missing_required_field_is_named_with_the_line(name):
     record = {key: value for key, value in RECORD.items() if key != name}
     with pytest.raises(InputError, match=rf"^samples.jsonl:12: missing {name};"):

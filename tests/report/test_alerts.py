@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.report.alerts import REARM_STEPS, Alert, Watch, alerts_of
+from app.report.alerts import REARM_STEPS, Alert, AlertMonitor, find_alerts
 from tests.report.run_directories import quickstart_history, step_record
 
 History = list[dict[str, Any]]
@@ -17,19 +17,19 @@ def after_twenty_healthy_steps(num_steps: int, **metrics: float | None) -> Histo
 
 
 def titles(history: History) -> list[str]:
-    return [alert.title for alert in alerts_of(history)]
+    return [alert.title for alert in find_alerts(history)]
 
 
 def test_a_healthy_run_raises_none() -> None:
     history = quickstart_history()
     assert len(history) == 101 and history[-1]["eval/accuracy"] > 0.9
-    assert alerts_of(history) == []
+    assert find_alerts(history) == []
 
 
 def test_a_history_without_steps_raises_none() -> None:
-    assert alerts_of([]) == []
-    assert alerts_of([{"step": 0, "eval/accuracy": 0.0}]) == []
-    assert alerts_of([{"step": 1, "reward/mean": 0.5}]) == []
+    assert find_alerts([]) == []
+    assert find_alerts([{"step": 0, "eval/accuracy": 0.0}]) == []
+    assert find_alerts([{"step": 1, "reward/mean": 0.5}]) == []
 
 
 def test_samples_of_an_older_policy_are_no_mismatch() -> None:
@@ -92,7 +92,7 @@ def test_each_alert_is_raised_once_by_what_it_is_about_and_not_by_less(
 
 
 def test_an_alert_names_its_step_its_cause_and_a_setting_to_change() -> None:
-    (alert,) = alerts_of(after_twenty_healthy_steps(LONG, completions__truncated_fraction=0.5))
+    (alert,) = find_alerts(after_twenty_healthy_steps(LONG, completions__truncated_fraction=0.5))
     assert alert == Alert(23, alert.title, alert.text)  # the mean of five steps passes a quarter in the third
     assert "50%" not in alert.text and "30%" in alert.text
     assert "rollout.max_new_tokens" in alert.text
@@ -106,7 +106,7 @@ def test_one_bad_step_is_noise() -> None:
 def test_an_alert_comes_again_only_after_its_cause_was_gone_for_a_while() -> None:
     def skipped(*steps: int) -> list[int]:
         history = [step_record(step, policy__nonfinite_in_a_row=int(step in steps)) for step in range(1, 100)]
-        return [alert.step for alert in alerts_of(history)]
+        return [alert.step for alert in find_alerts(history)]
 
     assert skipped(10, 12, 14, 16) == [10]
     assert skipped(10, 10 + REARM_STEPS) == [10]
@@ -121,7 +121,7 @@ def test_an_update_skipped_within_a_step_is_noticed_though_the_next_one_was_fine
 def test_low_entropy_and_equal_rewards_of_a_solved_task_are_no_collapse() -> None:
     solved = {"reward__mean": 0.99, "reward__arithmetic__mean": 0.99, "policy__entropy": 0.001}
     assert titles(after_twenty_healthy_steps(LONG, **solved)) == []
-    (alert,) = alerts_of(after_twenty_healthy_steps(LONG, **solved, reward__zero_variance_fraction=1.0))
+    (alert,) = find_alerts(after_twenty_healthy_steps(LONG, **solved, reward__zero_variance_fraction=1.0))
     assert "Everything is nearly solved" in alert.text
 
 
@@ -134,7 +134,7 @@ def test_a_further_number_of_a_plug_in_does_not_say_whether_the_task_is_solved()
 
 @pytest.mark.parametrize(("mean", "cause"), [(0.0, "no answer is ever right"), (1.5, "everything is solved")])
 def test_a_constant_reward_is_explained_by_its_value(mean: float, cause: str) -> None:
-    (alert,) = alerts_of(after_twenty_healthy_steps(LONG, reward__mean=mean, reward__std=1e-17))
+    (alert,) = find_alerts(after_twenty_healthy_steps(LONG, reward__mean=mean, reward__std=1e-17))
     assert alert.title == "All rewards are the same" and cause in alert.text
 
 
@@ -143,7 +143,7 @@ def test_a_constant_reward_is_explained_by_its_value(mean: float, cause: str) ->
 )
 def test_equal_rewards_are_not_said_to_have_no_gradient(metrics: dict[str, float | None]) -> None:
     # A KL penalty, in the loss or in what samples are compared by, and an entropy bonus still have one.
-    (alert,) = alerts_of(after_twenty_healthy_steps(LONG, **metrics))
+    (alert,) = find_alerts(after_twenty_healthy_steps(LONG, **metrics))
     assert "the reward teaches nothing" in alert.text and "gradient" not in alert.title + alert.text
 
 
@@ -153,15 +153,15 @@ def test_compilation_is_expected_in_the_first_steps() -> None:
 
 def test_watching_step_by_step_says_what_the_whole_history_says() -> None:
     history = after_twenty_healthy_steps(30, policy__kl=1.0, completions__truncated_fraction=0.5)
-    watch = Watch()
-    assert [alert for record in history for alert in watch.observe(record)] == alerts_of(history)
-    resumed = Watch(history[:25])
+    watch = AlertMonitor()
+    assert [alert for record in history for alert in watch.observe(record)] == find_alerts(history)
+    resumed = AlertMonitor(history[:25])
     assert [alert for record in history[25:] for alert in resumed.observe(record)] == [
-        alert for alert in alerts_of(history) if alert.step > 25
+        alert for alert in find_alerts(history) if alert.step > 25
     ]
 
 
 @pytest.mark.parametrize("value", [None, "many", [], 10**400, True])
 def test_a_metric_that_is_no_number_raises_nothing(value: Any) -> None:
     history = [{**record, **dict.fromkeys(record.keys() - {"step"}, value)} for record in quickstart_history()]
-    assert alerts_of(history) == []
+    assert find_alerts(history) == []

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from app.records.sample import Prompt, Sample
-from app.report.completions_table import CompletionsTable, cell, completions_table
-from app.tracking.console import completions_view
+from app.report.completions_table import CompletionsTable, completions_table, truncate_middle
+from app.tracking.console import render_completions
 
 HOSTILE = "[bold red]x[/] \x1b[31mred\x1b[0m \r over \u202egnp\n汉字 \ud800"
 
@@ -35,7 +35,7 @@ def sample(group_id: int, index: int, reward: float | None, completion: str = ""
 def rendered(table: CompletionsTable, width: int = 100) -> str:
     """As a log file gets it: no terminal, no colour."""
     output = io.StringIO()
-    Console(file=output, width=width).print(completions_view(table))
+    Console(file=output, width=width).print(render_completions(table))
     return output.getvalue()
 
 
@@ -88,9 +88,9 @@ def test_a_wide_text_does_not_break_the_table() -> None:
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
-    text = cell("a" * 1000 + " the answer is 42", limit=60)
+    text = truncate_middle("a" * 1000 + " the answer is 42", limit=60)
     assert text.startswith("aaaa") and text.endswith("the answer is 42") and len(text) == 63
-    assert cell("short", limit=60) == "short"
+    assert truncate_middle("short", limit=60) == "short"
 
 
 def test_names_of_reward_functions_are_text_too() -> None:

@@ -8,7 +8,13 @@ from itertools import product
 import numpy as np
 import pytest
 
-from app.report.confidence_intervals import mean_interval, share_interval, sign_test, student_point, wilson_interval
+from app.report.confidence_intervals import (
+    clustered_share_interval,
+    mean_interval,
+    sign_test,
+    student_t_quantile,
+    wilson_interval,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,16 +36,16 @@ def test_the_interval_of_a_share_is_wilsons(share: float, count: int, low: float
 
 def test_shares_of_nothing_and_all_have_wilsons_interval() -> None:
     shares = np.array([1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0])
-    assert share_interval(shares, num_samples=1) == pytest.approx(wilson_interval(0.8, 10))
-    assert share_interval(np.ones(10), num_samples=1) == pytest.approx(wilson_interval(1.0, 10))
+    assert clustered_share_interval(shares, num_samples=1) == pytest.approx(wilson_interval(0.8, 10))
+    assert clustered_share_interval(np.ones(10), num_samples=1) == pytest.approx(wilson_interval(1.0, 10))
 
 
 def test_samples_that_are_alike_count_once_and_those_that_differ_count_all() -> None:
     alike = np.repeat([1.0, 0.0], 20)
-    assert share_interval(alike, num_samples=8) == pytest.approx(wilson_interval(0.5, 40))
+    assert clustered_share_interval(alike, num_samples=8) == pytest.approx(wilson_interval(0.5, 40))
     # A half of each prompt's: the prompts tell nothing apart, so the samples are all there is.
-    assert share_interval(np.full(40, 0.5), num_samples=8) == pytest.approx(wilson_interval(0.5, 320))
-    assert share_interval(np.ones(40), num_samples=8) == pytest.approx(wilson_interval(1.0, 40))
+    assert clustered_share_interval(np.full(40, 0.5), num_samples=8) == pytest.approx(wilson_interval(0.5, 320))
+    assert clustered_share_interval(np.ones(40), num_samples=8) == pytest.approx(wilson_interval(1.0, 40))
 
 
 def test_the_interval_of_shares_holds_the_truth_about_as_often_as_it_says() -> None:
@@ -48,13 +54,13 @@ def test_the_interval_of_shares_holds_the_truth_about_as_often_as_it_says() -> N
     for _ in range(1000):
         # Prompts differ in how hard they are; over all of them two in three samples are right.
         shares = rng.binomial(4, rng.beta(2, 1, size=60)) / 4
-        low, high = share_interval(shares, num_samples=4) or (0.0, 0.0)
+        low, high = clustered_share_interval(shares, num_samples=4) or (0.0, 0.0)
         hits += low <= 2 / 3 <= high
     assert 0.93 <= hits / 1000 <= 0.97
 
 
 def test_one_prompt_has_no_interval() -> None:
-    assert share_interval(np.array([0.5]), num_samples=8) is None
+    assert clustered_share_interval(np.array([0.5]), num_samples=8) is None
     assert mean_interval(np.array([3.0])) is None
 
 
@@ -74,7 +80,7 @@ def test_numbers_that_are_all_equal_tell_no_interval() -> None:
     [(1, 12.7062), (2, 4.3027), (3, 3.1824), (5, 2.5706), (10, 2.2281), (30, 2.0423), (511, 1.9646)],
 )
 def test_students_points_are_those_of_the_tables(degrees: int, point: float) -> None:
-    assert student_point(degrees) == pytest.approx(point, rel=2e-3)
+    assert student_t_quantile(degrees) == pytest.approx(point, rel=2e-3)
 
 
 @pytest.mark.parametrize(("better", "worse"), [(0, 0), (1, 0), (5, 5), (9, 2), (2, 9), (6, 0)])

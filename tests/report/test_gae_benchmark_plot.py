@@ -8,26 +8,26 @@ from typing import Any
 
 import pytest
 
-from app.report.gae_benchmark_plot import Speed, SpeedPanel, speed_picture
+from app.report.gae_benchmark_plot import BenchmarkPanel, PlottedTiming, render_benchmark
 
-PANEL = SpeedPanel(
+PANEL = BenchmarkPanel(
     rows=16,
     tokens=8192,
     decay="scalar",
     copy_s=1e-3,
-    speeds=(
-        Speed("serial", None, 9e-3, 1e-2, False),
-        Speed("chunked", 64, 3e-3, 4e-3, False),
-        Speed("chunked", 128, 2e-3, 3e-3, True),
-        Speed("fused", None, 1.5e-3, 2e-3, False),
+    timings=(
+        PlottedTiming("serial", None, 9e-3, 1e-2, False),
+        PlottedTiming("chunked", 64, 3e-3, 4e-3, False),
+        PlottedTiming("chunked", 128, 2e-3, 3e-3, True),
+        PlottedTiming("fused", None, 1.5e-3, 2e-3, False),
     ),
 )
 
 
 def test_the_same_numbers_make_the_same_picture() -> None:
-    picture = speed_picture([PANEL], title="GAE")
+    picture = render_benchmark([PANEL], title="GAE")
     assert picture.startswith(b"\x89PNG")
-    assert speed_picture([PANEL], title="GAE") == picture
+    assert render_benchmark([PANEL], title="GAE") == picture
 
 
 @pytest.mark.parametrize(("number", "change"), [(0, {"median_s": 8e-3}), (1, {"p90_s": 5e-3}), (3, {"p90_s": 3e-3})])
@@ -41,18 +41,18 @@ def test_the_copy_and_what_auto_takes_are_drawn() -> None:
     assert image(with_speed(3, is_auto=True)) != image(PANEL)
 
 
-def with_speed(number: int, **changes: Any) -> SpeedPanel:
-    speeds = list(PANEL.speeds)
+def with_speed(number: int, **changes: Any) -> BenchmarkPanel:
+    speeds = list(PANEL.timings)
     speeds[number] = speeds[number]._replace(**changes)
-    return replace(PANEL, speeds=tuple(speeds))
+    return replace(PANEL, timings=tuple(speeds))
 
 
 @cache
-def image(panel: SpeedPanel) -> bytes:
-    return speed_picture([panel], title="GAE")
+def image(panel: BenchmarkPanel) -> bytes:
+    return render_benchmark([panel], title="GAE")
 
 
-@pytest.mark.parametrize("speeds", [PANEL.speeds[:1], PANEL.speeds[1:3]])
-def test_panels_may_lack_a_backend(speeds: tuple[Speed, ...]) -> None:
-    panel = SpeedPanel(1, 9, "masked", 1e-3, speeds)
-    assert speed_picture([PANEL, panel], title="GAE").startswith(b"\x89PNG")
+@pytest.mark.parametrize("speeds", [PANEL.timings[:1], PANEL.timings[1:3]])
+def test_panels_may_lack_a_backend(speeds: tuple[PlottedTiming, ...]) -> None:
+    panel = BenchmarkPanel(1, 9, "masked", 1e-3, speeds)
+    assert render_benchmark([PANEL, panel], title="GAE").startswith(b"\x89PNG")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from app.report.metrics_history import Series, is_judged_by_plug_in, names_between, number
+from app.report.metrics_history import Series, accuracy_is_plug_in_mean, finite_metric, matching_metric_names
 
 
 def test_a_series_leaves_out_what_is_no_number() -> None:
     values = [0.5, None, float("nan"), "x", True, 10**400, 2]
     history = [{"step": i, "a": value} for i, value in enumerate(values)] + [{"step": 9}]
-    series = Series.of(history, "a")
+    series = Series.from_history(history, "a")
     assert series.steps.tolist() == [0, 6] and series.values.tolist() == [0.5, 2]
-    assert number({"a": -1}, "a") == -1 and number({}, "a") is None
+    assert finite_metric({"a": -1}, "a") == -1 and finite_metric({}, "a") is None
 
 
 def test_bins_keep_means_and_extremes_and_the_last_may_be_smaller() -> None:
@@ -29,16 +29,16 @@ def test_a_trailing_mean_looks_back_only() -> None:
 
 def test_names_are_found_in_order_and_need_something_in_between() -> None:
     history = [{"reward/mean": 1, "reward/b/mean": 1}, {"reward/a/mean": 1, "reward/std": 1}]
-    assert names_between(history, "reward/", "/mean") == ["reward/b/mean", "reward/a/mean"]
+    assert matching_metric_names(history, "reward/", "/mean") == ["reward/b/mean", "reward/a/mean"]
 
 
 def test_a_null_format_rate_says_that_a_plug_in_judges() -> None:
-    assert is_judged_by_plug_in([{"step": 0, "eval/accuracy": 3.2, "eval/format_rate": None}, {"step": 1}])
-    assert not is_judged_by_plug_in([{"step": 0, "eval/accuracy": 0.5, "eval/format_rate": 0.0}, {"step": 1}])
-    assert not is_judged_by_plug_in([])
+    assert accuracy_is_plug_in_mean([{"step": 0, "eval/accuracy": 3.2, "eval/format_rate": None}, {"step": 1}])
+    assert not accuracy_is_plug_in_mean([{"step": 0, "eval/accuracy": 0.5, "eval/format_rate": 0.0}, {"step": 1}])
+    assert not accuracy_is_plug_in_mean([])
 
 
 def test_further_numbers_of_a_plug_in_are_no_reward_functions() -> None:
     record = {"reward/judge/mean": 1, "reward/judge/length/mean": 300, "eval/accuracy/difficulty_1": 1}
-    assert names_between([record], "reward/", "/mean") == ["reward/judge/mean"]
-    assert names_between([record], "eval/accuracy/", "") == ["eval/accuracy/difficulty_1"]
+    assert matching_metric_names([record], "reward/", "/mean") == ["reward/judge/mean"]
+    assert matching_metric_names([record], "eval/accuracy/", "") == ["eval/accuracy/difficulty_1"]

@@ -7,31 +7,40 @@ from xml.etree import ElementTree
 import pytest
 
 from app.report.packing_plots import (
-    COLUMNS,
-    MAX_ROWS_OF_FIGURE,
-    MAX_ROWS_OF_TEXT,
-    DrawnRow,
-    Piece,
-    file_picture,
-    text_picture,
+    MAX_FIGURE_ROWS,
+    MAX_TEXT_ROWS,
+    TERMINAL_COLUMNS,
+    PlottedRow,
+    TokenSpan,
+    format_rows,
+    render_rows,
 )
 
 ROWS = [
-    DrawnRow(
-        1, 0, 16, (Piece(0, True, 2), Piece(0, False, 3), Piece(0, False, 4), Piece(1, True, 1), Piece(1, False, 4))
+    PlottedRow(
+        1,
+        0,
+        16,
+        (
+            TokenSpan(0, True, 2),
+            TokenSpan(0, False, 3),
+            TokenSpan(0, False, 4),
+            TokenSpan(1, True, 1),
+            TokenSpan(1, False, 4),
+        ),
     ),
-    DrawnRow(1, 1, 16, (Piece(0, True, 8), Piece(0, False, 8))),
-    DrawnRow(2, 0, 8, (Piece(0, True, 1), Piece(0, False, 1))),
-    DrawnRow(2, 1, 8, ()),
+    PlottedRow(1, 1, 16, (TokenSpan(0, True, 8), TokenSpan(0, False, 8))),
+    PlottedRow(2, 0, 8, (TokenSpan(0, True, 1), TokenSpan(0, False, 1))),
+    PlottedRow(2, 1, 8, ()),
 ]
 
 
-def long_row(num_tokens: int) -> DrawnRow:
-    return DrawnRow(1, 0, num_tokens, (Piece(0, True, num_tokens // 2), Piece(0, False, num_tokens // 4)))
+def long_row(num_tokens: int) -> PlottedRow:
+    return PlottedRow(1, 0, num_tokens, (TokenSpan(0, True, num_tokens // 2), TokenSpan(0, False, num_tokens // 4)))
 
 
 def test_segments_prompts_completions_and_padding_are_told_apart() -> None:
-    assert text_picture(ROWS) == (
+    assert format_rows(ROWS) == (
         "a character is 1 token: AAAaaa a prompt and its completions, BBBbbb the next, ... padding\n"
         "micro-batch 1\n"
         "  device 0  AAaaaaaaaBbbbb..   87.5%    3 samples\n"
@@ -44,33 +53,33 @@ def test_segments_prompts_completions_and_padding_are_told_apart() -> None:
 
 def test_a_character_says_what_stands_at_the_middle_of_its_tokens() -> None:
     # 300 tokens do not fit beside the figures: 5 tokens a character. The prompt ends after 150, at the 30th.
-    _, _, line = text_picture([long_row(300)]).splitlines()
+    _, _, line = format_rows([long_row(300)]).splitlines()
     assert line.split() == ["device", "0", "A" * 30 + "a" * 15 + "." * 15, "75.0%", "1", "sample"]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 128, 1000, 4097, 16384, 2**24])
 def test_no_line_is_wider_than_a_terminal(num_tokens: int) -> None:
-    rows = [long_row(num_tokens), DrawnRow(123, 1023, num_tokens // 2 + 1, (Piece(0, True, 1),) * 0)]
-    lines = text_picture(rows).splitlines()
-    assert max(map(len, lines)) <= COLUMNS
-    assert num_tokens < 128 or max(map(len, lines)) > COLUMNS * 0.6
+    rows = [long_row(num_tokens), PlottedRow(123, 1023, num_tokens // 2 + 1, (TokenSpan(0, True, 1),) * 0)]
+    lines = format_rows(rows).splitlines()
+    assert max(map(len, lines)) <= TERMINAL_COLUMNS
+    assert num_tokens < 128 or max(map(len, lines)) > TERMINAL_COLUMNS * 0.6
 
 
 def test_segments_beyond_the_alphabet_start_it_again() -> None:
-    pieces = tuple(Piece(number, False, 1) for number in range(28))
-    assert "abcdefghijklmnopqrstuvwxyzab" in text_picture([DrawnRow(1, 0, 28, pieces)])
+    pieces = tuple(TokenSpan(number, False, 1) for number in range(28))
+    assert "abcdefghijklmnopqrstuvwxyzab" in format_rows([PlottedRow(1, 0, 28, pieces)])
 
 
 def test_a_long_picture_says_how_much_is_missing() -> None:
-    rows = [DrawnRow(1 + i // 4, i % 4, 8, ()) for i in range(MAX_ROWS_OF_TEXT + 6)]
-    lines = text_picture(rows).splitlines()
-    assert len(lines) == 1 + MAX_ROWS_OF_TEXT + MAX_ROWS_OF_TEXT // 4 + 1
+    rows = [PlottedRow(1 + i // 4, i % 4, 8, ()) for i in range(MAX_TEXT_ROWS + 6)]
+    lines = format_rows(rows).splitlines()
+    assert len(lines) == 1 + MAX_TEXT_ROWS + MAX_TEXT_ROWS // 4 + 1
     assert lines[-1] == "6 more rows, up to micro-batch 12, are not shown"
 
 
 def test_the_file_has_a_bar_for_every_piece_and_the_same_bytes_each_time() -> None:
-    svg = file_picture(ROWS, title="fill 58.3%", kind="svg")
-    assert svg == file_picture(ROWS, title="fill 58.3%", kind="svg")
+    svg = render_rows(ROWS, title="fill 58.3%", kind="svg")
+    assert svg == render_rows(ROWS, title="fill 58.3%", kind="svg")
     paths = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}path")
     styles = [path.get("style", "") for path in paths]
     # One more of each stands in the legend.
@@ -80,5 +89,5 @@ def test_the_file_has_a_bar_for_every_piece_and_the_same_bytes_each_time() -> No
 
 
 def test_a_picture_of_very_many_rows_stays_small() -> None:
-    png = file_picture([long_row(4096)] * (2 * MAX_ROWS_OF_FIGURE), title="many", kind="png")
+    png = render_rows([long_row(4096)] * (2 * MAX_FIGURE_ROWS), title="many", kind="png")
     assert png.startswith(b"\x89PNG\r\n\x1a\n") and len(png) < 400_000

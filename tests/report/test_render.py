@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 import matplotlib
 import pytest
 
-from app.report.alerts import MISMATCH
+from app.report.alerts import MISMATCH_THRESHOLD
 from app.report.metrics_history import History
 from app.report.panels import PANELS, Panel
-from app.report.plots import Evidence
-from app.report.render import picture
+from app.report.plots import PlotData
+from app.report.render import render_panel
 from tests.program import REPOSITORY
 from tests.report.run_directories import quickstart_history, step_record
 
@@ -32,7 +32,7 @@ EVERYTHING = {
 
 
 def svg_of(name: str, history: History, eval_counts: dict[int, int] | None = None) -> str:
-    drawn = picture(BY_NAME[name], Evidence(history, eval_counts or {}))
+    drawn = render_panel(BY_NAME[name], PlotData(history, eval_counts or {}))
     assert drawn is not None
     return drawn.svg
 
@@ -46,7 +46,7 @@ def texts(svg: str) -> list[str]:
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.name)
 def test_every_plot_is_drawn_from_a_run_that_has_its_metrics(panel: Panel) -> None:
     history = [*quickstart_history(), step_record(101, **EVERYTHING)]
-    drawn = picture(panel, Evidence(history, {0: 512, 100: 512}))
+    drawn = render_panel(panel, PlotData(history, {0: 512, 100: 512}))
     assert drawn is not None
     assert drawn.png.startswith(PNG) and 5_000 < len(drawn.png) < 150_000
     assert "step" in texts(drawn.svg)
@@ -57,12 +57,12 @@ def test_every_plot_is_drawn_from_a_run_that_has_its_metrics(panel: Panel) -> No
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.name)
 def test_a_plot_without_data_is_a_sentence(panel: Panel) -> None:
     nothing = {"step": 1, "reward/mean": None, "policy/clip_fraction_low": 0.0, "perf/compilations": 0}
-    assert picture(panel, Evidence([nothing], {})) is None
+    assert render_panel(panel, PlotData([nothing], {})) is None
     assert panel.absent.endswith(".")
 
 
 def test_the_quickstart_has_no_kl_clips_nothing_and_no_reward_fails() -> None:
-    evidence = Evidence(quickstart_history(), {})
+    evidence = PlotData(quickstart_history(), {})
     assert [panel.name for panel in PANELS if not panel.is_present(evidence)] == [
         "reward_failures",
         "kl",
@@ -71,22 +71,22 @@ def test_the_quickstart_has_no_kl_clips_nothing_and_no_reward_fails() -> None:
 
 
 def test_page_glossary_and_alert_name_one_bound_of_the_samplers_mismatch() -> None:
-    bound = f"below {MISMATCH:g}"
+    bound = f"below {MISMATCH_THRESHOLD:g}"
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     (row,) = [line for line in readme.splitlines() if line.startswith("| `rollout/sampler_scorer_logprob_diff_")]
     assert bound in row and bound in BY_NAME["sampler_mismatch"].caption
 
 
 def test_one_step_is_enough() -> None:
-    evidence = Evidence([step_record(1, **EVERYTHING, eval__accuracy=0.5)], {1: 10})
+    evidence = PlotData([step_record(1, **EVERYTHING, eval__accuracy=0.5)], {1: 10})
     # Nothing was compiled in that step, which a sentence says.
-    assert [panel.name for panel in PANELS if picture(panel, evidence) is None] == ["compilations"]
+    assert [panel.name for panel in PANELS if render_panel(panel, evidence) is None] == ["compilations"]
 
 
 def test_the_same_run_gives_the_same_bytes_and_leaves_matplotlib_as_it_was() -> None:
     before = dict(matplotlib.rcParams)
-    evidence = Evidence(quickstart_history(), {})
-    assert picture(BY_NAME["reward"], evidence) == picture(BY_NAME["reward"], evidence)
+    evidence = PlotData(quickstart_history(), {})
+    assert render_panel(BY_NAME["reward"], evidence) == render_panel(BY_NAME["reward"], evidence)
     assert dict(matplotlib.rcParams) == before
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.report.rollout_viewer import MAX_CHARACTERS, MAX_LOGPROBS, Viewer, viewer_of
+from app.report.rollout_viewer import MAX_CHARACTERS, MAX_LOGPROBS, ViewerContent, build_viewer
 from app.report.run_files import RunFiles
 from tests.report.run_directories import sample_record, step_record, write_run
 
@@ -18,12 +18,12 @@ def group(group_id: int, rewards: Sequence[float | None]) -> list[dict[str, Any]
     return [sample_record(f"p{group_id}/s{i}", group_id=group_id, reward=r) for i, r in enumerate(rewards)]
 
 
-def viewer(run: Path, num_samples: int) -> Viewer:
+def viewer(run: Path, num_samples: int) -> ViewerContent:
     files = RunFiles.read(run)
-    return viewer_of(files.rollouts, files.evaluations, num_samples=num_samples)
+    return build_viewer(files.rollouts, files.evaluations, num_samples=num_samples)
 
 
-def shown(viewer: Viewer) -> list[tuple[str, list[int]]]:
+def shown(viewer: ViewerContent) -> list[tuple[str, list[int]]]:
     return [(group["name"], [sample["step"] for sample in group["samples"]]) for group in viewer.groups]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.report.run_files import ChosenSetting, RunFiles
+from app.report.run_files import NonDefaultSetting, RunFiles
 from settings import InputError, load
 from settings.loading.printing import from_yaml
 from tests.program import digest_of, here
@@ -93,11 +93,11 @@ def test_sample_files_are_found_by_step_and_others_are_left_alone(tmp_path: Path
 
 def test_only_settings_that_somebody_chose_are_named_with_what_chose_them(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", STEPS, settings=("rollout.group_size=4", "run.seed=0"))
-    chosen = {setting.name: setting for setting in RunFiles.read(run).chosen_settings()}
-    assert chosen["rollout.group_size"] == ChosenSetting("rollout.group_size", 4, 8, "set")
+    chosen = {setting.name: setting for setting in RunFiles.read(run).non_default_settings()}
+    assert chosen["rollout.group_size"] == NonDefaultSetting("rollout.group_size", 4, 8, "set")
     preset = "yaml:settings/presets/quickstart.yaml"
     assert chosen["optimizer.beta2"].origin.startswith(preset)
-    assert chosen["data.eval_split"] == ChosenSetting("data.eval_split", "test", None, "derived")
+    assert chosen["data.eval_split"] == NonDefaultSetting("data.eval_split", "test", None, "derived")
     # At its default, though somebody said so; and an inherited default.
     assert not {"run.seed", "model.path", "score.policy.rows_per_device"} & chosen.keys()
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from app.report.timeline import Bar, TimelinePanel, check_timeline, timeline_picture, write_timeline
+from app.report.timeline import TimelineBar, TimelinePanel, check_timeline_path, render_timeline, write_timeline
 from settings.errors import InputError
 
 TABLE = [("policy", "makespan s"), ("<adaptive>", "4")]
@@ -15,11 +15,11 @@ def panel(**changes) -> TimelinePanel:
         "title": "adaptive: 4 s",
         "slots": (("fast-0", 2), ("heavy-0", 1)),
         "bars": (
-            Bar("fast-0", 0, 0.0, 1.0, "probe", "a"),
-            Bar("fast-0", 0, 1.0, 2.0, "probe", "a"),
-            Bar("fast-0", 1, 0.0, 3.0, "fast", "b"),
-            Bar("fast-0", -1, 2.0, 2.5, "suspended", "a"),
-            Bar("heavy-0", 0, 2.5, 4.0, "heavy", "a"),
+            TimelineBar("fast-0", 0, 0.0, 1.0, "probe", "a"),
+            TimelineBar("fast-0", 0, 1.0, 2.0, "probe", "a"),
+            TimelineBar("fast-0", 1, 0.0, 3.0, "fast", "b"),
+            TimelineBar("fast-0", -1, 2.0, 2.5, "suspended", "a"),
+            TimelineBar("heavy-0", 0, 2.5, 4.0, "heavy", "a"),
         ),
         "makespan_s": 4.0,
         "lower_bound_s": 3.0,
@@ -28,11 +28,11 @@ def panel(**changes) -> TimelinePanel:
 
 
 def drawn(*panels: TimelinePanel) -> str:
-    return timeline_picture(panels, title="t", kind="svg").decode()
+    return render_timeline(panels, title="t", kind="svg").decode()
 
 
 def test_a_png_is_the_same_for_the_same_schedule() -> None:
-    first, second = (timeline_picture([panel(), panel()], title="t") for _ in range(2))
+    first, second = (render_timeline([panel(), panel()], title="t") for _ in range(2))
     assert first.startswith(b"\x89PNG") and first == second
 
 
@@ -44,15 +44,15 @@ def test_every_activity_has_its_color() -> None:
 
 def test_segments_of_a_sample_are_one_bar() -> None:
     twice = panel(bars=panel().bars[:2])
-    once = panel(bars=(Bar("fast-0", 0, 0.0, 2.0, "probe", "a"),))
+    once = panel(bars=(TimelineBar("fast-0", 0, 0.0, 2.0, "probe", "a"),))
     other = panel(bars=(panel().bars[0], panel().bars[1]._replace(sample="b")))
     assert drawn(twice) == drawn(once) != drawn(other)
 
 
 def test_slots_beyond_what_fits_are_left_out() -> None:
-    wide = panel(slots=(("fast-0", 100), ("heavy-0", 100)), bars=(Bar("heavy-0", 99, 0.0, 1.0, "heavy", "a"),))
+    wide = panel(slots=(("fast-0", 100), ("heavy-0", 100)), bars=(TimelineBar("heavy-0", 99, 0.0, 1.0, "heavy", "a"),))
     assert wide.drawn_slots == (("fast-0", 100), ("heavy-0", 28))
-    assert timeline_picture([wide], title="t").startswith(b"\x89PNG")
+    assert render_timeline([wide], title="t").startswith(b"\x89PNG")
 
 
 def test_a_schedule_without_a_bound_is_drawn() -> None:
@@ -61,7 +61,7 @@ def test_a_schedule_without_a_bound_is_drawn() -> None:
 
 def test_titles_are_not_typeset() -> None:
     for kind in ("png", "svg"):
-        assert timeline_picture([panel(title="$a_$: \u6f22")], title=r"runs/$\frac$ \u6f22", kind=kind)
+        assert render_timeline([panel(title="$a_$: \u6f22")], title=r"runs/$\frac$ \u6f22", kind=kind)
 
 
 class Loads(HTMLParser):
@@ -93,7 +93,7 @@ def test_the_name_says_what_is_written(tmp_path: Path) -> None:
         write_timeline(tmp_path / name, [panel()], title="t", table=TABLE)
         assert (tmp_path / name).read_bytes().startswith(head)
     with pytest.raises(InputError, match=r"ends in \.png, \.svg or \.html, got a\.pdf"):
-        check_timeline(Path("a.pdf"))
+        check_timeline_path(Path("a.pdf"))
 
 
 def test_a_title_says_what_is_not_drawn() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from app.records.sample import Messages, Prompt, Sample
-from app.reward.aggregate import Scored
-from app.reward.plugin import Moment
-from app.reward.plugin_signature import Columns
-from app.reward.reward_functions import Rewards
-from settings.schema.reward import Reward
+from app.reward.aggregate import RewardedSamples
+from app.reward.plugin import StepInfo
+from app.reward.plugin_signature import DataColumns
+from app.reward.reward_functions import RewardFunctions
+from settings.schema.reward import RewardSettings
 
 
 def make_prompt(answer: str | None = "18", uid: str = "q/0", source: str | Messages = "?", **extra: Any) -> Prompt:
@@ -39,30 +39,30 @@ def make_group(*completions: str, group: int = 0) -> list[Sample]:
     return [make_sample(text, index=index, group=group) for index, text in enumerate(completions)]
 
 
-def columns_of(samples: Sequence[Sample]) -> Columns:
-    return Columns.of([sample.prompt for sample in samples], source="test.jsonl")
+def columns_of(samples: Sequence[Sample]) -> DataColumns:
+    return DataColumns.from_rows([sample.prompt for sample in samples], source="test.jsonl")
 
 
 @contextmanager
 def opened(
     functions: Sequence[str | Mapping[str, Any]], samples: Sequence[Sample], **settings: Any
-) -> Iterator[Rewards]:
+) -> Iterator[RewardFunctions]:
     """Failures count 0, and two workers with a second for each call, unless `settings` say otherwise."""
     given = {"on_error": "zero", "timeout_s": 1.0, "workers": 2, "functions": functions, **settings}
-    with Rewards(Reward.model_validate(given), columns_of(samples)) as rewards:
+    with RewardFunctions(RewardSettings.model_validate(given), columns_of(samples)) as rewards:
         yield rewards
 
 
-def score(functions: Sequence[str | Mapping[str, Any]], samples: Sequence[Sample], **settings: Any) -> Scored:
+def score(functions: Sequence[str | Mapping[str, Any]], samples: Sequence[Sample], **settings: Any) -> RewardedSamples:
     with opened(functions, samples, **settings) as rewards:
-        return rewards.score(samples, Moment(step=3, num_steps=10))
+        return rewards.compute_rewards(samples, StepInfo(step=3, num_steps=10))
 
 
-def values_of(scored: Scored) -> list[float | None]:
+def values_of(scored: RewardedSamples) -> list[float | None]:
     return [sample.reward for sample in scored.samples]
 
 
-def kinds_of(scored: Scored) -> list[str | None]:
+def kinds_of(scored: RewardedSamples) -> list[str | None]:
     """Of each sample, the kind of its first failure."""
     errors = [sample.extra.get("reward_errors") for sample in scored.samples]
     return [found[0].split(": ")[1] if found else None for found in errors]

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from app.reward.pass_at_k import majority_share, pass_at_k
+from app.reward.pass_at_k import majority_vote_accuracy, pass_at_k
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
@@ -41,4 +41,4 @@ def test_pass_at_more_than_there_are_is_refused() -> None:
     ],
 )
 def test_the_majority_is_right_as_often_as_chance_breaks_ties(votes: list[int | None], share: float) -> None:
-    assert majority_share(votes, 7) == pytest.approx(share)
+    assert majority_vote_accuracy(votes, 7) == pytest.approx(share)

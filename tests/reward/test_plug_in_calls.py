@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from app.reward.plugin import Moment
-from app.reward.plugin_signature import Columns
-from app.reward.reward_functions import Rewards
-from settings.schema.reward import Reward
+from app.reward.plugin import StepInfo
+from app.reward.plugin_signature import DataColumns
+from app.reward.reward_functions import RewardFunctions
+from settings.schema.reward import RewardSettings
 from tests.reward.processes import WORKERS
 from tests.reward.samples import kinds_of, make_group, make_prompt, make_sample, score, values_of, write_plug_in
 
@@ -85,9 +85,9 @@ def test_further_numbers_come_from_dicts_and_from_log_metric(tmp_path: Path) -> 
         "def trl(completions, log_metric):\n    n = len(completions)\n    log_metric('seen', n)\n    return [0] * n\n",
     )
     scored = score([f"{path}:verl", f"{path}:trl"], [*make_group("a", "b"), *make_group("b", group=1)], batch_size=2)
-    assert scored.tallies["verl"].extras == {"acc": (2.0, 3)}
+    assert scored.function_counts["verl"].extras == {"acc": (2.0, 3)}
     # Two calls, of two samples and of one: each sample counts the number of its call.
-    assert scored.tallies["trl"].extras == {"seen": (5.0, 3)}
+    assert scored.function_counts["trl"].extras == {"seen": (5.0, 3)}
 
 
 def test_batches_hold_whole_groups(tmp_path: Path) -> None:
@@ -113,22 +113,22 @@ def test_held_out_samples_are_given_what_their_own_data_have(tmp_path: Path) -> 
     )
     training = [make_sample("a", make_prompt(level=1))]
     held_out = [make_sample("a", make_prompt(topic="sums"))]
-    settings = Reward.model_validate({"functions": [f"{write_plug_in(tmp_path, source)}:f"]})
-    of_training = Columns.of([s.prompt for s in training], source="train.jsonl")
-    of_held_out = Columns.of([s.prompt for s in held_out], source="test")
-    with Rewards(settings, of_training, of_held_out) as rewards:
-        scored, judged = rewards.score(training, Moment()), rewards.judge(held_out, Moment())
-    assert (values_of(scored), scored.tallies["f"].extras) == ([11.0], {"trained": (1.0, 1), "asked": (0.0, 1)})
-    assert (values_of(judged), judged.tallies["f"].extras) == ([4.0], {"trained": (0.0, 1), "asked": (1.0, 1)})
+    settings = RewardSettings.model_validate({"functions": [f"{write_plug_in(tmp_path, source)}:f"]})
+    of_training = DataColumns.from_rows([s.prompt for s in training], source="train.jsonl")
+    of_held_out = DataColumns.from_rows([s.prompt for s in held_out], source="test")
+    with RewardFunctions(settings, of_training, of_held_out) as rewards:
+        scored, judged = rewards.compute_rewards(training, StepInfo()), rewards.grade_held_out(held_out, StepInfo())
+    assert (values_of(scored), scored.function_counts["f"].extras) == ([11.0], {"trained": (1.0, 1), "asked": (0.0, 1)})
+    assert (values_of(judged), judged.function_counts["f"].extras) == ([4.0], {"trained": (0.0, 1), "asked": (1.0, 1)})
 
 
 def test_a_held_out_sample_that_could_not_be_generated_is_wrong(tmp_path: Path) -> None:
     path = write_plug_in(tmp_path, "def f(completion): return 1.0")
-    settings = Reward.model_validate({"functions": [f"{path}:f"]})
+    settings = RewardSettings.model_validate({"functions": [f"{path}:f"]})
     samples = [make_sample("a"), replace(make_sample(""), finish_reason="dropped:non-finite logits")]
-    columns = Columns.of([s.prompt for s in samples], source="test")
-    with Rewards(settings, columns, columns) as rewards:
-        judged = rewards.judge(samples, Moment())
+    columns = DataColumns.from_rows([s.prompt for s in samples], source="test")
+    with RewardFunctions(settings, columns, columns) as rewards:
+        judged = rewards.grade_held_out(samples, StepInfo())
     assert [s.rewards for s in judged.samples] == [{"f": 1.0}, {"f": 0.0}]
     assert [s.reward for s in judged.samples] == [1.0, None]
 

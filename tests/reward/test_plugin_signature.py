@@ -12,20 +12,20 @@ from app.prompts.dataset import ANSWER_COLUMNS, PROMPT_COLUMNS
 from app.reward.plugin_signature import (
     ANSWER_NAMES,
     PROMPT_NAMES,
-    Columns,
+    DataColumns,
     Parameter,
-    Signature,
+    PlugInSignature,
     SignatureError,
-    arguments_for,
+    build_arguments,
     read_signature,
 )
 from tests.reward.samples import make_prompt, make_sample
 
-COLUMNS = Columns.of([make_prompt(level=1, source="?")], source="train.jsonl")
-BARE = Columns.of([make_prompt(None)], source="train.jsonl")
+COLUMNS = DataColumns.from_rows([make_prompt(level=1, source="?")], source="train.jsonl")
+BARE = DataColumns.from_rows([make_prompt(None)], source="train.jsonl")
 
 
-def signature_of(function: Callable[..., Any], columns: Columns = COLUMNS) -> Signature:
+def signature_of(function: Callable[..., Any], columns: DataColumns = COLUMNS) -> PlugInSignature:
     parameters = inspect.signature(function).parameters.values()
     return read_signature([Parameter(p.name, p.kind.name, p.default is not p.empty) for p in parameters], columns)
 
@@ -99,7 +99,7 @@ def test_whoever_takes_everything_gets_everything() -> None:
     ],
 )
 def test_a_signature_that_cannot_be_filled_is_refused_by_name(
-    function: Callable[..., Any], columns: Columns, message: str
+    function: Callable[..., Any], columns: DataColumns, message: str
 ) -> None:
     with pytest.raises(SignatureError) as caught:
         signature_of(function, columns)
@@ -109,8 +109,10 @@ def test_a_signature_that_cannot_be_filled_is_refused_by_name(
         assert str(caught.value).endswith(f"columns of the data: {data}")
 
 
-def given(function: Callable[..., Any], *samples: Any, columns: Columns = COLUMNS, max_characters: int = 100) -> Any:
-    return arguments_for(signature_of(function, columns), samples, columns, max_characters=max_characters)
+def given(
+    function: Callable[..., Any], *samples: Any, columns: DataColumns = COLUMNS, max_characters: int = 100
+) -> Any:
+    return build_arguments(signature_of(function, columns), samples, columns, max_characters=max_characters)
 
 
 def test_a_batch_is_lists_in_the_order_of_the_samples() -> None:
@@ -145,13 +147,13 @@ def test_verl_gets_its_four() -> None:
         "extra_info": {},
     }
     row = make_prompt("3", data_source="gsm8k", extra_info={"index": 7})
-    arguments = given(verl, make_sample("so 3", row), columns=Columns.of([row], source="x"))
+    arguments = given(verl, make_sample("so 3", row), columns=DataColumns.from_rows([row], source="x"))
     assert (arguments["data_source"], arguments["extra_info"]) == ("gsm8k", {"index": 7})
 
 
 def test_a_column_of_the_data_comes_before_another_name_of_the_answer() -> None:
     row = make_prompt("3", solution="one step at a time", question="which?")
-    columns = Columns.of([row], source="x", answer_column="final")
+    columns = DataColumns.from_rows([row], source="x", answer_column="final")
     arguments = given(
         lambda completion, solution, answer, final, question, problem: 0, make_sample("", row), columns=columns
     )

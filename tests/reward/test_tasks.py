@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.reward.tasks import check_answers, grade, is_formatted, is_task_reward, right_vote, vote
+from app.reward.tasks import check_answers, extract_answer, grade, is_formatted, is_task_reward, reference_answer
 from settings.errors import InputError
 from settings.schema.reward import BUILT_IN_REWARDS
 from tests.reward.samples import make_prompt, make_sample, score, values_of
@@ -19,7 +19,7 @@ def test_reward_is_the_weighted_sum_with_its_breakdown():
     assert scored.samples[0].rewards == {"gsm8k": 1.0, "gsm8k_format": 1.0}
     assert scored.samples[2].rewards == {"gsm8k": 0.0, "gsm8k_format": 1.0}
     assert samples[0].reward is None and scored.samples[0].completion_ids is samples[0].completion_ids
-    assert (scored.num_errors, scored.num_abstained, scored.notices, scored.problem) == (0, 0, (), None)
+    assert (scored.num_errors, scored.num_abstained, scored.notices, scored.fatal_error) == (0, 0, (), None)
 
 
 @pytest.mark.parametrize("completion", ["18", "18.0", "36/2", "$18", "1800%/100"])
@@ -28,8 +28,12 @@ def test_equal_numbers_are_equal_however_they_are_written(completion):
 
 
 def test_votes_for_one_number_are_one_however_they_are_written():
-    assert vote("gsm8k", "#### 18") == vote("gsm8k", "so $18.00") == right_vote("gsm8k", make_prompt("1 + 17 #### 18"))
-    assert vote("gsm8k", "who knows") is None
+    assert (
+        extract_answer("gsm8k", "#### 18")
+        == extract_answer("gsm8k", "so $18.00")
+        == reference_answer("gsm8k", make_prompt("1 + 17 #### 18"))
+    )
+    assert extract_answer("gsm8k", "who knows") is None
 
 
 def test_correctness_is_exact_and_not_within_a_tolerance():
@@ -59,7 +63,7 @@ def test_held_out_rows_that_cannot_be_graded_are_told_by_where_they_are_from():
         r"but q/0 of the evaluation set \(data\.eval_source: a\.jsonl\) has no answer; choose another data\.eval_s"
     )
     with pytest.raises(InputError, match=message):
-        check_answers([make_prompt(None)], ["gsm8k"], held_out="a.jsonl")
+        check_answers([make_prompt(None)], ["gsm8k"], eval_source="a.jsonl")
 
 
 def test_math_verify_needs_an_answer_of_any_kind():

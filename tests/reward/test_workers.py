@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app.reward.plugin import Moment
+from app.reward.plugin import StepInfo
 from settings.errors import InputError
 from tests.reward.processes import WORKERS, ended
 from tests.reward.samples import kinds_of, make_group, opened, score, values_of, write_plug_in
@@ -25,7 +25,7 @@ def test_workers_stay_for_the_next_step(tmp_path: Path) -> None:
     path = write_plug_in(tmp_path, "import os\ndef f(completion): return os.getpid()")
     samples = make_group(*"abcdefgh")
     with opened([f"{path}:f"], samples) as rewards:
-        seen = [set(values_of(rewards.score(samples, Moment(step)))) for step in range(3)]
+        seen = [set(values_of(rewards.compute_rewards(samples, StepInfo(step)))) for step in range(3)]
     assert len(set.union(*seen)) <= 2
 
 
@@ -40,7 +40,7 @@ def test_what_a_killed_function_started_is_killed_too(tmp_path: Path, monkeypatc
     write_plug_in(tmp_path, source)
     samples = make_group("hang", "leave")
     with opened(["plug.py:f"], samples) as rewards:
-        scored = rewards.score(samples, Moment())
+        scored = rewards.compute_rewards(samples, StepInfo())
         assert kinds_of(scored) == ["timeout", None]
         assert ended(int((tmp_path / "pid-hang").read_text()))
     assert ended(int((tmp_path / "pid-leave").read_text()))
@@ -49,7 +49,7 @@ def test_what_a_killed_function_started_is_killed_too(tmp_path: Path, monkeypatc
 def test_a_function_that_cannot_be_loaded_again_ends_the_run(tmp_path: Path) -> None:
     path = write_plug_in(tmp_path, "import os\ndef f(completion):\n    os.unlink(__file__)\n    os._exit(1)")
     scored = score([f"{path}:f"], make_group("a"), workers=1)
-    assert (scored.problem or "").startswith("reward f: no worker can be started any more: no such file: ")
+    assert (scored.fatal_error or "").startswith("reward f: no worker can be started any more: no such file: ")
 
 
 @pytest.mark.parametrize("mishap", ["time.sleep(60)", "1 / 0", "os._exit(1)"])
@@ -66,17 +66,17 @@ def test_a_successor_that_fails_to_load_once_is_started_again(
     write_plug_in(tmp_path, source)
     scored = score(["plug.py:f"], make_group("ok", "die", "ok"), workers=1, load_timeout_s=3)
     assert (tmp_path / "mishap").exists()
-    assert (values_of(scored), scored.problem) == ([1.0] * 3, None)
+    assert (values_of(scored), scored.fatal_error) == ([1.0] * 3, None)
 
 
 def test_a_worker_that_died_between_two_steps_is_replaced(tmp_path: Path) -> None:
     path = write_plug_in(tmp_path, "import os\ndef f(completions): return [os.getpid()] * len(completions)")
     samples = make_group("a", "b")
     with opened([f"{path}:f"], samples) as rewards:
-        before, _ = values_of(rewards.score(samples, Moment()))
+        before, _ = values_of(rewards.compute_rewards(samples, StepInfo()))
         os.kill(int(before or 0), signal.SIGKILL)
         assert ended(int(before or 0))
-        after = values_of(rewards.score(samples, Moment()))
+        after = values_of(rewards.compute_rewards(samples, StepInfo()))
     # Still one call of two samples: nobody had to find out by losing one.
     assert after[0] == after[1] != before
 

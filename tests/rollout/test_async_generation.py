@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 from app.model.kv_cache import DecodeWeights
-from app.rollout.async_generation import Done, Generation, OpenRollout
-from app.rollout.executor import Run
-from app.rollout.generator import rows_of
-from app.rollout.scheduling.event_log import Begun
+from app.rollout.async_generation import AsyncRollout, CompletedRound, RoundExecutor
+from app.rollout.executor import RolloutExecutor
+from app.rollout.generator import make_sequences
+from app.rollout.scheduling.event_log import RolloutState
 from app.rollout.scheduling.events import Event as Told
 from app.rollout.scheduling.events import Submitted
-from app.rollout.scheduling.metrics import FigureTally
+from app.rollout.scheduling.metrics import ScheduleMetricsTracker
 from app.rollout.scheduling.scheduler import POLICIES
-from app.rollout.sequence import Row
-from app.rollout.worker_pool import ScheduledWorkers
-from app.rollout.workers import Worker
+from app.rollout.sequence import RolloutSequence
+from app.rollout.worker_pool import RolloutWorkerPool
+from app.rollout.workers import RolloutWorker
 from tests.rollout.test_slot_engine import ARGUMENTS, DEFINITION, GROUP_SIZE, LENGTHS, PROMPTS, weights_on
 from tests.rollout.test_workers import bits, dying, engine_on, expected, scheduled, workers_on
 from tests.tiny import make_engine, make_mesh, random_params
@@ -34,35 +34,35 @@ HALF = len(PROMPTS) // 2
 """Prompts of a round: two rounds are those that `expected` has."""
 
 
-def halves() -> list[list[Row]]:
-    rows = rows_of(PROMPTS, group_size=GROUP_SIZE, max_new_tokens=LENGTHS, noise_step=KEY)
+def halves() -> list[list[RolloutSequence]]:
+    rows = make_sequences(PROMPTS, group_size=GROUP_SIZE, max_new_tokens=LENGTHS, noise_step=KEY)
     return [rows[: HALF * GROUP_SIZE], rows[HALF * GROUP_SIZE :]]
 
 
 class Opened:
     """An open rollout driven by hand."""
 
-    def __init__(self, made: ScheduledWorkers, run: Run, tally: FigureTally):
+    def __init__(self, made: RolloutWorkerPool, run: RolloutExecutor, tally: ScheduleMetricsTracker):
         self.made, self.run = made, run
-        self.rollout = OpenRollout(run, tally)
-        self.done: list[Done] = []
+        self.rollout = RoundExecutor(run, tally)
+        self.done: list[CompletedRound] = []
 
     def advance(self) -> None:
         self.rollout.advance()
-        self.done += self.rollout.taken()
+        self.done += self.rollout.completed_rounds()
 
     def finish(self, num_rounds: int) -> None:
         while len(self.done) < num_rounds:
             self.advance()
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RolloutSequence]:
         return [row for done in self.done for row in done.rows]
 
 
 @contextmanager
-def opened(made: ScheduledWorkers, told: list[Told] | None = None) -> Iterator[Opened]:
-    tally = FigureTally()
+def opened(made: RolloutWorkerPool, told: list[Told] | None = None) -> Iterator[Opened]:
+    tally = ScheduleMetricsTracker()
 
     def tell(record) -> None:
         tally.add(record)
@@ -70,13 +70,13 @@ def opened(made: ScheduledWorkers, told: list[Told] | None = None) -> Iterator[O
             told.append(record.event)
 
     weights = weights_on()
-    begun = Begun.now(made.scheduler())
-    with made.opened(weights, begun, rules=RULES, seed=SEED, policy_version=KEY, tell=tell) as run:
+    begun = RolloutState.new(made.make_scheduler())
+    with made.open_executor(weights, begun, rules=RULES, seed=SEED, policy_version=KEY, on_record=tell) as run:
         yield Opened(made, run, tally)
 
 
-def samples_of(made: ScheduledWorkers, rows: Sequence[Row]):
-    return [made.sample_of(row, i // GROUP_SIZE, truncates=RULES.truncates) for i, row in enumerate(rows)]
+def samples_of(made: RolloutWorkerPool, rows: Sequence[RolloutSequence]):
+    return [made.to_sample(row, i // GROUP_SIZE, truncates=RULES.truncates) for i, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -89,9 +89,9 @@ def test_rounds_come_out_in_order_with_the_samples_of_a_closed_rollout(policy: s
         assert bits(samples_of(made, one.rows)) == bits(expected())
         assert not one.rollout.is_busy
         scheduler = one.run.scheduler
-        assert not list(scheduler.ledger) and not one.run._rows and not scheduler.policy.waiting()
-        scheduler.check()
-    assert not any(worker.engine.resident for worker in made.workers)
+        assert not list(scheduler.samples) and not one.run._rows and not scheduler.policy.waiting()
+        scheduler.check_invariants()
+    assert not any(worker.engine.active_rows for worker in made.workers)
 
 
 def test_a_round_is_begun_once_nobody_of_the_one_before_waits() -> None:
@@ -102,14 +102,14 @@ def test_a_round_is_begun_once_nobody_of_the_one_before_waits() -> None:
         one.rollout.submit(second)
         assert sum(isinstance(event, Submitted) for event in told) == 1
         while sum(isinstance(event, Submitted) for event in told) == 1:
-            assert one.run.scheduler.ledger.num_waiting > 0
+            assert one.run.scheduler.samples.num_waiting > 0
             one.advance()
         assert any(row.finish_reason is None for row in first), "its last samples still run"
         one.finish(2)
 
 
 def other_weights(seed: int) -> DecodeWeights:
-    return make_engine(DEFINITION).weights(random_params(DEFINITION, seed=seed))
+    return make_engine(DEFINITION).to_decode_weights(random_params(DEFINITION, seed=seed))
 
 
 def test_each_token_tells_which_weights_drew_it() -> None:
@@ -147,7 +147,7 @@ def test_only_the_newest_weights_are_loaded() -> None:
         for version in (KEY + 1, KEY + 2):
             one.run.publish(weights_on(), policy_version=version)
         one.finish(1)
-    assert {version for row in one.rows for version, _ in row.versions} == {KEY, KEY + 2}
+    assert {version for row in one.rows for version, _ in row.segment_versions} == {KEY, KEY + 2}
     # They are the same weights, and the noise is that of the step that asked.
     assert bits(samples_of(made, one.rows)) == bits(expected()[: HALF * GROUP_SIZE])
 
@@ -157,7 +157,7 @@ def test_windows_add_up_to_what_was_generated() -> None:
         for rows in halves():
             one.rollout.submit(rows)
         one.finish(2)
-    windows = [done.figures for done in one.done]
+    windows = [done.metrics for done in one.done]
     assert sum(found.useful_tokens for found in windows) == sum(LENGTHS)
     assert all(found.makespan_s > 0 and 0 <= found.bubble <= 1 and np.isnan(found.tail_fraction) for found in windows)
 
@@ -166,7 +166,7 @@ def test_windows_add_up_to_what_was_generated() -> None:
 def test_published_weights_outlive_the_state_that_they_were_made_of(dtype: str) -> None:
     engine = make_engine(DEFINITION, dtype=jnp.dtype(dtype))
     params = jax.device_put(random_params(DEFINITION), make_mesh().devices.item())
-    weights = engine.weights(params)
+    weights = engine.to_decode_weights(params)
     again = jax.tree.map(np.asarray, weights)
     update = jax.jit(lambda tree: jax.tree.map(lambda x: x - 1, tree), donate_argnums=0)
     jax.block_until_ready(update(params))
@@ -174,8 +174,8 @@ def test_published_weights_outlive_the_state_that_they_were_made_of(dtype: str) 
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), again)
 
 
-def generation_of(made: ScheduledWorkers) -> Generation:
-    return Generation(
+def generation_of(made: RolloutWorkerPool) -> AsyncRollout:
+    return AsyncRollout(
         made,
         weights_on(),
         group_size=GROUP_SIZE,
@@ -192,12 +192,12 @@ def test_a_thread_generates_while_others_do_something_else(in_turn: bool) -> Non
     generation = generation_of(made)
     for _ in range(3):
         generation.submit(PROMPTS[:HALF], noise_step=KEY)
-    rounds = [generation.take() for _ in range(2)]
+    rounds = [generation.collect_round() for _ in range(2)]
     generation.close()
     assert not generation._thread.is_alive()
     first = bits(expected()[: HALF * GROUP_SIZE])
     assert [bits(samples) for samples in rounds] == [first, first]
-    assert len(made.take_figures()) == 2
+    assert len(made.take_schedule_metrics()) == 2
     assert bits(made.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)) == bits(expected())
 
 
@@ -206,18 +206,18 @@ def test_a_worker_that_dies_hands_its_rows_to_the_others_of_an_open_rollout() ->
     generation = generation_of(scheduled(workers))
     with dying(workers[0], lives=1):
         generation.submit(PROMPTS[:HALF], noise_step=KEY)
-        assert bits(generation.take()) == bits(expected()[: HALF * GROUP_SIZE])
+        assert bits(generation.collect_round()) == bits(expected()[: HALF * GROUP_SIZE])
     generation.close()
 
 
 def test_a_failure_of_the_last_worker_surfaces_where_samples_are_taken() -> None:
-    worker = Worker("fast-0", "fast", engine_on(0))
+    worker = RolloutWorker("fast-0", "fast", engine_on(0))
     generation = generation_of(scheduled([worker]))
     with dying(worker, lives=1):
         generation.submit(PROMPTS[:HALF], noise_step=KEY)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="the device is gone"):
-                generation.take()
+                generation.collect_round()
     generation.close()
     assert not generation._thread.is_alive()
 
@@ -226,12 +226,17 @@ def test_weights_go_when_the_next_are_loaded() -> None:
     made = scheduled(workers_on(1), in_turn=True)
     first = jax.tree.map(jnp.copy, weights_on())
     leaves = [weakref.ref(leaf) for leaf in jax.tree.leaves(first)]
-    rollout = made.opened(
-        first, Begun.now(made.scheduler()), rules=RULES, seed=SEED, policy_version=KEY, tell=lambda record: None
+    rollout = made.open_executor(
+        first,
+        RolloutState.new(made.make_scheduler()),
+        rules=RULES,
+        seed=SEED,
+        policy_version=KEY,
+        on_record=lambda record: None,
     )
     del first
     with rollout as run:
-        one = OpenRollout(run, FigureTally())
+        one = RoundExecutor(run, ScheduleMetricsTracker())
         one.submit(halves()[0])
         one.advance()
         run.publish(weights_on(), policy_version=KEY + 1)
@@ -244,14 +249,14 @@ def test_lengths_are_known_to_the_next_generation() -> None:
     made = scheduled(workers_on(1), in_turn=True)
     with closing(generation_of(made)) as first:
         first.submit(PROMPTS[:HALF], noise_step=KEY)
-        samples = first.take()
-    assert made.history.keys() == {prompt.uid for prompt in PROMPTS[:HALF]}
+        samples = first.collect_round()
+    assert made.length_history.keys() == {prompt.uid for prompt in PROMPTS[:HALF]}
     of_first = [len(s.completion_ids) for s in samples if s.prompt.uid == PROMPTS[0].uid]
-    assert made.history[PROMPTS[0].uid] == np.mean(of_first)
-    assert made.scheduler(made.history).context.lengths.is_known(PROMPTS[0].uid)
+    assert made.length_history[PROMPTS[0].uid] == np.mean(of_first)
+    assert made.make_scheduler(made.length_history).context.lengths.has_estimate(PROMPTS[0].uid)
 
 
 def test_a_sample_without_a_token_is_of_the_version_that_dropped_it() -> None:
-    row = Row(PROMPTS[0], 0, max_new_tokens=4, noise_step=57, finish_reason="dropped:non-finite logits")
-    row.versions, row.drawn = [(3, 0)], [np.zeros((3, 0), np.int32)]
-    assert row.sample(0, decode_text=str, truncates=False).policy_version == 3
+    row = RolloutSequence(PROMPTS[0], 0, max_new_tokens=4, noise_step=57, finish_reason="dropped:non-finite logits")
+    row.segment_versions, row.segment_tokens = [(3, 0)], [np.zeros((3, 0), np.int32)]
+    assert row.to_sample(0, decode_text=str, truncates=False).policy_version == 3

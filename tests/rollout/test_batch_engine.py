@@ -12,11 +12,11 @@ import pytest
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params
 from app.model.kv_cache import DecodeWeights, prefill
-from app.model.segment_layout import one_segment
+from app.model.segment_layout import single_segment_layout
 from app.records.sample import Prompt, Sample
-from app.rollout.batch_engine import Engine
-from app.rollout.batch_programs import Rows, decode_loop, open_slots
-from app.rollout.sampling import SamplingRules, draw, sample_keys, uid_words
+from app.rollout.batch_engine import BatchEngine
+from app.rollout.batch_programs import RowConstants, init_decode_state, make_decode_loop
+from app.rollout.sampling import SamplingRules, hash_uids, sample_keys, sample_tokens
 from app.score.scorer import Scorer
 from app.tracking.compilation_counter import CompilationCounter
 from tests.tiny import BIASED, ODD, make_engine, make_mesh, packed_plan, random_params, random_prompts
@@ -27,7 +27,7 @@ FLOAT32 = jnp.dtype("float32")
 
 @functools.cache
 def definition_of(architecture: Architecture) -> DecoderDefinition:
-    return DecoderDefinition.of(architecture)
+    return DecoderDefinition.create(architecture)
 
 
 @functools.cache
@@ -38,9 +38,9 @@ def params_of(architecture: Architecture) -> Params:
 @functools.cache
 def engine_of(
     architecture: Architecture, eos_ids: tuple[int, ...] = (), prefill_length_min: int = 4
-) -> tuple[Engine, DecodeWeights]:
+) -> tuple[BatchEngine, DecodeWeights]:
     engine = make_engine(definition_of(architecture), eos_ids=eos_ids, prefill_length_min=prefill_length_min)
-    return engine, engine.weights(params_of(architecture))
+    return engine, engine.to_decode_weights(params_of(architecture))
 
 
 @functools.cache
@@ -138,7 +138,7 @@ def test_greedy_takes_the_likeliest_token_of_a_full_forward_pass():
         num_prompt = len(sample.prompt.token_ids)
         row = np.zeros((1, 16), np.int32)
         row[0, : num_prompt + 6] = np.concatenate([sample.prompt.token_ids, sample.completion_ids])
-        states = hidden(row, one_segment(jnp.ones((1, 16), bool)))[0, num_prompt - 1 : num_prompt + 5]
+        states = hidden(row, single_segment_layout(jnp.ones((1, 16), bool)))[0, num_prompt - 1 : num_prompt + 5]
         np.testing.assert_array_equal(sample.completion_ids, np.argmax(states @ params["embedding"].T, axis=-1))
     assert len(set(texts(samples).values())) == len(PROMPTS)
 
@@ -233,8 +233,8 @@ def test_truncating_rules_record_the_mass_they_kept():
 def test_each_prompt_is_prefilled_once_for_all_its_samples():
     placed = engine_of(ODD)[0]._place_rows(PROMPTS, 4, 6)
     assert placed.prompt_ids.shape[0] == len(PROMPTS)
-    assert placed.prompt.shape == (12,)
-    np.testing.assert_array_equal(placed.prompt, np.repeat(np.arange(3), 4))
+    assert placed.prompt_index.shape == (12,)
+    np.testing.assert_array_equal(placed.prompt_index, np.repeat(np.arange(3), 4))
 
 
 def test_decoding_stops_when_every_row_is_done_and_rows_without_a_budget_draw_nothing():
@@ -243,19 +243,19 @@ def test_decoding_stops_when_every_row_is_done_and_rows_without_a_budget_draw_no
 
     def counting(logits, rules, keys):
         jax.debug.callback(lambda: draws.append(1))
-        return draw(logits, rules, keys)
+        return sample_tokens(logits, rules, keys)
 
     budgets = np.array([3, 0, 1, 4], np.int32)
-    rows = Rows(
-        prompt=jnp.zeros(4, jnp.int32),
+    rows = RowConstants(
+        prompt_index=jnp.zeros(4, jnp.int32),
         prompt_lengths=jnp.full(4, 2, jnp.int32),
-        keys=jax.jit(sample_keys)(0, 0, np.repeat(uid_words(["row"]), 4, axis=0), np.arange(4)),
+        keys=jax.jit(sample_keys)(0, 0, np.repeat(hash_uids(["row"]), 4, axis=0), np.arange(4)),
         max_new_tokens=jnp.asarray(budgets),
     )
     hidden, cache = jax.jit(lambda *args: prefill(definition, *args))(weights, np.array([[5, 6]]), np.array([2]))
-    fill = jax.jit(open_slots, static_argnames=("cache_length", "num_new"))
+    fill = jax.jit(init_decode_state, static_argnames=("cache_length", "num_new"))
     hidden, slots = fill(hidden, cache, rows, cache_length=16, num_new=12)
-    loop = jax.jit(decode_loop(definition, counting))
+    loop = jax.jit(make_decode_loop(definition, counting))
     constants = {"rules": SamplingRules(1.0), "eos_ids": np.zeros(0, np.int32)}
     slots, all_done = loop(weights, hidden, rows, slots=slots, steps=np.asarray([0, 12], np.int32), **constants)
     jax.effects_barrier()
@@ -274,4 +274,4 @@ def test_new_rules_seeds_and_versions_never_recompile():
     for rules in (SamplingRules(0.5, top_k=3), SamplingRules(0.0, top_p=0.5), SamplingRules(1.2, 7, 0.7, 0.1)):
         generate(rules=rules, seed=8, policy_version=10)
     generate(random_prompts(3, vocab_size=ODD.vocab_size, seed=0))
-    assert compilations.take() == 0
+    assert compilations.take_count() == 0

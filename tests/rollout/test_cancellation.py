@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from app.distributed.cancellation import StoppedError, never
+from app.distributed.cancellation import StoppedError, never_stop
 from app.rollout import batch_engine as engine_room
-from app.rollout.scheduling.event_log import EventLog, read_log
+from app.rollout.scheduling.event_log import EventLog, read_event_log
 from app.rollout.scheduling.events import RunSegment
 from app.tracking.compilation_counter import CompilationCounter
 from tests.rollout.test_async_generation import HALF, KEY, generation_of
@@ -41,7 +41,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     in_one_batch()
     monkeypatch.setattr(engine_room, "SEGMENT_STEPS", 5)
     yield
-    without_slots().asked_to_stop = never
+    without_slots().stop_requested = never_stop
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 8, 1), (2, 2, 2)])
@@ -52,10 +52,10 @@ def test_segments_of_a_batch_change_no_bit_and_compile_nothing(
     whole = engine.generate(weights, PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
     monkeypatch.setattr(engine_room, "SEGMENT_STEPS", 5)
     looks = []
-    monkeypatch.setattr(engine, "asked_to_stop", lambda: bool(looks.append(1)))
+    monkeypatch.setattr(engine, "stop_requested", lambda: bool(looks.append(1)))
     with closing(CompilationCounter()) as compilations:
         samples = engine.generate(weights, PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
-        assert compilations.take() == 0
+        assert compilations.take_count() == 0
     assert bits(samples) == bits(whole)
     # Before the first segment, and behind each but the last.
     assert len(looks) == -(-max(LENGTHS) // 5) == 5
@@ -65,38 +65,38 @@ def test_segments_of_a_batch_change_no_bit_and_compile_nothing(
 def test_a_batch_ends_where_a_segment_does() -> None:
     engine = without_slots()
     for looks in (0, 1, 4):
-        engine.asked_to_stop = after(looks)
+        engine.stop_requested = after(looks)
         with pytest.raises(StoppedError):
             engine.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
     # Nobody looks once all are done.
-    engine.asked_to_stop = after(5)
+    engine.stop_requested = after(5)
     assert len(engine.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)) == len(LENGTHS)
 
 
 def test_slots_are_free_when_they_were_asked_to_stop() -> None:
     made = batching(engine_on(0))
     for looks in (0, 2):
-        made.asked_to_stop = after(looks)
+        made.stop_requested = after(looks)
         with pytest.raises(StoppedError):
             made.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
         assert not made.engine.is_open
-    made.asked_to_stop = never
+    made.stop_requested = never_stop
     assert bits(made.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)) == bits(expected())
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
 def test_a_scheduled_rollout_that_was_asked_to_stop_goes_on_from_its_log(in_turn: bool, tmp_path: Path) -> None:
     made = scheduled(workers_on(2), in_turn=in_turn)
-    made.asked_to_stop = after(30)
-    with EventLog(tmp_path / "log", run=RUN) as made.log, pytest.raises(StoppedError):
+    made.stop_requested = after(30)
+    with EventLog(tmp_path / "log", identity=RUN) as made.event_log, pytest.raises(StoppedError):
         samples_of(made)
     assert not any(worker.engine.is_open for worker in made.workers)
     assert not {"fast-0", "heavy-1"} & {thread.name for thread in threading.enumerate()}
-    before = read_log(tmp_path / "log")
-    done = {entry.uid for entry in before.scheduler.ledger if entry.finish}
-    assert 0 < sum(entry.num_tokens for entry in before.scheduler.ledger) < sum(LENGTHS)
-    made.asked_to_stop = never
-    with EventLog(tmp_path / "log", run=RUN) as made.log:
+    before = read_event_log(tmp_path / "log")
+    done = {entry.uid for entry in before.scheduler.samples if entry.finish}
+    assert 0 < sum(entry.num_tokens for entry in before.scheduler.samples) < sum(LENGTHS)
+    made.stop_requested = never_stop
+    with EventLog(tmp_path / "log", identity=RUN) as made.event_log:
         assert bits(samples_of(made)) == bits(expected())
     commands = (one for record in made.records[len(before.records) :] for one in record.commands)
     assert not done & {row.uid for one in commands if isinstance(one, RunSegment) for row in one.admit}
@@ -106,15 +106,15 @@ def test_a_scheduled_rollout_that_was_asked_to_stop_goes_on_from_its_log(in_turn
 def test_who_waits_for_a_round_that_is_generated_ahead_hears_that_it_does_not_come(in_turn: bool) -> None:
     made = scheduled(workers_on(2), in_turn=in_turn)
     asked = threading.Event()
-    made.asked_to_stop = asked.is_set
+    made.stop_requested = asked.is_set
     generation = generation_of(made)
     with closing(generation):
         generation.submit(PROMPTS[:HALF], noise_step=KEY)
-        generation.take()
+        generation.collect_round()
         asked.set()
         generation.submit(PROMPTS[:HALF], noise_step=KEY)
         for _ in range(2):
             with pytest.raises(StoppedError):
-                generation.take()
+                generation.collect_round()
     assert not generation._thread.is_alive()
     assert not any(worker.engine.is_open for worker in made.workers)

@@ -19,19 +19,19 @@ from app.model.kv_cache import (
     constrain_cache,
     decode_step,
 )
-from app.preflight.hlo_collectives import Collective, collectives_of
+from app.preflight.hlo_collectives import Collective, program_collectives
 from app.records.sample import Sample
-from app.rollout.continuous_batching import ContinuousBatching
+from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.sampling import SamplingRules
-from app.rollout.shape_buckets import slot_shapes
+from app.rollout.shape_buckets import make_slot_shapes
 from app.rollout.slot_engine import SlotEngine
-from app.runtime.placement_notes import placement_lines
+from app.runtime.placement_notes import placement_notes
 from settings import InputError, Settings, load
 from settings.checks.commands import check_for_train
-from settings.schema.rollout import DecodeLayout, Segment
+from settings.schema.rollout import DecodeLayout, SegmentSettings
 from tests.tiny import EVEN, make_engine, make_mesh, random_params, random_prompts, spell
 
-DEFINITION = DecoderDefinition.of(EVEN)
+DEFINITION = DecoderDefinition.create(EVEN)
 FLOAT32 = jnp.dtype("float32")
 PROMPTS = random_prompts(4, vocab_size=50, longest=8)
 ARGUMENTS: dict[str, Any] = {
@@ -47,7 +47,7 @@ def samples_of(layout: DecodeLayout, shape: tuple[int, int, int]) -> list[Sample
     mesh = make_mesh(shape)
     params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))
     engine = make_engine(DEFINITION, mesh, decode_layout=layout)
-    return engine.generate(engine.weights(params), PROMPTS, **ARGUMENTS)
+    return engine.generate(engine.to_decode_weights(params), PROMPTS, **ARGUMENTS)
 
 
 @functools.cache
@@ -68,13 +68,13 @@ def test_samples_do_not_depend_on_where_weights_lie(shape: tuple[int, int, int])
 
 def test_slots_draw_the_same_samples_from_split_weights():
     mesh = make_mesh((1, 4, 1))
-    shapes = slot_shapes(
-        4, max_prompt_length=8, max_new_tokens=6, prefill_length_min=8, num_pooled=4, segment_max=6, exact=True
+    shapes = make_slot_shapes(
+        4, max_prompt_length=8, max_new_tokens=6, prefill_length_min=8, num_pooled_prompts=4, segment_max=6, exact=True
     )
     engine = SlotEngine(DEFINITION, mesh, shapes, eos_ids=(), dtype=FLOAT32, exact=True, decode_layout="fsdp")
     params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))
-    weights = make_engine(DEFINITION, mesh, decode_layout="fsdp").weights(params)
-    batching = ContinuousBatching(engine, decode_text=spell, rule=Segment(min=1))
+    weights = make_engine(DEFINITION, mesh, decode_layout="fsdp").to_decode_weights(params)
+    batching = ContinuousBatchGenerator(engine, decode_text=spell, segment_rule=SegmentSettings(min=1))
     assert_same_samples(batching.generate(weights, PROMPTS, **ARGUMENTS))
 
 
@@ -97,13 +97,13 @@ def collectives_of_decoding(layout: DecodeLayout) -> list[Collective]:
         return jax.lax.while_loop(lambda carry: ~jnp.all(carry[1] == 0), step, (cache, token_ids, positions))
 
     with jax.set_mesh(mesh):
-        return collectives_of(jax.jit(decode).lower(weights, cache, of_rows, of_rows).compile())
+        return program_collectives(jax.jit(decode).lower(weights, cache, of_rows, of_rows).compile())
 
 
 def test_split_weights_are_gathered_for_every_token_and_whole_ones_never():
     gathers = [one for one in collectives_of_decoding("fsdp") if one.kind == "all-gather"]
     # Before the loop they would be gathered once, and held whole.
-    assert gathers and all(one.is_in_open_loop for one in gathers)
+    assert gathers and all(one.is_in_dynamic_loop for one in gathers)
     assert [one.kind for one in collectives_of_decoding("gathered") if one.dtype == "f32"] == []
 
 
@@ -116,17 +116,17 @@ def test_a_launch_foresees_what_the_compiled_steps_move():
     moved = sum(one.bytes_per_device for one in collectives_of_decoding("fsdp") if one.kind == "all-gather")
     assert moved == whole - held
     settings = load(None, ["rollout.decode_layout=fsdp"], {}).settings
-    (line,) = placement_lines(settings, DEFINITION, mesh)
+    (line,) = placement_notes(settings, DEFINITION, mesh)
     assert line.startswith("warning: rollout.decode_layout: fsdp moves 0.1 MiB of weights into each device")
-    assert placement_lines(settings, DEFINITION, make_mesh()) == ()
-    assert placement_lines(Settings(), DEFINITION, mesh) == ()
+    assert placement_notes(settings, DEFINITION, make_mesh()) == ()
+    assert placement_notes(Settings(), DEFINITION, mesh) == ()
 
 
 def test_decode_weights_lie_as_their_shapes_say():
     """Programs are compiled for the shapes."""
     mesh = make_mesh((2, 2, 2))
     params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))
-    weights = make_engine(DEFINITION, mesh, decode_layout="fsdp").weights(params)
+    weights = make_engine(DEFINITION, mesh, decode_layout="fsdp").to_decode_weights(params)
     foreseen = abstract_decode_weights(DEFINITION, mesh, FLOAT32, "fsdp")
     same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), weights, foreseen)
     assert all(jax.tree.leaves(same))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from app.rollout.scheduling.events import WorkerJoined, WorkerLost
-from app.rollout.sequence import Row, Suspended
-from app.rollout.workers import Worker
+from app.rollout.sequence import RolloutSequence, SuspendedSequence
+from app.rollout.workers import RolloutWorker
 from tests.rollout.test_slot_engine import ARGUMENTS, DEFINITION, FLOAT32, LENGTHS, PROMPTS, weights_on
 from tests.rollout.test_workers import (
     KINDS,
@@ -41,24 +41,24 @@ class Failing(Mortal):
         super().open(*arguments, **named)
         self._fail("open")
 
-    def start(self, **limits: Any) -> None:
+    def start_segment(self, **limits: Any) -> None:
         self._fail("start")
-        super().start(**limits)
+        super().start_segment(**limits)
 
-    def suspend(self, rows: Sequence[Row]) -> list[Suspended]:
+    def suspend(self, rows: Sequence[RolloutSequence]) -> list[SuspendedSequence]:
         if rows:
             self._fail("suspend")
         return super().suspend(rows)
 
 
-def failing(at: str, *, error: BaseException = Failing.error) -> list[Worker]:
+def failing(at: str, *, error: BaseException = Failing.error) -> list[RolloutWorker]:
     """A fast worker that fails, and a heavy one that does not."""
     usual = engine_on(0)
     engine = Failing(
         *(DEFINITION, mesh_of(0), usual.shapes), eos_ids=(), dtype=FLOAT32, exact=True, programs=usual.programs
     )
     engine.at, engine.error = at, error
-    return [Worker("fast-0", KINDS[0], engine), workers_on(2)[1]]
+    return [RolloutWorker("fast-0", KINDS[0], engine), workers_on(2)[1]]
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
@@ -111,7 +111,7 @@ def test_closing_waits_for_a_sleeping_worker_no_longer_than_its_lease() -> None:
 
 
 def test_a_segment_that_does_not_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.rollout.workers.LAST_SEGMENT_S", 0.2)
+    monkeypatch.setattr("app.rollout.workers.CLOSE_TIMEOUT_S", 0.2)
     workers = workers_on(2)
     sleeper = workers[1].engine
     assert isinstance(sleeper, Mortal)

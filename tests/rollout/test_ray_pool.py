@@ -18,16 +18,16 @@ import ray
 from ray.cluster_utils import Cluster
 
 from app.distributed.cancellation import StoppedError
-from app.rollout.async_generation import Generation
-from app.rollout.ray_actor import SlotPlan, _check_rows
-from app.rollout.ray_pool import RayWorkers, _connect
-from app.rollout.ray_worker import Broadcast, GoneError, RemoteWorker
+from app.rollout.async_generation import AsyncRollout
+from app.rollout.ray_actor import ActorSpec, _check_rows
+from app.rollout.ray_pool import RayWorkerPool, _connect
+from app.rollout.ray_worker import ActorLostError, RayWorker, WeightBroadcast
 from app.rollout.scheduling.events import SegmentEnded, Suspend, WorkerJoined, WorkerLost
-from app.rollout.scheduling.metrics import figures
-from app.rollout.scheduling.sample_states import Ledger
+from app.rollout.scheduling.metrics import schedule_metrics
+from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.scheduling.scheduler import POLICIES
-from app.rollout.sequence import Row, Suspended
-from app.rollout.worker_pool import Schedule
+from app.rollout.sequence import RolloutSequence, SuspendedSequence
+from app.rollout.worker_pool import ScheduleConfig
 from settings.errors import InputError
 from tests.rollout.test_slot_engine import ARGUMENTS, DEFINITION, LENGTHS, PROMPTS
 from tests.rollout.test_workers import (
@@ -76,9 +76,9 @@ def started_nodes() -> Cluster:
 
 def actors(
     address: str | None, *, num_workers: int = 2, num_cpus: int = 1, start_timeout_s: float = ANY_TIME_S, **changes: Any
-) -> RayWorkers:
-    engine, broadcast = engine_on(0), Broadcast()
-    plan = SlotPlan(
+) -> RayWorkerPool:
+    engine, broadcast = engine_on(0), WeightBroadcast()
+    plan = ActorSpec(
         architecture=ODD,
         shapes=engine.shapes,
         kind="fast",
@@ -90,25 +90,25 @@ def actors(
         matmul_precision="highest",
     )
     workers = [
-        RemoteWorker(
+        RayWorker(
             name=f"{kind}-{number}",
             kind=kind,
             engine=engine,
-            patience_s=ANY_TIME_S / 2,
-            plan=replace(plan, kind=kind, **changes),
-            needs={"num_cpus": num_cpus, "num_gpus": 0, "resources": LARGE if kind == "heavy" else {}},
+            cache_timeout_s=ANY_TIME_S / 2,
+            spec=replace(plan, kind=kind, **changes),
+            actor_options={"num_cpus": num_cpus, "num_gpus": 0, "resources": LARGE if kind == "heavy" else {}},
             broadcast=broadcast,
             lease_s=ANY_TIME_S,
             start_timeout_s=start_timeout_s,
         )
         for number, kind in enumerate(KINDS[:num_workers])
     ]
-    schedule = Schedule("adaptive", EAGER, SHORT, in_turn=False)
-    return RayWorkers(workers, schedule, decode_text=spell, address=address, start_timeout_s=start_timeout_s)
+    schedule = ScheduleConfig("adaptive", EAGER, SHORT, single_thread=False)
+    return RayWorkerPool(workers, schedule, decode_text=spell, address=address, start_timeout_s=start_timeout_s)
 
 
 @pytest.fixture(scope="module")
-def pool(cluster: str) -> Iterator[RayWorkers]:
+def pool(cluster: str) -> Iterator[RayWorkerPool]:
     made = actors(cluster)
     made.compile(ARGUMENTS["rules"])
     yield made
@@ -116,13 +116,13 @@ def pool(cluster: str) -> Iterator[RayWorkers]:
 
 
 @pytest.fixture
-def rested(pool: RayWorkers) -> Iterator[RayWorkers]:
+def rested(pool: RayWorkerPool) -> Iterator[RayWorkerPool]:
     """All actors are there; afterwards they do what they did before."""
-    schedule, leases = pool.schedule, [worker.lease_s for worker in pool.remote]
-    assert all(worker.is_ready(within_s=ANY_TIME_S) for worker in pool.remote)
+    schedule, leases = pool.schedule, [worker.lease_s for worker in pool.ray_workers]
+    assert all(worker.is_ready(timeout_s=ANY_TIME_S) for worker in pool.ray_workers)
     yield pool
-    pool.schedule, pool.watch = schedule, None
-    for worker, lease_s in zip(pool.remote, leases, strict=True):
+    pool.schedule, pool.on_progress = schedule, None
+    for worker, lease_s in zip(pool.ray_workers, leases, strict=True):
         worker.lease_s = lease_s
 
 
@@ -141,87 +141,87 @@ def counting_puts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         yield made
 
 
-def when_in_a_segment(pool: RayWorkers, worker: RemoteWorker, do: Callable[[], object]) -> None:
+def when_in_a_segment(pool: RayWorkerPool, worker: RayWorker, do: Callable[[], object]) -> None:
     """Once, as soon as the worker decodes samples that have tokens."""
     done: list[bool] = []
 
-    def watch(ledger: Ledger) -> None:
+    def watch(ledger: SampleTable) -> None:
         if not done and any(entry.worker == worker.name and entry.num_tokens for entry in ledger):
             done.append(True)
             do()
 
-    pool.watch = watch
+    pool.on_progress = watch
 
 
-def signalled(worker: RemoteWorker, number: signal.Signals) -> Callable[[], None]:
-    assert worker.introduction is not None
-    return functools.partial(os.kill, worker.introduction.pid, number)
+def signalled(worker: RayWorker, number: signal.Signals) -> Callable[[], None]:
+    assert worker.actor_info is not None
+    return functools.partial(os.kill, worker.actor_info.pid, number)
 
 
-def the_lost(pool: RayWorkers) -> list[tuple[str, str]]:
+def the_lost(pool: RayWorkerPool) -> list[tuple[str, str]]:
     return [(event.worker, event.why) for event, _ in pool.records if isinstance(event, WorkerLost)]
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_actors_draw_what_local_workers_draw(rested: RayWorkers, policy: str, in_turn: bool) -> None:
-    rested.schedule = replace(rested.schedule, policy=policy, in_turn=in_turn)
+def test_actors_draw_what_local_workers_draw(rested: RayWorkerPool, policy: str, in_turn: bool) -> None:
+    rested.schedule = replace(rested.schedule, policy=policy, single_thread=in_turn)
     samples = samples_of(rested)
     assert bits(samples) == bits(expected())
     last = {
         row.uid: event.worker for event, _ in rested.records if isinstance(event, SegmentEnded) for row in event.rows
     }
     assert {s.uid: s.worker for s in samples} == last and all(s.elapsed_s > 0 for s in samples)
-    assert rested.take_tally().drawn_tokens == sum(LENGTHS) == figures(rested.records).useful_tokens
+    assert rested.take_counters().generated_tokens == sum(LENGTHS) == schedule_metrics(rested.records).useful_tokens
     joined = [event for event, _ in rested.records if isinstance(event, WorkerJoined)]
     assert [event.worker for event in joined] == ["fast-0", "heavy-1"]
 
 
-def test_heavy_actors_are_where_the_memory_is(pool: RayWorkers, cluster: str) -> None:
+def test_heavy_actors_are_where_the_memory_is(pool: RayWorkerPool, cluster: str) -> None:
     assert "large_memory" in ray.cluster_resources() and "large_memory" not in ray.available_resources()
-    pids = {worker.introduction.pid for worker in pool.remote if worker.introduction}
+    pids = {worker.actor_info.pid for worker in pool.ray_workers if worker.actor_info}
     assert len(pids) == 2 and os.getpid() not in pids
 
 
-def test_suspended_rows_take_their_caches_to_other_actors(rested: RayWorkers) -> None:
-    rested.schedule = replace(rested.schedule, policy="pdsr_v2", in_turn=True)
+def test_suspended_rows_take_their_caches_to_other_actors(rested: RayWorkerPool) -> None:
+    rested.schedule = replace(rested.schedule, policy="pdsr_v2", single_thread=True)
     samples_of(rested)
     moved = [one for one in admitted(rested) if one.how == "copy"]
     assert any(isinstance(command, Suspend) for command in commands_of(rested))
     assert {one.source for one in moved} >= {"fast-0"} and all(one.num_tokens for one in moved)
-    assert rested.take_tally().reread_tokens == 0
+    assert rested.take_counters().recomputed_tokens == 0
 
 
-def test_an_actor_that_is_killed_loses_nothing_and_is_replaced(rested: RayWorkers) -> None:
-    first = rested.remote[0]
+def test_an_actor_that_is_killed_loses_nothing_and_is_replaced(rested: RayWorkerPool) -> None:
+    first = rested.ray_workers[0]
     when_in_a_segment(rested, first, signalled(first, signal.SIGKILL))
-    killed = first.introduction
-    rested.take_tally()
+    killed = first.actor_info
+    rested.take_counters()
     assert bits(samples_of(rested)) == bits(expected())
     ((name, why),) = the_lost(rested)
     assert name == "fast-0" and "the actor of fast-0 is gone: ActorDiedError" in why
-    counts = rested.take_tally()
-    assert counts.drawn_tokens == sum(LENGTHS) and counts.reread_tokens > 0
-    assert first.is_ready(within_s=ANY_TIME_S) and first.introduction != killed
+    counts = rested.take_counters()
+    assert counts.generated_tokens == sum(LENGTHS) and counts.recomputed_tokens > 0
+    assert first.is_ready(timeout_s=ANY_TIME_S) and first.actor_info != killed
     assert bits(samples_of(rested)) == bits(expected())
     assert len([event for event, _ in rested.records if isinstance(event, WorkerJoined)]) == 2
 
 
-def test_an_actor_that_falls_silent_is_given_up(rested: RayWorkers) -> None:
-    heavy = rested.remote[1]
+def test_an_actor_that_falls_silent_is_given_up(rested: RayWorkerPool) -> None:
+    heavy = rested.ray_workers[1]
     heavy.lease_s = 2.0
     when_in_a_segment(rested, heavy, signalled(heavy, signal.SIGSTOP))
     assert bits(samples_of(rested)) == bits(expected())
     assert the_lost(rested) == [("heavy-1", "GoneError('the actor of heavy-1 is gone: silent for 2 s')")]
 
 
-def test_a_cache_that_went_with_its_actor_is_computed_anew(rested: RayWorkers) -> None:
+def test_a_cache_that_went_with_its_actor_is_computed_anew(rested: RayWorkerPool) -> None:
     """Whoever was to bring it is killed just after the row was suspended."""
-    rested.schedule = replace(rested.schedule, policy="pdsr_v2", in_turn=True)
-    first = rested.remote[0]
+    rested.schedule = replace(rested.schedule, policy="pdsr_v2", single_thread=True)
+    first = rested.ray_workers[0]
     suspend, killed = first.suspend, []
 
-    def suspend_and_die(row: Row) -> Suspended:
+    def suspend_and_die(row: RolloutSequence) -> SuspendedSequence:
         kept = suspend(row)
         if not killed:
             killed.append(row.uid)
@@ -236,17 +236,17 @@ def test_a_cache_that_went_with_its_actor_is_computed_anew(rested: RayWorkers) -
     assert killed and [name for name, _ in the_lost(rested)] == ["fast-0"]
 
 
-def test_weights_are_put_into_the_store_once_a_version(rested: RayWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_put_into_the_store_once_a_version(rested: RayWorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, version = make_engine(DEFINITION), ARGUMENTS["policy_version"]
-    older, newer = (engine.weights(random_params(DEFINITION, seed)) for seed in (0, 1))
+    older, newer = (engine.to_decode_weights(random_params(DEFINITION, seed)) for seed in (0, 1))
     with counting_puts(monkeypatch) as puts:
-        generation = Generation(rested, older, max_new_tokens=LENGTHS, **ARGUMENTS)
+        generation = AsyncRollout(rested, older, max_new_tokens=LENGTHS, **ARGUMENTS)
         with closing(generation):
             generation.submit(PROMPTS, noise_step=version)
-            first = generation.take()
+            first = generation.collect_round()
             generation.publish(newer, policy_version=version + 1)
             generation.submit(PROMPTS, noise_step=version + 1)
-            second = generation.take()
+            second = generation.collect_round()
         assert len(puts) == 2
     assert bits(first) == bits(expected())
     assert {s.policy_version for s in second} == {version + 1}
@@ -254,23 +254,23 @@ def test_weights_are_put_into_the_store_once_a_version(rested: RayWorkers, monke
     assert bits(second) == bits(scheduled(workers_on(1)).generate(newer, PROMPTS, **at_once))
 
 
-def test_an_actor_without_a_place_is_named_in_time(cluster: str, pool: RayWorkers) -> None:
+def test_an_actor_without_a_place_is_named_in_time(cluster: str, pool: RayWorkerPool) -> None:
     made = actors(cluster, num_workers=1, start_timeout_s=1.0)
     with pytest.raises(InputError, match=r"after 1 s 1 of 1 actors have not started; fast-0 needs num_cpus 1"):
         made.start()
     assert ray.is_initialized()
 
 
-def test_nobody_waits_for_actors_who_was_asked_to_stop(cluster: str, pool: RayWorkers) -> None:
+def test_nobody_waits_for_actors_who_was_asked_to_stop(cluster: str, pool: RayWorkerPool) -> None:
     made = actors(cluster, num_workers=1)
     looks = iter([False, True])
-    made.asked_to_stop = lambda: next(looks)
+    made.stop_requested = lambda: next(looks)
     with pytest.raises(StoppedError):
         made.start()
     assert ray.is_initialized()
 
 
-def test_an_actor_that_cannot_start_says_why(cluster: str, pool: RayWorkers) -> None:
+def test_an_actor_that_cannot_start_says_why(cluster: str, pool: RayWorkerPool) -> None:
     made = actors(cluster, num_workers=1, num_cpus=0, platforms="cuda")
     with pytest.raises(
         InputError, match=r"the actor of fast-0, which needs nothing, cannot start: .*JAX finds no cuda devices"
@@ -278,9 +278,9 @@ def test_an_actor_that_cannot_start_says_why(cluster: str, pool: RayWorkers) -> 
         made.start()
 
 
-def test_slots_that_an_actors_devices_cannot_share_are_refused(pool: RayWorkers) -> None:
+def test_slots_that_an_actors_devices_cannot_share_are_refused(pool: RayWorkerPool) -> None:
     with pytest.raises(InputError, match=r"rollout\.workers\.fast\.slots: batches of 4 rows .* the 3 devices"):
-        _check_rows(pool.remote[0].plan, 3)
+        _check_rows(pool.ray_workers[0].spec, 3)
 
 
 @pytest.mark.parametrize(("address", "port"), [("127.0.0.1:1", 1), ("127.0.0.1:99999", 99999)])
@@ -289,8 +289,8 @@ def test_a_cluster_that_is_not_there_is_an_error(address: str, port: int) -> Non
         _connect(address, [])
 
 
-def test_where_all_actors_die_the_rollout_ends_with_the_reason(rested: RayWorkers) -> None:
-    ends = [signalled(worker, signal.SIGKILL) for worker in rested.remote]
-    when_in_a_segment(rested, rested.remote[0], lambda: [end() for end in ends])
-    with pytest.raises(GoneError, match=r"the actor of \S+ is gone: ActorDiedError"):
+def test_where_all_actors_die_the_rollout_ends_with_the_reason(rested: RayWorkerPool) -> None:
+    ends = [signalled(worker, signal.SIGKILL) for worker in rested.ray_workers]
+    when_in_a_segment(rested, rested.ray_workers[0], lambda: [end() for end in ends])
+    with pytest.raises(ActorLostError, match=r"the actor of \S+ is gone: ActorDiedError"):
         samples_of(rested)

@@ -11,12 +11,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from app.rollout.sampling import (
-    Drawn,
+    SampledTokens,
     SamplingRules,
-    draw,
-    draw_truncated,
+    hash_uids,
     sample_keys,
-    uid_words,
+    sample_tokens,
+    sample_tokens_truncated,
 )
 
 VOCAB, ROWS = 11, 128
@@ -29,14 +29,14 @@ def compiled(sampler):
 
 def keys_of(num_rows: int, *, seed=0, policy_version=0, uid="row") -> jax.Array:
     """Keys of as many samples of one prompt."""
-    words = np.repeat(uid_words([uid]), num_rows, axis=0)
+    words = np.repeat(hash_uids([uid]), num_rows, axis=0)
     return compiled(sample_keys)(seed, policy_version, words, np.arange(num_rows, dtype=np.int32))
 
 
-def draw_rows(sampler, logits, rules: SamplingRules, num_rows: int = ROWS) -> Drawn:
+def draw_rows(sampler, logits, rules: SamplingRules, num_rows: int = ROWS) -> SampledTokens:
     """Many draws from the same logits."""
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (num_rows, len(logits)))
-    return Drawn._make(map(np.asarray, compiled(sampler)(rows, rules, keys_of(num_rows))))
+    return SampledTokens._make(map(np.asarray, compiled(sampler)(rows, rules, keys_of(num_rows))))
 
 
 def slow_softmax(logits) -> np.ndarray:
@@ -77,7 +77,7 @@ RULES = st.builds(
 @given(LOGITS, RULES)
 def test_truncation_keeps_the_tokens_of_a_slow_oracle_and_reports_their_mass(logits, rules):
     support, probabilities = slow_support(logits, rules), slow_softmax(logits)
-    drawn = draw_rows(draw_truncated, logits, rules)
+    drawn = draw_rows(sample_tokens_truncated, logits, rules)
     assert set(drawn.token_ids) <= set(support)
     np.testing.assert_allclose(drawn.kept_mass_logs, np.log(probabilities[support].sum()), atol=1e-5)
     # Of the whole distribution, whatever was cut.
@@ -103,15 +103,15 @@ def test_truncation_keeps_the_tokens_of_a_slow_oracle_and_reports_their_mass(log
 )
 def test_supports_by_hand(rules, support):
     logits = np.log([0.05, 0.4, 0.1, 0.3, 0.15])
-    assert set(draw_rows(draw_truncated, logits, rules, num_rows=1000).token_ids) == support
+    assert set(draw_rows(sample_tokens_truncated, logits, rules, num_rows=1000).token_ids) == support
 
 
 def test_equal_logits_are_ranked_by_token_id():
-    drawn = draw_rows(draw_truncated, [0.0] * 5, SamplingRules(1.0, top_k=2), num_rows=200)
+    drawn = draw_rows(sample_tokens_truncated, [0.0] * 5, SamplingRules(1.0, top_k=2), num_rows=200)
     assert set(drawn.token_ids) == {0, 1}
 
 
-@pytest.mark.parametrize("sampler", [draw, draw_truncated])
+@pytest.mark.parametrize("sampler", [sample_tokens, sample_tokens_truncated])
 def test_greedy_takes_the_likeliest_token_and_its_logprob(sampler):
     logits = np.random.default_rng(0).normal(size=(ROWS, VOCAB)).astype(np.float32)
     drawn = compiled(sampler)(logits, SamplingRules(0.0), keys_of(ROWS))
@@ -122,8 +122,8 @@ def test_greedy_takes_the_likeliest_token_and_its_logprob(sampler):
 
 def test_rules_that_cut_nothing_draw_the_same_tokens_as_the_plain_sampler():
     logits = np.random.default_rng(1).normal(size=VOCAB)
-    plain = draw_rows(draw, logits, SamplingRules(1.0))
-    full = draw_rows(draw_truncated, logits, SamplingRules(1.0, top_k=VOCAB))
+    plain = draw_rows(sample_tokens, logits, SamplingRules(1.0))
+    full = draw_rows(sample_tokens_truncated, logits, SamplingRules(1.0, top_k=VOCAB))
     np.testing.assert_array_equal(plain.token_ids, full.token_ids)
     np.testing.assert_allclose(plain.logprobs, full.logprobs, atol=1e-6)
     np.testing.assert_allclose(full.kept_mass_logs, 0.0, atol=1e-6)
@@ -132,8 +132,8 @@ def test_rules_that_cut_nothing_draw_the_same_tokens_as_the_plain_sampler():
 @pytest.mark.parametrize(
     ("sampler", "rules", "support"),
     [
-        (draw, SamplingRules(1.0), [0, 1, 2, 3, 4, 5, 6]),
-        (draw_truncated, SamplingRules(1.0, top_k=4, top_p=0.8), [1, 4, 5]),
+        (sample_tokens, SamplingRules(1.0), [0, 1, 2, 3, 4, 5, 6]),
+        (sample_tokens_truncated, SamplingRules(1.0, top_k=4, top_p=0.8), [1, 4, 5]),
     ],
 )
 def test_frequencies_match_probabilities(sampler, rules, support):
@@ -158,8 +158,8 @@ def test_noise_follows_seed_policy_version_uid_and_sample_and_nothing_else():
 def test_uids_become_the_same_words_in_every_process():
     digest = hashlib.blake2b(b"gsm8k/7", digest_size=8).digest()
     expected = [int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")]
-    np.testing.assert_array_equal(uid_words(["gsm8k/7"]), [expected])
-    assert uid_words([]).shape == (0, 2)
+    np.testing.assert_array_equal(hash_uids(["gsm8k/7"]), [expected])
+    assert hash_uids([]).shape == (0, 2)
 
 
 @pytest.mark.parametrize(

@@ -13,21 +13,21 @@ import pytest
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
-from app.rollout.batch_engine import Engine
-from app.rollout.continuous_batching import ContinuousBatching
+from app.rollout.batch_engine import BatchEngine
+from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.sampling import SamplingRules
-from app.rollout.sequence import Row, Suspended
-from app.rollout.shape_buckets import slot_shapes
+from app.rollout.sequence import RolloutSequence, SuspendedSequence
+from app.rollout.shape_buckets import make_slot_shapes
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import SlotPrograms
 from app.score.scorer import Scorer
 from app.tracking.compilation_counter import CompilationCounter
 from settings.errors import InputError
-from settings.schema.rollout import Segment
+from settings.schema.rollout import SegmentSettings
 from tests.tiny import ODD, make_engine, make_mesh, packed_plan, random_params, random_prompts, spell
 
 FLOAT32 = np.dtype("float32")
-DEFINITION = DecoderDefinition.of(ODD)
+DEFINITION = DecoderDefinition.create(ODD)
 PROMPTS = random_prompts(5, vocab_size=ODD.vocab_size, longest=8)
 GROUP_SIZE = 4
 LENGTHS = [int(n) for n in np.random.default_rng(3).integers(1, 25, len(PROMPTS) * GROUP_SIZE)]
@@ -38,24 +38,24 @@ ARGUMENTS = {"group_size": GROUP_SIZE, "rules": SamplingRules(1.0), "seed": 0, "
 
 @functools.cache
 def weights_on(shape: tuple[int, int, int] = (1, 1, 1)) -> DecodeWeights:
-    return make_engine(DEFINITION, make_mesh(shape)).weights(random_params(DEFINITION))
+    return make_engine(DEFINITION, make_mesh(shape)).to_decode_weights(random_params(DEFINITION))
 
 
 def new_slots(
     num_slots: int, *, exact: bool, mesh_shape: tuple[int, int, int] = (1, 1, 1), eos_ids: Sequence[int] = ()
 ) -> SlotEngine:
     """Compacted to half its slots, in the fast mode."""
-    shapes = slot_shapes(
+    shapes = make_slot_shapes(
         num_slots,
         max_prompt_length=8,
         max_new_tokens=LONGEST,
         prefill_length_min=4,
-        num_pooled=4,
+        num_pooled_prompts=4,
         segment_max=16,
         exact=exact,
     )
     if not exact:
-        shapes = shapes._replace(batch_rungs=(num_slots // 2, num_slots))
+        shapes = shapes._replace(batch_buckets=(num_slots // 2, num_slots))
     return SlotEngine(DEFINITION, make_mesh(mesh_shape), shapes, eos_ids=eos_ids, dtype=FLOAT32, exact=exact)
 
 
@@ -64,8 +64,10 @@ def slots_of(exact: bool) -> SlotEngine:
     return new_slots(4 if exact else 8, exact=exact)
 
 
-def batching(engine: SlotEngine, **rule: object) -> ContinuousBatching:
-    return ContinuousBatching(engine, decode_text=spell, rule=Segment.model_validate({"min": 1, **rule}))
+def batching(engine: SlotEngine, **rule: object) -> ContinuousBatchGenerator:
+    return ContinuousBatchGenerator(
+        engine, decode_text=spell, segment_rule=SegmentSettings.model_validate({"min": 1, **rule})
+    )
 
 
 def generate(
@@ -76,7 +78,7 @@ def generate(
 
 
 @functools.cache
-def without_slots() -> Engine:
+def without_slots() -> BatchEngine:
     return make_engine(DEFINITION)
 
 
@@ -86,36 +88,38 @@ def in_one_batch() -> list[Sample]:
     return without_slots().generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
 
 
-def by_uid(rows: Sequence[Row]) -> dict[str, tuple[list[int], bytes]]:
+def by_uid(rows: Sequence[RolloutSequence]) -> dict[str, tuple[list[int], bytes]]:
     """Tokens, and logprobs bit for bit."""
     return {row.uid: (row.token_ids.tolist(), row.logprobs.tobytes()) for row in rows}
 
 
-def rows_of(prompts: Sequence[Prompt] = PROMPTS, lengths: Sequence[int] = LENGTHS) -> list[Row]:
+def rows_of(prompts: Sequence[Prompt] = PROMPTS, lengths: Sequence[int] = LENGTHS) -> list[RolloutSequence]:
     numbers = range(len(prompts) * GROUP_SIZE)
-    return [Row(prompts[i // GROUP_SIZE], i % GROUP_SIZE, lengths[i], noise_step=3) for i in numbers]
+    return [RolloutSequence(prompts[i // GROUP_SIZE], i % GROUP_SIZE, lengths[i], noise_step=3) for i in numbers]
 
 
-def run_at_random(engine: SlotEngine, seed: int, *, suspends: bool = True, compacts: bool = False) -> list[Row]:
+def run_at_random(
+    engine: SlotEngine, seed: int, *, suspends: bool = True, compacts: bool = False
+) -> list[RolloutSequence]:
     """A schedule that nobody would choose: orders, lengths, suspensions and lost caches at random."""
     rng = np.random.default_rng(seed)
     rows = rows_of()
-    waiting: deque[Row | Suspended] = deque(rows[i] for i in rng.permutation(len(rows)))
+    waiting: deque[RolloutSequence | SuspendedSequence] = deque(rows[i] for i in rng.permutation(len(rows)))
     engine.open(weights_on(), rules=SamplingRules(1.0), seed=0, policy_version=3, suspends=suspends)
-    while waiting or engine.resident:
-        num_admitted = int(rng.integers(0 if engine.resident else 1, engine.num_free + 1))
+    while waiting or engine.active_rows:
+        num_admitted = int(rng.integers(0 if engine.active_rows else 1, engine.num_free_slots + 1))
         engine.admit([waiting.popleft() for _ in range(min(num_admitted, len(waiting)))])
         if compacts:
             engine.compact()
-        engine.start(
+        engine.start_segment(
             length=int(rng.integers(1, 9)),
             leave_when_finished=int(rng.integers(1, 4)),
-            leave_when_active=int(rng.integers(0, len(engine.resident))),
+            leave_when_active=int(rng.integers(0, len(engine.active_rows))),
         )
-        engine.wait().collect()
-        if suspends and engine.resident and rng.random() < 0.5:
-            chosen = rng.permutation(len(engine.resident))[: int(rng.integers(1, 3))]
-            for suspended in engine.suspend([engine.resident[i] for i in chosen]):
+        engine.finish_segment().collect()
+        if suspends and engine.active_rows and rng.random() < 0.5:
+            chosen = rng.permutation(len(engine.active_rows))[: int(rng.integers(1, 3))]
+            for suspended in engine.suspend([engine.active_rows[i] for i in chosen]):
                 waiting.append(suspended if rng.random() < 0.6 else suspended._replace(cache=None))
     engine.close()
     return rows
@@ -139,10 +143,10 @@ def test_in_exact_mode_no_schedule_changes_a_bit_of_any_sample(seed):
 
 def test_in_exact_mode_tokens_of_lost_caches_are_fed_again_and_never_drawn_twice():
     engine = slots_of(True)
-    engine.tally.take()
+    engine.counters.take()
     run_at_random(engine, 0)
-    counts = engine.tally.take()
-    assert counts.drawn_tokens == sum(LENGTHS) and counts.reread_tokens > 0
+    counts = engine.counters.take()
+    assert counts.generated_tokens == sum(LENGTHS) and counts.recomputed_tokens > 0
     assert counts.prompt_tokens == GROUP_SIZE * sum(len(prompt.token_ids) for prompt in PROMPTS)
 
 
@@ -150,23 +154,23 @@ def test_in_exact_mode_tokens_stay_what_they_are_when_the_weights_have_changed()
     engine = slots_of(True)
     drawn = []
     for first in (weights_on(), jax.tree.map(lambda x: 1.5 * x, weights_on())):
-        row, beside = (Row(PROMPTS[0], i, LONGEST, noise_step=3) for i in range(2))
+        row, beside = (RolloutSequence(PROMPTS[0], i, LONGEST, noise_step=3) for i in range(2))
         engine.open(first, rules=SamplingRules(1.0), seed=0, policy_version=3, suspends=True)
         engine.admit([row, beside])
-        engine.start(length=7)
-        engine.wait().collect()
+        engine.start_segment(length=7)
+        engine.finish_segment().collect()
         known = by_uid([row])[row.uid]
         engine.suspend([row])
-        engine.load(weights_on(), policy_version=4)
-        engine.admit([Suspended(row, None)])
+        engine.load_weights(weights_on(), policy_version=4)
+        engine.admit([SuspendedSequence(row, None)])
         assert row.num_tokens == 7 and by_uid([row])[row.uid] == known
-        while engine.resident:
-            engine.start(length=16)
-            engine.wait().collect()
+        while engine.active_rows:
+            engine.start_segment(length=16)
+            engine.finish_segment().collect()
         engine.close()
         tokens, logprobs = by_uid([row])[row.uid]
         assert (tokens[:7], logprobs[: 4 * 7]) == known and len(tokens) == LONGEST
-        assert row.versions[0] == (3, 7) and {version for version, _ in row.versions[1:]} == {4}
+        assert row.segment_versions[0] == (3, 7) and {version for version, _ in row.segment_versions[1:]} == {4}
         drawn.append(tokens)
     assert drawn[0] != drawn[1]
     assert drawn[0] == generate(engine, PROMPTS[:1], LONGEST)[0].completion_ids.tolist()
@@ -208,7 +212,7 @@ def test_nothing_is_compiled_once_the_slots_are_open():
     for seed in range(2, 6):
         run_at_random(engine, seed, compacts=seed % 2 == 0)
     generate(engine, PROMPTS[::-1], LENGTHS[::-1])
-    assert compilations.take() == 0
+    assert compilations.take_count() == 0
     compilations.close()
 
 
@@ -219,7 +223,7 @@ def test_compiled_ahead_the_first_rollout_compiles_nothing():
     weights = weights_on()
     compilations = CompilationCounter()
     queue.generate(weights, PROMPTS[:2], **arguments)
-    assert compilations.take() == 0
+    assert compilations.take_count() == 0
     compilations.close()
 
 
@@ -229,7 +233,7 @@ def test_what_may_cut_tokens_off_serves_rules_that_cut_none():
     compilations = CompilationCounter()
     queue.compile(SamplingRules(0.0))
     samples = queue.generate(weights_on(), PROMPTS[:2], max_new_tokens=5, **ARGUMENTS)
-    assert compilations.take() == 0
+    assert compilations.take_count() == 0
     compilations.close()
     for ours, whole in zip(samples, generate(slots_of(True), PROMPTS[:2], 5), strict=True):
         assert ours.completion_ids.tolist() == whole.completion_ids.tolist() and ours.kept_mass_logs is None
@@ -238,31 +242,31 @@ def test_what_may_cut_tokens_off_serves_rules_that_cut_none():
 
 @pytest.mark.parametrize(("num_slots", "max_prompt_length", "max_new_tokens"), [(32, 128, 1024), (256, 512, 8192)])
 def test_there_are_few_programs_however_long_the_samples(num_slots, max_prompt_length, max_new_tokens):
-    shapes = slot_shapes(
+    shapes = make_slot_shapes(
         num_slots,
         max_prompt_length=max_prompt_length,
         max_new_tokens=max_new_tokens,
         prefill_length_min=16,
-        num_pooled=8,
+        num_pooled_prompts=8,
         segment_max=4096,
         exact=False,
     )
     programs = SlotPrograms(DEFINITION, make_mesh(), shapes, dtype=FLOAT32, num_eos=1)
-    names = programs.names(suspends=True, rereads=True, truncates=False)
-    assert len(names) == len(programs.names(suspends=True, rereads=True, truncates=True)) <= 24
+    names = programs.names(suspends=True, recomputes=True, truncates=False)
+    assert len(names) == len(programs.names(suspends=True, recomputes=True, truncates=True)) <= 24
     assert sum(name[0] == "decode" for name in names) == 5
 
 
 def test_each_distinct_prompt_is_read_once():
     engine = slots_of(False)
-    engine.tally.take()
+    engine.counters.take()
     twin = replace(PROMPTS[0], uid="twin")
     samples = generate(engine, [*PROMPTS, twin], 5)
-    counts = engine.tally.take()
+    counts = engine.counters.take()
     distinct = sum(len(prompt.token_ids) for prompt in PROMPTS)
     assert counts.prefilled_tokens == distinct
     assert counts.prompt_tokens == GROUP_SIZE * (distinct + len(twin.token_ids))
-    assert counts.drawn_tokens == 5 * len(samples) <= counts.row_steps
+    assert counts.generated_tokens == 5 * len(samples) <= counts.row_steps
     assert not {s.completion for s in samples if s.prompt is twin} & {s.completion for s in samples[:GROUP_SIZE]}
 
 
@@ -275,11 +279,11 @@ def test_after_new_weights_prompts_are_read_anew():
         engine.open(loads[0], rules=SamplingRules(1.0), seed=0, policy_version=3)
         engine.prefill([prompt])
         for weights in loads[1:]:
-            engine.load(weights, policy_version=4)
-        row = Row(prompt, 0, 1, noise_step=3)
+            engine.load_weights(weights, policy_version=4)
+        row = RolloutSequence(prompt, 0, 1, noise_step=3)
         engine.admit([row])
-        engine.start(length=1)
-        engine.wait().collect()
+        engine.start_segment(length=1)
+        engine.finish_segment().collect()
         engine.close()
         return row.logprobs[0]
 
@@ -288,21 +292,21 @@ def test_after_new_weights_prompts_are_read_anew():
 
 def test_few_samples_in_many_slots_decode_in_the_small_program_at_once():
     engine = slots_of(False)
-    engine.tally.take()
+    engine.counters.take()
     samples = generate(engine, PROMPTS[:1], 8)
-    counts = engine.tally.take()
-    assert len(samples) == engine.shapes.batch_rungs[0] == 4
+    counts = engine.counters.take()
+    assert len(samples) == engine.shapes.batch_buckets[0] == 4
     assert counts.segments == 1
-    assert counts.row_steps == counts.drawn_tokens == 4 * 8
+    assert counts.row_steps == counts.generated_tokens == 4 * 8
 
 
 def test_one_batch_to_the_end_is_counted_alike():
-    without_slots().tally.take()
+    without_slots().counters.take()
     without_slots().generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
-    counts = without_slots().tally.take()
+    counts = without_slots().counters.take()
     distinct = sum(len(prompt.token_ids) for prompt in PROMPTS)
     assert (counts.prefilled_tokens, counts.prompt_tokens) == (distinct, GROUP_SIZE * distinct)
-    assert (counts.segments, counts.drawn_tokens) == (1, sum(LENGTHS))
+    assert (counts.segments, counts.generated_tokens) == (1, sum(LENGTHS))
     assert counts.row_steps == len(LENGTHS) * max(LENGTHS)
 
 
@@ -312,24 +316,24 @@ def test_a_segment_leaves_when_enough_rows_are_done_or_few_are_left():
     engine.admit(rows)
     steps = []
     for limits in ({"leave_when_finished": 1}, {"leave_when_active": 2}, {"length": 2}, {}):
-        engine.start(**({"length": 16} | limits))
-        steps.append(engine.wait().steps)
+        engine.start_segment(**({"length": 16} | limits))
+        steps.append(engine.finish_segment().steps)
     assert steps == [3, 4, 2, 5]
-    assert [row.num_segments for row in rows] == [1, 2, 4, 4] and not engine.resident
+    assert [row.num_segments for row in rows] == [1, 2, 4, 4] and not engine.active_rows
     engine.close()
 
 
 def test_caches_that_are_full_end_a_segment_and_grow():
     engine = slots_of(False)
-    room = engine.shapes.cache_rungs
+    room = engine.shapes.cache_buckets
     assert len(room) == 3
     row = replace(rows_of()[0], max_new_tokens=LONGEST)
     engine.open(weights_on(), rules=SamplingRules(1.0), seed=0, policy_version=3)
     engine.admit([row])
     lengths = []
-    while engine.resident:
-        engine.start(length=LONGEST)
-        engine.wait().collect()
+    while engine.active_rows:
+        engine.start_segment(length=LONGEST)
+        engine.finish_segment().collect()
         lengths.append(len(row.prompt.token_ids) + row.num_tokens)
     assert lengths[:2] == [size + 1 for size in room[:2]] and row.num_tokens == LONGEST
     engine.close()
@@ -351,13 +355,13 @@ def test_a_row_whose_logits_are_not_finite_ends_before_them_and_no_neighbour_cha
     expected = {s.uid: s.completion_ids.tolist() for s in generate(engine, PROMPTS[:1], 9)}
     engine.open(weights_on(), rules=SamplingRules(1.0), seed=0, policy_version=3)
     engine.admit(rows)
-    engine.start(length=4)
-    engine.wait().collect()
+    engine.start_segment(length=4)
+    engine.finish_segment().collect()
     whole, num_tokens = by_uid(rows), rows[1].num_tokens
     engine._cache = jax.tree.map(lambda x: x.at[1].set(np.nan), engine._cache)
-    while engine.resident:
-        engine.start(length=16)
-        engine.wait().collect()
+    while engine.active_rows:
+        engine.start_segment(length=16)
+        engine.finish_segment().collect()
     caches = [np.asarray(layer) for layer in jax.tree.leaves(engine._cache)]
     engine.close()
     assert [row.finish_reason for row in rows] == ["length", "dropped:non-finite logits", "length"]
@@ -389,4 +393,4 @@ def test_slots_that_devices_cannot_share_are_refused():
     sizes: Any = {"max_prompt_length": 8, "max_new_tokens": 8, "prefill_length_min": 4}
     sizes |= {"num_pooled": 1, "segment_max": 8}
     with pytest.raises(InputError, match=r"rollout\.slots: 6 .* 4 devices"):
-        slot_shapes(6, **sizes, exact=False, row_shards=4)
+        make_slot_shapes(6, **sizes, exact=False, row_shards=4)

@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 
 from app.records.sample import Sample
-from app.rollout.scheduling.event_log import EventLog, read_log
+from app.rollout.scheduling.event_log import EventLog, read_event_log
 from app.rollout.scheduling.events import RunSegment, WorkerJoined, WorkerLost
-from app.rollout.scheduling.metrics import figures, lanes, spans
+from app.rollout.scheduling.metrics import schedule_metrics, slot_spans, slots_per_worker
 from app.rollout.scheduling.scheduler import POLICIES
-from app.rollout.sequence import Row
-from app.rollout.worker_pool import ScheduledWorkers
+from app.rollout.sequence import RolloutSequence
+from app.rollout.worker_pool import RolloutWorkerPool
 from tests.rollout.test_slot_engine import LENGTHS, PROMPTS
 from tests.rollout.test_workers import EAGER, bits, expected, samples_of, scheduled, workers_on
 
 RUN = {"seed": 0}
 
 
-def logged(made: ScheduledWorkers, path: Path) -> list[Sample]:
+def logged(made: RolloutWorkerPool, path: Path) -> list[Sample]:
     """A rollout whose log stays."""
-    made.take_tally()
-    with EventLog(path, run=RUN) as log:
-        made.log = log
+    made.take_counters()
+    with EventLog(path, identity=RUN) as log:
+        made.event_log = log
         return samples_of(made)
 
 
@@ -48,28 +48,28 @@ def test_wherever_it_was_killed_the_samples_are_the_same(policy: str, tmp_path: 
     for after in places(tmp_path / "whole"):
         path = tmp_path / f"{after}"
         killed(tmp_path / "whole", path, after=after)
-        before = read_log(path)
+        before = read_event_log(path)
         made = scheduled(workers_on(2), policy)
         assert bits(logged(made, path)) == bits(expected())
         assert made.records[: len(before.records)] == before.records
-        assert read_log(path).records == made.records and read_log(path).scheduler.is_finished
-        done = {entry.uid for entry in before.scheduler.ledger if entry.finish}
+        assert read_event_log(path).records == made.records and read_event_log(path).scheduler.is_finished
+        done = {entry.uid for entry in before.scheduler.samples if entry.finish}
         assert not done & {one.uid for run in runs(made, len(before.records)) for one in run.admit}
         unfinished = sum(len(sample.completion_ids) for sample in expected() if sample.uid not in done)
-        assert made.take_tally().drawn_tokens <= unfinished
+        assert made.take_counters().generated_tokens <= unfinished
 
 
 def test_a_truncated_rollout_that_was_killed_cuts_the_same_samples(tmp_path: Path) -> None:
     truncating = EAGER.model_copy(update={"on_fast_limit": "truncate"})
     whole = logged(scheduled(workers_on(2), "pdsr_v1", pdsr=truncating), tmp_path / "whole")
-    assert figures(read_log(tmp_path / "whole").records).truncated
+    assert schedule_metrics(read_event_log(tmp_path / "whole").records).truncated
     for after in range(1, (tmp_path / "whole").read_bytes().count(b"\n"), 2):
         path = tmp_path / f"{after}"
         killed(tmp_path / "whole", path, after=after)
         assert bits(logged(scheduled(workers_on(2), "pdsr_v1", pdsr=truncating), path)) == bits(whole), after
 
 
-def runs(made: ScheduledWorkers, first: int) -> list[RunSegment]:
+def runs(made: RolloutWorkerPool, first: int) -> list[RunSegment]:
     commands = itertools.chain.from_iterable(record.commands for record in made.records[first:])
     return [one for one in commands if isinstance(one, RunSegment)]
 
@@ -78,16 +78,16 @@ def runs(made: ScheduledWorkers, first: int) -> list[RunSegment]:
 def test_in_fast_mode_what_was_drawn_is_read_again_and_kept(policy: str, num_workers: int, tmp_path: Path) -> None:
     logged(scheduled(workers_on(num_workers, exact=False), policy), tmp_path / "whole")
     killed(tmp_path / "whole", tmp_path / "log", after=places(tmp_path / "whole")[3])
-    before = read_log(tmp_path / "log")
+    before = read_event_log(tmp_path / "log")
     made = scheduled(workers_on(num_workers, exact=False), policy)
     samples = {sample.uid: sample for sample in logged(made, tmp_path / "log")}
-    kept = {uid: np.concatenate(drawn, axis=1) for uid, drawn in before.drawn.items()}
+    kept = {uid: np.concatenate(drawn, axis=1) for uid, drawn in before.committed_tokens.items()}
     assert kept and before.scheduler.context.workers
     for uid, (ids, logprobs, _) in kept.items():
         assert samples[uid].completion_ids[: len(ids)].tolist() == ids.tolist()
         assert samples[uid].behavior_logprobs[: len(ids)].tobytes() == logprobs.tobytes()
     committed = sum(ids.shape[1] for ids in kept.values())
-    assert made.take_tally().drawn_tokens == sum(LENGTHS) - committed
+    assert made.take_counters().generated_tokens == sum(LENGTHS) - committed
 
 
 def test_other_workers_may_go_on_under_names_that_were_never_used(tmp_path: Path) -> None:
@@ -101,10 +101,10 @@ def test_other_workers_may_go_on_under_names_that_were_never_used(tmp_path: Path
     lost = [event for event, _ in made.records if isinstance(event, WorkerLost)]
     assert {event.worker for event in lost} == {*joined[:4]} and lost[0].why == "the process ended"
     times = [event.at for event, _ in made.records]
-    assert times == sorted(times) and figures(made.records).useful_tokens == sum(LENGTHS)
-    assert 0 <= figures(made.records).bubble < 1
-    assert lanes(made.records) == {"fast-0": 4, "heavy-1": 4, "fast-2": 4}
-    assert {span.worker for span in spans(made.records)} <= set(joined)
+    assert times == sorted(times) and schedule_metrics(made.records).useful_tokens == sum(LENGTHS)
+    assert 0 <= schedule_metrics(made.records).bubble < 1
+    assert slots_per_worker(made.records) == {"fast-0": 4, "heavy-1": 4, "fast-2": 4}
+    assert {span.worker for span in slot_spans(made.records)} <= set(joined)
     samples_of(scheduled(made.workers))
     assert [worker.name for worker in made.workers] == ["fast-0", "heavy-1", "fast-2"]
 
@@ -117,7 +117,7 @@ def test_times_of_a_sample_leave_out_the_time_between(tmp_path: Path) -> None:
     ticks = itertools.count()
     logged(scheduled(workers_on(1), clock=map(float, ticks).__next__), tmp_path / "whole")
     killed(tmp_path / "whole", tmp_path / "log", after=places(tmp_path / "whole")[3])
-    last = read_log(tmp_path / "log").at
+    last = read_event_log(tmp_path / "log").last_event_s
     made = scheduled(workers_on(1), clock=map(float, itertools.count(10**6)).__next__)
     samples = logged(made, tmp_path / "log")
     lost = next(event for event, _ in made.records if isinstance(event, WorkerLost))
@@ -126,18 +126,18 @@ def test_times_of_a_sample_leave_out_the_time_between(tmp_path: Path) -> None:
 
 
 def test_what_a_row_has_drawn_since_is_found_without_reading_the_rest() -> None:
-    row = Row(PROMPTS[0], 0, max_new_tokens=9, noise_step=0)
+    row = RolloutSequence(PROMPTS[0], 0, max_new_tokens=9, noise_step=0)
     drawn = [np.arange(6, dtype=np.int32).reshape(3, 2), np.arange(9, dtype=np.int32).reshape(3, 3)]
-    row = Row.restored(row, drawn)
+    row = RolloutSequence.restore(row, drawn)
     assert row.num_tokens == 5 and row.is_collected and row.num_segments == 2
     whole = np.concatenate(drawn, axis=1)
     for first, last in itertools.combinations(range(6), 2):
-        np.testing.assert_array_equal(row.drawn_after(first, last), whole[:, first:last])
-    assert row.drawn_after(5, 5).shape == (3, 0)
+        np.testing.assert_array_equal(row.tokens_between(first, last), whole[:, first:last])
+    assert row.tokens_between(5, 5).shape == (3, 0)
 
 
 def test_a_sample_that_was_dropped_before_its_first_token_is_restored() -> None:
-    row = Row.restored(Row(PROMPTS[0], 0, max_new_tokens=9, noise_step=3), ())
+    row = RolloutSequence.restore(RolloutSequence(PROMPTS[0], 0, max_new_tokens=9, noise_step=3), ())
     row.finish_reason = "dropped:non-finite logits"
-    sample = row.sample(0, decode_text=str, truncates=False)
+    sample = row.to_sample(0, decode_text=str, truncates=False)
     assert len(sample.completion_ids) == 0 and sample.policy_version == 3

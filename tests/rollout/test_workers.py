@@ -16,33 +16,33 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from app.mesh.submesh import island
+from app.mesh.submesh import make_submesh
 from app.records.sample import Sample
 from app.rollout.scheduling.cost_model import CostModel
-from app.rollout.scheduling.event_log import EventLog, LogRecord, read_log
+from app.rollout.scheduling.event_log import EventLog, EventRecord, read_event_log
 from app.rollout.scheduling.events import (
     Admit,
     Command,
     Commit,
-    Kind,
     RunSegment,
     SegmentEnded,
     Suspend,
     WorkerJoined,
+    WorkerKind,
     WorkerLost,
-    to_json,
+    message_to_json,
 )
-from app.rollout.scheduling.length_traces import trace_of
-from app.rollout.scheduling.metrics import figures, spans
+from app.rollout.scheduling.length_traces import trace_from_records
+from app.rollout.scheduling.metrics import schedule_metrics, slot_spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from app.rollout.scheduling.simulated_slots import Ladders
-from app.rollout.scheduling.simulator import VirtualClock, WorkerSpec
-from app.rollout.slot_engine import Segment as RanSegment
+from app.rollout.scheduling.simulated_slots import ProgramSizes
+from app.rollout.scheduling.simulator import SchedulerSimulator, SimulatedWorkerSpec
+from app.rollout.slot_engine import SegmentResult as RanSegment
 from app.rollout.slot_engine import SlotEngine
-from app.rollout.worker_pool import Schedule, ScheduledWorkers
-from app.rollout.workers import Worker
+from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
+from app.rollout.workers import RolloutWorker
 from app.tracking.compilation_counter import CompilationCounter
-from settings.schema.rollout import Pdsr, Segment
+from settings.schema.rollout import PdsrSettings, SegmentSettings
 from tests.rollout.test_slot_engine import (
     ARGUMENTS,
     DEFINITION,
@@ -56,10 +56,10 @@ from tests.rollout.test_slot_engine import (
 )
 from tests.tiny import make_mesh, spell
 
-EAGER = Pdsr(fast_limit_tokens=8, probe_limit_tokens=4, window=64, window_min=4)
+EAGER = PdsrSettings(fast_limit_tokens=8, probe_limit_tokens=4, window=64, window_min=4)
 """Limits so low that these short samples run into them."""
-SHORT = Segment(min=1, max=5, overhead_steps=0.5)
-KINDS: tuple[Kind, ...] = ("fast", "heavy", "fast")
+SHORT = SegmentSettings(min=1, max=5, overhead_steps=0.5)
+KINDS: tuple[WorkerKind, ...] = ("fast", "heavy", "fast")
 
 
 class Mortal(SlotEngine):
@@ -72,19 +72,19 @@ class Mortal(SlotEngine):
     broken: str | None = None
     """Uid of a sample whose cache becomes NaN once it has a token."""
 
-    def start(self, **limits: int) -> None:
+    def start_segment(self, **limits: int) -> None:
         for slot, row in enumerate(self._rows):
             if row is not None and row.uid == self.broken and row.num_tokens:
                 self._cache = jax.tree.map(lambda x, slot=slot: x.at[slot].set(np.nan), self._cache)
-        super().start(**limits)
+        super().start_segment(**limits)
 
-    def wait(self) -> RanSegment:
+    def finish_segment(self) -> RanSegment:
         if self.sleep is not None:
             self.sleep.wait()
         self.lives -= 1
         if self.lives < 0:
             raise RuntimeError("the device is gone")
-        return super().wait()
+        return super().finish_segment()
 
 
 @functools.cache
@@ -95,7 +95,7 @@ def engine_on(device: int, *, exact: bool = True) -> Mortal:
 
 
 @contextmanager
-def dying(worker: Worker, *, lives: int) -> Iterator[None]:
+def dying(worker: RolloutWorker, *, lives: int) -> Iterator[None]:
     assert isinstance(worker.engine, Mortal)
     worker.engine.lives = lives
     yield
@@ -103,26 +103,26 @@ def dying(worker: Worker, *, lives: int) -> Iterator[None]:
 
 
 def mesh_of(*devices: int) -> Mesh:
-    return island(devices, like=make_mesh())
+    return make_submesh(devices, template=make_mesh())
 
 
-def workers_on(num_workers: int, *, exact: bool = True) -> list[Worker]:
-    return [Worker(f"{kind}-{i}", kind, engine_on(i, exact=exact)) for i, kind in enumerate(KINDS[:num_workers])]
+def workers_on(num_workers: int, *, exact: bool = True) -> list[RolloutWorker]:
+    return [RolloutWorker(f"{kind}-{i}", kind, engine_on(i, exact=exact)) for i, kind in enumerate(KINDS[:num_workers])]
 
 
 def scheduled(
-    workers: Sequence[Worker],
+    workers: Sequence[RolloutWorker],
     policy: str = "adaptive",
     *,
     in_turn: bool = False,
-    pdsr: Pdsr = EAGER,
+    pdsr: PdsrSettings = EAGER,
     lease_s: float | None = None,
     **clock: Any,
-) -> ScheduledWorkers:
-    return ScheduledWorkers(workers, Schedule(policy, pdsr, SHORT, in_turn, lease_s), decode_text=spell, **clock)
+) -> RolloutWorkerPool:
+    return RolloutWorkerPool(workers, ScheduleConfig(policy, pdsr, SHORT, in_turn, lease_s), decode_text=spell, **clock)
 
 
-def samples_of(made: ScheduledWorkers) -> list[Sample]:
+def samples_of(made: RolloutWorkerPool) -> list[Sample]:
     return made.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
 
 
@@ -138,11 +138,11 @@ def bits(samples: Sequence[Sample]) -> list[tuple[str, int, str, list[int], byte
     ]
 
 
-def commands_of(made: ScheduledWorkers) -> Iterator[Command]:
+def commands_of(made: RolloutWorkerPool) -> Iterator[Command]:
     return itertools.chain.from_iterable(record.commands for record in made.records)
 
 
-def admitted(made: ScheduledWorkers) -> list[Admit]:
+def admitted(made: RolloutWorkerPool) -> list[Admit]:
     return [one for command in commands_of(made) if isinstance(command, RunSegment) for one in command.admit]
 
 
@@ -155,10 +155,10 @@ def test_in_exact_mode_neither_scheduler_nor_workers_change_a_bit(policy: str, n
     assert bits(samples) == bits(expected())
     last = {row.uid: event.worker for event, _ in made.records if isinstance(event, SegmentEnded) for row in event.rows}
     assert {s.uid: s.worker for s in samples} == last and all(s.elapsed_s > 0 for s in samples)
-    found = figures(made.records)
+    found = schedule_metrics(made.records)
     assert found.useful_tokens == sum(LENGTHS) and found.wasted_tokens == 0
     assert 0 <= found.bubble < 1 and found.makespan_s > 0
-    assert made.take_tally().drawn_tokens == sum(LENGTHS)
+    assert made.take_counters().generated_tokens == sum(LENGTHS)
 
 
 def test_suspended_rows_move_to_other_devices_with_their_caches() -> None:
@@ -167,10 +167,10 @@ def test_suspended_rows_move_to_other_devices_with_their_caches() -> None:
     moved = [one for one in admitted(made) if one.how == "copy"]
     assert any(isinstance(command, Suspend) for command in commands_of(made))
     assert {one.source for one in moved} >= {"fast-0"} and all(one.num_tokens for one in moved)
-    assert figures(made.records).repacked_tokens == 0
+    assert schedule_metrics(made.records).repacked_tokens == 0
     compilations = CompilationCounter()
     samples_of(made)
-    assert compilations.take() == 0
+    assert compilations.take_count() == 0
     compilations.close()
 
 
@@ -179,12 +179,15 @@ def test_workers_that_share_a_device_take_turns_on_it() -> None:
     twin = SlotEngine(
         *(DEFINITION, mesh_of(0), engine.shapes), eos_ids=(), dtype=FLOAT32, exact=True, programs=engine.programs
     )
-    twins = [Worker(f"{kind}-0", kind, engine, device="0") for kind, engine in zip(KINDS, (engine, twin), strict=False)]
+    twins = [
+        RolloutWorker(f"{kind}-0", kind, engine, device="0")
+        for kind, engine in zip(KINDS, (engine, twin), strict=False)
+    ]
     made = scheduled(twins, in_turn=True)
     assert bits(samples_of(made)) == bits(expected())
-    busy = sorted({(span.start_s, span.worker) for span in spans(made.records) if span.slot == 0})
+    busy = sorted({(span.start_s, span.worker) for span in slot_spans(made.records) if span.slot == 0})
     assert {worker for _, worker in busy} == {"fast-0", "heavy-0"}
-    assert figures(made.records).bubble >= 0.5
+    assert schedule_metrics(made.records).bubble >= 0.5
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
@@ -197,9 +200,9 @@ def test_a_worker_that_dies_loses_nothing(policy: str, in_turn: bool) -> None:
     (lost,) = [record.event for record in made.records if isinstance(record.event, WorkerLost)]
     assert lost.worker == "fast-0" and "the device is gone" in lost.why
     fed_again = [one for one in admitted(made) if one.how == "replay"]
-    counts = made.take_tally()
-    assert counts.reread_tokens == sum(one.num_tokens for one in fed_again) > 0
-    assert counts.drawn_tokens == sum(LENGTHS)
+    counts = made.take_counters()
+    assert counts.recomputed_tokens == sum(one.num_tokens for one in fed_again) > 0
+    assert counts.generated_tokens == sum(LENGTHS)
 
 
 def test_a_sample_that_breaks_is_dropped_and_teaches_nothing() -> None:
@@ -217,7 +220,7 @@ def test_a_sample_that_breaks_is_dropped_and_teaches_nothing() -> None:
     assert longest.completion_ids.tolist()[: len(broken.completion_ids)] == broken.completion_ids.tolist()
     assert bits([s for s in samples if s is not broken]) == bits([s for s in expected() if s.uid != broken.uid])
     siblings = [len(s.completion_ids) for s in samples if s.prompt is broken.prompt and s is not broken]
-    assert made.history[broken.prompt.uid] == np.mean(siblings)
+    assert made.length_history[broken.prompt.uid] == np.mean(siblings)
 
 
 def test_a_worker_that_falls_asleep_is_given_up_until_it_wakes() -> None:
@@ -248,8 +251,8 @@ def test_in_fast_mode_what_a_dead_worker_held_is_read_again() -> None:
         np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
         np.testing.assert_allclose(ours.behavior_logprobs, theirs.behavior_logprobs, atol=1e-4)
     again = [one for one in admitted(made) if one.how == "prefill" and one.num_tokens]
-    assert figures(made.records).repacked_tokens == sum(one.num_tokens for one in again) > 0
-    assert made.take_tally().reread_tokens > 0
+    assert schedule_metrics(made.records).repacked_tokens == sum(one.num_tokens for one in again) > 0
+    assert made.take_counters().recomputed_tokens > 0
 
 
 def test_what_the_last_worker_failed_with_is_raised() -> None:
@@ -261,12 +264,12 @@ def test_what_the_last_worker_failed_with_is_raised() -> None:
 
 def test_a_real_log_replays_in_the_core(tmp_path: Path) -> None:
     made = scheduled(workers_on(3), "pdsr_v2")
-    with EventLog(tmp_path / "log.jsonl", run={}) as made.log:
+    with EventLog(tmp_path / "log.jsonl", identity={}) as made.event_log:
         samples_of(made)
-    replayed = read_log(tmp_path / "log.jsonl", run={}).scheduler
-    replayed.check()
+    replayed = read_event_log(tmp_path / "log.jsonl", identity={}).scheduler
+    replayed.check_invariants()
     assert replayed.is_finished
-    assert {entry.uid: entry.num_tokens for entry in replayed.ledger} == {
+    assert {entry.uid: entry.num_tokens for entry in replayed.samples} == {
         s.uid: len(s.completion_ids) for s in expected()
     }
 
@@ -276,7 +279,9 @@ def test_in_turn_the_same_rollout_has_the_same_log() -> None:
     for _ in range(2):
         made = scheduled(workers_on(3), "pdsr_v2", in_turn=True, clock=map(float, itertools.count()).__next__)
         samples_of(made)
-        logs.append([(to_json(event), [to_json(one) for one in commands]) for event, commands in made.records])
+        logs.append(
+            [(message_to_json(event), [message_to_json(one) for one in commands]) for event, commands in made.records]
+        )
     assert logs[0] == logs[1]
 
 
@@ -285,7 +290,7 @@ def test_a_truncating_fast_limit_ends_samples_exactly_there() -> None:
     samples = samples_of(made)
     pairs = zip(samples, expected(), strict=True)
     cut = [(ours, full) for ours, full in pairs if len(ours.completion_ids) < len(full.completion_ids)]
-    assert len(cut) == figures(made.records).truncated > 0
+    assert len(cut) == schedule_metrics(made.records).truncated > 0
     for ours, full in cut:
         assert len(ours.completion_ids) == EAGER.fast_limit_tokens and ours.finish_reason == "length"
         np.testing.assert_array_equal(ours.completion_ids, full.completion_ids[: EAGER.fast_limit_tokens])
@@ -296,7 +301,7 @@ def test_a_stream_that_nobody_reads_to_its_end_frees_the_devices() -> None:
     stream = made.stream(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
     assert bits([next(stream)]) == bits(expected()[:1])
     stream.close()  # pyright: ignore[reportAttributeAccessIssue]
-    assert not any(worker.engine.resident for worker in made.workers)
+    assert not any(worker.engine.active_rows for worker in made.workers)
     assert bits(samples_of(made)) == bits(expected())
 
 
@@ -306,7 +311,7 @@ def test_a_later_rollout_knows_how_long_the_prompts_samples_were() -> None:
     assert {one.role for one in admitted(made)} >= {"probe"}
     samples_of(made)
     assert "probe" not in {one.role for one in admitted(made)}
-    assert len(made.take_figures()) == 2 and made.take_figures() == []
+    assert len(made.take_schedule_metrics()) == 2 and made.take_schedule_metrics() == []
 
 
 def test_devices_are_those_of_the_island() -> None:
@@ -318,22 +323,24 @@ def test_devices_are_those_of_the_island() -> None:
 def test_the_simulator_gives_the_same_commands_as_real_workers_did(num_workers: int, policy: str) -> None:
     """Slots that grow and shrink, samples that end where nobody foresaw it: only seconds may differ."""
     engines = [unforeseen_engine(number) for number in range(num_workers)]
-    workers = [Worker(f"{kind}-0", kind, engine, device="0") for kind, engine in zip(KINDS, engines, strict=False)]
+    workers = [
+        RolloutWorker(f"{kind}-0", kind, engine, device="0") for kind, engine in zip(KINDS, engines, strict=False)
+    ]
     made = scheduled(workers, policy, in_turn=True)
     samples = made.generate(weights_on(), PROMPTS, max_new_tokens=LONGEST, **ARGUMENTS)
     assert len({len(sample.completion_ids) for sample in samples}) > 5
     shapes = engines[0].shapes
-    ladders = Ladders(shapes.batch_rungs, shapes.cache_rungs, shapes.prompt_rungs, shapes.prefill_rows)
+    ladders = ProgramSizes(shapes.batch_buckets, shapes.cache_buckets, shapes.prompt_buckets, shapes.prefill_rows)
     specs = [
-        WorkerSpec(one.name, one.kind, shapes.num_slots, shapes.batch_rungs[:-1], one.device, ladders)
+        SimulatedWorkerSpec(one.name, one.kind, shapes.num_slots, shapes.batch_buckets[:-1], one.device, ladders)
         for one in workers
     ]
     scheduler = Scheduler(policy, pdsr=EAGER, segment=SHORT)
-    clock = VirtualClock(scheduler, trace_of(made.records), specs, CostModel(), max_new=LONGEST)
+    clock = SchedulerSimulator(scheduler, trace_from_records(made.records), specs, CostModel(), max_new=LONGEST)
     assert list(map(decisions, clock.run())) == list(map(decisions, made.records))
 
 
-def decisions(record: LogRecord) -> tuple[Sequence[Command], set[tuple[str, int]]]:
+def decisions(record: EventRecord) -> tuple[Sequence[Command], set[tuple[str, int]]]:
     """What was commanded, and what samples had become; workers report their rows in the order of their slots."""
     commits = [command for command in record.commands if isinstance(command, Commit)]
     others = [command for command in record.commands if not isinstance(command, Commit)]

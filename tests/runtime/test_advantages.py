@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.advantage.group import ADVANTAGES
+from app.advantage.group import GROUP_ADVANTAGES
 from app.records.sample import Sample
-from app.runtime.advantages import wire_crediting, wire_gae_credit, wire_return_credit
-from app.training.learner import wire_loss
+from app.runtime.advantages import make_advantage_estimator, make_gae_advantages, make_return_advantages
+from app.training.learner import make_policy_loss
 from app.update.loss_aggregation import token_mean
 from settings import Settings, load
 from tests.tiny import make_sample, one_a_row
@@ -25,11 +25,11 @@ def settings_of(*overrides: str) -> Settings:
 
 
 def crediting(*overrides: str) -> Any:
-    return wire_crediting(settings_of(*overrides))
+    return make_advantage_estimator(settings_of(*overrides))
 
 
 def by_gae(settings: Settings, samples: list[Sample]) -> Any:
-    return wire_gae_credit(settings)(samples, 0.0)
+    return make_gae_advantages(settings)(samples, 0.0)
 
 
 def samples_of(*rewards: float, group_id: int = 0) -> list[Sample]:
@@ -48,10 +48,10 @@ def samples_of(*rewards: float, group_id: int = 0) -> list[Sample]:
     ]
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", GROUP_ADVANTAGES)
 def test_an_estimator_chooses_how_siblings_are_compared(name: str) -> None:
     credited = crediting(f"algorithm.name={name}")(samples_of(1.0, 4.0), 0.0)
-    expected = ADVANTAGES[name](np.array([1.0, 4.0]), np.array([0, 0]))
+    expected = GROUP_ADVANTAGES[name](np.array([1.0, 4.0]), np.array([0, 0]))
     np.testing.assert_allclose([s.advantages for s in credited.samples], np.stack([expected] * 3, axis=1), rtol=1e-6)
     assert credited.metrics.keys() == {"advantage/mean", "advantage/std"}
 
@@ -116,7 +116,7 @@ def test_masks_and_backends_are_those_of_the_settings(mask_mode: str, backend: s
 
 
 def test_returns_of_tokens_hold_the_penalty() -> None:
-    credit: Any = wire_return_credit(settings_of(*PENALTY, "algorithm.gamma=0.5"))
+    credit: Any = make_return_advantages(settings_of(*PENALTY, "algorithm.gamma=0.5"))
     (one,) = credit(samples_of(1.0), 0.5)
     # A tenth at every token.
     np.testing.assert_allclose(one.advantages, [0.25 - 0.175, 0.5 - 0.15, 1 - 0.1], rtol=1e-6)
@@ -157,11 +157,11 @@ def test_nothing_is_learned_from_a_token_that_the_policy_would_not_draw_though_v
     scored = np.full(3, -np.log(vocabulary), np.float32)
     drawn = scored + np.array([0, 12, 0], np.float32)
     samples = [replace(s, policy_logprobs=scored, behavior_logprobs=drawn) for s in samples_of(1.0, 4.0)]
-    credited = wire_crediting(chosen)(samples, 0.0).samples
+    credited = make_advantage_estimator(chosen)(samples, 0.0).samples
     assert chosen.algorithm.whiten_advantages
     assert all(s.advantages is not None and abs(s.advantages[1]) > 0.1 for s in credited)
     gradient, _ = loss_and_gradient(
-        wire_loss(chosen.algorithm, several_updates=True),
+        make_policy_loss(chosen.algorithm, several_updates=True),
         np.zeros((6, vocabulary), np.float32),
         credited,
         one_a_row(2, rows_per_micro_batch=2, num_tokens=8, num_targets=4),

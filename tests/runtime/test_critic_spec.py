@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from app.runtime.model_spec import CriticInput, read_critic_input, read_model_input
+from app.runtime.model_spec import CriticSpec, read_critic_spec, read_model_spec
 from settings import InputError, load
 from tests.tiny_directory import write_model, write_tokenizer
 
 
-def critic_input(policy: Path, critic: Path) -> CriticInput:
+def critic_input(policy: Path, critic: Path) -> CriticSpec:
     settings = load(None, [f"model.path={policy}", f"critic.path={critic}"], {}).settings
-    return read_critic_input(settings, read_model_input(settings))
+    return read_critic_spec(settings, read_model_spec(settings))
 
 
 def change_tokenizer(model: Path, **changes: object) -> Path:

@@ -7,9 +7,9 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from app.batching.micro_batch_plan import Plan
-from app.batching.micro_batcher import Cutter, lengths_of
-from app.runtime.micro_batching import Longest, wire_role, wire_update
+from app.batching.micro_batch_plan import MicroBatchPlan
+from app.batching.micro_batcher import MicroBatcher, sequence_lengths
+from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher
 from settings import load
 from settings.schema.settings import Settings
 from tests.tiny import ODD, random_samples
@@ -33,31 +33,31 @@ def split(overrides: tuple[str, ...]):
     return (override.partition("=") for override in overrides)
 
 
-def plan(cut: Cutter, *, devices: int = 2) -> Plan:
-    (planned,) = cut.plan([lengths_of(SAMPLES)], devices_per_host=devices)
+def plan(cut: MicroBatcher, *, devices: int = 2) -> MicroBatchPlan:
+    (planned,) = cut.plan([sequence_lengths(SAMPLES)], devices_per_host=devices)
     return planned
 
 
-def update(*overrides: str) -> Plan:
+def update(*overrides: str) -> MicroBatchPlan:
     settings = settings_of(*overrides)
-    return plan(wire_update(settings, settings.algorithm, ODD, Longest.of(settings)))
+    return plan(make_update_batcher(settings, settings.algorithm, ODD, MaxLengths.from_settings(settings)))
 
 
-def role(name, *overrides: str) -> Plan:
+def role(name, *overrides: str) -> MicroBatchPlan:
     settings = settings_of(*overrides)
-    return plan(wire_role(settings, name, ODD, Longest.of(settings)))
+    return plan(make_score_batcher(settings, name, ODD, MaxLengths.from_settings(settings)))
 
 
-def shapes(planned: Plan) -> list[tuple[int, int]]:
+def shapes(planned: MicroBatchPlan) -> list[tuple[int, int]]:
     return [(len(one.rows), one.shape.num_tokens) for one in planned.micro_batches]
 
 
-def members(planned: Plan) -> list[int]:
+def members(planned: MicroBatchPlan) -> list[int]:
     rows = chain.from_iterable(one.rows for one in planned.micro_batches)
     return sorted(i for row in rows for segment in row for i in segment)
 
 
-def num_prompts(planned: Plan) -> int:
+def num_prompts(planned: MicroBatchPlan) -> int:
     return sum(len(row) for one in planned.micro_batches for row in one.rows)
 
 

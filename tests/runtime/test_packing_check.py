@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 import app.model.decoder as decoder
-from app.model.segment_layout import one_segment
+from app.model.segment_layout import single_segment_layout
 from app.runtime.packing_check import check_packing, random_samples
 from app.runtime.session import Session
-from app.training.setup import prepared
+from app.training.setup import prepare_run
 from settings import load
 from tests.tiny_directory import write_model
 
 
 @pytest.fixture
 def session(config: Path) -> Iterator[Session]:
-    with prepared(load(str(config), [], {}), resume="never") as launch:
+    with prepare_run(load(str(config), [], {}), resume="never") as launch:
         yield launch.session
 
 
@@ -40,7 +40,7 @@ def test_attention_that_leaks_is_refused(session: Session, monkeypatch: pytest.M
     attention = decoder.packed_attention
 
     def leaking(query: Any, keys: Any, values: Any, layout: Any, **rest: Any) -> Any:
-        everything = one_segment(jnp.ones(layout.segment_ids.shape, bool))
+        everything = single_segment_layout(jnp.ones(layout.segment_ids.shape, bool))
         rest["pairs"] = None
         return attention(query, keys, values, everything, **rest)
 
@@ -60,14 +60,14 @@ def test_a_critic_of_another_architecture_is_looked_at_too(config: Path, monkeyp
     def leaking(query: Any, keys: Any, values: Any, layout: Any, **rest: Any) -> Any:
         if query.shape[-2] == 4:
             return attention(query, keys, values, layout, **rest)
-        everything = one_segment(jnp.ones(layout.segment_ids.shape, bool))
+        everything = single_segment_layout(jnp.ones(layout.segment_ids.shape, bool))
         rest["pairs"] = None
         return attention(query, keys, values, everything, **rest)
 
     chosen = ["algorithm.name=ppo", f"critic.path={other}", "critic.dynamic_microbatch=true"]
 
     def checked() -> float:
-        with prepared(load(str(config), chosen, {}), resume="never") as launch:
+        with prepare_run(load(str(config), chosen, {}), resume="never") as launch:
             session = launch.session
             assert session.critic is not None
             critic = session.critic.load_params(session.mesh)

@@ -9,8 +9,8 @@ import pytest
 
 from app.model.io.model_files import open_model
 from app.records.run_directory import Resume, RunDirectory
-from app.runtime.pinned_revisions import pinned, record_commits
-from app.training.inputs import read_training_input
+from app.runtime.pinned_revisions import pin_revisions, record_commits
+from app.training.inputs import read_training_inputs
 from settings import InputError, load
 from tests.local_hub import serve, use_hub
 from tests.program import train_here
@@ -59,14 +59,14 @@ def test_critic_and_reward_model_keep_their_commits_too(
         first["reward"] = hub.commit(ids["reward"], judges[0])
         settings = load(str(config), ["algorithm.name=ppo", *chosen], {}).settings
         run = RunDirectory(tmp_path)
-        record_commits(run, settings, read_training_input(settings).commits)
+        record_commits(run, settings, read_training_inputs(settings).model_commits)
         hub.commit(ids["model"], moved)
         hub.commit(ids["critic"], moved)
         hub.commit(ids["reward"], judges[1])
-        assert read_training_input(pinned(settings, run)).commits == first
+        assert read_training_inputs(pin_revisions(settings, run)).model_commits == first
         # Those who ask for another revision get it, and of the others the commit they had.
         other = load(str(config), ["algorithm.name=ppo", *chosen, "critic.revision=main"], {}).settings
-        commits = read_training_input(pinned(other, run)).commits
+        commits = read_training_inputs(pin_revisions(other, run)).model_commits
         assert commits["critic"] != first["critic"] and commits["reward"] == first["reward"]
 
 
@@ -74,4 +74,4 @@ def test_critic_and_reward_model_keep_their_commits_too(
 def test_a_damaged_record_of_the_commit_is_named(config: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "model.json").write_text(text)
     with pytest.raises(InputError, match=r"--resume: .*model\.json .*start another run\.name"):
-        pinned(load(str(config), [], {}).settings, RunDirectory(tmp_path))
+        pin_revisions(load(str(config), [], {}).settings, RunDirectory(tmp_path))

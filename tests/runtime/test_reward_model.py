@@ -15,15 +15,15 @@ from safetensors.numpy import load_file, save_file
 from app.model.io.families import FAMILIES
 from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import open_model
-from app.model.segment_layout import one_segment
-from app.prompts.conversation import load_conversations
+from app.model.segment_layout import single_segment_layout
+from app.prompts.conversation import load_conversation_encoder
 from app.records.jsonl import read_jsonl
 from app.records.sample import Sample
-from app.runtime.reward_model import RewardModel, RewardModelInput, read_reward_model
+from app.runtime.reward_model import RewardModel, RewardModelSpec, read_reward_model_spec
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.reward import Reward
-from settings.schema.score import MicroBatches, Score
+from settings.schema.reward import RewardSettings
+from settings.schema.score import MicroBatchSettings, ScoreSettings
 from tests.model.test_parity import SIZES, SWITCHES, import_reference
 from tests.program import here, metrics_of, settings, train_here
 from tests.tiny import make_mesh, make_sample
@@ -42,12 +42,12 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings_of(model: Path, **micro_batches: Any) -> Settings:
     chosen = {"dynamic": True, "max_tokens_per_device": 64} | micro_batches
-    return Settings(reward=Reward(model=str(model)), score=Score(reward=MicroBatches(**chosen)))
+    return Settings(reward=RewardSettings(model=str(model)), score=ScoreSettings(reward=MicroBatchSettings(**chosen)))
 
 
 def loaded(model: Path, **micro_batches: Any) -> RewardModel:
     chosen = settings_of(model, **micro_batches)
-    read = read_reward_model(chosen)
+    read = read_reward_model_spec(chosen)
     assert read is not None
     return RewardModel.load(chosen, read, make_mesh())
 
@@ -63,12 +63,12 @@ def dialogues() -> list[Sample]:
 
 
 def values_of(model: RewardModel, samples: list[Sample]) -> np.ndarray:
-    return np.asarray([outcome.value for outcome in model.outcomes(samples)[0]], float)
+    return np.asarray([outcome.value for outcome in model.score(samples)[0]], float)
 
 
-def by_hand(read: RewardModelInput, samples: list[Sample]) -> np.ndarray:
+def by_hand(read: RewardModelSpec, samples: list[Sample]) -> np.ndarray:
     """<hidden at the last token, score.weight>, each conversation alone in a row, padded behind."""
-    texts = [read.conversations.ids(sample.prompt, sample.completion) for sample in samples]
+    texts = [read.conversations.encode(sample.prompt, sample.completion) for sample in samples]
     longest = max(map(len, texts))
     ids = jnp.asarray([[*text, *[0] * (longest - len(text))] for text in texts])
     mask = jnp.arange(longest) < jnp.asarray([[len(text)] for text in texts])
@@ -76,7 +76,7 @@ def by_hand(read: RewardModelInput, samples: list[Sample]) -> np.ndarray:
 
     @jax.jit
     def hidden(params: Any) -> Any:
-        return read.definition.bind(params).hidden(ids, one_segment(mask), dtype=jnp.dtype("float32"))
+        return read.definition.bind(params).hidden(ids, single_segment_layout(mask), dtype=jnp.dtype("float32"))
 
     last = np.asarray(hidden(params))[np.arange(len(texts)), [len(text) - 1 for text in texts]]
     return last @ read.files.weights.read("score.weight")[0]
@@ -85,13 +85,13 @@ def by_hand(read: RewardModelInput, samples: list[Sample]) -> np.ndarray:
 def test_the_score_is_read_at_the_last_token_however_conversations_share_rows(judge: Path) -> None:
     samples = dialogues()
     packed = loaded(judge)
-    expected = by_hand(packed.input, samples)
+    expected = by_hand(packed.spec, samples)
     assert np.std(expected) > 0.1
     np.testing.assert_allclose(values_of(packed, samples), expected, atol=1e-5)
     fixed: dict[str, Any] = {"dynamic": False, "max_tokens_per_device": None, "rows_per_device": 3}
     for strategy in ("loop", "scan"):
         np.testing.assert_allclose(values_of(loaded(judge, **fixed, strategy=strategy), samples), expected, atol=1e-5)
-    assert packed.outcomes([])[0] == []
+    assert packed.score([])[0] == []
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -112,7 +112,7 @@ def test_every_family_scores_as_transformers_does(model_type: str, tmp_path: Pat
     write_tokenizer(tmp_path, chat_template=template)
     ours, samples = loaded(tmp_path), dialogues()
     texts = [
-        [ours.input.conversations.vocabulary[token] for token in ("<|user|>", *q, "<|user|>", *s.completion, "<|end|>")]
+        [ours.spec.conversations.vocab[token] for token in ("<|user|>", *q, "<|user|>", *s.completion, "<|end|>")]
         for s in samples
         for q in [str(s.prompt.source)]
     ]
@@ -196,9 +196,9 @@ def test_a_checkpoint_without_its_head_is_refused_by_the_name_of_the_tensor(judg
     del tensors["score.weight"]
     save_file(tensors, model / "model.safetensors")
     with pytest.raises(InputError, match=r"reward.model: 1 tensors are missing, first 'score.weight'"):
-        read_reward_model(settings_of(model))
+        read_reward_model_spec(settings_of(model))
     with pytest.raises(InputError, match=r"reward.model: .*neither an existing directory"):
-        read_reward_model(settings_of(tmp_path / "no such"))
+        read_reward_model_spec(settings_of(tmp_path / "no such"))
 
 
 def test_a_score_that_is_no_number_stops_the_run_with_the_sample_named(config: Path, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_conversation_over_the_context_fails_alone(judge: Path) -> None:
     samples = dialogues()
     expected = values_of(loaded(judge), samples)
     object.__setattr__(samples[2], "completion", "1" * 63)
-    outcomes, _ = loaded(judge).outcomes(samples)
+    outcomes, _ = loaded(judge).score(samples)
     failure = outcomes[2].failure
     assert failure is not None and failure.kind == "too long"
     assert "score.reward.max_tokens_per_device holds 63" in failure.text
@@ -227,13 +227,13 @@ def test_a_reward_model_may_have_its_own_vocabulary_and_no_template(judge: Path,
     model = write_reward_model(tmp_path / "judge")
     (model / "chat_template.jinja").unlink()
     write_tokenizer(model, chat_template=None)
-    conversations = load_conversations(open_model(str(model)), system_prompt=None)
+    conversations = load_conversation_encoder(open_model(str(model)), system_prompt=None)
     sample = dialogues()[0]
-    spelled = [conversations.vocabulary[c] for c in "1+2=?3"]
-    assert conversations.ids(sample.prompt, sample.completion).tolist() == spelled
+    spelled = [conversations.vocab[c] for c in "1+2=?3"]
+    assert conversations.encode(sample.prompt, sample.completion).tolist() == spelled
     object.__setattr__(sample.prompt, "source", [{"role": "user", "content": "1+2=?"}])
     with pytest.raises(InputError, match="no chat template"):
-        conversations.ids(sample.prompt, sample.completion)
+        conversations.encode(sample.prompt, sample.completion)
 
 
 def test_a_function_may_not_have_the_name_of_the_model(config: Path, judge: Path) -> None:

@@ -12,50 +12,50 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.batching.micro_batch_plan import MicroBatch, Plan, RowShape, TokenBudget
-from app.batching.micro_batcher import Cutter, FixedRows, PackedRows
+from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape, TokenBudget
+from app.batching.micro_batcher import FixedRowBatcher, MicroBatcher, PackedRowBatcher
 from app.batching.pack import pack_tokens
-from app.mesh.placement import abstract
+from app.mesh.placement import abstract_arrays
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params
 from app.model.flops import forward_flops
-from app.model.segment_layout import one_segment
+from app.model.segment_layout import single_segment_layout
 from app.records.sample import Sample
 from app.score.scorer import Scorer
 from app.tracking.compilation_counter import CompilationCounter
 from tests.tiny import BIASED, ODD, make_mesh, random_params, random_samples
 
 FLOAT32 = jnp.dtype("float32")
-ONE_PASS = FixedRows(None, trim_tail=False)
+ONE_PASS = FixedRowBatcher(None, trim_tail=False)
 SAMPLES = random_samples(3, 3, vocab_size=ODD.vocab_size, with_holes=True, seed=3)
 
 
 @functools.cache
 def params_of(architecture: Architecture) -> Params:
-    return random_params(DecoderDefinition.of(architecture))
+    return random_params(DecoderDefinition.create(architecture))
 
 
 @functools.cache
 def scorer_of(architecture: Architecture, logits_chunk: int = 128) -> Scorer:
-    return Scorer(DecoderDefinition.of(architecture), make_mesh(), dtype=FLOAT32, logits_chunk=logits_chunk)
+    return Scorer(DecoderDefinition.create(architecture), make_mesh(), dtype=FLOAT32, logits_chunk=logits_chunk)
 
 
 def score(
-    samples, *, architecture=ODD, temperature=1.0, cut: Cutter = ONE_PASS, run=Scorer.one_by_one, logits_chunk=128
+    samples, *, architecture=ODD, temperature=1.0, cut: MicroBatcher = ONE_PASS, run=Scorer.run_looped, logits_chunk=128
 ) -> list[np.ndarray]:
     scorer = scorer_of(architecture, logits_chunk)
     return scorer.logprobs(
         params_of(architecture),
         samples,
-        cut(samples, scorer.mesh).own,
+        cut(samples, scorer.mesh).local_plan,
         temperature=temperature,
-        run=functools.partial(run, scorer),
+        runner=functools.partial(run, scorer),
     )
 
 
 @functools.cache
 def hidden_function(architecture: Architecture):
-    definition = DecoderDefinition.of(architecture)
+    definition = DecoderDefinition.create(architecture)
     return jax.jit(lambda params, *rows: definition.bind(params).hidden(*rows, dtype=FLOAT32))
 
 
@@ -65,7 +65,7 @@ def slow_logprobs(sample: Sample, architecture: Architecture, temperature: float
     row = np.zeros((1, 16), np.int32)
     ids = np.concatenate([sample.prompt.token_ids, sample.completion_ids])
     row[0, : len(ids)] = ids
-    hidden = hidden_function(architecture)(params, row, one_segment(jnp.ones((1, 16), bool)))[0]
+    hidden = hidden_function(architecture)(params, row, single_segment_layout(jnp.ones((1, 16), bool)))[0]
     head = params["embedding"] if architecture.tied_embeddings else params["output"]
     logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / temperature
     log_softmax = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -88,8 +88,8 @@ def test_greedy_samples_are_scored_at_temperature_one():
     assert_close(score(SAMPLES, temperature=0.0), score(SAMPLES, temperature=1.0), atol=0)
 
 
-LOOP = {"run": Scorer.one_by_one, "trim_tail": True}
-SCAN = {"run": Scorer.scanned, "trim_tail": False}
+LOOP = {"run": Scorer.run_looped, "trim_tail": True}
+SCAN = {"run": Scorer.run_scanned, "trim_tail": False}
 
 
 @pytest.mark.parametrize("strategy", [LOOP, SCAN], ids=["loop", "scan"])
@@ -97,36 +97,36 @@ SCAN = {"run": Scorer.scanned, "trim_tail": False}
 @pytest.mark.parametrize("rows_per_device", [1, 2, 4, 100])
 def test_fixed_micro_batches_change_nothing(rows_per_device, num_samples, strategy):
     """Of 9 samples, 2 and 4 a micro-batch leave an uneven tail."""
-    cut = FixedRows(rows_per_device, trim_tail=strategy["trim_tail"])
+    cut = FixedRowBatcher(rows_per_device, trim_tail=strategy["trim_tail"])
     scored = score(SAMPLES[:num_samples], cut=cut, run=strategy["run"])
     for ours, expected in zip(scored, score(SAMPLES), strict=False):
         np.testing.assert_allclose(ours, expected, rtol=1e-6)
 
 
 def test_loop_and_scan_agree_bit_for_bit_where_shapes_do():
-    cut = FixedRows(3, trim_tail=True)
-    assert_close(score(SAMPLES, cut=cut, run=Scorer.scanned), score(SAMPLES, cut=cut), atol=0)
+    cut = FixedRowBatcher(3, trim_tail=True)
+    assert_close(score(SAMPLES, cut=cut, run=Scorer.run_scanned), score(SAMPLES, cut=cut), atol=0)
 
 
 @pytest.mark.parametrize(
     ("cut", "run", "shapes"),
     [
-        (FixedRows(4, trim_tail=True), Scorer.one_by_one, 4),
-        (FixedRows(4, trim_tail=False), Scorer.scanned, 1),
-        (FixedRows(None, trim_tail=False), Scorer.one_by_one, 1),
+        (FixedRowBatcher(4, trim_tail=True), Scorer.run_looped, 4),
+        (FixedRowBatcher(4, trim_tail=False), Scorer.run_scanned, 1),
+        (FixedRowBatcher(None, trim_tail=False), Scorer.run_looped, 1),
     ],
     ids=["loop", "scan", "off"],
 )
 def test_each_row_shape_is_compiled_once_and_no_other(cut, run, shapes):
     """Loop: a shape for the micro-batches, and one for each size of the tail; scan and off: one in all."""
-    scorer = Scorer(DecoderDefinition.of(ODD), make_mesh(), dtype=FLOAT32, logits_chunk=128)
+    scorer = Scorer(DecoderDefinition.create(ODD), make_mesh(), dtype=FLOAT32, logits_chunk=128)
     counts = (9, 10, 11, 9, 12) if shapes > 1 else (9, 9, 9)
     with closing(CompilationCounter()) as compilations:
         for count in counts:
             samples = [SAMPLES[i % len(SAMPLES)] for i in range(count)]
-            plan = cut(samples, scorer.mesh).own
-            scorer.logprobs(params_of(ODD), samples, plan, temperature=1.0, run=functools.partial(run, scorer))
-        assert compilations.take() == shapes
+            plan = cut(samples, scorer.mesh).local_plan
+            scorer.logprobs(params_of(ODD), samples, plan, temperature=1.0, runner=functools.partial(run, scorer))
+        assert compilations.take_count() == shapes
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
@@ -137,34 +137,34 @@ def test_packed_rows_change_nothing(quota, row_length, packing, share_prompts):
     assert_close(score(SAMPLES, cut=cut), score(SAMPLES))
 
 
-def packed(quota: int, row_length: int, *, packing: Any = "best_fit", share_prompts: bool = True) -> PackedRows:
+def packed(quota: int, row_length: int, *, packing: Any = "best_fit", share_prompts: bool = True) -> PackedRowBatcher:
     budget = TokenBudget(quota, row_length, share_prompts, packing, balance=True)
-    return PackedRows(budget, forward_flops(ODD))
+    return PackedRowBatcher(budget, forward_flops(ODD))
 
 
 def test_packed_rows_of_random_lengths_compile_once_for_each_row_shape():
-    scorer = Scorer(DecoderDefinition.of(ODD), make_mesh(), dtype=FLOAT32, logits_chunk=128)
+    scorer = Scorer(DecoderDefinition.create(ODD), make_mesh(), dtype=FLOAT32, logits_chunk=128)
     cut, shapes = packed(64, 32), set()
     with closing(CompilationCounter()) as compilations:
         for seed in range(200):
             samples = random_samples(seed % 5 + 1, 3, vocab_size=ODD.vocab_size, seed=seed)
-            plan = cut(samples, scorer.mesh).own
+            plan = cut(samples, scorer.mesh).local_plan
             shapes |= {(len(one.rows), one.shape) for one in plan.micro_batches}
             scorer.logprobs(params_of(ODD), samples, plan, temperature=1.0)
-        assert compilations.take() == len(shapes) <= 12
+        assert compilations.take_count() == len(shapes) <= 12
 
 
 def test_scoring_never_holds_logits_of_all_tokens_whatever_the_batch():
     """At Qwen's vocabulary, from the compiled program."""
     vocab_size, quota, logits_chunk = 151_936, 1024, 64
     architecture = replace(ODD, vocab_size=vocab_size, num_layers=1)
-    definition, mesh = DecoderDefinition.of(architecture), make_mesh()
+    definition, mesh = DecoderDefinition.create(architecture), make_mesh()
     scorer = Scorer(definition, mesh, dtype=FLOAT32, logits_chunk=logits_chunk)
-    params = abstract(definition.shapes, definition.shardings(mesh))
+    params = abstract_arrays(definition.shapes, definition.shardings(mesh))
     programs = set()
     for num_groups in (64, 256):
         samples = random_samples(num_groups, 2, vocab_size=vocab_size, longest_completion=60)
-        full = packed(quota, quota)(samples, mesh).own.micro_batches[0]
+        full = packed(quota, quota)(samples, mesh).local_plan.micro_batches[0]
         batch = pack_tokens(samples, full)
         with jax.set_mesh(mesh):
             programs.add(scorer._forward.lower(params, batch, jnp.float32(1.0)).as_text())
@@ -182,14 +182,14 @@ def test_no_more_micro_batches_are_in_memory_however_many_there_are():
         counts = []
 
         def counted():
-            for micro_batch in FixedRows(1, trim_tail=False)(samples, scorer.mesh).own.micro_batches:
+            for micro_batch in FixedRowBatcher(1, trim_tail=False)(samples, scorer.mesh).local_plan.micro_batches:
                 # The rows that were sent; on a CPU what came back is the host's own array.
                 counts.append(sum(array.dtype == jnp.int32 for array in jax.live_arrays()))
                 yield pack_tokens(samples, micro_batch)
 
         samples = [SAMPLES[i % len(SAMPLES)] for i in range(num_samples)]
         with jax.set_mesh(scorer.mesh):
-            assert len(scorer.one_by_one(params, counted(), np.float32(1))) == num_samples
+            assert len(scorer.run_looped(params, counted(), np.float32(1))) == num_samples
         return max(counts)
 
     assert most_alive(64) <= most_alive(8)
@@ -218,7 +218,7 @@ def test_samples_that_share_a_row_or_a_prompt_score_as_they_do_alone(row_of, ord
     for i in order:
         row = rows[row_of[i]]
         (row if len(row) < 3 else rows[3 + i]).append(i)
-    plan = Plan((MicroBatch(tuple(segments(row, shared) for row in rows), RowShape(48, 32)),))
+    plan = MicroBatchPlan((MicroBatch(tuple(segments(row, shared) for row in rows), RowShape(48, 32)),))
     assert_close(scorer_of(ODD, 32).logprobs(params_of(ODD), SAMPLES, plan, temperature=1.0), score(SAMPLES))
 
 

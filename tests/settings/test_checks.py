@@ -14,8 +14,8 @@ from settings.checks.commands import (
     check_for_score,
     check_for_train,
 )
-from settings.checks.unused_settings import launch_lines
-from settings.loading.config_file import presets
+from settings.checks.unused_settings import launch_notices
+from settings.loading.config_file import preset_names
 from settings.loading.fields import FIELDS
 from tests.settings.loading import load_text
 
@@ -38,12 +38,12 @@ def refusal(check, resolved: Resolved) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("preset", presets())
+@pytest.mark.parametrize("preset", preset_names())
 def test_every_preset_can_be_trained_with(preset: str) -> None:
     check_for_train(load(preset, [], {}))
 
 
-@pytest.mark.parametrize("preset", [name for name in presets() if "gsm8k" in name])
+@pytest.mark.parametrize("preset", [name for name in preset_names() if "gsm8k" in name])
 def test_a_gsm8k_preset_asks_for_the_answer_where_it_is_looked_for(preset: str) -> None:
     """Unquoted, YAML takes what follows a ` #` for a comment."""
     assert "####" in (load(preset, [], {}).settings.data.system_prompt or "")
@@ -139,16 +139,16 @@ def test_what_the_estimator_does_not_read_is_refused_where_it_is_said_later(
 
 def test_what_the_estimator_does_not_read_is_told_where_that_is_chosen_later_or_beside_it() -> None:
     ppo = load("quickstart_ppo", [], {})
-    assert launch_lines(ppo) == (ppo.algorithm_changes,)
+    assert launch_notices(ppo) == (ppo.algorithm_changes,)
     resolved = load("quickstart_ppo", ["algorithm.name=grpo", "rollout.group_size=2"], {})
     check_for_train(resolved)
-    (told,) = launch_lines(resolved)
+    (told,) = launch_notices(resolved)
     assert told.startswith("no effect under algorithm.name = 'grpo' (from --set): algorithm.lam = 1.0 (from yaml:")
     for name in ("learning_rate", "warmup_steps"):
         assert f", critic.{name} = " in told
     beside = load(None, ["algorithm.estimator=vtrace", "critic.lam=0.5"], {})
     check_for_train(beside)
-    assert launch_lines(beside)[1:] == (
+    assert launch_notices(beside)[1:] == (
         "no effect under algorithm.estimator = 'vtrace' (from --set): critic.lam = 0.5 (from --set)",
     )
 
@@ -156,17 +156,17 @@ def test_what_the_estimator_does_not_read_is_told_where_that_is_chosen_later_or_
 def test_the_critic_s_micro_batches_are_not_taken_for_said_where_they_are_the_policy_s(resolve) -> None:
     resolved = resolve("algorithm.rows_per_device=2", "algorithm.dynamic_microbatch=false")
     check_for_train(resolved)
-    assert launch_lines(resolved) == ()
+    assert launch_notices(resolved) == ()
 
 
-@pytest.mark.parametrize("preset", presets())
+@pytest.mark.parametrize("preset", preset_names())
 def test_settings_that_a_run_has_written_are_told_of_as_those_they_were_written_from(
     tmp_path: Path, preset: str
 ) -> None:
     first = load(preset, [], {})
     (tmp_path / "settings.yaml").write_text(first.to_yaml())
     again = load(str(tmp_path / "settings.yaml"), [], {})
-    assert [line for line in launch_lines(again) if line.startswith("no effect")] == []
+    assert [line for line in launch_notices(again) if line.startswith("no effect")] == []
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])

@@ -8,7 +8,7 @@ import pytest
 
 from settings import InputError, Resolved
 from settings.checks.commands import check_for_rollout, check_for_train
-from settings.checks.unused_settings import launch_lines
+from settings.checks.unused_settings import launch_notices
 from tests.settings.loading import load_text, with_sets
 
 PARTS = ("correction", "correction_level", "correction_veto")
@@ -122,7 +122,7 @@ def test_what_a_correction_would_read_is_told_where_it_is_turned_off_later(folde
     text = "algorithm: {correction: mask, correction_min: 0.1, lam: 0.5}"
     off = load_text(folder, text, "algorithm.correction=none", "algorithm.name=rloo")
     check_for_train(off)
-    assert launch_lines(off)[1:] == (
+    assert launch_notices(off)[1:] == (
         "no effect under algorithm.name = 'rloo' (from --set): algorithm.lam = 0.5 (from yaml:c.yaml:1)",
         "no effect under algorithm.correction = 'none' (from --set): "
         "algorithm.correction_min = 0.1 (from yaml:c.yaml:1)",

@@ -8,8 +8,8 @@ import pytest
 
 from settings import load
 from settings.checks.commands import check_for_train
-from settings.loading.algorithm_presets import PAPERS
-from settings.loading.inherit_from_run import freed
+from settings.loading.algorithm_presets import ALGORITHM_PRESETS
+from settings.loading.inherit_from_run import reset_overrides
 
 
 def written(folder: Path, *overrides: str) -> str:
@@ -18,12 +18,12 @@ def written(folder: Path, *overrides: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("name", ALGORITHM_PRESETS)
 @pytest.mark.parametrize("before", ["grpo", "dapo", "ppo"])
 def test_another_algorithm_is_what_it_would_be_without_the_run(tmp_path: Path, before: str, name: str) -> None:
     path = written(tmp_path, f"algorithm.name={before}", "algorithm.max_tokens_per_device=512")
     chosen = [f"algorithm.name={name}"]
-    again = load(path, [*chosen, *freed(path, chosen, {})], {})
+    again = load(path, [*chosen, *reset_overrides(path, chosen, {})], {})
     check_for_train(again)
     expected = load(None, [*chosen, "algorithm.max_tokens_per_device=512"], {})
     assert again.settings.algorithm == expected.settings.algorithm
@@ -32,26 +32,26 @@ def test_another_algorithm_is_what_it_would_be_without_the_run(tmp_path: Path, b
 def test_what_somebody_has_set_stays(tmp_path: Path) -> None:
     path = written(tmp_path, "algorithm.name=dapo", "algorithm.filter=none")
     chosen = ["algorithm.name=grpo", "algorithm.clip_high=0.3"]
-    algorithm = load(path, [*chosen, *freed(path, chosen, {})], {}).settings.algorithm
+    algorithm = load(path, [*chosen, *reset_overrides(path, chosen, {})], {}).settings.algorithm
     assert (algorithm.filter, algorithm.clip_high, algorithm.loss_aggregation) == (
         *("none", 0.3),
-        PAPERS["grpo"].loss_aggregation,
+        ALGORITHM_PRESETS["grpo"].loss_aggregation,
     )
 
 
 def test_without_another_algorithm_everything_is_what_the_run_had(tmp_path: Path) -> None:
     path = written(tmp_path, "algorithm.name=dapo")
-    assert freed(path, ["run.steps=3"], {}) == []
-    assert freed(path, [], {"GRPO__ALGORITHM__NAME": "grpo"}) != []
+    assert reset_overrides(path, ["run.steps=3"], {}) == []
+    assert reset_overrides(path, [], {"GRPO__ALGORITHM__NAME": "grpo"}) != []
 
 
 def test_a_run_of_several_hosts_is_the_base_of_one_on_a_single_host(tmp_path: Path) -> None:
     hosts = ("mesh.coordinator_address='host0:1234'", "mesh.num_processes=2", "mesh.process_id=0")
     path = written(tmp_path, *hosts)
-    mesh = load(path, freed(path, [], {}), {}).settings.mesh
+    mesh = load(path, reset_overrides(path, [], {}), {}).settings.mesh
     assert (mesh.coordinator_address, mesh.num_processes, mesh.process_id) == (None, None, None)
     # Whoever names them now is asked.
-    assert freed(path, hosts, {}) == []
+    assert reset_overrides(path, hosts, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_nobody_has_set_follows_what_somebody_now_sets(
     tmp_path: Path, before: tuple[str, ...], chosen: list[str]
 ) -> None:
     path = written(tmp_path, *before)
-    again = load(path, [*chosen, *freed(path, chosen, {})], {}).settings
+    again = load(path, [*chosen, *reset_overrides(path, chosen, {})], {}).settings
     kept = [one for one in before if one.partition("=")[0] not in "\n".join(chosen)]
     assert again == load(None, [*kept, *chosen], {}).settings
 
@@ -78,5 +78,5 @@ def test_what_nobody_has_set_follows_what_somebody_now_sets(
 def test_a_role_s_own_quota_stays_where_that_of_scoring_changes(tmp_path: Path) -> None:
     path = written(tmp_path, "score.max_tokens_per_device=2048", "score.reference.max_tokens_per_device=64")
     chosen = ["score.max_tokens_per_device=1024"]
-    score = load(path, [*chosen, *freed(path, chosen, {})], {}).settings.score
+    score = load(path, [*chosen, *reset_overrides(path, chosen, {})], {}).settings.score
     assert (score.policy.max_tokens_per_device, score.reference.max_tokens_per_device) == (1024, 64)

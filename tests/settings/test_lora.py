@@ -9,7 +9,7 @@ import pytest
 
 from settings import InputError, Resolved
 from settings.checks.commands import check_for_train
-from settings.checks.unused_settings import adapters_left_out, launch_lines
+from settings.checks.unused_settings import launch_notices, unused_adapter_notices
 from settings.schema.lora import PROJECTIONS
 from tests.settings.loading import load_text, with_sets
 
@@ -26,7 +26,7 @@ def test_without_a_rank_there_are_no_adapters() -> None:
     for resolved in (with_sets(), with_sets("model.lora.rank=0"), with_sets("model.lora.rank=null")):
         assert not resolved.settings.model.lora.rank
         check_for_train(resolved)
-        assert launch_lines(resolved) == () == adapters_left_out(resolved)
+        assert launch_notices(resolved) == () == unused_adapter_notices(resolved)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_is_said_of_adapters_that_are_not_there_has_no_effect(folder: Path)
     check_for_train(load_text(folder, file))
     without = load_text(folder, file, "model.lora.rank=null")
     check_for_train(without)
-    (line,) = launch_lines(without)
+    (line,) = launch_notices(without)
     assert line.startswith("no effect under model.lora.rank = None (from --set): model.lora.alpha = 32.0")
 
 
@@ -90,7 +90,7 @@ def test_a_reference_that_trains_cannot_wait_outside(folder: Path) -> None:
 
 
 def test_who_takes_the_model_as_it_is_says_so() -> None:
-    assert adapters_left_out(with_sets(RANK)) == (
+    assert unused_adapter_notices(with_sets(RANK)) == (
         "model.lora.rank = 8 (from --set) has no effect here: the model of model.path is taken as it is, without "
         "adapters",
     )

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from settings import InputError, Resolved, Settings, load
-from settings.loading.algorithm_presets import PAPERS
-from settings.loading.aliases import HISTORIC
-from settings.loading.config_file import presets
+from settings.loading.algorithm_presets import ALGORITHM_PRESETS
+from settings.loading.aliases import ALIASES
+from settings.loading.config_file import preset_names
 from settings.loading.fields import FIELDS, value_of
 from settings.loading.sources import env_name
 from tests.settings.loading import load_text, with_sets
@@ -144,10 +144,10 @@ def test_a_section_without_content_sets_nothing(folder: Path) -> None:
 
 
 def test_every_historic_name_has_an_example() -> None:
-    assert {field for fields in HISTORIC.values() for field in fields} == set(EXAMPLES)
+    assert {field for fields in ALIASES.values() for field in fields} == set(EXAMPLES)
 
 
-@pytest.mark.parametrize(("name", "field"), [(name, field) for name, fields in HISTORIC.items() for field in fields])
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name, fields in ALIASES.items() for field in fields])
 def test_historic_names_work_in_every_layer(folder: Path, name: str, field: str) -> None:
     value = EXAMPLES[field]
     assert value_of(load_text(folder, "run: {seed: 1}").settings, field) != value
@@ -275,13 +275,13 @@ def test_a_penalty_of_weight_zero_has_neither_place_nor_estimator() -> None:
 
 
 def test_every_name_of_an_algorithm_is_known_to_the_table_of_papers() -> None:
-    assert set(PAPERS) == set(get_args(FIELDS["algorithm.name"].annotation))
+    assert set(ALGORITHM_PRESETS) == set(get_args(FIELDS["algorithm.name"].annotation))
 
 
 # Printing
 
 
-@pytest.mark.parametrize("preset", presets())
+@pytest.mark.parametrize("preset", preset_names())
 def test_what_is_printed_can_be_loaded_again(folder: Path, preset: str) -> None:
     resolved = load(preset, ["run.seed=3"], {})
     again = load_text(folder, resolved.to_yaml())
@@ -373,7 +373,7 @@ def test_a_missing_config_is_named_in_full_beside_the_presets(folder: Path) -> N
         load("quikstart", [], {})
     assert str(folder / "quikstart") in str(caught.value)
     assert "did you mean quickstart?" in str(caught.value)
-    assert all(preset in str(caught.value) for preset in presets())
+    assert all(preset in str(caught.value) for preset in preset_names())
 
 
 @pytest.mark.parametrize("config", ["missing.yaml", "a\0b", "c.yaml/x", ""])

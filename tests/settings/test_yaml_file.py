@@ -7,11 +7,11 @@ import math
 import pytest
 
 from settings.errors import InputError
-from settings.loading.yaml_file import MAX_BYTES, parse, parse_file
+from settings.loading.yaml_file import MAX_BYTES, parse_settings_file, parse_yaml
 
 
 def values(text: str) -> object:
-    return parse(text, name="f.yaml").plain()
+    return parse_yaml(text, name="f.yaml").to_python()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_nan_is_a_number() -> None:
 
 
 def test_every_value_knows_its_line() -> None:
-    root = parse("# note\na:\n  b: 1\n  c:\n    - x\n    - {d: 2}\n", name="f.yaml")
+    root = parse_yaml("# note\na:\n  b: 1\n  c:\n    - x\n    - {d: 2}\n", name="f.yaml")
     assert isinstance(root.value, dict)
     a = root.value["a"].value
     assert isinstance(a, dict)
@@ -62,8 +62,8 @@ def test_every_value_knows_its_line() -> None:
 
 
 def test_an_unquoted_scalar_keeps_its_spelling() -> None:
-    assert parse("1e3", name="f.yaml").spelling == "1e3"
-    assert parse("'1e3'", name="f.yaml").spelling is None
+    assert parse_yaml("1e3", name="f.yaml").spelling == "1e3"
+    assert parse_yaml("'1e3'", name="f.yaml").spelling is None
 
 
 def test_an_alias_stands_for_its_anchor() -> None:
@@ -99,7 +99,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 def test_bad_yaml_is_refused_with_its_place(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        parse(text, name="f.yaml")
+        parse_yaml(text, name="f.yaml")
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_bad_yaml_is_refused_with_its_place(text: str, message: str) -> None:
 )
 def test_a_file_that_holds_no_settings_is_refused(content: bytes, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        parse_file(content, name="f.yaml")
+        parse_settings_file(content, name="f.yaml")
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_no_problem() -> None:
-    root = parse_file(b"\xef\xbb\xbfa: 1\r\nb: 2\r\n", name="f.yaml")
-    assert root.plain() == {"a": 1, "b": 2}
+    root = parse_settings_file(b"\xef\xbb\xbfa: 1\r\nb: 2\r\n", name="f.yaml")
+    assert root.to_python() == {"a": 1, "b": 2}

@@ -12,9 +12,9 @@ import pytest
 from app.records.jsonl import write_jsonl
 from app.runtime import advantages
 from app.stages import gae_summary
-from app.stages.gae import whitener
-from app.stages.gae_jsonl import SampleFile
-from app.stages.gae_npz import MatrixFile
+from app.stages.gae import make_whitener
+from app.stages.gae_jsonl import GaeSampleFile
+from app.stages.gae_npz import GaeMatrixFile
 from settings import Settings, load
 from settings.errors import InputError
 from tests.advantage.gae_oracle import Case, oracle
@@ -130,10 +130,10 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_the_whole_file(tmp_
         tmp_path / "in.jsonl",
         [{"token_rewards": r.tolist(), "values": v.tolist()} for r, v in zip(rewards, values, strict=True)],
     )
-    files = {"npz": MatrixFile, "jsonl": SampleFile}
+    files = {"npz": GaeMatrixFile, "jsonl": GaeSampleFile}
     file = files[kind](tmp_path / f"in.{kind}", settings_of(), window_tokens=32)
-    file.write(tmp_path / f"out.{kind}", whitener(file.advantage_moments()))
-    assert file.tally.num_windows == 4
+    file.write(tmp_path / f"out.{kind}", make_whitener(file.advantage_moments()))
+    assert file.summary.num_windows == 4
     if kind == "npz":
         written = np.load(tmp_path / "out.npz")["advantages"]
     else:
@@ -311,7 +311,7 @@ def test_a_row_of_a_later_window_is_named_by_its_place_in_the_file(tmp_path: Pat
     values[33, 2] = np.nan
     np.savez(tmp_path / "in.npz", rewards=np.zeros((50, 4)), values=values)
     with pytest.raises(InputError, match="values: row 33, index 2 is nan"):
-        MatrixFile(tmp_path / "in.npz", settings_of(), window_tokens=40).check()
+        GaeMatrixFile(tmp_path / "in.npz", settings_of(), window_tokens=40).check()
 
 
 @pytest.mark.parametrize(("mode", "is_read"), [("skip", False), ("zero", False), ("through", True)])
@@ -397,13 +397,13 @@ def test_other_hosts_have_no_part_in_a_file(tmp_path: Path) -> None:
 def test_what_takes_long_is_told_on_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, rows: str
 ) -> None:
-    monkeypatch.setattr(gae_summary, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(gae_summary, "PROGRESS_INTERVAL_S", 0.0)
     np.savez(tmp_path / "in.npz", rewards=np.ones((2, 3)), values=np.ones((2, 3)))
     write_jsonl(tmp_path / "in.jsonl", [{"values": [1.0] * 3, "reward": 1.0}] * 2)
-    files = {"npz": MatrixFile, "jsonl": SampleFile}
+    files = {"npz": GaeMatrixFile, "jsonl": GaeSampleFile}
     file = files[kind](tmp_path / f"in.{kind}", settings_of(), window_tokens=3)
     file.check()
-    file.write(tmp_path / f"out.{kind}", whitener(None))
+    file.write(tmp_path / f"out.{kind}", make_whitener(None))
     told = [f"checked 1 {rows}", f"checked 2 {rows}", f"estimated 1 of 2 {rows}"]
     assert capsys.readouterr().err.splitlines() == told
 

@@ -15,10 +15,17 @@ from jax.experimental import io_callback
 
 from app.advantage.gae.estimate import generalized_advantages
 from app.stages import gae_benchmark
-from app.stages.gae_benchmark import Shape, in_a_loop, interleaved, one_by_one, oracle, parse_shapes
-from app.stages.gae_benchmark_report import Measured, conclusion
+from app.stages.gae_benchmark import (
+    BenchmarkShape,
+    parse_shapes,
+    reference_gae,
+    time_in_device_loop,
+    time_interleaved,
+    time_one_by_one,
+)
+from app.stages.gae_benchmark_report import BackendTiming, conclusion
 from settings.errors import InputError
-from settings.schema.settings import Algorithm
+from settings.schema.settings import AlgorithmSettings
 from tests.advantage import gae_oracle
 from tests.advantage.gae_oracle import random_case
 from tests.program import here
@@ -55,8 +62,8 @@ def test_a_bench_measures_every_backend_checks_it_and_draws(tmp_path: Path) -> N
 def test_the_oracle_of_the_bench_is_that_of_the_tests(mode: str) -> None:
     case = random_case(np.random.default_rng(0), (3, 20), masked=True, packed=False)._replace(ends=None)
     case = case._replace(values=case.values[:, :20])
-    algorithm = Algorithm(gamma=0.5, lam=0.75, mask_mode=mode)  # pyright: ignore[reportArgumentType]
-    found = oracle(case.rewards, case.values, case.mask, algorithm)
+    algorithm = AlgorithmSettings(gamma=0.5, lam=0.75, mask_mode=mode)  # pyright: ignore[reportArgumentType]
+    found = reference_gae(case.rewards, case.values, case.mask, algorithm)
     np.testing.assert_allclose(found, gae_oracle.oracle(case, gamma=0.5, lam=0.75, mask_mode=mode), atol=1e-12)
 
 
@@ -67,7 +74,7 @@ def test_shapes_that_are_none_are_refused(text: str) -> None:
 
 
 def test_shapes_are_rows_and_tokens_each_once() -> None:
-    assert parse_shapes("16x8192, 2x3,16x8192") == [Shape(16, 8192), Shape(2, 3)]
+    assert parse_shapes("16x8192, 2x3,16x8192") == [BenchmarkShape(16, 8192), BenchmarkShape(2, 3)]
 
 
 def test_the_error_is_looked_for_in_rows_from_the_first_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +83,7 @@ def test_the_error_is_looked_for_in_rows_from_the_first_to_the_last(monkeypatch:
         return tuple(np.asarray(part) + (np.arange(len(rewards)) == len(rewards) - 1)[:, None] for part in credit)
 
     monkeypatch.setattr(gae_benchmark, "generalized_advantages", wrong_at_the_end)
-    report = gae_benchmark.measure(Algorithm(), [Shape(40, 8)], num_repeats=1)
+    report = gae_benchmark.measure_backends(AlgorithmSettings(), [BenchmarkShape(40, 8)], num_repeats=1)
     assert all(case.max_error > 0.01 for case in report.cases)
 
 
@@ -86,7 +93,7 @@ def test_cases_are_timed_in_turn() -> None:
     def case(name: str) -> Any:
         return lambda count: told.append(name) or 1.0
 
-    assert interleaved([case("a"), case("b")], 3) == [[1.0] * 3] * 2
+    assert time_interleaved([case("a"), case("b")], 3) == [[1.0] * 3] * 2
     assert "".join(told) == "ab" + "ababab"
 
 
@@ -100,7 +107,7 @@ def test_a_call_is_over_before_the_next_one_starts() -> None:
         return results[-1]
 
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 300, x))
-    one_by_one(call)(5)
+    time_one_by_one(call)(5)
     assert done == [True] * 5
 
 
@@ -111,17 +118,17 @@ def test_a_loop_calls_as_often_as_it_says() -> None:
         io_callback(lambda: called.append(1), None)
         return x + 1
 
-    in_a_loop(call, [jnp.ones(3)])(6)
+    time_in_device_loop(call, [jnp.ones(3)])(6)
     jax.effects_barrier()
     assert len(called) == 2 * 8  # once to compile; the next power of two
 
 
-SERIAL = Measured("1x9", "scalar", "serial", None, False, 0.1, 3.0, 3.0, 20, 1.0, 1.0, 0.0)
+SERIAL = BackendTiming("1x9", "scalar", "serial", None, False, 0.1, 3.0, 3.0, 20, 1.0, 1.0, 0.0)
 CHUNKED = replace(SERIAL, backend="chunked", chunk_size=64, median_s=0.5)
 FUSED = replace(SERIAL, backend="fused", median_s=1.0)
 
 
-def as_auto(case: Measured) -> Measured:
+def as_auto(case: BackendTiming) -> BackendTiming:
     return replace(case, is_auto=True)
 
 
@@ -157,7 +164,7 @@ def as_auto(case: Measured) -> Measured:
     ],
 )
 def test_the_last_sentence_says_whether_chunks_pay_and_whether_auto_is_right(
-    cases: list[Measured], sentence: str
+    cases: list[BackendTiming], sentence: str
 ) -> None:
     assert conclusion(cases) == f"1x9 with one decay: {sentence}"
 

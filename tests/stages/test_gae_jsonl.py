@@ -13,18 +13,20 @@ import pytest
 
 from app.records.jsonl import write_jsonl
 from app.records.sample import Sample
-from app.records.sample_json import credited_sample, sample_to_record
-from app.runtime.advantages import wire_gae_credit
-from app.stages.gae import whitener
-from app.stages.gae_jsonl import Placed, SampleFile, sample_windows
+from app.records.sample_json import sample_for_advantages, sample_to_record
+from app.runtime.advantages import make_gae_advantages
+from app.stages.gae import make_whitener
+from app.stages.gae_jsonl import GaeSampleFile, LocatedSample, sample_windows
 from settings import load
 from tests.program import here, records_of
 from tests.tiny import make_sample
 
 
-def placed(length: int, *, num_bytes: int = 1) -> Placed:
+def placed(length: int, *, num_bytes: int = 1) -> LocatedSample:
     record = {"values": [0.0] * length, "reward": 0.0}
-    return Placed("", num_bytes, record, credited_sample(record, where="", bootstraps=False, needs_logprobs=False))
+    return LocatedSample(
+        "", num_bytes, record, sample_for_advantages(record, where="", bootstrap_truncated=False, needs_logprobs=False)
+    )
 
 
 def lengths_of(windows: Any) -> list[list[int]]:
@@ -59,9 +61,9 @@ def test_reading_goes_no_further_than_the_window_that_is_worked_on() -> None:
 
 def test_a_file_goes_through_in_windows(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "in.jsonl", [{"values": [0.5] * 10, "reward": 1.0}] * 7)
-    file = SampleFile(tmp_path / "in.jsonl", load(None, [], {}).settings, window_tokens=20)
-    file.write(tmp_path / "out.jsonl", whitener(None))
-    assert (file.tally.num_windows, file.tally.num_rows, file.tally.num_tokens) == (4, 7, 70)
+    file = GaeSampleFile(tmp_path / "in.jsonl", load(None, [], {}).settings, window_tokens=20)
+    file.write(tmp_path / "out.jsonl", make_whitener(None))
+    assert (file.summary.num_windows, file.summary.num_rows, file.summary.num_tokens) == (4, 7, 70)
     first, *others = (record["advantages"] for record in records_of(tmp_path / "out.jsonl"))
     # A chunk scan adds up in another order at each place of a row.
     np.testing.assert_allclose(others, [first] * 6, rtol=1e-6)
@@ -97,7 +99,7 @@ def test_samples_get_the_credit_that_training_gives_them(tmp_path: Path, bootstr
     assert result.exit_code == 0, result.stderr
     settings = load("smollm2_gsm8k_ppo", [truncation, "critic.lam=0.5", "algorithm.lam=0.9"], {}).settings
     # The penalty counts: without it the numbers are others.
-    trained, unpenalised = (wire_gae_credit(settings)(drawn(), beta) for beta in (settings.algorithm.beta, 0.0))
+    trained, unpenalised = (make_gae_advantages(settings)(drawn(), beta) for beta in (settings.algorithm.beta, 0.0))
     for record, one, other in zip(records_of(tmp_path / "out.jsonl"), trained, unpenalised, strict=True):
         assert one.advantages is not None and one.returns is not None and other.advantages is not None
         np.testing.assert_array_equal(np.float32(record["advantages"]), one.advantages)
@@ -143,7 +145,7 @@ def test_what_training_would_need_is_needed_here(tmp_path: Path, changes: dict[s
 def test_a_sample_without_finish_reason_goes_on_where_it_has_one_value_more() -> None:
     def read(**fields: Any) -> str:
         record = {"reward": 1.0, "completion_token_ids": [7, 8], **fields}
-        return credited_sample(record, where="", bootstraps=False, needs_logprobs=False).finish_reason
+        return sample_for_advantages(record, where="", bootstrap_truncated=False, needs_logprobs=False).finish_reason
 
     assert read(values=[0.0, 0.0, 0.0]) == "length"
     assert read(values=[0.0, 0.0]) == "stop"
@@ -152,6 +154,6 @@ def test_a_sample_without_finish_reason_goes_on_where_it_has_one_value_more() ->
 
 def test_masks_may_be_numbers_and_rewards_booleans() -> None:
     record = {"values": [1.0, 2.0], "loss_mask": [1, 0], "reward": True}
-    sample = credited_sample(record, where="", bootstraps=False, needs_logprobs=False)
+    sample = sample_for_advantages(record, where="", bootstrap_truncated=False, needs_logprobs=False)
     assert sample.mask.tolist() == [True, False]
     assert sample.reward == 1.0

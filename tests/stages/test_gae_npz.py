@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from app.runtime import advantages
-from app.stages.gae import whitener
-from app.stages.gae_npz import MatrixFile
+from app.stages.gae import make_whitener
+from app.stages.gae_npz import GaeMatrixFile
 from settings import load
 
 
@@ -24,8 +24,8 @@ def test_no_more_rows_are_held_than_a_window_has_tokens_for(tmp_path: Path, monk
         return solve(rewards, *rest, **rule)
 
     monkeypatch.setattr(advantages, "generalized_advantages", watched)
-    file = MatrixFile(tmp_path / "in.npz", load(None, [], {}).settings, window_tokens=100)
-    file.write(tmp_path / "out.npz", whitener(None))
+    file = GaeMatrixFile(tmp_path / "in.npz", load(None, [], {}).settings, window_tokens=100)
+    file.write(tmp_path / "out.npz", make_whitener(None))
     assert shapes == [(6, 16)] * 8 + [(2, 16)]
 
 
@@ -35,8 +35,8 @@ def test_matrices_that_are_stored_by_columns_are_read_whole(tmp_path: Path) -> N
     outputs = []
     for store in (np.ascontiguousarray, np.asfortranarray):
         np.savez(tmp_path / "in.npz", rewards=store(rewards), values=values)
-        file = MatrixFile(tmp_path / "in.npz", load(None, [], {}).settings, window_tokens=12)
+        file = GaeMatrixFile(tmp_path / "in.npz", load(None, [], {}).settings, window_tokens=12)
         file.check()
-        file.write(tmp_path / "out.npz", whitener(None))
+        file.write(tmp_path / "out.npz", make_whitener(None))
         outputs.append((tmp_path / "out.npz").read_bytes())
     assert outputs[0] == outputs[1]

@@ -9,20 +9,22 @@ import numpy as np
 import pytest
 
 from app.records.sample import Prompt
-from app.stages.prompt_shards import Work
+from app.stages.prompt_shards import PromptShard
 from settings import Settings
-from settings.schema.rollout import Rollout
+from settings.schema.rollout import RolloutSettings
 
 
-def work_of(num_prompts: int, *, prompts_per_step: int) -> Work:
+def work_of(num_prompts: int, *, prompts_per_step: int) -> PromptShard:
     prompts = [Prompt(str(i), np.array([1], np.int32), "?", None) for i in range(num_prompts)]
-    return Work.of(prompts, Settings(rollout=Rollout(prompts_per_step=prompts_per_step, group_size=2)))
+    return PromptShard.from_prompts(
+        prompts, Settings(rollout=RolloutSettings(prompts_per_step=prompts_per_step, group_size=2))
+    )
 
 
 def test_one_host_has_all_prompts_in_rounds() -> None:
     work = work_of(5, prompts_per_step=2)
-    assert work.places == [0, 1, 2, 3, 4] and work.num_samples == 10
-    assert [[p.uid for p in work.asked(one)] for one in work.rounds] == [["0", "1"], ["2", "3"], ["4"]]
+    assert work.prompt_indices == [0, 1, 2, 3, 4] and work.num_samples == 10
+    assert [[p.uid for p in work.padded_prompts(one)] for one in work.rounds] == [["0", "1"], ["2", "3"], ["4"]]
 
 
 @pytest.mark.parametrize("num_prompts", [1, 4, 7, 9])
@@ -35,17 +37,19 @@ def test_rounds_host_after_host_are_the_file_and_hosts_ask_for_equally_many(
         monkeypatch.setattr(jax, "process_index", lambda host=host: host)
         hosts.append(work_of(num_prompts, prompts_per_step=2))
     rounds = list(zip(*(work.rounds for work in hosts), strict=True))
-    assert [place for of_hosts in rounds for one in of_hosts for place in one.own] == list(range(num_prompts))
+    assert [place for of_hosts in rounds for one in of_hosts for place in one.prompt_indices] == list(
+        range(num_prompts)
+    )
     for of_hosts in rounds:
-        asked = [work.asked(one) for work, one in zip(hosts, of_hosts, strict=True)]
+        asked = [work.padded_prompts(one) for work, one in zip(hosts, of_hosts, strict=True)]
         assert len(asked[0]) == len(asked[1]) > 0
         for one, prompts in zip(of_hosts, asked, strict=True):
-            assert [p.uid for p in prompts[: len(one.own)]] == [str(place) for place in one.own]
+            assert [p.uid for p in prompts[: len(one.prompt_indices)]] == [str(place) for place in one.prompt_indices]
 
 
 def test_lines_come_back_by_rounds() -> None:
     lines = iter([b"%d" % i for i in range(10)])
-    assert [list(part) for part in work_of(5, prompts_per_step=2).in_rounds(lines)] == [
+    assert [list(part) for part in work_of(5, prompts_per_step=2).split_by_round(lines)] == [
         [b"0", b"1", b"2", b"3"], [b"4", b"5", b"6", b"7"], [b"8", b"9"],
     ]  # fmt: skip
 
@@ -57,6 +61,6 @@ def test_who_generates_is_heard_to_the_end() -> None:
         yield from [b""] * 4
         has_ended.append(True)
 
-    parts = work_of(2, prompts_per_step=1).in_rounds(lines())
+    parts = work_of(2, prompts_per_step=1).split_by_round(lines())
     assert [len(list(part)) for part in parts] == [2, 2]
     assert has_ended

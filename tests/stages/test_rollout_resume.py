@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from app.rollout.scheduling.event_log import EventLog, RunFacts, read_log
+from app.rollout.scheduling.event_log import EventLog, RunIdentity, read_event_log
 from app.rollout.scheduling.events import RowReport, SegmentEnded, Submitted, WorkerJoined
-from app.runtime.model_spec import read_model_input
-from app.stages.rollout_resume import Past, run_facts
+from app.runtime.model_spec import read_model_spec
+from app.stages.rollout_resume import PreviousProgress, rollout_facts
 from settings import load
 from tests.program import DEADLINE_S, NUM_DEVICES, digest_of, here, records_of, settings, started, wait_until
 from tests.rollout.scheduling.driving import make_scheduler, samples
@@ -70,7 +70,7 @@ def test_killed_half_way_it_writes_the_same_samples(tiny_model: Path, undisturbe
         wait_until(process, lambda: num_lines(log) >= 30)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=DEADLINE_S)
-    before = read_log(log)
+    before = read_event_log(log)
     assert not out.exists() and not before.scheduler.is_finished
     result = here(*command(tiny_model, out), "--log", tmp_path / "events.jsonl", "--timeline", tmp_path / "slots.html")
     assert result.exit_code == 0, result.stderr
@@ -78,7 +78,7 @@ def test_killed_half_way_it_writes_the_same_samples(tiny_model: Path, undisturbe
     assert content(out) == content(undisturbed / "samples.jsonl")
     assert {path.name for path in tmp_path.iterdir()} == {"samples.jsonl", "events.jsonl", "slots.html"}
     assert "it was killed and went on" in (tmp_path / "slots.html").read_text()
-    whole = read_log(tmp_path / "events.jsonl")
+    whole = read_event_log(tmp_path / "events.jsonl")
     assert whole.records[: len(before.records)] == before.records
     joined = [event.worker for event, _ in whole.records if isinstance(event, WorkerJoined)]
     assert joined == ["fast-0", "heavy-0", "fast-0#2", "heavy-0#2"]
@@ -97,14 +97,14 @@ def test_killed_before_the_log_was_removed_it_samples_nothing_again(
 
 
 def test_a_dropped_sample_without_tokens_has_not_begun(tmp_path: Path) -> None:
-    with EventLog(tmp_path / "log", run={}) as log:
-        scheduler = log.begin(make_scheduler()).scheduler
+    with EventLog(tmp_path / "log", identity={}) as log:
+        scheduler = log.start_or_resume(make_scheduler()).scheduler
         scheduler.handle(WorkerJoined(0.0, "w", "fast", 2))
         scheduler.handle(Submitted(0.0, samples(1, 3)))
         rows = (RowReport("p0/s0", 1, 0, "dropped:non-finite logits"), RowReport("p0/s1", 1, 3, "stop"))
         scheduler.handle(SegmentEnded(1.0, "w", 1, rows, 1.0, 3))
-        past = Past.of(log)
-    assert past is not None and (past.num_done, past.num_begun, past.num_samples) == (2, 0, 3)
+        past = PreviousProgress.from_log(log)
+    assert past is not None and (past.num_done, past.num_started, past.num_samples) == (2, 0, 3)
 
 
 UNREAD = ("rollout.max_staleness=2", "rollout.max_length_total=99", "rollout.workers.lease_s=9", "eval.num_prompts=3")
@@ -118,9 +118,9 @@ def test_what_decides_no_sample_tells_no_runs_apart(tiny_model: Path) -> None:
         assert first != facts_of(tiny_model, f"rollout.mode={mode}", "rollout.top_k=9")
 
 
-def facts_of(model: Path, *overrides: str) -> RunFacts:
+def facts_of(model: Path, *overrides: str) -> RunIdentity:
     chosen = load(None, [f"model.path={model}", "rollout.scheduler=adaptive", *overrides], {}).settings
-    return run_facts(chosen, read_model_input(chosen), [])
+    return rollout_facts(chosen, read_model_spec(chosen), [])
 
 
 def cut_in_the_middle(log: bytes) -> bytes:
@@ -158,7 +158,7 @@ def test_a_damaged_log_is_left_as_it_is(tiny_model: Path, undisturbed: Path, tmp
 
 
 def test_two_processes_do_not_share_a_log(tiny_model: Path, tmp_path: Path) -> None:
-    with EventLog(tmp_path / "samples.jsonl.log", run={}):
+    with EventLog(tmp_path / "samples.jsonl.log", identity={}):
         result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
         assert result.exit_code == 2 and "another process is at this rollout" in result.stderr
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ import pytest
 from app.records.jsonl import write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
-from app.stages.sample_reader import Extent, SampleFile
+from app.stages.sample_reader import SampleFileExtent, SampleReader
 from settings.errors import InputError
 from tests.tiny import ODD, random_samples
 
@@ -28,40 +28,40 @@ def path(tmp_path: Path, samples: list[Sample]) -> Path:
 
 
 def test_windows_hold_all_samples_in_order(path: Path, samples: list[Sample]) -> None:
-    windows = list(SampleFile(path, ODD).windows(4))
+    windows = list(SampleReader(path, ODD).windows(4))
     assert list(map(len, windows)) == [4, 4, 2]
     assert [s.uid for window in windows for s in window] == [s.uid for s in samples]
 
 
 def test_the_extent_is_that_of_the_longest(path: Path, samples: list[Sample]) -> None:
     lengths = [len(s.prompt.token_ids) + len(s.completion_ids) for s in samples]
-    extent, drawn = SampleFile(path, ODD).check()
-    assert extent == Extent(
+    extent, drawn = SampleReader(path, ODD).check()
+    assert extent == SampleFileExtent(
         num_samples=10,
-        longest=max(lengths),
-        longest_at=f"{path}:{lengths.index(max(lengths)) + 1}",
-        longest_completion=max(len(s.completion_ids) for s in samples),
+        max_length=max(lengths),
+        longest_location=f"{path}:{lengths.index(max(lengths)) + 1}",
+        max_completion_length=max(len(s.completion_ids) for s in samples),
     )
     assert drawn == []
 
 
 def test_every_sample_is_drawn_as_often_as_any_other(path: Path) -> None:
-    file = SampleFile(path, ODD)
-    draws = [[s.uid for s in file.check(num_drawn=3, seed=seed)[1]] for seed in range(200)]
+    file = SampleReader(path, ODD)
+    draws = [[s.uid for s in file.check(num_picked=3, seed=seed)[1]] for seed in range(200)]
     assert all(len(set(drawn)) == 3 for drawn in draws)
-    assert draws[7] == [s.uid for s in file.check(num_drawn=3, seed=7)[1]]
+    assert draws[7] == [s.uid for s in file.check(num_picked=3, seed=7)[1]]
     counts = Counter(uid for drawn in draws for uid in drawn)
     # 600 draws of 10: 60 each, within five standard deviations.
     assert len(counts) == 10 and all(28 <= count <= 92 for count in counts.values())
 
 
 def test_fewer_samples_than_asked_for_are_all_drawn(path: Path) -> None:
-    assert len(SampleFile(path, ODD).check(num_drawn=30)[1]) == 10
+    assert len(SampleReader(path, ODD).check(num_picked=30)[1]) == 10
 
 
 @pytest.mark.parametrize("new", [None, "", "{nonsense\n", "longer"])
 def test_a_file_that_changes_between_the_passes_is_named(path: Path, new: str | None) -> None:
-    file = SampleFile(path, ODD)
+    file = SampleReader(path, ODD)
     file.check()
     content = path.read_text()
     path.unlink()
@@ -72,7 +72,7 @@ def test_a_file_that_changes_between_the_passes_is_named(path: Path, new: str | 
 
 
 def test_a_file_that_changes_between_windows_is_named(path: Path) -> None:
-    windows = SampleFile(path, ODD).windows(4)
+    windows = SampleReader(path, ODD).windows(4)
     next(windows)
     status = path.stat()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from app.batching.micro_batcher import PackedRows
+from app.batching.micro_batcher import PackedRowBatcher
 from app.mesh import topology
 from app.records.jsonl import write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
-from app.reward.aggregate import weigh
-from app.reward.reward_outcome import Outcome
-from app.runtime.micro_batching import Longest, wire_role
-from app.runtime.model_spec import read_model_input
+from app.reward.aggregate import aggregate_rewards
+from app.reward.reward_outcome import RewardOutcome
+from app.runtime.micro_batching import MaxLengths, make_score_batcher
+from app.runtime.model_spec import read_model_spec
 from app.runtime.session import Session
-from app.stages.score import Passes
+from app.stages.score import WindowScorer
 from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.metrics import reward_counts
 from settings import load
@@ -134,12 +134,12 @@ def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(
     """Every window is scored and handed on before the next is read, in the shapes of the first."""
     given = [argument for argument in of_tiny(tiny_model) if argument != "--set"]
     chosen = load(None, [*given, "mesh.shape=1,8,1", *overrides], {}).settings
-    topology.start(chosen.mesh)
-    session = Session.open(chosen, read_model_input(chosen))
+    topology.initialize_distributed(chosen.mesh)
+    session = Session.open(chosen, read_model_spec(chosen))
     samples = [sample_from_record(r, where="") for r in records_of(sampled)]
     longest = max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
-    cut = wire_role(chosen, "policy", session.input.architecture, Longest(longest))
-    passes = Passes(session, session.load_params(), "policy", cut=cut)
+    cut = make_score_batcher(chosen, "policy", session.model_spec.architecture, MaxLengths(longest))
+    passes = WindowScorer(session, session.load_params(), "policy", micro_batcher=cut)
     read: list[int] = []
 
     def windows(size: int) -> Any:
@@ -149,19 +149,19 @@ def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(
 
     counter = CompilationCounter()
     scored: list[Sample] = []
-    stream = chain.from_iterable(passes.scored(windows(11), num_samples=24))
+    stream = chain.from_iterable(passes.score_windows(windows(11), num_samples=24))
     for window in range(2):
         scored += islice(stream, 11)
         assert read == [0, 11][: window + 1]
-    first_windows = passes.figures(counter)
+    first_windows = passes.metrics(counter)
     scored += stream
-    last = passes.figures(counter)
+    last = passes.metrics(counter)
     counter.close()
     assert [s.uid for s in scored] == [s.uid for s in samples]
     for sample in scored:
         assert sample.policy_logprobs is not None
         np.testing.assert_allclose(sample.policy_logprobs, sample.behavior_logprobs, atol=1e-4)
-    assert first_windows["shapes compiled"] == 1 or isinstance(cut, PackedRows)
+    assert first_windows["shapes compiled"] == 1 or isinstance(cut, PackedRowBatcher)
     assert last["shapes compiled"] <= first_windows["shapes compiled"] + 1
 
 
@@ -223,8 +223,8 @@ def test_the_figures_of_rewards_have_the_names_of_metrics(sampled: Path, tmp_pat
     figures = json.loads(result.stdout)
     samples = [sample_from_record(r, where="") for r in records_of(tmp_path / "rewarded.jsonl")]
     own = {"samples", "written to", "reward/mean", "reward/f/mean"}
-    outcomes = {"f": [Outcome(1.0, extras={"acc": 1.0})] * len(samples)}
-    assert figures.keys() == own | reward_counts(weigh(samples, outcomes, {"f": 1.0}, "raise")).keys()
+    outcomes = {"f": [RewardOutcome(1.0, extras={"acc": 1.0})] * len(samples)}
+    assert figures.keys() == own | reward_counts(aggregate_rewards(samples, outcomes, {"f": 1.0}, "raise")).keys()
     assert figures["reward/f/acc/mean"] == 0.3333
 
 

@@ -14,11 +14,11 @@ from typer.testing import CliRunner, Result
 import cli
 from app.records.jsonl import write_jsonl
 from app.rollout.scheduling import length_traces
-from app.rollout.scheduling.event_log import LogRecord
+from app.rollout.scheduling.event_log import EventRecord
 from app.rollout.scheduling.events import Event, Submitted, WorkerJoined, WorkerLost
-from app.rollout.scheduling.metrics import figures
-from app.stages.simulate import ORACLE, panel, worker_specs
-from settings.schema.rollout import Rollout
+from app.rollout.scheduling.metrics import schedule_metrics
+from app.stages.simulate import ORACLE, timeline_panel, worker_specs
+from settings.schema.rollout import RolloutSettings
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 
 SMALL = ["--set", "rollout.workers.fast.slots=4", "--set", "rollout.workers.heavy.slots=4"]
@@ -94,10 +94,10 @@ def test_bad_input_is_one_clear_error(trace: Path, arguments: list[str], message
 
 
 def test_simulated_workers_are_those_of_the_settings(trace: Path) -> None:
-    rollout = Rollout(max_new_tokens=48, prefill_length_min=64, prompts_per_step=2)
+    rollout = RolloutSettings(max_new_tokens=48, prefill_length_min=64, prompts_per_step=2)
     specs = worker_specs(rollout, max_prompt_length=128)
     assert [(one.name, one.device) for one in specs] == [("fast-0", None), ("heavy-0", None)]
-    assert specs[0].ladders is not None and specs[0].ladders.prompt == (64, 128)
+    assert specs[0].program_sizes is not None and specs[0].program_sizes.prompt == (64, 128)
     found = [
         json.loads(grpo("--simulate", str(trace), *SMALL, "--set", f"mesh.cpu_devices={count}", "--json").stdout)
         for count in (1, 2)
@@ -111,7 +111,7 @@ def test_a_picture_begins_with_the_first_submission_and_shows_workers_that_are_g
     records = []
 
     def tell(event: Event) -> None:
-        records.append(LogRecord(event, tuple(driven.tell(event))))
+        records.append(EventRecord(event, tuple(driven.tell(event))))
 
     tell(WorkerJoined(5.0, "a", "fast", 1))
     tell(Submitted(7.0, samples(1, 1)))
@@ -120,7 +120,7 @@ def test_a_picture_begins_with_the_first_submission_and_shows_workers_that_are_g
     tell(WorkerLost(9.0, "a", "the process ended"))
     tell(WorkerJoined(9.0, "b", "fast", 2))
     tell(driven.ended("b", {"p0/s0": 8}, finished=("p0/s0",), seconds=3.0))
-    drawn = panel("adaptive", records, figures(records), None)
+    drawn = timeline_panel("adaptive", records, schedule_metrics(records), None)
     assert drawn.slots == (("a", 1), ("b", 2)) and drawn.makespan_s == 5
     assert [(bar.worker, bar.start_s, bar.end_s) for bar in drawn.bars] == [("a", 0, 2), ("b", 2, 3.5)]
 

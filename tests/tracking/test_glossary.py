@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.evaluation.metrics import figures_of
+from app.evaluation.metrics import estimate_metrics
 from tests.evaluation.test_evaluator import asked, table_of
 from tests.program import REPOSITORY, metrics_of, train_here
 from tests.run_fixtures import NO_REPORT, TINY, write_config
@@ -62,7 +62,7 @@ def matches(entry: str, metric: str) -> bool:
 
 def metrics_of_real_runs(*runs: Path) -> set[str]:
     """And of an evaluation by several samples a prompt."""
-    several = figures_of(table_of(asked(("2", "3"), ("2", "2")), 2), num_samples=2)
+    several = estimate_metrics(table_of(asked(("2", "3"), ("2", "2")), 2), num_samples=2)
     return {*several, *(name for run in runs for line in metrics_of(run) for name in line)}
 
 

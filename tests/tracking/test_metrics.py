@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.advantage.metrics import CreditMoments, credit_metrics
+from app.advantage.metrics import AdvantageMoments, advantage_metrics
 from app.mesh.device_memory import host_memory_bytes, peak_memory_bytes
 from app.records.sample import Prompt, Sample
-from app.runtime.flops import Pass, Tokens, Work
+from app.runtime.flops import NetworkPass, StepFlops, TokenCounts
 from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.metrics import sample_metrics
 from app.tracking.performance import step_performance
@@ -66,11 +66,11 @@ def test_a_step_of_two_groups() -> None:
 
 def test_advantages_are_counted_token_by_token_where_the_policy_wrote() -> None:
     samples = [sample(0, 1.0, [2.0, 9.0, 4.0], mask=[True, False, True]), sample(0, 0.0, [-3.0])]
-    metrics = credit_metrics(CreditMoments.of(samples))
+    metrics = advantage_metrics(AdvantageMoments.from_samples(samples))
     assert metrics == pytest.approx({"advantage/mean": 1.0, "advantage/std": np.sqrt((1 + 9 + 16) / 3)})
     nothing = {"advantage/mean": 0.0, "advantage/std": 0.0}
     for empty in ([sample(0, 1.0, [0.0], mask=[False])], []):
-        assert credit_metrics(CreditMoments.of(empty)) == nothing
+        assert advantage_metrics(AdvantageMoments.from_samples(empty)) == nothing
 
 
 def test_a_critic_is_measured_by_the_variance_that_it_leaves() -> None:
@@ -80,44 +80,46 @@ def test_a_critic_is_measured_by_the_variance_that_it_leaves() -> None:
 
     # The value behind the last token of the first, and the masked token of the second, count nowhere.
     samples = [credited([1, 2, 50], [1, 3], [True, True]), credited([5, 70], [5, 0], [True, False])]
-    metrics = credit_metrics(CreditMoments.of(samples))
+    metrics = advantage_metrics(AdvantageMoments.from_samples(samples))
     assert metrics["returns/mean"] == 3.0
     assert metrics["returns/std"] == pytest.approx(np.sqrt(8 / 3))
     # Errors 0 1 0 around 1/3, returns 1 3 5 around 3.
     assert metrics["value/explained_variance"] == pytest.approx(1 - (2 / 3) / 8)
-    flat = credit_metrics(CreditMoments.of([credited([1, 2], [3, 3], [True, True])]))
+    flat = advantage_metrics(AdvantageMoments.from_samples([credited([1, 2], [3, 3], [True, True])]))
     assert flat["returns/std"] == 0 and np.isnan(flat["value/explained_variance"])
     without_critic = replace(samples[0], values=None)
-    assert credit_metrics(CreditMoments.of([without_critic])).keys() == metrics.keys() - {"value/explained_variance"}
+    assert advantage_metrics(AdvantageMoments.from_samples([without_critic])).keys() == metrics.keys() - {
+        "value/explained_variance"
+    }
 
 
 def test_compilations_are_counted_until_the_counter_is_closed() -> None:
     counter = CompilationCounter()
     double = jax.jit(lambda x: x * 2)
     small, large = jnp.ones(3), jnp.ones(5)
-    counter.take()
+    counter.take_count()
     double(small)
-    assert counter.take() == 1
+    assert counter.take_count() == 1
     double(small)
-    assert counter.take() == 0
+    assert counter.take_count() == 0
     double(large)
     counter.close()
-    assert counter.take() == 1
+    assert counter.take_count() == 1
     double(jnp.ones(7))
-    assert counter.take() == 0
+    assert counter.take_count() == 0
 
 
 def test_flops_count_a_prompt_once_per_group_where_it_passes_once_and_every_round_of_sampling() -> None:
-    sampled, learned = Tokens(prompt=24, completion=18), Tokens(prompt=8, completion=6)
-    passes = (Pass(20, shares_prompts=False), Pass(120, shares_prompts=True))
-    work = Work(group_size=4, rollout=Pass(20, shares_prompts=True), passes=passes)
+    sampled, learned = TokenCounts(prompt=24, completion=18), TokenCounts(prompt=8, completion=6)
+    passes = (NetworkPass(20, shares_prompts=False), NetworkPass(120, shares_prompts=True))
+    work = StepFlops(group_size=4, rollout=NetworkPass(20, shares_prompts=True), passes=passes)
     expected = 20 * (18 + 24 / 4) + 20 * (6 + 8) + 120 * (6 + 8 / 4)
-    assert work.flops(sampled=sampled, learned=learned) == expected
+    assert work.total(sampled=sampled, learned=learned) == expected
 
 
 def test_tokens_are_those_of_all_samples_of_each_part() -> None:
     ones = [sample(0, 1.0, [0.0] * 3), sample(0, 1.0, [0.0])]
-    assert Tokens.of(ones, []) == [Tokens(prompt=4, completion=4), Tokens(0, 0)]
+    assert TokenCounts.count_over_hosts(ones, []) == [TokenCounts(prompt=4, completion=4), TokenCounts(0, 0)]
 
 
 def test_utilization_is_not_claimed_where_the_peak_is_unknown() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from app.tracking.profiler import StepTraces
+from app.tracking.profiler import StepProfiler
 from tests.program import DEADLINE_S, REPOSITORY, metrics_of, reproducible, train_here
 
 UNWRITABLE = """\
@@ -67,7 +67,7 @@ def test_a_trace_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_profiler_that_somebody_else_uses_is_left_to_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    traces = StepTraces([1, 2], lambda step: tmp_path / str(step))
+    traces = StepProfiler([1, 2], lambda step: tmp_path / str(step))
     with jax.profiler.trace(tmp_path / "theirs"), caplog.at_level(logging.WARNING):
         for step in (1, 2):
             traces.start(step)

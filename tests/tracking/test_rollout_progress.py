@@ -9,15 +9,15 @@ import re
 import pytest
 
 from app.rollout.scheduling.events import NewSample, RowReport
-from app.rollout.scheduling.sample_states import Ledger
-from app.tracking.console import Board, standing
+from app.rollout.scheduling.sample_states import SampleTable
+from app.tracking.console import ProgressDisplay, rollout_status
 from app.tracking.rollout_progress import RolloutProgress
 from tests.reward.samples import make_sample
 
 
-def ledger_of(num_samples: int) -> Ledger:
+def ledger_of(num_samples: int) -> SampleTable:
     """One sample is done, one runs, one lies suspended, the others wait."""
-    ledger = Ledger()
+    ledger = SampleTable()
     for i in range(num_samples):
         ledger.add(NewSample(f"p/s{i}", "p", i, 4, 100))
     for entry in [*ledger][:3]:
@@ -29,23 +29,23 @@ def ledger_of(num_samples: int) -> Ledger:
     return ledger
 
 
-def grow(ledger: Ledger, index: int, num_tokens: int, finish: str | None = None) -> None:
+def grow(ledger: SampleTable, index: int, num_tokens: int, finish: str | None = None) -> None:
     assert ledger.commit("fast-0", RowReport(f"p/s{index}", 1, num_tokens, finish), 1.0)
 
 
 def test_every_sample_is_somewhere() -> None:
-    assert standing(ledger_of(8)) == "1 active  5 waiting  1 suspended  1 of 8 done"
+    assert rollout_status(ledger_of(8)) == "1 active  5 waiting  1 suspended  1 of 8 done"
 
 
 def test_without_a_terminal_a_line_comes_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     clock, ledger = [100.0], ledger_of(8)
     with RolloutProgress(num_samples=8, clock=lambda: clock[0]) as progress:
         for clock[0] in (100.0, 105.0, 109.9):
-            progress.watch(ledger)
+            progress.update_rollout(ledger)
         assert capsys.readouterr().err == ""
         grow(ledger, 1, 70)
         for clock[0] in (110.0, 119.0):
-            progress.watch(ledger)
+            progress.update_rollout(ledger)
     assert capsys.readouterr().err == "rollout: 1 active  5 waiting  1 suspended  1 of 8 done  5 tokens/s\n"
 
 
@@ -53,7 +53,7 @@ def test_without_a_schedule_samples_and_tokens_are_counted(capsys: pytest.Captur
     times = iter(range(0, 1000, 6))
     samples = [make_sample("1 + 1 = 2", index=index) for index in range(4)]
     with RolloutProgress(num_samples=4, clock=lambda: float(next(times))) as progress:
-        assert list(progress.count(iter(samples))) == samples
+        assert list(progress.track(iter(samples))) == samples
     first, *_ = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"rollout: \d of 4 done  \d+ tokens/s", first)
 
@@ -78,7 +78,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, show) -> str:
 
 def shown_once() -> None:
     with RolloutProgress(num_samples=8) as progress:
-        progress.watch(ledger_of(8))
+        progress.update_rollout(ledger_of(8))
 
 
 def test_on_a_terminal_the_line_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +96,8 @@ def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_board_of_a_run_shows_where_its_samples_are(monkeypatch: pytest.MonkeyPatch) -> None:
     def show() -> None:
-        with Board(num_steps=2, first_step=0, shown=True) as board:
-            board.phase("rollout")
-            board.watch(ledger_of(8))
+        with ProgressDisplay(num_steps=2, first_step=0, enabled=True) as board:
+            board.set_phase("rollout")
+            board.update_rollout(ledger_of(8))
 
     assert "1 active  5 waiting  1 suspended  1 of 8 done" in on_a_terminal(monkeypatch, show)

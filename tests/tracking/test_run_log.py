@@ -13,7 +13,14 @@ import pytest
 from app.records.jsonl import read_jsonl
 from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt, Sample
-from app.tracking.run_log import WANDB_SECTIONS, Journal, NoJournal, kept_lines, lines_of, without_nonfinite
+from app.tracking.run_log import (
+    WANDB_SECTIONS,
+    NullRunLog,
+    RunLog,
+    read_metrics_lines,
+    replace_nonfinite,
+    samples_to_jsonl,
+)
 from settings import Settings, load
 from tests.program import DEADLINE_S, metrics_of, settings, started
 
@@ -25,22 +32,22 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path)
 
 
-def opened(run: RunDirectory, last_step: int | None = None) -> Journal:
-    return Journal(run, load(None, [], {}), last_step=last_step, wandb_id=None)
+def opened(run: RunDirectory, last_step: int | None = None) -> RunLog:
+    return RunLog(run, load(None, [], {}), last_step=last_step, wandb_id=None)
 
 
-def written(run: RunDirectory, steps: range, last_step: int | None = None) -> Journal:
+def written(run: RunDirectory, steps: range, last_step: int | None = None) -> RunLog:
     journal = opened(run, last_step)
     for step in steps:
-        journal.write(step, {"loss": step / 2})
+        journal.write_metrics(step, {"loss": step / 2})
     journal.close()
     return journal
 
 
 def test_a_line_is_on_disk_as_soon_as_it_is_written(run: RunDirectory) -> None:
     journal = opened(run)
-    journal.write(1, {"loss": 0.5, "perf/mfu": None, "policy/entropy": np.float64(2)})
-    assert run.metrics.read_text() == '{"step": 1, "loss": 0.5, "perf/mfu": null, "policy/entropy": 2.0}\n'
+    journal.write_metrics(1, {"loss": 0.5, "perf/mfu": None, "policy/entropy": np.float64(2)})
+    assert run.metrics_path.read_text() == '{"step": 1, "loss": 0.5, "perf/mfu": null, "policy/entropy": 2.0}\n'
     journal.close()
 
 
@@ -53,7 +60,7 @@ def test_a_resumed_journal_goes_on_after_the_checkpoint(run: RunDirectory) -> No
 
 def test_half_a_line_is_dropped(run: RunDirectory) -> None:
     written(run, range(3))
-    with run.metrics.open("a") as file:
+    with run.metrics_path.open("a") as file:
         file.write('{"step": 3, "lo')
     written(run, range(3, 5), last_step=5)
     assert [line["step"] for line in metrics_of(run.path)] == list(range(5))
@@ -62,21 +69,21 @@ def test_half_a_line_is_dropped(run: RunDirectory) -> None:
 def test_a_fresh_journal_begins_with_nothing(run: RunDirectory) -> None:
     written(run, range(3))
     assert written(run, range(0)).history == []
-    assert run.metrics.read_text() == ""
-    assert kept_lines(run.path / "absent.jsonl", last_step=3) == []
+    assert run.metrics_path.read_text() == ""
+    assert read_metrics_lines(run.path / "absent.jsonl", last_step=3) == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), np.float64("nan")])
 def test_a_diverged_number_is_null(run: RunDirectory, value: float) -> None:
     journal = opened(run)
-    journal.write(1, {"loss": value})
+    journal.write_metrics(1, {"loss": value})
     journal.close()
     assert metrics_of(run.path) == [{"step": 1, "loss": None}]
 
 
 def test_nested_values_lose_what_json_cannot_say_and_nothing_else() -> None:
     value: dict[str, Any] = {"a": [1.0, float("nan"), {"b": float("inf")}], "c": "nan", "d": 2, "e": None}
-    assert without_nonfinite(value) == {"a": [1.0, None, {"b": None}], "c": "nan", "d": 2, "e": None}
+    assert replace_nonfinite(value) == {"a": [1.0, None, {"b": None}], "c": "nan", "d": 2, "e": None}
 
 
 def test_samples_of_a_diverged_model_can_be_written(run: RunDirectory) -> None:
@@ -91,15 +98,15 @@ def test_samples_of_a_diverged_model_can_be_written(run: RunDirectory) -> None:
         policy_version=1,
     )
     journal = opened(run)
-    journal.write_lines(run.rollouts(1), [lines_of([sample])])
+    journal.write_lines(run.rollouts_path(1), [samples_to_jsonl([sample])])
     journal.close()
     ((_, record),) = read_jsonl(run.path / "rollouts" / "step_000001.jsonl")
     assert record["behavior_logprobs"] == [-1.5, None]
 
 
 def test_the_other_processes_write_nothing(tmp_path: Path) -> None:
-    journal = NoJournal()
-    journal.write(1, {"loss": 0.5})
+    journal = NullRunLog()
+    journal.write_metrics(1, {"loss": 0.5})
     journal.write_lines(tmp_path / "rollouts" / "step_000001.jsonl", [])
     journal.close()
     assert list(tmp_path.iterdir()) == []
@@ -136,6 +143,6 @@ def test_wandb_is_not_touched_unless_asked_for(
     run: RunDirectory, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
-    journal = Journal(run, load(None, overrides, {}), last_step=None, wandb_id=None)
+    journal = RunLog(run, load(None, overrides, {}), last_step=None, wandb_id=None)
     journal.close()
     assert journal.wandb_id is None

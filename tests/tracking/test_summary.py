@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.checkpoint.retention import Best
+from app.checkpoint.retention import BestCheckpoint
 from app.tracking.summary import summary_text
 
 
@@ -28,16 +28,16 @@ def test_before_and_after_stand_side_by_side() -> None:
 
 
 def test_the_best_checkpoint_is_named() -> None:
-    lines = summary_text([step(1, 0.25)], path="runs/a", best=Best(80, "eval/accuracy", 0.949)).splitlines()
+    lines = summary_text([step(1, 0.25)], path="runs/a", best=BestCheckpoint(80, "eval/accuracy", 0.949)).splitlines()
     assert lines[-2:] == ["best eval/accuracy 94.9% after step 80: checkpoints/best", "everything is in runs/a"]
-    lines = summary_text([], path="runs/a", best=Best(2, "eval/mean_length", 7.25)).splitlines()
+    lines = summary_text([], path="runs/a", best=BestCheckpoint(2, "eval/mean_length", 7.25)).splitlines()
     assert lines[0] == "best eval/mean_length 7.2 after step 2: checkpoints/best"
 
 
 def test_the_mean_of_a_plug_in_is_no_percentage() -> None:
     before = {"step": 0, "eval/accuracy": 3.2, "eval/format_rate": None, "eval/truncated_fraction": 0.5}
     history = [before, {**before, "step": 1, "eval/accuracy": -0.00125, "reward/mean": 0.5}]
-    lines = summary_text(history, path="runs/a", best=Best(1, "eval/accuracy", 3.2)).splitlines()
+    lines = summary_text(history, path="runs/a", best=BestCheckpoint(1, "eval/accuracy", 3.2)).splitlines()
     assert lines[1:3] == [
         f"{'accuracy':<28}{'3.2':>12}{'-0.00125':>12}",
         f"{'truncated_fraction':<28}{'50.0%':>12}{'50.0%':>12}",

@@ -10,8 +10,8 @@ import pytest
 from app.records.jsonl import read_jsonl
 from app.records.sample_json import sample_from_record
 from settings import load
-from settings.loading.algorithm_presets import PAPERS
-from settings.loading.config_file import presets
+from settings.loading.algorithm_presets import ALGORITHM_PRESETS
+from settings.loading.config_file import preset_names
 from tests.program import assert_same_run, here, metrics_of, progress_of, settings, train_here
 
 SHAPES = (
@@ -54,13 +54,15 @@ def tiny_step(preset: str) -> tuple[str, ...]:
 
 def distinct_presets() -> list[str]:
     """Of presets that come to the same tiny step the first."""
-    by_step = {load(preset, tiny_step(preset), {}).settings.model_dump_json(): preset for preset in reversed(presets())}
+    by_step = {
+        load(preset, tiny_step(preset), {}).settings.model_dump_json(): preset for preset in reversed(preset_names())
+    }
     return sorted(by_step.values())
 
 
 def test_every_algorithm_has_a_preset_that_is_trained() -> None:
     trained = {load(preset, [], {}).settings.algorithm.name for preset in distinct_presets()}
-    assert trained == set(PAPERS)
+    assert trained == set(ALGORITHM_PRESETS)
 
 
 @pytest.mark.parametrize("preset", distinct_presets())

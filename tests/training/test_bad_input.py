@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from app.mesh.placement import num_local_row_shards
-from app.training.setup import prepared
+from app.training.setup import prepare_run
 from settings import load
 from tests.program import digest_of, train_here
 from tests.tiny import make_mesh
@@ -101,7 +101,7 @@ def test_fixed_rows_of_the_critic_are_looked_at_as_the_policy_s(config: Path) ->
 def test_packed_micro_batches_take_any_number_of_samples(config: Path) -> None:
     odd = ("rollout.prompts_per_step=5", "rollout.group_size=3", "algorithm.mini_batch_prompts=1")
     resolved = load(str(config), odd, {})
-    with prepared(resolved, resume="never") as launch:
+    with prepare_run(resolved, resume="never") as launch:
         assert launch.resolved is resolved
 
 

@@ -11,14 +11,14 @@ import pytest
 from app.records.sample import Sample
 from app.reward.overlong import OverlongPenalty
 from app.training.dynamic_sampling import (
-    Place,
-    Refilled,
-    choose,
+    DynamicSamplingResult,
+    GroupLocation,
+    choose_groups,
+    dynamic_sampling_metrics,
     keeps_all,
-    place_of,
-    refill,
-    refill_metrics,
+    locate_group,
     rewards_differ,
+    sample_until_filled,
 )
 from tests.tiny import make_sample
 
@@ -35,21 +35,21 @@ def samples_of(groups: Sequence[Group], *, first: int) -> list[Sample]:
     ]
 
 
-def run(rounds: Sequence[Sequence[Group]], *, max_rounds: int = 10, keep=rewards_differ) -> Refilled:
+def run(rounds: Sequence[Sequence[Group]], *, max_rounds: int = 10, keep=rewards_differ) -> DynamicSamplingResult:
     """Of rounds with as many groups as a step has, numbered one after another."""
     size = len(rounds[0])
 
     def source(number: int) -> list[Sample]:
         return samples_of(rounds[number], first=number * size)
 
-    return refill(source, keep=keep, num_groups=size, max_rounds=max_rounds)
+    return sample_until_filled(source, group_filter=keep, num_groups=size, max_rounds=max_rounds)
 
 
-def groups_of(refilled: Refilled) -> list[int]:
+def groups_of(refilled: DynamicSamplingResult) -> list[int]:
     return list(dict.fromkeys(s.group_id for s in refilled.samples))
 
 
-def in_loss(refilled: Refilled) -> list[int]:
+def in_loss(refilled: DynamicSamplingResult) -> list[int]:
     return list(dict.fromkeys(s.group_id for s in refilled.samples if s.mask.any()))
 
 
@@ -94,11 +94,11 @@ def test_only_rewards_that_there_are_can_differ(rewards, differ):
 
 
 def test_what_length_costs_is_no_difference():
-    penalty = OverlongPenalty(longest=4, buffer=3, most=0.1)
+    penalty = OverlongPenalty(max_length=4, buffer=3, max_penalty=0.1)
 
     def penalised(*rewards: float) -> list[Sample]:
         alike = samples_of([rewards], first=0)
-        return [penalty.added(replace(s, completion_ids=np.zeros(i + 2, np.int32))) for i, s in enumerate(alike)]
+        return [penalty.apply(replace(s, completion_ids=np.zeros(i + 2, np.int32))) for i, s in enumerate(alike)]
 
     assert len({s.reward for s in penalised(0.3, 0.3, 0.3)}) == 3
     assert not rewards_differ(penalised(0.3, 0.3, 0.3))
@@ -109,16 +109,16 @@ def test_what_length_costs_is_no_difference():
 
 
 def test_groups_are_chosen_in_the_order_of_their_numbers_and_the_first_others_fill_up():
-    assert choose([True, False, True, True], 2) == ([0, 2], frozenset())
-    assert choose([False, False, True, False], 3) == ([0, 1, 2], frozenset({0, 1}))
+    assert choose_groups([True, False, True, True], 2) == ([0, 2], frozenset())
+    assert choose_groups([False, False, True, False], 3) == ([0, 1, 2], frozenset({0, 1}))
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 4])
 def test_a_round_is_numbered_host_after_host_so_that_numbers_do_not_depend_on_the_hosts(num_hosts: int):
-    places = [place_of(number, num_groups=8 // num_hosts, num_hosts=num_hosts) for number in range(16)]
+    places = [locate_group(number, num_groups=8 // num_hosts, num_hosts=num_hosts) for number in range(16)]
     per_host = 8 // num_hosts
     expected = [
-        Place(host, round_number * per_host + slot)
+        GroupLocation(host, round_number * per_host + slot)
         for round_number in range(2)
         for host in range(num_hosts)
         for slot in range(per_host)
@@ -131,7 +131,7 @@ def test_a_prompt_that_an_earlier_round_has_asked_is_no_new_group():
         # Prompts are named by the group's number: the second round meets those of the first again.
         return samples_of((MIXED, SAME), first=0) if number < 2 else samples_of((MIXED, MIXED), first=10)
 
-    refilled = refill(source, keep=rewards_differ, num_groups=2, max_rounds=5)
+    refilled = sample_until_filled(source, group_filter=rewards_differ, num_groups=2, max_rounds=5)
     assert groups_of(refilled) == [0, 10]
     assert refilled.num_rounds == 3
 
@@ -143,14 +143,14 @@ def test_a_prompt_that_comes_twice_in_a_round_is_one_group():
         once = samples_of((MIXED,), first=0)
         return [*once, *(replace(s, group_id=1) for s in once)]
 
-    assert groups_of(refill(source, keep=rewards_differ, num_groups=2, max_rounds=5)) == [0, 10]
+    assert groups_of(sample_until_filled(source, group_filter=rewards_differ, num_groups=2, max_rounds=5)) == [0, 10]
 
 
 def test_metrics_count_every_round_and_the_mean_is_of_all_that_was_sampled():
     rounds = [(MIXED, SAME, SAME), (MIXED, MIXED, MIXED)]
     refilled = run(rounds)
     sampled = [s for i, groups in enumerate(rounds) for s in samples_of(groups, first=3 * i)]
-    metrics = refill_metrics(refilled, sampled)
+    metrics = dynamic_sampling_metrics(refilled, sampled)
     assert metrics == {
         "rollout/num_rounds": 2,
         "rollout/surplus_group_count": 1,
@@ -158,4 +158,4 @@ def test_metrics_count_every_round_and_the_mean_is_of_all_that_was_sampled():
         "reward/filtered_group_fraction": pytest.approx(2 / 6),
         "reward/sampled_mean": pytest.approx(8 / 12),
     }
-    assert np.isnan(refill_metrics(refilled, [])["reward/sampled_mean"])
+    assert np.isnan(dynamic_sampling_metrics(refilled, [])["reward/sampled_mean"])

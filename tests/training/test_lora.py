@@ -10,18 +10,18 @@ import jax
 import numpy as np
 import pytest
 
-from app.checkpoint.checkpoints import Progress
-from app.checkpoint.policy_checkpoint import SavedPolicy
-from app.checkpoint.policy_weights import load_policy
+from app.checkpoint.checkpoints import TrainProgress
+from app.checkpoint.policy_checkpoint import PolicyCheckpoint
+from app.checkpoint.policy_weights import load_policy_params
 from app.checkpoint.run_state import RunState
-from app.model.decoder import by_path
-from app.model.lora import DOWN, UP, merged
+from app.model.decoder import flatten_by_path
+from app.model.lora import LORA_A, LORA_B, merge_adapters
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
-from app.runtime.flops import work_of
-from app.training.initial_state import open_reference
-from app.training.learner import Learning, wire_learning
-from app.training.setup import Launch, prepared
+from app.runtime.flops import make_step_flops
+from app.training.initial_state import load_reference_params
+from app.training.learner import LearnerGroup, make_learner_group
+from app.training.setup import RunSetup, prepare_run
 from settings import InputError, load
 from tests.preflight.test_dry_run import foreseen, held
 from tests.program import (
@@ -64,17 +64,17 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     return folder / "runs" / "tiny"
 
 
-def launched(config: Path, *overrides: str) -> tuple[Launch, Learning]:
+def launched(config: Path, *overrides: str) -> tuple[RunSetup, LearnerGroup]:
     resolved = load(str(config), overrides, {})
-    with prepared(resolved, resume="auto") as launch:
-        return launch, wire_learning(resolved.settings, launch.session)
+    with prepare_run(resolved, resume="auto") as launch:
+        return launch, make_learner_group(resolved.settings, launch.session)
 
 
 def test_a_checkpoint_holds_adapters_and_their_moments_and_no_weight_of_the_model(run: Path) -> None:
     first, last = saved_state(run, 2), saved_state(run, 4)
     arrays = {name: array for name, array in last.items() if array.ndim}
     assert len(arrays) == 3 * NUM_ADAPTERS
-    assert all(name.endswith((f"['{DOWN}']", f"['{UP}']")) for name in arrays)
+    assert all(name.endswith((f"['{LORA_A}']", f"['{LORA_B}']")) for name in arrays)
     # Both matrices of all of them learn.
     assert [name for name in arrays if np.array_equal(first[name], arrays[name])] == []
     assert sum(array.nbytes for array in arrays.values()) == 3 * 4 * NUM_WEIGHTS
@@ -122,41 +122,43 @@ def test_other_adapters_than_those_that_were_saved_are_refused(
     assert digest_of(resumed) == before
     launch, _ = launched(config, *overrides, "run.name=other")
     with pytest.raises(InputError, match=rf"--checkpoint: .* holds adapters of rank 2, .*model\.lora asks for {now}"):
-        SavedPolicy.open(run).check(launch.session.input)
+        PolicyCheckpoint.open(run).check_compatible(launch.session.model_spec)
 
 
 def test_a_saved_policy_is_the_model_and_its_adapters(run: Path, config: Path) -> None:
     launch, _ = launched(config, *LORA)
-    session, saved = launch.session, SavedPolicy.open(run)
-    saved.check(session.input)
-    whole, state = by_path(load_policy(saved, session)), saved_state(run, 4)
-    base = by_path(session.load_params())
-    assert whole.keys() == base.keys() | session.input.adapted.adapters
+    session, saved = launch.session, PolicyCheckpoint.open(run)
+    saved.check_compatible(session.model_spec)
+    whole, state = flatten_by_path(load_policy_params(saved, session)), saved_state(run, 4)
+    base = flatten_by_path(session.load_params())
+    assert whole.keys() == base.keys() | session.model_spec.policy_definition.adapter_paths
     for path, array in base.items():
         np.testing.assert_array_equal(whole[path], array)
-    for path in session.input.adapted.adapters:
+    for path in session.model_spec.policy_definition.adapter_paths:
         np.testing.assert_array_equal(whole[path], state["['params']" + "".join(f"['{key}']" for key in path)])
 
 
 def test_the_reference_is_the_model_without_its_adapters_and_no_copy(run: Path, config: Path) -> None:
     launch, learning = launched(config, *PENALISED)
     session = launch.session
-    state = RunState(learning.policy.initial_state(session.untrained()))
-    reference = open_reference(state, Progress(step=0, position=0, fingerprints={}), session)
-    assert reference is not None and reference is session.frozen
-    trained = load_policy(SavedPolicy.open(run), session)
-    frozen = session.input.adapted.frozen(trained)
+    state = RunState(learning.policy.initial_state(session.initial_trained_params()))
+    reference = load_reference_params(state, TrainProgress(step=0, position=0, fingerprints={}), session)
+    assert reference is not None and reference is session.frozen_params
+    trained = load_policy_params(PolicyCheckpoint.open(run), session)
+    frozen = session.model_spec.policy_definition.frozen(trained)
     assert all(a is b for a, b in zip(jax.tree.leaves(frozen), jax.tree.leaves(reference), strict=True))
     records = records_of(run / "rollouts" / "step_000001.jsonl")[:4]
     samples = [sample_from_record(record, where="") for record in records]
     bare, learning = launched(config, "run.name=bare", "algorithm.beta=0.05", "algorithm.epochs=2")
-    cut = learning.cuts["reference"]
-    scored, _ = session.score(reference, samples, "reference", cut=cut)
-    expected, _ = bare.session.score(bare.session.load_params(), samples, "reference", cut=cut)
+    cut = learning.score_batchers["reference"]
+    scored, _ = session.score(reference, samples, "reference", batcher=cut)
+    expected, _ = bare.session.score(bare.session.load_params(), samples, "reference", batcher=cut)
     of_reference = field_of(scored, "reference_logprobs")
     np.testing.assert_array_equal(of_reference, field_of(expected, "reference_logprobs"))
-    policy, _ = session.score(trained, samples, "policy", cut=cut)
-    plain, _ = bare.session.score(merged(trained, session.input.adapted.lora), samples, "policy", cut=cut)
+    policy, _ = session.score(trained, samples, "policy", batcher=cut)
+    plain, _ = bare.session.score(
+        merge_adapters(trained, session.model_spec.policy_definition.lora), samples, "policy", batcher=cut
+    )
     of_policy = field_of(policy, "policy_logprobs")
     np.testing.assert_allclose(of_policy, field_of(plain, "policy_logprobs"), atol=1e-5)
     assert np.abs(of_policy - of_reference).max() > 1e-3
@@ -181,8 +183,8 @@ def test_workers_that_run_ahead_are_given_every_version_merged(config: Path) -> 
     # Which of them a sample is drawn by depends on how fast training is.
     assert by_version.keys() <= {1, 2} and by_version
     for version, samples in by_version.items():
-        policy = load_policy(SavedPolicy.open(run / "checkpoints" / str(version)), launch.session)
-        scored, _ = launch.session.score(policy, samples, "policy", cut=learning.cuts["reference"])
+        policy = load_policy_params(PolicyCheckpoint.open(run / "checkpoints" / str(version)), launch.session)
+        scored, _ = launch.session.score(policy, samples, "policy", batcher=learning.score_batchers["reference"])
         of_sampler = field_of(scored, "behavior_logprobs")
         np.testing.assert_allclose(field_of(scored, "policy_logprobs"), of_sampler, atol=1e-4)
 
@@ -198,7 +200,7 @@ def test_beside_adapters_a_critic_learns_with_all_its_weights(config: Path) -> N
     policy = [name for name in matrices if name.startswith("['policy']")]
     critic = [name for name in matrices if name.startswith("['critic']")]
     assert len(policy) == 3 * NUM_ADAPTERS and len(critic) == 3 * 12
-    assert all(name.endswith((f"['{DOWN}']", f"['{UP}']")) for name in policy)
+    assert all(name.endswith((f"['{LORA_A}']", f"['{LORA_B}']")) for name in policy)
     assert [name for name in (*policy, *critic) if np.array_equal(first[name], last[name])] == []
     lines = metrics_of(run)
     assert [line["perf/compilations"] for line in lines[1:]] == [0, 0]
@@ -211,25 +213,27 @@ def test_the_table_of_memory_has_adapters_where_all_weights_were(config: Path) -
     report, full = (foreseen(config, "algorithm.beta=0.05", *mesh, *chosen) for chosen in (LORA, ()))
     launch, learning = launched(config, *LORA, "algorithm.beta=0.05", *mesh)
     session = launch.session
-    state = learning.policy.initial_state(session.untrained())
+    state = learning.policy.initial_state(session.initial_trained_params())
     for phase in report.memory.values():
-        assert phase["weights"] == held(session.whole(state.params))
+        assert phase["weights"] == held(session.full_params(state.params))
         assert phase["optimizer"] == held(state) - held(state.params)
         assert "reference" not in phase
     assert report.memory["update"]["gradients"] == held(state.params)
-    assert full.memory["score"]["reference"] == held(session.frozen)
+    assert full.memory["score"]["reference"] == held(session.frozen_params)
     assert report.num_trained_parameters == NUM_WEIGHTS and full.num_trained_parameters == full.num_parameters
     assert report.num_parameters == full.num_parameters + NUM_WEIGHTS
     assert report.checkpoint_bytes == sum(array.nbytes for array in jax.tree.leaves(state))
     assert report.checkpoint_bytes < full.checkpoint_bytes / 8
-    assert report.memory["rollout"]["decode_weights"] == held(session.engine.weights(session.whole(state.params)))
+    assert report.memory["rollout"]["decode_weights"] == held(
+        session.engine.to_decode_weights(session.full_params(state.params))
+    )
     assert "model.lora: 1,856 weights learn" in report.to_text()
 
 
 def test_work_is_counted_for_what_learns_and_for_what_only_passes_gradients_on(config: Path) -> None:
     launch, _ = launched(config, *LORA, "algorithm.beta=0.05")
-    base = launch.session.input.definition.num_parameters
-    work = work_of(launch.resolved.settings, launch.session)
+    base = launch.session.model_spec.definition.num_parameters
+    work = make_step_flops(launch.resolved.settings, launch.session)
     reference, update = (one.flops_per_token for one in work.passes)
     assert work.rollout.flops_per_token == reference == 2 * base
     assert update == 4 * (base + NUM_WEIGHTS) + 2 * NUM_WEIGHTS
@@ -263,4 +267,4 @@ def test_two_hosts_train_the_adapters_that_one_would(run: Path, config: Path) ->
     assert [host.exit_code for host in hosts] == [0, 0], hosts
     two = config.parent / "runs" / "tiny"
     assert_same_steps(two, run, steps=range(3))
-    assert SavedPolicy.open(two).checksums.keys() == SavedPolicy.open(run).checksums.keys()
+    assert PolicyCheckpoint.open(two).checksums.keys() == PolicyCheckpoint.open(run).checksums.keys()

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.model.decoder import DecoderDefinition, Params, by_path
+from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.kv_cache import prefill
-from app.model.lora import UP, joined, merged
-from app.runtime.flops import work_of
+from app.model.lora import LORA_B, combine_params, merge_adapters
+from app.runtime.flops import make_step_flops
 from app.runtime.session import Session
 from tests.preflight.test_dry_run import foreseen, held
 from tests.training.test_lora import LORA, launched
@@ -32,8 +32,8 @@ def after_a_few_steps(session: Session) -> Params:
     """Adapters that have moved a little."""
     draw = np.random.default_rng(0)
     return jax.tree.map_with_path(
-        lambda path, x: jnp.asarray(draw.normal(0, FIRST_STEPS, x.shape), x.dtype) if path[-1].key == UP else x,
-        session.untrained(),
+        lambda path, x: jnp.asarray(draw.normal(0, FIRST_STEPS, x.shape), x.dtype) if path[-1].key == LORA_B else x,
+        session.initial_trained_params(),
     )
 
 
@@ -44,7 +44,7 @@ def rounded_once(params: Params) -> Params:
 
 def logprobs_by_the_sampler(session: Session, params: Params) -> np.ndarray:
     """By the weights that it decodes with, in float32, so that nothing but them is rounded."""
-    exact = jax.tree.map(lambda x: x.astype(jnp.float32), session.engine.weights(params))
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), session.engine.to_decode_weights(params))
     ids = jnp.arange(24, dtype=jnp.int32).reshape(4, 6)
     definition = session.engine.definition
     hidden, _ = prefill(definition, exact, ids, jnp.full(4, 6, jnp.int32))
@@ -55,9 +55,14 @@ def logprobs_by_the_sampler(session: Session, params: Params) -> np.ndarray:
 def test_the_sampler_moves_as_far_as_the_policy_from_the_first_step_on(config: Path, dtype: str) -> None:
     session = opened(config, f"model.dtype={dtype}")
     exact = opened(config, "model.dtype=float32", "run.name=exact")
-    base, fresh, moved = rounded_once(session.frozen), session.untrained(), after_a_few_steps(session)
+    base, fresh, moved = (
+        rounded_once(session.frozen_params),
+        session.initial_trained_params(),
+        after_a_few_steps(session),
+    )
     shift, expected = (
-        logprobs_by_the_sampler(one, joined(moved, base)) - logprobs_by_the_sampler(one, joined(fresh, base))
+        logprobs_by_the_sampler(one, combine_params(moved, base))
+        - logprobs_by_the_sampler(one, combine_params(fresh, base))
         for one in (session, exact)
     )
     assert np.abs(expected).max() > 1e-5
@@ -66,23 +71,25 @@ def test_the_sampler_moves_as_far_as_the_policy_from_the_first_step_on(config: P
 
 def test_in_float32_adapters_are_merged_into_what_decodes(config: Path) -> None:
     session = opened(config)
-    whole = joined(after_a_few_steps(session), session.frozen)
-    assert session.engine.definition is session.input.definition
-    found = session.engine.weights(whole)
-    plain = merged(whole, session.input.adapted.lora)["blocks"]
-    assert by_path(found.blocks[1]).keys() == by_path(plain).keys()
-    for path, stacked in by_path(plain).items():
-        np.testing.assert_allclose(by_path(found.blocks[1])[path], stacked[1], atol=1e-6)
+    whole = combine_params(after_a_few_steps(session), session.frozen_params)
+    assert session.engine.definition is session.model_spec.definition
+    found = session.engine.to_decode_weights(whole)
+    plain = merge_adapters(whole, session.model_spec.policy_definition.lora)["blocks"]
+    assert flatten_by_path(found.blocks[1]).keys() == flatten_by_path(plain).keys()
+    for path, stacked in flatten_by_path(plain).items():
+        np.testing.assert_allclose(flatten_by_path(found.blocks[1])[path], stacked[1], atol=1e-6)
 
 
 def test_slots_in_bfloat16_draw_from_adapters_beside_the_kernels(config: Path) -> None:
     launch, learning = launched(config, *LORA, BFLOAT16, "rollout.slots=8")
-    session, prompts = launch.session, launch.input.prompts[:2]
+    session, prompts = launch.session, launch.inputs.prompts[:2]
     draw = np.random.default_rng(0)
-    adapters = jax.tree.map(lambda x: jnp.asarray(draw.normal(0, 0.2, x.shape), x.dtype), session.untrained())
-    params = session.whole(adapters)
-    samples = session.sample(session.engine.weights(params), prompts, policy_version=0)
-    scored, _ = session.score(params, samples, "policy", cut=learning.policy.updater.cut)
+    adapters = jax.tree.map(
+        lambda x: jnp.asarray(draw.normal(0, 0.2, x.shape), x.dtype), session.initial_trained_params()
+    )
+    params = session.full_params(adapters)
+    samples = session.sample(session.engine.to_decode_weights(params), prompts, policy_version=0)
+    scored, _ = session.score(params, samples, "policy", batcher=learning.policy.updater.micro_batcher)
     for sample in scored:
         assert sample.policy_logprobs is not None
         np.testing.assert_allclose(sample.behavior_logprobs, sample.policy_logprobs, atol=0.2)
@@ -91,18 +98,21 @@ def test_slots_in_bfloat16_draw_from_adapters_beside_the_kernels(config: Path) -
 def test_adapters_beside_the_kernels_are_foreseen_in_memory_and_work(config: Path) -> None:
     session = opened(config, BFLOAT16)
     report = foreseen(config, *LORA, BFLOAT16)
-    weights = session.engine.weights(session.whole(session.untrained()))
+    weights = session.engine.to_decode_weights(session.full_params(session.initial_trained_params()))
     assert report.memory["rollout"]["decode_weights"] == held(weights)
-    assert work_of(session.settings, session).rollout.flops_per_token == 2 * session.input.adapted.num_parameters
+    assert (
+        make_step_flops(session.settings, session).rollout.flops_per_token
+        == 2 * session.model_spec.policy_definition.num_parameters
+    )
 
 
 def test_workers_far_away_decode_with_the_adapters_that_they_are_sent(config: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'grpo[ray]'")
     session = opened(config, BFLOAT16, *SCHEDULED, "rollout.mode=fast", "rollout.pool=ray")
     assert session.workers is not None
-    sent = session.engine.weights(session.whole(session.untrained()))
+    sent = session.engine.to_decode_weights(session.full_params(session.initial_trained_params()))
     workers: Any = session.workers.workers
     for worker in workers:
-        there = DecoderDefinition.of(worker.plan.architecture, lora=worker.plan.lora)
-        assert there.shapes == session.input.adapted.shapes
+        there = DecoderDefinition.create(worker.plan.architecture, lora=worker.plan.lora)
+        assert there.shapes == session.model_spec.policy_definition.shapes
         assert jax.tree.structure(worker.engine.programs.abstract_weights) == jax.tree.structure(sent)

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from app.batching.micro_batch_plan import Lengths, Plan
-from app.batching.micro_batcher import Cut, Cutter
+from app.batching.micro_batch_plan import MicroBatchPlan, SequenceLengths
+from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.checkpoint.run_state import RunState
 from app.records.sample import Sample
-from app.tracking.console import Board
-from app.tracking.timer import Timer
-from app.training.learner import wire_learning
-from app.training.setup import prepared
+from app.tracking.console import ProgressDisplay
+from app.tracking.timer import StepTimer
+from app.training.learner import make_learner_group
+from app.training.setup import prepare_run
 from app.training.trainer import Trainer
 from settings import load
 from tests.program import (
@@ -124,38 +124,40 @@ def test_an_adapted_penalty_waits_for_the_policy_to_move(whole: Path) -> None:
     assert rates[:2] == [None, None] and rates[2] > rates[3] > 0
 
 
-class Noting(Cutter):
+class Noting(MicroBatcher):
     """Cuts as another does, and notes of which samples."""
 
-    def __init__(self, cut: Cutter, noted: list[list[str]]) -> None:
-        self.cut, self.work, self.noted = cut, cut.work, noted
+    def __init__(self, cut: MicroBatcher, noted: list[list[str]]) -> None:
+        self.cut, self.sequence_cost, self.noted = cut, cut.sequence_cost, noted
 
     @property
     def max_tokens_per_device(self) -> int | None:
         return self.cut.max_tokens_per_device
 
-    def plan(self, hosts: Sequence[Lengths], *, devices_per_host: int) -> tuple[Plan, ...]:
+    def plan(self, hosts: Sequence[SequenceLengths], *, devices_per_host: int) -> tuple[MicroBatchPlan, ...]:
         return self.cut.plan(hosts, devices_per_host=devices_per_host)
 
-    def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> Cut:
+    def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> GlobalPlan:
         self.noted.append([sample.uid for sample in samples])
         return super().__call__(samples, mesh)
 
 
 def test_shuffled_mini_batches_are_scored_as_they_are_first_learned_from(config: Path) -> None:
     noted: dict[str, list[list[str]]] = {name: [] for name in ("policy", "reference", "critic", "update", "learn")}
-    with prepared(load(str(config), ["critic.warmup_steps=0"], {}), resume="never") as launch:
+    with prepare_run(load(str(config), ["critic.warmup_steps=0"], {}), resume="never") as launch:
         chosen, session = launch.resolved.settings, launch.session
-        wired = wire_learning(chosen, session)
-        learning = replace(wired, cuts={role: Noting(cut, noted[role]) for role, cut in wired.cuts.items()})
+        wired = make_learner_group(chosen, session)
+        learning = replace(
+            wired, score_batchers={role: Noting(cut, noted[role]) for role, cut in wired.score_batchers.items()}
+        )
         assert learning.critic is not None and session.critic is not None
         for name, learner in (("update", learning.policy), ("learn", learning.critic)):
-            learner.updater.cut = Noting(learner.updater.cut, noted[name])
+            learner.updater.micro_batcher = Noting(learner.updater.micro_batcher, noted[name])
         params = session.load_params()
         critic = learning.critic.initial_state(session.critic.load_params(session.mesh))
         state = RunState(learning.policy.initial_state(jax.tree.map(jnp.copy, params)), critic, kl_coef=0.05)
-        trainer = Trainer(chosen, session, learning, launch.input.prompts, params, launch.rewards)
-        timer = Timer(Board(num_steps=1, first_step=0, shown=False))
+        trainer = Trainer(chosen, session, learning, launch.inputs.prompts, params, launch.rewards)
+        timer = StepTimer(ProgressDisplay(num_steps=1, first_step=0, enabled=False))
         _, samples, metrics = trainer.step(state, step=1, position=0, timer=timer)
     first, second = noted["policy"]
     assert first + second != [sample.uid for sample in samples]

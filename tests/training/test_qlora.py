@@ -12,22 +12,22 @@ import jax
 import numpy as np
 import pytest
 
-from app.checkpoint.checkpoints import Progress
-from app.checkpoint.policy_checkpoint import SavedPolicy
-from app.checkpoint.policy_weights import load_policy
+from app.checkpoint.checkpoints import TrainProgress
+from app.checkpoint.policy_checkpoint import PolicyCheckpoint
+from app.checkpoint.policy_weights import load_policy_params
 from app.checkpoint.run_state import RunState
 from app.evaluation.standalone import read_evaluation_input
 from app.model import quantization
 from app.model.decoder import DecoderDefinition
 from app.model.io.hf_weights import load_weights
-from app.model.lora import DOWN, UP, joined, merged
+from app.model.lora import LORA_A, LORA_B, combine_params, merge_adapters
 from app.model.quantization import CODES, SCALES
 from app.records.sample_json import sample_from_record
 from app.records.versions import NOT_INSTALLED
 from app.runtime import model_spec
-from app.runtime.flops import work_of
-from app.runtime.model_spec import read_model_input
-from app.training.initial_state import open_reference
+from app.runtime.flops import make_step_flops
+from app.runtime.model_spec import read_model_spec
+from app.training.initial_state import load_reference_params
 from settings import load
 from tests.preflight.test_dry_run import foreseen, held
 from tests.program import (
@@ -71,7 +71,7 @@ def test_adapters_learn_and_are_all_that_is_saved(run: Path) -> None:
     first, last = saved_state(run, 2), saved_state(run, 4)
     arrays = {name: array for name, array in last.items() if array.ndim}
     assert len(arrays) == 3 * NUM_ADAPTERS
-    assert all(name.endswith((f"['{DOWN}']", f"['{UP}']")) for name in arrays)
+    assert all(name.endswith((f"['{LORA_A}']", f"['{LORA_B}']")) for name in arrays)
     assert [name for name in arrays if np.array_equal(first[name], arrays[name])] == []
     lines = metrics_of(run)[1:]
     assert all(0 < line["rollout/sampler_scorer_logprob_diff_max"] <= 1e-4 for line in lines)
@@ -134,7 +134,7 @@ def test_a_launch_without_qwix_is_refused_and_an_export_is_not(
 def test_codes_that_another_qwix_would_find_are_refused(
     run: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    had = SavedPolicy.open(run).progress.fingerprints[model_spec.QUANTIZER]
+    had = PolicyCheckpoint.open(run).progress.fingerprints[model_spec.QUANTIZER_FINGERPRINT]
     monkeypatch.setattr(model_spec, "version_of", lambda name: "999.0")
     resumed = config.parent / "runs" / "tiny"
     shutil.copytree(run, resumed, symlinks=True)
@@ -158,21 +158,21 @@ def test_the_reference_is_the_quantized_base_without_its_adapters_and_no_copy(
 ) -> None:
     launch, learning = launched(config, *PENALISED, base)
     session = launch.session
-    state = RunState(learning.policy.initial_state(session.untrained()))
-    reference = open_reference(state, Progress(step=0, position=0, fingerprints={}), session)
-    assert reference is not None and reference is session.frozen
-    quantized = session.input.reference
+    state = RunState(learning.policy.initial_state(session.initial_trained_params()))
+    reference = load_reference_params(state, TrainProgress(step=0, position=0, fingerprints={}), session)
+    assert reference is not None and reference is session.frozen_params
+    quantized = session.model_spec.reference_definition
     floats = dequantized_params(quantized, reference)
     records = records_of(run / "rollouts" / "step_000001.jsonl")[:4]
     samples = [sample_from_record(record, where="") for record in records]
     bare, learning = launched(config, "run.name=bare", "algorithm.beta=0.05", "algorithm.epochs=2")
-    cut = learning.cuts["reference"]
-    scored, _ = session.score(reference, samples, "reference", cut=cut)
-    expected, _ = bare.session.score(floats, samples, "reference", cut=cut)
+    cut = learning.score_batchers["reference"]
+    scored, _ = session.score(reference, samples, "reference", batcher=cut)
+    expected, _ = bare.session.score(floats, samples, "reference", batcher=cut)
     np.testing.assert_allclose(
         field_of(scored, "reference_logprobs"), field_of(expected, "reference_logprobs"), atol=1e-5
     )
-    exact, _ = bare.session.score(bare.session.load_params(), samples, "reference", cut=cut)
+    exact, _ = bare.session.score(bare.session.load_params(), samples, "reference", batcher=cut)
     assert np.abs(field_of(exact, "reference_logprobs") - field_of(scored, "reference_logprobs")).max() > 1e-3
 
 
@@ -183,16 +183,18 @@ def test_memory_is_foreseen_byte_for_byte(config: Path, base: str, dtype: str) -
     report, floats = foreseen(config, *chosen), foreseen(config, *PENALISED, "mesh.shape=1,4,2")
     launch, learning = launched(config, *chosen)
     session = launch.session
-    state = learning.policy.initial_state(session.untrained())
+    state = learning.policy.initial_state(session.initial_trained_params())
     for phase in report.memory.values():
-        assert phase["weights"] == held(session.whole(state.params))
+        assert phase["weights"] == held(session.full_params(state.params))
         assert "reference" not in phase
     assert report.memory["update"]["weights"] < floats.memory["update"]["weights"]
-    assert report.memory["rollout"]["decode_weights"] == held(session.engine.weights(session.whole(state.params)))
+    assert report.memory["rollout"]["decode_weights"] == held(
+        session.engine.to_decode_weights(session.full_params(state.params))
+    )
     assert report.num_parameters == floats.num_parameters
     assert report.checkpoint_bytes == floats.checkpoint_bytes
-    assert session.engine.definition is session.input.adapted
-    assert work_of(launch.resolved.settings, session).rollout.flops_per_token == 2 * report.num_parameters
+    assert session.engine.definition is session.model_spec.policy_definition
+    assert make_step_flops(launch.resolved.settings, session).rollout.flops_per_token == 2 * report.num_parameters
 
 
 def test_merged_adapters_stand_beside_the_base_in_floats_and_the_card_says_so(
@@ -201,14 +203,15 @@ def test_merged_adapters_stand_beside_the_base_in_floats_and_the_card_says_so(
     result = here("export", "--checkpoint", run, "--out", tmp_path / "out")
     assert result.exit_code == 0 and "note: the adapters were trained beside" in result.stderr, result.stderr
     mesh, resolved = make_mesh(), load(str(config), [f"model.path={tmp_path / 'out'}"], {})
-    model = read_model_input(resolved.settings)
+    model = read_model_spec(resolved.settings)
     found = load_weights(model.definition, model.files.weights, mesh)
     launch, _ = launched(config, *QLORA)
     session = launch.session
-    adapters = session.input.adapted.trained(load_policy(SavedPolicy.open(run), session))
-    own = load_weights(session.input.definition, session.input.files.weights, mesh)
-    whole = merged(
-        joined(jax.tree.map(np.asarray, adapters), jax.tree.map(np.asarray, own)), session.input.adapted.lora
+    adapters = session.model_spec.policy_definition.trainable(load_policy_params(PolicyCheckpoint.open(run), session))
+    own = load_weights(session.model_spec.definition, session.model_spec.files.weights, mesh)
+    whole = merge_adapters(
+        combine_params(jax.tree.map(np.asarray, adapters), jax.tree.map(np.asarray, own)),
+        session.model_spec.policy_definition.lora,
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, whole)
     card = (tmp_path / "out" / "README.md").read_text()
@@ -250,8 +253,8 @@ def test_what_is_looked_at_before_a_run_knows_the_quantized_base(tiny_model: Pat
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     weights = {one["name"]: one for one in report["weights"]}
-    definition = DecoderDefinition.of(
-        read_model_input(load(None, [f"model.path={tiny_model}"], {}).settings).architecture
+    definition = DecoderDefinition.create(
+        read_model_spec(load(None, [f"model.path={tiny_model}"], {}).settings).architecture
     )
     codes, scales = (weights[f"blocks.up.{leaf}"] for leaf in (CODES, SCALES))
     assert (codes["shape"], codes["bytes_per_device"]) == ([2, 16, 48], 2 * 16 * 48 // 4)
@@ -263,8 +266,8 @@ def test_what_is_looked_at_before_a_run_knows_the_quantized_base(tiny_model: Pat
 
 def test_an_evaluation_of_the_model_alone_has_floats(tiny_model: Path) -> None:
     chosen = load(None, [f"model.path={tiny_model}", "model.lora.rank=2", INT8], {}).settings
-    assert read_model_input(chosen).bare.reference.quantization is None
-    assert read_evaluation_input(chosen, None).model.adapted.quantization is None
+    assert read_model_spec(chosen).without_adapters.reference_definition.quantization is None
+    assert read_evaluation_input(chosen, None).model.policy_definition.quantization is None
 
 
 def test_workers_far_away_are_told_how_kernels_are_held(config: Path) -> None:
@@ -272,12 +275,12 @@ def test_workers_far_away_are_told_how_kernels_are_held(config: Path) -> None:
     launch, _ = launched(config, *QLORA, *SCHEDULED, "rollout.mode=fast", "rollout.pool=ray")
     session = launch.session
     assert session.workers is not None
-    sent = session.engine.weights(session.whole(session.untrained()))
+    sent = session.engine.to_decode_weights(session.full_params(session.initial_trained_params()))
     workers: Any = session.workers.workers
     for worker in workers:
         plan = worker.plan
-        there = DecoderDefinition.of(plan.architecture, lora=plan.lora, quantization=plan.quantization)
-        assert there.shapes == session.input.adapted.shapes
+        there = DecoderDefinition.create(plan.architecture, lora=plan.lora, quantization=plan.quantization)
+        assert there.shapes == session.model_spec.policy_definition.shapes
         assert jax.tree.structure(worker.engine.programs.abstract_weights) == jax.tree.structure(sent)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.preflight.dry_run import DryRun, look_ahead
-from app.training.replay import Asked
+from app.preflight.dry_run import DryRunReport, make_dry_run_report
+from app.training.replay import ReplayRequest
 from settings import load
 from tests.program import (
     digest_of,
@@ -248,10 +248,10 @@ def test_a_replay_goes_on_after_it_was_stopped_and_only_on_the_same_samples(
     assert digest_of(run) == before
 
 
-def foreseen(rollouts: Path, folder: Path, *overrides: str, checkpoint: Path | None = None) -> DryRun:
+def foreseen(rollouts: Path, folder: Path, *overrides: str, checkpoint: Path | None = None) -> DryRunReport:
     run = rollouts if rollouts.is_dir() else rollouts.parents[1]
     resolved = load(str(run / "settings.yaml"), [f"run.dir={folder}", *overrides], {})
-    found = look_ahead(resolved, resume="never", asked=Asked(rollouts, checkpoint))
+    found = make_dry_run_report(resolved, resume="never", replay_request=ReplayRequest(rollouts, checkpoint))
     assert found is not None
     return found
 

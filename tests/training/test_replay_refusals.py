@@ -98,7 +98,7 @@ def test_two_groups_of_a_prompt_are_refused_but_where_a_run_has_drawn_them(loose
     with pytest.raises(InputError, match=message):
         looked(source, at=asked_twice(loose))
     asked_twice(step_file(source, 1))
-    assert len(looked(source).groups(1)) == 4
+    assert len(looked(source).load_groups(1)) == 4
 
 
 def test_groups_that_hosts_cannot_share_out_are_refused(
@@ -155,9 +155,9 @@ def test_a_file_that_changes_while_the_run_goes_on_is_named(source: Path, new: s
     file.unlink()
     if new is not None:
         file.write_text(content + content if new == "longer" else new)
-    assert len(replay.groups(1)) == 4
+    assert len(replay.load_groups(1)) == 4
     with pytest.raises(InputError, match=r"--from-rollouts: .*step_000002\.jsonl has changed since the run began"):
-        replay.groups(2)
+        replay.load_groups(2)
 
 
 def test_a_critic_of_another_model_than_the_checkpoint_s_is_refused(
@@ -169,7 +169,7 @@ def test_a_critic_of_another_model_than_the_checkpoint_s_is_refused(
     metadata.write_text(json.dumps(saved | {"fingerprints": saved["fingerprints"] | {"the critic": "another"}}))
     with pytest.raises(InputError, match=r"--checkpoint: .* holds a critic that was trained from another model"):
         looked(source, "algorithm.estimator=gae", at=loose, checkpoint=start)
-    assert looked(source, at=loose, checkpoint=start).start is not None
+    assert looked(source, at=loose, checkpoint=start).initial_checkpoint is not None
 
 
 def test_samples_of_another_tokenizer_are_refused(finished: Path, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from app.records.run_directory import RunDirectory
-from app.records.sample import DROPPED, Sample
-from app.training.inputs import read_training_input
-from app.training.replay import Asked, Replay, known_run
+from app.records.sample import DROPPED_PREFIX, Sample
+from app.training.inputs import read_training_inputs
+from app.training.replay import Replay, ReplayRequest, find_model_run
 from settings import load
 from tests.program import records_of
 from tests.replays import looked, rewrite, step_file, write
@@ -22,7 +22,7 @@ from tests.training.test_async_training import UNJUDGED
 
 
 def samples_of(replay: Replay, step: int) -> list[Sample]:
-    return [sample for group in replay.groups(step) for sample in group]
+    return [sample for group in replay.load_groups(step) for sample in group]
 
 
 def had(source: Path, *overrides: str) -> None:
@@ -51,28 +51,28 @@ def test_a_reward_model_of_the_hub_is_what_the_run_had(source: Path) -> None:
     had(source, "reward.model=owner/judge")
     pin = {"path": "owner/judge", "revision": None, "commit": "c" * 40}
     (source / "model.json").write_text(json.dumps({"reward": pin}))
-    assert looked(source).takes_rewards
+    assert looked(source).uses_saved_rewards
     moved = looked(source, "reward.model_revision=main")
-    assert not moved.takes_rewards
+    assert not moved.uses_saved_rewards
     assert "rewards: judged anew, reward.* is not what the samples' run had" in moved.report
 
 
 def test_what_only_decides_how_rewards_are_asked_for_leaves_them_as_they_are(source: Path) -> None:
     pace = ("reward.workers=2", "reward.batch_size=8", "reward.load_timeout_s=90")
     limits = ("reward.timeout_s=20", "reward.cpu_s=9", "reward.memory_mib=512")
-    assert looked(source, *pace, *limits).takes_rewards
-    assert not looked(source, "reward.max_characters=9").takes_rewards
+    assert looked(source, *pace, *limits).uses_saved_rewards
+    assert not looked(source, "reward.max_characters=9").uses_saved_rewards
     # A plug-in may rank the samples that it is given at once.
     judge = "reward.functions=['module:judge']"
     had(source, judge)
-    assert looked(source, judge, *pace[::2], *limits).takes_rewards
-    assert not looked(source, judge, "reward.batch_size=8").takes_rewards
+    assert looked(source, judge, *pace[::2], *limits).uses_saved_rewards
+    assert not looked(source, judge, "reward.batch_size=8").uses_saved_rewards
     had(source, "reward.functions=[arithmetic]")
     # What exceeded a limit was worth 0.
     had(source, "reward.on_error=zero")
-    assert looked(source, *pace).takes_rewards
+    assert looked(source, *pace).uses_saved_rewards
     for limit in limits:
-        assert not looked(source, limit).takes_rewards
+        assert not looked(source, limit).uses_saved_rewards
 
 
 def test_what_a_filter_had_left_out_of_the_loss_is_left_to_the_filter_of_the_replay(source: Path) -> None:
@@ -80,7 +80,7 @@ def test_what_a_filter_had_left_out_of_the_loss_is_left_to_the_filter_of_the_rep
         if record["group_id"] < 2:
             record["loss_mask"] = [False] * len(record["completion_token_ids"])
         if record["group_id"] == 1:
-            record["finish_reason"] = f"{DROPPED}nonfinite"
+            record["finish_reason"] = f"{DROPPED_PREFIX}nonfinite"
 
     file = rewrite(step_file(source, 1), left_out)
     of_run = samples_of(looked(source, "algorithm.filter=none"), 1)
@@ -94,17 +94,17 @@ def test_what_a_filter_had_left_out_of_the_loss_is_left_to_the_filter_of_the_rep
 def test_a_file_beside_a_run_s_settings_is_no_file_of_the_run(source: Path) -> None:
     beside = Path(shutil.copy(step_file(source, 1), source / "gae.jsonl"))
     chain = looked(source, at=beside)
-    assert (chain.takes_rewards, chain.takes_credit, chain.source) == (True, True, None)
+    assert (chain.uses_saved_rewards, chain.uses_saved_advantages, chain.source_run) == (True, True, None)
     for own in (source, source / "rollouts", step_file(source, 1)):
         of_run = looked(source, at=own)
-        assert (of_run.takes_credit, of_run.source) == (False, RunDirectory(source.resolve()))
+        assert (of_run.uses_saved_advantages, of_run.source_run) == (False, RunDirectory(source.resolve()))
 
 
 def test_hosts_that_would_take_other_things_of_the_same_samples_do_not_agree(source: Path, finished: Path) -> None:
     def fingerprints(at: Path, checkpoint: int | None = None) -> dict[str, str]:
         settings = load(str(source / "settings.yaml"), ["run.name=again", "run.steps=9", *UNJUDGED], {}).settings
-        asked = Asked(at, None if checkpoint is None else finished / "checkpoints" / str(checkpoint))
-        return read_training_input(settings, asked).fingerprints
+        asked = ReplayRequest(at, None if checkpoint is None else finished / "checkpoints" / str(checkpoint))
+        return read_training_inputs(settings, asked).fingerprints
 
     def differing(one: dict[str, str], other: dict[str, str]) -> Sequence[str]:
         assert one.keys() == other.keys()
@@ -122,9 +122,9 @@ def test_models_are_those_of_the_samples_run_or_else_of_the_checkpoint_s(
     source: Path, finished: Path, loose: Path
 ) -> None:
     start = finished / "checkpoints" / "2"
-    assert known_run(Asked(source, start)) == RunDirectory(source.resolve())
-    assert known_run(Asked(loose, start)) == RunDirectory(finished.resolve())
-    assert known_run(Asked(loose)) is None
+    assert find_model_run(ReplayRequest(source, start)) == RunDirectory(source.resolve())
+    assert find_model_run(ReplayRequest(loose, start)) == RunDirectory(finished.resolve())
+    assert find_model_run(ReplayRequest(loose)) is None
 
 
 def test_other_steps_are_told_where_the_learning_rate_falls_by_them(source: Path) -> None:

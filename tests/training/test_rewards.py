@@ -13,7 +13,7 @@ import pytest
 from app.advantage.group import grpo_advantages
 from app.records.jsonl import read_jsonl, write_jsonl
 from app.records.sample import Sample
-from app.rollout.sampling import NON_FINITE
+from app.rollout.sampling import FINISH_NON_FINITE
 from app.runtime.session import Session
 from tests.program import here, metrics_of, settings, train_here
 from tests.reward.processes import children
@@ -137,7 +137,7 @@ def test_samples_that_broke_while_they_were_generated_leave_their_groups(
 
     def broken(sample: Sample, length: int) -> Sample:
         kept = {name: getattr(sample, name)[:length] for name in ("completion_ids", "behavior_logprobs")}
-        return replace(sample, **kept, completion="", finish_reason=NON_FINITE)
+        return replace(sample, **kept, completion="", finish_reason=FINISH_NON_FINITE)
 
     monkeypatch.setattr(Session, "sample", some_broken)
     result = train_here(
@@ -147,7 +147,7 @@ def test_samples_that_broke_while_they_were_generated_leave_their_groups(
     assert "samples have non-finite logits, left out" in result.stderr
     (line,) = [line for line in metrics_of(run_of(config)) if line["step"] == 1]
     samples = samples_of(run_of(config), 1)
-    dropped = [s for s in samples if s.finish_reason == NON_FINITE]
+    dropped = [s for s in samples if s.finish_reason == FINISH_NON_FINITE]
     assert 0 < len(dropped) == line["reward/dropped_count"] and line["reward/error_count"] == 0
     assert {len(s.completion_ids) for s in dropped} == {0, 1}
     assert all(s.reward is None and not s.mask.any() and not np.any(s.advantages) for s in dropped)

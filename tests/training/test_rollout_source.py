@@ -12,9 +12,9 @@ import pytest
 
 from app.records.sample import Prompt, Sample
 from app.runtime.session import Session
-from app.tracking.console import Board
-from app.tracking.timer import Timer
-from app.training.rollout_source import Ahead, OnPolicy, RoundPrompts
+from app.tracking.console import ProgressDisplay
+from app.tracking.timer import StepTimer
+from app.training.rollout_source import AsyncRolloutSource, RoundPrompts, SyncRolloutSource
 from settings import load
 from tests.tiny import make_prompt, make_sample
 
@@ -54,16 +54,16 @@ class Walk:
         engine = SimpleNamespace(weights=lambda params: params)
         session = SimpleNamespace(settings=settings, engine=engine, open_generation=lambda *_, **__: self.generation)
         self.prompts = RoundPrompts(settings, PROMPTS)
-        self.rounds = Ahead(cast(Session, session), self.prompts, max_rounds=MAX_ROUNDS)
-        self.timer = Timer(Board(num_steps=num_steps, first_step=0, shown=False))
+        self.rounds = AsyncRolloutSource(cast(Session, session), self.prompts, max_rounds=MAX_ROUNDS)
+        self.timer = StepTimer(ProgressDisplay(num_steps=num_steps, first_step=0, enabled=False))
         self.ages: list[int] = []
         """In steps, of each round when it was taken."""
         self._num_taken = 0
 
     def step(self, step: int, *, num_rounds: int) -> tuple[int, list[int], int]:
         """How many rounds wait before the first is taken, after each, and after the step."""
-        position = self._num_taken * self.prompts.per_round
-        with self.rounds.of_step({}, step=step, position=position, timer=self.timer) as take:
+        position = self._num_taken * self.prompts.global_prompts_per_round
+        with self.rounds.rounds_for_step({}, step=step, position=position, timer=self.timer) as take:
             before, after = len(self.generation.waiting), []
             for number in range(num_rounds):
                 (sample,) = take(number)
@@ -101,9 +101,9 @@ def test_weights_are_laid_out_in_the_phase_whose_first_pass_may_compile() -> Non
     entered: list[str] = []
     engine = SimpleNamespace(weights=lambda _: entered.append("weights"))
     session = SimpleNamespace(settings=settings, engine=engine, sample=lambda *_, **__: entered.append("sample"))
-    rounds = OnPolicy(cast(Session, session), RoundPrompts(settings, PROMPTS), max_rounds=2)
-    timer = Timer(Board(num_steps=1, first_step=0, shown=False, entered=entered.append))
-    with rounds.of_step({}, step=1, position=0, timer=timer) as take:
+    rounds = SyncRolloutSource(cast(Session, session), RoundPrompts(settings, PROMPTS), max_rounds=2)
+    timer = StepTimer(ProgressDisplay(num_steps=1, first_step=0, enabled=False, on_phase=entered.append))
+    with rounds.rounds_for_step({}, step=1, position=0, timer=timer) as take:
         take(0)
         take(1)
     assert entered == ["rollout", "weights", "sample", "rollout", "sample"]

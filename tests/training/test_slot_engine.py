@@ -9,7 +9,7 @@ import pytest
 
 from app.mesh.placement import bytes_per_device
 from app.records.sample import Prompt, Sample
-from app.rollout.batch_engine import Engine
+from app.rollout.batch_engine import BatchEngine
 from tests.preflight.test_dry_run import foreseen, launched
 from tests.program import (
     assert_same_run,
@@ -80,11 +80,11 @@ def test_a_dry_run_foresees_the_caches_of_the_slots(config: Path) -> None:
     memory = foreseen(config, SLOTS).memory
     launch, _ = launched(config, SLOTS)
     session = launch.session
-    assert session.slots is not None
-    engine = session.slots.engine
-    weights = session.engine.weights(session.load_params())
-    engine.open(weights, rules=session.rules, seed=0, policy_version=0)
-    engine._grow_to(engine.shapes.max_length)
+    assert session.continuous_batching is not None
+    engine = session.continuous_batching.engine
+    weights = session.engine.to_decode_weights(session.load_params())
+    engine.open(weights, rules=session.sampling_params, seed=0, policy_version=0)
+    engine._grow_cache(engine.shapes.max_length)
     assert memory["rollout"]["kv_cache"] == memory["evaluation"]["kv_cache"] == bytes_per_device(engine._cache)
     assert memory["rollout"]["prompt_cache"] == bytes_per_device(engine._pool)
     engine.close()
@@ -132,13 +132,13 @@ def test_evaluations_beside_generation_have_the_batches_that_a_dry_run_foresees(
 ) -> None:
     asked = (*SCHEDULED, "rollout.workers.fast.devices=[0]", "rollout.workers.heavy.devices=[1]", "run.steps=1")
     small = ("rollout.max_staleness=1", "rollout.prompts_per_step=2", "rollout.group_size=2")
-    batches, generate = [], Engine.generate
+    batches, generate = [], BatchEngine.generate
 
-    def counted(engine: Engine, weights: object, prompts: Sequence[Prompt], **rest: object) -> list[Sample]:
+    def counted(engine: BatchEngine, weights: object, prompts: Sequence[Prompt], **rest: object) -> list[Sample]:
         batches.append(len(prompts))
         return generate(engine, weights, prompts, **rest)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(Engine, "generate", counted)
+    monkeypatch.setattr(BatchEngine, "generate", counted)
     result = train_here(config, *asked, *small)
     assert result.exit_code == 0, result.stderr
     assert set(batches) == {4} and len(batches) == 2 * 20 / 4

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from app.batching.micro_batch_plan import Plan
+from app.batching.micro_batch_plan import MicroBatchPlan
 from app.batching.pack import pack_per_token
 from app.records.sample import Sample
-from app.update.loss_aggregation import Weights
-from app.update.policy_loss import LossParts, PolicyLoss, UpdateBatch
+from app.update.loss_aggregation import AggregationFn
+from app.update.policy_loss import LossStats, PolicyBatch, PolicyLoss
 from tests.tiny import pack_update
 
 
@@ -21,10 +21,10 @@ def loss_and_gradient(
     loss: PolicyLoss,
     table: Float32[np.ndarray, "tokens V"],
     samples: Sequence[Sample],
-    plan: Plan,
+    plan: MicroBatchPlan,
     *,
-    weights: Weights,
-) -> tuple[Float32[Array, "tokens V"], LossParts]:
+    weights: AggregationFn,
+) -> tuple[Float32[Array, "tokens V"], LossStats]:
     """Gradient by the table, and loss and metrics, summed over the micro-batches.
 
     Args:
@@ -33,7 +33,7 @@ def loss_and_gradient(
     lengths = [len(s.completion_ids) for s in samples]
     starts = {s.uid: end - length for s, end, length in zip(samples, np.cumsum(lengths), lengths, strict=True)}
 
-    def share(table: Array, batch: UpdateBatch, place: Array) -> tuple[Array, LossParts]:
+    def share(table: Array, batch: PolicyBatch, place: Array) -> tuple[Array, LossStats]:
         log_softmax = jax.nn.log_softmax(table[place])
         chosen = jnp.take_along_axis(log_softmax, batch.tokens.targets[..., None], axis=-1)[..., 0]
         return loss(chosen, -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1), batch)

@@ -15,20 +15,26 @@ import pytest
 from app.batching.pack import pack_per_token
 from app.records.sample import Sample
 from app.training.learner import LOG_RATIOS, LOG_WEIGHTS
-from app.update.importance_correction import Bound, Correction, masked, token_log_weight, truncated
+from app.update.importance_correction import (
+    BoundFn,
+    ImportanceCorrection,
+    mask_weights,
+    token_log_weight,
+    truncate_weights,
+)
 from app.update.kl import k3
-from app.update.loss_aggregation import Totals, aggregations
-from app.update.policy_loss import LossParts, PolicyLoss, own_logprobs, scored_logprobs
+from app.update.loss_aggregation import StepTotals, aggregations
+from app.update.policy_loss import LossStats, PolicyLoss, detached_logprobs, scored_logprobs
 from app.update.surrogate import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
-from app.update.updater import pack_sample_means
+from app.update.updater import pack_sample_reducer
 from tests.tiny import PLAIN_LOSS, assert_trees_close, make_sample, plan_of
 from tests.update.table_policy import loss_and_gradient
 from tests.update.test_policy_loss import LAYOUTS, LONGEST, SAMPLES, STARTS, TABLE, WHOLE
 
 MIN, MAX, VETO = 0.7, 1.4, 0.4
-BOUNDS: dict[str, Bound] = {
-    "truncate": partial(truncated, max_weight=MAX),
-    "mask": partial(masked, min_weight=MIN, max_weight=MAX),
+BOUNDS: dict[str, BoundFn] = {
+    "truncate": partial(truncate_weights, max_weight=MAX),
+    "mask": partial(mask_weights, min_weight=MIN, max_weight=MAX),
 }
 KINDS = list(itertools.product(BOUNDS, LOG_WEIGHTS))
 CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
@@ -113,11 +119,11 @@ def sample_of(log_weights: Sequence[float], mask: Sequence[bool] | None = None) 
     return make_sample(np.zeros(len(values), np.int32), behavior_logprobs=-values, loss_mask=loss_mask)
 
 
-def corrected(correction: Correction, samples: Sequence[Sample]):
+def corrected(correction: ImportanceCorrection, samples: Sequence[Sample]):
     """All samples in one row: what the correction makes of them, in the order of the samples."""
     (micro_batch,) = plan_of([range(len(samples))], rows_per_micro_batch=1, num_tokens=40, num_targets=16).micro_batches
     log_weights = pack_per_token(samples, micro_batch, lambda s: np.where(s.mask, -s.behavior_logprobs, 0.0))
-    found = correction(jnp.asarray(log_weights), pack_sample_means(samples, micro_batch))
+    found = correction(jnp.asarray(log_weights), pack_sample_reducer(samples, micro_batch))
     length = sum(len(s.completion_ids) for s in samples)
     return jax.tree.map(lambda x: np.asarray(x)[0, :length].tolist(), found)
 
@@ -143,28 +149,28 @@ BY_HAND = (
 )
 def test_weights_by_hand(bound: str, level: str, expected: list[float]):
     bounds = {
-        "truncate": partial(truncated, max_weight=3.0),
-        "mask": partial(masked, min_weight=0.4, max_weight=3.0),
+        "truncate": partial(truncate_weights, max_weight=3.0),
+        "mask": partial(mask_weights, min_weight=0.4, max_weight=3.0),
     }
-    found = corrected(Correction(LOG_WEIGHTS[level], bounds[bound]), BY_HAND)
+    found = corrected(ImportanceCorrection(LOG_WEIGHTS[level], bounds[bound]), BY_HAND)
     assert found.weights == pytest.approx(expected, rel=1e-6)
     assert not any(found.vetoed)
 
 
 @pytest.mark.parametrize("level", LOG_WEIGHTS)
 def test_one_token_that_the_policy_would_hardly_have_drawn_vetoes_its_sample_and_no_other(level: str):
-    found = corrected(Correction(LOG_WEIGHTS[level], BOUNDS["truncate"], veto=0.3), BY_HAND)
+    found = corrected(ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS["truncate"], veto=0.3), BY_HAND)
     assert found.vetoed == [True] * 5 + [False] * 2
     assert found.weights[:5] == [0.0] * 5 and min(found.weights[5:]) > 0.2
     # What a tool wrote vetoes nothing.
     by_tool = sample_of([0.0, -15.0], [True, False])
-    assert not any(corrected(Correction(LOG_WEIGHTS[level], BOUNDS["truncate"], veto=0.3), [by_tool]).vetoed)
+    assert not any(corrected(ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS["truncate"], veto=0.3), [by_tool]).vetoed)
 
 
 @pytest.mark.parametrize(("kind", "level"), KINDS)
 def test_no_distance_between_the_policies_overflows(kind: str, level: str):
     far = [sample_of([80.0] * 3), sample_of([-80.0] * 3)]
-    found = corrected(Correction(LOG_WEIGHTS[level], BOUNDS[kind]), far)
+    found = corrected(ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS[kind]), far)
     assert found.unbounded == pytest.approx([np.exp(20)] * 3 + [np.exp(-20)] * 3, rel=1e-6)
     assert np.isfinite(found.weights).all()
 
@@ -172,8 +178,8 @@ def test_no_distance_between_the_policies_overflows(kind: str, level: str):
 @pytest.mark.parametrize(("kind", "level", "veto"), [*((*kind, VETO) for kind in KINDS), ("truncate", "token", 0.0)])
 def test_loss_gradient_and_metrics_equal_float64_however_samples_are_packed(kind: str, level: str, veto: float):
     samples, weights = stale(), list(AGGREGATIONS.values())[KINDS.index((kind, level)) % len(AGGREGATIONS)]
-    oracle, totals = Oracle.of(samples, kind, level, veto), Totals.of(samples)
-    loss = replace(PLAIN_LOSS, correction=Correction(LOG_WEIGHTS[level], BOUNDS[kind], veto))
+    oracle, totals = Oracle.of(samples, kind, level, veto), StepTotals.from_samples(samples)
+    loss = replace(PLAIN_LOSS, correction=ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS[kind], veto))
     expected_loss = sum(
         float(weights(s, totals).astype(np.float64) @ (w * ppo_term(s, current)))
         for s, w, current in zip(samples, oracle.weights, current_logprobs(), strict=True)
@@ -204,7 +210,7 @@ def test_loss_gradient_and_metrics_equal_float64_however_samples_are_packed(kind
 def test_the_gradient_is_that_of_every_token_s_loss_times_its_weight():
     samples = stale()
     oracle = Oracle.of(samples, "mask", "token", VETO)
-    loss = replace(PLAIN_LOSS, correction=Correction(token_log_weight, BOUNDS["mask"], VETO))
+    loss = replace(PLAIN_LOSS, correction=ImportanceCorrection(token_log_weight, BOUNDS["mask"], VETO))
     ours, _ = loss_and_gradient(loss, TABLE, samples, WHOLE, weights=AGGREGATIONS["token-mean"])
     # The surrogate is linear in the advantage, so a weight may as well be in there.
     weighed = [
@@ -217,7 +223,7 @@ def test_the_gradient_is_that_of_every_token_s_loss_times_its_weight():
 
 def test_penalty_and_bonus_of_a_vetoed_sample_stay():
     kept = replace(PLAIN_LOSS, kl_estimator=k3, beta=0.3, entropy_coef=0.2)
-    vetoing = replace(kept, correction=Correction(token_log_weight, BOUNDS["truncate"], veto=0.999))
+    vetoing = replace(kept, correction=ImportanceCorrection(token_log_weight, BOUNDS["truncate"], veto=0.999))
     # Every sample has such a token.
     samples = [replace(s, behavior_logprobs=np.asarray(s.policy_logprobs) + np.float32(1)) for s in stale()]
     without = [replace(s, advantages=np.zeros(len(s.completion_ids), np.float32)) for s in samples]
@@ -234,12 +240,12 @@ def test_penalty_and_bonus_of_a_vetoed_sample_stay():
 @pytest.mark.parametrize("several", [False, True])
 def test_on_policy_every_correction_leaves_loss_and_gradient_as_they_are(surrogate: str, several: bool):
     samples = on_policy(several)
-    plain = replace(SURROGATES[surrogate], proximal=scored_logprobs if several else own_logprobs)
+    plain = replace(SURROGATES[surrogate], proximal_logprobs_fn=scored_logprobs if several else detached_logprobs)
     for aggregation in AGGREGATIONS if several else ["token-mean"]:
         gradient, parts = of_packed_rows(plain, samples, aggregation)
         assert np.abs(gradient).max() > 1e-3
         for kind, level in KINDS:
-            loss = replace(plain, correction=Correction(LOG_WEIGHTS[level], BOUNDS[kind], VETO))
+            loss = replace(plain, correction=ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS[kind], VETO))
             corrected_gradient, corrected_parts = of_packed_rows(loss, samples, aggregation)
             # Weights are exactly 1; what is multiplied by them, compilers may add up in another order.
             np.testing.assert_allclose(corrected_gradient, gradient, rtol=1e-6, atol=1e-8)
@@ -258,6 +264,6 @@ def on_policy(several: bool) -> list[Sample]:
     return [replace(s, behavior_logprobs=x) for s, x in zip(SAMPLES, current_logprobs(), strict=True)]
 
 
-def of_packed_rows(loss: PolicyLoss, samples: Sequence[Sample], aggregation: str) -> tuple[np.ndarray, LossParts]:
+def of_packed_rows(loss: PolicyLoss, samples: Sequence[Sample], aggregation: str) -> tuple[np.ndarray, LossStats]:
     gradient, parts = loss_and_gradient(loss, TABLE, samples, LAYOUTS[1], weights=AGGREGATIONS[aggregation])
     return np.asarray(gradient), parts

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.update.kl import DIFFERENCE_LIMIT, ESTIMATORS, k1, k2, k3
+from app.update.kl import DIFFERENCE_LIMIT, KL_ESTIMATORS, k1, k2, k3
 
 LOGPROB = st.floats(-15, 0, width=32)
 
@@ -32,7 +32,7 @@ def test_a_uniform_policy_over_32_tokens_pays_the_published_penalty():
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
 def test_equal_logprobs_cost_nothing(name):
-    assert float(ESTIMATORS[name](jnp.float32(-3.3), jnp.float32(-3.3))) == 0.0
+    assert float(KL_ESTIMATORS[name](jnp.float32(-3.3), jnp.float32(-3.3))) == 0.0
 
 
 def test_k1_can_be_negative():
@@ -42,7 +42,7 @@ def test_k1_can_be_negative():
 @pytest.mark.parametrize("name", ["k2", "k3"])
 @given(policy=LOGPROB, reference=LOGPROB)
 def test_k2_and_k3_are_never_negative(name, policy, reference):
-    assert float(ESTIMATORS[name](jnp.float32(policy), jnp.float32(reference))) >= 0.0
+    assert float(KL_ESTIMATORS[name](jnp.float32(policy), jnp.float32(reference))) >= 0.0
 
 
 def test_k1_and_k3_average_to_the_kl_of_two_distributions():
@@ -67,13 +67,13 @@ def test_k3_keeps_the_digits_of_small_differences():
     assert float(k3(jnp.float32(d), jnp.float32(0))) == pytest.approx(d**2 / 2 - d**3 / 6, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
 def test_host_arrays_give_host_arrays_of_the_same_estimates(name):
     rng = np.random.default_rng(1)
     policy, reference = -rng.exponential(2.0, (2, 50))
-    on_host = ESTIMATORS[name](policy, reference)
+    on_host = KL_ESTIMATORS[name](policy, reference)
     assert isinstance(on_host, np.ndarray) and on_host.dtype == np.float64
-    on_device = ESTIMATORS[name](jnp.asarray(policy, jnp.float32), jnp.asarray(reference, jnp.float32))
+    on_device = KL_ESTIMATORS[name](jnp.asarray(policy, jnp.float32), jnp.asarray(reference, jnp.float32))
     np.testing.assert_allclose(on_device, on_host, rtol=1e-5, atol=1e-6)
 
 
@@ -95,7 +95,7 @@ def expected_gradient(name: str, *, place: str):
 
     def loss(logits):
         policy, reference = jax.nn.log_softmax(logits), jax.nn.log_softmax(jnp.asarray(REFERENCE))
-        drawn, estimates = jax.lax.stop_gradient(jnp.exp(policy)), ESTIMATORS[name](policy, reference)
+        drawn, estimates = jax.lax.stop_gradient(jnp.exp(policy)), KL_ESTIMATORS[name](policy, reference)
         in_reward = jax.lax.stop_gradient(estimates) * policy
         return jnp.sum(drawn * (estimates if place == "loss" else in_reward))
 

@@ -12,22 +12,22 @@ import numpy as np
 import optax
 import pytest
 
-from app.model.decoder import DecoderDefinition, Params, by_path
-from app.model.lora import LoRA, joined, merged
-from app.update.optimizer import DECAYED, TrainState, initial_state, make_optimizer, state_shardings
-from app.update.policy_loss import Objective, make_objective
+from app.model.decoder import DecoderDefinition, Params, flatten_by_path
+from app.model.lora import LoRAConfig, combine_params, merge_adapters
+from app.update.optimizer import DECAYED, TrainState, init_train_state, make_optimizer, train_state_shardings
+from app.update.policy_loss import Objective, make_policy_objective
 from app.update.step import UpdateStep
 from settings.schema.lora import PROJECTIONS
-from settings.schema.optimizer import Optimizer as Settings
+from settings.schema.optimizer import OptimizerSettings as Settings
 from tests.tiny import BIASED, assert_trees_close, make_mesh, one_a_row, pack_update, random_params
 from tests.update.test_step import EVERYTHING, SAMPLES
 
 ARCHITECTURE = replace(BIASED, num_layers=2)
-ADAPTERS = LoRA(3, 6.0, PROJECTIONS)
-DEFINITION = DecoderDefinition.of(ARCHITECTURE, lora=ADAPTERS)
-BASE = DecoderDefinition.of(ARCHITECTURE)
+ADAPTERS = LoRAConfig(3, 6.0, PROJECTIONS)
+DEFINITION = DecoderDefinition.create(ARCHITECTURE, lora=ADAPTERS)
+BASE = DecoderDefinition.create(ARCHITECTURE)
 PARAMS = random_params(DEFINITION)
-TRAINED, FROZEN = DEFINITION.trained(PARAMS), DEFINITION.frozen(PARAMS)
+TRAINED, FROZEN = DEFINITION.trainable(PARAMS), DEFINITION.frozen(PARAMS)
 FIXED = one_a_row(len(SAMPLES), rows_per_micro_batch=4, num_tokens=16, num_targets=12)
 BATCHES = pack_update(SAMPLES, FIXED)
 MESH = make_mesh((2, 2, 1))
@@ -35,7 +35,7 @@ TEMPERATURE = jnp.float32(1.3)
 
 
 def objective(definition: DecoderDefinition, *, remat: str) -> Objective:
-    return make_objective(definition, EVERYTHING, dtype=jnp.dtype("float32"), remat=remat, logits_chunk=6)
+    return make_policy_objective(definition, EVERYTHING, dtype=jnp.dtype("float32"), remat=remat, logits_chunk=6)
 
 
 @functools.cache
@@ -43,11 +43,11 @@ def update_step() -> tuple[UpdateStep, Callable[[], TrainState]]:
     """A compiled update of adapters and a maker of fresh states for it."""
     schedule = optax.constant_schedule(0.1)
     optimizer = make_optimizer(Settings(weight_decay=0.1), schedule)
-    shapes, lie = DEFINITION.trained(DEFINITION.shapes), DEFINITION.trained(DEFINITION.shardings(MESH))
-    shardings = state_shardings(optimizer, shapes, lie, MESH)
+    shapes, lie = DEFINITION.trainable(DEFINITION.shapes), DEFINITION.trainable(DEFINITION.shardings(MESH))
+    shardings = train_state_shardings(optimizer, shapes, lie, MESH)
 
     def fresh() -> TrainState:
-        return initial_state(optimizer, jax.device_put(jax.tree.map(np.array, TRAINED), lie), shardings)
+        return init_train_state(optimizer, jax.device_put(jax.tree.map(np.array, TRAINED), lie), shardings)
 
     return UpdateStep(objective(DEFINITION, remat="minimal"), optimizer, schedule, shardings), fresh
 
@@ -64,7 +64,7 @@ def through_merged_kernels() -> Params:
     plain = objective(BASE, remat="none")
 
     def loss(trained: Params) -> jax.Array:
-        weights = merged(joined(trained, FROZEN), ADAPTERS)
+        weights = merge_adapters(combine_params(trained, FROZEN), ADAPTERS)
         return sum((plain(weights, batch, TEMPERATURE)[0] for batch in BATCHES), jnp.float32(0))
 
     return jax.jit(jax.grad(loss))(TRAINED)
@@ -85,21 +85,21 @@ def test_an_update_moves_every_adapter_and_leaves_the_other_weights_where_they_a
     with jax.set_mesh(MESH):
         state, metrics = step(fresh(), BATCHES, TEMPERATURE, held)
     assert sorted(names) == sorted(metrics)
-    after = by_path(state.params)
-    assert after.keys() == DEFINITION.adapters
-    assert all(not np.array_equal(after[path], x) for path, x in by_path(TRAINED).items())
+    after = flatten_by_path(state.params)
+    assert after.keys() == DEFINITION.adapter_paths
+    assert all(not np.array_equal(after[path], x) for path, x in flatten_by_path(TRAINED).items())
     jax.tree.map(np.testing.assert_array_equal, held, FROZEN)
 
 
 def test_adapters_are_decayed_like_the_matrices_beside_them():
-    decayed = {path[-1] for path in by_path(DEFINITION.shapes) if path[-1] in DECAYED}
+    decayed = {path[-1] for path in flatten_by_path(DEFINITION.shapes) if path[-1] in DECAYED}
     assert decayed == {"kernel", "embedding", "output", "lora_a", "lora_b"}
 
 
 def test_no_gradient_and_no_moment_is_as_large_as_the_frozen_weights():
     step, fresh = update_step()
     state = fresh()
-    lowered = step.lowered(state, BATCHES[0], TEMPERATURE, FROZEN)
+    lowered = step.lower(state, BATCHES[0], TEMPERATURE, FROZEN)
     trained = {x.shape for x in jax.tree.leaves(TRAINED)} | {()}
     assert {x.shape for x in jax.tree.leaves(lowered["gradients"].out_info)} == trained
     assert {x.shape for x in jax.tree.leaves(state)} == trained

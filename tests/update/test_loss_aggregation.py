@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from app.records.sample import Sample
 from app.update.loss_aggregation import (
-    Totals,
+    StepTotals,
     aggregations,
     sequence_mean_token_mean,
     sequence_mean_token_sum,
@@ -27,7 +27,7 @@ def masked(mask) -> Sample:
 
 def aggregate(weights, losses, masks) -> float:
     samples = [masked(mask) for mask in masks]
-    totals = Totals.of(samples)
+    totals = StepTotals.from_samples(samples)
     return sum(float(weights(s, totals) @ np.asarray(row)) for s, row in zip(samples, losses, strict=True))
 
 
@@ -73,8 +73,8 @@ def test_a_long_sample_outweighs_short_ones_only_by_tokens():
 @pytest.mark.parametrize("weights", [token_mean, sequence_mean_token_mean])
 def test_weights_of_a_mean_sum_to_one(weights):
     samples = [masked([1, 0, 1, 1]), masked([0]), masked([1])]
-    totals = Totals.of(samples)
-    assert totals == Totals(num_tokens=4, num_samples=2)
+    totals = StepTotals.from_samples(samples)
+    assert totals == StepTotals(num_tokens=4, num_samples=2)
     assert sum(float(weights(s, totals).sum()) for s in samples) == pytest.approx(1.0)
 
 
@@ -82,7 +82,7 @@ def test_weights_of_a_mean_sum_to_one(weights):
 @given(masks=MASKS_OF_A_STEP)
 def test_without_a_length_in_the_denominator_a_token_weighs_the_same_in_every_sample(name, masks):
     samples = [masked(mask) for mask in masks]
-    totals = Totals.of(samples)
+    totals = StepTotals.from_samples(samples)
     weights = np.concatenate([AGGREGATIONS[name](s, totals)[s.mask] for s in samples] or [np.zeros(0)])
     assert len(np.unique(weights)) <= 1
 
@@ -91,7 +91,7 @@ def test_without_a_length_in_the_denominator_a_token_weighs_the_same_in_every_sa
 @given(masks=MASKS_OF_A_STEP)
 def test_weights_vanish_outside_the_mask_and_nowhere_else(name, masks):
     samples = [masked(mask) for mask in masks]
-    totals = Totals.of(samples)
+    totals = StepTotals.from_samples(samples)
     for sample in samples:
         weights = AGGREGATIONS[name](sample, totals)
         assert weights.dtype == np.float32

@@ -5,7 +5,7 @@ import functools
 import jax
 import pytest
 
-from app.update.mini_batches import in_order, picked, shuffled
+from app.update.mini_batches import repeated_mini_batches, select_samples, shuffled_mini_batches
 from tests.tiny import make_sample
 
 SAMPLES = [make_sample([i], group_id=i // 2, sample_index=i % 2) for i in range(24)]
@@ -16,11 +16,13 @@ def groups_of(epochs) -> list[list[list[int]]]:
 
 
 def drawn(step: int = 1, seed: int = 0) -> list[list[list[int]]]:
-    return groups_of(picked(SAMPLES, shuffled(SAMPLES, step, num_mini_batches=3, epochs=2, seed=seed)))
+    return groups_of(
+        select_samples(SAMPLES, shuffled_mini_batches(SAMPLES, step, num_mini_batches=3, epochs=2, seed=seed))
+    )
 
 
 def test_in_order_every_epoch_is_the_same():
-    first, second = picked(SAMPLES, in_order(SAMPLES, 1, num_mini_batches=3, epochs=2))
+    first, second = select_samples(SAMPLES, repeated_mini_batches(SAMPLES, 1, num_mini_batches=3, epochs=2))
     assert all(part is again for part, again in zip(first, second, strict=True))
     assert groups_of([first])[0][0] == [0, 0, 3, 3, 6, 6, 9, 9]
 
@@ -40,10 +42,10 @@ def test_which_they_are_follows_from_seed_step_and_epoch_alone():
 
 
 @pytest.mark.parametrize("num_hosts", [2, 4])
-@pytest.mark.parametrize("draw", [in_order, functools.partial(shuffled, seed=7)])
+@pytest.mark.parametrize("draw", [repeated_mini_batches, functools.partial(shuffled_mini_batches, seed=7)])
 def test_mini_batches_do_not_depend_on_the_number_of_hosts(draw, num_hosts: int, monkeypatch: pytest.MonkeyPatch):
     def mini_batches(samples) -> list[list[list[int]]]:
-        return groups_of(picked(samples, draw(samples, 3, num_mini_batches=3, epochs=2)))
+        return groups_of(select_samples(samples, draw(samples, 3, num_mini_batches=3, epochs=2)))
 
     expected = mini_batches(SAMPLES)
     per_host = len(SAMPLES) // num_hosts

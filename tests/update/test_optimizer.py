@@ -7,8 +7,8 @@ import optax
 import pytest
 
 from app.model.decoder import DecoderDefinition
-from app.update.optimizer import TrainState, initial_state, make_optimizer, make_schedule, state_shardings
-from settings.schema.optimizer import Optimizer as Settings
+from app.update.optimizer import TrainState, init_train_state, make_optimizer, make_schedule, train_state_shardings
+from settings.schema.optimizer import OptimizerSettings as Settings
 from tests.tiny import BIASED, EVEN, make_mesh, random_params
 
 CONSTANT = optax.constant_schedule(0.1)
@@ -42,7 +42,7 @@ def test_a_warm_up_longer_than_the_run_is_cut_off():
 
 
 def test_decay_touches_matrices_only():
-    definition = DecoderDefinition.of(BIASED)
+    definition = DecoderDefinition.create(BIASED)
     params = random_params(definition)
     optimizer = make_optimizer(Settings(weight_decay=0.5), CONSTANT)
     gradients = jax.tree.map(np.zeros_like, params)
@@ -81,12 +81,12 @@ def test_updates_equal_adamw_with_a_global_norm_clip_in_float64():
 
 
 def test_the_shardings_of_a_state_fit_it_and_moments_lie_where_their_weights_lie():
-    definition, mesh = DecoderDefinition.of(EVEN), make_mesh((1, 4, 2))
+    definition, mesh = DecoderDefinition.create(EVEN), make_mesh((1, 4, 2))
     optimizer = make_optimizer(Settings(), CONSTANT)
     weights = definition.shardings(mesh)
-    shardings = state_shardings(optimizer, definition.shapes, weights, mesh)
+    shardings = train_state_shardings(optimizer, definition.shapes, weights, mesh)
     params = jax.device_put(random_params(definition), weights)
-    state = initial_state(optimizer, params, shardings)
+    state = init_train_state(optimizer, params, shardings)
     assert jax.tree.structure(state) == jax.tree.structure(shardings)
     lies_at = lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim)  # noqa: E731
     assert all(jax.tree.leaves(jax.tree.map(lies_at, state, shardings)))
@@ -97,11 +97,11 @@ def test_the_shardings_of_a_state_fit_it_and_moments_lie_where_their_weights_lie
 
 
 def test_a_fresh_state_has_no_history():
-    definition, mesh = DecoderDefinition.of(EVEN), make_mesh()
+    definition, mesh = DecoderDefinition.create(EVEN), make_mesh()
     optimizer = make_optimizer(Settings(), CONSTANT)
     params = random_params(definition)
-    state = initial_state(
-        optimizer, params, state_shardings(optimizer, definition.shapes, definition.shardings(mesh), mesh)
+    state = init_train_state(
+        optimizer, params, train_state_shardings(optimizer, definition.shapes, definition.shardings(mesh), mesh)
     )
     assert isinstance(state, TrainState)
     assert state.params is params

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.advantage.group import ADVANTAGES, credit_by_group, penalised_rewards, task_rewards
-from app.batching.micro_batch_plan import Plan
+from app.advantage.group import GROUP_ADVANTAGES, assign_group_advantages, kl_penalized_rewards, task_rewards
+from app.batching.micro_batch_plan import MicroBatchPlan
 from app.records.sample import Sample
-from app.update.kl import ESTIMATORS
-from app.update.loss_aggregation import Totals, Weights, aggregations
+from app.update.kl import KL_ESTIMATORS
+from app.update.loss_aggregation import AggregationFn, StepTotals, aggregations
 from app.update.policy_loss import PolicyLoss
 from app.update.surrogate import clipped_surrogate, dual_clipped_surrogate
 from tests.tiny import PLAIN_LOSS, assert_trees_close, one_a_row, packed_plan, plan_of, random_samples
@@ -56,7 +56,7 @@ class Combination:
         return replace(
             PLAIN_LOSS,
             surrogate=SURROGATES[self.surrogate],
-            kl_estimator=ESTIMATORS[self.estimator] if self.estimator else None,
+            kl_estimator=KL_ESTIMATORS[self.estimator] if self.estimator else None,
             beta=BETA if self.estimator and self.place == "loss" else 0.0,
             entropy_coef=self.entropy_coef,
         )
@@ -64,11 +64,11 @@ class Combination:
     def credited(self, name: str) -> list[Sample]:
         rewards = task_rewards
         if self.estimator and self.place == "reward":
-            rewards = partial(penalised_rewards, kl_estimator=ESTIMATORS[self.estimator], beta=BETA)
-        return credit_by_group(SAMPLES, advantages=ADVANTAGES[name], rewards=rewards)
+            rewards = partial(kl_penalized_rewards, kl_estimator=KL_ESTIMATORS[self.estimator], beta=BETA)
+        return assign_group_advantages(SAMPLES, advantages=GROUP_ADVANTAGES[name], rewards=rewards)
 
 
-PENALTIES = [(None, "loss"), *itertools.product(ESTIMATORS, ("loss", "reward"))]
+PENALTIES = [(None, "loss"), *itertools.product(KL_ESTIMATORS, ("loss", "reward"))]
 COMBINATIONS = [
     Combination(surrogate, estimator, place, entropy_coef)
     for surrogate, (estimator, place), entropy_coef in itertools.product(SURROGATES, PENALTIES, (0.0, ENTROPY_COEF))
@@ -79,7 +79,7 @@ COMBINATIONS = [
 def test_micro_batches_padding_and_packing_change_neither_loss_nor_gradient_nor_metrics(combination: Combination):
     for i, (name, weights) in enumerate(AGGREGATIONS.items(), start=COMBINATIONS.index(combination)):
         # Advantages only change numbers: an aggregation meets one kind here, and every kind over all combinations.
-        samples = combination.credited(list(ADVANTAGES)[i % len(ADVANTAGES)])
+        samples = combination.credited(list(GROUP_ADVANTAGES)[i % len(GROUP_ADVANTAGES)])
         expected = gradient, parts = of_layout(combination, samples, WHOLE, weights)
         assert float(jnp.abs(gradient).max()) > 1e-3
         assert float(parts.sums["loss"]) == pytest.approx(oracle(combination, samples, name), rel=1e-5, abs=1e-6)
@@ -119,7 +119,7 @@ def oracle(combination: Combination, samples: Sequence[Sample], aggregation: str
     )
 
 
-def of_layout(combination: Combination, samples: Sequence[Sample], layout: Plan, weights: Weights):
+def of_layout(combination: Combination, samples: Sequence[Sample], layout: MicroBatchPlan, weights: AggregationFn):
     """Gradient, and loss and metrics."""
     return loss_and_gradient(combination.loss, TABLE, samples, layout, weights=weights)
 
@@ -152,7 +152,7 @@ def test_samples_without_an_advantage_are_moved_by_penalty_and_bonus_alone(combi
 
 def test_a_step_without_a_single_token_has_neither_loss_nor_gradient():
     empty = [replace(s, loss_mask=np.zeros(len(s.completion_ids), bool)) for s in SAMPLES]
-    assert Totals.of(empty) == (0, 0)
+    assert StepTotals.from_samples(empty) == (0, 0)
     for combination in COMBINATIONS[-3:]:
         gradient, parts = of_layout(combination, empty, WHOLE, AGGREGATIONS["sequence-mean-token-sum"])
         assert not gradient.any()

@@ -13,9 +13,9 @@ from app.batching.row_logprobs import row_logprobs
 from app.model.decoder import DecoderDefinition
 from app.model.token_logprobs import entropy
 from app.records.sample import Sample
-from app.update.kl import Estimator, k1, k3
-from app.update.loss_aggregation import Weights, sequence_mean_token_mean, token_mean
-from app.update.policy_loss import UpdateBatch, make_objective, own_logprobs, scored_logprobs
+from app.update.kl import KLEstimator, k1, k3
+from app.update.loss_aggregation import AggregationFn, sequence_mean_token_mean, token_mean
+from app.update.policy_loss import PolicyBatch, detached_logprobs, make_policy_objective, scored_logprobs
 from tests.tiny import (
     ODD,
     PLAIN_LOSS,
@@ -28,7 +28,7 @@ from tests.tiny import (
     random_samples,
 )
 
-DEFINITION = DecoderDefinition.of(replace(ODD, num_layers=1))
+DEFINITION = DecoderDefinition.create(replace(ODD, num_layers=1))
 SAMPLES = random_samples(2, 2, vocab_size=ODD.vocab_size, with_holes=True)
 SIZES = {"rows_per_micro_batch": 4, "num_tokens": 32, "num_targets": 20}
 FORWARD = {"dtype": jnp.dtype("float32"), "remat": "none", "logits_chunk": 6}
@@ -39,34 +39,34 @@ def params():
     return random_params(DEFINITION)
 
 
-def micro_batch(samples: Sequence[Sample], *, weights: Weights = token_mean) -> UpdateBatch:
+def micro_batch(samples: Sequence[Sample], *, weights: AggregationFn = token_mean) -> PolicyBatch:
     """One micro-batch of four rows, one sample a row. Without policy and reference logprobs."""
     (batch,) = pack_update(samples, one_a_row(len(samples), **SIZES), weights=weights)
     return replace(batch, policy_logprobs=None, reference_logprobs=None)
 
 
-def with_reference(samples: Sequence[Sample], *, weights: Weights = token_mean) -> UpdateBatch:
+def with_reference(samples: Sequence[Sample], *, weights: AggregationFn = token_mean) -> PolicyBatch:
     (batch,) = pack_update(samples, one_a_row(len(samples), **SIZES), weights=weights)
     return replace(batch, policy_logprobs=None)
 
 
 @functools.cache
 def loss_and_gradient(
-    beta: float = 0.0, several: bool = False, kl_estimator: Estimator | None = None, entropy_coef: float = 0.0
+    beta: float = 0.0, several: bool = False, kl_estimator: KLEstimator | None = None, entropy_coef: float = 0.0
 ):
     """A penalty in the loss where `beta` is given; one that is only measured with a `kl_estimator` alone."""
     loss = replace(
         PLAIN_LOSS,
-        proximal=scored_logprobs if several else own_logprobs,
+        proximal_logprobs_fn=scored_logprobs if several else detached_logprobs,
         kl_estimator=k3 if beta else kl_estimator,
         beta=beta,
         entropy_coef=entropy_coef,
     )
-    return jax.jit(jax.value_and_grad(make_objective(DEFINITION, loss, **FORWARD), has_aux=True))
+    return jax.jit(jax.value_and_grad(make_policy_objective(DEFINITION, loss, **FORWARD), has_aux=True))
 
 
 @jax.jit
-def logprobs_of(params, batch: UpdateBatch):
+def logprobs_of(params, batch: PolicyBatch):
     return row_logprobs(DEFINITION.bind(params), batch.tokens, temperature=1.3, **FORWARD)
 
 
@@ -134,7 +134,7 @@ def test_with_several_updates_the_ratio_is_taken_to_the_scored_logprobs():
 def test_metrics_are_means_over_the_tokens_that_the_policy_wrote():
     batch = micro_batch(SAMPLES)
     logprobs, entropy = (np.asarray(x, np.float64) for x in logprobs_of(params(), batch))
-    mask = np.asarray(batch.tokens.mask)
+    mask = np.asarray(batch.tokens.loss_mask)
     difference = np.abs(logprobs - batch.behavior_logprobs)[mask]
     (_, parts), _ = loss_and_gradient()(params(), batch, 1.3)
     assert float(parts.sums["policy/entropy"]) == pytest.approx(entropy[mask].mean(), rel=1e-5)
@@ -146,7 +146,7 @@ def test_metrics_are_means_over_the_tokens_that_the_policy_wrote():
 
 def test_the_penalty_adds_beta_times_the_weighted_estimate():
     batch = with_reference(SAMPLES, weights=sequence_mean_token_mean)
-    mask, reference = np.asarray(batch.tokens.mask), jnp.asarray(batch.reference_logprobs)
+    mask, reference = np.asarray(batch.tokens.loss_mask), jnp.asarray(batch.reference_logprobs)
 
     def penalty(params):
         logprobs, _ = logprobs_of(params, batch)
@@ -167,7 +167,7 @@ def test_a_penalty_that_the_reward_holds_is_measured_and_changes_nothing():
     (plain_loss, _), plain = loss_and_gradient()(params(), replace(batch, reference_logprobs=None), 1.3)
     assert float(loss) == float(plain_loss)
     assert_trees_close(gradient, plain)
-    mask = np.asarray(batch.tokens.mask)
+    mask = np.asarray(batch.tokens.loss_mask)
     estimates = (np.asarray(logprobs_of(params(), batch)[0]) - batch.reference_logprobs)[mask]
     assert float(parts.sums["policy/kl"]) == pytest.approx(estimates.mean(), rel=1e-5)
 
@@ -177,7 +177,7 @@ def test_the_bonus_takes_the_weighted_entropy_from_the_loss():
 
     def bonus(params):
         tokens = batch.tokens
-        _, entropies = row_logprobs(DEFINITION.bind(params), tokens, temperature=1.3, entropy_of=entropy, **FORWARD)
+        _, entropies = row_logprobs(DEFINITION.bind(params), tokens, temperature=1.3, entropy_fn=entropy, **FORWARD)
         return jnp.sum(batch.loss_weights * entropies)
 
     (without, _), plain = loss_and_gradient()(params(), batch, 1.3)

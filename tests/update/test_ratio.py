@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.update.loss_aggregation import Totals, Weights, sequence_mean_token_mean, token_mean
-from app.update.policy_loss import PolicyLoss, own_logprobs
+from app.update.loss_aggregation import AggregationFn, StepTotals, sequence_mean_token_mean, token_mean
+from app.update.policy_loss import PolicyLoss, detached_logprobs
 from app.update.ratio import sequence_log_ratio, token_log_ratio
-from app.update.surrogate import SurrogateLoss, cispo_surrogate, clipped_surrogate
+from app.update.surrogate import SurrogateFn, cispo_surrogate, clipped_surrogate
 from tests.tiny import PLAIN_LOSS, assert_trees_close, pack_update
 from tests.update.table_policy import loss_and_gradient
 from tests.update.test_policy_loss import LAYOUTS, SAMPLES, STARTS, TABLE, WHOLE
@@ -39,9 +39,9 @@ def near(scale: float):
     return [scored(s, start) for s, start in zip(SAMPLES, STARTS[:-1], strict=True)]
 
 
-def oracle(samples, weights: Weights, term) -> tuple[float, np.ndarray]:
+def oracle(samples, weights: AggregationFn, term) -> tuple[float, np.ndarray]:
     """Loss and gradient by the table, in float64. `term` gives a sample's token losses and slopes by its logprobs."""
-    totals = Totals.of(samples)
+    totals = StepTotals.from_samples(samples)
     loss, gradient = 0.0, np.zeros(TABLE.shape)
     for sample, start in zip(samples, STARTS[:-1], strict=True):
         logits = TABLE[start : start + len(sample.completion_ids)].astype(np.float64)
@@ -81,7 +81,7 @@ def cispo_term(sample, current):
     ids=["gspo", "gspo over tokens", "cispo"],
 )
 def test_loss_and_gradient_equal_their_papers_in_float64_however_samples_are_packed(
-    loss: PolicyLoss, term, weights: Weights, scale: float
+    loss: PolicyLoss, term, weights: AggregationFn, scale: float
 ):
     samples = near(scale)
     expected_loss, expected = oracle(samples, weights, term)
@@ -96,10 +96,10 @@ def test_loss_and_gradient_equal_their_papers_in_float64_however_samples_are_pac
 def test_a_mean_over_a_sample_is_beside_all_of_its_targets_and_sees_nothing_else():
     for layout in (WHOLE, *LAYOUTS):
         for batch, micro_batch in zip(pack_update(SAMPLES, layout), layout.micro_batches, strict=True):
-            assert batch.sample_means is not None
+            assert batch.sample_reducer is not None
             # Rubbish where nobody wrote: other samples' tokens stand right beside it.
-            values = jnp.where(batch.tokens.mask, batch.behavior_logprobs, 1e30)
-            means = np.asarray(jax.jit(lambda means, x: means.of(x))(batch.sample_means, values))
+            values = jnp.where(batch.tokens.loss_mask, batch.behavior_logprobs, 1e30)
+            means = np.asarray(jax.jit(lambda means, x: means.of(x))(batch.sample_reducer, values))
             for row, segments in zip(means, micro_batch.rows, strict=True):
                 at = 0
                 for i in (i for segment in segments for i in segment):
@@ -113,9 +113,9 @@ def test_a_mean_over_a_sample_is_beside_all_of_its_targets_and_sees_nothing_else
 @pytest.mark.parametrize("surrogate", [GSPO.surrogate, CISPO.surrogate])
 @pytest.mark.parametrize("log_ratio", [token_log_ratio, sequence_log_ratio])
 def test_with_one_update_every_kind_of_ratio_is_exactly_one_and_the_gradient_that_of_reinforce(
-    surrogate: SurrogateLoss, log_ratio
+    surrogate: SurrogateFn, log_ratio
 ):
-    loss = replace(PLAIN_LOSS, proximal=own_logprobs, surrogate=surrogate, log_ratio=log_ratio)
+    loss = replace(PLAIN_LOSS, proximal_logprobs_fn=detached_logprobs, surrogate=surrogate, log_ratio=log_ratio)
     gradient, parts = loss_and_gradient(loss, TABLE, SAMPLES, LAYOUTS[1], weights=token_mean)
     assert float(parts.maxima["policy/ratio_max"]) == 1.0
     _, expected = oracle(SAMPLES, token_mean, lambda sample, current: (current, -sample.advantages))

@@ -10,16 +10,16 @@ import numpy as np
 import optax
 import pytest
 
-from app.batching.micro_batch_plan import Plan
+from app.batching.micro_batch_plan import MicroBatchPlan
 from app.model.decoder import DecoderDefinition
-from app.update.importance_correction import Correction, geometric_log_weight, masked
+from app.update.importance_correction import ImportanceCorrection, geometric_log_weight, mask_weights
 from app.update.kl import k3
 from app.update.loss_aggregation import aggregations
-from app.update.optimizer import TrainState, initial_state, make_optimizer, state_shardings
-from app.update.policy_loss import PolicyLoss, make_objective
+from app.update.optimizer import TrainState, init_train_state, make_optimizer, train_state_shardings
+from app.update.policy_loss import PolicyLoss, make_policy_objective
 from app.update.step import UpdateStep
 from app.update.surrogate import dual_clipped_surrogate
-from settings.schema.optimizer import Optimizer as Settings
+from settings.schema.optimizer import OptimizerSettings as Settings
 from tests.tiny import (
     ODD,
     PLAIN_LOSS,
@@ -33,7 +33,7 @@ from tests.tiny import (
     random_samples,
 )
 
-DEFINITION = DecoderDefinition.of(replace(ODD, num_layers=1))
+DEFINITION = DecoderDefinition.create(replace(ODD, num_layers=1))
 SAMPLES = random_samples(4, 2, vocab_size=ODD.vocab_size, with_holes=True)
 SHARED_ROWS = plan_of(((5, 0, 3), (1, 7), (), (2, 6, 4)), rows_per_micro_batch=2, num_tokens=48, num_targets=30)
 
@@ -47,15 +47,17 @@ EVERYTHING = replace(
     kl_estimator=k3,
     beta=0.3,
     entropy_coef=0.2,
-    correction=Correction(geometric_log_weight, functools.partial(masked, min_weight=0.1, max_weight=4.0), veto=0.1),
+    correction=ImportanceCorrection(
+        geometric_log_weight, functools.partial(mask_weights, min_weight=0.1, max_weight=4.0), veto=0.1
+    ),
 )
 
 
 def objective_of(loss: PolicyLoss):
-    return make_objective(DEFINITION, loss, dtype=jnp.dtype("float32"), remat="none", logits_chunk=6)
+    return make_policy_objective(DEFINITION, loss, dtype=jnp.dtype("float32"), remat="none", logits_chunk=6)
 
 
-def fixed(rows: int) -> Plan:
+def fixed(rows: int) -> MicroBatchPlan:
     return one_a_row(len(SAMPLES), rows_per_micro_batch=rows, num_tokens=16, num_targets=12)
 
 
@@ -63,10 +65,10 @@ def update_step(loss: PolicyLoss) -> tuple[UpdateStep, Callable[[], TrainState]]
     """A compiled update step and a maker of fresh states for it."""
     mesh, schedule = make_mesh(), optax.linear_schedule(0.5, 0.0, 5)
     optimizer = make_optimizer(Settings(weight_decay=0.1), schedule)
-    shardings = state_shardings(optimizer, DEFINITION.shapes, DEFINITION.shardings(mesh), mesh)
+    shardings = train_state_shardings(optimizer, DEFINITION.shapes, DEFINITION.shardings(mesh), mesh)
 
     def fresh() -> TrainState:
-        return initial_state(optimizer, random_params(DEFINITION), shardings)
+        return init_train_state(optimizer, random_params(DEFINITION), shardings)
 
     return UpdateStep(objective_of(loss), optimizer, schedule, shardings), fresh
 
@@ -82,7 +84,7 @@ def test_micro_batches_padding_shared_rows_and_shared_prompts_change_neither_gra
     state = fresh()
     for weights in AGGREGATIONS.values():
 
-        def summed(plan: Plan, weights=weights):
+        def summed(plan: MicroBatchPlan, weights=weights):
             return step.accumulate(state.params, pack_update(SAMPLES, plan, weights=weights), jnp.float32(1.3))
 
         gradient, parts = expected = summed(fixed(8))
@@ -117,7 +119,7 @@ def spoiled(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return np.where(mask, np.float32(np.nan), values)
 
 
-BAD = [replace(batch, advantages=spoiled(batch.advantages, batch.tokens.mask)) for batch in GOOD]
+BAD = [replace(batch, advantages=spoiled(batch.advantages, batch.tokens.loss_mask)) for batch in GOOD]
 
 
 def test_a_good_step_moves_every_weight_and_is_counted(step):
@@ -141,7 +143,7 @@ def test_one_bad_number_changes_no_weight_and_no_moment(step, value, field):
     before = on_host(state)
     # Sampler logprobs only feed a metric: a bad one must not cost the step.
     values = getattr(GOOD[0], field).copy()
-    values[tuple(np.argwhere(GOOD[0].tokens.mask)[0])] = value
+    values[tuple(np.argwhere(GOOD[0].tokens.loss_mask)[0])] = value
     state, metrics = update(state, [replace(GOOD[0], **{field: values}), *GOOD[1:]], jnp.float32(1.3))
     after = on_host(state)
     if field == "behavior_logprobs":

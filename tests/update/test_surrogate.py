@@ -7,12 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.update.surrogate import LOG_RATIO_LIMIT, Surrogate, cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
+from app.update.surrogate import (
+    LOG_RATIO_LIMIT,
+    SurrogateOutput,
+    cispo_surrogate,
+    clipped_surrogate,
+    dual_clipped_surrogate,
+)
 
 LOW, HIGH, DUAL = 0.2, 0.3, 3.0
 
 
-def surrogate(ratio, advantage) -> Surrogate:
+def surrogate(ratio, advantage) -> SurrogateOutput:
     return clipped_surrogate(
         jnp.log(jnp.asarray(ratio, jnp.float32)),
         jnp.zeros(np.shape(ratio)),
@@ -95,7 +101,7 @@ def test_hopeless_ratios_stay_finite(difference, advantage):
     assert slope == 0.0
 
 
-def dual(ratio, advantage) -> Surrogate:
+def dual(ratio, advantage) -> SurrogateOutput:
     return dual_clipped_surrogate(
         jnp.log(jnp.asarray(ratio, jnp.float32)),
         jnp.zeros(np.shape(ratio)),
@@ -136,7 +142,7 @@ def test_only_gradients_that_the_second_clip_cut_are_counted_as_such():
     assert not surrogate(ratio, advantages).clipped_dual.any()
 
 
-def cispo(log_ratio, logprob, advantage, *, low: float = 10.0) -> Surrogate:
+def cispo(log_ratio, logprob, advantage, *, low: float = 10.0) -> SurrogateOutput:
     arguments = (jnp.asarray(x, jnp.float32) for x in (log_ratio, logprob, advantage))
     return cispo_surrogate(*arguments, clip_low=low, clip_high=HIGH)
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.advantage.group import credit_by_group, penalised_rewards, rloo_advantages
+from app.advantage.group import assign_group_advantages, kl_penalized_rewards, rloo_advantages
 from app.records.sample import Sample
 from app.training.learner import LOG_RATIOS, LOG_WEIGHTS
-from app.update.importance_correction import Correction, masked, truncated
+from app.update.importance_correction import ImportanceCorrection, mask_weights, truncate_weights
 from app.update.kl import k1, k3
 from app.update.loss_aggregation import aggregations
-from app.update.policy_loss import own_logprobs, scored_logprobs
+from app.update.policy_loss import detached_logprobs, scored_logprobs
 from app.update.surrogate import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from tests.golden.trl_numbers import (
     CASES,
@@ -81,7 +81,7 @@ def ours(case: dict[str, Any], inputs: dict[str, Any], aggregation: str):
         surrogate = partial(dual_clipped_surrogate, dual_clip=settings["delta"], **clips)
     loss = replace(
         PLAIN_LOSS,
-        proximal=scored_logprobs if settings["old"] else own_logprobs,
+        proximal_logprobs_fn=scored_logprobs if settings["old"] else detached_logprobs,
         surrogate=surrogate,
         kl_estimator=k3 if settings["beta"] else None,
         beta=settings["beta"],
@@ -98,15 +98,15 @@ def ours(case: dict[str, Any], inputs: dict[str, Any], aggregation: str):
     )
 
 
-def correction_of(mode: str) -> Correction:
+def correction_of(mode: str) -> ImportanceCorrection:
     """Of TRL's `vllm_importance_sampling_mode`."""
     level, _, kind = mode.partition("_")
     lowest, highest = CORRECTION_BOUNDS
     bounds = {
-        "truncate": partial(truncated, max_weight=highest),
-        "mask": partial(masked, min_weight=lowest, max_weight=highest),
+        "truncate": partial(truncate_weights, max_weight=highest),
+        "mask": partial(mask_weights, min_weight=lowest, max_weight=highest),
     }
-    return Correction(LOG_WEIGHTS[level], bounds[kind])
+    return ImportanceCorrection(LOG_WEIGHTS[level], bounds[kind])
 
 
 def rows_of(padded: list) -> np.ndarray:
@@ -135,8 +135,8 @@ def assert_all_equal_to_trl(expected: dict[str, Any]) -> None:
     assert_gradient(gradient, expected["rloo"]["gradient"])
     for case in expected["rloo_advantages"]:
         samples = [replace(s, loss_mask=None) for s in samples_of(inputs)]
-        rewards = partial(penalised_rewards, kl_estimator=k1, beta=case["beta"])
-        credited = credit_by_group(samples, advantages=rloo_advantages, rewards=rewards)
+        rewards = partial(kl_penalized_rewards, kl_estimator=k1, beta=case["beta"])
+        credited = assign_group_advantages(samples, advantages=rloo_advantages, rewards=rewards)
         np.testing.assert_allclose(
             [np.asarray(s.advantages)[0] for s in credited], case["advantages"], rtol=1e-5, atol=1e-6
         )

@@ -12,23 +12,23 @@ import optax
 import pytest
 
 from app.batching.micro_batch_plan import TokenBudget
-from app.batching.micro_batcher import FixedRows, PackedRows
+from app.batching.micro_batcher import FixedRowBatcher, PackedRowBatcher
 from app.model.decoder import DecoderDefinition
 from app.model.flops import forward_flops
 from app.records.sample import Sample
 from app.score.scorer import Scorer
 from app.tracking.compilation_counter import CompilationCounter
 from app.update.loss_aggregation import token_mean
-from app.update.mini_batches import in_order, picked, split_by_group
-from app.update.optimizer import TrainState, initial_state, make_optimizer, state_shardings
-from app.update.policy_loss import UpdateBatch, make_objective, own_logprobs, scored_logprobs
+from app.update.mini_batches import repeated_mini_batches, select_samples, split_by_group
+from app.update.optimizer import TrainState, init_train_state, make_optimizer, train_state_shardings
+from app.update.policy_loss import PolicyBatch, detached_logprobs, make_policy_objective, scored_logprobs
 from app.update.step import UpdateStep
-from app.update.updater import PolicyPack, Step, Updater, summarise
-from settings.schema.optimizer import Optimizer as Settings
+from app.update.updater import PolicyBatchPacker, Updater, UpdateStepFn, summarize_updates
+from settings.schema.optimizer import OptimizerSettings as Settings
 from settings.schema.settings import ScoredRole
 from tests.tiny import ODD, PLAIN_LOSS, make_mesh, make_sample, one_a_row, random_params, random_samples
 
-DEFINITION = DecoderDefinition.of(replace(ODD, num_layers=1))
+DEFINITION = DecoderDefinition.create(replace(ODD, num_layers=1))
 SAMPLES = random_samples(4, 2, vocab_size=ODD.vocab_size)
 THREES = one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=16, num_targets=12)
 SIX_GROUPS = random_samples(6, 4, vocab_size=ODD.vocab_size, seed=5)
@@ -42,27 +42,29 @@ class InOrder(Updater):
 
     def __init__(self, *arguments: Any, num_mini_batches: int, epochs: int, **others: Any):
         super().__init__(*arguments, **others)
-        self.mini_batches = functools.partial(in_order, step=1, num_mini_batches=num_mini_batches, epochs=epochs)
+        self.mini_batches = functools.partial(
+            repeated_mini_batches, step=1, num_mini_batches=num_mini_batches, epochs=epochs
+        )
 
     def update(self, state: Any, samples: Any, *, temperature: float) -> tuple[Any, dict[str, float]]:
-        return super().update(state, picked(samples, self.mini_batches(samples)), temperature=temperature)
+        return super().update(state, select_samples(samples, self.mini_batches(samples)), temperature=temperature)
 
 
-def make_updater(step: Step, *, roles: Collection[ScoredRole] = (), **changes) -> InOrder:
-    arguments = {"num_mini_batches": 1, "epochs": 1, "cut": FixedRows(4, trim_tail=False)}
-    return InOrder(step, make_mesh(), pack=PolicyPack(token_mean, roles), **(arguments | changes))
+def make_updater(step: UpdateStepFn, *, roles: Collection[ScoredRole] = (), **changes) -> InOrder:
+    arguments = {"num_mini_batches": 1, "epochs": 1, "cut": FixedRowBatcher(4, trim_tail=False)}
+    return InOrder(step, make_mesh(), pack=PolicyBatchPacker(token_mean, roles), **(arguments | changes))
 
 
 @functools.cache
 def shardings():
     mesh = make_mesh()
-    return state_shardings(OPTIMIZER, DEFINITION.shapes, DEFINITION.shardings(mesh), mesh)
+    return train_state_shardings(OPTIMIZER, DEFINITION.shapes, DEFINITION.shardings(mesh), mesh)
 
 
 @functools.cache
 def real_step(several: bool) -> UpdateStep:
-    loss = replace(PLAIN_LOSS, proximal=scored_logprobs if several else own_logprobs)
-    objective = make_objective(DEFINITION, loss, dtype=FLOAT32, remat="none", logits_chunk=6)
+    loss = replace(PLAIN_LOSS, proximal_logprobs_fn=scored_logprobs if several else detached_logprobs)
+    objective = make_policy_objective(DEFINITION, loss, dtype=FLOAT32, remat="none", logits_chunk=6)
     return UpdateStep(objective, OPTIMIZER, SCHEDULE, shardings())
 
 
@@ -72,7 +74,7 @@ def scorer() -> Scorer:
 
 
 def fresh_state() -> TrainState:
-    return initial_state(OPTIMIZER, random_params(DEFINITION), shardings())
+    return init_train_state(OPTIMIZER, random_params(DEFINITION), shardings())
 
 
 COUNT: Any = 0
@@ -83,10 +85,10 @@ class Tape:
     """A step that learns nothing: its state is a count, and it keeps the batches it was given."""
 
     def __init__(self):
-        self.updates: list[Sequence[UpdateBatch]] = []
+        self.updates: list[Sequence[PolicyBatch]] = []
 
     def __call__(
-        self, state: Any, batches: Sequence[UpdateBatch], temperature: Any, frozen: Any
+        self, state: Any, batches: Sequence[PolicyBatch], temperature: Any, frozen: Any
     ) -> tuple[Any, dict[str, Any]]:
         self.updates.append(batches)
         metrics = {"loss": jnp.float32(state), "policy/ratio_max": jnp.float32(10 - state), "rollout/x": state}
@@ -96,7 +98,7 @@ class Tape:
     def targets(self) -> list[list[int]]:
         """Of every update, the completion tokens it saw."""
         return [
-            [token for b in update for token in np.asarray(b.tokens.targets)[np.asarray(b.tokens.mask)].tolist()]
+            [token for b in update for token in np.asarray(b.tokens.targets)[np.asarray(b.tokens.loss_mask)].tolist()]
             for update in self.updates
         ]
 
@@ -148,7 +150,7 @@ def test_a_step_summarises_its_updates():
     second = {"loss": 2.0, "policy/ratio_max": 2.0, "rollout/diff_max": 9.0, "policy/learning_rate": 0.1}
     counters = {"policy/nonfinite_updates": 1.0, "policy/nonfinite_in_a_row": 1.0}
     later = {"policy/nonfinite_updates": 1.0, "policy/nonfinite_in_a_row": 0.0}
-    assert summarise([first | counters, second | later]) == {
+    assert summarize_updates([first | counters, second | later]) == {
         "loss": 1.5,
         "policy/ratio_max": 3.0,
         "rollout/diff_max": 1.0,
@@ -195,16 +197,16 @@ def test_at_the_first_of_several_updates_the_ratio_is_one_within_rounding(scored
 def test_scorer_and_update_share_one_plan_of_packed_rows_and_every_mini_batch_starts_at_ratio_one():
     """Nothing is learned here, so each mini-batch is as good as the first."""
     optimizer = make_optimizer(Settings(), optax.constant_schedule(0.0))
-    loss = replace(PLAIN_LOSS, proximal=scored_logprobs)
-    objective = make_objective(DEFINITION, loss, dtype=FLOAT32, remat="none", logits_chunk=6)
+    loss = replace(PLAIN_LOSS, proximal_logprobs_fn=scored_logprobs)
+    objective = make_policy_objective(DEFINITION, loss, dtype=FLOAT32, remat="none", logits_chunk=6)
     step = UpdateStep(objective, optimizer, optax.constant_schedule(0.0), shardings())
     budget = TokenBudget(16, 16, share_prompts=True, packing="best_fit", balance=True)
-    cut = PackedRows(budget, forward_flops(ODD))
+    cut = PackedRowBatcher(budget, forward_flops(ODD))
     updater, state = make_updater(step, cut=cut, roles=["policy"], num_mini_batches=3), fresh_state()
     scored = []
-    ((*parts,),) = picked(SIX_GROUPS, [split_by_group(SIX_GROUPS, 3)])
+    ((*parts,),) = select_samples(SIX_GROUPS, [split_by_group(SIX_GROUPS, 3)])
     for part in parts:
-        plan = cut(part, updater.mesh).own
+        plan = cut(part, updater.mesh).local_plan
         assert plan.num_micro_batches > 1
         logprobs = scorer().logprobs(state.params, part, plan, temperature=1.3)
         scored += [replace(s, policy_logprobs=x, behavior_logprobs=x) for s, x in zip(part, logprobs, strict=True)]
@@ -217,7 +219,7 @@ def test_a_host_without_samples_feeds_rows_of_the_same_kind():
     tape = Tape()
     make_updater(tape, roles=["policy", "reference"]).update(COUNT, [], temperature=1.0)
     (batch,) = tape.updates[0]
-    assert not np.asarray(batch.tokens.mask).any()
+    assert not np.asarray(batch.tokens.loss_mask).any()
     assert batch.policy_logprobs is not None and batch.reference_logprobs is not None
 
 
@@ -229,16 +231,18 @@ def test_several_updates_move_the_ratio_and_compile_once(scored):
     assert metrics["rollout/sampler_scorer_logprob_diff_max"] <= 1e-5
     compilations = CompilationCounter()
     updater.update(state, scored, temperature=0.7)
-    assert compilations.take() == 0
+    assert compilations.take_count() == 0
 
 
 def test_steps_of_random_lengths_compile_each_row_shape_once():
     step = real_step(several=False)
     budget = TokenBudget(64, 32, share_prompts=True, packing="best_fit", balance=True)
-    updater = make_updater(step, cut=PackedRows(budget, forward_flops(ODD)))
+    updater = make_updater(step, cut=PackedRowBatcher(budget, forward_flops(ODD)))
 
     def shapes_of(samples: Sequence[Sample]) -> set:
-        return {(len(one.rows), one.shape) for one in updater.cut(samples, updater.mesh).own.micro_batches}
+        return {
+            (len(one.rows), one.shape) for one in updater.micro_batcher(samples, updater.mesh).local_plan.micro_batches
+        }
 
     state, warm = fresh_state(), shapes_of(steps_samples(0))
     for _ in range(2):
@@ -250,7 +254,7 @@ def test_steps_of_random_lengths_compile_each_row_shape_once():
             seen |= shapes_of(samples)
             state, metrics = updater.update(state, samples, temperature=1.0)
             assert metrics["batching/over_quota"] == 0
-        assert compilations.take() == len(seen - warm)
+        assert compilations.take_count() == len(seen - warm)
     assert len(seen) <= 12
 
 

@@ -13,16 +13,16 @@ import pytest
 from app.batching.row_values import row_values
 from app.model.decoder import DecoderDefinition, ValueDecoder
 from app.records.sample import Sample
-from app.score.scorer import Valuer, with_a_token_behind
+from app.score.scorer import ValueScorer, append_dummy_token
 from app.update.kl import k1
-from app.update.loss_aggregation import Totals
+from app.update.loss_aggregation import StepTotals
 from app.update.surrogate import clipped_surrogate
 from app.update.value_loss import (
     ValueBatch,
     ValueLoss,
     clipped_squared_error,
     make_value_objective,
-    pack_values,
+    pack_value_batch,
     squared_error,
 )
 from tests.tiny import (
@@ -36,7 +36,7 @@ from tests.tiny import (
 )
 
 FLOAT32 = jnp.dtype("float32")
-DEFINITION = DecoderDefinition.of(replace(ODD, num_layers=1), ValueDecoder)
+DEFINITION = DecoderDefinition.create(replace(ODD, num_layers=1), ValueDecoder)
 PARAMS = random_params(DEFINITION)
 CLIPPED = ValueLoss(functools.partial(clipped_squared_error, clip_range=0.2))
 
@@ -91,9 +91,9 @@ def test_losses_and_penalty_equal_those_of_trl_on_identical_numbers():
 
 def loss_and_gradient(plan, samples=SAMPLES):
     objective = make_value_objective(DEFINITION, CLIPPED, dtype=FLOAT32, remat="none")
-    totals, sums, gradients = Totals.of(samples), [], []
+    totals, sums, gradients = StepTotals.from_samples(samples), [], []
     for micro_batch in plan.micro_batches:
-        batch = pack_values(samples, micro_batch, totals)
+        batch = pack_value_batch(samples, micro_batch, totals)
         (_, parts), gradient = jax.value_and_grad(objective, has_aux=True)(PARAMS, batch, jnp.float32(1))
         sums.append(parts.sums)
         gradients.append(gradient)
@@ -119,7 +119,7 @@ def test_what_stands_at_masked_tokens_changes_nothing():
 
 
 def test_the_loss_is_half_the_mean_over_the_tokens_of_the_step():
-    valuer = Valuer(DEFINITION, make_mesh(), dtype=FLOAT32)
+    valuer = ValueScorer(DEFINITION, make_mesh(), dtype=FLOAT32)
     values = valuer.values(PARAMS, SAMPLES, ALONE)
     errors = [
         clipped_squared_error(jnp.asarray(v), jnp.asarray(s.values), jnp.asarray(s.returns), clip_range=0.2).error[
@@ -134,11 +134,11 @@ def test_the_loss_is_half_the_mean_over_the_tokens_of_the_step():
 
 def test_a_value_is_read_from_the_state_before_its_token_and_the_last_one_from_behind_the_sample():
     """It depends on every token before its own, on no later one; the one more depends on the last token, too."""
-    valuer = Valuer(DEFINITION, make_mesh(), dtype=FLOAT32)
+    valuer = ValueScorer(DEFINITION, make_mesh(), dtype=FLOAT32)
     wide = one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=18, num_targets=12)
 
     def values_of(samples: list[Sample]) -> list[np.ndarray]:
-        return valuer.values(PARAMS, [with_a_token_behind(s) for s in samples], wide, run=valuer.scanned)
+        return valuer.values(PARAMS, [append_dummy_token(s) for s in samples], wide, runner=valuer.run_scanned)
 
     short, long = valuer.values(PARAMS, SAMPLES, ALONE), values_of(SAMPLES)
     for s, own, more in zip(SAMPLES, short, long, strict=True):
@@ -162,7 +162,7 @@ def with_another_token(sample: Sample, at: int) -> Sample:
 def test_a_fresh_head_says_zero_everywhere_and_learns():
     objective = make_value_objective(DEFINITION, CLIPPED, dtype=FLOAT32, remat="none")
     fresh = {**PARAMS, "value": jnp.zeros_like(PARAMS["value"])}
-    batch: ValueBatch = pack_values(SAMPLES, ALONE.micro_batches[0], Totals.of(SAMPLES))
+    batch: ValueBatch = pack_value_batch(SAMPLES, ALONE.micro_batches[0], StepTotals.from_samples(SAMPLES))
     values = row_values(DEFINITION.bind(fresh), batch.tokens, dtype=FLOAT32, remat="none")
     np.testing.assert_array_equal(values, 0)
     gradient = jax.grad(lambda params: objective(params, batch, jnp.float32(1))[0])(fresh)

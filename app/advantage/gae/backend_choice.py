@@ -8,28 +8,28 @@ import jax
 
 from app.advantage.gae.chunked import CHUNK_SIZE
 
-ASKED_FOR = "asked for"
-SHORT_ROWS = 256
+REQUESTED = "asked for"
+MIN_FUSED_TOKENS = 256
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     backend: str
     """What runs, which need not be what was asked for."""
     chunk_size: int | None
     """None where the backend has no chunks of a size that can be asked for."""
-    why: str
+    reason: str
     on_host: bool = False
     """By `app.advantage.gae.fused.fused_plain`."""
 
 
-def choose(
+def choose_backend(
     backend: str,
     shape: tuple[int, ...],
     *,
-    one_leak: bool,
+    constant_decay: bool,
     chunk_size: int | None = None,
     traced: bool = False,
-) -> Choice:
+) -> BackendChoice:
     """The backend that was asked for where it can do it, or for `auto` the one that is fastest here.
 
     Args:
@@ -40,27 +40,27 @@ def choose(
         traced: the arrays are those of a program that is being compiled, not numbers.
     """
     if backend == "serial":
-        return Choice("serial", None, ASKED_FOR)
-    chunks = Choice("chunked", chunk_size or CHUNK_SIZE, ASKED_FOR)
+        return BackendChoice("serial", None, REQUESTED)
+    chunks = BackendChoice("chunked", chunk_size or CHUNK_SIZE, REQUESTED)
     if backend == "chunked":
         return chunks
     on_cpu = jax.default_backend() == "cpu"
-    if not one_leak and on_cpu and backend == "auto":
+    if not constant_decay and on_cpu and backend == "auto":
         # Milliseconds as below, with a mask: a scan of pairs is several times the arithmetic, which few cores notice.
         #   shape          serial  chunked by 16  by 64
         #   (1, 131072)       2.0            1.9    2.0
         #   (16, 8192)        1.9            1.9    2.1
         #   (64, 65536)        85            115    175
         #   (4096, 256)        18             18     33
-        return Choice("serial", None, "masks, or several sequences in a row, on a CPU")
-    if not one_leak:
-        return chunks._replace(why="masks, or several sequences in a row: fused has no form for them")
+        return BackendChoice("serial", None, "masks, or several sequences in a row, on a CPU")
+    if not constant_decay:
+        return chunks._replace(reason="masks, or several sequences in a row: fused has no form for them")
     if 0 in shape or (on_cpu and traced):
-        return chunks._replace(why="no tokens" if 0 in shape else "part of a compiled program")
+        return chunks._replace(reason="no tokens" if 0 in shape else "part of a compiled program")
     if backend == "fused":
-        return Choice("fused", None, ASKED_FOR, on_host=on_cpu)
+        return BackendChoice("fused", None, REQUESTED, on_host=on_cpu)
     if not on_cpu:
-        return chunks._replace(why="fused has not been timed on a device of this kind")
+        return chunks._replace(reason="fused has not been timed on a device of this kind")
     # Milliseconds, the best of 24 in turn on 2 busy cores of an AMD EPYC; from numpy to numpy, compiled before.
     #   shape          serial  chunked by 64  fused
     #   (1, 131072)      1.69           0.79   0.56
@@ -69,6 +69,6 @@ def choose(
     #   (4096, 256)       5.5            3.5    3.3
     #   (8192, 64)        2.6            1.2    2.7
     #   (65536, 8)        1.8            0.7    5.8
-    if shape[1] < SHORT_ROWS:
-        return Choice("chunked", chunk_size or 64, "short rows, on a CPU")
-    return Choice("fused", None, "one sequence a row, on a CPU", on_host=True)
+    if shape[1] < MIN_FUSED_TOKENS:
+        return BackendChoice("chunked", chunk_size or 64, "short rows, on a CPU")
+    return BackendChoice("fused", None, "one sequence a row, on a CPU", on_host=True)

@@ -13,24 +13,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from app.advantage.gae.recurrence import Credit, Terms
+from app.advantage.gae.recurrence import GaeOutput, RecurrenceTerms
 
 CHUNK_SIZE = 128
 
 
-def chunked(terms: Terms, *, chunk_size: int = CHUNK_SIZE) -> Credit:
+def solve_chunked(terms: RecurrenceTerms, *, chunk_size: int = CHUNK_SIZE) -> GaeOutput:
     """The advantages by chunks of any size: small matrix products for one leak, a scan of log depth for many.
 
     Memory per row: O(T + C^2) for one leak, O(T) for a leak of each token.
     """
-    if terms.leaks.ndim == 0:
-        advantages = solve_one_leak(terms.deltas, jnp.log1p(-terms.leaks), chunk_size=chunk_size)
+    if terms.one_minus_decay.ndim == 0:
+        advantages = solve_constant_decay(terms.deltas, jnp.log1p(-terms.one_minus_decay), chunk_size=chunk_size)
     else:
-        advantages = solve_many_leaks(terms.deltas, terms.leaks, chunk_size=chunk_size)
-    return terms.credit(advantages)
+        advantages = solve_variable_decay(terms.deltas, terms.one_minus_decay, chunk_size=chunk_size)
+    return terms.to_output(advantages)
 
 
-def solve_one_leak(
+def solve_constant_decay(
     inputs: Float32[Array, "B T"], log_decay: Float32[Array, ""], *, chunk_size: int
 ) -> Float32[Array, "B T"]:
     """A_t = inputs_t + decay * A_{t+1}; [C, C] products of full float32 precision, whatever the device prefers.
@@ -42,20 +42,22 @@ def solve_one_leak(
     size = max(1, min(chunk_size, num_tokens))
     if chunk_size == 1 and num_tokens > 1:
         # A chunk of one step hands on all that it has: there would be no level above with fewer.
-        return solve_many_leaks(inputs, jnp.broadcast_to(-jnp.expm1(log_decay), inputs.shape), chunk_size=chunk_size)
-    chunks = _in_chunks(inputs, size)
-    powers = powers_of(log_decay, size + 1)
+        return solve_variable_decay(
+            inputs, jnp.broadcast_to(-jnp.expm1(log_decay), inputs.shape), chunk_size=chunk_size
+        )
+    chunks = _split_into_chunks(inputs, size)
+    powers = decay_powers(log_decay, size + 1)
     apart = jnp.arange(size)[:, None] - jnp.arange(size)[None, :]
     kernel = jnp.where(apart >= 0, powers[jnp.maximum(apart, 0)], 0.0)
     own = jnp.einsum("bnj,ji->bni", chunks, kernel, precision=jax.lax.Precision.HIGHEST)
     if chunks.shape[1] > 1:
-        handed_on = solve_one_leak(own[:, :, 0], size * log_decay, chunk_size=chunk_size)
-        own = own + _behind(handed_on)[:, :, None] * powers[size - jnp.arange(size)]
+        handed_on = solve_constant_decay(own[:, :, 0], size * log_decay, chunk_size=chunk_size)
+        own = own + _carry_from_next_chunk(handed_on)[:, :, None] * powers[size - jnp.arange(size)]
     return own.reshape(inputs.shape[0], own.shape[1] * size)[:, :num_tokens]
 
 
-def solve_many_leaks(
-    inputs: Float32[Array, "B T"], leaks: Float32[Array, "B T"], *, chunk_size: int
+def solve_variable_decay(
+    inputs: Float32[Array, "B T"], one_minus_decay: Float32[Array, "B T"], *, chunk_size: int
 ) -> Float32[Array, "B T"]:
     """A_t = inputs_t + (1 - leaks_t) * A_{t+1}, by (leak, input) pairs, which combine in any order.
 
@@ -66,33 +68,38 @@ def solve_many_leaks(
         return inputs
     # A level of chunks of one step would be as long as the one below it.
     size = min(max(chunk_size, 2), num_tokens)
-    leaks, own = jax.lax.associative_scan(
-        _behind_pair, (_in_chunks(leaks, size), _in_chunks(inputs, size)), reverse=True, axis=2
+    one_minus_decay, own = jax.lax.associative_scan(
+        _combine_steps,
+        (_split_into_chunks(one_minus_decay, size), _split_into_chunks(inputs, size)),
+        reverse=True,
+        axis=2,
     )
     if own.shape[1] > 1:
-        behind = _behind(solve_many_leaks(own[:, :, 0], leaks[:, :, 0], chunk_size=chunk_size))[:, :, None]
-        own = own + (behind - leaks * behind)
+        behind = _carry_from_next_chunk(
+            solve_variable_decay(own[:, :, 0], one_minus_decay[:, :, 0], chunk_size=chunk_size)
+        )[:, :, None]
+        own = own + (behind - one_minus_decay * behind)
     return own.reshape(inputs.shape[0], own.shape[1] * size)[:, :num_tokens]
 
 
-def _behind_pair(after: tuple[Array, Array], before: tuple[Array, Array]) -> tuple[Array, Array]:
+def _combine_steps(after: tuple[Array, Array], before: tuple[Array, Array]) -> tuple[Array, Array]:
     """One step made of two: what leaks on the way, and what is added to what comes through."""
     (leak_after, own_after), (leak_before, own_before) = after, before
     return leak_before + leak_after * (1 - leak_before), own_before + (own_after - leak_before * own_after)
 
 
-def _in_chunks(x: Float32[Array, "B T"], size: int) -> Float32[Array, "B chunks C"]:
+def _split_into_chunks(x: Float32[Array, "B T"], size: int) -> Float32[Array, "B chunks C"]:
     """Filled up behind the end with zeros, which hand nothing on."""
     padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)))
     return padded.reshape(x.shape[0], padded.shape[1] // size, size)
 
 
-def _behind(handed_on: Float32[Array, "B chunks"]) -> Float32[Array, "B chunks"]:
+def _carry_from_next_chunk(chunk_advantages: Float32[Array, "B chunks"]) -> Float32[Array, "B chunks"]:
     """What each chunk gets from the next one; 0 for the last."""
-    return jnp.pad(handed_on[:, 1:], ((0, 0), (0, 1)))
+    return jnp.pad(chunk_advantages[:, 1:], ((0, 0), (0, 1)))
 
 
-def powers_of(log_decay: Float32[Array, ""], count: int) -> Float32[Array, "count"]:
+def decay_powers(log_decay: Float32[Array, ""], count: int) -> Float32[Array, "count"]:
     """decay^0, decay^1, ...; exactly 1, 0, 0, ... for decay 0 and all 1 for decay 1."""
     exponents = jnp.arange(count)
     # -inf * 0 is no number.

@@ -10,22 +10,24 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from app.advantage.gae.backend_choice import choose
-from app.advantage.gae.chunked import chunked
-from app.advantage.gae.fused import fused, fused_plain
+from app.advantage.gae.backend_choice import choose_backend
+from app.advantage.gae.chunked import solve_chunked
+from app.advantage.gae.fused import fused_gae_on_host, solve_fused
 from app.advantage.gae.recurrence import (
     MASK_MODES,
-    Credit,
-    Discounting,
+    Discounts,
+    GaeOutput,
     HostOrDevice,
     Number,
-    Terms,
-    last_values_of,
-    rows_of,
+    RecurrenceTerms,
+    make_gae_rows,
+    values_after_rows,
 )
-from app.advantage.gae.serial import serial
+from app.advantage.gae.serial import solve_serial
 
-BACKENDS: Mapping[str, Callable[..., Credit]] = MappingProxyType({"serial": serial, "chunked": chunked, "fused": fused})
+BACKENDS: Mapping[str, Callable[..., GaeOutput]] = MappingProxyType(
+    {"serial": solve_serial, "chunked": solve_chunked, "fused": solve_fused}
+)
 """terms, and `chunk_size` where the backend has chunks -> credit. Which one runs is decided in `choice`."""
 
 
@@ -41,7 +43,7 @@ def generalized_advantages(
     mask_mode: str = "skip",
     backend: str = "auto",
     chunk_size: int | None = None,
-) -> Credit:
+) -> GaeOutput:
     """A_t = delta_t + gamma lambda A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t, and returns A + V; [B, T] each.
 
     Float32 inside and out, whatever comes in. `gamma` and `lam` are traced: other values compile nothing anew. Close to
@@ -63,11 +65,11 @@ def generalized_advantages(
     """
     one_leak = mask is None and ends is None and np.ndim(gamma) == np.ndim(lam) == 0
     traced = any(isinstance(x, Tracer) for x in (rewards, values, gamma, lam, bootstrap))
-    choice = choose(backend, rewards.shape, one_leak=one_leak, chunk_size=chunk_size, traced=traced)
+    choice = choose_backend(backend, rewards.shape, constant_decay=one_leak, chunk_size=chunk_size, traced=traced)
     if choice.on_host:
-        last_values = last_values_of(values, rewards.shape[1], bootstrap)
-        return fused_plain(rewards, values[:, : rewards.shape[1]], last_values, float(gamma), float(lam))
-    by = Discounting.of(gamma, lam)
+        last_values = values_after_rows(values, rewards.shape[1], bootstrap)
+        return fused_gae_on_host(rewards, values[:, : rewards.shape[1]], last_values, float(gamma), float(lam))
+    by = Discounts.create(gamma, lam)
     return _estimate(rewards, values, by, mask, ends, bootstrap, mask_mode, choice.backend, choice.chunk_size)
 
 
@@ -75,18 +77,18 @@ def generalized_advantages(
 def _estimate(
     rewards: HostOrDevice,
     values: HostOrDevice,
-    by: Discounting,
+    discounts: Discounts,
     mask: HostOrDevice | None,
     ends: HostOrDevice | None,
     bootstrap: HostOrDevice | None,
     mask_mode: str,
     backend: str,
     chunk_size: int | None,
-) -> Credit:
-    rows = rows_of(rewards, values, mask=mask, ends=ends, bootstrap=bootstrap)
-    return solve(MASK_MODES[mask_mode](rows, by), backend, chunk_size)
+) -> GaeOutput:
+    rows = make_gae_rows(rewards, values, mask=mask, ends=ends, bootstrap=bootstrap)
+    return solve_recurrence(MASK_MODES[mask_mode](rows, discounts), backend, chunk_size)
 
 
-def solve(terms: Terms, backend: str, chunk_size: int | None) -> Credit:
+def solve_recurrence(terms: RecurrenceTerms, backend: str, chunk_size: int | None) -> GaeOutput:
     """By one of `BACKENDS`; `chunk_size` is None where it has no chunks."""
     return BACKENDS[backend](terms, **({} if chunk_size is None else {"chunk_size": chunk_size}))

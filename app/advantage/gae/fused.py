@@ -15,17 +15,17 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Float64
 
-from app.advantage.gae.recurrence import Credit, HostOrDevice, Terms
+from app.advantage.gae.recurrence import GaeOutput, HostOrDevice, RecurrenceTerms
 
-CHUNK = 16
+CHUNK_STEPS = 16
 """Steps."""
-SEGMENT = 64
+MAX_CHUNKS_PER_SEGMENT = 64
 """Chunks, at most."""
-BLOCK = 1 << 16
+CACHE_BLOCK_TOKENS = 1 << 16
 """Tokens, of several rows where they are short: four arrays of it fit a core's cache. Larger ones were no faster."""
 
 
-def fused(terms: Terms) -> Credit:
+def solve_fused(terms: RecurrenceTerms) -> GaeOutput:
     """The kernel of this device, which is a GPU or a TPU, for terms with one leak and at least one token."""
     # Pallas is slow to import, and a CPU has no use for it.
     from app.advantage.gae import pallas_kernel
@@ -33,9 +33,9 @@ def fused(terms: Terms) -> Credit:
     return pallas_kernel.KERNELS[jax.default_backend()](terms)
 
 
-def fused_plain(
+def fused_gae_on_host(
     rewards: HostOrDevice, values: HostOrDevice, last_values: HostOrDevice, gamma: float, lam: float
-) -> Credit:
+) -> GaeOutput:
     """GAE of rows that are one sequence each; numpy arrays, float32 inside and out.
 
     Args:
@@ -48,12 +48,12 @@ def fused_plain(
     Source: Schulman et al. 2016, eq. 16.
     """
     rewards, values, last_values = (np.asarray(x, np.float32) for x in (rewards, values, last_values))
-    credit = Credit(np.empty(rewards.shape, np.float32), np.empty(rewards.shape, np.float32))
+    credit = GaeOutput(np.empty(rewards.shape, np.float32), np.empty(rewards.shape, np.float32))
     if rewards.size == 0:
         return credit
-    layout = _Layout.of(rewards.shape[1])
-    scan = _Scan.of(float(gamma), float(lam), layout)
-    rows_at_once = max(1, BLOCK // layout.num_steps)
+    layout = _BlockLayout.for_row_length(rewards.shape[1])
+    scan = _Scan.create(float(gamma), float(lam), layout)
+    rows_at_once = max(1, CACHE_BLOCK_TOKENS // layout.num_steps)
     room = np.empty((rows_at_once, layout.num_steps), np.float32)
     for first_row in range(0, len(rewards), rows_at_once):
         rows = slice(first_row, first_row + rows_at_once)
@@ -66,14 +66,14 @@ def fused_plain(
                 values[block],
                 after,
                 carry,
-                room=room[: len(after)],
-                into=Credit(credit.advantages[block], credit.returns[block]),
+                workspace=room[: len(after)],
+                out=GaeOutput(credit.advantages[block], credit.returns[block]),
             )
             after = values[rows, start]
     return credit
 
 
-class _Layout(NamedTuple):
+class _BlockLayout(NamedTuple):
     """How a block's steps are nested: segments of chunks of CHUNK steps."""
 
     num_segments: int
@@ -82,50 +82,57 @@ class _Layout(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        return self.num_segments * self.num_chunks * CHUNK
+        return self.num_segments * self.num_chunks * CHUNK_STEPS
 
     @classmethod
-    def of(cls, num_tokens: int) -> _Layout:
+    def for_row_length(cls, num_tokens: int) -> _BlockLayout:
         """Of equal blocks that hold a row of `num_tokens` with little to spare."""
-        num_blocks = -(-num_tokens // BLOCK)
-        chunks = -(-num_tokens // (num_blocks * CHUNK))
-        num_segments = -(-chunks // SEGMENT)
+        num_blocks = -(-num_tokens // CACHE_BLOCK_TOKENS)
+        chunks = -(-num_tokens // (num_blocks * CHUNK_STEPS))
+        num_segments = -(-chunks // MAX_CHUNKS_PER_SEGMENT)
         return cls(num_segments, -(-chunks // num_segments))
 
 
 class _Scan(NamedTuple):
     """x_t -> sum over s >= t of decay^(s - t) x_s; of each level the matrix [s, t] = decay^(s - t), 0 where s < t."""
 
-    layout: _Layout
-    shrinkage: np.float32
+    layout: _BlockLayout
+    one_minus_gamma: np.float32
     """1 - gamma."""
-    steps: Float32[np.ndarray, "C C"]
-    chunks: Float32[np.ndarray, "N N"]
-    segments: Float64[np.ndarray, "S S"]
+    step_matrix: Float32[np.ndarray, "C C"]
+    chunk_matrix: Float32[np.ndarray, "N N"]
+    segment_matrix: Float64[np.ndarray, "S S"]
     decay: float
     """Over one step, one chunk, one segment."""
     chunk_decay: float
     segment_decay: float
 
     @classmethod
-    def of(cls, gamma: float, lam: float, layout: _Layout) -> _Scan:
+    def create(cls, gamma: float, lam: float, layout: _BlockLayout) -> _Scan:
         decay = gamma * lam
-        steps, chunk_decay = _kernel(decay, CHUNK)
-        chunks, segment_decay = _kernel(chunk_decay, layout.num_chunks)
-        segments, _ = _kernel(segment_decay, layout.num_segments)
+        steps, chunk_decay = _decay_matrix(decay, CHUNK_STEPS)
+        chunks, segment_decay = _decay_matrix(chunk_decay, layout.num_chunks)
+        segments, _ = _decay_matrix(segment_decay, layout.num_segments)
         return cls(
-            layout, np.float32(1 - gamma), _normal(steps), _normal(chunks), segments, decay, chunk_decay, segment_decay
+            layout,
+            np.float32(1 - gamma),
+            _flush_subnormals(steps),
+            _flush_subnormals(chunks),
+            segments,
+            decay,
+            chunk_decay,
+            segment_decay,
         )
 
     def solve(
         self,
         rewards: Float32[np.ndarray, "R T"],
         values: Float32[np.ndarray, "R T"],
-        after: Float32[np.ndarray, "R"],
+        next_value: Float32[np.ndarray, "R"],
         carry: Float64[np.ndarray, "R"],
         *,
-        room: Float32[np.ndarray, "R S*N*C"],
-        into: Credit,
+        workspace: Float32[np.ndarray, "R S*N*C"],
+        out: GaeOutput,
     ) -> Float64[np.ndarray, "R"]:
         """One block of rows; the advantages of its first steps.
 
@@ -139,48 +146,48 @@ class _Scan(NamedTuple):
         """
         num_tokens = rewards.shape[1]
         # Less memory at a time is more of it in the cache: until the end the inputs stand where the returns will.
-        inputs = into.returns if room.shape == rewards.shape else room
+        inputs = out.returns if workspace.shape == rewards.shape else workspace
         inputs[:, num_tokens:] = 0
-        deltas, shrunk = inputs[:, :num_tokens], into.advantages
+        deltas, shrunk = inputs[:, :num_tokens], out.advantages
         np.subtract(values[:, 1:], values[:, :-1], out=deltas[:, :-1])
-        np.subtract(after, values[:, -1], out=deltas[:, -1])
-        if self.shrinkage:
-            np.multiply(values[:, 1:], self.shrinkage, out=shrunk[:, :-1])
-            np.multiply(after, self.shrinkage, out=shrunk[:, -1])
+        np.subtract(next_value, values[:, -1], out=deltas[:, -1])
+        if self.one_minus_gamma:
+            np.multiply(values[:, 1:], self.one_minus_gamma, out=shrunk[:, :-1])
+            np.multiply(next_value, self.one_minus_gamma, out=shrunk[:, -1])
             deltas -= shrunk
         deltas += rewards
-        carry = self._hand_on(inputs, carry)
-        self._times_steps(inputs, into.advantages)
-        np.add(into.advantages, values, out=into.returns)
+        carry = self._propagate_carry(inputs, carry)
+        self._apply_step_matrix(inputs, out.advantages)
+        np.add(out.advantages, values, out=out.returns)
         return carry
 
-    def _hand_on(
+    def _propagate_carry(
         self, inputs: Float32[np.ndarray, "R S*N*C"], carry: Float64[np.ndarray, "R"]
     ) -> Float64[np.ndarray, "R"]:
         """Adds to each chunk's last input what comes from behind the chunk; the solution at the first step."""
-        steps = inputs.reshape(len(inputs), *self.layout, CHUNK, copy=False)
-        chunks = np.matmul(steps, self.steps[:, 0])
-        segments = np.matmul(chunks, self.chunks[:, 0]).astype(np.float64)
+        steps = inputs.reshape(len(inputs), *self.layout, CHUNK_STEPS, copy=False)
+        chunks = np.matmul(steps, self.step_matrix[:, 0])
+        segments = np.matmul(chunks, self.chunk_matrix[:, 0]).astype(np.float64)
         segments[:, -1] += self.segment_decay * carry
-        segments = segments @ self.segments
+        segments = segments @ self.segment_matrix
         behind_segments = np.concatenate([segments[:, 1:], carry[:, None]], axis=1)
         chunks[:, :, -1] += self.chunk_decay * behind_segments
-        solved = np.matmul(chunks, self.chunks)
+        solved = np.matmul(chunks, self.chunk_matrix)
         steps[:, :, :-1, -1] += self.decay * solved[:, :, 1:]
         steps[:, :, -1, -1] += self.decay * behind_segments
         return segments[:, 0]
 
-    def _times_steps(self, inputs: Float32[np.ndarray, "R S*N*C"], into: Float32[np.ndarray, "R T"]) -> None:
+    def _apply_step_matrix(self, inputs: Float32[np.ndarray, "R S*N*C"], out: Float32[np.ndarray, "R T"]) -> None:
         """Fills `into` with each chunk's inputs times the matrix."""
         # A stack of products, each so small that BLAS does not spread it over threads: waiting for them costs more.
-        chunks = inputs.reshape(len(inputs), *self.layout, CHUNK)
-        if into.shape == inputs.shape:
-            np.matmul(chunks, self.steps, out=into.reshape(chunks.shape, copy=False))
+        chunks = inputs.reshape(len(inputs), *self.layout, CHUNK_STEPS)
+        if out.shape == inputs.shape:
+            np.matmul(chunks, self.step_matrix, out=out.reshape(chunks.shape, copy=False))
         else:
-            into[:] = np.matmul(chunks, self.steps).reshape(inputs.shape)[:, : into.shape[1]]
+            out[:] = np.matmul(chunks, self.step_matrix).reshape(inputs.shape)[:, : out.shape[1]]
 
 
-def _kernel(decay: float, size: int) -> tuple[Float64[np.ndarray, "C C"], float]:
+def _decay_matrix(decay: float, size: int) -> tuple[Float64[np.ndarray, "C C"], float]:
     """The matrix of `size` steps with this decay, and the decay over all of them."""
     # Products alone, so that 0 and 1 are exact.
     powers = np.cumprod(np.concatenate([[1.0], np.full(size, decay)]))
@@ -188,6 +195,6 @@ def _kernel(decay: float, size: int) -> tuple[Float64[np.ndarray, "C C"], float]
     return np.where(apart >= 0, powers[np.maximum(apart, 0)], 0.0), float(powers[size])
 
 
-def _normal(kernel: Float64[np.ndarray, "C C"]) -> Float32[np.ndarray, "C C"]:
+def _flush_subnormals(kernel: Float64[np.ndarray, "C C"]) -> Float32[np.ndarray, "C C"]:
     """Without what float32 cannot hold at full precision: the processor is slow with such numbers."""
     return np.where(kernel < np.finfo(np.float32).tiny, 0.0, kernel).astype(np.float32)

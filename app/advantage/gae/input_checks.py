@@ -36,8 +36,8 @@ def check_inputs(
     check_shapes(rewards.shape, values.shape, None if mask is None else mask.shape)
     # Tokens that are passed over may hold anything.
     read = None if mask is None or mask_mode == "through" else mask.astype(bool)
-    check_finite("rewards", rewards, read=read, first_row=first_row)
-    check_finite("values", values, read=read, first_row=first_row)
+    check_finite("rewards", rewards, read_mask=read, first_row=first_row)
+    check_finite("values", values, read_mask=read, first_row=first_row)
 
 
 def check_shapes(rewards: tuple[int, ...], values: tuple[int, ...], mask: tuple[int, ...] | None = None) -> None:
@@ -60,7 +60,7 @@ def check_finite(
     name: str,
     x: np.ndarray,
     *,
-    read: Bool[np.ndarray, "B T"] | None = None,
+    read_mask: Bool[np.ndarray, "B T"] | None = None,
     first_row: int = 0,
     hint: str = "expected a finite float32",
 ) -> None:
@@ -71,8 +71,8 @@ def check_finite(
         if np.isfinite(as_float32.sum()):
             return
     bad = ~np.isfinite(as_float32)
-    if read is not None:
-        bad[:, : read.shape[1]] &= read
+    if read_mask is not None:
+        bad[:, : read_mask.shape[1]] &= read_mask
     if bad.any():
         row, column = np.argwhere(bad)[0].tolist()
         raise ValueError(f"{name}: row {first_row + row}, index {column} is {x[row, column]}; {hint}")

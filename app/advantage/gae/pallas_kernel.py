@@ -24,8 +24,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float32
 
-from app.advantage.gae.chunked import powers_of
-from app.advantage.gae.recurrence import Credit, Terms
+from app.advantage.gae.chunked import decay_powers
+from app.advantage.gae.recurrence import GaeOutput, RecurrenceTerms
 
 GPU_TILE = 64
 TPU_TILE = 128
@@ -34,11 +34,15 @@ HIGHEST = jax.lax.Precision.HIGHEST
 Tables = tuple[Array, Array, Array, Array]
 
 
-def fused_on_gpu(terms: Terms, *, interpret: bool = False) -> Credit:
+def solve_on_gpu(terms: RecurrenceTerms, *, interpret: bool = False) -> GaeOutput:
     """The advantages of terms with one leak and no mask; a program for each row."""
     num_tokens = terms.rewards.shape[1]
     edge = next(edge for edge in (16, 32, GPU_TILE) if edge == GPU_TILE or edge * edge >= num_tokens)
-    inputs, values, tables = _tiled(terms.deltas, edge), _tiled(terms.values, edge), _tables(terms.leaks, edge)
+    inputs, values, tables = (
+        _tiled(terms.deltas, edge),
+        _tiled(terms.values, edge),
+        _tables(terms.one_minus_decay, edge),
+    )
     rows, tiles = inputs.shape[:2]
     row = pl.BlockSpec((None, tiles, edge, edge), lambda b: (b, 0, 0, 0))
 
@@ -65,15 +69,15 @@ def fused_on_gpu(terms: Terms, *, interpret: bool = False) -> Credit:
         compiler_params=plgpu.CompilerParams(),
         interpret=interpret,
     )(inputs, values, *tables)
-    return _credit(terms, *solved)
+    return _unpad_output(terms, *solved)
 
 
-def fused_on_tpu(terms: Terms, *, interpret: bool = False) -> Credit:
+def solve_on_tpu(terms: RecurrenceTerms, *, interpret: bool = False) -> GaeOutput:
     """The advantages of terms with one leak and no mask; the grid walks the tiles of a row from the back."""
     inputs, values, tables = (
         _tiled(terms.deltas, TPU_TILE),
         _tiled(terms.values, TPU_TILE),
-        _tables(terms.leaks, TPU_TILE),
+        _tables(terms.one_minus_decay, TPU_TILE),
     )
     rows, tiles = inputs.shape[:2]
     tile = pl.BlockSpec((None, None, TPU_TILE, TPU_TILE), lambda b, nth: (b, tiles - 1 - nth, 0, 0))
@@ -98,10 +102,10 @@ def fused_on_tpu(terms: Terms, *, interpret: bool = False) -> Credit:
         scratch_shapes=[pltpu.VMEM((1, 1), jnp.float32)],
         interpret=interpret,
     )(inputs, values, *tables)
-    return _credit(terms, *solved)
+    return _unpad_output(terms, *solved)
 
 
-KERNELS: Mapping[str, Callable[..., Credit]] = MappingProxyType({"gpu": fused_on_gpu, "tpu": fused_on_tpu})
+KERNELS: Mapping[str, Callable[..., GaeOutput]] = MappingProxyType({"gpu": solve_on_gpu, "tpu": solve_on_tpu})
 """By platform, as `jax.default_backend` names it: (terms, interpret=False) -> credit."""
 
 
@@ -118,11 +122,11 @@ def _solve_tile(
     return solved, jnp.sum(jnp.where(is_first_step & is_first_chunk, solved, 0.0), keepdims=True)
 
 
-def _tables(leak: Float32[Array, ""], edge: int) -> Tables:
+def _tables(one_minus_decay: Float32[Array, ""], edge: int) -> Tables:
     """Powers of the decay: within [C, C], later [C, C], behind [1, C] and far [C, C] of the module's formula."""
-    log_decay = jnp.log1p(-leak)
-    steps = powers_of(log_decay, edge + 1)
-    chunks = powers_of(edge * log_decay, edge)
+    log_decay = jnp.log1p(-one_minus_decay)
+    steps = decay_powers(log_decay, edge + 1)
+    chunks = decay_powers(edge * log_decay, edge)
     at = jnp.arange(edge)
     apart = at[:, None] - at[None, :]
     within = jnp.where(apart >= 0, steps[jnp.maximum(apart, 0)], 0.0)
@@ -137,6 +141,6 @@ def _tiled(x: Float32[Array, "B T"], edge: int) -> Float32[Array, "B tiles C C"]
     return padded.reshape(len(x), -1, edge, edge)
 
 
-def _credit(terms: Terms, advantages: Array, returns: Array) -> Credit:
+def _unpad_output(terms: RecurrenceTerms, advantages: Array, returns: Array) -> GaeOutput:
     rows, num_tokens = terms.rewards.shape
-    return Credit(*(x.reshape(rows, -1)[:, :num_tokens] for x in (advantages, returns)))
+    return GaeOutput(*(x.reshape(rows, -1)[:, :num_tokens] for x in (advantages, returns)))

@@ -27,7 +27,7 @@ Number = float | np.ndarray | Array
 PerToken = Float32[Array, ""] | Float32[Array, "B T"]
 
 
-class Credit(NamedTuple):
+class GaeOutput(NamedTuple):
     """What a backend makes of the terms; 0 where the mask is False."""
 
     advantages: Float32[HostOrDevice, "B T"]
@@ -35,16 +35,16 @@ class Credit(NamedTuple):
     """advantages + values."""
 
 
-class Discounting(NamedTuple):
+class Discounts(NamedTuple):
     """Gamma and lambda as the recurrence needs them, with all digits of float32."""
 
-    shrinkage: PerToken
+    one_minus_gamma: PerToken
     """1 - gamma: what a value loses in a step."""
-    leak: PerToken
+    one_minus_decay: PerToken
     """1 - gamma lambda: what an advantage loses in a step."""
 
     @classmethod
-    def of(cls, gamma: Number, lam: Number) -> Discounting:
+    def create(cls, gamma: Number, lam: Number) -> Discounts:
         """Of numbers or [B, T] in [0, 1]; in float64, unless they are already on a device."""
         if isinstance(gamma, Array) or isinstance(lam, Array):
             gamma, lam = jnp.asarray(gamma, jnp.float32), jnp.asarray(lam, jnp.float32)
@@ -54,15 +54,15 @@ class Discounting(NamedTuple):
         return cls(*(jnp.asarray(part, jnp.float32) for part in parts))
 
 
-class Terms(NamedTuple):
+class RecurrenceTerms(NamedTuple):
     """The recurrence above, token by token."""
 
     rewards: Float32[Array, "B T"]
     values: Float32[Array, "B T"]
     next_values: Float32[Array, "B T"]
     """The value of what follows each step: 0 behind a terminal one."""
-    shrinkage: PerToken
-    leaks: PerToken
+    one_minus_gamma: PerToken
+    one_minus_decay: PerToken
     """1 where the sequence ends, 0 where a token is passed over. What is behind a row's last step is 0."""
     mask: Bool[Array, "B T"] | None
     """Whose results count; None = all."""
@@ -70,17 +70,17 @@ class Terms(NamedTuple):
     @property
     def deltas(self) -> Float32[Array, "B T"]:
         """The one-step temporal differences."""
-        return self.rewards + ((self.next_values - self.values) - self.shrinkage * self.next_values)
+        return self.rewards + ((self.next_values - self.values) - self.one_minus_gamma * self.next_values)
 
-    def credit(self, advantages: Float32[Array, "B T"]) -> Credit:
+    def to_output(self, advantages: Float32[Array, "B T"]) -> GaeOutput:
         """The solution, with what is masked set to 0."""
         returns = advantages + self.values
         if self.mask is None:
-            return Credit(advantages, returns)
-        return Credit(jnp.where(self.mask, advantages, 0.0), jnp.where(self.mask, returns, 0.0))
+            return GaeOutput(advantages, returns)
+        return GaeOutput(jnp.where(self.mask, advantages, 0.0), jnp.where(self.mask, returns, 0.0))
 
 
-class Rows(NamedTuple):
+class GaeRows(NamedTuple):
     """Rows of one sequence or several, one after another; float32."""
 
     rewards: Float32[Array, "B T"]
@@ -93,7 +93,7 @@ class Rows(NamedTuple):
     bootstrap: Float32[Array, "B T"] | None
     """Read where `ends`: what follows that sequence; None = 0."""
 
-    def behind(self, values: Float32[Array, "B T"]) -> Float32[Array, "B T"]:
+    def shift_to_next_step(self, values: Float32[Array, "B T"]) -> Float32[Array, "B T"]:
         """`values` one step on, and at an end what follows the sequence."""
         behind = jnp.concatenate([values[:, 1:], self.last_values[:, None]], axis=1)
         if self.ends is None:
@@ -103,77 +103,86 @@ class Rows(NamedTuple):
         is_last = jnp.arange(behind.shape[1]) == behind.shape[1] - 1
         return jnp.where(self.ends & ~is_last, after, behind)
 
-    def ending(self, leaks: PerToken) -> PerToken:
+    def reset_at_ends(self, one_minus_decay: PerToken) -> PerToken:
         """`leaks`, but 1 at every end: what comes next belongs to another sequence."""
-        return leaks if self.ends is None else jnp.where(self.ends, 1.0, leaks)
+        return one_minus_decay if self.ends is None else jnp.where(self.ends, 1.0, one_minus_decay)
 
 
-MaskMode = Callable[[Rows, Discounting], Terms]
+MaskMode = Callable[[GaeRows, Discounts], RecurrenceTerms]
 """(rows, gamma and lambda) -> what masked tokens mean."""
 
 
-def through(rows: Rows, by: Discounting) -> Terms:
+def step_through_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
     """Every token is a step; the mask only says whose advantages count."""
-    next_values = rows.behind(rows.values)
-    return Terms(rows.rewards, rows.values, next_values, by.shrinkage, rows.ending(by.leak), rows.mask)
+    next_values = rows.shift_to_next_step(rows.values)
+    return RecurrenceTerms(
+        rows.rewards,
+        rows.values,
+        next_values,
+        discounts.one_minus_gamma,
+        rows.reset_at_ends(discounts.one_minus_decay),
+        rows.mask,
+    )
 
 
-def zero(rows: Rows, by: Discounting) -> Terms:
+def zero_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
     """A masked token is a step with reward 0 and value 0 that still decays."""
     if rows.mask is not None:
         written = {name: jnp.where(rows.mask, getattr(rows, name), 0.0) for name in ("rewards", "values")}
         rows = rows._replace(**written)
-    return through(rows, by)
+    return step_through_masked(rows, discounts)
 
 
-def skip(rows: Rows, by: Discounting) -> Terms:
+def skip_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
     """A masked token is no step: it hands on what is behind it, from the step after to the step before."""
     if rows.mask is None or rows.rewards.shape[1] == 0:
-        return through(rows, by)
+        return step_through_masked(rows, discounts)
     mask = rows.mask
     values = jnp.where(mask, rows.values, 0.0)
     # What the first step at or behind each token is worth: looked up rather than added up, so that it is exact.
     # An end that is masked is worth what follows its sequence.
-    worth = jnp.where(mask, values, rows.behind(values))
+    worth = jnp.where(mask, values, rows.shift_to_next_step(values))
     last = mask.shape[1] - 1
     stops = mask | (jnp.arange(mask.shape[1]) == last)
     stops = stops if rows.ends is None else stops | rows.ends
     nearest = jax.lax.cummin(jnp.where(stops, jnp.arange(mask.shape[1]), last), axis=1, reverse=True)
-    next_values = rows.behind(jnp.take_along_axis(worth, nearest, axis=1))
-    return Terms(
+    next_values = rows.shift_to_next_step(jnp.take_along_axis(worth, nearest, axis=1))
+    return RecurrenceTerms(
         rewards=jnp.where(mask, rows.rewards, 0.0),
         values=jnp.where(mask, values, next_values),
         next_values=next_values,
-        shrinkage=jnp.where(mask, by.shrinkage, 0.0),
-        leaks=rows.ending(jnp.where(mask, by.leak, 0.0)),
+        one_minus_gamma=jnp.where(mask, discounts.one_minus_gamma, 0.0),
+        one_minus_decay=rows.reset_at_ends(jnp.where(mask, discounts.one_minus_decay, 0.0)),
         mask=mask,
     )
 
 
-MASK_MODES: Mapping[str, MaskMode] = MappingProxyType({"skip": skip, "through": through, "zero": zero})
+MASK_MODES: Mapping[str, MaskMode] = MappingProxyType(
+    {"skip": skip_masked, "through": step_through_masked, "zero": zero_masked}
+)
 
 
-def rows_of(
+def make_gae_rows(
     rewards: HostOrDevice,
     values: HostOrDevice,
     *,
     mask: HostOrDevice | None,
     ends: HostOrDevice | None,
     bootstrap: HostOrDevice | None,
-) -> Rows:
+) -> GaeRows:
     """Everything in float32, the value behind the row apart from those on it."""
     num_tokens = rewards.shape[1]
-    return Rows(
+    return GaeRows(
         rewards=jnp.asarray(rewards, jnp.float32),
         values=jnp.asarray(values, jnp.float32)[:, :num_tokens],
-        last_values=jnp.asarray(last_values_of(values, num_tokens, bootstrap), jnp.float32),
+        last_values=jnp.asarray(values_after_rows(values, num_tokens, bootstrap), jnp.float32),
         mask=None if mask is None else jnp.asarray(mask, bool),
         ends=None if ends is None else jnp.asarray(ends, bool),
         bootstrap=None if bootstrap is None else jnp.asarray(bootstrap, jnp.float32),
     )
 
 
-def last_values_of(values: HostOrDevice, num_tokens: int, bootstrap: HostOrDevice | None) -> HostOrDevice:
+def values_after_rows(values: HostOrDevice, num_tokens: int, bootstrap: HostOrDevice | None) -> HostOrDevice:
     """[B]: what follows each row's last step, by one more value, by the last bootstrap, or 0."""
     if values.shape[1] > num_tokens:
         return values[:, num_tokens]

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from app.advantage.gae.recurrence import Credit, Terms
+from app.advantage.gae.recurrence import GaeOutput, RecurrenceTerms
 
-Compensated = tuple[Array, Array]
+CompensatedSum = tuple[Array, Array]
 """A sum and the rounding error that it lacks."""
 
 
-def serial(terms: Terms) -> Credit:
+def solve_serial(terms: RecurrenceTerms) -> GaeOutput:
     """A_t = delta_t + A_{t+1} - leak_t A_{t+1}, from the last step to the first.
 
     The rounding error of every sum is carried along beside it: over 131,072 steps without a leak a plain float32 sum
@@ -20,20 +20,20 @@ def serial(terms: Terms) -> Credit:
     """
     deltas = terms.deltas
 
-    def step(after: Compensated, one: tuple[Array, Array]) -> tuple[Compensated, Array]:
+    def step(after: CompensatedSum, one: tuple[Array, Array]) -> tuple[CompensatedSum, Array]:
         (total, error), (own, leak) = after, one
-        kept, lost_error = _sum(total, -leak * total)
-        total, own_error = _sum(kept, own)
+        kept, lost_error = _two_sum(total, -leak * total)
+        total, own_error = _two_sum(kept, own)
         error = (error - leak * error) + (lost_error + own_error)
         return (total, error), total + error
 
     nothing = jnp.zeros(deltas.shape[0], jnp.float32)
-    leaks = jnp.broadcast_to(terms.leaks, deltas.shape)
+    leaks = jnp.broadcast_to(terms.one_minus_decay, deltas.shape)
     _, advantages = jax.lax.scan(step, (nothing, nothing), (deltas.T, leaks.T), reverse=True)
-    return terms.credit(advantages.T)
+    return terms.to_output(advantages.T)
 
 
-def _sum(a: Array, b: Array) -> Compensated:
+def _two_sum(a: Array, b: Array) -> CompensatedSum:
     """Source: Knuth 1969, "The Art of Computer Programming" vol. 2, section 4.2.2."""
     total = a + b
     added = total - a

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from app.model.architecture import Architecture
-from app.model.io.config_fields import Config, boolean, json_object, positive_float, positive_int, unless_null
-from app.model.rope import Rope, read_rope
+from app.model.io.config_fields import HfConfig, boolean, json_object, nullable_field, positive_float, positive_int
+from app.model.rope import RopeConfig, parse_rope
 from settings.errors import InputError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 DEFAULT_NORM_EPSILON = 1e-6
 
-UNSUPPORTED = {
+UNSUPPORTED_FIELDS = {
     "quantization_config": "quantised weights cannot be trained; use the original",
     "num_experts": "mixtures of experts are not supported; use a dense model",
     "num_local_experts": "mixtures of experts are not supported; use a dense model",
@@ -31,13 +31,13 @@ UNSUPPORTED = {
 class Family(NamedTuple):
     causal_lm: str
     """The `architectures` entry that goes with the `model_type`."""
-    read: Callable[[Config], Architecture]
+    parse_config: Callable[[HfConfig], Architecture]
     example: str
     """A text-only checkpoint of the hub."""
     classifier: str | None = None
     """The entry of sequence classification; None where only the end differs."""
 
-    def named(self, head: str) -> str:
+    def architecture_name(self, head: str) -> str:
         """The `architectures` entry of a network with this head."""
         if self.classifier is not None and head in SEQUENCE_CLASSIFICATION:
             return self.classifier
@@ -48,7 +48,7 @@ CAUSAL_LM = ("ForCausalLM",)
 SEQUENCE_CLASSIFICATION = ("ForSequenceClassification",)
 
 
-def architecture_from_config(config: Config, *, heads: Sequence[str] = CAUSAL_LM) -> Architecture:
+def architecture_from_config(config: HfConfig, *, heads: Sequence[str] = CAUSAL_LM) -> Architecture:
     """The architecture that a parsed `config.json` describes.
 
     Args:
@@ -64,26 +64,26 @@ def architecture_from_config(config: Config, *, heads: Sequence[str] = CAUSAL_LM
         )
     model_type = config.get("model_type")
     if "text_config" in config or "vision_config" in config:
-        raise _wrapper(config)
+        raise _multimodal_error(config)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(f"config.json: model_type={model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     declared = config.get("architectures") or [family.causal_lm]
-    supported = [family.named(head) for head in heads]
+    supported = [family.architecture_name(head) for head in heads]
     if declared not in [[name] for name in supported]:
         raise InputError(
             f"config.json: architectures={declared!r} is not supported for model_type={model_type!r}; "
             f"supported: {' or '.join(supported)}"
         )
-    for field, why in UNSUPPORTED.items():
+    for field, why in UNSUPPORTED_FIELDS.items():
         if config.get(field):
             raise InputError(f"config.json has `{field}`: {why}")
-    return family.read(config)
+    return family.parse_config(config)
 
 
-def llama(config: Config) -> Architecture:
+def llama(config: HfConfig) -> Architecture:
     """Llama 2 and 3, SmolLM2, and whatever else is saved as them."""
-    _check_activation(config)
+    _check_silu_activation(config)
     if config.get("use_sliding_window"):
         raise InputError("config.json: use_sliding_window=true is not supported for model_type='llama'")
     bias = boolean(config, "attention_bias")
@@ -96,21 +96,21 @@ def llama(config: Config) -> Architecture:
     )
 
 
-def mistral(config: Config) -> Architecture:
+def mistral(config: HfConfig) -> Architecture:
     """Llama with the same sliding window on every layer. Source: Jiang et al. 2023."""
-    _check_activation(config)
+    _check_silu_activation(config)
     return _architecture(config, windows=_uniform_windows(config, _sliding_window(config)))
 
 
-def qwen2(config: Config) -> Architecture:
+def qwen2(config: HfConfig) -> Architecture:
     """Qwen2 and 2.5: Llama with biases on query, key and value."""
-    _check_activation(config)
+    _check_silu_activation(config)
     return _architecture(config, windows=_qwen_windows(config), qkv_bias=True)
 
 
-def qwen3(config: Config) -> Architecture:
+def qwen3(config: HfConfig) -> Architecture:
     """Llama with normed queries and keys. Source: Yang et al. 2025, section 2."""
-    _check_activation(config)
+    _check_silu_activation(config)
     bias = boolean(config, "attention_bias")
     return _architecture(
         config,
@@ -122,7 +122,7 @@ def qwen3(config: Config) -> Architecture:
     )
 
 
-def gemma2(config: Config) -> Architecture:
+def gemma2(config: HfConfig) -> Architecture:
     """Capped scores and logits, norms around every part, every other layer with a window.
 
     Source: Riviere et al. 2024, section 2.
@@ -130,12 +130,12 @@ def gemma2(config: Config) -> Architecture:
     return _gemma(
         config,
         windows=_windows(config, lambda layer: layer % 2 == 0, _sliding_window(config)),
-        attention_soft_cap=unless_null(positive_float, config, "attn_logit_softcapping", absent=50.0),
-        logit_soft_cap=unless_null(positive_float, config, "final_logit_softcapping", absent=30.0),
+        attention_soft_cap=nullable_field(positive_float, config, "attn_logit_softcapping", default=50.0),
+        logit_soft_cap=nullable_field(positive_float, config, "final_logit_softcapping", default=30.0),
     )
 
 
-def gemma3_text(config: Config) -> Architecture:
+def gemma3_text(config: HfConfig) -> Architecture:
     """Gemma 2 with query and key norms in place of capped scores, and ropes of their own for layers with a window.
 
     Source: Kamath et al. 2025, section 2.
@@ -151,7 +151,7 @@ def gemma3_text(config: Config) -> Architecture:
         rope=rope,
         windowed_rope=windowed_rope,
         query_key_norms=True,
-        logit_soft_cap=unless_null(positive_float, config, "final_logit_softcapping", absent=None),
+        logit_soft_cap=nullable_field(positive_float, config, "final_logit_softcapping", default=None),
     )
 
 
@@ -168,7 +168,7 @@ FAMILIES: dict[str, Family] = {
 """By `model_type`."""
 
 
-def _gemma(config: Config, **switches: Any) -> Architecture:
+def _gemma(config: HfConfig, **switches: Any) -> Architecture:
     """What Gemma 2 and 3 share."""
     _check_gemma_activation(config)
     bias = boolean(config, "attention_bias")
@@ -188,7 +188,7 @@ def _gemma(config: Config, **switches: Any) -> Architecture:
 
 
 def _architecture(
-    config: Config, *, default_head_dim: int | None = None, tied_by_default: bool = False, **switches: Any
+    config: HfConfig, *, default_head_dim: int | None = None, tied_by_default: bool = False, **switches: Any
 ) -> Architecture:
     """The sizes, which every family spells alike, and the family's own switches."""
     num_query_heads = positive_int(config, "num_attention_heads")
@@ -216,7 +216,7 @@ def _architecture(
     )
 
 
-def _head_dim(config: Config, num_query_heads: int, default: int | None) -> int:
+def _head_dim(config: HfConfig, num_query_heads: int, default: int | None) -> int:
     model_dim = positive_int(config, "hidden_size")
     if config.get("head_dim") is None and default is None and model_dim % num_query_heads:
         raise InputError(
@@ -229,7 +229,7 @@ def _head_dim(config: Config, num_query_heads: int, default: int | None) -> int:
     return head_dim
 
 
-def _rope(config: Config) -> Rope:
+def _rope(config: HfConfig) -> RopeConfig:
     """Both spellings: `rope_theta` + `rope_scaling`, and `rope_parameters`, which holds both."""
     fields = json_object(config, "rope_scaling") or json_object(config, "rope_parameters")
     if any(isinstance(value, dict) for value in fields.values()):
@@ -240,10 +240,10 @@ def _rope(config: Config) -> Rope:
     outer = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     # Where it stands beside rope_scaling it wins, as in transformers.
     original = {name: config[name] for name in ("original_max_position_embeddings",) if config.get(name) is not None}
-    return read_rope({**outer, **fields, **original}, max_positions=positive_int(config, "max_position_embeddings"))
+    return parse_rope({**outer, **fields, **original}, max_positions=positive_int(config, "max_position_embeddings"))
 
 
-def _ropes_by_layer_type(config: Config) -> tuple[Rope, Rope]:
+def _ropes_by_layer_type(config: HfConfig) -> tuple[RopeConfig, RopeConfig]:
     """Of the layers without and with a window.
 
     Both spellings: `rope_theta` + `rope_scaling` and `rope_local_base_freq`, and `rope_parameters` with an object
@@ -261,12 +261,12 @@ def _ropes_by_layer_type(config: Config) -> tuple[Rope, Rope]:
     windowed = {**partial, "rope_theta": config.get("rope_local_base_freq"), **json_object(by_type, SLIDING)}
     max_positions = positive_int(config, "max_position_embeddings")
     return (
-        read_rope(whole, max_positions=max_positions, default_theta=1_000_000.0),
-        read_rope(windowed, max_positions=max_positions, default_theta=10_000.0),
+        parse_rope(whole, max_positions=max_positions, default_theta=1_000_000.0),
+        parse_rope(windowed, max_positions=max_positions, default_theta=10_000.0),
     )
 
 
-def _windows(config: Config, has_window: Callable[[int], bool], window: int | None) -> tuple[int | None, ...]:
+def _windows(config: HfConfig, has_window: Callable[[int], bool], window: int | None) -> tuple[int | None, ...]:
     """Each layer's window: where `layer_types` says so, or the family's own pattern where it is absent."""
     types = _layer_types(config)
     if types is None:
@@ -281,7 +281,7 @@ def _windows(config: Config, has_window: Callable[[int], bool], window: int | No
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-def _uniform_windows(config: Config, window: int | None) -> tuple[int | None, ...]:
+def _uniform_windows(config: HfConfig, window: int | None) -> tuple[int | None, ...]:
     """The same on every layer: the code of these families does not look at `layer_types`."""
     types, expected = _layer_types(config), FULL if window is None else SLIDING
     if types is not None and set(types) != {expected}:
@@ -292,7 +292,7 @@ def _uniform_windows(config: Config, window: int | None) -> tuple[int | None, ..
     return () if window is None else (window,) * positive_int(config, "num_hidden_layers")
 
 
-def _qwen_windows(config: Config) -> tuple[int | None, ...]:
+def _qwen_windows(config: HfConfig) -> tuple[int | None, ...]:
     """Off unless asked for; then on the layers from `max_window_layers` on."""
     window = _sliding_window(config) if boolean(config, "use_sliding_window") else None
     first = config.get("max_window_layers", 28)
@@ -301,11 +301,11 @@ def _qwen_windows(config: Config) -> tuple[int | None, ...]:
     return _windows(config, lambda layer: window is not None and layer >= first, window)
 
 
-def _sliding_window(config: Config) -> int | None:
-    return unless_null(positive_int, config, "sliding_window", absent=4096)
+def _sliding_window(config: HfConfig) -> int | None:
+    return nullable_field(positive_int, config, "sliding_window", default=4096)
 
 
-def _layer_types(config: Config) -> Sequence[str] | None:
+def _layer_types(config: HfConfig) -> Sequence[str] | None:
     types, num_layers = config.get("layer_types"), positive_int(config, "num_hidden_layers")
     if types is None:
         return None
@@ -318,12 +318,12 @@ def _layer_types(config: Config) -> Sequence[str] | None:
     return types
 
 
-def _check_activation(config: Config) -> None:
+def _check_silu_activation(config: HfConfig) -> None:
     if config.get("hidden_act", "silu") != "silu":
         raise InputError(f"config.json: hidden_act={config['hidden_act']!r} is not supported; supported: 'silu'")
 
 
-def _check_gemma_activation(config: Config) -> None:
+def _check_gemma_activation(config: HfConfig) -> None:
     """`hidden_activation` decides. Old files also say hidden_act="gelu", and mean the same."""
     activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
@@ -334,7 +334,7 @@ def _check_gemma_activation(config: Config) -> None:
         )
 
 
-def _wrapper(config: Config) -> InputError:
+def _multimodal_error(config: HfConfig) -> InputError:
     inner = config.get("text_config")
     inner_type = inner.get("model_type") if isinstance(inner, dict) else None
     family = FAMILIES.get(inner_type) if isinstance(inner_type, str) else None

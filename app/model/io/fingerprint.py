@@ -11,11 +11,11 @@ from typing import Any
 NUM_SPOTS, SPOT_BYTES = 4, 4096
 """Of each tensor: 5 MB of a model with 300."""
 
-Extents = Mapping[str, range]
+ByteRanges = Mapping[str, range]
 """Name of a tensor, and how its bytes are to be read -> the bytes of its file that hold it."""
 
 
-def fingerprint(config: Mapping[str, Any], files: Mapping[Path, Extents]) -> str:
+def fingerprint(config: Mapping[str, Any], files: Mapping[Path, ByteRanges]) -> str:
     """Hex SHA-256 of a configuration and of each file's name, size, and names, places and spots of its tensors.
 
     Spots are the first and the last 4 KiB of a tensor and two between them; up to 16 KiB it is read whole. So a
@@ -42,7 +42,7 @@ def _spots(extent: range) -> Iterator[range]:
         yield extent[start : start + SPOT_BYTES]
 
 
-def safetensors_extents(path: Path) -> Extents:
+def safetensors_byte_ranges(path: Path) -> ByteRanges:
     """Of a file that the library has opened, and so found to be whole.
 
     Source: the safetensors format, https://huggingface.co/docs/safetensors.

@@ -18,13 +18,13 @@ import numpy as np
 from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
-from app.model.io.fingerprint import Extents
+from app.model.io.fingerprint import ByteRanges
 from settings.errors import InputError
 
 HUGGING_FACE_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 """`general.architecture` -> the class whose `config.json` is rebuilt."""
 
-WAY_OUT = "use the model's safetensors checkpoint, as a directory or a hub id"
+WORKAROUND = "use the model's safetensors checkpoint, as a directory or a hub id"
 
 OUTER_TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -60,7 +60,7 @@ class GgufFile:
         if self._family not in HUGGING_FACE_CLASSES:
             raise InputError(
                 f"{path}: GGUF architecture {self._family!r} is not supported; "
-                f"supported: {', '.join(HUGGING_FACE_CLASSES)}. For others, {WAY_OUT}"
+                f"supported: {', '.join(HUGGING_FACE_CLASSES)}. For others, {WORKAROUND}"
             )
         self._tensors = {self._hugging_face_name(tensor.name): tensor for tensor in self._reader.tensors}
         if "model.embed_tokens.weight" not in self._tensors:
@@ -72,7 +72,7 @@ class GgufFile:
         return {name: _shape(tensor) for name, tensor in self._tensors.items()}
 
     @property
-    def extents(self) -> Extents:
+    def byte_ranges(self) -> ByteRanges:
         """Hugging Face tensor name -> where it lies, quantised."""
         return {
             name: range(start := int(tensor.data_offset), start + int(tensor.n_bytes))
@@ -88,7 +88,7 @@ class GgufFile:
             raise InputError(f"{self.path}: tensor {tensor.name!r}: {error}; use another quantisation") from error
         values = np.ascontiguousarray(values).reshape(_shape(tensor))
         if self._family == "llama" and ".attn_q." in tensor.name:
-            return self._unpermute(values, self._count("attention.head_count"))
+            return self._unpermute(values, self._positive_int("attention.head_count"))
         if self._family == "llama" and ".attn_k." in tensor.name:
             return self._unpermute(values, self._num_kv_heads())
         return values
@@ -106,31 +106,31 @@ class GgufFile:
 
     def config(self) -> dict[str, Any]:
         """The fields of `config.json` that decide the architecture."""
-        num_heads, model_dim = self._count("attention.head_count"), self._count("embedding_length")
-        head_dim = self._count("attention.key_length", model_dim // num_heads)
-        scaling = self._fact("rope.scaling.type", "none")
-        if window := self._fact("attention.sliding_window", 0):
+        num_heads, model_dim = self._positive_int("attention.head_count"), self._positive_int("embedding_length")
+        head_dim = self._positive_int("attention.key_length", model_dim // num_heads)
+        scaling = self._family_metadata("rope.scaling.type", "none")
+        if window := self._family_metadata("attention.sliding_window", 0):
             raise InputError(
                 f"{self.path}: GGUF metadata '{self._family}.attention.sliding_window' = {window} is not supported; "
-                f"{WAY_OUT}"
+                f"{WORKAROUND}"
             )
         return {
             "architectures": [HUGGING_FACE_CLASSES[self._family]],
             "model_type": self._family,
             "vocab_size": self.shapes["model.embed_tokens.weight"][0],
             "hidden_size": model_dim,
-            "intermediate_size": self._fact("feed_forward_length"),
-            "num_hidden_layers": self._fact("block_count"),
+            "intermediate_size": self._family_metadata("feed_forward_length"),
+            "num_hidden_layers": self._family_metadata("block_count"),
             "num_attention_heads": num_heads,
             "num_key_value_heads": self._num_kv_heads(),
             "head_dim": head_dim,
-            "max_position_embeddings": self._fact("context_length"),
+            "max_position_embeddings": self._family_metadata("context_length"),
             "rms_norm_eps": self._float32("attention.layer_norm_rms_epsilon"),
             "rope_theta": self._float32("rope.freq_base", 10_000.0),
             "rope_scaling": None
             if scaling == "none"
             else {"rope_type": scaling, "factor": self._float32("rope.scaling.factor", 1.0)},
-            "partial_rotary_factor": self._fact("rope.dimension_count", head_dim) / head_dim,
+            "partial_rotary_factor": self._family_metadata("rope.dimension_count", head_dim) / head_dim,
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self._tensors,
             "mlp_bias": "model.layers.0.mlp.up_proj.bias" in self._tensors,
@@ -143,11 +143,11 @@ class GgufFile:
         ids = [self.metadata(key) for key in keys if self._reader.get_field(key) is not None]
         return {"eos_token_id": sorted(set(ids))}
 
-    def _fact(self, key: str, default: Any = None) -> Any:
+    def _family_metadata(self, key: str, default: Any = None) -> Any:
         return self.metadata(f"{self._family}.{key}", default)
 
-    def _count(self, key: str, default: int | None = None) -> int:
-        value = self._fact(key, default)
+    def _positive_int(self, key: str, default: int | None = None) -> int:
+        value = self._family_metadata(key, default)
         if not isinstance(value, int) or value < 1:
             raise InputError(
                 f"{self.path}: GGUF metadata '{self._family}.{key}' must be one positive integer, got {value!r}"
@@ -156,10 +156,10 @@ class GgufFile:
 
     def _float32(self, key: str, default: float | None = None) -> float:
         """Through the shortest decimal that names the float32: 1e-05, not 9.99999974e-06."""
-        return float(str(np.float32(self._fact(key, default))))
+        return float(str(np.float32(self._family_metadata(key, default))))
 
     def _num_kv_heads(self) -> int:
-        return self._count("attention.head_count_kv", self._count("attention.head_count"))
+        return self._positive_int("attention.head_count_kv", self._positive_int("attention.head_count"))
 
     def _unpermute(self, values: np.ndarray, num_heads: int) -> np.ndarray:
         """Rows (H/2, 2) of each head become rows (2, H/2).
@@ -180,7 +180,7 @@ class GgufFile:
         if layer is not None and stem in BLOCK_TENSORS:
             return f"model.layers.{layer}.{BLOCK_TENSORS[stem]}.{leaf}"
         why = "scales rotary frequencies one by one" if stem == "rope_freqs" else "has no place in this architecture"
-        raise InputError(f"{self.path}: GGUF tensor {name!r} {why}, which is not supported; {WAY_OUT}")
+        raise InputError(f"{self.path}: GGUF tensor {name!r} {why}, which is not supported; {WORKAROUND}")
 
 
 def _shape(tensor: ReaderTensor) -> tuple[int, ...]:

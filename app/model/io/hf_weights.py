@@ -18,12 +18,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from app.model.architecture import Architecture
-from app.model.decoder import DecoderDefinition, Params, Path, by_path
-from app.model.io.model_files import WeightFile
-from app.model.quantization import CODES, SCALES, QuantizedKernel
+from app.model.decoder import DecoderDefinition, ParamPath, Params, flatten_by_path
+from app.model.io.model_files import TensorSource
+from app.model.quantization import CODES, SCALES, KernelQuantizer
 from settings.errors import InputError
 
-LAYER_TENSORS: dict[str, Path] = {
+LAYER_TENSORS: dict[str, ParamPath] = {
     "input_layernorm.weight": ("attention_norm", "scale"),
     "self_attn.q_norm.weight": ("query_norm", "scale"),
     "self_attn.k_norm.weight": ("key_norm", "scale"),
@@ -37,15 +37,15 @@ LAYER_TENSORS: dict[str, Path] = {
 }
 """Tensors of `model.layers.<i>.`; projections stand for their `.weight` and, where there is one, `.bias`."""
 
-PRE_NORM_TENSORS: dict[str, Path] = {"post_attention_layernorm.weight": ("mlp_norm", "scale")}
-POST_NORM_TENSORS: dict[str, Path] = {
+PRE_NORM_TENSORS: dict[str, ParamPath] = {"post_attention_layernorm.weight": ("mlp_norm", "scale")}
+POST_NORM_TENSORS: dict[str, ParamPath] = {
     "post_attention_layernorm.weight": ("attention_post_norm", "scale"),
     "pre_feedforward_layernorm.weight": ("mlp_norm", "scale"),
     "post_feedforward_layernorm.weight": ("mlp_post_norm", "scale"),
 }
 """The same name is another norm in a family that has norms behind attention and MLP, too."""
 
-TOP_TENSORS: dict[str, Path] = {
+TOP_TENSORS: dict[str, ParamPath] = {
     "model.embed_tokens.weight": ("embedding",),
     "model.norm.weight": ("final_norm", "scale"),
     "lm_head.weight": ("output",),
@@ -58,17 +58,17 @@ LM_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of the file and where it goes."""
 
     name: str
-    path: Path
+    path: ParamPath
     layer: int | None
     """Index along the leading L dim; None for weights that are not stacked."""
     file_shape: tuple[int, ...]
 
 
-def file_layout(path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
+def hf_tensor_shape(path: ParamPath, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the file's tensor for one layer's parameter: `[out, in]` for kernels, flat for biases."""
     if path[-1] == "kernel":
         outputs = shape[-1:] if path[-2] in ("attention_output", "gate", "up", "down") else shape[-2:]
@@ -79,16 +79,16 @@ def file_layout(path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (int(np.prod(shape)),) if path[-1] == "bias" else shape
 
 
-def from_file_layout(tensor: np.ndarray, path: Path, shape: tuple[int, ...]) -> np.ndarray:
+def from_hf_layout(tensor: np.ndarray, path: ParamPath, shape: tuple[int, ...]) -> np.ndarray:
     """The file's `[out, in]` matrix as our `[*in, *out]` kernel; everything else reshaped."""
     return (tensor.T if path[-1] == "kernel" else tensor).reshape(shape)
 
 
-def expected_entries(definition: DecoderDefinition) -> list[Entry]:
+def expected_tensors(definition: DecoderDefinition) -> list[TensorEntry]:
     """Every tensor the architecture needs, in the order of the layers."""
-    flat = by_path(definition.unquantized.shapes)
+    flat = flatten_by_path(definition.unquantized.shapes)
     entries = [
-        Entry(name, path, None, file_layout(path, flat[path].shape))
+        TensorEntry(name, path, None, hf_tensor_shape(path, flat[path].shape))
         for name, path in TOP_TENSORS.items()
         if path in flat
     ]
@@ -98,21 +98,23 @@ def expected_entries(definition: DecoderDefinition) -> list[Entry]:
             for leaf, ending in (("scale", ""), ("kernel", ".weight"), ("bias", ".bias")):
                 path = ("blocks", *tail) if tail[-1] == "scale" and leaf == "scale" else ("blocks", *tail, leaf)
                 if path in flat:
-                    file_shape = file_layout(path, flat[path].shape[1:])
-                    entries.append(Entry(f"model.layers.{layer}.{suffix}{ending}", path, layer, file_shape))
+                    file_shape = hf_tensor_shape(path, flat[path].shape[1:])
+                    entries.append(TensorEntry(f"model.layers.{layer}.{suffix}{ending}", path, layer, file_shape))
     return entries
 
 
-def critic_entries(definition: DecoderDefinition, shapes: Mapping[str, tuple[int, ...]]) -> list[Entry]:
+def critic_tensors(definition: DecoderDefinition, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorEntry]:
     """What a value decoder takes from a checkpoint: of a causal language model all but its head.
 
     The value head of a critic that starts from one is zeros.
     """
-    entries = expected_entries(definition)
+    entries = expected_tensors(definition)
     return entries if VALUE_HEAD in shapes else [entry for entry in entries if entry.name != VALUE_HEAD]
 
 
-def check_tensors(entries: list[Entry], shapes: Mapping[str, tuple[int, ...]], architecture: Architecture) -> None:
+def check_tensors(
+    entries: list[TensorEntry], shapes: Mapping[str, tuple[int, ...]], architecture: Architecture
+) -> None:
     """Raises InputError naming what is missing, extra or mis-shaped."""
     expected = {entry.name: entry.file_shape for entry in entries}
     # A tied model's file may still repeat the embedding as the head; a critic leaves the head of a language model.
@@ -140,7 +142,7 @@ def check_tensors(entries: list[Entry], shapes: Mapping[str, tuple[int, ...]], a
 
 
 def load_weights(
-    definition: DecoderDefinition, source: WeightFile, mesh: Mesh, *, entries: list[Entry] | None = None
+    definition: DecoderDefinition, source: TensorSource, mesh: Mesh, *, entries: list[TensorEntry] | None = None
 ) -> Params:
     """Reads every tensor once and writes it into its sharded place; the host holds one at a time.
 
@@ -152,33 +154,35 @@ def load_weights(
     Raises:
         InputError: missing, extra or mis-shaped tensors; nothing has been put on a device by then.
     """
-    entries = expected_entries(definition) if entries is None else entries
+    entries = expected_tensors(definition) if entries is None else entries
     check_tensors(entries, source.shapes, definition.architecture)
-    in_files = by_path(definition.unquantized.shapes)
-    shapes, shardings = by_path(definition.shapes), by_path(definition.shardings(mesh))
+    in_files = flatten_by_path(definition.unquantized.shapes)
+    shapes, shardings = flatten_by_path(definition.shapes), flatten_by_path(definition.shardings(mesh))
 
-    def read(entry: Entry) -> dict[Path, np.ndarray]:
+    def read(entry: TensorEntry) -> dict[ParamPath, np.ndarray]:
         shape = in_files[entry.path].shape
         tensor = np.asarray(source.read(entry.name)).astype(np.float32, copy=False)
-        tensor = from_file_layout(tensor, entry.path, shape if entry.layer is None else shape[1:])
-        return {entry.path: tensor} if entry.path in shapes else in_codes(definition, entry.path, tensor)
+        tensor = from_hf_layout(tensor, entry.path, shape if entry.layer is None else shape[1:])
+        return {entry.path: tensor} if entry.path in shapes else quantize_kernel(definition, entry.path, tensor)
 
-    params: dict[Path, Array] = {}
+    params: dict[ParamPath, Array] = {}
 
-    def make_room(paths: Iterable[Path]) -> None:
+    def make_room(paths: Iterable[ParamPath]) -> None:
         for path in paths:
             if path not in params:
-                params[path] = empty(shapes[path].shape, shapes[path].dtype, shardings[path])()
+                params[path] = make_zeros_fn(shapes[path].shape, shapes[path].dtype, shardings[path])()
 
-    def write(parts: dict[Path, np.ndarray], layer: int) -> None:
+    def write(parts: dict[ParamPath, np.ndarray], layer: int) -> None:
         for path, part in parts.items():
             sharding = shardings[path]
-            params[path] = write_layer(sharding)(params[path], place(part, without_layers(sharding)), layer)
+            params[path] = make_layer_writer(sharding)(
+                params[path], place_tensor(part, without_layer_dim(sharding)), layer
+            )
 
     for entry in entries:
         # What is read has no name here: a name would keep it alive while the next one is read.
         if entry.layer is None:
-            params[entry.path] = place(read(entry)[entry.path], shardings[entry.path])
+            params[entry.path] = place_tensor(read(entry)[entry.path], shardings[entry.path])
             continue
         make_room([entry.path] if entry.path in shapes else [(*entry.path[:-1], leaf) for leaf in (CODES, SCALES)])
         write(read(entry), entry.layer)
@@ -186,30 +190,30 @@ def load_weights(
     return unflatten_dict(params)
 
 
-def in_codes(definition: DecoderDefinition, path: Path, kernel: np.ndarray) -> dict[Path, np.ndarray]:
+def quantize_kernel(definition: DecoderDefinition, path: ParamPath, kernel: np.ndarray) -> dict[ParamPath, np.ndarray]:
     """What a definition has in place of one layer's kernel, by path."""
     assert definition.quantization is not None, f"{path} has no place"
-    dims = by_path(definition.dims)
+    dims = flatten_by_path(definition.dims)
     codes, scales = (dims[*path[:-1], leaf][1:] for leaf in (CODES, SCALES))
-    parts = QuantizedKernel(definition.quantization, codes, scales).quantized(kernel)
+    parts = KernelQuantizer(definition.quantization, codes, scales).quantize(kernel)
     return {(*path[:-1], leaf): part for leaf, part in parts.items()}
 
 
-def place(tensor: np.ndarray, sharding: NamedSharding) -> Array:
+def place_tensor(tensor: np.ndarray, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(tensor.shape, sharding, lambda index: tensor[index])
 
 
-def without_layers(sharding: NamedSharding) -> NamedSharding:
+def without_layer_dim(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
 
 @functools.cache
-def empty(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> Callable[[], Array]:
+def make_zeros_fn(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> Callable[[], Array]:
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 @functools.cache
-def write_layer(sharding: NamedSharding) -> Callable[[Array, Array, int], Array]:
+def make_layer_writer(sharding: NamedSharding) -> Callable[[Array, Array, int], Array]:
     """stacked[layer] = value, in place."""
     return jax.jit(
         lambda stacked, value, layer: jax.lax.dynamic_update_index_in_dim(stacked, value, layer, 0),

@@ -39,7 +39,7 @@ def fetch_from_hub(hub_id: str, revision: str | None, *, files: Sequence[str]) -
         at = f"revision {revision!r}" if revision else "its newest revision"
         raise InputError(
             f"model.path: {hub_id!r} is not a local path, and {at} of it cannot be fetched from the hub: "
-            f"{_reason_and_way_out(error, hub_id)}, or give the path of a local directory"
+            f"{_explain_hub_error(error, hub_id)}, or give the path of a local directory"
         ) from error
 
 
@@ -64,7 +64,7 @@ def cached_commit(hub_id: str, revision: str | None, *, files: Sequence[str]) ->
     return Path(found).name
 
 
-def newest_commit(
+def latest_commit(
     hub_id: str, revision: str | None, *, kind: Literal["model", "dataset"], file: str, timeout_s: float
 ) -> str:
     """The commit that would be fetched now. Fetches nothing.
@@ -78,11 +78,11 @@ def newest_commit(
     """
     try:
         if kind == "dataset":
-            return _newest_of_dataset(hub_id, revision, timeout_s=timeout_s)
+            return _latest_dataset_commit(hub_id, revision, timeout_s=timeout_s)
         return str(get_hf_file_metadata(hf_hub_url(hub_id, file, revision=revision), timeout=timeout_s).commit_hash)
     except GatedRepoError as error:
         page = f"datasets/{hub_id}" if kind == "dataset" else hub_id
-        raise InputError(_reason_and_way_out(error, page)) from error
+        raise InputError(_explain_hub_error(error, page)) from error
     except RepositoryNotFoundError as error:
         raise InputError(f"there is no such {kind}, or it is private; check the id, log in with HF_TOKEN") from error
     except (EntryNotFoundError, RevisionNotFoundError) as error:
@@ -93,7 +93,7 @@ def newest_commit(
         raise ConnectionError(reason) from error
 
 
-def _newest_of_dataset(hub_id: str, revision: str | None, *, timeout_s: float) -> str:
+def _latest_dataset_commit(hub_id: str, revision: str | None, *, timeout_s: float) -> str:
     found = HfApi().dataset_info(hub_id, revision=revision, timeout=timeout_s)
     if found.siblings:
         # The hub tells everybody what a gated one consists of, and refuses its files.
@@ -102,7 +102,7 @@ def _newest_of_dataset(hub_id: str, revision: str | None, *, timeout_s: float) -
     return str(found.sha)
 
 
-def _reason_and_way_out(error: Exception, page: str) -> str:
+def _explain_hub_error(error: Exception, page: str) -> str:
     if isinstance(error, GatedRepoError):
         return (
             "it is gated, and this user has no access; "

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from app.model.io.fingerprint import fingerprint, safetensors_extents
+from app.model.io.fingerprint import fingerprint, safetensors_byte_ranges
 from app.model.io.gguf import GgufFile
 from app.model.io.hub import fetch_from_hub
 from settings.errors import InputError
@@ -56,7 +56,7 @@ DERIVED_TENSOR_SUFFIX = ".rotary_emb.inv_freq"
 """Old llama checkpoints store this buffer; it follows from the configuration."""
 
 
-class WeightFile(Protocol):
+class TensorSource(Protocol):
     """Named tensors on disk."""
 
     @property
@@ -80,7 +80,7 @@ class ModelFiles:
     config: dict[str, Any]
     generation_config: dict[str, Any]
     """Empty where the model has none."""
-    weights: WeightFile
+    weights: TensorSource
     fingerprint: str
     """The same on every host that has the same model, another one after training, also of adapters that were merged.
 
@@ -104,7 +104,7 @@ class SafetensorsFiles:
         elif index.is_file():
             handles = _open_shards(directory, index)
         else:
-            raise _no_weights(directory)
+            raise _no_weights_error(directory)
         self.paths = sorted({shard for shard, _ in handles.values()})
         self._shards = {name: shard for name, (shard, _) in handles.items()}
         self._shapes = {
@@ -124,7 +124,7 @@ class SafetensorsFiles:
             return shard.get_tensor(name)
 
 
-class NoWeights:
+class ConfigOnlyTensors:
     """In the place of weight files that are not looked for."""
 
     @property
@@ -135,7 +135,7 @@ class NoWeights:
         raise AssertionError(f"{name} is wanted of a model that was opened without its weights")
 
 
-def open_outline(path: str, *, revision: str | None = None) -> ModelFiles:
+def open_config_only(path: str, *, revision: str | None = None) -> ModelFiles:
     """Opens `model.path` for its configuration alone: of the hub nothing else is fetched.
 
     Raises: InputError where it cannot be found or fetched.
@@ -145,9 +145,9 @@ def open_outline(path: str, *, revision: str | None = None) -> ModelFiles:
         directory = _builtin_directory(path) if path.startswith(BUILTIN_PREFIX) else local
         if not directory.is_dir():
             return open_model(path)
-        return _outline(directory, name=directory.resolve().name)
+        return _config_only_files(directory, name=directory.resolve().name)
     snapshot = fetch_from_hub(path, revision, files=(CONFIG_FILE,))
-    return _outline(snapshot, name=path, commit=snapshot.name)
+    return _config_only_files(snapshot, name=path, commit=snapshot.name)
 
 
 def is_from_hub(path: str) -> bool:
@@ -156,9 +156,9 @@ def is_from_hub(path: str) -> bool:
     return not (path.startswith(BUILTIN_PREFIX) or local.exists() or local.suffix == ".gguf")
 
 
-def _outline(directory: Path, *, name: str, commit: str | None = None) -> ModelFiles:
+def _config_only_files(directory: Path, *, name: str, commit: str | None = None) -> ModelFiles:
     config = _read_config(directory)
-    return ModelFiles(name, directory, config, {}, NoWeights(), fingerprint(config, {}), commit)
+    return ModelFiles(name, directory, config, {}, ConfigOnlyTensors(), fingerprint(config, {}), commit)
 
 
 def open_model(path: str, *, revision: str | None = None) -> ModelFiles:
@@ -191,7 +191,7 @@ def _open_directory(directory: Path, *, name: str, commit: str | None = None) ->
         config=config,
         generation_config=_read_json(generation) if generation.is_file() else {},
         weights=weights,
-        fingerprint=fingerprint(config, {path: safetensors_extents(path) for path in weights.paths}),
+        fingerprint=fingerprint(config, {path: safetensors_byte_ranges(path) for path in weights.paths}),
         commit=commit,
     )
 
@@ -215,7 +215,7 @@ def _open_gguf(path: Path) -> ModelFiles:
         config=config,
         generation_config=weights.generation_config(),
         weights=weights,
-        fingerprint=fingerprint(config, {path: weights.extents}),
+        fingerprint=fingerprint(config, {path: weights.byte_ranges}),
     )
 
 
@@ -264,7 +264,7 @@ def _checked_shape(directory: Path, name: str, handle: Any) -> tuple[int, ...]:
     return tuple(header.get_shape())
 
 
-def _no_weights(directory: Path) -> InputError:
+def _no_weights_error(directory: Path) -> InputError:
     pickles = sorted(file.name for pattern in PICKLE_PATTERNS for file in directory.glob(pattern))
     if pickles:
         return InputError(

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from app.rollout.scheduling.events import Role
-from app.rollout.scheduling.priority_queue import Queue
-from app.rollout.scheduling.sample_states import Entry
-from app.rollout.scheduling.scheduling_policy import Context, Eviction, Policy, Worker, running_rows
+from app.rollout.scheduling.events import SampleRole
+from app.rollout.scheduling.priority_queue import PriorityQueue
+from app.rollout.scheduling.sample_states import SampleEntry
+from app.rollout.scheduling.scheduling_policy import (
+    Eviction,
+    SchedulingContext,
+    SchedulingPolicy,
+    WorkerState,
+    running_rows,
+)
 
-FINISHES_TO_THE_FRONT = 256
+AGING_FINISHES = 256
 """Samples that finish while another waits, until that one comes before any that is submitted now."""
 MAX_MOVES = 2
 """Of a sample."""
 
 
-class Adaptive(Policy):
+class AdaptivePolicy(SchedulingPolicy):
     """Work-conserving: a free slot never waits for a verdict.
 
     Nothing known about a prompt counts as the longest that it may become, so that one sample of each such prompt is
@@ -26,45 +32,45 @@ class Adaptive(Policy):
 
     name = "adaptive"
 
-    def __init__(self, context: Context):
+    def __init__(self, context: SchedulingContext):
         super().__init__(context)
-        self._queue = Queue()
-        self._siblings: dict[str, list[str]] = {}
+        self._queue = PriorityQueue()
+        self._waiting_by_prompt: dict[str, list[str]] = {}
         """Prompt -> its samples that wait."""
-        self._since: dict[str, int] = {}
+        self._finished_at_submit: dict[str, int] = {}
         """Uid of a sample that waits -> how many had finished when it was submitted."""
 
-    def add(self, entry: Entry) -> None:
-        self._wait(entry, since=self.context.lengths.num_finished)
+    def add(self, entry: SampleEntry) -> None:
+        self._enqueue(entry, num_finished=self.context.lengths.num_finished)
 
-    def give_back(self, entry: Entry) -> None:
-        self._wait(entry, since=0)
+    def requeue(self, entry: SampleEntry) -> None:
+        self._enqueue(entry, num_finished=0)
 
-    def _wait(self, entry: Entry, *, since: int) -> None:
-        self._since[entry.uid] = since
-        self._siblings.setdefault(entry.prompt, []).append(entry.uid)
-        self._place(entry)
+    def _enqueue(self, entry: SampleEntry, *, num_finished: int) -> None:
+        self._finished_at_submit[entry.uid] = num_finished
+        self._waiting_by_prompt.setdefault(entry.prompt, []).append(entry.uid)
+        self._set_priority(entry)
 
-    def _place(self, entry: Entry) -> None:
+    def _set_priority(self, entry: SampleEntry) -> None:
         lengths, longest = self.context.lengths, entry.sample.max_new
         # What has begun goes on first: it may still be the longest, and its siblings may learn from it.
-        knows = (lengths.is_known(entry.prompt) and not entry.num_tokens) or entry.uid in lengths.known
+        knows = (lengths.has_estimate(entry.prompt) and not entry.num_tokens) or entry.uid in lengths.known_lengths
         expected = lengths.estimate(entry) if knows else longest
-        age = self._since[entry.uid] * longest / FINISHES_TO_THE_FRONT
+        age = self._finished_at_submit[entry.uid] * longest / AGING_FINISHES
         self._queue.put(entry.uid, age - expected, entry.number)
 
-    def _place_siblings(self, prompt: str) -> None:
-        for uid in self._siblings.get(prompt, ()):
-            self._place(self.context.ledger[uid])
+    def _update_siblings(self, prompt: str) -> None:
+        for uid in self._waiting_by_prompt.get(prompt, ()):
+            self._set_priority(self.context.samples[uid])
 
-    def observe(self, entry: Entry, *, grew: bool) -> None:
+    def observe(self, entry: SampleEntry, *, grew: bool) -> None:
         if grew:
-            self._place_siblings(entry.prompt)
+            self._update_siblings(entry.prompt)
 
-    def evictions(self, worker: Worker) -> list[Eviction]:
-        return [] if len(self._queue) else self._spread(worker)
+    def evictions(self, worker: WorkerState) -> list[Eviction]:
+        return [] if len(self._queue) else self._spread_evictions(worker)
 
-    def _spread(self, worker: Worker) -> list[Eviction]:
+    def _spread_evictions(self, worker: WorkerState) -> list[Eviction]:
         """When nothing waits, workers that have run dry take up to half of another's rows: fewer rows step faster.
 
         Not on the same device, where they would take turns.
@@ -79,29 +85,29 @@ class Adaptive(Policy):
         movable = [entry for entry in running_rows(self.context, worker) if entry.moves < MAX_MOVES]
         return [Eviction(entry.uid, "spread") for entry in movable[: min(len(worker.rows) // 2, room)]]
 
-    def offers(self, worker: Worker) -> bool:
+    def has_sample_for(self, worker: WorkerState) -> bool:
         return len(self._queue) > 0
 
-    def take(self, worker: Worker) -> tuple[str, Role] | None:
-        uid = self._queue.take()
+    def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
+        uid = self._queue.pop()
         if uid is None:
             return None
-        entry = self.context.ledger[uid]
+        entry = self.context.samples[uid]
         role = self._role(entry)
-        self._siblings[entry.prompt].remove(uid)
-        if not self._siblings[entry.prompt]:
-            del self._siblings[entry.prompt]
-        del self._since[uid]
+        self._waiting_by_prompt[entry.prompt].remove(uid)
+        if not self._waiting_by_prompt[entry.prompt]:
+            del self._waiting_by_prompt[entry.prompt]
+        del self._finished_at_submit[uid]
         if role == "probe":
-            self.context.lengths.expect(entry.prompt)
-            self._place_siblings(entry.prompt)
+            self.context.lengths.start_probe(entry.prompt)
+            self._update_siblings(entry.prompt)
         return uid, role
 
-    def _role(self, entry: Entry) -> Role:
-        if not self.context.lengths.is_known(entry.prompt):
+    def _role(self, entry: SampleEntry) -> SampleRole:
+        if not self.context.lengths.has_estimate(entry.prompt):
             return "probe"
         threshold = self.context.threshold
-        is_long = threshold is not None and self.context.expected(entry) > threshold
+        is_long = threshold is not None and self.context.expected_length(entry) > threshold
         return "heavy" if is_long else "fast"
 
     def waiting(self) -> list[str]:
@@ -110,11 +116,11 @@ class Adaptive(Policy):
     def to_json(self) -> dict[str, Any]:
         return {
             "queue": self._queue.to_json(),
-            "siblings": {prompt: list(uids) for prompt, uids in self._siblings.items()},
-            "since": dict(self._since),
+            "siblings": {prompt: list(uids) for prompt, uids in self._waiting_by_prompt.items()},
+            "since": dict(self._finished_at_submit),
         }
 
     def load_json(self, values: Mapping[str, Any]) -> None:
-        self._queue = Queue(values["queue"])
-        self._siblings = {prompt: list(uids) for prompt, uids in values["siblings"].items()}
-        self._since = dict(values["since"])
+        self._queue = PriorityQueue(values["queue"])
+        self._waiting_by_prompt = {prompt: list(uids) for prompt, uids in values["siblings"].items()}
+        self._finished_at_submit = dict(values["since"])

@@ -78,7 +78,7 @@ class CostModel:
         if unknown:
             raise InputError(f"{where}: {unknown[0]} is no cost; expected some of {', '.join(names)}")
         programs = values.get("measured_steps", [])
-        if not isinstance(programs, list) or not all(map(_is_program, programs)):
+        if not isinstance(programs, list) or not all(map(_is_measured_step, programs)):
             raise InputError(
                 f"{where}: measured_steps: expected a list of [rows, cache length, seconds above 0], got {programs!r}"
             )
@@ -96,12 +96,12 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < math.inf
 
 
-def _is_program(value: Any) -> bool:
+def _is_measured_step(value: Any) -> bool:
     is_triple = isinstance(value, list) and len(value) == 3 and all(map(_is_number, value))
     return is_triple and all(isinstance(size, int) and size for size in value[:2]) and value[2] > 0
 
 
-class Work(NamedTuple):
+class SampleLengths(NamedTuple):
     """One sample of a lower bound."""
 
     prompt: str
@@ -109,7 +109,7 @@ class Work(NamedTuple):
     num_tokens: int
 
 
-def lower_bound_s(work: Sequence[Work], slots: Iterable[int], cost: CostModel) -> float:
+def lower_bound_s(samples: Sequence[SampleLengths], slots: Iterable[int], cost: CostModel) -> float:
     """The larger of two bounds on any schedule's makespan, for workers with these slots.
 
     All work at the best rate: with step time a + b rows, a worker of s slots makes at most s / (a + b s) tokens a
@@ -117,26 +117,26 @@ def lower_bound_s(work: Sequence[Work], slots: Iterable[int], cost: CostModel) -
     sample alone, with its prefill, on a worker to itself; a single worker also spends b and the cache on all others.
     """
     slots = list(slots)
-    if not work or not slots:
+    if not samples or not slots:
         return 0.0
     # The bounds are of the three constants; a program that is faster than they say lowers them.
     fastest = [taken / cost.fitted_step(rows=rows, cache_length=length) for rows, length, taken in cost.measured_steps]
     scale = min([1.0, *fastest])
     a, b, c = scale * cost.step_s, scale * cost.step_row_s, scale * cost.step_cached_token_s
-    tokens = sum(one.num_tokens for one in work)
-    read = {one: _tokens_read(one) * c for one in set(work)}
-    prompts = {one.prompt: one.prompt_length for one in work}
-    extra = sum(read[one] for one in work) + sum(cost.prefill_token_s * length for length in prompts.values())
+    tokens = sum(one.num_tokens for one in samples)
+    read = {one: _cache_tokens_read(one) * c for one in set(samples)}
+    prompts = {one.prompt: one.prompt_length for one in samples}
+    extra = sum(read[one] for one in samples) + sum(cost.prefill_token_s * length for length in prompts.values())
     rates = [s / (a + b * s) for s in slots]
     at_best_rate = (tokens + extra * min(rates)) / sum(rates)
-    longest = max(one.num_tokens for one in work)
+    longest = max(one.num_tokens for one in samples)
     if len(slots) == 1:
         alone = a * longest + b * tokens + extra
     else:
-        alone = max((a + b) * one.num_tokens + read[one] + cost.prefill_token_s * one.prompt_length for one in work)
+        alone = max((a + b) * one.num_tokens + read[one] + cost.prefill_token_s * one.prompt_length for one in samples)
     return max(at_best_rate, alone)
 
 
-def _tokens_read(one: Work) -> float:
+def _cache_tokens_read(sample: SampleLengths) -> float:
     """Of cache, over the life of a sample: its prompt and what it has, at each step."""
-    return one.num_tokens * (one.prompt_length + (one.num_tokens - 1) / 2)
+    return sample.num_tokens * (sample.prompt_length + (sample.num_tokens - 1) / 2)

@@ -19,48 +19,48 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.records.atomic_write import replacing
-from app.records.file_lock import open_exclusive
+from app.records.atomic_write import open_atomic
+from app.records.file_lock import open_locked
 from app.records.jsonl import parse_object
-from app.rollout.scheduling.events import Command, Event, from_json, to_json
+from app.rollout.scheduling.events import Command, Event, message_from_json, message_to_json
 from app.rollout.scheduling.scheduler import Scheduler
 from settings.errors import InputError
 
 FORMAT = "grpo-rollout-log/1"
-DRAWN = np.dtype("<i4")
-DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
+TOKEN_DTYPE = np.dtype("<i4")
+PARSE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
 """What comes of values that no scheduler has written."""
-LONGEST_SHOWN = 40
+MAX_SHOWN_CHARS = 40
 """Characters of a value in an error; what is longer is a hash."""
 
-RunFacts = Mapping[str, Any]
+RunIdentity = Mapping[str, Any]
 """What tells a run from others, by name: whatever decides its samples. Values as JSON has them."""
 
 
-class LogRecord(NamedTuple):
+class EventRecord(NamedTuple):
     event: Event
     commands: tuple[Command, ...]
 
 
 @dataclass(frozen=True)
-class Begun:
+class RolloutState:
     """A rollout as far as it has come."""
 
-    start: Mapping[str, Any]
+    initial_snapshot: Mapping[str, Any]
     """The scheduler's snapshot before the first event."""
     scheduler: Scheduler
     """After the last."""
-    records: list[LogRecord] = field(default_factory=list)
-    drawn: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    records: list[EventRecord] = field(default_factory=list)
+    committed_tokens: dict[str, list[np.ndarray]] = field(default_factory=dict)
     """Uid -> int32 [3, tokens] of each commit: all that was."""
 
     @classmethod
-    def now(cls, scheduler: Scheduler) -> Begun:
+    def new(cls, scheduler: Scheduler) -> RolloutState:
         """With nothing yet."""
         return cls(scheduler.snapshot(), scheduler)
 
     @property
-    def at(self) -> float:
+    def last_event_s(self) -> float:
         """Of the last event, by the clock of the rollout."""
         return self.records[-1].event.at if self.records else 0.0
 
@@ -74,19 +74,19 @@ class EventLog:
         InputError: another process has it open, it cannot be written, it is damaged, of another run, or no log.
     """
 
-    def __init__(self, path: Path, *, run: RunFacts):
+    def __init__(self, path: Path, *, identity: RunIdentity):
         self.path = path
-        self._run = run
-        self._begun: Begun | None = None
+        self._identity = identity
+        self._state: RolloutState | None = None
         with ExitStack() as stack:
-            self._file = stack.enter_context(open_exclusive(path, of="rollout"))
-            if _has_no_header(path):
+            self._file = stack.enter_context(open_locked(path, command="rollout"))
+            if _lacks_header(path):
                 self._file.seek(0)
                 self._file.truncate()
             else:
-                self._begun, num_bytes = _read(path, run=run)
-                _check_drawn(self._begun, path)
-                self._cut(num_bytes)
+                self._state, num_bytes = _replay_log(path, identity=identity)
+                _check_committed_tokens(self._state, path)
+                self._truncate(num_bytes)
             stack.pop_all()
 
     def __enter__(self) -> EventLog:
@@ -99,25 +99,32 @@ class EventLog:
             self._file.close()
 
     @property
-    def begun(self) -> Begun | None:
+    def state(self) -> RolloutState | None:
         """What a rollout that was killed left here."""
-        return self._begun
+        return self._state
 
-    def begin(self, scheduler: Scheduler) -> Begun:
+    def start_or_resume(self, scheduler: Scheduler) -> RolloutState:
         """Where the rollout stands; with `scheduler`, before its first event, if it is a new one."""
-        if self._begun is None:
-            self._begun = Begun.now(scheduler)
-            self._write({"format": FORMAT, "run": self._run, "scheduler": self._begun.start})
-        return self._begun
+        if self._state is None:
+            self._state = RolloutState.new(scheduler)
+            self._write({"format": FORMAT, "run": self._identity, "scheduler": self._state.initial_snapshot})
+        return self._state
 
-    def append(self, record: LogRecord, drawn: Mapping[str, np.ndarray]) -> None:
+    def append(self, record: EventRecord, tokens_by_uid: Mapping[str, np.ndarray]) -> None:
         """It is in the file when this returns: the process may be killed, though not the machine.
 
         Args:
             drawn: uid -> int32 [3, tokens] of what the record commits.
         """
-        said = {"event": to_json(record.event), "commands": [to_json(one) for one in record.commands]}
-        self._write(said | ({"drawn": {uid: _text(tokens) for uid, tokens in drawn.items()}} if drawn else {}))
+        said = {"event": message_to_json(record.event), "commands": [message_to_json(one) for one in record.commands]}
+        self._write(
+            said
+            | (
+                {"drawn": {uid: _encode_tokens(tokens) for uid, tokens in tokens_by_uid.items()}}
+                if tokens_by_uid
+                else {}
+            )
+        )
 
     def finish(self, *, keep: Path | None = None) -> None:
         """The samples are where they should be: the log goes away, or is moved to `keep`, which may be where it is."""
@@ -125,12 +132,12 @@ class EventLog:
             self._file.close()
             return
         if keep is not None:
-            with self.path.open("rb") as source, replacing(keep) as target:
+            with self.path.open("rb") as source, open_atomic(keep) as target:
                 shutil.copyfileobj(source, target)
         self.path.unlink()
         self._file.close()
 
-    def _cut(self, num_bytes: int) -> None:
+    def _truncate(self, num_bytes: int) -> None:
         """Takes off what was being written when the process was killed."""
         self._file.truncate(num_bytes)
         with self.path.open("rb") as file:
@@ -140,26 +147,26 @@ class EventLog:
         self._file.flush()
 
     def _write(self, values: Mapping[str, Any]) -> None:
-        self._file.write(_line(values))
+        self._file.write(_encode_line(values))
         self._file.flush()
 
 
-def is_log(path: Path) -> bool:
+def is_event_log(path: Path) -> bool:
     """Whether it is a file that begins as one."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return file.read(len(_HEAD)) == _HEAD
+        return file.read(len(_HEADER_PREFIX)) == _HEADER_PREFIX
 
 
-_HEAD = b'{"format": "grpo-rollout-log/'
+_HEADER_PREFIX = b'{"format": "grpo-rollout-log/'
 
 
-def _has_no_header(path: Path) -> bool:
+def _lacks_header(path: Path) -> bool:
     """Whether it is empty, or the process was killed while it wrote the header."""
     with path.open("rb") as file:
         line = file.readline()
-    if line.endswith(b"\n") or not (line.startswith(_HEAD) or _HEAD.startswith(line)):
+    if line.endswith(b"\n") or not (line.startswith(_HEADER_PREFIX) or _HEADER_PREFIX.startswith(line)):
         return False
     try:
         parse_object(line, "")
@@ -168,7 +175,7 @@ def _has_no_header(path: Path) -> bool:
     return False
 
 
-def read_log(path: Path, *, run: RunFacts | None = None) -> Begun:
+def read_event_log(path: Path, *, identity: RunIdentity | None = None) -> RolloutState:
     """What it tells, replayed. A last line that was cut off by a crash is left out.
 
     To go on after a crash, tell the scheduler that its workers are lost, and of new ones.
@@ -180,31 +187,33 @@ def read_log(path: Path, *, run: RunFacts | None = None) -> Begun:
         InputError: no log, one of another run, a line that is none; or the scheduler answers otherwise than it did: the
             program has changed since.
     """
-    return _read(path, run=run)[0]
+    return _replay_log(path, identity=identity)[0]
 
 
-def _read(path: Path, *, run: RunFacts | None) -> tuple[Begun, int]:
+def _replay_log(path: Path, *, identity: RunIdentity | None) -> tuple[RolloutState, int]:
     """Also the bytes of its whole lines."""
-    lines = _lines(path)
+    lines = _read_lines(path)
     _, num_bytes, header = next(lines)
     if header.get("format") != FORMAT:
-        raise _no_log(path, repr(header.get("format")))
+        raise _not_a_log(path, repr(header.get("format")))
     try:
         known, start = header["run"], header["scheduler"]
-        begun = Begun(start, Scheduler.restore(start))
-    except DAMAGE as error:
-        raise _damaged(f"{path}:1", f"no header of an event log: {error!r}") from None
-    if run is not None and known != run:
-        raise InputError(_says_otherwise(path, known, run))
+        begun = RolloutState(start, Scheduler.restore(start))
+    except PARSE_ERRORS as error:
+        raise _damaged_log(f"{path}:1", f"no header of an event log: {error!r}") from None
+    if identity is not None and known != identity:
+        raise InputError(_other_run_message(path, known, identity))
     for line in lines:
         where = f"{path}:{line.number}"
         try:
-            record = LogRecord(from_json(line.values["event"]), tuple(map(from_json, line.values["commands"])))
+            record = EventRecord(
+                message_from_json(line.values["event"]), tuple(map(message_from_json, line.values["commands"]))
+            )
             answer = tuple(begun.scheduler.handle(record.event))
             for uid, text in line.values.get("drawn", {}).items():
-                begun.drawn.setdefault(uid, []).append(_tokens(text))
-        except DAMAGE as error:
-            raise _damaged(where, f"no record of an event log: {error!r}") from None
+                begun.committed_tokens.setdefault(uid, []).append(_decode_tokens(text))
+        except PARSE_ERRORS as error:
+            raise _damaged_log(where, f"no record of an event log: {error!r}") from None
         if answer != record.commands:
             raise InputError(
                 f"{where}: this program answers {type(record.event).__name__} otherwise than the one that wrote it; "
@@ -215,50 +224,50 @@ def _read(path: Path, *, run: RunFacts | None) -> tuple[Begun, int]:
     return begun, num_bytes
 
 
-class _Line(NamedTuple):
+class _LogLine(NamedTuple):
     number: int
     end: int
     """Bytes of the file up to here."""
     values: dict[str, Any]
 
 
-def _lines(path: Path) -> Iterator[_Line]:
+def _read_lines(path: Path) -> Iterator[_LogLine]:
     """At least one."""
     broken, number, end = None, 0, 0
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 if broken is not None:
-                    raise _no_log(path, "something else") if number == 2 else broken
+                    raise _not_a_log(path, "something else") if number == 2 else broken
                 end += len(raw)
                 try:
-                    yield _Line(number, end, parse_object(raw, f"{path}:{number}"))
+                    yield _LogLine(number, end, parse_object(raw, f"{path}:{number}"))
                 except InputError as error:
-                    broken = _damaged(str(error))
+                    broken = _damaged_log(str(error))
     except OSError as error:
         raise InputError(f"{path.absolute()}: cannot be read: {error.strerror}") from error
     if number <= 1 and broken is not None:
-        raise _no_log(path, "something else")
+        raise _not_a_log(path, "something else")
     if number == 0:
-        raise _no_log(path, "an empty file")
+        raise _not_a_log(path, "an empty file")
 
 
-def _no_log(path: Path, got: str) -> InputError:
+def _not_a_log(path: Path, got: str) -> InputError:
     return InputError(
         f"{path}: expected a rollout's event log ({FORMAT}), got {got}; move it away, or choose another --out"
     )
 
 
-def _damaged(*what: str) -> InputError:
+def _damaged_log(*what: str) -> InputError:
     return InputError(f"{': '.join(what)}; the log is damaged: delete it to start the rollout over")
 
 
-def _says_otherwise(path: Path, known: Any, run: RunFacts) -> str:
-    known = known if isinstance(known, dict) else {}
-    differing = [name for name in {**known, **run} if known.get(name) != run.get(name)]
-    pairs = {name: (json.dumps(known.get(name)), json.dumps(run.get(name))) for name in differing}
+def _other_run_message(path: Path, logged: Any, identity: RunIdentity) -> str:
+    logged = logged if isinstance(logged, dict) else {}
+    differing = [name for name in {**logged, **identity} if logged.get(name) != identity.get(name)]
+    pairs = {name: (json.dumps(logged.get(name)), json.dumps(identity.get(name))) for name in differing}
     told = [
-        f"{name} ({there} there, {here} here)" if max(len(there), len(here)) <= LONGEST_SHOWN else name
+        f"{name} ({there} there, {here} here)" if max(len(there), len(here)) <= MAX_SHOWN_CHARS else name
         for name, (there, here) in pairs.items()
     ]
     return (
@@ -267,21 +276,21 @@ def _says_otherwise(path: Path, known: Any, run: RunFacts) -> str:
     )
 
 
-def _check_drawn(begun: Begun, path: Path) -> None:
-    for entry in begun.scheduler.ledger:
-        found = sum(tokens.shape[1] for tokens in begun.drawn.get(entry.uid, ()))
+def _check_committed_tokens(state: RolloutState, path: Path) -> None:
+    for entry in state.scheduler.samples:
+        found = sum(tokens.shape[1] for tokens in state.committed_tokens.get(entry.uid, ()))
         if found != entry.num_tokens:
-            raise _damaged(str(path), f"{entry.uid} has {found} tokens, and {entry.num_tokens} were committed")
+            raise _damaged_log(str(path), f"{entry.uid} has {found} tokens, and {entry.num_tokens} were committed")
 
 
-def _line(values: Mapping[str, Any]) -> bytes:
+def _encode_line(values: Mapping[str, Any]) -> bytes:
     return json.dumps(values, allow_nan=False).encode("ascii") + b"\n"
 
 
-def _text(tokens: np.ndarray) -> str:
-    return base64.b64encode(np.ascontiguousarray(tokens, DRAWN).tobytes()).decode("ascii")
+def _encode_tokens(tokens: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(tokens, TOKEN_DTYPE).tobytes()).decode("ascii")
 
 
-def _tokens(text: str) -> np.ndarray:
+def _decode_tokens(text: str) -> np.ndarray:
     """Raises ValueError, TypeError where there are none."""
-    return np.frombuffer(base64.b64decode(text, validate=True), DRAWN).reshape(3, -1).astype(np.int32)
+    return np.frombuffer(base64.b64decode(text, validate=True), TOKEN_DTYPE).reshape(3, -1).astype(np.int32)

@@ -27,12 +27,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-Kind = Literal["fast", "heavy"]
-Role = Literal["probe", "fast", "heavy", "any"]
+WorkerKind = Literal["fast", "heavy"]
+SampleRole = Literal["probe", "fast", "heavy", "any"]
 """Why a row was admitted: to learn about its prompt, as one that is expected to be short or long, or as any other."""
-How = Literal["prefill", "copy", "replay"]
+AdmitMethod = Literal["prefill", "copy", "replay"]
 
-TRUNCATED = "length"
+FINISH_LENGTH = "length"
 """The finish of a sample that ends because no more tokens are allowed."""
 
 
@@ -78,7 +78,7 @@ class Closed:
 class WorkerJoined:
     at: float
     worker: str
-    kind: Kind
+    kind: WorkerKind
     slots: int
     rungs: tuple[int, ...] = ()
     """Numbers of rows that the worker can be compacted to, ascending, without `slots` itself."""
@@ -134,13 +134,13 @@ class Admit:
     """To be reported with the row."""
     num_tokens: int
     """Committed; 0 for a sample that starts."""
-    how: How
+    how: AdmitMethod
     """`prefill` of the prompt and all committed tokens; `copy` of the cache that `source` kept when it suspended the
     row (which may be the same worker); `replay`: prefill of the prompt, then the committed tokens through the decode
     program, so that every bit is as it was."""
     source: str | None
     """Only for `copy`."""
-    role: Role
+    role: SampleRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,56 +206,58 @@ _MESSAGES: dict[str, type] = {
     )
 }
 
-LARGEST = 2**32
+MAX_NUMBER = 2**32
 """Of the numbers in a message: tokens, steps, seconds."""
 
 
-def to_json(message: Event | Command) -> dict[str, Any]:
+def message_to_json(message: Event | Command) -> dict[str, Any]:
     """What `json.dumps` takes; `type` says which message it is."""
-    return {"type": type(message).__name__, **fields_of(message)}
+    return {"type": type(message).__name__, **fields_to_json(message)}
 
 
-def fields_of(message: Any) -> dict[str, Any]:
+def fields_to_json(message: Any) -> dict[str, Any]:
     """Its fields by name, those of items inside as well."""
     found = {}
     for field in fields(message):
         value = getattr(message, field.name)
         if isinstance(value, tuple):
-            value = [fields_of(item) if is_dataclass(item) else item for item in value]
+            value = [fields_to_json(item) if is_dataclass(item) else item for item in value]
         found[field.name] = value
     return found
 
 
-def from_json(values: Mapping[str, Any]) -> Any:
+def message_from_json(values: Mapping[str, Any]) -> Any:
     """The message that `to_json` wrote.
 
     Raises:
         KeyError, TypeError: no such message, or not its fields.
     """
     kind = _MESSAGES[values["type"]]
-    return _made(kind, {name: value for name, value in values.items() if name != "type"})
+    return _build_message(kind, {name: value for name, value in values.items() if name != "type"})
 
 
-def _made(kind: type, values: Mapping[str, Any]) -> Any:
-    hints = _hints(kind)
-    return kind(**{name: _typed(value, hints[name], f"{kind.__name__}.{name}") for name, value in values.items()})
+def _build_message(kind: type, values: Mapping[str, Any]) -> Any:
+    hints = _type_hints(kind)
+    return kind(
+        **{name: _convert_value(value, hints[name], f"{kind.__name__}.{name}") for name, value in values.items()}
+    )
 
 
-_hints = functools.cache(get_type_hints)
+_type_hints = functools.cache(get_type_hints)
 
 
-def _typed(value: Any, hint: Any, where: str) -> Any:
+def _convert_value(value: Any, hint: Any, where: str) -> Any:
     """A value of JSON as a field has it."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is tuple and isinstance(value, list):
-        return tuple(_typed(item, arguments[0], where) for item in value)
+        return tuple(_convert_value(item, arguments[0], where) for item in value)
     if is_dataclass(hint) and isinstance(value, dict):
-        return _made(cast(type, hint), value)
+        return _build_message(cast(type, hint), value)
     kinds = arguments if origin is UnionType else (hint,)
     if origin is Literal:
         fits = value in arguments
     elif type(value) in (int, float):
-        fits = (type(value) in kinds or float in kinds) and 0 <= value <= LARGEST
+        fits = (type(value) in kinds or float in kinds) and 0 <= value <= MAX_NUMBER
     else:
         fits = type(value) in kinds
     if not fits:

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from app.records.sample import DROPPED
-from app.rollout.scheduling.sample_states import Entry
+from app.records.sample import DROPPED_PREFIX
+from app.rollout.scheduling.sample_states import SampleEntry
 
 
-class Lengths:
+class LengthEstimator:
     """Expectations that follow from token counts alone (but for what `observe` is given as a measure).
 
     Args:
@@ -21,10 +21,10 @@ class Lengths:
     """
 
     def __init__(
-        self, *, window: int, history: Mapping[str, float] | None = None, known: Mapping[str, int] | None = None
+        self, *, window: int, history: Mapping[str, float] | None = None, known_lengths: Mapping[str, int] | None = None
     ):
         self.history = dict(history or {})
-        self.known = dict(known or {})
+        self.known_lengths = dict(known_lengths or {})
         self.group_max: dict[str, int] = {}
         """Prompt -> tokens of its longest sample so far, running ones included."""
         self.group_measure: dict[str, float] = {}
@@ -33,12 +33,12 @@ class Lengths:
         self.num_finished = 0
         self._sum_finished = 0
 
-    def observe(self, entry: Entry, *, measure: float) -> bool:
+    def observe(self, entry: SampleEntry, *, measure: float) -> bool:
         """Learns from a committed row; True where its group has become longer. A dropped one teaches nothing.
 
         `measure` is what the threshold is in, tokens or seconds, and counts once the sample is complete.
         """
-        if entry.finish is not None and entry.finish.startswith(DROPPED):
+        if entry.finish is not None and entry.finish.startswith(DROPPED_PREFIX):
             # Of a first sample that never was: its siblings are as unknown as before.
             if self.group_max.get(entry.prompt) == 0:
                 del self.group_max[entry.prompt]
@@ -53,11 +53,11 @@ class Lengths:
         self.group_max[entry.prompt] = entry.num_tokens
         return True
 
-    def expect(self, prompt: str) -> None:
+    def start_probe(self, prompt: str) -> None:
         """A first sample of the prompt runs now, and will say how long its samples are."""
         self.group_max.setdefault(prompt, 0)
 
-    def conclude(self, prompt: str, *, mean: float | None) -> None:
+    def finish_prompt(self, prompt: str, *, mean: float | None) -> None:
         """All of the prompt's samples have ended and are forgotten: from now on they are its history.
 
         Args:
@@ -68,19 +68,19 @@ class Lengths:
         self.group_max.pop(prompt, None)
         self.group_measure.pop(prompt, None)
 
-    def is_known(self, prompt: str) -> bool:
+    def has_estimate(self, prompt: str) -> bool:
         """Whether anything says how long the prompt's samples are."""
         return prompt in self.history or prompt in self.group_max
 
-    def estimate(self, entry: Entry) -> float:
+    def estimate(self, entry: SampleEntry) -> float:
         """max(history of the prompt, running maximum of its group, own length so far), in tokens."""
-        if entry.uid in self.known:
-            return self.known[entry.uid]
+        if entry.uid in self.known_lengths:
+            return self.known_lengths[entry.uid]
         return max(self.history.get(entry.prompt, 0), self.group_max.get(entry.prompt, 0), entry.num_tokens)
 
-    def mean_length(self, *, otherwise: float) -> float:
+    def mean_length(self, *, default: float) -> float:
         """Of the finished samples, at least 1."""
-        return max(self._sum_finished / self.num_finished, 1.0) if self.num_finished else otherwise
+        return max(self._sum_finished / self.num_finished, 1.0) if self.num_finished else default
 
     def threshold(self, running: Iterable[float], *, percentile: float, min_finished: int) -> float | None:
         """The percentile of the window; None before enough samples have finished to tell.
@@ -95,7 +95,7 @@ class Lengths:
     def to_json(self) -> dict[str, Any]:
         return {
             "history": dict(self.history),
-            "known": dict(self.known),
+            "known": dict(self.known_lengths),
             "group_max": dict(self.group_max),
             "group_measure": dict(self.group_measure),
             "measures": list(self.measures),
@@ -105,8 +105,8 @@ class Lengths:
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Lengths:
-        lengths = cls(window=values["window"], history=values["history"], known=values["known"])
+    def from_json(cls, values: Mapping[str, Any]) -> LengthEstimator:
+        lengths = cls(window=values["window"], history=values["history"], known_lengths=values["known"])
         lengths.group_max = dict(values["group_max"])
         lengths.group_measure = dict(values["group_measure"])
         lengths.measures.extend(values["measures"])

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from app.records.jsonl import read_jsonl
-from app.records.sample import DROPPED
-from app.rollout.scheduling.cost_model import Work
-from app.rollout.scheduling.event_log import LogRecord
+from app.records.sample import DROPPED_PREFIX
+from app.rollout.scheduling.cost_model import SampleLengths
+from app.rollout.scheduling.event_log import EventRecord
 from app.rollout.scheduling.events import Commit, CommittedRow, Finished, NewSample, Submitted
 from settings.errors import InputError
 from settings.schema.rollout import MAX_TOKENS
 
 
-class Traced(NamedTuple):
+class TraceSample(NamedTuple):
     """One sample, and what it will become."""
 
     uid: str
@@ -30,9 +30,9 @@ class Traced(NamedTuple):
     prompt_length: int = 128
 
 
-Trace = Sequence[Traced]
+Trace = Sequence[TraceSample]
 
-LONGEST_SHOWN = 40
+MAX_SHOWN_CHARS = 40
 """Characters of a value in an error."""
 MAX_DIGITS = len(str(MAX_TOKENS))
 """Of the number of a sample among its siblings."""
@@ -42,8 +42,8 @@ def new_samples(trace: Trace, *, max_new: int) -> tuple[NewSample, ...]:
     return tuple(NewSample(one.uid, one.prompt, one.index, one.prompt_length, max_new) for one in trace)
 
 
-def work(trace: Trace) -> list[Work]:
-    return [Work(one.prompt, one.prompt_length, one.length) for one in trace]
+def to_sample_lengths(trace: Trace) -> list[SampleLengths]:
+    return [SampleLengths(one.prompt, one.prompt_length, one.length) for one in trace]
 
 
 def log_normal(
@@ -56,24 +56,24 @@ def log_normal(
     shared = rng.standard_normal((prompts, 1))
     own = rng.standard_normal((prompts, group))
     logs = math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own
-    return _trace(mean * np.exp(sigma * logs - sigma**2 / 2), max_new)
+    return _make_trace(mean * np.exp(sigma * logs - sigma**2 / 2), max_new)
 
 
 def equal(*, prompts: int, group: int, length: int) -> Trace:
-    return _trace(np.full((prompts, group), length), length)
+    return _make_trace(np.full((prompts, group), length), length)
 
 
 def bimodal(rng: np.random.Generator, *, prompts: int, group: int, short: int, long: int, share: float) -> Trace:
     """Whole prompts of long samples, the others short."""
     is_long = rng.random((prompts, 1)) < share
-    return _trace(np.where(is_long, long, short) * np.ones((1, group)), long)
+    return _make_trace(np.where(is_long, long, short) * np.ones((1, group)), long)
 
 
 def one_giant(*, prompts: int, group: int, length: int, giant: int) -> Trace:
     """The very last sample is far longer than all others."""
     lengths = np.full((prompts, group), length)
     lengths[-1, -1] = giant
-    return _trace(lengths, giant)
+    return _make_trace(lengths, giant)
 
 
 def drift(
@@ -95,16 +95,16 @@ def ascending(trace: Trace) -> Trace:
     return [one._replace(length=lengths[place]) for one, place in zip(trace, order, strict=True)]
 
 
-def _trace(lengths: np.ndarray, max_new: int) -> Trace:
+def _make_trace(lengths: np.ndarray, max_new: int) -> Trace:
     whole = np.clip(np.rint(lengths), 1, max_new).astype(int)
     return [
-        Traced(f"p{prompt}/s{index}", f"p{prompt}", index, int(length))
+        TraceSample(f"p{prompt}/s{index}", f"p{prompt}", index, int(length))
         for prompt, of_prompt in enumerate(whole)
         for index, length in enumerate(of_prompt)
     ]
 
 
-def trace_of(records: Iterable[LogRecord], *, where: str = "the event log") -> Trace:
+def trace_from_records(records: Iterable[EventRecord], *, where: str = "the event log") -> Trace:
     """What samples became, by the event log of a rollout, in the order of their submission; dropped ones are left out.
 
     Args:
@@ -130,11 +130,11 @@ def trace_of(records: Iterable[LogRecord], *, where: str = "the event log") -> T
     kept = [(one, ended[uid]) for uid, one in samples.items() if not is_dropped(ended[uid].finish)]
     if not kept:
         raise InputError(f"{where}: the log of a rollout without a sample that was not dropped")
-    return [Traced(one.uid, one.prompt, one.index, row.num_tokens, one.prompt_length) for one, row in kept]
+    return [TraceSample(one.uid, one.prompt, one.index, row.num_tokens, one.prompt_length) for one, row in kept]
 
 
 def is_dropped(finish: object) -> bool:
-    return isinstance(finish, str) and finish.startswith(DROPPED)
+    return isinstance(finish, str) and finish.startswith(DROPPED_PREFIX)
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -150,7 +150,7 @@ def read_trace(path: str | Path) -> Trace:
         if is_dropped(record.get("finish_reason")):
             num_dropped += 1
             continue
-        one = _of_record(record, f"{path}:{number}")
+        one = _parse_sample(record, f"{path}:{number}")
         if one.uid in seen:
             raise InputError(f"{path}:{number}: uid {one.uid!r} comes a second time")
         seen.add(one.uid)
@@ -161,7 +161,7 @@ def read_trace(path: str | Path) -> Trace:
     return trace
 
 
-def _of_record(record: dict[str, Any], where: str) -> Traced:
+def _parse_sample(record: dict[str, Any], where: str) -> TraceSample:
     uid = record.get("uid")
     if not isinstance(uid, str):
         raise InputError(f"{where}: uid: expected a string, got {uid!r}")
@@ -169,22 +169,22 @@ def _of_record(record: dict[str, Any], where: str) -> Traced:
     if last.isdecimal() and len(last) > MAX_DIGITS:
         raise InputError(f"{where}: uid: expected at most {MAX_DIGITS} digits behind /s, got {len(last)}")
     if "completion_token_ids" in record:
-        return Traced(
+        return TraceSample(
             uid,
             prompt or uid,
             int(last) if last.isdecimal() else 0,
-            _count(record, "completion_token_ids", where),
-            _count(record, "prompt_token_ids", where),
+            _num_token_ids(record, "completion_token_ids", where),
+            _num_token_ids(record, "prompt_token_ids", where),
         )
     given = record.get("prompt", prompt or uid)
     if not isinstance(given, str):
         raise InputError(f"{where}: prompt: expected a string, got {given!r}")
-    index = _whole(record, "index", where, least=0, default=int(last) if last.isdecimal() else 0)
-    length = _whole(record, "length", where, least=1, default=None)
-    return Traced(uid, given, index, length, _whole(record, "prompt_length", where, least=1, default=128))
+    index = _parse_int(record, "index", where, minimum=0, default=int(last) if last.isdecimal() else 0)
+    length = _parse_int(record, "length", where, minimum=1, default=None)
+    return TraceSample(uid, given, index, length, _parse_int(record, "prompt_length", where, minimum=1, default=128))
 
 
-def _count(record: dict[str, Any], name: str, where: str) -> int:
+def _num_token_ids(record: dict[str, Any], name: str, where: str) -> int:
     ids = record.get(name)
     if not isinstance(ids, list) or not 0 < len(ids) <= MAX_TOKENS:
         got = f"{len(ids)} of them" if isinstance(ids, list) and ids else repr(ids)
@@ -192,10 +192,10 @@ def _count(record: dict[str, Any], name: str, where: str) -> int:
     return len(ids)
 
 
-def _whole(record: dict[str, Any], name: str, where: str, *, least: int, default: int | None) -> int:
+def _parse_int(record: dict[str, Any], name: str, where: str, *, minimum: int, default: int | None) -> int:
     value = record.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_TOKENS:
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MAX_TOKENS:
         got = repr(value)
-        got = got if len(got) <= LONGEST_SHOWN else f"{got[:LONGEST_SHOWN]}..."
-        raise InputError(f"{where}: {name}: expected a whole number from {least} to {MAX_TOKENS}, got {got}")
+        got = got if len(got) <= MAX_SHOWN_CHARS else f"{got[:MAX_SHOWN_CHARS]}..."
+        raise InputError(f"{where}: {name}: expected a whole number from {minimum} to {MAX_TOKENS}, got {got}")
     return value

@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.records.sample import DROPPED
-from app.rollout.scheduling.event_log import LogRecord
+from app.records.sample import DROPPED_PREFIX
+from app.rollout.scheduling.event_log import EventRecord
 from app.rollout.scheduling.events import (
     Admit,
     Commit,
     NewSample,
     Released,
     Retire,
-    Role,
     RunSegment,
+    SampleRole,
     SegmentEnded,
     Submitted,
     Suspend,
@@ -40,13 +40,13 @@ class Span(NamedTuple):
     """-1 while suspended."""
     start_s: float
     end_s: float
-    role: Role | None
+    role: SampleRole | None
     """None while suspended."""
     uid: str
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ScheduleMetrics:
     makespan_s: float
     """From the first submission to the last committed token."""
     bubble: float
@@ -75,130 +75,130 @@ class Figures:
     """Of prompts that a worker had prefilled for a sibling."""
 
 
-class FigureTally:
+class ScheduleMetricsTracker:
     """What a log has said so far, of a rollout that may go on for ever: samples that are released are forgotten."""
 
     def __init__(self) -> None:
         self.samples: dict[str, NewSample] = {}
-        self.joined: dict[str, WorkerJoined] = {}
-        self.lost_at: dict[str, float] = {}
-        self.tokens: dict[str, int] = {}
-        self.first_role: dict[str, Role] = {}
+        self.workers: dict[str, WorkerJoined] = {}
+        self.worker_lost_s: dict[str, float] = {}
+        self.num_tokens: dict[str, int] = {}
+        self.first_role: dict[str, SampleRole] = {}
         self.start: float | None = None
-        self._open_window()
+        self._reset_window()
 
-    def _open_window(self) -> None:
+    def _reset_window(self) -> None:
         self.prompts: set[tuple[str, str]] = set()
-        self.ends: list[float] = []
+        self.end_times: list[float] = []
         self.lengths: dict[str, int] = {}
         self.expected_heavy: dict[str, bool] = {}
         """Of the samples that have ended, and of which something was expected."""
         self.busy_s = 0.0
-        self.useful = 0
-        self.trips = self.stolen = self.suspended = self.truncated = self.segments = 0
-        self.repacked = self.saved = self.lost = 0
+        self.useful_tokens = 0
+        self.breaker_trips = self.stolen = self.suspensions = self.truncated = self.segments = 0
+        self.repacked_tokens = self.prefill_tokens_saved = self.uncommitted_tokens = 0
         self.last_commit_s = self.start or 0.0
 
-    def add(self, record: LogRecord) -> None:
+    def add(self, record: EventRecord) -> None:
         event, commands = record
         if isinstance(event, Submitted):
             self.start = event.at if self.start is None else self.start
             self.samples |= {sample.uid: sample for sample in event.samples}
         elif isinstance(event, WorkerJoined):
-            self.joined.setdefault(event.worker, event)
+            self.workers.setdefault(event.worker, event)
         elif isinstance(event, WorkerLost):
-            self.lost_at.setdefault(event.worker, event.at)
+            self.worker_lost_s.setdefault(event.worker, event.at)
         for command in commands:
             if isinstance(command, RunSegment):
                 for one in command.admit:
                     self._admit(command.worker, one)
             elif isinstance(command, Suspend):
-                self.suspended += len(command.uids)
-                self.trips += len(command.uids) * (command.why in ("breaker", "probe limit"))
+                self.suspensions += len(command.uids)
+                self.breaker_trips += len(command.uids) * (command.why in ("breaker", "probe limit"))
                 self.truncated += len(command.uids) * (command.why == "truncated")
         if isinstance(event, SegmentEnded):
             self._segment_ended(event, [command for command in commands if isinstance(command, Commit)])
         elif isinstance(event, Released):
             for uid in event.uids:
-                for known in (self.samples, self.tokens, self.first_role):
+                for known in (self.samples, self.num_tokens, self.first_role):
                     known.pop(uid, None)
 
     def _admit(self, worker: str, one: Admit) -> None:
         sample = self.samples[one.uid]
         self.first_role.setdefault(one.uid, one.role)
-        other: Role = "heavy" if self.joined[worker].kind == "fast" else "fast"
+        other: SampleRole = "heavy" if self.workers[worker].kind == "fast" else "fast"
         self.stolen += one.role == other
         if one.how != "copy":
-            self.repacked += one.num_tokens
+            self.repacked_tokens += one.num_tokens
         if one.num_tokens == 0:
             key = (worker, sample.prompt)
-            self.saved += sample.prompt_length * (key in self.prompts)
+            self.prefill_tokens_saved += sample.prompt_length * (key in self.prompts)
             self.prompts.add(key)
 
-    def _segment_ended(self, event: SegmentEnded, answer: Sequence[Commit]) -> None:
+    def _segment_ended(self, event: SegmentEnded, commits: Sequence[Commit]) -> None:
         """`answer`: its commit, and of samples that end as they stand; empty where the report was refused."""
-        self.segments += len(answer) > 0
-        committed = {row.uid: row.finish for row in answer[0].rows} if answer else {}
+        self.segments += len(commits) > 0
+        committed = {row.uid: row.finish for row in commits[0].rows} if commits else {}
         for row in event.rows:
-            gained = row.num_tokens - self.tokens.get(row.uid, 0)
+            gained = row.num_tokens - self.num_tokens.get(row.uid, 0)
             if row.uid not in committed:
-                self.lost += max(gained, 0)
+                self.uncommitted_tokens += max(gained, 0)
                 continue
             share = min(gained / max(event.steps, 1), 1.0)
             self.busy_s += event.seconds * share
-            self.useful += gained
-            self.tokens[row.uid] = row.num_tokens
+            self.useful_tokens += gained
+            self.num_tokens[row.uid] = row.num_tokens
             self.last_commit_s = event.at
             if committed[row.uid] is not None:
-                self._ended(row.uid, committed[row.uid], at=event.at - event.seconds * (1 - share))
-        for uid, finish in [(row.uid, row.finish) for commit in answer[1:] for row in commit.rows]:
-            self._ended(uid, finish, at=event.at)
+                self._record_end(row.uid, committed[row.uid], at=event.at - event.seconds * (1 - share))
+        for uid, finish in [(row.uid, row.finish) for commit in commits[1:] for row in commit.rows]:
+            self._record_end(uid, finish, at=event.at)
 
-    def _ended(self, uid: str, finish: str | None, *, at: float) -> None:
-        self.ends.append(at)
-        if finish is None or finish.startswith(DROPPED):
+    def _record_end(self, uid: str, finish: str | None, *, at: float) -> None:
+        self.end_times.append(at)
+        if finish is None or finish.startswith(DROPPED_PREFIX):
             return
-        self.lengths[uid] = self.tokens[uid]
+        self.lengths[uid] = self.num_tokens[uid]
         role = self.first_role[uid]
         if role in ("fast", "heavy"):
             self.expected_heavy[uid] = role == "heavy"
 
-    def figures(self) -> Figures:
+    def compute(self) -> ScheduleMetrics:
         """Since the first submission, or the last window."""
         start = self.start or 0.0
         makespan = max(self.last_commit_s - start, 1e-9)
         capacity_s = self._slot_seconds(start, start + makespan)
-        ends = sorted(self.ends)
+        ends = sorted(self.end_times)
         ninety = ends[max(int(TAIL_SHARE * len(ends)) - 1, 0)] - start if ends else makespan
-        return Figures(
+        return ScheduleMetrics(
             makespan_s=makespan,
             bubble=1 - self.busy_s / capacity_s if capacity_s else 0.0,
             tail_fraction=1 - ninety / makespan,
             probe_recall=self._recall(),
-            breaker_trips=self.trips,
+            breaker_trips=self.breaker_trips,
             stolen=self.stolen,
-            suspensions=self.suspended,
+            suspensions=self.suspensions,
             truncated=self.truncated,
             segments=self.segments,
-            useful_tokens=self.useful,
-            repacked_tokens=self.repacked,
-            wasted_tokens=self.repacked + self.lost,
-            prefill_tokens_saved=self.saved,
+            useful_tokens=self.useful_tokens,
+            repacked_tokens=self.repacked_tokens,
+            wasted_tokens=self.repacked_tokens + self.uncommitted_tokens,
+            prefill_tokens_saved=self.prefill_tokens_saved,
         )
 
     def _slot_seconds(self, first: float, last: float) -> float:
         """That workers were there for."""
-        stays = ((one.slots, one.at, self.lost_at.get(name, math.inf)) for name, one in self.joined.items())
+        stays = ((one.slots, one.at, self.worker_lost_s.get(name, math.inf)) for name, one in self.workers.items())
         return sum(slots * max(min(end, last) - max(begin, first), 0.0) for slots, begin, end in stays)
 
-    def window(self) -> Figures:
+    def take_window(self) -> ScheduleMetrics:
         """Since the last one, of a rollout that goes on: it has no tail, so that its `tail_fraction` is NaN.
 
         A segment counts where it ends, so that `bubble` may be off by the part of it that lies in the window before.
         """
-        found = self.figures()
+        found = self.compute()
         self.start = self.last_commit_s
-        self._open_window()
+        self._reset_window()
         return replace(found, bubble=max(found.bubble, 0.0), tail_fraction=float("nan"))
 
     def _recall(self) -> float | None:
@@ -209,33 +209,33 @@ class FigureTally:
         return sum(self.expected_heavy[uid] for uid in long) / len(long) if long else None
 
 
-def figures(records: Sequence[LogRecord]) -> Figures:
+def schedule_metrics(records: Sequence[EventRecord]) -> ScheduleMetrics:
     """Of a whole rollout."""
-    tally = FigureTally()
+    tally = ScheduleMetricsTracker()
     for record in records:
         tally.add(record)
-    return tally.figures()
+    return tally.compute()
 
 
-def lanes(records: Sequence[LogRecord]) -> dict[str, int]:
+def slots_per_worker(records: Sequence[EventRecord]) -> dict[str, int]:
     """Every worker and its slots, at most; one that came back under another name (`fast-0#2`) is the same."""
     joined: dict[str, int] = {}
     for event in (event for event, _ in records if isinstance(event, WorkerJoined)):
         joined.setdefault(event.worker, event.slots)
     found: dict[str, int] = {}
     for worker, slots in joined.items():
-        found[lane(worker)] = max(found.get(lane(worker), 0), slots)
+        found[base_worker_name(worker)] = max(found.get(base_worker_name(worker), 0), slots)
     return found
 
 
-def lane(worker: str) -> str:
+def base_worker_name(worker: str) -> str:
     """A worker's first name."""
     return worker.partition("#")[0]
 
 
-def spans(records: Sequence[LogRecord]) -> Iterator[Span]:
+def slot_spans(records: Sequence[EventRecord]) -> Iterator[Span]:
     """What every slot did when, in the order in which it ended; slots are given out lowest first."""
-    places: dict[str, tuple[str, int, Role]] = {}
+    places: dict[str, tuple[str, int, SampleRole]] = {}
     suspended: dict[str, tuple[str, float]] = {}
     tokens: dict[str, int] = {}
     for event, commands in records:

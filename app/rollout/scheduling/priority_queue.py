@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable
 
 
-class Queue:
+class PriorityQueue:
     """Smallest key first. Keys are (rank, number of the sample), so that no two are equal."""
 
     def __init__(self, items: Iterable[tuple[str, float, int]] = ()):
@@ -28,7 +28,7 @@ class Queue:
         self._keys[uid] = (rank, number)
         heapq.heappush(self._heap, (rank, number, uid))
 
-    def first(self) -> str | None:
+    def peek(self) -> str | None:
         """The next sample, which stays."""
         while self._heap:
             rank, number, uid = self._heap[0]
@@ -37,8 +37,8 @@ class Queue:
             heapq.heappop(self._heap)
         return None
 
-    def take(self) -> str | None:
-        uid = self.first()
+    def pop(self) -> str | None:
+        uid = self.peek()
         if uid is not None:
             self.remove(uid)
         return uid

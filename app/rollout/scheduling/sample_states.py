@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from app.records.sample import DROPPED
-from app.rollout.scheduling.events import TRUNCATED, NewSample, RowReport
+from app.records.sample import DROPPED_PREFIX
+from app.rollout.scheduling.events import FINISH_LENGTH, NewSample, RowReport
 
 
-class State(StrEnum):
+class SampleState(StrEnum):
     NEW = "new"
     RUNNING = "running"
     """A row of a worker, under the entry's epoch; what comes under another epoch is thrown away."""
@@ -22,18 +22,18 @@ class State(StrEnum):
     DROPPED = "dropped"
 
 
-WAITING = frozenset({State.NEW, State.SUSPENDED})
-ENDED = frozenset({State.DONE, State.DROPPED})
+WAITING = frozenset({SampleState.NEW, SampleState.SUSPENDED})
+ENDED = frozenset({SampleState.DONE, SampleState.DROPPED})
 
 
 @dataclass(slots=True)
-class Entry:
+class SampleEntry:
     """One sample. Only the ledger changes it."""
 
     sample: NewSample
     number: int
     """In the order of submission."""
-    state: State = State.NEW
+    state: SampleState = SampleState.NEW
     worker: str | None = None
     """Where it runs."""
     epoch: int = 0
@@ -58,42 +58,42 @@ class Entry:
 
 
 @dataclass
-class Ledger:
-    entries: dict[str, Entry] = field(default_factory=dict)
-    counts: Counter[State] = field(default_factory=Counter)
+class SampleTable:
+    entries: dict[str, SampleEntry] = field(default_factory=dict)
+    counts: Counter[SampleState] = field(default_factory=Counter)
     num_added: int = 0
     """Of all that were ever added, forgotten ones among them."""
 
-    def __getitem__(self, uid: str) -> Entry:
+    def __getitem__(self, uid: str) -> SampleEntry:
         return self.entries[uid]
 
     def __contains__(self, uid: str) -> bool:
         return uid in self.entries
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[SampleEntry]:
         return iter(self.entries.values())
 
     @property
     def num_waiting(self) -> int:
-        return self.counts[State.NEW] + self.counts[State.SUSPENDED]
+        return self.counts[SampleState.NEW] + self.counts[SampleState.SUSPENDED]
 
     @property
     def all_ended(self) -> bool:
-        return self.counts[State.DONE] + self.counts[State.DROPPED] == len(self.entries)
+        return self.counts[SampleState.DONE] + self.counts[SampleState.DROPPED] == len(self.entries)
 
-    def add(self, sample: NewSample) -> Entry | None:
+    def add(self, sample: NewSample) -> SampleEntry | None:
         """The new entry; None for a uid that is known."""
         if sample.uid in self.entries:
             return None
-        entry = self.entries[sample.uid] = Entry(sample, number=self.num_added)
+        entry = self.entries[sample.uid] = SampleEntry(sample, number=self.num_added)
         self.num_added += 1
-        self.counts[State.NEW] += 1
+        self.counts[SampleState.NEW] += 1
         return entry
 
-    def start(self, entry: Entry, worker: str) -> None:
+    def start(self, entry: SampleEntry, worker: str) -> None:
         """The sample becomes a row of the worker, under a new epoch."""
         assert entry.state in WAITING, f"{entry.uid} is {entry.state}, and was to start"
-        self._move(entry, State.RUNNING)
+        self._set_state(entry, SampleState.RUNNING)
         entry.worker = worker
         entry.epoch += 1
         entry.held_by = None
@@ -101,7 +101,7 @@ class Ledger:
     def commit(self, worker: str, row: RowReport, seconds: float) -> bool:
         """Takes over what a row has become; False, and no change, where the row is not the worker's any more."""
         entry = self.entries.get(row.uid)
-        if entry is None or (entry.state, entry.worker, entry.epoch) != (State.RUNNING, worker, row.epoch):
+        if entry is None or (entry.state, entry.worker, entry.epoch) != (SampleState.RUNNING, worker, row.epoch):
             return False
         if row.num_tokens < entry.num_tokens:
             return False
@@ -111,66 +111,68 @@ class Ledger:
             self._end(entry, row.finish)
         return True
 
-    def suspend(self, entry: Entry, *, held_by: str | None) -> None:
+    def suspend(self, entry: SampleEntry, *, held_by: str | None) -> None:
         """Takes the row out of its worker, as chosen."""
         self._to_waiting(entry)
         entry.held_by = held_by if entry.num_tokens else None
         entry.moves += 1
 
-    def lose(self, entry: Entry) -> None:
+    def mark_lost(self, entry: SampleEntry) -> None:
         """The worker is gone; the sample is back at what was committed."""
         self._to_waiting(entry)
 
-    def forget_cache(self, entry: Entry) -> None:
+    def forget_cache(self, entry: SampleEntry) -> None:
         """Whoever kept it is gone."""
         entry.held_by = None
 
-    def truncate(self, entry: Entry) -> None:
+    def truncate(self, entry: SampleEntry) -> None:
         """The sample is complete as it stands."""
-        self._end(entry, TRUNCATED)
+        self._end(entry, FINISH_LENGTH)
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: SampleEntry) -> None:
         """An ended sample; messages about it change nothing any more."""
         assert entry.state in ENDED, f"{entry.uid} is {entry.state}, and was to be forgotten"
         del self.entries[entry.uid]
         self.counts[entry.state] -= 1
 
-    def _to_waiting(self, entry: Entry) -> None:
-        assert entry.state is State.RUNNING, f"{entry.uid} is {entry.state}, and was to be suspended"
-        self._move(entry, State.SUSPENDED if entry.num_tokens else State.NEW)
+    def _to_waiting(self, entry: SampleEntry) -> None:
+        assert entry.state is SampleState.RUNNING, f"{entry.uid} is {entry.state}, and was to be suspended"
+        self._set_state(entry, SampleState.SUSPENDED if entry.num_tokens else SampleState.NEW)
         entry.worker = None
 
-    def _end(self, entry: Entry, finish: str) -> None:
-        self._move(entry, State.DROPPED if finish.startswith(DROPPED) else State.DONE)
+    def _end(self, entry: SampleEntry, finish: str) -> None:
+        self._set_state(entry, SampleState.DROPPED if finish.startswith(DROPPED_PREFIX) else SampleState.DONE)
         entry.finish = finish
         entry.worker = None
 
-    def _move(self, entry: Entry, state: State) -> None:
+    def _set_state(self, entry: SampleEntry, state: SampleState) -> None:
         assert entry.state not in ENDED, f"{entry.uid} has ended, and was to become {state}"
         self.counts[entry.state] -= 1
         self.counts[state] += 1
         entry.state = state
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Raises AssertionError where an entry contradicts itself or the counts."""
         assert +self.counts == Counter(entry.state for entry in self), "counts differ from states"
         for entry in self:
-            assert (entry.state is State.RUNNING) == (entry.worker is not None), (
+            assert (entry.state is SampleState.RUNNING) == (entry.worker is not None), (
                 f"{entry.uid}: worker while not running"
             )
             assert (entry.state in ENDED) == (entry.finish is not None), f"{entry.uid}: finish while not ended"
             assert entry.held_by is None or entry.state in WAITING, f"{entry.uid}: a kept cache while {entry.state}"
             assert 0 <= entry.num_tokens <= entry.sample.max_new, f"{entry.uid}: {entry.num_tokens} tokens"
-            assert entry.state is not State.SUSPENDED or entry.num_tokens, f"{entry.uid}: suspended before it began"
-            assert entry.epoch or entry.state is State.NEW, f"{entry.uid}: {entry.state} without being admitted"
+            assert entry.state is not SampleState.SUSPENDED or entry.num_tokens, (
+                f"{entry.uid}: suspended before it began"
+            )
+            assert entry.epoch or entry.state is SampleState.NEW, f"{entry.uid}: {entry.state} without being admitted"
 
     def to_json(self) -> dict[str, Any]:
         return {"num_added": self.num_added, "entries": [asdict(entry) for entry in self]}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Ledger:
+    def from_json(cls, values: Mapping[str, Any]) -> SampleTable:
         entries = [
-            Entry(**{**one, "sample": NewSample(**one["sample"]), "state": State(one["state"])})
+            SampleEntry(**{**one, "sample": NewSample(**one["sample"]), "state": SampleState(one["state"])})
             for one in values["entries"]
         ]
         counts = Counter(entry.state for entry in entries)

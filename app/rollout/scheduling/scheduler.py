@@ -5,36 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from app.rollout.scheduling.adaptive import Adaptive
+from app.rollout.scheduling.adaptive import AdaptivePolicy
 from app.rollout.scheduling.events import (
     Admit,
+    AdmitMethod,
     Closed,
     Command,
     Commit,
     CommittedRow,
     Event,
     Finished,
-    How,
     Released,
     Retire,
-    Role,
     RunSegment,
+    SampleRole,
     SegmentEnded,
     Submitted,
     Suspend,
     WorkerJoined,
     WorkerLost,
 )
-from app.rollout.scheduling.length_estimator import Lengths
-from app.rollout.scheduling.pdsr_v1 import PdsrV1
-from app.rollout.scheduling.pdsr_v2 import PdsrV2
-from app.rollout.scheduling.sample_states import ENDED, WAITING, Ledger, State
-from app.rollout.scheduling.scheduling_policy import Context, Policy, Worker
-from app.rollout.scheduling.segment_limits import expected_length, segment_limits
-from app.rollout.scheduling.sync import Sync
-from settings.schema.rollout import Pdsr, Segment
+from app.rollout.scheduling.length_estimator import LengthEstimator
+from app.rollout.scheduling.pdsr_v1 import PdsrV1Policy
+from app.rollout.scheduling.pdsr_v2 import PdsrV2Policy
+from app.rollout.scheduling.sample_states import ENDED, WAITING, SampleState, SampleTable
+from app.rollout.scheduling.scheduling_policy import SchedulingContext, SchedulingPolicy, WorkerState
+from app.rollout.scheduling.segment_limits import prior_mean_length, segment_limits
+from app.rollout.scheduling.sync import SyncPolicy
+from settings.schema.rollout import PdsrSettings, SegmentSettings
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Sync, PdsrV1, PdsrV2, Adaptive)}
+POLICIES: dict[str, type[SchedulingPolicy]] = {
+    policy.name: policy for policy in (SyncPolicy, PdsrV1Policy, PdsrV2Policy, AdaptivePolicy)
+}
 
 
 class Scheduler:
@@ -51,25 +53,25 @@ class Scheduler:
         self,
         policy: str,
         *,
-        pdsr: Pdsr,
-        segment: Segment,
+        pdsr: PdsrSettings,
+        segment: SegmentSettings,
         rebuild: Literal["prefill", "replay"] = "prefill",
         history: Mapping[str, float] | None = None,
         known_lengths: Mapping[str, int] | None = None,
     ):
-        self.rebuild: How = rebuild
+        self.rebuild: AdmitMethod = rebuild
         self.segment = segment
-        lengths = Lengths(window=pdsr.window, history=history, known=known_lengths)
-        self.context = Context(Ledger(), {}, lengths, pdsr)
+        lengths = LengthEstimator(window=pdsr.window, history=history, known_lengths=known_lengths)
+        self.context = SchedulingContext(SampleTable(), {}, lengths, pdsr)
         self.policy = POLICIES[policy](self.context)
         self.is_closed = False
         self.is_finished = False
-        self._gone: set[str] = set()
+        self._lost_workers: set[str] = set()
         """Names of workers that were lost."""
 
     @property
-    def ledger(self) -> Ledger:
-        return self.context.ledger
+    def samples(self) -> SampleTable:
+        return self.context.samples
 
     def handle(self, event: Event) -> list[Command]:
         """What is to be done now, in this order.
@@ -86,57 +88,57 @@ class Scheduler:
             case Closed():
                 self.is_closed = True
             case WorkerJoined():
-                self._join(event)
+                self._add_worker(event)
             case WorkerLost():
-                commands += self._lose(event.worker)
+                commands += self._remove_worker(event.worker)
             case SegmentEnded():
                 commands += self._segment_ended(event)
-        commands += self._direct()
-        if self.is_closed and not self.is_finished and self.ledger.all_ended:
+        commands += self._issue_commands()
+        if self.is_closed and not self.is_finished and self.samples.all_ended:
             self.is_finished = True
             commands.append(Finished())
         return commands
 
     def _submit(self, event: Submitted) -> None:
-        if self.is_closed and any(sample.uid not in self.ledger for sample in event.samples):
+        if self.is_closed and any(sample.uid not in self.samples for sample in event.samples):
             raise ValueError("samples are submitted to a scheduler that was closed")
         for sample in event.samples:
-            entry = self.ledger.add(sample)
+            entry = self.samples.add(sample)
             if entry is not None:
                 self.policy.add(entry)
 
     def _release(self, event: Released) -> None:
         lengths: dict[str, list[int]] = {}
         for uid in event.uids:
-            if uid in self.ledger and self.ledger[uid].state in ENDED:
-                entry = self.ledger[uid]
-                self.ledger.forget(entry)
+            if uid in self.samples and self.samples[uid].state in ENDED:
+                entry = self.samples[uid]
+                self.samples.forget(entry)
                 known = lengths.setdefault(entry.prompt, [])
-                if entry.state is State.DONE:
+                if entry.state is SampleState.DONE:
                     known.append(entry.num_tokens)
-        left = {entry.prompt for entry in self.ledger}
+        left = {entry.prompt for entry in self.samples}
         for prompt, known in lengths.items():
             if prompt not in left:
-                self.context.lengths.conclude(prompt, mean=sum(known) / len(known) if known else None)
+                self.context.lengths.finish_prompt(prompt, mean=sum(known) / len(known) if known else None)
                 self.policy.forget(prompt)
 
-    def _join(self, event: WorkerJoined) -> None:
-        if event.worker not in self.context.workers and event.worker not in self._gone:
-            worker = Worker(event.worker, event.kind, event.slots, tuple(event.rungs), event.device)
+    def _add_worker(self, event: WorkerJoined) -> None:
+        if event.worker not in self.context.workers and event.worker not in self._lost_workers:
+            worker = WorkerState(event.worker, event.kind, event.slots, tuple(event.rungs), event.device)
             self.context.workers[event.worker] = worker
 
-    def _lose(self, name: str) -> list[Command]:
-        if name in self._gone:
+    def _remove_worker(self, name: str) -> list[Command]:
+        if name in self._lost_workers:
             return []
-        self._gone.add(name)
+        self._lost_workers.add(name)
         worker = self.context.workers.pop(name, None)
-        for entry in self.ledger:
+        for entry in self.samples:
             if entry.held_by == name:
-                self.ledger.forget_cache(entry)
+                self.samples.forget_cache(entry)
         for uid in worker.rows if worker else ():
-            entry = self.ledger[uid]
-            self.ledger.lose(entry)
-            self.policy.give_back(entry)
+            entry = self.samples[uid]
+            self.samples.mark_lost(entry)
+            self.policy.requeue(entry)
         return [Retire(name)]
 
     def _segment_ended(self, event: SegmentEnded) -> list[Command]:
@@ -146,123 +148,123 @@ class Scheduler:
         worker.is_busy = False
         committed, grown = [], set()
         for row in event.rows:
-            if self.ledger.commit(event.worker, row, event.seconds):
-                entry = self.ledger[row.uid]
+            if self.samples.commit(event.worker, row, event.seconds):
+                entry = self.samples[row.uid]
                 committed.append(entry)
                 if self.context.lengths.observe(entry, measure=self.context.measure(entry)):
                     grown.add(entry.prompt)
-        worker.rows = [uid for uid in worker.rows if self.ledger[uid].state is State.RUNNING]
+        worker.rows = [uid for uid in worker.rows if self.samples[uid].state is SampleState.RUNNING]
         if any(entry.finish is not None for entry in committed):
             self.context.update_threshold()
         for entry in committed:
             self.policy.observe(entry, grew=entry.prompt in grown)
         return [Commit(tuple(CommittedRow(e.uid, e.num_tokens, e.finish) for e in committed))]
 
-    def _direct(self) -> list[Command]:
+    def _issue_commands(self) -> list[Command]:
         """Rows leave idle workers, samples are dealt to them, and their segments start."""
         idle = [worker for worker in self.context.workers.values() if not worker.is_busy]
         commands: list[Command] = []
         for worker in idle:
             commands += self._evict(worker)
-        admitted = self._deal(idle)
+        admitted = self._assign_samples(idle)
         for worker in idle:
             if worker.rows:
-                commands.append(self._run(worker, admitted[worker.name]))
+                commands.append(self._run_segment(worker, admitted[worker.name]))
         return commands
 
-    def _evict(self, worker: Worker) -> list[Command]:
+    def _evict(self, worker: WorkerState) -> list[Command]:
         commands: list[Command] = []
         by_reason: dict[str, list[str]] = {}
         for uid, why in self.policy.evictions(worker):
             by_reason.setdefault(why, []).append(uid)
             worker.rows.remove(uid)
-            entry = self.ledger[uid]
+            entry = self.samples[uid]
             if why == "truncated":
-                self.ledger.truncate(entry)
+                self.samples.truncate(entry)
                 self.context.lengths.observe(entry, measure=self.context.measure(entry))
                 self.policy.observe(entry, grew=False)
             else:
-                self.ledger.suspend(entry, held_by=worker.name)
-                self.policy.give_back(entry)
+                self.samples.suspend(entry, held_by=worker.name)
+                self.policy.requeue(entry)
         for why, uids in by_reason.items():
             commands.append(Suspend(worker.name, tuple(uids), why))
             if why == "truncated":
-                ended = [self.ledger[uid] for uid in uids]
+                ended = [self.samples[uid] for uid in uids]
                 commands.append(Commit(tuple(CommittedRow(e.uid, e.num_tokens, e.finish) for e in ended)))
         return commands
 
-    def _deal(self, idle: list[Worker]) -> dict[str, list[Admit]]:
+    def _assign_samples(self, idle: list[WorkerState]) -> dict[str, list[Admit]]:
         """One sample after another to the emptiest worker that may take one."""
         admitted: dict[str, list[Admit]] = {worker.name: [] for worker in idle}
         for worker in idle:
             worker.num_carried = len(worker.rows)
         while True:
             for worker in sorted(idle, key=lambda worker: len(worker.rows) / worker.slots):
-                taken = self.policy.take(worker) if worker.has_room else None
+                taken = self.policy.next_sample(worker) if worker.has_free_slot else None
                 if taken is not None:
                     admitted[worker.name].append(self._admit(worker, *taken))
                     break
             else:
                 return admitted
 
-    def _admit(self, worker: Worker, uid: str, role: Role) -> Admit:
-        entry = self.ledger[uid]
+    def _admit(self, worker: WorkerState, uid: str, role: SampleRole) -> Admit:
+        entry = self.samples[uid]
         source = entry.held_by
         how = "prefill" if entry.num_tokens == 0 else "copy" if source is not None else self.rebuild
-        self.ledger.start(entry, worker.name)
+        self.samples.start(entry, worker.name)
         worker.rows.append(uid)
         return Admit(uid, entry.epoch, entry.num_tokens, how, source, role)
 
-    def _run(self, worker: Worker, admitted: list[Admit]) -> RunSegment:
+    def _run_segment(self, worker: WorkerState, admitted: list[Admit]) -> RunSegment:
         worker.is_busy = True
         worker.segment += 1
         if not self.policy.refills:
             return RunSegment(worker.name, worker.segment, tuple(admitted), self.segment.max, 0, 0)
-        rows = [self.ledger[uid] for uid in worker.rows]
+        rows = [self.samples[uid] for uid in worker.rows]
         limits = segment_limits(
             self.segment,
-            active=len(rows),
-            some_wait=self.policy.offers(worker) or not self.is_closed,
-            mean_length=self.context.lengths.mean_length(otherwise=expected_length(rows[0].sample.max_new)),
-            rungs=worker.rungs,
+            num_active=len(rows),
+            has_waiting=self.policy.has_sample_for(worker) or not self.is_closed,
+            mean_length=self.context.lengths.mean_length(default=prior_mean_length(rows[0].sample.max_new)),
+            batch_sizes=worker.rungs,
         )
-        looks = ((self.policy.limit(entry, worker), entry.num_tokens) for entry in rows)
+        looks = ((self.policy.token_limit(entry, worker), entry.num_tokens) for entry in rows)
         left = [limit - tokens for limit, tokens in looks if limit is not None and limit > tokens]
         limits = limits._replace(length=min([limits.length, *left]))
         return RunSegment(worker.name, worker.segment, tuple(admitted), **limits._asdict())
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Raises AssertionError where an invariant is broken: ledger, rows, slots, queues, no idle slot beside work."""
-        self.ledger.check()
+        self.samples.check_invariants()
         rows = [uid for worker in self.context.workers.values() for uid in worker.rows]
-        running = [entry for entry in self.ledger if entry.state is State.RUNNING]
+        running = [entry for entry in self.samples if entry.state is SampleState.RUNNING]
         assert len(rows) == len(set(rows)) == len(running), "rows of workers are not the samples that run"
         for entry in running:
             assert entry.worker in self.context.workers, f"{entry.uid} runs on {entry.worker}, which is gone"
             assert entry.uid in self.context.workers[entry.worker].rows, f"{entry.uid} is no row of {entry.worker}"
         waiting = self.policy.waiting()
-        expected = {entry.uid for entry in self.ledger if entry.state in WAITING}
+        expected = {entry.uid for entry in self.samples if entry.state in WAITING}
         assert len(waiting) == len(expected) and set(waiting) == expected, "the policy does not hold who waits"
         for worker in self.context.workers.values():
             assert len(worker.rows) <= worker.slots, f"{worker.name}: {len(worker.rows)} rows"
             assert worker.is_busy == bool(worker.rows), f"{worker.name} holds rows and does nothing, or the reverse"
-            assert worker.is_busy or not self.policy.offers(worker), f"{worker.name} idles beside work"
+            assert worker.is_busy or not self.policy.has_sample_for(worker), f"{worker.name} idles beside work"
         all_wait = self.context.workers and not running and expected
         assert not all_wait, "samples wait, and nobody runs"
-        assert self.is_finished == (self.is_closed and all(e.state in ENDED for e in self.ledger)), "finished or not"
+        assert self.is_finished == (self.is_closed and all(e.state in ENDED for e in self.samples)), "finished or not"
 
     def snapshot(self) -> dict[str, Any]:
         """All of its state, for `json.dumps`."""
         return {
             "policy": self.policy.name,
-            "pdsr": self.context.rules.model_dump(),
+            "pdsr": self.context.pdsr.model_dump(),
             "segment": self.segment.model_dump(),
             "rebuild": self.rebuild,
-            "ledger": self.ledger.to_json(),
+            "ledger": self.samples.to_json(),
             "lengths": self.context.lengths.to_json(),
             "threshold": self.context.threshold,
             "workers": [worker.to_json() for worker in self.context.workers.values()],
-            "gone": sorted(self._gone),
+            "gone": sorted(self._lost_workers),
             "state": self.policy.to_json(),
             "is_closed": self.is_closed,
             "is_finished": self.is_finished,
@@ -273,16 +275,16 @@ class Scheduler:
         """The scheduler of which this is the snapshot. After a crash, tell it that its workers are lost."""
         scheduler = cls(
             values["policy"],
-            pdsr=Pdsr(**values["pdsr"]),
-            segment=Segment(**values["segment"]),
+            pdsr=PdsrSettings(**values["pdsr"]),
+            segment=SegmentSettings(**values["segment"]),
             rebuild=values["rebuild"],
         )
         context = scheduler.context
-        context.ledger = Ledger.from_json(values["ledger"])
-        context.lengths = Lengths.from_json(values["lengths"])
+        context.samples = SampleTable.from_json(values["ledger"])
+        context.lengths = LengthEstimator.from_json(values["lengths"])
         context.threshold = values["threshold"]
-        context.workers = {one["name"]: Worker.from_json(one) for one in values["workers"]}
-        scheduler._gone = set(values["gone"])
+        context.workers = {one["name"]: WorkerState.from_json(one) for one in values["workers"]}
+        scheduler._lost_workers = set(values["gone"])
         scheduler.policy.load_json(values["state"])
         scheduler.is_closed, scheduler.is_finished = values["is_closed"], values["is_finished"]
         return scheduler

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from settings.schema.rollout import Segment
+from settings.schema.rollout import SegmentSettings
 
-EXPECTED_SHARE = 0.25
+PRIOR_LENGTH_SHARE = 0.25
 """Of the tokens that a sample may have, as the mean length before any has finished."""
 
 
@@ -23,7 +23,7 @@ class SegmentLimits(NamedTuple):
 
 
 def segment_limits(
-    rule: Segment, *, active: int, some_wait: bool, mean_length: float, rungs: tuple[int, ...]
+    rule: SegmentSettings, *, num_active: int, has_waiting: bool, mean_length: float, batch_sizes: tuple[int, ...]
 ) -> SegmentLimits:
     """Of a worker's next segment.
 
@@ -34,26 +34,26 @@ def segment_limits(
         rungs: numbers of rows that the worker can be compacted to.
     """
     bounds = {"minimum": rule.min, "maximum": rule.max}
-    if rule.rule == "budget" or (rule.rule == "auto" and not some_wait):
-        length = budget_length(active, capacity=rule.capacity, **bounds)
+    if rule.rule == "budget" or (rule.rule == "auto" and not has_waiting):
+        length = budget_length(num_active, capacity=rule.capacity, **bounds)
     else:
         length = balanced_length(mean_length, overhead_steps=rule.overhead_steps, **bounds)
-    if not some_wait:
-        return SegmentLimits(length, 0, next_lower_rung(active, rungs))
-    return SegmentLimits(length, finished_worth_leaving(active, mean_length, overhead_steps=rule.overhead_steps), 0)
+    if not has_waiting:
+        return SegmentLimits(length, 0, next_smaller_batch(num_active, batch_sizes))
+    return SegmentLimits(length, refill_threshold(num_active, mean_length, overhead_steps=rule.overhead_steps), 0)
 
 
-def expected_length(max_new: int) -> float:
+def prior_mean_length(max_new: int) -> float:
     """Mean length before any sample has finished, at least 1."""
-    return max(1.0, EXPECTED_SHARE * max_new)
+    return max(1.0, PRIOR_LENGTH_SHARE * max_new)
 
 
-def budget_length(active: int, *, capacity: int, minimum: int, maximum: int) -> int:
+def budget_length(num_active: int, *, capacity: int, minimum: int, maximum: int) -> int:
     """clamp(capacity / active, minimum, maximum): few rows run long without interruption.
 
     Source: the P-DSR design, "Budget-Aware Segment Rollout".
     """
-    return min(max(capacity // active, minimum), maximum)
+    return min(max(capacity // num_active, minimum), maximum)
 
 
 def balanced_length(mean_length: float, *, overhead_steps: float, minimum: int, maximum: int) -> int:
@@ -65,11 +65,11 @@ def balanced_length(mean_length: float, *, overhead_steps: float, minimum: int, 
     return min(max(round(math.sqrt(2 * overhead_steps * mean_length)), minimum), maximum)
 
 
-def finished_worth_leaving(active: int, mean_length: float, *, overhead_steps: float) -> int:
+def refill_threshold(num_active: int, mean_length: float, *, overhead_steps: float) -> int:
     """Finished rows that pay for the edge of a segment when work waits for their slots, at least 1."""
-    return max(1, round(active * math.sqrt(2 * overhead_steps / mean_length)))
+    return max(1, round(num_active * math.sqrt(2 * overhead_steps / mean_length)))
 
 
-def next_lower_rung(active: int, rungs: tuple[int, ...]) -> int:
+def next_smaller_batch(num_active: int, batch_sizes: tuple[int, ...]) -> int:
     """Rows from which on a smaller program fits than the one that `active` rows need; 0 where there is none."""
-    return max((rung for rung in rungs if rung < active), default=0)
+    return max((rung for rung in batch_sizes if rung < num_active), default=0)

@@ -7,16 +7,15 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from app.records.sample import DROPPED
+from app.records.sample import DROPPED_PREFIX
 from app.rollout.scheduling.cost_model import CostModel
-from app.rollout.scheduling.event_log import LogRecord
+from app.rollout.scheduling.event_log import EventRecord
 from app.rollout.scheduling.events import (
     Admit,
     Closed,
     Command,
     Commit,
     Event,
-    Kind,
     Released,
     Retire,
     RowReport,
@@ -25,27 +24,28 @@ from app.rollout.scheduling.events import (
     Submitted,
     Suspend,
     WorkerJoined,
+    WorkerKind,
     WorkerLost,
 )
-from app.rollout.scheduling.length_traces import Trace, Traced, new_samples
+from app.rollout.scheduling.length_traces import Trace, TraceSample, new_samples
 from app.rollout.scheduling.scheduler import Scheduler
-from app.rollout.scheduling.simulated_slots import Ladders, VirtualSlots
+from app.rollout.scheduling.simulated_slots import ProgramSizes, SimulatedSlots
 
-CACHE_RUNGS = tuple(256 * 2**i for i in range(13))
+CACHE_LENGTHS = tuple(256 * 2**i for i in range(13))
 """Cache lengths that an engine has programs for, up to the longest that a sample may need."""
-WAVE_S = 0.5
+SUBMIT_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSpec:
+class SimulatedWorkerSpec:
     name: str
-    kind: Kind
+    kind: WorkerKind
     slots: int
-    rungs: tuple[int, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
     """Rows of smaller programs."""
     device: str | None = None
     """Workers on one device take turns; None: a device of its own."""
-    ladders: Ladders | None = None
+    program_sizes: ProgramSizes | None = None
     """Of its engine; None: `CACHE_RUNGS`, and prompts that are not padded."""
 
 
@@ -64,31 +64,31 @@ class Faults:
     """Of a message about a worker, to come again later."""
     delay: float = 0.0
     """Of a message about a worker, to come late, so that others overtake it."""
-    no_number: float = 0.0
+    non_finite: float = 0.0
     """Of a row, to be dropped by the engine."""
-    most: int = 40
+    max_faults: int = 40
     """Faults in all, so that every run ends."""
 
 
 @dataclass(slots=True)
-class _Row:
-    traced: Traced
+class _SimulatedRow:
+    sample: TraceSample
     epoch: int
     num_tokens: int
 
 
 @dataclass(slots=True)
-class _Worker:
-    spec: WorkerSpec
-    slots: VirtualSlots
-    rows: dict[str, _Row] = field(default_factory=dict)
-    kept: set[str] = field(default_factory=set)
+class _SimulatedWorker:
+    spec: SimulatedWorkerSpec
+    slots: SimulatedSlots
+    rows: dict[str, _SimulatedRow] = field(default_factory=dict)
+    cached_uids: set[str] = field(default_factory=set)
     """Uids whose caches it keeps."""
-    owed_s: float = 0.0
+    pending_s: float = 0.0
     """Of what it was told since its last segment."""
 
 
-class VirtualClock:
+class SchedulerSimulator:
     """Runs a trace through a scheduler.
 
     Args:
@@ -104,13 +104,13 @@ class VirtualClock:
         self,
         scheduler: Scheduler,
         trace: Trace,
-        workers: Sequence[WorkerSpec],
+        workers: Sequence[SimulatedWorkerSpec],
         cost: CostModel,
         *,
         max_new: int,
         faults: Faults | None = None,
         check: bool = False,
-        num_waves: int = 1,
+        num_submissions: int = 1,
         releases: bool = False,
     ):
         self.scheduler = scheduler
@@ -118,150 +118,154 @@ class VirtualClock:
         self.max_new = max_new
         self.faults = faults or Faults()
         self.check = check
-        self.records: list[LogRecord] = []
-        self.traced = {one.uid: one for one in trace}
-        self._workers: dict[str, _Worker] = {}
+        self.records: list[EventRecord] = []
+        self.trace_samples = {one.uid: one for one in trace}
+        self._workers: dict[str, _SimulatedWorker] = {}
         self._lost: set[str] = set()
-        self._free_at: dict[str, float] = {}
+        self._device_free_at: dict[str, float] = {}
         self._inbox: list[tuple[float, int, Event]] = []
         self._num_posted = 0
         self.num_faults = 0
-        self._random = random.Random(self.faults.seed)
-        self._releases = random.Random(self.faults.seed) if releases else None
+        self._rng = random.Random(self.faults.seed)
+        self._release_rng = random.Random(self.faults.seed) if releases else None
         for spec in workers:
-            self.join(spec)
-        for wave in range(num_waves):
-            first, last = (len(trace) * edge // num_waves for edge in (wave, wave + 1))
-            self._post(Submitted(wave * WAVE_S, new_samples(trace[first:last], max_new=max_new)))
-        if num_waves:
-            self._post(Closed((num_waves - 1) * WAVE_S))
+            self.add_worker(spec)
+        for wave in range(num_submissions):
+            first, last = (len(trace) * edge // num_submissions for edge in (wave, wave + 1))
+            self._post(Submitted(wave * SUBMIT_INTERVAL_S, new_samples(trace[first:last], max_new=max_new)))
+        if num_submissions:
+            self._post(Closed((num_submissions - 1) * SUBMIT_INTERVAL_S))
 
-    def run(self) -> list[LogRecord]:
+    def run(self) -> list[EventRecord]:
         """To the last message: also those that come after all is done."""
         while self._inbox:
             at, _, event = heapq.heappop(self._inbox)
             event = replace(event, at=at)
             commands = self.scheduler.handle(event)
-            self.records.append(LogRecord(event, tuple(commands)))
+            self.records.append(EventRecord(event, tuple(commands)))
             if self.check:
-                self.scheduler.check()
+                self.scheduler.check_invariants()
             for command in commands:
-                self._do(command, at)
+                self._execute(command, at)
         return self.records
 
     def _post(self, event: Event) -> None:
         """Puts a message in the inbox, late or twice where the faults say so."""
         copies = [event]
         if isinstance(event, WorkerJoined | WorkerLost | SegmentEnded | Released):
-            if self._strikes(self.faults.delay):
-                copies = [replace(event, at=event.at + self._random.random())]
-            if self._strikes(self.faults.duplicate):
-                copies.append(replace(event, at=event.at + self._random.random()))
+            if self._fault_occurs(self.faults.delay):
+                copies = [replace(event, at=event.at + self._rng.random())]
+            if self._fault_occurs(self.faults.duplicate):
+                copies.append(replace(event, at=event.at + self._rng.random()))
         for one in copies:
             self._num_posted += 1
             heapq.heappush(self._inbox, (one.at, self._num_posted, one))
 
-    def _strikes(self, chance: float) -> bool:
-        if chance == 0.0 or self.num_faults >= self.faults.most or self._random.random() >= chance:
+    def _fault_occurs(self, chance: float) -> bool:
+        if chance == 0.0 or self.num_faults >= self.faults.max_faults or self._rng.random() >= chance:
             return False
         self.num_faults += 1
         return True
 
-    def join(self, spec: WorkerSpec, *, at: float = 0.0) -> None:
-        ladders = spec.ladders or self._ladders((*spec.rungs, spec.slots))
-        self._workers[spec.name] = _Worker(spec, VirtualSlots(ladders, self.cost))
-        self._post(WorkerJoined(at, spec.name, spec.kind, spec.slots, spec.rungs, spec.device))
+    def add_worker(self, spec: SimulatedWorkerSpec, *, at: float = 0.0) -> None:
+        ladders = spec.program_sizes or self._default_sizes((*spec.batch_sizes, spec.slots))
+        self._workers[spec.name] = _SimulatedWorker(spec, SimulatedSlots(ladders, self.cost))
+        self._post(WorkerJoined(at, spec.name, spec.kind, spec.slots, spec.batch_sizes, spec.device))
 
-    def _ladders(self, rows: tuple[int, ...]) -> Ladders:
-        top = max(one.prompt_length for one in self.traced.values()) + self.max_new
-        return Ladders(rows, (*(rung for rung in CACHE_RUNGS if rung < top), top))
+    def _default_sizes(self, rows: tuple[int, ...]) -> ProgramSizes:
+        top = max(one.prompt_length for one in self.trace_samples.values()) + self.max_new
+        return ProgramSizes(rows, (*(rung for rung in CACHE_LENGTHS if rung < top), top))
 
-    def _lose(self, spec: WorkerSpec, why: str, *, at: float) -> None:
+    def _report_lost(self, spec: SimulatedWorkerSpec, why: str, *, at: float) -> None:
         """The worker is reported lost, and comes back, once, under another name."""
         self._post(WorkerLost(at, spec.name, why))
         if spec.name in self._lost:
             return
         self._lost.add(spec.name)
         name, _, number = spec.name.partition("#")
-        self.join(replace(spec, name=f"{name}#{int(number or 1) + 1}"), at=at + self._random.random())
+        self.add_worker(replace(spec, name=f"{name}#{int(number or 1) + 1}"), at=at + self._rng.random())
 
-    def _do(self, command: Command, now: float) -> None:
+    def _execute(self, command: Command, now: float) -> None:
         match command:
             case Suspend():
                 worker = self._workers[command.worker]
-                worker.owed_s += worker.slots.suspend()
+                worker.pending_s += worker.slots.suspend()
                 for uid in command.uids:
                     del worker.rows[uid]
                 if command.why != "truncated":
-                    worker.kept.update(command.uids)
+                    worker.cached_uids.update(command.uids)
             case RunSegment():
-                self._run(command, now)
-            case Commit() if self._releases is not None:
-                ended = tuple(row.uid for row in command.rows if row.finish and self._releases.random() < 0.5)
-                self._post(Released(now + self._releases.random(), ended))
+                self._run_segment(command, now)
+            case Commit() if self._release_rng is not None:
+                ended = tuple(row.uid for row in command.rows if row.finish and self._release_rng.random() < 0.5)
+                self._post(Released(now + self._release_rng.random(), ended))
             case Retire():
                 self._workers.pop(command.worker, None)
 
-    def _run(self, command: RunSegment, now: float) -> None:
+    def _run_segment(self, command: RunSegment, now: float) -> None:
         worker, slots = self._workers[command.worker], self._workers[command.worker].slots
-        seconds = worker.owed_s + self._admit(worker, command.admit)
-        worker.owed_s = 0.0
+        seconds = worker.pending_s + self._admit(worker, command.admit)
+        worker.pending_s = 0.0
         rows = list(worker.rows.values())
         assert 0 < len(rows) <= worker.spec.slots, f"{command.worker}: {len(rows)} rows"
         if not command.leave_when_finished:
             seconds += slots.compact(len(rows))
-        in_room, growth_s = slots.make_room(
-            (row.traced.prompt_length + row.num_tokens, self.max_new - row.num_tokens) for row in rows
+        in_room, growth_s = slots.grow_to_fit(
+            (row.sample.prompt_length + row.num_tokens, self.max_new - row.num_tokens) for row in rows
         )
-        steps = self._steps(command, [row.traced.length - row.num_tokens for row in rows])
+        steps = self._steps(command, [row.sample.length - row.num_tokens for row in rows])
         steps = steps if in_room is None else min(steps, in_room)
         # Replayed tokens pass through the decode program, all rows side by side.
         replayed = max((one.num_tokens for one in command.admit if one.how == "replay"), default=0)
-        seconds += growth_s + slots.steps(steps + replayed)
+        seconds += growth_s + slots.decode(steps + replayed)
         device = worker.spec.device or worker.spec.name.partition("#")[0]
-        free_at = self._free_at.get(device, 0.0)
+        free_at = self._device_free_at.get(device, 0.0)
         starts = max(now, free_at)
         # The host makes a segment ready while another's still has the device.
         seconds += max(now + self.cost.segment_s, free_at) - starts
-        self._free_at[device] = ends = starts + seconds
-        self._report(command, worker, seconds, steps, ends)
+        self._device_free_at[device] = ends = starts + seconds
+        self._post_report(command, worker, seconds, steps, ends)
 
-    def _report(self, command: RunSegment, worker: _Worker, seconds: float, steps: int, ends: float) -> None:
+    def _post_report(
+        self, command: RunSegment, worker: _SimulatedWorker, seconds: float, steps: int, ends: float
+    ) -> None:
         reports = []
         for uid, row in list(worker.rows.items()):
-            row.num_tokens = min(row.num_tokens + steps, row.traced.length)
+            row.num_tokens = min(row.num_tokens + steps, row.sample.length)
             finish = None
-            if row.num_tokens == row.traced.length:
+            if row.num_tokens == row.sample.length:
                 finish = "length" if row.num_tokens == self.max_new else "stop"
-            if self._strikes(self.faults.no_number):
-                finish = f"{DROPPED}non-finite logits"
+            if self._fault_occurs(self.faults.non_finite):
+                finish = f"{DROPPED_PREFIX}non-finite logits"
             reports.append(RowReport(uid, row.epoch, row.num_tokens, finish))
             if finish is not None:
                 del worker.rows[uid]
         spec = worker.spec
-        if self._strikes(self.faults.death):
-            self._lose(spec, "died", at=ends - seconds * self._random.random())
-        elif self._strikes(self.faults.silence):
-            self._lose(spec, "lease expired", at=ends + 2 * seconds)
+        if self._fault_occurs(self.faults.death):
+            self._report_lost(spec, "died", at=ends - seconds * self._rng.random())
+        elif self._fault_occurs(self.faults.silence):
+            self._report_lost(spec, "lease expired", at=ends + 2 * seconds)
         else:
-            if self._strikes(self.faults.stall):
-                self._lose(spec, "lease expired", at=ends)
-                ends += seconds * self._random.random()
+            if self._fault_occurs(self.faults.stall):
+                self._report_lost(spec, "lease expired", at=ends)
+                ends += seconds * self._rng.random()
             self._post(SegmentEnded(ends, command.worker, command.segment, tuple(reports), seconds, steps))
 
-    def _admit(self, worker: _Worker, admitted: Sequence[Admit]) -> float:
+    def _admit(self, worker: _SimulatedWorker, admitted: Sequence[Admit]) -> float:
         """Seconds that it takes to put them in."""
         prompts: dict[str, int] = {}
         reread: list[int] = []
         num_copied = 0
         for one in admitted:
-            traced = self.traced[one.uid]
+            traced = self.trace_samples[one.uid]
             traced = traced._replace(length=min(traced.length, self.max_new))
             assert one.uid not in worker.rows, f"{one.uid} is admitted a second time"
-            worker.rows[one.uid] = _Row(traced, one.epoch, one.num_tokens)
+            worker.rows[one.uid] = _SimulatedRow(traced, one.epoch, one.num_tokens)
             if one.how == "copy":
-                assert one.source and one.uid in self._workers[one.source].kept, f"{one.uid}: nobody kept its cache"
-                self._workers[one.source].kept.remove(one.uid)
+                assert one.source and one.uid in self._workers[one.source].cached_uids, (
+                    f"{one.uid}: nobody kept its cache"
+                )
+                self._workers[one.source].cached_uids.remove(one.uid)
                 num_copied += 1
             elif one.how == "prefill" and one.num_tokens:
                 reread.append(traced.prompt_length + one.num_tokens)
@@ -270,7 +274,7 @@ class VirtualClock:
         if not admitted:
             return 0.0
         num_fresh = len(admitted) - len(reread) - num_copied
-        return worker.slots.admit(prompts, num_fresh=num_fresh, reread=reread, num_copied=num_copied)
+        return worker.slots.admit(prompts, num_fresh=num_fresh, recomputed=reread, num_copied=num_copied)
 
     @staticmethod
     def _steps(command: RunSegment, left: list[int]) -> int:

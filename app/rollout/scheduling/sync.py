@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from app.rollout.scheduling.events import Role
-from app.rollout.scheduling.priority_queue import Queue
-from app.rollout.scheduling.sample_states import Entry
-from app.rollout.scheduling.scheduling_policy import Context, Policy, Worker
+from app.rollout.scheduling.events import SampleRole
+from app.rollout.scheduling.priority_queue import PriorityQueue
+from app.rollout.scheduling.sample_states import SampleEntry
+from app.rollout.scheduling.scheduling_policy import SchedulingContext, SchedulingPolicy, WorkerState
 
 
-class Sync(Policy):
+class SyncPolicy(SchedulingPolicy):
     name = "sync"
     refills = False
 
-    def __init__(self, context: Context):
+    def __init__(self, context: SchedulingContext):
         super().__init__(context)
-        self._queue = Queue()
+        self._queue = PriorityQueue()
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: SampleEntry) -> None:
         self._queue.put(entry.uid, 0, entry.number)
 
-    def give_back(self, entry: Entry) -> None:
+    def requeue(self, entry: SampleEntry) -> None:
         self.add(entry)
 
-    def offers(self, worker: Worker) -> bool:
+    def has_sample_for(self, worker: WorkerState) -> bool:
         return worker.num_carried == 0 and len(self._queue) > 0
 
-    def take(self, worker: Worker) -> tuple[str, Role] | None:
-        uid = self._queue.take() if self.offers(worker) else None
+    def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
+        uid = self._queue.pop() if self.has_sample_for(worker) else None
         return None if uid is None else (uid, "any")
 
     def waiting(self) -> list[str]:
@@ -39,4 +39,4 @@ class Sync(Policy):
         return {"queue": self._queue.to_json()}
 
     def load_json(self, values: Mapping[str, Any]) -> None:
-        self._queue = Queue(values["queue"])
+        self._queue = PriorityQueue(values["queue"])

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from app.model.architecture import Architecture
 from app.model.io.families import FAMILIES, architecture_from_config
-from app.model.rope import Rope
+from app.model.rope import RopeConfig
 from settings.errors import InputError
 
 SIZES: dict[str, Any] = {
@@ -49,7 +49,7 @@ def test_llama_with_only_its_sizes_takes_transformers_defaults():
         num_query_heads=6,
         num_kv_heads=2,
         head_dim=4,
-        rope=Rope(theta=10_000.0),
+        rope=RopeConfig(theta=10_000.0),
         norm_epsilon=1e-5,
         max_positions=128,
         tied_embeddings=False,
@@ -111,7 +111,7 @@ def test_what_transformers_saves_is_read(model_type, rope, tmp_path):
     architecture = architecture_from_config(json.loads((tmp_path / "config.json").read_text()))
     assert architecture.family == model_type
     assert architecture.rope.theta == 3e4
-    assert architecture.rope.kind == rope["rope_type"]
+    assert architecture.rope.rope_type == rope["rope_type"]
     assert architecture.tied_embeddings
 
 
@@ -130,7 +130,7 @@ def test_absent_fields_take_the_values_that_transformers_gives_them(model_type):
     ropes = {"full_attention": ours.rope, "sliding_attention": ours.windowed_rope}
     nested = theirs.rope_parameters if "full_attention" in theirs.rope_parameters else None
     for kind, rope in (nested or {"full_attention": theirs.rope_parameters}).items():
-        assert ropes[kind] == Rope(rope["rope_theta"])
+        assert ropes[kind] == RopeConfig(rope["rope_theta"])
 
 
 def test_gemma3_means_the_same_in_the_spelling_before_transformers_5():
@@ -149,8 +149,8 @@ def test_gemma3_means_the_same_in_the_spelling_before_transformers_5():
     }
     architecture = architecture_from_config(config_of("gemma3_text", sliding_window=7, **old))
     assert architecture == architecture_from_config(config_of("gemma3_text", sliding_window=7, **new))
-    assert architecture.rope == Rope(1e6, "linear", 8.0)
-    assert architecture.windowed_rope == Rope(2e4)
+    assert architecture.rope == RopeConfig(1e6, "linear", 8.0)
+    assert architecture.windowed_rope == RopeConfig(2e4)
     assert architecture.windows == (7, None, 7)
 
 

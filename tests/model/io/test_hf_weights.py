@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, ValueDecoder
-from app.model.io.hf_weights import critic_entries, load_weights
+from app.model.io.hf_weights import critic_tensors, load_weights
 from settings.errors import InputError
 from tests.tiny import BIASED, EVEN, ODD, SWITCHED, SWITCHES, make_mesh, random_params
 
@@ -95,11 +95,11 @@ def in_hugging_face_names(architecture: Architecture, params: Params) -> Tensors
 
 
 def load(architecture: Architecture, source: Held, mesh_shape: tuple[int, int, int] = (1, 1, 1)) -> Params:
-    return load_weights(DecoderDefinition.of(architecture), source, make_mesh(mesh_shape))
+    return load_weights(DecoderDefinition.create(architecture), source, make_mesh(mesh_shape))
 
 
 def random_file(architecture: Architecture) -> tuple[Params, Tensors]:
-    params = random_params(DecoderDefinition.of(architecture))
+    params = random_params(DecoderDefinition.create(architecture))
     return params, in_hugging_face_names(architecture, params)
 
 
@@ -286,8 +286,8 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(name, shape, expect
 
 
 def critic_of(tensors: Tensors) -> Params:
-    definition, source = DecoderDefinition.of(BIASED, ValueDecoder), Held(tensors)
-    return load_weights(definition, source, make_mesh(), entries=critic_entries(definition, source.shapes))
+    definition, source = DecoderDefinition.create(BIASED, ValueDecoder), Held(tensors)
+    return load_weights(definition, source, make_mesh(), entries=critic_tensors(definition, source.shapes))
 
 
 def test_a_critic_from_a_language_model_has_its_trunk_and_a_head_of_zeros():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from app.rollout.scheduling.cost_model import CostModel
-from app.rollout.scheduling.event_log import EventLog, LogRecord, RunFacts
+from app.rollout.scheduling.event_log import EventLog, EventRecord, RunIdentity
 from app.rollout.scheduling.events import (
     Closed,
     Command,
@@ -21,14 +21,14 @@ from app.rollout.scheduling.events import (
     WorkerJoined,
 )
 from app.rollout.scheduling.scheduler import Scheduler
-from settings.schema.rollout import Pdsr, Segment
+from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 FREE = replace(CostModel(), **dict.fromkeys(CostModel().to_json().keys() - {"measured_steps"}, 0.0))
 """Nothing costs anything."""
 
 
 def make_scheduler(policy: str = "adaptive", *, pdsr: dict | None = None, segment: dict | None = None, **more: Any):
-    return Scheduler(policy, pdsr=Pdsr(**(pdsr or {})), segment=Segment(**(segment or {})), **more)
+    return Scheduler(policy, pdsr=PdsrSettings(**(pdsr or {})), segment=SegmentSettings(**(segment or {})), **more)
 
 
 def samples(prompts: int, group: int, *, max_new: int = 4096, first: int = 0) -> tuple[NewSample, ...]:
@@ -37,10 +37,10 @@ def samples(prompts: int, group: int, *, max_new: int = 4096, first: int = 0) ->
     )
 
 
-def write_log(path: Path, records: Iterable[LogRecord], scheduler: Scheduler, *, run: RunFacts) -> None:
+def write_log(path: Path, records: Iterable[EventRecord], scheduler: Scheduler, *, run: RunIdentity) -> None:
     """As a rollout writes it. `scheduler` as it was before the first record."""
-    with EventLog(path, run=run) as log:
-        log.begin(scheduler)
+    with EventLog(path, identity=run) as log:
+        log.start_or_resume(scheduler)
         for record in records:
             log.append(record, {})
 
@@ -57,7 +57,7 @@ class Driven:
 
     def tell(self, event: Any) -> list[Command]:
         self.last = self.scheduler.handle(event)
-        self.scheduler.check()
+        self.scheduler.check_invariants()
         for command in self.last:
             if isinstance(command, RunSegment):
                 self.running[command.worker] = command

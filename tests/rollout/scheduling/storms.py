@@ -10,14 +10,14 @@ from app.rollout.scheduling import length_traces
 from app.rollout.scheduling.cost_model import CostModel
 from app.rollout.scheduling.length_traces import Trace
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from app.rollout.scheduling.simulator import Faults, VirtualClock, WorkerSpec
-from settings.schema.rollout import Pdsr, Segment
+from app.rollout.scheduling.simulator import Faults, SchedulerSimulator, SimulatedWorkerSpec
+from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 MAX_NEW = 200
 SECOND_COSTS = CostModel(step_s=0.01, segment_s=0.02, move_s=0.01)
 
 
-def storm(seed: int) -> VirtualClock:
+def storm(seed: int) -> SchedulerSimulator:
     """A small trace, workers, rules and faults; every invariant is checked after every event."""
     rng = random.Random(seed)
     policy = rng.choice(list(POLICIES))
@@ -33,7 +33,7 @@ def storm(seed: int) -> VirtualClock:
     faults = Faults() if is_calm else random_faults(rng, seed)
     workers, num_waves = random_workers(rng), rng.choice([1, 1, 3])
     releases = rng.random() < 0.3
-    return VirtualClock(
+    return SchedulerSimulator(
         scheduler,
         trace,
         workers,
@@ -41,7 +41,7 @@ def storm(seed: int) -> VirtualClock:
         max_new=MAX_NEW,
         faults=faults,
         check=True,
-        num_waves=num_waves,
+        num_submissions=num_waves,
         releases=releases,
     )
 
@@ -74,10 +74,10 @@ def random_trace(rng: random.Random, seed: int) -> Trace:
     return length_traces.ascending(trace) if kind == 4 else trace
 
 
-def random_rules(rng: random.Random) -> Pdsr:
+def random_rules(rng: random.Random) -> PdsrSettings:
     """Limits from far below every sample (everything is heavy) to far above (everything is fast)."""
     window_min = rng.choice([1, 4, 32])
-    return Pdsr(
+    return PdsrSettings(
         unit=rng.choice(["tokens", "seconds"]),
         heavy_percent=rng.choice([0.1, 10.0, 99.0]),
         probe_limit_tokens=rng.choice([1, 30, 1000]),
@@ -91,9 +91,9 @@ def random_rules(rng: random.Random) -> Pdsr:
     )
 
 
-def random_segment(rng: random.Random) -> Segment:
+def random_segment(rng: random.Random) -> SegmentSettings:
     least = rng.choice([1, 7, 64])
-    return Segment(
+    return SegmentSettings(
         rule=rng.choice(["auto", "budget", "balance"]),
         min=least,
         max=least * rng.choice([1, 10]),
@@ -102,7 +102,7 @@ def random_segment(rng: random.Random) -> Segment:
     )
 
 
-def random_workers(rng: random.Random) -> list[WorkerSpec]:
+def random_workers(rng: random.Random) -> list[SimulatedWorkerSpec]:
     """Some of them on one device; never none."""
     counts = rng.choice([(1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (3, 0)])
     specs = []
@@ -110,5 +110,5 @@ def random_workers(rng: random.Random) -> list[WorkerSpec]:
         for i in range(count):
             slots = rng.choice([1, 2, 5, 8])
             rungs = tuple(rung for rung in (2, 4) if rung < slots)
-            specs.append(WorkerSpec(f"{kind}-{i}", kind, slots, rungs, device=rng.choice([None, "shared"])))
+            specs.append(SimulatedWorkerSpec(f"{kind}-{i}", kind, slots, rungs, device=rng.choice([None, "shared"])))
     return specs

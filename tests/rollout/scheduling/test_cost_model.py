@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.rollout.scheduling.cost_model import CostModel, Work, lower_bound_s
+from app.rollout.scheduling.cost_model import CostModel, SampleLengths, lower_bound_s
 from settings.errors import InputError
 from tests.rollout.scheduling.driving import FREE
 
@@ -15,7 +15,7 @@ def test_a_measured_program_costs_what_was_measured_and_others_what_the_constant
 
 
 def test_a_program_faster_than_the_constants_lowers_the_bound() -> None:
-    work = [Work("p", 1, 10), Work("q", 1, 2)]
+    work = [SampleLengths("p", 1, 10), SampleLengths("q", 1, 2)]
     fitted = replace(MEASURED, measured_steps=())
     # 3 s where the constants say 5; that the other is slower lowers nothing.
     assert lower_bound_s(work, [8], MEASURED) == pytest.approx(0.6 * lower_bound_s(work, [8], fitted))

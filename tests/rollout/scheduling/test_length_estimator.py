@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.rollout.scheduling.events import NewSample
-from app.rollout.scheduling.length_estimator import Lengths, censored_quantile
-from app.rollout.scheduling.sample_states import Entry
+from app.rollout.scheduling.length_estimator import LengthEstimator, censored_quantile
+from app.rollout.scheduling.sample_states import SampleEntry
 
 
-def entry(uid: str = "a", *, tokens: int = 0, finish: str | None = None, prompt: str = "p") -> Entry:
-    return Entry(NewSample(uid, prompt, 0, 10, 1000), 0, num_tokens=tokens, finish=finish)
+def entry(uid: str = "a", *, tokens: int = 0, finish: str | None = None, prompt: str = "p") -> SampleEntry:
+    return SampleEntry(NewSample(uid, prompt, 0, 10, 1000), 0, num_tokens=tokens, finish=finish)
 
 
 def test_a_censored_quantile_by_hand() -> None:
@@ -35,24 +35,24 @@ def test_running_samples_can_only_raise_it() -> None:
 
 
 def test_nothing_is_learnt_from_a_sample_that_was_dropped() -> None:
-    lengths = Lengths(window=4)
+    lengths = LengthEstimator(window=4)
     assert not lengths.observe(entry(tokens=5, finish="dropped:non-finite logits"), measure=5)
-    assert lengths.num_finished == 0 and not lengths.measures and not lengths.is_known("p")
+    assert lengths.num_finished == 0 and not lengths.measures and not lengths.has_estimate("p")
 
 
 def test_siblings_of_a_first_sample_that_was_dropped_are_as_unknown_as_before() -> None:
-    lengths = Lengths(window=4)
-    lengths.expect("p")
-    assert lengths.is_known("p")
+    lengths = LengthEstimator(window=4)
+    lengths.start_probe("p")
+    assert lengths.has_estimate("p")
     lengths.observe(entry(tokens=0, finish="dropped:non-finite logits"), measure=0)
-    assert not lengths.is_known("p")
+    assert not lengths.has_estimate("p")
 
 
 def test_a_prompt_whose_samples_were_all_dropped_has_no_history() -> None:
-    lengths = Lengths(window=4)
+    lengths = LengthEstimator(window=4)
     lengths.observe(entry(tokens=7, finish=None), measure=7)
-    lengths.conclude("p", mean=None)
-    assert not lengths.is_known("p") and not lengths.group_measure
+    lengths.finish_prompt("p", mean=None)
+    assert not lengths.has_estimate("p") and not lengths.group_measure
 
 
 def test_it_is_infinite_while_too_many_run() -> None:
@@ -60,7 +60,7 @@ def test_it_is_infinite_while_too_many_run() -> None:
 
 
 def test_there_is_no_threshold_before_enough_have_finished() -> None:
-    lengths = Lengths(window=4)
+    lengths = LengthEstimator(window=4)
     for i in range(3):
         lengths.observe(entry(f"{i}", tokens=i + 1, finish="stop"), measure=i + 1)
     assert lengths.threshold([], percentile=80, min_finished=4) is None
@@ -68,7 +68,7 @@ def test_there_is_no_threshold_before_enough_have_finished() -> None:
 
 
 def test_the_window_forgets() -> None:
-    lengths = Lengths(window=4)
+    lengths = LengthEstimator(window=4)
     for i, length in enumerate([1000, 1000, 1, 1, 1, 1]):
         lengths.observe(entry(f"{i}", tokens=length, finish="stop"), measure=length)
     assert lengths.threshold([], percentile=99, min_finished=1) == 1
@@ -78,13 +78,13 @@ def test_the_window_forgets() -> None:
 def test_the_estimate_is_the_largest_of_history_group_and_own(
     history: int, sibling: int, own: int, expected: int
 ) -> None:
-    lengths = Lengths(window=4, history={"p": history})
+    lengths = LengthEstimator(window=4, history={"p": history})
     lengths.observe(entry("sibling", tokens=sibling), measure=sibling)
     assert lengths.estimate(entry(tokens=own)) == expected
 
 
 def test_json_gives_the_lengths_back() -> None:
-    lengths = Lengths(window=2, history={"p": 3}, known={"a": 4})
+    lengths = LengthEstimator(window=2, history={"p": 3}, known_lengths={"a": 4})
     for i in range(3):
         lengths.observe(entry(f"{i}", tokens=i + 1, finish="stop"), measure=i / 2)
-    assert vars(Lengths.from_json(lengths.to_json())) == vars(lengths)
+    assert vars(LengthEstimator.from_json(lengths.to_json())) == vars(lengths)

@@ -6,11 +6,11 @@ import pytest
 from app.records.jsonl import write_jsonl
 from app.rollout.scheduling import length_traces
 from app.rollout.scheduling.cost_model import CostModel
-from app.rollout.scheduling.event_log import LogRecord
+from app.rollout.scheduling.event_log import EventRecord
 from app.rollout.scheduling.events import Closed, Event, RowReport, SegmentEnded, Submitted, WorkerJoined
-from app.rollout.scheduling.length_traces import Traced, read_trace
+from app.rollout.scheduling.length_traces import TraceSample, read_trace
 from app.rollout.scheduling.scheduler import POLICIES
-from app.rollout.scheduling.simulator import VirtualClock, WorkerSpec
+from app.rollout.scheduling.simulator import SchedulerSimulator, SimulatedWorkerSpec
 from settings.errors import InputError
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 
@@ -49,7 +49,7 @@ def test_the_other_traces_are_what_they_are_called() -> None:
 
 
 def test_a_trace_is_read_back(tmp_path: Path) -> None:
-    trace = [Traced("a/s0", "a", 0, 5, 7), Traced("odd", "q", 3, 1, 128)]
+    trace = [TraceSample("a/s0", "a", 0, 5, 7), TraceSample("odd", "q", 3, 1, 128)]
     write_jsonl(tmp_path / "t.jsonl", (one._asdict() for one in trace))
     assert read_trace(tmp_path / "t.jsonl") == trace
 
@@ -58,9 +58,9 @@ def test_a_trace_is_read_back(tmp_path: Path) -> None:
 def test_the_event_log_of_a_rollout_is_its_trace(policy: str) -> None:
     rng = np.random.default_rng(2)
     trace = length_traces.log_normal(rng, prompts=6, group=4, mean=60, sigma=1.0, correlation=0.5, max_new=200)
-    workers = [WorkerSpec("f", "fast", 4), WorkerSpec("h", "heavy", 4)]
-    clock = VirtualClock(make_scheduler(policy), trace, workers, CostModel(), max_new=200)
-    assert length_traces.trace_of(clock.run()) == trace
+    workers = [SimulatedWorkerSpec("f", "fast", 4), SimulatedWorkerSpec("h", "heavy", 4)]
+    clock = SchedulerSimulator(make_scheduler(policy), trace, workers, CostModel(), max_new=200)
+    assert length_traces.trace_from_records(clock.run()) == trace
 
 
 def test_samples_that_were_dropped_are_in_no_trace(tmp_path: Path) -> None:
@@ -68,22 +68,25 @@ def test_samples_that_were_dropped_are_in_no_trace(tmp_path: Path) -> None:
     records = []
 
     def tell(event: Event) -> None:
-        records.append(LogRecord(event, tuple(driven.tell(event))))
+        records.append(EventRecord(event, tuple(driven.tell(event))))
 
     tell(WorkerJoined(0.0, "w", "fast", 3))
     tell(Submitted(0.0, samples(1, 3)))
     tell(driven.ended("w", {"p0/s0": 5, "p0/s1": 5, "p0/s2": 5}, finished=("p0/s1",)))
     with pytest.raises(InputError, match="not finished: 1 of its 3 samples"):
-        length_traces.trace_of(records)
+        length_traces.trace_from_records(records)
     tell(Closed(1.0))
     rows = (RowReport("p0/s0", 1, 7, "dropped:non-finite logits"), RowReport("p0/s2", 1, 9, "stop"))
     tell(SegmentEnded(2.0, "w", 2, rows, 1.0, 4))
-    assert length_traces.trace_of(records) == [Traced("p0/s1", "p0", 1, 5, 10), Traced("p0/s2", "p0", 2, 9, 10)]
+    assert length_traces.trace_from_records(records) == [
+        TraceSample("p0/s1", "p0", 1, 5, 10),
+        TraceSample("p0/s2", "p0", 2, 9, 10),
+    ]
     told = {"prompt_token_ids": [1], "finish_reason": "stop"}
     broken = {"uid": "a/s0", **told, "completion_token_ids": [], "finish_reason": "dropped:non-finite logits"}
     path = tmp_path / "samples.jsonl"
     write_jsonl(path, [broken, {"uid": "a/s1", **told, "completion_token_ids": [3]}])
-    assert read_trace(path) == [Traced("a/s1", "a", 1, 1, 1)]
+    assert read_trace(path) == [TraceSample("a/s1", "a", 1, 1, 1)]
     write_jsonl(path, [broken])
     with pytest.raises(InputError, match="got 1 that were dropped"):
         read_trace(path)
@@ -94,7 +97,7 @@ def test_samples_of_a_rollout_are_a_trace(tmp_path: Path) -> None:
     path.write_text(
         '{"uid": "train/7/s2", "prompt": [{"role": "user"}], "prompt_token_ids": [1, 2], "completion_token_ids": [3]}\n'
     )
-    assert read_trace(path) == [Traced("train/7/s2", "train/7", 2, 1, 2)]
+    assert read_trace(path) == [TraceSample("train/7/s2", "train/7", 2, 1, 2)]
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,20 @@ import math
 
 import pytest
 
-from app.rollout.scheduling.event_log import LogRecord
+from app.rollout.scheduling.event_log import EventRecord
 from app.rollout.scheduling.events import Closed, Event, Released, SegmentEnded, Submitted, WorkerJoined, WorkerLost
-from app.rollout.scheduling.metrics import FigureTally, Span, figures, lanes, spans
+from app.rollout.scheduling.metrics import ScheduleMetricsTracker, Span, schedule_metrics, slot_spans, slots_per_worker
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 from tests.rollout.scheduling.storms import storm
 
 
-def handed_over() -> list[LogRecord]:
+def handed_over() -> list[EventRecord]:
     """Two samples; one trips the breaker of the fast worker, which dies, and goes on in the heavy one."""
     driven = Driven(make_scheduler("pdsr_v2", pdsr={"fast_limit_tokens": 10}))
     records = []
 
     def tell(event) -> None:
-        records.append(LogRecord(event, tuple(driven.tell(event))))
+        records.append(EventRecord(event, tuple(driven.tell(event))))
 
     tell(WorkerJoined(0.0, "fast", "fast", 1))
     tell(WorkerJoined(0.0, "heavy", "heavy", 1))
@@ -30,7 +30,7 @@ def handed_over() -> list[LogRecord]:
 
 
 def test_figures_by_hand() -> None:
-    found = figures(handed_over())
+    found = schedule_metrics(handed_over())
     assert found.makespan_s == 10
     assert (found.useful_tokens, found.segments, found.breaker_trips, found.suspensions) == (21, 4, 1, 1)
     assert (found.repacked_tokens, found.wasted_tokens) == (10, 10)
@@ -42,7 +42,7 @@ def test_slots_count_while_their_worker_is_there() -> None:
     records = []
 
     def tell(event: Event) -> None:
-        records.append(LogRecord(event, tuple(driven.tell(event))))
+        records.append(EventRecord(event, tuple(driven.tell(event))))
 
     tell(WorkerJoined(0.0, "a", "fast", 1))
     tell(Submitted(1.0, samples(2, 1)))
@@ -56,33 +56,33 @@ def test_slots_count_while_their_worker_is_there() -> None:
     tell(driven.ended("a#2", {"p0/s0": 7, "p1/s0": 3}, finished=("p0/s0", "p1/s0"), seconds=3.0))  # at 10
     tell(WorkerLost(20.0, "a#2", "late"))
     share = (3 / 7 + 3 / 7) * 3 + 4
-    assert figures(records).bubble == pytest.approx(1 - share / (1 * 4 + 2 * 3))
-    tally = FigureTally()
+    assert schedule_metrics(records).bubble == pytest.approx(1 - share / (1 * 4 + 2 * 3))
+    tally = ScheduleMetricsTracker()
     for record in records[:4]:
         tally.add(record)
-    tally.window()
+    tally.take_window()
     for record in records[4:]:
         tally.add(record)
-    assert tally.window().bubble == pytest.approx(1 - (share - 4) / (2 * 3))
-    assert lanes(records) == {"a": 2}
+    assert tally.take_window().bubble == pytest.approx(1 - (share - 4) / (2 * 3))
+    assert slots_per_worker(records) == {"a": 2}
 
 
 def test_windows_by_hand() -> None:
-    tally, records = FigureTally(), handed_over()
+    tally, records = ScheduleMetricsTracker(), handed_over()
     for record in records[:8]:
         tally.add(record)
-    first = tally.window()
-    tally.add(LogRecord(Released(6.0, ("p1/s0",)), ()))
+    first = tally.take_window()
+    tally.add(EventRecord(Released(6.0, ("p1/s0",)), ()))
     for record in records[8:]:
         tally.add(record)
-    second = tally.window()
+    second = tally.take_window()
     assert (first.makespan_s, first.useful_tokens, first.segments) == (6, 16, 3)
     assert (second.makespan_s, second.useful_tokens, second.segments) == (4, 5, 1)
     assert math.isnan(first.tail_fraction) and list(tally.samples) == ["p0/s0"]
 
 
 def test_the_spans_of_a_handed_over_sample() -> None:
-    of_sample = [one for one in spans(handed_over()) if one.uid == "p0/s0"]
+    of_sample = [one for one in slot_spans(handed_over()) if one.uid == "p0/s0"]
     assert of_sample[0] == Span("fast", 0, 2.0, 4.0, "probe", "p0/s0")
     assert [one.role for one in of_sample][-1] == "heavy"
 
@@ -90,7 +90,7 @@ def test_the_spans_of_a_handed_over_sample() -> None:
 def test_spans_never_overlap_in_a_slot() -> None:
     for seed in range(60):
         ends: dict[tuple[str, int], float] = {}
-        for one in spans(calm(seed)):
+        for one in slot_spans(calm(seed)):
             if one.slot < 0:
                 continue
             place = (one.worker, one.slot)
@@ -98,7 +98,7 @@ def test_spans_never_overlap_in_a_slot() -> None:
             ends[place] = one.end_s
 
 
-def calm(seed: int) -> list[LogRecord]:
+def calm(seed: int) -> list[EventRecord]:
     clock = storm(seed)
     clock.faults = type(clock.faults)()
     return clock.run()
@@ -108,11 +108,11 @@ def test_what_a_lost_worker_decoded_is_wasted() -> None:
     driven = Driven(make_scheduler())
     records = []
     for event in (WorkerJoined(0.0, "a", "fast", 1), WorkerJoined(0.0, "b", "fast", 1), Submitted(0.0, samples(1, 1))):
-        records.append(LogRecord(event, tuple(driven.tell(event))))
+        records.append(EventRecord(event, tuple(driven.tell(event))))
     late: SegmentEnded = driven.ended("a", {"p0/s0": 64})
     for event in (WorkerLost(0.5, "a", "lease expired"), late):
-        records.append(LogRecord(event, tuple(driven.tell(event))))
-    found = figures(records)
+        records.append(EventRecord(event, tuple(driven.tell(event))))
+    found = schedule_metrics(records)
     assert (found.useful_tokens, found.wasted_tokens) == (0, 64)
 
 
@@ -120,11 +120,11 @@ def test_a_report_that_is_refused_or_repeated_is_no_segment() -> None:
     driven = Driven(make_scheduler())
     records = []
     for event in (WorkerJoined(0.0, "a", "fast", 1), Submitted(0.0, samples(1, 1))):
-        records.append(LogRecord(event, tuple(driven.tell(event))))
+        records.append(EventRecord(event, tuple(driven.tell(event))))
     ended = driven.ended("a", {"p0/s0": 64})
     for event in (ended, ended, WorkerLost(3.0, "a", "died"), ended):
-        records.append(LogRecord(event, tuple(driven.tell(event))))
-    found = figures(records)
+        records.append(EventRecord(event, tuple(driven.tell(event))))
+    found = schedule_metrics(records)
     assert (found.segments, found.useful_tokens, found.wasted_tokens) == (1, 64, 0)
 
 
@@ -133,12 +133,12 @@ def test_where_nothing_is_expected_nothing_is_recalled_or_stolen() -> None:
     records = []
     workers = (WorkerJoined(0.0, "f", "fast", 2), WorkerJoined(0.0, "h", "heavy", 2))
     for event in (*workers, Submitted(0.0, samples(4, 1)), Closed(0.0)):
-        records.append(LogRecord(event, tuple(driven.tell(event))))
+        records.append(EventRecord(event, tuple(driven.tell(event))))
     for worker in ("f", "h"):
         tokens = {uid: 5 + i for i, uid in enumerate(driven.rows(worker))}
         event = driven.ended(worker, tokens, finished=tuple(tokens))
-        records.append(LogRecord(event, tuple(driven.tell(event))))
-    found = figures(records)
+        records.append(EventRecord(event, tuple(driven.tell(event))))
+    found = schedule_metrics(records)
     assert (found.probe_recall, found.stolen, found.useful_tokens) == (None, 0, 22)
 
 
@@ -148,23 +148,23 @@ def test_truncated_samples_have_ended() -> None:
     records = []
     workers = (WorkerJoined(0.0, "f", "fast", 2), WorkerJoined(0.0, "h", "heavy", 2))
     for event in (*workers, Submitted(0.0, samples(2, 2)), Closed(0.0)):
-        records.append(LogRecord(event, tuple(driven.tell(event))))
+        records.append(EventRecord(event, tuple(driven.tell(event))))
 
     def end(worker: str, finished: tuple[str, ...], length: int) -> None:
         event = driven.ended(worker, dict.fromkeys(driven.rows(worker), length), finished=finished)
-        records.append(LogRecord(event, tuple(driven.tell(event))))
+        records.append(EventRecord(event, tuple(driven.tell(event))))
 
     end("f", ("p0/s0", "p1/s0"), 4)
     end("f", (), 10)
-    found = figures(records)
+    found = schedule_metrics(records)
     assert found.truncated == 1 and found.makespan_s == driven.at
     end("h", tuple(driven.rows("h")), 10)
     # Three of four have ended when the tail begins.
-    assert figures(records).tail_fraction == pytest.approx(1 - 2 / 3)
+    assert schedule_metrics(records).tail_fraction == pytest.approx(1 - 2 / 3)
 
 
 def test_a_log_without_samples_has_figures() -> None:
     driven = Driven(make_scheduler())
     event = WorkerJoined(0.0, "a", "fast", 1)
-    found = figures([LogRecord(event, tuple(driven.tell(event)))])
+    found = schedule_metrics([EventRecord(event, tuple(driven.tell(event)))])
     assert found.probe_recall is None and found.bubble == pytest.approx(1.0)

@@ -1,7 +1,7 @@
 import pytest
 
 from app.rollout.scheduling.events import Commit, RunSegment, WorkerLost
-from app.rollout.scheduling.sample_states import State
+from app.rollout.scheduling.sample_states import SampleState
 from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, samples, suspended
 
 
@@ -45,8 +45,8 @@ def test_v1_hands_over_a_probe_at_its_limit_and_calls_its_prompt_heavy() -> None
     assert admitted(commands, "fast") == ["p1/s1"]
 
 
-@pytest.mark.parametrize(("choice", "state"), [("suspend", State.RUNNING), ("truncate", State.DONE)])
-def test_v1_hands_over_or_truncates_at_the_fast_limit(choice: str, state: State) -> None:
+@pytest.mark.parametrize(("choice", "state"), [("suspend", SampleState.RUNNING), ("truncate", SampleState.DONE)])
+def test_v1_hands_over_or_truncates_at_the_fast_limit(choice: str, state: SampleState) -> None:
     driven = driven_pair("pdsr_v1", slots=1, fast_limit_tokens=50, on_fast_limit=choice, heavy_percent=1.0)
     driven.submit(samples(2, 2))
     driven.end("fast", {"p0/s0": 9}, finished=("p0/s0",))
@@ -55,7 +55,7 @@ def test_v1_hands_over_or_truncates_at_the_fast_limit(choice: str, state: State)
     driven.end("heavy", {"p0/s1": 5}, finished=("p0/s1",))
     commands = driven.end("fast", {"p1/s1": 50})
     assert suspended(commands) == [("p1/s1", "breaker" if choice == "suspend" else "truncated")]
-    assert driven.scheduler.ledger["p1/s1"].state is state
+    assert driven.scheduler.samples["p1/s1"].state is state
     if choice == "truncate":
         (commit,) = [one for one in commands if isinstance(one, Commit) and one.rows[0].finish]
         assert (commit.rows[0].num_tokens, commit.rows[0].finish) == (50, "length")

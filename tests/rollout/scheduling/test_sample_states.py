@@ -1,11 +1,11 @@
 import pytest
 
 from app.rollout.scheduling.events import NewSample, RowReport
-from app.rollout.scheduling.sample_states import Ledger, State
+from app.rollout.scheduling.sample_states import SampleState, SampleTable
 
 
-def running(worker: str = "w") -> tuple[Ledger, str]:
-    ledger = Ledger()
+def running(worker: str = "w") -> tuple[SampleTable, str]:
+    ledger = SampleTable()
     entry = ledger.add(NewSample("a", "p", 0, 10, 100))
     assert entry is not None
     ledger.start(entry, worker)
@@ -16,7 +16,7 @@ def test_a_result_counts_once() -> None:
     ledger, uid = running()
     assert ledger.commit("w", RowReport(uid, 1, 7, "stop"), 1.0)
     assert not ledger.commit("w", RowReport(uid, 1, 7, "stop"), 1.0)
-    assert (ledger[uid].state, ledger[uid].num_tokens, ledger[uid].seconds) == (State.DONE, 7, 1.0)
+    assert (ledger[uid].state, ledger[uid].num_tokens, ledger[uid].seconds) == (SampleState.DONE, 7, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,13 @@ def test_a_result_of_another_worker_epoch_or_sample_changes_nothing(worker: str,
     ledger, uid = running()
     before = ledger.to_json()
     assert not ledger.commit(worker, row, 1.0)
-    assert ledger.to_json() == before and ledger[uid].state is State.RUNNING
+    assert ledger.to_json() == before and ledger[uid].state is SampleState.RUNNING
 
 
 def test_the_epoch_before_a_loss_is_fenced_off() -> None:
     ledger, uid = running()
     ledger.commit("w", RowReport(uid, 1, 7, None), 1.0)
-    ledger.lose(ledger[uid])
+    ledger.mark_lost(ledger[uid])
     assert not ledger.commit("w", RowReport(uid, 1, 9, "stop"), 1.0)
     ledger.start(ledger[uid], "w")
     assert not ledger.commit("w", RowReport(uid, 1, 9, "stop"), 1.0)
@@ -55,21 +55,21 @@ def test_tokens_never_shrink() -> None:
 def test_a_dropped_sample_keeps_its_reason() -> None:
     ledger, uid = running()
     ledger.commit("w", RowReport(uid, 1, 3, "dropped:non-finite logits"), 1.0)
-    assert (ledger[uid].state, ledger[uid].finish) == (State.DROPPED, "dropped:non-finite logits")
+    assert (ledger[uid].state, ledger[uid].finish) == (SampleState.DROPPED, "dropped:non-finite logits")
 
 
 def test_a_sample_that_lost_all_is_new_again() -> None:
     ledger, uid = running()
-    ledger.lose(ledger[uid])
-    assert ledger[uid].state is State.NEW
+    ledger.mark_lost(ledger[uid])
+    assert ledger[uid].state is SampleState.NEW
 
 
 def test_the_check_sees_a_state_that_was_changed_behind_its_back() -> None:
     ledger, uid = running()
-    ledger.check()
-    ledger[uid].state = State.DONE
+    ledger.check_invariants()
+    ledger[uid].state = SampleState.DONE
     with pytest.raises(AssertionError):
-        ledger.check()
+        ledger.check_invariants()
 
 
 def test_a_known_uid_is_not_added_again() -> None:
@@ -81,4 +81,4 @@ def test_a_known_uid_is_not_added_again() -> None:
 def test_json_gives_the_ledger_back() -> None:
     ledger, _ = running()
     ledger.add(NewSample("b", "p", 1, 10, 100))
-    assert Ledger.from_json(ledger.to_json()) == ledger
+    assert SampleTable.from_json(ledger.to_json()) == ledger

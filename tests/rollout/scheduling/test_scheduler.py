@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 
 from app.rollout.scheduling.events import Commit, Finished, Released, Retire, RunSegment, Submitted, WorkerLost
-from app.rollout.scheduling.sample_states import State
+from app.rollout.scheduling.sample_states import SampleState
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from app.rollout.scheduling.scheduling_policy import Worker
+from app.rollout.scheduling.scheduling_policy import WorkerState
 from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, samples
 from tests.rollout.scheduling.storms import storm
 
@@ -35,7 +35,7 @@ def test_samples_that_were_taken_are_forgotten_and_their_prompt_becomes_history(
     driven.tell(report)
     driven.end("w", {"p0/s1": 9})
     driven.tell(Released(driven.at, ("p0/s0", "p0/s1", "nobody")))
-    ledger, lengths = driven.scheduler.ledger, driven.scheduler.context.lengths
+    ledger, lengths = driven.scheduler.samples, driven.scheduler.context.lengths
     assert [entry.uid for entry in ledger] == ["p0/s1"], "the other one still runs"
     assert "p0" not in lengths.history and driven.scheduler.policy.to_json()["probes"]["verdicts"] == {"p0": "fast"}
     driven.end("w", {"p0/s1": 12}, finished=("p0/s1",))
@@ -94,7 +94,7 @@ def test_a_lost_workers_rows_go_on_elsewhere_and_its_late_report_is_refused() ->
     assert driven.tell(late) == []
     assert driven.tell(WorkerLost(9.0, "a", "again")) == []
     assert driven.join("a") == [], "a name that is gone does not come back"
-    assert driven.scheduler.ledger["p0/s0"].state is State.RUNNING
+    assert driven.scheduler.samples["p0/s0"].state is SampleState.RUNNING
 
 
 def test_rows_are_replayed_where_every_bit_must_be_the_same() -> None:
@@ -114,7 +114,7 @@ def test_a_kept_cache_is_copied_and_forgotten_with_its_worker() -> None:
     driven.join("h", "heavy", slots=1)
     driven.submit(samples(3, 1))
     driven.end("f", {"p0/s0": 10})
-    assert scheduler.ledger["p0/s0"].held_by == "f"
+    assert scheduler.samples["p0/s0"].held_by == "f"
     commands = driven.end("h", {"p1/s0": 3}, finished=("p1/s0",))
     (run,) = [one for one in commands if isinstance(one, RunSegment)]
     assert (run.admit[0].uid, run.admit[0].how, run.admit[0].source) == ("p0/s0", "copy", "f")
@@ -138,7 +138,7 @@ def test_a_segment_does_not_leave_for_samples_that_wait_for_a_verdict() -> None:
     driven = Driven(make_scheduler("pdsr_v1", segment={"capacity": 1000, "min": 10, "max": 500}))
     driven.join("w", slots=4, rungs=(2,))
     driven.submit(samples(4, 3))
-    assert driven.scheduler.ledger.num_waiting == 8
+    assert driven.scheduler.samples.num_waiting == 8
     probes = {f"p{i}/s0": 5 for i in range(4)}
     (_, run) = driven.end("w", probes)
     assert isinstance(run, RunSegment)
@@ -206,12 +206,12 @@ def test_the_check_sees_an_idle_slot_beside_work() -> None:
     driven.submit(samples(1, 1))
     driven.scheduler.context.workers["w"].is_busy = False
     with pytest.raises(AssertionError):
-        driven.scheduler.check()
+        driven.scheduler.check_invariants()
 
 
 def test_the_check_sees_a_sample_that_nobody_holds() -> None:
     driven = Driven(make_scheduler())
     driven.submit(samples(2, 1))
-    driven.scheduler.policy.take(Worker("w", "heavy", 1, ()))
+    driven.scheduler.policy.next_sample(WorkerState("w", "heavy", 1, ()))
     with pytest.raises(AssertionError):
-        driven.scheduler.check()
+        driven.scheduler.check_invariants()

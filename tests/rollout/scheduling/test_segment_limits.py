@@ -4,11 +4,11 @@ import pytest
 from app.rollout.scheduling.segment_limits import (
     balanced_length,
     budget_length,
-    finished_worth_leaving,
-    next_lower_rung,
+    next_smaller_batch,
+    refill_threshold,
     segment_limits,
 )
-from settings.schema.rollout import Segment
+from settings.schema.rollout import SegmentSettings
 
 
 @pytest.mark.parametrize(("active", "expected"), [(1, 4096), (4, 2048), (16, 512), (1000, 64)])
@@ -30,12 +30,12 @@ def test_the_balanced_length_keeps_its_bounds() -> None:
 
 
 def test_dear_edges_wait_for_more_finished_rows() -> None:
-    cheap, dear = (finished_worth_leaving(64, 512, overhead_steps=cost) for cost in (0.01, 10.0))
+    cheap, dear = (refill_threshold(64, 512, overhead_steps=cost) for cost in (0.01, 10.0))
     assert (cheap, dear) == (1, 13)
 
 
 def test_the_next_rung_is_below_the_active_rows() -> None:
-    assert [next_lower_rung(active, (2, 4)) for active in (1, 2, 3, 4, 5, 8)] == [0, 0, 2, 2, 4, 4]
+    assert [next_smaller_batch(active, (2, 4)) for active in (1, 2, 3, 4, 5, 8)] == [0, 0, 2, 2, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -50,5 +50,5 @@ def test_the_next_rung_is_below_the_active_rows() -> None:
     ],
 )
 def test_a_segment_leaves_for_those_who_wait_or_for_a_smaller_program(rule, some_wait, expected) -> None:
-    segment = Segment(rule=rule, min=10, max=4096, capacity=1000, overhead_steps=0.5)
-    assert segment_limits(segment, active=4, some_wait=some_wait, mean_length=1024, rungs=(2,)) == expected
+    segment = SegmentSettings(rule=rule, min=10, max=4096, capacity=1000, overhead_steps=0.5)
+    assert segment_limits(segment, num_active=4, has_waiting=some_wait, mean_length=1024, batch_sizes=(2,)) == expected

@@ -4,26 +4,28 @@ import numpy as np
 import pytest
 
 from app.rollout.scheduling import length_traces
-from app.rollout.scheduling.cost_model import CostModel, Work, lower_bound_s
+from app.rollout.scheduling.cost_model import CostModel, SampleLengths, lower_bound_s
 from app.rollout.scheduling.events import Finished
-from app.rollout.scheduling.length_traces import Trace, Traced
-from app.rollout.scheduling.metrics import figures
+from app.rollout.scheduling.length_traces import Trace, TraceSample
+from app.rollout.scheduling.metrics import schedule_metrics
 from app.rollout.scheduling.scheduler import POLICIES
-from app.rollout.scheduling.simulated_slots import Ladders
-from app.rollout.scheduling.simulator import VirtualClock, WorkerSpec
+from app.rollout.scheduling.simulated_slots import ProgramSizes
+from app.rollout.scheduling.simulator import SchedulerSimulator, SimulatedWorkerSpec
 from tests.rollout.scheduling.driving import FREE, make_scheduler
 from tests.rollout.scheduling.storms import storm
 
 STEPS_ONLY = replace(FREE, step_s=1.0)
-PAIR = [WorkerSpec("fast-0", "fast", 8, (2, 4)), WorkerSpec("heavy-0", "heavy", 8, (2, 4))]
+PAIR = [SimulatedWorkerSpec("fast-0", "fast", 8, (2, 4)), SimulatedWorkerSpec("heavy-0", "heavy", 8, (2, 4))]
 
 
-def simulated(policy: str, trace: Trace, workers: list[WorkerSpec], cost: CostModel = STEPS_ONLY, **more):
-    return figures(VirtualClock(make_scheduler(policy, **more), trace, workers, cost, max_new=4096).run())
+def simulated(policy: str, trace: Trace, workers: list[SimulatedWorkerSpec], cost: CostModel = STEPS_ONLY, **more):
+    return schedule_metrics(
+        SchedulerSimulator(make_scheduler(policy, **more), trace, workers, cost, max_new=4096).run()
+    )
 
 
 def lone(*lengths: int) -> Trace:
-    return [Traced(f"p{i}/s0", f"p{i}", 0, length) for i, length in enumerate(lengths)]
+    return [TraceSample(f"p{i}/s0", f"p{i}", 0, length) for i, length in enumerate(lengths)]
 
 
 def test_no_invariant_breaks_in_random_rollouts_under_random_faults() -> None:
@@ -42,13 +44,13 @@ def test_without_faults_every_sample_becomes_what_the_trace_says(policy: str) ->
     trace = length_traces.log_normal(
         np.random.default_rng(0), prompts=8, group=4, mean=300, sigma=1.0, correlation=0.5, max_new=4096
     )
-    clock = VirtualClock(make_scheduler(policy), trace, PAIR, CostModel(), max_new=4096, check=True)
+    clock = SchedulerSimulator(make_scheduler(policy), trace, PAIR, CostModel(), max_new=4096, check=True)
     clock.run()
-    assert {entry.uid: entry.num_tokens for entry in clock.scheduler.ledger} == {one.uid: one.length for one in trace}
+    assert {entry.uid: entry.num_tokens for entry in clock.scheduler.samples} == {one.uid: one.length for one in trace}
 
 
 def test_makespans_by_hand() -> None:
-    worker = [WorkerSpec("w", "fast", 2)]
+    worker = [SimulatedWorkerSpec("w", "fast", 2)]
     trace = lone(400, 100, 100, 200)
     assert simulated("sync", trace, worker).makespan_s == 400 + 200
     assert simulated("adaptive", trace, worker).makespan_s == 400
@@ -57,31 +59,31 @@ def test_makespans_by_hand() -> None:
 
 def test_workers_on_one_device_take_turns() -> None:
     trace = lone(5, 5)
-    apart = [WorkerSpec("a", "fast", 1), WorkerSpec("b", "fast", 1)]
-    together = [WorkerSpec("a", "fast", 1, device="cpu"), WorkerSpec("b", "fast", 1, device="cpu")]
+    apart = [SimulatedWorkerSpec("a", "fast", 1), SimulatedWorkerSpec("b", "fast", 1)]
+    together = [SimulatedWorkerSpec("a", "fast", 1, device="cpu"), SimulatedWorkerSpec("b", "fast", 1, device="cpu")]
     assert simulated("sync", trace, apart).makespan_s == 5
     assert simulated("sync", trace, together).makespan_s == 10
 
 
 def test_a_smaller_program_is_used_for_fewer_rows() -> None:
     cost = replace(STEPS_ONLY, step_s=0.0, step_row_s=1.0)
-    with_rungs = simulated("adaptive", lone(10, 10, 10, 100), [WorkerSpec("w", "fast", 4, (2,))], cost)
-    without = simulated("adaptive", lone(10, 10, 10, 100), [WorkerSpec("w", "fast", 4)], cost)
+    with_rungs = simulated("adaptive", lone(10, 10, 10, 100), [SimulatedWorkerSpec("w", "fast", 4, (2,))], cost)
+    without = simulated("adaptive", lone(10, 10, 10, 100), [SimulatedWorkerSpec("w", "fast", 4)], cost)
     assert with_rungs.makespan_s == 10 * 4 + 90 * 2
     assert without.makespan_s == 100 * 4
 
 
 def test_a_prompt_is_prefilled_once_for_its_siblings() -> None:
     cost = replace(STEPS_ONLY, step_s=0.0, step_row_s=1e-9, prefill_token_s=1.0)
-    trace = [Traced(f"p/s{i}", "p", i, 1, prompt_length=7) for i in range(4)]
-    found = simulated("adaptive", trace, [WorkerSpec("w", "fast", 1)], cost)
+    trace = [TraceSample(f"p/s{i}", "p", i, 1, prompt_length=7) for i in range(4)]
+    found = simulated("adaptive", trace, [SimulatedWorkerSpec("w", "fast", 1)], cost)
     assert found.makespan_s == pytest.approx(7)
     assert found.prefill_tokens_saved == 3 * 7
 
 
 def test_the_lower_bound_by_hand() -> None:
     cost = CostModel(step_s=2.0, step_row_s=1.0, step_cached_token_s=0, prefill_token_s=0)
-    work = [Work("p", 1, 10), Work("q", 1, 2)]
+    work = [SampleLengths("p", 1, 10), SampleLengths("q", 1, 2)]
     # One slot: 3 s a token. Two slots of one worker: 2 s for each of at least 10 steps, 1 s for each of 12 tokens.
     assert lower_bound_s(work, [1], cost) == 36
     assert lower_bound_s(work, [2], cost) == 32
@@ -97,9 +99,10 @@ def test_no_schedule_beats_the_lower_bound(policy: str) -> None:
         )
         cost = CostModel(step_row_s=1e-3 * (case % 3))
         workers = [
-            WorkerSpec(f"{i}", "heavy" if i % 2 else "fast", int(rng.integers(1, 9))) for i in range(case % 4 + 1)
+            SimulatedWorkerSpec(f"{i}", "heavy" if i % 2 else "fast", int(rng.integers(1, 9)))
+            for i in range(case % 4 + 1)
         ]
-        bound = lower_bound_s(length_traces.work(trace), [spec.slots for spec in workers], cost)
+        bound = lower_bound_s(length_traces.to_sample_lengths(trace), [spec.slots for spec in workers], cost)
         makespan = simulated(
             policy, trace, workers, cost, known_lengths={one.uid: one.length for one in trace}
         ).makespan_s
@@ -114,7 +117,7 @@ def test_adaptive_is_near_the_bound_and_well_ahead_of_sync_on_the_virtual_clock(
             np.random.default_rng(seed), prompts=16, group=8, mean=512, sigma=0.8, correlation=0.5, max_new=4096
         )
         found = simulated("adaptive", trace, PAIR, CostModel())
-        over.append(found.makespan_s / lower_bound_s(length_traces.work(trace), [8, 8], CostModel()))
+        over.append(found.makespan_s / lower_bound_s(length_traces.to_sample_lengths(trace), [8, 8], CostModel()))
         ahead.append(simulated("sync", trace, PAIR, CostModel()).makespan_s / found.makespan_s)
     assert np.mean(over) < 1.35 and np.mean(ahead) > 1.6
 
@@ -127,8 +130,8 @@ def test_adaptive_loses_nothing_on_equal_lengths() -> None:
 
 def test_the_host_makes_a_segment_ready_while_another_worker_has_the_device() -> None:
     cost = replace(STEPS_ONLY, segment_s=3.0)
-    alone = [WorkerSpec("a", "fast", 1)]
-    together = [WorkerSpec("a", "fast", 1, device="cpu"), WorkerSpec("b", "fast", 1, device="cpu")]
+    alone = [SimulatedWorkerSpec("a", "fast", 1)]
+    together = [SimulatedWorkerSpec("a", "fast", 1, device="cpu"), SimulatedWorkerSpec("b", "fast", 1, device="cpu")]
     assert simulated("sync", lone(5, 5, 5, 5), alone, cost).makespan_s == 4 * (3 + 5)
     # Only the very first has to be waited for.
     assert simulated("sync", lone(5, 5, 5, 5), together, cost).makespan_s == 3 + 4 * 5
@@ -136,10 +139,14 @@ def test_the_host_makes_a_segment_ready_while_another_worker_has_the_device() ->
 
 def test_a_segment_ends_where_caches_are_full() -> None:
     cost = replace(STEPS_ONLY, copy_token_s=1.0)
-    ladders = Ladders(batch=(1,), cache=(150, 300))
+    ladders = ProgramSizes(batch=(1,), cache=(150, 300))
     trace = [one._replace(prompt_length=100) for one in lone(120)]
-    clock = VirtualClock(
-        make_scheduler("adaptive"), trace, [WorkerSpec("w", "fast", 1, ladders=ladders)], cost, max_new=200
+    clock = SchedulerSimulator(
+        make_scheduler("adaptive"),
+        trace,
+        [SimulatedWorkerSpec("w", "fast", 1, program_sizes=ladders)],
+        cost,
+        max_new=200,
     )
-    found = figures(clock.run())
+    found = schedule_metrics(clock.run())
     assert (found.segments, found.makespan_s) == (2, 120 + 300)
