@@ -26,7 +26,7 @@ from scripts import make_tiny_model
 from settings import load
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TINY = REPOSITORY / "app" / "policy" / "builtin" / "tiny"
+TINY = REPOSITORY / "app" / "model" / "builtin" / "tiny"
 LEVELS = make_tiny_model.LEVEL_SHARES
 
 
