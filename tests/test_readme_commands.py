@@ -30,7 +30,6 @@ from settings.checks.commands import (
     check_for_mesh,
     check_for_rollout,
     check_for_score,
-    check_for_simulation,
     check_for_train,
 )
 
@@ -49,7 +48,7 @@ CHECKS = {
     "export": check_for_mesh,
     "doctor": check_for_mesh,
 }
-OTHERWISE = {"dry_run": check_for_dry_run, "simulate": check_for_simulation, "plan": check_for_mesh}
+OTHERWISE = {"dry_run": check_for_dry_run, "plan": check_for_mesh}
 """Options under which a verb checks something else."""
 CONSOLE_SCRIPT = "import sys; from cli import main; sys.exit(main())"
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.rollout.scheduling.cost_model import CostModel
 from scripts.bench.cost_fit import CALL, FREE, OTHER_NAMES, Timed, explained, fit
+from scripts.bench.cost_model import CostModel
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 KNOWN = replace(

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.rollout.scheduling.cost_model import CostModel, SampleLengths, lower_bound_s
+from scripts.bench.cost_model import CostModel, SampleLengths, lower_bound_s
 from settings.errors import InputError
 from tests.rollout.scheduling.driving import FREE
 

@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 
 from app.records.jsonl import write_jsonl
-from app.rollout.scheduling import length_traces
-from app.rollout.scheduling.cost_model import CostModel
-from app.rollout.scheduling.event_log import EventRecord
-from app.rollout.scheduling.events import Closed, Event, RowReport, SegmentEnded, Submitted, WorkerJoined
-from app.rollout.scheduling.length_traces import TraceSample, read_trace
+from app.rollout.scheduling.events import Closed, Event, EventRecord, RowReport, SegmentEnded, Submitted, WorkerJoined
 from app.rollout.scheduling.scheduler import POLICIES
-from app.rollout.scheduling.simulator import SchedulerSimulator, SimulatedWorkerSpec
+from scripts.bench import length_traces
+from scripts.bench.cost_model import CostModel
+from scripts.bench.length_traces import TraceSample, read_trace
+from scripts.bench.simulator import SchedulerSimulator, SimulatedWorkerSpec
 from settings.errors import InputError
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from app.records.jsonl import read_jsonl
 from app.records.sample import DROPPED_PREFIX
-from app.rollout.scheduling.cost_model import SampleLengths
-from app.rollout.scheduling.event_log import EventRecord
-from app.rollout.scheduling.events import Commit, CommittedRow, Finished, NewSample, Submitted
+from app.rollout.scheduling.events import Commit, CommittedRow, EventRecord, Finished, NewSample, Submitted
+from scripts.bench.cost_model import SampleLengths
 from settings.errors import InputError
 from settings.schema.rollout import MAX_TOKENS
 
