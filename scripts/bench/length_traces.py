@@ -6,16 +6,15 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from app.records.jsonl import read_jsonl
 from app.records.sample import DROPPED_PREFIX
-from app.rollout.scheduling.events import Commit, CommittedRow, EventRecord, Finished, NewSample, Submitted
+from app.rollout.scheduling.events import Commit, CommittedRow, EventRecord, NewSample, Submitted
 from scripts.bench.cost_model import SampleLengths
 from settings.errors import InputError
-from settings.schema.rollout import MAX_TOKENS
 
 
 class TraceSample(NamedTuple):
@@ -30,11 +29,6 @@ class TraceSample(NamedTuple):
 
 
 Trace = Sequence[TraceSample]
-
-MAX_SHOWN_CHARS = 40
-"""Characters of a value in an error."""
-MAX_DIGITS = len(str(MAX_TOKENS))
-"""Of the number of a sample among its siblings."""
 
 
 def new_samples(trace: Trace, *, max_new: int) -> tuple[NewSample, ...]:
@@ -103,98 +97,43 @@ def _make_trace(lengths: np.ndarray, max_new: int) -> Trace:
     ]
 
 
-def trace_from_records(records: Iterable[EventRecord], *, where: str = "the event log") -> Trace:
-    """What samples became, by the event log of a rollout, in the order of their submission; dropped ones are left out.
-
-    Args:
-        where: opens every error.
-
-    Raises:
-        InputError: the rollout was not finished, or all of its samples were dropped.
-    """
+def trace_from_records(records: Iterable[EventRecord]) -> Trace:
+    """Returns the lengths of a finished rollout, in the order of submission, without dropped samples."""
     samples: dict[str, NewSample] = {}
     ended: dict[str, CommittedRow] = {}
-    is_finished = False
     for event, commands in records:
         if isinstance(event, Submitted):
             samples |= {one.uid: one for one in event.samples}
         committed = itertools.chain.from_iterable(one.rows for one in commands if isinstance(one, Commit))
         ended |= {row.uid: row for row in committed if row.finish is not None}
-        is_finished = is_finished or Finished() in commands
-    if not is_finished:
-        raise InputError(
-            f"{where}: the log of a rollout that was not finished: {len(ended)} of its {len(samples)} samples are "
-            "done. Start that again, and it goes on from there"
-        )
-    kept = [(one, ended[uid]) for uid, one in samples.items() if not is_dropped(ended[uid].finish)]
-    if not kept:
-        raise InputError(f"{where}: the log of a rollout without a sample that was not dropped")
-    return [TraceSample(one.uid, one.prompt, one.index, row.num_tokens, one.prompt_length) for one, row in kept]
-
-
-def is_dropped(finish: object) -> bool:
-    return isinstance(finish, str) and finish.startswith(DROPPED_PREFIX)
+    return [
+        TraceSample(one.uid, one.prompt, one.index, ended[uid].num_tokens, one.prompt_length)
+        for uid, one in samples.items()
+        if not str(ended[uid].finish).startswith(DROPPED_PREFIX)
+    ]
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Lines of `uid`, `prompt`, `index`, `length` and `prompt_length`, or samples as `grpo rollout` writes them.
+    """Returns the lengths of a file, without dropped samples.
 
-    Samples that were dropped are left out.
+    Lines have `uid`, `length` and optionally `prompt`, `index` and `prompt_length`, or are samples of `grpo rollout`.
 
     Raises:
-        InputError: a file or a line that is neither, a uid that comes twice, or no sample at all.
+        InputError: the file cannot be read, or has no sample.
     """
-    trace, seen, num_dropped = [], set(), 0
-    for number, record in read_jsonl(path):
-        if is_dropped(record.get("finish_reason")):
-            num_dropped += 1
+    trace = []
+    for _, record in read_jsonl(path):
+        if str(record.get("finish_reason")).startswith(DROPPED_PREFIX):
             continue
-        one = _parse_sample(record, f"{path}:{number}")
-        if one.uid in seen:
-            raise InputError(f"{path}:{number}: uid {one.uid!r} comes a second time")
-        seen.add(one.uid)
-        trace.append(one)
+        uid = record["uid"]
+        prompt, _, number = uid.rpartition("/s")
+        index = int(number) if number.isdecimal() else 0
+        if "completion_token_ids" in record:
+            lengths = (len(record[name]) for name in ("completion_token_ids", "prompt_token_ids"))
+            trace.append(TraceSample(uid, prompt or uid, index, *lengths))
+        else:
+            sample = TraceSample(uid, record.get("prompt", prompt or uid), record.get("index", index), record["length"])
+            trace.append(sample._replace(prompt_length=record.get("prompt_length", sample.prompt_length)))
     if not trace:
-        got = f"{num_dropped} that were dropped" if num_dropped else "no line"
-        raise InputError(f"{path}: expected a sample on every line, got {got}")
+        raise InputError(f"{path}: expected a sample on every line, got none that was not dropped")
     return trace
-
-
-def _parse_sample(record: dict[str, Any], where: str) -> TraceSample:
-    uid = record.get("uid")
-    if not isinstance(uid, str):
-        raise InputError(f"{where}: uid: expected a string, got {uid!r}")
-    prompt, _, last = uid.rpartition("/s")
-    if last.isdecimal() and len(last) > MAX_DIGITS:
-        raise InputError(f"{where}: uid: expected at most {MAX_DIGITS} digits behind /s, got {len(last)}")
-    if "completion_token_ids" in record:
-        return TraceSample(
-            uid,
-            prompt or uid,
-            int(last) if last.isdecimal() else 0,
-            _num_token_ids(record, "completion_token_ids", where),
-            _num_token_ids(record, "prompt_token_ids", where),
-        )
-    given = record.get("prompt", prompt or uid)
-    if not isinstance(given, str):
-        raise InputError(f"{where}: prompt: expected a string, got {given!r}")
-    index = _parse_int(record, "index", where, minimum=0, default=int(last) if last.isdecimal() else 0)
-    length = _parse_int(record, "length", where, minimum=1, default=None)
-    return TraceSample(uid, given, index, length, _parse_int(record, "prompt_length", where, minimum=1, default=128))
-
-
-def _num_token_ids(record: dict[str, Any], name: str, where: str) -> int:
-    ids = record.get(name)
-    if not isinstance(ids, list) or not 0 < len(ids) <= MAX_TOKENS:
-        got = f"{len(ids)} of them" if isinstance(ids, list) and ids else repr(ids)
-        raise InputError(f"{where}: {name}: expected token ids, at most {MAX_TOKENS}, got {got}")
-    return len(ids)
-
-
-def _parse_int(record: dict[str, Any], name: str, where: str, *, minimum: int, default: int | None) -> int:
-    value = record.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MAX_TOKENS:
-        got = repr(value)
-        got = got if len(got) <= MAX_SHOWN_CHARS else f"{got[:MAX_SHOWN_CHARS]}..."
-        raise InputError(f"{where}: {name}: expected a whole number from {minimum} to {MAX_TOKENS}, got {got}")
-    return value

@@ -116,9 +116,7 @@ def compare_on_trace(options: argparse.Namespace) -> None:
     trace = read_trace(options.trace)
     cost = CostModel()
     if options.cost is not None:
-        cost = CostModel.from_json(
-            json.loads(options.cost.read_text(encoding="utf-8")), where=f"--cost: {options.cost}"
-        )
+        cost = CostModel.from_json(json.loads(options.cost.read_text(encoding="utf-8")))
     max_new, max_prompt_length = max(one.length for one in trace), max(one.prompt_length for one in trace)
     workers = worker_specs(options.slots, max_prompt_length=max_prompt_length, max_new=max_new)
     results = compare_policies(trace, workers, cost, max_new=max_new)

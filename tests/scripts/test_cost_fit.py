@@ -83,7 +83,7 @@ def test_what_was_never_paid_costs_nothing() -> None:
 
 def test_fitted_costs_are_what_the_simulator_reads() -> None:
     found = fit(measurements())
-    assert CostModel.from_json(found.to_json(), where="") == found
+    assert CostModel.from_json(found.to_json()) == found
 
 
 @pytest.mark.parametrize(
