@@ -50,7 +50,7 @@ from app.evaluation.summary import EvaluationSummary
 from app.model.kv_cache import DecodeWeights
 from app.prompts.encode import EncodeReport
 from app.records.jsonl import check_output_path
-from app.records.part_file import remove_parts
+from app.records.part_file import PartFile, remove_parts
 from app.records.sample import Prompt, Sample
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import RewardFunctions, accuracy_function_name
