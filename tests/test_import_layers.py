@@ -179,15 +179,13 @@ def test_rewards_reports_and_settings_never_reach_jax() -> None:
     assert reached(HOST_ONLY, SOURCES, lazily=True) & JAX_FAMILY == set()
 
 
-SHELLS_OF_THE_SCHEDULER = {"app.rollout.scheduling.simulator"}
-"""That may draw random faults; not even they look at the real clock."""
 IMPURE = {"time", "datetime", "random", "secrets", "threading", "multiprocessing", "concurrent", "asyncio"}
 
 
 def test_the_scheduler_has_no_jax_clock_threads_or_randomness() -> None:
     core = {module for module in SOURCES if module.startswith("app.rollout.scheduling")}
     assert reached(core, SOURCES, lazily=True) & JAX_FAMILY == set()
-    for module in core - SHELLS_OF_THE_SCHEDULER:
+    for module in core:
         used = {found.target.split(".")[0] for found in find_imports(ast.parse(SOURCES[module]))}
         assert used & IMPURE == set(), module
 

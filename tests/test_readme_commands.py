@@ -30,7 +30,6 @@ from settings.checks.commands import (
     check_for_mesh,
     check_for_rollout,
     check_for_score,
-    check_for_simulation,
     check_for_train,
 )
 
@@ -49,7 +48,7 @@ CHECKS = {
     "export": check_for_mesh,
     "doctor": check_for_mesh,
 }
-OTHERWISE = {"dry_run": check_for_dry_run, "simulate": check_for_simulation, "plan": check_for_mesh}
+OTHERWISE = {"dry_run": check_for_dry_run, "plan": check_for_mesh}
 """Options under which a verb checks something else."""
 CONSOLE_SCRIPT = "import sys; from cli import main; sys.exit(main())"
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
@@ -141,7 +140,7 @@ def test_the_verbs_of_the_readme_chain_as_written(tmp_path: Path) -> None:
     """Rollout, score and inspect-mesh really run, in the order in which README shows them."""
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     chain = [c for c in bash_commands(readme) if re.match(r"grpo (rollout|score|inspect-mesh) ", c)]
-    verbs = ["rollout", "score", "rollout", "inspect-mesh", "inspect-mesh", "rollout", "rollout"]
+    verbs = ["rollout", "score", "inspect-mesh", "inspect-mesh", "rollout", "rollout"]
     assert [words_and_environment(c)[0][1] for c in chain] == verbs
     for command in chain:
         words, environment = words_and_environment(command)

@@ -82,14 +82,6 @@ def read_metadata(samples: Path) -> EvaluationMetadata | None:
         raise InputError(f"{path}: cannot be read as what an evaluation is of ({error}); delete it") from error
 
 
-def is_metadata_prefix(text: bytes) -> bool:
-    """Whether it may be what was written of a subject before the program was killed."""
-    return text.startswith(_JSON_PREFIX) or _JSON_PREFIX.startswith(text)
-
-
-_JSON_PREFIX = b'{"model": '
-
-
 def metadata_from_json(text: bytes) -> EvaluationMetadata:
     """Raises ValueError where it says no such thing."""
     record = json.loads(text)

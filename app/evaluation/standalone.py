@@ -40,17 +40,17 @@ from app.evaluation.metadata import (
 )
 from app.evaluation.results_file import (
     EvaluationPrompts,
-    PartFile,
     SamplesByPrompt,
     check_results_file,
-    read_parts,
+    open_part_file,
+    read_drawn_samples,
     read_results,
-    remove_parts,
 )
 from app.evaluation.summary import EvaluationSummary
 from app.model.kv_cache import DecodeWeights
 from app.prompts.encode import EncodeReport
 from app.records.jsonl import check_output_path
+from app.records.part_file import PartFile, remove_parts
 from app.records.sample import Prompt, Sample
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import RewardFunctions, accuracy_function_name
@@ -211,7 +211,7 @@ def _generate_and_judge(
         # Of the functions that training adds up, the first alone judges.
         judge = settings.reward.model_copy(update={"functions": settings.reward.functions[:1]})
         rewards = stack.enter_context(RewardFunctions(judge, columns, columns))
-        part = None if out is None else stack.enter_context(closing(PartFile(out, inputs.metadata)))
+        part = None if out is None else stack.enter_context(open_part_file(out, inputs.metadata))
     missing = [place for place in own if place not in known]
     drawn = _generate_missing_samples(inputs, missing, part, stack, enter_phase)
     samples = [sample for place in own for sample in (known.get(place) or drawn[place])]
@@ -232,7 +232,7 @@ def _generate_and_judge(
 def _read_previous_samples(inputs: EvaluationInput, out: Path) -> SamplesByPrompt:
     """What this host sees of a killed evaluation, and of a file that is not as it should be, to be judged anew."""
     return {
-        **read_parts(out, inputs.metadata, inputs.evaluation_prompts),
+        **read_drawn_samples(out, inputs.metadata, inputs.evaluation_prompts),
         **read_results(out, inputs.metadata, inputs.evaluation_prompts).samples,
     }
 

@@ -1,4 +1,4 @@
-"""What every slot of every worker did over time, as a picture; schedules of the same work below each other."""
+"""The timeline plot: what every slot of every worker did over time, one panel for each schedule."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ Activity = Literal["probe", "fast", "heavy", "suspended"]
 IDLE_COLOR = "#e4e4e4"
 COLORS: dict[str, str] = {"probe": ORANGE, "fast": BLUE, "heavy": RED, "suspended": PURPLE}
 SLOT_HEIGHT, LANE_GAP = 0.11, 0.8
-"""Inches of a slot; slots between workers."""
+"""Height of a slot in inches; gap between workers in slots."""
 MERGE_GAP_S = 1e-6
 MAX_SLOTS = 128
-"""Drawn of a panel."""
+"""Maximum number of slots that a panel shows."""
 WIDTH = 10.0
-"""Inches."""
+"""Width of the plot in inches."""
 MIN_HEIGHT = 6.0
-"""Of a panel, in slots."""
+"""Minimum height of a panel, in slots."""
 SUPPORTED_SUFFIXES = (".png", ".svg", ".html")
 
 
 class TimelineBar(NamedTuple):
-    """A row that decodes, or a sample that lies suspended."""
+    """A time in which a row decodes, or a sample is suspended."""
 
     worker: str
     slot: int
-    """From 0; not used while suspended."""
+    """Slot number from 0; unused while suspended."""
     start_s: float
     end_s: float
     activity: Activity
@@ -49,18 +49,18 @@ class TimelineBar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TimelinePanel:
-    """One schedule."""
+    """The plot of one schedule."""
 
     title: str
     slots: tuple[tuple[str, int], ...]
-    """Every worker and how many it has."""
+    """Every worker and its number of slots."""
     bars: tuple[TimelineBar, ...]
     makespan_s: float
     lower_bound_s: float | None = None
 
     @property
     def drawn_slots(self) -> tuple[tuple[str, int], ...]:
-        """As many as there is space for."""
+        """The slots that the panel shows, at most `MAX_SLOTS`."""
         left, drawn = MAX_SLOTS, []
         for worker, slots in self.slots:
             drawn.append((worker, min(slots, left)))
@@ -69,28 +69,28 @@ class TimelinePanel:
 
     @property
     def height(self) -> float:
-        """In slots, with a lane for what is suspended."""
+        """Height in slots, with a lane for suspended samples."""
         return sum(slots + LANE_GAP for _, slots in self.drawn_slots) + 1 + LANE_GAP
 
     @property
     def heading(self) -> str:
-        """The title, and what is not drawn."""
+        """The title, with the number of slots if some are not shown."""
         drawn, slots = (sum(count for _, count in pools) for pools in (self.drawn_slots, self.slots))
         return self.title if drawn == slots else f"{self.title} (the first {drawn} of {slots} slots)"
 
 
 def check_timeline_path(path: Path) -> None:
-    """Raises InputError where no timeline can be written."""
+    """Raises InputError if no timeline can be written to `path`."""
     if path.suffix.lower() not in SUPPORTED_SUFFIXES:
         raise InputError(f"--timeline: expected a name that ends in .png, .svg or .html, got {path}")
     check_output_path(path)
 
 
 def write_timeline(path: Path, panels: Sequence[TimelinePanel], *, title: str, table: Sequence[Sequence[str]]) -> None:
-    """A picture, or a page of it with the figures below, as the name of the file says.
+    """Writes the plot as an image, or as an HTML page with the table below it, by the suffix of `path`.
 
     Args:
-        table: the figures of each panel, headings first.
+        table: the metrics of each panel, headings first.
     """
     suffix = path.suffix.lower()
     if suffix != ".html":
@@ -104,10 +104,10 @@ def write_timeline(path: Path, panels: Sequence[TimelinePanel], *, title: str, t
 def render_timeline(
     panels: Sequence[TimelinePanel], *, title: str, kind: Literal["png", "svg"] = "png", is_inline: bool = False
 ) -> bytes:
-    """All panels over one time axis; the same bytes for the same panels.
+    """Returns all panels over one time axis as an image; the same bytes for the same panels.
 
     Args:
-        is_inline: the SVG takes background and letters of the page that it stands in.
+        is_inline: whether the SVG takes background and fonts from the page that contains it.
     """
     # As in `app.report.render`: loading takes most of a second, and pyplot would choose a window system.
     import matplotlib
@@ -127,14 +127,14 @@ def render_timeline(
         grid[-1, 0].set_xlabel("seconds")
         grid[-1, 0].set_xlim(0, 1.01 * max(panel.makespan_s for panel in panels))
         _add_legend(figure, title)
-        picture = io.BytesIO()
+        image = io.BytesIO()
         metadata = {"Date": None} if kind == "svg" else {"Software": None}
-        figure.savefig(picture, format=kind, dpi=130, transparent=is_inline, metadata=metadata)
-    return picture.getvalue()
+        figure.savefig(image, format=kind, dpi=130, transparent=is_inline, metadata=metadata)
+    return image.getvalue()
 
 
 def _size(panels: Sequence[TimelinePanel]) -> tuple[float, float]:
-    """Inches."""
+    """Returns width and height in inches."""
     return WIDTH, 1.0 + sum(SLOT_HEIGHT * max(panel.height, MIN_HEIGHT) + 0.45 for panel in panels)
 
 
@@ -155,8 +155,8 @@ def _draw(axes: Axes, panel: TimelinePanel) -> None:
             [(bar.start_s, bar.end_s - bar.start_s) for bar in merged], (tops[worker] + slot, 0.92),
             facecolors=[COLORS[bar.activity] for bar in merged], edgecolor="white", linewidth=0.3,
         )  # fmt: skip
-    lain = [(bar.start_s, bar.end_s - bar.start_s) for bar in panel.bars if bar.activity == "suspended"]
-    axes.broken_barh(lain, (top, 1), facecolors=COLORS["suspended"], linewidth=0)
+    suspended = [(bar.start_s, bar.end_s - bar.start_s) for bar in panel.bars if bar.activity == "suspended"]
+    axes.broken_barh(suspended, (top, 1), facecolors=COLORS["suspended"], linewidth=0)
     axes.set_yticks([*ticks, top + 0.5], [*labels, "suspended"])
     if panel.lower_bound_s is not None:
         axes.axvline(panel.lower_bound_s, color=GREEN, linestyle="--", linewidth=1.2)
@@ -169,11 +169,11 @@ def _draw(axes: Axes, panel: TimelinePanel) -> None:
 
 
 def _merge_adjacent(bars: Iterable[TimelineBar]) -> Iterable[TimelineBar]:
-    """The segments of a sample that follow each other as one bar: they are hundreds."""
+    """Merges consecutive segments of a sample into one bar: there may be hundreds."""
     last: TimelineBar | None = None
     for bar in bars:
-        goes_on = last is not None and (bar.activity, bar.sample) == (last.activity, last.sample)
-        if last is not None and goes_on and bar.start_s - last.end_s < MERGE_GAP_S:
+        continues = last is not None and (bar.activity, bar.sample) == (last.activity, last.sample)
+        if last is not None and continues and bar.start_s - last.end_s < MERGE_GAP_S:
             last = last._replace(end_s=bar.end_s)
         else:
             if last is not None:

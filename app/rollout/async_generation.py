@@ -21,7 +21,6 @@ from app.records.sample import Prompt, Sample
 from app.rollout.executor import RolloutExecutor
 from app.rollout.generator import make_sequences
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduling.event_log import RolloutState
 from app.rollout.scheduling.metrics import ScheduleMetrics, ScheduleMetricsTracker
 from app.rollout.sequence import RolloutSequence
 from app.rollout.worker_pool import RolloutWorkerPool
@@ -118,9 +117,9 @@ class AsyncRollout:
         self._outbox: SimpleQueue[CompletedRound | BaseException] = SimpleQueue()
         tally = ScheduleMetricsTracker()
         with ExitStack() as stack:
-            begun = RolloutState.new(workers.make_scheduler(workers.length_history))
+            scheduler = workers.make_scheduler(workers.length_history)
             opened = workers.open_executor(
-                weights, begun, rules=rules, seed=seed, policy_version=policy_version, on_record=tally.add
+                weights, scheduler, rules=rules, seed=seed, policy_version=policy_version, on_record=tally.add
             )
             self._executor = stack.enter_context(opened)
             self._rounds = RoundExecutor(self._executor, tally)

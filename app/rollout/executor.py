@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
-import numpy as np
-
 from app.distributed.cancellation import StopCheck, StoppedError, never_stop
 from app.model.kv_cache import DecodeWeights
-from app.rollout.scheduling.event_log import EventLog, EventRecord, RolloutState
 from app.rollout.scheduling.events import (
     Admit,
     Closed,
@@ -21,6 +17,7 @@ from app.rollout.scheduling.events import (
     Commit,
     CommittedRow,
     Event,
+    EventRecord,
     NewSample,
     Released,
     Retire,
@@ -32,6 +29,7 @@ from app.rollout.scheduling.events import (
     WorkerLost,
 )
 from app.rollout.scheduling.sample_states import SampleTable
+from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.workers import Admission, Clock, LeaseExpiredError, RolloutWorker, WorkerDriver, WorkerOutcome
 
@@ -42,6 +40,8 @@ WORKER_FAILURES = (RuntimeError, OSError, MemoryError)
 
 ProgressCallback = Callable[[SampleTable], None]
 """Is shown after every event where all samples are."""
+SampleDoneCallback = Callable[[RolloutSequence], None]
+"""Is called with every sample when it is done."""
 
 
 class RolloutExecutor:
@@ -49,22 +49,20 @@ class RolloutExecutor:
 
     def __init__(
         self,
-        state: RolloutState,
+        scheduler: Scheduler,
         driver: WorkerDriver,
         workers: Sequence[RolloutWorker],
         *,
         clock: Clock,
         on_record: Callable[[EventRecord], None],
-        event_log: EventLog | None = None,
+        on_sample_done: SampleDoneCallback | None = None,
         on_progress: ProgressCallback | None = None,
         stop_requested: StopCheck = never_stop,
     ):
-        self.scheduler = state.scheduler
-        self._state = state
-        self._on_record, self._event_log, self._on_progress = on_record, event_log, on_progress
+        self.scheduler = scheduler
+        self._on_record, self._on_sample_done, self._on_progress = on_record, on_sample_done, on_progress
         self._stop_requested = stop_requested
         self._driver = driver
-        _assign_unique_names(workers, state.records)
         self._workers: Mapping[str, RolloutWorker] = {worker.name: worker for worker in workers}
         self._clock = clock
         for worker in workers:
@@ -76,19 +74,15 @@ class RolloutExecutor:
         """Uid of a suspended row -> its cache."""
         self._failed: set[str] = set()
         """Names of workers."""
-        self._num_logged: dict[str, int] = {}
-        """Uid -> its tokens that the log has."""
 
     def run_in_order(self, rows: Iterable[RolloutSequence]) -> Iterator[RolloutSequence]:
         """All of them, done. No others come."""
         named: dict[str, RolloutSequence] = {}
         for number, row in enumerate(rows):
             named[row.uid if row.uid not in named else f"{row.uid}@{number}"] = row
-        self._restore_rows(named)
-        self._replace_workers()
-        if not self.scheduler.is_closed:
-            self.submit(named)
-            self._handle_event(Closed(self._clock()))
+        self.add_workers()
+        self.submit(named)
+        self._handle_event(Closed(self._clock()))
         for uid in named:
             while not self.is_done(uid):
                 self.advance()
@@ -137,7 +131,7 @@ class RolloutExecutor:
         """Waits until a worker has something to say, or until it is woken, and goes on from there.
 
         Raises:
-            StoppedError: asked to stop. What had ended by then is in the log.
+            StoppedError: asked to stop.
             Exception: what the last worker failed with, where all have.
         """
         if self._stop_requested():
@@ -146,33 +140,6 @@ class RolloutExecutor:
         outcome = self._driver.next_outcome()
         if outcome is not None:
             self._handle_outcome(outcome)
-
-    def _restore_rows(self, rows: Mapping[str, RolloutSequence]) -> None:
-        """Rows as the log has them, if there is one."""
-        self._rows |= rows
-        lives = _row_lifetimes(self._state.records)
-        for entry in self.scheduler.samples:
-            if entry.num_tokens or entry.finish:
-                begin, end = lives[entry.uid]
-                row = RolloutSequence.restore(self._rows[entry.uid], self._state.committed_tokens.get(entry.uid, ()))
-                row.finish_reason, row.elapsed_s = entry.finish, end - begin
-                row.started_s = time.perf_counter() - (self._state.last_event_s - begin)
-                self._rows[entry.uid], self._num_logged[entry.uid] = row, row.num_tokens
-
-    def _replace_workers(self) -> None:
-        """Whoever held rows when the log ended is gone; these workers are there instead.
-
-        No one may be given rows too early: who idled then is gone, and who is there alone serves every kind.
-        """
-        gone = list(self.scheduler.context.workers.values())
-        busy = [worker.name for worker in gone if worker.is_busy]
-        self._report_lost([worker.name for worker in gone if not worker.is_busy])
-        self.add_workers()
-        self._report_lost(busy)
-
-    def _report_lost(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._handle_event(WorkerLost(self._clock(), name, "the process ended"))
 
     def _handle_outcome(self, outcome: WorkerOutcome) -> None:
         worker, said = outcome
@@ -193,22 +160,10 @@ class RolloutExecutor:
     def _handle_event(self, event: Event) -> None:
         record = EventRecord(event, tuple(self.scheduler.handle(event)))
         self._on_record(record)
-        if self._event_log is not None:
-            self._event_log.append(record, self._unlogged_tokens(record))
         for command in record.commands:
             self._execute(command)
         if self._on_progress is not None:
             self._on_progress(self.scheduler.samples)
-
-    def _unlogged_tokens(self, record: EventRecord) -> dict[str, np.ndarray]:
-        """Uid -> its tokens (`RolloutSequence.segment_tokens`) that the log does not have yet."""
-        found = {}
-        for committed in (row for one in record.commands if isinstance(one, Commit) for row in one.rows):
-            known = self._num_logged.get(committed.uid, 0)
-            if committed.num_tokens > known:
-                found[committed.uid] = self._rows[committed.uid].tokens_between(known, committed.num_tokens)
-                self._num_logged[committed.uid] = committed.num_tokens
-        return found
 
     def _execute(self, command: Command) -> None:
         match command:
@@ -248,32 +203,11 @@ class RolloutExecutor:
             row = self._rows[committed.uid] = self._rows[committed.uid].rewound(committed.num_tokens)
             row.finish_reason = committed.finish
             row.elapsed_s = time.perf_counter() - row.started_s
+        if self._on_sample_done is not None:
+            self._on_sample_done(self._rows[committed.uid])
 
     def _reclaim_rows(self, worker: str) -> None:
         """The worker's rows as they were last committed, out of reach of whatever it may still do to them."""
         for uid in [uid for uid, holder in self._row_workers.items() if holder == worker]:
             del self._row_workers[uid]
             self._rows[uid] = self._rows[uid].rewound(self.scheduler.samples[uid].num_tokens)
-
-
-def _assign_unique_names(workers: Sequence[RolloutWorker], records: Sequence[EventRecord]) -> None:
-    """A name that was used before is not used again: who comes back is told by the number behind its old one."""
-    used = {record.event.worker for record in records if isinstance(record.event, WorkerJoined)}
-    for worker in workers:
-        name = worker.name.partition("#")[0]
-        names = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
-        worker.name = next(one for one in names if one not in used)
-
-
-def _row_lifetimes(records: Iterable[EventRecord]) -> dict[str, tuple[float, float]]:
-    """Uid -> when it first came into a worker, and when it was last committed."""
-    found: dict[str, tuple[float, float]] = {}
-    for event, commands in records:
-        for command in commands:
-            if isinstance(command, RunSegment):
-                for one in command.admit:
-                    found.setdefault(one.uid, (event.at, event.at))
-            elif isinstance(command, Commit):
-                for one in command.rows:
-                    found[one.uid] = (found[one.uid][0], event.at)
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -64,19 +64,24 @@ class SampleGenerator(ABC):
         seed: int,
         policy_version: int,
         first_group_id: int = 0,
+        skipped_uids: Container[str] = (),
     ) -> Iterator[Sample]:
         """The same one by one, each as soon as it and all before it are done.
+
+        Args:
+            skipped_uids: uids of samples that are not drawn.
 
         Raises:
             InputError: a prompt that no slot has room for.
             StoppedError: asked to stop. The slots are free then.
         """
-        rows = deque(
-            make_sequences(prompts, group_size=group_size, max_new_tokens=max_new_tokens, noise_step=policy_version)
+        all_rows = make_sequences(
+            prompts, group_size=group_size, max_new_tokens=max_new_tokens, noise_step=policy_version
         )
-        done = self._run_in_order(weights, rows, rules=rules, seed=seed, policy_version=policy_version)
+        rows = {number: row for number, row in enumerate(all_rows) if row.uid not in skipped_uids}
+        done = self._run_in_order(weights, deque(rows.values()), rules=rules, seed=seed, policy_version=policy_version)
         with closing(done):
-            for number, row in enumerate(done):
+            for number, row in zip(rows, done, strict=True):
                 yield self.to_sample(row, first_group_id + number // group_size, truncates=rules.truncates)
 
     @abstractmethod

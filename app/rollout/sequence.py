@@ -69,30 +69,6 @@ class RolloutSequence:
         """All tokens that it has drawn have come from the devices."""
         return sum(count for _, count in self.segment_versions) == self.num_tokens
 
-    def tokens_between(self, first: int, until: int) -> Int32[np.ndarray, "3 C"]:
-        """What `drawn` holds of the tokens from `num_tokens` on, up to `until`; nothing of the others is touched."""
-        parts, end = [np.zeros((3, 0), np.int32)], sum(drawn.shape[1] for drawn in self.segment_tokens)
-        for drawn in reversed(self.segment_tokens):
-            start = end - drawn.shape[1]
-            if end <= first:
-                break
-            parts.insert(1, drawn[:, max(first - start, 0) : max(until - start, 0)])
-            end = start
-        return np.concatenate(parts, axis=1)
-
-    @classmethod
-    def restore(cls, row: RolloutSequence, segment_tokens: Sequence[Int32[np.ndarray, "3 C"]]) -> RolloutSequence:
-        """The row with what it had drawn in another process, segment by segment, all by the version of its noise."""
-        versions = [(row.noise_step, tokens.shape[1]) for tokens in segment_tokens]
-        num_tokens = sum(count for _, count in versions)
-        return replace(
-            row,
-            num_tokens=num_tokens,
-            num_segments=len(versions),
-            segment_tokens=[*segment_tokens],
-            segment_versions=versions,
-        )
-
     def to_sample(self, group_id: int, *, decode_text: Callable[[Sequence[int]], str], truncates: bool) -> Sample:
         """The record of a row that is done.
 

@@ -17,10 +17,10 @@ from app.mesh.placement import bytes_per_device
 from app.model.kv_cache import DecodeWeights
 from app.rollout.batch_engine import BatchShape, Footprint
 from app.rollout.counters import RolloutCounters
-from app.rollout.executor import WORKER_FAILURES, ProgressCallback, RolloutExecutor
+from app.rollout.executor import WORKER_FAILURES, ProgressCallback, RolloutExecutor, SampleDoneCallback
 from app.rollout.generator import SampleGenerator
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduling.event_log import EventLog, EventRecord, RolloutState
+from app.rollout.scheduling.events import EventRecord
 from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
 from app.rollout.scheduling.sample_states import SampleState
 from app.rollout.scheduling.scheduler import Scheduler
@@ -65,8 +65,7 @@ class RolloutWorkerPool(SampleGenerator):
         self.schedule = schedule
         self.records: list[EventRecord] = []
         """What the scheduler was told and what it answered in the last rollout."""
-        self.event_log: EventLog | None = None
-        """Where the next rollout is written down, and goes on from."""
+        self.on_sample_done: SampleDoneCallback | None = None
         self.on_progress: ProgressCallback | None = None
         self._clock = clock
         self.length_history: Mapping[str, float] = {}
@@ -98,20 +97,19 @@ class RolloutWorkerPool(SampleGenerator):
         """See `Streaming`.
 
         Raises:
-            StoppedError: asked to stop. A log has what had ended by then, for another rollout to go on from.
+            StoppedError: asked to stop.
             Exception: what the last worker failed with, where all have.
         """
         self.check_fits(rows)
         scheduler = self.make_scheduler({row.prompt.uid for row in rows})
-        begun = self.event_log.start_or_resume(scheduler) if self.event_log else RolloutState.new(scheduler)
-        self.records = begun.records
+        self.records = []
         opened = self.open_executor(
-            *(weights, begun),
+            *(weights, scheduler),
             rules=rules,
             seed=seed,
             policy_version=policy_version,
-            on_record=begun.records.append,
-            event_log=self.event_log,
+            on_record=self.records.append,
+            on_sample_done=self.on_sample_done,
         )
         with opened as run:
             yield from run.run_in_order(rows)
@@ -126,45 +124,43 @@ class RolloutWorkerPool(SampleGenerator):
     def open_executor(
         self,
         weights: DecodeWeights,
-        state: RolloutState,
+        scheduler: Scheduler,
         *,
         rules: SamplingRules,
         seed: int,
         policy_version: int,
         on_record: Callable[[EventRecord], None],
-        event_log: EventLog | None = None,
+        on_sample_done: SampleDoneCallback | None = None,
     ) -> Iterator[RolloutExecutor]:
         """A rollout by all workers that are awake. Leaving it waits for the segments that still run.
 
         Args:
-            tell: is told what the scheduler is told from now on, and what it answers.
-            log: that `begun` is from.
+            on_record: is called with every event of the scheduler and its answer.
+            on_sample_done: is called with every sample when it is done.
 
         Raises:
             RuntimeError: all workers sleep.
         """
-        suspends = self._suspends or bool(state.records)
         awake = self._available_workers()
         driver = (
             SequentialDriver() if self.schedule.single_thread else ThreadedDriver(awake, lease_s=self.schedule.lease_s)
         )
         try:
             workers = _open_workers(
-                awake, weights, rules=rules, seed=seed, policy_version=policy_version, suspends=suspends
+                awake, weights, rules=rules, seed=seed, policy_version=policy_version, suspends=self._suspends
             )
             # The workers have them: an open rollout outlives these by many versions.
             del weights
-            clock = self._clock_from(state.last_event_s)
-            asked = self.stop_requested
+            start = self._clock()
             yield RolloutExecutor(
-                state,
+                scheduler,
                 driver,
                 workers,
-                clock=clock,
+                clock=lambda: self._clock() - start,
                 on_record=on_record,
-                event_log=event_log,
+                on_sample_done=on_sample_done,
                 on_progress=self.on_progress,
-                stop_requested=asked,
+                stop_requested=self.stop_requested,
             )
         finally:
             try:
@@ -188,10 +184,6 @@ class RolloutWorkerPool(SampleGenerator):
         if not workers:
             raise RuntimeError("every rollout worker has stalled in an earlier rollout")
         return workers
-
-    def _clock_from(self, at: float) -> Clock:
-        start = self._clock() - at
-        return lambda: self._clock() - start
 
     def make_scheduler(self, prompts: Iterable[str] = ()) -> Scheduler:
         """A new one, that knows how long samples of these prompts were when they came last."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -176,9 +176,15 @@ class Session:
         )
 
     def stream(
-        self, weights: DecodeWeights, prompts: Sequence[Prompt], *, group_size: int, sampling_params: SamplingRules
+        self,
+        weights: DecodeWeights,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        sampling_params: SamplingRules,
+        skipped_uids: Container[str] = (),
     ) -> Iterator[Sample]:
-        """Any number of prompts through slots or workers, one sample after the other."""
+        """Any number of prompts through slots or workers, one sample after the other, but for `skipped_uids`."""
         assert self.continuous_generator is not None
         return self.continuous_generator.stream(
             weights,
@@ -188,6 +194,7 @@ class Session:
             rules=sampling_params,
             seed=self.settings.run.seed,
             policy_version=0,
+            skipped_uids=skipped_uids,
         )
 
     def stop_when(self, should_stop: StopCheck) -> None:

@@ -1,4 +1,4 @@
-"""Which of the prompts of `grpo rollout` each host samples."""
+"""The assignment of prompts to hosts in `grpo rollout`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from settings import Settings
 
 @dataclass(frozen=True)
 class RolloutRound:
-    """`rollout.prompts_per_step` prompts for each host, as a step of training has them; of the last, what is left."""
+    """A round: `rollout.prompts_per_step` prompts for each host, as in a training step; the last may be smaller."""
 
     prompt_indices: range
-    """This host's, by their places in the file."""
+    """Indices of this host's prompts in the file."""
     max_num_prompts: int
-    """How many the host has that has most."""
+    """Number of prompts of the host that has most."""
 
 
 @dataclass(frozen=True)
 class PromptShard:
-    """Which of the prompts this host samples: a run of every round."""
+    """The prompts that this host samples: a contiguous part of every round."""
 
     prompts: Sequence[Prompt]
     rounds: Sequence[RolloutRound]
@@ -43,7 +43,7 @@ class PromptShard:
 
     @property
     def prompt_indices(self) -> list[int]:
-        """Of this host's prompts in the file."""
+        """Indices of this host's prompts in the file."""
         return [place for one in self.rounds for place in one.prompt_indices]
 
     @property
@@ -52,19 +52,19 @@ class PromptShard:
 
     @property
     def num_samples(self) -> int:
-        """Of this host."""
+        """Number of samples of this host."""
         return len(self.prompt_indices) * self.group_size
 
     def padded_prompts(self, rollout_round: RolloutRound) -> list[Prompt]:
-        """As many on every host, in a round: its own, and others behind them whose samples do not count."""
+        """Returns equally many prompts on every host: its own ones, then others whose samples are dropped."""
         first = rollout_round.prompt_indices.start
         return [
             self.prompts[place % len(self.prompts)] for place in range(first, first + rollout_round.max_num_prompts)
         ]
 
     def split_by_round(self, lines: Iterator[bytes]) -> Iterator[Iterator[bytes]]:
-        """Lines of this host's samples, as they come, by rounds. Each is to be used up before the next."""
+        """Yields the lines of this host's samples by round. Each part must be consumed before the next."""
         for one in self.rounds:
             yield islice(lines, len(one.prompt_indices) * self.group_size)
-        # Who generates them sums up behind the last.
+        # The generator of the lines does its final work after the last one.
         assert next(lines, None) is None

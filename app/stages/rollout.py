@@ -1,19 +1,19 @@
-"""One room at a time: what `grpo rollout` does."""
+"""Implements `grpo rollout`: samples prompts and writes the samples to a file."""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from app.distributed.collectives import gather_over_hosts, sum_over_hosts
+from app.distributed.collectives import gather_over_hosts, max_over_hosts, sum_over_hosts
 from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.lockstep import error_barrier, per_host_path, sample_json_lines, write_collectively
 from app.model.kv_cache import DecodeWeights
@@ -21,96 +21,88 @@ from app.prompts.data_sources import load_training_data
 from app.prompts.dataset import load_dataset
 from app.prompts.encode import EncodeReport
 from app.records.jsonl import check_distinct_paths, check_output_path
+from app.records.part_file import PartFile, part_path, remove_parts
 from app.records.sample import Prompt, Sample
 from app.report.timeline import check_timeline_path, write_timeline
-from app.rollout.scheduling.event_log import EventLog
 from app.rollout.scheduling.sample_states import SampleTable
+from app.rollout.sequence import RolloutSequence
 from app.runtime.host_group import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import encode_rows
 from app.runtime.model_spec import ModelSpec, check_context_length, read_model_spec
 from app.runtime.session import Session
-from app.stages.prompt_shards import PromptShard
-from app.stages.rollout_resume import PreviousProgress, open_event_log, rollout_facts
-from app.stages.simulate import recorded_table, timeline_panel
+from app.stages.prompt_shards import PromptShard, RolloutRound
+from app.stages.rollout_resume import part_header, read_finished_samples, remove_unfinished_output, rollout_facts
+from app.stages.rollout_timeline import METRIC_HEADINGS, metric_cells, timeline_panel
 from app.tracking.rollout_progress import RolloutProgress
 from settings import Resolved, Settings
 from settings.errors import InputError
 
 
 def rollout(
-    resolved: Resolved,
-    *,
-    prompts: Path | None,
-    limit: int | None,
-    out: Path,
-    timeline: Path | None = None,
-    log: Path | None = None,
+    resolved: Resolved, *, prompts: Path | None, limit: int | None, out: Path, timeline: Path | None = None
 ) -> dict[str, Any] | None:
     """Samples every prompt (the first `limit`) `rollout.group_size` times and writes the records to `out`.
 
-    Several hosts share the prompts, and the first of them writes the file; it alone returns figures. Under a scheduler,
-    a rollout that was killed goes on from the log beside its output, or from those of all hosts.
+    Several hosts share the prompts. The first host writes the file, and only it returns the summary. A rollout that was
+    killed continues from the samples in its part files; samples that were not finished are drawn again.
 
     Args:
-        timeline: where the picture of what the workers did goes.
-        log: where the log is kept.
+        timeline: file for a plot of what the workers did.
 
     Raises:
-        InputError: settings, model, prompts, log or output file that cannot be used.
+        InputError: settings, model, prompts or a file that cannot be used.
     """
     settings = resolved.settings
-    check_distinct_paths({"--prompts": prompts, "--out": out, "--timeline": timeline, "--log": log})
+    check_distinct_paths({"--prompts": prompts, "--out": out, "--timeline": timeline})
     check_output_path(out)
-    _check_scheduler_option("--timeline draws", timeline, settings)
-    _check_scheduler_option("--log keeps", log, settings)
     if timeline is not None:
+        _check_has_workers(settings)
         check_timeline_path(timeline)
     model = read_model_spec(settings).without_adapters
     check_context_length(model.architecture, settings, path=settings.model.path)
     questions, report = _read_prompts(settings, model, prompts, limit=limit)
     with ExitStack() as stack:
-        entered = stack.enter_context(join_hosts(settings, out=out))
-        check_hosts_agree(
-            resolved, {name: str(value) for name, value in rollout_facts(settings, model, questions).items()}
-        )
-        work = PromptShard.from_prompts(questions, settings)
+        enter_phase = stack.enter_context(join_hosts(settings, out=out))
+        facts = rollout_facts(settings, model, questions)
+        check_hosts_agree(resolved, {name: str(value) for name, value in facts.items()})
+        shard = PromptShard.from_prompts(questions, settings)
         with error_barrier():
-            written = (
-                stack.enter_context(open_event_log(out, settings, model, work.host_prompts))
-                if settings.rollout.has_workers
-                else None
-            )
-        past = PreviousProgress.from_log(written)
+            finished = read_finished_samples(out, facts, shard.host_prompts, group_size=shard.group_size)
+            part_file = PartFile(per_host_path(part_path(out)), header=part_header(facts), command="rollout")
+            stack.enter_context(part_file)
+            remove_unfinished_output(out)
         session = stack.enter_context(closing(Session.open(settings, model)))
         weights = session.engine.to_decode_weights(session.load_params())
         counter = SampleCounter()
         session.compile_rollout()
         start = time.perf_counter()
-        with RolloutProgress(num_samples=work.num_samples, enabled=jax.process_index() == 0) as progress:
-            if past is not None:
-                progress.print_line(past.to_text())
-            samples = _generate_samples(session, weights, work, progress=progress, log=written, enter_phase=entered)
-            _write_samples(out, work, iterate_in_phase(counter.count(samples), "rollout", entered), entered)
+        # Workers report only what is drawn now.
+        num_shown = shard.num_samples - (len(finished) if session.workers else 0)
+        with RolloutProgress(num_samples=num_shown, enabled=jax.process_index() == 0) as progress:
+            if finished:
+                progress.print_line(f"continuing: {len(finished)} of {shard.num_samples} samples are done")
+            generation = Generation(session, weights, shard, finished, part_file)
+            samples = generation.samples(progress, enter_phase)
+            _write_samples(out, shard, iterate_in_phase(counter.count(samples), "rollout", enter_phase), enter_phase)
         seconds = time.perf_counter() - start
-        scheduled = _schedule_metrics(session, timeline and per_host_path(timeline), was_resumed=past is not None)
-        if written is not None:
-            written.finish(keep=log and per_host_path(log))
-        drawn = _sampling_metrics(counter.total_over_hosts(), past, seconds)
+        with error_barrier():
+            remove_parts(out)
+        schedule = _schedule_metrics(session, timeline and per_host_path(timeline))
+        sampling = _sampling_metrics(counter.total_over_hosts(), finished, seconds)
     if jax.process_index() > 0:
         return None
     return {
         "prompts": len(questions),
         "dropped prompts": report.dropped,
         **({} if jax.process_count() == 1 else {"hosts": jax.process_count()}),
-        **drawn,
-        **scheduled,
+        **sampling,
+        **schedule,
         "written to": str(out),
-        **({} if log is None else {"log": str(per_host_path(log))}),
     }
 
 
 def _write_samples(out: Path, shard: PromptShard, samples: Iterator[Sample], enter_phase: PhaseCallback) -> None:
-    """Several hosts keep theirs in files without names: they wait for each other only when all have them."""
+    """Writes the output. With several hosts each keeps its lines in a temporary file until all hosts are done."""
     lines = sample_json_lines(samples, path=out)
     if jax.process_count() == 1:
         write_collectively(out, shard.split_by_round(lines))
@@ -123,22 +115,23 @@ def _write_samples(out: Path, shard: PromptShard, samples: Iterator[Sample], ent
         write_collectively(out, shard.split_by_round(file))
 
 
-def _sampling_metrics(total: SampleCounter, previous: PreviousProgress | None, seconds: float) -> dict[str, Any]:
-    """Samples of all hosts, and how fast those were drawn that a rollout that was killed had not drawn before."""
-    own = (previous.num_done, previous.num_tokens) if previous else (0, 0)
-    num_done, num_tokens = sum_over_hosts(np.asarray(own)).tolist()
+def _sampling_metrics(total: SampleCounter, finished: Mapping[str, Sample], seconds: float) -> dict[str, Any]:
+    """Returns the counts of all hosts' samples, and the speed of those that were not finished before."""
+    num_before, tokens_before = sum_over_hosts(
+        np.asarray([len(finished), sum(len(sample.completion_ids) for sample in finished.values())])
+    ).tolist()
     return {
         **total.metrics(),
         "seconds": round(seconds, 2),
-        "tokens per second": round((total.num_tokens - num_tokens) / seconds, 1),
-        **({"sampled before": f"{num_done} samples, {num_tokens} tokens"} if num_done or previous else {}),
+        "tokens per second": round((total.num_tokens - tokens_before) / seconds, 1),
+        **({"sampled before": f"{num_before} samples, {tokens_before} tokens"} if num_before else {}),
     }
 
 
 def _read_prompts(
     settings: Settings, model: ModelSpec, prompts: Path | None, *, limit: int | None
 ) -> tuple[Sequence[Prompt], EncodeReport]:
-    """The first prompts of the file, or of `data.source`."""
+    """Returns the first prompts of the file, or of `data.source`."""
     if prompts is None:
         dataset = load_training_data(settings.data, seed=settings.run.seed)
     else:
@@ -152,33 +145,28 @@ def _read_prompts(
     return encode_rows(settings, dataset.rows[:limit], model.tokenizer)
 
 
-def _check_scheduler_option(option: str, path: Path | None, settings: Settings) -> None:
-    """Whether there will be something to write there."""
-    if path is None:
-        return
+def _check_has_workers(settings: Settings) -> None:
     if not settings.rollout.has_workers:
         raise InputError(
-            f"{option} what scheduled workers do, and rollout.scheduler is null or rollout.placement global; "
+            "--timeline draws what scheduled workers do, and rollout.scheduler is null or rollout.placement global; "
             "set rollout.scheduler: adaptive, or leave it out"
         )
-    check_output_path(path)
 
 
-def _schedule_metrics(session: Session, timeline: Path | None, *, was_resumed: bool) -> dict[str, Any]:
-    """How good the schedule was, in words; nothing where nothing was scheduled. Draws this host's."""
+def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]:
+    """Returns how good the schedule was; empty without a scheduler. Draws the timeline of this host."""
     if session.workers is None:
         return {}
-    (found,) = session.take_schedule_metrics()
+    (metrics,) = session.take_schedule_metrics()
     policy = session.workers.schedule.policy
     if timeline is not None:
-        drawn = timeline_panel(policy, session.workers.records, found, None)
-        slots = [slots for _, slots in drawn.slots]
+        panel = timeline_panel(policy, session.workers.records, metrics)
+        slots = [slots for _, slots in panel.slots]
         title = f"{session.settings.model.path}: {len(slots)} workers, {sum(slots)} slots"
-        if was_resumed:
-            title += "; it was killed and went on, without the time between"
-        write_timeline(timeline, [drawn], title=title, table=recorded_table(policy, found))
-    own = (found.makespan_s, found.bubble, found.tail_fraction, found.suspensions, found.wasted_tokens)
-    makespans, bubbles, tails, suspensions, wasted = gather_over_hosts(np.asarray(own, np.float64)).T
+        row = (policy, f"{metrics.makespan_s:.4g}", *metric_cells(metrics))
+        write_timeline(timeline, [panel], title=title, table=[("policy", "makespan s", *METRIC_HEADINGS), row])
+    local = (metrics.makespan_s, metrics.bubble, metrics.tail_fraction, metrics.suspensions, metrics.wasted_tokens)
+    makespans, bubbles, tails, suspensions, wasted = gather_over_hosts(np.asarray(local, np.float64)).T
     bubble, tail = (np.average(shares, weights=makespans) for shares in (bubbles, tails))
     return {
         "scheduler": policy,
@@ -189,57 +177,93 @@ def _schedule_metrics(session: Session, timeline: Path | None, *, was_resumed: b
     }
 
 
-def _generate_samples(
-    session: Session,
-    weights: DecodeWeights,
-    shard: PromptShard,
-    *,
-    progress: RolloutProgress,
-    log: EventLog | None,
-    enter_phase: PhaseCallback,
-) -> Iterator[Sample]:
-    """This host's, round after round; with slots or workers a queue of all."""
+@dataclass(frozen=True)
+class Generation:
+    """The samples of this host, of which some may be finished already."""
 
-    def watch(ledger: SampleTable) -> None:
-        progress.update_rollout(ledger)
-        # The first sample in order may be the last that is drawn.
-        enter_phase("rollout")
+    session: Session
+    weights: DecodeWeights
+    shard: PromptShard
+    finished: Mapping[str, Sample]
+    """Samples by uid."""
+    part_file: PartFile
 
-    if session.workers is not None:
-        session.workers.event_log, session.workers.on_progress = log, watch
-        yield from _generate_from_queue(session, weights, shard)
-    elif session.continuous_batching is not None:
-        yield from progress.track(_generate_from_queue(session, weights, shard))
-    else:
-        yield from progress.track(_generate_in_rounds(session, weights, shard))
+    def samples(self, progress: RolloutProgress, enter_phase: PhaseCallback) -> Iterator[Sample]:
+        """Yields all samples in order. Those that are drawn now are in the part file as soon as they are done."""
+        if self.session.workers is not None:
 
+            def report(table: SampleTable) -> None:
+                progress.update_rollout(table)
+                # The first sample in order may be the last to finish.
+                enter_phase("rollout")
 
-def _generate_from_queue(session: Session, weights: DecodeWeights, shard: PromptShard) -> Iterator[Sample]:
-    # A host without a prompt samples one all the same, and drops it: its queue is no special case.
-    prompts = shard.host_prompts or shard.prompts[:1]
-    samples = session.stream(weights, prompts, group_size=shard.group_size, sampling_params=session.sampling_params)
-    places = (place for place in shard.prompt_indices for _ in range(shard.group_size))
-    for place, sample in zip(places, samples, strict=False):
-        yield replace(sample, group_id=place)
-    for _ in samples:
-        assert not shard.host_prompts
+            self.session.workers.on_progress, self.session.workers.on_sample_done = report, self._append
+            return self._from_queue(self._stream())
+        if self.session.continuous_batching is not None:
+            return progress.track(self._from_queue(self.part_file.write_through(self._stream())))
+        return progress.track(self._in_rounds())
 
+    def _append(self, sequence: RolloutSequence) -> None:
+        assert self.session.workers is not None
+        truncates = self.session.sampling_params.truncates
+        self.part_file.append(self.session.workers.to_sample(sequence, 0, truncates=truncates))
 
-def _generate_in_rounds(session: Session, weights: DecodeWeights, shard: PromptShard) -> Iterator[Sample]:
-    for one in shard.rounds:
-        samples = session.sample(
-            weights, shard.padded_prompts(one), policy_version=0, first_group_id=one.prompt_indices.start
+    def _stream(self) -> Iterator[Sample]:
+        # A host without a prompt samples one nevertheless and drops it: its queue is no special case.
+        prompts = self.shard.host_prompts or self.shard.prompts[:1]
+        return self.session.stream(
+            self.weights,
+            prompts,
+            group_size=self.shard.group_size,
+            sampling_params=self.session.sampling_params,
+            skipped_uids=self.finished.keys(),
         )
-        yield from samples[: len(one.prompt_indices) * shard.group_size]
+
+    def _from_queue(self, fresh: Iterator[Sample]) -> Iterator[Sample]:
+        for place in self.shard.prompt_indices:
+            for index in range(self.shard.group_size):
+                stored = self.finished.get(f"{self.shard.prompts[place].uid}/s{index}")
+                yield replace(next(fresh) if stored is None else stored, group_id=place)
+        for _ in fresh:
+            assert not self.shard.host_prompts
+
+    def _in_rounds(self) -> Iterator[Sample]:
+        """Draws a round again, as a whole and on all hosts, if any sample of it is missing on any host."""
+        stored = [self._stored_round(one) for one in self.shard.rounds]
+        is_missing = max_over_hosts(np.asarray([samples is None for samples in stored]))
+        for one, samples, draws in zip(self.shard.rounds, stored, is_missing, strict=True):
+            if not draws:
+                assert samples is not None
+                yield from samples
+                continue
+            drawn = self.session.sample(
+                self.weights,
+                self.shard.padded_prompts(one),
+                policy_version=0,
+                first_group_id=one.prompt_indices.start,
+            )
+            yield from self.part_file.write_through(drawn[: len(one.prompt_indices) * self.shard.group_size])
+
+    def _stored_round(self, one: RolloutRound) -> list[Sample] | None:
+        """Returns this host's samples of a round; None if any is not finished."""
+        samples = []
+        for place in one.prompt_indices:
+            for index in range(self.shard.group_size):
+                stored = self.finished.get(f"{self.shard.prompts[place].uid}/s{index}")
+                if stored is None:
+                    return None
+                samples.append(replace(stored, group_id=place))
+        return samples
 
 
 class SampleCounter:
-    """Counts samples as they stream past."""
+    """Counts samples as they pass through."""
 
     def __init__(self) -> None:
         self.num_samples = self.num_tokens = self.num_truncated = 0
 
     def count(self, samples: Iterator[Sample]) -> Iterator[Sample]:
+        """Yields the samples and counts them."""
         for sample in samples:
             self.num_samples += 1
             self.num_tokens += len(sample.completion_ids)
@@ -247,9 +271,9 @@ class SampleCounter:
             yield sample
 
     def total_over_hosts(self) -> SampleCounter:
-        """The same of all hosts."""
-        total, own = SampleCounter(), (self.num_samples, self.num_tokens, self.num_truncated)
-        total.num_samples, total.num_tokens, total.num_truncated = sum_over_hosts(np.asarray(own)).tolist()
+        """Returns the counts of all hosts together."""
+        total, local = SampleCounter(), (self.num_samples, self.num_tokens, self.num_truncated)
+        total.num_samples, total.num_tokens, total.num_truncated = sum_over_hosts(np.asarray(local)).tolist()
         return total
 
     def metrics(self) -> dict[str, Any]:

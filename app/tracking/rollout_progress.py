@@ -1,4 +1,4 @@
-"""Where the samples of a rollout are, while it runs: a line that is rewritten on a terminal, else one now and then."""
+"""Progress of a rollout: a live line on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from app.tracking.console import num_done, rollout_status
 
 REDRAW_INTERVAL_S = 0.1
 LOG_INTERVAL_S = 10.0
-"""Where there is no terminal."""
+"""Interval between lines without a terminal."""
 
 
 class RolloutProgress:
-    """Of one rollout.
+    """Shows the progress of one rollout.
 
     Args:
-        shown: else nothing is told.
-        clock: seconds.
+        enabled: whether to show anything.
+        clock: time in seconds.
     """
 
     def __init__(self, *, num_samples: int, enabled: bool = True, clock: Callable[[], float] = time.monotonic):
@@ -32,16 +32,16 @@ class RolloutProgress:
         self._live = self._console.is_terminal
         self._next = clock() + (0.0 if self._live else LOG_INTERVAL_S)
         self._first: tuple[float, int] | None = None
-        """When the first tokens were counted, and how many."""
+        """Time and number of tokens at the first count."""
         self._progress = Progress(
             TextColumn("rollout"),
             BarColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[status]}"),
             console=self._console,
             disable=not self._live,
             transient=True,
         )
-        self._task = self._progress.add_task("rollout", total=num_samples, figures="")
+        self._task = self._progress.add_task("rollout", total=num_samples, status="")
 
     def __enter__(self) -> RolloutProgress:
         self._progress.start()
@@ -53,13 +53,13 @@ class RolloutProgress:
     def print_line(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def update_rollout(self, ledger: SampleTable) -> None:
-        """After an event of a scheduled rollout."""
+    def update_rollout(self, table: SampleTable) -> None:
+        """Shows the state of a scheduled rollout after an event."""
         if self._is_due():
-            self._show(num_done(ledger), sum(entry.num_tokens for entry in ledger), rollout_status(ledger))
+            self._show(num_done(table), sum(entry.num_tokens for entry in table), rollout_status(table))
 
     def track(self, samples: Iterator[Sample]) -> Iterator[Sample]:
-        """Of a rollout that is not scheduled, in order, as they stream past."""
+        """Yields the samples of a rollout without a scheduler, and shows how many there were."""
         num_tokens = 0
         for number, sample in enumerate(samples, start=1):
             num_tokens += len(sample.completion_ids)
@@ -72,10 +72,10 @@ class RolloutProgress:
 
     def _show(self, num_done: int, num_tokens: int, status: str) -> None:
         now = self._clock()
-        begun, before = self._first = self._first or (now, num_tokens)
-        rate = f"  {(num_tokens - before) / (now - begun):,.0f} tokens/s" if now > begun else ""
+        start, before = self._first = self._first or (now, num_tokens)
+        rate = f"  {(num_tokens - before) / (now - start):,.0f} tokens/s" if now > start else ""
         if self._live:
-            self._progress.update(self._task, completed=num_done, figures=status + rate)
+            self._progress.update(self._task, completed=num_done, status=status + rate)
             self._next = now + REDRAW_INTERVAL_S
         elif now >= self._next:
             self.print_line(f"rollout: {status}{rate}")

@@ -1,7 +1,7 @@
-"""What decoding costs on this machine, measured on the engine's own programs, for `grpo rollout --simulate --cost`.
+"""What decoding costs on this machine, measured on the engine's own programs, for `simulate_rollout.py --cost`.
 
     python scripts/bench/calibrate_rollout.py --model builtin:tiny --out costs.json
-    grpo rollout --simulate lengths.jsonl --cost costs.json
+    python scripts/bench/simulate_rollout.py --trace samples.jsonl --cost costs.json
 
 Decode segments over rungs of rows and of cache, prefills over rungs of prompts, rows admitted and suspended, and caches
 that grow are timed one by one; small scheduled rollouts in short segments add what a segment's edge costs, the
@@ -25,12 +25,12 @@ from cost_fit import CALL, FREE, OTHER_NAMES, Timed, explained, fit
 from forced_rollout import POLICY_VERSION, RULES, ForcedRollout, WatchedEngine, open_rollout, positive, several
 
 from app.records.sample import Prompt
-from app.rollout.scheduling.cost_model import CostModel
-from app.rollout.scheduling.length_traces import trace_from_records
 from app.rollout.scheduling.metrics import schedule_metrics
 from app.rollout.scheduling.scheduler import Scheduler
-from app.rollout.scheduling.simulator import SchedulerSimulator
 from app.rollout.sequence import RolloutSequence
+from scripts.bench.cost_model import CostModel
+from scripts.bench.length_traces import trace_from_records
+from scripts.bench.simulator import SchedulerSimulator
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 SEED = 99
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--slots", type=several, default=8)
     parser.add_argument("--longest", type=positive, default=512, help="tokens that a sample may have")
     parser.add_argument("--repeats", type=positive, default=5)
-    parser.add_argument("--out", type=Path, required=True, help="what `grpo rollout --simulate --cost` takes")
+    parser.add_argument("--out", type=Path, required=True, help="what `simulate_rollout.py --cost` takes")
     options = parser.parse_args()
     lengths = [[options.longest] * 2]
     rollout = open_rollout(

@@ -30,14 +30,14 @@ from app.records.sample import Prompt
 from app.rollout.generator import SampleGenerator
 from app.rollout.sampling import SampledTokens, Sampler, SamplingRules, hash_uids, sample_keys, sample_tokens
 from app.rollout.scheduling.events import WorkerKind
-from app.rollout.scheduling.simulated_slots import ProgramSizes
-from app.rollout.scheduling.simulator import SimulatedWorkerSpec
 from app.rollout.shape_buckets import SlotShapes, make_slot_shapes
 from app.rollout.slot_engine import SegmentResult as RanSegment
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import ProgramName, ProgramSpec, SlotPrograms, decode_segment
 from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
 from app.rollout.workers import RolloutWorker
+from scripts.bench.simulated_slots import ProgramSizes
+from scripts.bench.simulator import SimulatedWorkerSpec
 from settings.schema.mesh import MeshSettings as MeshSettings
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 

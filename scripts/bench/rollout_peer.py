@@ -27,7 +27,7 @@ from forced_rollout import ForcedRollout, machine, open_rollout, positive
 from app.records.sample import Prompt
 from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.generator import SampleGenerator
-from app.rollout.scheduling import length_traces
+from scripts.bench import length_traces
 from settings.schema.rollout import SegmentSettings
 
 try:

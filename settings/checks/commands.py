@@ -97,11 +97,6 @@ def check_for_evaluation(resolved: Resolved) -> None:
     )
 
 
-def check_for_simulation(resolved: Resolved) -> None:
-    """Raises InputError listing everything that keeps rollouts from being scheduled."""
-    _run_checks(resolved, (*SCHEDULE_CHECKS, _check_no_pretend))
-
-
 def check_for_score(resolved: Resolved) -> None:
     """Raises InputError; lengths of samples are not checked, because scoring takes its shapes from its input."""
     _run_checks(resolved, (_check_reward_names, _check_overlong_buffer, *HOST_CHECKS, _check_no_pretend))

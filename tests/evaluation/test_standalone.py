@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from app.evaluation.metadata import JUDGE, EvaluationMetadata
-from app.evaluation.results_file import PartFile
+from app.evaluation.results_file import open_part_file
 from app.evaluation.standalone import load_decode_weights, read_evaluation_input
 from app.records.jsonl import write_jsonl
 from app.runtime.session import Session
@@ -273,15 +273,18 @@ def test_input_that_cannot_be_evaluated(config: Path, finished: Path, tmp_path: 
 
 def test_only_one_at_a_time_is_at_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, subject = tmp_path / "out.jsonl", EvaluationMetadata("tiny", None, "rows.jsonl", {JUDGE: "arithmetic"})
-    with closing(PartFile(out, subject)), pytest.raises(InputError, match="another process is at this evaluation"):
-        PartFile(out, subject)
+    with (
+        closing(open_part_file(out, subject)),
+        pytest.raises(InputError, match="another process is at this evaluation"),
+    ):
+        open_part_file(out, subject)
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(InputError, match=r"part cannot be locked: No locks available; give an --out"):
-        PartFile(out, subject)
+        open_part_file(out, subject)
 
 
 def test_nothing_of_the_model_stays_on_the_devices_beside_what_decodes(adapted: Path) -> None:

@@ -16,7 +16,6 @@ from app.model.kv_cache import DecodeWeights
 from app.rollout.async_generation import AsyncRollout, CompletedRound, RoundExecutor
 from app.rollout.executor import RolloutExecutor
 from app.rollout.generator import make_sequences
-from app.rollout.scheduling.event_log import RolloutState
 from app.rollout.scheduling.events import Event as Told
 from app.rollout.scheduling.events import Submitted
 from app.rollout.scheduling.metrics import ScheduleMetricsTracker
@@ -70,8 +69,9 @@ def opened(made: RolloutWorkerPool, told: list[Told] | None = None) -> Iterator[
             told.append(record.event)
 
     weights = weights_on()
-    begun = RolloutState.new(made.make_scheduler())
-    with made.open_executor(weights, begun, rules=RULES, seed=SEED, policy_version=KEY, on_record=tell) as run:
+    with made.open_executor(
+        weights, made.make_scheduler(), rules=RULES, seed=SEED, policy_version=KEY, on_record=tell
+    ) as run:
         yield Opened(made, run, tally)
 
 
@@ -228,7 +228,7 @@ def test_weights_go_when_the_next_are_loaded() -> None:
     leaves = [weakref.ref(leaf) for leaf in jax.tree.leaves(first)]
     rollout = made.open_executor(
         first,
-        RolloutState.new(made.make_scheduler()),
+        made.make_scheduler(),
         rules=RULES,
         seed=SEED,
         policy_version=KEY,

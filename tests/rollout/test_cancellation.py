@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from app.distributed.cancellation import StoppedError, never_stop
 from app.rollout import batch_engine as engine_room
-from app.rollout.scheduling.event_log import EventLog, read_event_log
-from app.rollout.scheduling.events import RunSegment
+from app.rollout.sequence import RolloutSequence
 from app.tracking.compilation_counter import CompilationCounter
 from tests.rollout.test_async_generation import HALF, KEY, generation_of
 from tests.rollout.test_slot_engine import (
@@ -25,7 +23,6 @@ from tests.rollout.test_slot_engine import (
     weights_on,
     without_slots,
 )
-from tests.rollout.test_suspended_rows import RUN
 from tests.rollout.test_workers import bits, engine_on, expected, samples_of, scheduled, workers_on
 from tests.tiny import make_engine, make_mesh
 
@@ -85,21 +82,23 @@ def test_slots_are_free_when_they_were_asked_to_stop() -> None:
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
-def test_a_scheduled_rollout_that_was_asked_to_stop_goes_on_from_its_log(in_turn: bool, tmp_path: Path) -> None:
+def test_a_scheduled_rollout_that_was_stopped_draws_only_what_is_missing(in_turn: bool) -> None:
     made = scheduled(workers_on(2), in_turn=in_turn)
+    rows: list[RolloutSequence] = []
+    made.on_sample_done = rows.append
     made.stop_requested = after(30)
-    with EventLog(tmp_path / "log", identity=RUN) as made.event_log, pytest.raises(StoppedError):
+    with pytest.raises(StoppedError):
         samples_of(made)
     assert not any(worker.engine.is_open for worker in made.workers)
     assert not {"fast-0", "heavy-1"} & {thread.name for thread in threading.enumerate()}
-    before = read_event_log(tmp_path / "log")
-    done = {entry.uid for entry in before.scheduler.samples if entry.finish}
-    assert 0 < sum(entry.num_tokens for entry in before.scheduler.samples) < sum(LENGTHS)
+    groups = {sample.uid: sample.group_id for sample in expected()}
+    finished = {row.uid: made.to_sample(row, groups[row.uid], truncates=False) for row in rows}
+    assert 0 < len(finished) < len(LENGTHS)
     made.stop_requested = never_stop
-    with EventLog(tmp_path / "log", identity=RUN) as made.event_log:
-        assert bits(samples_of(made)) == bits(expected())
-    commands = (one for record in made.records[len(before.records) :] for one in record.commands)
-    assert not done & {row.uid for one in commands if isinstance(one, RunSegment) for row in one.admit}
+    drawn = made.stream(weights_on(), PROMPTS, max_new_tokens=LENGTHS, skipped_uids=finished, **ARGUMENTS)
+    together = {sample.uid: sample for sample in (*finished.values(), *drawn)}
+    assert len(together) == len(rows) == len(LENGTHS)
+    assert bits([together[sample.uid] for sample in expected()]) == bits(expected())
 
 
 @pytest.mark.parametrize("in_turn", [True, False])

@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -18,30 +17,29 @@ from jax.sharding import Mesh
 
 from app.mesh.submesh import make_submesh
 from app.records.sample import Sample
-from app.rollout.scheduling.cost_model import CostModel
-from app.rollout.scheduling.event_log import EventLog, EventRecord, read_event_log
 from app.rollout.scheduling.events import (
     Admit,
     Command,
     Commit,
+    EventRecord,
     RunSegment,
     SegmentEnded,
     Suspend,
     WorkerJoined,
     WorkerKind,
     WorkerLost,
-    message_to_json,
 )
-from app.rollout.scheduling.length_traces import trace_from_records
 from app.rollout.scheduling.metrics import schedule_metrics, slot_spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from app.rollout.scheduling.simulated_slots import ProgramSizes
-from app.rollout.scheduling.simulator import SchedulerSimulator, SimulatedWorkerSpec
 from app.rollout.slot_engine import SegmentResult as RanSegment
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
 from app.rollout.workers import RolloutWorker
 from app.tracking.compilation_counter import CompilationCounter
+from scripts.bench.cost_model import CostModel
+from scripts.bench.length_traces import trace_from_records
+from scripts.bench.simulated_slots import ProgramSizes
+from scripts.bench.simulator import SchedulerSimulator, SimulatedWorkerSpec
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 from tests.rollout.test_slot_engine import (
     ARGUMENTS,
@@ -262,12 +260,13 @@ def test_what_the_last_worker_failed_with_is_raised() -> None:
     assert bits(samples_of(scheduled(workers))) == bits(expected())
 
 
-def test_a_real_log_replays_in_the_core(tmp_path: Path) -> None:
+def test_the_events_of_real_workers_replay_in_the_core() -> None:
     made = scheduled(workers_on(3), "pdsr_v2")
-    with EventLog(tmp_path / "log.jsonl", identity={}) as made.event_log:
-        samples_of(made)
-    replayed = read_event_log(tmp_path / "log.jsonl", identity={}).scheduler
-    replayed.check_invariants()
+    samples_of(made)
+    replayed = made.make_scheduler()
+    for event, commands in made.records:
+        assert tuple(replayed.handle(event)) == commands
+        replayed.check_invariants()
     assert replayed.is_finished
     assert {entry.uid: entry.num_tokens for entry in replayed.samples} == {
         s.uid: len(s.completion_ids) for s in expected()
@@ -279,9 +278,7 @@ def test_in_turn_the_same_rollout_has_the_same_log() -> None:
     for _ in range(2):
         made = scheduled(workers_on(3), "pdsr_v2", in_turn=True, clock=map(float, itertools.count()).__next__)
         samples_of(made)
-        logs.append(
-            [(message_to_json(event), [message_to_json(one) for one in commands]) for event, commands in made.records]
-        )
+        logs.append(made.records)
     assert logs[0] == logs[1]
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.rollout.scheduling.cost_model import CostModel
 from scripts.bench.cost_fit import CALL, FREE, OTHER_NAMES, Timed, explained, fit
+from scripts.bench.cost_model import CostModel
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 KNOWN = replace(
@@ -83,7 +83,7 @@ def test_what_was_never_paid_costs_nothing() -> None:
 
 def test_fitted_costs_are_what_the_simulator_reads() -> None:
     found = fit(measurements())
-    assert CostModel.from_json(found.to_json(), where="") == found
+    assert CostModel.from_json(found.to_json()) == found
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from settings import InputError, load
-from settings.checks.commands import check_for_rollout, check_for_simulation, check_for_train
+from settings.checks.commands import check_for_rollout, check_for_train
 
 
-@pytest.mark.parametrize("check", [check_for_rollout, check_for_simulation, check_for_train])
+@pytest.mark.parametrize("check", [check_for_rollout, check_for_train])
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -105,7 +105,7 @@ def test_values_out_of_bounds_are_refused(override: str) -> None:
         load(None, [override], {})
 
 
-@pytest.mark.parametrize("check", [check_for_rollout, check_for_simulation, check_for_train])
+@pytest.mark.parametrize("check", [check_for_rollout, check_for_train])
 def test_the_defaults_can_be_scheduled(check) -> None:
     check(load(None, [], {}))
 

@@ -1,110 +1,119 @@
-"""A scheduled `grpo rollout` that is killed goes on from its log, as if it had not been."""
+"""A `grpo rollout` that is killed continues from its part file, and writes what it would have written."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.rollout.scheduling.event_log import EventLog, RunIdentity, read_event_log
-from app.rollout.scheduling.events import RowReport, SegmentEnded, Submitted, WorkerJoined
+from app.records.part_file import PartFile
 from app.runtime.model_spec import read_model_spec
-from app.stages.rollout_resume import PreviousProgress, rollout_facts
+from app.stages.rollout import _read_prompts
+from app.stages.rollout_resume import RolloutFacts, part_header, rollout_facts
 from settings import load
 from tests.program import DEADLINE_S, NUM_DEVICES, digest_of, here, records_of, settings, started, wait_until
-from tests.rollout.scheduling.driving import make_scheduler, samples
 
 SMALL = ("data.max_prompt_length=16", "rollout.group_size=4", "rollout.max_new_tokens=48", "rollout.top_k=20")
 SCHEDULED = (
     *("rollout.scheduler=adaptive", "rollout.mode=exact", "rollout.segment.min=1", "rollout.segment.max=2"),
     *("rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4", f"mesh.cpu_devices={NUM_DEVICES}"),
 )
-VARIES = ("worker", "segments", "elapsed_s")
-"""Fields that tell of the way a sample took."""
+MODES = {"workers": SCHEDULED, "slots": ("rollout.slots=8", "rollout.mode=exact"), "rounds": ()}
+SCHEDULE_FIELDS = ("worker", "segments", "elapsed_s")
+"""Fields that depend on the schedule."""
 
 
 def command(model: Path, out: Path, *overrides: str, limit: int = 16) -> list[str | Path]:
-    chosen = settings(f"model.path={model}", *SMALL, *SCHEDULED, *overrides)
+    chosen = settings(f"model.path={model}", *SMALL, *overrides)
     return ["rollout", *chosen, "--limit", str(limit), "--out", out]
 
 
 def content(out: Path) -> list[dict[str, Any]]:
-    return [{name: value for name, value in one.items() if name not in VARIES} for one in records_of(out)]
+    return [{name: value for name, value in one.items() if name not in SCHEDULE_FIELDS} for one in records_of(out)]
 
 
-def num_lines(log: Path) -> int:
-    return log.read_bytes().count(b"\n") if log.exists() else 0
+def facts_of(model: Path, *overrides: str) -> RolloutFacts:
+    chosen = load(None, [f"model.path={model}", "rollout.scheduler=adaptive", *overrides], {}).settings
+    return rollout_facts(chosen, read_model_spec(chosen), [])
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A folder with the part file of a scheduled rollout that was killed. Not to be written to."""
+    folder = tmp_path_factory.mktemp("killed")
+    part = folder / "samples.jsonl.part"
+    with started(*command(tiny_model, folder / "samples.jsonl", *SCHEDULED)) as process:
+        wait_until(process, lambda: part.exists() and part.read_bytes().count(b"\n") >= 9)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=DEADLINE_S)
+    assert not (folder / "samples.jsonl").exists()
+    return part
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A folder with the output of a rollout that nobody killed, and its log. Not to be written to."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    result = here(*command(tiny_model, folder / "samples.jsonl"), "--log", folder / "events.jsonl")
+    """The output of the same rollout without a kill. Not to be written to."""
+    out = tmp_path_factory.mktemp("undisturbed") / "samples.jsonl"
+    result = here(*command(tiny_model, out, *SCHEDULED), "--timeline", out.with_name("slots.html"))
     assert result.exit_code == 0, result.stderr
-    assert {path.name for path in folder.iterdir()} == {"samples.jsonl", "events.jsonl"}
-    return folder
+    assert {path.name for path in out.parent.iterdir()} == {"samples.jsonl", "slots.html"}
+    return out
 
 
-@pytest.mark.parametrize(
-    ("left", "hosts"), [("samples.jsonl.host_1_of_2.log", "2 hosts"), ("samples.jsonl.host_0_of_4.log", "4 hosts")]
-)
-def test_what_other_hosts_left_unfinished_is_not_passed_over(
-    tiny_model: Path, tmp_path: Path, left: str, hosts: str
-) -> None:
-    (tmp_path / left).touch()
-    result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
-    assert result.exit_code == 2, result.stderr
-    assert f"--out: a rollout on {hosts} to {tmp_path / 'samples.jsonl'} was not finished" in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == [left]
-
-
-def test_killed_half_way_it_writes_the_same_samples(tiny_model: Path, undisturbed: Path, tmp_path: Path) -> None:
-    out, log = tmp_path / "samples.jsonl", tmp_path / "samples.jsonl.log"
-    with started(*command(tiny_model, out)) as process:
-        wait_until(process, lambda: num_lines(log) >= 30)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=DEADLINE_S)
-    before = read_event_log(log)
-    assert not out.exists() and not before.scheduler.is_finished
-    result = here(*command(tiny_model, out), "--log", tmp_path / "events.jsonl", "--timeline", tmp_path / "slots.html")
-    assert result.exit_code == 0, result.stderr
-    assert f"going on from {log}: " in result.stderr and "sampled before" in result.stdout
-    assert content(out) == content(undisturbed / "samples.jsonl")
-    assert {path.name for path in tmp_path.iterdir()} == {"samples.jsonl", "events.jsonl", "slots.html"}
-    assert "it was killed and went on" in (tmp_path / "slots.html").read_text()
-    whole = read_event_log(tmp_path / "events.jsonl")
-    assert whole.records[: len(before.records)] == before.records
-    joined = [event.worker for event, _ in whole.records if isinstance(event, WorkerJoined)]
-    assert joined == ["fast-0", "heavy-0", "fast-0#2", "heavy-0#2"]
-
-
-def test_killed_before_the_log_was_removed_it_samples_nothing_again(
-    tiny_model: Path, undisturbed: Path, tmp_path: Path
+def test_killed_half_way_it_writes_the_same_samples(
+    tiny_model: Path, undisturbed: Path, killed: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "samples.jsonl"
-    shutil.copy(undisturbed / "events.jsonl", tmp_path / "samples.jsonl.log")
-    result = here(*command(tiny_model, out), "--json")
+    header, *lines = killed.read_bytes().splitlines(keepends=True)
+    finished = [{**json.loads(line), "elapsed_s": 123.0} for line in lines if line.endswith(b"\n")]
+    assert 8 <= len(finished) < 64
+    # The last line is torn, as a kill in the middle of a write leaves it.
+    stored = header + b"".join(json.dumps(one).encode() + b"\n" for one in finished) + lines[0][:50]
+    (tmp_path / killed.name).write_bytes(stored)
+    (tmp_path / ".samples.jsonl.4.partial").touch()
+    result = here(*command(tiny_model, out, *SCHEDULED))
     assert result.exit_code == 0, result.stderr
-    assert "64 of 64 samples done" in result.stderr
-    assert json.loads(result.stdout)["tokens per second"] == 0
-    assert content(out) == content(undisturbed / "samples.jsonl")
+    assert f"continuing: {len(finished)} of 64 samples are done" in result.stderr and "sampled before" in result.stdout
+    assert content(out) == content(undisturbed)
+    assert sum(record["elapsed_s"] == 123.0 for record in records_of(out)) == len(finished)
+    assert {path.name for path in tmp_path.iterdir()} == {"samples.jsonl"}
 
 
-def test_a_dropped_sample_without_tokens_has_not_begun(tmp_path: Path) -> None:
-    with EventLog(tmp_path / "log", identity={}) as log:
-        scheduler = log.start_or_resume(make_scheduler()).scheduler
-        scheduler.handle(WorkerJoined(0.0, "w", "fast", 2))
-        scheduler.handle(Submitted(0.0, samples(1, 3)))
-        rows = (RowReport("p0/s0", 1, 0, "dropped:non-finite logits"), RowReport("p0/s1", 1, 3, "stop"))
-        scheduler.handle(SegmentEnded(1.0, "w", 1, rows, 1.0, 3))
-        past = PreviousProgress.from_log(log)
-    assert past is not None and (past.num_done, past.num_started, past.num_samples) == (2, 0, 3)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_finished_is_not_drawn_again_in_any_mode(mode: str, tiny_model: Path, tmp_path: Path) -> None:
+    out, whole = tmp_path / "samples.jsonl", tmp_path / "whole.jsonl"
+    chosen = (*MODES[mode], "rollout.prompts_per_step=2")
+    assert here(*command(tiny_model, whole, *chosen, limit=5)).exit_code == 0
+    records = [{**record, "elapsed_s": 123.0} for record in records_of(whole)]
+    header = header_of(tiny_model, *chosen, limit=5)
+    # The last sample of the second prompt is missing, and the whole last prompt.
+    stored = [record for i, record in enumerate(records) if i not in (7, 16, 17, 18, 19)]
+    part = tmp_path / "samples.jsonl.part"
+    part.write_text("".join(f"{line}\n" for line in (header, *map(json.dumps, stored))))
+    result = here(*command(tiny_model, out, *chosen, limit=5), "--json")
+    assert result.exit_code == 0, result.stderr
+    assert content(out) == content(whole)
+    kept = [record["elapsed_s"] == 123.0 for record in records_of(out)]
+    # A round is drawn as a whole.
+    assert kept == [8 <= i < 16 if mode == "rounds" else i not in (7, 16, 17, 18, 19) for i in range(20)]
+    assert not part.exists()
+    # Killed before the part file was removed.
+    part.write_text("".join(f"{line}\n" for line in (header, *map(json.dumps, records))))
+    again = here(*command(tiny_model, out, *chosen, limit=5), "--json")
+    assert again.exit_code == 0, again.stderr
+    assert json.loads(again.stdout)["tokens per second"] == 0 and content(out) == content(whole)
+
+
+def header_of(model: Path, *overrides: str, limit: int) -> str:
+    """The header of the part file of this rollout."""
+    chosen = load(None, [f"model.path={model}", *SMALL, *overrides], {}).settings
+    spec = read_model_spec(chosen).without_adapters
+    prompts, _ = _read_prompts(chosen, spec, None, limit=limit)
+    return part_header(rollout_facts(chosen, spec, prompts))
 
 
 UNREAD = ("rollout.max_staleness=2", "rollout.max_length_total=99", "rollout.workers.lease_s=9", "eval.num_prompts=3")
@@ -118,84 +127,49 @@ def test_what_decides_no_sample_tells_no_runs_apart(tiny_model: Path) -> None:
         assert first != facts_of(tiny_model, f"rollout.mode={mode}", "rollout.top_k=9")
 
 
-def facts_of(model: Path, *overrides: str) -> RunIdentity:
-    chosen = load(None, [f"model.path={model}", "rollout.scheduler=adaptive", *overrides], {}).settings
-    return rollout_facts(chosen, read_model_spec(chosen), [])
-
-
-def cut_in_the_middle(log: bytes) -> bytes:
-    lines = log.splitlines(keepends=True)
-    return b"".join([*lines[:9], lines[9][:-20], b"\n", *lines[10:]])
-
-
 @pytest.mark.parametrize(
     ("overrides", "limit", "message"),
     [
-        (("rollout.temperature=0.5",), 16, "What differs: rollout.temperature (1.0 there, 0.5 here)."),
-        (("run.seed=8",), 15, "What differs: the prompts, run.seed (0 there, 8 here)."),
+        (("rollout.temperature=0.5",), 16, "Different: rollout.temperature (1.0 there, 0.5 here)."),
+        (("run.seed=8",), 15, "Different: the prompts, run.seed (0 there, 8 here)."),
         (("rollout.workers.heavy.count=2",), 16, "rollout.workers.heavy.count (1 there, 2 here)"),
     ],
 )
-def test_a_log_of_another_run_is_left_as_it_is(
-    tiny_model: Path, undisturbed: Path, tmp_path: Path, overrides: tuple[str, ...], limit: int, message: str
+def test_a_part_file_of_another_rollout_is_left_as_it_is(
+    tiny_model: Path, killed: Path, tmp_path: Path, overrides: tuple[str, ...], limit: int, message: str
 ) -> None:
-    shutil.copy(undisturbed / "events.jsonl", tmp_path / "samples.jsonl.log")
+    (tmp_path / killed.name).write_bytes(killed.read_bytes())
     before = digest_of(tmp_path)
-    result = here(*command(tiny_model, tmp_path / "samples.jsonl", *overrides, limit=limit))
+    result = here(*command(tiny_model, tmp_path / "samples.jsonl", *SCHEDULED, *overrides, limit=limit))
     assert result.exit_code == 2 and message in result.stderr and result.stderr.count("error: ") == 1
-    assert "delete the log to start over, or choose another --out" in result.stderr
+    assert "delete the file to start over, or choose another --out" in result.stderr
     assert digest_of(tmp_path) == before
 
 
-def test_a_damaged_log_is_left_as_it_is(tiny_model: Path, undisturbed: Path, tmp_path: Path) -> None:
-    log = tmp_path / "samples.jsonl.log"
-    log.write_bytes(cut_in_the_middle((undisturbed / "events.jsonl").read_bytes()))
-    before = digest_of(tmp_path)
+@pytest.mark.parametrize("line", [b"half of a download", b'{"uid": "p/s0"}\n', b"[]\n"])
+def test_a_file_that_is_no_part_of_a_rollout_is_left_as_it_is(line: bytes, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl.part").write_bytes(line)
     result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
-    assert result.exit_code == 2 and f"{log}:10: not JSON" in result.stderr
-    assert "the log is damaged: delete it to start the rollout over" in result.stderr
-    assert digest_of(tmp_path) == before
+    assert result.exit_code == 2 and "samples.jsonl.part is not a part file of a rollout" in result.stderr
+    assert (tmp_path / "samples.jsonl.part").read_bytes() == line
 
 
-def test_two_processes_do_not_share_a_log(tiny_model: Path, tmp_path: Path) -> None:
-    with EventLog(tmp_path / "samples.jsonl.log", identity={}):
+def test_two_processes_do_not_share_a_part_file(tiny_model: Path, tmp_path: Path) -> None:
+    with PartFile(tmp_path / "samples.jsonl.part", header="{}", command="rollout"):
         result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
         assert result.exit_code == 2 and "another process is at this rollout" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("overrides", [("rollout.workers.fast.devices=[99]",), ("rollout.workers.heavy.slots=6",)])
-def test_an_error_before_the_first_sample_leaves_no_log(
+def test_an_error_before_the_first_sample_leaves_no_file(
     tiny_model: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
-    result = here(*command(tiny_model, tmp_path / "samples.jsonl", *overrides))
+    result = here(*command(tiny_model, tmp_path / "samples.jsonl", *SCHEDULED, *overrides))
     assert result.exit_code == 2
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_log_wants_a_schedule(tiny_model: Path, tmp_path: Path) -> None:
-    files = ("--out", tmp_path / "samples.jsonl", "--log", tmp_path / "events.jsonl")
-    result = here("rollout", *settings(f"model.path={tiny_model}", *SMALL), *files)
-    assert result.exit_code == 2 and "--log keeps what scheduled workers do" in result.stderr
-
-
-def test_log_and_samples_of_a_real_rollout_are_traces(undisturbed: Path, tmp_path: Path) -> None:
-    found = []
-    for name in ("events.jsonl", "samples.jsonl"):
-        result = here("rollout", "--simulate", undisturbed / name, "--json")
-        assert result.exit_code == 0, result.stderr
-        found.append(json.loads(result.stdout))
-    recorded = found[0].pop("recorded")
-    assert found[1].pop("recorded") is None and found[0] == found[1]
-    assert (found[0]["samples"], found[0]["prompts"]) == (64, 16)
-    assert recorded["policy"] == "adaptive" and recorded["slots"] == {"fast-0": 4, "heavy-0": 4}
-    assert recorded["figures"]["useful_tokens"] == found[0]["tokens"]
-    text = here("rollout", "--simulate", undisturbed / "events.jsonl").stdout
-    assert "recorded: adaptive took" in text and "events are answered as they were" in text
-
-
-def test_the_log_of_an_unfinished_rollout_is_no_trace(undisturbed: Path, tmp_path: Path) -> None:
-    half = tmp_path / "half.log"
-    half.write_bytes(b"".join((undisturbed / "events.jsonl").read_bytes().splitlines(keepends=True)[:60]))
-    result = here("rollout", "--simulate", half)
-    assert result.exit_code == 2 and "of its 64 samples are done. Start that again" in result.stderr
+def test_a_timeline_needs_a_schedule(tiny_model: Path, tmp_path: Path) -> None:
+    result = here(*command(tiny_model, tmp_path / "samples.jsonl"), "--timeline", tmp_path / "slots.png")
+    assert result.exit_code == 2 and "--timeline draws what scheduled workers do" in result.stderr

@@ -84,7 +84,10 @@ def faulty(*arguments, **named):
 cli.main()
 """
 HANGS, FAILS = "threading.Event().wait()", "raise RuntimeError('broken')"
-SECOND_ROUND, FIRST_WINDOW = ("app.rollout.batch_engine.Engine.generate", 2), ("app.score.scorer.Scorer.logprobs", 1)
+SECOND_ROUND, FIRST_WINDOW = (
+    ("app.rollout.batch_engine.BatchEngine.generate", 2),
+    ("app.score.scorer.Scorer.logprobs", 1),
+)
 
 
 def second_faulty(fault: str, place: tuple[str, int]) -> Programs:
@@ -113,25 +116,26 @@ def test_a_host_that_hangs_ends_both_and_writes_nothing(
     assert "in faulty" in stacks[1] and "in faulty" not in stacks[0]
 
 
-def test_a_host_that_fails_ends_both_and_writes_nothing(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_host_that_fails_ends_both_and_leaves_what_was_finished(tiny_model: Path, tmp_path: Path) -> None:
     prompts, out = write_problems(tmp_path / "prompts.jsonl", first=1, count=16), tmp_path / "out.jsonl"
     chosen = (*of_tiny(tiny_model), "--prompts", prompts, "--out", out)
     first, second = run_on_two_hosts("rollout", *chosen, programs=second_faulty(FAILS, SECOND_ROUND))
     assert (first.exit_code, second.exit_code) == (1, 1), first.stderr + second.stderr
     assert "host 1 has failed, so this one ends: broken" in first.stderr
     assert "error: RuntimeError: broken" in second.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl"}
+    parts = {f"out.jsonl.host_{number}_of_2.part" for number in (0, 1)}
+    assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", *parts}
 
 
 COUNTING = """\
 import sys
 import cli
 from app.distributed.watchdog import Watchdog
-enter, phases = Watchdog.enter, []
+enter, phases = Watchdog.enter_phase, []
 def counted(watchdog, phase):
     phases.append(phase)
     enter(watchdog, phase)
-Watchdog.enter = counted
+Watchdog.enter_phase = counted
 try:
     cli.main()
 finally:

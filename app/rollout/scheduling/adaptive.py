@@ -1,9 +1,6 @@
-"""Longest expected first, on any worker that has room; what is expected is read anew at every segment's edge."""
+"""The policy `adaptive`: longest expected sample first, on any worker with a free slot."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 from app.rollout.scheduling.events import SampleRole
 from app.rollout.scheduling.priority_queue import PriorityQueue
@@ -17,17 +14,17 @@ from app.rollout.scheduling.scheduling_policy import (
 )
 
 AGING_FINISHES = 256
-"""Samples that finish while another waits, until that one comes before any that is submitted now."""
+"""Number of samples that finish before a waiting sample outranks every newly submitted one."""
 MAX_MOVES = 2
-"""Of a sample."""
+"""Maximum number of times that a sample is moved."""
 
 
 class AdaptivePolicy(SchedulingPolicy):
-    """Work-conserving: a free slot never waits for a verdict.
+    """Is work-conserving: a free slot never waits for a verdict.
 
-    Nothing known about a prompt counts as the longest that it may become, so that one sample of each such prompt is
-    among the first to run; what it becomes orders its siblings. A row stays where it is: taking it out costs its worker
-    caches of full length, and what could be won by sorting long rows from short ones is less.
+    Samples of an unknown prompt are expected to be as long as allowed, so that one sample of each such prompt starts
+    early. Its length orders its siblings. Expectations are updated after every segment. Rows stay on their workers: a
+    move costs caches of full length, which is more than sorting long rows from short ones would gain.
     """
 
     name = "adaptive"
@@ -36,9 +33,9 @@ class AdaptivePolicy(SchedulingPolicy):
         super().__init__(context)
         self._queue = PriorityQueue()
         self._waiting_by_prompt: dict[str, list[str]] = {}
-        """Prompt -> its samples that wait."""
+        """Prompt -> uids of its samples that wait."""
         self._finished_at_submit: dict[str, int] = {}
-        """Uid of a sample that waits -> how many had finished when it was submitted."""
+        """Uid of a waiting sample -> number of samples that had finished when it was submitted."""
 
     def add(self, entry: SampleEntry) -> None:
         self._enqueue(entry, num_finished=self.context.lengths.num_finished)
@@ -53,7 +50,7 @@ class AdaptivePolicy(SchedulingPolicy):
 
     def _set_priority(self, entry: SampleEntry) -> None:
         lengths, longest = self.context.lengths, entry.sample.max_new
-        # What has begun goes on first: it may still be the longest, and its siblings may learn from it.
+        # Started samples continue first: they may be the longest, and they inform about their siblings.
         knows = (lengths.has_estimate(entry.prompt) and not entry.num_tokens) or entry.uid in lengths.known_lengths
         expected = lengths.estimate(entry) if knows else longest
         age = self._finished_at_submit[entry.uid] * longest / AGING_FINISHES
@@ -71,9 +68,9 @@ class AdaptivePolicy(SchedulingPolicy):
         return [] if len(self._queue) else self._spread_evictions(worker)
 
     def _spread_evictions(self, worker: WorkerState) -> list[Eviction]:
-        """When nothing waits, workers that have run dry take up to half of another's rows: fewer rows step faster.
+        """Returns up to half of a worker's rows for idle workers when nothing waits: fewer rows step faster.
 
-        Not on the same device, where they would take turns.
+        Workers on the same device would only take turns, so they get none.
         """
         room = sum(
             other.slots
@@ -112,15 +109,3 @@ class AdaptivePolicy(SchedulingPolicy):
 
     def waiting(self) -> list[str]:
         return self._queue.uids()
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "queue": self._queue.to_json(),
-            "siblings": {prompt: list(uids) for prompt, uids in self._waiting_by_prompt.items()},
-            "since": dict(self._finished_at_submit),
-        }
-
-    def load_json(self, values: Mapping[str, Any]) -> None:
-        self._queue = PriorityQueue(values["queue"])
-        self._waiting_by_prompt = {prompt: list(uids) for prompt, uids in values["siblings"].items()}
-        self._finished_at_submit = dict(values["since"])

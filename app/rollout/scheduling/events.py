@@ -1,66 +1,62 @@
-"""The contract between the scheduler and whatever runs it: events go in, commands come out.
+"""The protocol between the scheduler and its executor: events go in, commands come out.
 
-A shell (real workers, or the virtual clock) owns devices, threads and the clock. It tells the scheduler what happened
-and does what the answer says, in its order:
+The executor (real workers, or the simulator of the tests) owns devices, threads and the clock. It passes each event to
+the scheduler and carries out the commands that answer it, in their order:
 
-1. `WorkerJoined` for each worker, `Submitted` for samples, and `Closed` once no more will come. These may be mixed;
-   more samples may be submitted at any time before `Closed`, and samples that have ended may be `Released`.
-2. A worker holds its rows between segments and does nothing unless told. `Suspend` takes rows out of it, `RunSegment`
-   puts rows in and decodes. A worker gets no second `RunSegment` before its `SegmentEnded` was handled.
-3. `SegmentEnded` reports every row that the worker held in that segment. `Commit` answers it: only then do tokens
-   count. What was not committed is thrown away; it will be drawn again, the same, because noise is keyed by position.
-4. A worker that died, or is silent for longer than its lease (the shell's choice; three times what the segment should
-   take is usual), is `WorkerLost`. `Retire` answers: nothing that it still says counts. It may come back empty, under a
-   name that was never used before.
-5. `Finished` comes once: after `Closed`, when every sample is done or dropped.
+1. It sends `WorkerJoined` for each worker, `Submitted` for samples, and `Closed` when no more samples will come. These
+   may be mixed. More samples may be submitted before `Closed`, and samples that have ended may be `Released`.
+2. A worker keeps its rows between segments and does nothing without a command. `Suspend` takes rows out of it.
+   `RunSegment` puts rows in and decodes. A worker gets the next `RunSegment` only after its `SegmentEnded`.
+3. `SegmentEnded` reports every row that the worker had in that segment. `Commit` answers it: only committed tokens
+   count. Other tokens are discarded and drawn again; they are the same, because noise is keyed by position.
+4. `WorkerLost` reports a worker that died, or was silent for longer than its lease. `Retire` answers it: later reports
+   of that worker are ignored. It may join again, empty, under a name that was never used before.
+5. `Finished` is sent once, after `Closed`, when every sample is done or dropped.
 
-Messages about workers may come late, twice or in another order: a name that is gone, a segment number that is not the
-current one and an epoch that is not the row's change nothing. `at` is the shell's clock in seconds; it is recorded, and
-decides nothing unless `rollout.pdsr.unit` is `seconds`.
+Events about workers may arrive late, twice or in another order. A lost worker's name, an old segment number and an old
+epoch of a row change nothing. `at` is the executor's clock in seconds. It is recorded, and affects no decision unless
+`rollout.pdsr.unit` is `seconds`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from types import UnionType
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 WorkerKind = Literal["fast", "heavy"]
 SampleRole = Literal["probe", "fast", "heavy", "any"]
-"""Why a row was admitted: to learn about its prompt, as one that is expected to be short or long, or as any other."""
+"""Why a sample was admitted: as its prompt's probe, as expected to be short or long, or without expectation."""
 AdmitMethod = Literal["prefill", "copy", "replay"]
 
 FINISH_LENGTH = "length"
-"""The finish of a sample that ends because no more tokens are allowed."""
+"""Finish reason of a sample that has as many tokens as allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewSample:
     uid: str
-    """Never used twice in the life of a scheduler."""
+    """Unique in the life of a scheduler."""
     prompt: str
-    """What siblings share. The same prompt submitted again is the same prompt: what was learned about it holds."""
+    """Uid of the prompt, which siblings share. What was learned about a prompt holds when it is submitted again."""
     index: int
-    """Among the siblings."""
+    """Index among the siblings."""
     prompt_length: int
     max_new: int
-    """Tokens it may have; the worker ends it there with the finish `length`."""
+    """Maximum number of tokens, at which the worker ends the sample with the finish `length`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
     at: float
     samples: tuple[NewSample, ...]
-    """A uid that is known already is passed over."""
+    """New samples; a known uid is skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """These samples have been taken and are forgotten; one that has not ended, or is not known, is passed over.
+    """Makes the scheduler forget samples that were collected; unknown or unfinished samples are skipped.
 
-    With its last sample a prompt becomes one of an earlier epoch: all that is remembered is how long its samples were.
+    When the last sample of a prompt is forgotten, only the mean length of its samples is kept.
     """
 
     at: float
@@ -69,7 +65,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Nothing more will be submitted."""
+    """Announces that no more samples will be submitted."""
 
     at: float
 
@@ -81,9 +77,9 @@ class WorkerJoined:
     kind: WorkerKind
     slots: int
     rungs: tuple[int, ...] = ()
-    """Numbers of rows that the worker can be compacted to, ascending, without `slots` itself."""
+    """Numbers of rows to which the worker can be compacted, ascending, without `slots` itself."""
     device: str | None = None
-    """Workers with the same one take turns on it; None: devices of its own."""
+    """Device that this worker shares with others in turns; None: the worker has devices of its own."""
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -99,15 +95,15 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class RowReport:
-    """What a row has become."""
+    """The state of a row at the end of a segment."""
 
     uid: str
     epoch: int
-    """As it was admitted with."""
+    """Epoch of its `Admit`."""
     num_tokens: int
-    """Of the whole completion so far."""
+    """Length of the whole completion so far."""
     finish: str | None
-    """`stop`, `length`, `dropped:<why>` (as for logits that are not finite), or None for a row that goes on."""
+    """`stop`, `length` or `dropped:<why>` (such as logits that are not finite); None for an unfinished row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +111,13 @@ class SegmentEnded:
     at: float
     worker: str
     segment: int
-    """Of the `RunSegment`."""
+    """Number in the `RunSegment`."""
     rows: tuple[RowReport, ...]
-    """Every row that the worker held; those with a finish have left it."""
+    """Every row that the worker had; finished rows have left it."""
     seconds: float
-    """From the start of the segment, prefill and insertion included."""
+    """Duration of the segment, with prefill and insertion."""
     steps: int
-    """Decode steps that it ran."""
+    """Number of decode steps."""
 
 
 Event = Submitted | Released | Closed | WorkerJoined | WorkerLost | SegmentEnded
@@ -131,39 +127,39 @@ Event = Submitted | Released | Closed | WorkerJoined | WorkerLost | SegmentEnded
 class Admit:
     uid: str
     epoch: int
-    """To be reported with the row."""
+    """Epoch to report with the row."""
     num_tokens: int
-    """Committed; 0 for a sample that starts."""
+    """Number of committed tokens; 0 for a sample that starts."""
     how: AdmitMethod
-    """`prefill` of the prompt and all committed tokens; `copy` of the cache that `source` kept when it suspended the
-    row (which may be the same worker); `replay`: prefill of the prompt, then the committed tokens through the decode
-    program, so that every bit is as it was."""
+    """How the cache is made. `prefill`: from the prompt and all committed tokens. `copy`: from the cache that `source`
+    kept when it suspended the row. `replay`: prefill of the prompt, then the committed tokens through the decode
+    program, which gives the same bits."""
     source: str | None
-    """Only for `copy`."""
+    """Worker that kept the cache, for `copy`; it may be the same worker."""
     role: SampleRole
 
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """The worker takes rows out, and keeps the cache of each until it is admitted again, unless it was truncated."""
+    """Takes rows out of a worker, which keeps their caches until they are admitted again or were truncated."""
 
     worker: str
     uids: tuple[str, ...]
     why: str
-    """`probe limit`, `breaker`, `spread`, or `truncated`: it ends here, a `Commit` follows."""
+    """`probe limit`, `breaker`, `spread`, or `truncated`: the samples end here, and a `Commit` follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSegment:
-    """Put `admit` in, then decode at most `length` tokens of each row the worker holds, and report `SegmentEnded`.
+    """Admits samples to a worker and decodes at most `length` tokens of each of its rows.
 
-    It ends earlier when every row is done; when `leave_when_finished` rows have finished in this segment (work is
-    waiting for their slots); or when at most `leave_when_active` rows are active (a smaller program fits). 0 = never.
+    The segment ends earlier when every row is done, when `leave_when_finished` rows have finished in it (samples wait
+    for their slots), or when at most `leave_when_active` rows are active (a smaller program fits). 0 means never.
     """
 
     worker: str
     segment: int
-    """1, 2, ... of the worker."""
+    """Number of the segment on its worker, from 1."""
     admit: tuple[Admit, ...]
     length: int
     leave_when_finished: int
@@ -174,92 +170,35 @@ class RunSegment:
 class CommittedRow:
     uid: str
     num_tokens: int
-    """These tokens are the sample's."""
+    """Number of tokens that count from now on."""
     finish: str | None
-    """The sample is complete, or dropped; None: it goes on."""
+    """Finish reason of a complete or dropped sample; None: it continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
+    """Accepts the tokens of rows."""
+
     rows: tuple[CommittedRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Stop the worker, if it still runs, and forget its rows and the caches it kept."""
+    """Stops a worker that may still run; its rows and the caches it kept are discarded."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Every sample is done or dropped, and no more will come."""
+    """Announces that every sample is done or dropped and no more will come."""
 
 
 Command = Suspend | RunSegment | Commit | Retire | Finished
 
-_MESSAGES: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (
-        *(Submitted, Released, Closed, WorkerJoined, WorkerLost, SegmentEnded),
-        *(Suspend, RunSegment, Commit, Retire, Finished),
-    )
-}
 
-MAX_NUMBER = 2**32
-"""Of the numbers in a message: tokens, steps, seconds."""
+class EventRecord(NamedTuple):
+    """One event and the commands with which the scheduler answered it."""
 
-
-def message_to_json(message: Event | Command) -> dict[str, Any]:
-    """What `json.dumps` takes; `type` says which message it is."""
-    return {"type": type(message).__name__, **fields_to_json(message)}
-
-
-def fields_to_json(message: Any) -> dict[str, Any]:
-    """Its fields by name, those of items inside as well."""
-    found = {}
-    for field in fields(message):
-        value = getattr(message, field.name)
-        if isinstance(value, tuple):
-            value = [fields_to_json(item) if is_dataclass(item) else item for item in value]
-        found[field.name] = value
-    return found
-
-
-def message_from_json(values: Mapping[str, Any]) -> Any:
-    """The message that `to_json` wrote.
-
-    Raises:
-        KeyError, TypeError: no such message, or not its fields.
-    """
-    kind = _MESSAGES[values["type"]]
-    return _build_message(kind, {name: value for name, value in values.items() if name != "type"})
-
-
-def _build_message(kind: type, values: Mapping[str, Any]) -> Any:
-    hints = _type_hints(kind)
-    return kind(
-        **{name: _convert_value(value, hints[name], f"{kind.__name__}.{name}") for name, value in values.items()}
-    )
-
-
-_type_hints = functools.cache(get_type_hints)
-
-
-def _convert_value(value: Any, hint: Any, where: str) -> Any:
-    """A value of JSON as a field has it."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_convert_value(item, arguments[0], where) for item in value)
-    if is_dataclass(hint) and isinstance(value, dict):
-        return _build_message(cast(type, hint), value)
-    kinds = arguments if origin is UnionType else (hint,)
-    if origin is Literal:
-        fits = value in arguments
-    elif type(value) in (int, float):
-        fits = (type(value) in kinds or float in kinds) and 0 <= value <= MAX_NUMBER
-    else:
-        fits = type(value) in kinds
-    if not fits:
-        raise TypeError(f"{where}: got {value!r}")
-    return value
+    event: Event
+    commands: tuple[Command, ...]

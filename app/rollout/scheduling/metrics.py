@@ -1,4 +1,4 @@
-"""How good a schedule was: from the log of events, real or simulated."""
+"""Metrics of a schedule, from the events of a rollout and the commands that answered them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from app.records.sample import DROPPED_PREFIX
-from app.rollout.scheduling.event_log import EventRecord
 from app.rollout.scheduling.events import (
     Admit,
     Commit,
+    EventRecord,
     NewSample,
     Released,
     Retire,
@@ -27,13 +27,13 @@ from app.rollout.scheduling.events import (
 )
 
 HEAVY_PERCENTILE = 80
-"""Samples beyond it were truly long, for the recall."""
+"""Percentile of lengths above which samples count as long for the recall."""
 TAIL_SHARE = 0.9
-"""Of the samples; the tail is what comes after so many are done."""
+"""Share of the samples after which the tail begins."""
 
 
 class Span(NamedTuple):
-    """A row that decodes in a slot, or a sample that lies suspended."""
+    """A time in which a row decodes in a slot, or a sample is suspended."""
 
     worker: str
     slot: int
@@ -47,36 +47,38 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduleMetrics:
-    makespan_s: float
-    """From the first submission to the last committed token."""
-    bubble: float
-    """Share of the time of all slots in which no row decoded; those of a worker count while it is there."""
-    tail_fraction: float
-    """Share of the makespan after 90 % of the samples were done; NaN of a window of a rollout that goes on."""
-    probe_recall: float | None
-    """Share of samples beyond the 80th percentile that were expected to be heavy when they started, probes left out.
+    """Metrics of a schedule, or of a window of one that continues."""
 
-    None where nothing was expected.
+    makespan_s: float
+    """Time from the first submission to the last committed token."""
+    bubble: float
+    """Share of slot time in which no row decoded; slots count while their worker is present."""
+    tail_fraction: float
+    """Share of the makespan after 90 % of the samples were done; NaN in a window."""
+    probe_recall: float | None
+    """Share of samples above the 80th percentile that were expected to be heavy when they started, without probes.
+
+    None if nothing was expected.
     """
     breaker_trips: int
     stolen: int
-    """Rows that started on a worker of the other kind."""
+    """Number of rows that started on a worker of the other kind."""
     suspensions: int
     truncated: int
-    """By the fast limit."""
+    """Number of samples that the fast limit truncated."""
     segments: int
-    """That were committed."""
+    """Number of committed segments."""
     useful_tokens: int
     repacked_tokens: int
-    """Decoded before, and prefilled or replayed to go on."""
+    """Tokens that were prefilled or replayed although they had been decoded before."""
     wasted_tokens: int
-    """Repacked, or decoded and never committed."""
+    """Repacked tokens, and decoded tokens that were never committed."""
     prefill_tokens_saved: int
-    """Of prompts that a worker had prefilled for a sibling."""
+    """Prompt tokens that a worker had already prefilled for a sibling."""
 
 
 class ScheduleMetricsTracker:
-    """What a log has said so far, of a rollout that may go on for ever: samples that are released are forgotten."""
+    """Accumulates metrics of a rollout that may have no end: released samples are forgotten."""
 
     def __init__(self) -> None:
         self.samples: dict[str, NewSample] = {}
@@ -92,7 +94,7 @@ class ScheduleMetricsTracker:
         self.end_times: list[float] = []
         self.lengths: dict[str, int] = {}
         self.expected_heavy: dict[str, bool] = {}
-        """Of the samples that have ended, and of which something was expected."""
+        """Uid of an ended sample with an expectation -> whether it was expected to be heavy."""
         self.busy_s = 0.0
         self.useful_tokens = 0
         self.breaker_trips = self.stolen = self.suspensions = self.truncated = self.segments = 0
@@ -100,6 +102,7 @@ class ScheduleMetricsTracker:
         self.last_commit_s = self.start or 0.0
 
     def add(self, record: EventRecord) -> None:
+        """Takes an event and the commands that answered it into account."""
         event, commands = record
         if isinstance(event, Submitted):
             self.start = event.at if self.start is None else self.start
@@ -136,7 +139,7 @@ class ScheduleMetricsTracker:
             self.prompts.add(key)
 
     def _segment_ended(self, event: SegmentEnded, commits: Sequence[Commit]) -> None:
-        """`answer`: its commit, and of samples that end as they stand; empty where the report was refused."""
+        """Counts a segment. `commits`: its own and those of truncated samples; empty if the report was refused."""
         self.segments += len(commits) > 0
         committed = {row.uid: row.finish for row in commits[0].rows} if commits else {}
         for row in event.rows:
@@ -164,7 +167,7 @@ class ScheduleMetricsTracker:
             self.expected_heavy[uid] = role == "heavy"
 
     def compute(self) -> ScheduleMetrics:
-        """Since the first submission, or the last window."""
+        """Returns the metrics since the first submission, or since the last window."""
         start = self.start or 0.0
         makespan = max(self.last_commit_s - start, 1e-9)
         capacity_s = self._slot_seconds(start, start + makespan)
@@ -187,19 +190,19 @@ class ScheduleMetricsTracker:
         )
 
     def _slot_seconds(self, first: float, last: float) -> float:
-        """That workers were there for."""
+        """Returns the slot time of all workers between two times."""
         stays = ((one.slots, one.at, self.worker_lost_s.get(name, math.inf)) for name, one in self.workers.items())
         return sum(slots * max(min(end, last) - max(begin, first), 0.0) for slots, begin, end in stays)
 
     def take_window(self) -> ScheduleMetrics:
-        """Since the last one, of a rollout that goes on: it has no tail, so that its `tail_fraction` is NaN.
+        """Returns the metrics since the last window, and starts another. A window has no tail: `tail_fraction` is NaN.
 
-        A segment counts where it ends, so that `bubble` may be off by the part of it that lies in the window before.
+        A segment counts in the window in which it ends, so that `bubble` is off by its part in the window before.
         """
-        found = self.compute()
+        metrics = self.compute()
         self.start = self.last_commit_s
         self._reset_window()
-        return replace(found, bubble=max(found.bubble, 0.0), tail_fraction=float("nan"))
+        return replace(metrics, bubble=max(metrics.bubble, 0.0), tail_fraction=float("nan"))
 
     def _recall(self) -> float | None:
         if not self.lengths:
@@ -210,31 +213,24 @@ class ScheduleMetricsTracker:
 
 
 def schedule_metrics(records: Sequence[EventRecord]) -> ScheduleMetrics:
-    """Of a whole rollout."""
-    tally = ScheduleMetricsTracker()
+    """Returns the metrics of a whole rollout."""
+    tracker = ScheduleMetricsTracker()
     for record in records:
-        tally.add(record)
-    return tally.compute()
+        tracker.add(record)
+    return tracker.compute()
 
 
 def slots_per_worker(records: Sequence[EventRecord]) -> dict[str, int]:
-    """Every worker and its slots, at most; one that came back under another name (`fast-0#2`) is the same."""
-    joined: dict[str, int] = {}
-    for event in (event for event, _ in records if isinstance(event, WorkerJoined)):
-        joined.setdefault(event.worker, event.slots)
-    found: dict[str, int] = {}
-    for worker, slots in joined.items():
-        found[base_worker_name(worker)] = max(found.get(base_worker_name(worker), 0), slots)
-    return found
-
-
-def base_worker_name(worker: str) -> str:
-    """A worker's first name."""
-    return worker.partition("#")[0]
+    """Returns worker -> slots, of every worker that joined."""
+    slots: dict[str, int] = {}
+    for event, _ in records:
+        if isinstance(event, WorkerJoined):
+            slots.setdefault(event.worker, event.slots)
+    return slots
 
 
 def slot_spans(records: Sequence[EventRecord]) -> Iterator[Span]:
-    """What every slot did when, in the order in which it ended; slots are given out lowest first."""
+    """Yields what every slot did, in the order of the ends. A row takes the lowest free slot."""
     places: dict[str, tuple[str, int, SampleRole]] = {}
     suspended: dict[str, tuple[str, float]] = {}
     tokens: dict[str, int] = {}

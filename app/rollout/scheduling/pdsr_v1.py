@@ -1,10 +1,8 @@
-"""P-DSR V1: probe all prompts, wait for the last probe, rank, then send each prompt's other samples accordingly."""
+"""The policy P-DSR v1: probes all prompts, waits for the last probe, ranks them, then routes the other samples."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from app.rollout.scheduling.events import SampleRole, WorkerKind
 from app.rollout.scheduling.priority_queue import PriorityQueue
@@ -19,14 +17,14 @@ from app.rollout.scheduling.scheduling_policy import (
 )
 
 SERVED_BY: dict[SampleRole, WorkerKind] = {"probe": "fast", "fast": "fast", "heavy": "heavy"}
-"""Queues in the order in which a worker looks into them."""
+"""Kind of worker that serves each queue, in the order in which a worker checks them."""
 
 
 class PdsrV1Policy(SchedulingPolicy):
-    """Probes run on fast workers. A batch is the prompts that came before its last probe was measured.
+    """Runs probes on fast workers. A batch has the prompts that were submitted before its last probe was measured.
 
-    The `heavy_percent` longest prompts are heavy, those first whose probes went over their limit; these are handed over
-    to heavy workers and complete there. Other samples that go over the fast limit are handed over, too, or truncated.
+    The `heavy_percent` longest prompts of a batch are heavy, first of all those whose probes exceeded their limit. Such
+    probes move to heavy workers. Other samples that exceed the fast limit move there too, or are truncated.
     """
 
     name = "pdsr_v1"
@@ -40,7 +38,7 @@ class PdsrV1Policy(SchedulingPolicy):
             "heavy": PriorityQueue(),
         }
         self._batch: dict[str, float | None] = {}
-        """Prompt -> what its probe measured, infinite where it went over the limit, None while it runs."""
+        """Prompt -> measured length of its probe; infinite if it exceeded the limit, None while it runs."""
 
     def add(self, entry: SampleEntry) -> None:
         if not self._probes.admit_or_hold_back(entry):
@@ -95,7 +93,7 @@ class PdsrV1Policy(SchedulingPolicy):
         self._queues[self._queue_for_sample(entry)].put(entry.uid, -1, entry.number)
 
     def _queue_for_sample(self, entry: SampleEntry) -> SampleRole:
-        """Where a sample belongs that has run."""
+        """Returns the queue of a sample that has run before."""
         if self._is_running_probe(entry):
             return "probe"
         if entry.moves or self._probes.is_probe(entry):
@@ -122,13 +120,3 @@ class PdsrV1Policy(SchedulingPolicy):
 
     def waiting(self) -> list[str]:
         return [uid for queue in self._queues.values() for uid in queue.uids()] + self._probes.waiting()
-
-    def to_json(self) -> dict[str, Any]:
-        batch = {prompt: "over" if length == math.inf else length for prompt, length in self._batch.items()}
-        queues = {name: queue.to_json() for name, queue in self._queues.items()}
-        return {"probes": self._probes.to_json(), "queues": queues, "batch": batch}
-
-    def load_json(self, values: Mapping[str, Any]) -> None:
-        self._probes = Probes.from_json(values["probes"])
-        self._queues = {name: PriorityQueue(items) for name, items in values["queues"].items()}
-        self._batch = {prompt: math.inf if length == "over" else length for prompt, length in values["batch"].items()}

@@ -1,10 +1,8 @@
-"""P-DSR V2: each probe is judged as it ends, by a sliding percentile; a breaker and stealing mend what was wrong."""
+"""The policy P-DSR v2: judges each probe by a sliding percentile; a breaker and stealing correct wrong verdicts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from app.rollout.scheduling.events import SampleRole, WorkerKind
 from app.rollout.scheduling.priority_queue import PriorityQueue
@@ -19,18 +17,18 @@ from app.rollout.scheduling.scheduling_policy import (
 )
 
 PROBE_ADVANCE = 256
-"""Samples that a probe may overtake. No more: else a stream of new prompts would starve the old ones' samples."""
+"""Number of samples that a probe may overtake. Without a bound, new prompts would starve the samples of old ones."""
 TRIPPED_SHARE = 0.12
-"""Of a worker's slots, at most, that the breaker empties at one edge: a herd would only move the jam."""
+"""Maximum share of a worker's slots that the breaker empties at once: more would only overload the heavy workers."""
 MAX_MOVES = 2
-"""Of a sample; after these it stays with heavy workers."""
+"""Maximum number of moves of a sample; after these it stays on heavy workers."""
 
 
 class PdsrV2Policy(SchedulingPolicy):
-    """A verdict is final but for one change: a prompt whose sample trips the breaker is heavy from then on.
+    """Gives each prompt a final verdict, with one exception: a prompt whose sample trips the breaker becomes heavy.
 
-    Before the window holds enough, prompts are neutral: their samples go to the fast queue, and are judged, where they
-    still wait, with the first threshold. A sample's limit doubles with every move.
+    Until the window has enough samples, prompts are neutral: their samples go to the fast queue, and those that still
+    wait are judged by the first threshold. The limit of a sample doubles with every move.
     """
 
     name = "pdsr_v2"
@@ -40,7 +38,7 @@ class PdsrV2Policy(SchedulingPolicy):
         self._probes = Probes()
         self._queues = {name: PriorityQueue() for name in ("fast", "heavy", "tripped", "pinned")}
         self._neutral: dict[str, float] = {}
-        """Prompt -> what its probe measured before there was a threshold."""
+        """Prompt -> measured length of its probe before there was a threshold."""
 
     def add(self, entry: SampleEntry) -> None:
         if self._probes.admit_or_hold_back(entry):
@@ -70,7 +68,7 @@ class PdsrV2Policy(SchedulingPolicy):
             self._apply_verdict(entry.prompt, "fast")
 
     def _apply_verdict(self, prompt: str, verdict: WorkerKind) -> None:
-        """Sends the prompt's waiting samples where they belong, those that an earlier verdict sent elsewhere, too."""
+        """Moves the waiting samples of a prompt to the queue of its verdict."""
         held = self._probes.set_verdict(prompt, verdict)
         of_prompt = [uid for uid in self._queues["fast"].uids() if self.context.samples[uid].prompt == prompt]
         for uid in held + (of_prompt if verdict == "heavy" else []):
@@ -113,9 +111,9 @@ class PdsrV2Policy(SchedulingPolicy):
         return self._queue_for_worker(worker) is not None
 
     def _queue_for_worker(self, worker: WorkerState) -> str | None:
-        """The queue that the worker takes from: its own, or one of the others' when their own workers are full.
+        """Returns the queue that a worker takes from: its own, or another's if that one's workers are full.
 
-        What tripped a breaker is stolen last: most likely it would trip the next.
+        Samples that tripped a breaker are stolen last: they would most likely trip the next.
         """
         serves_heavy, serves_fast = (self.context.serves(worker, kind) for kind in ("heavy", "fast"))
         sources = ["pinned", "tripped", "heavy"] if serves_heavy else []
@@ -134,12 +132,3 @@ class PdsrV2Policy(SchedulingPolicy):
 
     def waiting(self) -> list[str]:
         return [uid for queue in self._queues.values() for uid in queue.uids()] + self._probes.waiting()
-
-    def to_json(self) -> dict[str, Any]:
-        queues = {name: queue.to_json() for name, queue in self._queues.items()}
-        return {"probes": self._probes.to_json(), "queues": queues, "neutral": dict(self._neutral)}
-
-    def load_json(self, values: Mapping[str, Any]) -> None:
-        self._probes = Probes.from_json(values["probes"])
-        self._queues = {name: PriorityQueue(items) for name, items in values["queues"].items()}
-        self._neutral = dict(values["neutral"])

@@ -1,19 +1,16 @@
-"""Samples in the order in which they should be taken; the order of one may change while it waits."""
+"""A priority queue of samples whose priority may change while they wait."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 
 
 class PriorityQueue:
-    """Smallest key first. Keys are (rank, number of the sample), so that no two are equal."""
+    """Orders samples by (rank, number of the sample), smallest first; no two keys are equal."""
 
-    def __init__(self, items: Iterable[tuple[str, float, int]] = ()):
+    def __init__(self) -> None:
         self._keys: dict[str, tuple[float, int]] = {}
         self._heap: list[tuple[float, int, str]] = []
-        for uid, rank, number in items:
-            self.put(uid, rank, number)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -22,14 +19,14 @@ class PriorityQueue:
         return uid in self._keys
 
     def put(self, uid: str, rank: float, number: int) -> None:
-        """Adds the sample, or gives it another place."""
+        """Adds a sample, or changes its rank."""
         if self._keys.get(uid) == (rank, number):
             return
         self._keys[uid] = (rank, number)
         heapq.heappush(self._heap, (rank, number, uid))
 
     def peek(self) -> str | None:
-        """The next sample, which stays."""
+        """Returns the next sample without removing it."""
         while self._heap:
             rank, number, uid = self._heap[0]
             if self._keys.get(uid) == (rank, number):
@@ -44,12 +41,9 @@ class PriorityQueue:
         return uid
 
     def remove(self, uid: str) -> None:
-        """Takes out a sample that may not be there."""
+        """Removes a sample, if it is in the queue."""
         self._keys.pop(uid, None)
 
     def uids(self) -> list[str]:
-        """In order."""
+        """Returns all samples in order."""
         return sorted(self._keys, key=self._keys.__getitem__)
-
-    def to_json(self) -> list[tuple[str, float, int]]:
-        return [(uid, *self._keys[uid]) for uid in self.uids()]

@@ -1,12 +1,11 @@
-"""Where every sample is: in exactly one state, under a fencing epoch, with tokens that only grow."""
+"""The state of every sample. A sample has exactly one state, a fencing epoch, and tokens that only grow."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from app.records.sample import DROPPED_PREFIX
 from app.rollout.scheduling.events import FINISH_LENGTH, NewSample, RowReport
@@ -15,9 +14,9 @@ from app.rollout.scheduling.events import FINISH_LENGTH, NewSample, RowReport
 class SampleState(StrEnum):
     NEW = "new"
     RUNNING = "running"
-    """A row of a worker, under the entry's epoch; what comes under another epoch is thrown away."""
+    """A row of a worker under the entry's epoch; reports under another epoch are discarded."""
     SUSPENDED = "suspended"
-    """Begun, and in no worker."""
+    """Started, and not on a worker."""
     DONE = "done"
     DROPPED = "dropped"
 
@@ -28,25 +27,25 @@ ENDED = frozenset({SampleState.DONE, SampleState.DROPPED})
 
 @dataclass(slots=True)
 class SampleEntry:
-    """One sample. Only the ledger changes it."""
+    """One sample, which only `SampleTable` changes."""
 
     sample: NewSample
     number: int
-    """In the order of submission."""
+    """Position in the order of submission."""
     state: SampleState = SampleState.NEW
     worker: str | None = None
-    """Where it runs."""
+    """Worker on which it runs."""
     epoch: int = 0
-    """How often it was admitted."""
+    """Number of times that it was admitted."""
     num_tokens: int = 0
-    """Committed."""
+    """Number of committed tokens."""
     seconds: float = 0.0
-    """That it was resident for, by the shell's clock."""
+    """Time for which it was on a worker, by the executor's clock."""
     finish: str | None = None
     held_by: str | None = None
-    """The worker that keeps the cache of a suspended row."""
+    """Worker that keeps the cache of the suspended row."""
     moves: int = 0
-    """How often it was suspended."""
+    """Number of times that it was suspended."""
 
     @property
     def uid(self) -> str:
@@ -59,10 +58,12 @@ class SampleEntry:
 
 @dataclass
 class SampleTable:
+    """All samples of a rollout by uid."""
+
     entries: dict[str, SampleEntry] = field(default_factory=dict)
     counts: Counter[SampleState] = field(default_factory=Counter)
     num_added: int = 0
-    """Of all that were ever added, forgotten ones among them."""
+    """Number of samples that were ever added, including forgotten ones."""
 
     def __getitem__(self, uid: str) -> SampleEntry:
         return self.entries[uid]
@@ -82,7 +83,7 @@ class SampleTable:
         return self.counts[SampleState.DONE] + self.counts[SampleState.DROPPED] == len(self.entries)
 
     def add(self, sample: NewSample) -> SampleEntry | None:
-        """The new entry; None for a uid that is known."""
+        """Adds a sample and returns its entry; None for a known uid."""
         if sample.uid in self.entries:
             return None
         entry = self.entries[sample.uid] = SampleEntry(sample, number=self.num_added)
@@ -91,7 +92,7 @@ class SampleTable:
         return entry
 
     def start(self, entry: SampleEntry, worker: str) -> None:
-        """The sample becomes a row of the worker, under a new epoch."""
+        """Makes the sample a row of the worker under a new epoch."""
         assert entry.state in WAITING, f"{entry.uid} is {entry.state}, and was to start"
         self._set_state(entry, SampleState.RUNNING)
         entry.worker = worker
@@ -99,7 +100,7 @@ class SampleTable:
         entry.held_by = None
 
     def commit(self, worker: str, row: RowReport, seconds: float) -> bool:
-        """Takes over what a row has become; False, and no change, where the row is not the worker's any more."""
+        """Commits a reported row. Returns False, without a change, if the row is no longer on the worker."""
         entry = self.entries.get(row.uid)
         if entry is None or (entry.state, entry.worker, entry.epoch) != (SampleState.RUNNING, worker, row.epoch):
             return False
@@ -112,25 +113,25 @@ class SampleTable:
         return True
 
     def suspend(self, entry: SampleEntry, *, held_by: str | None) -> None:
-        """Takes the row out of its worker, as chosen."""
+        """Takes the row out of its worker."""
         self._to_waiting(entry)
         entry.held_by = held_by if entry.num_tokens else None
         entry.moves += 1
 
     def mark_lost(self, entry: SampleEntry) -> None:
-        """The worker is gone; the sample is back at what was committed."""
+        """Takes the row out of its lost worker; the sample keeps its committed tokens."""
         self._to_waiting(entry)
 
     def forget_cache(self, entry: SampleEntry) -> None:
-        """Whoever kept it is gone."""
+        """Records that the worker that kept the cache is lost."""
         entry.held_by = None
 
     def truncate(self, entry: SampleEntry) -> None:
-        """The sample is complete as it stands."""
+        """Ends the sample with the tokens that it has."""
         self._end(entry, FINISH_LENGTH)
 
     def forget(self, entry: SampleEntry) -> None:
-        """An ended sample; messages about it change nothing any more."""
+        """Removes an ended sample; later reports about it change nothing."""
         assert entry.state in ENDED, f"{entry.uid} is {entry.state}, and was to be forgotten"
         del self.entries[entry.uid]
         self.counts[entry.state] -= 1
@@ -152,7 +153,7 @@ class SampleTable:
         entry.state = state
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where an entry contradicts itself or the counts."""
+        """Raises AssertionError if an entry contradicts itself or the counts."""
         assert +self.counts == Counter(entry.state for entry in self), "counts differ from states"
         for entry in self:
             assert (entry.state is SampleState.RUNNING) == (entry.worker is not None), (
@@ -165,15 +166,3 @@ class SampleTable:
                 f"{entry.uid}: suspended before it began"
             )
             assert entry.epoch or entry.state is SampleState.NEW, f"{entry.uid}: {entry.state} without being admitted"
-
-    def to_json(self) -> dict[str, Any]:
-        return {"num_added": self.num_added, "entries": [asdict(entry) for entry in self]}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> SampleTable:
-        entries = [
-            SampleEntry(**{**one, "sample": NewSample(**one["sample"]), "state": SampleState(one["state"])})
-            for one in values["entries"]
-        ]
-        counts = Counter(entry.state for entry in entries)
-        return cls({entry.uid: entry for entry in entries}, counts, values["num_added"])

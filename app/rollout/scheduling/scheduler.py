@@ -1,9 +1,9 @@
-"""The state machine: each event is taken in, then every worker that is not in a segment is told what to do next."""
+"""The scheduler: a state machine that takes events and answers with commands for every worker that is not busy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from app.rollout.scheduling.adaptive import AdaptivePolicy
 from app.rollout.scheduling.events import (
@@ -40,13 +40,13 @@ POLICIES: dict[str, type[SchedulingPolicy]] = {
 
 
 class Scheduler:
-    """Events in, commands out, as `app.rollout.scheduling.events` says. The same events, the same commands.
+    """Answers events with commands (`app.rollout.scheduling.events`). The same events give the same commands.
 
     Args:
-        policy: a name in `POLICIES`.
-        rebuild: how a row continues whose cache is gone.
-        history: prompt -> length of its samples in earlier epochs (`Lengths.history`).
-        known_lengths: uid -> length, which makes `adaptive` an oracle.
+        policy: name in `POLICIES`.
+        rebuild: how to continue a row whose cache is lost.
+        history: prompt -> mean length of its samples in earlier epochs.
+        known_lengths: uid -> final length, which makes `adaptive` an oracle.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class Scheduler:
         self.is_closed = False
         self.is_finished = False
         self._lost_workers: set[str] = set()
-        """Names of workers that were lost."""
+        """Names that no worker may use again."""
 
     @property
     def samples(self) -> SampleTable:
         return self.context.samples
 
     def handle(self, event: Event) -> list[Command]:
-        """What is to be done now, in this order.
+        """Returns the commands that answer an event, in the order in which to carry them out.
 
         Raises:
-            ValueError: samples are submitted after `Closed`.
+            ValueError: samples were submitted after `Closed`.
         """
         commands: list[Command] = []
         match event:
@@ -161,7 +161,7 @@ class Scheduler:
         return [Commit(tuple(CommittedRow(e.uid, e.num_tokens, e.finish) for e in committed))]
 
     def _issue_commands(self) -> list[Command]:
-        """Rows leave idle workers, samples are dealt to them, and their segments start."""
+        """Takes rows out of idle workers, assigns samples to them, and starts their segments."""
         idle = [worker for worker in self.context.workers.values() if not worker.is_busy]
         commands: list[Command] = []
         for worker in idle:
@@ -194,7 +194,7 @@ class Scheduler:
         return commands
 
     def _assign_samples(self, idle: list[WorkerState]) -> dict[str, list[Admit]]:
-        """One sample after another to the emptiest worker that may take one."""
+        """Assigns one sample after another to the emptiest worker that may take one."""
         admitted: dict[str, list[Admit]] = {worker.name: [] for worker in idle}
         for worker in idle:
             worker.num_carried = len(worker.rows)
@@ -234,7 +234,7 @@ class Scheduler:
         return RunSegment(worker.name, worker.segment, tuple(admitted), **limits._asdict())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where an invariant is broken: ledger, rows, slots, queues, no idle slot beside work."""
+        """Raises AssertionError if samples, rows, slots and queues disagree, or a slot is idle while work waits."""
         self.samples.check_invariants()
         rows = [uid for worker in self.context.workers.values() for uid in worker.rows]
         running = [entry for entry in self.samples if entry.state is SampleState.RUNNING]
@@ -244,47 +244,11 @@ class Scheduler:
             assert entry.uid in self.context.workers[entry.worker].rows, f"{entry.uid} is no row of {entry.worker}"
         waiting = self.policy.waiting()
         expected = {entry.uid for entry in self.samples if entry.state in WAITING}
-        assert len(waiting) == len(expected) and set(waiting) == expected, "the policy does not hold who waits"
+        assert len(waiting) == len(expected) and set(waiting) == expected, "the policy lacks waiting samples"
         for worker in self.context.workers.values():
             assert len(worker.rows) <= worker.slots, f"{worker.name}: {len(worker.rows)} rows"
-            assert worker.is_busy == bool(worker.rows), f"{worker.name} holds rows and does nothing, or the reverse"
-            assert worker.is_busy or not self.policy.has_sample_for(worker), f"{worker.name} idles beside work"
+            assert worker.is_busy == bool(worker.rows), f"{worker.name} has rows and is idle, or the reverse"
+            assert worker.is_busy or not self.policy.has_sample_for(worker), f"{worker.name} is idle while work waits"
         all_wait = self.context.workers and not running and expected
-        assert not all_wait, "samples wait, and nobody runs"
+        assert not all_wait, "samples wait, and no worker runs"
         assert self.is_finished == (self.is_closed and all(e.state in ENDED for e in self.samples)), "finished or not"
-
-    def snapshot(self) -> dict[str, Any]:
-        """All of its state, for `json.dumps`."""
-        return {
-            "policy": self.policy.name,
-            "pdsr": self.context.pdsr.model_dump(),
-            "segment": self.segment.model_dump(),
-            "rebuild": self.rebuild,
-            "ledger": self.samples.to_json(),
-            "lengths": self.context.lengths.to_json(),
-            "threshold": self.context.threshold,
-            "workers": [worker.to_json() for worker in self.context.workers.values()],
-            "gone": sorted(self._lost_workers),
-            "state": self.policy.to_json(),
-            "is_closed": self.is_closed,
-            "is_finished": self.is_finished,
-        }
-
-    @classmethod
-    def restore(cls, values: Mapping[str, Any]) -> Scheduler:
-        """The scheduler of which this is the snapshot. After a crash, tell it that its workers are lost."""
-        scheduler = cls(
-            values["policy"],
-            pdsr=PdsrSettings(**values["pdsr"]),
-            segment=SegmentSettings(**values["segment"]),
-            rebuild=values["rebuild"],
-        )
-        context = scheduler.context
-        context.samples = SampleTable.from_json(values["ledger"])
-        context.lengths = LengthEstimator.from_json(values["lengths"])
-        context.threshold = values["threshold"]
-        context.workers = {one["name"]: WorkerState.from_json(one) for one in values["workers"]}
-        scheduler._lost_workers = set(values["gone"])
-        scheduler.policy.load_json(values["state"])
-        scheduler.is_closed, scheduler.is_finished = values["is_closed"], values["is_finished"]
-        return scheduler

@@ -1,11 +1,10 @@
-"""What a policy decides: which sample a worker takes next, and which rows leave it."""
+"""The interface of scheduling policies: which sample a worker takes next, and which rows leave it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 from app.rollout.scheduling.events import SampleRole, WorkerKind
 from app.rollout.scheduling.length_estimator import LengthEstimator
@@ -15,62 +14,59 @@ from settings.schema.rollout import PdsrSettings
 
 @dataclass(slots=True)
 class WorkerState:
+    """A worker as the scheduler knows it."""
+
     name: str
     kind: WorkerKind
     slots: int
     rungs: tuple[int, ...]
     device: str | None = None
     rows: list[str] = field(default_factory=list)
-    """Uids, in the order of admission."""
+    """Uids in the order of admission."""
     segment: int = 0
-    """The last one that was started."""
+    """Number of the last segment that was started."""
     is_busy: bool = False
-    """In a segment."""
+    """Whether a segment runs."""
     num_carried: int = 0
-    """Rows that it keeps from its last segment into the next."""
+    """Number of rows that stay from the last segment to the next."""
 
     @property
     def has_free_slot(self) -> bool:
         return len(self.rows) < self.slots
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> WorkerState:
-        return cls(**{**values, "rungs": tuple(values["rungs"]), "rows": list(values["rows"])})
-
 
 class Eviction(NamedTuple):
+    """A row that leaves its worker."""
+
     uid: str
     why: str
-    """As in `Suspend`; `truncated` ends the sample."""
+    """Reason as in `Suspend`; `truncated` ends the sample."""
 
 
 @dataclass
 class SchedulingContext:
-    """What all policies see. Only the scheduler changes it."""
+    """State that all policies read and only the scheduler changes."""
 
     samples: SampleTable
     workers: dict[str, WorkerState]
-    """Alive, in the order of joining."""
+    """Live workers, in the order of joining."""
     lengths: LengthEstimator
     pdsr: PdsrSettings
     threshold: float | None = None
-    """Beyond which a sample is heavy, as of the last one that finished."""
+    """Length above which a sample is heavy; updated when a sample finishes."""
 
     def measure(self, entry: SampleEntry) -> float:
-        """How long a sample is so far, in the unit of the rules."""
+        """Returns the length of a sample so far, in the unit of the rules."""
         return entry.seconds if self.pdsr.unit == "seconds" else entry.num_tokens
 
     def expected_length(self, entry: SampleEntry) -> float:
-        """How long it will be, as far as is known, in the unit of the rules. Earlier epochs know tokens only."""
+        """Returns the expected length in the unit of the rules. The history of earlier epochs is in tokens only."""
         if self.pdsr.unit == "tokens":
             return self.lengths.estimate(entry)
         return max(self.lengths.group_measure.get(entry.prompt, 0.0), self.measure(entry))
 
     def is_over_limit(self, entry: SampleEntry, *, tokens: int, seconds: float) -> bool:
-        """Whether a sample is past a limit."""
+        """Returns whether a sample has reached a limit."""
         return entry.num_tokens >= tokens or (self.pdsr.unit == "seconds" and entry.seconds >= seconds)
 
     def update_threshold(self) -> None:
@@ -85,7 +81,7 @@ class SchedulingContext:
         return any(worker.kind == kind for worker in self.workers.values())
 
     def serves(self, worker: WorkerState, kind: WorkerKind) -> bool:
-        """Whether work of a kind is the worker's: its own kind's, and that of a kind that has no worker left."""
+        """Returns whether the worker serves a kind of work: its own kind, or one that has no worker left."""
         return worker.kind == kind or not self.has_worker(kind)
 
     def has_idle_slot(self, kind: WorkerKind) -> bool:
@@ -93,60 +89,52 @@ class SchedulingContext:
 
 
 class SchedulingPolicy(ABC):
-    """Holds every sample that waits, and nothing about those that run. Deterministic."""
+    """Queues the samples that wait. A policy is deterministic."""
 
     name: ClassVar[str]
     refills: ClassVar[bool] = True
-    """Whether workers look up between segments for samples that wait, and for smaller programs."""
+    """Whether segments end early to admit waiting samples or to use smaller programs."""
 
     def __init__(self, context: SchedulingContext):
         self.context = context
 
     @abstractmethod
     def add(self, entry: SampleEntry) -> None:
-        """A sample was submitted."""
+        """Queues a sample that was submitted."""
 
     @abstractmethod
     def requeue(self, entry: SampleEntry) -> None:
-        """A sample was suspended, or lost with its worker."""
+        """Queues a sample that was suspended, or lost with its worker."""
 
     @abstractmethod
     def has_sample_for(self, worker: WorkerState) -> bool:
-        """Whether `take` would give the worker a sample."""
+        """Returns whether `next_sample` would give the worker a sample."""
 
     @abstractmethod
     def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        """The sample that should start on a worker which has room; it waits no more."""
+        """Takes the next sample for a worker with a free slot out of the queue."""
 
     @abstractmethod
     def waiting(self) -> list[str]:
-        """Every sample that waits, held back or not; for checks."""
-
-    @abstractmethod
-    def to_json(self) -> dict[str, Any]:
-        """Its state."""
-
-    @abstractmethod
-    def load_json(self, values: Mapping[str, Any]) -> None:
-        """Takes over the state of another of its kind."""
+        """Returns every sample that waits, including those held back, for the invariant checks."""
 
     def observe(self, entry: SampleEntry, *, grew: bool) -> None:  # noqa: B027 - a policy may learn nothing
-        """A row was committed; `grew` says that it made its group longer than any sibling had."""
+        """Learns from a committed row; `grew`: it is now the longest of its group."""
 
     def forget(self, prompt: str) -> None:  # noqa: B027 - a policy may know nothing of prompts
-        """No sample of the prompt is left; if it comes again, it is a new one."""
+        """Forgets a prompt whose samples were all released."""
 
     def evictions(self, worker: WorkerState) -> list[Eviction]:
-        """Rows that leave a worker between two segments."""
+        """Returns the rows that should leave a worker between two segments."""
         return []
 
     def token_limit(self, entry: SampleEntry, worker: WorkerState) -> int | None:
-        """Tokens at which it wants to look at the row again."""
+        """Returns the length at which the policy must see the row again."""
         return None
 
 
 class Probes:
-    """One sample of each prompt, the first submitted, runs ahead; its siblings are held back until a verdict."""
+    """The first sample of each prompt, its probe; siblings are held back until the prompt has a verdict."""
 
     def __init__(self) -> None:
         self.probe_uids: dict[str, str] = {}
@@ -154,7 +142,7 @@ class Probes:
         self.held_back: dict[str, list[str]] = {}
 
     def admit_or_hold_back(self, entry: SampleEntry) -> bool:
-        """Whether the sample may run: a probe, or one whose prompt has a verdict. Else it is held back from now on."""
+        """Returns whether the sample may run: a probe, or one whose prompt has a verdict. Otherwise holds it back."""
         if entry.prompt in self.verdicts or self.probe_uids.setdefault(entry.prompt, entry.uid) == entry.uid:
             return True
         self.held_back.setdefault(entry.prompt, []).append(entry.uid)
@@ -164,7 +152,7 @@ class Probes:
         return self.probe_uids.get(entry.prompt) == entry.uid
 
     def set_verdict(self, prompt: str, verdict: WorkerKind) -> list[str]:
-        """Returns who was held back for it."""
+        """Sets the verdict of a prompt and returns the samples that were held back."""
         self.verdicts[prompt] = verdict
         return self.held_back.pop(prompt, [])
 
@@ -175,19 +163,9 @@ class Probes:
     def waiting(self) -> list[str]:
         return [uid for uids in self.held_back.values() for uid in uids]
 
-    def to_json(self) -> dict[str, Any]:
-        held = {prompt: list(uids) for prompt, uids in self.held_back.items()}
-        return {"uid_of": dict(self.probe_uids), "verdicts": dict(self.verdicts), "held": held}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Probes:
-        probes = cls()
-        probes.probe_uids, probes.verdicts = dict(values["uid_of"]), dict(values["verdicts"])
-        probes.held_back = {prompt: list(uids) for prompt, uids in values["held"].items()}
-        return probes
-
 
 def running_rows(context: SchedulingContext, worker: WorkerState) -> list[SampleEntry]:
+    """Returns the samples that run on a worker."""
     entries = [context.samples[uid] for uid in worker.rows]
-    assert all(entry.state is SampleState.RUNNING for entry in entries), "a row that does not run"
+    assert all(entry.state is SampleState.RUNNING for entry in entries), "a row of the worker is not running"
     return entries

@@ -1,4 +1,4 @@
-"""How long a segment is, and when it ends early."""
+"""The length of segments, and the conditions under which they end early."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import NamedTuple
 from settings.schema.rollout import SegmentSettings
 
 PRIOR_LENGTH_SHARE = 0.25
-"""Of the tokens that a sample may have, as the mean length before any has finished."""
+"""Share of the allowed tokens that is the assumed mean length before any sample has finished."""
 
 
 class SegmentLimits(NamedTuple):
-    """When a segment ends, at the latest when all rows are done. 0 = not for that."""
+    """The conditions that end a segment, besides all rows being done. 0 disables a condition."""
 
     length: int
-    """Tokens of a row."""
+    """Maximum number of tokens of each row."""
     leave_when_finished: int
-    """Rows that finish in it: work waits for their slots."""
+    """Number of finished rows that ends the segment, because samples wait for their slots."""
     leave_when_active: int
-    """Rows that are left: a smaller program fits."""
+    """Number of active rows that ends the segment, because a smaller program fits."""
 
 
 def segment_limits(
     rule: SegmentSettings, *, num_active: int, has_waiting: bool, mean_length: float, batch_sizes: tuple[int, ...]
 ) -> SegmentLimits:
-    """Of a worker's next segment.
+    """Returns the limits of a worker's next segment.
 
     Args:
-        active: rows that it holds.
-        some_wait: samples could take the slots of rows that finish.
-        mean_length: of completions.
-        rungs: numbers of rows that the worker can be compacted to.
+        num_active: rows of the worker.
+        has_waiting: whether samples could take the slots of rows that finish.
+        mean_length: mean length of completions.
+        batch_sizes: numbers of rows to which the worker can be compacted.
     """
     bounds = {"minimum": rule.min, "maximum": rule.max}
     if rule.rule == "budget" or (rule.rule == "auto" and not has_waiting):
@@ -44,12 +44,12 @@ def segment_limits(
 
 
 def prior_mean_length(max_new: int) -> float:
-    """Mean length before any sample has finished, at least 1."""
+    """Returns the assumed mean length before any sample has finished, at least 1."""
     return max(1.0, PRIOR_LENGTH_SHARE * max_new)
 
 
 def budget_length(num_active: int, *, capacity: int, minimum: int, maximum: int) -> int:
-    """clamp(capacity / active, minimum, maximum): few rows run long without interruption.
+    """Returns clamp(capacity / num_active, minimum, maximum): few rows run long without interruption.
 
     Source: the P-DSR design, "Budget-Aware Segment Rollout".
     """
@@ -57,7 +57,7 @@ def budget_length(num_active: int, *, capacity: int, minimum: int, maximum: int)
 
 
 def balanced_length(mean_length: float, *, overhead_steps: float, minimum: int, maximum: int) -> int:
-    """The length at which a segment's fixed cost equals what finished rows idle: sqrt(2 o / h), clamped.
+    """Returns the length at which a segment's fixed cost equals the idle time of finished rows: sqrt(2 o / h), clamped.
 
     With o the cost of a segment's edge in decode steps and h = 1 / mean length the chance of a row to finish at a step,
     a segment of L steps loses o / L to its edge, and h L / 2 to rows that wait for it.
@@ -66,10 +66,10 @@ def balanced_length(mean_length: float, *, overhead_steps: float, minimum: int, 
 
 
 def refill_threshold(num_active: int, mean_length: float, *, overhead_steps: float) -> int:
-    """Finished rows that pay for the edge of a segment when work waits for their slots, at least 1."""
+    """Returns how many finished rows are worth a new segment when samples wait for their slots, at least 1."""
     return max(1, round(num_active * math.sqrt(2 * overhead_steps / mean_length)))
 
 
 def next_smaller_batch(num_active: int, batch_sizes: tuple[int, ...]) -> int:
-    """Rows from which on a smaller program fits than the one that `active` rows need; 0 where there is none."""
+    """Returns the largest batch size below `num_active`; 0 if there is none."""
     return max((rung for rung in batch_sizes if rung < num_active), default=0)

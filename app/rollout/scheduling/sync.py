@@ -1,9 +1,6 @@
-"""The baseline: a worker takes as many samples as it has slots, and nothing more until the last of them is done."""
+"""The baseline policy `sync`: a worker takes as many samples as it has slots, and no more until all are done."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 from app.rollout.scheduling.events import SampleRole
 from app.rollout.scheduling.priority_queue import PriorityQueue
@@ -34,9 +31,3 @@ class SyncPolicy(SchedulingPolicy):
 
     def waiting(self) -> list[str]:
         return self._queue.uids()
-
-    def to_json(self) -> dict[str, Any]:
-        return {"queue": self._queue.to_json()}
-
-    def load_json(self, values: Mapping[str, Any]) -> None:
-        self._queue = PriorityQueue(values["queue"])

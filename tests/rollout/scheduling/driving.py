@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from app.rollout.scheduling.cost_model import CostModel
-from app.rollout.scheduling.event_log import EventLog, EventRecord, RunIdentity
 from app.rollout.scheduling.events import (
     Closed,
     Command,
@@ -20,7 +16,11 @@ from app.rollout.scheduling.events import (
     Suspend,
     WorkerJoined,
 )
+from app.rollout.scheduling.pdsr_v1 import PdsrV1Policy
+from app.rollout.scheduling.pdsr_v2 import PdsrV2Policy
 from app.rollout.scheduling.scheduler import Scheduler
+from app.rollout.scheduling.scheduling_policy import Probes
+from scripts.bench.cost_model import CostModel
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 FREE = replace(CostModel(), **dict.fromkeys(CostModel().to_json().keys() - {"measured_steps"}, 0.0))
@@ -35,14 +35,6 @@ def samples(prompts: int, group: int, *, max_new: int = 4096, first: int = 0) ->
     return tuple(
         NewSample(f"p{p}/s{i}", f"p{p}", i, 10, max_new) for p in range(first, first + prompts) for i in range(group)
     )
-
-
-def write_log(path: Path, records: Iterable[EventRecord], scheduler: Scheduler, *, run: RunIdentity) -> None:
-    """As a rollout writes it. `scheduler` as it was before the first record."""
-    with EventLog(path, identity=run) as log:
-        log.start_or_resume(scheduler)
-        for record in records:
-            log.append(record, {})
 
 
 class Driven:
@@ -85,6 +77,13 @@ class Driven:
 
     def rows(self, worker: str) -> list[str]:
         return list(self.scheduler.context.workers[worker].rows)
+
+
+def probes_of(driven: Driven) -> Probes:
+    """The probes of a P-DSR policy."""
+    policy = driven.scheduler.policy
+    assert isinstance(policy, PdsrV1Policy | PdsrV2Policy)
+    return policy._probes
 
 
 def admitted(commands: list[Command], worker: str | None = None) -> list[str]:

@@ -6,11 +6,11 @@ import random
 
 import numpy as np
 
-from app.rollout.scheduling import length_traces
-from app.rollout.scheduling.cost_model import CostModel
-from app.rollout.scheduling.length_traces import Trace
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from app.rollout.scheduling.simulator import Faults, SchedulerSimulator, SimulatedWorkerSpec
+from scripts.bench import length_traces
+from scripts.bench.cost_model import CostModel
+from scripts.bench.length_traces import Trace
+from scripts.bench.simulator import Faults, SchedulerSimulator, SimulatedWorkerSpec
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 MAX_NEW = 200

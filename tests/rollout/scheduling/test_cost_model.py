@@ -2,8 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.rollout.scheduling.cost_model import CostModel, SampleLengths, lower_bound_s
-from settings.errors import InputError
+from scripts.bench.cost_model import CostModel, SampleLengths, lower_bound_s
 from tests.rollout.scheduling.driving import FREE
 
 MEASURED = replace(FREE, step_s=1.0, step_row_s=0.5, measured_steps=((8, 64, 3.0), (4, 64, 9.0)))
@@ -22,23 +21,4 @@ def test_a_program_faster_than_the_constants_lowers_the_bound() -> None:
 
 
 def test_costs_are_read_back() -> None:
-    assert CostModel.from_json(MEASURED.to_json(), where="") == MEASURED
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"steps": 1}, "steps is no cost"),
-        ({"step_s": -1}, "step_s: expected seconds, at least 0, got -1"),
-        ({"step_s": True}, "got True"),
-        ({"step_s": float("nan")}, "got nan"),
-        ({"step_s": 0, "step_row_s": 0}, "a decode step costs nothing"),
-        ({"measured_steps": [[8, 64]]}, r"measured_steps: expected a list of \[rows, cache length, seconds above 0\]"),
-        ({"measured_steps": [[8, 64, 0]]}, "measured_steps"),
-        ({"measured_steps": [[0.5, 64, 1]]}, "measured_steps"),
-        ({"measured_steps": 3}, "measured_steps"),
-    ],
-)
-def test_costs_that_are_none_are_refused(values: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        CostModel.from_json(values, where="cost.json")
+    assert CostModel.from_json(MEASURED.to_json()) == MEASURED

@@ -81,10 +81,3 @@ def test_the_estimate_is_the_largest_of_history_group_and_own(
     lengths = LengthEstimator(window=4, history={"p": history})
     lengths.observe(entry("sibling", tokens=sibling), measure=sibling)
     assert lengths.estimate(entry(tokens=own)) == expected
-
-
-def test_json_gives_the_lengths_back() -> None:
-    lengths = LengthEstimator(window=2, history={"p": 3}, known_lengths={"a": 4})
-    for i in range(3):
-        lengths.observe(entry(f"{i}", tokens=i + 1, finish="stop"), measure=i / 2)
-    assert vars(LengthEstimator.from_json(lengths.to_json())) == vars(lengths)

@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 
 from app.records.jsonl import write_jsonl
-from app.rollout.scheduling import length_traces
-from app.rollout.scheduling.cost_model import CostModel
-from app.rollout.scheduling.event_log import EventRecord
-from app.rollout.scheduling.events import Closed, Event, RowReport, SegmentEnded, Submitted, WorkerJoined
-from app.rollout.scheduling.length_traces import TraceSample, read_trace
+from app.rollout.scheduling.events import Closed, Event, EventRecord, RowReport, SegmentEnded, Submitted, WorkerJoined
 from app.rollout.scheduling.scheduler import POLICIES
-from app.rollout.scheduling.simulator import SchedulerSimulator, SimulatedWorkerSpec
+from scripts.bench import length_traces
+from scripts.bench.cost_model import CostModel
+from scripts.bench.length_traces import TraceSample, read_trace
+from scripts.bench.simulator import SchedulerSimulator, SimulatedWorkerSpec
 from settings.errors import InputError
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 
@@ -73,8 +72,6 @@ def test_samples_that_were_dropped_are_in_no_trace(tmp_path: Path) -> None:
     tell(WorkerJoined(0.0, "w", "fast", 3))
     tell(Submitted(0.0, samples(1, 3)))
     tell(driven.ended("w", {"p0/s0": 5, "p0/s1": 5, "p0/s2": 5}, finished=("p0/s1",)))
-    with pytest.raises(InputError, match="not finished: 1 of its 3 samples"):
-        length_traces.trace_from_records(records)
     tell(Closed(1.0))
     rows = (RowReport("p0/s0", 1, 7, "dropped:non-finite logits"), RowReport("p0/s2", 1, 9, "stop"))
     tell(SegmentEnded(2.0, "w", 2, rows, 1.0, 4))
@@ -87,9 +84,6 @@ def test_samples_that_were_dropped_are_in_no_trace(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     write_jsonl(path, [broken, {"uid": "a/s1", **told, "completion_token_ids": [3]}])
     assert read_trace(path) == [TraceSample("a/s1", "a", 1, 1, 1)]
-    write_jsonl(path, [broken])
-    with pytest.raises(InputError, match="got 1 that were dropped"):
-        read_trace(path)
 
 
 def test_samples_of_a_rollout_are_a_trace(tmp_path: Path) -> None:
@@ -100,24 +94,8 @@ def test_samples_of_a_rollout_are_a_trace(tmp_path: Path) -> None:
     assert read_trace(path) == [TraceSample("train/7/s2", "train/7", 2, 1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("", "expected a sample on every line, got no line"),
-        ('{"length": 3}', r":1: uid: expected a string, got None"),
-        ('{"uid": "a"}', r":1: length: expected a whole number from 1 to 16777216, got None"),
-        ('{"uid": "a", "length": 0}', "from 1 to 16777216, got 0"),
-        (f'{{"uid": "a", "length": {10**400}}}', r"from 1 to 16777216, got 10{39}\.\.\.$"),
-        (f'{{"uid": "a/s{"1" * 5000}", "length": 3}}', "at most 8 digits behind /s, got 5000"),
-        ('{"uid": "a/s99999999", "length": 3}', "index: expected a whole number from 0 to 16777216, got 99999999"),
-        ('{"uid": "a", "length": 1.5}', r"got 1\.5"),
-        ('{"uid": "a", "length": 3, "prompt": 4}', "prompt: expected a string, got 4"),
-        ('{"uid": "a", "completion_token_ids": []}', r"expected token ids, at most 16777216, got \[\]"),
-        ('{"uid": "a", "length": 3}\n{"uid": "a", "length": 3}', r":2: uid 'a' comes a second time"),
-    ],
-)
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, line: str, message: str) -> None:
+def test_a_file_without_a_sample_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    path.write_text(line)
-    with pytest.raises(InputError, match=message):
+    path.touch()
+    with pytest.raises(InputError, match="expected a sample on every line"):
         read_trace(path)

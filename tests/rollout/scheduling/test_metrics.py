@@ -2,8 +2,16 @@ import math
 
 import pytest
 
-from app.rollout.scheduling.event_log import EventRecord
-from app.rollout.scheduling.events import Closed, Event, Released, SegmentEnded, Submitted, WorkerJoined, WorkerLost
+from app.rollout.scheduling.events import (
+    Closed,
+    Event,
+    EventRecord,
+    Released,
+    SegmentEnded,
+    Submitted,
+    WorkerJoined,
+    WorkerLost,
+)
 from app.rollout.scheduling.metrics import ScheduleMetricsTracker, Span, schedule_metrics, slot_spans, slots_per_worker
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 from tests.rollout.scheduling.storms import storm
@@ -64,7 +72,7 @@ def test_slots_count_while_their_worker_is_there() -> None:
     for record in records[4:]:
         tally.add(record)
     assert tally.take_window().bubble == pytest.approx(1 - (share - 4) / (2 * 3))
-    assert slots_per_worker(records) == {"a": 2}
+    assert slots_per_worker(records) == {"a": 1, "a#2": 2}
 
 
 def test_windows_by_hand() -> None:

@@ -2,7 +2,7 @@ import pytest
 
 from app.rollout.scheduling.events import Commit, RunSegment, WorkerLost
 from app.rollout.scheduling.sample_states import SampleState
-from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, samples, suspended
+from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, probes_of, samples, suspended
 
 
 def driven_pair(policy: str, *, slots: int = 2, **pdsr) -> Driven:
@@ -126,7 +126,7 @@ def test_v2_trips_the_breaker_hands_over_and_marks_the_prompt_hard() -> None:
     assert roles(commands) == {"p0/s2": "heavy"}, "heavy is full, so that fast steals, but not what just tripped"
     commands = driven.end("heavy", {"p1/s0": 9}, finished=("p1/s0",))
     assert roles(commands) == {"p0/s1": "heavy"}
-    assert driven.scheduler.policy.to_json()["probes"]["verdicts"]["p0"] == "heavy"
+    assert probes_of(driven).verdicts["p0"] == "heavy"
 
 
 def test_v2_doubles_the_limit_with_every_move_and_then_leaves_the_sample_with_heavy() -> None:

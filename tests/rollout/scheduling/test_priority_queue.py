@@ -1,27 +1,28 @@
 from app.rollout.scheduling.priority_queue import PriorityQueue
 
 
+def queue_of(*items: tuple[str, float, int]) -> PriorityQueue:
+    queue = PriorityQueue()
+    for item in items:
+        queue.put(*item)
+    return queue
+
+
 def test_the_smallest_rank_comes_first_and_then_the_smallest_number() -> None:
-    queue = PriorityQueue([("late", 1, 0), ("second", 0, 7), ("first", 0, 2)])
+    queue = queue_of(("late", 1, 0), ("second", 0, 7), ("first", 0, 2))
     assert [queue.pop() for _ in range(4)] == ["first", "second", "late", None]
 
 
 def test_a_sample_can_be_given_another_place() -> None:
-    queue = PriorityQueue([("a", 0, 0), ("b", 1, 1)])
+    queue = queue_of(("a", 0, 0), ("b", 1, 1))
     queue.put("a", 2, 0)
     assert queue.uids() == ["b", "a"]
     assert [queue.pop() for _ in range(3)] == ["b", "a", None]
 
 
 def test_a_removed_sample_is_not_taken() -> None:
-    queue = PriorityQueue([("a", 0, 0), ("b", 1, 1)])
+    queue = queue_of(("a", 0, 0), ("b", 1, 1))
     queue.remove("a")
     queue.remove("a")
     assert "a" not in queue and len(queue) == 1
     assert queue.peek() == "b"
-
-
-def test_json_gives_the_queue_back() -> None:
-    queue = PriorityQueue([("a", 3, 0), ("b", 1, 1)])
-    queue.put("a", 0, 0)
-    assert PriorityQueue(queue.to_json()).uids() == queue.uids() == ["a", "b"]

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from app.rollout.scheduling.simulated_slots import ProgramSizes, SimulatedSlots
+from scripts.bench.simulated_slots import ProgramSizes, SimulatedSlots
 from tests.rollout.scheduling.driving import FREE
 
 LADDERS = ProgramSizes(batch=(2, 4, 8), cache=(16, 32, 64), prompt=(4, 8), prefill_rows=(1, 4))
@@ -12,7 +12,7 @@ COPIES = replace(FREE, copy_token_s=1.0)
 def test_prompts_are_read_once_padded_to_their_rungs_and_as_many_at_once_as_a_program_takes() -> None:
     slots = SimulatedSlots(LADDERS, replace(FREE, prefill_s=100.0, prefill_token_s=1.0))
     lengths = {"a": 3, "b": 4, "c": 1, "d": 2, "e": 4, "f": 7}
-    arrive = {"num_fresh": 6, "reread": [], "num_copied": 0}
+    arrive = {"num_fresh": 6, "recomputed": [], "num_copied": 0}
     # Five of rung 4: four at once and one; one of rung 8.
     assert slots.admit(lengths, **arrive) == (100 + 4 * 4) + (100 + 4) + (100 + 8)
     assert slots.admit(lengths, **arrive) == 0

@@ -3,14 +3,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from app.rollout.scheduling import length_traces
-from app.rollout.scheduling.cost_model import CostModel, SampleLengths, lower_bound_s
 from app.rollout.scheduling.events import Finished
-from app.rollout.scheduling.length_traces import Trace, TraceSample
 from app.rollout.scheduling.metrics import schedule_metrics
 from app.rollout.scheduling.scheduler import POLICIES
-from app.rollout.scheduling.simulated_slots import ProgramSizes
-from app.rollout.scheduling.simulator import SchedulerSimulator, SimulatedWorkerSpec
+from scripts.bench import length_traces
+from scripts.bench.cost_model import CostModel, SampleLengths, lower_bound_s
+from scripts.bench.length_traces import Trace, TraceSample
+from scripts.bench.simulated_slots import ProgramSizes
+from scripts.bench.simulator import SchedulerSimulator, SimulatedWorkerSpec
 from tests.rollout.scheduling.driving import FREE, make_scheduler
 from tests.rollout.scheduling.storms import storm
 

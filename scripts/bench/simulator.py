@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from app.records.sample import DROPPED_PREFIX
-from app.rollout.scheduling.cost_model import CostModel
-from app.rollout.scheduling.event_log import EventRecord
 from app.rollout.scheduling.events import (
     Admit,
     Closed,
     Command,
     Commit,
     Event,
+    EventRecord,
     Released,
     Retire,
     RowReport,
@@ -27,9 +26,10 @@ from app.rollout.scheduling.events import (
     WorkerKind,
     WorkerLost,
 )
-from app.rollout.scheduling.length_traces import Trace, TraceSample, new_samples
 from app.rollout.scheduling.scheduler import Scheduler
-from app.rollout.scheduling.simulated_slots import ProgramSizes, SimulatedSlots
+from scripts.bench.cost_model import CostModel
+from scripts.bench.length_traces import Trace, TraceSample, new_samples
+from scripts.bench.simulated_slots import ProgramSizes, SimulatedSlots
 
 CACHE_LENGTHS = tuple(256 * 2**i for i in range(13))
 """Cache lengths that an engine has programs for, up to the longest that a sample may need."""

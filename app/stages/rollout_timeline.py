@@ -1,0 +1,43 @@
+"""A schedule as a panel of the timeline plot, and its metrics as a row of the table below the plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from app.report.timeline import Activity, TimelineBar, TimelinePanel
+from app.rollout.scheduling.events import EventRecord, SampleRole, Submitted
+from app.rollout.scheduling.metrics import ScheduleMetrics, slot_spans, slots_per_worker
+
+ROLE_ACTIVITIES: dict[SampleRole | None, Activity] = {
+    **{"probe": "probe", "fast": "fast", "heavy": "heavy"},
+    **{"any": "fast", None: "suspended"},
+}
+METRIC_HEADINGS = ("bubble", "tail", "recall", "trips", "stolen", "suspended", "truncated", "wasted tokens", "segments")
+
+
+def metric_cells(metrics: ScheduleMetrics) -> tuple[str, ...]:
+    """Returns the values under `METRIC_HEADINGS`."""
+    return (
+        f"{metrics.bubble:.0%}",
+        f"{metrics.tail_fraction:.0%}",
+        "" if metrics.probe_recall is None else f"{metrics.probe_recall:.2f}",
+        *map(str, (metrics.breaker_trips, metrics.stolen, metrics.suspensions, metrics.truncated)),
+        f"{metrics.wasted_tokens:,}",
+        str(metrics.segments),
+    )
+
+
+def timeline_panel(
+    name: str, records: Sequence[EventRecord], metrics: ScheduleMetrics, lower_bound_s: float | None = None
+) -> TimelinePanel:
+    """Returns the events of a rollout, from its first submission on, as a panel of the plot."""
+    start = next((event.at for event, _ in records if isinstance(event, Submitted)), 0.0)
+    bars = tuple(
+        TimelineBar(
+            span.worker, span.slot, span.start_s - start, span.end_s - start, ROLE_ACTIVITIES[span.role], span.uid
+        )
+        for span in slot_spans(records)
+    )
+    over = "" if lower_bound_s is None else f", {metrics.makespan_s / lower_bound_s:.2f} x the bound"
+    title = f"{name}: {metrics.makespan_s:.3g} s{over}, bubble {metrics.bubble:.0%}, tail {metrics.tail_fraction:.0%}"
+    return TimelinePanel(title, tuple(slots_per_worker(records).items()), bars, metrics.makespan_s, lower_bound_s)
