@@ -217,7 +217,7 @@ def _generate_samples(
 def _generate_from_queue(session: Session, weights: DecodeWeights, shard: PromptShard) -> Iterator[Sample]:
     # A host without a prompt samples one all the same, and drops it: its queue is no special case.
     prompts = shard.host_prompts or shard.prompts[:1]
-    samples = session.stream(weights, prompts, group_size=shard.group_size, sampling_params=session.sampling_params)
+    samples = session.stream(weights, prompts, session.rollout_request())
     places = (place for place in shard.prompt_indices for _ in range(shard.group_size))
     for place, sample in zip(places, samples, strict=False):
         yield replace(sample, group_id=place)

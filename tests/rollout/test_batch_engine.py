@@ -16,6 +16,7 @@ from app.model.segment_layout import single_segment_layout
 from app.records.sample import Prompt, Sample
 from app.rollout.batch_engine import BatchEngine
 from app.rollout.batch_programs import RowConstants, init_decode_state, make_decode_loop
+from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules, hash_uids, sample_keys, sample_tokens
 from app.score.scorer import Scorer
 from app.tracking.compilation_counter import CompilationCounter
@@ -23,6 +24,7 @@ from tests.tiny import BIASED, ODD, make_engine, make_mesh, packed_plan, random_
 
 PROMPTS = random_prompts(3, vocab_size=ODD.vocab_size)
 FLOAT32 = jnp.dtype("float32")
+REQUEST = GenerationRequest(group_size=4, max_new_tokens=6, rules=SamplingRules(1.0), seed=0, policy_version=3)
 
 
 @functools.cache
@@ -57,14 +59,7 @@ def generate(
     **changes,
 ) -> list[Sample]:
     engine, weights = engine_of(architecture, eos_ids, prefill_length_min)
-    arguments = {
-        "group_size": 4,
-        "max_new_tokens": 6,
-        "rules": SamplingRules(1.0),
-        "seed": 0,
-        "policy_version": 3,
-    }
-    return engine.generate(weights, prompts, **(arguments | changes))
+    return engine.generate(weights, prompts, replace(REQUEST, **changes))
 
 
 def texts(samples: Sequence[Sample]) -> dict[str, str]:
@@ -87,9 +82,7 @@ def test_a_sample_whose_logits_are_not_finite_is_dropped_and_no_other_changes():
     engine, weights = engine_of(BIASED)
     embedding = weights.params["embedding"].at[poison].set(np.nan)
     poisoned = replace(weights, params={**weights.params, "embedding": embedding})
-    broken = engine.generate(
-        poisoned, PROMPTS, group_size=4, max_new_tokens=6, rules=SamplingRules(1.0), seed=0, policy_version=3
-    )
+    broken = engine.generate(poisoned, PROMPTS, REQUEST)
     for ours, whole in zip(broken, samples, strict=True):
         length = next((i + 1 for i, token in enumerate(whole.completion_ids[:-1]) if token == poison), 6)
         assert ours.finish_reason == ("length" if length == 6 else "dropped:non-finite logits")

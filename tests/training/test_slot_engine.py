@@ -83,7 +83,7 @@ def test_a_dry_run_foresees_the_caches_of_the_slots(config: Path) -> None:
     assert session.continuous_batching is not None
     engine = session.continuous_batching.engine
     weights = session.engine.to_decode_weights(session.load_params())
-    engine.open(weights, rules=session.sampling_params, seed=0, policy_version=0)
+    engine.open(weights, session.rollout_request())
     engine._grow_cache(engine.shapes.max_length)
     assert memory["rollout"]["kv_cache"] == memory["evaluation"]["kv_cache"] == bytes_per_device(engine._cache)
     assert memory["rollout"]["prompt_cache"] == bytes_per_device(engine._pool)
