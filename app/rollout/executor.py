@@ -98,8 +98,8 @@ class RolloutExecutor:
         """Registers all workers with the scheduler."""
         for worker in self._workers.values():
             shapes = worker.engine.shapes
-            name, rungs = worker.name, shapes.batch_buckets[:-1]
-            self._handle_event(WorkerJoined(self._clock(), name, worker.kind, shapes.num_slots, rungs, worker.device))
+            name, buckets = worker.name, shapes.batch_buckets[:-1]
+            self._handle_event(WorkerJoined(self._clock(), name, worker.kind, shapes.num_slots, buckets, worker.device))
 
     def submit(self, rows: Mapping[str, RolloutSequence]) -> None:
         """Adds rows, whose uids must be new to the rollout."""

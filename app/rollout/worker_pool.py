@@ -250,7 +250,7 @@ def _open_workers(
         except WORKER_FAILURES as failure:
             if worker is workers[-1] and not opened:
                 raise
-            log.warning("rollout worker %s cannot start, the rollout continues without it", worker.name, exc_info=failure)
+            log.warning("rollout worker %s cannot start and is left out", worker.name, exc_info=failure)
         else:
             opened.append(worker)
     return opened

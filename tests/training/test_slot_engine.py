@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,9 +135,9 @@ def test_evaluations_beside_generation_have_the_batches_that_a_dry_run_foresees(
     small = ("rollout.max_staleness=1", "rollout.prompts_per_step=2", "rollout.group_size=2")
     batches, generate = [], BatchEngine.generate
 
-    def counted(engine: BatchEngine, weights: object, prompts: Sequence[Prompt], **rest: object) -> list[Sample]:
+    def counted(engine: BatchEngine, weights: Any, prompts: Sequence[Prompt], request: Any) -> list[Sample]:
         batches.append(len(prompts))
-        return generate(engine, weights, prompts, **rest)  # pyright: ignore[reportArgumentType]
+        return generate(engine, weights, prompts, request)
 
     monkeypatch.setattr(BatchEngine, "generate", counted)
     result = train_here(config, *asked, *small)
