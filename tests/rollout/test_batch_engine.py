@@ -136,11 +136,6 @@ def test_greedy_takes_the_likeliest_token_of_a_full_forward_pass():
     assert len(set(texts(samples).values())) == len(PROMPTS)
 
 
-def test_samples_of_a_group_are_pairwise_different_at_temperature_one():
-    samples = generate(group_size=16)
-    assert len({s.completion for s in samples}) == len(samples)
-
-
 def test_the_order_of_prompts_changes_no_sample():
     assert_same(generate([PROMPTS[i] for i in (2, 0, 1)]), generate())
 
