@@ -73,10 +73,7 @@ def _generate_in_batches(
             samples = session.generate(
                 weights,
                 [prompts[place % len(prompts)] for place in places],
-                group_size=session.settings.eval.num_samples,
-                sampling_params=session.eval_sampling_params,
-                policy_version=0,
-                first_group_id=places.start,
+                session.evaluation_request(first_group_id=places.start),
             )
         # A place beyond this host's run is no place of its own, whatever prompt filled it up.
         yield from (sample for sample in samples if sample.group_id in wanted)
@@ -93,9 +90,9 @@ def _generate_from_queue(
     first, wanted = host_shard(len(prompts)).start, set(prompt_indices)
     others = [place for place in ((first + i) % len(prompts) for i in range(len(prompts))) if place not in wanted]
     places = [*prompt_indices, *others][:turns]
-    num_samples, rules = session.settings.eval.num_samples, session.eval_sampling_params
+    num_samples = session.settings.eval.num_samples
     with cancellation_barrier():
-        samples = session.stream(weights, [prompts[i] for i in places], group_size=num_samples, sampling_params=rules)
+        samples = session.stream(weights, [prompts[i] for i in places], session.evaluation_request())
         for number, sample in enumerate(samples):
             place = places[number // num_samples]
             if place in wanted:

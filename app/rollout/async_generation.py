@@ -1,7 +1,7 @@
-"""Generation that goes on while others train: rounds of prompts come in, new weights at any time, rounds go out.
+"""Asynchronous generation: rounds of prompts are submitted and collected while training goes on.
 
-Rows stay in their slots when the weights change and go on with the caches they have, so that one sample may be drawn
-by several versions. Source: Piché et al. 2025 (PipelineRL).
+Rows stay in their slots when the weights change and continue with their caches, so that several versions may draw one
+sample. Source: Piché et al. 2025 (PipelineRL).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.rollout.executor import RolloutExecutor
 from app.rollout.generator import make_sequences
-from app.rollout.sampling import SamplingRules
+from app.rollout.request import GenerationRequest
 from app.rollout.scheduling.metrics import ScheduleMetrics, ScheduleMetricsTracker
 from app.rollout.sequence import RolloutSequence
 from app.rollout.worker_pool import RolloutWorkerPool
@@ -34,16 +34,16 @@ class CompletedRound(NamedTuple):
 
     rows: list[RolloutSequence]
     mean_lengths: dict[str, float]
-    """Prompt -> mean length of its samples."""
+    """Maps a prompt to the mean length of its samples."""
     metrics: ScheduleMetrics
-    """Of what all workers did since the round before was done."""
+    """Metrics of all workers since the previous round was complete."""
 
 
 class RoundExecutor:
-    """One rollout without an end. One thread drives it.
+    """An open rollout of rounds, driven by one thread.
 
-    A round is given to the scheduler when no sample of the rounds before it waits: older rounds come first whatever
-    the policy, and the next one fills the slots that their last samples leave.
+    A round is given to the scheduler when no sample of earlier rounds waits. So earlier rounds come first under every
+    policy, and the next round fills the slots that their last samples free.
     """
 
     def __init__(self, executor: RolloutExecutor, metrics: ScheduleMetricsTracker):
@@ -56,18 +56,18 @@ class RoundExecutor:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anybody decodes."""
+        """Whether any worker decodes."""
         return self._executor.is_busy
 
     def submit(self, rows: Sequence[RolloutSequence]) -> None:
-        """The next round."""
-        # The same prompt may be in several rounds at once.
+        """Adds the next round."""
+        # Several rounds at once may have the same prompt.
         self._waiting.append({f"{row.uid}@{self._num_submitted}": row for row in rows})
         self._num_submitted += 1
         self._submit_next_rounds()
 
     def advance(self) -> None:
-        """To the next edge of a segment; see `Run.advance`."""
+        """Waits for the end of the next segment; see `RolloutExecutor.advance`."""
         self._executor.advance()
         self._submit_next_rounds()
 
@@ -78,81 +78,64 @@ class RoundExecutor:
             self._executor.submit(rows)
 
     def completed_rounds(self) -> Iterator[CompletedRound]:
-        """Rounds that are done, each once, in the order in which they were submitted."""
+        """Yields each completed round once, in the order of submission."""
         while self._in_flight and all(map(self._executor.is_done, self._in_flight[0])):
-            found = self._metrics.take_window()
+            metrics = self._metrics.take_window()
             rows = self._executor.release(self._in_flight.popleft())
             history = self._executor.scheduler.context.lengths.history
-            yield CompletedRound(
-                rows, {uid: history[uid] for uid in (row.prompt.uid for row in rows) if uid in history}, found
-            )
+            lengths = {row.prompt.uid: history[row.prompt.uid] for row in rows if row.prompt.uid in history}
+            yield CompletedRound(rows, lengths, metrics)
 
 
 class AsyncRollout:
-    """An open rollout with a thread of its own. Whoever trains submits, publishes and takes.
+    """An open rollout in a thread of its own. The training thread submits rounds, publishes weights and collects.
 
     Args:
-        weights: of the policy that draws first.
+        weights: weights of the policy that draws first.
 
     Raises:
-        RuntimeError: all workers sleep.
+        RuntimeError: all workers have stalled.
     """
 
-    def __init__(
-        self,
-        workers: RolloutWorkerPool,
-        weights: DecodeWeights,
-        *,
-        group_size: int,
-        max_new_tokens: int | Sequence[int],
-        rules: SamplingRules,
-        seed: int,
-        policy_version: int,
-    ):
+    def __init__(self, workers: RolloutWorkerPool, weights: DecodeWeights, request: GenerationRequest):
         self._workers = workers
-        self._group_size = group_size
-        self._max_new_tokens = max_new_tokens
-        self._truncates = rules.truncates
+        self._request = request
         self._inbox: SimpleQueue[Sequence[RolloutSequence] | None] = SimpleQueue()
         self._outbox: SimpleQueue[CompletedRound | BaseException] = SimpleQueue()
-        tally = ScheduleMetricsTracker()
+        metrics = ScheduleMetricsTracker()
         with ExitStack() as stack:
             scheduler = workers.make_scheduler(workers.length_history)
-            opened = workers.open_executor(
-                weights, scheduler, rules=rules, seed=seed, policy_version=policy_version, on_record=tally.add
-            )
+            opened = workers.open_executor(weights, scheduler, request, on_record=metrics.add)
             self._executor = stack.enter_context(opened)
-            self._rounds = RoundExecutor(self._executor, tally)
+            self._rounds = RoundExecutor(self._executor, metrics)
             self._exit_stack = stack.pop_all()
-        # A daemon: a device that never comes back must not keep the program from ending.
+        # A daemon thread, because a device that never returns must not keep the program alive.
         self._thread = Thread(target=self._run_thread, name="generation", daemon=True)
         self._thread.start()
 
     def submit(self, prompts: Sequence[Prompt], *, noise_step: int) -> None:
-        """The next round.
+        """Adds the next round.
 
         Raises:
-            InputError: a prompt that no slot has room for.
+            InputError: a prompt does not fit into a slot.
         """
-        rows = make_sequences(
-            prompts, group_size=self._group_size, max_new_tokens=self._max_new_tokens, noise_step=noise_step
-        )
+        rows = make_sequences(prompts, self._request, noise_step=noise_step)
         self._workers.check_fits(rows)
         self._inbox.put(rows)
         self._executor.wake()
 
     def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Segments that begin from now on are drawn by these weights."""
-        # An update may still compute them: segments go on with the last ones until it has.
+        """Sets the weights of all segments that start from now on."""
+        # An update may still be computing them; until then segments use the previous weights.
         jax.block_until_ready(weights)
         self._executor.publish(weights, policy_version=policy_version)
 
     def collect_round(self, *, first_group_id: int = 0) -> list[Sample]:
-        """Of the oldest round that was not taken, once it is done.
+        """Returns the samples of the oldest round that was not collected, once it is complete.
 
         Raises:
-            StoppedError: asked to stop before it was done.
-            Exception: what the generation has failed with.
+            StoppedError: a stop was requested before it was complete.
+            Exception: the error that ended the generation.
         """
         done = self._outbox.get()
         if isinstance(done, BaseException):
@@ -160,18 +143,19 @@ class AsyncRollout:
             raise done
         self._workers.add_metrics(done.metrics)
         self._workers.record_lengths(done.mean_lengths)
+        group_size, truncates = self._request.group_size, self._request.rules.truncates
         return [
-            self._workers.to_sample(row, first_group_id + number // self._group_size, truncates=self._truncates)
+            self._workers.to_sample(row, first_group_id + number // group_size, truncates=truncates)
             for number, row in enumerate(done.rows)
         ]
 
     def close(self) -> None:
-        """Stops at the edges of the segments that run, or after `LAST_SEGMENT_S`. What was not taken is lost."""
+        """Stops after the running segments, or after `CLOSE_TIMEOUT_S`. Rounds that were not collected are lost."""
         self._inbox.put(None)
         self._executor.wake()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            log.warning("generation is left in a segment that does not end")
+            log.warning("the generation thread is still in a segment that does not end; it is abandoned")
         else:
             self._exit_stack.close()
 
@@ -185,7 +169,7 @@ class AsyncRollout:
             self._outbox.put(error)
 
     def _receive_rounds(self) -> bool:
-        """Takes in what was submitted, and waits for it where nobody decodes. False once it is closed."""
+        """Takes submitted rounds, and waits for one if no worker decodes. Returns False after `close`."""
         while True:
             try:
                 rows = self._inbox.get(block=not self._rounds.is_busy)

@@ -1,4 +1,4 @@
-"""Synchronous generation: prefill each prompt once, share its cache, decode until every row is done."""
+"""Synchronous generation: prefills each prompt once, shares its cache, and decodes until every row is done."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ from app.model.kv_cache import (
 from app.records.sample import Prompt, Sample
 from app.rollout.batch_programs import BatchDecodeState, RowConstants, init_decode_state, make_decode_loop
 from app.rollout.counters import RolloutCounters
+from app.rollout.generator import make_sequences
+from app.rollout.request import GenerationRequest
 from app.rollout.sampling import (
     SamplingRules,
     finish_reason,
@@ -48,46 +50,59 @@ from app.rollout.sampling import (
     sample_tokens,
     sample_tokens_truncated,
 )
-from app.rollout.sequence import RolloutSequence
 from settings.schema.rollout import DecodeLayout
 
 SEGMENT_STEPS = 256
-"""Tokens of a row until the host looks up from a batch, to see whether it was asked to stop."""
+"""Tokens per row between two checks of whether a stop was requested."""
 
 
 class BatchShape(NamedTuple):
-    """Static sizes of one generation, padding included."""
+    """Static sizes of one generation, including padding."""
 
     num_prompts: int
-    """On this host."""
+    """Prompts of this host."""
     num_rows: int
-    """On this host."""
+    """Rows of this host."""
     prompt_length: int
     cache_length: int
     num_new: int
 
 
 class Footprint(NamedTuple):
-    """What fills the devices while tokens are drawn, as shapes on their shardings."""
+    """What occupies the devices during decoding, as shapes with shardings."""
 
     weights: DecodeWeights | tuple[DecodeWeights, ...]
     prompts: KVCache
-    """Of the prefilled prompts; gone once every slot has its copy."""
+    """Caches of the prefilled prompts, freed once every row has its copy."""
     slots: KVCache
 
 
+class PlacedRows(NamedTuple):
+    """One batch of prompts and the rows of their samples, on the mesh."""
+
+    shape: BatchShape
+    prompt_ids: Int32[Array, "P S"]
+    prefill_lengths: Int32[Array, "P"]
+    prompt_index: Int32[Array, "B"]
+    prompt_lengths: Int32[Array, "B"]
+    uid_hashes: Array
+    sample_index: Int32[Array, "B"]
+    max_new_tokens: Int32[Array, "B"]
+
+
 class BatchEngine:
-    """Compiled generation for one decoder on one mesh. Holds no weights.
+    """Compiled generation for one decoder on one mesh. It holds no weights.
 
     Args:
-        mesh: on which it generates; of a mesh of several hosts, the hosts generate one batch together.
-        trained_on: the mesh on which the policy lies, if that is another: `mesh` is this host's island of it.
+        mesh: devices that generate. If they belong to several hosts, these generate one batch together.
+        training_mesh: mesh of the policy, if it is another: `mesh` is then this host's part of it.
         eos_ids: every token id that ends a sequence.
-        decode_text: token ids -> text, for the record.
+        decode_text: converts token ids to text.
         prefill_length_min: smallest prompt bucket, in tokens.
-        max_length_total: no prompt and completion are longer together: the top of the cache's ladder.
-        decode_layout: where the weights lie meanwhile; see `DecodeWeights`.
-        merge: the weights of a policy with adapters -> those of `definition`; None where these are the policy's own.
+        max_length_total: upper limit of prompt and completion together, which is the largest cache length.
+        decode_layout: layout of the weights during decoding; see `DecodeWeights`.
+        merge_adapters: converts the weights of a policy with adapters to those of `definition`; None if the policy's
+            own weights are used.
     """
 
     def __init__(
@@ -115,7 +130,7 @@ class BatchEngine:
         self._dtype = dtype
         self._decode_layout: DecodeLayout = decode_layout
         self._eos_ids = np.asarray(eos_ids, np.int32)
-        # Said outright: an island takes over what it finds in this layout, programs of slots are compiled for it.
+        # The layout is explicit: a host's submesh takes the weights over in it, and slot programs are compiled for it.
         layout = tree_shardings(abstract_decode_weights(definition, self._training_mesh, dtype, decode_layout))
         lay_out = (
             make_decode_weights
@@ -125,59 +140,44 @@ class BatchEngine:
         self._weights = jax.jit(lambda params: lay_out(definition, params, dtype, decode_layout), out_shardings=layout)
         self._prefill = jax.jit(lambda weights, ids, lengths: prefill(definition, weights, ids, lengths))
         self._keys = jax.jit(sample_keys)
-        # Said outright, because XLA may leave a small array whole on every device: a host would then read the first
-        # host's rows as its own, and the second segment find its rows elsewhere than the first and compile anew.
-        # The cache is never read back, and both programs constrain it.
+        # The shardings are explicit, because XLA may replicate a small array on every device. A host would then read
+        # the first host's rows as its own, and the second segment would be compiled for another layout than the first.
+        # The cache needs none: it is never read back, and both programs constrain it.
         rows = row_sharding(mesh)
         slots = BatchDecodeState._make(None if field == "cache" else rows for field in BatchDecodeState._fields)
         self._open = jax.jit(
             init_decode_state, static_argnames=("cache_length", "num_new"), out_shardings=(None, slots)
         )
-        laid_out = slots, NamedSharding(mesh, PartitionSpec())
+        shardings = slots, NamedSharding(mesh, PartitionSpec())
         self._decode = {
-            sampler: jax.jit(make_decode_loop(definition, sampler), donate_argnames="slots", out_shardings=laid_out)
+            sampler: jax.jit(make_decode_loop(definition, sampler), donate_argnames="slots", out_shardings=shardings)
             for sampler in (sample_tokens, sample_tokens_truncated)
         }
 
     def to_decode_weights(self, params: Params) -> DecodeWeights:
-        """The policy in decoding form; make it once per policy version and drop it before the update.
+        """Converts the policy to its decoding form; once per policy version, dropped before the update.
 
-        One program on the mesh of training lays them out as they decode, whole on every host. All hosts call it, each
-        from the thread that trains: where it waits for other hosts, no other program of theirs may come in between.
+        One program on the training mesh gives every host whole weights. All hosts call it, each from its training
+        thread: while it waits for other hosts, no other program of these hosts may run.
         """
         with jax.set_mesh(self._training_mesh):
             weights = self._weights(params)
         return weights if self.mesh == self._training_mesh else to_host_submesh(weights, self.mesh)
 
-    def generate(
-        self,
-        weights: DecodeWeights,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        max_new_tokens: int | Sequence[int],
-        rules: SamplingRules,
-        seed: int,
-        policy_version: int,
-        first_group_id: int = 0,
-    ) -> list[Sample]:
-        """`group_size` samples of each of this host's prompts, in order, as ragged records.
+    def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
+        """Returns `group_size` samples of each of this host's prompts, in order, as ragged records.
 
-        Every host of its mesh calls it with the same number of prompts. `policy_version` keys the noise, so
-        that the same prompt gives new samples at every training step.
-
-        Args:
-            max_new_tokens: of every sample, or of each in order; the largest is the same on every host of the mesh.
+        Every host of the mesh calls it with the same number of prompts and the same largest `max_new_tokens`.
 
         Raises:
             StoppedError: a host of the mesh was asked to stop. All of them raise it.
         """
         self._raise_if_stopped()
-        started = time.perf_counter()
-        rows = self._place_rows(prompts, group_size, max_new_tokens)
+        started, rules, version = time.perf_counter(), request.rules, request.policy_version
+        rows = self._place_rows(prompts, request.group_size, request.max_new_tokens)
         with jax.set_mesh(self.mesh):
             hidden, cache = self._prefill(weights, rows.prompt_ids, rows.prefill_lengths)
-            keys = self._keys(seed, policy_version, rows.uid_hashes, rows.sample_index)
+            keys = self._keys(request.seed, version, rows.uid_hashes, rows.sample_index)
             constants = RowConstants(rows.prompt_index, rows.prompt_lengths, keys, rows.max_new_tokens)
             row_hidden, slots = self._open(
                 hidden, cache, constants, cache_length=rows.shape.cache_length, num_new=rows.shape.num_new
@@ -196,94 +196,78 @@ class BatchEngine:
                 first += SEGMENT_STEPS
         drawn = np.stack([to_local(x).view(np.int32) for x in (slots.token_ids, slots.logprobs, slots.kept_mass_logs)])
         lengths, stopped, non_finite = map(to_local, (slots.lengths, slots.stopped, slots.non_finite))
-        self._count_tokens(prompts, lengths, group_size=group_size)
+        num_tokens, steps = sum(len(prompt.token_ids) for prompt in prompts), self._max_over_hosts(int(lengths.max()))
+        self.counters.prefilled_tokens += num_tokens
+        self.counters.prompt_tokens += num_tokens * request.group_size
+        self.counters.count_segment(steps=steps, num_rows=len(lengths), num_generated=int(lengths.sum()))
         samples, elapsed_s = [], time.perf_counter() - started
-        for number in range(len(prompts) * group_size):
-            row = RolloutSequence(
-                prompts[number // group_size],
-                number % group_size,
-                max_new_tokens=len(drawn[0, number]),
-                noise_step=policy_version,
-                num_tokens=int(lengths[number]),
-                num_segments=1,
-                elapsed_s=elapsed_s,
-                finish_reason=finish_reason(stopped[number], non_finite[number]),
-                worker=str(jax.process_index()),
-                segment_tokens=[drawn[:, number, : lengths[number]].copy()],
-                segment_versions=[(policy_version, int(lengths[number]))],
-            )
-            group_id = first_group_id + number // group_size
+        for number, row in enumerate(make_sequences(prompts, request, noise_step=version)):
+            row.num_tokens, row.num_segments, row.elapsed_s = int(lengths[number]), 1, elapsed_s
+            row.finish_reason = finish_reason(stopped[number], non_finite[number])
+            row.worker = str(jax.process_index())
+            row.segment_tokens.append(drawn[:, number, : row.num_tokens].copy())
+            row.segment_versions.append((version, row.num_tokens))
+            group_id = request.first_group_id + number // request.group_size
             samples.append(row.to_sample(group_id, decode_text=self.decode_text, truncates=rules.truncates))
         return samples
 
     def _raise_if_stopped(self) -> None:
-        """At the edge of a segment."""
+        """Raises StoppedError on all hosts of the mesh if one of them was asked to stop."""
         if self._max_over_hosts(int(self.stop_requested())):
             raise StoppedError
 
-    def _count_tokens(self, prompts: Sequence[Prompt], lengths: Int32[np.ndarray, "B"], *, group_size: int) -> None:
-        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        self.counters.prefilled_tokens += num_tokens
-        self.counters.prompt_tokens += num_tokens * group_size
-        steps = self._max_over_hosts(int(lengths.max()))
-        self.counters.count_segment(steps=steps, num_rows=len(lengths), num_generated=int(lengths.sum()))
-
     def _max_over_hosts(self, value: int) -> int:
-        """The largest of any host on the mesh. A mesh of this host's devices waits for nobody."""
+        """Returns the maximum over the hosts of the mesh, without a collective if there is only this one."""
         return value if num_hosts(self.mesh) == 1 else int(max_over_hosts(np.asarray(value)))
 
     def _bucket_length(self, length: int) -> int:
-        """Prompt buckets and cache lengths share one ladder, so a prompt's cache always fits its slots."""
+        """Rounds a length up to a bucket. Prompts and caches share the buckets, so a prompt's cache always fits."""
         size = bucket_length(length, min_bucket=self.prefill_length_min)
         return size if self.max_length_total is None else max(min(size, self.max_length_total), length)
 
     def batch_shape(self, *, num_prompts: int, group_size: int, longest_prompt: int, max_new_tokens: int) -> BatchShape:
-        """The shape in which so many prompts of this host are generated from: lengths on the ladder, whole devices."""
+        """Returns the shape of a generation: lengths rounded up to buckets, rows to a multiple of the devices."""
         shards = num_local_row_shards(self.mesh)
         prompts, rows = (-(-n // shards) * shards for n in (num_prompts, num_prompts * group_size))
         cache_length = self._bucket_length(longest_prompt + max_new_tokens)
         return BatchShape(prompts, rows, self._bucket_length(longest_prompt), cache_length, max_new_tokens)
 
     def footprint(self, shape: BatchShape) -> Footprint:
-        """What `generate` holds, over all hosts. Traces its programs and compiles none of them."""
+        """Returns what `generate` occupies, over all hosts. Traces its programs and compiles none of them."""
         hosts = num_hosts(self.mesh)
         weights = abstract_decode_weights(self.definition, self.mesh, self._dtype, self._decode_layout)
-        of_prompts: Any = jax.ShapeDtypeStruct((shape.num_prompts * hosts,), jnp.int32)
-        of_rows: Any = jax.ShapeDtypeStruct((shape.num_rows * hosts,), jnp.int32)
-        ids = jax.ShapeDtypeStruct((*of_prompts.shape, shape.prompt_length), jnp.int32)
-        hidden, prompts = jax.eval_shape(self._prefill, weights, ids, of_prompts)
+        per_prompt: Any = jax.ShapeDtypeStruct((shape.num_prompts * hosts,), jnp.int32)
+        per_row: Any = jax.ShapeDtypeStruct((shape.num_rows * hosts,), jnp.int32)
+        ids = jax.ShapeDtypeStruct((*per_prompt.shape, shape.prompt_length), jnp.int32)
+        hidden, prompts = jax.eval_shape(self._prefill, weights, ids, per_prompt)
         opened = functools.partial(init_decode_state, cache_length=shape.cache_length, num_new=shape.num_new)
-        # Opening a slot does not look at its keys.
-        _, slots = jax.eval_shape(
-            opened, hidden, prompts, RowConstants(of_rows, of_rows, keys=of_rows, max_new_tokens=of_rows)
-        )
+        # The keys are not read here, so that any array stands for them.
+        _, slots = jax.eval_shape(opened, hidden, prompts, RowConstants(per_row, per_row, per_row, per_row))
         return Footprint(weights, abstract_cache(prompts, self.mesh), abstract_cache(slots.cache, self.mesh))
 
     def lower_programs(self, shape: BatchShape, *, truncates: bool) -> dict[str, Lowered]:
-        """The programs of `generate`, for shapes with shardings."""
+        """Returns the lowered programs of `generate`, for shapes with shardings."""
         hosts, dim = num_hosts(self.mesh), self.definition.architecture.model_dim
-        held, rows = self.footprint(shape), row_sharding(self.mesh)
-        num_prompts, num_rows = shape.num_prompts * hosts, shape.num_rows * hosts
+        footprint, rows = self.footprint(shape), row_sharding(self.mesh)
+        weights, num_prompts, num_rows = footprint.weights, shape.num_prompts * hosts, shape.num_rows * hosts
 
-        def of(*sizes: int, dtype: Any = jnp.int32) -> Any:
+        def abstract(*sizes: int, dtype: Any = jnp.int32) -> Any:
             return jax.ShapeDtypeStruct(sizes, dtype, sharding=rows)
 
-        keys: Any = jax.eval_shape(sample_keys, 0, 0, of(num_rows, 2, dtype=jnp.uint32), of(num_rows))
-        constants = RowConstants(of(num_rows), of(num_rows), of(*keys.shape, dtype=keys.dtype), of(num_rows))
-        drawn = of(num_rows, shape.num_new, dtype=jnp.float32)
-        flag = of(num_rows, dtype=jnp.bool)
-        slots = BatchDecodeState(held.slots, of(*drawn.shape), drawn, drawn, of(num_rows), flag, flag, flag)
-        rules = SamplingRules(1.0, 0, 1.0, 0.0)
+        counts, flags = abstract(num_rows), abstract(num_rows, dtype=jnp.bool)
+        keys: Any = jax.eval_shape(sample_keys, 0, 0, abstract(num_rows, 2, dtype=jnp.uint32), counts)
+        constants = RowConstants(counts, counts, abstract(*keys.shape, dtype=keys.dtype), counts)
+        ids, floats = abstract(num_rows, shape.num_new), abstract(num_rows, shape.num_new, dtype=jnp.float32)
+        slots = BatchDecodeState(footprint.slots, ids, floats, floats, counts, flags, flags, flags)
         with jax.set_mesh(self.mesh):
-            weights = held.weights
-            prefill = self._prefill.lower(weights, of(num_prompts, shape.prompt_length), of(num_prompts))
+            prefill = self._prefill.lower(weights, abstract(num_prompts, shape.prompt_length), abstract(num_prompts))
             decode = self._decode[sample_tokens_truncated if truncates else sample_tokens].lower(
                 weights,
-                of(num_rows, dim, dtype=self._dtype),
+                abstract(num_rows, dim, dtype=self._dtype),
                 constants,
                 slots=slots,
                 steps=np.asarray([0, SEGMENT_STEPS], np.int32),
-                rules=rules,
+                rules=SamplingRules(1.0, 0, 1.0, 0.0),
                 eos_ids=self._eos_ids,
             )
         return {"prefill": prefill, "decode": decode}
@@ -291,12 +275,11 @@ class BatchEngine:
     def _place_rows(
         self, prompts: Sequence[Prompt], group_size: int, max_new_tokens: int | Sequence[int]
     ) -> PlacedRows:
-        """Right-pads prompts to a bucket, and prompts and rows to whole devices."""
-        longest = self._max_over_hosts(max(len(p.token_ids) for p in prompts))
+        """Right-pads prompts to a bucket, and prompts and rows to a multiple of the devices."""
         shape = self.batch_shape(
             num_prompts=len(prompts),
             group_size=group_size,
-            longest_prompt=longest,
+            longest_prompt=self._max_over_hosts(max(len(p.token_ids) for p in prompts)),
             max_new_tokens=int(np.max(max_new_tokens)),
         )
         num_prompts, num_rows = shape.num_prompts, shape.num_rows
@@ -305,12 +288,12 @@ class BatchEngine:
         for i, prompt in enumerate(prompts):
             ids[i, : len(prompt.token_ids)] = prompt.token_ids
             lengths[i] = len(prompt.token_ids)
-        # Padding rows repeat the last prompt and may draw nothing.
+        # Padding rows repeat the last prompt and draw nothing.
         prompt_of_row = np.minimum(np.arange(num_rows) // group_size, len(prompts) - 1)
-        budget = np.zeros(num_rows, np.int32)
-        budget[: len(prompts) * group_size] = max_new_tokens
+        limits = np.zeros(num_rows, np.int32)
+        limits[: len(prompts) * group_size] = max_new_tokens
         global_prompts = num_prompts * num_hosts(self.mesh)
-        place = lambda x: to_global(self.mesh, x)  # noqa: E731
+        place = functools.partial(to_global, self.mesh)
         return PlacedRows(
             shape=shape,
             prompt_ids=place(ids),
@@ -319,18 +302,5 @@ class BatchEngine:
             prompt_lengths=place(lengths[prompt_of_row]),
             uid_hashes=place(hash_uids([p.uid for p in prompts])[prompt_of_row]),
             sample_index=place((np.arange(num_rows) % group_size).astype(np.int32)),
-            max_new_tokens=place(budget),
+            max_new_tokens=place(limits),
         )
-
-
-class PlacedRows(NamedTuple):
-    """One batch of prompts and the rows of their samples, on the mesh."""
-
-    shape: BatchShape
-    prompt_ids: Int32[Array, "P S"]
-    prefill_lengths: Int32[Array, "P"]
-    prompt_index: Int32[Array, "B"]
-    prompt_lengths: Int32[Array, "B"]
-    uid_hashes: Array
-    sample_index: Int32[Array, "B"]
-    max_new_tokens: Int32[Array, "B"]

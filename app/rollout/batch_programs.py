@@ -1,4 +1,4 @@
-"""What runs on the devices for one batch: rows take the caches of their prompts, and decode together to the end."""
+"""The compiled programs of one batch: rows take the caches of their prompts and decode together to the end."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from app.mesh.axis_rules import constrain
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import DecodeWeights, KVCache, constrain_cache, decode_step
 from app.model.token_logprobs import scaled_logits
-from app.rollout.sampling import SampledTokens, Sampler, SamplingRules, effective_temperature
+from app.rollout.sampling import Sampler, SamplingRules, effective_temperature, token_outcomes
 
 
 class BatchDecodeState(NamedTuple):
-    """Everything one decode loop carries. A row is done after its end-of-sequence token or its last allowed one."""
+    """State of the decode loop. A row is done after an end-of-sequence token or its last allowed token."""
 
     cache: KVCache
     token_ids: Int32[Array, "B C"]
@@ -27,16 +27,16 @@ class BatchDecodeState(NamedTuple):
     """Tokens drawn so far."""
     done: Bool[Array, "B"]
     stopped: Bool[Array, "B"]
-    """Done because of an end-of-sequence token."""
+    """True if an end-of-sequence token was drawn."""
     non_finite: Bool[Array, "B"]
-    """Done because its logits were not finite, without a token of that step."""
+    """True if the logits were not finite; the row then ends without a token of that step."""
 
 
 class RowConstants(NamedTuple):
-    """What is constant for a row while it decodes."""
+    """Values of each row that do not change while it decodes."""
 
     prompt_index: Int32[Array, "B"]
-    """Index of its prompt among the prefilled ones."""
+    """Index of the row's prompt among the prefilled prompts."""
     prompt_lengths: Int32[Array, "B"]
     keys: Key[Array, "B"]
     max_new_tokens: Int32[Array, "B"]
@@ -45,15 +45,14 @@ class RowConstants(NamedTuple):
 def init_decode_state(
     hidden: Float[Array, "P D"], cache: KVCache, rows: RowConstants, *, cache_length: int, num_new: int
 ) -> tuple[Float[Array, "B D"], BatchDecodeState]:
-    """Inserts each prompt's cache into the slots of its samples, with room for `cache_length` tokens."""
+    """Copies each prompt's cache to the rows of its samples, padded to `cache_length` tokens."""
 
     def insert(x: Array) -> Array:
         return jnp.pad(x[rows.prompt_index], ((0, 0), (0, 0), (0, cache_length - x.shape[2]), (0, 0)))
 
     cache = constrain_cache(jax.tree.map(insert, cache))
-    num_rows = rows.prompt_index.shape[0]
     empty = rows.max_new_tokens == 0
-    buffer = constrain(jnp.zeros((num_rows, num_new), jnp.float32), "rows", "tokens")
+    buffer = constrain(jnp.zeros((rows.prompt_index.shape[0], num_new), jnp.float32), "rows", "tokens")
     slots = BatchDecodeState(
         cache=cache,
         token_ids=buffer.astype(jnp.int32),
@@ -70,10 +69,10 @@ def init_decode_state(
 def make_decode_loop(
     definition: DecoderDefinition, sampler: Sampler
 ) -> Callable[..., tuple[BatchDecodeState, Bool[Array, ""]]]:
-    """The on-device loop over the tokens of a segment, for one kind of sampler.
+    """Returns the on-device loop over the tokens of a segment, for one kind of sampler.
 
-    `steps` are the number of its first token and of the first that it draws no more, counted from a batch's first
-    token: one program serves all segments. It also says whether all rows are done.
+    Its argument `steps` is the first token and the end (exclusive) of the segment, counted from the batch's first
+    token, so that one program serves all segments. Its second result is whether all rows are done.
     """
 
     def loop(
@@ -88,11 +87,22 @@ def make_decode_loop(
     ) -> tuple[BatchDecodeState, Bool[Array, ""]]:
         head = definition.bind(weights.params).head
 
-        def draw_next(hidden: Array, slots: BatchDecodeState) -> BatchDecodeState:
+        def draw_next(hidden: Array, state: BatchDecodeState) -> BatchDecodeState:
             logits = scaled_logits(hidden, head, effective_temperature(rules.temperature))
-            positions = rows.prompt_lengths + slots.lengths
-            drawn = sampler(logits, rules, jax.vmap(jax.random.fold_in)(rows.keys, positions))
-            return append_tokens(slots, drawn, max_new_tokens=rows.max_new_tokens, eos_ids=eos_ids)
+            positions = rows.prompt_lengths + state.lengths
+            sampled = sampler(logits, rules, jax.vmap(jax.random.fold_in)(rows.keys, positions))
+            active, ends, broken = token_outcomes(sampled, ~state.done, eos_ids)
+            writes = (jnp.arange(state.token_ids.shape[1]) == state.lengths[:, None]) & active[:, None]
+            lengths = state.lengths + active
+            return state._replace(
+                token_ids=jnp.where(writes, sampled.token_ids[:, None], state.token_ids),
+                logprobs=jnp.where(writes, sampled.logprobs[:, None], state.logprobs),
+                kept_mass_logs=jnp.where(writes, sampled.kept_mass_logs[:, None], state.kept_mass_logs),
+                lengths=lengths,
+                done=state.done | ends | broken | (lengths >= rows.max_new_tokens),
+                stopped=state.stopped | ends,
+                non_finite=state.non_finite | broken,
+            )
 
         def step(carry: tuple[Array, BatchDecodeState]) -> tuple[Array, BatchDecodeState]:
             number, slots = carry
@@ -101,39 +111,17 @@ def make_decode_loop(
             hidden, cache = decode_step(definition, weights, slots.cache, token_ids, rows.prompt_lengths + last)
             return number + 1, draw_next(hidden, slots._replace(cache=constrain_cache(cache)))
 
-        def goes_on(carry: tuple[Array, BatchDecodeState]) -> Bool[Array, ""]:
+        def continues(carry: tuple[Array, BatchDecodeState]) -> Bool[Array, ""]:
             number, slots = carry
             return (number < end) & ~jnp.all(slots.done)
 
         first, end = steps
-        # A prompt's last hidden state gives the first token; all others come from the token before. The cache stays
-        # out of it, lest it be copied.
+        # A prompt's last hidden state gives the first token; every other token comes from the one before it. The cache
+        # is not an operand of the condition, because XLA would copy it.
         drawn = slots._replace(cache=())
         drawn = jax.lax.cond(first == 0, lambda drawn: draw_next(hidden, drawn), lambda drawn: drawn, drawn)
         slots = drawn._replace(cache=slots.cache)
-        _, slots = jax.lax.while_loop(goes_on, step, (jnp.maximum(first, 1), slots))
+        _, slots = jax.lax.while_loop(continues, step, (jnp.maximum(first, 1), slots))
         return slots, jnp.all(slots.done)
 
     return loop
-
-
-def append_tokens(
-    state: BatchDecodeState, sampled: SampledTokens, *, max_new_tokens: Int32[Array, "B"], eos_ids: Int32[Array, "E"]
-) -> BatchDecodeState:
-    """Appends the drawn tokens to rows that are not done, and decides which rows now are."""
-    # Logits that are not finite leave no finite logprob.
-    broken = ~state.done & ~jnp.isfinite(sampled.logprobs)
-    active = ~state.done & ~broken
-    at = jnp.arange(state.token_ids.shape[1]) == state.lengths[:, None]
-    writes = at & active[:, None]
-    lengths = state.lengths + active
-    ends = active & jnp.any(sampled.token_ids[:, None] == eos_ids, axis=1)
-    return state._replace(
-        token_ids=jnp.where(writes, sampled.token_ids[:, None], state.token_ids),
-        logprobs=jnp.where(writes, sampled.logprobs[:, None], state.logprobs),
-        kept_mass_logs=jnp.where(writes, sampled.kept_mass_logs[:, None], state.kept_mass_logs),
-        lengths=lengths,
-        done=state.done | ends | broken | (lengths >= max_new_tokens),
-        stopped=state.stopped | ends,
-        non_finite=state.non_finite | broken,
-    )

@@ -1,4 +1,4 @@
-"""Continuous batching: a queue in the order of its prompts, and slots that are never free while it waits."""
+"""Continuous batching: one queue in the order of its prompts, and slots that are refilled while samples wait."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from app.records.sample import Prompt
 from app.rollout.batch_engine import BatchShape, Footprint
 from app.rollout.counters import RolloutCounters
 from app.rollout.generator import SampleGenerator
+from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.segment_limits import prior_mean_length, segment_limits
 from app.rollout.sequence import RolloutSequence
@@ -21,10 +22,10 @@ from settings.schema.rollout import SegmentSettings as SegmentRule
 
 
 class ContinuousBatchGenerator(SampleGenerator):
-    """One queue and one engine's slots.
+    """One queue of samples and the slots of one engine.
 
     Args:
-        rule: how long segments are. Counted in tokens alone, so that a run repeats itself.
+        segment_rule: decides the length of segments. It counts tokens only, so that a run can be repeated exactly.
     """
 
     def __init__(self, engine: SlotEngine, *, decode_text: Callable[[Sequence[int]], str], segment_rule: SegmentRule):
@@ -33,22 +34,16 @@ class ContinuousBatchGenerator(SampleGenerator):
         self._segment_rule = segment_rule
 
     def compile(self, rules: SamplingRules) -> None:
-        """See `Streaming`."""
+        """Compiles the engine's programs; see `SampleGenerator.compile`."""
         self.engine.compile(rules)
 
     def _run_in_order(
-        self,
-        weights: DecodeWeights,
-        rows: deque[RolloutSequence],
-        *,
-        rules: SamplingRules,
-        seed: int,
-        policy_version: int,
+        self, weights: DecodeWeights, rows: deque[RolloutSequence], request: GenerationRequest
     ) -> Generator[RolloutSequence, None, None]:
         for row in rows:
             self.engine.check_fits(row)
             row.worker = str(jax.process_index())
-        self.engine.open(weights, rules=rules, seed=seed, policy_version=policy_version)
+        self.engine.open(weights, request)
         try:
             for _ in self._decode_segments(rows):
                 while rows and rows[0].finish_reason and rows[0].is_collected:
@@ -58,23 +53,23 @@ class ContinuousBatchGenerator(SampleGenerator):
         assert not rows
 
     def take_counters(self) -> RolloutCounters:
-        """Of what was generated since the last call."""
+        """Returns the counts since the last call."""
         return self.engine.counters.take()
 
     @property
     def batch_shape(self) -> BatchShape:
-        """At its fullest."""
+        """The largest shape of the engine."""
         return self.engine.batch_shape
 
     def footprint(self) -> Footprint:
-        """What full slots hold on the devices."""
+        """Returns what full slots occupy on the devices."""
         return self.engine.footprint()
 
     def _decode_segments(self, rows: Sequence[RolloutSequence]) -> Iterator[None]:
-        """Until every row is done, pausing wherever some may have become so.
+        """Decodes until every row is done, and yields whenever the tokens of a segment have been collected.
 
         Raises:
-            StoppedError: asked to stop.
+            StoppedError: a stop was requested.
         """
         engine, waiting = self.engine, deque(rows)
         num_finished = sum_finished = 0
@@ -87,16 +82,16 @@ class ContinuousBatchGenerator(SampleGenerator):
                 engine.admit([waiting.popleft() for _ in range(min(engine.num_free_slots, len(waiting)))])
             if not waiting:
                 engine.compact()
-            otherwise = prior_mean_length(max(row.max_new_tokens for row in engine.active_rows))
+            prior = prior_mean_length(max(row.max_new_tokens for row in engine.active_rows))
             limits = segment_limits(
                 self._segment_rule,
                 num_active=len(engine.active_rows),
                 has_waiting=bool(waiting),
-                mean_length=max(sum_finished / num_finished, 1.0) if num_finished else otherwise,
+                mean_length=max(sum_finished / num_finished, 1.0) if num_finished else prior,
                 batch_sizes=engine.shapes.batch_buckets[:-1],
             )
             engine.start_segment(**limits._asdict())
-            # The devices decode while the host reads what they have drawn before.
+            # The devices decode while the host reads the tokens of the previous segment.
             if segment is not None:
                 segment.collect()
                 yield
@@ -108,7 +103,7 @@ class ContinuousBatchGenerator(SampleGenerator):
             yield
 
     def _prefill_ahead(self, waiting: deque[RolloutSequence]) -> None:
-        """Several prompts at once, where the next is not there: as many as the pool holds."""
+        """Prefills as many waiting prompts as fit into the pool, if the next prompt is not in it."""
         if self.engine.has_prefilled(waiting[0].prompt):
             return
         prompts: dict[str, Prompt] = {}

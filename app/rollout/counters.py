@@ -1,4 +1,4 @@
-"""What a rollout costs, counted: the same counts for slots and for one batch to the end."""
+"""Token counts of a rollout, the same for slots and for one batch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass
 class RolloutCounters:
-    """Of all that was generated since the last `take`."""
+    """Counts of everything generated since the last `take`."""
 
     segments: int = 0
     prompt_tokens: int = 0
-    """Of all samples, as if each had read its prompt itself."""
+    """Prompt tokens of all samples, as if each had its own prefill."""
     prefilled_tokens: int = 0
-    """Of prompts, padding left out."""
+    """Prefilled prompt tokens without padding."""
     recomputed_tokens: int = 0
-    """Of suspended samples that went on without their caches."""
+    """Tokens of suspended samples that continued without their caches."""
     row_steps: int = 0
-    """Tokens that could have been drawn: rows times steps, those in which tokens were fed again among them."""
+    """Rows times steps, including steps that replay tokens: the tokens that could have been drawn."""
     generated_tokens: int = 0
 
     def count_segment(self, *, steps: int, num_rows: int, num_generated: int) -> None:
@@ -31,7 +31,7 @@ class RolloutCounters:
         return cls(*map(sum, zip(*(vars(tally).values() for tally in counters), strict=True)))
 
     def take(self) -> RolloutCounters:
-        """The counts, which start again from 0."""
+        """Returns the counts and resets them to 0."""
         taken = RolloutCounters(**vars(self))
         self.__init__()
         return taken

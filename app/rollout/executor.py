@@ -1,4 +1,4 @@
-"""One rollout: what a scheduler commands is carried out by real workers. The virtual clock's sibling."""
+"""One rollout: real workers carry out the commands of a scheduler."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from app.rollout.workers import Admission, Clock, LeaseExpiredError, RolloutWork
 log = logging.getLogger(__name__)
 
 WORKER_FAILURES = (RuntimeError, OSError, MemoryError)
-"""Of a worker, whose samples go on elsewhere; what JAX raises among them. Any other exception is the program's own."""
+"""Errors of a worker, including JAX's, after which its samples continue on other workers. All others are bugs."""
 
 ProgressCallback = Callable[[SampleTable], None]
-"""Is shown after every event where all samples are."""
+"""Called after every event with the state of all samples."""
 SampleDoneCallback = Callable[[RolloutSequence], None]
-"""Is called with every sample when it is done."""
+"""Called with every sample when it is done."""
 
 
 class RolloutExecutor:
@@ -69,11 +69,11 @@ class RolloutExecutor:
             worker.clock = clock
         self._rows: dict[str, RolloutSequence] = {}
         self._row_workers: dict[str, str] = {}
-        """Uid of a row in a worker -> the worker."""
+        """Maps the uid of a row in a worker to the worker's name."""
         self._suspended: dict[str, Future[SuspendedSequence]] = {}
-        """Uid of a suspended row -> its cache."""
+        """Maps the uid of a suspended row to its cache."""
         self._failed: set[str] = set()
-        """Names of workers."""
+        """Names of failed workers."""
 
     def run_in_order(self, rows: Iterable[RolloutSequence]) -> Iterator[RolloutSequence]:
         """All of them, done. No others come."""
@@ -89,14 +89,14 @@ class RolloutExecutor:
             yield self._rows[uid]
 
     def add_workers(self) -> None:
-        """Tells the scheduler of all workers."""
+        """Registers all workers with the scheduler."""
         for worker in self._workers.values():
             shapes = worker.engine.shapes
-            name, rungs = worker.name, shapes.batch_buckets[:-1]
-            self._handle_event(WorkerJoined(self._clock(), name, worker.kind, shapes.num_slots, rungs, worker.device))
+            name, buckets = worker.name, shapes.batch_buckets[:-1]
+            self._handle_event(WorkerJoined(self._clock(), name, worker.kind, shapes.num_slots, buckets, worker.device))
 
     def submit(self, rows: Mapping[str, RolloutSequence]) -> None:
-        """Rows by uids that were never used before in the rollout."""
+        """Adds rows, whose uids must be new to the rollout."""
         self._rows |= rows
         samples = [
             NewSample(uid, row.prompt.uid, row.sample_index, len(row.prompt.token_ids), row.max_new_tokens)
@@ -105,7 +105,7 @@ class RolloutExecutor:
         self._handle_event(Submitted(self._clock(), tuple(samples)))
 
     def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Segments that begin from now on are drawn by these weights. From any thread."""
+        """Sets the weights of all segments that start from now on. From any thread."""
         for name, worker in self._workers.items():
             if name not in self._failed:
                 worker.queue_weights(weights, policy_version=policy_version)
@@ -115,11 +115,11 @@ class RolloutExecutor:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anybody decodes."""
+        """Whether any worker decodes."""
         return any(worker.is_busy for worker in self.scheduler.context.workers.values())
 
     def release(self, uids: Sequence[str]) -> list[RolloutSequence]:
-        """The rows, done; nothing is kept of them."""
+        """Removes finished rows from the rollout and returns them."""
         self._handle_event(Released(self._clock(), tuple(uids)))
         return [self._rows.pop(uid) for uid in uids]
 
@@ -128,33 +128,33 @@ class RolloutExecutor:
         self._driver.wake()
 
     def advance(self) -> None:
-        """Waits until a worker has something to say, or until it is woken, and goes on from there.
+        """Waits for the next outcome of a worker, or until it is woken, and handles it.
 
         Raises:
-            StoppedError: asked to stop.
-            Exception: what the last worker failed with, where all have.
+            StoppedError: a stop was requested.
+            Exception: the error of the last worker, if all have failed.
         """
         if self._stop_requested():
             raise StoppedError
-        assert self.is_busy, "nobody decodes"
+        assert self.is_busy, "no worker decodes"
         outcome = self._driver.next_outcome()
         if outcome is not None:
             self._handle_outcome(outcome)
 
     def _handle_outcome(self, outcome: WorkerOutcome) -> None:
-        worker, said = outcome
-        if isinstance(said, SegmentEnded):
-            return self._handle_event(said)
-        if not isinstance(said, WORKER_FAILURES):
-            raise said
-        log.warning("rollout worker %s failed, its samples go on elsewhere", worker.name, exc_info=said)
+        worker, result = outcome
+        if isinstance(result, SegmentEnded):
+            return self._handle_event(result)
+        if not isinstance(result, WORKER_FAILURES):
+            raise result
+        log.warning("rollout worker %s failed, its samples continue on other workers", worker.name, exc_info=result)
         self._failed.add(worker.name)
-        self._handle_event(WorkerLost(self._clock(), worker.name, repr(said)))
-        if not isinstance(said, LeaseExpiredError):
-            # Its devices may be needed: an open rollout goes on for long.
+        self._handle_event(WorkerLost(self._clock(), worker.name, repr(result)))
+        if not isinstance(result, LeaseExpiredError):
+            # Its devices may be needed, because an open rollout lasts long.
             worker.close()
         if not self.scheduler.context.workers and not self.scheduler.is_finished:
-            raise said
+            raise result
         return None
 
     def _handle_event(self, event: Event) -> None:
@@ -183,23 +183,23 @@ class RolloutExecutor:
         for uid in command.uids:
             del self._row_workers[uid]
             row = self._rows[uid]
-            kept = self._driver.suspend(worker, row)
-            # Another from now on, whatever becomes of the worker and of what it still holds.
+            suspended = self._driver.suspend(worker, row)
+            # A copy from now on, which the worker cannot change any more.
             self._rows[uid] = row.rewound(row.num_tokens)
             if command.why != "truncated":
-                self._suspended[uid] = kept
+                self._suspended[uid] = suspended
 
     def _admission(self, worker: str, one: Admit) -> Admission:
         self._row_workers[one.uid] = worker
-        kept = self._suspended.pop(one.uid, None)
-        return Admission(self._rows[one.uid], one.uid, one.epoch, suspended=kept if one.how == "copy" else None)
+        suspended = self._suspended.pop(one.uid, None)
+        return Admission(self._rows[one.uid], one.uid, one.epoch, suspended if one.how == "copy" else None)
 
     def _commit(self, committed: CommittedRow) -> None:
         if committed.finish is None:
             return
         self._row_workers.pop(committed.uid, None)
         if self._rows[committed.uid].finish_reason is None:
-            # Truncated: to the engine it was not done.
+            # Truncated by the scheduler; to the engine it was not done.
             row = self._rows[committed.uid] = self._rows[committed.uid].rewound(committed.num_tokens)
             row.finish_reason = committed.finish
             row.elapsed_s = time.perf_counter() - row.started_s
@@ -207,7 +207,7 @@ class RolloutExecutor:
             self._on_sample_done(self._rows[committed.uid])
 
     def _reclaim_rows(self, worker: str) -> None:
-        """The worker's rows as they were last committed, out of reach of whatever it may still do to them."""
+        """Replaces the worker's rows by copies as of their last commit, which the worker cannot change."""
         for uid in [uid for uid, holder in self._row_workers.items() if holder == worker]:
             del self._row_workers[uid]
             self._rows[uid] = self._rows[uid].rewound(self.scheduler.samples[uid].num_tokens)

@@ -1,7 +1,7 @@
-"""Workers as Ray actors: processes of their own, here or on other machines, under the scheduler of this process.
+"""Rollout workers in Ray actors: processes on this or other machines, scheduled by this process.
 
-Everything that decides stays here: scheduler, rows and log. Weights go into Ray's object store once for all actors;
-the caches of suspended rows stay there, on the machine that they ran on, until an actor fetches them.
+The scheduler, the rows and the log stay in this process. Weights are stored once in Ray's object store for all actors.
+Caches of suspended rows are stored on the machine of their actor until another actor fetches them.
 Source: Moritz et al. 2018 (Ray).
 """
 
@@ -15,8 +15,7 @@ import socket
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -30,22 +29,17 @@ from app.rollout.sampling import SamplingRules
 from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
 from settings.errors import InputError
 
-log = logging.getLogger(__name__)
-
 CONNECT_TIMEOUT_S = 10.0
 POLL_INTERVAL_S = 1.0
-"""Between looks at whether to stop, while actors start."""
-MIN_CPUS = 1
-"""Of a cluster of our own."""
+"""Time between checks of whether a stop was requested while actors start."""
 
 
 class RayWorkerPool(RolloutWorkerPool):
-    """Workers in actors. Nothing starts before it is needed; what was started ends with `shut_down`.
+    """Workers in actors. They start when they are first needed and end with `shut_down`.
 
     Args:
-        workers: that were not hired yet.
-        address: of a cluster, `auto` for the one that this machine belongs to; None: one of our own, on this machine.
-        start_timeout_s: for all of them to be there.
+        address: address of a cluster, `auto` for the cluster of this machine, None to start one on this machine.
+        start_timeout_s: longest time until all actors are ready.
     """
 
     def __init__(
@@ -56,26 +50,25 @@ class RayWorkerPool(RolloutWorkerPool):
         decode_text: Callable[[Sequence[int]], str],
         address: str | None,
         start_timeout_s: float,
-        **clock: Any,
     ):
-        super().__init__(workers, schedule, decode_text=decode_text, **clock)
+        super().__init__(workers, schedule, decode_text=decode_text)
         self.ray_workers = tuple(workers)
         self._address = address
         self._start_timeout_s = start_timeout_s
         self._has_started = self._has_connected = False
 
     def start(self) -> None:
-        """Finds or starts the cluster, and waits for all actors.
+        """Connects to the cluster or starts one, and waits for all actors.
 
         Raises:
-            InputError: no cluster, not enough of what the actors need, or processes that would not draw alike.
-            StoppedError: asked to stop meanwhile.
+            InputError: the cluster cannot be reached or lacks resources, or the actors would not draw the same samples.
+            StoppedError: a stop was requested meanwhile.
         """
         if self._has_started:
             return
         try:
             if not ray.is_initialized():
-                _connect(self._address, [worker.actor_options for worker in self.ray_workers])
+                connect(self._address, [worker.actor_options for worker in self.ray_workers])
                 self._has_connected = True
             for worker in self.ray_workers:
                 worker.start_actor()
@@ -87,7 +80,7 @@ class RayWorkerPool(RolloutWorkerPool):
         self._has_started = True
 
     def compile(self, rules: SamplingRules) -> None:
-        """See `Streaming`: all actors at once."""
+        """Compiles the programs of all actors in parallel."""
         self.start()
         for worker in self.ray_workers:
             worker.compile(rules, suspends=self._suspends)
@@ -98,120 +91,109 @@ class RayWorkerPool(RolloutWorkerPool):
         return super()._available_workers()
 
     def _wait_for_all(self, action: str) -> None:
-        until, late = time.monotonic() + self._start_timeout_s, list(self.ray_workers)
-        while late and time.monotonic() < until:
+        deadline = time.monotonic() + self._start_timeout_s
+        while late := [worker for worker in self.ray_workers if not _is_ready(worker)]:
             if self.stop_requested():
                 raise StoppedError
-            look = min(time.monotonic() + POLL_INTERVAL_S, until)
-            late = [worker for worker in late if not _is_ready(worker, look)]
-        if late:
-            raise InputError(
-                f"rollout.ray.start_timeout_s: after {self._start_timeout_s:g} s {len(late)} of "
-                f"{len(self.ray_workers)} "
-                f"actors have not {action}; {late[0].name} needs {_format_resources(late[0].actor_options)}, and what "
-                f"the cluster has left "
-                f"is {_format_resources(ray.available_resources())}; ask for less (rollout.ray.{late[0].kind}), add "
-                f"machines, or "
-                "wait for longer"
-            )
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise InputError(
+                    f"rollout.ray.start_timeout_s: after {self._start_timeout_s:g} s {len(late)} of "
+                    f"{len(self.ray_workers)} actors have not {action}; {late[0].name} needs "
+                    f"{_format_resources(late[0].actor_options)}, and the cluster has "
+                    f"{_format_resources(ray.available_resources())} left; request less (rollout.ray.{late[0].kind}), "
+                    "add machines, or raise rollout.ray.start_timeout_s"
+                )
+            calls = [call for worker in late for call in worker.startup_calls]
+            ray.wait(calls, timeout=min(POLL_INTERVAL_S, left_s))
 
     def _check_same_environment(self) -> None:
-        """Whether all processes run the same program and packages, and in the exact mode on the same devices."""
+        """Raises InputError if processes have other versions, or in the exact mode other devices."""
         here = program_versions(sampling_packages(self.ray_workers[0].spec.quantization))
-        found = {worker.name: worker.actor_info for worker in self.ray_workers if worker.actor_info is not None}
-        for name, who in found.items():
-            for fact, value in who.facts.items():
-                if value != here[fact]:
+        actors = {worker.name: worker.actor_info for worker in self.ray_workers if worker.actor_info is not None}
+        for name, info in actors.items():
+            for what, value in info.versions.items():
+                if value != here[what]:
                     raise InputError(
-                        f"rollout.pool: {fact} is {value} where {name} runs ({who.host}) and {here[fact]} here; "
+                        f"rollout.pool: {what} is {value} for {name} on {info.host} and {here[what]} on this machine; "
                         "install the same on all machines"
                     )
-        devices = Counter(who.devices for who in found.values())
-        if self.ray_workers[0].engine.exact and len(devices) > 1:
-            told = ", ".join(f"{name} {who.devices}" for name, who in found.items())
+        if self.ray_workers[0].spec.exact and len({info.devices for info in actors.values()}) > 1:
+            devices = ", ".join(f"{name} {info.devices}" for name, info in actors.items())
             raise InputError(
-                f"rollout.mode: exact samples need actors with as many devices of one kind each, got {told}; make "
-                "rollout.ray.fast and rollout.ray.heavy ask for the same, or set rollout.mode: fast"
+                f"rollout.mode: exact samples need actors with the same number and kind of devices, got {devices}; "
+                "make rollout.ray.fast and rollout.ray.heavy request the same, or set rollout.mode: fast"
             )
 
     def shut_down(self) -> None:
-        """Ends the actors, and the cluster where it is ours."""
+        """Kills the actors, and disconnects from the cluster (or ends it) if `start` has connected."""
         if not ray.is_initialized():
             return
         for worker in self.ray_workers:
             worker.kill_actor()
         if self._has_connected:
             ray.shutdown()
-            self._has_connected = False
-        self._has_started = False
+        self._has_started = self._has_connected = False
 
 
-def _is_ready(worker: RayWorker, deadline: float) -> bool:
+def _is_ready(worker: RayWorker) -> bool:
     try:
-        return worker.is_ready(timeout_s=max(deadline - time.monotonic(), 0))
+        return worker.is_ready(timeout_s=0)
     except InputError:
         raise
     except Exception as error:
         raise InputError(
             f"rollout.pool: the actor of {worker.name}, which needs {_format_resources(worker.actor_options)}, cannot "
-            f"start: "
-            f"{_first_line(error)}"
+            f"start: {_first_line(error)}"
         ) from error
 
 
-def _connect(address: str | None, actor_options: Sequence[Mapping[str, Any]]) -> None:
-    """Makes this process the driver of a cluster: of its own, as large as is asked for, or of one that is there."""
-    # Read once, when Ray starts something.
+def connect(address: str | None, actor_options: Sequence[Mapping[str, Any]]) -> None:
+    """Makes this process the driver of an existing cluster, or of a new one with resources for all actors.
+
+    Raises:
+        InputError: the cluster cannot be used.
+    """
+    # Ray reads it when it starts a process.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    arguments: dict[str, Any] = {"address": "local" if address is None else address}
+    arguments: dict[str, Any] = {"address": address or "local"}
     if address is None:
-        wanted: Counter[str] = Counter()
-        for one in actor_options:
-            wanted.update(one["resources"])
-        # Processes of one machine share its cores; these numbers only have to add up.
-        num_cpus = max(math.ceil(sum(one["num_cpus"] for one in actor_options)), MIN_CPUS)
-        arguments |= {"num_cpus": num_cpus, "resources": dict(wanted), "include_dashboard": False}
-    with _keep_sigterm_handler(), warnings.catch_warnings():
-        # JAX warns of forks. These children do nothing of this process before they become other programs.
+        resources: Counter[str] = Counter()
+        for options in actor_options:
+            resources.update(options["resources"])
+        # The processes share this machine's cores; Ray only needs a sum that suffices.
+        num_cpus = max(math.ceil(sum(options["num_cpus"] for options in actor_options)), 1)
+        arguments |= {"num_cpus": num_cpus, "resources": dict(resources), "include_dashboard": False}
+    sigterm_handler = signal.getsignal(signal.SIGTERM)
+    with warnings.catch_warnings():
+        # JAX warns of forks. These children do nothing in this process before they start other programs.
         warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
         try:
             if address is not None and ":" in address:
-                _check_reachable(address)
+                # Ray would wait for minutes if nothing listens there.
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
             ray.init(**arguments, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            where = "a cluster on this machine" if address is None else f"the cluster at {address}"
+            cluster = "a cluster on this machine" if address is None else f"the cluster at {address}"
             raise InputError(
-                f"rollout.ray.address: {where} cannot be used: {_first_line(error)}; `ray start --head` starts one, "
-                "and null has this program start one of its own"
+                f"rollout.ray.address: {cluster} cannot be used: {_first_line(error)}; `ray start --head` starts one, "
+                "and null lets this program start one"
             ) from error
-    # It would tell on stdout of every process that ends, where only results belong; the workers tell on stderr.
+        finally:
+            # Ray's handler would end this process at SIGTERM, which has a handler of its own here.
+            if signal.getsignal(signal.SIGTERM) is not sigterm_handler:
+                signal.signal(signal.SIGTERM, sigterm_handler)
+    # Ray reports ended processes on stdout, which is only for results. The workers log to stderr.
     ray_process._worker_logs_enabled = False
 
 
-def _check_reachable(address: str) -> None:
-    """Raises OSError where nobody listens, for which Ray would wait for minutes."""
-    host, _, port = address.rpartition(":")
-    socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-
-
-@contextmanager
-def _keep_sigterm_handler() -> Iterator[None]:
-    """Ray ends a process at SIGTERM; here that is for others to say."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGTERM) is not before:
-            signal.signal(signal.SIGTERM, before)
-
-
 def _format_resources(resources: Mapping[str, Any]) -> str:
-    """`num_cpus 1, large_memory 1`."""
+    """Returns resources as text, such as `num_cpus 1, large_memory 1`."""
     flat = {**{k: v for k, v in resources.items() if k != "resources"}, **resources.get("resources", {})}
     amounts = [f"{name} {amount:g}" for name, amount in flat.items() if amount and not name.startswith("node:")]
     return ", ".join(amounts) or "nothing"
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,6 +1,6 @@
-"""A worker whose slots are those of a Ray actor: what it is told goes there, what it has drawn comes back.
+"""A rollout worker whose slots are in a Ray actor.
 
-No wait is without an end: a call that is not answered in time ends the actor, as its machine might have.
+Every wait is limited: an actor that does not answer in time is killed.
 """
 
 from __future__ import annotations
@@ -15,31 +15,28 @@ from threading import Lock
 from typing import Any, NoReturn, cast
 
 import jax
-import numpy as np
 import ray
 import ray.exceptions
 
 from app.model.kv_cache import DecodeWeights, KVCache
-from app.rollout.ray_actor import ActorAdmission, ActorInfo, ActorSegmentResult, ActorSpec, RolloutActor, to_bit_leaves
+from app.rollout.ray_actor import ActorInfo, ActorSegment, ActorSpec, RolloutActor, to_bit_leaves
+from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduling.events import RowReport, RunSegment, SegmentEnded
+from app.rollout.scheduling.events import RunSegment, SegmentEnded
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.workers import Admission, RolloutWorker
 
 log = logging.getLogger(__name__)
 
-_Actor: Any = ray.remote(concurrency_groups={"watch": 1})(RolloutActor)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-POLLS_PER_LEASE = 4
-"""How often a lease is looked after while it runs."""
+_Actor: Any = ray.remote(RolloutActor)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 class ActorLostError(RuntimeError):
-    """An actor whose process has ended, or that is silent and was ended for it."""
+    """The process of an actor has ended, or it did not answer in time and was killed."""
 
 
 class WeightBroadcast:
-    """Weights in Ray's object store: put there once, however many actors take them."""
+    """Weights in Ray's object store, stored once for all actors."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -47,12 +44,12 @@ class WeightBroadcast:
         self._source: Callable[[], object] = lambda: None
 
     def put(self, weights: DecodeWeights) -> Any:
-        """The object with their `Leaves`. From any thread."""
+        """Returns the Ray object with the weights' `BitLeaves`. From any thread."""
         first = jax.tree.leaves(weights)[0]
         with self._lock:
-            # Not by their version: evaluations do not name one.
+            # Compared by identity, because evaluations all have version 0.
             if self._source() is not first:
-                # The old ones make room, unless somebody still takes them.
+                # The previous weights are freed first, unless an actor still reads them.
                 self._ref = None
                 self._ref = ray.put(to_bit_leaves(weights))
                 self._source = weakref.ref(first)
@@ -61,148 +58,140 @@ class WeightBroadcast:
 
 @dataclass(eq=False, kw_only=True)
 class RayWorker(RolloutWorker):
-    """Slots in an actor. `engine` says what they are like and is never opened.
+    """Slots in an actor. `engine` only describes them and is never opened.
 
-    An actor that is gone is replaced at once; the new one takes part in the next rollout that finds it ready.
+    A lost actor is replaced at once. The new one takes part in the next rollout that starts after it is ready.
     """
 
     spec: ActorSpec
     actor_options: Mapping[str, Any]
-    """Options of the actor: `num_cpus`, `num_gpus`, `memory` in bytes, `resources`."""
+    """Ray's options for the actor: `num_cpus`, `num_gpus`, `memory` in bytes, `resources`."""
     broadcast: WeightBroadcast
     lease_s: float
-    """How long it may be silent in a segment."""
+    """Longest time of a segment."""
     start_timeout_s: float
-    """How long it may be silent while it compiles or takes weights."""
+    """Longest time to start, compile or take weights."""
     actor_info: ActorInfo | None = None
-    """Of the newest actor that was ready."""
+    """Information from the newest actor that was ready."""
+    startup_calls: list[Any] = field(default_factory=list)
+    """Calls of the new actor that have not finished: its introduction and compilations."""
     _actor: Any = None
-    _startup_calls: list[Any] = field(default_factory=list)
-    """An introduction and compilations, until all are known to be done."""
     _compile_requests: list[tuple[SamplingRules, bool]] = field(default_factory=list)
     _opening: Any = None
     _segment: Any = None
+    _segment_timeout_s: float = 0.0
     _is_open: bool = False
     _is_lost: bool = False
 
     @property
     def num_devices(self) -> int:
-        """Of this process, whose programs they might wait for: none."""
+        """0, because it uses no devices of this process."""
         return 0
 
     def start_actor(self) -> None:
-        """Asks Ray for an actor, and that for all it has to do before it is ready. Waits for nothing."""
+        """Requests an actor from Ray, and its introduction and compilations. Waits for nothing."""
         assert self.cache_timeout_s is not None
         self._actor = _Actor.options(**self.actor_options, max_restarts=0).remote(self.spec, self.cache_timeout_s)
-        self._startup_calls = [self._actor.get_info.remote()]
-        self._startup_calls += [self._request_compile(*one) for one in self._compile_requests]
+        self.startup_calls = [self._actor.get_info.remote()]
+        self.startup_calls += [self._actor.compile.remote(rules, suspends=x) for rules, x in self._compile_requests]
 
     def compile(self, rules: SamplingRules, *, suspends: bool) -> None:
-        """Asks for it."""
+        """Requests a compilation, unless it was requested before."""
         if (rules, suspends) not in self._compile_requests:
             self._compile_requests.append((rules, suspends))
-            self._startup_calls.append(self._request_compile(rules, suspends))
-
-    def _request_compile(self, rules: SamplingRules, suspends: bool) -> Any:
-        return self._actor.compile.remote(rules, suspends=suspends)
+            self.startup_calls.append(self._actor.compile.remote(rules, suspends=suspends))
 
     def is_ready(self, *, timeout_s: float) -> bool:
-        """Whether it has done all that it was asked for before its first rollout.
+        """Returns whether all startup calls have finished.
 
         Raises:
-            Exception: what it has failed with.
+            Exception: the error of a startup call.
         """
-        calls = self._startup_calls
-        done, waiting = ray.wait(calls, num_returns=len(calls), timeout=timeout_s) if calls else ([], [])
-        for call in done:
-            said = self._get_result(call)
-            self.actor_info = said if isinstance(said, ActorInfo) else self.actor_info
-        self._startup_calls = waiting
-        return not waiting
+        if calls := self.startup_calls:
+            done, self.startup_calls = ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+            for result in map(self._get_result, done):
+                self.actor_info = result if isinstance(result, ActorInfo) else self.actor_info
+        return not self.startup_calls
 
-    # What a driver asks of a worker ------------------------------------------------------------------------------
+    # The interface of a worker -----------------------------------------------------------------------------------
 
-    def open(
-        self, weights: DecodeWeights, *, rules: SamplingRules, seed: int, policy_version: int, suspends: bool
-    ) -> None:
-        """Sends the weights. That they have come is waited for before the first segment, by all actors at once.
+    def open(self, weights: DecodeWeights, request: GenerationRequest, *, suspends: bool) -> None:
+        """Sends the weights. Their arrival is awaited before the first segment, by all actors at once.
 
         Raises:
-            RuntimeError: it is not ready; it has no part in this rollout.
+            ActorLostError: the actor is not ready and takes no part in this rollout.
         """
         if not self.is_ready(timeout_s=0):
             raise ActorLostError(f"the actor of {self.name} is still starting")
         self._queued_weights.clear()
-        self._opening = self._actor.open.remote(
-            self.broadcast.put(weights), rules=rules, seed=seed, policy_version=policy_version, suspends=suspends
-        )
+        self._opening = self._actor.open.remote(self.broadcast.put(weights), request, suspends=suspends)
         self._is_open = True
 
     def queue_weights(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """See `Worker.offer`."""
+        """Queues weights for the next segment; see `RolloutWorker.queue_weights`."""
         if self._is_open:
             self._queued_weights.append((self.broadcast.put(weights), policy_version))
 
     def start_segment(self, command: RunSegment, admissions: deque[Admission]) -> None:
-        """Sends the rows; see `Worker.begin`."""
+        """Sends the rows; see `RolloutWorker.start_segment`."""
         started = self.clock()
         if self._opening is not None:
             opening, self._opening = self._opening, None
             self._wait(opening, timeout_s=self.start_timeout_s)
-        incoming = []
+        incoming, cache_refs, longest = [], {}, 0
         while admissions:
             one = admissions.popleft()
-            kept = self._cache_ref(one)
-            incoming.append(ActorAdmission(one.uid, one.epoch, _without_text(one.row), kept))
+            try:
+                if one.suspended is not None:
+                    (cache_refs[one.uid],) = cast("Any", one.suspended.result(self.cache_timeout_s).cache)
+            except Exception as error:
+                log.warning("rollout worker %s recomputes the cache of %s", self.name, one.uid, exc_info=error)
+            one = self._admissions[one.row] = one._replace(suspended=None)
             one.row.started_s = one.row.started_s or time.perf_counter()
-            self._admissions[one.row] = one._replace(suspended=None)
-        newer, version = self._queued_weights.pop() if self._queued_weights else (None, 0)
-        self._segment = self._actor.run_segment.remote(command, incoming, newer, version)
+            longest = max(longest, one.row.num_tokens)
+            # The slots read nothing else of a prompt.
+            prompt = replace(one.row.prompt, source="", answer=None, extra={})
+            incoming.append(one._replace(row=replace(one.row, prompt=prompt)))
+        # A row without its cache replays its tokens, one segment of one token each.
+        self._segment_timeout_s = self.lease_s * (1 + longest / command.length)
+        new_weights = self._queued_weights.pop() if self._queued_weights else (None, 0)
+        self._segment = self._actor.run_segment.remote(command, incoming, cache_refs, *new_weights)
         self._running = command, started
 
-    def _cache_ref(self, one: Admission) -> tuple[Any, ...]:
-        try:
-            return (
-                ()
-                if one.suspended is None
-                else cast("tuple[Any, ...]", one.suspended.result(self.cache_timeout_s).cache)
-            )
-        except Exception as error:
-            log.warning("rollout worker %s computes the cache of %s anew", self.name, one.uid, exc_info=error)
-            return ()
-
     def finish_segment(self, *, not_before: float = 0.0) -> SegmentEnded:
-        """Waits for the segment, no longer than its lease; see `Worker.end`.
+        """Waits for the segment until its lease ends; see `RolloutWorker.finish_segment`.
 
         Raises:
-            GoneError: the actor is gone.
-            Exception: what it has failed with.
+            ActorLostError: the actor is lost.
+            Exception: the error of the actor.
         """
         assert self._running is not None
-        (command, started), self._running = self._running, None
+        (_, started), self._running = self._running, None
         call, self._segment = self._segment, None
-        ran: ActorSegmentResult = self._wait(call, timeout_s=self.lease_s)
+        result: ActorSegment = self._wait(call, timeout_s=self._segment_timeout_s)
         at = self.clock()
-        self._segment_counters.append(ran.counters)
-        by_uid = {admission.uid: row for row, admission in self._admissions.items()}
-        reports = []
-        for uid, tokens, finish in ran.rows:
-            row = by_uid[uid]
-            _append_tokens(row, tokens, ran.policy_version, finish)
+        self._segment_counters.append(result.counters)
+        rows = {admission.uid: row for row, admission in self._admissions.items()}
+        for report in result.ended.rows:
+            row, tokens = rows[report.uid], result.tokens[report.uid]
             row.worker = self.name
-            reports.append(RowReport(uid, self._admissions[row].epoch, row.num_tokens, finish))
-            if finish is not None:
+            # A copy: the array may be memory that the processes of this machine share.
+            row.segment_tokens.append(tokens.copy())
+            row.segment_versions.append((result.policy_version, tokens.shape[1]))
+            row.num_tokens += tokens.shape[1]
+            row.num_segments += 1
+            if report.finish is not None:
+                row.finish_reason, row.elapsed_s = report.finish, time.perf_counter() - row.started_s
                 del self._admissions[row]
-        seconds = at - max(started, not_before)
-        return SegmentEnded(at, self.name, command.segment, tuple(reports), seconds, ran.steps)
+        return replace(result.ended, at=at, worker=self.name, seconds=at - max(started, not_before))
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
-        """Takes it out. Its cache is an object of Ray's, there as soon as the actor has put it there."""
-        kept = self._actor.suspend.remote(self._admissions.pop(row).uid)
-        return SuspendedSequence(row, cast(KVCache, (kept,)))
+        """Takes a row out of its slot. Its cache is a Ray object, which the actor stores later."""
+        ref = self._actor.suspend.remote(self._admissions.pop(row).uid)
+        return SuspendedSequence(row, cast(KVCache, (ref,)))
 
     def close(self) -> None:
-        """Frees the actor's devices, or replaces it where it is gone."""
+        """Frees the actor's devices, or replaces a lost actor."""
         self._admissions, self._running = {}, None
         self._queued_weights.clear()
         self._opening = self._segment = None
@@ -214,60 +203,28 @@ class RayWorker(RolloutWorker):
             self._actor.close.remote()
 
     def kill_actor(self) -> None:
-        """Ends the actor, whatever it does."""
+        """Kills the actor."""
         if self._actor is not None:
             ray.kill(self._actor)
 
     def _wait(self, call: Any, *, timeout_s: float) -> Any:
-        """What a call gives, or what it has failed with; tokens that are computed again renew the time."""
-        until, known = time.monotonic() + timeout_s, None
-        while not ray.wait([call], timeout=min(timeout_s / POLLS_PER_LEASE, max(until - time.monotonic(), 0)))[0]:
-            fed = self._num_replayed(timeout_s / POLLS_PER_LEASE)
-            if known is not None and fed is not None and fed > known:
-                until = time.monotonic() + timeout_s
-            elif time.monotonic() >= until:
-                self._kill_and_raise(f"silent for {timeout_s:g} s")
-            known = known if fed is None else fed
+        if not ray.wait([call], timeout=timeout_s)[0]:
+            self._lose_actor(f"silent for {timeout_s:g} s")
         return self._get_result(call)
 
-    def _num_replayed(self, timeout_s: float) -> int | None:
-        try:
-            return ray.get(self._actor.num_replayed.remote(), timeout=timeout_s)
-        except ray.exceptions.RayError:
-            return None
-
-    def _kill_and_raise(self, why: str, cause: Exception | None = None) -> NoReturn:
-        self._is_lost = True
-        ray.kill(self._actor)
-        raise ActorLostError(f"the actor of {self.name} is gone: {why}") from cause
-
     def _get_result(self, call: Any) -> Any:
-        """Of a call that has ended."""
+        """Returns the result of a finished call, or raises its error."""
         try:
             return ray.get(call, timeout=self.start_timeout_s)
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else RuntimeError(str(error)) from None
         except ray.exceptions.RayError as error:
-            self._kill_and_raise(f"{type(error).__name__}: {_summary_line(error)}", error)
+            lines = str(error).strip().splitlines() or [""]
+            # Ray puts an error of the actor's constructor into the last line, all others into the first.
+            line = lines[-1] if "creation task" in lines[0] else lines[0]
+            self._lose_actor(f"{type(error).__name__}: {line}", error)
 
-
-def _without_text(row: RolloutSequence) -> RolloutSequence:
-    """With what its slots read of its prompt."""
-    return replace(row, prompt=replace(row.prompt, source="", answer=None, extra={}))
-
-
-def _append_tokens(row: RolloutSequence, tokens: np.ndarray, version: int, finish: str | None) -> None:
-    """What a segment has drawn of a row."""
-    # A copy: the buffer may be one that all of the machine's processes share.
-    row.segment_tokens.append(tokens.copy())
-    row.segment_versions.append((version, tokens.shape[1]))
-    row.num_tokens += tokens.shape[1]
-    row.num_segments += 1
-    if finish is not None:
-        row.finish_reason, row.elapsed_s = finish, time.perf_counter() - row.started_s
-
-
-def _summary_line(error: Exception) -> str:
-    """One line of many: what was raised while the actor was made, which Ray tells last, or what Ray says first."""
-    lines = str(error).strip().splitlines() or [""]
-    return lines[-1] if "creation task" in lines[0] else lines[0]
+    def _lose_actor(self, why: str, cause: Exception | None = None) -> NoReturn:
+        self._is_lost = True
+        self.kill_actor()
+        raise ActorLostError(f"the actor of {self.name} is lost: {why}") from cause

@@ -1,7 +1,7 @@
-"""How a token is drawn from logits, and where its randomness comes from.
+"""Sampling of tokens from logits, and the keys of its noise.
 
-Noise is keyed by (run seed, policy version, prompt uid, sample index, position) and by nothing else:
-not by batch row, device, host or order. So the same sample is drawn whatever is generated beside it.
+Noise is keyed by (run seed, policy version, prompt uid, sample index, position) and by nothing else: not by batch row,
+device, host or order. So a sample does not depend on the samples that are generated together with it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, Key, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
 from app.records.sample import DROPPED_PREFIX
 
 
 class SamplingRules(NamedTuple):
-    """Traced scalars: new values never recompile."""
+    """Sampling parameters. They are traced, so that new values never recompile."""
 
     temperature: float
     """0 = greedy."""
@@ -29,23 +29,24 @@ class SamplingRules(NamedTuple):
 
     @property
     def truncates(self) -> bool:
-        """Whether any token can be cut; decides between the two compiled samplers."""
+        """Whether any token can be excluded; selects one of the two compiled samplers."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class SampledTokens(NamedTuple):
     token_ids: Int32[Array, "B"]
     logprobs: Float32[Array, "B"]
-    """Of the untruncated distribution at the sampling temperature (1 when greedy)."""
+    """Logprobs of the untruncated distribution at the sampling temperature (1 if greedy)."""
     kept_mass_logs: Float32[Array, "B"]
+    """Logs of the probability mass that truncation keeps."""
 
 
 FINISH_NON_FINITE = f"{DROPPED_PREFIX}non-finite logits"
-"""The finish of a sample whose next token cannot be drawn: its logits are NaN or infinite."""
+"""Finish reason of a sample whose next token cannot be drawn, because its logits are NaN or infinite."""
 
 
 def finish_reason(stopped: bool, non_finite: bool) -> str:
-    """Of a sample that is done: an end-of-sequence token, logits that are not finite, or no more tokens allowed."""
+    """Returns why a finished sample ended: a stop token, logits that are not finite, or its last allowed token."""
     return FINISH_NON_FINITE if non_finite else "stop" if stopped else "length"
 
 
@@ -53,7 +54,7 @@ Sampler = Callable[[Array, SamplingRules, Array], SampledTokens]
 
 
 def hash_uids(uids: Sequence[str]) -> UInt32[np.ndarray, "B 2"]:
-    """64 stable bits of each uid."""
+    """Returns 64 stable bits of each uid."""
     digests = b"".join(hashlib.blake2b(uid.encode(), digest_size=8).digest() for uid in uids)
     return np.frombuffer(digests, np.uint32).reshape(-1, 2)
 
@@ -64,28 +65,31 @@ def sample_keys(
     uid_hashes: UInt32[Array, "B 2"],
     sample_index: Int32[Array, "B"],
 ) -> Key[Array, "B"]:
-    """One key per sample; `fold_in` of a position gives the key of that token."""
+    """Returns one key per sample; `fold_in` of a position gives the key of that token."""
     root = jax.random.fold_in(jax.random.key(seed), policy_version)
 
-    def of_sample(words: Array, index: Array) -> Array:
+    def sample_key(words: Array, index: Array) -> Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(root, words[0]), words[1]), index)
 
-    return jax.vmap(of_sample)(uid_hashes, sample_index)
+    return jax.vmap(sample_key)(uid_hashes, sample_index)
 
 
 def effective_temperature(temperature: Array | float) -> Array:
-    """What logits are divided by: logprobs of greedy sampling are those at temperature 1."""
+    """Returns the divisor of the logits: greedy sampling reports logprobs at temperature 1."""
     return jnp.where(jnp.asarray(temperature) == 0, 1.0, temperature)
 
 
 def gumbel_noise(keys: Key[Array, "B"], rules: SamplingRules, num_tokens: int) -> Float32[Array, "B V"]:
-    """argmax(logits + noise) is a draw from softmax(logits); no noise when greedy. Source: Gumbel 1954."""
+    """Returns noise such that argmax(logits + noise) is a draw from softmax(logits); zeros if greedy.
+
+    Source: Gumbel 1954.
+    """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (num_tokens,), jnp.float32))(keys)
     return jnp.where(jnp.asarray(rules.temperature) == 0, 0.0, noise)
 
 
 def sample_tokens(logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]) -> SampledTokens:
-    """Draws from the whole distribution softmax(logits); `logits` are already divided by the temperature."""
+    """Draws from softmax(logits) over the whole vocabulary; `logits` are already divided by the temperature."""
     token_ids = jnp.argmax(logits + gumbel_noise(keys, rules, logits.shape[-1]), axis=-1).astype(jnp.int32)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
     return SampledTokens(token_ids, chosen - jax.nn.logsumexp(logits, axis=-1), jnp.zeros_like(chosen))
@@ -94,7 +98,7 @@ def sample_tokens(logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key
 def sample_tokens_truncated(
     logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]
 ) -> SampledTokens:
-    """Draws after top-k, then top-p of what is left, then min-p.
+    """Draws after top-k, then top-p of the remaining mass, then min-p.
 
     Sources: Fan et al. 2018 (top-k), Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p).
     """
@@ -116,3 +120,13 @@ def sample_tokens_truncated(
         (jnp.take_along_axis(ranked, rank, axis=-1) - log_normalizer)[:, 0],
         jnp.log(jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1)),
     )
+
+
+def token_outcomes(
+    sampled: SampledTokens, running: Bool[Array, "B"], eos_ids: Int32[Array, "E"]
+) -> tuple[Bool[Array, "B"], Bool[Array, "B"], Bool[Array, "B"]]:
+    """Returns which running rows take their token, which of these end with it, and which had non-finite logits."""
+    # The logprob of a token drawn from non-finite logits is not finite.
+    broken = running & ~jnp.isfinite(sampled.logprobs)
+    active = running & ~broken
+    return active, active & jnp.any(sampled.token_ids[:, None] == eos_ids, axis=1), broken

@@ -1,4 +1,4 @@
-"""A sample on its way through slots, and what is kept of it while it is in none."""
+"""A sample during generation, in a slot or suspended."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from app.records.sample import Prompt, Sample
 
 @dataclass(eq=False)
 class RolloutSequence:
-    """A sample on its way, from its first slot to its last token."""
+    """A sample during generation."""
 
     prompt: Prompt
     sample_index: int
     max_new_tokens: int
     noise_step: int
-    """Keys its noise, wherever and whenever it goes on, and whatever versions of the weights draw it."""
+    """Policy version that keys its noise, whatever versions of the weights draw its tokens."""
     num_tokens: int = 0
-    """Drawn so far."""
+    """Completion tokens drawn so far."""
     num_segments: int = 0
     started_s: float = 0.0
-    """Of `time.perf_counter`, when it first came into a slot."""
+    """Time of its first admission, of `time.perf_counter`."""
     elapsed_s: float = 0.0
-    """From then on, until it was done."""
+    """Seconds from its first admission until it was done."""
     finish_reason: str | None = None
     """`stop`, `length` or `dropped:<why>` once it is done."""
     worker: str = ""
-    """That had it last; without workers the number of the host."""
+    """Name of its last worker; without workers the process index."""
     segment_tokens: list[np.ndarray] = field(default_factory=list)
-    """int32 [3, tokens] of each segment: ids, and the bits of logprobs and logs of kept mass."""
+    """Tokens of each segment, int32 [3, tokens]: ids, and the bits of logprobs and of logs of kept mass."""
     segment_versions: list[tuple[int, int]] = field(default_factory=list)
-    """(version of the weights, tokens) of each segment."""
+    """(version of the weights, number of tokens) of each segment."""
 
     @property
     def uid(self) -> str:
@@ -56,7 +56,7 @@ class RolloutSequence:
 
     @property
     def policy_versions(self) -> Int32[np.ndarray, "C"]:
-        """Of the weights that drew each token."""
+        """Version of the weights that drew each token."""
         versions, counts = np.asarray(self.segment_versions, np.int32).reshape(-1, 2).T
         return np.repeat(versions, counts)
 
@@ -66,22 +66,22 @@ class RolloutSequence:
 
     @property
     def is_collected(self) -> bool:
-        """All tokens that it has drawn have come from the devices."""
+        """Whether all drawn tokens have been copied from the devices."""
         return sum(count for _, count in self.segment_versions) == self.num_tokens
 
     def to_sample(self, group_id: int, *, decode_text: Callable[[Sequence[int]], str], truncates: bool) -> Sample:
-        """The record of a row that is done.
+        """Returns the record of a row that is done.
 
         Args:
-            decode_text: token ids -> text, for the record.
-            truncates: its sampling rules cut tokens off.
+            decode_text: converts token ids to text.
+            truncates: its sampling rules exclude tokens.
         """
         assert self.finish_reason is not None
         ids, logprobs, kept_mass_logs = self._tokens
         versions = self.policy_versions
-        # Of a sample without a token, the version of the segment that dropped it.
-        of_last = self.segment_versions[-1][0] if self.segment_versions else self.noise_step
-        oldest = int(versions.min()) if len(versions) else of_last
+        # A sample without a token gets the version of the segment that dropped it.
+        last = self.segment_versions[-1][0] if self.segment_versions else self.noise_step
+        oldest = int(versions.min()) if len(versions) else last
         return Sample(
             prompt=self.prompt,
             sample_index=self.sample_index,
@@ -99,7 +99,7 @@ class RolloutSequence:
         )
 
     def rewound(self, num_tokens: int) -> RolloutSequence:
-        """Another with its first tokens, or with all that were collected where those are fewer."""
+        """Returns a copy with the first `num_tokens` collected tokens."""
         row = replace(self, num_tokens=0, num_segments=0, finish_reason=None, segment_tokens=[], segment_versions=[])
         for drawn, (version, count) in zip(self.segment_tokens, self.segment_versions, strict=False):
             left = min(count, num_tokens - row.num_tokens)
@@ -112,8 +112,8 @@ class RolloutSequence:
 
 
 class SuspendedSequence(NamedTuple):
-    """A sample out of its slot."""
+    """A sample that was taken out of its slot."""
 
     row: RolloutSequence
     cache: KVCache | None
-    """On the devices that it ran on; without it the sample goes on all the same, at the price of computing it anew."""
+    """Its cache, on the devices that it ran on. Without one the cache is computed again."""

@@ -1,4 +1,4 @@
-"""The few sizes in which slots are prefilled and decoded: every program of a rollout is one of these."""
+"""The sizes for which the prefill and decode programs of slots are compiled."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from settings.errors import InputError
 from settings.schema.rollout import RolloutSettings
 
 NUM_BUCKETS = 3
-"""Of each ladder: a full size, a half and a quarter. More would save little and compile long."""
+"""Sizes of each kind: full, a half and a quarter. More would save little and compile longer."""
 MIN_ROWS = 8
-"""Fewer cost hardly less, and products with one row round differently from all others."""
+"""Smallest batch: fewer rows cost hardly less, and products with one row round differently."""
 PREFILL_ROWS = (1, 4)
 LENGTH_MULTIPLE = 8
-"""Lengths are multiples of it."""
 
 
 class SlotShapes(NamedTuple):
-    """Ladders in ascending order; the last rung is the full size."""
+    """Sizes in ascending order; the last one is the full size."""
 
     batch_buckets: tuple[int, ...]
-    """Rows of a decode program."""
+    """Rows of the decode programs."""
     cache_buckets: tuple[int, ...]
-    """Tokens that each of them has room for."""
+    """Cache lengths of the decode programs, in tokens."""
     prompt_buckets: tuple[int, ...]
-    """Tokens of a prefilled prompt, padding included."""
+    """Padded lengths of prefilled prompts, in tokens."""
     prefill_rows: tuple[int, ...]
-    """Prompts that are prefilled at once."""
+    """Numbers of prompts that are prefilled together."""
     num_pooled_prompts: int
-    """Prefilled prompts that wait for their samples."""
+    """Largest number of prefilled prompts."""
     segment_max: int
-    """Longest segment, in tokens of a row."""
+    """Longest segment, in tokens per row."""
 
     @property
     def num_slots(self) -> int:
@@ -38,7 +37,7 @@ class SlotShapes(NamedTuple):
 
     @property
     def max_length(self) -> int:
-        """Prompt and completion."""
+        """Largest length of prompt and completion together."""
         return self.cache_buckets[-1]
 
     @property
@@ -46,10 +45,10 @@ class SlotShapes(NamedTuple):
         return self.prompt_buckets[-1]
 
     def prompt_bucket(self, length: int) -> int:
-        """The smallest that holds a prompt.
+        """Returns the smallest bucket that holds a prompt.
 
         Raises:
-            InputError: none does.
+            InputError: the prompt is longer than the largest bucket.
         """
         if length > self.max_prompt_length:
             raise InputError(
@@ -71,17 +70,17 @@ def make_slot_shapes(
     row_shards: int = 1,
     setting: str = "rollout.slots",
 ) -> SlotShapes:
-    """The sizes for prompts and completions of up to so many tokens.
+    """Returns the sizes for prompts and completions of up to these numbers of tokens.
 
     Args:
-        num_pooled: distinct prompts whose samples are generated side by side.
-        exact: a sample always meets programs of the same sizes: one batch, one cache, and its prompt alone in the
-            rung of its own length.
+        num_pooled_prompts: distinct prompts whose samples are generated at the same time.
+        exact: a sample always runs in programs of the same sizes: one batch size, one cache length, and a prefill of
+            its prompt alone.
         row_shards: devices that the slots are split over.
-        name: the setting that the number of slots comes from.
+        setting: the setting that `num_slots` comes from.
 
     Raises:
-        InputError: the slots cannot be split so.
+        InputError: the slots cannot be split over the devices.
     """
     if num_slots % row_shards:
         raise InputError(
@@ -105,7 +104,7 @@ def make_slot_shapes(
 def slot_shapes_from_settings(
     rollout: RolloutSettings, num_slots: int, *, max_prompt_length: int, setting: str, row_shards: int = 1
 ) -> SlotShapes:
-    """The sizes that the settings ask for; see `slot_shapes`."""
+    """Returns the sizes for the settings; see `make_slot_shapes`."""
     return make_slot_shapes(
         num_slots,
         max_prompt_length=max_prompt_length,
@@ -120,7 +119,7 @@ def slot_shapes_from_settings(
 
 
 def _length_buckets(largest: int, *, min_bucket: int) -> tuple[int, ...]:
-    """A quarter, a half and all of `top`, as far as they are not below `smallest`."""
+    """Returns a quarter, a half and all of `largest`, rounded up, without those below `min_bucket`."""
     rounded = {-(-(largest // 2**i) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE for i in range(NUM_BUCKETS)}
     full = max(rounded)
     return tuple(sorted(size for size in rounded if size == full or size >= min_bucket))

@@ -1,7 +1,7 @@
-"""Slots on one mesh that samples come into and leave, decoded segment by segment.
+"""Slots on one mesh, decoded segment by segment.
 
-At a segment's edge, waiting samples are admitted to free slots, others may be suspended, and rows that are left move
-together. A segment runs on the devices while the host reads what the one before it drew.
+Between segments, waiting samples are admitted to free slots, others may be suspended, and the remaining rows are
+compacted. A segment runs on the devices while the host reads the tokens of the previous one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from app.model.kv_cache import DecodeWeights, KVCache
 from app.records.sample import Prompt
 from app.rollout.batch_engine import BatchShape, Footprint
 from app.rollout.counters import RolloutCounters
+from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules, finish_reason, hash_uids
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.shape_buckets import SlotShapes
@@ -31,13 +32,13 @@ from settings.schema.rollout import DecodeLayout
 
 @dataclass(frozen=True)
 class SegmentResult:
-    """What one segment did. Its tokens are on their way from the devices until `collect`."""
+    """The result of one segment. Its tokens are being copied from the devices until `collect`."""
 
     decoded: Sequence[tuple[int, RolloutSequence, int]]
-    """Slot, row and tokens drawn, of every row that was not done before it."""
+    """(slot, row, number of drawn tokens) of every row that was not done before the segment."""
     steps: int
     num_rows: int
-    """Decoded at each step, empty ones among them."""
+    """Rows decoded at each step, including empty ones."""
     policy_version: int
     _tokens: Array
 
@@ -46,7 +47,7 @@ class SegmentResult:
         return [row for _, row, _ in self.decoded if row.finish_reason]
 
     def collect(self) -> None:
-        """Gives each row the tokens it has drawn; once, and segment after segment."""
+        """Appends its tokens to each row. Called once per segment, in the order of segments."""
         drawn = np.asarray(self._tokens)
         for slot, row, count in self.decoded:
             row.segment_tokens.append(drawn[:, :count, slot].copy())
@@ -58,10 +59,10 @@ class SlotEngine:
 
     Args:
         eos_ids: every token id that ends a sequence.
-        exact: the tokens of a suspended sample without its cache are fed again to the program that drew them; else
-            they are read in one pass, which rounds differently.
-        programs: of another engine that differs in nothing, to compile them once.
-        decode_layout: of the weights that it is given; see `DecodeWeights`.
+        exact: a suspended sample without its cache replays its tokens through the program that drew them; otherwise
+            one prefill computes its cache, which rounds differently.
+        programs: programs of another engine with the same arguments, so that they are compiled once.
+        decode_layout: layout of the weights; see `DecodeWeights`.
     """
 
     def __init__(
@@ -82,121 +83,117 @@ class SlotEngine:
         self.programs = programs or SlotPrograms(
             definition, mesh, shapes, dtype=dtype, num_eos=len(eos_ids), decode_layout=decode_layout
         )
-        self._mesh = mesh
         self._eos_ids = np.asarray(eos_ids, np.int32)
         self._weights: Any = ()
         self._pool: KVCache = ()
         self._cache: KVCache = ()
         self.on_token_replayed: Callable[[], None] | None = None
-        """Is called after each token that is computed again, from the thread that admits."""
+        """Called after each replayed token, from the thread that admits."""
         self._rows: list[RolloutSequence | None] = []
         self._running: tuple[list[tuple[int, RolloutSequence]], Array, Array] | None = None
 
-    # From the first sample to the last ---------------------------------------------------------------------------
+    # A rollout ---------------------------------------------------------------------------------------------------
 
     def compile(self, rules: SamplingRules, *, suspends: bool = False) -> None:
-        """Every program that will run, unless it is there."""
-        # A sampler that can cut tokens off serves rules that do not as well: no program more.
+        """Compiles every program of a rollout that is not compiled yet.
+
+        Args:
+            suspends: samples may be suspended.
+        """
+        # The truncating sampler also serves rules that exclude no token, which saves a program.
         truncates = rules.truncates or self.programs.truncates
         self.programs.compile(suspends=suspends, recomputes=suspends and not self.exact, truncates=truncates)
 
-    def open(
-        self, weights: DecodeWeights, *, rules: SamplingRules, seed: int, policy_version: int, suspends: bool = False
-    ) -> None:
-        """Empty slots. Compiles what `compile` was not asked for before.
-
-        Args:
-            suspends: samples will be suspended.
-        """
-        self.compile(rules, suspends=suspends)
+    def open(self, weights: DecodeWeights, request: GenerationRequest, *, suspends: bool = False) -> None:
+        """Starts a rollout with empty slots. Compiles what `compile` has not compiled before."""
+        self.compile(request.rules, suspends=suspends)
         self._truncates, self._suspends = self.programs.truncates, suspends
-        self._rules, self._seed = rules_to_arrays(rules), np.int32(seed)
+        self._rules, self._seed = rules_to_arrays(request.rules), np.int32(request.seed)
         self._pool, self._cache = self.programs["open",]()
         self._pooled: dict[bytes, int] = {}
         self._cache_length = self.shapes.cache_buckets[0]
         self._rows = [None] * self.shapes.num_slots
         self._table = np.zeros((len(RowTable._fields), self.shapes.num_slots), np.int32)
-        self.load_weights(weights, policy_version=policy_version)
+        self.load_weights(weights, policy_version=request.policy_version)
 
     def load_weights(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Goes on with other weights. Rows keep their caches, and the noise that they began with.
+        """Replaces the weights. Rows keep their caches and the key of their noise.
 
-        Prompts are read anew for what is admitted from now on.
+        Prompts of rows that are admitted later are prefilled again.
         """
         self._weights, self._policy_version = weights, policy_version
         self._pooled.clear()
 
     def close(self) -> None:
-        """Frees the devices. Samples that are not done are gone, and so are the caches of suspended ones."""
+        """Frees the devices. Unfinished samples are lost, and so are the caches of suspended ones."""
         self._pool = self._cache = self._weights = ()
         self._rows, self._running = [], None
 
     @property
     def is_open(self) -> bool:
-        """Whether it holds weights."""
+        """Whether the engine holds weights."""
         return bool(self._weights)
 
     @property
     def active_rows(self) -> list[RolloutSequence]:
-        """Rows that are not done."""
+        """Rows in slots, none of them done."""
         return [row for row in self._rows if row is not None]
 
     @property
     def num_free_slots(self) -> int:
         return self.shapes.num_slots - len(self.active_rows)
 
-    # At a segment's edge -----------------------------------------------------------------------------------------
+    # Between segments --------------------------------------------------------------------------------------------
 
     def check_fits(self, row: RolloutSequence) -> None:
-        """Raises InputError for a row that no slot has room for."""
+        """Raises InputError if a row does not fit into a slot."""
         length = len(row.prompt.token_ids)
         self.shapes.prompt_bucket(length)
         if length + row.max_new_tokens > self.shapes.max_length:
             raise InputError(
                 f"rollout.max_new_tokens: {length} + {row.max_new_tokens} tokens of prompt and completion are more "
-                f"than the {self.shapes.max_length} that a slot has room for; lower it, or data.max_prompt_length"
+                f"than the {self.shapes.max_length} that fit into a slot; lower it, or data.max_prompt_length"
             )
 
     def has_prefilled(self, prompt: Prompt) -> bool:
         return _prompt_key(prompt) in self._pooled
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
-        """Reads the distinct ones among them that are not in the pool; those used longest ago make room."""
+        """Prefills the distinct prompts that are not in the pool. The least recently used prompts are evicted."""
         wanted = {_prompt_key(prompt): prompt for prompt in prompts}
         assert len(wanted) <= self.shapes.num_pooled_prompts
         for key in [key for key in wanted if key in self._pooled]:
             self._pooled[key] = self._pooled.pop(key)
-        by_rung: dict[int, list[bytes]] = {}
+        by_bucket: dict[int, list[bytes]] = {}
         for key, prompt in wanted.items():
             if key not in self._pooled:
-                by_rung.setdefault(self.shapes.prompt_bucket(len(prompt.token_ids)), []).append(key)
-        for rung, keys in by_rung.items():
-            most = self.shapes.prefill_rows[-1]
+                by_bucket.setdefault(self.shapes.prompt_bucket(len(prompt.token_ids)), []).append(key)
+        most = self.shapes.prefill_rows[-1]
+        for bucket, keys in by_bucket.items():
             for first in range(0, len(keys), most):
-                part = keys[first : first + most]
-                self._prefill(rung, {key: wanted[key] for key in part}, keep=wanted)
+                self._prefill(bucket, keys[first : first + most], wanted)
 
-    def _prefill(self, prompt_length: int, prompts: dict[bytes, Prompt], *, keep: dict[bytes, Prompt]) -> None:
-        num_rows = next(rows for rows in self.shapes.prefill_rows if rows >= len(prompts))
+    def _prefill(self, prompt_length: int, keys: Sequence[bytes], wanted: dict[bytes, Prompt]) -> None:
+        num_rows = next(rows for rows in self.shapes.prefill_rows if rows >= len(keys))
         ids, lengths, places = np.zeros((num_rows, prompt_length), np.int32), np.zeros(num_rows, np.int32), []
-        for i, (key, prompt) in enumerate(prompts.items()):
+        for i, key in enumerate(keys):
+            prompt = wanted[key]
             lengths[i] = len(prompt.token_ids)
             ids[i, : lengths[i]] = prompt.token_ids
-            places.append(self._take_pool_slot(keep))
+            free = set(range(self.shapes.num_pooled_prompts)) - set(self._pooled.values())
+            places.append(
+                min(free) if free else self._pooled.pop(next(old for old in self._pooled if old not in wanted))
+            )
             self._pooled[key] = places[-1]
         run = self.programs["prefill", num_rows, prompt_length]
         self._pool = run(self._weights, self._pool, ids, lengths, _pad_indices(places, num_rows), np.int32(len(places)))
         self.counters.prefilled_tokens += int(lengths.sum())
 
-    def _take_pool_slot(self, keep: dict[bytes, Prompt]) -> int:
-        free = set(range(self.shapes.num_pooled_prompts)) - set(self._pooled.values())
-        return min(free) if free else self._pooled.pop(next(key for key in self._pooled if key not in keep))
-
     def admit(self, rows: Sequence[RolloutSequence | SuspendedSequence]) -> None:
-        """Into free slots. Prompts that are not in the pool are read first.
+        """Puts rows into free slots. Prompts that are not in the pool are prefilled first.
 
         Raises:
-            InputError: a row that the slots have no room for.
+            InputError: a row does not fit into a slot.
         """
         assert self._running is None and len(rows) <= self.num_free_slots
         if not rows:
@@ -217,7 +214,7 @@ class SlotEngine:
         self._replay_tokens([row for row in fresh if row.num_tokens])
 
     def _insert(self, rows: Sequence[RolloutSequence]) -> None:
-        """Rows at their prompts' ends, of no more different prompts than the pool holds."""
+        """Inserts rows after their prompts; the pool must be able to hold all of these prompts."""
         self.prefill([row.prompt for row in rows])
         self.counters.prompt_tokens += sum(len(row.prompt.token_ids) for row in rows if not row.started_s)
         slots = [self._assign_slot(row) for row in rows]
@@ -228,23 +225,23 @@ class SlotEngine:
         )
 
     def _replay_tokens(self, rows: Sequence[RolloutSequence]) -> None:
-        """Tokens that they have, from their prompts' ends: side by side, one a segment, whose draw is ignored.
+        """Feeds the tokens of rows again after their prompts, one per segment; what these segments draw is ignored.
 
-        The other rows stand still: they write again what their next step will write.
+        All other rows are idle: they only write the cache entry that their next step will write again.
         """
         table, known = self._table.copy(), [(self._rows.index(row), row, row.token_ids) for row in rows]
-        of_slots = RowTable(*table)
-        of_slots.remaining[:] = 0
+        columns = RowTable(*table)
+        columns.remaining[:] = 0
         for slot, row, _ in known:
             table[:, slot] = _table_column(row, 0)
         steps = max((row.num_tokens for row in rows), default=0)
         for count in range(steps):
             for slot, row, ids in known:
                 fed = min(count, len(ids))
-                of_slots.token[slot] = ids[fed - 1] if fed else of_slots.token[slot]
-                of_slots.length[slot] = len(row.prompt.token_ids) + fed
-                of_slots.remaining[slot] = count < len(ids)
-            # The devices may still read the table when the next one is made.
+                columns.token[slot] = ids[fed - 1] if fed else columns.token[slot]
+                columns.length[slot] = len(row.prompt.token_ids) + fed
+                columns.remaining[slot] = count < len(ids)
+            # A copy, because the devices may still read it when the next one is written.
             status, _ = self._decode(table.copy(), DecodeLimits(length=1, leave_when_finished=0, leave_when_active=0))
             if self.on_token_replayed is not None:
                 status.block_until_ready()
@@ -265,7 +262,7 @@ class SlotEngine:
         self._cache = self.programs["put",](self._cache, cache, *places, np.int32(1))
 
     def _assign_slot(self, row: RolloutSequence) -> int:
-        """Gives it the first free slot."""
+        """Assigns the first free slot to a row and returns it."""
         assert row.is_collected
         slot = self._rows.index(None)
         row.started_s = row.started_s or time.perf_counter()
@@ -274,7 +271,7 @@ class SlotEngine:
         return slot
 
     def suspend(self, rows: Sequence[RolloutSequence]) -> list[SuspendedSequence]:
-        """Takes samples that are not done out of their slots. The segment that they ran in must be collected."""
+        """Takes unfinished samples out of their slots. Their last segment must be collected."""
         assert self._running is None and self._suspends
         if not rows:
             return []
@@ -290,16 +287,16 @@ class SlotEngine:
 
     @property
     def compact_size(self) -> int:
-        """Rows of the smallest program that holds all that are not done."""
+        """Rows of the smallest program that holds all active rows."""
         return next(size for size in self.shapes.batch_buckets if size >= len(self.active_rows))
 
     def compact(self) -> None:
-        """Moves the rows that are not done together, where a smaller program holds them."""
+        """Moves the active rows together, if a smaller program holds them."""
         while self.compact_size < len(self._rows):
             self._grow_cache(self.shapes.max_length)
-            size, held = len(self._rows), [i for i, row in enumerate(self._rows) if row is not None]
-            smaller = max(rung for rung in self.shapes.batch_buckets if rung < size)
-            self._move(_pad_indices(held, smaller), len(held), program=("compact", size))
+            size, active = len(self._rows), [i for i, row in enumerate(self._rows) if row is not None]
+            smaller = max(bucket for bucket in self.shapes.batch_buckets if bucket < size)
+            self._move(_pad_indices(active, smaller), len(active), program=("compact", size))
 
     def _expand(self) -> None:
         size = len(self._rows)
@@ -307,7 +304,7 @@ class SlotEngine:
             self._move(_pad_indices(list(range(size)), self.shapes.num_slots), size, program=("expand", size))
 
     def _move(self, sources: np.ndarray, count: int, *, program: tuple) -> None:
-        """Slot i becomes what slot `sources[i]` was; those from `count` on are empty."""
+        """Moves slot `sources[i]` to slot i; slots from `count` on become empty."""
         self._run_by_layer(program, sources)
         self._rows = [self._rows[source] if i < count else None for i, source in enumerate(sources)]
         self._table = self._table[:, sources]
@@ -316,11 +313,11 @@ class SlotEngine:
     def _grow_cache(self, length: int) -> None:
         while self._cache_length < length:
             self._run_by_layer(("grow", self._cache_length))
-            self._cache_length = next(rung for rung in self.shapes.cache_buckets if rung > self._cache_length)
+            self._cache_length = next(size for size in self.shapes.cache_buckets if size > self._cache_length)
 
     def _run_by_layer(self, program: tuple, *arguments: np.ndarray) -> None:
         run, layers = self.programs[program], list(self._cache)
-        # Nothing else may hold the old layers, or two caches would lie side by side.
+        # No other reference to the old layers may exist, or the devices would hold two caches.
         self._cache = ()
         for i in range(len(layers)):
             layers[i] = run(layers[i], *arguments)
@@ -329,11 +326,14 @@ class SlotEngine:
     # A segment ---------------------------------------------------------------------------------------------------
 
     def start_segment(self, *, length: int, leave_when_finished: int = 0, leave_when_active: int = 0) -> None:
-        """Sets a segment going and returns at once.
+        """Dispatches a segment and returns at once.
 
-        It ends after `length` tokens of each row, or when all are done; or once `leave_when_finished` more rows are
-        done, because work waits for their slots; or when no more than `leave_when_active` are left, because they fit a
-        smaller program; 0: not for that. Caches that are full end it, too; they are longer in the next.
+        It ends after `length` tokens of each row, when all rows are done, or when the caches are full (they grow before
+        the next segment).
+
+        Args:
+            leave_when_finished: number of newly finished rows that ends it, because samples wait for slots; 0: never.
+            leave_when_active: number of active rows that ends it, because they fit a smaller program.
         """
         assert self._running is None and self.active_rows
         rows = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
@@ -344,7 +344,7 @@ class SlotEngine:
         self._running = rows, status, drawn
 
     def _decode(self, table: Int32[np.ndarray, "7 B"], limits: DecodeLimits) -> tuple[Array, Array]:
-        """A `RowStatus`, and what was drawn. Both, and the cache, are on their way."""
+        """Dispatches the decode program; returns the `RowStatus` and the drawn tokens."""
         self._cache, status, drawn = self.programs["decode", len(self._rows), self._cache_length, self._truncates](
             *(self._weights, self._cache, table, np.asarray(limits, np.int32)),
             *(self._rules, self._seed, self._eos_ids),
@@ -352,10 +352,10 @@ class SlotEngine:
         return status, drawn
 
     def _steps_until_full(self) -> int:
-        """Tokens that every row may draw before one needs a longer cache. Grows it where that would be none."""
+        """Returns how many tokens all rows may draw until one needs a longer cache. Grows a full cache."""
         table = RowTable(*self._table)
         while True:
-            # The last token drawn is not fed, so it needs no room.
+            # The last drawn token is not fed, so it needs no cache entry.
             steps = self._cache_length - table.length + 1
             short = (table.remaining > 0) & (table.remaining > steps)
             least = int(steps[short].min()) if short.any() else self.shapes.segment_max
@@ -364,7 +364,7 @@ class SlotEngine:
             self._grow_cache(self._cache_length + 1)
 
     def finish_segment(self) -> SegmentResult:
-        """What the running segment did. Slots of rows that are done are free."""
+        """Waits for the running segment. The slots of rows that are done become free."""
         assert self._running is not None
         (rows, status, drawn), self._running = self._running, None
         after = RowStatus(*np.asarray(status))
@@ -377,31 +377,28 @@ class SlotEngine:
                 row.elapsed_s = time.perf_counter() - row.started_s
                 self._rows[slot] = None
         self._table[:3] = after.token, after.length, after.remaining
-        steps, ran = int(after.steps[0]), [(slot, row, int(counts[slot])) for slot, row in rows]
-        self.counters.count_segment(
-            steps=steps, num_rows=len(self._rows), num_generated=sum(count for _, _, count in ran)
-        )
-        return SegmentResult(ran, steps, len(self._rows), self._policy_version, drawn)
+        steps, num_rows = int(after.steps[0]), len(self._rows)
+        decoded = [(slot, row, int(counts[slot])) for slot, row in rows]
+        self.counters.count_segment(steps=steps, num_rows=num_rows, num_generated=sum(n for _, _, n in decoded))
+        return SegmentResult(decoded, steps, num_rows, self._policy_version, drawn)
 
-    # Known from shapes -------------------------------------------------------------------------------------------
+    # Sizes -------------------------------------------------------------------------------------------------------
 
     @property
     def batch_shape(self) -> BatchShape:
-        """At its fullest."""
+        """The largest shape that the engine decodes."""
         shapes = self.shapes
-        num_prompts = shapes.prefill_rows[-1]
-        return BatchShape(
-            num_prompts, shapes.num_slots, shapes.max_prompt_length, shapes.max_length, shapes.segment_max
-        )
+        lengths = shapes.max_prompt_length, shapes.max_length, shapes.segment_max
+        return BatchShape(shapes.prefill_rows[-1], shapes.num_slots, *lengths)
 
     def footprint(self) -> Footprint:
-        """What full slots hold on the devices. Compiles nothing."""
+        """Returns what full slots occupy on the devices. Compiles nothing."""
         slots = self.programs.abstract_cache(self.shapes.num_slots, self.shapes.max_length)
         return Footprint(self.programs.abstract_weights, self.programs.abstract_pool, slots)
 
 
 def _table_column(row: RolloutSequence, num_tokens: int) -> RowTable:
-    """Of a row with the first so many of its tokens in its slot."""
+    """Returns the table entry of a row of which the first `num_tokens` tokens are in its slot."""
     ids = row.token_ids[:num_tokens] if num_tokens else row.prompt.token_ids
     low, high = hash_uids([row.prompt.uid])[0].view(np.int32)
     return RowTable(
@@ -416,10 +413,10 @@ def _table_column(row: RolloutSequence, num_tokens: int) -> RowTable:
 
 
 def _prompt_key(prompt: Prompt) -> bytes:
-    """Equal for equal tokens, whoever asks."""
+    """Returns a key that is equal for prompts with equal tokens."""
     return prompt.token_ids.tobytes()
 
 
 def _pad_indices(indices: Sequence[int], size: int) -> Int32[np.ndarray, "size"]:
-    """With zeros that stand for nothing."""
+    """Pads indices with zeros, which the programs ignore."""
     return np.asarray([*indices, *[0] * (size - len(indices))], np.int32)

@@ -1,13 +1,14 @@
-"""What runs on the devices for slots: few programs, all compiled before the first is used.
+"""The compiled programs of slots: a few, all compiled before the first is used.
 
-A pool holds the caches of prefilled prompts, the slots those of samples. Both stay on the devices and are updated in
-place; what else there is to know about a row are a few integers that go in and come out with each segment.
+A pool holds the caches of prefilled prompts, the slots hold those of samples. Both stay on the devices and are updated
+in place. All other state of a row is a few integers that go to the devices and back with each segment.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +38,7 @@ from app.rollout.sampling import (
     sample_keys,
     sample_tokens,
     sample_tokens_truncated,
+    token_outcomes,
 )
 from app.rollout.shape_buckets import SlotShapes
 from settings.schema.rollout import DecodeLayout
@@ -46,44 +48,44 @@ PerSlot = Any
 
 
 class RowTable(NamedTuple):
-    """What a segment needs to know of each slot. On the host one array, [fields, B]."""
+    """State of each slot that a segment starts from. On the host it is one array, [fields, B]."""
 
     token: PerSlot
-    """The last one of prompt and completion; it is fed next."""
+    """Last token of prompt and completion, which is fed next."""
     length: PerSlot
-    """Of prompt and completion so far."""
+    """Tokens of prompt and completion so far."""
     remaining: PerSlot
-    """Tokens that may still be drawn; 0: nothing happens in this slot."""
+    """Tokens that may still be drawn; 0 if the slot is idle."""
     uid_hash_low: PerSlot
     uid_hash_high: PerSlot
     sample_index: PerSlot
     policy_version: PerSlot
-    """With the three before it, whose noise it draws."""
+    """Version that keys the noise, together with the three fields before it."""
 
 
 class RowStatus(NamedTuple):
-    """What a segment did to each slot. On the host one array, [fields, B]."""
+    """State of each slot after a segment. On the host it is one array, [fields, B]."""
 
     token: PerSlot
     length: PerSlot
     remaining: PerSlot
     stopped: PerSlot
-    """1 where an end-of-sequence token was drawn."""
+    """1 if an end-of-sequence token was drawn."""
     non_finite: PerSlot
-    """1 where logits were not finite; the row ends without a token of that step."""
+    """1 if the logits were not finite; the row then ends without a token of that step."""
     steps: PerSlot
-    """Of the segment, the same everywhere."""
+    """Steps of the segment, the same in all slots."""
 
 
 class DecodeLimits(NamedTuple):
-    """When a segment ends. Traced: no value compiles anything."""
+    """When a segment ends. The limits are traced: no value recompiles."""
 
     length: int
-    """Tokens of each row, at most."""
+    """Largest number of tokens per row."""
     leave_when_finished: int
-    """So many rows are done that were not; 0: only when all are."""
+    """Number of rows that must finish in the segment to end it; 0 if only all together end it."""
     leave_when_active: int
-    """No more than so many rows are not done; 0: only when all are."""
+    """Number of unfinished rows at which the segment ends."""
 
 
 class _DecodeState(NamedTuple):
@@ -94,7 +96,7 @@ class _DecodeState(NamedTuple):
     stopped: Bool[Array, "B"]
     non_finite: Bool[Array, "B"]
     tokens: Int32[Array, "3 C B"]
-    """Token ids, and the bits of logprobs and logs of kept mass."""
+    """Token ids, and the bits of logprobs and of logs of kept mass."""
     step: Int32[Array, ""]
 
 
@@ -107,9 +109,9 @@ def prefill_into_pool(
     pool_slots: Int32[Array, "P"],
     count: Int32[Array, ""],
 ) -> KVCache:
-    """The pool with the caches of the first `count` prompts at their places."""
+    """Prefills prompts and writes the caches of the first `count` to their places in the pool."""
     _, fresh = prefill(definition, weights, token_ids, lengths)
-    # Whole rows: what is masked is multiplied by 0, and of a NaN that an earlier prompt left, nothing else would come.
+    # Whole rows are written: masked entries are multiplied by 0, which would keep a NaN of an earlier prompt.
     fresh = tuple(pad_cache(layer, length=pool[0].keys.shape[2]) for layer in fresh)
     return insert_rows(pool, fresh, jnp.arange(len(pool_slots)), pool_slots, count)
 
@@ -117,37 +119,30 @@ def prefill_into_pool(
 def insert_rows(
     cache: KVCache, other: KVCache, sources: Int32[Array, "n"], targets: Int32[Array, "n"], count: Int32[Array, ""]
 ) -> KVCache:
-    """The first `count` of the named rows of `other`, copied over those of `cache`, which may have room for more."""
+    """Copies the first `count` rows `sources` of `other` over the rows `targets` of `cache`, which may be longer."""
 
     def copy(i: Array, cache: KVCache) -> KVCache:
-        def one(into: Array, out_of: Array) -> Array:
+        def copy_layer(into: Array, out_of: Array) -> Array:
             row = jax.lax.dynamic_slice_in_dim(out_of, sources[i], 1)
             return jax.lax.dynamic_update_slice(into, row, (targets[i], 0, 0, 0))
 
-        return jax.tree.map(one, cache, other)
+        return jax.tree.map(copy_layer, cache, other)
 
     return constrain_cache(jax.lax.fori_loop(0, count, copy, cache))
 
 
 def extract_row(cache: KVCache, source: Int32[Array, ""]) -> KVCache:
-    """One row."""
+    """Returns one row of a cache."""
     return constrain_cache(jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, source, 1), cache))
 
 
-def prefill_row(
-    definition: DecoderDefinition, weights: DecodeWeights, token_ids: Int32[Array, "1 S"], lengths: Int32[Array, "1"]
-) -> KVCache:
-    """One row whose tokens are known, drawn ones among them."""
-    return prefill(definition, weights, token_ids, lengths)[1]
-
-
 def gather_rows(layer: LayerCache, sources: Int32[Array, "b"]) -> LayerCache:
-    """These rows of a layer."""
+    """Returns rows of a layer."""
     return constrain_cache((jax.tree.map(lambda x: x[sources], layer),))[0]
 
 
 def pad_cache(layer: LayerCache, *, length: int) -> LayerCache:
-    """With room for `length` tokens."""
+    """Pads a layer to `length` tokens."""
     pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))  # noqa: E731
     return constrain_cache((jax.tree.map(pad, layer),))[0]
 
@@ -164,19 +159,19 @@ def decode_segment(
     seed: Int32[Array, ""],
     eos_ids: Int32[Array, "E"],
 ) -> tuple[KVCache, Int32[Array, "6 B"], Int32[Array, "3 C B"]]:
-    """Up to `segment_max` tokens of every row: the cache, a `RowStatus`, and what was drawn at each step.
+    """Draws up to `segment_max` tokens of every row; returns the cache, a `RowStatus` and the tokens of each step.
 
-    A prompt's last token is fed here, not in the prefill, so that every token of a sample, the first among them, is
-    drawn from the same program.
+    A prompt's last token is fed here and not in the prefill, so that the first token of a sample is drawn by the same
+    program as all others.
     """
     rows, limit = RowTable(*table), DecodeLimits(*limits)
     words = jax.lax.bitcast_convert_type(jnp.stack([rows.uid_hash_low, rows.uid_hash_high], axis=1), jnp.uint32)
-    of_row = lambda version, words, index: sample_keys(seed, version, words[None], index[None])[0]  # noqa: E731
-    keys = jax.vmap(of_row)(rows.policy_version, words, rows.sample_index)
+    row_key = lambda version, words, index: sample_keys(seed, version, words[None], index[None])[0]  # noqa: E731
+    keys = jax.vmap(row_key)(rows.policy_version, words, rows.sample_index)
     head = definition.bind(weights.params).head
     num_active = jnp.sum(rows.remaining > 0)
 
-    def goes_on(now: _DecodeState) -> Array:
+    def continues(now: _DecodeState) -> Array:
         active = jnp.sum(now.remaining > 0)
         enough = (limit.leave_when_finished > 0) & (num_active - active >= limit.leave_when_finished)
         return (now.step < limit.length) & ~enough & (active > limit.leave_when_active)
@@ -185,16 +180,13 @@ def decode_segment(
         positions = jnp.maximum(now.length - 1, 0)
         hidden, cache = decode_step(definition, weights, now.cache, now.token, positions)
         logits = scaled_logits(hidden, head, effective_temperature(rules.temperature))
-        drawn = sampler(logits, rules, jax.vmap(jax.random.fold_in)(keys, now.length))
-        # Logits that are not finite leave no finite logprob.
-        broken = (now.remaining > 0) & ~jnp.isfinite(drawn.logprobs)
-        active = (now.remaining > 0) & ~broken
-        ends = active & jnp.any(drawn.token_ids[:, None] == eos_ids, axis=1)
-        bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (drawn.logprobs, drawn.kept_mass_logs)]
-        record = jnp.stack([drawn.token_ids, *bits])[:, None]
+        sampled = sampler(logits, rules, jax.vmap(jax.random.fold_in)(keys, now.length))
+        active, ends, broken = token_outcomes(sampled, now.remaining > 0, eos_ids)
+        bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (sampled.logprobs, sampled.kept_mass_logs)]
+        record = jnp.stack([sampled.token_ids, *bits])[:, None]
         return _DecodeState(
             cache=constrain_cache(cache),
-            token=jnp.where(active, drawn.token_ids, now.token),
+            token=jnp.where(active, sampled.token_ids, now.token),
             length=now.length + active,
             remaining=jnp.where(ends | broken, 0, now.remaining - active),
             stopped=now.stopped | ends,
@@ -213,15 +205,14 @@ def decode_segment(
         tokens=jnp.zeros((3, segment_max, len(rows.token)), jnp.int32),
         step=jnp.int32(0),
     )
-    end = jax.lax.while_loop(goes_on, step, start)
+    end = jax.lax.while_loop(continues, step, start)
     steps = jnp.broadcast_to(end.step, end.remaining.shape)
-    cache = _zero_rows(end.cache, end.non_finite)
     status = RowStatus(end.token, end.length, end.remaining, end.stopped, end.non_finite, steps)
-    return cache, jnp.stack(status), end.tokens
+    return _zero_rows(end.cache, end.non_finite), jnp.stack(status), end.tokens
 
 
 def _zero_rows(cache: KVCache, mask: Bool[Array, "B"]) -> KVCache:
-    """Zeros in the rows that broke: a NaN that stayed would break whoever comes into the slot next, masked or not."""
+    """Zeroes rows with non-finite values: a NaN that stays would break the next row in its slot, masked or not."""
     first = jnp.argsort(~mask)
 
     def clear(i: Array, cache: KVCache) -> KVCache:
@@ -232,156 +223,123 @@ def _zero_rows(cache: KVCache, mask: Bool[Array, "B"]) -> KVCache:
 
 
 ProgramName = tuple[Any, ...]
-"""Of a program: what it does, and the sizes that it does it for."""
+"""What a program does, and the sizes for which it does it."""
 
 ProgramSpec = tuple[Callable[..., Any], tuple, dict[str, Any]]
 """A function, the shapes of its arguments, and options of `jax.jit`."""
 
 
+@dataclass(eq=False)
 class SlotPrograms:
     """The compiled programs of slots of given shapes, by name."""
 
-    def __init__(
-        self,
-        definition: DecoderDefinition,
-        mesh: Mesh,
-        shapes: SlotShapes,
-        *,
-        dtype: jnp.dtype,
-        num_eos: int,
-        decode_layout: DecodeLayout = "gathered",
-    ):
-        self._definition = definition
-        self._mesh = mesh
-        self._shapes = shapes
-        self._dtype = dtype
-        self._num_eos = num_eos
-        self._decode_layout: DecodeLayout = decode_layout
-        self._compiled: dict[ProgramName, Callable[..., Any]] = {}
-        self._compiled_for: set[tuple[bool, bool, bool]] = set()
-        self.truncates = False
-        """Some of them cut tokens off."""
+    definition: DecoderDefinition
+    mesh: Mesh
+    shapes: SlotShapes
+    _: KW_ONLY
+    dtype: jnp.dtype
+    num_eos: int
+    decode_layout: DecodeLayout = "gathered"
+    truncates: bool = field(default=False, init=False)
+    """Whether the decode programs support truncating rules."""
+    _compiled: dict[ProgramName, Callable[..., Any]] = field(default_factory=dict, init=False)
+    _compiled_for: set[tuple[bool, bool, bool]] = field(default_factory=set, init=False)
 
     def __getitem__(self, name: ProgramName) -> Callable[..., Any]:
         return self._compiled[name]
 
-    def names(self, *, suspends: bool, recomputes: bool, truncates: bool) -> list[ProgramName]:
-        """Of all programs that `compile` is there for."""
-        return list(self._program_specs(suspends=suspends, recomputes=recomputes, truncates=truncates))
-
     def compile(self, *, suspends: bool, recomputes: bool, truncates: bool) -> None:
-        """All that will be needed and is not there yet.
+        """Compiles every program that is needed and not compiled yet.
 
         Args:
-            suspends: samples will be taken out of their slots before they are done.
-            rereads: some of them will go on without their caches.
-            truncates: the sampling rules cut tokens off.
+            suspends: samples may leave their slots before they are done.
+            recomputes: suspended samples may continue without their caches, which a prefill computes again.
+            truncates: the sampling rules exclude tokens.
         """
         if (suspends, recomputes, truncates) in self._compiled_for:
             return
         self._compiled_for.add((suspends, recomputes, truncates))
         self.truncates |= truncates
-        wanted = self._program_specs(suspends=suspends, recomputes=recomputes, truncates=truncates)
-        with jax.set_mesh(self._mesh):
-            for name, (function, arguments, options) in wanted.items():
+        with jax.set_mesh(self.mesh):
+            specs = self.program_specs(suspends=suspends, recomputes=recomputes, truncates=truncates)
+            for name, (function, arguments, options) in specs.items():
                 if name not in self._compiled:
                     self._compiled[name] = jax.jit(function, **options).lower(*arguments).compile()
 
     def lower_programs(self, *, truncates: bool) -> dict[str, Lowered]:
-        """The programs that take most memory: the longest prefill, and decoding with all slots full."""
-        shapes = self._shapes
-        wanted = {
+        """Lowers the programs that take most memory: the longest prefill, and decoding with all slots full."""
+        shapes = self.shapes
+        specs = {
             "prefill": self._prefill_program(shapes.prefill_rows[-1], shapes.max_prompt_length),
             "decode": self._decode_program(shapes.num_slots, shapes.max_length, truncates=truncates),
         }
-        with jax.set_mesh(self._mesh):
-            return {name: jax.jit(run, **options).lower(*args) for name, (run, args, options) in wanted.items()}
+        with jax.set_mesh(self.mesh):
+            return {name: jax.jit(run, **options).lower(*args) for name, (run, args, options) in specs.items()}
 
     def abstract_cache(self, rows: int, length: int) -> KVCache:
-        """Shapes of `rows` rows with room for `length` tokens, on their shardings."""
-        arch = self._definition.architecture
-        one: Any = jax.ShapeDtypeStruct((rows, arch.num_kv_heads, length, arch.head_dim), self._dtype)
-        return abstract_cache((LayerCache(one, one),) * arch.num_layers, self._mesh)
+        """Returns the shapes and shardings of a cache of `rows` rows of `length` tokens."""
+        arch = self.definition.architecture
+        x: Any = jax.ShapeDtypeStruct((rows, arch.num_kv_heads, length, arch.head_dim), self.dtype)
+        return abstract_cache((LayerCache(x, x),) * arch.num_layers, self.mesh)
 
     @property
     def abstract_pool(self) -> KVCache:
-        return self.abstract_cache(self._shapes.num_pooled_prompts, self._shapes.max_prompt_length)
+        return self.abstract_cache(self.shapes.num_pooled_prompts, self.shapes.max_prompt_length)
 
     @functools.cached_property
     def abstract_weights(self) -> DecodeWeights:
-        return abstract_decode_weights(self._definition, self._mesh, self._dtype, self._decode_layout)
+        return abstract_decode_weights(self.definition, self.mesh, self.dtype, self.decode_layout)
 
     def _replicated(self, *shape: int, dtype: Any = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, PartitionSpec()))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, PartitionSpec()))
 
-    def _program_specs(self, *, suspends: bool, recomputes: bool, truncates: bool) -> dict[ProgramName, ProgramSpec]:
-        shapes, slots, top = self._shapes, self._shapes.num_slots, self._shapes.max_length
-        wanted: dict[ProgramName, ProgramSpec] = {("open",): self._empty_program()}
+    def program_specs(self, *, suspends: bool, recomputes: bool, truncates: bool) -> dict[ProgramName, ProgramSpec]:
+        """Returns the programs that `compile` provides."""
+        shapes, num_slots, longest = self.shapes, self.shapes.num_slots, self.shapes.max_length
+        empty = self.abstract_pool, self.abstract_cache(num_slots, shapes.cache_buckets[0])
+        zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty)  # noqa: E731
+        specs: dict[ProgramName, ProgramSpec] = {("open",): (zeros, (), {"out_shardings": tree_shardings(empty)})}
         for length in shapes.prompt_buckets:
-            wanted |= {("prefill", rows, length): self._prefill_program(rows, length) for rows in shapes.prefill_rows}
+            specs |= {("prefill", rows, length): self._prefill_program(rows, length) for rows in shapes.prefill_rows}
         for length in shapes.cache_buckets:
-            wanted["insert", length] = self._insert_program(self.abstract_cache(slots, length), self.abstract_pool)
-        for rows, length in self.decode_sizes:
-            wanted["decode", rows, length, truncates] = self._decode_program(rows, length, truncates=truncates)
+            specs["insert", length] = self._insert_program(self.abstract_cache(num_slots, length), self.abstract_pool)
+            specs["decode", num_slots, length, truncates] = self._decode_program(num_slots, length, truncates=truncates)
         for shorter, longer in zip(shapes.cache_buckets, shapes.cache_buckets[1:], strict=False):
-            function = lambda layer, length=longer: pad_cache(layer, length=length)  # noqa: E731
-            wanted["grow", shorter] = self._layer_program(function, (slots, shorter), (slots, longer))
-        for smaller, larger in zip(shapes.batch_buckets, shapes.batch_buckets[1:], strict=False):
-            wanted["compact", larger] = self._layer_program(
-                gather_rows, (larger, top), (smaller, top), self._replicated(smaller)
-            )
-        for smaller in shapes.batch_buckets[:-1]:
-            wanted["expand", smaller] = self._layer_program(
-                gather_rows, (smaller, top), (slots, top), self._replicated(slots)
-            )
-        row = self.abstract_cache(1, top)
+            pad = functools.partial(pad_cache, length=longer)
+            specs["grow", shorter] = self._layer_program(pad, (num_slots, shorter), (num_slots, longer))
+        # Fewer rows than slots always have caches of the full length.
+        for rows, larger in zip(shapes.batch_buckets, shapes.batch_buckets[1:], strict=False):
+            specs["decode", rows, longest, truncates] = self._decode_program(rows, longest, truncates=truncates)
+            for name, before, after in (("compact", larger, rows), ("expand", rows, num_slots)):
+                specs[name, before] = self._layer_program(
+                    gather_rows, (before, longest), (after, longest), self._replicated(after)
+                )
+        row = self.abstract_cache(1, longest)
+        row_options = {"out_shardings": tree_shardings(row)}
         if suspends:
-            full = self.abstract_cache(slots, top)
-            wanted["take",] = extract_row, (full, self._replicated()), {"out_shardings": tree_shardings(row)}
-            wanted["put",] = self._insert_program(full, row)
+            full = self.abstract_cache(num_slots, longest)
+            specs["take",] = extract_row, (full, self._replicated()), row_options
+            specs["put",] = self._insert_program(full, row)
         if recomputes:
-            arguments = (self.abstract_weights, *self._abstract_tokens(1, top))
-            wanted["read",] = (
-                _bind_arguments(prefill_row, self._definition),
-                arguments,
-                {"out_shardings": tree_shardings(row)},
-            )
-        return wanted
-
-    @property
-    def decode_sizes(self) -> list[tuple[int, int]]:
-        """(rows, room) of each decode program: fewer rows than slots always have the full room."""
-        shapes = self._shapes
-        full = [(shapes.num_slots, length) for length in shapes.cache_buckets]
-        return full + [(rows, shapes.max_length) for rows in shapes.batch_buckets[:-1]]
-
-    def _empty_program(self) -> ProgramSpec:
-        shapes = (self.abstract_pool, self.abstract_cache(self._shapes.num_slots, self._shapes.cache_buckets[0]))
-        empty = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
-        return empty, (), {"out_shardings": tree_shardings(shapes)}
+            read = lambda *arguments: prefill(self.definition, *arguments)[1]  # noqa: E731
+            ids = self._replicated(1, longest), self._replicated(1)
+            specs["read",] = read, (self.abstract_weights, *ids), row_options
+        return specs
 
     def _prefill_program(self, rows: int, length: int) -> ProgramSpec:
         pool = self.abstract_pool
-        arguments = (
-            self.abstract_weights,
-            pool,
-            *self._abstract_tokens(rows, length),
-            self._replicated(rows),
-            self._replicated(),
-        )
-        return _bind_arguments(prefill_into_pool, self._definition), arguments, _donate_options(1, pool)
-
-    def _abstract_tokens(self, rows: int, length: int) -> tuple[Any, Any]:
-        return self._replicated(rows, length), self._replicated(rows)
+        ids, places = (self._replicated(rows, length), self._replicated(rows)), self._replicated(rows)
+        arguments = self.abstract_weights, pool, *ids, places, self._replicated()
+        return functools.partial(prefill_into_pool, self.definition), arguments, _donate_options(1, pool)
 
     def _insert_program(self, cache: KVCache, other: KVCache) -> ProgramSpec:
-        indices = self._replicated(self._shapes.num_slots)
+        indices = self._replicated(self.shapes.num_slots)
         return insert_rows, (cache, other, indices, indices, self._replicated()), _donate_options(0, cache)
 
     def _layer_program(
         self, function: Callable[..., Any], before: tuple[int, int], after: tuple[int, int], *more: Any
     ) -> ProgramSpec:
-        """Of one layer at a time, so that there is never more than one too many."""
+        """Returns a program for one layer, so that at most one layer exists twice."""
         arguments = (self.abstract_cache(*before)[0], *more)
         return function, arguments, {"out_shardings": tree_shardings(self.abstract_cache(*after)[0])}
 
@@ -390,25 +348,22 @@ class SlotPrograms:
         rules = SamplingRules(scalar, self._replicated(), scalar, scalar)  # pyright: ignore[reportArgumentType]
         arguments = (
             *(self.abstract_weights, cache, self._replicated(len(RowTable._fields), rows)),
-            *(self._replicated(len(DecodeLimits._fields)), rules, self._replicated(), self._replicated(self._num_eos)),
+            *(self._replicated(len(DecodeLimits._fields)), rules, self._replicated(), self._replicated(self.num_eos)),
         )
         whole = self._replicated().sharding
         options = {"donate_argnums": 1, "out_shardings": (tree_shardings(cache), whole, whole)}
         sampler: Sampler = sample_tokens_truncated if truncates else sample_tokens
-        return _bind_arguments(decode_segment, self._definition, sampler, self._shapes.segment_max), arguments, options
-
-
-def _bind_arguments(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    return lambda *arguments: function(*first, *arguments)
+        bound = functools.partial(decode_segment, self.definition, sampler, self.shapes.segment_max)
+        return bound, arguments, options
 
 
 def _donate_options(number: int, cache: KVCache) -> dict[str, Any]:
-    """Options of a program that gives back its argument of this number, updated in place."""
+    """Returns the options of a program that updates the cache, its argument of this number, in place."""
     return {"donate_argnums": number, "out_shardings": tree_shardings(cache)}
 
 
 def rules_to_arrays(rules: SamplingRules) -> SamplingRules:
-    """As compiled programs take them."""
+    """Converts sampling rules to the dtypes that compiled programs take."""
     scalar = np.float32
     arrays = scalar(rules.temperature), np.int32(rules.top_k), scalar(rules.top_p), scalar(rules.min_p)
     return SamplingRules(*arrays)  # pyright: ignore[reportArgumentType]

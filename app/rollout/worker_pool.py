@@ -1,4 +1,4 @@
-"""Scheduled generation: the scheduler decides, workers carry it out."""
+"""Scheduled generation: a scheduler assigns samples to workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from app.rollout.batch_engine import BatchShape, Footprint
 from app.rollout.counters import RolloutCounters
 from app.rollout.executor import WORKER_FAILURES, ProgressCallback, RolloutExecutor, SampleDoneCallback
 from app.rollout.generator import SampleGenerator
+from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.events import EventRecord
 from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
@@ -33,23 +33,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the work is dealt."""
+    """How samples are assigned to workers."""
 
     policy: str
-    """A name in `POLICIES`."""
+    """Name in `POLICIES`."""
     pdsr: PdsrSettings
     segment: SegmentSettings
     single_thread: bool
-    """One thread drives all workers: the same run, the same commands."""
+    """Whether one thread drives all workers, so that a repeated run gives the same commands."""
     lease_s: float | None = None
-    """How long a worker with a thread of its own may be silent in a segment; None: any time."""
+    """Longest time of a segment of a worker with its own thread; None: no limit."""
 
 
 class RolloutWorkerPool(SampleGenerator):
     """Workers under a scheduler.
 
     Args:
-        workers: with slots of one size and as many devices each, where samples are to be exact.
+        workers: in the exact mode all with the same slot sizes and number of devices.
     """
 
     def __init__(
@@ -69,45 +69,36 @@ class RolloutWorkerPool(SampleGenerator):
         self.on_progress: ProgressCallback | None = None
         self._clock = clock
         self.length_history: Mapping[str, float] = {}
-        """Prompt -> mean length of its samples when it came last; decides the schedule of the next rollout."""
+        """Maps a prompt to the mean length of its latest samples, which the next schedule is based on."""
         self._length_updates: dict[str, float] = {}
-        """Of `history`, what was learned here since `take_news`."""
+        """Entries of `length_history` that were learned here since `take_length_updates`."""
         self._metrics: list[ScheduleMetrics] = []
         self._stalled: dict[RolloutWorker, Thread] = {}
 
     @property
     def _suspends(self) -> bool:
-        """Whether samples may leave their slots before they are done, if only with a worker that dies."""
+        """Whether samples may leave their slots before they are done, for example if a worker fails."""
         return self.schedule.policy != "sync" or len(self.workers) > 1
 
     def compile(self, rules: SamplingRules) -> None:
-        """See `Streaming`."""
+        """Compiles the programs of all workers."""
         for worker in self.workers:
             worker.engine.compile(rules, suspends=self._suspends)
 
     def _run_in_order(
-        self,
-        weights: DecodeWeights,
-        rows: deque[RolloutSequence],
-        *,
-        rules: SamplingRules,
-        seed: int,
-        policy_version: int,
+        self, weights: DecodeWeights, rows: deque[RolloutSequence], request: GenerationRequest
     ) -> Generator[RolloutSequence, None, None]:
-        """See `Streaming`.
+        """See `SampleGenerator`.
 
         Raises:
-            StoppedError: asked to stop.
-            Exception: what the last worker failed with, where all have.
+            StoppedError: a stop was requested.
+            Exception: the error of the last worker, if all have failed.
         """
         self.check_fits(rows)
         scheduler = self.make_scheduler({row.prompt.uid for row in rows})
         self.records = []
         opened = self.open_executor(
-            *(weights, scheduler),
-            rules=rules,
-            seed=seed,
-            policy_version=policy_version,
+            *(weights, scheduler, request),
             on_record=self.records.append,
             on_sample_done=self.on_sample_done,
         )
@@ -116,7 +107,7 @@ class RolloutWorkerPool(SampleGenerator):
             self._record_results(run)
 
     def check_fits(self, rows: Iterable[RolloutSequence]) -> None:
-        """Raises InputError for a row that no slot has room for."""
+        """Raises InputError if a row does not fit into a slot."""
         for row in rows:
             self.workers[0].engine.check_fits(row)
 
@@ -125,38 +116,34 @@ class RolloutWorkerPool(SampleGenerator):
         self,
         weights: DecodeWeights,
         scheduler: Scheduler,
+        request: GenerationRequest,
         *,
-        rules: SamplingRules,
-        seed: int,
-        policy_version: int,
         on_record: Callable[[EventRecord], None],
         on_sample_done: SampleDoneCallback | None = None,
     ) -> Iterator[RolloutExecutor]:
-        """A rollout by all workers that are awake. Leaving it waits for the segments that still run.
+        """Opens a rollout by all available workers. Leaving it waits for the segments that still run.
 
         Args:
-            on_record: is called with every event of the scheduler and its answer.
-            on_sample_done: is called with every sample when it is done.
+            on_record: called with every event of the scheduler and its commands.
+            on_sample_done: called with every sample when it is done.
 
         Raises:
-            RuntimeError: all workers sleep.
+            RuntimeError: all workers have stalled.
         """
         awake = self._available_workers()
         driver = (
             SequentialDriver() if self.schedule.single_thread else ThreadedDriver(awake, lease_s=self.schedule.lease_s)
         )
         try:
-            workers = _open_workers(
-                awake, weights, rules=rules, seed=seed, policy_version=policy_version, suspends=self._suspends
-            )
-            # The workers have them: an open rollout outlives these by many versions.
+            workers = _open_workers(awake, weights, request, suspends=self._suspends)
+            # The workers have their copies: an open rollout outlives these weights by many versions.
             del weights
-            start = self._clock()
+            start_s = self._clock()
             yield RolloutExecutor(
                 scheduler,
                 driver,
                 workers,
-                clock=lambda: self._clock() - start,
+                clock=lambda: self._clock() - start_s,
                 on_record=on_record,
                 on_sample_done=on_sample_done,
                 on_progress=self.on_progress,
@@ -171,7 +158,7 @@ class RolloutWorkerPool(SampleGenerator):
                         worker.close()
 
     def _available_workers(self) -> list[RolloutWorker]:
-        """All workers but those that are still in a segment of an earlier rollout.
+        """Returns all workers that are not still in a segment of an earlier rollout.
 
         Raises:
             RuntimeError: there is none.
@@ -186,7 +173,7 @@ class RolloutWorkerPool(SampleGenerator):
         return workers
 
     def make_scheduler(self, prompts: Iterable[str] = ()) -> Scheduler:
-        """A new one, that knows how long samples of these prompts were when they came last."""
+        """Returns a new scheduler with the length history of these prompts."""
         schedule = self.schedule
         return Scheduler(
             schedule.policy,
@@ -206,59 +193,61 @@ class RolloutWorkerPool(SampleGenerator):
         self.record_lengths({prompt: float(np.mean(known)) for prompt, known in lengths.items()})
 
     def record_lengths(self, lengths: Mapping[str, float]) -> None:
-        """Mean lengths of prompts whose samples are done."""
+        """Adds the mean sample lengths of finished prompts to the length history."""
         self._length_updates |= lengths
         self.length_history = {**self.length_history, **lengths}
 
     def take_length_updates(self) -> dict[str, float]:
-        """What was learned since the last call, for other hosts to know."""
+        """Returns the entries of the length history since the last call, for other hosts."""
         taken, self._length_updates = self._length_updates, {}
         return taken
 
     def take_counters(self) -> RolloutCounters:
-        """Of what was generated since the last call, by all workers."""
+        """Returns the counts of all workers since the last call."""
         return RolloutCounters.sum([worker.take_counters() for worker in self.workers])
 
     @property
     def batch_shape(self) -> BatchShape:
-        """Of the worker with most slots, at its fullest."""
+        """The largest shape of the worker with most slots."""
         return max((worker.engine.batch_shape for worker in self.workers), key=lambda shape: shape.num_rows)
 
     def footprint(self) -> Footprint:
-        """What full slots hold on the fullest device."""
-        found = [worker.engine.footprint() for worker in self.workers]
+        """Returns what full slots occupy on the fullest device."""
+        footprints = [worker.engine.footprint() for worker in self.workers]
         if self.workers[0].device is None:
-            return max(found, key=bytes_per_device)
-        weights, prompts, slots = zip(*found, strict=True)
+            return max(footprints, key=bytes_per_device)
+        weights, prompts, slots = zip(*footprints, strict=True)
         return Footprint(weights[0], sum(prompts, ()), sum(slots, ()))
 
     def shut_down(self) -> None:
-        """No rollout comes any more: ends what was started for them beyond this process."""
+        """Ends everything that was started outside this process. No rollout may follow."""
 
     def add_metrics(self, metrics: ScheduleMetrics) -> None:
-        """Keeps the figures of a rollout, or of a part of one, until they are taken."""
+        """Stores the metrics of a rollout, or of a part of one, until they are taken."""
         self._metrics.append(metrics)
 
     def take_schedule_metrics(self) -> list[ScheduleMetrics]:
-        """Those noted since the last call."""
+        """Returns the metrics stored since the last call."""
         taken, self._metrics = self._metrics, []
         return taken
 
 
-def _open_workers(workers: Sequence[RolloutWorker], weights: DecodeWeights, **arguments: Any) -> list[RolloutWorker]:
-    """Those that could be opened; see `Worker.open`.
+def _open_workers(
+    workers: Sequence[RolloutWorker], weights: DecodeWeights, request: GenerationRequest, *, suspends: bool
+) -> list[RolloutWorker]:
+    """Opens workers and returns those that could be opened; see `RolloutWorker.open`.
 
     Raises:
-        Exception: what the last one failed with, where none could.
+        Exception: the error of the last worker, if none could be opened.
     """
     opened: list[RolloutWorker] = []
     for worker in workers:
         try:
-            worker.open(weights, **arguments)
+            worker.open(weights, request, suspends=suspends)
         except WORKER_FAILURES as failure:
             if worker is workers[-1] and not opened:
                 raise
-            log.warning("rollout worker %s cannot start, the others go on without it", worker.name, exc_info=failure)
+            log.warning("rollout worker %s cannot start and is left out", worker.name, exc_info=failure)
         else:
             opened.append(worker)
     return opened

@@ -1,7 +1,7 @@
-"""Workers: a slot engine each, on devices of its own with a thread of its own, or in turn with the others.
+"""Rollout workers, each with a slot engine, and the drivers that run several of them.
 
-A worker does what the scheduler's commands say and reports what its rows have become. A driver lets several of them
-run: `Threads` side by side, `Turns` by one thread, in an order that does not depend on how long anything takes.
+A worker carries out the scheduler's commands and reports the progress of its rows. `ThreadedDriver` runs workers in
+parallel; `SequentialDriver` runs them in one thread, in an order that does not depend on measured times.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
 from app.mesh.placement import tree_shardings
 from app.model.kv_cache import DecodeWeights, KVCache
 from app.rollout.counters import RolloutCounters
-from app.rollout.sampling import SamplingRules
+from app.rollout.request import GenerationRequest
 from app.rollout.scheduling.events import RowReport, RunSegment, SegmentEnded, WorkerKind
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.slot_engine import SlotEngine
@@ -31,53 +31,51 @@ from app.rollout.slot_engine import SlotEngine
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 600.0
-"""How long the end of a rollout waits for whatever still runs, at most: nobody needs it any more."""
+"""Longest time that the end of a rollout waits for segments that still run."""
 
 Clock = Callable[[], float]
-"""Seconds from any moment on."""
+"""Returns seconds since a fixed moment."""
 
 
 class Admission(NamedTuple):
-    """A row that comes into a worker."""
+    """A row that is admitted to a worker."""
 
     row: RolloutSequence
     uid: str
     epoch: int
-    """As the scheduler knows it."""
+    """Number of its admission, as in `Admit`."""
     suspended: Future[SuspendedSequence] | None
-    """Where its cache comes from; None, or one that failed: it is computed from the row."""
+    """Its cache; without one, or if the future fails, the cache is computed from the row."""
 
 
 @dataclass(eq=False)
 class RolloutWorker:
-    """Slots that a scheduler commands. One thread at a time."""
+    """Slots that a scheduler controls. Used by one thread at a time."""
 
     name: str
     kind: WorkerKind
     engine: SlotEngine
     device: str | None = None
-    """Workers with the same one take turns on it; None: devices of its own."""
+    """Name of a device that it shares with other workers; None if its devices are its own."""
     cache_timeout_s: float | None = None
-    """How long it waits for a cache that another worker should have kept; None: any time."""
+    """Longest time that it waits for the cache of a row from another worker; None: no limit."""
     clock: Clock = time.perf_counter
     _admissions: dict[RolloutSequence, Admission] = field(default_factory=dict)
-    """Rows in its slots -> how they came."""
+    """Maps rows in its slots to their admissions."""
     _running: tuple[RunSegment, float] | None = None
-    """The segment, and when it was started."""
+    """The running segment and its start."""
     _queued_weights: deque[tuple[DecodeWeights, int]] = field(default_factory=lambda: deque(maxlen=1))
-    """The newest weights that it has not loaded yet, on its devices, and their version. From another thread."""
+    """The newest weights that are not loaded yet, on its devices, and their version. Set by another thread."""
     _segment_counters: deque[RolloutCounters] = field(default_factory=deque)
-    """Of its segments."""
+    """Counts of its segments since `take_counters`."""
 
-    def open(
-        self, weights: DecodeWeights, *, rules: SamplingRules, seed: int, policy_version: int, suspends: bool
-    ) -> None:
-        """Empty slots, and the weights on the worker's devices; see `SlotEngine.open`."""
+    def open(self, weights: DecodeWeights, request: GenerationRequest, *, suspends: bool) -> None:
+        """Puts the weights on the worker's devices and starts with empty slots; see `SlotEngine.open`."""
         self._queued_weights.clear()
         placed = self._place_weights(weights)
-        # They may still be computed, by an update: no lease is to run while they are.
+        # An update may still be computing them, and no lease may run meanwhile.
         jax.block_until_ready(placed)
-        self.engine.open(placed, rules=rules, seed=seed, policy_version=policy_version, suspends=suspends)
+        self.engine.open(placed, request, suspends=suspends)
 
     @property
     def num_devices(self) -> int:
@@ -87,19 +85,19 @@ class RolloutWorker:
         return jax.device_put(weights, tree_shardings(self.engine.programs.abstract_weights))
 
     def queue_weights(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Its next segment is drawn by these weights; rows go on with the caches they have. From any thread.
+        """Queues weights for its next segment; rows keep their caches. From any thread.
 
-        One thread offers the same weights to all workers: an array that several threads place at once is seen by some
-        of them while JAX still lists its shards (jax 0.10.2).
+        One thread passes the same weights to all workers: when several threads place an array at once, some of them
+        see it while JAX still lists its shards (jax 0.10.2).
         """
         if self.engine.is_open:
             self._queued_weights.append((self._place_weights(weights), policy_version))
-            # Closed meanwhile, by another thread: nothing may stay on its devices.
+            # If another thread has closed it meanwhile, nothing may stay on its devices.
             if not self.engine.is_open:
                 self._queued_weights.clear()
 
     def take_counters(self) -> RolloutCounters:
-        """Of all segments that have ended since the last call. From any thread."""
+        """Returns the counts of the segments that ended since the last call. From any thread."""
         return RolloutCounters.sum(
             [RolloutCounters(), *(self._segment_counters.popleft() for _ in range(len(self._segment_counters)))]
         )
@@ -110,12 +108,12 @@ class RolloutWorker:
         self.engine.close()
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
-        """Takes it out, with its cache."""
+        """Takes a row out of its slot, with its cache."""
         del self._admissions[row]
         return self.engine.suspend([row])[0]
 
     def start_segment(self, command: RunSegment, admissions: deque[Admission]) -> None:
-        """Admits rows and sets the segment going. Empties the queue: who holds it holds the caches no longer."""
+        """Admits rows and dispatches the segment. Empties the queue, so that it does not keep caches alive."""
         started = self.clock()
         if self._queued_weights:
             weights, version = self._queued_weights.pop()
@@ -128,7 +126,7 @@ class RolloutWorker:
             if cache is None:
                 computed.append(SuspendedSequence(one.row, None) if one.row.num_tokens else one.row)
             else:
-                # One by one: together the copies would be as large as all slots.
+                # One at a time, because all copies together would be as large as all slots.
                 self.engine.admit([SuspendedSequence(one.row, cache)])
                 del cache
         self.engine.admit(computed)
@@ -142,34 +140,34 @@ class RolloutWorker:
         self._running = command, started
 
     def _fetch_cache(self, one: Admission) -> KVCache | None:
-        """On this worker's devices."""
+        """Returns a row's cache on this worker's devices, if there is one."""
         if one.suspended is None:
             return None
         try:
-            kept = one.suspended.result(self.cache_timeout_s).cache
+            cache = one.suspended.result(self.cache_timeout_s).cache
         except Exception as error:
-            log.warning("rollout worker %s computes the cache of %s anew", self.name, one.uid, exc_info=error)
+            log.warning("rollout worker %s recomputes the cache of %s", self.name, one.uid, exc_info=error)
             return None
         shapes = self.engine.programs.abstract_cache(1, self.engine.shapes.max_length)
-        return jax.device_put(kept, tree_shardings(shapes))
+        return jax.device_put(cache, tree_shardings(shapes))
 
     def finish_segment(self, *, not_before: float = 0.0) -> SegmentEnded:
-        """Waits for the segment; its tokens have come from the devices, too.
+        """Waits for the segment and collects its tokens.
 
         Args:
-            not_before: when the segment could begin at the earliest, because another had the devices.
+            not_before: earliest start of the segment, because another worker used the devices until then.
         """
         assert self._running is not None
         (command, started), self._running = self._running, None
         segment = self.engine.finish_segment()
-        # Before it is reported: what is committed must be there, whatever becomes of the worker.
+        # Collected before it is reported, because committed tokens must survive a failure of the worker.
         segment.collect()
         self._segment_counters.append(self.engine.counters.take())
         at = self.clock()
         reports = []
         for _, row, _ in segment.decoded:
-            known, row.worker = self._admissions[row], self.name
-            reports.append(RowReport(known.uid, known.epoch, row.num_tokens, row.finish_reason))
+            admission, row.worker = self._admissions[row], self.name
+            reports.append(RowReport(admission.uid, admission.epoch, row.num_tokens, row.finish_reason))
             if row.finish_reason is not None:
                 del self._admissions[row]
         seconds = at - max(started, not_before)
@@ -177,41 +175,23 @@ class RolloutWorker:
 
 
 class LeaseExpiredError(RuntimeError):
-    """A worker has said nothing for as long as its lease; what it does is not known."""
+    """A worker has not finished its segment within its lease; its state is unknown."""
 
 
 class WorkerOutcome(NamedTuple):
-    """What a worker has to say: a segment has ended, or it has failed."""
+    """The outcome of a worker's command: a segment that ended, or the worker's failure."""
 
     worker: RolloutWorker
     result: SegmentEnded | BaseException
 
 
-class WorkerDriver(Protocol):
-    """Lets workers do what they are told. One that has failed does nothing more, and says so once."""
-
-    def suspend(self, worker: RolloutWorker, row: RolloutSequence) -> Future[SuspendedSequence]: ...
-
-    def run_segment(self, worker: RolloutWorker, command: RunSegment, admissions: deque[Admission]) -> None: ...
-
-    def next_outcome(self) -> WorkerOutcome | None:
-        """Waits for the next worker that has something to say. None: it was woken before."""
-        ...
-
-    def wake(self) -> None:
-        """Ends the wait of `next`, or the next one. From any thread."""
-        ...
-
-    def close(self) -> Mapping[RolloutWorker, Thread]:
-        """Waits for whatever still runs, but for workers that have stalled. Returns these."""
-        ...
-
-
 class ThreadedDriver:
-    """A thread for each worker. Whoever is done first is heard first.
+    """One thread per worker. Outcomes are reported in the order in which they arrive.
+
+    A failed worker runs no more commands, and its failure is reported once.
 
     Args:
-        lease_s: how long a worker may be silent in a segment until it counts as failed; None: any time.
+        lease_s: longest time of a segment until its worker counts as failed; None: no limit.
     """
 
     def __init__(self, workers: Sequence[RolloutWorker], *, lease_s: float | None):
@@ -219,9 +199,9 @@ class ThreadedDriver:
         self._inboxes: dict[RolloutWorker, SimpleQueue[_Job | None]] = {worker: SimpleQueue() for worker in workers}
         self._outcomes: SimpleQueue[WorkerOutcome | None] = SimpleQueue()
         self._lease_ends: dict[RolloutWorker, float] = {}
-        """When the lease of a worker that is in a segment ends, of `time.monotonic`."""
+        """End of the lease of each worker in a segment, of `time.monotonic`."""
         self._stalled: set[RolloutWorker] = set()
-        # Daemons: one that never comes back must not keep the program from ending.
+        # Daemon threads, because a thread that never returns must not keep the program alive.
         self._threads = {
             worker: Thread(target=self._run_thread, args=(worker,), name=worker.name, daemon=True) for worker in workers
         }
@@ -231,7 +211,7 @@ class ThreadedDriver:
             thread.start()
 
     def _renew_lease(self, worker: RolloutWorker) -> None:
-        """It is alive: a token that it computes again has come from the devices."""
+        """Extends the lease, because the worker has just replayed a token."""
         assert self._lease_s is not None
         if worker in self._lease_ends:
             self._lease_ends[worker] = time.monotonic() + self._lease_s
@@ -258,7 +238,7 @@ class ThreadedDriver:
         while (job := inbox.get()) is not None:
             future, work = job
             try:
-                # Its slots are in no known state: what was asked before it was known to have failed is refused.
+                # The state of its slots is unknown, so jobs queued before the failure was known are refused.
                 if failure is not None:
                     raise RuntimeError(f"{worker.name} has failed") from failure
                 future.set_result(work())
@@ -267,18 +247,20 @@ class ThreadedDriver:
                 if failure is None:
                     failure = error
                     self._outcomes.put(WorkerOutcome(worker, error))
-            # What they hold, caches among it, is not to wait for the next job.
+            # They refer to caches, which must not be kept alive until the next job.
             del job, future, work
 
     def wake(self) -> None:
+        """Ends the current or next wait of `next_outcome`. From any thread."""
         self._outcomes.put(None)
 
     def next_outcome(self) -> WorkerOutcome | None:
+        """Waits for the next outcome. Returns None if it was woken first."""
         try:
             outcome = self._outcomes.get(timeout=self._seconds_until_due())
         except Empty:
             if self._seconds_until_due():
-                # Its lease was renewed meanwhile.
+                # The lease was extended meanwhile.
                 return None
             late = min(self._lease_ends, key=lambda worker: self._lease_ends[worker])
             outcome = WorkerOutcome(late, LeaseExpiredError(f"silent for {self._lease_s} s"))
@@ -288,36 +270,38 @@ class ThreadedDriver:
         return outcome
 
     def _seconds_until_due(self) -> float | None:
-        """Seconds until the first lease ends; None: none does."""
+        """Returns the seconds until the first lease ends; None without one."""
         due = min(self._lease_ends.values(), default=math.inf)
         return None if due == math.inf else max(due - time.monotonic(), 0.0)
 
     def close(self) -> dict[RolloutWorker, Thread]:
+        """Waits for all workers except stalled ones; returns those that still run, with their threads."""
         for inbox in self._inboxes.values():
             inbox.put(None)
         for worker in self._threads.keys() - self._stalled:
             due = min(self._lease_ends.get(worker, math.inf) - time.monotonic(), CLOSE_TIMEOUT_S)
             self._threads[worker].join(max(due, 0.0))
-        left = {worker: thread for worker, thread in self._threads.items() if thread.is_alive()}
-        for worker in left:
-            log.warning("rollout worker %s is left in a segment that does not end", worker.name)
-        return left
+        running = {worker: thread for worker, thread in self._threads.items() if thread.is_alive()}
+        for worker in running:
+            log.warning("rollout worker %s is still in a segment that does not end; it is abandoned", worker.name)
+        return running
 
 
 _Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class SequentialDriver:
-    """One thread for all workers. Segments are heard in the order in which they were started.
+    """One thread for all workers, with the interface of `ThreadedDriver`.
 
-    The devices are busy with the next segments meanwhile, whether the workers share them or not.
+    Segments are reported in the order of their start. The devices run the next segments meanwhile, whether the workers
+    share them or not.
     """
 
     def __init__(self) -> None:
         self._started: deque[tuple[RolloutWorker, Exception | None]] = deque()
         self._failed: set[RolloutWorker] = set()
         self._device_free_at: dict[str, float] = {}
-        """Device that is shared -> when its last segment ended."""
+        """Maps a shared device to the end of its last segment."""
 
     def suspend(self, worker: RolloutWorker, row: RolloutSequence) -> Future[SuspendedSequence]:
         future: Future[SuspendedSequence] = Future()
@@ -343,7 +327,7 @@ class SequentialDriver:
             self._started.append((worker, error))
 
     def wake(self) -> None:
-        """It waits for no other thread."""
+        """Does nothing, because it never waits for another thread."""
 
     def next_outcome(self) -> WorkerOutcome:
         worker, failure = self._started.popleft()
@@ -361,3 +345,6 @@ class SequentialDriver:
     def close(self) -> dict[RolloutWorker, Thread]:
         self._started.clear()
         return {}
+
+
+WorkerDriver = ThreadedDriver | SequentialDriver

@@ -1,4 +1,4 @@
-"""What takes any number of samples at once: slots over a host's island, or scheduled workers on parts of it."""
+"""Opens the generators for any number of samples: slots on a host's part of the mesh, or scheduled workers."""
 
 from __future__ import annotations
 
@@ -26,29 +26,27 @@ from settings.schema.rollout import WorkerPoolSettings
 def open_continuous_batching(
     settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
 ) -> ContinuousBatchGenerator | None:
-    """Those of `rollout.slots` on this host's island, if any. Compiles nothing yet.
+    """Opens the slots of `rollout.slots` on this host, if there are any. Compiles nothing.
 
     Raises:
-        InputError: devices that the slots cannot be split over.
+        InputError: the slots cannot be split over the devices.
     """
     num_slots = settings.rollout.slots
     if num_slots is None:
         return None
-    longest_prompt, shards = settings.data.max_prompt_length, placement.num_row_shards(mesh)
-    shapes = slot_shapes_from_settings(
-        settings.rollout, num_slots, max_prompt_length=longest_prompt, setting="rollout.slots", row_shards=shards
+    engine = _make_slot_engine(
+        settings, definition, tokenizer, mesh, num_slots=num_slots, setting="rollout.slots", dtype=dtype, compiled={}
     )
-    engine = _make_slot_engine(settings, definition, tokenizer, mesh, shapes=shapes, dtype=dtype)
     return ContinuousBatchGenerator(engine, decode_text=tokenizer.decode, segment_rule=settings.rollout.segment)
 
 
 def open_workers(
     settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
 ) -> RolloutWorkerPool | None:
-    """Those of `rollout.workers` on this host under `rollout.scheduler`, if any. Compiles nothing yet.
+    """Opens the workers of `rollout.workers` under `rollout.scheduler`, if there are any. Compiles nothing.
 
     Raises:
-        InputError: devices that do not exist or suffice, or that the slots cannot be split over.
+        InputError: there are too few devices, or the slots cannot be split over them.
     """
     rollout = settings.rollout
     if rollout.scheduler is None or not rollout.has_workers:
@@ -62,52 +60,46 @@ def open_workers(
     ]
     dotted = {f"rollout.workers.{kind}": pool for kind, pool in pools.items()}
     num_devices = len(topology.local_devices())
-    islands = assign_worker_devices(dotted, num_devices=num_devices)
-    sizes = {len(devices) for devices in islands}
+    device_groups = assign_worker_devices(dotted, num_devices=num_devices)
+    sizes = {len(devices) for devices in device_groups}
     if rollout.mode == "exact" and len(sizes) > 1:
         raise InputError(
-            f"rollout.mode: exact samples need workers with as many devices each, got {sorted(sizes)}; set "
-            "rollout.workers.fast.devices and rollout.workers.heavy.devices, or rollout.mode: fast"
+            "rollout.mode: exact samples need workers with the same number of devices, got workers with "
+            f"{' and '.join(map(str, sorted(sizes)))}; set rollout.workers.fast.devices and "
+            "rollout.workers.heavy.devices, or rollout.mode: fast"
         )
-    are_shared = len(islands) > 1 and num_devices == 1
+    are_shared = len(device_groups) > 1 and num_devices == 1
     compiled: dict[SlotShapes, SlotPrograms] = {}
     workers = []
-    for (kind, name), devices in zip(names, islands, strict=True):
-        own = make_submesh(devices, template=mesh)
-        num_slots = pools[kind].slots
-        shards = placement.num_row_shards(own)
-        shapes = slot_shapes_from_settings(
-            rollout,
-            num_slots,
-            max_prompt_length=settings.data.max_prompt_length,
-            row_shards=shards,
+    for (kind, name), devices in zip(names, device_groups, strict=True):
+        engine = _make_slot_engine(
+            *(settings, definition, tokenizer, make_submesh(devices, template=mesh)),
+            num_slots=pools[kind].slots,
             setting=f"rollout.workers.{kind}.slots",
+            dtype=dtype,
+            compiled=compiled if are_shared else {},
         )
-        programs = compiled.get(shapes) if are_shared else None
-        engine = _make_slot_engine(settings, definition, tokenizer, own, shapes=shapes, dtype=dtype, programs=programs)
-        compiled[shapes] = engine.programs
-        device, patience_s = "0" if are_shared else None, rollout.workers.lease_s and rollout.workers.lease_s / 2
-        workers.append(RolloutWorker(name, kind, engine, device, patience_s))
-    in_turn = rollout.workers.deterministic or len(workers) == 1 or are_shared
-    schedule = ScheduleConfig(rollout.scheduler, rollout.pdsr, rollout.segment, in_turn, rollout.workers.lease_s)
+        cache_timeout_s = rollout.workers.lease_s and rollout.workers.lease_s / 2
+        workers.append(RolloutWorker(name, kind, engine, "0" if are_shared else None, cache_timeout_s))
+    single_thread = rollout.workers.deterministic or len(workers) == 1 or are_shared
+    schedule = ScheduleConfig(rollout.scheduler, rollout.pdsr, rollout.segment, single_thread, rollout.workers.lease_s)
     return RolloutWorkerPool(workers, schedule, decode_text=tokenizer.decode)
 
 
 def check_async_workers(workers: RolloutWorkerPool) -> None:
-    """Raises InputError where workers cannot generate while others train.
+    """Raises InputError if workers cannot generate during training.
 
-    A device runs programs in the order in which they are begun. One of a single device waits for no other, so whatever
-    a worker's thread begins ends, and a program of training that waits behind it on that device, for the devices of
-    this host and of others, goes on. Those of training alone wait for each other, and the main thread of every host
-    begins them in the same order.
+    A device runs programs in the order of their dispatch. A program on one device waits for no other device, so every
+    program of such a worker ends, and a training program that is queued after it continues. Training programs wait for
+    each other only, and the main threads of all hosts dispatch them in the same order.
     """
     for worker in workers.workers:
         if worker.num_devices > 1:
             raise InputError(
                 f"rollout.max_staleness: the worker {worker.name} has {worker.num_devices} devices, which wait for "
-                "each other as those of training do; begun in different orders on the same devices, neither would "
-                f"end. Give each worker one device (rollout.workers.{worker.kind}.devices and count), or set "
-                "rollout.max_staleness: 0"
+                "each other as those of training do; programs dispatched in different orders on the same devices "
+                f"would never end. Give each worker one device (rollout.workers.{worker.kind}.devices and count), or "
+                "set rollout.max_staleness: 0"
             )
 
 
@@ -117,19 +109,28 @@ def _make_slot_engine(
     tokenizer: Tokenizer,
     mesh: Mesh,
     *,
-    shapes: SlotShapes,
+    num_slots: int,
+    setting: str,
     dtype: jnp.dtype,
-    programs: SlotPrograms | None = None,
+    compiled: dict[SlotShapes, SlotPrograms],
 ) -> SlotEngine:
-    exact = settings.rollout.mode == "exact"
-    eos_ids = tokenizer.eos_ids
-    return SlotEngine(
+    """Makes an engine that uses the programs of another engine of the same shapes, if `compiled` has them."""
+    shapes = slot_shapes_from_settings(
+        settings.rollout,
+        num_slots,
+        max_prompt_length=settings.data.max_prompt_length,
+        row_shards=placement.num_row_shards(mesh),
+        setting=setting,
+    )
+    engine = SlotEngine(
         definition,
         mesh,
         shapes,
-        eos_ids=eos_ids,
+        eos_ids=tokenizer.eos_ids,
         dtype=dtype,
-        exact=exact,
-        programs=programs,
+        exact=settings.rollout.mode == "exact",
+        programs=compiled.get(shapes),
         decode_layout=settings.rollout.decode_layout,
     )
+    compiled[shapes] = engine.programs
+    return engine

@@ -1,4 +1,4 @@
-"""The workers of `rollout.pool: ray`: what the settings ask Ray for."""
+"""Opens the workers of `rollout.pool: ray`, as the settings specify them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,9 @@ from settings.schema.rollout import RayActorSettings, WorkerPoolSettings
 if TYPE_CHECKING:
     from app.rollout.ray_pool import RayWorkerPool
 
-JAX_PLATFORMS = {"gpu": "cuda"}
-"""What JAX calls the platform of a device -> what it is asked for by, where these differ."""
-
 
 def check_ray_installed(settings: Settings) -> None:
-    """Raises InputError where Ray is asked for and not installed."""
+    """Raises InputError if Ray is configured and not installed."""
     if settings.rollout.pool == "ray" and importlib.util.find_spec("ray") is None:
         raise InputError("rollout.pool: ray needs an optional package; pip install 'grpo[ray]', or set it to local")
 
@@ -35,10 +32,10 @@ def check_ray_installed(settings: Settings) -> None:
 def open_ray_workers(
     settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
 ) -> RayWorkerPool:
-    """Workers on actors that are started when they are first needed.
+    """Returns workers in actors, which start when they are first needed.
 
     Raises:
-        InputError: several hosts.
+        InputError: training runs on several hosts.
     """
     from app.rollout.ray_actor import ActorSpec
     from app.rollout.ray_pool import RayWorkerPool
@@ -46,8 +43,8 @@ def open_ray_workers(
 
     if jax.process_count() > 1:
         raise InputError(
-            f"rollout.pool: ray takes its weights from one training host, and {jax.process_count()} have joined; set "
-            "it to local, so that every host has workers on its own devices, or train on one host beside the cluster"
+            f"rollout.pool: ray takes its weights from one training host, and there are {jax.process_count()}; set "
+            "it to local, so that every host has workers on its own devices, or train on one host next to the cluster"
         )
     rollout, platform = settings.rollout, str(mesh.devices.flat[0].platform)
     assert rollout.scheduler is not None and rollout.workers.lease_s is not None
@@ -55,53 +52,43 @@ def open_ray_workers(
         "fast": (rollout.workers.fast, rollout.ray.fast),
         "heavy": (rollout.workers.heavy, rollout.ray.heavy),
     }
-    broadcast, exact, workers = WeightBroadcast(), rollout.mode == "exact", []
-    for kind, (pool, needs) in pools.items():
-        setting = f"rollout.workers.{kind}.slots"
-        shapes = slot_shapes_from_settings(
-            rollout, pool.slots, max_prompt_length=settings.data.max_prompt_length, setting=setting
-        )
-        plan = ActorSpec(
+    broadcast, workers = WeightBroadcast(), []
+    for kind, (pool, actor) in pools.items():
+        setting, longest = f"rollout.workers.{kind}.slots", settings.data.max_prompt_length
+        spec = ActorSpec(
             architecture=definition.architecture,
-            shapes=shapes,
+            shapes=slot_shapes_from_settings(rollout, pool.slots, max_prompt_length=longest, setting=setting),
             kind=kind,
             eos_ids=tuple(tokenizer.eos_ids),
             dtype=jnp.dtype(dtype).name,
-            exact=exact,
+            exact=rollout.mode == "exact",
             tp=mesh.shape["tp"],
-            platforms=JAX_PLATFORMS.get(platform, platform),
+            # JAX calls the platform of a GPU `gpu`, and its setting calls it `cuda`.
+            platforms="cuda" if platform == "gpu" else platform,
             matmul_precision="highest" if dtype == jnp.float32 else None,
             lora=definition.lora,
             quantization=definition.quantization,
         )
-        engine = SlotEngine(definition, mesh, shapes, eos_ids=tokenizer.eos_ids, dtype=dtype, exact=exact)
+        engine = SlotEngine(definition, mesh, spec.shapes, eos_ids=spec.eos_ids, dtype=dtype, exact=spec.exact)
+        options: dict[str, Any] = {"num_cpus": actor.num_cpus, "num_gpus": actor.num_gpus, "resources": actor.resources}
+        if actor.memory_gb is not None:
+            options["memory"] = int(actor.memory_gb * 2**30)
         workers += [
             RayWorker(
                 name=f"{kind}-{number}",
                 kind=kind,
                 engine=engine,
                 cache_timeout_s=rollout.workers.lease_s / 2,
-                spec=plan,
-                actor_options=_actor_options(needs),
+                spec=spec,
+                actor_options=options,
                 broadcast=broadcast,
                 lease_s=rollout.workers.lease_s,
                 start_timeout_s=rollout.ray.start_timeout_s,
             )
             for number in range(pool.count)
         ]
-    in_turn = rollout.workers.deterministic or len(workers) == 1
-    # Each worker minds its own lease: it can end its actor, which wakes whoever waits for it.
-    schedule = ScheduleConfig(rollout.scheduler, rollout.pdsr, rollout.segment, in_turn, lease_s=None)
-    return RayWorkerPool(
-        workers,
-        schedule,
-        decode_text=tokenizer.decode,
-        address=rollout.ray.address,
-        start_timeout_s=rollout.ray.start_timeout_s,
-    )
-
-
-def _actor_options(needs: RayActorSettings) -> dict[str, Any]:
-    """Of an actor; see `RemoteWorker.needs`."""
-    options: dict[str, Any] = {"num_cpus": needs.num_cpus, "num_gpus": needs.num_gpus, "resources": needs.resources}
-    return options if needs.memory_gb is None else options | {"memory": int(needs.memory_gb * 2**30)}
+    single_thread = rollout.workers.deterministic or len(workers) == 1
+    # Each worker ends its own lease by killing its actor, which ends every wait for it.
+    schedule = ScheduleConfig(rollout.scheduler, rollout.pdsr, rollout.segment, single_thread, lease_s=None)
+    address, timeout_s = rollout.ray.address, rollout.ray.start_timeout_s
+    return RayWorkerPool(workers, schedule, decode_text=tokenizer.decode, address=address, start_timeout_s=timeout_s)

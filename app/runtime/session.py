@@ -1,4 +1,4 @@
-"""What every verb that runs a model shares: the mesh, the decoder, its tokenizer, its compiled rooms."""
+"""A model on a mesh, ready to generate and to score: shared by all commands that run a model."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from app.rollout.async_generation import AsyncRollout
 from app.rollout.batch_engine import BatchEngine, BatchShape, Footprint
 from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.counters import RolloutCounters
+from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.metrics import ScheduleMetrics
 from app.rollout.worker_pool import RolloutWorkerPool
@@ -47,40 +48,40 @@ class CriticModel:
     valuer: ValueScorer
 
     def load_params(self, mesh: Mesh) -> Params:
-        """The weights it starts from, float32, on their shardings."""
+        """Returns its initial weights, float32, on their shardings."""
         definition, source = self.spec.definition, self.spec.files.weights
         return load_weights(definition, source, mesh, entries=critic_tensors(definition, source.shapes))
 
 
 @dataclass
 class Session:
-    """A model on a mesh, with its engine and scorer, and its critic where it has one."""
+    """A model on a mesh, with its engine and scorer, and its critic if there is one."""
 
     settings: Settings
     model_spec: ModelSpec
     mesh: Mesh
-    """Of training and scoring, over all hosts."""
+    """Mesh of training and scoring, over all hosts."""
     engine: BatchEngine
-    """Makes the weights that anything here generates with. On this host's island of the mesh, or on all of it, as
-    `rollout.placement` says."""
+    """Converts the weights for all generation. It is on this host's part of the mesh, or on the whole mesh
+    (`rollout.placement`)."""
     scorer: Scorer
-    """Of the policy, with its adapters where it has any."""
+    """Scorer of the policy, with its adapters if it has any."""
     reference_scorer: Scorer
-    """Of the weights of `model.path`, in codes where these are quantized; the policy's own without adapters."""
+    """Scorer of the weights of `model.path`, quantized if configured; the policy's own scorer without adapters."""
     critic: CriticModel | None = None
     continuous_batching: ContinuousBatchGenerator | None = None
-    """Generates instead of the engine where `rollout.slots` is set."""
+    """Generates instead of the engine if `rollout.slots` is set."""
     workers: RolloutWorkerPool | None = None
-    """Generate instead of both where `rollout.scheduler` is set."""
+    """Generate instead of both if `rollout.scheduler` is set."""
 
     @classmethod
     def open(
         cls, settings: Settings, model: ModelSpec, critic: CriticSpec | None = None, *, generates: bool = True
     ) -> Session:
-        """The first thing that touches a device. `topology.start` must have run.
+        """Opens a session, which first uses the devices. `topology.start` must have run.
 
         Args:
-            generates: False where samples are only read: slots and workers need not be possible then.
+            generates: False if samples are only read, so that slots and workers are neither checked nor opened.
         """
         if generates:
             check_ray_installed(settings)
@@ -94,10 +95,10 @@ class Session:
             check_decode_layout(settings, mesh)
         dtype, lora = set_compute_dtype(settings), model.policy_definition.lora
         decoder = model.decode_definition(dtype)
-        generates_on = mesh if settings.rollout.placement == "global" else host_submesh(mesh)
+        rollout_mesh = mesh if settings.rollout.placement == "global" else host_submesh(mesh)
         engine = BatchEngine(
             decoder,
-            generates_on,
+            rollout_mesh,
             training_mesh=mesh,
             eos_ids=model.tokenizer.eos_ids,
             decode_text=model.tokenizer.decode,
@@ -115,42 +116,42 @@ class Session:
         session = cls(settings, model, mesh, engine, scorer, reference_scorer, valuer)
         if generates:
             session.continuous_batching = open_continuous_batching(
-                settings, decoder, model.tokenizer, generates_on, dtype=dtype
+                settings, decoder, model.tokenizer, rollout_mesh, dtype=dtype
             )
             session.workers = open_workers(settings, decoder, model.tokenizer, mesh, dtype=dtype)
         return session
 
     def close(self) -> None:
-        """Ends what it has started beyond this process."""
+        """Ends everything that it has started outside this process."""
         if self.workers is not None:
             self.workers.shut_down()
 
     def architecture_of(self, role: ScoredRole) -> Architecture:
-        """Of the network that scores for a role."""
+        """Returns the architecture of the network that scores for a role."""
         return self.critic.spec.architecture if role == "critic" and self.critic else self.model_spec.architecture
 
     def load_params(self) -> Params:
-        """The weights of `model.path` on their shardings, as training holds them."""
+        """Loads the weights of `model.path` in the layout of training."""
         return load_weights(self.model_spec.reference_definition, self.model_spec.files.weights, self.mesh)
 
     @cached_property
     def frozen_params(self) -> Params:
-        """The policy's weights that stay as they are, and the reference: loaded once, by all hosts at once.
+        """The frozen weights of the policy and its reference, loaded once by all hosts together.
 
-        Empty where all weights learn.
+        Empty if all weights are trained.
         """
         return {} if self.model_spec.policy_definition.lora is None else self.load_params()
 
     def free_frozen_params(self) -> None:
-        """Frees what `frozen` has loaded, where nobody else has it; whoever asks again loads it again."""
+        """Drops the reference to `frozen_params`; the next access loads them again."""
         vars(self).pop("frozen_params", None)
 
     def full_params(self, trained_params: Params) -> Params:
-        """The policy's weights, all of them, of those that learn: what is scored with, decoded with and evaluated."""
+        """Combines trained and frozen weights to those that score and decode."""
         return combine_params(trained_params, self.frozen_params)
 
     def initial_trained_params(self) -> Params:
-        """What the policy's training starts from: the weights of `model.path`, or adapters that change nothing yet."""
+        """Returns the initial trained weights: those of `model.path`, or adapters without effect."""
         definition = self.model_spec.policy_definition
         if definition.lora is None:
             return self.load_params()
@@ -165,69 +166,53 @@ class Session:
         policy_version: int,
         first_group_id: int = 0,
     ) -> list[Sample]:
-        """A rollout under `rollout.*`."""
-        return self.generate(
-            weights,
-            prompts,
-            group_size=self.settings.rollout.group_size,
-            sampling_params=self.sampling_params,
-            policy_version=policy_version,
-            first_group_id=first_group_id,
-        )
+        """Generates a rollout as `rollout.*` specifies."""
+        request = self.rollout_request(policy_version=policy_version, first_group_id=first_group_id)
+        return self.generate(weights, prompts, request)
 
     def stream(
         self,
         weights: DecodeWeights,
         prompts: Sequence[Prompt],
+        request: GenerationRequest,
         *,
-        group_size: int,
-        sampling_params: SamplingRules,
         skipped_uids: Container[str] = (),
     ) -> Iterator[Sample]:
-        """Any number of prompts through slots or workers, one sample after the other, but for `skipped_uids`."""
+        """Yields the samples of any number of prompts from slots or workers, in order, except `skipped_uids`."""
         assert self.continuous_generator is not None
-        return self.continuous_generator.stream(
-            weights,
-            prompts,
-            group_size=group_size,
-            max_new_tokens=self.settings.rollout.max_new_tokens,
-            rules=sampling_params,
-            seed=self.settings.run.seed,
-            policy_version=0,
-            skipped_uids=skipped_uids,
-        )
+        return self.continuous_generator.stream(weights, prompts, request, skipped_uids=skipped_uids)
 
     def stop_when(self, should_stop: StopCheck) -> None:
-        """Generation raises `StoppedError` at the next edge of a segment after this process was asked to stop."""
+        """Lets generation raise `StoppedError` after the segment in which `should_stop` becomes true."""
         for generator in (self.engine, self.continuous_batching, self.workers):
             if generator is not None:
                 generator.stop_requested = should_stop
 
     @property
     def continuous_generator(self) -> ContinuousBatchGenerator | RolloutWorkerPool | None:
-        """What takes any number of samples at once, if there is such a thing."""
+        """The generator for any number of samples, if there is one."""
         return self.workers or self.continuous_batching
 
     def compile_rollout(self) -> None:
-        """All that slots or workers will run, where there are any, and nothing else compiles in a rollout."""
+        """Compiles all programs of slots or workers, if there are any."""
         if self.continuous_generator is not None:
             self.continuous_generator.compile(self.sampling_params)
 
     def compile_evaluation(self) -> None:
-        """The same of an evaluation."""
+        """Compiles all programs of slots or workers for an evaluation, if it uses them."""
         if self.continuous_generator is not None and not self.evaluates_in_batches:
             self.continuous_generator.compile(self.eval_sampling_params)
 
     @property
     def generates_async(self) -> bool:
-        """Whether generation goes on while others train: the workers are taken all the time."""
+        """Whether generation runs during training, so that the workers are always busy."""
         return self.settings.rollout.max_staleness > 0 and self.workers is not None
 
     @property
     def evaluates_in_batches(self) -> bool:
-        """Whether an evaluation is as many batches as it takes, and not one queue of all its prompts.
+        """Whether an evaluation runs in batches and not as one queue of all its prompts.
 
-        So it is beside workers that run ahead; there it may round otherwise than their slots do, in the last bits.
+        It does if generation runs during training. Its last bits may then differ from those of slots.
         """
         return self.continuous_generator is None or self.generates_async
 
@@ -236,81 +221,70 @@ class Session:
         return self.continuous_generator if self.continuous_generator and not self.generates_async else self.engine
 
     def open_async_generation(self, weights: DecodeWeights, *, policy_version: int) -> AsyncRollout:
-        """Rollouts under `rollout.*` that go on while others train."""
+        """Opens rollouts as `rollout.*` specifies, which run during training."""
         assert self.workers is not None
-        rollout = self.settings.rollout
-        return AsyncRollout(
-            self.workers,
-            weights,
-            group_size=rollout.group_size,
-            max_new_tokens=rollout.max_new_tokens,
-            rules=self.sampling_params,
-            seed=self.settings.run.seed,
-            policy_version=policy_version,
-        )
+        return AsyncRollout(self.workers, weights, self.rollout_request(policy_version=policy_version))
 
     @property
     def sampling_params(self) -> SamplingRules:
-        """Those of `rollout.*`."""
+        """The sampling parameters of `rollout.*`."""
         rollout = self.settings.rollout
         return SamplingRules(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
 
     @property
     def eval_sampling_params(self) -> SamplingRules:
-        """Nothing is cut off: an evaluation tells what the model itself does."""
+        """The sampling parameters of `eval.*`, without truncation: an evaluation measures the model's distribution."""
         return SamplingRules(self.settings.eval.temperature)
 
-    def generate(
-        self,
-        weights: DecodeWeights,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        sampling_params: SamplingRules,
-        policy_version: int,
-        first_group_id: int = 0,
-    ) -> list[Sample]:
-        """Through workers or slots where there are any and they are free, else in one batch to the end."""
-        return self._generator.generate(
-            weights,
-            prompts,
-            group_size=group_size,
-            max_new_tokens=self.settings.rollout.max_new_tokens,
-            rules=sampling_params,
+    def rollout_request(self, *, policy_version: int = 0, first_group_id: int = 0) -> GenerationRequest:
+        """Returns the request that `rollout.*` specifies."""
+        return GenerationRequest(
+            rules=self.sampling_params,
             seed=self.settings.run.seed,
             policy_version=policy_version,
+            group_size=self.settings.rollout.group_size,
+            max_new_tokens=self.settings.rollout.max_new_tokens,
             first_group_id=first_group_id,
         )
 
+    def evaluation_request(self, *, first_group_id: int = 0) -> GenerationRequest:
+        """Returns the request that `eval.*` specifies."""
+        request, group_size = self.rollout_request(first_group_id=first_group_id), self.settings.eval.num_samples
+        return replace(request, rules=self.eval_sampling_params, group_size=group_size)
+
+    def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
+        """Generates with workers or slots if there are any and they are free, otherwise in one batch."""
+        return self._generator.generate(weights, prompts, request)
+
     def take_counters(self) -> RolloutCounters:
-        """Of what was generated since the last call."""
+        """Returns the counts of generation since the last call."""
         return self.continuous_generator.take_counters() if self.continuous_generator else self.engine.counters.take()
 
     def sync_length_history(self) -> Mapping[str, float] | None:
-        """Prompt -> mean length of its samples on any host: what the next are scheduled by. None without a schedule.
+        """Merges the length histories of all hosts: prompt -> mean length of its samples. None without a scheduler.
 
-        All hosts call it at the end of a step, so that the next one is scheduled alike in a run that goes on and in one
-        that is resumed. A rollout that is open goes on with what it has learned itself.
+        All hosts call it at the end of a step, so that a resumed run schedules the next step as an uninterrupted one
+        does. An open rollout continues with its own history.
         """
         if self.workers is None:
             return None
-        news = json.dumps(self.workers.take_length_updates()).encode()
-        for told in map(json.loads, gather_bytes_over_hosts(news)):
-            self.workers.length_history = {**self.workers.length_history, **told}
+        updates = json.dumps(self.workers.take_length_updates()).encode()
+        for update in map(json.loads, gather_bytes_over_hosts(updates)):
+            self.workers.length_history = {**self.workers.length_history, **update}
         return self.workers.length_history
 
     def take_schedule_metrics(self) -> list[ScheduleMetrics]:
-        """How good the schedules were since the last call; nothing where nothing is scheduled."""
+        """Returns the metrics of the schedules since the last call; empty without a scheduler."""
         return self.workers.take_schedule_metrics() if self.workers else []
 
     def rollout_shape(self, *, num_prompts: int, group_size: int, longest_prompt: int) -> BatchShape:
-        """In which a rollout generates from so many prompts of this host."""
+        """Returns the shape of a rollout of `num_prompts` prompts of this host."""
         if self.continuous_generator:
             return self.continuous_generator.batch_shape
         return self._batch_shape(num_prompts, group_size=group_size, longest_prompt=longest_prompt)
 
     def evaluation_shape(self, *, num_prompts: int, longest_prompt: int) -> BatchShape:
-        """In which an evaluation does."""
+        """Returns the shape of an evaluation of `num_prompts` prompts of this host."""
         if self.continuous_generator and not self.generates_async:
             return self.continuous_generator.batch_shape
         return self._batch_shape(num_prompts, group_size=self.settings.eval.num_samples, longest_prompt=longest_prompt)
@@ -324,26 +298,26 @@ class Session:
         )
 
     def evaluation_footprint(self, shape: BatchShape) -> Footprint:
-        """What an evaluation in such a shape holds on the devices, beside workers that run ahead."""
+        """Returns what an evaluation of this shape occupies on the devices, in addition to asynchronous workers."""
         return self.engine.footprint(shape) if self.generates_async else self.rollout_footprint(shape)
 
     def rollout_footprint(self, shape: BatchShape) -> Footprint:
-        """What a rollout in such a shape holds on the devices."""
+        """Returns what a rollout of this shape occupies on the devices."""
         whole = self.engine.footprint(shape)
         if self.continuous_generator is None:
             return whole
         if self.settings.rollout.pool == "ray":
-            # The caches are elsewhere.
+            # The caches are on the devices of the actors.
             return whole._replace(prompts=(), slots=())
-        found = self.continuous_generator.footprint()
-        # Islands hold copies of the weights that lie on the whole mesh.
+        footprint = self.continuous_generator.footprint()
+        # Workers hold copies of the weights, which are also on the whole mesh.
         has_copies = self.workers is not None and self.mesh.size > 1
-        return found._replace(weights=(whole.weights, found.weights)) if has_copies else found
+        return footprint._replace(weights=(whole.weights, footprint.weights)) if has_copies else footprint
 
     def score(
         self, params: Params, samples: Sequence[Sample], role: ScoredRole, *, batcher: MicroBatcher
     ) -> tuple[list[Sample], GlobalPlan]:
-        """The samples with the logprobs or values of the role whose weights these are, and how they were cut for it."""
+        """Returns the samples with the logprobs or values of a role, and the plan of micro-batches that was used."""
         if role == "critic":
             return self._score_values(params, samples, batcher=batcher)
         pieces = batcher(samples, self.mesh)
@@ -361,13 +335,13 @@ class Session:
     def _score_values(
         self, params: Params, samples: Sequence[Sample], *, batcher: MicroBatcher
     ) -> tuple[list[Sample], GlobalPlan]:
-        """`values`, with one more behind the samples that go on after their last token."""
+        """Computes `values`, with an extra value after the last token of truncated samples if these bootstrap."""
         assert self.critic is not None
-        goes_on = self.settings.algorithm.bootstrap_truncated
-        read = [append_dummy_token(s) if goes_on and s.finish_reason == "length" else s for s in samples]
-        pieces = batcher(read, self.mesh)
+        bootstrap = self.settings.algorithm.bootstrap_truncated
+        extended = [append_dummy_token(s) if bootstrap and s.finish_reason == "length" else s for s in samples]
+        pieces = batcher(extended, self.mesh)
         valuer = self.critic.valuer
-        values = valuer.values(params, read, pieces.local_plan, runner=self._pass_strategy(valuer, "critic"))
+        values = valuer.values(params, extended, pieces.local_plan, runner=self._pass_strategy(valuer, "critic"))
         return [replace(s, values=x) for s, x in zip(samples, values, strict=True)], pieces
 
     def _pass_strategy(self, scorer: PackedForward, role: ScoredRole) -> BatchRunner:
@@ -375,15 +349,15 @@ class Session:
 
 
 def open_mesh(settings: Settings) -> Mesh:
-    """The mesh of `mesh.shape`. `topology.start` must have run."""
+    """Makes the mesh of `mesh.shape`. `topology.start` must have run."""
     mesh = topology.make_mesh(settings.mesh)
     placement.check_rows_per_host(mesh)
     return mesh
 
 
 def set_compute_dtype(settings: Settings) -> jnp.dtype:
-    """`model.dtype`, with products as exact from here on as it says."""
+    """Returns `model.dtype` and sets the precision of matrix products to match."""
     dtype = jnp.dtype(settings.model.dtype)
-    # float32 means float32: by default GPUs take TF32 and TPUs bfloat16 passes for its products.
+    # By default GPUs use TF32 and TPUs bfloat16 passes for float32 products.
     jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)
     return dtype

@@ -214,8 +214,7 @@ class Generation:
         return self.session.stream(
             self.weights,
             prompts,
-            group_size=self.shard.group_size,
-            sampling_params=self.session.sampling_params,
+            self.session.rollout_request(),
             skipped_uids=self.finished.keys(),
         )
 

@@ -25,6 +25,7 @@ from cost_fit import CALL, FREE, OTHER_NAMES, Timed, explained, fit
 from forced_rollout import POLICY_VERSION, RULES, ForcedRollout, WatchedEngine, open_rollout, positive, several
 
 from app.records.sample import Prompt
+from app.rollout.request import GenerationRequest
 from app.rollout.scheduling.metrics import schedule_metrics
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import RolloutSequence
@@ -60,7 +61,10 @@ class Bench:
         self._number = 0
 
     def open(self) -> None:
-        self.engine.open(self.rollout.weights, rules=RULES, seed=SEED, policy_version=POLICY_VERSION, suspends=True)
+        request = GenerationRequest(
+            group_size=1, max_new_tokens=EDGE_TOKENS, rules=RULES, seed=SEED, policy_version=POLICY_VERSION
+        )
+        self.engine.open(self.rollout.weights, request, suspends=True)
 
     def prompt(self, length: int) -> Prompt:
         """That was never seen."""
@@ -130,7 +134,8 @@ class Bench:
 
 def programs_of(rollout: ForcedRollout) -> list[tuple[int, int]]:
     """Decode programs of the first worker, as (rows, room)."""
-    return rollout.engines[0].programs.decode_sizes
+    specs = rollout.engines[0].programs.program_specs(suspends=True, recomputes=True, truncates=False)
+    return [name[1:3] for name in specs if name[0] == "decode"]
 
 
 def edges(rollout: ForcedRollout) -> Iterator[Timed]:
@@ -142,11 +147,13 @@ def edges(rollout: ForcedRollout) -> Iterator[Timed]:
         made.generate(
             rollout.weights,
             prompts,
-            group_size=rollout.slots[0],
-            max_new_tokens=EDGE_TOKENS,
-            rules=RULES,
-            seed=SEED,
-            policy_version=POLICY_VERSION,
+            GenerationRequest(
+                group_size=rollout.slots[0],
+                max_new_tokens=EDGE_TOKENS,
+                rules=RULES,
+                seed=SEED,
+                policy_version=POLICY_VERSION,
+            ),
         )
         trace, specs = trace_from_records(made.records), rollout.specs(1)
 

@@ -70,7 +70,8 @@ class CostModel:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> CostModel:
         """Returns the costs that `to_json` wrote."""
-        return cls(**values | {"measured_steps": tuple(map(tuple, values.get("measured_steps", ())))})
+        fields: dict[str, Any] = {**values, "measured_steps": tuple(map(tuple, values.get("measured_steps", ())))}
+        return cls(**fields)
 
 
 class SampleLengths(NamedTuple):

@@ -28,6 +28,7 @@ from app.model.io.model_files import open_model
 from app.model.kv_cache import DecodeWeights, make_decode_weights
 from app.records.sample import Prompt
 from app.rollout.generator import SampleGenerator
+from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SampledTokens, Sampler, SamplingRules, hash_uids, sample_keys, sample_tokens
 from app.rollout.scheduling.events import WorkerKind
 from app.rollout.shape_buckets import SlotShapes, make_slot_shapes
@@ -91,7 +92,7 @@ class EndingPrograms(SlotPrograms):
 
     def _decode_program(self, rows: int, length: int, *, truncates: bool) -> ProgramSpec:
         _, arguments, options = super()._decode_program(rows, length, truncates=truncates)
-        first = self._definition, self.sampler, self._shapes.segment_max
+        first = self.definition, self.sampler, self.shapes.segment_max
         return lambda *more: decode_segment(*first, *more), arguments, options
 
 
@@ -194,11 +195,13 @@ class ForcedRollout:
         samples = made.generate(
             self.weights,
             self.prompts,
-            group_size=self.group_size,
-            max_new_tokens=self.longest,
-            rules=RULES,
-            seed=seed,
-            policy_version=POLICY_VERSION,
+            GenerationRequest(
+                group_size=self.group_size,
+                max_new_tokens=self.longest,
+                rules=RULES,
+                seed=seed,
+                policy_version=POLICY_VERSION,
+            ),
         )
         seconds = time.perf_counter() - start
         assert [len(sample.completion_ids) for sample in samples] == self.lengths[seed]

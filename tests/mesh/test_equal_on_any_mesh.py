@@ -18,6 +18,7 @@ from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, ValueDecoder
 from app.model.flops import forward_flops
 from app.records.sample import Sample
+from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
 from app.score.scorer import Scorer, ValueScorer
 from app.update.kl import k3
@@ -84,11 +85,7 @@ def outcome(architecture: Architecture, shape: tuple[int, int, int], cut: MicroB
     samples = engine.generate(
         engine.to_decode_weights(params),
         random_prompts(3, vocab_size=50),
-        group_size=3,
-        max_new_tokens=8,
-        rules=SamplingRules(1.0),
-        seed=1,
-        policy_version=2,
+        GenerationRequest(group_size=3, max_new_tokens=8, rules=SamplingRules(1.0), seed=1, policy_version=2),
     )
     scorer = Scorer(definition, mesh, dtype=FLOAT32, logits_chunk=3)
     trained = random_samples(4, 3, vocab_size=50, with_holes=True)

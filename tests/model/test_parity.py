@@ -23,6 +23,7 @@ from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import open_model
 from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import completion_logprobs
+from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
 from tests.tiny import make_engine, make_mesh, make_prompt
 
@@ -338,11 +339,9 @@ def test_greedy_generation_equals_transformers_token_for_token(tmp_path, model_t
     samples = engine.generate(
         engine.to_decode_weights(params),
         prompts,
-        group_size=1,
-        max_new_tokens=24,
-        rules=SamplingRules(temperature=0.0),
-        seed=0,
-        policy_version=0,
+        GenerationRequest(
+            group_size=1, max_new_tokens=24, rules=SamplingRules(temperature=0.0), seed=0, policy_version=0
+        ),
     )
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
     for prompt, sample in zip(prompts, samples, strict=True):

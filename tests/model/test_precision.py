@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from app.model.decoder import DecoderDefinition
+from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
 from app.score.scorer import Scorer
 from tests.tiny import BIASED, SWITCHED, make_engine, make_mesh, packed_plan, random_params, random_prompts
@@ -21,11 +22,9 @@ def test_bfloat16_stays_near_float32_and_sampler_and_scorer_agree_in_it(architec
     samples = engine.generate(
         engine.to_decode_weights(params),
         prompts,
-        group_size=2,
-        max_new_tokens=20,
-        rules=SamplingRules(temperature=1.0),
-        seed=0,
-        policy_version=0,
+        GenerationRequest(
+            group_size=2, max_new_tokens=20, rules=SamplingRules(temperature=1.0), seed=0, policy_version=0
+        ),
     )
     sampled = np.concatenate([sample.behavior_logprobs for sample in samples])
 

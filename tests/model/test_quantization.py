@@ -20,6 +20,7 @@ from app.model.lora import LoRAConfig, combine_params
 from app.model.quantization import CODES, SCALES, KernelQuantizer, check_quantization, check_qwix_installed
 from app.model.segment_layout import single_segment_layout
 from app.records.versions import NOT_INSTALLED
+from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
 from settings.errors import InputError
 from settings.schema.lora import PROJECTIONS, Quantization
@@ -221,11 +222,7 @@ def test_samples_are_those_of_the_kernels_in_floats(
             engine.generate(
                 engine.to_decode_weights(params),
                 prompts,
-                group_size=2,
-                max_new_tokens=6,
-                rules=SamplingRules(1.0),
-                seed=1,
-                policy_version=0,
+                GenerationRequest(group_size=2, max_new_tokens=6, rules=SamplingRules(1.0), seed=1, policy_version=0),
             )
         )
     for ours, expected in zip(*both, strict=True):

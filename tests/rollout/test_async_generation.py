@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +24,17 @@ from app.rollout.scheduling.scheduler import POLICIES
 from app.rollout.sequence import RolloutSequence
 from app.rollout.worker_pool import RolloutWorkerPool
 from app.rollout.workers import RolloutWorker
-from tests.rollout.test_slot_engine import ARGUMENTS, DEFINITION, GROUP_SIZE, LENGTHS, PROMPTS, weights_on
+from tests.rollout.test_slot_engine import DEFINITION, GROUP_SIZE, LENGTHS, PROMPTS, REQUEST, weights_on
 from tests.rollout.test_workers import bits, dying, engine_on, expected, scheduled, workers_on
 from tests.tiny import make_engine, make_mesh, random_params
 
-RULES, SEED = ARGUMENTS["rules"], ARGUMENTS["seed"]
-KEY = ARGUMENTS["policy_version"]
+KEY = REQUEST.policy_version
 HALF = len(PROMPTS) // 2
 """Prompts of a round: two rounds are those that `expected` has."""
 
 
 def halves() -> list[list[RolloutSequence]]:
-    rows = make_sequences(PROMPTS, group_size=GROUP_SIZE, max_new_tokens=LENGTHS, noise_step=KEY)
+    rows = make_sequences(PROMPTS, REQUEST, noise_step=KEY)
     return [rows[: HALF * GROUP_SIZE], rows[HALF * GROUP_SIZE :]]
 
 
@@ -69,14 +69,12 @@ def opened(made: RolloutWorkerPool, told: list[Told] | None = None) -> Iterator[
             told.append(record.event)
 
     weights = weights_on()
-    with made.open_executor(
-        weights, made.make_scheduler(), rules=RULES, seed=SEED, policy_version=KEY, on_record=tell
-    ) as run:
+    with made.open_executor(weights, made.make_scheduler(), REQUEST, on_record=tell) as run:
         yield Opened(made, run, tally)
 
 
 def samples_of(made: RolloutWorkerPool, rows: Sequence[RolloutSequence]):
-    return [made.to_sample(row, i // GROUP_SIZE, truncates=RULES.truncates) for i, row in enumerate(rows)]
+    return [made.to_sample(row, i // GROUP_SIZE, truncates=REQUEST.rules.truncates) for i, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -175,15 +173,7 @@ def test_published_weights_outlive_the_state_that_they_were_made_of(dtype: str) 
 
 
 def generation_of(made: RolloutWorkerPool) -> AsyncRollout:
-    return AsyncRollout(
-        made,
-        weights_on(),
-        group_size=GROUP_SIZE,
-        max_new_tokens=LENGTHS[: HALF * GROUP_SIZE],
-        rules=RULES,
-        seed=SEED,
-        policy_version=KEY,
-    )
+    return AsyncRollout(made, weights_on(), replace(REQUEST, max_new_tokens=LENGTHS[: HALF * GROUP_SIZE]))
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
@@ -198,7 +188,7 @@ def test_a_thread_generates_while_others_do_something_else(in_turn: bool) -> Non
     first = bits(expected()[: HALF * GROUP_SIZE])
     assert [bits(samples) for samples in rounds] == [first, first]
     assert len(made.take_schedule_metrics()) == 2
-    assert bits(made.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)) == bits(expected())
+    assert bits(made.generate(weights_on(), PROMPTS, REQUEST)) == bits(expected())
 
 
 def test_a_worker_that_dies_hands_its_rows_to_the_others_of_an_open_rollout() -> None:
@@ -226,14 +216,7 @@ def test_weights_go_when_the_next_are_loaded() -> None:
     made = scheduled(workers_on(1), in_turn=True)
     first = jax.tree.map(jnp.copy, weights_on())
     leaves = [weakref.ref(leaf) for leaf in jax.tree.leaves(first)]
-    rollout = made.open_executor(
-        first,
-        made.make_scheduler(),
-        rules=RULES,
-        seed=SEED,
-        policy_version=KEY,
-        on_record=lambda record: None,
-    )
+    rollout = made.open_executor(first, made.make_scheduler(), REQUEST, on_record=lambda record: None)
     del first
     with rollout as run:
         one = RoundExecutor(run, ScheduleMetricsTracker())

@@ -14,10 +14,10 @@ from app.rollout.sequence import RolloutSequence
 from app.tracking.compilation_counter import CompilationCounter
 from tests.rollout.test_async_generation import HALF, KEY, generation_of
 from tests.rollout.test_slot_engine import (
-    ARGUMENTS,
     DEFINITION,
     LENGTHS,
     PROMPTS,
+    REQUEST,
     batching,
     in_one_batch,
     weights_on,
@@ -46,12 +46,12 @@ def test_segments_of_a_batch_change_no_bit_and_compile_nothing(
     shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, weights = make_engine(DEFINITION, make_mesh(shape)), weights_on(shape)
-    whole = engine.generate(weights, PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+    whole = engine.generate(weights, PROMPTS, REQUEST)
     monkeypatch.setattr(engine_room, "SEGMENT_STEPS", 5)
     looks = []
     monkeypatch.setattr(engine, "stop_requested", lambda: bool(looks.append(1)))
     with closing(CompilationCounter()) as compilations:
-        samples = engine.generate(weights, PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+        samples = engine.generate(weights, PROMPTS, REQUEST)
         assert compilations.take_count() == 0
     assert bits(samples) == bits(whole)
     # Before the first segment, and behind each but the last.
@@ -64,10 +64,10 @@ def test_a_batch_ends_where_a_segment_does() -> None:
     for looks in (0, 1, 4):
         engine.stop_requested = after(looks)
         with pytest.raises(StoppedError):
-            engine.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+            engine.generate(weights_on(), PROMPTS, REQUEST)
     # Nobody looks once all are done.
     engine.stop_requested = after(5)
-    assert len(engine.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)) == len(LENGTHS)
+    assert len(engine.generate(weights_on(), PROMPTS, REQUEST)) == len(LENGTHS)
 
 
 def test_slots_are_free_when_they_were_asked_to_stop() -> None:
@@ -75,10 +75,10 @@ def test_slots_are_free_when_they_were_asked_to_stop() -> None:
     for looks in (0, 2):
         made.stop_requested = after(looks)
         with pytest.raises(StoppedError):
-            made.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+            made.generate(weights_on(), PROMPTS, REQUEST)
         assert not made.engine.is_open
     made.stop_requested = never_stop
-    assert bits(made.generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)) == bits(expected())
+    assert bits(made.generate(weights_on(), PROMPTS, REQUEST)) == bits(expected())
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
@@ -95,7 +95,7 @@ def test_a_scheduled_rollout_that_was_stopped_draws_only_what_is_missing(in_turn
     finished = {row.uid: made.to_sample(row, groups[row.uid], truncates=False) for row in rows}
     assert 0 < len(finished) < len(LENGTHS)
     made.stop_requested = never_stop
-    drawn = made.stream(weights_on(), PROMPTS, max_new_tokens=LENGTHS, skipped_uids=finished, **ARGUMENTS)
+    drawn = made.stream(weights_on(), PROMPTS, REQUEST, skipped_uids=finished)
     together = {sample.uid: sample for sample in (*finished.values(), *drawn)}
     assert len(together) == len(rows) == len(LENGTHS)
     assert bits([together[sample.uid] for sample in expected()]) == bits(expected())

@@ -22,6 +22,7 @@ from app.model.kv_cache import (
 from app.preflight.hlo_collectives import Collective, program_collectives
 from app.records.sample import Sample
 from app.rollout.continuous_batching import ContinuousBatchGenerator
+from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
 from app.rollout.shape_buckets import make_slot_shapes
 from app.rollout.slot_engine import SlotEngine
@@ -34,20 +35,14 @@ from tests.tiny import EVEN, make_engine, make_mesh, random_params, random_promp
 DEFINITION = DecoderDefinition.create(EVEN)
 FLOAT32 = jnp.dtype("float32")
 PROMPTS = random_prompts(4, vocab_size=50, longest=8)
-ARGUMENTS: dict[str, Any] = {
-    "group_size": 2,
-    "max_new_tokens": 6,
-    "rules": SamplingRules(1.0),
-    "seed": 1,
-    "policy_version": 2,
-}
+REQUEST = GenerationRequest(group_size=2, max_new_tokens=6, rules=SamplingRules(1.0), seed=1, policy_version=2)
 
 
 def samples_of(layout: DecodeLayout, shape: tuple[int, int, int]) -> list[Sample]:
     mesh = make_mesh(shape)
     params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))
     engine = make_engine(DEFINITION, mesh, decode_layout=layout)
-    return engine.generate(engine.to_decode_weights(params), PROMPTS, **ARGUMENTS)
+    return engine.generate(engine.to_decode_weights(params), PROMPTS, REQUEST)
 
 
 @functools.cache
@@ -75,7 +70,7 @@ def test_slots_draw_the_same_samples_from_split_weights():
     params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))
     weights = make_engine(DEFINITION, mesh, decode_layout="fsdp").to_decode_weights(params)
     batching = ContinuousBatchGenerator(engine, decode_text=spell, segment_rule=SegmentSettings(min=1))
-    assert_same_samples(batching.generate(weights, PROMPTS, **ARGUMENTS))
+    assert_same_samples(batching.generate(weights, PROMPTS, REQUEST))
 
 
 @functools.cache

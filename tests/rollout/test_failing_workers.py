@@ -12,7 +12,7 @@ import pytest
 from app.rollout.scheduling.events import WorkerJoined, WorkerLost
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.workers import RolloutWorker
-from tests.rollout.test_slot_engine import ARGUMENTS, DEFINITION, FLOAT32, LENGTHS, PROMPTS, weights_on
+from tests.rollout.test_slot_engine import DEFINITION, FLOAT32, PROMPTS, REQUEST, weights_on
 from tests.rollout.test_workers import (
     KINDS,
     Mortal,
@@ -96,7 +96,7 @@ def test_closing_waits_for_a_sleeping_worker_no_longer_than_its_lease() -> None:
     assert isinstance(sleeper, Mortal)
     sleeper.sleep = Event()
     made = scheduled(workers, lease_s=1.0)
-    stream = made.stream(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+    stream = made.stream(weights_on(), PROMPTS, REQUEST)
     next(stream)
     closing = Thread(target=stream.close)  # pyright: ignore[reportAttributeAccessIssue]
     closing.start()
@@ -118,7 +118,7 @@ def test_a_segment_that_does_not_end_is_left_behind(monkeypatch: pytest.MonkeyPa
     sleeper.sleep = Event()
     # The first sample is the first worker's, and stays there.
     made = scheduled(workers, "sync")
-    stream = made.stream(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+    stream = made.stream(weights_on(), PROMPTS, REQUEST)
     next(stream)
     stream.close()  # pyright: ignore[reportAttributeAccessIssue]
     assert set(made._stalled) == {workers[1]}

@@ -15,6 +15,7 @@ from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.rollout.batch_engine import BatchEngine
 from app.rollout.continuous_batching import ContinuousBatchGenerator
+from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.shape_buckets import make_slot_shapes
@@ -33,7 +34,9 @@ GROUP_SIZE = 4
 LENGTHS = [int(n) for n in np.random.default_rng(3).integers(1, 25, len(PROMPTS) * GROUP_SIZE)]
 """Of completions, forced."""
 LONGEST = 24
-ARGUMENTS = {"group_size": GROUP_SIZE, "rules": SamplingRules(1.0), "seed": 0, "policy_version": 3}
+REQUEST = GenerationRequest(
+    group_size=GROUP_SIZE, max_new_tokens=LENGTHS, rules=SamplingRules(1.0), seed=0, policy_version=3
+)
 
 
 @functools.cache
@@ -71,10 +74,13 @@ def batching(engine: SlotEngine, **rule: object) -> ContinuousBatchGenerator:
 
 
 def generate(
-    engine: SlotEngine, prompts: Sequence[Prompt] = PROMPTS, max_new_tokens: object = LENGTHS, **rule: object
+    engine: SlotEngine,
+    prompts: Sequence[Prompt] = PROMPTS,
+    max_new_tokens: int | Sequence[int] = LENGTHS,
+    **rule: object,
 ) -> list[Sample]:
-    arguments = {"max_new_tokens": max_new_tokens, **ARGUMENTS}
-    return batching(engine, **rule).generate(weights_on(), prompts, **arguments)
+    request = replace(REQUEST, max_new_tokens=max_new_tokens)
+    return batching(engine, **rule).generate(weights_on(), prompts, request)
 
 
 @functools.cache
@@ -85,7 +91,7 @@ def without_slots() -> BatchEngine:
 @functools.cache
 def in_one_batch() -> list[Sample]:
     """What the engine without slots makes of the same work."""
-    return without_slots().generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+    return without_slots().generate(weights_on(), PROMPTS, REQUEST)
 
 
 def by_uid(rows: Sequence[RolloutSequence]) -> dict[str, tuple[list[int], bytes]]:
@@ -105,7 +111,7 @@ def run_at_random(
     rng = np.random.default_rng(seed)
     rows = rows_of()
     waiting: deque[RolloutSequence | SuspendedSequence] = deque(rows[i] for i in rng.permutation(len(rows)))
-    engine.open(weights_on(), rules=SamplingRules(1.0), seed=0, policy_version=3, suspends=suspends)
+    engine.open(weights_on(), REQUEST, suspends=suspends)
     while waiting or engine.active_rows:
         num_admitted = int(rng.integers(0 if engine.active_rows else 1, engine.num_free_slots + 1))
         engine.admit([waiting.popleft() for _ in range(min(num_admitted, len(waiting)))])
@@ -155,7 +161,7 @@ def test_in_exact_mode_tokens_stay_what_they_are_when_the_weights_have_changed()
     drawn = []
     for first in (weights_on(), jax.tree.map(lambda x: 1.5 * x, weights_on())):
         row, beside = (RolloutSequence(PROMPTS[0], i, LONGEST, noise_step=3) for i in range(2))
-        engine.open(first, rules=SamplingRules(1.0), seed=0, policy_version=3, suspends=True)
+        engine.open(first, REQUEST, suspends=True)
         engine.admit([row, beside])
         engine.start_segment(length=7)
         engine.finish_segment().collect()
@@ -216,23 +222,12 @@ def test_nothing_is_compiled_once_the_slots_are_open():
     compilations.close()
 
 
-def test_compiled_ahead_the_first_rollout_compiles_nothing():
-    queue = batching(new_slots(4, exact=True))
-    queue.compile(SamplingRules(1.0))
-    arguments = {"max_new_tokens": 5, **ARGUMENTS}
-    weights = weights_on()
-    compilations = CompilationCounter()
-    queue.generate(weights, PROMPTS[:2], **arguments)
-    assert compilations.take_count() == 0
-    compilations.close()
-
-
-def test_what_may_cut_tokens_off_serves_rules_that_cut_none():
+def test_programs_compiled_ahead_serve_the_first_rollout_even_under_rules_that_exclude_no_token():
     queue = batching(new_slots(4, exact=True))
     queue.compile(SamplingRules(1.0, top_k=3))
-    compilations = CompilationCounter()
+    weights, compilations = weights_on(), CompilationCounter()
     queue.compile(SamplingRules(0.0))
-    samples = queue.generate(weights_on(), PROMPTS[:2], max_new_tokens=5, **ARGUMENTS)
+    samples = queue.generate(weights, PROMPTS[:2], replace(REQUEST, max_new_tokens=5))
     assert compilations.take_count() == 0
     compilations.close()
     for ours, whole in zip(samples, generate(slots_of(True), PROMPTS[:2], 5), strict=True):
@@ -252,9 +247,9 @@ def test_there_are_few_programs_however_long_the_samples(num_slots, max_prompt_l
         exact=False,
     )
     programs = SlotPrograms(DEFINITION, make_mesh(), shapes, dtype=FLOAT32, num_eos=1)
-    names = programs.names(suspends=True, recomputes=True, truncates=False)
-    assert len(names) == len(programs.names(suspends=True, recomputes=True, truncates=True)) <= 24
-    assert sum(name[0] == "decode" for name in names) == 5
+    specs = programs.program_specs(suspends=True, recomputes=True, truncates=False)
+    assert len(specs) == len(programs.program_specs(suspends=True, recomputes=True, truncates=True)) <= 24
+    assert sum(name[0] == "decode" for name in specs) == 5
 
 
 def test_each_distinct_prompt_is_read_once():
@@ -276,7 +271,7 @@ def test_after_new_weights_prompts_are_read_anew():
     prompt = PROMPTS[0]
 
     def first_logprob(*loads: DecodeWeights) -> float:
-        engine.open(loads[0], rules=SamplingRules(1.0), seed=0, policy_version=3)
+        engine.open(loads[0], REQUEST)
         engine.prefill([prompt])
         for weights in loads[1:]:
             engine.load_weights(weights, policy_version=4)
@@ -302,7 +297,7 @@ def test_few_samples_in_many_slots_decode_in_the_small_program_at_once():
 
 def test_one_batch_to_the_end_is_counted_alike():
     without_slots().counters.take()
-    without_slots().generate(weights_on(), PROMPTS, max_new_tokens=LENGTHS, **ARGUMENTS)
+    without_slots().generate(weights_on(), PROMPTS, REQUEST)
     counts = without_slots().counters.take()
     distinct = sum(len(prompt.token_ids) for prompt in PROMPTS)
     assert (counts.prefilled_tokens, counts.prompt_tokens) == (distinct, GROUP_SIZE * distinct)
@@ -312,7 +307,7 @@ def test_one_batch_to_the_end_is_counted_alike():
 
 def test_a_segment_leaves_when_enough_rows_are_done_or_few_are_left():
     engine, rows = slots_of(True), rows_of(lengths=[3, 7, 11, 14] * len(PROMPTS))[:4]
-    engine.open(weights_on(), rules=SamplingRules(1.0), seed=0, policy_version=3)
+    engine.open(weights_on(), REQUEST)
     engine.admit(rows)
     steps = []
     for limits in ({"leave_when_finished": 1}, {"leave_when_active": 2}, {"length": 2}, {}):
@@ -328,7 +323,7 @@ def test_caches_that_are_full_end_a_segment_and_grow():
     room = engine.shapes.cache_buckets
     assert len(room) == 3
     row = replace(rows_of()[0], max_new_tokens=LONGEST)
-    engine.open(weights_on(), rules=SamplingRules(1.0), seed=0, policy_version=3)
+    engine.open(weights_on(), REQUEST)
     engine.admit([row])
     lengths = []
     while engine.active_rows:
@@ -353,7 +348,7 @@ def test_a_row_is_done_at_its_first_token_where_that_ends_it_or_no_more_are_allo
 def test_a_row_whose_logits_are_not_finite_ends_before_them_and_no_neighbour_changes(exact):
     engine, rows = slots_of(exact), rows_of(lengths=[9] * len(LENGTHS))[:3]
     expected = {s.uid: s.completion_ids.tolist() for s in generate(engine, PROMPTS[:1], 9)}
-    engine.open(weights_on(), rules=SamplingRules(1.0), seed=0, policy_version=3)
+    engine.open(weights_on(), REQUEST)
     engine.admit(rows)
     engine.start_segment(length=4)
     engine.finish_segment().collect()
@@ -374,8 +369,7 @@ def test_a_row_whose_logits_are_not_finite_ends_before_them_and_no_neighbour_cha
 
 def test_slots_split_over_devices_make_the_same_samples():
     engine = new_slots(4, exact=True, mesh_shape=(2, 1, 2))
-    arguments = {"max_new_tokens": LENGTHS, **ARGUMENTS}
-    samples = batching(engine).generate(weights_on((2, 1, 2)), PROMPTS, **arguments)
+    samples = batching(engine).generate(weights_on((2, 1, 2)), PROMPTS, REQUEST)
     for ours, theirs in zip(samples, in_one_batch(), strict=True):
         np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
         np.testing.assert_allclose(ours.behavior_logprobs, theirs.behavior_logprobs, atol=1e-5)
@@ -391,6 +385,6 @@ def test_a_prompt_beyond_the_slots_is_refused_before_anything_runs():
 
 def test_slots_that_devices_cannot_share_are_refused():
     sizes: Any = {"max_prompt_length": 8, "max_new_tokens": 8, "prefill_length_min": 4}
-    sizes |= {"num_pooled": 1, "segment_max": 8}
+    sizes |= {"num_pooled_prompts": 1, "segment_max": 8}
     with pytest.raises(InputError, match=r"rollout\.slots: 6 .* 4 devices"):
         make_slot_shapes(6, **sizes, exact=False, row_shards=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,7 +84,7 @@ def test_a_dry_run_foresees_the_caches_of_the_slots(config: Path) -> None:
     assert session.continuous_batching is not None
     engine = session.continuous_batching.engine
     weights = session.engine.to_decode_weights(session.load_params())
-    engine.open(weights, rules=session.sampling_params, seed=0, policy_version=0)
+    engine.open(weights, session.rollout_request())
     engine._grow_cache(engine.shapes.max_length)
     assert memory["rollout"]["kv_cache"] == memory["evaluation"]["kv_cache"] == bytes_per_device(engine._cache)
     assert memory["rollout"]["prompt_cache"] == bytes_per_device(engine._pool)
@@ -134,9 +135,9 @@ def test_evaluations_beside_generation_have_the_batches_that_a_dry_run_foresees(
     small = ("rollout.max_staleness=1", "rollout.prompts_per_step=2", "rollout.group_size=2")
     batches, generate = [], BatchEngine.generate
 
-    def counted(engine: BatchEngine, weights: object, prompts: Sequence[Prompt], **rest: object) -> list[Sample]:
+    def counted(engine: BatchEngine, weights: Any, prompts: Sequence[Prompt], request: Any) -> list[Sample]:
         batches.append(len(prompts))
-        return generate(engine, weights, prompts, **rest)  # pyright: ignore[reportArgumentType]
+        return generate(engine, weights, prompts, request)
 
     monkeypatch.setattr(BatchEngine, "generate", counted)
     result = train_here(config, *asked, *small)
