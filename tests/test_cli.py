@@ -144,7 +144,6 @@ def test_what_print_config_prints_is_a_config(tmp_path: Path) -> None:
         (("evaluate", "--compare", "missing.jsonl", "b"), "missing.jsonl: no such file"),
         (("evaluate", "--set", "eval.num_samples=4"), "greedy samples of a prompt are all alike; set eval.temperature"),
         (("inspect-mesh", "--set", "mesh.shape=2,4"), "mesh.shape: expected"),
-        (("inspect-mesh", "--picture", "rows.png"), "--picture goes with --plan FILE.jsonl"),
         (("export", "--out", "o"), "missing option --checkpoint"),
         (("export", "--checkpoint", "missing"), "missing option --out"),
         (("export", "--checkpoint", "missing", "--out", "o"), "--checkpoint: there is no folder missing"),
@@ -233,11 +232,11 @@ def in_process(verb: str, statement: str) -> subprocess.CompletedProcess[str]:
     """What the command line makes of a statement that runs in the middle of a verb."""
     program = (
         "import sys, typer, cli\nfrom settings import InputError\n"
-        "from app.commands.command_support import errors_for_people\n"
+        "from app.commands.command_support import handle_errors\n"
         f"sys.argv = {['grpo', verb]!r}\n"
         "@cli.app.command()\n"
         f"def {verb}() -> None:\n"
-        f"    with errors_for_people(debug=False):\n        {statement}\n"
+        f"    with handle_errors(debug=False):\n        {statement}\n"
         "cli.main()\n"
     )
     return subprocess.run(

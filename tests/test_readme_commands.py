@@ -141,7 +141,7 @@ def test_the_verbs_of_the_readme_chain_as_written(tmp_path: Path) -> None:
     """Rollout, score and inspect-mesh really run, in the order in which README shows them."""
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     chain = [c for c in bash_commands(readme) if re.match(r"grpo (rollout|score|inspect-mesh) ", c)]
-    verbs = ["rollout", "score", "rollout", "inspect-mesh", "inspect-mesh", "rollout", "rollout"]
+    verbs = ["rollout", "score", "rollout", "inspect-mesh", "rollout", "rollout"]
     assert [words_and_environment(c)[0][1] for c in chain] == verbs
     for command in chain:
         words, environment = words_and_environment(command)
@@ -156,4 +156,3 @@ def test_the_verbs_of_the_readme_chain_as_written(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout
     assert len((tmp_path / "scored.jsonl").read_text().splitlines()) == 4 * 16
-    assert (tmp_path / "rows.png").is_file()

@@ -122,8 +122,8 @@ def reward_found(directory: Path, function: Path, *overrides: str) -> CheckResul
 @pytest.mark.parametrize(
     ("text", "limit", "told"),
     [
-        (SLOW_IMPORT, "MOST_IMPORT_S", "reward.load_timeout_s = 60 s"),
-        (SLOW_CALL, "MOST_CALL_S", "reward.timeout_s = 10 s"),
+        (SLOW_IMPORT, "MAX_IMPORT_S", "reward.load_timeout_s = 60 s"),
+        (SLOW_CALL, "MAX_CALL_S", "reward.timeout_s = 10 s"),
     ],
     ids=["import", "call"],
 )
