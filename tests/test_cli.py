@@ -183,7 +183,7 @@ def test_settings_are_a_run_s_where_what_is_named_lies_in_its_folders_and_that_i
     file.parent.mkdir()
     file.touch()
     assert find_run_config({"--from-rollouts": file.parent / place}) == (str(file) if is_of_run else None)
-    told = f"note: --from-rollouts: under the settings of {file}\n" if is_of_run else ""
+    told = f"note: --from-rollouts: uses the settings of {file}\n" if is_of_run else ""
     assert capsys.readouterr() == ("", told)
 
 
@@ -194,7 +194,7 @@ def test_verbs_tell_of_the_run_whose_settings_they_take(tmp_path: Path, verb: st
     (tmp_path / "settings.yaml").write_text(load(None, ["run.steps=3"], {}).to_yaml())
     answer = grpo(verb, option, ".", "--print-config", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
-    assert answer.stderr == f"note: {option}: under the settings of {tmp_path.resolve() / 'settings.yaml'}\n"
+    assert answer.stderr == f"note: {option}: uses the settings of {tmp_path.resolve() / 'settings.yaml'}\n"
     assert "\n  steps: 3  # yaml:" in answer.stdout
     assert grpo(verb, option, ".", "--config", "settings.yaml", "--print-config", cwd=tmp_path).stderr == ""
 
