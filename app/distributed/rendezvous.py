@@ -85,7 +85,7 @@ class Deadline:
         """Returns the error message of a time-out."""
         return (
             f"mesh.start_timeout_s: {what} within {self.timeout_s:g} s. Every host must run the same command at the "
-            f"same time, each with a mesh.process_id of its own where the platform gives it none: {self._command}"
+            f"same time, each with a mesh.process_id of its own if the platform sets none: {self._command}"
         )
 
 
@@ -101,10 +101,10 @@ def resolve_bind_address(address: str) -> str:
     if os.environ.get(BIND_ADDRESS_VARIABLE):
         return os.environ[BIND_ADDRESS_VARIABLE]
     host, port = _split_host_port(address)
-    found = ipaddress.ip_address(_resolve_address(address)[1][0])
-    if found.is_loopback and host != "localhost" and not _is_ip_address(host):
+    ip_address = ipaddress.ip_address(_resolve_address(address)[1][0])
+    if ip_address.is_loopback and host != "localhost" and not _is_ip_address(host):
         return f"[::]:{port}"
-    return f"[{found}]:{port}" if found.version == 6 else f"{found}:{port}"
+    return f"[{ip_address}]:{port}" if ip_address.version == 6 else f"{ip_address}:{port}"
 
 
 def _is_ip_address(host: str) -> bool:
@@ -123,13 +123,13 @@ def _split_host_port(address: str) -> tuple[str, int]:
 def _resolve_address(address: str) -> tuple[socket.AddressFamily, Any]:
     host, port = _split_host_port(address)
     try:
-        family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise InputError(
             f"mesh.coordinator_address: no host is known as {host!r} ({error.strerror}); "
             "give the address of process 0, as in 10.0.0.2:8476"
         ) from error
-    return family, found
+    return family, resolved
 
 
 def _listen(member: ClusterMember) -> socket.socket:
@@ -153,11 +153,11 @@ def _run_coordinator(member: ClusterMember, deadline: Deadline, notify: Notify) 
     with ExitStack() as stack:
         stack.enter_context(listener)
         peers, problem = {0: PeerConnection(None, _process_name())}, None
-        untold = iter((True,))
+        notices = iter((True,))
         while problem is None and len(peers) < member.num_processes:
             if deadline.remaining_s <= 0:
                 problem = deadline.timeout_message(_missing_message(member, peers))
-            elif deadline.is_notice_due and next(untold, False):
+            elif deadline.is_notice_due and next(notices, False):
                 missing = _format_processes(_missing_processes(member, peers))
                 notify(f"waiting at {member.coordinator_address} for {missing}")
             elif select.select([listener], [], [], min(deadline.remaining_s, LIVENESS_POLL_S))[0]:
@@ -222,7 +222,7 @@ def _accept_peer(member: ClusterMember, peers: dict[int, PeerConnection], connec
 
 def _join_coordinator(member: ClusterMember, deadline: Deadline, notify: Notify) -> None:
     """Runs every other process: connects to process 0 until it replies."""
-    reason, untold = "", iter((True,))
+    reason, notices = "", iter((True,))
     while deadline.remaining_s > 0:
         answer, reason = _query_coordinator(member, deadline)
         if answer is not None:
@@ -230,7 +230,7 @@ def _join_coordinator(member: ClusterMember, deadline: Deadline, notify: Notify)
                 raise InputError(str(answer["problem"]))
             _wait_for_listener(member, deadline)
             return
-        if deadline.is_notice_due and next(untold, False):
+        if deadline.is_notice_due and next(notices, False):
             notify(f"waiting for process 0: {reason}")
         time.sleep(RETRY_S)
     raise InputError(deadline.timeout_message(reason))

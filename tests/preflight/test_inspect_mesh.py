@@ -264,7 +264,6 @@ def test_a_dry_run_may_pretend(config: Path) -> None:
     [
         ("train",),
         ("rollout", "--out", "samples.jsonl"),
-        ("rollout", "--simulate", "samples.jsonl"),
         ("score", "--input", "samples.jsonl", "--out", "scored.jsonl"),
         ("gae", "--input", "samples.jsonl", "--out", "credited.jsonl"),
     ],
