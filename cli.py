@@ -1,7 +1,7 @@
-"""The command line: one Typer app over the verbs.
+"""The command line: one Typer app over `app/commands`.
 
-Rooms are imported inside the verbs, so that `--help`, `--version`, `--print-config` and every error
-in the settings answer without starting JAX.
+Commands import their packages when they run, so `--help`, `--version`, `--print-config` and every error in the settings
+need no JAX.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-for verb in (
+for command in (
     doctor.doctor,
     train.train,
     evaluate.evaluate,
@@ -35,11 +35,11 @@ for verb in (
     report.report,
     export.export,
 ):
-    app.command()(verb)
+    app.command()(command)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         write(f"grpo {_version()}", sys.stdout)
         raise typer.Exit
 
@@ -55,7 +55,7 @@ def _grpo(
 
 def main() -> None:
     """Entry point of the console script."""
-    # The tokenizer's library advises to install PyTorch, which this program has no use for.
+    # The tokenizer library recommends PyTorch, which this program does not use.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     app(prog_name="grpo")
 

@@ -144,7 +144,6 @@ def test_what_print_config_prints_is_a_config(tmp_path: Path) -> None:
         (("evaluate", "--compare", "missing.jsonl", "b"), "missing.jsonl: no such file"),
         (("evaluate", "--set", "eval.num_samples=4"), "greedy samples of a prompt are all alike; set eval.temperature"),
         (("inspect-mesh", "--set", "mesh.shape=2,4"), "mesh.shape: expected"),
-        (("inspect-mesh", "--picture", "rows.png"), "--picture goes with --plan FILE.jsonl"),
         (("export", "--out", "o"), "missing option --checkpoint"),
         (("export", "--checkpoint", "missing"), "missing option --out"),
         (("export", "--checkpoint", "missing", "--out", "o"), "--checkpoint: there is no folder missing"),
@@ -184,7 +183,7 @@ def test_settings_are_a_run_s_where_what_is_named_lies_in_its_folders_and_that_i
     file.parent.mkdir()
     file.touch()
     assert find_run_config({"--from-rollouts": file.parent / place}) == (str(file) if is_of_run else None)
-    told = f"note: --from-rollouts: under the settings of {file}\n" if is_of_run else ""
+    told = f"note: --from-rollouts: uses the settings of {file}\n" if is_of_run else ""
     assert capsys.readouterr() == ("", told)
 
 
@@ -195,7 +194,7 @@ def test_verbs_tell_of_the_run_whose_settings_they_take(tmp_path: Path, verb: st
     (tmp_path / "settings.yaml").write_text(load(None, ["run.steps=3"], {}).to_yaml())
     answer = grpo(verb, option, ".", "--print-config", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
-    assert answer.stderr == f"note: {option}: under the settings of {tmp_path.resolve() / 'settings.yaml'}\n"
+    assert answer.stderr == f"note: {option}: uses the settings of {tmp_path.resolve() / 'settings.yaml'}\n"
     assert "\n  steps: 3  # yaml:" in answer.stdout
     assert grpo(verb, option, ".", "--config", "settings.yaml", "--print-config", cwd=tmp_path).stderr == ""
 
@@ -233,11 +232,11 @@ def in_process(verb: str, statement: str) -> subprocess.CompletedProcess[str]:
     """What the command line makes of a statement that runs in the middle of a verb."""
     program = (
         "import sys, typer, cli\nfrom settings import InputError\n"
-        "from app.commands.command_support import errors_for_people\n"
+        "from app.commands.command_support import handle_errors\n"
         f"sys.argv = {['grpo', verb]!r}\n"
         "@cli.app.command()\n"
         f"def {verb}() -> None:\n"
-        f"    with errors_for_people(debug=False):\n        {statement}\n"
+        f"    with handle_errors(debug=False):\n        {statement}\n"
         "cli.main()\n"
     )
     return subprocess.run(

@@ -155,4 +155,3 @@ def test_the_verbs_of_the_readme_chain_as_written(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout
     assert len((tmp_path / "scored.jsonl").read_text().splitlines()) == 4 * 16
-    assert (tmp_path / "rows.png").is_file()

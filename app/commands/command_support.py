@@ -1,4 +1,4 @@
-"""What every verb does around its room: load settings, turn errors into messages and exit codes, print."""
+"""Shared code of the commands: settings, error messages, exit codes and output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from settings import InputError, Resolved, load
 from settings.loading.sources import NO_FLAGS, Flags
 
 RUN_SUBFOLDERS = ("checkpoints", "rollouts", "eval")
-"""In a run's own, with what an option may name."""
+"""Folders of a run directory that hold files an option may name."""
 
 EXIT_FAILURE = 1
 EXIT_INPUT = 2
@@ -32,7 +32,7 @@ def resolve(
     check: Callable[[Resolved], None],
     flags: Flags = NO_FLAGS,
 ) -> Resolved:
-    """Checked settings, with secrets in place; stops after printing them when that is all that was asked."""
+    """Returns the checked settings and loads the secrets; with `print_config`, prints the settings and stops."""
     resolved = load(config, overrides or [], os.environ, flags)
     print_notices(resolved.notices)
     if print_config:
@@ -48,56 +48,56 @@ def resolve(
 def inherit_run_settings(
     config: str | None, overrides: list[str] | None, run_paths: Mapping[str, Path | None]
 ) -> tuple[str | None, list[str] | None]:
-    """`--config` and `--set`: where no file is named, the run's own, but for how its hosts found each other.
+    """Returns `--config` and `--set`; without `--config`, those of the run, except how its hosts find each other.
 
     Args:
-        places: option -> a checkpoint, samples or a folder of the run. The first that has settings decides.
+        run_paths: option -> a checkpoint, samples or a folder of the run. The first one with settings is used.
 
     Raises:
-        InputError: nobody knows the settings of what is there.
+        InputError: no settings belong to what an option names.
     """
-    own = find_run_config(run_paths) if config is None else None
-    if own is None:
+    run_config = find_run_config(run_paths) if config is None else None
+    if run_config is None:
         return config, overrides
     from settings.loading.inherit_from_run import reset_overrides
 
-    return own, [*(overrides or []), *reset_overrides(own, overrides or [], os.environ)]
+    return run_config, [*(overrides or []), *reset_overrides(run_config, overrides or [], os.environ)]
 
 
 def find_run_config(run_paths: Mapping[str, Path | None]) -> str | None:
-    """The settings that a run has written beside a checkpoint or a file of samples, or in the run's own folder.
+    """Returns the settings file of the run that an option names, and prints a note with its path.
 
-    Tells where they are. None for a file of no run, which any settings may read, and where nothing is there: for
-    whoever reads it to tell.
+    It is in the run directory, next to or above a checkpoint or a file of samples. None for a file that belongs to no
+    run, which may be read under any settings, and for a path that does not exist, which its reader reports.
 
     Raises:
-        InputError: a folder that should be a run's has no settings. The defaults would pass for the run's.
+        InputError: a folder has no settings of a run; the defaults would be mistaken for them.
     """
     given = {option: path.expanduser().resolve() for option, path in run_paths.items() if path is not None}
     for option, path in given.items():
         for folder in _candidate_run_folders(path):
             if (file := folder / "settings.yaml").is_file():
-                print_notices([f"{option}: under the settings of {file}"])
+                print_notices([f"{option}: uses the settings of {file}"])
                 return str(file)
     for option, path in given.items():
         if path.is_dir():
             raise InputError(
-                f"{option}: no settings.yaml of a run is in {path} or beside it, so its settings are not known; name "
-                "a run's folder or what is in it, or give --config"
+                f"{option}: no settings.yaml of a run is in {path} or next to it, so its settings are not known; name "
+                "a run directory or a file in it, or use --config"
             )
     return None
 
 
 def _candidate_run_folders(path: Path) -> Iterator[Path]:
-    """What may be a run's own folder, where `path` is that or something in it."""
+    """Yields the folders that may be the run directory of `path`."""
     yield from (path, path.parent)
-    # Anywhere else a settings.yaml two levels above is a stranger's.
+    # Elsewhere, a settings.yaml two levels above does not belong to a run.
     if path.parent.name in RUN_SUBFOLDERS:
         yield path.parent.parent
 
 
 def require_path(path: Path | None, option: str) -> Path:
-    """An option that only `--print-config` can do without."""
+    """Returns the path of an option that only `--print-config` does not require."""
     if path is None:
         raise InputError(f"missing option {option}")
     return path
@@ -105,7 +105,7 @@ def require_path(path: Path | None, option: str) -> Path:
 
 @contextmanager
 def handle_errors(debug: bool) -> Iterator[None]:
-    """Turns exceptions into a message on stderr and the exit code of its kind."""
+    """Turns an exception into a message on stderr and its exit code."""
     try:
         yield
     except KeyboardInterrupt:
@@ -132,7 +132,7 @@ def print_notices(notices: Sequence[str]) -> None:
 
 
 def write(text: str, stream: TextIO) -> None:
-    """Writes lines; a reader that has seen enough (`| head`) is no error."""
+    """Writes lines; a closed pipe (`| head`) is not an error."""
     try:
         print(text.rstrip("\n"), file=stream, flush=True)
     except BrokenPipeError:

@@ -18,15 +18,15 @@ def doctor(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Look at all that a run of these settings needs, before a long one. Fetches nothing and leaves nothing behind."""
+    """Check everything that a run with these settings needs. Downloads nothing and leaves no files."""
     with handle_errors(debug):
-        # What else is amiss with the settings is one of the findings.
+        # All other checks of the settings are part of the report.
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
         from app.preflight.doctor import run_doctor
 
-        found = run_doctor(resolved)
-        if found.host == 0:
-            write(format_json(found.to_dict()) if as_json else found.to_text(), sys.stdout)
-    if found.exit_code:
-        write(f"error: {', '.join(found.failed_checks)}: a run of these settings would fail", sys.stderr)
-    raise typer.Exit(found.exit_code)
+        report = run_doctor(resolved)
+        if report.host == 0:
+            write(format_json(report.to_dict()) if as_json else report.to_text(), sys.stdout)
+    if report.exit_code:
+        write(f"error: {', '.join(report.failed_checks)}: a run with these settings would fail", sys.stderr)
+    raise typer.Exit(report.exit_code)

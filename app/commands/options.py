@@ -1,4 +1,4 @@
-"""Options that several verbs take."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Overrides = Annotated[
     typer.Option("--set", metavar="a.b=c", help="Set one setting; the value is YAML. Repeatable."),
 ]
 PrintConfig = Annotated[
-    bool, typer.Option("--print-config", help="Print the resolved settings with what set each, and stop.")
+    bool, typer.Option("--print-config", help="Print the resolved settings with the source of each, and stop.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback with errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

@@ -20,7 +20,7 @@ def report(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write report.html, rollouts.html and plots/ of a run anew, from its files alone."""
+    """Write report.html, rollouts.html and plots/ of a run again, from its files."""
     with handle_errors(debug):
         from app.report.write_report import write_report
 

@@ -26,51 +26,51 @@ def train(
     resume: Annotated[
         Literal["auto", "never", "must"],
         typer.Option(
-            help="Continue the run directory's newest checkpoint: if there is one (auto), "
-            "refuse a used directory (never), refuse one without (must)."
+            help="Continue from the newest checkpoint of the run directory if there is one (auto), "
+            "refuse a used directory (never), or refuse one without a checkpoint (must)."
         ),
     ] = "never",
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check all that a launch does, print sizes and memory, and stop."),
+        typer.Option("--dry-run", help="Run every check of a launch, print sizes and memory, and stop."),
     ] = False,
     from_rollouts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE|DIR",
-            help="Learn from saved samples and generate none: a file is one step, a run's folder all its steps. "
-            "Without --config under that run's settings, as <its name>-replay.",
+            help="Learn from saved samples instead of generating: a file is one step, a run directory all its steps. "
+            "Without --config, uses the settings of that run and the name <its name>-replay.",
         ),
     ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="With --from-rollouts: start from the state of another run's checkpoint, not step 0."
+            metavar="DIR", help="With --from-rollouts: start from a checkpoint of another run, not from step 0."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what --dry-run finds as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report of --dry-run as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model: rollout, reward, score, advantage, update, again and again."""
+    """Train a model: repeats rollout, reward, score, advantage and update."""
     with handle_errors(debug):
         if as_json and not dry_run:
-            raise InputError("--json goes with --dry-run; a run's figures are in its metrics.jsonl")
+            raise InputError("--json goes with --dry-run; the metrics of a run are in its metrics.jsonl")
         if checkpoint is not None and from_rollouts is None:
             raise InputError("--checkpoint goes with --from-rollouts; a run is continued with --resume")
         check = check_for_dry_run if dry_run else check_for_train
-        named = config
-        places = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
-        config, overrides = inherit_run_settings(named, overrides, places)
-        flags = NO_FLAGS if config == named else _replay_run_name(config, overrides)
+        given_config = config
+        run_paths = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
+        config, overrides = inherit_run_settings(given_config, overrides, run_paths)
+        flags = NO_FLAGS if config == given_config else _replay_run_name(config, overrides)
         resolved = resolve(config, overrides, flags=flags, print_config=print_config, check=check)
         if dry_run:
             from app.preflight.dry_run import make_dry_run_report
 
-            found = make_dry_run_report(
+            report = make_dry_run_report(
                 resolved, resume=resume, replay_request=_replay_request(from_rollouts, checkpoint)
             )
-            if found is not None:
-                write(format_json(found.to_dict()) if as_json else found.to_text(), sys.stdout)
+            if report is not None:
+                write(format_json(report.to_dict()) if as_json else report.to_text(), sys.stdout)
             raise typer.Exit
         from app.training import train
 
@@ -79,7 +79,7 @@ def train(
 
 
 def _replay_run_name(config: str | None, overrides: list[str] | None) -> Flags:
-    """Of a run under another one's settings: the name there is taken, unless somebody has said another."""
+    """Returns a new run.name for a replay under another run's settings, unless the name was set explicitly."""
     resolved = load(config, overrides or [], os.environ)
     if not resolved.provenance["run.name"].startswith("yaml:"):
         return NO_FLAGS

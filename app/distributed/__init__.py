@@ -1,1 +1,1 @@
-"""What keeps processes of several hosts together: rendezvous, collectives, preemption, watchdog, shutdown."""
+"""Coordination of the processes of several hosts: rendezvous, collectives, preemption, watchdog, shutdown."""

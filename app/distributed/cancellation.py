@@ -1,20 +1,20 @@
-"""How a rollout ends before its samples are done."""
+"""Cancellation of a rollout before its samples are complete."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 StopCheck = Callable[[], bool]
-"""Whether generation is to end at the next edge of a segment. Asked from any thread; once true, it stays so."""
+"""Returns whether generation must stop at the end of the current segment. Thread-safe; once true, it stays true."""
 
 
 class StoppedError(Exception):
-    """Generation was asked to stop; the samples that it was to give are not there."""
+    """Generation was stopped before its samples were complete."""
 
     def __init__(self) -> None:
         super().__init__("generation was asked to stop")
 
 
 def never_stop() -> bool:
-    """Nobody asks."""
+    """Returns False: nothing stops generation."""
     return False

@@ -1,4 +1,4 @@
-"""Which hosts the platform says there are. The one place that asks JAX's own detection, which is not public."""
+"""Cluster detection: the only module that uses JAX's own detection, which is not public."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ MANUAL_SETTINGS_HINT = "set mesh.coordinator_address, mesh.num_processes and mes
 
 
 def is_cloud_tpu_vm() -> bool:
-    """Whether this machine has TPUs and the library for them. Touches no device and asks nobody."""
+    """Returns whether this machine has TPUs and their library. Touches no device and sends no request."""
     return cloud_tpu_init.running_in_cloud_tpu_vm
 
 
 def detect_cluster(*, timeout_s: int, required: bool = False) -> ClusterMember | None:
-    """This host among those of Cloud TPU, Slurm, Open MPI or Kubernetes; None where nobody knows of others.
+    """Returns this host's place among those of Cloud TPU, Slurm, Open MPI or Kubernetes; None for a single host.
 
     Args:
-        must: a platform that does not answer is an error.
+        required: a platform that does not answer is an error.
 
     Raises:
-        InputError: the platform tells of hosts, but not all that is needed to join them; it must answer and does not.
+        InputError: the platform's description of the hosts is incomplete, or it does not answer although required.
     """
     try:
         address, num_processes, process_id, _ = ClusterEnv.auto_detect_unset_distributed_params(
@@ -34,11 +34,11 @@ def detect_cluster(*, timeout_s: int, required: bool = False) -> ClusterMember |
             raise InputError(
                 f"mesh.coordinator_address: auto, and the platform does not answer ({error}); {MANUAL_SETTINGS_HINT}"
             ) from error
-        # TPUs without a metadata server, as in hosted notebooks: nobody to ask.
+        # TPUs without a metadata server, as in hosted notebooks.
         return None
     except (RuntimeError, ValueError, LookupError, TypeError) as error:
         raise InputError(
-            f"mesh.coordinator_address: the platform's account of its hosts cannot be read ({error}); "
+            f"mesh.coordinator_address: the platform's description of its hosts cannot be read ({error}); "
             f"{MANUAL_SETTINGS_HINT}"
         ) from error
     if address is None or num_processes is None or process_id is None:

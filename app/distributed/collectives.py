@@ -1,4 +1,4 @@
-"""The few numbers that hosts must agree on, gathered over all of them."""
+"""Collectives over hosts for small values: numbers and byte strings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from app.records.moments import Moments, merge_moments
 
 
 def gather_over_hosts(values: np.ndarray) -> np.ndarray:
-    """[hosts, ...]: every host's array of the same shape. Float64 and int64 pass unrounded."""
+    """Returns the arrays of all hosts, [hosts, ...], of one shape. Float64 and int64 keep their precision."""
     values = np.asarray(values)
     if jax.process_count() == 1:
         return values[None]
-    # JAX would narrow 64-bit numbers; bytes it leaves alone.
+    # JAX would narrow 64-bit numbers, but not bytes.
     raw = np.frombuffer(values.tobytes(), np.uint8)
     gathered = np.asarray(multihost_utils.process_allgather(raw))
     return np.frombuffer(gathered.tobytes(), values.dtype).reshape(jax.process_count(), *values.shape)
@@ -31,31 +31,29 @@ def max_over_hosts(values: np.ndarray) -> np.ndarray:
 
 
 def moments_over_hosts(parts: Sequence[Moments]) -> list[Moments]:
-    """Of several quantities, those of all hosts' numbers. Hosts have the same quantities, and any numbers of each."""
+    """Returns the moments of each quantity over all hosts. Hosts have the same quantities."""
     hosts = gather_over_hosts(np.asarray(parts, np.float64))
     return [merge_moments(Moments(*host) for host in quantity.tolist()) for quantity in hosts.swapaxes(0, 1)]
 
 
 MIN_MESSAGE_BYTES = 1 << 12
-
-
 MAX_MESSAGE_BYTES = 1 << 20
-"""Bytes that a host sends at once: all devices of all hosts hold those of all."""
+"""Bytes that a host sends at once; every device of every host holds the messages of all hosts."""
 
 
 def gather_bytes_over_hosts(local_bytes: bytes) -> list[bytes]:
-    """Every host's, in the order of processes; they may differ in length."""
+    """Returns the bytes of every host, in the order of processes; lengths may differ."""
     sizes = gather_over_hosts(np.asarray(len(local_bytes)))
-    # Of few sizes, since each is a program to compile.
+    # Powers of two, because each size is a program to compile.
     padded = np.zeros(max(MIN_MESSAGE_BYTES, 1 << (int(sizes.max()) - 1).bit_length()), np.uint8)
     padded[: len(local_bytes)] = np.frombuffer(local_bytes, np.uint8)
     return [raw[:size].tobytes() for raw, size in zip(gather_over_hosts(padded), sizes, strict=True)]
 
 
 def gather_bytes_to_first_host(local_bytes: bytes) -> list[bytes]:
-    """On the first host every host's, in the order of processes; nothing on the others.
+    """Returns the bytes of every host on the first one, in the order of processes, and nothing on the others.
 
-    Of any length: they go in messages of a bounded size, one after another.
+    Bytes of any length travel in messages of bounded size.
     """
     if jax.process_count() == 1:
         return [local_bytes]

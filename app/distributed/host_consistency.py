@@ -1,7 +1,7 @@
-"""What all hosts must have in common before the first step.
+"""Checks that all hosts agree before the first step.
 
-Hosts that work together run the same program in step. One that was given another setting, package, file or folder would
-wait for the others for ever, or train something else than they do, so it is looked for while stopping costs nothing.
+Hosts run the same program in lockstep. A host with another setting, package, file or folder would deadlock or train
+something else, so the check comes before anything expensive starts.
 """
 
 from __future__ import annotations
@@ -30,55 +30,55 @@ from settings.schema.reward import RewardFunctionSettings
 PER_HOST_SETTINGS = frozenset(
     f"mesh.{field}" for field in ("coordinator_address", "num_processes", "process_id", "start_timeout_s")
 )
-"""How a host finds the others; that it has, says that they agree."""
+"""Settings that may differ: they only serve to find the other hosts."""
 MAX_VALUE_CHARACTERS = 120
-"""Characters of a value in an error."""
+"""Length of a value in an error."""
 
 
 class Fact(NamedTuple):
-    """Something of a host that must be the same on all."""
+    """A property of a host that must be the same on all hosts."""
 
     value: str
     origin: str = ""
-    """What set it, for the error; hosts may differ in it."""
+    """Source of the value, for the error; it may differ between hosts."""
 
 
 Facts = Mapping[str, Fact]
 
 
 def check_hosts_agree(resolved: Resolved, facts: Mapping[str, str] | None = None) -> None:
-    """Whether all hosts have the same packages, code and settings, and the same of whatever else `facts` says.
+    """Checks that all hosts have the same packages, code, settings and `facts`.
 
-    All hosts call it, after `topology.start`.
+    All hosts call it, after `topology.initialize_distributed`.
 
     Raises:
-        InputError: on every host, what differs and where it is what.
+        InputError: on every host, with the values that differ and their hosts.
     """
     if jax.process_count() == 1:
         return
-    own = {
+    local = {
         **_setting_facts(resolved),
         **{name: Fact(x) for name, x in {**program_versions(TRAINING_PACKAGES), **(facts or {})}.items()},
     }
-    said = [json.loads(one) for one in gather_bytes_over_hosts(json.dumps([socket.gethostname(), own]).encode())]
-    hosts = [f"host {i} ({name})" for i, (name, _) in enumerate(said)]
-    problem = describe_difference(hosts, [{name: Fact(*fact) for name, fact in facts.items()} for _, facts in said])
+    gathered = [json.loads(one) for one in gather_bytes_over_hosts(json.dumps([socket.gethostname(), local]).encode())]
+    hosts = [f"host {i} ({name})" for i, (name, _) in enumerate(gathered)]
+    problem = describe_difference(hosts, [{name: Fact(*fact) for name, fact in facts.items()} for _, facts in gathered])
     if problem is not None:
         raise InputError(problem)
 
 
 def describe_difference(hosts: Sequence[str], facts: Sequence[Facts]) -> str | None:
-    """What the hosts do not agree on, the first in full; None where they agree on everything."""
+    """Returns the facts that differ between hosts, the first in full; None if all agree."""
     names = dict.fromkeys(name for one in facts for name in one)
     absent = Fact("not there")
     differing = [name for name in names if len({one.get(name, absent).value for one in facts}) > 1]
     if not differing:
         return None
     first, *others = differing
-    held: dict[Fact, list[str]] = {}
+    hosts_by_fact: dict[Fact, list[str]] = {}
     for host, one in zip(hosts, facts, strict=True):
-        held.setdefault(one.get(first, absent), []).append(host)
-    values = "; ".join(f"{_format_fact(fact)} on {', '.join(where)}" for fact, where in held.items())
+        hosts_by_fact.setdefault(one.get(first, absent), []).append(host)
+    values = "; ".join(f"{_format_fact(fact)} on {', '.join(where)}" for fact, where in hosts_by_fact.items())
     more = f" (they also differ in {', '.join(others[:5])}{', ...' if len(others) > 5 else ''})" if others else ""
     return (
         f"{first}: the hosts differ: {values}{more}. Start the same command with the same code, packages and files on "
@@ -104,21 +104,21 @@ def _format_value(value: object) -> str:
 
 
 def describe_prompts(prompts: Sequence[Prompt]) -> str:
-    """How many there are, and what tells them from others, for people to read."""
+    """Returns the number of prompts and a short fingerprint, for an error message."""
     return f"{len(prompts)} prompts, {prompts_fingerprint(prompts)[:16]}"
 
 
 def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 over all that samples and their judges take from their prompts, in order."""
+    """Returns the SHA-256 of everything that samples and rewards use of the prompts, in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        said = [prompt.uid, prompt.token_ids.tolist(), prompt.source, prompt.answer, dict(prompt.extra)]
-        digest.update(json.dumps(said, sort_keys=True).encode() + b"\n")
+        fields = [prompt.uid, prompt.token_ids.tolist(), prompt.source, prompt.answer, dict(prompt.extra)]
+        digest.update(json.dumps(fields, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
 
 def plugin_file_digests(functions: Sequence[RewardFunctionSettings]) -> dict[str, str]:
-    """By plug-in: of the file that it is in. One that is imported by its module's name is taken for granted."""
+    """Returns the digest of each plug-in's file. Plug-ins imported by module name are not checked."""
     files = {one.function: Path(one.function.rpartition(":")[0]) for one in functions if one.function is not None}
     return {
         f"reward.functions: the file of {name}": hashlib.sha256(path.read_bytes()).hexdigest()[:16]
@@ -128,18 +128,18 @@ def plugin_file_digests(functions: Sequence[RewardFunctionSettings]) -> dict[str
 
 
 def describe_newest_checkpoint(run: RunDirectory) -> str:
-    """The step of the newest checkpoint that this host sees."""
+    """Returns the step of the newest checkpoint that this host sees."""
     steps = run.checkpoint_steps
     return f"step {max(steps)}" if steps else "none"
 
 
 def check_shared_run_directory(run: RunDirectory) -> None:
-    """Whether all hosts see one and the same folder where the run is to be. Leaves nothing behind.
+    """Checks that all hosts see the same folder at the run directory. Leaves no files.
 
     All hosts call it together.
 
     Raises:
-        InputError: on every host, where one does not see what host 0 has put there.
+        InputError: on every host, if one does not see the file that host 0 writes there.
     """
     if jax.process_count() == 1:
         return
@@ -172,5 +172,5 @@ def _check_probe_visible(probe: Path, run: RunDirectory) -> None:
     if not probe.exists():
         raise InputError(
             f"run.dir: {run.path.absolute()} is not the same folder on all hosts: in {probe.parent} this one does "
-            "not see what host 0 has just put there. Set run.dir to a folder that all hosts share"
+            "not see the file that host 0 has just written. Set run.dir to a folder that all hosts share"
         )

@@ -1,4 +1,4 @@
-"""What hosts share out, do together, and bring to the first of them, which writes the files."""
+"""Work in lockstep over hosts: shards, the error barrier, and gathering on the first host, which writes the files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKEN_ARRAY_FIELDS = ("behavior_logprobs", *PER_TOKEN_FIELDS)
 
 
 def host_shard(num_items: int, *, host: int | None = None) -> range:
-    """Which of so many a host has, this one by default. Runs follow each other, and differ in length by one at most."""
+    """Returns a host's contiguous share of the items, this host's by default. Lengths differ by one at most."""
     each, rest = divmod(num_items, jax.process_count())
     host = jax.process_index() if host is None else host
     first = host * each + min(host, rest)
@@ -35,12 +35,12 @@ def host_shard(num_items: int, *, host: int | None = None) -> range:
 
 
 def max_shard_size(num_items: int) -> int:
-    """How many of them the host has that has most."""
+    """Returns the length of the longest share."""
     return -(-num_items // jax.process_count())
 
 
 def per_host_path(path: Path) -> Path:
-    """A file that each host writes: the same name where there is one host, else `name.host_0_of_2.suffix`."""
+    """Returns the path of a file that each host writes: `name.host_0_of_2.suffix`, unchanged for a single host."""
     if jax.process_count() == 1:
         return path
     return path.with_name(f"{path.stem}.host_{jax.process_index()}_of_{jax.process_count()}{path.suffix}")
@@ -48,11 +48,13 @@ def per_host_path(path: Path) -> Path:
 
 @contextmanager
 def error_barrier() -> Iterator[None]:
-    """What stops one host inside stops all of them behind it. Every host enters; nothing inside waits for another.
+    """Collective error barrier: if the block raises on any process, it raises on every process.
+
+    Every host enters it, and the block contains no collective.
 
     Raises:
-        InputError: on the hosts that it did not come from, too, where any host has raised one.
-        RuntimeError: on the others, whatever else one host has raised.
+        InputError: on all hosts, if any host has raised one.
+        RuntimeError: on the other hosts, for any other exception.
     """
     if jax.process_count() == 1:
         yield
@@ -61,29 +63,29 @@ def error_barrier() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError:
-        # Maybe another host has died, and would not answer.
+        # Another host may have died and would not answer.
         raise
-    # Blanket, because the others wait for this host whatever it is; it goes on its way below.
+    # Every exception, because the others wait for this host; it is raised again below.
     except Exception as error:
         problem = error
     kind = 0 if problem is None else 2 if isinstance(problem, InputError) else 1
     worst = int(max_over_hosts(np.asarray(kind)))
     if not worst:
         return
-    said = gather_bytes_over_hosts(json.dumps([kind, socket.gethostname(), _error_message(problem)]).encode())
+    gathered = gather_bytes_over_hosts(json.dumps([kind, socket.gethostname(), _error_message(problem)]).encode())
     if problem is not None:
         raise problem
-    host, name, reason = next((i, *rest) for i, (found, *rest) in enumerate(map(json.loads, said)) if found == worst)
+    host, name, reason = next((i, *rest) for i, (code, *rest) in enumerate(map(json.loads, gathered)) if code == worst)
     raise (InputError if worst == 2 else RuntimeError)(f"on host {host} ({name}): {reason}")
 
 
 def _error_message(error: Exception | None) -> str:
-    """In the words of an error of ours; with its kind, of another."""
+    """Returns the message of one of our errors, preceded by the type for any other."""
     return str(error) if isinstance(error, InputError | RuntimeError) else f"{type(error).__name__}: {error}"
 
 
 def iterate_in_lockstep(items: Iterable[Item]) -> Iterator[Item]:
-    """The same on every host, which all have as many: each is made `together`."""
+    """Yields the items, each produced inside an error barrier. All hosts have the same number of items."""
     iterator = iter(items)
     while True:
         with error_barrier():
@@ -94,13 +96,13 @@ def iterate_in_lockstep(items: Iterable[Item]) -> Iterator[Item]:
 
 
 def sample_json_lines(samples: Iterable[Sample], *, path: Path, first_record: int = 1) -> Iterator[bytes]:
-    """Of a file.
+    """Yields the lines of a JSON Lines file of samples.
 
     Args:
-        first: number of the first of them, for errors.
+        first_record: number of the first sample, for errors.
 
     Raises:
-        ValueError: a sample holds NaN or an infinity, which JSON cannot say.
+        ValueError: a sample holds NaN or an infinity, which JSON cannot represent.
     """
     whose = "" if jax.process_count() == 1 else f" of host {jax.process_index()}"
     for number, sample in enumerate(samples, start=first_record):
@@ -108,7 +110,7 @@ def sample_json_lines(samples: Iterable[Sample], *, path: Path, first_record: in
 
 
 def sample_json_lines_by_part(parts: Iterable[Sequence[Sample]], *, path: Path) -> Iterator[Iterator[bytes]]:
-    """As `as_lines`, part by part."""
+    """Yields the lines of each part, see `sample_json_lines`."""
     number = 1
     for part in parts:
         yield sample_json_lines(part, path=path, first_record=number)
@@ -116,12 +118,12 @@ def sample_json_lines_by_part(parts: Iterable[Sequence[Sample]], *, path: Path) 
 
 
 def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
-    """One file of the lines of all hosts, whole or not at all: part after part, of each host after host.
+    """Writes one file with the lines of all hosts, atomically: part after part, and in each part host after host.
 
-    The first host writes it, and with several hosts holds one part at once, of all of them.
+    The first host writes it. With several hosts it holds one part of all of them in memory.
 
     Args:
-        parts: this host's lines of each part; as many parts on every host.
+        parts: this host's lines of each part; all hosts have the same number of parts.
 
     Raises:
         InputError: `path` cannot be a file.
@@ -136,8 +138,8 @@ def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
                 file.writelines(part)
                 continue
             with error_barrier():
-                own = b"".join(part)
-            lines = gather_bytes_to_first_host(own)
+                local_lines = b"".join(part)
+            lines = gather_bytes_to_first_host(local_lines)
             with error_barrier():
                 if file is not None:
                     file.writelines(lines)
@@ -146,15 +148,15 @@ def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
 
 
 def gather_lines_to_first_host(local_lines: Sequence[str]) -> Sequence[str]:
-    """On the first host every host's, each with whose it is where there are several; nothing on the others."""
+    """Returns the lines of all hosts on the first one, with their host if there are several; nothing on the others."""
     if jax.process_count() == 1:
         return local_lines
-    said = map(json.loads, gather_bytes_to_first_host(json.dumps(local_lines).encode()))
-    return [f"host {host}: {line}" for host, lines in enumerate(said) for line in lines]
+    gathered = map(json.loads, gather_bytes_to_first_host(json.dumps(local_lines).encode()))
+    return [f"host {host}: {line}" for host, lines in enumerate(gathered) for line in lines]
 
 
 def gather_samples_to_first_host(local_samples: Sequence[Sample]) -> Sequence[Sample]:
-    """On the first host every host's, host after host; nothing on the others."""
+    """Returns the samples of all hosts on the first one, host after host; nothing on the others."""
     if jax.process_count() == 1:
         return local_samples
     sent = gather_bytes_to_first_host(json.dumps([sample_to_record(sample) for sample in local_samples]).encode())
@@ -162,7 +164,7 @@ def gather_samples_to_first_host(local_samples: Sequence[Sample]) -> Sequence[Sa
 
 
 def decode_gathered_sample(record: Mapping[str, Any]) -> Sample:
-    """The sample as it left its host, also with numbers that no file may have: a NaN is for the update to find."""
+    """Returns the sample as its host sent it. Floats may be NaN, unlike in a file: the update reports them."""
     floats = {name: np.asarray(record[name], np.float32) for name in TOKEN_ARRAY_FIELDS if name in record}
     finite = {name: np.zeros(len(values)).tolist() for name, values in floats.items()}
     return replace(sample_from_record({**record, **finite}, where="a sample of another host"), **floats)

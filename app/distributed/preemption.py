@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, on any host: once stops all of them with a checkpoint, twice stops the one at once."""
+"""Preemption: a first Ctrl-C or SIGTERM on any host stops all with a checkpoint, a second one stops at once."""
 
 from __future__ import annotations
 
@@ -19,45 +19,44 @@ from app.distributed.collectives import gather_over_hosts, max_over_hosts
 from app.distributed.status_board import StatusBoard
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
-"""What the process exits with once it has saved: stopped early, interrupted."""
+"""Signal -> exit code after the checkpoint is saved."""
 
 STOP_TOPIC = "stop"
-"""The topic under which a host says that it was asked to stop."""
+"""Topic of a host that has received a signal."""
 
 DUPLICATE_SIGNAL_S = 1.0
-"""Signals that come so soon after the first are the same: a supervisor tells the program and its process group."""
+"""Signals within this time count as one: a supervisor signals the process and its process group."""
 
 EXIT_SENTINEL = 0
-"""No signal has this number: it ends the watching thread."""
+"""Not a signal's number: it ends the thread that watches."""
 
-
-STOPPING_MESSAGE = "stopping with a checkpoint: a step that still generates is given up, one that learns is finished"
-FINISHING_MESSAGE = "all steps are done, and what is left is written"
-"""What a host says to a signal."""
+STOPPING_MESSAGE = "stopping with a checkpoint: a step that still generates is dropped, an update is completed"
+FINISHING_MESSAGE = "all steps are done; the remaining files are being written"
+"""Replies to a signal."""
 
 
 class StopDecision(NamedTuple):
     exit_code: int
-    """What every host stops with; 0 = none was asked to."""
+    """Exit code of every host; 0 if no host has to stop."""
     save_is_due: bool
     signaled_hosts: tuple[int, ...]
-    """The hosts that have got a signal."""
+    """Hosts that have received a signal."""
 
 
 class PreemptionHandler:
-    """A context in which signals are noted, for generation to read in its segments and for the loop between steps.
+    """Context that records signals. Generation reads them between segments, the step loop between steps.
 
-    A thread notes them: Python runs a signal's handler only between two instructions of the main thread, which
-    may stand for minutes inside one compiled program, and it would run it once for two signals.
+    A thread records them: Python runs a signal handler only between two instructions of the main thread, which may
+    spend minutes inside one compiled program, and runs it once for two signals.
     """
 
     def __init__(self, status_board: StatusBoard) -> None:
         self.exit_code = 0
-        """Of the first signal here; 0 while there was none."""
+        """Exit code for the first signal on this host; 0 before it."""
         self._status_board = status_board
         self._signaled_at = 0.0
         self.all_steps_done = False
-        """Then a signal changes nothing any more: what is left is written."""
+        """Set after the last step; from then on a signal changes nothing."""
 
     def __enter__(self) -> PreemptionHandler:
         reading, self._writing = os.pipe()
@@ -79,13 +78,13 @@ class PreemptionHandler:
         os.close(self._writing)
 
     def stop_requested(self) -> bool:
-        """Whether any host is known here to have been asked to stop. From any thread, and at once."""
+        """Returns whether this host knows of a signal on any host. Thread-safe, does not block."""
         return bool(self._status_board.read(STOP_TOPIC))
 
     def sync_stop_decision(self, *, save_is_due: bool = False) -> StopDecision:
-        """What all hosts do now, where any of them was asked to stop or finds that a save is due.
+        """Returns the common decision of all hosts: stop if one has a signal, save if it is due on one.
 
-        All hosts call it at the same places.
+        All hosts call it at the same points.
         """
         hosts = gather_over_hosts(np.asarray([self.exit_code, save_is_due]))
         exit_code, due = hosts.max(axis=0).tolist()
@@ -102,26 +101,26 @@ class PreemptionHandler:
         if self.exit_code:
             if time.monotonic() - self._signaled_at < DUPLICATE_SIGNAL_S:
                 return
-            # The second time a person means it: no clean-up, nothing half-written survives a rename.
+            # Exits without clean-up: files appear only when they are complete, by a rename.
             os._exit(EXIT_CODES[signal.SIGINT])
         self._signaled_at = time.monotonic()
         self.exit_code = EXIT_CODES[signal.Signals(number)]
-        # Not before: whoever hears of it asks every host for its exit code.
+        # Only now: a host that reads this topic gathers the exit codes of all hosts.
         self._status_board.post(STOP_TOPIC, signal.Signals(number).name)
-        comes = FINISHING_MESSAGE if self.all_steps_done else STOPPING_MESSAGE
-        print(f"\n{comes}; once more stops at once", file=sys.stderr, flush=True)
+        reply = FINISHING_MESSAGE if self.all_steps_done else STOPPING_MESSAGE
+        print(f"\n{reply}; a second signal stops at once", file=sys.stderr, flush=True)
 
 
 def _no_op_handler(number: int, frame: FrameType | None) -> None:
-    """Only a signal that has a handler reaches the thread."""
+    """Does nothing; only a signal that has a handler reaches the thread."""
 
 
 @contextmanager
 def cancellation_barrier() -> Iterator[None]:
-    """A part of the program in which this host generates. All hosts go through it.
+    """Collective barrier around generation: all hosts enter it.
 
     Raises:
-        StoppedError: on every host, where generation was stopped on any.
+        StoppedError: on every host, if generation was stopped on any.
     """
     stopped = None
     try:

@@ -1,8 +1,8 @@
-"""Who has come, asked before JAX joins the hosts.
+"""Rendezvous: verifies that every expected process is reachable before `jax.distributed.initialize`.
 
-JAX's own start ends a process from C++, without an exception, where a host never comes, and takes numbers given twice
-and hosts that expect different counts for granted. So process 0 first listens on the same port by itself: every other
-host tells its number and how many it expects, and gets for an answer that all have come or what is wrong.
+JAX ends a process from C++, without an exception, if a host never connects, and does not detect duplicate process ids
+or different process counts. So process 0 first listens on the same port itself: every other process sends its id and
+its count, and receives the reply that all have connected or what is wrong.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import Any, NamedTuple
 from settings.errors import InputError
 
 PROTOCOL_GREETING = "grpo roll call 1"
-"""What both sides' lines hold, so that neither mistakes another program for its peer."""
+"""Part of every message, so that another program is not mistaken for a peer."""
 MAX_LINE_BYTES = 1 << 14
 LINE_TIMEOUT_S = 3.0
-"""Whoever connects and then says nothing keeps the others waiting no longer than this."""
+"""Longest wait for a message after a connection."""
 LIVENESS_POLL_S = 1.0
-"""How often process 0 looks whether those who have come are still there."""
+"""Interval at which process 0 checks that the connected processes are still alive."""
 RETRY_S = 0.1
 LATE_NOTICE_S = 10.0
-"""When a person is told who is being waited for."""
+"""Time after which a line says which processes are missing."""
 
 BIND_ADDRESS_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
-"""JAX's own environment variable, for a process 0 that the others reach under an address that is not its own."""
+"""JAX's environment variable for a process 0 whose public address is not one of its own interfaces."""
 
 
 class ClusterMember(NamedTuple):
-    """This host among those that join."""
+    """This process among those that join."""
 
     coordinator_address: str
     """`host:port` of process 0."""
@@ -48,15 +48,15 @@ Notify = Callable[[str], None]
 
 
 def verify_processes(member: ClusterMember, *, timeout_s: float, command: str, notify: Notify) -> None:
-    """Returns on all hosts once all have come.
+    """Returns on every process once all have connected.
 
     Args:
-        timeout_s: how long this host waits.
-        command: what every host must run, for the error.
-        tell: gets a line when somebody is late.
+        timeout_s: longest wait of this process.
+        command: the command that every host must run, for the error.
+        notify: is called with a line if a process is late.
 
     Raises:
-        InputError: hosts that never came, a number given twice, different counts, or a port that cannot be used.
+        InputError: missing processes, a duplicate id, different counts, or a port that cannot be used.
     """
     deadline = Deadline(timeout_s, command)
     if member.process_id == 0:
@@ -66,7 +66,7 @@ def verify_processes(member: ClusterMember, *, timeout_s: float, command: str, n
 
 
 class Deadline:
-    """How long this host waits, and what it says at the end of that."""
+    """Time limit of a rendezvous, and its error."""
 
     def __init__(self, timeout_s: float, command: str):
         self._start = time.monotonic()
@@ -82,29 +82,29 @@ class Deadline:
         return self.timeout_s - self.remaining_s >= LATE_NOTICE_S
 
     def timeout_message(self, what: str) -> str:
-        """The error that a time-out is."""
+        """Returns the error message of a time-out."""
         return (
             f"mesh.start_timeout_s: {what} within {self.timeout_s:g} s. Every host must run the same command at the "
-            f"same time, each with a mesh.process_id of its own where the platform gives it none: {self._command}"
+            f"same time, each with a mesh.process_id of its own if the platform sets none: {self._command}"
         )
 
 
 def resolve_bind_address(address: str) -> str:
-    """`host:port` on which process 0 listens: what the others were told, and no other network.
+    """Returns `host:port` on which process 0 listens: the configured address, and no other network.
 
-    A name for which this host's own tables give its loopback (as Debian's do) means another address to the others:
-    then all networks.
+    A name that /etc/hosts maps to loopback, as on Debian, resolves to another address on the other hosts: then all
+    networks.
 
     Raises:
-        InputError: no host is known by that name.
+        InputError: the name cannot be resolved.
     """
     if os.environ.get(BIND_ADDRESS_VARIABLE):
         return os.environ[BIND_ADDRESS_VARIABLE]
     host, port = _split_host_port(address)
-    found = ipaddress.ip_address(_resolve_address(address)[1][0])
-    if found.is_loopback and host != "localhost" and not _is_ip_address(host):
+    ip_address = ipaddress.ip_address(_resolve_address(address)[1][0])
+    if ip_address.is_loopback and host != "localhost" and not _is_ip_address(host):
         return f"[::]:{port}"
-    return f"[{found}]:{port}" if found.version == 6 else f"{found}:{port}"
+    return f"[{ip_address}]:{port}" if ip_address.version == 6 else f"{ip_address}:{port}"
 
 
 def _is_ip_address(host: str) -> bool:
@@ -123,13 +123,13 @@ def _split_host_port(address: str) -> tuple[str, int]:
 def _resolve_address(address: str) -> tuple[socket.AddressFamily, Any]:
     host, port = _split_host_port(address)
     try:
-        family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise InputError(
             f"mesh.coordinator_address: no host is known as {host!r} ({error.strerror}); "
             "give the address of process 0, as in 10.0.0.2:8476"
         ) from error
-    return family, found
+    return family, resolved
 
 
 def _listen(member: ClusterMember) -> socket.socket:
@@ -145,35 +145,34 @@ def _listen(member: ClusterMember) -> socket.socket:
 
 
 def _run_coordinator(member: ClusterMember, deadline: Deadline, notify: Notify) -> None:
-    """Process 0's part."""
+    """Runs process 0: accepts the others and replies to them."""
     try:
         listener = _listen(member)
     except OSError as error:
         raise InputError(_listen_error_message(member, error)) from error
     with ExitStack() as stack:
         stack.enter_context(listener)
-        here, problem = {0: PeerConnection(None, _process_name())}, None
-        untold = iter((True,))
-        while problem is None and len(here) < member.num_processes:
+        peers, problem = {0: PeerConnection(None, _process_name())}, None
+        notices = iter((True,))
+        while problem is None and len(peers) < member.num_processes:
             if deadline.remaining_s <= 0:
-                problem = deadline.timeout_message(_missing_message(member, here))
-            elif deadline.is_notice_due and next(untold, False):
-                notify(
-                    f"waiting at {member.coordinator_address} for {_format_processes(_missing_processes(member, here))}"
-                )
+                problem = deadline.timeout_message(_missing_message(member, peers))
+            elif deadline.is_notice_due and next(notices, False):
+                missing = _format_processes(_missing_processes(member, peers))
+                notify(f"waiting at {member.coordinator_address} for {missing}")
             elif select.select([listener], [], [], min(deadline.remaining_s, LIVENESS_POLL_S))[0]:
-                problem = _accept_peer(member, here, stack.enter_context(listener.accept()[0]))
-            here = {number: guest for number, guest in here.items() if guest.is_connected}
-        # JAX takes the port as soon as the others hear that all have come.
+                problem = _accept_peer(member, peers, stack.enter_context(listener.accept()[0]))
+            peers = {number: peer for number, peer in peers.items() if peer.is_connected}
+        # JAX takes the port as soon as the others receive the reply.
         listener.close()
-        for guest in here.values():
-            guest.reply(problem)
+        for peer in peers.values():
+            peer.reply(problem)
     if problem is not None:
         raise InputError(problem)
 
 
 class PeerConnection:
-    """A host that has come, with the connection it waits on; None is this one."""
+    """A connected process that waits for a reply; without a connection for this process."""
 
     def __init__(self, connection: socket.socket | None, name: str):
         self._connection = connection
@@ -181,7 +180,7 @@ class PeerConnection:
 
     @property
     def is_connected(self) -> bool:
-        """False once the host has left: ended, or tries anew."""
+        """False once the process has ended or connects again."""
         if self._connection is None or not select.select([self._connection], [], [], 0)[0]:
             return True
         try:
@@ -195,68 +194,68 @@ class PeerConnection:
 
 
 def _accept_peer(member: ClusterMember, peers: dict[int, PeerConnection], connection: socket.socket) -> str | None:
-    """Takes a host in that has just connected; says what is wrong with it. Strangers are sent away."""
-    said = _receive_message(connection, LINE_TIMEOUT_S)
-    number = None if said is None else said.get("process_id")
-    if said is None or not isinstance(number, int):
+    """Adds a process that has just connected; returns what is wrong with it. Closes connections of other programs."""
+    message = _receive_message(connection, LINE_TIMEOUT_S)
+    number = None if message is None else message.get("process_id")
+    if message is None or not isinstance(number, int):
         connection.close()
         return None
-    guest, count, problem = PeerConnection(connection, str(said.get("name"))), said.get("num_processes"), None
+    peer, count, problem = PeerConnection(connection, str(message.get("name"))), message.get("num_processes"), None
     if count != member.num_processes:
         problem = (
             f"mesh.num_processes: process 0 ({peers[0].name}) was started with {member.num_processes}, process "
             f"{number} "
-            f"({guest.name}) with {count}; give every host the same number"
+            f"({peer.name}) with {count}; give every host the same number"
         )
     elif number in peers and peers[number].is_connected:
         problem = (
-            f"mesh.process_id: {number} was given twice, on {peers[number].name} and on {guest.name}; give each of the "
+            f"mesh.process_id: {number} was given twice, on {peers[number].name} and on {peer.name}; give each of the "
             f"{member.num_processes} hosts that join at {member.coordinator_address} a number of its own, 0 to "
             f"{member.num_processes - 1}"
         )
     if problem is None:
-        peers[number] = guest
+        peers[number] = peer
     else:
-        guest.reply(problem)
+        peer.reply(problem)
     return problem
 
 
 def _join_coordinator(member: ClusterMember, deadline: Deadline, notify: Notify) -> None:
-    """The part of all others."""
-    why, untold = "", iter((True,))
+    """Runs every other process: connects to process 0 until it replies."""
+    reason, notices = "", iter((True,))
     while deadline.remaining_s > 0:
-        heard, why = _query_coordinator(member, deadline)
-        if heard is not None:
-            if heard["problem"] is not None:
-                raise InputError(str(heard["problem"]))
+        answer, reason = _query_coordinator(member, deadline)
+        if answer is not None:
+            if answer["problem"] is not None:
+                raise InputError(str(answer["problem"]))
             _wait_for_listener(member, deadline)
             return
-        if deadline.is_notice_due and next(untold, False):
-            notify(f"waiting for process 0: {why}")
+        if deadline.is_notice_due and next(notices, False):
+            notify(f"waiting for process 0: {reason}")
         time.sleep(RETRY_S)
-    raise InputError(deadline.timeout_message(why))
+    raise InputError(deadline.timeout_message(reason))
 
 
 def _query_coordinator(member: ClusterMember, deadline: Deadline) -> tuple[dict[str, Any] | None, str]:
-    """What process 0 has to say, or None and why."""
+    """Returns the reply of process 0, or None and the reason."""
     try:
         where = _resolve_address(member.coordinator_address)[1][:2]
         with socket.create_connection(where, timeout=max(deadline.remaining_s, RETRY_S)) as connection:
             _send_message(connection, {**member._asdict(), "name": _process_name()})
-            heard = _receive_message(connection, deadline.remaining_s)
+            answer = _receive_message(connection, deadline.remaining_s)
     except OSError as error:
         return None, f"process 0 could not be reached at {member.coordinator_address} ({error.strerror or error})"
     except InputError as error:
         return None, str(error)
-    if heard is not None and "problem" in heard:
-        return heard, ""
+    if answer is not None and "problem" in answer:
+        return answer, ""
     if deadline.remaining_s <= 0:
         return None, f"process 0 at {member.coordinator_address} was still waiting for others"
     return None, f"what answers at {member.coordinator_address} is another program, or a run that has already started"
 
 
 def _wait_for_listener(member: ClusterMember, deadline: Deadline) -> None:
-    """Until JAX listens there: asked a moment too early, its client waits for a second before it asks again."""
+    """Waits until JAX listens: a client that connects too early waits a second before it tries again."""
     while deadline.remaining_s > 0:
         try:
             socket.create_connection(
@@ -269,13 +268,13 @@ def _wait_for_listener(member: ClusterMember, deadline: Deadline) -> None:
 
 def _send_message(connection: socket.socket, message: Mapping[str, Any]) -> None:
     connection.settimeout(LINE_TIMEOUT_S)
-    # Where it has left, whoever reads from it next finds out.
+    # A closed connection is detected by the next read.
     with suppress(OSError):
         connection.sendall(json.dumps({"greeting": PROTOCOL_GREETING, **message}).encode() + b"\n")
 
 
 def _receive_message(connection: socket.socket, timeout_s: float) -> dict[str, Any] | None:
-    """The line that the other side sends; None where it is not one of ours, or none comes in time."""
+    """Returns the message of the other side; None if it is not one of ours, or none arrives in time."""
     end, line = time.monotonic() + timeout_s, b""
     while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
         left_s = end - time.monotonic()
@@ -290,23 +289,23 @@ def _receive_message(connection: socket.socket, timeout_s: float) -> dict[str, A
             return None
         line += part
     try:
-        said = json.loads(line)
+        message = json.loads(line)
     except ValueError:
         return None
-    return said if isinstance(said, dict) and said.get("greeting") == PROTOCOL_GREETING else None
+    return message if isinstance(message, dict) and message.get("greeting") == PROTOCOL_GREETING else None
 
 
 def _listen_error_message(member: ClusterMember, error: OSError) -> str:
-    """Why process 0 cannot take its own port: what holds it is another process 0, or another program."""
+    """Returns why process 0 cannot use its port: another process 0 or another program has it."""
     if error.errno != errno.EADDRINUSE:
         return (
             f"mesh.coordinator_address: process 0 cannot listen at {member.coordinator_address} ({error.strerror}); "
             f"it must be an "
             f"address of the host with mesh.process_id 0, which is this one (or set {BIND_ADDRESS_VARIABLE})"
         )
-    heard, _ = _query_coordinator(member, Deadline(LINE_TIMEOUT_S, command=""))
-    if heard is not None and heard["problem"] is not None:
-        return str(heard["problem"])
+    answer, _ = _query_coordinator(member, Deadline(LINE_TIMEOUT_S, command=""))
+    if answer is not None and answer["problem"] is not None:
+        return str(answer["problem"])
     return (
         f"mesh.coordinator_address: port {member.coordinator_address.rpartition(':')[2]} of "
         f"{member.coordinator_address} is in use by another "

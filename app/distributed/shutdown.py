@@ -1,4 +1,4 @@
-"""How hosts leave each other, at the end of a run or with an error."""
+"""Coordinated shutdown of the hosts, at the end of a run or after an error."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from app.distributed.status_board import POLL_INTERVAL_S, StatusBoard
 from settings.errors import InputError
 
 FAILED_TOPIC = "failed"
-"""The topic under which a host says that it ends with an error, as soon as it knows."""
+"""Topic of a host that ends with an error, posted as soon as it is raised."""
 DONE_TOPIC = "ended"
-"""The topic under which a host says that it has nothing left to do."""
+"""Topic of a host that has finished."""
 EXITING_TOPIC = "leaving"
-"""The topic under which a host says that it ends though others go on; they cannot without it, and end, too."""
+"""Topic of a host that exits alone; the others cannot continue without it and exit, too."""
 COORDINATOR_LINGER_S = 2.0
-"""So long the first host stays when all end: when it is gone, JAX aborts the others at once."""
+"""Time for which the first host stays at the end: when it exits, JAX aborts the others at once."""
 COMMON_FAILURE_WINDOW_S = 5.0
-"""Hosts that fail for the same reason do so within so many seconds."""
+"""Time within which hosts fail if they fail for the same reason."""
 
 
 def exit_barrier(status_board: StatusBoard) -> None:
-    """Returns when every host has come here, and no sooner: JAX's own wait at the end of a program is a short one.
+    """Returns when every host has arrived; the wait that JAX has at exit is too short.
 
     Raises:
-        RuntimeError: another host has failed meanwhile, and this one has not.
+        RuntimeError: another host has failed in the meantime, and this one has not.
     """
     status_board.post(DONE_TOPIC, "")
     while len(status_board.read(DONE_TOPIC)) < status_board.num_hosts:
@@ -43,7 +43,7 @@ def exit_barrier(status_board: StatusBoard) -> None:
 
 @contextmanager
 def broadcast_failure(status_board: StatusBoard) -> Iterator[None]:
-    """The other hosts know of an error inside at once, whatever is still to be written here before this one ends."""
+    """Posts an error of the block to the other hosts at once, before this host writes its last files."""
     try:
         yield
     except Exception as error:
@@ -55,15 +55,15 @@ def broadcast_failure(status_board: StatusBoard) -> Iterator[None]:
 def coordinated_shutdown(
     status_board: StatusBoard, *, heartbeat_s: float, enter_phase: Callable[[str], None]
 ) -> Iterator[None]:
-    """Where all hosts fail they end together; where this one fails alone, it will not wait for them.
+    """Makes hosts that all fail exit together, and a host that fails alone exit without waiting.
 
-    JAX has every process wait at its end for all the others, minutes long. Those are in the middle of something that
-    they cannot finish without this one, so they are told, and their watchdogs end them with exit code 1.
+    At exit, JAX makes every process wait minutes for all others. Those are inside a collective that needs this host, so
+    a notice makes their watchdogs end them with exit code 1.
 
-    What JAX itself raises may come of a host that has died: then the heartbeat ends this one, with exit code 134.
+    An error of JAX itself may be caused by a host that has died: then the heartbeat ends this one, with exit code 134.
 
     Args:
-        entered: is told that the phase `report` begins, in which this host waits for those that fail, too.
+        enter_phase: is called with the phase `report`, in which this host waits for others that fail.
     """
     try:
         yield
@@ -78,7 +78,7 @@ def coordinated_shutdown(
 
 
 def exit_delay_s(status_board: StatusBoard, *, broadcasts: bool) -> float:
-    """How long a host that ends at once stays, so that the others hear of what it tells, and can end first."""
+    """Returns how long a host that exits at once stays, so that the others can read its notice and exit first."""
     if status_board.num_hosts == 1:
         return 0.0
     return COORDINATOR_LINGER_S if status_board.host == 0 else 3 * POLL_INTERVAL_S if broadcasts else 0.0
@@ -97,7 +97,7 @@ def _exit_after_error(
 
 
 def _may_be_peer_death(error: Exception) -> bool:
-    """Whether another host's end may have caused it: a collective breaks, or orbax waits for the host in vain."""
+    """Returns whether another host's death may be the cause: a broken collective, or a time-out of orbax."""
     if str(error).startswith("RESOURCE_EXHAUSTED"):
         return False
     return isinstance(error, jax.errors.JaxRuntimeError | TimeoutError) or isinstance(
@@ -106,13 +106,13 @@ def _may_be_peer_death(error: Exception) -> bool:
 
 
 def _exit_alone(status_board: StatusBoard, reason: str, *, exit_code: int) -> None:
-    """At the end of the program, before what JAX has registered, and after the error has been told."""
+    """Exits at the end of the program, before JAX's own exit handlers and after the error is printed."""
     status_board.post(EXITING_TOPIC, reason)
     atexit.register(_exit_after_delay, exit_code, exit_delay_s(status_board, broadcasts=True))
 
 
 def _all_hosts_failed(status_board: StatusBoard, reason: str) -> bool:
-    """Whether all hosts have come to an error, a moment later at most."""
+    """Returns whether all hosts fail, at most a moment later."""
     status_board.post(FAILED_TOPIC, reason)
     end = time.monotonic() + COMMON_FAILURE_WINDOW_S
     while len(status_board.read(FAILED_TOPIC)) < status_board.num_hosts:

@@ -1,7 +1,7 @@
-"""A board that every host reads and each can pin a notice to, on which no host ever waits for another.
+"""Status board: short notices between hosts, at any moment and without waiting for each other.
 
-Collectives carry what all hosts say at one place of the program. A notice comes at any moment: a host was asked to
-stop, a host hangs. It goes through the key-value store with which JAX's processes have found each other.
+Collectives exchange values at one point of the program. A notice, such as a signal or a hang, can come at any time; it
+travels through the key-value store of `jax.distributed`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import jax
 from jax._src import distributed  # the store has no public name
 
 POLL_INTERVAL_S = 0.5
-"""How old what a host knows of the others may be."""
+"""Interval between reads of the store."""
 
 KEY_PREFIX = "grpo/"
 
 
 class KeyValueStore(Protocol):
-    """What of JAX's client a board uses. All of it raises RuntimeError where process 0 cannot be reached."""
+    """The methods of JAX's client that are used; they raise RuntimeError if process 0 cannot be reached."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
 
 
 class StatusBoard:
-    """Topic -> what each host has said about it. A context: a thread asks for news while it is open.
+    """Topic -> the latest notice of each host. A context: while it is open, a thread polls the store.
 
     Args:
-        store: None where no other host has joined; then the board is this process' own.
+        store: None for a single host; then the board is local.
     """
 
     def __init__(self, store: KeyValueStore | None, *, host: int, num_hosts: int = 1):
@@ -42,7 +42,7 @@ class StatusBoard:
         self._store = store
         self._notices: dict[tuple[str, int], str] = {}
         self._outgoing: SimpleQueue[tuple[str, str] | None] = SimpleQueue()
-        # A daemon: a call that process 0 never answers must not keep this one from ending.
+        # A daemon: a call that process 0 never answers must not prevent this process from exiting.
         self._thread = threading.Thread(target=self._sync_loop, name="bulletin", daemon=True)
 
     def __enter__(self) -> StatusBoard:
@@ -56,29 +56,29 @@ class StatusBoard:
             self._thread.join(2 * POLL_INTERVAL_S)
 
     def post(self, topic: str, text: str) -> None:
-        """Says something for this host, instead of what it has said before; on its way when this returns."""
+        """Replaces this host's notice under a topic; it is sent in the background."""
         self._notices[topic, self.host] = text
         self._outgoing.put((topic, text))
 
     def read(self, topic: str) -> Mapping[int, str]:
-        """Host -> what it says, as far as it is known here; from any thread, and at once."""
+        """Returns host -> notice, as far as it is known here. Thread-safe, does not block."""
         return {host: text for (about, host), text in list(self._notices.items()) if about == topic}
 
     def _sync_loop(self) -> None:
         assert self._store is not None
-        next_look = 0.0
+        next_poll_s = 0.0
         while True:
             with suppress(Empty):
-                notice = self._outgoing.get(timeout=max(next_look - time.monotonic(), 0.0))
+                notice = self._outgoing.get(timeout=max(next_poll_s - time.monotonic(), 0.0))
                 if notice is None:
                     return
                 self._call_store(self._send, *notice)
                 continue
             self._call_store(self._poll)
-            next_look = time.monotonic() + POLL_INTERVAL_S
+            next_poll_s = time.monotonic() + POLL_INTERVAL_S
 
     def _call_store(self, call: Any, *arguments: str) -> None:
-        # Whoever cannot reach process 0 is ended by the heartbeat, and has nobody to tell until then.
+        # A host that cannot reach process 0 is ended by the heartbeat.
         with suppress(RuntimeError):
             call(*arguments)
 
@@ -94,10 +94,10 @@ class StatusBoard:
 
 
 def open_status_board() -> StatusBoard:
-    """The board of the processes that have joined. `topology.start` must have run.
+    """Returns the board of the processes that have joined. `topology.initialize_distributed` must have run.
 
     Raises:
-        RuntimeError: this version of JAX keeps its store elsewhere.
+        RuntimeError: this version of JAX has its store somewhere else.
     """
     host = jax.process_index()
     if jax.process_count() == 1:

@@ -1,4 +1,4 @@
-"""Rows of every host, gathered on all of them."""
+"""Tables of numbers and names, gathered from every host on all hosts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from app.distributed.collectives import (
 
 
 def gather_values(values: Sequence[float]) -> np.ndarray:
-    """Every host's values, host after host; hosts may hold different numbers of them."""
+    """Returns the values of all hosts, host after host; hosts may have different numbers of values."""
     (gathered,) = gather_table({"": values}).values()
     return gathered
 
 
 def gather_table(columns: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
-    """The rows of every host's table, host after host. Hosts have the same columns, and any number of rows."""
+    """Returns the rows of all hosts' tables, host after host. Hosts have the same columns and any number of rows."""
     table = np.asarray(list(columns.values()), np.float64).T
     counts = gather_over_hosts(np.asarray(len(table)))
     padded = np.zeros((counts.max(initial=0), len(columns)))
@@ -30,7 +30,7 @@ def gather_table(columns: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray
 
 
 def gather_names(names: Iterable[str]) -> list[str]:
-    """The names that any host has, sorted."""
+    """Returns the sorted names that occur on any host."""
     return sorted(
         {name for host in gather_bytes_over_hosts(json.dumps(sorted(names)).encode()) for name in json.loads(host)}
     )

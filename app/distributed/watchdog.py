@@ -1,4 +1,4 @@
-"""Ends a run that is stuck, saying where: a heartbeat finds processes that are dead, and none that wait for ever."""
+"""Watchdog: ends a run that hangs and shows where. JAX's heartbeat only finds processes that are dead."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from settings.schema.watchdog import WatchdogSettings as Limits
 
 EXIT_CODE = 70
 STDERR_FD = 2
-"""Its descriptor: whoever is stuck may hold the lock of `sys.stderr`, or of the board that stands in for it."""
+"""File descriptor of stderr: a thread that hangs may hold the lock of `sys.stderr`."""
 STUCK_TOPIC = "stuck"
-"""The topic under which hosts say so."""
+"""Topic of a host that hangs."""
 POLL_INTERVAL_S = 0.5
-"""How often the clock is looked at."""
+"""Interval between checks."""
 HARD_EXIT_DELAY_S = 10.0
-"""After so many seconds more the process is ended from C, with exit code 1: Python code does not run any more."""
+"""Time after which the process is ended from C, with exit code 1, if Python code does not run any more."""
 
 WAIT_PHASE = "wait"
-"""A phase without a limit: this host is done, and waits for others, who have limits of their own."""
+"""Phase without a limit: this host has finished and waits for others, which have their own limits."""
 
 LIMIT_PHASES = {"advantage": "update", "report": "save"}
-"""Phase -> whose limit it has, where it has none of its own."""
+"""Phase without a limit of its own -> the phase whose limit it shares."""
 
 
 class ActivePhase(NamedTuple):
-    """One phase of one step, from its beginning on."""
+    """The current phase of a step."""
 
     phase: str
     step: int
     since: float
     limit_s: float | None
     setting_name: str
-    """Its limit's name."""
+    """Name of the setting that limits it."""
 
 
 class Watchdog:
-    """A context. Whoever begins a phase says so; a thread finds out when it does not end.
+    """Context whose thread ends the process if a phase exceeds its limit.
 
     Args:
-        folder: where the stacks go, beside stderr.
-        bulletin: which tells the other hosts, so that all of them show where they are.
+        crash_dir: directory for the stack traces, in addition to stderr.
+        status_board: makes the other hosts show their stack traces, too.
     """
 
     def __init__(self, limits: Limits, crash_dir: Path, status_board: StatusBoard):
         self.step = 0
-        """The one that is under way; 0 before the first."""
+        """Current step; 0 before the first."""
         self._limits = limits
         self._crash_dir = crash_dir
         self._status_board = status_board
@@ -72,7 +72,7 @@ class Watchdog:
         self._thread.join()
 
     def enter_phase(self, phase: str) -> None:
-        """A phase begins, and the one before it is over."""
+        """Starts a phase and ends the one before it."""
         section = LIMIT_PHASES.get(phase, phase.split("_")[0])
         setting, allowed = (
             f"watchdog.{section}_s",
@@ -100,27 +100,27 @@ class Watchdog:
                 self._dump_and_exit(
                     f"has been {where}, longer than {current.setting_name} = {current.limit_s:g}", broadcasts=True
                 )
-            for told in self._posts_of_other_hosts(STUCK_TOPIC).values():
-                self._dump_and_exit(f"has been {where}; {told}", broadcasts=False)
+            for notice in self._posts_of_other_hosts(STUCK_TOPIC).values():
+                self._dump_and_exit(f"has been {where}; {notice}", broadcasts=False)
             for host, reason in self._posts_of_other_hosts(EXITING_TOPIC).items():
                 self._exit_with_host(host, reason)
 
     def _posts_of_other_hosts(self, topic: str) -> dict[int, str]:
-        return {host: told for host, told in self._status_board.read(topic).items() if host != self._status_board.host}
+        return {host: text for host, text in self._status_board.read(topic).items() if host != self._status_board.host}
 
     def _exit_with_host(self, host: int, reason: str) -> None:
-        """Ends this process, which waits for one that leaves, and would until the heartbeat tells of it."""
+        """Ends this process, which would wait for an exiting host until the heartbeat fails."""
         with suppress(OSError):
             os.write(STDERR_FD, f"\nhost {host} has failed, so this one ends: {reason}\n".encode())
         time.sleep(exit_delay_s(self._status_board, broadcasts=False))
         os._exit(1)
 
     def _dump_and_exit(self, reason: str, *, broadcasts: bool) -> None:
-        """Shows every thread's stack, and ends this process."""
-        # Even a disk that hangs, too, must not keep it from ending.
+        """Writes the stack of every thread and ends this process."""
+        # A disk that hangs must not prevent the exit.
         faulthandler.dump_traceback_later(HARD_EXIT_DELAY_S, exit=True, file=STDERR_FD)
         sentence = f"host {self._status_board.host} {reason}"
-        text = f"\nwatchdog: {sentence}. Where its threads are follows; exit code {EXIT_CODE}\n"
+        text = f"\nwatchdog: {sentence}. The stacks of its threads follow; exit code {EXIT_CODE}\n"
         with suppress(OSError):
             os.write(STDERR_FD, text.encode())
         faulthandler.dump_traceback(file=STDERR_FD, all_threads=True)
@@ -135,7 +135,7 @@ class Watchdog:
 
 
 def _write_stacks(file: IO[str], text: str) -> None:
-    """With the stacks, and on the disk when this returns."""
+    """Writes the text and the stacks, and flushes them to disk."""
     file.write(text)
     file.flush()
     faulthandler.dump_traceback(file=file, all_threads=True)

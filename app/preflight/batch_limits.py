@@ -1,9 +1,10 @@
-"""The largest batches that fit a device's memory, by shapes alone."""
+"""The largest batches that fit a device's memory, from shapes alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 
@@ -18,176 +19,158 @@ from app.preflight.activation_memory import (
     update_memory_points,
 )
 from app.preflight.memory import StepShapes, largest_mini_batch, plan_for_equal_hosts
-from app.rollout.slot_engine import SlotEngine
 from app.runtime.micro_batching import MaxLengths, make_update_batcher
 from app.runtime.session import Session
 from settings.schema.rollout import MAX_SLOTS
-from settings.schema.settings import AlgorithmSettings, CriticSettings
 
 USABLE_MEMORY_FRACTION = 0.9
-"""Of a device's memory: programs, fragments and what is only estimated take the rest."""
+"""Part of a device's memory that a phase may fill; programs, fragmentation and estimation errors take the rest."""
 QUOTA_STEP = 256
-"""Quotas are tried in steps of so many tokens."""
+"""Granularity, in tokens, of the token quotas that are tried."""
 MAX_PROMPTS = 2**20
 
 
 @dataclass(frozen=True)
 class BatchLimit:
-    """How far one setting can be raised while all others stay."""
+    """How far one setting can be raised while all others stay the same."""
 
     setting: str
     now: int
     fits: int | None
-    """None where not even the smallest value does."""
+    """Largest value that fits; None if not even the smallest does."""
     phase: str
-    """That it fills."""
+    """Phase that the setting fills."""
     bytes_at_fits: int
-    """What that phase then holds on each device."""
+    """Bytes of that phase on each device at the largest value."""
     more_changes_nothing: bool = False
-    """All of a step already fits at once."""
+    """True if all samples of a step already fit at once."""
 
     def to_text(self) -> str:
-        held = f"{self.phase} then holds {self.bytes_at_fits / 2**30:.2f} GiB"
+        """Returns one line for a person."""
+        size = f"{self.phase} then needs {self.bytes_at_fits / 2**30:.2f} GiB"
         if self.fits is None:
-            return f"{self.setting} = {self.now:,}: nothing fits beside what {self.phase} always holds"
+            return f"{self.setting} = {self.now:,}: nothing fits next to what {self.phase} always needs"
         if self.more_changes_nothing:
-            return f"{self.setting} = {self.now:,}: any fits; from {self.fits:,} on all is done at once, and {held}"
-        return f"{self.setting} = {self.now:,}: at most {self.fits:,} fits; {held}"
+            return f"{self.setting} = {self.now:,}: any fits; from {self.fits:,} on one pass does all, and {size}"
+        return f"{self.setting} = {self.now:,}: at most {self.fits:,} fits; {size}"
+
+
+class _Candidate(NamedTuple):
+    """A setting whose largest value is searched."""
+
+    setting: str
+    phase: str
+    now: int
+    bytes_at: Callable[[int], int]
+    """Bytes of the phase on each device at a value; never fewer at a larger one."""
+    step: int
+    """The values that are tried are its multiples."""
+    maximum: int
+    minimum: int = 1
+    maximum_is_all: bool = False
+    """True if the maximum already holds all samples of a step."""
+
+    def limit(self, memory_limit: int) -> BatchLimit:
+        """Returns the largest value that leaves the phase under the limit, found by bisection."""
+        low, high = -(-self.minimum // self.step), self.maximum // self.step
+        if high < low or self.bytes_at(low * self.step) > memory_limit:
+            return BatchLimit(self.setting, self.now, None, self.phase, 0)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.bytes_at(middle * self.step) <= memory_limit else (low, middle - 1)
+        fits = low * self.step
+        is_all = self.maximum_is_all and fits == self.maximum
+        return BatchLimit(self.setting, self.now, fits, self.phase, self.bytes_at(fits), is_all)
 
 
 def find_batch_limits(
     session: Session, shapes: StepShapes, memory: dict[str, MemoryBreakdown], *, available_bytes: int
 ) -> list[BatchLimit]:
-    """For each setting that decides about a batch, its largest value that keeps the phase under `USABLE`."""
-    room = int(USABLE_MEMORY_FRACTION * available_bytes)
-    # What actors hold is elsewhere.
-    is_here = session.settings.rollout.pool != "ray"
-    rollout = [_rollout_limit(session, shapes, memory["rollout"], room)] if is_here else []
-    return [*rollout, *_update_limits(session, memory, room)]
+    """Returns, for each setting of a batch's size, the largest value that keeps its phase in the usable memory."""
+    memory_limit = int(USABLE_MEMORY_FRACTION * available_bytes)
+    return [candidate.limit(memory_limit) for candidate in _candidates(session, shapes, memory)]
 
 
-def _rollout_limit(
-    session: Session, shapes: StepShapes, phase_memory: MemoryBreakdown, memory_limit: int
-) -> BatchLimit:
-    if session.continuous_generator is None:
-        return _prompts_per_step_limit(session, shapes, phase_memory, memory_limit)
-    setting, engine, num_alike = _fullest_engine(session)
-    now = engine.shapes.num_slots
-    of_logits = (
-        (phase_memory["logits"] + phase_memory["logits_work"])
-        // num_decode_rows(session, session.continuous_generator.footprint())
-        * now
-    )
-    of_slots = num_alike * (bytes_per_device(engine.footprint().slots) + of_logits)
-    rest = sum(phase_memory.values()) - of_slots
-
-    def held_at(slots: int) -> int:
-        return rest + of_slots * slots // now
-
-    fits = _largest_fitting(held_at, step=_num_slot_shards(engine), maximum=MAX_SLOTS, memory_limit=memory_limit)
-    return BatchLimit(setting, now, fits, "rollout", held_at(fits) if fits else rest)
+def _candidates(session: Session, shapes: StepShapes, memory: dict[str, MemoryBreakdown]) -> Iterator[_Candidate]:
+    settings = session.settings
+    # Ray actors hold their slots on other machines.
+    if settings.rollout.pool != "ray":
+        by = _prompts_per_step if session.continuous_generator is None else _slots
+        yield by(session, shapes, memory["rollout"])
+    if settings.algorithm.max_tokens_per_device is not None:
+        yield _token_quota(session, "algorithm", memory["update"], settings.algorithm.max_tokens_per_device)
+    if settings.has_critic and settings.critic.max_tokens_per_device is not None:
+        yield _token_quota(session, "critic", memory["critic"], settings.critic.max_tokens_per_device)
 
 
-def _fullest_engine(session: Session) -> tuple[str, SlotEngine, int]:
-    """Whose slots fill a device: the setting, one such engine, and how many of them are on that device."""
+def _slots(session: Session, _: StepShapes, rollout: MemoryBreakdown) -> _Candidate:
+    """Returns the slots of the engine that fills its device most."""
+    setting, num_alike = "rollout.slots", 1
     if session.continuous_batching is not None:
-        return "rollout.slots", session.continuous_batching.engine, 1
-    assert session.workers is not None
-    workers = session.workers.workers
-    fullest = max(workers, key=lambda worker: bytes_per_device(worker.engine.footprint()))
-    alike = sum(worker.kind == fullest.kind for worker in workers) if fullest.device is not None else 1
-    return f"rollout.workers.{fullest.kind}.slots", fullest.engine, alike
+        engine = session.continuous_batching.engine
+    else:
+        assert session.workers is not None
+        workers = session.workers.workers
+        fullest = max(workers, key=lambda worker: bytes_per_device(worker.engine.footprint()))
+        engine, setting = fullest.engine, f"rollout.workers.{fullest.kind}.slots"
+        if fullest.device is not None:
+            num_alike = sum(worker.kind == fullest.kind for worker in workers)
+    assert session.continuous_generator is not None
+    now, num_rows = engine.shapes.num_slots, num_decode_rows(session, session.continuous_generator.footprint())
+    logits = (rollout["logits"] + rollout["logits_work"]) // num_rows * now
+    slots = num_alike * (bytes_per_device(engine.footprint().slots) + logits)
+    fixed = sum(rollout.values()) - slots
+    shards = num_row_shards(jax.tree.leaves(engine.programs.abstract_weights)[0].sharding.mesh)
+    return _Candidate(setting, "rollout", now, lambda n: fixed + slots * n // now, step=shards, maximum=MAX_SLOTS)
 
 
-def _num_slot_shards(engine: SlotEngine) -> int:
-    """Slots are split evenly over so many devices."""
-    return num_row_shards(jax.tree.leaves(engine.programs.abstract_weights)[0].sharding.mesh)
-
-
-def _prompts_per_step_limit(
-    session: Session, shapes: StepShapes, phase_memory: MemoryBreakdown, memory_limit: int
-) -> BatchLimit:
-    """Of one batch: rows hold caches and logits, prompts the caches and activations of their prefill."""
-    batch = shapes.rollout
+def _prompts_per_step(session: Session, shapes: StepShapes, rollout: MemoryBreakdown) -> _Candidate:
+    """Returns the prompts of one batch: its rows need caches and logits, its prompts the buffers of their prefill."""
+    batch, settings, shards = shapes.rollout, session.settings, num_local_row_shards(session.mesh)
     assert batch is not None
-    settings, shards = session.settings, num_local_row_shards(session.mesh)
-    of_rows = sum(phase_memory[name] for name in ("kv_cache", "logits", "logits_work"))
-    of_prompts = sum(phase_memory[name] for name in ("prompt_cache", "activations"))
-    rest = sum(phase_memory.values()) - of_rows - of_prompts
+    of_rows = sum(rollout[name] for name in ("kv_cache", "logits", "logits_work"))
+    of_prompts = sum(rollout[name] for name in ("prompt_cache", "activations"))
+    fixed = sum(rollout.values()) - of_rows - of_prompts
 
-    def held_at(prompts: int) -> int:
-        rows = -(-prompts * settings.rollout.group_size // shards)
-        more_rows = rows * shards / batch.num_rows
-        more_prompts = -(-prompts // shards) * shards / batch.num_prompts
-        return rest + int(of_rows * more_rows + of_prompts * more_prompts)
+    def bytes_at(prompts: int) -> int:
+        rows = -(-prompts * settings.rollout.group_size // shards) * shards
+        padded_prompts = -(-prompts // shards) * shards
+        return fixed + int(of_rows * rows / batch.num_rows + of_prompts * padded_prompts / batch.num_prompts)
 
     now = settings.rollout.prompts_per_step
-    # Mini-batches stay as large as they are, and then there may be more of them.
-    grain = now // settings.num_mini_batches if settings.num_mini_batches > 1 else 1
-    fits = _largest_fitting(held_at, step=grain, maximum=MAX_PROMPTS, memory_limit=memory_limit)
-    return BatchLimit("rollout.prompts_per_step", now, fits, "rollout", held_at(fits) if fits else rest)
+    # Mini-batches keep their size, so more prompts are more mini-batches.
+    step = now // settings.num_mini_batches if settings.num_mini_batches > 1 else 1
+    return _Candidate("rollout.prompts_per_step", "rollout", now, bytes_at, step, MAX_PROMPTS)
 
 
-def _update_limits(session: Session, memory: dict[str, MemoryBreakdown], memory_limit: int) -> list[BatchLimit]:
-    settings, found = session.settings, []
-    scopes: list[tuple[str, str, AlgorithmSettings | CriticSettings]] = [("algorithm", "update", settings.algorithm)]
-    if settings.has_critic:
-        scopes.append(("critic", "critic", settings.critic))
-    for scope, phase, chosen in scopes:
-        if chosen.max_tokens_per_device is not None:
-            found.append(_token_quota_limit(session, scope, phase, chosen, memory[phase], memory_limit))
-    return found
-
-
-def _token_quota_limit(
-    session: Session,
-    scope: str,
-    phase: str,
-    section: AlgorithmSettings | CriticSettings,
-    phase_memory: MemoryBreakdown,
-    memory_limit: int,
-) -> BatchLimit:
+def _token_quota(session: Session, section: str, phase: MemoryBreakdown, now: int) -> _Candidate:
+    """Returns the token quota of an update; only activations grow with the tokens of its largest micro-batch."""
     settings, longest = session.settings, MaxLengths.from_settings(session.settings)
     mini_batch = largest_mini_batch(session, longest_prompt=settings.data.max_prompt_length)
-    architecture = session.architecture_of("critic" if scope == "critic" else "policy")
+    is_critic = section == "critic"
+    architecture = session.architecture_of("critic" if is_critic else "policy")
 
     def plan_at(quota: int) -> MicroBatchPlan:
-        scope_then = section.model_copy(update={"max_tokens_per_device": quota})
-        return plan_for_equal_hosts(
-            session, make_update_batcher(settings, scope_then, architecture, longest), mini_batch
-        )
+        chosen = settings.critic if is_critic else settings.algorithm
+        changed = chosen.model_copy(update={"max_tokens_per_device": quota})
+        return plan_for_equal_hosts(session, make_update_batcher(settings, changed, architecture, longest), mini_batch)
 
-    now = section.max_tokens_per_device
-    assert now is not None
     present = plan_at(now)
-    moments = (critic_update_memory_points if scope == "critic" else update_memory_points)(session, present)
-    base = sum(size for name, size in phase_memory.items() if name not in TEMPORARY_BUFFERS)
+    points = (critic_update_memory_points if is_critic else update_memory_points)(session, present)
+    fixed = sum(size for name, size in phase.items() if name not in TEMPORARY_BUFFERS)
 
-    def held_at(quota: int) -> int:
-        """Activations grow with the tokens of the fullest micro-batch, and nothing else does."""
-        more = _num_tokens(plan_at(quota)) / _num_tokens(present) - 1
-        return base + max(sum(moment.values()) + int(more * moment["activations"]) for moment in moments)
+    def bytes_at(quota: int) -> int:
+        growth = _num_tokens(plan_at(quota)) / _num_tokens(present) - 1
+        return fixed + max(sum(point.values()) + int(growth * point["activations"]) for point in points)
 
-    all_at_once = -(-int(mini_batch.totals.sum()) // num_local_row_shards(session.mesh) // QUOTA_STEP) * QUOTA_STEP
+    in_one_pass = -(-int(mini_batch.totals.sum()) // num_local_row_shards(session.mesh) // QUOTA_STEP) * QUOTA_STEP
     smallest = -(-longest.sample // QUOTA_STEP) * QUOTA_STEP
-    most = max(all_at_once, smallest)
-    fits = _largest_fitting(held_at, step=QUOTA_STEP, maximum=most, memory_limit=memory_limit, minimum=smallest)
-    return BatchLimit(f"{scope}.max_tokens_per_device", now, fits, phase, held_at(fits) if fits else base, fits == most)
+    maximum, name = max(in_one_pass, smallest), "critic" if is_critic else "update"
+    return _Candidate(
+        f"{section}.max_tokens_per_device", name, now, bytes_at, QUOTA_STEP, maximum, smallest, maximum_is_all=True
+    )
 
 
 def _num_tokens(plan: MicroBatchPlan) -> int:
-    fullest = largest_micro_batch(plan)
-    return len(fullest.rows) * fullest.shape.num_tokens
-
-
-def _largest_fitting(
-    bytes_at: Callable[[int], int], *, step: int, maximum: int, memory_limit: int, minimum: int = 1
-) -> int | None:
-    """The largest multiple of `grain` from `least` to `most` that leaves enough room; more holds no less."""
-    low, high = -(-minimum // step), maximum // step
-    if high < low or bytes_at(low * step) > memory_limit:
-        return None
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if bytes_at(middle * step) <= memory_limit else (low, middle - 1)
-    return low * step
+    largest = largest_micro_batch(plan)
+    return len(largest.rows) * largest.shape.num_tokens

@@ -1,49 +1,40 @@
-"""What a look at a machine and its settings has found: a table for a person, an exit code for a script."""
+"""Results of the preflight checks: a table for a person, an exit code for a script."""
 
 from __future__ import annotations
 
 import shutil
-import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import jax
 
+from app.preflight.tables import format_table
 from app.records.printable import to_printable
 from settings.errors import InputError
 from settings.loading.secrets import redact
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
-"""As it should be; a run would go on, but not as somebody may expect; a run would not start, or would end early; not
-looked at, for want of something else."""
+"""`warn`: a run would work, but maybe not as expected. `fail`: it would not start, or would end early. `skip`: not
+checked, because something that the check needs is missing."""
 EXIT_ENVIRONMENT, EXIT_INPUT = 1, 2
-"""Exit codes of what fails: of the surroundings; of settings and of what they name."""
-MAX_WIDTH, MIN_WIDTH = 140, 60
+"""Exit codes of a failure: of the environment; of the settings or of what they name."""
+MAX_WIDTH, MIN_WIDTH = 140, 80
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check has found."""
+    """Result of one check on one host."""
 
     check: str
     verdict: Verdict
     found: str
+    """What the check found."""
     advice: str = ""
     exit_code: int = 0
-    """What a run would end with for it: 0 unless it fails."""
+    """Exit code of a run that fails for this reason; 0 unless the check fails."""
     host: int = 0
-
-    def to_lines(self, *, name_width: int, width: int) -> Iterator[str]:
-        """Of a table whose first column is `named` wide."""
-        head = f"{self.name:<{name_width}}  {self.verdict:<6}  "
-        margin = " " * len(head)
-        text = [to_printable(line) for line in self.found.splitlines() or [""]]
-        text += [f"-> {to_printable(line)}" for line in self.advice.splitlines()]
-        wrapped = [part for line in text for part in textwrap.wrap(line, max(width - len(head), MIN_WIDTH)) or [""]]
-        for number, line in enumerate(wrapped):
-            yield f"{margin if number else head}{line}".rstrip()
 
     @property
     def name(self) -> str:
@@ -51,7 +42,7 @@ class CheckResult:
 
 
 class CheckRecorder:
-    """Collects them in order. What one check raises does not keep the next from being made."""
+    """Collects the results in order. An exception in one check does not prevent the next."""
 
     def __init__(self) -> None:
         self.results: list[CheckResult] = []
@@ -62,7 +53,7 @@ class CheckRecorder:
     def warn(self, check: str, message: str, advice: str) -> None:
         self._add(check, "warn", message, advice)
 
-    def fail(self, check: str, message: str, advice: str = "", *, exit_code: int) -> None:
+    def fail(self, check: str, message: str, advice: str = "", *, exit_code: int = EXIT_ENVIRONMENT) -> None:
         self._add(check, "fail", message, advice, exit_code)
 
     def skip(self, *checks: str, reason: str) -> None:
@@ -75,51 +66,51 @@ class CheckRecorder:
 
     @contextmanager
     def run_check(self, check: str) -> Iterator[None]:
-        """Whatever is raised inside is what the check has found."""
+        """Records whatever the block raises as the failure of the check."""
         try:
             yield
         except InputError as error:
             self.fail(check, str(error), exit_code=EXIT_INPUT)
-        # Blanket, because whatever it is, a run would meet it, too, and there is more to look at.
+        # Every exception: a run would meet it as well, and the other checks still have something to report.
         except Exception as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
-                # Maybe another host has died; nothing that hosts do together would end.
+                # Another host may have died, and every collective from here on would hang.
                 raise
-            self.fail(check, f"{type(error).__name__}: {error}", exit_code=EXIT_ENVIRONMENT)
+            self.fail(check, f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """All that was found, on all hosts."""
+    """Results of all checks on all hosts."""
 
     results: Sequence[CheckResult]
     seconds: float
     host: int = 0
-    """That tells it; the first prints it."""
+    """Index of this host; only host 0 prints the report."""
 
     @property
     def exit_code(self) -> int:
-        """0 where no check fails; 2 where settings or what they name cannot be used, whatever else fails; else 1."""
-        return max((finding.exit_code for finding in self.results), default=0)
+        """0 if no check fails; 2 if settings or what they name cannot be used, whatever else fails; else 1."""
+        return max((result.exit_code for result in self.results), default=0)
 
     @property
     def failed_checks(self) -> Sequence[str]:
-        return [finding.name for finding in self.results if finding.verdict == "fail"]
+        return [result.name for result in self.results if result.verdict == "fail"]
 
     def to_dict(self) -> dict[str, Any]:
-        checks = [asdict(finding) for finding in self.results]
+        """Returns the report for JSON."""
+        checks = [asdict(result) for result in self.results]
         return {"checks": checks, "seconds": round(self.seconds, 2), "exit_code": self.exit_code}
 
     def to_text(self) -> str:
-        width = min(shutil.get_terminal_size((MAX_WIDTH, 0)).columns, MAX_WIDTH)
-        named = max(len(name) for name in ("check", *(finding.name for finding in self.results)))
-        lines = [f"{'check':<{named}}  {'result':<6}  found, and -> what to do"]
-        lines += [line for finding in self.results for line in finding.to_lines(name_width=named, width=width)]
-        return "\n".join([*lines, "", f"{count_verdicts(self.results)} in {self.seconds:.1f} s"])
-
-
-def count_verdicts(results: Iterable[CheckResult]) -> str:
-    """`9 ok, 1 warn`."""
-    verdicts = [finding.verdict for finding in results]
-    kinds: tuple[Verdict, ...] = ("ok", "warn", "fail", "skip")
-    return ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds if kind in verdicts)
+        """Returns the report for a person, as wide as the terminal."""
+        width = max(MIN_WIDTH, min(shutil.get_terminal_size((MAX_WIDTH, 0)).columns, MAX_WIDTH))
+        rows = []
+        for result in self.results:
+            lines = [*result.found.splitlines(), *(f"-> {line}" for line in result.advice.splitlines())]
+            rows.append((result.name, result.verdict, "\n".join(map(to_printable, lines))))
+        table = format_table(("check", "result", "found, and -> what to do"), rows, right_from=3, width=width)
+        verdicts = [result.verdict for result in self.results]
+        kinds: tuple[Verdict, ...] = ("ok", "warn", "fail", "skip")
+        counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds if kind in verdicts)
+        return "\n".join([*table, "", f"{counts} in {self.seconds:.1f} s"])

@@ -1,4 +1,4 @@
-"""What the compiler says of the programs of a step: read from an abstract compile, without weights or samples."""
+"""The compiler's memory figures for the programs of a step, from abstract compiles: no weights, no samples."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from app.mesh.placement import abstract_arrays, row_sharding
 from app.mesh.topology import num_hosts
 from app.preflight.activation_memory import TEMPORARY_BUFFERS, MemoryBreakdown, largest_micro_batch
 from app.preflight.memory import StepShapes
+from app.preflight.tables import format_mebibytes, format_table
 from app.runtime.session import Session
 from app.training.learner import Learner, LearnerGroup
 from app.update.loss_aggregation import StepTotals
@@ -25,32 +26,32 @@ from app.update.loss_aggregation import StepTotals
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """Bytes on each device. Arguments and outputs are exact; temporaries are what one backend's compiler reserves."""
+    """Bytes of a program on each device. Arguments and outputs are exact, temporaries depend on the compiler."""
 
     phase: str
     name: str
     backend: str
-    """Whose compiler it was: another one's temporaries differ."""
+    """Backend of the compiler."""
     argument_bytes: int
     output_bytes: int
     aliased_bytes: int
-    """Of the outputs, written over arguments."""
+    """Bytes of outputs that are written over arguments."""
     temporary_bytes: int
     estimated_bytes: int | None
-    """Of the temporaries, by the table of `memory_by_phase`; None where the table does not tell this program's."""
+    """Temporaries by `memory_by_phase`; None if it has no estimate for this program."""
     compile_s: float
 
 
 def compile_programs(
     session: Session, learning: LearnerGroup, shapes: StepShapes, memory: Mapping[str, MemoryBreakdown]
 ) -> tuple[CompiledProgram, ...]:
-    """Of every phase of a step, for the devices that JAX has here, virtual ones among them."""
-    found = []
+    """Compiles the programs of every phase of a step for the devices at hand, real or virtual."""
+    programs = []
     for phase, name, lowered, estimated in _lower_programs(session, learning, shapes, memory):
         started = time.perf_counter()
         compiled = lowered.compile()
         analysis: Any = compiled.memory_analysis()
-        found.append(
+        programs.append(
             CompiledProgram(
                 phase=phase,
                 name=name,
@@ -63,13 +64,13 @@ def compile_programs(
                 compile_s=time.perf_counter() - started,
             )
         )
-    return tuple(found)
+    return tuple(programs)
 
 
 def _lower_programs(
     session: Session, learning: LearnerGroup, shapes: StepShapes, memory: Mapping[str, MemoryBreakdown]
 ) -> Iterator[tuple[str, str, Lowered, int | None]]:
-    """Phase, name, program, and the temporaries that its phase's table foresees; lowered one after the other."""
+    """Yields phase, name, program and estimated temporaries of each program; lowers one after the other."""
     yield from _lower_rollout(session, shapes, memory["rollout"])
     for role, plan in shapes.scores.items():
         definition, scorer = session.model_spec.policy_definition, session.scorer
@@ -101,8 +102,8 @@ def _lower_rollout(
         assert shapes.rollout is not None
         programs = session.engine.lower_programs(shapes.rollout, truncates=truncates)
     for name, lowered in programs.items():
-        works_in = ("activations",) if name == "prefill" else ("logits", "logits_work")
-        yield "rollout", name, lowered, sum(phase_memory.get(part, 0) for part in ("whole_weights", *works_in))
+        buffers = ("activations",) if name == "prefill" else ("logits", "logits_work")
+        yield "rollout", name, lowered, sum(phase_memory.get(buffer, 0) for buffer in ("whole_weights", *buffers))
 
 
 def _estimated_temporary_bytes(phase_memory: MemoryBreakdown) -> int:
@@ -110,7 +111,7 @@ def _estimated_temporary_bytes(phase_memory: MemoryBreakdown) -> int:
 
 
 def lower_update(session: Session, learner: Learner, plan: MicroBatchPlan) -> dict[str, Lowered]:
-    """Those of an optimizer step: the gradients of its fullest micro-batch, and the update."""
+    """Returns the programs of an optimizer step: the gradients of its largest micro-batch, and the update."""
     batch = _global_shapes(
         session.mesh, learner.updater.pack((), _empty_micro_batch(plan), StepTotals(num_tokens=0, num_samples=0))
     )
@@ -120,31 +121,29 @@ def lower_update(session: Session, learner: Learner, plan: MicroBatchPlan) -> di
 
 
 def _empty_micro_batch(plan: MicroBatchPlan) -> MicroBatch:
-    """The fullest micro-batch, without samples: its arrays have the same shapes."""
-    fullest = largest_micro_batch(plan)
-    return MicroBatch(((),) * len(fullest.rows), fullest.shape)
+    """Returns a micro-batch without samples whose arrays have the shapes of the largest one."""
+    largest = largest_micro_batch(plan)
+    return MicroBatch(((),) * len(largest.rows), largest.shape)
 
 
 def _global_shapes(mesh: Mesh, batch: Any) -> Any:
-    """The shapes of all hosts' rows."""
+    """Returns the shapes of the rows of all hosts."""
     rows, hosts = row_sharding(mesh), num_hosts(mesh)
     shape_of = lambda x: jax.ShapeDtypeStruct((x.shape[0] * hosts, *x.shape[1:]), x.dtype, sharding=rows)  # noqa: E731
     return jax.tree.map(shape_of, batch)
 
 
 def format_programs_table(programs: Sequence[CompiledProgram]) -> list[str]:
-    """A line for each program, in MiB."""
-    head = ("arguments", "outputs", "in place", "temporaries", "foreseen", "compiled in")
-    lines = [f"{'MiB on each device':<24}" + "".join(f"{name:>13}" for name in head)]
+    """Returns a line for each program, in MiB."""
+    head = ("MiB on each device", "arguments", "outputs", "in place", "temporaries", "estimated", "compiled in")
+    rows = []
     for one in programs:
         sizes = (one.argument_bytes, one.output_bytes, one.aliased_bytes, one.temporary_bytes, one.estimated_bytes)
-        cells = ["-" if size is None else f"{size / 2**20:,.1f}" for size in sizes]
-        name = f"{one.phase}: {one.name}"
-        lines.append(f"{name:<24}" + "".join(f"{cell:>13}" for cell in [*cells, f"{one.compile_s:.1f} s"]))
+        rows.append((f"{one.phase}: {one.name}", *map(format_mebibytes, sizes), f"{one.compile_s:.1f} s"))
     backend = programs[0].backend
-    copies = " (this one multiplies bfloat16 by way of float32 copies)" if backend == "cpu" else ""
+    copies = " (this one multiplies bfloat16 as float32 copies)" if backend == "cpu" else ""
     return [
-        *lines,
+        *format_table(head, rows),
         f"Arguments and outputs are exact. Temporaries are those of the compiler of backend {backend}; "
         f"another backend's differ{copies}.",
     ]

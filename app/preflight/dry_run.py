@@ -1,8 +1,8 @@
-"""`grpo train --dry-run`: every check of a launch, then its arithmetic and its memory in one table."""
+"""`grpo train --dry-run`: every check of a launch, then the sizes of its steps and its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +13,15 @@ from app.batching.micro_batcher import MicroBatcher, PackedRowBatcher
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.topology import device_kind, num_hosts, simulated_slice
 from app.preflight.activation_memory import MemoryBreakdown, largest_micro_batch, rows_per_device
-from app.preflight.memory import StepShapes, compute_step_shapes, format_memory_table, memory_by_phase, state_bytes
+from app.preflight.memory import (
+    StepShapes,
+    compute_step_shapes,
+    format_memory_table,
+    memory_by_phase,
+    peak_phase,
+    state_bytes,
+)
+from app.preflight.tables import format_size, format_table
 from app.records.run_directory import Resume
 from app.runtime.flops import NO_TOKENS, TokenCounts, make_step_flops
 from app.runtime.reward_model import make_reward_batcher
@@ -24,164 +32,158 @@ from app.training.setup import RunSetup, prepare_run
 from settings import Resolved
 from settings.checks.unused_settings import launch_notices
 
+GENERATION_ADVICE = "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens"
 MEMORY_ADVICE = {
-    "rollout": "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens",
-    "evaluation": "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens",
-    "reward": "lower score.reward.{knob}",
-    "score": "lower score.{knob} or model.logits_chunk",
-    "critic": "lower critic.{knob}, set model.remat: block",
-    "update": "lower algorithm.{knob}, set model.remat: block",
+    "rollout": GENERATION_ADVICE,
+    "evaluation": GENERATION_ADVICE,
+    "reward": "lower score.reward.{quota}",
+    "score": "lower score.{quota} or model.logits_chunk",
+    "critic": "lower critic.{quota}, set model.remat: block",
+    "update": "lower algorithm.{quota}, set model.remat: block",
 }
-"""What makes each phase smaller."""
-REPLAY_MEMORY_ADVICE = {
-    "evaluation": "set eval.every_steps: 0 and checkpoint.best_metric: null (`grpo evaluate` measures what is saved), "
-    "or lower rollout.max_new_tokens to what the longest of the samples has",
-}
-"""Others than these of a replay, whose groups are as many and as large as those of the samples."""
+"""Phase -> what makes it smaller."""
+REPLAY_EVALUATION_ADVICE = (
+    "set eval.every_steps: 0 and checkpoint.best_metric: null (`grpo evaluate` measures what is saved), "
+    "or lower rollout.max_new_tokens to the length of the longest sample"
+)
+"""The same for the evaluations of a replay, whose groups are those of the samples."""
 
 
 @dataclass(frozen=True)
 class MicroBatchSummary:
-    """One pass at the longest prompts and completions, so the most micro-batches there can be."""
+    """Micro-batches of one pass at the longest prompts and completions, so the most that there can be."""
 
     count: int
     packed: bool
-    """Under a token quota; else a fixed number of rows."""
+    """True under a token quota, False for a fixed number of rows."""
     rows_per_device: int
     tokens_per_row: int
+
+    def to_text(self) -> str:
+        return (
+            f"at most {self.count:,} micro-batches of {self.rows_per_device:,} rows a device, "
+            f"{self.tokens_per_row:,} tokens a row"
+        )
 
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """What a run would do and hold. Counts are over all hosts, bytes on each device."""
+    """Sizes of a run. Counts are over all hosts, bytes on each device."""
 
     directory: str
     notes: tuple[str, ...]
-    """What a launch tells of the settings, and of how weights move."""
+    """Notes that a launch would print."""
     model: str
     family: str
     dtype: str
     num_parameters: int
-    """Of the policy, adapters among them."""
+    """Parameters of the policy, adapters included."""
     num_trained_parameters: int
-    """All of them, or those of the adapters."""
     mesh: Mapping[str, int]
     device_kind: str
     num_devices: int
     num_hosts: int
     is_pretended: bool
-    """Virtual devices stand for those of `mesh.pretend`."""
+    """True if virtual devices stand for those of `mesh.pretend`."""
     data: str
-    """Column mapping, prompts kept and dropped, lengths."""
+    """Report of the data: column mapping, prompts kept and dropped, lengths."""
     num_prompts: int
     num_held_out: int
     steps: int
     optimizer_steps: int
     epochs_of_data: float
     max_rounds_per_step: int
-    """Rollouts, and so prompts, of a step may be so many times `prompts_per_step`: 1 without a filter."""
+    """Most rollouts of a step: 1 without a group filter."""
     prompts_per_step: int
     samples_per_step: int
     prompt_tokens_per_step: int
-    """On average over the data; a prompt counts once for each of its samples."""
+    """Mean over the data; a prompt counts once for each of its samples."""
     max_completion_tokens_per_step: int
     max_flops_per_step: float
     mini_batches_per_step: int
     epochs_per_step: int
     max_staleness: int
-    """Steps that generation is ahead of training at most; 0 where they wait for each other."""
+    """Most steps that generation is ahead of training; 0 if they take turns."""
     rollout: Mapping[str, int] | None
-    """Sizes of a generation on each host, lengths in tokens, padding included; None where samples come from files."""
+    """Sizes of a generation on each host, padding included; None if samples come from files."""
     evaluation: Mapping[str, int] | None
     score: Mapping[str, MicroBatchSummary]
-    """By role; empty where nothing is scored."""
+    """Scoring passes by role; empty if nothing is scored."""
     update: MicroBatchSummary
-    """Of one optimizer step."""
+    """Micro-batches of one optimizer step."""
     critic_update: MicroBatchSummary | None
-    """Of one of the critic; None without one."""
     num_critic_parameters: int
     reward_model: MicroBatchSummary | None
-    """Passes of a step through the reward model; None without one."""
+    """Passes of a step through the reward model."""
     num_reward_model_parameters: int
     memory: Mapping[str, MemoryBreakdown]
-    """By phase. What `app.preflight.memory.LABELS` stars is estimated, the rest follows from shapes."""
+    """Memory by phase; lines that `app.preflight.memory.MEMORY_LABELS` stars are estimates."""
     peak_bytes: int
-    """Of the fullest phase."""
     available_bytes: int | None
-    """A device's memory; on a CPU each device's share of the host's. None where it is not known."""
+    """Memory of a device, on a CPU its share of the host's; None if it is not known."""
     checkpoint_bytes: int
-    """On disk, and over all hosts in their memory while it is written."""
-
-    @property
-    def peak_phase(self) -> str:
-        """The fullest phase."""
-        return max(self.memory, key=lambda phase: sum(self.memory[phase].values()))
+    """Size on disk, and in the memory of all hosts while it is written."""
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the report for JSON."""
         return asdict(self)
 
     def to_text(self) -> str:
-        arithmetic = self._run_summary()
-        width = max(map(len, arithmetic)) + 2
-        lines = [
-            f"{name if i == 0 else '':<{width}}{line}"
-            for name, text in arithmetic.items()
-            for i, line in enumerate(text.splitlines())
-        ]
-        return "\n".join([*lines, "", *format_memory_table(self.memory), "", *self._memory_summary()])
+        """Returns the report for a person."""
+        sizes = [line for line in self._size_lines() if line[1]]
+        table = format_table(("", ""), sizes, right_from=2)[1:]
+        return "\n".join([*table, "", *format_memory_table(self.memory), "", *self._memory_summary()])
 
-    def _run_summary(self) -> dict[str, str]:
+    def _size_lines(self) -> Iterator[tuple[str, str]]:
+        """Yields the name and the text of each part of the run; an empty text for a part that it lacks."""
+        at_least = "at least " if self.max_rounds_per_step > 1 else ""
+        run = f"{self.directory}: {self.steps:,} steps, {self.optimizer_steps:,} optimizer steps, "
+        yield "run", "\n".join([f"{run}{at_least}{self.epochs_of_data:.3g} epochs of the data", *self.notes])
+        networks = {"critic": self.num_critic_parameters, "reward model": self.num_reward_model_parameters}
+        others = "".join(f"; {name}: {count:,}" for name, count in networks.items() if count)
+        model = f"{self.model} ({self.family}): {self.num_parameters:,} parameters"
+        yield "model", f"{model}, computing in {self.dtype}{others}"
         axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.items())
-        held_out = f"\nheld out: {self.num_held_out:,}" if self.num_held_out else ""
-        return {
-            "run": f"{self.directory}: {self.steps:,} steps, {self.optimizer_steps:,} optimizer steps, "
-            f"{'at least ' if self.max_rounds_per_step > 1 else ''}{self.epochs_of_data:.3g} epochs of the data"
-            + "".join(f"\n{note}" for note in self.notes),
-            "model": f"{self.model} ({self.family}): {self.num_parameters:,} parameters, computing in {self.dtype}"
-            + (f"; critic: {self.num_critic_parameters:,}" if self.num_critic_parameters else "")
-            + (f"; reward model: {self.num_reward_model_parameters:,}" if self.num_reward_model_parameters else ""),
-            "mesh": f"{self.num_devices} x {self.device_kind} on {self.num_hosts} host(s): {axes}"
-            + (" (pretended: none of it is there)" if self.is_pretended else ""),
-            "data": f"{self.data}{held_out}",
-            "step": f"{self.prompts_per_step:,} prompts, {self.samples_per_step:,} samples; "
+        pretended = " (pretended: none of it is there)" if self.is_pretended else ""
+        yield "mesh", f"{self.num_devices} x {self.device_kind} on {self.num_hosts} host(s): {axes}{pretended}"
+        yield "data", f"{self.data}\nheld out: {self.num_held_out:,}" if self.num_held_out else self.data
+        yield (
+            "step",
+            f"{self.prompts_per_step:,} prompts, {self.samples_per_step:,} samples; "
             f"{self.prompt_tokens_per_step:,} prompt tokens on average, at most "
             f"{self.max_completion_tokens_per_step:,} completion tokens, {self.max_flops_per_step / 1e12:.3g} TFLOP",
-            **({"rollout": self._format_rollout(self.rollout)} if self.rollout else {}),
-            **({"evaluation": _format_generation(self.evaluation)} if self.evaluation else {}),
-            **({"score reward": _format_micro_batches(self.reward_model)} if self.reward_model else {}),
-            **{f"score {role}": _format_micro_batches(batches) for role, batches in self.score.items()},
-            "update": f"{self.mini_batches_per_step * self.epochs_per_step} optimizer steps (mini-batches "
-            f"{self.mini_batches_per_step} x epochs {self.epochs_per_step}), each {_format_micro_batches(self.update)}",
-            **({"critic": f"as many, each {_format_micro_batches(self.critic_update)}"} if self.critic_update else {}),
-        }
-
-    def _format_rollout(self, sizes: Mapping[str, int]) -> str:
-        ahead = f"\nall the time, at most {self.max_staleness} steps ahead of training" if self.max_staleness else ""
-        return _format_generation(sizes) + ahead
+        )
+        ahead = f"\nalways running, at most {self.max_staleness} steps ahead of training" if self.max_staleness else ""
+        yield "rollout", f"{_format_generation(self.rollout)}{ahead}" if self.rollout else ""
+        yield "evaluation", _format_generation(self.evaluation) if self.evaluation else ""
+        yield "score reward", self.reward_model.to_text() if self.reward_model else ""
+        for role, passes in self.score.items():
+            yield f"score {role}", passes.to_text()
+        steps = f"{self.mini_batches_per_step * self.epochs_per_step} optimizer steps (mini-batches "
+        steps += f"{self.mini_batches_per_step} x epochs {self.epochs_per_step})"
+        yield "update", f"{steps}, each {self.update.to_text()}"
+        yield "critic", f"as many, each {self.critic_update.to_text()}" if self.critic_update else ""
 
     def _memory_advice(self) -> str:
-        critic = [self.critic_update] if self.critic_update else []
-        asked = [self.reward_model] if self.reward_model else []
-        by_phase = {"update": [self.update], "critic": critic, "score": self.score.values(), "reward": asked}
-        passes = by_phase.get(self.peak_phase, [])
-        packed = all(micro_batches.packed for micro_batches in passes)
-        ways_out = MEMORY_ADVICE if self.rollout else MEMORY_ADVICE | REPLAY_MEMORY_ADVICE
-        return ways_out[self.peak_phase].format(knob="max_tokens_per_device" if packed else "rows_per_device")
+        phase = peak_phase(self.memory)
+        if phase == "evaluation" and self.rollout is None:
+            return REPLAY_EVALUATION_ADVICE
+        by_phase = {"update": [self.update], "critic": [self.critic_update], "reward": [self.reward_model]}
+        passes = list(self.score.values()) if phase == "score" else by_phase.get(phase, [])
+        is_packed = all(one is None or one.packed for one in passes)
+        return MEMORY_ADVICE[phase].format(quota="max_tokens_per_device" if is_packed else "rows_per_device")
 
-    def _memory_summary(self) -> list[str]:
-        lines = []
+    def _memory_summary(self) -> Iterator[str]:
+        peak = f"peak {format_size(self.peak_bytes)} on each device"
         if self.available_bytes is None:
-            lines.append(f"peak {_format_size(self.peak_bytes)} on each device; how much it has is not known")
+            yield f"{peak}; the memory of a device is not known"
         else:
             share = self.peak_bytes / self.available_bytes
-            lines.append(
-                f"peak {_format_size(self.peak_bytes)} on each device, {share:.0%} of its "
-                f"{_format_size(self.available_bytes)}"
-            )
+            yield f"{peak}, {share:.0%} of its {format_size(self.available_bytes)}"
             if share > 1:
-                lines.append(f"this does not fit: {self._memory_advice()}, or spread the weights with mesh.shape")
-        size = _format_size(self.checkpoint_bytes)
-        return [*lines, f"a checkpoint takes {size} on disk, and as much of the hosts' memory while it is written"]
+                yield f"this does not fit: {self._memory_advice()}, or spread the weights with mesh.shape"
+        size = format_size(self.checkpoint_bytes)
+        yield f"a checkpoint takes {size} on disk, and as much of the hosts' memory while it is written"
 
 
 def _format_generation(sizes: Mapping[str, int]) -> str:
@@ -191,57 +193,45 @@ def _format_generation(sizes: Mapping[str, int]) -> str:
     )
 
 
-def _format_micro_batches(batches: MicroBatchSummary) -> str:
-    return (
-        f"at most {batches.count:,} micro-batches of {batches.rows_per_device:,} rows a device, "
-        f"{batches.tokens_per_row:,} tokens a row"
-    )
-
-
-def _format_size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
-
-
 def make_dry_run_report(
     resolved: Resolved, *, resume: Resume, replay_request: ReplayRequest | None = None
 ) -> DryRunReport | None:
-    """What `grpo train` would do, from shapes and files' headers. Compiles nothing, loads no weights, writes nothing.
+    """Returns the sizes of a run, from shapes and file headers; None on all hosts but the first.
 
-    None on all hosts but the first, which tells for all of them.
-
-    Args:
-        asked: to learn from samples of files.
+    The checks are those of the launch itself (`prepare_run`). Compiles nothing, loads no weights, writes nothing.
 
     Raises:
-        InputError: whatever would keep the run from starting. Checkpoints to resume from are not opened.
+        InputError: anything that would prevent the run from starting. Checkpoints to resume from are not opened.
     """
     with prepare_run(resolved, resume=resume, replay_request=replay_request) as launch:
-        learning, read = launch.make_learner_group(), launch.inputs
+        learning, inputs = launch.make_learner_group(), launch.inputs
         shapes = compute_step_shapes(
             launch.session,
             learning,
-            read.prompts,
-            read.eval_prompts,
-            read.reward_model,
-            generates=read.replay is None,
+            inputs.prompts,
+            inputs.eval_prompts,
+            inputs.reward_model,
+            generates=inputs.replay is None,
         )
         return build_report(launch, learning, shapes) if jax.process_index() == 0 else None
 
 
 def build_report(launch: RunSetup, learning: LearnerGroup, shapes: StepShapes) -> DryRunReport:
-    """The figures of a launch that has passed its checks."""
-    settings, session, prompts = launch.resolved.settings, launch.session, launch.inputs.prompts
-    definition, mesh = session.model_spec.policy_definition, session.mesh
+    """Returns the sizes of a launch that has passed its checks."""
+    settings, session, inputs = launch.resolved.settings, launch.session, launch.inputs
+    definition, mesh, steps = session.model_spec.policy_definition, session.mesh, launch.steps
     prompts_per_step = settings.rollout.prompts_per_step * num_hosts(mesh)
     samples_per_step = prompts_per_step * settings.rollout.group_size
-    mean_prompt = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
-    prompt_tokens = round(samples_per_step * mean_prompt)
-    completion_tokens = samples_per_step * settings.rollout.max_new_tokens
-    tokens = TokenCounts(prompt_tokens, completion_tokens)
-    steps, replay = launch.steps, launch.inputs.replay
+    mean_prompt = sum(len(prompt.token_ids) for prompt in inputs.prompts) / len(inputs.prompts)
+    tokens = TokenCounts(round(samples_per_step * mean_prompt), samples_per_step * settings.rollout.max_new_tokens)
     warmup = settings.critic.warmup_steps if settings.has_critic else 0
-    reward_model = launch.inputs.reward_model
+    reward_model, critic_update, reward = inputs.reward_model, None, None
     memory = memory_by_phase(session, learning, shapes, reward_model)
+    if shapes.critic_update and learning.critic:
+        critic_update = _summarize_plan(session, shapes.critic_update, learning.critic.updater.micro_batcher)
+    if shapes.reward and reward_model:
+        reward = _summarize_plan(session, shapes.reward, make_reward_batcher(settings, reward_model.architecture))
+    flops = make_step_flops(settings, session).total(sampled=NO_TOKENS if inputs.replay else tokens, learned=tokens)
     return DryRunReport(
         directory=str(launch.run.path),
         notes=(*launch_notices(launch.resolved), *launch.notes),
@@ -255,20 +245,18 @@ def build_report(launch: RunSetup, learning: LearnerGroup, shapes: StepShapes) -
         num_devices=mesh.size,
         num_hosts=num_hosts(mesh),
         is_pretended=simulated_slice() is not None,
-        data=launch.inputs.data_report,
-        num_prompts=len(prompts),
-        num_held_out=len(launch.inputs.eval_prompts),
+        data=inputs.data_report,
+        num_prompts=len(inputs.prompts),
+        num_held_out=len(inputs.eval_prompts),
         steps=len(steps),
         optimizer_steps=sum(step > warmup for step in steps) * settings.updates_per_step,
-        epochs_of_data=len(steps) * prompts_per_step / len(prompts),
+        epochs_of_data=len(steps) * prompts_per_step / len(inputs.prompts),
         max_rounds_per_step=learning.max_rounds,
         prompts_per_step=prompts_per_step,
         samples_per_step=samples_per_step,
-        prompt_tokens_per_step=prompt_tokens,
-        max_completion_tokens_per_step=completion_tokens,
-        max_flops_per_step=make_step_flops(settings, session).total(
-            sampled=NO_TOKENS if replay else tokens, learned=tokens
-        ),
+        prompt_tokens_per_step=tokens.prompt,
+        max_completion_tokens_per_step=tokens.completion,
+        max_flops_per_step=flops,
         mini_batches_per_step=settings.num_mini_batches,
         epochs_per_step=settings.algorithm.epochs,
         max_staleness=settings.rollout.max_staleness,
@@ -278,20 +266,12 @@ def build_report(launch: RunSetup, learning: LearnerGroup, shapes: StepShapes) -
             role: _summarize_plan(session, plan, learning.score_batchers[role]) for role, plan in shapes.scores.items()
         },
         update=_summarize_plan(session, shapes.update, learning.policy.updater.micro_batcher),
-        critic_update=(
-            _summarize_plan(session, shapes.critic_update, learning.critic.updater.micro_batcher)
-            if shapes.critic_update and learning.critic
-            else None
-        ),
+        critic_update=critic_update,
         num_critic_parameters=session.critic.spec.definition.num_parameters if session.critic else 0,
-        reward_model=(
-            _summarize_plan(session, shapes.reward, make_reward_batcher(settings, reward_model.architecture))
-            if shapes.reward and reward_model
-            else None
-        ),
+        reward_model=reward,
         num_reward_model_parameters=reward_model.definition.num_parameters if reward_model else 0,
         memory=memory,
-        peak_bytes=max(sum(held.values()) for held in memory.values()),
+        peak_bytes=sum(memory[peak_phase(memory)].values()),
         available_bytes=device_memory_bytes(),
         checkpoint_bytes=state_bytes(learning),
     )

@@ -1,8 +1,8 @@
-"""The report behind `grpo inspect-mesh`: devices, axes, and where weights and rows will lie."""
+"""Layout part of `grpo inspect-mesh`: devices, mesh axes, and the placement of weights and rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,70 +14,54 @@ from app.mesh.axis_rules import AXES, partition_spec, replicated_dims
 from app.mesh.placement import bytes_per_device, num_row_shards
 from app.mesh.simulated_slice import TpuChip, find_chip
 from app.mesh.topology import device_kind, device_platform, host_index, local_devices, num_hosts, simulated_slice
+from app.preflight.tables import format_table
 
-DEVICES_PER_LINE = 8
 MAX_HOSTS_SHOWN = 4
-"""Of more hosts, all but the first two and the last are drawn as one line."""
+"""Hosts in the text; of more hosts, it shows the first two and the last."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """What devices there are, on which hosts, and what is known of their kind."""
+    """The devices, their hosts, and what is known of their kind."""
 
     platform: str
     device_kind: str
     pretended: str | None
-    """The slice that virtual devices stand for; None where all this is there."""
+    """Name of the TPU slice that virtual devices stand for; None for real devices."""
     num_devices: int
     num_hosts: int
     this_host: int
     local_devices: tuple[int, ...]
-    """Ids of this host's."""
+    """Ids of this host's devices."""
     memory_bytes: int | None
-    """Of a device; None where it is not told."""
+    """Memory of each device; None if it is not known."""
     chip: TpuChip | None
-    """Links and speeds; None of a kind that the table of chips does not have."""
+    """Links and speeds of the chip; None for a kind that is not in the table of chips."""
 
     def to_lines(self) -> list[str]:
+        """Returns two lines: all devices, and those of this host."""
         memory = "memory not known" if self.memory_bytes is None else f"{self.memory_bytes / 2**30:.1f} GiB each"
         ids = format_id_ranges(self.local_devices)
-        whose = f"of {self.pretended}: none of this is there, and host 0 stands for all" if self.pretended else "here"
+        kind = f"of {self.pretended} (pretended: none of it is there)" if self.pretended else "here"
         return [
             f"{self.num_devices} x {self.device_kind} ({self.platform}), {memory}, on {self.num_hosts} host(s), "
             "one process each",
-            f"host {self.this_host} {whose}: devices {ids}",
+            f"host {self.this_host} {kind}: devices {ids}",
         ]
-
-
-def device_topology(mesh: Mesh, *, memory_bytes: int | None) -> Topology:
-    """Of the devices of all hosts, as this host sees them."""
-    first, local, whole = mesh.devices.flat[0], local_devices(), simulated_slice()
-    kind = device_kind(first)
-    return Topology(
-        platform=device_platform(first),
-        device_kind=kind,
-        pretended=whole and whole.name,
-        num_devices=mesh.size,
-        num_hosts=num_hosts(mesh),
-        this_host=host_index(local[0]),
-        local_devices=tuple(device.id for device in local),
-        memory_bytes=memory_bytes,
-        chip=find_chip(kind),
-    )
 
 
 @dataclass(frozen=True)
 class DevicePlace:
-    """One device, and which parts it holds."""
+    """One device and the parts of rows and weights that it holds."""
 
     id: int
     process: int
-    """Its host."""
+    """Index of its host."""
     coordinates: dict[str, int]
     row_shard: int
-    """Of a batch's rows, split over dp and fsdp."""
+    """Index of its part of a batch's rows, which are split over dp and fsdp."""
     weight_shard: tuple[int, int]
-    """Of the weights, split over fsdp and tp."""
+    """Indices of its part of the weights, which are split over fsdp and tp."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +72,16 @@ class WeightPlacement:
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     axes: tuple[str | None, ...]
-    """Mesh axes of each dim, joined by `+`; None = whole on every device."""
+    """Mesh axes of each dim, joined by `+`; None for a dim that is whole on every device."""
     bytes_per_device: int
     replicated_dims: tuple[str, ...]
-    """Dims that the table wants split and whose size the axis does not divide."""
+    """Dims that the axis rules would split, but whose size the axis does not divide."""
 
 
 @dataclass(frozen=True)
 class MeshReport:
+    """Layout of a model's weights and of a step's samples on a mesh."""
+
     topology: Topology
     shape: dict[str, int]
     devices: list[DevicePlace]
@@ -106,6 +92,7 @@ class MeshReport:
     samples_per_device: float
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the report for JSON."""
         topology = self.topology
         flat = {
             "platform": topology.platform,
@@ -116,62 +103,67 @@ class MeshReport:
         return {**flat, **asdict(self)}
 
     def to_text(self) -> str:
+        """Returns the report for a person."""
         axes = " x ".join(f"{axis} {size}" for axis, size in self.shape.items())
-        rows, fsdp, tp = self.shape["dp"] * self.shape["fsdp"], self.shape["fsdp"], self.shape["tp"]
-        lines = [*self.topology.to_lines(), "", f"mesh {axes}", *self._host_lines()]
-        lines.append(
-            f"b: which of {rows} equal parts of a batch's rows; w: which of {fsdp} parts of the weights along fsdp"
-            + (f", and of {tp} along tp" if tp > 1 else "")
-        )
-        return "\n".join([*lines, "", *self._weight_table()])
-
-    def _host_lines(self) -> Iterator[str]:
-        """Which device of which host holds what: a line for each host, or for many alike."""
-        hosts: dict[int, list[DevicePlace]] = {}
-        for device in self.devices:
-            hosts.setdefault(device.process, []).append(device)
-        numbers = sorted(hosts)
-        drawn = numbers if len(numbers) <= MAX_HOSTS_SHOWN else [*numbers[:2], numbers[-1]]
-        for number in drawn:
-            if number == numbers[-1] and len(drawn) < len(numbers):
-                yield self._format_host_range([hosts[n] for n in numbers[2:-1]])
-            devices = hosts[number]
-            for first in range(0, len(devices), DEVICES_PER_LINE):
-                cells = "  ".join(
-                    f"{self._format_device(one):<18}" for one in devices[first : first + DEVICES_PER_LINE]
-                )
-                yield f"{f'host {number}' if first == 0 else '':<14}{cells}".rstrip()
-
-    def _format_device(self, device: DevicePlace) -> str:
-        fsdp, tp = device.weight_shard
-        which = f"w{fsdp}" if self.shape["tp"] == 1 else f"w{fsdp}.{tp}"
-        return f"[{device.id}: b{device.row_shard} {which}]"
-
-    def _format_host_range(self, hosts: Sequence[Sequence[DevicePlace]]) -> str:
-        held = {tuple(device.weight_shard for device in host) for host in hosts}
-        alike = ", each host with the same w" if len(held) == 1 else ""
-        ends = f"{self._format_device(hosts[0][0])} to {self._format_device(hosts[-1][-1])}"
-        name = f"hosts {hosts[0][0].process}-{hosts[-1][0].process}"
-        return f"{name:<14}{ends}, {len(hosts[0])} on each{alike}"
-
-    def _weight_table(self) -> list[str]:
-        lines = [f"{'weight':<36}{'shape':<26}{'axes':<34}{'MiB a device':>12}"]
-        for weight in self.weights:
-            where = ", ".join(axis or "-" for axis in weight.axes)
-            lines.append(f"{weight.name:<36}{weight.shape!s:<26}{where:<34}{weight.bytes_per_device / 2**20:>12.2f}")
+        weights = [
+            (w.name, str(w.shape), ", ".join(axis or "-" for axis in w.axes), f"{w.bytes_per_device / 2**20:.2f}")
+            for w in self.weights
+        ]
+        lines = [*self.topology.to_lines(), "", f"mesh {axes}", *self._host_table(), ""]
+        lines += format_table(("weight", "shape", "axes", "MiB a device"), weights, right_from=3)
         lines += [
             "",
             f"{self.num_parameters:,} parameters, {self.weight_bytes_per_device / 2**20:,.1f} MiB of weights a device",
             f"{self.samples_per_step} samples a step, {self.samples_per_device:g} a device",
         ]
-        return lines + [
+        lines += [
             f"note: {w.name}: {', '.join(w.replicated_dims)} of {w.shape} is not divisible by its axis and stays whole"
             for w in self.weights
             if w.replicated_dims
         ]
+        return "\n".join(lines)
+
+    def _host_table(self) -> list[str]:
+        """Returns a line for each host: its devices, and which parts of rows and weights they hold."""
+        num_row_parts = self.shape["dp"] * self.shape["fsdp"]
+        head = ("host", "devices", f"parts of rows (of {num_row_parts})")
+        head += tuple(f"parts of weights along {axis} (of {self.shape[axis]})" for axis in ("fsdp", "tp"))
+        hosts: dict[int, list[DevicePlace]] = {}
+        for device in self.devices:
+            hosts.setdefault(device.process, []).append(device)
+        rows = [
+            (
+                str(host),
+                format_id_ranges(device.id for device in devices),
+                format_id_ranges(device.row_shard for device in devices),
+                *(format_id_ranges(device.weight_shard[axis] for device in devices) for axis in (0, 1)),
+            )
+            for host, devices in sorted(hosts.items())
+        ]
+        if len(rows) > MAX_HOSTS_SHOWN:
+            rows = [*rows[:2], ("...",) * len(head), rows[-1]]
+        return format_table(head, rows, right_from=len(head))
+
+
+def device_topology(mesh: Mesh, *, memory_bytes: int | None) -> Topology:
+    """Returns the devices of all hosts, as this host sees them."""
+    local, pretended = local_devices(), simulated_slice()
+    kind = device_kind(mesh.devices.flat[0])
+    return Topology(
+        platform=device_platform(mesh.devices.flat[0]),
+        device_kind=kind,
+        pretended=pretended and pretended.name,
+        num_devices=mesh.size,
+        num_hosts=num_hosts(mesh),
+        this_host=host_index(local[0]),
+        local_devices=tuple(device.id for device in local),
+        memory_bytes=memory_bytes,
+        chip=find_chip(kind),
+    )
 
 
 def weight_placement(name: str, weight: jax.ShapeDtypeStruct, dims: Sequence[str], mesh: Mesh) -> WeightPlacement:
+    """Returns the mesh axes of a weight's dims and its bytes on each device."""
     shape, spec = weight.shape, partition_spec(dims, weight.shape, mesh)
     axes = tuple("+".join(axis) if isinstance(axis, tuple) else axis for axis in spec)
     size = bytes_per_device(jax.ShapeDtypeStruct(shape, weight.dtype, sharding=NamedSharding(mesh, spec)))
@@ -179,10 +171,10 @@ def weight_placement(name: str, weight: jax.ShapeDtypeStruct, dims: Sequence[str
 
 
 def device_places(mesh: Mesh) -> list[DevicePlace]:
-    """Every device of the mesh, host after host."""
+    """Returns every device of the mesh, host after host."""
     places = []
-    for where, device in np.ndenumerate(mesh.devices):
-        dp, fsdp, tp = map(int, where)
+    for position, device in np.ndenumerate(mesh.devices):
+        dp, fsdp, tp = map(int, position)
         row_shard = dp * mesh.shape["fsdp"] + fsdp
         coordinates: dict[str, int] = dict(zip(AXES, (dp, fsdp, tp), strict=True))
         places.append(DevicePlace(device.id, host_index(device), coordinates, row_shard, (fsdp, tp)))
@@ -197,7 +189,7 @@ def mesh_report(
     samples_per_step: int,
     memory_bytes: int | None,
 ) -> MeshReport:
-    """The report of a mesh and a model's weights: name -> (shape and type, dims)."""
+    """Returns the report of a mesh and a model's weights: name -> (shape and type, dims)."""
     placements = [weight_placement(name, *weight, mesh) for name, weight in weights.items()]
     return MeshReport(
         topology=device_topology(mesh, memory_bytes=memory_bytes),
@@ -211,10 +203,10 @@ def mesh_report(
     )
 
 
-def format_id_ranges(numbers: Sequence[int]) -> str:
-    """`0-3, 6`."""
+def format_id_ranges(numbers: Iterable[int]) -> str:
+    """Returns the numbers as ranges, such as `0-3, 6`."""
     parts: list[list[int]] = []
-    for number in sorted(numbers):
+    for number in sorted(set(numbers)):
         if parts and number == parts[-1][-1] + 1:
             parts[-1].append(number)
         else:

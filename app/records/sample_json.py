@@ -125,17 +125,6 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
     )
 
 
-def token_ids_from_record(record: Mapping[str, Any], *, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Prompt ids [S] and completion ids [C] of a JSON object that needs no other field of a sample.
-
-    Raises:
-        InputError: as `sample_from_record`.
-    """
-    _check_present(("prompt_token_ids", "completion_token_ids"), record, where)
-    fields = _RecordReader(record, where)
-    return fields.prompt_ids(), fields.token_ids("completion_token_ids")
-
-
 def sample_for_advantages(
     record: Mapping[str, Any], *, where: str, bootstrap_truncated: bool, needs_logprobs: bool
 ) -> Sample:

@@ -4,7 +4,7 @@
 
 Baseline of the ratios: fsdp-decode, the layout of the historic runner and of MaxText-like samplers, where weights stay
 split as they are trained and every decode step gathers them. Read from compiled programs
-(`app/preflight/hlo_collectives.py`) on
+(`scripts/bench/hlo_collectives.py`) on
 8 virtual CPU devices; nothing is run. Hosts are the first and the last four of them at v4-16, all of them at v5e-8.
 
 A decode program is a loop over tokens, as the engine's; what is counted is one turn of it, and what XLA moved before
@@ -26,6 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from hlo_collectives import Collective, program_collectives, total_traffic
 from jax.sharding import AxisType, Mesh
 from shapes import QWEN2_5_1_5B, QWEN2_5_7B
 
@@ -43,7 +44,6 @@ from app.model.kv_cache import (
     make_decode_weights,
 )
 from app.model.token_logprobs import scaled_logits
-from app.preflight.hlo_collectives import Collective, program_collectives, total_traffic
 from app.rollout.sampling import SamplingRules, sample_tokens
 from settings.schema.rollout import DecodeLayout
 

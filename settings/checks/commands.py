@@ -107,11 +107,6 @@ def check_for_mesh(resolved: Resolved) -> None:
     _run_checks(resolved, (*HOST_CHECKS, _check_no_pretend))
 
 
-def check_for_plan(resolved: Resolved) -> None:
-    """Raises InputError where a run under these settings could not cut every sample that it may make."""
-    _run_checks(resolved, (_check_token_quotas,))
-
-
 def _run_checks(resolved: Resolved, checks: Sequence[Check]) -> None:
     problems = [problem for check in checks if (problem := check(resolved))]
     if problems:
@@ -387,8 +382,8 @@ def _check_no_pretend(resolved: Resolved) -> str | None:
     if resolved.settings.mesh.pretend is None:
         return None
     return (
-        f"{resolved.describe('mesh.pretend')}: only grpo train --dry-run, and grpo inspect-mesh without --plan, take "
-        "devices that are not there; leave it out"
+        f"{resolved.describe('mesh.pretend')}: only grpo train --dry-run and grpo inspect-mesh accept devices "
+        "that do not exist; leave it out"
     )
 
 

@@ -21,20 +21,20 @@ ON_ONE_HOST = ("eval.every_steps=0", "checkpoint.best_metric=null")
 STOPPED = """\
 import os, signal, time
 import cli
-from app.rollout.batch_engine import Engine
+from app.rollout.batch_engine import BatchEngine
 from app.distributed.cancellation import StoppedError
 
-generate, calls = Engine.generate, []
+generate, calls = BatchEngine.generate, []
 def generate_or_stop(engine, *arguments, **named):
     samples = generate(engine, *arguments, **named)
     calls.append(samples)
     if len(calls) == 3:
         os.kill(os.getpid(), signal.SIGTERM)
-        while not engine.asked_to_stop():
+        while not engine.stop_requested():
             os.sched_yield()
         raise StoppedError
     return samples
-Engine.generate = generate_or_stop
+BatchEngine.generate = generate_or_stop
 cli.main()
 """
 """The command, but that its third rollout ends, on this host alone, as at the edge of a segment."""
@@ -44,7 +44,7 @@ FAILING = (
     + """\
         raise RuntimeError("no idea")
     return samples
-Engine.generate = generate_or_stop
+BatchEngine.generate = generate_or_stop
 cli.main()
 """
 )
@@ -53,14 +53,14 @@ LATE = """\
 import os, threading
 import cli
 from app.mesh import topology
-from app.training import parting
-from app.tracking.run_reporter import Narrator
+from app.distributed import shutdown
+from app.tracking.run_reporter import RunReporter
 
-topology.SHUTDOWN_TIMEOUT_S = parting.MET_S = 1
-def report(narrator):
+topology.SHUTDOWN_TIMEOUT_S = shutdown.COMMON_FAILURE_WINDOW_S = 1
+def report(reporter):
     if os.environ["THIS_HOST"] == "0":
         threading.Event().wait(4)
-Narrator.report = report
+RunReporter.write_final_report = report
 cli.main()
 """
 """The command, but that the first host's report takes longer than JAX waits, and than hosts that fail alike do."""
@@ -120,7 +120,7 @@ def test_a_host_that_hangs_ends_both_and_says_where(config: Path) -> None:
         for text in (written, host.stderr):
             assert f"watchdog: host {i} has been in phase reward of step 2 for " in text
             assert "watchdog.reward_s = 2" in text
-            assert "in lines_to_first_host" in text or "in _wait" in text
+            assert "in gather_lines_to_first_host" in text or "in _wait" in text
 
 
 def test_a_host_that_fails_alone_ends_the_other(config: Path) -> None:

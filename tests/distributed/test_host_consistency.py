@@ -57,7 +57,7 @@ def test_what_a_host_lacks_is_a_difference_and_long_values_are_cut():
 
 def test_the_digest_of_the_code_is_of_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("cli.py", "app/commands/train.py", "app/records/sample.py", "settings/schema/settings.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     assert code_digest() == code_digest()
     monkeypatch.setattr("app.records.versions.SOURCE_ROOT", tmp_path)
@@ -115,14 +115,14 @@ os.environ["HOME"] = str(other / str(host))
 import jax, numpy as np
 from app.mesh import topology
 from app.mesh.placement import check_rows_per_host, local_row_indices, to_global, to_local
-from app.distributed.host_consistency import agree, check_shared
-from app.distributed.lockstep import together
+from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory
+from app.distributed.lockstep import error_barrier
 from app.records.run_directory import RunDirectory
 from settings import load
 from settings.errors import InputError
 
 resolved = load(None, joins, {})
-topology.start(resolved.settings.mesh)
+topology.initialize_distributed(resolved.settings.mesh)
 told = {}
 
 def note(name, look):
@@ -134,7 +134,7 @@ def note(name, look):
         told[name] = f"{type(error).__name__}: {error}"
 
 def fail_there(error):
-    with together():
+    with error_barrier():
         if host == 1 and error:
             raise error
     return host
@@ -146,14 +146,14 @@ def rows_of(shape):
     assert to_local(to_global(mesh, own)).tolist() == own.tolist()
     return [dict(mesh.shape), local_row_indices(mesh, 16).tolist()]
 
-note("same", lambda: agree(resolved, {"data": "abc"}))
-note("settings", lambda: agree(load(None, [*joins, f"rollout.group_size={4 + host}"], {})))
-note("data", lambda: agree(resolved, {"data": f"abc{host}"}))
+note("same", lambda: check_hosts_agree(resolved, {"data": "abc"}))
+note("settings", lambda: check_hosts_agree(load(None, [*joins, f"rollout.group_size={4 + host}"], {})))
+note("data", lambda: check_hosts_agree(resolved, {"data": f"abc{host}"}))
 note("one fails", lambda: fail_there(InputError("model.path: no such folder")))
 note("one has a bug", lambda: fail_there(KeyError("x")))
 note("none fails", lambda: fail_there(None))
-note("shared", lambda: check_shared(RunDirectory(other / "runs" / "new")))
-note("not shared", lambda: check_shared(RunDirectory(other / str(host) / "runs" / "new")))
+note("shared", lambda: check_shared_run_directory(RunDirectory(other / "runs" / "new")))
+note("not shared", lambda: check_shared_run_directory(RunDirectory(other / str(host) / "runs" / "new")))
 for shape in ("2,4,1", "1,8,1", "1,-1,1", "2,2,2", "1,4,2", "1,2,4", "auto", "1,1,8"):
     note(shape, lambda: rows_of(shape))
 Path(other / f"told{host}.json").write_text(json.dumps(told))

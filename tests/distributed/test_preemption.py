@@ -35,16 +35,16 @@ from tests.program import (
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 SAID = (
-    "stopping with a checkpoint: a step that still generates is given up, one that learns is finished; "
-    "once more stops at once"
+    "stopping with a checkpoint: a step that still generates is dropped, an update is completed; "
+    "a second signal stops at once"
 )
 
 BUSY = """\
 import jax
-from app.distributed.status_board import Bulletin
-from app.distributed.preemption import Interrupts
+from app.distributed.status_board import StatusBoard
+from app.distributed.preemption import PreemptionHandler
 forever = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 2, jax.lax.sin, x))
-with Interrupts(Bulletin(None, host=0)):
+with PreemptionHandler(StatusBoard(None, host=0)):
     print("ready", flush=True)
     forever(1.0).block_until_ready()
 """
@@ -141,7 +141,7 @@ def test_a_signal_after_the_last_step_is_told_that_nothing_is_lost(
         os.kill(os.getpid(), signal.SIGTERM)
         report(narrator)
 
-    monkeypatch.setattr(RunReporter, "report", signalled_report)
+    monkeypatch.setattr(RunReporter, "write_final_report", signalled_report)
     result = train_here(config, "run.steps=1", "eval.every_steps=0", "checkpoint.best_metric=null")
     assert result.exit_code == 0, result.stderr
     assert FINISHING_MESSAGE in result.stderr and SAID not in result.stderr

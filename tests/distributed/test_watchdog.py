@@ -18,16 +18,16 @@ from tests.program import DEADLINE_S, REPOSITORY
 STUCK = """\
 import ctypes, sys, threading, time
 from pathlib import Path
-from app.distributed.status_board import Bulletin
-from app.training import watchdog
-from settings.schema.watchdog import Watchdog as Limits
+from app.distributed.status_board import StatusBoard
+from app.distributed import watchdog
+from settings.schema.watchdog import WatchdogSettings as Limits
 
-watchdog.LAST_RESORT_S = 1.0
+watchdog.HARD_EXIT_DELAY_S = 1.0
 def in_python(): threading.Event().wait()
 def in_c_without_python(): ctypes.PyDLL(None).sleep(1000)
-with watchdog.Watchdog(Limits(compile_s=0.3, rollout_s=0.4), Path(sys.argv[2]), Bulletin(None, host=3)) as dog:
+with watchdog.Watchdog(Limits(compile_s=0.3, rollout_s=0.4), Path(sys.argv[2]), StatusBoard(None, host=3)) as dog:
     dog.step = 5
-    dog.enter("rollout")
+    dog.enter_phase("rollout")
     {"in_python": in_python, "in_c_without_python": in_c_without_python}[sys.argv[1]]()
 """
 

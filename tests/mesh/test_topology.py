@@ -193,7 +193,7 @@ def test_tpus_without_metadata_work_alone_and_metadata_that_cannot_be_read_are_a
 
     monkeypatch.setattr(cluster_detection.ClusterEnv, "auto_detect_unset_distributed_params", fail)
     if refused:
-        with pytest.raises(InputError, match=r"the platform's account of its hosts cannot be read \(odd\); set"):
+        with pytest.raises(InputError, match=r"the platform's description of its hosts cannot be read \(odd\); set"):
             cluster_detection.detect_cluster(timeout_s=1)
     else:
         assert cluster_detection.detect_cluster(timeout_s=1) is None

@@ -50,7 +50,7 @@ def test_nothing_is_amiss_with_the_quickstart(of_quickstart: tuple[int, Checks, 
     assert (code, stderr) == (0, "")
     assert list(checks) == [
         *("devices", "settings", "versions", "run directory", "model", "data", "held-out data", "template", "reward"),
-        *("mesh", "memory", "forward", "end of turn", "disk"),
+        *("mesh", "memory", "forward", "disk"),
     ]
     assert {one["verdict"] for one in checks.values()} == {"ok"}
 
@@ -59,11 +59,12 @@ def test_it_shows_what_it_has_tried(of_quickstart: tuple[int, Checks, str]) -> N
     found = {name: one["found"] for name, one in of_quickstart[1].items()}
     assert found["devices"].startswith("8 x cpu (cpu), ")
     assert "109,504 parameters" in found["model"]
-    assert found["template"].startswith("arithmetic/") and found["template"].endswith("=?<|assistant|>'")
+    prompt, ending = found["template"].splitlines()
+    assert prompt.startswith("arithmetic/") and prompt.endswith("=?<|assistant|>'")
+    assert ending == "it does not mark the end of an answer"
     assert found["reward"] == "arithmetic: 1 for the reference answer, 0 for others"
-    assert "logits are finite; likeliest behind the prompt: '" in found["forward"]
-    # The model has learnt to end its turn, its template has not.
-    assert "the template ends no answer; a completion ends at '<|end|>' (2), with probability 1" in found["end of turn"]
+    assert "logits are finite; likeliest tokens after the prompt: '" in found["forward"]
+    assert "end of turn after the reference answer: 1; loaded in" in found["forward"]
     assert found["mesh"].startswith("dp 1, fsdp 8, tp 1")
     assert "keeps 4 checkpoints of 1.3 MiB" in found["disk"]
 
@@ -99,7 +100,7 @@ def test_what_one_check_finds_does_not_hide_the_next(broken: tuple[int, Checks, 
     code, checks, stderr = broken
     assert code == 2, "settings cannot be used, whatever else fails"
     assert [name for name, one in checks.items() if one["verdict"] == "fail"] == ["settings", "reward", "forward"]
-    assert stderr.splitlines()[-1] == "error: settings, reward, forward: a run of these settings would fail"
+    assert stderr.splitlines()[-1] == "error: settings, reward, forward: a run with these settings would fail"
     assert verdicts(checks, "run directory", "model", "data", "disk") == ["warn", "ok", "ok", "ok"]
     assert "does not divide rollout.prompts_per_step" in checks["settings"]["found"]
     assert checks["run directory"]["advice"] == "continue it with --resume auto, or choose another run.name"
@@ -125,7 +126,7 @@ def test_without_a_model_the_rest_is_still_looked_at(config: Path) -> None:
     assert {name: one["verdict"] for name, one in checks.items()} == {
         **{"devices": "fail", "settings": "ok", "versions": "ok", "run directory": "ok", "model": "fail"},
         **{"data": "ok", "held-out data": "ok", "template": "skip", "reward": "skip", "mesh": "skip"},
-        **{"memory": "skip", "forward": "skip", "end of turn": "skip", "disk": "skip"},
+        **{"memory": "skip", "forward": "skip", "disk": "skip"},
     }
     assert "mesh.platform: tpu was asked for and there is none" in checks["devices"]["found"]
     assert "nowhere' is neither an existing directory or file nor a hub id" in checks["model"]["found"]
@@ -144,7 +145,7 @@ def test_a_mesh_that_does_not_fit_is_found_and_the_rest_all_the_same(config: Pat
     skipped = ("memory", "forward", "reward model", "disk")
     assert list(checks) == [
         *("devices", "settings", "versions", "run directory", "model", "data", "template", "reward"),
-        *("mesh", *skipped[:-1], "end of turn", "disk"),
+        *("mesh", *skipped),
     ]
     assert verdicts(checks, "mesh", "reward", *skipped) == ["fail", "ok", *["skip"] * 4]
     assert "free at" in checks["disk"]["found"]
@@ -152,7 +153,7 @@ def test_a_mesh_that_does_not_fit_is_found_and_the_rest_all_the_same(config: Pat
 
 def test_without_devices_a_reward_model_is_read_and_not_tried(config: Path, judge: Path) -> None:
     _, checks, _ = examined("--config", config, *settings("mesh.platform=tpu", f"reward.model={judge}", *QUIET))
-    assert checks["reward model"]["found"] == checks["mesh"]["found"] == "for want of devices"
+    assert checks["reward model"]["found"] == checks["mesh"]["found"] == "there are no devices"
 
 
 def test_networks_that_do_not_fit_a_device_are_not_loaded(
@@ -188,31 +189,6 @@ def test_a_model_that_fills_a_device_by_itself_fails_beside_adapters_too(
     assert (code, checks["memory"]["verdict"]) == (1, "fail")
 
 
-def test_what_few_rows_have_is_seen_though_some_become_tokens(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "MAX_ENCODED_ROWS", 2)
-    rows = [{"question": f"{i}+1=?", "answer": str(i + 1), "difficulty": 1 + i % 2} for i in range(4)]
-    rows[3]["rare"] = "here"
-    path, plug = tmp_path / "rows.jsonl", tmp_path / "plug.py"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    plug.write_text("def judge(completion, rare): return 1.0\n")
-    chosen = settings(
-        *(f"data.source={path}", f"data.eval_source={path}", "eval.num_prompts=null", "mesh.shape='3,1,1'"),
-        *(f"reward.functions=['{plug}:judge']", "checkpoint.best_metric=eval/accuracy/difficulty_2"),
-    )
-    _, checks, _ = examined("--config", config, *chosen)
-    assert verdicts(checks, "held-out data", "reward") == ["ok", "ok"], checks
-
-
-def test_of_large_data_sets_some_rows_become_tokens(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "MAX_ENCODED_ROWS", 8)
-    every = settings("eval.num_prompts=null", "mesh.shape='3,1,1'")
-    _, checks, _ = examined("--config", config, *every)
-    assert checks["held-out data"]["found"] == "8 prompts of builtin:arithmetic, from 8 of 40 rows"
-    assert "of the first 8 prompts: 8 kept" in checks["data"]["found"]
-
-
 def test_answers_that_a_reward_cannot_tell_apart_are_found(config: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": "2+2=?", "answer": answer}) + "\n" for answer in ("4", "4.0")))
@@ -229,16 +205,3 @@ def test_the_networks_of_ppo_are_read_and_a_wrong_one_is_named(config: Path, tmp
     assert code == 2
     assert "= 20 tokens, but the context of" in checks["critic"]["found"]
     assert verdicts(checks, "model", "critic", "mesh") == ["ok", "fail", "skip"]
-
-
-def test_a_table_is_for_people(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    result = here("doctor", "--config", config, *settings("mesh.shape='3,1,1'", *QUIET))
-    assert result.exit_code == 2
-    head, *lines = result.stdout.splitlines()
-    assert head == "check          result  found, and -> what to do"
-    assert [line.split("  ")[0] for line in lines[:-2] if not line.startswith(" ")][:3] == [
-        *("devices", "settings", "versions"),
-    ]
-    assert any(line.startswith("mesh           fail    mesh.shape: '3,1,1' asks for") for line in lines)
-    assert max(map(len, result.stdout.splitlines())) <= 100

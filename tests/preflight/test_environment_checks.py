@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from app.model.io.hub import fetch_from_hub
@@ -17,27 +15,23 @@ from app.model.io.model_files import HUB_FILES
 from app.preflight import environment_checks
 from app.preflight.check_results import CheckRecorder, CheckResult
 from app.preflight.environment_checks import (
-    BackgroundRequest,
-    DiskUsage,
     HubSource,
     cached_model_commits,
     check_disk,
     check_hub_source,
     check_versions,
     check_wandb,
-    estimate_disk_usage,
     fetch_wandb_user,
     hub_sources,
     request_hub_commits,
+    start_request,
     unused_accelerator,
 )
 from app.records.versions import minimum_versions
-from app.tracking.run_log import samples_to_jsonl
 from settings import Settings, load
 from tests.free_address import free_address
 from tests.local_hub import LocalHub, serve, use_hub
 from tests.program import here, settings
-from tests.tiny import make_sample
 from tests.tiny_directory import write_model
 
 MODEL = HubSource("model.path", "model", "owner/model", None)
@@ -121,7 +115,7 @@ def test_a_hub_out_of_reach_fails_only_what_is_not_in_the_cache(
     use_hub(monkeypatch, nobody, tmp_path / "empty")
     finding = told()
     assert (finding.verdict, finding.exit_code) == ("fail", 1)
-    assert "mend the network" in finding.advice
+    assert "fix the network" in finding.advice
 
 
 def test_where_the_hub_is_not_to_be_asked_the_cache_decides(
@@ -130,7 +124,7 @@ def test_where_the_hub_is_not_to_be_asked_the_cache_decides(
     fetch_from_hub(MODEL.hub_id, None, files=HUB_FILES)
     use_hub(monkeypatch, None, tmp_path / "cache")
     finding = told()
-    assert finding.verdict == "ok" and finding.found.endswith("HF_HUB_OFFLINE is set, nothing is asked")
+    assert finding.verdict == "ok" and finding.found.endswith("HF_HUB_OFFLINE is set, nothing is requested")
     use_hub(monkeypatch, None, tmp_path / "empty")
     finding = told()
     assert (finding.verdict, finding.exit_code) == ("fail", 1)
@@ -171,20 +165,18 @@ def test_the_doctor_looks_at_the_rest_and_fetches_nothing(hub: LocalHub, tmp_pat
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_a_question_that_is_not_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_that_is_not_answered_is_given_up(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment_checks, "TOTAL_TIMEOUT_S", 0.01)
-    answered = threading.Event()
-    inquiry = BackgroundRequest(lambda: str(answered.wait(30)))
-    with pytest.raises(ConnectionError, match="no answer in"):
-        inquiry.result()
+    answered, recorder = threading.Event(), CheckRecorder()
+    check_hub_source(recorder, MODEL, start_request(lambda: str(answered.wait(30))), cached=None)
     answered.set()
+    assert "cannot be reached: no answer in 0 s" in recorder.results[0].found
 
     def refuse() -> str:
         raise PermissionError("no")
 
-    monkeypatch.setattr(environment_checks, "TOTAL_TIMEOUT_S", 30.0)
     with pytest.raises(PermissionError, match="no"):
-        BackgroundRequest(refuse).result()
+        start_request(refuse).result()
 
 
 @pytest.fixture
@@ -217,7 +209,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def wandb_found(key: str | None, *overrides: str) -> list[CheckResult]:
     look, chosen = CheckRecorder(), settings_of("logging.wandb_project=p", *overrides)
-    check_wandb(look, chosen, None if key is None else BackgroundRequest(lambda: fetch_wandb_user(key)))
+    check_wandb(look, chosen, None if key is None else start_request(lambda: fetch_wandb_user(key)))
     return look.results
 
 
@@ -262,45 +254,19 @@ def test_an_accelerator_that_jax_does_not_use_is_told(tmp_path: Path) -> None:
     assert unused_accelerator("gpu", tmp_path) is None
 
 
-def test_what_a_run_writes_is_estimated_from_what_it_really_writes() -> None:
-    chosen = settings_of(
-        "run.steps=2", "rollout.prompts_per_step=3", "rollout.group_size=4", "rollout.max_new_tokens=64"
-    )
-    writes = estimate_disk_usage(chosen, checkpoint_bytes=1000, mean_prompt_tokens=20, num_hosts=2)
-    rng = np.random.default_rng(0)
-    logprobs, advantages = (rng.normal(size=64).astype(np.float32) for _ in range(2))
-    sample = make_sample(
-        rng.integers(0, 50_000, 64), prompt_ids=rng.integers(0, 50_000, 20), behavior_logprobs=logprobs
-    )
-    written = (
-        2
-        * 3
-        * 4
-        * 2
-        * len(samples_to_jsonl([replace(sample, advantages=advantages, rewards={"arithmetic": 1.0}, reward=1.0)]))
-    )
-    assert written <= writes.rollout_bytes <= 1.6 * written
-    assert writes.all_checkpoint_bytes == (chosen.checkpoint.keep + 2) * 1000
-    silent = settings_of("logging.save_rollouts=false", "checkpoint.best_metric=null", "checkpoint.keep=5")
-    assert estimate_disk_usage(silent, checkpoint_bytes=1000, mean_prompt_tokens=20, num_hosts=1) == DiskUsage(
-        1000, 6, 0
-    )
-
-
-@pytest.mark.parametrize(
-    ("writes", "verdict", "code"),
-    [
-        (DiskUsage(1, 2, 3), "ok", 0),
-        (DiskUsage(1, 2, 2**60), "warn", 0),
-        (DiskUsage(2**60, 2, 0), "fail", 1),
-        (None, "skip", 0),
-    ],
-)
-def test_a_disk_must_hold_the_checkpoints_and_should_hold_the_rollouts(
-    tmp_path: Path, writes: DiskUsage | None, verdict: str, code: int
+@pytest.mark.parametrize(("checkpoint_bytes", "verdict", "code"), [(1, "ok", 0), (2**60, "fail", 1), (None, "skip", 0)])
+def test_a_disk_must_hold_the_checkpoints(
+    tmp_path: Path, checkpoint_bytes: int | None, verdict: str, code: int
 ) -> None:
-    look = CheckRecorder()
-    check_disk(look, tmp_path / "runs" / "not-yet", writes)
-    (finding,) = look.results
-    assert (finding.verdict, finding.exit_code) == (verdict, code)
-    assert f"free at {tmp_path}" in finding.found
+    recorder = CheckRecorder()
+    check_disk(recorder, tmp_path / "runs" / "not-yet", Settings(), checkpoint_bytes)
+    (result,) = recorder.results
+    assert (result.verdict, result.exit_code) == (verdict, code)
+    assert f"free at {tmp_path}" in result.found
+
+
+def test_a_disk_holds_the_newest_checkpoints_the_best_and_one_being_written(tmp_path: Path) -> None:
+    for overrides, count in (((), 2 + Settings().checkpoint.keep), (("checkpoint.best_metric=null",), 4)):
+        recorder = CheckRecorder()
+        check_disk(recorder, tmp_path, settings_of("checkpoint.keep=3", *overrides) if overrides else Settings(), 1)
+        assert f"a run keeps {count} checkpoints of " in recorder.results[0].found

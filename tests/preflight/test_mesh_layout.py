@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import jax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -58,13 +56,6 @@ def test_the_report_agrees_with_what_jax_does(report: MeshReport) -> None:
         assert array.addressable_shards[0].data.nbytes == weight.bytes_per_device
 
 
-def test_every_device_has_its_place(report: MeshReport) -> None:
-    assert report.shape == {"dp": 2, "fsdp": 2, "tp": 2}
-    places = {tuple(device.coordinates.values()) for device in report.devices}
-    assert len(places) == len(report.devices) == report.topology.num_devices == 8
-    assert {device.process for device in report.devices} == {0}
-
-
 def test_the_picture_shows_the_shards_that_jax_gives_each_device() -> None:
     mesh = make_mesh((2, 2, 2))
     rows = row_sharding(mesh).devices_indices_map((4,))
@@ -89,18 +80,17 @@ def test_a_pretended_slice_is_told_as_if_it_were_there(pretended_hosts: None) ->
     assert report.topology.chip == TPU_CHIPS["v4"]
     lines = report.to_text().splitlines()
     assert lines[0] == "8 x TPU v4 (tpu), 32.0 GiB each, on 2 host(s), one process each"
-    assert lines[1].startswith("host 0 of v4-16: none of this is there")
-    assert lines[4].split("  ")[0] == "host 0" and "[1: b1 w1]" in lines[4]
-    assert lines[5].split("  ")[0] == "host 1" and "[5: b5 w1]" in lines[5]
+    assert lines[1].startswith("host 0 of v4-16 (pretended: none of it is there)")
+    assert lines[5].split() == ["0", "0-3", "0-3", "0-3", "0"]
+    assert lines[6].split() == ["1", "4-7", "4-7", "0-3", "0"]
 
 
 def test_many_hosts_are_drawn_as_few_lines() -> None:
     places = [DevicePlace(i, i // 2, {}, i, (i % 2, 0)) for i in range(20)]
     here = Topology("tpu", "TPU v4", None, 20, 10, 0, (0, 1), None, None)
     report = MeshReport(here, {"dp": 10, "fsdp": 2, "tp": 1}, places, [], 0, 0, 20, 1.0)
-    drawn = [line for line in report.to_text().splitlines() if line.startswith("host")][1:]
-    assert [line.split("  ")[0] for line in drawn] == ["host 0", "host 1", "hosts 2-8", "host 9"]
-    assert drawn[2].endswith("[4: b4 w0] to [17: b17 w1], 2 on each, each host with the same w")
+    drawn = [line.split() for line in report.to_text().splitlines()[5:9]]
+    assert [line[:2] for line in drawn] == [["0", "0-1"], ["1", "2-3"], ["...", "..."], ["9", "18-19"]]
 
 
 def test_what_could_not_be_split_is_named() -> None:
@@ -113,26 +103,14 @@ def test_what_could_not_be_split_is_named() -> None:
     assert whole.replicated_dims == ()
 
 
-def test_one_device_leaves_nothing_to_note() -> None:
-    report = reported((1, 1, 1), memory_bytes=None)
-    assert "note:" not in report.to_text()
-    assert report.weight_bytes_per_device == 4 * report.num_parameters - 7 * 2 * 16 * 48
-
-
 def test_a_person_reads_a_table(report: MeshReport) -> None:
     lines = report.to_text().splitlines()
     assert lines[0] == "8 x cpu (cpu), 1.0 GiB each, on 1 host(s), one process each"
     assert lines[1] == "host 0 here: devices 0-7"
     assert lines[3] == "mesh dp 2 x fsdp 2 x tp 2"
-    assert lines[4].startswith("host 0        [0: b0 w0.0]        [1: b0 w0.1]        [2: b1 w1.0]")
+    assert lines[4].startswith("host  devices  parts of rows (of 4)")
+    assert lines[5].split() == ["0", "0-7", "0-3", "0-1", "0-1"]
     assert "12 samples a step, 3 a device" in lines
     assert lines[-1] == (
         "note: blocks.key.kernel: kv_heads of (2, 32, 3, 8) is not divisible by its axis and stays whole"
     )
-
-
-def test_a_program_reads_json(report: MeshReport) -> None:
-    back = json.loads(json.dumps(report.to_dict()))
-    assert back["num_devices"] == 8
-    assert back["weights"][0]["name"] == "embedding"
-    assert back["weights"][0]["axes"] == ["tp", "fsdp"]

@@ -11,13 +11,9 @@ from app.model.io.model_files import open_model
 from app.preflight import model_checks
 from app.preflight.check_results import CheckRecorder, CheckResult
 from app.preflight.model_checks import (
-    ForwardResult,
     check_chat_template,
-    check_end_of_turn,
     check_reward_functions,
     make_test_samples,
-    render_end_of_turn,
-    softmax,
 )
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
 from app.records.sample import Prompt
@@ -52,50 +48,35 @@ def prompt_of(tokenizer: Tokenizer, uid: str = "p", answer: str | None = "12") -
     return Prompt(uid, np.asarray(tokenizer.chat_ids(MESSAGES), np.int32), "1+1=?", answer)
 
 
-def end_found(tokenizer: Tokenizer, seen: ForwardResult | None) -> CheckResult:
-    look = CheckRecorder()
-    check_end_of_turn(look, Settings(), tokenizer, prompt_of(tokenizer), seen)
-    (finding,) = look.results
-    return finding
-
-
-def test_a_template_that_ends_an_answer_is_read_behind_it(directory: Path) -> None:
-    tokenizer = tokenizer_with(directory, ENDING)
-    assert render_end_of_turn(tokenizer, MESSAGES, "12") == ("<|end|>", True)
-    finding = end_found(tokenizer, None)
-    assert finding.verdict == "ok"
-    assert finding.found == "behind an answer the template writes '<|end|>'; a completion ends at '<|end|>' (0)"
-
-
-def test_a_template_that_ends_with_another_token_is_found(directory: Path) -> None:
-    tokenizer = tokenizer_with(directory, ENDING.replace("<|end|>", "<|unknown|>"))
-    assert render_end_of_turn(tokenizer, MESSAGES, "12") == ("<|unknown|>", False)
-    finding = end_found(tokenizer, None)
-    assert finding.verdict == "warn" and "eos_token_id of generation_config.json" in finding.advice
-
-
-@pytest.mark.parametrize(("probability", "verdict"), [(0.9, "ok"), (0.01, "warn"), (None, "warn")])
-def test_where_the_template_ends_nothing_the_model_may(
-    directory: Path, probability: float | None, verdict: str
-) -> None:
-    finding = end_found(tokenizer_with(directory, TEMPLATE), ForwardResult(probability))
-    assert finding.verdict == verdict
-    assert finding.found.startswith("the template ends no answer; ")
-
-
-def test_a_template_that_refuses_the_assistant_is_no_failure(directory: Path) -> None:
-    finding = end_found(tokenizer_with(directory, USERS_ALONE), None)
-    assert finding.verdict == "warn" and "users alone" in finding.found
+def template_result(tokenizer: Tokenizer) -> CheckResult:
+    recorder = CheckRecorder()
+    check_chat_template(recorder, Settings(), tokenizer, prompt_of(tokenizer))
+    (result,) = recorder.results
+    return result
 
 
 @pytest.mark.parametrize(
-    ("template", "verdict"), [(TEMPLATE, "ok"), (TEMPLATE.replace("add_generation_prompt", "false"), "warn")]
+    ("template", "verdict", "found"),
+    [
+        (ENDING, "ok", "it ends an answer with '<|end|>'"),
+        (
+            ENDING.replace("<|end|>", "<|unknown|>"),
+            "warn",
+            "with '<|unknown|>', but a completion ends",
+        ),
+        (TEMPLATE, "ok", "it does not mark the end of an answer"),
+        (USERS_ALONE, "ok", "it does not mark the end of an answer"),
+        (TEMPLATE.replace("add_generation_prompt", "false"), "warn", "it does not open the assistant's turn"),
+    ],
+    ids=["ends", "ends with another token", "does not end", "refuses the assistant", "does not open"],
 )
-def test_a_template_must_open_the_assistants_turn(directory: Path, template: str, verdict: str) -> None:
-    tokenizer, look = tokenizer_with(directory, template), CheckRecorder()
-    check_chat_template(look, Settings(), tokenizer, prompt_of(tokenizer))
-    assert [one.verdict for one in look.results] == [verdict]
-    assert "<|user|>1+1=?" in look.results[0].found
+def test_a_template_opens_the_assistants_turn_and_ends_it_like_a_completion(
+    directory: Path, template: str, verdict: str, found: str
+) -> None:
+    if template == USERS_ALONE:
+        template = USERS_ALONE + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    result = template_result(tokenizer_with(directory, template))
+    assert result.verdict == verdict and found in result.found and "<|user|>1+1=?" in result.found
 
 
 def test_the_first_prompt_with_an_answer_is_answered_rightly_and_wrongly(directory: Path) -> None:
@@ -122,8 +103,8 @@ def reward_found(directory: Path, function: Path, *overrides: str) -> CheckResul
 @pytest.mark.parametrize(
     ("text", "limit", "told"),
     [
-        (SLOW_IMPORT, "MOST_IMPORT_S", "reward.load_timeout_s = 60 s"),
-        (SLOW_CALL, "MOST_CALL_S", "reward.timeout_s = 10 s"),
+        (SLOW_IMPORT, "MAX_IMPORT_S", "reward.load_timeout_s = 60 s"),
+        (SLOW_CALL, "MAX_CALL_S", "reward.timeout_s = 10 s"),
     ],
     ids=["import", "call"],
 )
@@ -144,8 +125,3 @@ def test_a_reward_function_that_a_run_does_not_wait_for_fails(directory: Path, t
     (tmp_path / "slow_import.py").write_text(SLOW_IMPORT)
     with pytest.raises(InputError, match=r"while it was imported, it took more than 0\.5 s"):
         reward_found(directory, tmp_path / "slow_import.py", "reward.load_timeout_s=0.5")
-
-
-def test_probabilities_are_those_of_a_softmax() -> None:
-    found = softmax(np.asarray([[1000.0, 1000.0 + np.log(3)], [0.0, 0.0]], np.float32))
-    np.testing.assert_allclose(found, [[0.25, 0.75], [0.5, 0.5]], rtol=1e-4)

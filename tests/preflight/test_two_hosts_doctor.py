@@ -29,7 +29,7 @@ def test_what_only_one_host_has_is_told_and_does_not_part_them(tiny_model: Path,
     assert (failed["check"], failed["host"]) == ("reward", 1) and "not here" in failed["found"]
     own = {one["check"]: one["verdict"] for one in found if one["host"] == 0}
     assert {own[name] for name in ("hosts", "reward", "mesh", "forward", "disk")} == {"ok"}
-    assert "error: reward (host 1): a run of these settings would fail" in second.stderr
+    assert "error: reward (host 1): a run with these settings would fail" in second.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plug.py"]
 
 

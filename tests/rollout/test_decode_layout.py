@@ -19,7 +19,6 @@ from app.model.kv_cache import (
     constrain_cache,
     decode_step,
 )
-from app.preflight.hlo_collectives import Collective, program_collectives
 from app.records.sample import Sample
 from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.request import GenerationRequest
@@ -27,6 +26,7 @@ from app.rollout.sampling import SamplingRules
 from app.rollout.shape_buckets import make_slot_shapes
 from app.rollout.slot_engine import SlotEngine
 from app.runtime.placement_notes import placement_notes
+from scripts.bench.hlo_collectives import Collective, program_collectives
 from settings import InputError, Settings, load
 from settings.checks.commands import check_for_train
 from settings.schema.rollout import DecodeLayout, SegmentSettings

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from app.preflight.hlo_collectives import (
+from scripts.bench.hlo_collectives import (
     Collective,
     parse_collectives,
     parse_groups,
