@@ -10,8 +10,9 @@ from app.records.atomic_write import write_atomic
 from app.report.alerts import find_alerts
 from app.report.html_pages import report_page, rollouts_page
 from app.report.metrics_history import training_steps
+from app.report.panels import PANELS
 from app.report.plots import PlotData
-from app.report.render import RenderedPlot, render_panels
+from app.report.render import RenderedPlot, render_panel
 from app.report.rollout_viewer import DEFAULT_NUM_SAMPLES, build_viewer
 from app.report.run_files import RunFiles
 from settings.errors import InputError
@@ -26,7 +27,8 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[
     run = RunFiles.read(path)
     viewer = build_viewer(run.rollouts, run.evaluations, num_samples=num_samples)
     alerts = find_alerts(run.history)
-    drawn = render_panels(PlotData(run.history, _eval_counts(run)))
+    data = PlotData(run.history, _eval_counts(run))
+    drawn = {panel.name: render_panel(panel, data) for panel in PANELS}
     pages = {"report.html": report_page(run, drawn, alerts), "rollouts.html": rollouts_page(run, viewer)}
     try:
         _write_plots(path / "plots", drawn)

@@ -115,7 +115,7 @@ def test_the_table_and_the_picture_are_for_people(tmp_path: Path) -> None:
     assert lines[:2] == [f"before  tiny ({before})", f"after   tiny, step 9 ({after})"]
     (row,) = [line for line in lines if line.startswith("accuracy ")]
     assert "16.7%" in row and "58.3%" in row and "+41.7 pp" in row
-    assert "6 prompts better, 1 worse, 5 alike: p = 0.12 (exact McNemar test)" in lines
+    assert "6 prompts better, 1 worse, 5 equal: p = 0.12 (exact McNemar test)" in lines
     assert "note: eval.temperature was 0.0, and is 0.7" in lines
     assert not [line for line in lines if "the checkpoint" in line]
     assert pictures[0].read_bytes().startswith(b"\x89PNG") and b"<svg" in pictures[1].read_bytes()
