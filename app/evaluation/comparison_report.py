@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import check_output_path
 from app.records.printable import format_interval, format_table
@@ -156,16 +158,15 @@ def plottable_metrics(comparison: EvaluationComparison) -> list[PairedMetric]:
 
 
 def _draw_axes(figure: Figure, comparison: EvaluationComparison, metrics: Sequence[PairedMetric]) -> None:
-    from matplotlib.lines import Line2D
     from matplotlib.ticker import PercentFormatter
 
     values, changes = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
-    for place, row in enumerate(metrics):
-        _draw_point(values, row.before, place - MARKER_OFFSET, GREY)
-        _draw_point(values, row.after, place + MARKER_OFFSET, BLUE)
-        _draw_point(changes, row.difference, place, ORANGE)
+    places = np.arange(len(metrics))
+    _draw_points(values, [row.before for row in metrics], places - MARKER_OFFSET, GREY, f"before: {comparison.before}")
+    _draw_points(values, [row.after for row in metrics], places + MARKER_OFFSET, BLUE, f"after: {comparison.after}")
+    _draw_points(changes, [row.difference for row in metrics], places, ORANGE, "difference")
     changes.axvline(0, color=GREY, linewidth=1.0, zorder=0)
-    values.set_yticks(range(len(metrics)), [escape_label(row.name.removeprefix("eval/")) for row in metrics])
+    values.set_yticks(places, [escape_label(row.name.removeprefix("eval/")) for row in metrics])
     values.set_ylim(len(metrics) - 0.5, -0.5)
     for axes in (values, changes):
         axes.tick_params(axis="y", length=0)
@@ -177,18 +178,13 @@ def _draw_axes(figure: Figure, comparison: EvaluationComparison, metrics: Sequen
         values.set_xlim(-0.02, 1.02)
     values.set_xlabel("mean over prompts, 95 % interval")
     changes.set_xlabel("after − before, per prompt")
-    colors = {f"before: {comparison.before}": GREY, f"after: {comparison.after}": BLUE, "difference": ORANGE}
-    handles = [
-        Line2D([], [], color=color, marker="o", markersize=5, label=escape_label(x)) for x, color in colors.items()
-    ]
     figure.suptitle(f"{comparison.num_prompts} prompts. {comparison.verdict}", x=0.01, ha="left", fontsize=9)
-    figure.legend(handles=handles, loc="outside lower left", ncols=1, frameon=False)
+    figure.legend(loc="outside lower left", ncols=1, frameon=False)
 
 
-def _draw_point(axes: Axes, measured: MetricEstimate, y: float, color: str) -> None:
-    value, interval = measured
-    if value is None:
-        return
-    if interval is not None:
-        axes.plot(interval, (y, y), color=color, linewidth=1.6)
-    axes.plot([value], [y], color=color, marker="o", markersize=5, linestyle="")
+def _draw_points(axes: Axes, estimates: Sequence[MetricEstimate], places: np.ndarray, color: str, label: str) -> None:
+    """Draws each estimate as a dot in its interval, at its height."""
+    values = np.array([np.nan if one.value is None else one.value for one in estimates])
+    reach = [(0.0, 0.0) if one.interval is None else np.abs(np.subtract(one.interval, one.value)) for one in estimates]
+    style = {"fmt": "o", "color": color, "markersize": 5, "elinewidth": 1.6, "label": escape_label(label)}
+    axes.errorbar(values, places, xerr=np.reshape(reach, (-1, 2)).T, **style)

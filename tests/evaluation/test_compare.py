@@ -129,7 +129,10 @@ def test_answers_are_needed_where_samples_vote_and_nowhere_else(tmp_path: Path) 
     assert compared(before, after)["better"] == 6
     several = write(tmp_path / "several.jsonl", [("2", "3"), ("3", "3")], answer="?")
     message = refused(several, after)
-    assert f"{several}: maj@k compares the majority's number with the answer, and `answer` of q/0 holds no number (and 1" in message
+    assert (
+        f"{several}: maj@k compares the majority's number with the answer, and `answer` of q/0 holds no number (and 1"
+        in message
+    )
     assert "reward.functions" not in message
 
 
@@ -220,7 +223,7 @@ def test_facts_that_are_damaged_are_told(tmp_path: Path, facts: Any) -> None:
     damaged = tmp_path / "a.jsonl.facts.json"
     damaged.write_text(json.dumps({**json.loads(damaged.read_text()), "facts": facts}))
     message = refused(before, after)
-    assert f"{damaged}: cannot be read as what an evaluation is of" in message and "the judge" in message
+    assert f"{damaged}: cannot be read as the metadata of an evaluation" in message and "facts" in message
 
 
 def test_a_picture_is_a_png_or_an_svg(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_whatever_is_measured_may_choose_the_best_checkpoint_and_nothing_else() 
 
 def test_a_format_that_no_plug_in_knows_chooses_no_checkpoint() -> None:
     check_best_metric("eval/accuracy", prompts(1), judge="brevity", num_samples=1)
-    with pytest.raises(InputError, match=r"do not measure 'eval/format_rate' where brevity judges \(they"):
+    with pytest.raises(InputError, match=r"do not measure 'eval/format_rate' when brevity judges \(they"):
         check_best_metric("eval/format_rate", prompts(1), judge="brevity", num_samples=1)
 
 
