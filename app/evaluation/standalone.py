@@ -169,7 +169,7 @@ def _build_metadata(
 
 
 def _load_finished_samples(inputs: EvaluationInput, out: Path | None) -> Sequence[Sample] | None:
-    """Returns the samples of a complete results file on the first host, none on the others; None if it is incomplete."""
+    """Returns the stored samples on the first host, none on the others; None without a complete file."""
     samples: Sequence[Sample] = ()
     is_complete = False
     with error_barrier():

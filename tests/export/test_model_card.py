@@ -40,7 +40,7 @@ def card_of(run: Path, model: Path, *overrides: str) -> str:
 @pytest.mark.parametrize(
     ("num_prompts", "num_samples", "said"),
     [
-        ("20", "1", "20 held-out prompts at most of `builtin:arithmetic`, one answer each at temperature 0"),
+        ("20", "1", "At most 20 held-out prompts of `builtin:arithmetic`, one answer each at temperature 0"),
         ("null", "4", "All held-out prompts of `builtin:arithmetic`, 4 answers each at temperature 0"),
     ],
 )
@@ -58,7 +58,7 @@ def test_a_run_of_which_no_figures_can_be_read_has_a_card_without_them(
     (run / "metrics.jsonl").write_text("damaged\n{}\n")
     card = card_of(run, tiny_model)
     assert "## Before and after" not in card and "## Training" in card
-    assert "note: the model card tells no figures of the run: " in capsys.readouterr().err
+    assert "note: the model card has no results of the run: " in capsys.readouterr().err
 
 
 def test_what_adapters_were_is_told_of_a_run_that_had_some(run: Path, tiny_model: Path) -> None:
