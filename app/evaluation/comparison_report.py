@@ -185,6 +185,6 @@ def _draw_axes(figure: Figure, comparison: EvaluationComparison, metrics: Sequen
 def _draw_points(axes: Axes, estimates: Sequence[MetricEstimate], places: np.ndarray, color: str, label: str) -> None:
     """Draws each estimate as a dot in its interval, at its height."""
     values = np.array([np.nan if one.value is None else one.value for one in estimates])
-    reach = [(0.0, 0.0) if one.interval is None else np.abs(np.subtract(one.interval, one.value)) for one in estimates]
+    ends = np.array([one.interval or (value, value) for one, value in zip(estimates, values, strict=True)])
     style = {"fmt": "o", "color": color, "markersize": 5, "elinewidth": 1.6, "label": escape_label(label)}
-    axes.errorbar(values, places, xerr=np.reshape(reach, (-1, 2)).T, **style)
+    axes.errorbar(values, places, xerr=np.abs(ends.reshape(-1, 2).T - values), **style)

@@ -242,17 +242,9 @@ def test_the_card_tells_nobody_where_this_machine_keeps_its_files_or_its_keys(
     assert "## Before and after" not in card and "rounded once to bfloat16" in card
 
 
-def test_the_card_of_a_model_of_the_hub_names_it(finished, tiny_model):
-    model = model_at(tiny_model)
-    fetched = replace(model, files=replace(model.files, commit="c0ffee"))
-    run_is_elsewhere = replace(PolicyCheckpoint.open(finished), path=Path("/elsewhere/checkpoints/4"))
-    card = model_card(
-        load(None, ["model.path=some/model"], {}), run_is_elsewhere, fetched, export_format=FULL_MODEL, dtype="float32"
-    )
-    assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "some/model"
-    assert "# model after 4 steps of grpo" in card
+def test_the_card_of_adapters_for_a_model_of_the_hub_names_both():
     both = front_matter(ADAPTER, "some/model", "hf:openai/gsm8k:main").to_dict()
-    assert (both["library_name"], both["base_model_relation"]) == ("peft", "adapter")
+    assert (both["base_model"], both["library_name"], both["base_model_relation"]) == ("some/model", "peft", "adapter")
     assert both["datasets"] == ["openai/gsm8k"]
 
 

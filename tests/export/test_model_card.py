@@ -87,4 +87,5 @@ def test_a_base_of_the_hub_is_named_though_the_run_had_a_copy_of_it_here(run: Pa
     card = model_card(resolved, PolicyCheckpoint.open(run), fetched, export_format=FULL_MODEL, dtype="float32")
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "some/model"
     assert '| `model.path` | `"some/model"` |' in card
+    assert "# model after 4 steps of grpo" in card
     assert str(tiny_model) in (run / "settings.yaml").read_text() and str(tiny_model) not in card
