@@ -23,54 +23,55 @@ def evaluate(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Evaluate what a run has saved: <run>/checkpoints/<step> or best, or a run's folder for the newest. "
-            "Under the run's own settings where --config is left out.",
+            help="Checkpoint to evaluate: <run>/checkpoints/<step> or best, or a run directory for its newest one. "
+            "Without --config, the settings of the run apply.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.jsonl",
-            help="Where the samples go. An evaluation that was killed goes on from there; one that is done is read.",
+            help="File for the samples. A killed evaluation continues from it; a finished one is only read.",
         ),
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(
             metavar="BEFORE.jsonl AFTER.jsonl",
-            help="Sample nothing; compare two such files, or two of a run's eval/, prompt by prompt.",
+            help="Generate nothing; compare two such files, or two files of a run's eval/, prompt by prompt.",
             show_default=False,
         ),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.png|.svg", help="Draw what --compare finds to a file.")
+        Path | None,
+        typer.Option(metavar="FILE.png|.svg", help="Write a plot of the comparison of --compare to this file."),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Measure a model on held-out prompts: accuracy, pass@k, maj@k, format and truncation, with 95 % intervals.
 
-    As training does, under data.eval_*, eval.* and the first of reward.functions. Several samples of a prompt, as
-    eval.num_samples and eval.temperature ask, also measure pass@k and maj@k.
+    It works as in training, with data.eval_*, eval.* and the first of reward.functions. pass@k and maj@k need
+    eval.num_samples above 1 and an eval.temperature above 0.
     """
     with handle_errors(debug):
         if compare is not None:
             given = {"--config": config, "--set": overrides, "--print-config": print_config}
             for option, value in {**given, "--checkpoint": checkpoint, "--out": out}.items():
                 if value:
-                    raise InputError(f"{option} goes without --compare, which reads two files and nothing else")
+                    raise InputError(f"{option} cannot be combined with --compare, which only reads two files")
             from app.evaluation.compare import compare_evaluations
 
-            found = compare_evaluations(*compare, plot_path=picture)
+            result = compare_evaluations(*compare, plot_path=picture)
         else:
             if picture is not None:
-                raise InputError("--picture goes with --compare BEFORE.jsonl AFTER.jsonl")
+                raise InputError("--picture needs --compare BEFORE.jsonl AFTER.jsonl")
             config, overrides = inherit_run_settings(config, overrides, {"--checkpoint": checkpoint})
             resolved = resolve(config, overrides, print_config=print_config, check=check_for_evaluation)
             if checkpoint is None:
                 print_notices(unused_adapter_notices(resolved))
             from app.evaluation.standalone import evaluate_model
 
-            found = evaluate_model(resolved, checkpoint=checkpoint, out=out)
-        if found is not None:
-            write(format_json(found.to_dict()) if as_json else found.to_text(), sys.stdout)
+            result = evaluate_model(resolved, checkpoint=checkpoint, out=out)
+        if result is not None:
+            write(format_json(result.to_dict()) if as_json else result.to_text(), sys.stdout)

@@ -21,32 +21,32 @@ def export(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="<run>/checkpoints/<step> or best, or a run's folder for its newest. Its run's settings apply unless "
-            "--config names others. Required.",
+            help="Checkpoint to export: <run>/checkpoints/<step> or best, or a run directory for its newest one. "
+            "Without --config, the settings of the run apply. Required.",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The folder to make; nothing may have its name. Required.")
+        Path | None, typer.Option(metavar="DIR", help="The folder to create; it must not exist. Required.")
     ] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Type of the weights; float32 is what the checkpoint holds.")
+        Literal["float32", "bfloat16"], typer.Option(help="Type of the weights; checkpoints hold float32.")
     ] = "float32",
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Of a run with model.lora, its adapters alone, in PEFT's format.")
+        bool, typer.Option("--adapter", help="Export only the adapters of a run with model.lora, in PEFT's format.")
     ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Write the policy of a checkpoint as a Hugging Face directory, with a model card.
 
-    Adapters are merged into the model's weights, unless --adapter asks for them alone.
+    Adapters are merged into the model's weights, unless --adapter exports them alone.
     """
     with handle_errors(debug):
         config = config or find_run_config({"--checkpoint": checkpoint})
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
         checkpoint, out = require_path(checkpoint, "--checkpoint"), require_path(out, "--out")
-        from app.export import huggingface as room
+        from app.export import huggingface
 
-        write_out = room.export_adapter if adapter else room.export
-        summary = write_out(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
+        export_policy = huggingface.export_adapter if adapter else huggingface.export
+        summary = export_policy(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
         write(format_summary(summary, as_json=as_json), sys.stdout)

@@ -15,7 +15,7 @@ from app.commands.options import AsJson, Debug
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run: <run.dir>/<run.name>.")],
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Samples in rollouts.html.  [default: 400]", show_default=False)
+        int | None, typer.Option(min=1, help="Number of samples in rollouts.html.  [default: 400]", show_default=False)
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,

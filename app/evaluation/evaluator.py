@@ -1,4 +1,4 @@
-"""Held-out accuracy, always on the same prompts: before training, during it, after it, and of any model by itself."""
+"""Evaluation on held-out prompts, the same ones in every evaluation: during training and by `grpo evaluate`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from settings import Settings
 
 
 def evaluation_batch_size(settings: Settings, num_prompts: int) -> int:
-    """How many of a host's prompts are generated from at once: no more rows than in a rollout, or one prompt's."""
+    """Returns the prompts per batch on a host: no more rows than in a rollout, but at least one prompt."""
     rows = settings.rollout.prompts_per_step * settings.rollout.group_size
     return min(num_prompts, max(rows // settings.eval.num_samples, 1))
 
@@ -31,81 +31,81 @@ def evaluation_batch_size(settings: Settings, num_prompts: int) -> int:
 def evaluate(
     session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], rewards: RewardFunctions, moment: StepInfo
 ) -> RewardedSamples:
-    """`eval.num_samples` samples at `eval.temperature` of each prompt of this host's run of them, judged.
+    """Generates and judges `eval.num_samples` samples at `eval.temperature` for each prompt of this host's shard.
 
     Raises:
         StoppedError: generation was stopped, on this host or another.
     """
-    own = host_shard(len(prompts))
-    return rewards.grade_held_out([*generate_samples(session, weights, prompts, prompt_indices=own)], moment)
+    samples = generate_samples(session, weights, prompts, prompt_indices=host_shard(len(prompts)))
+    return rewards.grade_held_out([*samples], moment)
 
 
 def generate_samples(
     session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], *, prompt_indices: Collection[int]
 ) -> Iterator[Sample]:
-    """Samples of those prompts of this host's run that are asked for, by their places, in order.
+    """Yields the samples of the requested prompts of this host's shard, in order.
 
-    A sample's group is its prompt's place. All hosts ask at once, each for as few as it likes.
+    The group of a sample is the index of its prompt. All hosts must call this together; their numbers of prompts may
+    differ.
 
     Raises:
         StoppedError: generation was stopped, on this host or another.
     """
     generate = _generate_in_batches if session.evaluates_in_batches else _generate_from_queue
-    own = [place for place in host_shard(len(prompts)) if place in prompt_indices]
-    return generate(session, weights, prompts, own)
+    return generate(session, weights, prompts, [i for i in host_shard(len(prompts)) if i in prompt_indices])
 
 
 def _generate_in_batches(
     session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], prompt_indices: Sequence[int]
 ) -> Iterator[Sample]:
-    """Always the same batches, without those where nobody is asked for.
+    """Generates in fixed batches, and skips those without a requested prompt.
 
-    So a sample has the neighbours that it would have if all were asked for, and the same bits.
+    A sample then shares its batch with the same prompts, whichever are requested, and has the same bits.
     """
-    run, longest = host_shard(len(prompts)), max_shard_size(len(prompts))
-    batch, wanted = evaluation_batch_size(session.settings, longest), set(prompt_indices)
-    # Filled up with other prompts, which do not count, so that all batches of all hosts have one shape.
-    batches = [range(first, first + batch) for first in range(run.start, run.start + longest, batch)]
-    needed = [places for places in batches if not wanted.isdisjoint(places)]
-    turns = int(max_over_hosts(np.asarray(len(needed))))
-    for places in [*needed, *batches][:turns]:
+    shard, longest = host_shard(len(prompts)), max_shard_size(len(prompts))
+    batch, requested = evaluation_batch_size(session.settings, longest), set(prompt_indices)
+    # The last batch is filled up with other prompts, whose samples are dropped: every batch has the same shape.
+    batches = [range(first, first + batch) for first in range(shard.start, shard.start + longest, batch)]
+    needed = [indices for indices in batches if not requested.isdisjoint(indices)]
+    num_batches = int(max_over_hosts(np.asarray(len(needed))))
+    for indices in [*needed, *batches][:num_batches]:
         with cancellation_barrier():
             samples = session.generate(
                 weights,
-                [prompts[place % len(prompts)] for place in places],
-                session.evaluation_request(first_group_id=places.start),
+                [prompts[i % len(prompts)] for i in indices],
+                session.evaluation_request(first_group_id=indices.start),
             )
-        # A place beyond this host's run is no place of its own, whatever prompt filled it up.
-        yield from (sample for sample in samples if sample.group_id in wanted)
-        wanted -= {*places}
+        # Indices beyond this host's shard are never requested.
+        yield from (sample for sample in samples if sample.group_id in requested)
+        requested -= {*indices}
 
 
 def _generate_from_queue(
     session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], prompt_indices: Sequence[int]
 ) -> Iterator[Sample]:
-    """Filled up with other prompts, which do not count, to as many as the host has that is asked for most."""
-    turns = int(max_over_hosts(np.asarray(len(prompt_indices))))
-    if not turns:
+    """Generates from a queue, filled up with other prompts to the largest number that any host requests."""
+    num_queued = int(max_over_hosts(np.asarray(len(prompt_indices))))
+    if not num_queued:
         return
-    first, wanted = host_shard(len(prompts)).start, set(prompt_indices)
-    others = [place for place in ((first + i) % len(prompts) for i in range(len(prompts))) if place not in wanted]
-    places = [*prompt_indices, *others][:turns]
+    start, requested = host_shard(len(prompts)).start, set(prompt_indices)
+    others = [i for i in ((start + i) % len(prompts) for i in range(len(prompts))) if i not in requested]
+    indices = [*prompt_indices, *others][:num_queued]
     num_samples = session.settings.eval.num_samples
     with cancellation_barrier():
-        samples = session.stream(weights, [prompts[i] for i in places], session.evaluation_request())
+        samples = session.stream(weights, [prompts[i] for i in indices], session.evaluation_request())
         for number, sample in enumerate(samples):
-            place = places[number // num_samples]
-            if place in wanted:
-                yield replace(sample, group_id=place)
+            index = indices[number // num_samples]
+            if index in requested:
+                yield replace(sample, group_id=index)
 
 
 def evaluation_estimates(samples: Sequence[Sample], settings: Settings) -> dict[str, MetricEstimate]:
-    """What the samples of all hosts say. All hosts ask at once; see `figures_of`."""
+    """Returns the metrics over the samples of all hosts, which must call this together; see `estimate_metrics`."""
     num_samples = settings.eval.num_samples
     columns = prompt_columns(samples, judge=accuracy_function_name(settings.reward), num_samples=num_samples)
     return estimate_metrics(gather_table(columns), num_samples=num_samples)
 
 
 def evaluation_metrics(samples: Sequence[Sample], settings: Settings) -> dict[str, float | None]:
-    """The same as numbers of `metrics.jsonl`."""
-    return {name: figure.value for name, figure in evaluation_estimates(samples, settings).items()}
+    """Returns the values of `evaluation_estimates`, as `metrics.jsonl` has them."""
+    return {name: estimate.value for name, estimate in evaluation_estimates(samples, settings).items()}

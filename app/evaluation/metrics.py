@@ -1,14 +1,14 @@
-"""Judged samples of held-out prompts -> the figures of an evaluation, with how far to trust them. Needs no device.
+"""Computes the metrics of an evaluation and their intervals from judged samples. It needs no device.
 
-Every figure is a mean over prompts. A table holds a row for each prompt, so that what a prompt's samples have in common
-counts once, and two evaluations of the same prompts can be compared prompt by prompt.
+Every metric is a mean over prompts. A table has one row per prompt: the samples of a prompt are one cluster, and two
+evaluations of the same prompts can be compared prompt by prompt.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -22,60 +22,60 @@ from settings.errors import InputError
 from settings.loading.fields import did_you_mean, nearest_names
 
 PromptTable = Mapping[str, np.ndarray]
-"""Column -> a value for each prompt, NaN where there is none."""
+"""Column name -> one value per prompt, NaN for none."""
 
 ACCURACY, FORMAT_RATE, TRUNCATED_FRACTION = "eval/accuracy", "eval/format_rate", "eval/truncated_fraction"
 MEAN_LENGTH, ERROR_COUNT = "eval/mean_length", "eval/error_count"
 PASS_AT_PREFIX, MAJORITY_PREFIX = "eval/pass@", "eval/maj@"
 DIFFICULTY, NON_BINARY_COUNT = "difficulty", "values that are neither 0 nor 1"
-"""Columns that are no figures."""
+"""Columns that are not metrics."""
 
 
 def pass_at_k_sizes(num_samples: int) -> list[int]:
-    """Of how many samples pass@k is told: 2, 4, 8, ... and all. pass@1 is the accuracy."""
+    """Returns the k of pass@k: 2, 4, 8, ... and all samples. pass@1 is the accuracy."""
     return sorted({*(1 << i for i in range(1, num_samples.bit_length())), num_samples} - {1})
 
 
 def accuracy_metric_name(difficulty: float) -> str:
-    """The name of the accuracy on problems of one difficulty."""
+    """Returns the name of the accuracy on problems of one difficulty."""
     return f"{ACCURACY}/difficulty_{difficulty:g}"
 
 
 def prompt_columns(samples: Sequence[Sample], *, judge: str, num_samples: int) -> dict[str, list[float]]:
-    """A row for each prompt, whose samples stand together. The columns do not depend on the samples.
+    """Returns a row for each prompt. The names of the columns do not depend on the samples.
 
     Args:
-        judge: the function whose values say what is right.
-        num_samples: of every prompt.
+        samples: those of one prompt are next to each other.
+        judge: the reward function whose values say what is right.
+        num_samples: samples per prompt.
     """
     groups = [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
-    values = [[(s.rewards or {}).get(judge, math.nan) for s in group] for group in groups]
-    known = [[value for value in of_prompt if not math.isnan(value)] for of_prompt in values]
+    values = [
+        [value for s in group if not math.isnan(value := (s.rewards or {}).get(judge, math.nan))] for group in groups
+    ]
     columns: dict[str, list[float]] = {
-        ACCURACY: [float(np.mean(of_prompt)) if of_prompt else math.nan for of_prompt in known],
-        FORMAT_RATE: [_fraction(is_formatted(judge, s.completion) for s in group) for group in groups]
+        ACCURACY: [_mean(group_values) for group_values in values],
+        FORMAT_RATE: [_mean([is_formatted(judge, s.completion) for s in group]) for group in groups]
         if is_task_reward(judge)
         else [math.nan] * len(groups),
-        TRUNCATED_FRACTION: [_fraction(s.finish_reason == "length" for s in group) for group in groups],
-        MEAN_LENGTH: [float(np.mean([len(s.completion_ids) for s in group])) for group in groups],
+        TRUNCATED_FRACTION: [_mean([s.finish_reason == "length" for s in group]) for group in groups],
+        MEAN_LENGTH: [_mean([len(s.completion_ids) for s in group]) for group in groups],
         ERROR_COUNT: [sum(ERRORS_FIELD in s.extra for s in group) for group in groups],
         DIFFICULTY: [prompt_difficulty(group[0].prompt) for group in groups],
-        NON_BINARY_COUNT: [sum(value not in (0, 1) for value in of_prompt) for of_prompt in known],
+        NON_BINARY_COUNT: [sum(value not in (0, 1) for value in group_values) for group_values in values],
     }
     for k in pass_at_k_sizes(num_samples):
-        columns[f"{PASS_AT_PREFIX}{k}"] = [_pass_at_k_or_nan(of_prompt, k) for of_prompt in known]
+        # NaN if the judge gave fewer than k values.
+        columns[f"{PASS_AT_PREFIX}{k}"] = [
+            pass_at_k(group.count(1), len(group), k) if k <= len(group) else math.nan for group in values
+        ]
     if num_samples > 1 and is_task_reward(judge):
         columns[f"{MAJORITY_PREFIX}{num_samples}"] = [_majority_correct(group, judge) for group in groups]
     return columns
 
 
-def _fraction(flags: Iterable[bool]) -> float:
-    return float(np.mean([*flags]))
-
-
-def _pass_at_k_or_nan(values: Sequence[float], k: int) -> float:
-    """NaN where the judge gave fewer values than are to be drawn."""
-    return pass_at_k(values.count(1), len(values), k) if k <= len(values) else math.nan
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else math.nan
 
 
 def _majority_correct(group: Sequence[Sample], judge: str) -> float:
@@ -84,50 +84,59 @@ def _majority_correct(group: Sequence[Sample], judge: str) -> float:
 
 
 def prompt_difficulty(prompt: Prompt | DatasetRow) -> float:
-    """NaN where the data name none, or none that is a number."""
-    found = prompt.extra.get(DIFFICULTY)
-    return float(found) if isinstance(found, int | float) else math.nan
+    """Returns the difficulty of a prompt; NaN if the data have none, or one that is not a number."""
+    difficulty = prompt.extra.get(DIFFICULTY)
+    return float(difficulty) if isinstance(difficulty, int | float) else math.nan
 
 
 def estimate_metrics(table: PromptTable, *, num_samples: int) -> dict[str, MetricEstimate]:
-    """The means over prompts, accuracy by difficulty where the data names one.
+    """Returns the means over prompts, and the accuracy by difficulty if the data have one.
 
-    Accuracy is over the samples that the judge gave a value. Format is None where no built-in task judges: only they
-    know what an answer should look like. So is pass@k where the judge gives other values than 0 and 1.
+    Accuracy is over the samples that the judge gave a value. The format rate is None unless a built-in task judges:
+    only tasks define a format. pass@k is None if the judge gives other values than 0 and 1.
     """
-    graded = not table[NON_BINARY_COUNT].any()
-    of_accuracy = functools.partial(clustered_share_interval, num_samples=num_samples) if graded else mean_interval
-    figures: dict[str, MetricEstimate] = {}
+    is_binary = not table[NON_BINARY_COUNT].any()
+
+    def share(column: np.ndarray, num_samples: int = num_samples) -> MetricEstimate:
+        return estimate_mean(column, functools.partial(clustered_share_interval, num_samples=num_samples))
+
+    def accuracy(column: np.ndarray) -> MetricEstimate:
+        return share(column) if is_binary else estimate_mean(column, mean_interval)
+
+    estimates: dict[str, MetricEstimate] = {}
     for name, column in table.items():
+        if name in (DIFFICULTY, NON_BINARY_COUNT):
+            continue
         if name == ERROR_COUNT:
-            figures[name] = MetricEstimate(float(column.sum()), None)
-        elif name in (ACCURACY, MEAN_LENGTH):
-            figures[name] = estimate_mean(column, of_accuracy if name == ACCURACY else mean_interval)
-        elif name.startswith(PASS_AT_PREFIX) and not graded:
-            figures[name] = MetricEstimate(None, None)
-        elif name not in (DIFFICULTY, NON_BINARY_COUNT):
-            drawn = num_trials(name, num_samples)
-            figures[name] = estimate_mean(column, functools.partial(clustered_share_interval, num_samples=drawn))
+            estimates[name] = MetricEstimate(float(column.sum()), None)
+        elif name == ACCURACY:
+            estimates[name] = accuracy(column)
+        elif name == MEAN_LENGTH:
+            estimates[name] = estimate_mean(column, mean_interval)
+        elif name.startswith(PASS_AT_PREFIX) and not is_binary:
+            estimates[name] = MetricEstimate(None, None)
+        else:
+            estimates[name] = share(column, num_trials(name, num_samples))
     for level in difficulty_levels(table):
-        figures[accuracy_metric_name(level)] = estimate_mean(table[ACCURACY][table[DIFFICULTY] == level], of_accuracy)
-    return figures
+        estimates[accuracy_metric_name(level)] = accuracy(table[ACCURACY][table[DIFFICULTY] == level])
+    return estimates
 
 
 def num_trials(name: str, num_samples: int) -> int:
-    """How often a figure was tried on each prompt: a vote takes all samples, and drawing k of n goes n // k times."""
+    """Returns the number of trials per prompt: one for a vote of all samples, n // k for drawing k of n samples."""
     if name.startswith(MAJORITY_PREFIX):
         return 1
     return num_samples // int(name.removeprefix(PASS_AT_PREFIX)) if name.startswith(PASS_AT_PREFIX) else num_samples
 
 
 def estimate_mean(column: np.ndarray, compute_interval: Callable[[np.ndarray], Interval | None]) -> MetricEstimate:
-    """The mean of those that are known."""
+    """Returns the mean of the values that are not NaN, and its interval."""
     known = column[~np.isnan(column)]
     return MetricEstimate(float(known.mean()), compute_interval(known)) if len(known) else MetricEstimate(None, None)
 
 
 def difficulty_levels(table: PromptTable) -> list[float]:
-    """The difficulties that there are."""
+    """Returns the difficulties in the data."""
     levels = table[DIFFICULTY]
     return np.unique(levels[~np.isnan(levels)]).tolist()
 
@@ -135,7 +144,7 @@ def difficulty_levels(table: PromptTable) -> list[float]:
 def check_best_metric(
     name: str, prompts: Sequence[Prompt] | Sequence[DatasetRow], *, judge: str, num_samples: int
 ) -> None:
-    """Raises InputError where evaluations on these prompts do not measure what is to choose the best checkpoint."""
+    """Raises InputError if evaluations on these prompts do not measure `checkpoint.best_metric`."""
     columns = prompt_columns([], judge=judge, num_samples=num_samples)
     levels = {level for prompt in prompts if not math.isnan(level := prompt_difficulty(prompt))}
     measured = [*(column for column in columns if column not in (DIFFICULTY, NON_BINARY_COUNT))]
@@ -143,7 +152,7 @@ def check_best_metric(
     if not is_task_reward(judge):
         measured.remove(FORMAT_RATE)
     if name not in measured:
-        reason = f" where {judge} judges" if name == FORMAT_RATE else did_you_mean(nearest_names(name, measured))
+        reason = f" when {judge} judges" if name == FORMAT_RATE else did_you_mean(nearest_names(name, measured))
         raise InputError(
             f"checkpoint.best_metric: evaluations do not measure {name!r}{reason} (they measure "
             f"{', '.join(measured)}; null keeps no best checkpoint)"

@@ -1,4 +1,4 @@
-"""`grpo evaluate`: a model, or a checkpoint of one, on held-out prompts, as training evaluates it."""
+"""`grpo evaluate`: evaluates a model or a checkpoint on held-out prompts, exactly as training does."""
 
 from __future__ import annotations
 
@@ -64,17 +64,16 @@ from app.runtime.session import Session
 from app.tracking.rollout_progress import RolloutProgress
 from settings import Resolved, Settings
 from settings.loading.fields import value_of
-from settings.schema.reward import RewardFunctionSettings
 
 
 @dataclass(frozen=True)
 class EvaluationInput:
-    """Everything an evaluation reads, checked before any device is touched."""
+    """Everything an evaluation reads, checked before any device is used."""
 
     settings: Settings
     model: ModelSpec
     saved_policy: PolicyCheckpoint | None
-    """Whose weights are evaluated; None: those of `model.path`."""
+    """Checkpoint whose weights are evaluated; None for those of `model.path`."""
     prompts: Sequence[Prompt]
     encoding: EncodeReport
     metadata: EvaluationMetadata
@@ -85,49 +84,45 @@ class EvaluationInput:
 
 
 def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | None) -> EvaluationSummary | None:
-    """Samples the held-out prompts, judges the samples and writes them to `out`.
+    """Generates answers to the held-out prompts, judges them and writes them to `out`.
 
-    Several hosts share the prompts; the first of them writes the file, and alone returns what came of it. An evaluation
-    that was killed goes on from what it has left beside `out`, and one that is done is only read.
+    Several hosts share the prompts; the first one writes the file and is the only one to return a summary. A killed
+    evaluation continues from the files next to `out`, and a finished one is only read.
 
     Raises:
-        InputError: settings, model, checkpoint, prompts or output file that cannot be used.
-        RuntimeError: a judge that fails, where failures are to raise.
+        InputError: settings, model, checkpoint, prompts or output file cannot be used.
+        RuntimeError: the judge failed and `reward.on_error` is `raise`.
     """
     if out is not None:
         check_output_path(out)
-    read = read_evaluation_input(resolved.settings, checkpoint)
+    inputs = read_evaluation_input(resolved.settings, checkpoint)
     if out is not None:
-        check_results_file(out, read.metadata)
+        check_results_file(out, inputs.metadata)
     with ExitStack() as stack:
-        entered = stack.enter_context(join_hosts(read.settings, out=out or Path("evaluation")))
-        facts = {name: str(value) for name, value in read.metadata.facts.items()}
-        # Only those that write meet in what writing takes.
+        enter_phase = stack.enter_context(join_hosts(inputs.settings, out=out or Path("evaluation")))
+        facts = {name: str(value) for name, value in inputs.metadata.facts.items()}
+        # Hosts that write and hosts that do not would wait for each other.
         check_hosts_agree(resolved, {**facts, "--out": "not given" if out is None else "given"})
         start = time.perf_counter()
-        judged = _load_finished_samples(read, out)
-        if judged is None:
-            judged = _generate_and_judge(read, out, stack, entered)
-        figures = evaluation_estimates(judged, read.settings)
+        samples = _load_finished_samples(inputs, out)
+        if samples is None:
+            samples = _generate_and_judge(inputs, out, stack, enter_phase)
+        metrics = evaluation_estimates(samples, inputs.settings)
     if jax.process_index() > 0:
         return None
     return EvaluationSummary(
-        read.metadata,
-        num_prompts=len(read.prompts),
-        num_dropped=read.encoding.dropped,
-        num_samples=read.settings.eval.num_samples,
-        metrics=figures,
+        inputs.metadata,
+        num_prompts=len(inputs.prompts),
+        num_dropped=inputs.encoding.dropped,
+        num_samples=inputs.settings.eval.num_samples,
+        metrics=metrics,
         seconds=time.perf_counter() - start,
         out=out,
     )
 
 
 def read_evaluation_input(settings: Settings, checkpoint: Path | None) -> EvaluationInput:
-    """Checkpoint, model and held-out prompts.
-
-    Raises:
-        InputError: for whatever about them cannot be used.
-    """
+    """Reads checkpoint, model and held-out prompts. Raises InputError if one of them cannot be used."""
     saved = None
     if checkpoint is not None:
         saved = PolicyCheckpoint.open(checkpoint)
@@ -145,53 +140,46 @@ def read_evaluation_input(settings: Settings, checkpoint: Path | None) -> Evalua
 def _build_metadata(
     settings: Settings, model: ModelSpec, saved_policy: PolicyCheckpoint | None, prompts: Sequence[Prompt]
 ) -> EvaluationMetadata:
-    data, evaluation = settings.data, settings.eval
-    judge = settings.reward.functions[0]
-    digests = plugin_file_digests([judge])
+    data, evaluation, judge = settings.data, settings.eval, settings.reward.functions[0]
+    checkpoint = "none"
+    if saved_policy is not None:
+        digest = hashlib.sha256(json.dumps(dict(saved_policy.checksums), sort_keys=True).encode()).hexdigest()
+        checkpoint = f"step {saved_policy.step}, {digest[:16]}"
+    # A plug-in in a file is identified by its name and the file's content, one in a module by its full name.
+    module, _, function = (judge.function or "").rpartition(":")
     facts = {
         MODEL: model.files.fingerprint,
         "the tokenizer": model.tokenizer.fingerprint,
-        CHECKPOINT: "none" if saved_policy is None else f"step {saved_policy.step}, {_checkpoint_digest(saved_policy)}",
+        CHECKPOINT: checkpoint,
         PROMPTS: describe_prompts(prompts),
         JUDGE: accuracy_function_name(settings.reward),
-        JUDGE_FUNCTION: _judge_function_name(judge),
-        JUDGE_FILE: next(iter(digests.values()), None),
+        JUDGE_FUNCTION: function if module.endswith(".py") else judge.function,
+        JUDGE_FILE: next(iter(plugin_file_digests([judge]).values()), None),
         **({} if is_task_reward(judge.name) else {name: str(value_of(settings, name)) for name in JUDGE_SETTINGS}),
         "eval.num_samples": evaluation.num_samples,
         "eval.temperature": evaluation.temperature,
-        # Greedy samples take no noise.
+        # Greedy decoding does not depend on the seed.
         **({"run.seed": settings.run.seed} if evaluation.temperature else {}),
         "rollout.max_new_tokens": settings.rollout.max_new_tokens,
         "model.dtype": settings.model.dtype,
     }
     source = data.eval_source or data.source
-    where = f"{source} ({data.eval_split})" if source.startswith(("builtin:", "hf:")) else source
-    return EvaluationMetadata(settings.model.path, None if saved_policy is None else saved_policy.step, where, facts)
-
-
-def _judge_function_name(judge: RewardFunctionSettings) -> str | None:
-    """Of a plug-in's function: in its file, whose content is another fact, or with the module. None: it is built in."""
-    place, _, function = (judge.function or "").rpartition(":")
-    return function if place.endswith(".py") else judge.function
-
-
-def _checkpoint_digest(saved_policy: PolicyCheckpoint) -> str:
-    """Of its weights, wherever they lie."""
-    return hashlib.sha256(json.dumps(dict(saved_policy.checksums), sort_keys=True).encode()).hexdigest()[:16]
+    dataset = f"{source} ({data.eval_split})" if source.startswith(("builtin:", "hf:")) else source
+    return EvaluationMetadata(settings.model.path, None if saved_policy is None else saved_policy.step, dataset, facts)
 
 
 def _load_finished_samples(inputs: EvaluationInput, out: Path | None) -> Sequence[Sample] | None:
-    """On the first host the samples of its file, where that holds them all; nothing on the others. Else None."""
+    """Returns the stored samples on the first host, none on the others; None without a complete file."""
     samples: Sequence[Sample] = ()
-    is_whole = False
+    is_complete = False
     with error_barrier():
         if out is not None and jax.process_index() == 0:
-            found, is_whole = read_results(out, inputs.metadata, inputs.evaluation_prompts)
-            samples = [sample for place in sorted(found) for sample in found[place]]
-    if not max_over_hosts(np.asarray(is_whole)):
+            stored, is_complete = read_results(out, inputs.metadata, inputs.evaluation_prompts)
+            samples = [sample for place in sorted(stored) for sample in stored[place]]
+    if not max_over_hosts(np.asarray(is_complete)):
         return None
     if out is not None:
-        # What a kill between the last two steps of `_write` leaves.
+        # The program may have been killed after it wrote the results and before it removed the parts.
         with error_barrier():
             remove_parts(out)
     return samples
@@ -200,41 +188,44 @@ def _load_finished_samples(inputs: EvaluationInput, out: Path | None) -> Sequenc
 def _generate_and_judge(
     inputs: EvaluationInput, out: Path | None, stack: ExitStack, enter_phase: PhaseCallback
 ) -> Sequence[Sample]:
-    """This host's samples; those of all hosts are in the file by then.
+    """Returns the judged samples of this host's prompts, after writing those of all hosts to the results file.
 
     What it opens, `stack` closes.
     """
-    own, settings = host_shard(len(inputs.prompts)), inputs.settings
+    shard, settings = host_shard(len(inputs.prompts)), inputs.settings
     with error_barrier():
-        known = {} if out is None else _read_previous_samples(inputs, out)
+        previous: SamplesByPrompt = {}
+        if out is not None:
+            # Samples of a killed evaluation, and those of a results file that is incomplete or to be judged again.
+            previous = {
+                **read_drawn_samples(out, inputs.metadata, inputs.evaluation_prompts),
+                **read_results(out, inputs.metadata, inputs.evaluation_prompts).samples,
+            }
         columns = eval_columns(settings, inputs.prompts)
-        # Of the functions that training adds up, the first alone judges.
+        # Training adds up all reward functions; only the first one judges.
         judge = settings.reward.model_copy(update={"functions": settings.reward.functions[:1]})
         rewards = stack.enter_context(RewardFunctions(judge, columns, columns))
         part = None if out is None else stack.enter_context(open_part_file(out, inputs.metadata))
-    missing = [place for place in own if place not in known]
-    drawn = _generate_missing_samples(inputs, missing, part, stack, enter_phase)
-    samples = [sample for place in own for sample in (known.get(place) or drawn[place])]
-    # No limit: each call of a function has its own, and a host's whole share is one phase.
+    missing = [place for place in shard if place not in previous]
+    generated = _generate_missing_samples(inputs, missing, part, stack, enter_phase)
+    samples = [sample for place in shard for sample in (previous.get(place) or generated[place])]
+    # This phase has no time limit: a host judges its whole shard in it, and each call of a function has its own limit.
     enter_phase(WAIT_PHASE)
-    step = inputs.metadata.step or 0
-    judged = rewards.grade_held_out(samples, StepInfo(step, settings.run.steps))
+    judged = rewards.grade_held_out(samples, StepInfo(inputs.metadata.step or 0, settings.run.steps))
     for line in gather_lines_to_first_host((*rewards.plug_in_summaries, *judged.notices)):
         print(line, file=sys.stderr)
     check_rewards(judged)
     if out is not None:
         wait_for_other_hosts(enter_phase)
         enter_phase("save")
-        _write_results(out, inputs.metadata, judged.samples)
+        with error_barrier():
+            if jax.process_index() == 0:
+                # Before the results: a results file without metadata would be refused as somebody else's.
+                write_metadata(out, inputs.metadata)
+        write_collectively(out, [sample_json_lines(judged.samples, path=out)])
+        with error_barrier():
+            remove_parts(out)
     return judged.samples
-
-
-def _read_previous_samples(inputs: EvaluationInput, out: Path) -> SamplesByPrompt:
-    """What this host sees of a killed evaluation, and of a file that is not as it should be, to be judged anew."""
-    return {
-        **read_drawn_samples(out, inputs.metadata, inputs.evaluation_prompts),
-        **read_results(out, inputs.metadata, inputs.evaluation_prompts).samples,
-    }
 
 
 def _generate_missing_samples(
@@ -244,37 +235,27 @@ def _generate_missing_samples(
     stack: ExitStack,
     enter_phase: PhaseCallback,
 ) -> SamplesByPrompt:
-    """The samples that this host lacks; nothing is loaded where no host lacks any."""
-    settings, num_asked = inputs.settings, len(host_shard(len(inputs.prompts)))
+    """Generates the samples that this host lacks; loads no model if no host lacks any."""
+    settings, num_prompts = inputs.settings, len(host_shard(len(inputs.prompts)))
     if not max_over_hosts(np.asarray(len(missing_prompts))):
         return {}
     session = stack.enter_context(closing(Session.open(settings, inputs.model)))
     weights = load_decode_weights(inputs, session)
     session.compile_evaluation()
-    drawn: dict[int, list[Sample]] = {}
-    num_samples = settings.eval.num_samples
-    with RolloutProgress(num_samples=len(missing_prompts) * num_samples, enabled=jax.process_index() == 0) as progress:
-        if len(missing_prompts) < num_asked:
-            progress.print_line(f"going on: {num_asked - len(missing_prompts)} of {num_asked} prompts are done")
+    generated: dict[int, list[Sample]] = {}
+    num_samples = len(missing_prompts) * settings.eval.num_samples
+    with RolloutProgress(num_samples=num_samples, enabled=jax.process_index() == 0) as progress:
+        if len(missing_prompts) < num_prompts:
+            progress.print_line(f"continuing: {num_prompts - len(missing_prompts)} of {num_prompts} prompts are done")
         fresh = progress.track(generate_samples(session, weights, inputs.prompts, prompt_indices=missing_prompts))
         for sample in iterate_in_phase(part_file.write_through(fresh) if part_file else fresh, "evaluate", enter_phase):
-            drawn.setdefault(sample.group_id, []).append(sample)
-    return drawn
+            generated.setdefault(sample.group_id, []).append(sample)
+    return generated
 
 
 def load_decode_weights(inputs: EvaluationInput, session: Session) -> DecodeWeights:
-    """What samples are drawn with; nothing else of the model stays on the devices. All hosts call it together."""
+    """Loads the weights that generate; nothing else of the model stays on the devices. All hosts call this together."""
     params = session.load_params() if inputs.saved_policy is None else load_policy_params(inputs.saved_policy, session)
     weights = session.engine.to_decode_weights(params)
     session.free_frozen_params()
     return weights
-
-
-def _write_results(out: Path, metadata: EvaluationMetadata, samples: Sequence[Sample]) -> None:
-    """What it is of comes first: a file without that is taken for somebody else's."""
-    with error_barrier():
-        if jax.process_index() == 0:
-            write_metadata(out, metadata)
-    write_collectively(out, [sample_json_lines(samples, path=out)])
-    with error_barrier():
-        remove_parts(out)

@@ -1,4 +1,4 @@
-"""`config.json` and `generation_config.json` of a model that is written out."""
+"""`config.json` and `generation_config.json` of an exported model."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from app.model.io.families import FAMILIES
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 OMITTED_BASE_FIELDS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-"""Where the base came from, who wrote its file, and the type of its weights."""
+"""Fields of the base that do not hold for the export: its origin, its writer, and the type of its weights."""
 
 
 def export_config(config: HfConfig, *, dtype: str, eos_ids: Sequence[int]) -> dict[str, Any]:
-    """The base's configuration, with the type of the weights written beside it.
+    """Returns the base's configuration with the type of the exported weights.
 
-    What a GGUF file or a terse directory leaves out is said: transformers has other defaults for some of it.
+    It adds what a GGUF file or a short config.json leaves out and transformers has other defaults for.
     """
     kept = {name: value for name, value in config.items() if name not in OMITTED_BASE_FIELDS}
-    named = {"architectures": [FAMILIES[config["model_type"]].causal_lm], "eos_token_id": unwrap_single_id(eos_ids)}
-    unnamed = {name: value for name, value in named.items() if kept.get(name) is None}
-    # The newer name where the base has it; the older one is read by every version.
-    name_of_type = "dtype" if "dtype" in config else "torch_dtype"
-    return {**kept, **unnamed, name_of_type: dtype}
+    required = {"architectures": [FAMILIES[config["model_type"]].causal_lm], "eos_token_id": unwrap_single_id(eos_ids)}
+    missing = {name: value for name, value in required.items() if kept.get(name) is None}
+    # The newer name only if the base uses it: every version of transformers reads the older one.
+    return {**kept, **missing, "dtype" if "dtype" in config else "torch_dtype": dtype}
 
 
 def export_generation_config(base: Mapping[str, Any], *, eos_ids: Sequence[int], pad_id: int) -> dict[str, Any]:
-    """The base's, ending where the policy's samples ended in training."""
+    """Returns the base's generation config, with the end tokens of the training samples."""
     kept = {name: value for name, value in base.items() if name != "transformers_version"}
     return {"pad_token_id": pad_id, **kept, "eos_token_id": unwrap_single_id(eos_ids)}
 
 
 def unwrap_single_id(ids: Sequence[int]) -> int | list[int]:
-    """A single id by itself, which every reader takes."""
+    """Returns a single id as an integer, which every reader accepts."""
     return ids[0] if len(ids) == 1 else list(ids)

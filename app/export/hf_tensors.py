@@ -1,4 +1,4 @@
-"""Weights out: our stacked parameters, seen as the Hugging Face checkpoint that they would be."""
+"""Presents our stacked parameters as the tensors of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from app.model.lora import LORA_A, LORA_B, merge_adapters
 
 
 class HfTensors:
-    """Tensors under their Hugging Face names, in the order of the layers; a `WeightFile` that was never a file.
+    """The tensors under their Hugging Face names, in the order of the layers: a `TensorSource`.
 
-    Names and shapes are those that loading asks for. Adapters are merged into the kernels that they stand beside;
-    where there are none, `load_weights` of this gives the parameters bit for bit.
+    Names and shapes are those that loading expects. Adapters are merged into their kernels; without adapters,
+    `load_weights` of this object returns the parameters bit for bit.
     """
 
     def __init__(self, definition: DecoderDefinition, params: Params) -> None:
@@ -30,7 +30,7 @@ class HfTensors:
         return {name: entry.file_shape for name, entry in self._entries.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as float32, fetched from the devices that hold it."""
+        """Returns one tensor as float32, fetched from its devices."""
         entry = self._entries[name]
         array = self._arrays[entry.path] if entry.layer is None else self._layer_array(entry, entry.layer)
         return to_hf_layout(np.asarray(array), entry.path, entry.file_shape)
@@ -38,15 +38,15 @@ class HfTensors:
     def _layer_array(self, entry: TensorEntry, layer: int) -> Array:
         *inside, leaf = entry.path
         leaves = (leaf, LORA_A, LORA_B) if leaf == "kernel" else (leaf,)
-        there = {name: self._arrays[path] for name in leaves if (path := (*inside, name)) in self._arrays}
-        one = {name: slice_layer(stacked, layer) for name, stacked in there.items()}
-        return merge_adapters(one, self._lora)[leaf]
+        stacked = {name: self._arrays[path] for name in leaves if (path := (*inside, name)) in self._arrays}
+        arrays = {name: slice_layer(array, layer) for name, array in stacked.items()}
+        return merge_adapters(arrays, self._lora)[leaf]
 
 
 def slice_layer(stacked: Array, layer: int) -> Array:
-    """That layer alone, still with a dim for it.
+    """Returns one layer of a stacked array, with its dim of size 1.
 
-    Cut on the devices: fetching a stacked array would bring all of its layers, and JAX would keep them.
+    The slice is taken on the devices: a fetch of the stacked array would copy all layers, and JAX would keep them.
     """
     return _jitted_layer_slice(stacked, layer)
 
@@ -55,7 +55,7 @@ _jitted_layer_slice = jax.jit(lambda stacked, layer: jax.lax.dynamic_slice_in_di
 
 
 def to_hf_layout(tensor: np.ndarray, path: ParamPath, file_shape: tuple[int, ...]) -> np.ndarray:
-    """The inverse of `weights.from_file_layout`: our `[*in, *out]` kernel as the file's `[out, in]` matrix."""
+    """Inverts `hf_weights.from_file_layout`: turns our `[*in, *out]` kernel into the file's `[out, in]` matrix."""
     if path[-1] == "kernel":
         return tensor.reshape(file_shape[::-1]).T
     return tensor.reshape(file_shape)

@@ -1,7 +1,6 @@
-"""`grpo export`: a checkpoint's policy as a Hugging Face directory, or its adapters as PEFT's.
+"""`grpo export`: writes the policy of a checkpoint as a Hugging Face directory, or its adapters for PEFT.
 
-It works alone and on the CPU, whatever `mesh` says: a checkpoint of many hosts is read by one, and weights are only
-copied.
+It runs on the CPU of one host, whatever `mesh` says: weights are only copied, also those of a run on many hosts.
 """
 
 from __future__ import annotations
@@ -34,25 +33,26 @@ from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import BUILTIN_PREFIX, CONFIG_FILE
 from app.model.lora import combine_params
 from app.records.atomic_write import create_folder_atomic
+from app.records.printable import format_bytes
 from app.runtime.model_spec import ModelSpec, read_model_spec
 from app.runtime.pinned_revisions import pin_revisions
 from settings import Resolved, Settings
 from settings.errors import InputError
-from settings.schema.mesh import MeshSettings as MeshSettings
+from settings.schema.mesh import MeshSettings
 
 WeightType = Literal["float32", "bfloat16"]
 
 SMALL_FILES_BYTES = 64 << 20
-"""Room for tokenizer, configurations and card, whose vocabularies can be tens of MB."""
+"""Disk space for tokenizer, configurations and card; a vocabulary can take tens of MB."""
 
 
 @dataclass(frozen=True)
 class ExportJob:
-    """What is exported, and where to: looked at, and found to fit."""
+    """A checkpoint, its model, and the folder to write, checked to fit each other."""
 
     resolved: Resolved
     settings: Settings
-    """With the commit of the hub that the run was started with."""
+    """The settings, with the hub's commit that the run started with."""
     saved_policy: PolicyCheckpoint
     model: ModelSpec
     out: Path
@@ -61,7 +61,7 @@ class ExportJob:
 
     @classmethod
     def open(cls, resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType) -> ExportJob:
-        """Raises InputError where checkpoint, settings and model do not fit, or `out` cannot be made."""
+        """Raises InputError if checkpoint, settings and model do not fit each other, or `out` cannot be created."""
         out = out.expanduser().absolute()
         check_new_folder(out)
         saved = PolicyCheckpoint.open(checkpoint)
@@ -70,30 +70,30 @@ class ExportJob:
         saved.check_compatible(model, needs_quantizer=False)
         return cls(resolved, settings, saved, model, out, dtype)
 
-    def print_notes(self, export_format: ExportFormat) -> None:
-        """Wherein what is written is not what the run measured."""
-        for note in export_notes(
-            export_format, dtype=self.dtype, quantization=self.model.policy_definition.quantization
-        ):
-            print(f"note: {note}", file=sys.stderr)
-
     def write_directory(
-        self, fill_directory: Callable[[Path], list[str]], *, card: str, num_parameters: int
+        self, export_format: ExportFormat, write_files: Callable[[Path], list[str]], *, num_parameters: int
     ) -> dict[str, Any]:
-        """Makes the folder, and returns the figures to be shown.
+        """Creates the folder and returns the summary to print.
 
         Args:
-            write: fills it, and returns the names of the weight files.
+            export_format: the format that is written.
+            write_files: fills a folder, and returns the names of its weight files.
+            num_parameters: number of weights that are written.
         """
+        card = model_card(self.resolved, self.saved_policy, self.model, export_format=export_format, dtype=self.dtype)
+        check_disk_space(self.out, num_parameters * jnp.dtype(self.dtype).itemsize + SMALL_FILES_BYTES)
+        quantization = self.model.policy_definition.quantization
+        for note in export_notes(export_format, dtype=self.dtype, quantization=quantization):
+            print(f"note: {note}", file=sys.stderr)
         with create_folder_atomic(self.out) as folder:
-            files = fill_directory(folder)
+            weight_files = write_files(folder)
             (folder / CARD_FILE).write_text(card, encoding="utf-8")
         return {
             "run": str(self.saved_policy.run.path),
             "step": self.saved_policy.step,
             "model": self.model.files.name,
             "parameters": num_parameters,
-            "weights": f"{self.dtype} in {len(files)} file{'s' if len(files) > 1 else ''}",
+            "weights": f"{self.dtype} in {len(weight_files)} file{'s' if len(weight_files) > 1 else ''}",
             "bytes": sum(file.stat().st_size for file in self.out.iterdir()),
             "seconds": round(time.perf_counter() - self.start, 2),
             "written to": str(self.out),
@@ -101,79 +101,70 @@ class ExportJob:
 
 
 def export(resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType) -> dict[str, Any]:
-    """Writes the policy of a checkpoint to the new folder `out`, adapters merged into the weights beside them.
+    """Writes the policy of a checkpoint to the new folder `out`, with adapters merged into the weights.
 
     Raises:
-        InputError: checkpoint, settings or model that do not fit, or an `out` that cannot be made; nothing is written.
+        InputError: checkpoint, settings and model do not fit each other, or `out` cannot be created; nothing is
+            written.
     """
-    opened = ExportJob.open(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
-    model, saved = opened.model, opened.saved_policy
-    form = FULL_MODEL if model.policy_definition.lora is None else MERGED_MODEL
-    card = model_card(resolved, saved, model, export_format=form, dtype=dtype)
-    num_parameters = model.definition.num_parameters
-    check_disk_space(opened.out, num_parameters * jnp.dtype(dtype).itemsize + SMALL_FILES_BYTES)
-    opened.print_notes(form)
-    mesh = make_cpu_mesh()
-    trained = load_trained_params(saved, model, mesh)
-    frozen = None if model.policy_definition.lora is None else load_weights(model.definition, model.files.weights, mesh)
-    params = combine_params(trained, frozen)
-    return opened.write_directory(
-        lambda folder: write_model(folder, model, params, dtype=dtype), card=card, num_parameters=num_parameters
-    )
+    job = ExportJob.open(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
+    model, has_adapters = job.model, job.model.policy_definition.lora is not None
+
+    def write_files(folder: Path) -> list[str]:
+        mesh = make_cpu_mesh()
+        trained = load_trained_params(job.saved_policy, model, mesh)
+        frozen = load_weights(model.definition, model.files.weights, mesh) if has_adapters else None
+        return write_model(folder, model, combine_params(trained, frozen), dtype=dtype)
+
+    export_format = MERGED_MODEL if has_adapters else FULL_MODEL
+    return job.write_directory(export_format, write_files, num_parameters=model.definition.num_parameters)
 
 
 def export_adapter(resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType) -> dict[str, Any]:
-    """Writes the adapters of a checkpoint, without the model that they stand beside, to the new folder `out`.
+    """Writes the adapters of a checkpoint, without their base model, to the new folder `out`.
 
     Raises:
-        InputError: as `export`; there are no adapters, or PEFT could not load what is beside them.
+        InputError: as `export`; or the checkpoint has no adapters, or PEFT could not load their base model.
     """
-    opened = ExportJob.open(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
-    model, saved = opened.model, opened.saved_policy
-    config = build_adapter_config(opened)
-    card = model_card(resolved, saved, model, export_format=ADAPTER, dtype=dtype)
-    num_parameters = model.policy_definition.num_trainable
-    check_disk_space(opened.out, num_parameters * jnp.dtype(dtype).itemsize + SMALL_FILES_BYTES)
-    opened.print_notes(ADAPTER)
-    tensors = PeftTensors(load_trained_params(saved, model, make_cpu_mesh()))
+    job = ExportJob.open(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
+    model, config = job.model, build_adapter_config(job)
 
-    def write(folder: Path) -> list[str]:
+    def write_files(folder: Path) -> list[str]:
+        tensors = PeftTensors(load_trained_params(job.saved_policy, model, make_cpu_mesh()))
         _write_json(folder / ADAPTER_CONFIG_FILE, config)
         write_tokenizer(model.files, folder)
         write_safetensors(folder / ADAPTER_WEIGHTS_FILE, tensors, [*tensors.shapes], jnp.dtype(dtype))
         return [ADAPTER_WEIGHTS_FILE]
 
-    return opened.write_directory(write, card=card, num_parameters=num_parameters)
+    return job.write_directory(ADAPTER, write_files, num_parameters=model.policy_definition.num_trainable)
 
 
 def build_adapter_config(job: ExportJob) -> dict[str, Any]:
-    """Raises InputError where there are no adapters, or PEFT could not load the model that they stand beside."""
+    """Returns PEFT's configuration; raises InputError without adapters, or if PEFT could not load their base model."""
     model, path, lora = job.model, job.settings.model.path, job.model.policy_definition.lora
     if lora is None:
         raise InputError(
             f"--adapter: {job.saved_policy.path} holds all weights and no adapters: its run had no model.lora.rank; "
-            f"leave "
-            "--adapter away to export the whole model"
+            "omit --adapter to export the whole model"
         )
     if path.startswith(BUILTIN_PREFIX) or isinstance(model.files.weights, GgufFile):
         raise InputError(
             f"--adapter: PEFT loads adapters over a Hugging Face directory or hub id, and model.path = {path} is "
-            "neither; leave --adapter away to export the whole model, with the adapters merged into it"
+            "neither; omit --adapter to export the whole model, with the adapters merged into it"
         )
     commit = model.files.commit
-    base = path if commit is not None else str(model.files.path.resolve())
-    return adapter_config(lora, base=base, revision=commit)
+    return adapter_config(lora, base=path if commit else str(model.files.path.resolve()), revision=commit)
 
 
 def make_cpu_mesh() -> Mesh:
-    """This host's CPU, as a mesh of its own."""
-    alone = MeshSettings(platform="cpu")
-    topology.initialize_local(alone)
-    return topology.make_mesh(alone)
+    """Returns a mesh of this host's CPU."""
+    settings = MeshSettings(platform="cpu")
+    topology.initialize_local(settings)
+    return topology.make_mesh(settings)
 
 
 def write_model(folder: Path, model: ModelSpec, params: Params, *, dtype: WeightType) -> list[str]:
-    """Weights, configurations and tokenizer: all that transformers needs. Returns the names of the weight files."""
+    """Writes weights, configurations and tokenizer, as transformers needs; returns the names of the weight files."""
     files, tokenizer = model.files, model.tokenizer
     config = export_config(files.config, dtype=dtype, eos_ids=tokenizer.eos_ids)
     generation = export_generation_config(files.generation_config, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
@@ -188,9 +179,9 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def check_new_folder(path: Path) -> None:
-    """Raises InputError where a folder of this name could not be made, or something has it."""
+    """Raises InputError if the path exists, or a folder cannot be created there."""
     if os.path.lexists(path):
-        raise InputError(f"--out: {path} exists already; give the name of a folder that does not, or move it away")
+        raise InputError(f"--out: {path} exists already; give the name of a new folder, or move it away")
     if not path.parent.is_dir():
         raise InputError(f"--out: {path}: the folder {path.parent} does not exist; create it first")
     if not os.access(path.parent, os.W_OK | os.X_OK):
@@ -198,15 +189,10 @@ def check_new_folder(path: Path) -> None:
 
 
 def check_disk_space(path: Path, num_bytes: int) -> None:
-    """Raises InputError where the disk of a new folder has no room for so many bytes."""
+    """Raises InputError if the disk of a new folder has less free space."""
     free = shutil.disk_usage(path.parent).free
     if free < num_bytes:
         raise InputError(
-            f"--out: {path} needs {_format_gigabytes(num_bytes)} and its disk has {_format_gigabytes(free)} left; "
-            f"free some, choose "
-            "another disk, or take --dtype bfloat16, which needs half of float32"
+            f"--out: {path} needs {format_bytes(num_bytes)} and its disk has {format_bytes(free)} left; free some, "
+            "choose another disk, or take --dtype bfloat16, which needs half of float32"
         )
-
-
-def _format_gigabytes(size: int) -> str:
-    return f"{size / 1e9:,.2f} GB"

@@ -1,7 +1,6 @@
-"""The model card of an exported policy: what it is, how it was trained, what that changed, how to load it.
+"""The model card of an exported policy: its origin, its training, the evaluations and how to load it.
 
-A card is made to be uploaded, so settings of a single machine stay out of it, and of local paths only the last name
-is told.
+Cards are meant to be uploaded: settings of one machine are left out, and of local paths only the last part is kept.
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
-import yaml
+from huggingface_hub import ModelCard, ModelCardData
 
 from app.checkpoint.policy_checkpoint import PolicyCheckpoint
 from app.model.io.model_files import BUILTIN_PREFIX
@@ -27,7 +27,7 @@ from settings.loading.printing import from_yaml
 from settings.loading.secrets import redact
 
 CARD_FILE = "README.md"
-
+TEMPLATE_FILE = "model_card.md.jinja"
 HUB_DATA_PREFIX = "hf:"
 
 KEY_SETTINGS = (
@@ -35,42 +35,24 @@ KEY_SETTINGS = (
     "algorithm.name", "algorithm.beta", "optimizer.learning_rate", "rollout.prompts_per_step", "rollout.group_size",
     "rollout.max_new_tokens", "rollout.temperature", "run.steps", "run.seed",
 )  # fmt: skip
-"""Told whether anybody set them or not."""
-
+"""Settings that every card lists."""
 LORA_RANK_SETTING = "model.lora.rank"
-
 ADAPTER_SETTINGS = (LORA_RANK_SETTING, "model.lora.alpha", "model.lora.targets", QUANTIZE_BASE_SETTING)
-"""Told of a run with adapters, and of no other."""
-
+"""Settings that the card of a run with adapters lists, and no other card."""
 PATH_SETTINGS = ("model.path", "data.source", "data.eval_source")
-"""What is neither built in nor of the hub is a path here, however it begins."""
-
+"""Settings that are local paths unless they name something built in or on the hub."""
 PRIVATE_SETTINGS = ("run.dir", "run.name")
-"""In sections that are uploaded, and still those of one machine, or told elsewhere."""
-
-USAGE_TEMPLATE = """\
-```python
-{imports}
-
-path = "path/of/this/folder"
-tokenizer = AutoTokenizer.from_pretrained(path)
-model = {loads}.from_pretrained(path)
-messages = {messages}
-ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-answer = model.generate(**ids, max_new_tokens={max_new_tokens})[0, ids["input_ids"].shape[1] :]
-print(tokenizer.decode(answer, skip_special_tokens=True))
-```"""
+"""Settings of one machine, or shown elsewhere in the card."""
 
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """In which a policy is written."""
+    """The format in which a policy is written."""
 
     weights_description: str
-    """What its weights are."""
     library: str = "transformers"
     base_model_relation: str = "finetune"
-    """To its base, in a hub's words."""
+    """Relation to the base model, in the hub's vocabulary."""
     imports: str = "from transformers import AutoModelForCausalLM, AutoTokenizer"
     model_class: str = "AutoModelForCausalLM"
 
@@ -87,144 +69,134 @@ ADAPTER = ExportFormat(
 
 
 def export_notes(export_format: ExportFormat, *, dtype: str, quantization: str | None) -> Iterator[str]:
-    """For people, wherein what is written is not what the run measured.
+    """Yields the differences between the exported model and the one that the run evaluated.
 
     Args:
-        quantization: of what adapters learned beside.
+        export_format: the format that is written.
+        dtype: type of the written weights.
+        quantization: of the base weights in training; None for none.
     """
     if export_format is MERGED_MODEL and dtype != "float32":
         yield (
-            f"merged in {dtype}, small changes of a weight are rounded away, and with them maybe most of what the "
-            "adapters learned; `grpo export --dtype float32` keeps it, and so does `--adapter`"
+            f"adapters merged in {dtype} lose small changes of the weights to rounding, perhaps most of what they "
+            "learned; `grpo export --dtype float32` keeps them, and so does `--adapter`"
         )
     if quantization is not None:
         yield (
-            f"the adapters were trained beside the base's kernels in {quantization} ({QUANTIZE_BASE_SETTING}); beside "
-            f"the base "
-            "itself they make another model than the one that the run measured"
+            f"the adapters were trained on the base's weights in {quantization} ({QUANTIZE_BASE_SETTING}); on the "
+            "unquantized base they make a different model from the one that the run evaluated"
         )
 
 
 def model_card(
     resolved: Resolved, saved_policy: PolicyCheckpoint, model: ModelSpec, *, export_format: ExportFormat, dtype: str
 ) -> str:
-    """The README.md of an export of this checkpoint, without figures where the run's cannot be read."""
-    files = _read_run_files(saved_policy.run)
+    """Returns the README.md of an export. It has no results if the files of the run cannot be read."""
+    run = _read_run_files(saved_policy.run)
     settings = {name: value for name, (value, _) in from_yaml(resolved.to_yaml().encode(), name="settings").items()}
-    if files is not None:
-        settings |= {name: value for name, (value, _) in files.settings.items()}
-    # Those of the model that was opened: --set may have named another place of it than the run had it from.
+    if run is not None:
+        settings |= {name: value for name, (value, _) in run.settings.items()}
+    # The model that was opened: --set may name another path than the run's.
     settings |= {"model.path": resolved.settings.model.path, "model.revision": model.files.commit}
     hub_id = settings["model.path"] if model.files.commit is not None else None
-    settings |= {
-        name: _last_path_part(settings[name]) for name in PATH_SETTINGS if name != "model.path" or hub_id is None
-    }
+    for name in PATH_SETTINGS:
+        if name != "model.path" or hub_id is None:
+            settings[name] = _last_path_part(settings[name])
     base = hub_id or model.files.name
-    name = base.rpartition("/")[2].removeprefix("builtin:")
-    parts = [
+    short_name = base.rpartition("/")[2].removeprefix(BUILTIN_PREFIX)
+    system = settings["data.system_prompt"]
+    card = ModelCard.from_template(
         front_matter(export_format, hub_id, str(settings["data.source"])),
-        f"# {name} after {saved_policy.step} steps of {settings['algorithm.name']}",
-        _origin_paragraph(saved_policy, settings, export_format, base=base, dtype=dtype),
-    ]
-    if files is not None:
-        parts += ["## Before and after", *_before_after_section(files, settings, step=saved_policy.step)]
-    parts += ["## Training", _settings_table(settings, files), "## Use", _usage_section(export_format, settings)]
-    return redact("\n\n".join(parts) + "\n")
+        template_str=(files("app.export") / TEMPLATE_FILE).read_text(encoding="utf-8"),
+        title=f"{short_name} after {saved_policy.step} steps of {settings['algorithm.name']}",
+        base=base,
+        algorithm=settings["algorithm.name"],
+        source=settings["data.source"],
+        step=saved_policy.step,
+        run_name=settings["run.name"],
+        weights=_weights_paragraph(settings, export_format, dtype),
+        results="" if run is None else _results_section(run, settings, step=saved_policy.step),
+        settings_table=_settings_table(settings, run),
+        format=export_format,
+        messages=[*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": "..."}],
+        max_new_tokens=settings["rollout.max_new_tokens"],
+    )
+    return redact(f"{card}\n")
 
 
 def _read_run_files(run: RunDirectory) -> RunFiles | None:
-    """What the run left behind; None where the checkpoint was carried away from it, or it cannot be read."""
+    """Reads the files of the run; returns None if the checkpoint was moved out of it, or if they cannot be read."""
     if not (run.settings_path.is_file() and run.metrics_path.is_file()):
         return None
     try:
         return RunFiles.read(run.path)
     except InputError as error:
-        print(f"note: the model card tells no figures of the run: {error}", file=sys.stderr)
+        print(f"note: the model card has no results of the run: {error}", file=sys.stderr)
         return None
 
 
-def front_matter(export_format: ExportFormat, hub_id: str | None, source: str) -> str:
-    """What a hub reads of a card: YAML between two lines.
+def front_matter(export_format: ExportFormat, hub_id: str | None, source: str) -> ModelCardData:
+    """Returns the metadata of a card for the hub.
 
     Args:
-        form: in which it is written.
-        hub_id: of the base; None where it is not from the hub, which takes nothing else for a base.
-        source: `data.source`.
+        export_format: the format that is written.
+        hub_id: of the base model; None if it is not on the hub, which accepts no other base.
+        source: value of `data.source`.
     """
-    fields: dict[str, Any] = {"library_name": export_format.library, "pipeline_tag": "text-generation"}
-    if hub_id is not None:
-        fields |= {"base_model": hub_id, "base_model_relation": export_format.base_model_relation}
-    if source.startswith(HUB_DATA_PREFIX):
-        fields["datasets"] = [source.removeprefix(HUB_DATA_PREFIX).partition(":")[0]]
-    fields["tags"] = ["grpo", "reinforcement-learning"]
-    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
-
-
-def _origin_paragraph(
-    saved_policy: PolicyCheckpoint, settings: Mapping[str, Any], export_format: ExportFormat, *, base: str, dtype: str
-) -> str:
-    weights = (
-        f"{export_format.weights_description}, {'in float32' if dtype == 'float32' else f'rounded once to {dtype}'}."
+    is_hub_data = source.startswith(HUB_DATA_PREFIX)
+    return ModelCardData(
+        library_name=export_format.library,
+        pipeline_tag="text-generation",
+        base_model=hub_id,
+        base_model_relation=None if hub_id is None else export_format.base_model_relation,
+        datasets=[source.removeprefix(HUB_DATA_PREFIX).partition(":")[0]] if is_hub_data else None,
+        tags=["grpo", "reinforcement-learning"],
     )
+
+
+def _weights_paragraph(settings: Mapping[str, Any], export_format: ExportFormat, dtype: str) -> str:
+    rounding = "in float32" if dtype == "float32" else f"rounded once to {dtype}"
     quantization = settings.get(QUANTIZE_BASE_SETTING) if settings.get(LORA_RANK_SETTING) else None
-    weights += "".join(
-        f" Note: {note}." for note in export_notes(export_format, dtype=dtype, quantization=quantization)
-    )
-    return (
-        f"`{base}`, trained with the algorithm `{settings['algorithm.name']}` on `{settings['data.source']}`: "
-        f"step {saved_policy.step} of the run `{settings['run.name']}`, written by `grpo export`. {weights}"
-    )
+    notes = export_notes(export_format, dtype=dtype, quantization=quantization)
+    return " ".join([f"{export_format.weights_description}, {rounding}.", *(f"Note: {note}." for note in notes)])
 
 
-def _before_after_section(files: RunFiles, settings: Mapping[str, Any], *, step: int) -> list[str]:
-    """What the run measured up to the step."""
-    found = before_and_after([record for record in files.history if record["step"] <= step])
-    header = found.header or ("", "first", "last")
-    lines = [_table(header, found.rows)] if found.rows else ["Nothing was measured up to this step."]
-    if found.header:
-        most, num_samples = settings["eval.num_prompts"], settings.get("eval.num_samples", 1)
-        prompts = "All held-out prompts" if most is None else f"{most} held-out prompts at most"
-        lines.append(
-            f"{prompts} of `{settings['data.eval_source'] or settings['data.source']}`, "
-            f"{'one answer' if num_samples == 1 else f'{num_samples} answers'} each at temperature "
-            f"{settings['eval.temperature']}."
-        )
-    return lines
+def _results_section(run: RunFiles, settings: Mapping[str, Any], *, step: int) -> str:
+    """Returns the evaluations of the run up to this step, and how they were made."""
+    result = before_and_after([record for record in run.history if record["step"] <= step])
+    text = _table(result.header or ("", "first", "last"), result.rows) if result.rows else "Nothing was measured yet."
+    if not result.header:
+        return text
+    limit, num_samples = settings["eval.num_prompts"], settings.get("eval.num_samples", 1)
+    prompts = "All held-out prompts" if limit is None else f"At most {limit} held-out prompts"
+    answers = "one answer" if num_samples == 1 else f"{num_samples} answers"
+    source = settings["data.eval_source"] or settings["data.source"]
+    return f"{text}\n\n{prompts} of `{source}`, {answers} each at temperature {settings['eval.temperature']}."
 
 
-def _settings_table(settings: Mapping[str, Any], files: RunFiles | None) -> str:
-    """The key settings, and all that somebody has set to something else than the default."""
-    chosen = {one.name for one in files.non_default_settings() if one.origin != "derived"} if files else set()
-    told = {*KEY_SETTINGS, *(name for name in chosen if name not in ADAPTER_SETTINGS)}
+def _settings_table(settings: Mapping[str, Any], run: RunFiles | None) -> str:
+    """Returns the key settings, and all that were set to something else than the default."""
+    chosen = {setting.name for setting in run.non_default_settings() if setting.origin != "derived"} if run else set()
+    shown = {*KEY_SETTINGS, *chosen} - {*ADAPTER_SETTINGS, *PRIVATE_SETTINGS}
     if settings.get(LORA_RANK_SETTING):
-        told |= {*ADAPTER_SETTINGS}
-    public = (name for name in settings if name.partition(".")[0] in WANDB_SECTIONS and name not in PRIVATE_SETTINGS)
-    values = {name: _without_directories(settings[name]) for name in public if name in told}
-    rows = [(f"`{name}`", f"`{json.dumps(value, ensure_ascii=False)}`") for name, value in values.items()]
+        shown |= {*ADAPTER_SETTINGS}
+    rows = [
+        (f"`{name}`", f"`{json.dumps(_without_directories(value), ensure_ascii=False)}`")
+        for name, value in settings.items()
+        if name in shown and name.partition(".")[0] in WANDB_SECTIONS
+    ]
     return _table(("setting", "value"), rows)
 
 
-def _usage_section(export_format: ExportFormat, settings: Mapping[str, Any]) -> str:
-    system = settings["data.system_prompt"]
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": "..."})
-    longest = settings["rollout.max_new_tokens"]
-    return USAGE_TEMPLATE.format(
-        imports=export_format.imports, loads=export_format.model_class, messages=messages, max_new_tokens=longest
-    )
-
-
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Formats a table in Markdown; a cell is one line, and its pipes are escaped."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
+    cells = ([" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def _without_directories(value: Any) -> Any:
-    """The same, of a local path its last name alone."""
+    """Returns the value with every local path in it cut to its last part."""
     if isinstance(value, Mapping):
         return {name: _without_directories(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -234,7 +206,7 @@ def _without_directories(value: Any) -> Any:
 
 
 def _last_path_part(source: Any) -> Any:
-    """Of a path; what is built in or of the hub, or nothing at all, stays as it is."""
+    """Returns the last part of a path; names of built-in and hub data, and None, stay as they are."""
     if not isinstance(source, str) or source.startswith((HUB_DATA_PREFIX, BUILTIN_PREFIX)):
         return source
     return source.rstrip("/").rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""LoRA adapters as the files that PEFT loads over the model that they were trained on.
+"""LoRA adapters in the format that PEFT loads on top of their base model.
 
 Source: Hu et al. 2021, LoRA; the checkpoint format of PEFT, https://huggingface.co/docs/peft.
 """
@@ -20,14 +20,14 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 
 PREFIX = "base_model.model.model.layers"
-"""PEFT's own two levels, and those of a causal language model."""
+"""The two levels that PEFT adds, and those of a causal language model."""
 
 PROJECTIONS = {path[0]: name for name, path in LAYER_TENSORS.items() if name.endswith("_proj")}
 """Our projection -> its module in a layer: `query` -> `self_attn.q_proj`."""
 
 
 class PeftTensors:
-    """PEFT's tensors of adapters, layer by layer; a `WeightFile` that was never a file.
+    """The tensors of adapters under PEFT's names, layer by layer: a `TensorSource`.
 
     `lora_A.weight` [r, in] = A^T and `lora_B.weight` [out, r] = B^T.
     """
@@ -55,7 +55,7 @@ class PeftTensors:
         return (rank, math.prod(down.shape[1:-1])) if factor == "lora_A" else (math.prod(up.shape[2:]), rank)
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as float32, fetched from the devices that hold it."""
+        """Returns one tensor as float32, fetched from its devices."""
         projection, layer, factor = self._places[name]
         down, up = self._adapters[projection]
         tensor = np.asarray(slice_layer(down if factor == "lora_A" else up, layer))
@@ -63,11 +63,12 @@ class PeftTensors:
 
 
 def adapter_config(lora: LoRAConfig, *, base: str, revision: str | None) -> dict[str, Any]:
-    """`adapter_config.json`.
+    """Returns the content of `adapter_config.json`.
 
     Args:
-        base: hub id, or absolute path of the model's directory.
-        revision: commit of the hub id.
+        lora: rank, alpha and projections of the adapters.
+        base: hub id or absolute path of the base model.
+        revision: commit of the hub id; None for a path.
     """
     return {
         "peft_type": "LORA",

@@ -1,4 +1,4 @@
-"""The tokenizer's files of a model that is written out."""
+"""The tokenizer files of an exported model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.prompts.tokenizer import TOKENIZER_FILE, load_fast_tokenizer
 
 CONFIG_FILE = "tokenizer_config.json"
 PORTABLE_TOKENIZER_CLASS = "PreTrainedTokenizerFast"
-"""What transformers 4 and 5 both know; 5 writes a name of its own."""
+"""A class that transformers 4 and 5 both know; version 5 writes a new name."""
 
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
@@ -25,11 +25,11 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-"""No code among them."""
+"""Files that are copied; none of them is code."""
 
 
 def write_tokenizer(files: ModelFiles, directory: Path) -> None:
-    """The files of a model's directory as they stand; those that say the same of a GGUF file's tokenizer."""
+    """Copies the tokenizer files of a model's directory, or writes equivalent ones for a GGUF file."""
     if isinstance(files.weights, GgufFile):
         load_fast_tokenizer(files).save_pretrained(directory)
         config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -37,6 +37,6 @@ def write_tokenizer(files: ModelFiles, directory: Path) -> None:
         (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         return
     for name in TOKENIZER_FILES:
-        # A hub's files are links into its cache.
+        # Copies the content: files from the hub are links into its cache.
         if (files.path / name).is_file():
             shutil.copyfile(files.path / name, directory / name)

@@ -1,12 +1,18 @@
-"""What others wrote, made safe for a terminal."""
+"""Text for people: what others wrote made safe for a terminal, sizes, intervals and tables."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable, Sequence
+
+TABLE_WIDTH = 1000
+"""Characters: wider than any table, so that none is wrapped to the terminal."""
+
 
 def to_printable(text: str) -> str:
-    """The text on one line; what a terminal would obey rather than show is spelled out as Python would spell it.
+    """Returns the text on one line, with every character that a terminal would execute spelled out as in Python.
 
-    That is escapes, carriage returns, text direction; also what has no UTF-8.
+    Those are escape sequences, carriage returns, changes of text direction, and characters without a UTF-8 encoding.
     """
     return "".join(_escape_character(character) for character in text)
 
@@ -16,3 +22,34 @@ def _escape_character(character: str) -> str:
         return "↵ "
     # isprintable: no control, format, surrogate or private-use character, and no space but the usual one.
     return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Formats a size in bytes for people: in GiB from one GiB on, in MiB below."""
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def format_percent(share: float) -> str:
+    """Formats a share as a percentage with one decimal: 0.256 is `25.6%`."""
+    return f"{share:.1%}"
+
+
+def format_interval(interval: tuple[float, float] | None, format_number: Callable[[float], str]) -> str:
+    """Formats an interval as `[low, high]`; without one, returns the empty string."""
+    return "" if interval is None else f"[{', '.join(map(format_number, interval))}]"
+
+
+def format_table(rows: Sequence[Sequence[str]], *, header: Sequence[str]) -> str:
+    """Formats rows as an aligned table of plain text: the first column to the left, all others to the right."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for number, name in enumerate(header):
+        table.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    text = io.StringIO()
+    Console(file=text, width=TABLE_WIDTH, color_system=None, force_terminal=False).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

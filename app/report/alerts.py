@@ -1,7 +1,7 @@
-"""What goes wrong in reinforcement learning, noticed in the metrics and said in plain words.
+"""Alerts about common failures of reinforcement learning, detected in the metrics of a run.
 
-A rule is a pure function of the steps so far. Thresholds stand below, each with its reason: they are meant to
-stay silent on a run that learns, so that a person still reads them when one speaks.
+A rule is a pure function of the steps so far. Every threshold is a constant with its reason. They are set so that a
+run that learns raises no alert: people stop reading alerts that are often wrong.
 """
 
 from __future__ import annotations
@@ -21,60 +21,62 @@ from app.report.metrics_history import (
 )
 
 REARM_STEPS = 25
-"""An alert is said once, and again only after its condition has been absent for so many steps."""
+"""Steps without its condition after which an alert may be raised a second time."""
 SHORT_WINDOW_STEPS, LONG_WINDOW_STEPS = 5, 10
-"""Steps over which a level is judged: one step's value is noise; a dead reward is worth waiting a little longer."""
+"""Steps over which a level is judged: a single step is noise, and a constant reward needs a longer window."""
 ENTROPY_COLLAPSE_FRACTION = 0.1
-"""Of the starting entropy. A run that learns well keeps more: the quickstart ends at a quarter of its start."""
+"""Fraction of the initial entropy. A run that learns well keeps more: the quickstart ends at a quarter."""
 SOLVED_REWARD = 0.95
-"""Every reward function's mean, for functions that give values in [0, 1]: there is nothing left to learn."""
+"""Mean of every reward function, with values in [0, 1], at which there is nothing left to learn."""
 ZERO_VARIANCE_THRESHOLD = 0.95
-"""Groups whose rewards are all equal. At 0.95 the reward teaches by a twentieth of the samples that were paid for."""
+"""Fraction of groups whose rewards are all equal. At 0.95 only a twentieth of the samples gives a learning signal."""
 TRUNCATION_THRESHOLD = 0.25
-"""A quarter of the answers is cut: what remains is graded on luck, and length becomes the lesson."""
+"""Fraction of truncated answers. From a quarter on, the policy mostly learns to be short."""
 KL_THRESHOLD = 0.5
-"""Nats per token from the starting model; usual runs stay below 0.1, beyond 0.5 the text is another language."""
+"""Nats per token to the initial model. Usual runs stay below 0.1; beyond 0.5 the text degenerates."""
 RATIO_THRESHOLD = 10.0
-"""Clipping bounds the gain of a ratio above 1 + clip_high, but a negative advantage times 10 is still paid in full."""
+"""Clipping does not bound the loss of a token with a negative advantage, however large its ratio."""
 CLIP_FRACTION_THRESHOLD = 0.3
-"""With so many tokens clipped the later updates of a step mostly do nothing."""
+"""Fraction of clipped tokens above which the later updates of a step have little effect."""
 MISMATCH_THRESHOLD = 0.02
-"""Mean nats between sampler and trainer on the same tokens: float32 gives 1e-7, bfloat16 0.004 (the quickstart)."""
+"""Mean difference in nats between sampler and trainer: 1e-7 in float32, 0.004 in bfloat16 (the quickstart)."""
 ROUNDING_TOLERANCE = 1e-9
-"""Equal weighted sums may differ by so much."""
+"""Rounding difference between equal weighted sums."""
 WARM_UP_STEPS = 20
-"""Steps in which new shapes may still be met."""
+"""First steps, in which new shapes are expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """Something to look at, at the step where it was noticed."""
+    """A problem, and the step at which it was detected."""
 
     step: int
     title: str
     text: str
-    """Cause, and what to change."""
+    """The cause, and the settings to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
+    """A title and the condition of its alert."""
+
     title: str
     check: Callable[[Sequence[MetricsRecord]], str | None]
-    """The text of an alert about the newest of these steps, or None."""
+    """Returns the text of an alert about the last of these steps, or None."""
 
 
 class AlertMonitor:
-    """Follows a run step by step and says each thing once."""
+    """Checks the steps of a run in order, and raises an alert once while its condition lasts."""
 
     def __init__(self, history: History = ()):
-        """`history` has been watched before: what it gave rise to is not said again."""
+        """Starts from the steps of `history`, whose alerts are not raised a second time."""
         self._steps: list[MetricsRecord] = []
         self._absent_steps = dict.fromkeys(RULES, REARM_STEPS)
         self.alerts = [alert for record in history for alert in self.observe(record)]
-        """Of `history`."""
+        """Alerts of `history`."""
 
     def observe(self, record: MetricsRecord) -> list[Alert]:
-        """What the newest line of the history gives rise to."""
+        """Returns the alerts of the next line of the history."""
         if not training_steps([record]):
             return []
         self._steps.append(record)
@@ -90,12 +92,12 @@ class AlertMonitor:
 
 
 def find_alerts(history: History) -> list[Alert]:
-    """Every alert of a run, in order: a function of its metrics alone."""
+    """Returns all alerts of a run, in order."""
     return AlertMonitor(history).alerts
 
 
 def _last_values(steps: Sequence[MetricsRecord], name: str, count: int) -> np.ndarray | None:
-    """The metric in the last `count` steps; None unless each of them has it."""
+    """Returns a metric in the last `count` steps; None unless each of them has it."""
     values = Series.from_history(steps[-count:], name).values
     return values if len(values) == count else None
 
@@ -108,9 +110,9 @@ def _nonfinite_update(steps: Sequence[MetricsRecord]) -> str | None:
     if not in_a_row and not grown:
         return None
     return (
-        "The loss or its gradient was NaN or infinite, so the update was skipped and the weights are as before. "
-        "Usual causes: a learning rate that is too high, or bfloat16. Lower optimizer.learning_rate, or set "
-        "model.dtype: float32. optimizer.max_nonfinite_steps such updates in a row end the run."
+        "The loss or its gradient was NaN or infinite, so the update was skipped and the weights did not change. "
+        "Usual causes are a learning rate that is too high, or bfloat16. Lower optimizer.learning_rate, or set "
+        "model.dtype: float32. After optimizer.max_nonfinite_steps such updates in a row the run ends."
     )
 
 
@@ -124,9 +126,9 @@ def _entropy_collapse(steps: Sequence[MetricsRecord]) -> str | None:
     if not len(start) or now is None or not start.mean() > 0 or now.mean() >= ENTROPY_COLLAPSE_FRACTION * start.mean():
         return None
     return (
-        f"Entropy is {now.mean():.3g} nats per token, {now.mean() / start.mean():.0%} of its start: the samples of a "
-        "prompt are nearly alike, so there is little left to compare. Lower optimizer.learning_rate, raise "
-        "algorithm.clip_high, or hold the policy back with algorithm.beta."
+        f"Entropy is {now.mean():.3g} nats per token, {now.mean() / start.mean():.0%} of its initial value: the "
+        "samples of a prompt are nearly the same, so their rewards hardly differ. Lower optimizer.learning_rate, raise "
+        "algorithm.clip_high, or add a KL penalty with algorithm.beta."
     )
 
 
@@ -138,15 +140,14 @@ def _constant_reward(steps: Sequence[MetricsRecord]) -> str | None:
     if means is None or deviations is None or max(deviations.max(), np.ptp(means)) > ROUNDING_TOLERANCE:
         return None
     if means[0] == 0:
-        cause = "Either no answer is ever right (prompts too hard, answers cut, wrong chat template), or the reward "
-        cause += "function does not recognise right answers"
+        cause = "Either no answer is ever right (prompts too hard, answers truncated, wrong chat template), or the "
+        cause += "reward function does not recognise right answers"
     else:
-        cause = "Either everything is solved, or the reward function does not look at the answer"
+        cause = "Either every prompt is solved, or the reward function ignores the answer"
     return (
-        f"Every sample of the last {LONG_WINDOW_STEPS} steps had reward {means[0]:g}, so the reward teaches nothing; "
-        f"at most a KL "
-        f"penalty or an entropy bonus moves the policy. {cause}. Read some samples in rollouts.html, and try `grpo "
-        "score --role reward` on them."
+        f"Every sample of the last {LONG_WINDOW_STEPS} steps had reward {means[0]:g}, so the reward gives no learning "
+        f"signal; at most a KL penalty or an entropy bonus changes the policy. {cause}. Read some samples in "
+        "rollouts.html, and run `grpo score --role reward` on them."
     )
 
 
@@ -154,13 +155,12 @@ def _equal_rewards(steps: Sequence[MetricsRecord]) -> str | None:
     shares = _last_values(steps, "reward/zero_variance_fraction", LONG_WINDOW_STEPS)
     if shares is None or shares.mean() < ZERO_VARIANCE_THRESHOLD or _constant_reward(steps):
         return None
-    cure = "Everything is nearly solved: take harder prompts, or stop here."
+    remedy = "Nearly every prompt is solved: use harder prompts, or stop here."
     if not _is_solved(steps):
-        cure = "Take prompts that are sometimes right (easier or harder ones), or raise rollout.group_size."
+        remedy = "Use prompts that are sometimes solved (easier or harder ones), or raise rollout.group_size."
     return (
-        f"In {shares.mean():.0%} of the groups of the last {LONG_WINDOW_STEPS} steps all samples had the same reward; "
-        f"from such "
-        f"groups the reward teaches nothing. {cure}"
+        f"In {shares.mean():.0%} of the groups of the last {LONG_WINDOW_STEPS} steps all samples had the same "
+        f"reward; from such groups the reward gives no learning signal. {remedy}"
     )
 
 
@@ -169,10 +169,10 @@ def _truncation(steps: Sequence[MetricsRecord]) -> str | None:
     if shares is None or shares.mean() < TRUNCATION_THRESHOLD:
         return None
     return (
-        f"{shares.mean():.0%} of the completions of the last {SHORT_WINDOW_STEPS} steps were cut at "
-        f"rollout.max_new_tokens before "
-        "they had ended. Raise it, ask for short answers in data.system_prompt, or reward them. If all are cut, the "
-        "model may never say its end-of-sequence token: is this an instruct model with its own chat template?"
+        f"{shares.mean():.0%} of the completions of the last {SHORT_WINDOW_STEPS} steps were truncated at "
+        "rollout.max_new_tokens. Raise it, ask for short answers in data.system_prompt, or reward short answers. If "
+        "all are truncated, the model may never generate its end-of-sequence token: is it an instruct model with its "
+        "own chat template?"
     )
 
 
@@ -181,15 +181,14 @@ def _high_kl(steps: Sequence[MetricsRecord]) -> str | None:
     if kl is None or kl.mean() < KL_THRESHOLD:
         return None
     return (
-        f"KL to the starting model is {kl.mean():.2g} nats per token over the last {SHORT_WINDOW_STEPS} steps: the "
-        f"policy has left "
-        "the language it came from. Raise algorithm.beta or lower optimizer.learning_rate, and go back to a "
-        "checkpoint from before the rise."
+        f"KL to the initial model is {kl.mean():.2g} nats per token over the last {SHORT_WINDOW_STEPS} steps: the "
+        "policy has moved very far from it. Raise algorithm.beta or lower optimizer.learning_rate, and continue from a "
+        "checkpoint before the rise."
     )
 
 
 def _ratio_blow_up(steps: Sequence[MetricsRecord]) -> str | None:
-    # No token is in two of them: by side of the ratio, and by the sign of its advantage.
+    # No token is in two of them: they differ in the side of the ratio or the sign of the advantage.
     parts = [
         _last_values(steps, f"policy/clip_fraction_{side}", SHORT_WINDOW_STEPS) for side in ("low", "high", "dual")
     ]
@@ -200,24 +199,24 @@ def _ratio_blow_up(steps: Sequence[MetricsRecord]) -> str | None:
         return None
     what = f"{clipped:.0%} of the tokens were clipped"
     if largest >= RATIO_THRESHOLD:
-        what = f"in each of them some token became {largest:.3g} times as likely within the step, and {what}"
+        what = f"each step made some token at least {largest:.3g} times as likely, and {what}"
     return (
-        f"Over the last {SHORT_WINDOW_STEPS} steps {what}: the updates go further than the samples can justify. Lower "
-        "optimizer.learning_rate or algorithm.epochs, or make algorithm.mini_batch_prompts larger."
+        f"Over the last {SHORT_WINDOW_STEPS} steps {what}: the updates are larger than the samples justify. Lower "
+        "optimizer.learning_rate or algorithm.epochs, or raise algorithm.mini_batch_prompts."
     )
 
 
 def _sampler_mismatch(steps: Sequence[MetricsRecord]) -> str | None:
     if any(finite_metric(step, "perf/rollout/staleness_max") for step in steps[-SHORT_WINDOW_STEPS:]):
-        # Drawn by an older policy, as was asked for.
+        # An older policy generated the samples, as rollout.max_staleness allows.
         return None
     differences = _last_values(steps, "rollout/sampler_scorer_logprob_diff_mean", SHORT_WINDOW_STEPS)
     if differences is None or differences.mean() < MISMATCH_THRESHOLD:
         return None
     return (
-        f"Sampler and trainer disagree by {differences.mean():.2g} nats on the average token, so the gradient is that "
-        "of another policy than the one that sampled. Set model.dtype: float32; if that does not help it is a bug, "
-        "please report it."
+        f"Sampler and trainer disagree by {differences.mean():.2g} nats on the average token, so the gradient is "
+        "not that of the policy that generated the samples. Set model.dtype: float32; if that does not help it is a "
+        "bug, please report it."
     )
 
 
@@ -227,8 +226,8 @@ def _reward_errors(steps: Sequence[MetricsRecord]) -> str | None:
     if not count:
         return None
     return (
-        f"Reward functions failed on {count:.0f} samples of this step; reward.on_error decides what such samples "
-        "count. Try the function on saved samples with `grpo score --role reward`."
+        f"Reward functions failed on {count:.0f} samples of this step; reward.on_error decides the reward of such "
+        "samples. Run the function on saved samples with `grpo score --role reward`."
     )
 
 
@@ -237,10 +236,9 @@ def _recompilation(steps: Sequence[MetricsRecord]) -> str | None:
     if len(steps) < WARM_UP_STEPS + LONG_WINDOW_STEPS or compilations is None or not compilations.all():
         return None
     return (
-        f"Each of the last {LONG_WINDOW_STEPS} steps compiled a program anew, which costs more time than it computes. "
-        f"Shapes should "
-        "repeat after the first steps; this is a bug, please report it with settings.yaml and the lengths in "
-        "metrics.jsonl."
+        f"Each of the last {LONG_WINDOW_STEPS} steps compiled a program, which takes longer than running it. "
+        "Shapes should repeat after the first steps; this is a bug, please report it with settings.yaml and the "
+        "lengths in metrics.jsonl."
     )
 
 
@@ -254,9 +252,9 @@ RULES = (
     AlertRule("An update was skipped: NaN or infinity", _nonfinite_update),
     AlertRule("Entropy has collapsed", _entropy_collapse),
     AlertRule("All rewards are the same", _constant_reward),
-    AlertRule("Hardly any group has rewards that differ", _equal_rewards),
-    AlertRule("Many answers are cut", _truncation),
-    AlertRule("The policy is far from where it started", _high_kl),
+    AlertRule("Almost no group has rewards that differ", _equal_rewards),
+    AlertRule("Many answers are truncated", _truncation),
+    AlertRule("The policy is far from the initial model", _high_kl),
     AlertRule("The policy moves too far within a step", _ratio_blow_up),
     AlertRule("Sampler and trainer disagree", _sampler_mismatch),
     AlertRule("A reward function fails", _reward_errors),

@@ -1,4 +1,4 @@
-"""Before -> after: what a run changed, for the end of its output and the top of its report."""
+"""Metrics at the start and at the end of a run, for its last output and the top of its report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from app.records.printable import format_percent
 from app.report.metrics_history import (
     History,
     MetricsRecord,
@@ -17,22 +18,22 @@ from app.report.metrics_history import (
 )
 
 EDGE_STEPS = 10
-"""Training steps averaged at each end of a run: one step's reward is mostly noise."""
+"""Training steps averaged at each end of a run: the reward of one step is mostly noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeforeAfter:
-    """Rows are (name, before, after), as text."""
+    """Rows of (name, before, after), as text."""
 
     header: tuple[str, str, str] | None
-    """None where there are not two evaluations to compare."""
+    """None with fewer than two evaluations."""
     rows: Sequence[tuple[str, str, str]]
     pace: str
     """Number of steps and seconds; empty before the first step."""
 
 
 def before_and_after(history: History) -> BeforeAfter:
-    """Evaluation and reward at the start and at the end, time and speed."""
+    """Returns evaluation and reward at the start and at the end, and the time of a step."""
     evaluations = [record for record in history if finite_metric(record, "eval/accuracy") is not None]
     steps = training_steps(history)
     header, rows, pace = None, [], ""
@@ -58,7 +59,7 @@ def before_and_after(history: History) -> BeforeAfter:
 
 
 def _displayed_metrics(before: MetricsRecord, after: MetricsRecord) -> list[str]:
-    """Evaluation metrics worth a row: known at one end at least; failures only where there were any."""
+    """Returns the evaluation metrics with a value at one end; error counts only if there were errors."""
     names = [name for name in after if name.startswith("eval/")]
     known = [
         name for name in names if finite_metric(before, name) is not None or finite_metric(after, name) is not None
@@ -67,10 +68,11 @@ def _displayed_metrics(before: MetricsRecord, after: MetricsRecord) -> list[str]
 
 
 def format_metric(name: str, value: float | None, *, by_plug_in: bool) -> str:
-    """The value of an evaluation's metric, as people write it: shares in percent, but not the mean of a plug-in."""
+    """Formats the value of an evaluation metric: shares as percentages, but not the mean of a plug-in's values."""
     if value is None:
         return "–"
     if by_plug_in and name.startswith("eval/accuracy"):
         return f"{value:.4g}"
-    unit = ".1f" if name.endswith("length") else ".0f" if name.endswith("_count") else ".1%"
-    return f"{value:{unit}}"
+    if name.endswith(("length", "_count")):
+        return f"{value:.1f}" if name.endswith("length") else f"{value:.0f}"
+    return format_percent(value)

@@ -1,4 +1,4 @@
-"""A few telling samples of a step, as a table for a terminal or for wandb."""
+"""A few samples of a step, as a table for a terminal or for wandb."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from app.records.printable import to_printable
 from app.records.sample import Messages, Sample
 
 NUM_GROUPS = 2
-"""Groups shown of a step, a better and a worse sample of each: more would push the progress off the screen."""
+"""Groups shown per step, with two samples each: more would push the progress off the screen."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    """One sample; a number is None until its room has run."""
+    """One sample; a number is None until it has been computed."""
 
     prompt: str
     completion: str
@@ -26,7 +26,7 @@ class CompletionRow:
     answer: str | None
     finish_reason: str
     ends_group: bool
-    """The next row answers another prompt."""
+    """Whether the next row answers another prompt."""
 
     @property
     def is_truncated(self) -> bool:
@@ -35,7 +35,7 @@ class CompletionRow:
 
 @dataclass(frozen=True, slots=True)
 class CompletionsTable:
-    """Rows of siblings stand together, the best first."""
+    """Samples of a step. Those of one prompt are next to each other, the best first."""
 
     step: int
     reward_names: tuple[str, ...]
@@ -43,14 +43,14 @@ class CompletionsTable:
 
 
 def completions_table(samples: Sequence[Sample], *, step: int) -> CompletionsTable:
-    """The best and the worst sample of the groups whose rewards differ most; by group id where they tie."""
+    """Returns the best and the worst sample of the groups whose rewards differ most, by group id in a tie."""
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
-    telling = sorted(groups.values(), key=lambda group: -_reward_std(group))[:NUM_GROUPS]
+    selected = sorted(groups.values(), key=lambda group: -_reward_std(group))[:NUM_GROUPS]
     names = tuple({name: None for sample in samples for name in sample.rewards or {}})
     rows = []
-    for group in telling:
+    for group in selected:
         chosen = _best_and_worst(group)
         rows += [_to_row(sample, names, ends_group=sample is chosen[-1]) for sample in chosen]
     return CompletionsTable(step, names, tuple(rows))
@@ -85,14 +85,14 @@ def _to_row(sample: Sample, names: Iterable[str], *, ends_group: bool) -> Comple
 
 
 def prompt_text(source: str | Messages) -> str:
-    """The question: the last message of a chat."""
+    """Returns the prompt, or the last message of a chat."""
     if isinstance(source, str):
         return source
     return str(source[-1].get("content", "")) if source and isinstance(source[-1], dict) else ""
 
 
 def truncate_middle(text: str, *, limit: int) -> str:
-    """Text on one printable line of about `limit` characters: its beginning and its end, where answers stand."""
+    """Returns the beginning and the end of a text, about `limit` characters on one printable line."""
     if len(text) > limit:
         head = limit * 2 // 3
         text = f"{text[:head]} … {text[-(limit - head) :]}"

@@ -1,4 +1,4 @@
-"""Pages of a run, and of a timeline: one file each, which needs no network and runs no script but its own."""
+"""HTML pages of a run and of a timeline: single files that need no network and run no script but their own."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from app.report.run_files import RunFiles
 
 SESSION_COLUMNS = ("started", "after_step", "grpo", "python", "jax", "devices", "processes")
 REPLAY_COLUMNS = ("from_rollouts", "checkpoint")
-"""Of starts that learned from saved samples; left out where there are none."""
+"""Columns of sessions that trained on saved samples; omitted if there are none."""
 
 
 def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts: Sequence[Alert]) -> str:
-    """`report.html`: before -> after, alerts, plots, settings, versions."""
+    """Renders `report.html`: results, alerts, plots, settings and versions."""
     return _render(
         "report.html",
         run=run,
@@ -42,7 +42,7 @@ def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts:
 
 
 def rollouts_page(run: RunFiles, viewer: ViewerContent) -> str:
-    """`rollouts.html`: the viewer of saved samples."""
+    """Renders `rollouts.html`: the viewer of saved samples."""
     script = _template("viewer.js")
     return _render(
         "rollouts.html",
@@ -55,16 +55,18 @@ def rollouts_page(run: RunFiles, viewer: ViewerContent) -> str:
 
 
 def timeline_page(svg: str, table: Sequence[Sequence[str]], *, title: str) -> str:
-    """The picture of a schedule, as an SVG element, over its figures.
+    """Renders the page of a schedule: its plot and a table.
 
     Args:
-        table: headings first.
+        svg: the plot, as an SVG element.
+        table: rows of cells, the header first.
+        title: title of the page.
     """
     return _render("timeline.html", picture=svg, table=table, title=title)
 
 
 def json_for_html(value: Any) -> str:
-    """JSON that can stand inside a script element: nothing in it can end the element or open a comment."""
+    """Returns JSON for a script element: it cannot end the element or open a comment."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -80,7 +82,7 @@ def _render(name: str, **values: Any) -> str:
 def _environment() -> Environment:
     return Environment(
         loader=PackageLoader("app.report"),
-        autoescape=True,  # `| safe` stands only after what this room made itself
+        autoescape=True,  # `| safe` is used only for what this package generates
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -92,7 +94,7 @@ def _template(name: str) -> str:
 
 
 def _content_hash(text: str) -> str:
-    """What a Content-Security-Policy names an inline element by."""
+    """Returns the hash by which a Content-Security-Policy allows an inline element."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 

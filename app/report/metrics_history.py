@@ -1,4 +1,4 @@
-"""The lines of `metrics.jsonl` as series of numbers. A line may lack a metric or hold null for it."""
+"""Series of numbers from the lines of `metrics.jsonl`. A line may lack a metric or hold null for it."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from typing import Any, TypeGuard
 import numpy as np
 
 MetricsRecord = Mapping[str, Any]
-"""One line: `step` and metrics by name."""
+"""One line: `step`, and metrics by name."""
 History = Sequence[MetricsRecord]
 
 
 def finite_metric(record: MetricsRecord, name: str) -> float | None:
-    """The metric as a finite number; None where it is absent, null or something else."""
+    """Returns a metric as a finite number; None if it is absent, null or something else."""
     value = record.get(name)
     return float(value) if is_number(value) else None
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a JSON value is a number that a float can hold."""
+    """Tells whether a JSON value is a number that a float can represent."""
     # JSON's true is an int to Python. NaN compares as False.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def training_steps(history: History) -> list[MetricsRecord]:
-    """The lines that a training step wrote: not the evaluation before the first one."""
+    """Returns the lines of training steps, without the evaluation before the first step."""
     return [record for record in history if "reward/mean" in record]
 
 
 def accuracy_is_plug_in_mean(history: History) -> bool:
-    """Whether `eval/accuracy` is the mean of a plug-in's own values, not a share of right answers.
+    """Tells whether `eval/accuracy` is the mean of a plug-in's values instead of a share of right answers.
 
-    Evaluations say so by a null `eval/format_rate`: only a task knows what an answer should look like.
+    Such evaluations have a null `eval/format_rate`: only built-in tasks define a format.
     """
     return any(record.get("eval/format_rate", 0.0) is None for record in history)
 
 
 def matching_metric_names(history: History, prefix: str, suffix: str) -> list[str]:
-    """Every metric `<prefix><one name><suffix>`, in the order in which they came: none with another `/` in between."""
+    """Returns all metrics `<prefix><name><suffix>`, in their order in the history; the name contains no `/`."""
     names = dict.fromkeys(name for record in history for name in record)
     fits = re.compile(f"{re.escape(prefix)}[^/]+{re.escape(suffix)}", re.DOTALL)
     return [name for name in names if fits.fullmatch(name)]
@@ -64,7 +64,7 @@ class Series:
         return len(self.steps)
 
     def binned(self, size: int) -> Bins:
-        """Neighbours joined, `size` at a time, the last bin with what is left."""
+        """Joins `size` neighbouring points into one; the last bin may have fewer."""
         starts = np.arange(0, len(self), size)
         if size == 1 or not len(self):
             return Bins(self.steps, self.values, self.values, self.values)
@@ -77,7 +77,7 @@ class Series:
         )
 
     def trailing_mean(self, width: int) -> np.ndarray:
-        """Mean of each value and those up to `width - 1` steps before it."""
+        """Returns the mean of each value and up to `width - 1` values before it."""
         totals = np.cumsum(np.concatenate([[0.0], self.values]))
         ends = np.arange(1, len(self) + 1)
         starts = np.maximum(ends - width, 0)
@@ -86,7 +86,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Bins:
-    """Means of neighbouring points, and their extremes."""
+    """Means and extremes of neighbouring points."""
 
     steps: np.ndarray
     means: np.ndarray

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_POINTS = 500
-"""Of a line. Longer runs are joined into bins, whose extremes are shaded."""
+"""Points per line. Steps of longer runs are joined into bins, whose extremes are shaded."""
 MIN_POINTS_TO_SMOOTH = 20
-"""Points from which a noisy line also gets its trailing mean."""
+"""Number of points from which a noisy line also shows its trailing mean."""
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#1f7fc4", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a8a8a",
 )  # fmt: skip
-"""After Okabe and Ito, who chose them to be told apart by colour-blind readers; legible on white and on near-black."""
+"""Colours after Okabe and Ito, distinguishable for colour-blind readers; legible on white and on near-black."""
 PHASE_COLORS = {
     "rollout": BLUE, "reward": ORANGE, "score": SKY, "advantage": PURPLE, "update": RED, "eval": GREEN, "rest": GREY,
 }  # fmt: skip
@@ -37,18 +37,18 @@ PHASE_COLORS = {
 
 @dataclass(frozen=True)
 class PlotData:
-    """What the plots are made from."""
+    """The data of the plots."""
 
     history: History
     eval_counts: Mapping[int, int]
-    """Step -> answers that its evaluation graded, where known."""
+    """Step -> number of prompts of its evaluation, if known."""
 
     def series(self, name: str) -> Series:
         return Series.from_history(self.history, name)
 
     @property
     def bin_size(self) -> int:
-        """Steps that are joined into one point."""
+        """Steps joined into one point."""
         return -(-len(training_steps(self.history)) // MAX_POINTS)
 
 
@@ -65,7 +65,7 @@ def _label(axes: Axes, data: PlotData, unit: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     size = data.bin_size
-    axes.set_xlabel("step" if size == 1 else f"step (a point joins {size}: their mean, extremes shaded)")
+    axes.set_xlabel("step" if size == 1 else f"step (a point is the mean of {size}, extremes shaded)")
     axes.set_ylabel(unit)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.margins(x=0.02)
@@ -78,7 +78,7 @@ def _format_as_percent(axes: Axes) -> None:
 
 
 def _line(axes: Axes, data: PlotData, series: Series, label: str, **style: Any) -> None:
-    """One metric; a lone point is drawn as a dot."""
+    """Draws one metric; a single point becomes a dot."""
     bins = series.binned(data.bin_size)
     marker = "o" if len(bins.steps) == 1 else style.pop("marker", "")
     axes.plot(bins.steps, bins.means, label=label, marker=marker, markersize=4, **style)
@@ -87,7 +87,7 @@ def _line(axes: Axes, data: PlotData, series: Series, label: str, **style: Any) 
 
 
 def _noisy_line(axes: Axes, data: PlotData, series: Series, label: str, *, color: str) -> None:
-    """One metric as it is, thin, and its trailing mean, thick, which says so."""
+    """Draws one metric as a thin line, and its trailing mean as a thick one."""
     if len(series) < MIN_POINTS_TO_SMOOTH:
         _line(axes, data, series, label, color=color)
         return
@@ -98,17 +98,17 @@ def _noisy_line(axes: Axes, data: PlotData, series: Series, label: str, *, color
 
 
 def _legend(figure: Figure) -> None:
-    """Above the plot, where it hides nothing."""
+    """Adds the legend above the plot, where it covers no data."""
     handles, labels = [], []
     for axes in figure.axes:
-        found = axes.get_legend_handles_labels()
-        handles, labels = handles + found[0], labels + found[1]
+        more_handles, more_labels = axes.get_legend_handles_labels()
+        handles, labels = handles + more_handles, labels + more_labels
     if labels:
         figure.legend(handles, labels, loc="outside upper left", ncols=3, frameon=False)
 
 
 def escape_label(name: str) -> str:
-    """A name that others chose, as text that matplotlib neither typesets nor takes for hidden."""
+    """Escapes a name from outside, so that matplotlib neither typesets it as math nor hides it."""
     text = name.encode("ascii", "replace").decode("ascii").replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
@@ -146,21 +146,21 @@ def draw_accuracy(figure: Figure, data: PlotData) -> None:
 
 
 def _draw_intervals(axes: Axes, shares: Series, counts: Sequence[int]) -> None:
-    """Around shares of right answers; `counts` holds how many answers each is of, 0 where that is not known."""
+    """Draws the intervals of shares of right answers over `counts` prompts each, 0 for unknown."""
     known = [i for i, n in enumerate(counts) if n and 0 <= shares.values[i] <= 1]
     if not known:
         return
     bounds = np.array([wilson_interval(shares.values[i], counts[i]) for i in known]).T
     reach = np.abs(bounds - shares.values[known])
     sizes = sorted({counts[i] for i in known})
-    answers = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    label = f"95 % interval ({answers} answers)"
+    number = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    label = f"95 % interval ({number} prompts)"
     axes.errorbar(shares.steps[known], shares.values[known], reach, fmt="none", ecolor=BLUE, capsize=3, label=label)
 
 
 def draw_lengths(figure: Figure, data: PlotData) -> None:
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    _label(lower, data, "cut")
+    _label(lower, data, "truncated")
     upper.set_ylabel("tokens")
     low, high = (data.series(f"completions/{end}_length").binned(data.bin_size) for end in ("min", "max"))
     if len(low.steps) == len(high.steps):
@@ -180,7 +180,7 @@ def draw_clipping(figure: Figure, data: PlotData) -> None:
     _line(axes, data, low, "below 1 − clip_low", color=BLUE)
     _line(axes, data, high, "above 1 + clip_high", color=ORANGE, linestyle="--")
     dual = data.series("policy/clip_fraction_dual")
-    if dual.values.any():  # which is off by default
+    if dual.values.any():  # off by default
         _line(axes, data, dual, "above dual_clip", color=GREEN, linestyle=":")
     axes.set_ylim(bottom=0)
     _format_as_percent(axes)
@@ -188,8 +188,8 @@ def draw_clipping(figure: Figure, data: PlotData) -> None:
 
 
 def draw_times(figure: Figure, data: PlotData) -> None:
-    """Stacked seconds; each part's share of the whole stands in the legend."""
-    axes = _axes(figure, data, "seconds a step")
+    """Draws the seconds of each phase, stacked; the legend has the phase's share of the whole run."""
+    axes = _axes(figure, data, "seconds per step")
     steps, parts = _seconds_by_phase(data)
     totals = np.sum(list(parts.values()), axis=0)
     whole = totals.sum() or 1.0
@@ -209,7 +209,7 @@ def draw_times(figure: Figure, data: PlotData) -> None:
 
 
 def _seconds_by_phase(data: PlotData) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Seconds of each part by step. `rest` is what a step took beyond its parts; evaluation comes on top."""
+    """Returns the seconds of each phase by step. `rest` is the step without its phases and without evaluation."""
     records = training_steps(data.history)
 
     def column(name: str) -> np.ndarray:
@@ -222,7 +222,7 @@ def _seconds_by_phase(data: PlotData) -> tuple[np.ndarray, dict[str, np.ndarray]
 
 
 def _clip_peaks(axes: Axes, steps: np.ndarray, totals: np.ndarray) -> None:
-    """Ends the axis above the usual where a few steps, of compilation as a rule, would flatten all others."""
+    """Cuts the axis off if a few steps, usually those that compile, are much longer than all others."""
     usual = np.percentile(totals, 90)
     if not totals.max() > 3 * usual > 0:
         return
@@ -236,13 +236,13 @@ def _clip_peaks(axes: Axes, steps: np.ndarray, totals: np.ndarray) -> None:
 
 
 def draw_line(name: str, unit: str, *, noisy: bool = False, scale: float = 1.0) -> DrawFunction:
-    """A plot of one metric, divided by `scale`, from 0 up."""
+    """Returns a function that draws one metric, divided by `scale`, from 0 up."""
 
-    def draw(figure: Figure, evidence: PlotData) -> None:
-        axes = _axes(figure, evidence, unit)
-        series = evidence.series(name)
+    def draw(figure: Figure, data: PlotData) -> None:
+        axes = _axes(figure, data, unit)
+        series = data.series(name)
         series = Series(series.steps, series.values / scale)
-        (_noisy_line if noisy else _line)(axes, evidence, series, unit, color=BLUE)
+        (_noisy_line if noisy else _line)(axes, data, series, unit, color=BLUE)
         if series.values.min() >= 0:
             axes.set_ylim(bottom=0)
         if noisy:
@@ -252,11 +252,11 @@ def draw_line(name: str, unit: str, *, noisy: bool = False, scale: float = 1.0) 
 
 
 def draw_share(name: str, unit: str) -> DrawFunction:
-    """A plot of one metric between 0 and 1, in percent."""
+    """Returns a function that draws one metric between 0 and 1, in percent."""
 
-    def draw(figure: Figure, evidence: PlotData) -> None:
-        axes = _axes(figure, evidence, unit)
-        _noisy_line(axes, evidence, evidence.series(name), "share", color=BLUE)
+    def draw(figure: Figure, data: PlotData) -> None:
+        axes = _axes(figure, data, unit)
+        _noisy_line(axes, data, data.series(name), "share", color=BLUE)
         axes.set_ylim(-0.03, 1.03)
         _format_as_percent(axes)
         _legend(figure)
@@ -265,15 +265,15 @@ def draw_share(name: str, unit: str) -> DrawFunction:
 
 
 def draw_counts(names: Mapping[str, str], unit: str) -> DrawFunction:
-    """A plot of metrics of whole numbers; `names` holds the label of each."""
+    """Returns a function that draws metrics of whole numbers; `names` holds the label of each."""
 
-    def draw(figure: Figure, evidence: PlotData) -> None:
+    def draw(figure: Figure, data: PlotData) -> None:
         from matplotlib.ticker import MaxNLocator
 
-        axes = _axes(figure, evidence, unit)
+        axes = _axes(figure, data, unit)
         for i, (name, label) in enumerate(names.items()):
             color, style = (BLUE, RED, ORANGE)[i % 3], ("-", "--", ":")[i % 3]
-            _line(axes, evidence, evidence.series(name), label, color=color, linestyle=style)
+            _line(axes, data, data.series(name), label, color=color, linestyle=style)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(bottom=0)
         if len(names) > 1:

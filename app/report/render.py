@@ -1,21 +1,26 @@
-"""Panels as pictures: SVG for the page, PNG beside it."""
+"""Renders panels: as SVG elements for the page and as PNG files."""
 
 from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from app.report.panels import PANELS, Panel
+from app.report.panels import Panel
 from app.report.plots import PlotData
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 TEXT_COLOR = "#010203"
-"""Of text and axes. In a page it becomes the page's own text colour, light or dark."""
+"""Colour of text and axes. In a page it is replaced by the page's text colour, light or dark."""
 POINTS_PER_INCH = 72
 FIGURE_WIDTH = 5.4
-"""Inches: narrow, so that letters stay readable where a phone shrinks it."""
+"""Width in inches: narrow, so that letters stay readable on a phone."""
 STYLE: Any = {
     "figure.constrained_layout.use": True,
     "font.family": "DejaVu Sans",  # comes with matplotlib, so every machine draws the same
@@ -31,55 +36,68 @@ STYLE: Any = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), TEXT_COLOR),
 }
 TITLE_HEIGHT = 0.28
-"""Inches above a PNG's plot. In the page the title is a heading."""
+"""Height in inches of the title above a PNG's plot. In the page the title is a heading."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPlot:
-    """A panel that has data."""
+    """A panel as drawn."""
 
     svg: str
     """One element that scales with the page."""
     png: bytes
 
 
-def render_panel(panel: Panel, data: PlotData) -> RenderedPlot | None:
-    """The panel drawn, the same bytes for the same data; None where there is nothing to plot."""
-    if not panel.is_present(data):
-        return None
-    # Here, because it takes most of a second to load. No pyplot: it would keep figures and choose a window system.
+@contextmanager
+def new_figure(width: float, height: float, *, salt: str, embed_text: bool = False) -> Iterator[Figure]:
+    """Yields an empty figure in the style of this program, whatever this machine's matplotlibrc says.
+
+    Args:
+        width: in inches, as `height`.
+        height: see `width`.
+        salt: makes the ids in an SVG reproducible, and different from those of other plots in the same page.
+        embed_text: draw letters as paths, for an SVG file that is opened by itself.
+    """
+    # Imported here, because it takes most of a second. No pyplot: it would keep figures and choose a window system.
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # not what this machine's matplotlibrc asks for
-        matplotlib.rcParams.update(STYLE | {"svg.hashsalt": panel.name})
-        figure = Figure(figsize=(FIGURE_WIDTH, TITLE_HEIGHT + panel.height))
+        matplotlib.rcdefaults()
+        fonttype = "path" if embed_text else "none"
+        matplotlib.rcParams.update(STYLE | {"svg.hashsalt": salt, "svg.fonttype": fonttype})
+        figure = Figure(figsize=(width, height))
         FigureCanvasAgg(figure)
+        yield figure
+
+
+def save_figure(figure: Figure, kind: Literal["png", "svg"], *, transparent: bool = False) -> bytes:
+    """Returns the figure as a file without a date: the same bytes for the same content."""
+    metadata = {"Date": None} if kind == "svg" else {"Software": None}
+    file = io.BytesIO()
+    figure.savefig(file, format=kind, dpi=150, metadata=metadata, transparent=transparent)
+    return file.getvalue()
+
+
+def render_panel(panel: Panel, data: PlotData) -> RenderedPlot | None:
+    """Draws a panel; returns None if there is nothing to plot."""
+    if not panel.is_present(data):
+        return None
+    with new_figure(FIGURE_WIDTH, TITLE_HEIGHT + panel.height, salt=panel.name) as figure:
         above, plot = figure.subfigures(2, 1, squeeze=False, height_ratios=[TITLE_HEIGHT, panel.height])[:, 0]
         panel.draw(plot, data)
-        png, svg = io.BytesIO(), io.StringIO()
-        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-        figure.set_layout_engine("none")  # what was laid out for the SVG stays
+        svg = save_figure(figure, "svg", transparent=True).decode()
+        figure.set_layout_engine("none")  # keeps the layout of the SVG
         above.text(0.015, 0.5, panel.title, fontsize=11, fontweight="bold", va="center")
-        figure.savefig(png, format="png", dpi=150, metadata={"Software": None})
-    return RenderedPlot(_inline_panel(svg.getvalue(), panel), png.getvalue())
-
-
-def render_panels(data: PlotData) -> dict[str, RenderedPlot | None]:
-    """Every panel by name."""
-    return {panel.name: render_panel(panel, data) for panel in PANELS}
-
-
-def _inline_panel(svg: str, panel: Panel) -> str:
-    """Without the strip on top."""
+        png = save_figure(figure, "png")
+    # The page shows everything below the title.
     box = f"0 {TITLE_HEIGHT * POINTS_PER_INCH:g} {FIGURE_WIDTH * POINTS_PER_INCH:g} {panel.height * POINTS_PER_INCH:g}"
-    return inline_svg(svg, label=panel.title, box=box)
+    return RenderedPlot(inline_svg(svg, label=panel.title, box=box), png)
 
 
 def inline_svg(svg: str, *, label: str, box: str) -> str:
-    """An SVG file as an element of a page that shows its `box`: without prolog, metadata and the ids of its groups."""
+    """Returns an SVG file as an element of a page that shows its `box`, without prolog, metadata and group ids."""
     element = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     element = re.sub(r'(<g) id="[^"]*"', r"\1", element).replace(TEXT_COLOR, "currentColor")
     return f'<svg role="img" aria-label="{escape(label)}" viewBox="{box}">' + element[element.index(">") + 1 :]

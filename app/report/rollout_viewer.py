@@ -1,4 +1,4 @@
-"""Which saved samples the viewer page shows, and what it shows of each."""
+"""Selects the saved samples that the viewer page shows, and their content."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from app.report.metrics_history import finite_metric, is_number
 from settings.errors import InputError
 
 DEFAULT_NUM_SAMPLES = 400
-"""A page of about a megabyte, which a phone opens at once."""
+"""Samples shown by default: a page of about a megabyte, which a phone opens at once."""
 EVAL_SHARE = 0.25
-"""Of the samples shown."""
+"""Share of the shown samples that come from evaluations."""
 MIN_FILES = 8
-"""Sample files that are opened at least, spread over the run; more only where they are needed to fill the page."""
+"""Files of samples that are read, spread over the run; more only if they are needed to fill the page."""
 MAX_CHARACTERS = 20_000
 MAX_LOGPROBS = 512
 
 
 @dataclass
 class ViewerContent:
-    """The content of the page, and what it leaves out."""
+    """The content of the page, and counts of what it leaves out."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)
-    """Siblings under one prompt: of a step, or of all evaluations. See `_as_json` for a sample."""
+    """Samples of one prompt, from one step or from all evaluations. See `_as_json` for a sample."""
     num_shown: int = 0
     num_read: int = 0
     num_files: int = 0
     num_unopened: int = 0
     damaged: list[str] = field(default_factory=list)
-    """What is wrong with lines that were skipped."""
+    """Errors of the lines that were skipped."""
 
     def add(self, key: str, kind: str, samples: Sequence[SavedSample]) -> None:
         first = samples[0]
@@ -54,7 +54,7 @@ class ViewerContent:
 
 @dataclass(frozen=True, slots=True)
 class SavedSample:
-    """What is shown of a sample; numbers are None where its file has none."""
+    """The fields of a sample that are shown; numbers are None if the file has none."""
 
     step: int
     uid: str
@@ -68,7 +68,7 @@ class SavedSample:
     rewards: Mapping[str, float | None]
     advantage: float | None
     logprobs: np.ndarray
-    """Of the sampler; NaN where the model had diverged."""
+    """Logprobs of the sampler; NaN after the model diverged."""
 
     @property
     def prompt_uid(self) -> str:
@@ -76,18 +76,17 @@ class SavedSample:
 
     @property
     def completion_status(self) -> str:
-        """What the page can be filtered by; `finish_reason` says why."""
+        """The status by which the page is filtered."""
         if self.finish_reason.startswith(DROPPED_PREFIX):
             return "dropped"
-        return "cut" if self.finish_reason == "length" else "complete"
+        return "truncated" if self.finish_reason == "length" else "complete"
 
 
 def build_viewer(rollouts: Mapping[int, Path], evaluations: Mapping[int, Path], *, num_samples: int) -> ViewerContent:
-    """At most `num_samples` of the saved samples, whole groups while they fit.
+    """Selects at most `num_samples` of the saved samples, in whole groups while they fit.
 
-    Rollouts: from steps spread evenly over the run with both ends, newest first, the groups whose rewards differ
-    most. Evaluations: the same prompts at each evaluation, first those whose grade changed between the first and
-    the last.
+    Rollouts: the groups whose rewards differ most, from steps that are spread evenly over the run, newest first.
+    Evaluations: the same prompts at each evaluation, first those whose grade changed between the first and the last.
     """
     viewer = ViewerContent(num_files=len(rollouts) + len(evaluations))
     kept_for_evaluations = int(num_samples * (EVAL_SHARE if rollouts else 1)) if evaluations else 0
@@ -121,7 +120,7 @@ def _add_evaluations(viewer: ViewerContent, files: Mapping[int, Path], quota: in
 
 
 def _read_files(viewer: ViewerContent, files: Mapping[int, Path], quota: int) -> dict[int, list[SavedSample]]:
-    """The samples of as many files as the quota calls for, by step, oldest first."""
+    """Reads the samples of as many files as the quota needs, by step, oldest first."""
     newest = _read_samples(viewer, max(files), files[max(files)])
     *earlier, last = _evenly_spaced(sorted(files), max(MIN_FILES, -(-quota // max(len(newest), 1))))
     viewer.num_unopened += len(files) - len(earlier) - 1
@@ -129,7 +128,7 @@ def _read_files(viewer: ViewerContent, files: Mapping[int, Path], quota: int) ->
 
 
 def _evenly_spaced(steps: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the steps, evenly, with the first and the last."""
+    """Returns at most `count` of the steps, evenly spaced, with the first and the last."""
     places = np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int)
     return [steps[place] for place in dict.fromkeys(places.tolist())]
 
@@ -146,13 +145,13 @@ def _negative_reward_std(group: Sequence[SavedSample]) -> float:
 
 
 def _interleave(columns: Sequence[Sequence[list[SavedSample]]]) -> Iterator[list[SavedSample]]:
-    """The first of each column, then the second of each, and so on."""
+    """Yields the first group of each column, then the second of each, and so on."""
     for row in itertools.zip_longest(*columns):
         yield from (group for group in row if group is not None)
 
 
 def _take_until_quota(groups: Iterable[list[SavedSample]], quota: int) -> Iterator[list[SavedSample]]:
-    """Groups until the quota is spent; the last one may lose members."""
+    """Yields groups until the quota is used up; the last one may be shortened."""
     for group in groups:
         if quota <= 0:
             return
@@ -161,7 +160,7 @@ def _take_until_quota(groups: Iterable[list[SavedSample]], quota: int) -> Iterat
 
 
 def _read_samples(viewer: ViewerContent, step: int, path: Path) -> list[SavedSample]:
-    """The samples of a file; what cannot be read is noted and passed over."""
+    """Reads the samples of a file; lines that cannot be read are recorded and skipped."""
     samples = []
     try:
         for line, record in read_jsonl_tolerant(path):
@@ -178,7 +177,7 @@ def _read_samples(viewer: ViewerContent, step: int, path: Path) -> list[SavedSam
 
 
 def _sample(record: Mapping[str, Any], *, step: int, where: str) -> SavedSample:
-    """Tolerant: a diverged model's samples, with null among their numbers, are just the ones to look at."""
+    """Parses a record tolerantly: samples of a diverged model, with nulls among their numbers, matter most."""
     for name in ("uid", "completion"):
         if not isinstance(record.get(name), str):
             raise InputError(f"{where}: {name}: expected text, got {record.get(name)!r:.40}")
@@ -206,7 +205,7 @@ def _numbers(values: Any) -> np.ndarray:
 
 
 def _prompt_text(source: Any) -> str:
-    """The prompt before its chat template."""
+    """Returns the prompt as it was before the chat template."""
     if isinstance(source, list):
         return "\n\n".join(f"{m.get('role')}: {m.get('content')}" for m in source if isinstance(m, dict))
     return str(source)

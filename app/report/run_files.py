@@ -1,4 +1,4 @@
-"""A run directory, read: everything the report knows comes from these files."""
+"""Reads a run directory: the report uses nothing but these files."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ SAMPLE_FILE_PATTERN = re.compile(r"step_(\d+)\.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class NonDefaultSetting:
-    """A setting that is not at its default."""
+    """A setting whose value is not the default."""
 
     name: str
     value: Any
     default: Any
-    """None, too, for a name that this version does not know."""
+    """None also for a name that this version does not know."""
     origin: str
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run left behind, but for its samples, which are read as needed."""
+    """The files of a run, except for its samples, which are read as needed."""
 
     path: Path
     history: History
     settings: Mapping[str, tuple[Any, str]]
     """Dotted name -> (value, provenance)."""
     sessions: Sequence[MetricsRecord]
-    """One for each start of the program; see `app.tracking.run_log`."""
+    """One record per start of the program; see `app.tracking.run_log`."""
     rollouts: Mapping[int, Path]
     evaluations: Mapping[int, Path]
     """Sample files by step."""
 
     @classmethod
     def read(cls, path: Path) -> RunFiles:
-        """Raises InputError where `path` is no run, has no training step yet, or has a damaged metrics file."""
+        """Raises InputError if `path` is not a run or has no training step yet, or if its metrics are damaged."""
         if not path.is_dir():
-            found = "is a file" if path.exists() else "does not exist"
-            raise InputError(f"{path} {found}; expected a run directory, as `grpo train` makes them in run.dir")
+            state = "is a file" if path.exists() else "does not exist"
+            raise InputError(f"{path} {state}; expected a run directory, which `grpo train` creates in run.dir")
         settings, metrics = path / "settings.yaml", path / "metrics.jsonl"
         if not settings.is_file():
-            raise InputError(f"{path} holds no settings.yaml, so it is no run directory{_list_runs_in(path)}")
+            raise InputError(f"{path} holds no settings.yaml, so it is not a run directory{_list_runs_in(path)}")
         history = _read_metrics(metrics) if metrics.is_file() else []
         if not training_steps(history):
             raise InputError(f"{path} has no finished training step yet, so there is nothing to report")
@@ -64,11 +64,11 @@ class RunFiles:
         )
 
     def setting(self, name: str) -> Any:
-        """Its value; None where the run did not know it."""
+        """Returns the value of a setting; None if the run did not know it."""
         return self.settings.get(name, (None, ""))[0]
 
     def non_default_settings(self) -> list[NonDefaultSetting]:
-        """Settings that somebody set, or that were derived, to something else than the default."""
+        """Returns the settings that were set or derived to another value than the default."""
         defaults = Settings()
         chosen = []
         for name, (value, origin) in self.settings.items():
@@ -79,21 +79,21 @@ class RunFiles:
 
 
 def _to_json_value(value: Any) -> Any:
-    """As `settings.yaml` spells it."""
+    """Returns a value as `settings.yaml` has it."""
     if isinstance(value, tuple | list):
         return [_to_json_value(item) for item in value]
     return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
 
 
 def _read_metrics(path: Path) -> list[MetricsRecord]:
-    """Every whole line. A last line without its end is one that is being written, or was when the run was killed."""
+    """Reads every complete line. A last line without its end is being written, or was when the run was killed."""
     lines = list(read_jsonl_tolerant(path))
     if lines and isinstance(lines[-1][1], InputError) and not _ends_with_newline(path):
         lines.pop()
     history: list[MetricsRecord] = []
     for line, record in lines:
         if isinstance(record, InputError):
-            raise InputError(f"{record}; mend or delete that line")
+            raise InputError(f"{record}; fix or delete that line")
         if type(record.get("step")) is not int:
             raise InputError(f"{path}:{line}: expected an integer `step`, got {record.get('step')!r:.40}")
         history.append(record)
@@ -112,18 +112,18 @@ def _read_settings(path: Path) -> Mapping[str, tuple[Any, str]]:
 
 
 def _read_sessions(path: Path) -> list[MetricsRecord]:
-    """A run of an older version has none; a damaged line is no reason to show no report."""
+    """Reads the sessions, none for a run of an older version; damaged lines are skipped."""
     if not path.is_file():
         return []
     return [record for _, record in read_jsonl_tolerant(path) if not isinstance(record, InputError)]
 
 
 def sample_files(folder: Path) -> dict[int, Path]:
-    """By step, oldest first."""
+    """Returns the files of samples by step, oldest first."""
     if not folder.is_dir():
         return {}
-    found = {int(match[1]): path for path in folder.iterdir() if (match := SAMPLE_FILE_PATTERN.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+    files = {int(match[1]): path for path in folder.iterdir() if (match := SAMPLE_FILE_PATTERN.fullmatch(path.name))}
+    return dict(sorted(files.items()))
 
 
 def _list_runs_in(path: Path) -> str:

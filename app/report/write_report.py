@@ -10,31 +10,33 @@ from app.records.atomic_write import write_atomic
 from app.report.alerts import find_alerts
 from app.report.html_pages import report_page, rollouts_page
 from app.report.metrics_history import training_steps
+from app.report.panels import PANELS
 from app.report.plots import PlotData
-from app.report.render import RenderedPlot, render_panels
+from app.report.render import RenderedPlot, render_panel
 from app.report.rollout_viewer import DEFAULT_NUM_SAMPLES, build_viewer
 from app.report.run_files import RunFiles
 from settings.errors import InputError
 
 
 def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[str, Any]:
-    """Writes the report from the files of a run alone, each file whole or not at all. Returns what was written.
+    """Writes the report from the files of a run, each file atomically, and returns a summary.
 
     Raises:
-        InputError: `path` is no run, has no step yet, has a damaged metrics file, or cannot be written to.
+        InputError: `path` is not a run or has no step yet, its metrics are damaged, or it cannot be written to.
     """
     run = RunFiles.read(path)
     viewer = build_viewer(run.rollouts, run.evaluations, num_samples=num_samples)
     alerts = find_alerts(run.history)
-    drawn = render_panels(PlotData(run.history, _eval_counts(run)))
+    data = PlotData(run.history, _eval_counts(run))
+    drawn = {panel.name: render_panel(panel, data) for panel in PANELS}
     pages = {"report.html": report_page(run, drawn, alerts), "rollouts.html": rollouts_page(run, viewer)}
     try:
         _write_plots(path / "plots", drawn)
         for name, page in pages.items():
-            # A lone surrogate has no UTF-8; as a character reference it is shown as what it is, undecodable.
+            # A lone surrogate has no UTF-8; as a character reference it is shown as undecodable.
             write_atomic(path / name, page.encode("utf-8", "xmlcharrefreplace"))
     except OSError as error:
-        # A disk that is full is not a file's fault, and names none.
+        # The error of a full disk names no file.
         raise InputError(f"{error.filename or path}: cannot be written: {error.strerror}") from error
     return {
         "steps": len(training_steps(run.history)),
@@ -48,7 +50,7 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[
 
 
 def _eval_counts(run: RunFiles) -> dict[int, int]:
-    """Prompts of each evaluation: several samples of one prompt are no independent trials."""
+    """Returns the number of prompts of each evaluation: the samples of one prompt are not independent trials."""
     num_samples = run.setting("eval.num_samples") or 1
     return {step: _num_lines(path) // num_samples for step, path in run.evaluations.items()}
 
@@ -59,10 +61,10 @@ def _num_lines(path: Path) -> int:
 
 
 def _write_plots(folder: Path, plots: Mapping[str, RenderedPlot | None]) -> None:
-    """A plot that has lost its data, as after a resume from an earlier step, goes."""
+    """Writes the plots, and removes those without data, as after a resume from an earlier step."""
     folder.mkdir(exist_ok=True)
-    for name, picture in plots.items():
-        if picture is None:
+    for name, plot in plots.items():
+        if plot is None:
             (folder / f"{name}.png").unlink(missing_ok=True)
         else:
-            write_atomic(folder / f"{name}.png", picture.png)
+            write_atomic(folder / f"{name}.png", plot.png)

@@ -115,8 +115,8 @@ def test_the_table_and_the_picture_are_for_people(tmp_path: Path) -> None:
     assert lines[:2] == [f"before  tiny ({before})", f"after   tiny, step 9 ({after})"]
     (row,) = [line for line in lines if line.startswith("accuracy ")]
     assert "16.7%" in row and "58.3%" in row and "+41.7 pp" in row
-    assert "6 prompts better, 1 worse, 5 alike: p = 0.12 (exact McNemar test)" in lines
-    assert "note: eval.temperature was 0.0, and is 0.7" in lines
+    assert "6 prompts better, 1 worse, 5 equal: p = 0.12 (exact McNemar test)" in lines
+    assert "note: eval.temperature was 0.0 and is now 0.7" in lines
     assert not [line for line in lines if "the checkpoint" in line]
     assert pictures[0].read_bytes().startswith(b"\x89PNG") and b"<svg" in pictures[1].read_bytes()
     drawn = pictures[0].read_bytes()
@@ -129,7 +129,10 @@ def test_answers_are_needed_where_samples_vote_and_nowhere_else(tmp_path: Path) 
     assert compared(before, after)["better"] == 6
     several = write(tmp_path / "several.jsonl", [("2", "3"), ("3", "3")], answer="?")
     message = refused(several, after)
-    assert f"{several}: several samples of a prompt vote for a number, and `answer` of q/0 holds none (and 1" in message
+    assert (
+        f"{several}: maj@k compares the majority's number with the answer, and `answer` of q/0 holds no number (and 1"
+        in message
+    )
     assert "reward.functions" not in message
 
 
@@ -172,20 +175,20 @@ def test_files_of_a_run_s_own_evaluations_are_compared_too(finished: Path) -> No
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"answers": AFTER[:11]}, "1 are in the first alone, 0 in the second alone, such as q/11"),
-        ({"prompt": "2 + 0 = ?"}, "not of the same data: q/0 has another question or answer"),
-        ({"judge": "gsm8k"}, "not judged alike: by arithmetic, and by gsm8k"),
+        ({"answers": AFTER[:11]}, "1 are only in the first, 0 only in the second, such as q/11"),
+        ({"prompt": "2 + 0 = ?"}, "come from different data: question or answer of q/0 differs"),
+        ({"judge": "gsm8k"}, "judged by different functions: arithmetic and gsm8k"),
         (
             {"facts": {JUDGE_FILE: "x"}},
-            "arithmetic is in a file that has changed: the judge's file was None, and is x",
+            "functions of the name arithmetic: the judge's file was None and is now x",
         ),
-        ({"facts": {JUDGE_FUNCTION: "b:arithmetic"}}, "the judge's function was None, and is b:arithmetic"),
+        ({"facts": {JUDGE_FUNCTION: "b:arithmetic"}}, "the judge's function was None and is now b:arithmetic"),
         ({"judge": None}, "a.jsonl has none; grpo evaluate --out writes such files"),
         ({"rewards": {"a": 1, "b": 0}}, "a.jsonl has the values of a, b"),
-        ({"answers": [*AFTER[:11], ("2", "2")]}, "is not whole: q/0 has samples 0, others 0 to 1; the same grpo"),
+        ({"answers": [*AFTER[:11], ("2", "2")]}, "is incomplete: q/0 has samples 0, others 0 to 1; run the same grpo"),
         (
             {"answers": [(answer, answer) for (answer,) in AFTER]},
-            "eval.num_samples was 1, and is 2. Even of one model, prompts would not be better as often as worse; "
+            "eval.num_samples was 1 and is now 2. The sign test would be biased even for one model; "
             "evaluate one of them again with the eval.num_samples of the other",
         ),
     ],
@@ -202,7 +205,7 @@ def test_a_sample_that_stands_there_twice_is_named(tmp_path: Path) -> None:
     before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", AFTER)
     lines = after.read_text().splitlines(keepends=True)
     after.write_text("".join([*lines, lines[3]]))
-    assert "a.jsonl is not whole: q/3 has samples 0, 0, others 0 to 0" in refused(before, after)
+    assert "a.jsonl is incomplete: q/3 has samples 0, 0, others 0 to 0" in refused(before, after)
 
 
 def test_columns_that_a_plug_in_may_read_are_those_of_both(tmp_path: Path) -> None:
@@ -211,7 +214,7 @@ def test_columns_that_a_plug_in_may_read_are_those_of_both(tmp_path: Path) -> No
     compared(before, after)
     before = write(before, BEFORE, judge="mine")
     after = write(after, AFTER, judge="mine", columns=columns)
-    assert "q/0 has other columns, which mine may read" in refused(before, after)
+    assert "other columns of q/0 differ, and mine may read them" in refused(before, after)
 
 
 @pytest.mark.parametrize("facts", [{}, {JUDGE: None}, []])
@@ -220,7 +223,7 @@ def test_facts_that_are_damaged_are_told(tmp_path: Path, facts: Any) -> None:
     damaged = tmp_path / "a.jsonl.facts.json"
     damaged.write_text(json.dumps({**json.loads(damaged.read_text()), "facts": facts}))
     message = refused(before, after)
-    assert f"{damaged}: cannot be read as what an evaluation is of" in message and "the judge" in message
+    assert f"{damaged}: cannot be read as the metadata of an evaluation" in message and "facts" in message
 
 
 def test_a_picture_is_a_png_or_an_svg(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_killed_evaluation_asks_only_what_is_missing(finished: Path, result: P
     part.write_text(facts + "".join(lines[:16]) + lines[16][:100])
     told = here("evaluate", "--checkpoint", finished, "--out", out)
     assert told.exit_code == 0, told.stderr
-    assert "going on: 16 of 20 prompts are done" in told.stderr
+    assert "continuing: 16 of 20 prompts are done" in told.stderr
     assert [record["elapsed_s"] == 123.0 for record in records_of(out)] == [True] * 16 + [False] * 4
     assert without_clock(out) == without_clock(result)
     assert {path.name for path in tmp_path.iterdir()} == {out.name, f"{out.name}.facts.json"}

@@ -242,17 +242,9 @@ def test_the_card_tells_nobody_where_this_machine_keeps_its_files_or_its_keys(
     assert "## Before and after" not in card and "rounded once to bfloat16" in card
 
 
-def test_the_card_of_a_model_of_the_hub_names_it(finished, tiny_model):
-    model = model_at(tiny_model)
-    fetched = replace(model, files=replace(model.files, commit="c0ffee"))
-    run_is_elsewhere = replace(PolicyCheckpoint.open(finished), path=Path("/elsewhere/checkpoints/4"))
-    card = model_card(
-        load(None, ["model.path=some/model"], {}), run_is_elsewhere, fetched, export_format=FULL_MODEL, dtype="float32"
-    )
-    assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "some/model"
-    assert "# model after 4 steps of grpo" in card
-    both = yaml.safe_load(front_matter(ADAPTER, "some/model", "hf:openai/gsm8k:main").strip("-"))
-    assert (both["library_name"], both["base_model_relation"]) == ("peft", "adapter")
+def test_the_card_of_adapters_for_a_model_of_the_hub_names_both():
+    both = front_matter(ADAPTER, "some/model", "hf:openai/gsm8k:main").to_dict()
+    assert (both["base_model"], both["library_name"], both["base_model_relation"]) == ("some/model", "peft", "adapter")
     assert both["datasets"] == ["openai/gsm8k"]
 
 
@@ -264,7 +256,7 @@ def test_what_exists_is_not_written_over(finished, tmp_path):
     for name in ("file", "folder", "link"):
         result = export(finished, tmp_path / name)
         assert result.exit_code == 2
-        assert f"error: --out: {tmp_path / name} exists already; give the name of a folder" in result.stderr
+        assert f"error: --out: {tmp_path / name} exists already; give the name of a new folder" in result.stderr
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "file").read_text() == "kept"
 
@@ -294,7 +286,7 @@ def test_what_cannot_be_exported_is_one_message_and_nothing_on_disk(finished, tm
 
 def test_a_disk_that_is_too_full_is_told_before_any_work(tmp_path):
     check_disk_space(tmp_path / "out", 1)
-    with pytest.raises(InputError, match=r"--out: .*out needs 4,611,686,018\.43 GB and its disk has .* bfloat16"):
+    with pytest.raises(InputError, match=r"--out: .*out needs 4,294,967,296\.00 GiB and its disk has .* bfloat16"):
         check_disk_space(tmp_path / "out", 2**62)
 
 
@@ -329,7 +321,7 @@ def test_adapters_are_merged_into_a_model_that_needs_nothing_else(adapted, expor
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in exported.iterdir()}
     assert model_at(tmp_path / "out").architecture == model_at(tiny_model).architecture
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "merged into them, in float32" in card and "rounded away" not in card + result.stderr
+    assert "merged into them, in float32" in card and "to rounding" not in card + result.stderr
     assert_logits_are_those_of_the_run(load_reference(tmp_path / "out"), adapted, tiny_model)
 
 
@@ -338,7 +330,7 @@ def test_what_rounding_takes_from_merged_adapters_is_told(adapted, finished, tmp
         out = tmp_path / str(number)
         result = export(run, out, "--dtype", "bfloat16", *arguments)
         assert result.exit_code == 0, result.stderr
-        told = "merged in bfloat16, small changes of a weight are rounded away"
+        told = "adapters merged in bfloat16 lose small changes of the weights to rounding"
         is_merged = number == 0
         assert (f"note: {told}" in result.stderr, told in (out / "README.md").read_text()) == (is_merged, is_merged)
 
@@ -380,5 +372,5 @@ def test_adapters_alone_of_a_base_that_peft_cannot_load_are_refused(adapted, tmp
         resolved = load(None, [f"model.path={path}"], {})
         saved, model = PolicyCheckpoint.open(adapted), model_at(path, **LORA)
         opened = ExportJob(resolved, resolved.settings, saved, model, tmp_path / "out", "float32")
-        with pytest.raises(InputError, match=rf"model\.path = {path} is neither; leave --adapter away"):
+        with pytest.raises(InputError, match=rf"model\.path = {path} is neither; omit --adapter"):
             build_adapter_config(opened)

@@ -40,7 +40,7 @@ def card_of(run: Path, model: Path, *overrides: str) -> str:
 @pytest.mark.parametrize(
     ("num_prompts", "num_samples", "said"),
     [
-        ("20", "1", "20 held-out prompts at most of `builtin:arithmetic`, one answer each at temperature 0"),
+        ("20", "1", "At most 20 held-out prompts of `builtin:arithmetic`, one answer each at temperature 0"),
         ("null", "4", "All held-out prompts of `builtin:arithmetic`, 4 answers each at temperature 0"),
     ],
 )
@@ -58,7 +58,7 @@ def test_a_run_of_which_no_figures_can_be_read_has_a_card_without_them(
     (run / "metrics.jsonl").write_text("damaged\n{}\n")
     card = card_of(run, tiny_model)
     assert "## Before and after" not in card and "## Training" in card
-    assert "note: the model card tells no figures of the run: " in capsys.readouterr().err
+    assert "note: the model card has no results of the run: " in capsys.readouterr().err
 
 
 def test_what_adapters_were_is_told_of_a_run_that_had_some(run: Path, tiny_model: Path) -> None:
@@ -87,4 +87,5 @@ def test_a_base_of_the_hub_is_named_though_the_run_had_a_copy_of_it_here(run: Pa
     card = model_card(resolved, PolicyCheckpoint.open(run), fetched, export_format=FULL_MODEL, dtype="float32")
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "some/model"
     assert '| `model.path` | `"some/model"` |' in card
+    assert "# model after 4 steps of grpo" in card
     assert str(tiny_model) in (run / "settings.yaml").read_text() and str(tiny_model) not in card

@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from app.export.safetensors_writer import split_into_shards, write_sharded_safetensors
+from app.export.safetensors_writer import write_sharded_safetensors
 from app.model.io.model_files import INDEX_FILE, SafetensorsFiles
 from tests.model.io.test_hf_weights import Held, Watched
 
@@ -59,19 +59,6 @@ def test_shards_are_no_larger_than_asked_and_the_index_finds_every_tensor(tmp_pa
     assert read.shapes == Held(tensors).shapes
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(read.read(name), tensor, strict=True)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "shards"),
-    [
-        ({"a": 10}, [["a"]]),
-        ({"a": 4, "b": 6}, [["a", "b"]]),
-        ({"a": 4, "b": 7}, [["a"], ["b"]]),
-        ({"a": 99, "b": 1, "c": 9, "d": 1}, [["a"], ["b", "c"], ["d"]]),
-    ],
-)
-def test_a_shard_ends_where_the_next_tensor_would_be_too_much(sizes, shards):
-    assert split_into_shards(sizes, 10) == shards
 
 
 def test_each_tensor_is_read_once_and_gone_when_the_next_is_read(tmp_path):

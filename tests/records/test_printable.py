@@ -1,4 +1,4 @@
-"""What others wrote, made safe for a terminal."""
+"""Text of others made safe for a terminal; sizes, intervals and tables as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from app.records.printable import to_printable
+from app.records.printable import format_bytes, format_interval, format_percent, format_table, to_printable
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,18 @@ def test_no_character_gets_through_that_is_not_printable() -> None:
     shown = to_printable("".join(map(chr, range(sys.maxunicode + 1))))
     assert shown.isprintable()
     shown.encode("utf-8")
+
+
+def test_sizes_are_in_mib_below_one_gib_and_in_gib_from_there_on() -> None:
+    assert (format_bytes(2**30 - 2**20), format_bytes(2**30)) == ("1,023.0 MiB", "1.00 GiB")
+
+
+def test_an_interval_has_brackets_and_none_is_empty() -> None:
+    assert format_interval((0.22, 0.295), format_percent) == "[22.0%, 29.5%]"
+    assert format_interval(None, format_percent) == ""
+
+
+def test_a_table_is_plain_aligned_text_whatever_the_cells_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    text = format_table([("[bold]a[/]", "1"), ("b", "10")], header=("", "number"))
+    assert text.splitlines() == ["            number", "[bold]a[/]       1", "b               10"]

@@ -57,12 +57,16 @@ LONG = 12
             {"reward__mean": 0.001, "reward__std": 0.03, "reward__zero_variance_fraction": 0.9},
         ),
         (
-            "Hardly any group has rewards that differ",
+            "Almost no group has rewards that differ",
             {"reward__zero_variance_fraction": 0.97},
             {"reward__zero_variance_fraction": 0.9},
         ),
-        ("Many answers are cut", {"completions__truncated_fraction": 0.3}, {"completions__truncated_fraction": 0.2}),
-        ("The policy is far from where it started", {"policy__kl": 0.8}, {"policy__kl": 0.2}),
+        (
+            "Many answers are truncated",
+            {"completions__truncated_fraction": 0.3},
+            {"completions__truncated_fraction": 0.2},
+        ),
+        ("The policy is far from the initial model", {"policy__kl": 0.8}, {"policy__kl": 0.2}),
         ("The policy moves too far within a step", {"policy__ratio_max": 20.0}, {"policy__ratio_max": 5.0}),
         (
             "The policy moves too far within a step",
@@ -122,7 +126,7 @@ def test_low_entropy_and_equal_rewards_of_a_solved_task_are_no_collapse() -> Non
     solved = {"reward__mean": 0.99, "reward__arithmetic__mean": 0.99, "policy__entropy": 0.001}
     assert titles(after_twenty_healthy_steps(LONG, **solved)) == []
     (alert,) = find_alerts(after_twenty_healthy_steps(LONG, **solved, reward__zero_variance_fraction=1.0))
-    assert "Everything is nearly solved" in alert.text
+    assert "Nearly every prompt is solved" in alert.text
 
 
 def test_a_further_number_of_a_plug_in_does_not_say_whether_the_task_is_solved() -> None:
@@ -132,7 +136,7 @@ def test_a_further_number_of_a_plug_in_does_not_say_whether_the_task_is_solved()
     assert titles(after_twenty_healthy_steps(LONG, **unsolved)) == ["Entropy has collapsed"]
 
 
-@pytest.mark.parametrize(("mean", "cause"), [(0.0, "no answer is ever right"), (1.5, "everything is solved")])
+@pytest.mark.parametrize(("mean", "cause"), [(0.0, "no answer is ever right"), (1.5, "every prompt is solved")])
 def test_a_constant_reward_is_explained_by_its_value(mean: float, cause: str) -> None:
     (alert,) = find_alerts(after_twenty_healthy_steps(LONG, reward__mean=mean, reward__std=1e-17))
     assert alert.title == "All rewards are the same" and cause in alert.text
@@ -144,7 +148,7 @@ def test_a_constant_reward_is_explained_by_its_value(mean: float, cause: str) ->
 def test_equal_rewards_are_not_said_to_have_no_gradient(metrics: dict[str, float | None]) -> None:
     # A KL penalty, in the loss or in what samples are compared by, and an entropy bonus still have one.
     (alert,) = find_alerts(after_twenty_healthy_steps(LONG, **metrics))
-    assert "the reward teaches nothing" in alert.text and "gradient" not in alert.title + alert.text
+    assert "the reward gives no learning signal" in alert.text and "gradient" not in alert.title + alert.text
 
 
 def test_compilation_is_expected_in_the_first_steps() -> None:

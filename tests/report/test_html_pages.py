@@ -112,7 +112,7 @@ def test_the_viewer_allows_its_own_script_and_style_by_their_hashes(run: Path) -
     assert "unsafe" not in page.policy() and "http" not in page.policy()
     assert "innerHTML" not in script and "insertAdjacentHTML" not in script and "document.write" not in script
     groups = json.loads(data)
-    assert page.contents["option"][-7:-4] == ["cut", "complete", "dropped"]
+    assert page.contents["option"][-7:-4] == ["truncated", "complete", "dropped"]
     assert {sample["completion"] for group in groups for sample in group["samples"]} == {HOSTILE}
     assert {group["prompt"] for group in groups} == {HOSTILE}
 
@@ -123,8 +123,8 @@ def test_the_report_says_what_a_person_asks_first(run: Path) -> None:
         "<h1>run</h1>",
         "step 11 of 200",
         "builtin:tiny",
-        "<b>Step 5: Many answers are cut.</b>",
-        "<b>KL to the starting model:</b> Not measured:",
+        "<b>Step 5: Many answers are truncated.</b>",
+        "<b>KL to the initial model:</b> This was not measured:",
         "8 × TPU v4",
         "<th>from rollouts</th>",
         "runs/other",

@@ -99,7 +99,7 @@ def test_a_smoothed_line_says_so_beside_the_raw_one() -> None:
 def test_a_long_run_is_joined_into_points_which_is_said() -> None:
     history = [step_record(step) for step in range(1, 1201)]
     svg = svg_of("grad_norm", history)
-    assert "step (a point joins 3: their mean, extremes shaded)" in texts(svg)
+    assert "step (a point is the mean of 3, extremes shaded)" in texts(svg)
     assert len(svg) < 150_000
     assert len(svg_of("times", history)) < 400_000
 
@@ -107,8 +107,8 @@ def test_a_long_run_is_joined_into_points_which_is_said() -> None:
 def test_accuracy_names_the_answers_behind_its_interval() -> None:
     history = quickstart_history()
     counts = {record["step"]: 512 for record in history if "eval/accuracy" in record}
-    assert "95 % interval (512 answers)" in texts(svg_of("accuracy", history, counts))
-    assert "95 % interval (256 to 512 answers)" in texts(svg_of("accuracy", history, counts | {0: 256}))
+    assert "95 % interval (512 prompts)" in texts(svg_of("accuracy", history, counts))
+    assert "95 % interval (256 to 512 prompts)" in texts(svg_of("accuracy", history, counts | {0: 256}))
     assert not any("interval" in text for text in texts(svg_of("accuracy", history)))
     assert "difficulty_3" in texts(svg_of("accuracy", history))
 
@@ -132,7 +132,7 @@ def test_tokens_that_only_the_dual_clip_met_are_drawn() -> None:
 def test_rewards_that_gave_no_value_are_drawn(name: str) -> None:
     counts = {"reward/error_count": 0, "reward/abstained_count": 0, "reward/dropped_count": 0}
     history = [{**step_record(step), **counts, f"reward/{name}": step} for step in (1, 2)]
-    assert {"failures", "abstentions", "samples left out"} <= set(texts(svg_of("reward_failures", history)))
+    assert {"failures", "None values", "dropped samples"} <= set(texts(svg_of("reward_failures", history)))
 
 
 def test_a_step_that_takes_far_longer_is_named_and_does_not_flatten_the_others() -> None:

@@ -106,7 +106,7 @@ def test_samples_of_a_diverged_model_and_with_missing_fields_are_shown(run: Path
 
 
 @pytest.mark.parametrize(
-    ("finish_reason", "end"), [("stop", "complete"), ("length", "cut"), ("dropped:reward", "dropped")]
+    ("finish_reason", "end"), [("stop", "complete"), ("length", "truncated"), ("dropped:reward", "dropped")]
 )
 def test_only_what_met_the_limit_of_tokens_is_cut(run: Path, finish_reason: str, end: str) -> None:
     path = run / "rollouts" / "step_000003.jsonl"

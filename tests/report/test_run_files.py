@@ -44,7 +44,7 @@ def write_bytes(metrics: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "spoil", "message"),
     [
-        ("settings.yaml", remove, "holds no settings.yaml, so it is no run directory"),
+        ("settings.yaml", remove, "holds no settings.yaml, so it is not a run directory"),
         ("metrics.jsonl", remove, "has no finished training step yet"),
         ("metrics.jsonl", keep_the_first_evaluation_only, "has no finished training step yet"),
         ("metrics.jsonl", damage_the_first_line, "metrics.jsonl:1: not JSON"),
@@ -69,7 +69,7 @@ def test_a_directory_that_cannot_be_reported_is_one_error_and_nothing_is_harmed(
 def test_no_directory_and_a_file_and_a_folder_of_runs_are_told_apart(run: Path) -> None:
     assert "does not exist" in here("report", run.parent / "missing").stderr
     assert "is a file" in here("report", run / "metrics.jsonl").stderr
-    assert "no run directory; it holds the runs run\n" in here("report", run.parent).stderr
+    assert "not a run directory; it holds the runs run\n" in here("report", run.parent).stderr
 
 
 def test_a_line_that_is_being_written_is_left_out(run: Path) -> None:

@@ -51,7 +51,7 @@ def test_the_answers_of_an_evaluation_are_counted(tmp_path: Path) -> None:
         evaluations={0: SAMPLES, 2: SAMPLES * 2},
     )
     assert here("report", run).exit_code == 0
-    assert "95 % interval (3 to 6 answers)" in (run / "report.html").read_text()
+    assert "95 % interval (3 to 6 prompts)" in (run / "report.html").read_text()
 
 
 def test_a_plot_whose_data_is_gone_goes(tmp_path: Path) -> None:

@@ -84,14 +84,14 @@ function drawSample(sample) {
   for (const [name, value] of Object.entries(sample.rewards)) fact(facts, name, value);
   if (sample.advantage !== null) fact(facts, "advantage", sample.advantage);
   fact(facts, "tokens", sample.tokens);
-  fact(facts, "finish", sample.finish, sample.end === "cut" ? "cut" : "");
+  fact(facts, "finish", sample.finish, sample.end === "truncated" ? "cut" : "");
   fact(facts, "logprob mean", sample.mean_logprob);
   fact(facts, "min", sample.min_logprob);
   made.append(facts, element("pre", "", sample.completion));
   if (sample.logprobs.length) {
     const details = element("details");
     const part = sample.tokens > sample.logprobs.length ? `, first ${sample.logprobs.length} tokens` : "";
-    details.append(element("summary", "", `how sure the sampler was of each token${part}`));
+    details.append(element("summary", "", `probability of each token under the sampler${part}`));
     details.addEventListener("toggle", () => drawStrip(details, sample.logprobs), { once: true });
     made.append(details);
   }
