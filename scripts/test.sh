@@ -1,17 +1,23 @@
 #!/usr/bin/env bash
-# Makes the environment with the test extra and runs the suite.
+# Creates the environment with the test extra and runs the tests.
 #
-#   bash scripts/test.sh [--lint] [options of pytest]
+#   bash scripts/test.sh [--lint] [--all] [options of pytest]
 #
+# --all adds the slow tests and those that start two processes as hosts.
 # --lint, or CI=true, first checks style, formatting and types with ruff and pyright, and the scripts with shellcheck.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 case ${CI:-} in true | 1) lint=true ;; *) lint=false ;; esac
-if [ "${1:-}" = --lint ]; then
-    lint=true
+selection=(-m "not slow and not two_hosts")
+while :; do
+    case ${1:-} in
+        --lint) lint=true ;;
+        --all) selection=() ;;
+        *) break ;;
+    esac
     shift
-fi
+done
 
 if [ "$lint" = true ]; then make_environment dev; else make_environment test; fi
 cd "$REPOSITORY"
@@ -23,4 +29,4 @@ if [ "$lint" = true ]; then
     "$VENV/bin/shellcheck" scripts/*.sh .ci/run
 fi
 echo "Running the tests"
-run_tests "$@"
+run_tests ${selection[@]+"${selection[@]}"} "$@"

@@ -20,8 +20,8 @@ from settings.loading.yaml_file import parse_scalar
 from tests.tracking.test_glossary import glossary, matches, written_out
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "sops").glob("*.md"))]
-MIGRATIONS = [REPOSITORY / "sops" / "migrate_from_trl.md", REPOSITORY / "sops" / "migrate_from_verl.md"]
+DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "sops").rglob("*.md"))]
+MIGRATIONS = [REPOSITORY / "sops" / "migrate" / "from_trl.md", REPOSITORY / "sops" / "migrate" / "from_verl.md"]
 THEIRS = {"TRL", "verl", "default there"}
 """Heads of columns that name what is not ours."""
 FILE = re.compile(r"\.(json|jsonl|md|py|yaml|html|png|npz|safetensors)$")

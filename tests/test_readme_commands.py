@@ -9,11 +9,9 @@ also pass what its verb checks before it starts.
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,7 +48,6 @@ CHECKS = {
 }
 OTHERWISE = {"dry_run": check_for_dry_run, "plan": check_for_mesh}
 """Options under which a verb checks something else."""
-CONSOLE_SCRIPT = "import sys; from cli import main; sys.exit(main())"
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 SHELL_OPERATOR = re.compile(r"\d?[<>|&;]")
 
@@ -136,22 +133,15 @@ def test_arguments_end_where_the_shell_takes_over() -> None:
     assert words == ["grpo", "train", "--set", "run.name=a b"]
 
 
-def test_the_verbs_of_the_readme_chain_as_written(tmp_path: Path) -> None:
-    """Rollout, score and inspect-mesh really run, in the order in which README shows them."""
+def test_the_stages_of_the_readme_chain_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of "One stage at a time" really run, in the order in which README shows them."""
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    chain = [c for c in bash_commands(readme) if re.match(r"grpo (rollout|score|inspect-mesh) ", c)]
-    verbs = ["rollout", "score", "inspect-mesh", "inspect-mesh", "rollout", "rollout"]
-    assert [words_and_environment(c)[0][1] for c in chain] == verbs
-    for command in chain:
-        words, environment = words_and_environment(command)
-        done = subprocess.run(
-            [sys.executable, "-c", CONSOLE_SCRIPT, *words[1:]],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout
-    assert len((tmp_path / "scored.jsonl").read_text().splitlines()) == 4 * 16
+    section = readme[readme.index("## One stage at a time") : readme.index("## Commands")]
+    chain = [words_and_environment(command)[0] for command in bash_commands(section)]
+    assert [words[1] for words in chain] == ["rollout", "score", "score", "gae", "train"]
+    monkeypatch.chdir(tmp_path)
+    for words in chain:
+        answer = CliRunner().invoke(cli.app, words[1:], prog_name="grpo")
+        assert answer.exit_code == 0, answer.stderr
+        assert answer.stdout
+    assert len((tmp_path / "advantages.jsonl").read_text().splitlines()) == 8
