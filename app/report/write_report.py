@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from app.report.rollout_viewer import DEFAULT_NUM_SAMPLES, build_viewer
 from app.report.run_files import RunFiles
 from settings.errors import InputError
 
+log = logging.getLogger(__name__)
+
 
 def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[str, Any]:
     """Writes the report from the files of a run alone, each file whole or not at all. Returns what was written.
@@ -23,6 +26,7 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[
     Raises:
         InputError: `path` is no run, has no step yet, has a damaged metrics file, or cannot be written to.
     """
+    log.info("writing the report of %s", path)
     run = RunFiles.read(path)
     viewer = build_viewer(run.rollouts, run.evaluations, num_samples=num_samples)
     alerts = find_alerts(run.history)
