@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,8 +40,18 @@ def settings(*overrides: str) -> list[str]:
 
 
 def here(*arguments: str | Path) -> Result:
-    """The command in this process: the same code as a process of its own, without the seconds of its start."""
-    return CliRunner().invoke(cli.app, list(map(str, arguments)), prog_name="grpo")
+    """The command in this process: the same code as a process of its own, without the seconds of its start.
+
+    Its stderr comes without the progress of the start-up, which has tests of its own.
+    """
+    result = CliRunner().invoke(cli.app, list(map(str, arguments)), prog_name="grpo")
+    result.stderr_bytes = without_progress(result.stderr).encode()
+    return result
+
+
+def without_progress(stderr: str) -> str:
+    """The lines of stderr that are not progress of a start-up: `[  0.3 s] reading FILE`."""
+    return "".join(line for line in stderr.splitlines(keepends=True) if not re.match(r"\[ *\d+\.\d s\] ", line))
 
 
 def of_tiny(model: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from settings import load
+from tests.program import without_progress
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CANARY = "CANARY-0123456789abcdef"
@@ -159,10 +161,11 @@ def test_bad_input_is_one_message_on_stderr_and_exit_code_2(
     answer = grpo(*arguments, cwd=tmp_path)
     assert answer.returncode == 2
     assert answer.stdout == ""
-    assert answer.stderr.startswith("error: ")
+    stderr = without_progress(answer.stderr)
+    assert stderr.startswith("error: ")
     assert message in answer.stderr
     assert "Traceback" not in answer.stderr
-    assert len(answer.stderr.splitlines()) <= 3
+    assert len(stderr.splitlines()) <= 3
     assert list(tmp_path.iterdir()) == []
 
 
@@ -296,3 +299,10 @@ def test_json_keeps_letters_readable() -> None:
 
     assert json.loads(format_summary({"naïve": 1.5}, as_json=True)) == {"naïve": 1.5}
     assert format_summary({"samples": 8, "out": "é"}, as_json=False) == "samples  8\nout      é"
+
+
+def test_a_run_says_at_once_that_it_starts_and_then_what_it_does(tmp_path: Path) -> None:
+    answer = grpo("train", *("--set", f"run.dir={tmp_path}", "--set", "model.path=nowhere/model"), cwd=tmp_path)
+    assert answer.returncode == 2
+    first, *_ = answer.stderr.splitlines()
+    assert re.fullmatch(r"\[ +0\.\d s\] grpo train: quickstart-seed0, model nowhere/model; loading JAX", first)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,6 +45,35 @@ def resolve(
 
     print_notices(load_secrets(Path.cwd()))
     return resolved
+
+
+class _ProgressHandler(logging.Handler):
+    """Writes the log of `app` to stderr as it is at that time; lines of progress with the seconds since the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._started_s = time.monotonic()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        is_progress = record.levelno < logging.WARNING
+        write(f"[{time.monotonic() - self._started_s:5.1f} s] {text}" if is_progress else text, sys.stderr)
+
+
+def show_progress(text: str) -> None:
+    """Shows `text`, and until the command ends what long phases log: loading, reading, exporting, writing reports."""
+    # On the root logger: libraries that call `logging.basicConfig` would add a handler there, and repeat every line.
+    logging.getLogger().addHandler(_ProgressHandler())
+    logger = logging.getLogger("app")
+    logger.setLevel(logging.INFO)
+    logger.info(text)
+
+
+def _hide_progress() -> None:
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler, _ProgressHandler)]:
+        root.removeHandler(handler)
+    logging.getLogger("app").setLevel(logging.NOTSET)
 
 
 def inherit_run_settings(
@@ -117,6 +148,8 @@ def handle_errors(debug: bool) -> Iterator[None]:
     except Exception as error:
         hint = "" if debug else " (--debug shows the traceback)"
         _fail(f"error: {type(error).__name__}: {error}{hint}", EXIT_FAILURE, debug=debug)
+    finally:
+        _hide_progress()
 
 
 def _fail(message: str, code: int, *, debug: bool) -> NoReturn:

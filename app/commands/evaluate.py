@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from app.commands.command_support import format_json, handle_errors, inherit_run_settings, print_notices, resolve, write
+from app.commands.command_support import (
+    format_json,
+    handle_errors,
+    inherit_run_settings,
+    print_notices,
+    resolve,
+    show_progress,
+    write,
+)
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_evaluation
@@ -70,6 +78,7 @@ def evaluate(
             resolved = resolve(config, overrides, print_config=print_config, check=check_for_evaluation)
             if checkpoint is None:
                 print_notices(unused_adapter_notices(resolved))
+            show_progress(f"grpo evaluate: model {resolved.settings.model.path}; loading JAX")
             from app.evaluation.standalone import evaluate_model
 
             result = evaluate_model(resolved, checkpoint=checkpoint, out=out)

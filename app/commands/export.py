@@ -8,7 +8,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import find_run_config, format_summary, handle_errors, require_path, resolve, write
+from app.commands.command_support import (
+    find_run_config,
+    format_summary,
+    handle_errors,
+    require_path,
+    resolve,
+    show_progress,
+    write,
+)
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings.checks.commands import check_for_mesh
 
@@ -45,6 +53,7 @@ def export(
         config = config or find_run_config({"--checkpoint": checkpoint})
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
         checkpoint, out = require_path(checkpoint, "--checkpoint"), require_path(out, "--out")
+        show_progress(f"grpo export: {checkpoint}; loading JAX")
         from app.export import huggingface
 
         export_policy = huggingface.export_adapter if adapter else huggingface.export

@@ -14,6 +14,7 @@ from app.commands.command_support import (
     print_notices,
     require_path,
     resolve,
+    show_progress,
     write,
 )
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
@@ -46,6 +47,7 @@ def rollout(
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_rollout)
         out = require_path(out, "--out")
         print_notices(unused_adapter_notices(resolved))
+        show_progress(f"grpo rollout: model {resolved.settings.model.path}; loading JAX")
         from app.stages import rollout
 
         summary = rollout.rollout(resolved, prompts=prompts, limit=limit, out=out, timeline=timeline)

@@ -8,7 +8,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import format_summary, handle_errors, print_notices, require_path, resolve, write
+from app.commands.command_support import (
+    format_summary,
+    handle_errors,
+    print_notices,
+    require_path,
+    resolve,
+    show_progress,
+    write,
+)
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings.checks.commands import check_for_score
 from settings.checks.unused_settings import unused_adapter_notices
@@ -44,6 +52,7 @@ def score(
         samples, out = require_path(samples, "--input"), require_path(out, "--out")
         if role == "policy":
             print_notices(unused_adapter_notices(resolved))
+        show_progress(f"grpo score: role {role}; loading JAX")
         from app.stages import score
 
         summary = score.score(resolved, input=samples, out=out, role=role, checks_packing=check_packing)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from app.commands.command_support import format_json, handle_errors, inherit_run_settings, resolve, write
+from app.commands.command_support import format_json, handle_errors, inherit_run_settings, resolve, show_progress, write
 from app.commands.options import Config, Debug, Overrides, PrintConfig
 from settings import InputError, load
 from settings.checks.commands import check_for_dry_run, check_for_train
@@ -72,6 +72,7 @@ def train(
             if report is not None:
                 write(format_json(report.to_dict()) if as_json else report.to_text(), sys.stdout)
             raise typer.Exit
+        show_progress(f"grpo train: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
         from app.training import train
 
         code = train.train(resolved, resume=resume, replay_request=_replay_request(from_rollouts, checkpoint))

@@ -6,6 +6,7 @@ It runs on the CPU of one host, whatever `mesh` says: weights are only copied, a
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -39,6 +40,8 @@ from app.runtime.pinned_revisions import pin_revisions
 from settings import Resolved, Settings
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
+
+log = logging.getLogger(__name__)
 
 WeightType = Literal["float32", "bfloat16"]
 
@@ -165,6 +168,7 @@ def make_cpu_mesh() -> Mesh:
 
 def write_model(folder: Path, model: ModelSpec, params: Params, *, dtype: WeightType) -> list[str]:
     """Writes weights, configurations and tokenizer, as transformers needs; returns the names of the weight files."""
+    log.info("writing %s", folder)
     files, tokenizer = model.files, model.tokenizer
     config = export_config(files.config, dtype=dtype, eos_ids=tokenizer.eos_ids)
     generation = export_generation_config(files.generation_config, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)

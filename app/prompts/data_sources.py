@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,6 +10,8 @@ from app.prompts.arithmetic import make_problems
 from app.prompts.dataset import Dataset, DatasetRow, load_dataset
 from settings.errors import InputError
 from settings.schema.data import DataSettings
+
+log = logging.getLogger(__name__)
 
 ARITHMETIC = "builtin:arithmetic"
 HELD_OUT_SEED = 0
@@ -48,6 +51,7 @@ def evenly_spaced(rows: Sequence[DatasetRow], max_rows: int) -> Sequence[Dataset
 
 
 def _load(data: DataSettings, source: str, *, split: str, num_problems: int, seed: int) -> Dataset:
+    log.info("reading %s", source)
     if source == ARITHMETIC:
         return make_problems(
             difficulty=data.difficulty,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import numpy as np
 from app.prompts.dataset import DatasetRow
 from app.records.sample import Messages, Prompt
 from settings.errors import InputError
+
+log = logging.getLogger(__name__)
 
 
 class ChatTokenizer(Protocol):
@@ -61,6 +64,7 @@ def encode_prompts(
     Raises:
         InputError: a prompt is too long and `overlong` is `error`, or no prompt is left.
     """
+    log.info("encoding %s prompts", f"{len(rows):,}")
     encoded = [tokenizer.chat_ids(to_messages(row.prompt, system_prompt)) for row in rows]
     lengths = [len(ids) for ids in encoded]
     num_overlong = sum(length > max_prompt_length for length in lengths)

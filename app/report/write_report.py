@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from app.report.rollout_viewer import DEFAULT_NUM_SAMPLES, build_viewer
 from app.report.run_files import RunFiles
 from settings.errors import InputError
 
+log = logging.getLogger(__name__)
+
 
 def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[str, Any]:
     """Writes the report from the files of a run, each file atomically, and returns a summary.
@@ -24,6 +27,7 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[
     Raises:
         InputError: `path` is not a run or has no step yet, its metrics are damaged, or it cannot be written to.
     """
+    log.info("writing the report of %s", path)
     run = RunFiles.read(path)
     viewer = build_viewer(run.rollouts, run.evaluations, num_samples=num_samples)
     alerts = find_alerts(run.history)

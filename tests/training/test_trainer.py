@@ -25,6 +25,7 @@ from tests.program import (
     settings,
     started,
     train_here,
+    without_progress,
 )
 from tests.tiny_directory import CHARACTERS, CONFIG, CONTROL_TOKENS, random_tensors, write_model
 
@@ -289,7 +290,7 @@ def test_the_result_goes_to_stdout_and_progress_to_stderr(config: Path) -> None:
     assert result[-1] == f"everything is in {config.parent / 'runs' / 'tiny'}"
     assert result[-2].startswith("best eval/accuracy ")
     assert len(result) == 11
-    progress = stderr.splitlines()
+    progress = without_progress(stderr).splitlines()
     assert progress[0] == "builtin:arithmetic: 40 rows (prompt from prompt, answer from answer)"
     assert [line.split()[1] for line in progress if line.startswith("step ")] == ["1", "2", "3", "4"]
     assert len([line for line in progress if line.startswith("evaluation at step ")]) == 3

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from app.model.decoder import DecoderDefinition, ParamPath, Params, flatten_by_p
 from app.model.io.model_files import TensorSource
 from app.model.quantization import CODES, SCALES, KernelQuantizer
 from settings.errors import InputError
+
+log = logging.getLogger(__name__)
 
 LAYER_TENSORS: dict[str, ParamPath] = {
     "input_layernorm.weight": ("attention_norm", "scale"),
@@ -165,6 +168,7 @@ def load_weights(
         tensor = from_hf_layout(tensor, entry.path, shape if entry.layer is None else shape[1:])
         return {entry.path: tensor} if entry.path in shapes else quantize_kernel(definition, entry.path, tensor)
 
+    log.info("loading %s tensors onto %d device%s", f"{len(entries):,}", mesh.size, "" if mesh.size == 1 else "s")
     params: dict[ParamPath, Array] = {}
 
     def make_room(paths: Iterable[ParamPath]) -> None:
