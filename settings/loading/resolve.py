@@ -62,8 +62,13 @@ class Resolved:
         return describe_origin(self.provenance[field])
 
     def describe(self, field: str) -> str:
-        """`rollout.group_size = 1 (from env:NUM_PRE_Q)`."""
-        return f"{field} = {value_of(self.settings, field)!r} (from {self.origin(field)})"
+        """Returns `rollout.group_size = 1 (from env:NUM_PRE_Q)`; without the value for a list of mappings."""
+        value = "" if field in ITEM_KEYS else f" = {value_of(self.settings, field)!r}"
+        return f"{field}{value} (from {self.origin(field)})"
+
+    def is_later(self, field: str, other: str) -> bool:
+        """Tells whether a field was set in a later layer than another one."""
+        return precedence(self.provenance[field]) > precedence(self.provenance[other])
 
     @property
     def algorithm_changes(self) -> str | None:
