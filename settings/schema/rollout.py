@@ -55,11 +55,11 @@ class PdsrSettings(Section):
     """pdsr_v1: suspend a sample at the limit and continue it on a heavy worker, or truncate it, which biases the
     rewards of hard prompts."""
     percentile: float = Field(default=80.0, gt=0, lt=100)
-    """pdsr_v2: samples longer than this percentile of the window are heavy."""
+    """pdsr_v2, adaptive: samples longer than this percentile of the window are heavy."""
     window: int = Field(default=256, ge=1, le=MAX_SLOTS)
-    """pdsr_v2: number of finished samples from which the percentile is computed."""
+    """pdsr_v2, adaptive: number of finished samples from which the percentile is computed."""
     window_min: int = Field(default=32, ge=1, le=MAX_SLOTS)
-    """pdsr_v2: number of finished samples before any sample is classified as heavy."""
+    """pdsr_v2, adaptive: number of finished samples before any sample is classified as heavy."""
 
 
 class WorkerPoolSettings(Section):
