@@ -304,8 +304,8 @@ def test_a_step_beyond_the_run_cannot_be_profiled(resolve) -> None:
     check_for_train(resolve("run.steps=5", "logging.profile_steps=[1, 5]"))
     message = refusal(check_for_train, resolve("run.steps=5", "logging.profile_steps=[5, 6, 7]"))
     assert message == (
-        "logging.profile_steps = (5, 6, 7) (from --set): step 6 is beyond the run, which ends at run.steps = 5 (from --set); "
-        "choose steps from 1 to 5"
+        "logging.profile_steps = (5, 6, 7) (from --set): step 6 is beyond the run, which ends at "
+        "run.steps = 5 (from --set); choose steps from 1 to 5"
     )
 
 

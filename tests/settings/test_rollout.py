@@ -47,7 +47,7 @@ def test_settings_that_contradict_each_other_are_refused(check, overrides: list[
         ),
         (
             ["rollout.slots=8", "rollout.placement=global"],
-            "rollout.slots = 8 (from --set): slots are filled on each host separately, but rollout.placement = 'global'",
+            "rollout.slots = 8 (from --set): slots are filled on each host separately, but rollout.placement",
         ),
         (
             ["rollout.scheduler=adaptive", "rollout.slots=8"],
