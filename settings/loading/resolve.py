@@ -1,4 +1,4 @@
-"""Joins the layers into settings: defaults, then YAML, `--set`, environment, a verb's flags, derived; later wins."""
+"""Merges the layers: defaults, YAML, `--set`, environment, a command's options, derived values. The later wins."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, AlgorithmSettings,
 
 @dataclass(frozen=True)
 class Resolved:
-    """Settings, and what set each of them."""
+    """Settings and their provenance."""
 
     settings: Settings
     provenance: Mapping[str, str]
     """Dotted field -> `default`, `yaml:FILE:LINE`, `set`, `env:NAME`, a flag such as `--gamma`, or `derived`."""
     notices: tuple[str, ...] = ()
-    """What the user should be told on stderr."""
+    """Messages for the user on stderr."""
 
     def to_yaml(self) -> str:
         """The settings as YAML that `--config` takes, each value with its provenance as a comment."""
         return to_yaml(self.settings, self.provenance)
 
     def origin(self, field: str) -> str:
-        """What set a field, for the inside of a sentence."""
+        """Returns what set a field, for use inside a sentence."""
         return describe_origin(self.provenance[field])
 
     def describe(self, field: str) -> str:
@@ -72,7 +72,7 @@ class Resolved:
 
     @property
     def algorithm_changes(self) -> str | None:
-        """What `algorithm.name` has decided otherwise than `grpo` would have; None where that is nothing."""
+        """The derived settings that differ from those of `grpo`, or None if there are none."""
         own = [field for field in FIELDS if field.startswith("algorithm.") and self.provenance[field] == "derived"]
         return describe_changes(self.settings.algorithm, [field.removeprefix("algorithm.") for field in own])
 

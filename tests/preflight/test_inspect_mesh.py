@@ -281,7 +281,7 @@ def test_only_looking_may_be_done_on_pretended_devices(verb: tuple[str, ...], tm
     result = here(*arguments, *settings("mesh.pretend=v4-16"))
     assert result.exit_code == 2
     assert (
-        "mesh.pretend = 'v4-16' (from --set): only grpo train --dry-run, and grpo inspect-mesh without" in result.stderr
+        "mesh.pretend = 'v4-16' (from --set): only grpo train --dry-run and grpo inspect-mesh accept" in result.stderr
     )
 
 
