@@ -1,4 +1,4 @@
-"""Plug-ins: somebody else's reward functions, over a step's samples, at their own samples' risk."""
+"""Plug-ins: user-supplied reward functions, whose failures affect only their own samples."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from app.reward.reward_outcome import RewardFailure, RewardOutcome
 from settings.errors import InputError
 
 PROCESS_DEATH_KINDS = ("exit", "memory")
-"""Failures that an earlier call in the same process may have caused."""
+"""Kinds of failures that an earlier call in the same process may have caused."""
 
 
 class PlugInUnavailableError(Exception):
-    """A plug-in that could be loaded when the run began, and cannot any more."""
+    """A plug-in that was loaded at the start of the run cannot be loaded again."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """Where the training is: what `trainer_state` tells."""
+    """The progress of training, passed to plug-ins as `trainer_state`."""
 
     step: int = 0
     num_steps: int = 0
 
 
 class PlugIn:
-    """One function in its pool of workers, which whoever made the pool closes.
+    """One function and its pool of workers. The creator of the pool closes it.
 
     Args:
-        batch_size: most samples of a call in batch style; a group is never split.
-        max_characters: what the function sees of a completion.
-        unlimited: what this system does not let us limit.
+        batch_size: maximum number of samples per batch-style call; a group is never split.
+        max_characters: number of last characters of a completion that the function gets.
+        unlimited: resources that this system cannot limit.
 
     Raises:
         SignatureError: the data cannot fill the parameters.
@@ -71,10 +71,10 @@ class PlugIn:
     def load(
         cls, name: str, pool: ProcessPool, columns: DataColumns, *, batch_size: int, max_characters: int
     ) -> PlugIn:
-        """Imports the function in its first worker, and finds out how to call it.
+        """Imports the function in its first worker and reads its signature.
 
         Raises:
-            InputError: it cannot be imported, or wants what is not there.
+            InputError: it cannot be imported, or has a parameter that the data cannot fill.
         """
         try:
             answer = pool.load()
@@ -92,15 +92,15 @@ class PlugIn:
 
     @property
     def summary(self) -> str:
-        """How the function is called, in one line."""
+        """One line that describes how the function is called."""
         unlimited = f"; this system does not limit {', '.join(self._unlimited)}" if self._unlimited else ""
         return f"reward {self.name}: {self._pool.function}, {self._signature.to_text()}{unlimited}"
 
     def for_held_out(self, columns: DataColumns) -> PlugIn:
-        """The same function in the same workers, given what the evaluation's data have.
+        """Returns the same function in the same workers, for the columns of the evaluation's data.
 
         Raises:
-            InputError: they lack what the training's have and the function asks for.
+            InputError: a column that the function needs is missing.
         """
         try:
             return PlugIn(
@@ -118,24 +118,24 @@ class PlugIn:
             ) from None
 
     def compute_outcomes(self, samples: Sequence[Sample], step_info: StepInfo) -> list[RewardOutcome]:
-        """One outcome per sample, in order.
+        """Returns one outcome per sample, in order.
 
-        A batch that fails is tried again group by group, and then sample by sample; a sample whose process died is
-        tried once more in a fresh one, in case the call before was to blame.
+        A batch that fails is retried group by group, and then sample by sample. A sample whose process died is retried
+        in a new process, in case an earlier call caused the failure.
 
         Raises:
-            PlugInLostError: a worker died and no other can be started, twice.
+            PlugInUnavailableError: a worker died, and its replacement failed to start twice.
         """
-        found: list[RewardOutcome | None] = [None] * len(samples)
+        outcomes: list[RewardOutcome | None] = [None] * len(samples)
         batches = list(self._batches(samples))
         while batches:
-            batches = self._call(batches, samples, step_info, found)
-        died = [(i,) for i, o in enumerate(found) if o and o.failure and o.failure.kind in PROCESS_DEATH_KINDS]
-        self._call(died, samples, step_info, found, fresh=True)
-        return [outcome for outcome in found if outcome is not None]
+            batches = self._call(batches, samples, step_info, outcomes)
+        died = [(i,) for i, o in enumerate(outcomes) if o and o.failure and o.failure.kind in PROCESS_DEATH_KINDS]
+        self._call(died, samples, step_info, outcomes, fresh=True)
+        return [outcome for outcome in outcomes if outcome is not None]
 
     def _batches(self, samples: Sequence[Sample]) -> Iterator[tuple[int, ...]]:
-        """Indices of the samples of each call: whole groups in batch style, else one."""
+        """Yields the sample indices of each call: whole groups in batch style, else one sample."""
         if not self._signature.is_batch:
             yield from ((index,) for index in range(len(samples)))
             return
@@ -153,16 +153,16 @@ class PlugIn:
         batches: Sequence[tuple[int, ...]],
         samples: Sequence[Sample],
         step_info: StepInfo,
-        found: list[RewardOutcome | None],
+        outcomes: list[RewardOutcome | None],
         *,
         fresh: bool = False,
     ) -> list[tuple[int, ...]]:
-        """Notes the outcomes of the batches; returns the parts of those that failed as a whole."""
+        """Stores the outcomes of the batches; returns the parts of failed batches, for another attempt."""
         requests = [self._request([samples[i] for i in batch], step_info) for batch in batches]
         try:
             answers = self._pool.run(requests, fresh=fresh)
         except LoadError as problem:
-            raise PlugInUnavailableError(f"reward {self.name}: no worker can be started any more: {problem}") from None
+            raise PlugInUnavailableError(f"reward {self.name}: no worker can be started again: {problem}") from None
         parts: list[tuple[int, ...]] = []
         for batch, answer in zip(batches, answers, strict=True):
             if isinstance(answer, list) and len(answer) != len(batch):
@@ -171,25 +171,25 @@ class PlugIn:
                 groups = list(group_indices(batch, samples))
                 parts += groups if len(groups) > 1 else [(index,) for index in batch]
                 continue
-            outcomes = [RewardOutcome(failure=answer)] if isinstance(answer, RewardFailure) else answer
-            for index, outcome in zip(batch, outcomes, strict=True):
-                found[index] = outcome
+            results = [RewardOutcome(failure=answer)] if isinstance(answer, RewardFailure) else answer
+            for index, outcome in zip(batch, results, strict=True):
+                outcomes[index] = outcome
         return parts
 
     def _request(self, samples: Sequence[Sample], step_info: StepInfo) -> dict[str, Any]:
         signature = self._signature
         arguments = build_arguments(signature, samples, self._columns, max_characters=self._max_characters)
         request = {"arguments": arguments, "is_batch": signature.is_batch, "num_samples": len(samples)}
-        asked = [name for name in TRAINER_ARGUMENTS if name in signature.arguments and name not in arguments]
-        if "trainer_state" in asked:
+        requested = [name for name in TRAINER_ARGUMENTS if name in signature.arguments and name not in arguments]
+        if "trainer_state" in requested:
             request["trainer_state"] = {"global_step": step_info.step, "max_steps": step_info.num_steps}
-        if "log_metric" in asked:
+        if "log_metric" in requested:
             request["log_metric"] = True
         return request
 
 
 def group_indices(indices: Sequence[int], samples: Sequence[Sample]) -> Iterator[tuple[int, ...]]:
-    """The indices of each group, in the order of their first samples."""
+    """Yields the indices of each group, in the order of the groups' first samples."""
     groups: dict[int, list[int]] = {}
     for index in indices:
         groups.setdefault(samples[index].group_id, []).append(index)

@@ -1,4 +1,4 @@
-"""How a plug-in wants to be called, read from its signature: three styles, and what fills each parameter.
+"""The calling style of a plug-in, read from its signature, and the arguments of a call.
 
     batch     f(prompts, completions, completion_ids, <columns>, **kwargs) -> list of numbers or None    as in TRL
     verl      f(data_source, solution_str, ground_truth, extra_info=None)  -> number or dict with `score`
@@ -19,22 +19,22 @@ StyleName = Literal["batch", "verl", "by name"]
 
 ANSWER_NAMES = ("answer", "ground_truth", "solution")
 PROMPT_NAMES = ("question", "problem", "messages")
-"""What data sets call their answer and prompt columns; in a function's signature they mean the same."""
+"""Names of answer and prompt columns in data sets; a function's parameters may use any of them."""
 
 SAMPLE_ARGUMENTS: Mapping[StyleName, tuple[str, ...]] = {
     "batch": ("prompts", "completions", "completion_ids"),
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
     "by name": ("prompt", "completion", "completion_ids"),
 }
-"""What a style calls the parts of a sample."""
+"""Names of the parts of a sample in each style."""
 
 TRAINER_ARGUMENTS = ("trainer_state", "log_metric")
-"""What a batch-style function may further ask for: the step, and a way to log a number."""
+"""Further parameters of a batch-style function: the training progress, and a function that logs a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """As `inspect.Parameter` has it."""
+    """A parameter as described by `inspect.Parameter`."""
 
     name: str
     kind: str
@@ -43,16 +43,16 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class DataColumns:
-    """What the data can fill a parameter with, besides the sample itself."""
+    """The columns of the data that can fill a parameter, in addition to the sample itself."""
 
     extra: frozenset[str]
-    """Columns of the rows other than prompt and answer."""
+    """Columns other than prompt and answer."""
     answers: frozenset[str]
-    """Names of the reference answer; empty where no row has one."""
+    """Names of the reference answer; empty if no row has one."""
     prompts: frozenset[str]
-    """Further names of the prompt."""
+    """Alternative names of the prompt."""
     source: str
-    """`data_source`, where no column says it."""
+    """Value of `data_source` if there is no such column."""
 
     @classmethod
     def from_rows(
@@ -63,7 +63,7 @@ class DataColumns:
         prompt_column: str | None = None,
         answer_column: str | None = None,
     ) -> DataColumns:
-        """Of rows or prompts; a column counts when one of them has it."""
+        """Collects the columns of rows or prompts; a column counts if at least one row has it."""
         rows = list(rows)
         has_answers = any(row.answer is not None for row in rows)
         return cls(
@@ -74,7 +74,7 @@ class DataColumns:
         )
 
     def value(self, name: str, sample: Sample) -> Any:
-        """What stands under a name for one sample; None where its row has no such column."""
+        """Returns a sample's value of a column, or None if its row has no such column."""
         prompt = sample.prompt
         if name in prompt.extra or name in self.extra:
             return prompt.extra.get(name)
@@ -85,7 +85,7 @@ class DataColumns:
 
 @dataclass(frozen=True, slots=True)
 class PlugInSignature:
-    """A style, and the names of the arguments to pass."""
+    """The style of a function and the names of its arguments."""
 
     style: StyleName
     arguments: tuple[str, ...]
@@ -95,17 +95,17 @@ class PlugInSignature:
         return self.style == "batch"
 
     def to_text(self) -> str:
-        """For the start-up report."""
+        """Returns the description for the report at startup."""
         names = {"batch": "a batch at a time", "verl": "one sample at a time, verl's way", "by name": "one at a time"}
         return f"{names[self.style]}: {', '.join(self.arguments)}"
 
 
 class SignatureError(ValueError):
-    """No style fits a function."""
+    """A function's parameters cannot be filled."""
 
 
 def read_signature(parameters: Sequence[Parameter], columns: DataColumns) -> PlugInSignature:
-    """The style of a function and what it is to be given.
+    """Determines the style of a function and the arguments that it gets.
 
     Raises:
         SignatureError: a parameter cannot be filled, or there is none that a reward could depend on.
@@ -124,7 +124,9 @@ def read_signature(parameters: Sequence[Parameter], columns: DataColumns) -> Plu
         arguments += [name for name in fillable if name not in arguments and name not in again]
     if unknown or not arguments:
         problem = (
-            f"asks for {_quote_names(unknown)}, which nothing fills" if unknown else "takes nothing that a sample has"
+            f"has parameters that nothing fills: {_quote_names(unknown)}"
+            if unknown
+            else "has no parameter that a sample can fill"
         )
         raise SignatureError(f"{problem}. {_describe_available(columns)}")
     return PlugInSignature(style, tuple(arguments))
@@ -160,11 +162,11 @@ def _quote_names(names: Sequence[str]) -> str:
 def build_arguments(
     signature: PlugInSignature, samples: Sequence[Sample], columns: DataColumns, *, max_characters: int
 ) -> dict[str, Any]:
-    """What a call over the samples gets by name: lists in batch style, else of the one sample.
+    """Returns the arguments of a call by name: lists in batch style, else the values of the one sample.
 
-    Of a completion it is the last `max_characters`. What comes from the trainer is not among them.
+    Completions are shortened to their last `max_characters`. Arguments from the trainer are not included.
     """
-    own: dict[str, Callable[[Sample], Any]] = {
+    getters: dict[str, Callable[[Sample], Any]] = {
         "completion_ids": lambda s: s.completion_ids.tolist(),
         "prompt": lambda s: s.prompt.source,
         "prompts": lambda s: s.prompt.source,
@@ -173,7 +175,7 @@ def build_arguments(
         "solution_str": lambda s: s.completion[-max_characters:],
     }
     if signature.style == "verl":
-        own |= {
+        getters |= {
             "data_source": lambda s: s.prompt.extra.get("data_source", columns.source),
             "ground_truth": lambda s: s.prompt.extra.get("ground_truth", s.prompt.answer),
             "extra_info": lambda s: s.prompt.extra.get("extra_info", {}),
@@ -182,11 +184,11 @@ def build_arguments(
     for name in signature.arguments:
         if name in TRAINER_ARGUMENTS and name not in columns.extra:
             continue
-        values = [own[name](s) if name in own else columns.value(name, s) for s in samples]
+        values = [getters[name](s) if name in getters else columns.value(name, s) for s in samples]
         arguments[name] = values if signature.is_batch else values[0]
     return arguments
 
 
 def _match_prompt_format(sample: Sample, completion: str) -> str | list[dict[str, str]]:
-    """Text for a prompt that is text, a message for a chat: as TRL does."""
+    """Returns text if the prompt is text, and a message if it is a chat, as TRL does."""
     return completion if isinstance(sample.prompt.source, str) else [{"role": "assistant", "content": completion}]

@@ -1,7 +1,7 @@
-"""Worker processes of one plug-in: started, fed, watched, killed and replaced, by a single thread.
+"""The worker processes of one plug-in: a single thread starts, feeds, supervises, kills and replaces them.
 
-A worker leads a process group of its own, so that it dies together with whatever it started. It sees few environment
-variables and none of our files, and ends by itself when this process is gone.
+A worker leads its own process group, so that its child processes are killed with it. It gets few environment variables
+and no open files, and exits when this process ends.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from app.reward.reward_outcome import RewardFailure, RewardOutcome, one_line
 from app.reward.worker_main import EXTRA_NAME_PATTERN, MAX_EXTRAS
 from app.reward.worker_process import WorkerProcess, worker_environment
 
-INVALID_ANSWER = RewardFailure("exit", "its process gave an answer that is none")
+INVALID_ANSWER = RewardFailure("exit", "its process sent an invalid answer")
 
 OUT_OF_MEMORY_SIGNS = ("MemoryError", "allocate memory", "failed to map segment")
+
+Answer = dict[str, Any] | RewardFailure
+"""What a worker sent, or how it failed."""
+Result = list[RewardOutcome] | RewardFailure
+"""The outcomes of a call, or how it failed as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceLimits:
-    """What a plug-in may use."""
+    """The resources that a plug-in may use."""
 
     timeout_s: float
     cpu_s: int
@@ -35,19 +40,19 @@ class ResourceLimits:
 
 
 class LoadError(Exception):
-    """A plug-in that no worker can be started with; the message says why."""
+    """No worker can be started with the plug-in; the message gives the reason."""
 
 
 class LoadTimeoutError(LoadError):
-    """One whose import takes longer than it may."""
+    """The plug-in's import takes longer than `load_timeout_s`."""
 
 
 class ProcessPool:
-    """At most `num_workers` workers with one function loaded, kept from one step to the next.
+    """At most `num_workers` workers with one function loaded, kept between training steps.
 
     Args:
         function: `module:name` or `file.py:name`.
-        environment: names of environment variables that workers see besides `PASSED_ON`.
+        environment: names of environment variables passed to workers in addition to `ALLOWED_ENVIRONMENT`.
     """
 
     def __init__(
@@ -57,12 +62,13 @@ class ProcessPool:
         self.num_workers = num_workers
         self.limits = limits
         self._environment = worker_environment(environment)
+        self._load_cpu_s = max(limits.load_timeout_s, limits.cpu_s)
         self._workers: list[WorkerProcess] = []
         self._start_failed = False
-        """Since a worker was last loaded."""
+        """Whether the last start of a worker failed."""
 
     def load(self) -> dict[str, Any]:
-        """Starts the first worker; returns what it says of the function.
+        """Starts the first worker and returns its description of the function.
 
         Raises:
             LoadError: the function cannot be used.
@@ -77,68 +83,51 @@ class ProcessPool:
             self.close()
             raise
 
-    def run(
-        self, requests: Sequence[Mapping[str, Any]], *, fresh: bool = False
-    ) -> list[list[RewardOutcome] | RewardFailure]:
-        """What came of each request, in their order, whichever worker it went to and whenever that was done.
+    def run(self, requests: Sequence[Mapping[str, Any]], *, fresh: bool = False) -> list[Result]:
+        """Returns the result of each request, in the order of the requests.
 
         Args:
-            fresh: each in a worker that has served none before.
+            fresh: whether each request needs a worker that has served no other.
 
         Raises:
-            LoadError: a worker had to be replaced, and its successor cannot be started, twice.
+            LoadError: a worker had to be replaced, and its replacement failed to start twice.
         """
-        answers: dict[int, list[RewardOutcome] | RewardFailure] = {}
+        results: dict[int, Result] = {}
         waiting = deque(range(len(requests)))
         try:
-            self._reap_dead()
-            while len(answers) < len(requests):
-                self._end_used(used=fresh)
+            # Workers that have died since the last call must not get a request.
+            for worker, answer in self._wait(timeout_s=0) if self._workers else ():
+                self._handle_answer(worker, answer, results)
+            while len(results) < len(requests):
+                for worker in [w for w in self._workers if fresh and w.is_idle and w.num_calls]:
+                    self._end(worker)
                 self._dispatch(waiting, requests)
                 for worker, answer in self._wait():
-                    self._handle_answer(worker, answer, answers)
+                    self._handle_answer(worker, answer, results)
         except BaseException:
             self.close()
             raise
-        return [answers[index] for index in range(len(requests))]
+        return [results[index] for index in range(len(requests))]
 
     def close(self) -> None:
-        """Ends every worker, and waits until it is gone."""
+        """Kills every worker and waits for its end."""
         while self._workers:
             self._workers.pop().kill()
-
-    @property
-    def _load_cpu_s(self) -> float:
-        return max(self.limits.load_timeout_s, self.limits.cpu_s)
 
     def _start(self) -> WorkerProcess:
         worker = WorkerProcess(self._environment)
         worker.is_retry = self._start_failed
         self._workers.append(worker)
-        order = {
-            "function": self.function,
-            "memory_mib": self.limits.memory_mib,
-            "cpu_s": self.limits.cpu_s,
-            "load_cpu_s": self._load_cpu_s,
-        }
-        worker.send(order, timeout_s=self.limits.load_timeout_s)
+        limits = {"memory_mib": self.limits.memory_mib, "cpu_s": self.limits.cpu_s, "load_cpu_s": self._load_cpu_s}
+        worker.send({"function": self.function, **limits}, timeout_s=self.limits.load_timeout_s)
         return worker
-
-    def _reap_dead(self) -> None:
-        """Finds out which workers have died since the last call, before one of them is given something to do."""
-        for worker, answer in self._wait(timeout_s=0) if self._workers else ():
-            self._handle_answer(worker, answer, {})
-
-    def _end_used(self, *, used: bool) -> None:
-        for worker in [w for w in self._workers if used and w.is_idle and w.num_calls]:
-            self._end(worker)
 
     def _end(self, worker: WorkerProcess) -> int:
         self._workers.remove(worker)
         return worker.kill()
 
     def _dispatch(self, waiting: deque[int], requests: Sequence[Mapping[str, Any]]) -> None:
-        """Gives idle workers something to do, and starts more while there is more than they can take."""
+        """Sends requests to idle workers, and starts more workers while requests are waiting."""
         for worker in self._workers:
             if waiting and worker.is_idle:
                 worker.call_index = waiting.popleft()
@@ -148,8 +137,8 @@ class ProcessPool:
         for _ in range(min(self.num_workers - len(self._workers), len(waiting) - num_loading)):
             self._start()
 
-    def _wait(self, timeout_s: float = float("inf")) -> list[tuple[WorkerProcess, dict[str, Any] | RewardFailure]]:
-        """Waits until a worker has answered, has died or is late."""
+    def _wait(self, timeout_s: float = float("inf")) -> list[tuple[WorkerProcess, Answer]]:
+        """Waits until a worker has answered, has died or has passed its deadline."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.read_fd, selectors.EVENT_READ, worker)
@@ -158,9 +147,9 @@ class ProcessPool:
                 if worker.outgoing:
                     selector.register(worker.write_fd, selectors.EVENT_WRITE, worker)
             nearest = min(worker.deadline for worker in self._workers) - time.monotonic()
-            patience = min(max(nearest, 0), timeout_s)
-            events = selector.select(None if patience == float("inf") else patience)
-        answered: list[tuple[WorkerProcess, dict[str, Any] | RewardFailure]] = []
+            timeout_s = min(max(nearest, 0), timeout_s)
+            events = selector.select(None if timeout_s == float("inf") else timeout_s)
+        answered: list[tuple[WorkerProcess, Answer]] = []
         for key, event in events:
             worker = key.data
             if worker not in self._workers:  # died at an earlier event
@@ -171,15 +160,15 @@ class ProcessPool:
                 worker.stderr_relay.read()
             elif (answer := self._read(worker)) is not None:
                 answered.append((worker, answer))
-        late = time.monotonic()
+        now = time.monotonic()
         served = [worker for worker, _ in answered]
-        for worker in [w for w in self._workers if w.deadline <= late and w not in served]:
+        for worker in [w for w in self._workers if w.deadline <= now and w not in served]:
             seconds = self.limits.timeout_s if worker.is_loaded else self.limits.load_timeout_s
             self._end(worker)
             answered.append((worker, RewardFailure("timeout", f"took more than {seconds:g} s")))
         return answered
 
-    def _read(self, worker: WorkerProcess) -> dict[str, Any] | RewardFailure | None:
+    def _read(self, worker: WorkerProcess) -> Answer | None:
         try:
             return worker.read()
         except EOFError:
@@ -188,13 +177,14 @@ class ProcessPool:
             seconds = self.limits.cpu_s if worker.is_loaded else self._load_cpu_s
             return RewardFailure("cpu", f"used more than {seconds:g} s of processor time")
         if status < 0:
-            return RewardFailure("exit", f"its process was ended by {_signal_name(-status)}")
+            known = {s.value: s.name for s in signal.Signals}
+            return RewardFailure("exit", f"its process was ended by {known.get(-status, f'signal {-status}')}")
         return RewardFailure("exit", f"its process ended with exit code {status}")
 
-    def _finish_load(self, worker: WorkerProcess, answer: dict[str, Any] | RewardFailure) -> dict[str, Any]:
+    def _finish_load(self, worker: WorkerProcess, answer: Answer) -> dict[str, Any]:
         if isinstance(answer, RewardFailure):
             kind = LoadTimeoutError if answer.kind == "timeout" else LoadError
-            raise kind(f"while it was imported, it {_as_predicate(answer.text)}")
+            raise kind(f"while it was imported, it {answer.text.removeprefix('its process ')}")
         if "refused" in answer:
             text = one_line(str(answer["refused"]))
             is_memory = any(sign in text for sign in OUT_OF_MEMORY_SIGNS)
@@ -204,8 +194,8 @@ class ProcessPool:
         worker.deadline = float("inf")
         return answer
 
-    def _finish_load_or_retry(self, worker: WorkerProcess, answer: dict[str, Any] | RewardFailure) -> None:
-        """As `_loaded`, but a start that fails is tried again: a busy machine is no reason to end a run."""
+    def _finish_load_or_retry(self, worker: WorkerProcess, answer: Answer) -> None:
+        """Finishes the start of a worker; the first failure is retried, because the machine may just be busy."""
         try:
             self._finish_load(worker, answer)
         except LoadError:
@@ -217,37 +207,32 @@ class ProcessPool:
         else:
             self._start_failed = False
 
-    def _handle_answer(
-        self,
-        worker: WorkerProcess,
-        answer: dict[str, Any] | RewardFailure,
-        answers: dict[int, list[RewardOutcome] | RewardFailure],
-    ) -> None:
-        """Notes what a worker said, and makes it ready for the next call."""
+    def _handle_answer(self, worker: WorkerProcess, answer: Answer, results: dict[int, Result]) -> None:
+        """Stores the result of a worker's call and makes the worker ready for the next one."""
         call, worker.call_index = worker.call_index, None
         if call is None:
             if not worker.is_loaded:
                 self._finish_load_or_retry(worker, answer)
-            elif worker in self._workers:  # it spoke without being asked
+            elif worker in self._workers:  # an answer without a request
                 self._end(worker)
             return
         worker.deadline = float("inf")
-        outcome = answer if isinstance(answer, RewardFailure) else INVALID_ANSWER
+        result = answer if isinstance(answer, RewardFailure) else INVALID_ANSWER
         if isinstance(answer, dict) and answer.get("call") == worker.num_calls:
-            outcome = _parse_answer(answer)
-        answers[call] = outcome
-        # What it says may be another's word from now on; what it could not give back may be all of its memory.
-        is_spoilt = isinstance(outcome, RewardFailure) and (outcome == INVALID_ANSWER or outcome.kind == "memory")
-        if is_spoilt and worker in self._workers:
+            result = _parse_answer(answer)
+        results[call] = result
+        # After an invalid answer the pipe cannot be trusted; after a memory failure the memory may stay allocated.
+        is_unusable = isinstance(result, RewardFailure) and (result == INVALID_ANSWER or result.kind == "memory")
+        if is_unusable and worker in self._workers:
             self._end(worker)
 
 
-def _parse_answer(answer: Mapping[str, Any]) -> list[RewardOutcome] | RewardFailure:
-    """What a worker says, of which nothing is taken on trust: the function can write to the same pipe."""
+def _parse_answer(answer: Mapping[str, Any]) -> Result:
+    """Parses a worker's answer and verifies all of it, because the function can write to the same pipe."""
     try:
         if "failure" in answer:
             return _parse_failure(answer["failure"])
-        return [_parse_outcome(said) for said in answer["outcomes"]]
+        return [_parse_outcome(outcome) for outcome in answer["outcomes"]]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return INVALID_ANSWER
 
@@ -274,15 +259,3 @@ def _parse_finite(value: Any) -> float:
 def _parse_failure(pair: Sequence[Any]) -> RewardFailure:
     kind, text = pair
     return RewardFailure(one_line(str(kind)), one_line(str(text)))
-
-
-def _as_predicate(text: str) -> str:
-    """`its process ended with ...` as the end of a sentence about the plug-in."""
-    return text.removeprefix("its process ")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -1,4 +1,4 @@
-"""What a reward function said of a sample: a value, nothing, or why it failed."""
+"""The outcome of a reward function for a sample: a value, nothing, or a failure."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ MAX_TEXT_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class RewardFailure:
-    """Why a function gave no value where it should have."""
+    """The reason why a function gave no value."""
 
     kind: str
     """`raised`, `value` (not a finite number), `length` (of a list), `timeout`, `cpu`, `memory`, `exit` (its process
-    ended), `no reward` (every function abstained), `too long` or `template` (what a reward model cannot read)."""
+    ended), `no reward` (every function abstained), `too long` or `template` (unreadable for a reward model)."""
     text: str
     """One line, for a person."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardOutcome:
-    """Neither `value` nor `failure`: the function abstained."""
+    """A value or a failure; if there is neither, the function abstained."""
 
     value: float | None = None
     failure: RewardFailure | None = None
     extras: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to be logged beside the value."""
+    """Further numbers to log."""
 
     @property
     def abstained(self) -> bool:
@@ -34,11 +34,11 @@ class RewardOutcome:
 
 
 def replace_control_characters(line: str) -> str:
-    """The line without control characters, which a terminal would obey."""
+    """Replaces control characters, which a terminal would interpret."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
 
 
 def one_line(text: str) -> str:
-    """The text as it may go to a terminal: one line, no control characters, not too long."""
+    """Returns the text as one short line without control characters, safe for a terminal."""
     shown = replace_control_characters(" ".join(text[:2000].split()))
     return shown if len(shown) <= MAX_TEXT_CHARACTERS else f"{shown[: MAX_TEXT_CHARACTERS - 3]}..."

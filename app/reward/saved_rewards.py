@@ -1,4 +1,4 @@
-"""Rewards that samples bring along: what was said of them is told again, and no function is asked."""
+"""Rewards that samples already have: they are reused, and no reward function is called."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from app.reward.reward_outcome import RewardOutcome
 
 
 def has_saved_reward(sample: Sample) -> bool:
-    """Whether a sample has its reward, or was left out because there was none for it."""
+    """Returns whether a sample has its reward, or was dropped because it could not get one."""
     return (
         sample.reward is not None or was_dropped_in_rollout(sample) or sample.finish_reason == NO_REWARD_FINISH_REASON
     )
@@ -31,25 +31,24 @@ def reuse_saved_rewards(
     model_outcomes: Sequence[RewardOutcome] | None = None,
     names: Sequence[str],
 ) -> RewardedSamples:
-    """The samples as they are, with the counts of the weighing that they come from, whenever and of whatever model.
+    """Returns the samples unchanged, with counts of errors and abstentions restored from their records.
 
-    Further numbers that plug-ins gave are not among what a sample keeps.
+    Further numbers of plug-ins are not restored, because samples do not store them.
 
     Args:
-        names: of the functions, and of the reward model.
+        names: names of the reward functions and of the reward model.
     """
     del step_info, model_outcomes
     usable = [sample for sample in samples if not was_dropped_in_rollout(sample)]
     errors = [_error_lines(sample) for sample in usable]
     nothing = f"{ALL_ABSTAINED.kind}: {ALL_ABSTAINED.text}"
-    tallies = {}
+    counts = {}
     for name in names:
         failed = [any(line.startswith(f"{name}: ") for line in lines) for lines in errors]
-        silent = sum(name not in (s.rewards or {}) and not f for s, f in zip(usable, failed, strict=True))
-        tallies[name] = RewardFunctionCounts(num_errors=sum(failed), num_abstained=silent, extras={})
-    return RewardedSamples(
-        list(samples), tallies, sum(nothing in lines for lines in errors), notices=(), fatal_error=None
-    )
+        num_abstained = sum(name not in (s.rewards or {}) and not f for s, f in zip(usable, failed, strict=True))
+        counts[name] = RewardFunctionCounts(num_errors=sum(failed), num_abstained=num_abstained, extras={})
+    num_without = sum(nothing in lines for lines in errors)
+    return RewardedSamples(list(samples), counts, num_without, notices=(), fatal_error=None)
 
 
 def _error_lines(sample: Sample) -> list[str]:

@@ -1,45 +1,50 @@
-"""The built-in tasks: reward functions that are exact, always end, and so run in the trainer's own process.
+"""The built-in tasks: exact reward functions that always terminate and therefore run in the trainer's process.
 
-Each function maps (completion, reference answer) to 0 or 1.
+Each function maps (completion, reference answer) to 0 or 1. `arithmetic` (`47 + 38 = ?`) reads the completion's last
+number, so that `85` and `47 + 38 = 85` are both right; its format is one integer and nothing else but white space.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from app.reward import arithmetic, gsm8k
-from app.reward.numbers import parse_number
+from app.reward import gsm8k
+from app.reward.numbers import MAX_NUMBER_CHARACTERS, last_number, parse_number
 from settings.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One kind of question: how its answers are found, read and expected to be written."""
+    """One kind of question: how its answers are extracted, parsed and formatted."""
 
     extract: Callable[[str], str | None]
-    """Completion to the number given as its answer."""
+    """Returns the number that a completion gives as its answer, as text."""
     parse_reference: Callable[[str], Fraction | None]
-    """Reference answer to its exact value."""
+    """Returns the exact value of a reference answer."""
     is_formatted: Callable[[str], bool]
+    """Returns whether a completion has the expected format."""
 
+
+_INTEGER = re.compile(rf"\s*+[-\u2212]?[0-9]{{1,{MAX_NUMBER_CHARACTERS}}}+\s*+")
 
 TASKS = {
     "gsm8k": Task(gsm8k.extract, gsm8k.parse_reference, gsm8k.is_formatted),
-    "arithmetic": Task(arithmetic.extract, arithmetic.parse_reference, arithmetic.is_formatted),
+    "arithmetic": Task(last_number, parse_number, lambda completion: _INTEGER.fullmatch(completion) is not None),
 }
-"""Every task gives two reward functions: `<task>` (correctness) and `<task>_format`."""
+"""Every task has two reward functions: `<task>` (correctness) and `<task>_format`."""
 
 FORMAT_SUFFIX = "_format"
 
 MATH_VERIFY = "math_verify"
-"""Built in, but no task: it runs in worker processes (`app.reward.math_answers`)."""
+"""A built-in reward that is not a task: it runs in worker processes (`app.reward.math_answers`)."""
 
 
 class HasAnswer(Protocol):
-    """Whatever names itself and may have a reference answer: a row of a data set or a prompt."""
+    """A row of a data set or a prompt, with an id and perhaps a reference answer."""
 
     @property
     def uid(self) -> str: ...
@@ -48,17 +53,17 @@ class HasAnswer(Protocol):
 
 
 def is_task_reward(name: str) -> bool:
-    """Whether a reward function's name is a task's."""
+    """Returns whether a reward function belongs to a task."""
     return name.removesuffix(FORMAT_SUFFIX) in TASKS
 
 
 def grade(name: str, completion: str, prompt: HasAnswer) -> float:
-    """The value of one reward function, 0 or 1.
+    """Returns the value of one reward function, 0 or 1.
 
     Correctness compares exact fractions: `0.5`, `1/2` and `50/100` are the same answer.
 
     Raises:
-        InputError: correctness is asked for without a usable reference answer.
+        InputError: a correctness function has no usable reference answer.
     """
     if name.endswith(FORMAT_SUFFIX):
         return float(_task(name).is_formatted(completion))
@@ -68,32 +73,32 @@ def grade(name: str, completion: str, prompt: HasAnswer) -> float:
 
 
 def is_formatted(name: str, completion: str) -> bool:
-    """The format predicate of the task that reward function `name` belongs to (`eval/format_rate`)."""
+    """Returns whether a completion has the format of the task of reward function `name` (`eval/format_rate`)."""
     return _task(name).is_formatted(completion)
 
 
 def extract_answer(name: str, completion: str) -> Fraction | None:
-    """What a completion answers, for the task that reward function `name` belongs to; None where it gives no number."""
+    """Returns the number that a completion answers, for the task of reward function `name`; None without a number."""
     given = _task(name).extract(completion)
     return None if given is None else parse_number(given)
 
 
 def reference_answer(name: str, prompt: HasAnswer) -> Fraction | None:
-    """What a prompt's reference answer is, for that task; `check_answers` has seen that there is one."""
+    """Returns the value of a prompt's reference answer, which `check_answers` has verified."""
     return _task(name).parse_reference(prompt.answer or "")
 
 
 def check_answers(rows: Sequence[HasAnswer], names: Sequence[str], *, eval_source: str | None = None) -> None:
-    """Passes when every row can be graded; meant to be called before any device work.
+    """Verifies, before any device work, that every row can be graded by the named reward functions.
 
-    Names that are no task's are plug-ins, which say themselves what they need.
+    Names that belong to no task are plug-ins, whose signatures are checked when they are loaded.
 
     Args:
-        held_out: where the rows of an evaluation are from, for the error; None: they are others.
+        eval_source: origin of the rows if they are for evaluation, for the error.
 
     Raises:
-        InputError: a correctness function is asked for and a row's reference answer is missing or
-            is no number. Names the first such row and counts the others.
+        InputError: a correctness function has rows without a reference answer, or whose answer is not a number. The
+            message names the first such row and counts the others.
     """
     for name in names:
         if name == MATH_VERIFY:
@@ -109,14 +114,15 @@ def check_answers(rows: Sequence[HasAnswer], names: Sequence[str], *, eval_sourc
 
 def _describe_ungradable(name: str, bad: Sequence[HasAnswer], eval_source: str | None) -> str:
     first = bad[0]
-    problem = "no answer" if first.answer is None else f"the answer {first.answer[-80:]!r}, no number"
+    problem = "no answer" if first.answer is None else f"the answer {first.answer[-80:]!r}, which is not a number"
     others = f" (and {len(bad) - 1:,} more rows are like it)" if len(bad) > 1 else ""
     is_task = is_task_reward(name)
     expected, instead = ("number", f", or reward only {name}{FORMAT_SUFFIX}") if is_task else ("answer", "")
-    whose = "" if eval_source is None else f" of the evaluation set (data.eval_source: {eval_source})"
-    other = "" if eval_source is None else "another data.eval_source, or "
+    origin, other = "", ""
+    if eval_source is not None:
+        origin, other = f" of the evaluation set (data.eval_source: {eval_source})", "another data.eval_source, or "
     return (
-        f"reward.functions: {name} compares with a reference {expected}, but {first.uid}{whose} has {problem}{others};"
+        f"reward.functions: {name} compares with a reference {expected}, but {first.uid}{origin} has {problem}{others};"
         f" choose {other}the column with data.answer_column{instead}"
     )
 

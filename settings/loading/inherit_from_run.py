@@ -1,4 +1,4 @@
-"""The settings that a run has written, as the base of another run's."""
+"""Use of the settings that a run has written as the base of another run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from settings.loading.resolve import load
 from settings.schema.score import ForwardRole
 
 DECIDING_FIELDS = ("algorithm.name", "algorithm.estimator")
-"""What decides other fields of `algorithm` that nobody sets."""
+"""Fields that determine other fields of `algorithm` that are left null."""
 ALGORITHM_DERIVED_FIELDS = tuple(
     f"algorithm.{field}"
     for field in (
@@ -21,14 +21,14 @@ ALGORITHM_DERIVED_FIELDS = tuple(
         *("correction", "correction_level", "correction_veto"),
     )
 )
-"""These."""
+"""The fields that they determine."""
 OTHER_DERIVED_FIELDS = {
     "rollout.max_length_total": ("rollout.max_new_tokens", "data.max_prompt_length"),
     "rollout.workers.lease_s": ("rollout.pool",),
     "algorithm.mini_batch_prompts": ("rollout.prompts_per_step",),
     "data.eval_source": ("data.source",),
 }
-"""Other fields that nobody sets, and what decides them."""
+"""Other derived fields, and the fields that determine them."""
 MICRO_BATCH_SCOPES = (
     ("algorithm", "score", ("max_tokens_per_device",)),
     ("algorithm", "critic", ("dynamic_microbatch", "rows_per_device")),
@@ -37,18 +37,18 @@ MICRO_BATCH_SCOPES = (
         for role in get_args(ForwardRole)
     ),
 )
-"""Where samples are cut into micro-batches, who takes what from there, and what."""
+"""Scopes of micro-batches: the outer scope, the scope that inherits from it, and the inherited parts."""
 RENDEZVOUS_FIELDS = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
-"""How a host of the run found the others, who are not there any more."""
+"""Fields that describe the hosts of the earlier run, which the new run does not have."""
 
 
 def reset_overrides(path: str, overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """`--set` options beside `overrides`, for what the file says and the run that it is for should not take over.
+    """Returns further `--set` options that reset the settings of the file that the new run must not inherit.
 
-    The file says of every setting what it was. With another `algorithm.name` alone, estimator, clip and aggregation
-    would stay what the old one had decided; and a run of several hosts would be waited for on one.
+    The file holds a value for every setting. If only `algorithm.name` changed, the estimator, clip and aggregation of
+    the old algorithm would stay, and the hosts of the old run would be expected.
 
-    Raises: InputError for whatever is wrong with the file or the overrides.
+    Raises: InputError if the file or the overrides are invalid.
     """
     resolved = load(path, overrides, environ)
     as_written = {field for field, origin in resolved.provenance.items() if origin.startswith("yaml:")}
@@ -65,9 +65,10 @@ def reset_overrides(path: str, overrides: Sequence[str], environ: Mapping[str, s
 
 
 def _inherited_fields(recorded: Mapping[str, tuple[Any, str]], explicit: Collection[str]) -> Iterator[str]:
-    """What a scope of micro-batches had from another one, for which somebody has now said something.
+    """Yields the fields that a micro-batch scope inherited from another scope that is now set explicitly.
 
-    What it had stands there with the same origin. Of two equal `--set` options nobody knows: they count as one.
+    An inherited field is recorded with the value and the origin of the outer one. Two equal `--set` options cannot be
+    told apart and count as inherited.
     """
     explicit = {*explicit}
     for outer, inner, parts in MICRO_BATCH_SCOPES:

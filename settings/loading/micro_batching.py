@@ -1,8 +1,8 @@
-"""Settles how samples are cut into micro-batches: dynamically, by a token quota, or into fixed rows.
+"""Resolution of the micro-batch settings: dynamic, under a token quota, or a fixed number of samples.
 
-The update, scoring, and the scoring of each role are scopes of their own. In a scope the quota chooses dynamic,
-`rows_per_device` and `strategy` choose fixed, and the switch either. Of two layers that choose differently the later
-counts; one layer may not choose both. A role takes from `score` what it does not say itself: the choice, and values.
+The update, the critic, scoring, and the scoring of each role are separate scopes. In a scope, the quota selects
+dynamic, `rows_per_device` and `strategy` select fixed, and the switch selects either. If two layers differ, the later
+one wins; one layer must not select both. A role inherits from `score` the selection and the values it does not set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DEFAULTS: SourcedValues = {
 
 
 class _Scope:
-    """`said`: the leaves that nobody took back, by the part of the scope that they set. `inherited` has every part."""
+    """One scope: `explicit` are the values set and not reset to null, by part; `inherited` has every part."""
 
     def __init__(self, section: str, explicit: SourcedValues, inherited: SourcedValues, *, switch: str = "dynamic"):
         names = {"dynamic": switch, TOKEN_QUOTA: TOKEN_QUOTA, ROWS: ROWS, "strategy": "strategy"}
@@ -56,7 +56,7 @@ class _Scope:
                 )
 
     def values_to_inherit(self) -> dict[str, SourcedValue]:
-        """What a role inherits: this scope's choice, and a value for every part, whether or not the choice needs it."""
+        """Returns what a role inherits: this scope's selection, and a value for every part even if it is not needed."""
         own = dict(self.explicit)
         if _is_off(own) and ROWS in own:
             del own[min((ROWS, "strategy"), key=lambda part: precedence(own[part].origin))]
@@ -66,7 +66,7 @@ class _Scope:
         return offers
 
     def effective_values(self) -> dict[str, SourcedValue | None]:
-        """The leaf that applies to every part; None where the choice leaves it without meaning."""
+        """Returns the value that applies to each part; None if the selection does not use it."""
         offers = self.values_to_inherit()
         if offers["dynamic"].value:
             return {**offers, ROWS: None, "strategy": None}
@@ -80,7 +80,7 @@ class _Scope:
         return switch if switch and switch.value is choice else SourcedValue(choice, "derived")
 
     def _is_dynamic(self, part: str) -> bool:
-        """What setting this part chooses."""
+        """Returns whether setting this part selects dynamic micro-batches."""
         return self.explicit[part].value if part == "dynamic" else part == TOKEN_QUOTA
 
     def _describe(self, parts: Sequence[str]) -> str:
@@ -91,11 +91,11 @@ class _Scope:
 
 
 def resolve_micro_batching(layers: Sequence[Layer]) -> tuple[Layer, list[str]]:
-    """Every effective value that differs from what its own field says, and lines for stderr.
+    """Returns the effective values that differ from the fields' own, and notices for stderr.
 
-    `layers` stand with the strongest first and are valid, field by field.
+    `layers` are valid, field by field, and the strongest is first.
 
-    Raises: InputError listing every scope for which one layer chooses both ways.
+    Raises: InputError listing every scope for which one layer selects both dynamic and fixed.
     """
     leaves = ChainMap(*layers)
     scopes = _build_scopes({field: leaf for field, leaf in leaves.items() if leaf.value is not None})
@@ -127,7 +127,7 @@ def _build_scopes(explicit: SourcedValues) -> list[_Scope]:
 
 
 def _override_notices(scope: _Scope, effective: Mapping[str, SourcedValue | None]) -> Iterator[str]:
-    """Choices of `--set` that lost to one of the environment, which is not in the same field."""
+    """Yields notices about selections of `--set` that the environment overrides by another field."""
     winner = max(scope.explicit.values(), key=lambda leaf: precedence(leaf.origin), default=None)
     if winner is None or not winner.origin.startswith("env:"):
         return

@@ -1,4 +1,4 @@
-"""Joins the layers into settings: defaults, then YAML, `--set`, environment, a verb's flags, derived; later wins."""
+"""Merges the layers: defaults, YAML, `--set`, environment, a command's options, derived values. The later wins."""
 
 from __future__ import annotations
 
@@ -45,29 +45,34 @@ from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, AlgorithmSettings,
 
 @dataclass(frozen=True)
 class Resolved:
-    """Settings, and what set each of them."""
+    """Settings and their provenance."""
 
     settings: Settings
     provenance: Mapping[str, str]
     """Dotted field -> `default`, `yaml:FILE:LINE`, `set`, `env:NAME`, a flag such as `--gamma`, or `derived`."""
     notices: tuple[str, ...] = ()
-    """What the user should be told on stderr."""
+    """Messages for the user on stderr."""
 
     def to_yaml(self) -> str:
         """The settings as YAML that `--config` takes, each value with its provenance as a comment."""
         return to_yaml(self.settings, self.provenance)
 
     def origin(self, field: str) -> str:
-        """What set a field, for the inside of a sentence."""
+        """Returns what set a field, for use inside a sentence."""
         return describe_origin(self.provenance[field])
 
     def describe(self, field: str) -> str:
-        """`rollout.group_size = 1 (from env:NUM_PRE_Q)`."""
-        return f"{field} = {value_of(self.settings, field)!r} (from {self.origin(field)})"
+        """Returns `rollout.group_size = 1 (from env:NUM_PRE_Q)`; without the value for a list of mappings."""
+        value = "" if field in ITEM_KEYS else f" = {value_of(self.settings, field)!r}"
+        return f"{field}{value} (from {self.origin(field)})"
+
+    def is_later(self, field: str, other: str) -> bool:
+        """Tells whether a field was set in a later layer than another one."""
+        return precedence(self.provenance[field]) > precedence(self.provenance[other])
 
     @property
     def algorithm_changes(self) -> str | None:
-        """What `algorithm.name` has decided otherwise than `grpo` would have; None where that is nothing."""
+        """The derived settings that differ from those of `grpo`, or None if there are none."""
         own = [field for field in FIELDS if field.startswith("algorithm.") and self.provenance[field] == "derived"]
         return describe_changes(self.settings.algorithm, [field.removeprefix("algorithm.") for field in own])
 

@@ -80,7 +80,7 @@ def env_name(field: str) -> str:
 def precedence(origin: str) -> int:
     """Place of a provenance's layer in their order; of two, the larger was said later."""
     layer = "flag" if origin.startswith("--") else origin.partition(":")[0]
-    return ("default", "yaml", "set", "env", "flag").index(layer)
+    return ("derived", "default", "yaml", "set", "env", "flag").index(layer)
 
 
 def describe_origin(origin: str) -> str:

@@ -9,30 +9,18 @@ from pydantic import Field
 from settings.schema.section import Section
 
 MAX_NUM_MICRO_BATCHES = 4096
-"""That somebody may ask for: empty ones are computed, too."""
+"""Upper bound of what can be set, because empty micro-batches are computed, too."""
 
 
 class BatchingSettings(Section):
-    share_prompts: bool = Field(
-        default=True,
-        description="Pack the prompt of a group once, with its completions behind it: the same numbers from fewer "
-        "tokens. False only to compare.",
-    )
-    packing: Literal["best_fit", "karmarkar_karp"] = Field(
-        default="best_fit",
-        description="How samples find their rows: the fullest row that still has room, which packs tighter, or verl's "
-        "largest differencing, which evens out the rows.",
-    )
-    min_num_micro_batches: int = Field(
-        default=1,
-        ge=1,
-        le=MAX_NUM_MICRO_BATCHES,
-        description="Fewest dynamic micro-batches of a pass; more than needed are filled up with empty rows. Raise it "
-        "only to see that nothing depends on it.",
-    )
-    num_micro_batches_divisible_by: int = Field(
-        default=1,
-        ge=1,
-        le=MAX_NUM_MICRO_BATCHES,
-        description="Dynamic micro-batches of a pass are rounded up to a multiple of this, as pipelines ask for.",
-    )
+    share_prompts: bool = True
+    """Packs the prompt of a group once, followed by all its completions: the same results from fewer tokens. Set false
+    only for comparison."""
+    packing: Literal["best_fit", "karmarkar_karp"] = "best_fit"
+    """Bin packing of samples into rows: best fit, which packs tighter, or the largest differencing method (as in verl),
+    which makes rows even."""
+    min_num_micro_batches: int = Field(default=1, ge=1, le=MAX_NUM_MICRO_BATCHES)
+    """Minimum number of dynamic micro-batches per pass; missing ones are empty rows. Raise it only to test that results
+    do not depend on it."""
+    num_micro_batches_divisible_by: int = Field(default=1, ge=1, le=MAX_NUM_MICRO_BATCHES)
+    """Dynamic micro-batches per pass are rounded up to a multiple of this number, as pipeline parallelism needs."""

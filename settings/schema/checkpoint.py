@@ -10,15 +10,13 @@ from settings.schema.section import Section
 
 
 class CheckpointSettings(Section):
-    every_steps: int = Field(default=50, ge=1, description="Steps between checkpoints; the last step is always saved.")
-    every_minutes: float | None = Field(
-        default=None, gt=0, description="Also a checkpoint when the last is so old; null = by steps alone."
-    )
-    keep: int = Field(default=2, ge=1, description="Newest checkpoints kept; the best one stays beside them.")
-    best_metric: str | None = Field(
-        default="eval/accuracy",
-        description="The checkpoint whose evaluation is best by this is kept, as checkpoints/best; null = none is.",
-    )
-    best_mode: Literal["max", "min"] = Field(
-        default="max", description="Whether more or less of `best_metric` is better. Of equals the earlier stays."
-    )
+    every_steps: int = Field(default=50, ge=1)
+    """Steps between checkpoints. The last step is always saved."""
+    every_minutes: float | None = Field(default=None, gt=0)
+    """Also saves a checkpoint if the last one is older than this many minutes; null = by steps only."""
+    keep: int = Field(default=2, ge=1)
+    """Number of newest checkpoints kept, in addition to the best one."""
+    best_metric: str | None = "eval/accuracy"
+    """Metric whose best checkpoint is kept as checkpoints/best; null keeps none."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether a larger or a smaller `best_metric` is better. Of equal ones the earlier is kept."""

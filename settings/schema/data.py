@@ -10,38 +10,32 @@ from settings.schema.section import Section
 
 
 class DataSettings(Section):
-    source: str = Field(
-        default="builtin:arithmetic",
-        min_length=1,
-        description="`builtin:arithmetic`, `hf:<hub id>[:<config>]`, or a .jsonl / .parquet file.",
-    )
-    split: str = Field(default="train", description="Split of a hub data set or of the generator.")
-    revision: str | None = Field(default=None, description="Commit of a hub data set; its newest when null.")
-    eval_source: str | None = Field(
-        default=None,
-        description="Where evaluation prompts come from. Derived when null: `data.source`; required beside a file.",
-    )
-    eval_split: str | None = Field(default=None, description="`test` when null; not used for a file.")
-    prompt_column: str | None = Field(
-        default=None, description="Found among prompt, question, problem, messages when null."
-    )
-    answer_column: str | None = Field(default=None, description="Found among answer, ground_truth, solution when null.")
-    system_prompt: str | None = Field(default=None, description="System message put before every prompt.")
-    max_prompt_length: int = Field(default=128, ge=1, description="Tokens, chat template included.")
-    overlong_prompts: Literal["drop", "error", "truncate_left"] = Field(
-        default="drop", description="What happens to longer prompts. Counted and reported either way."
-    )
-    shuffle: bool = Field(default=True, description="A new order every epoch, decided by `run.seed`.")
-    difficulty: Annotated[tuple[Annotated[int, Field(ge=1, le=6)], ...], Field(min_length=1, strict=False)] = Field(
-        default=(1, 2),
-        description="Levels of the arithmetic generator: level n asks for numbers of up to n digits.",
-    )
-    operators: Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=1, strict=False)] = Field(
-        default=("+",), description="Operators of the arithmetic generator."
-    )
-    num_problems: int = Field(
-        default=20_000,
-        ge=1,
-        le=1_000_000,
-        description="Rows the arithmetic generator makes for training (fewer where fewer exist).",
-    )
+    source: str = Field(default="builtin:arithmetic", min_length=1)
+    """Training prompts: `builtin:arithmetic`, `hf:<hub id>[:<config>]`, or a .jsonl / .parquet file."""
+    split: str = "train"
+    """Split of a hub data set or of the arithmetic generator."""
+    revision: str | None = None
+    """Commit of a hub data set; its newest commit when null."""
+    eval_source: str | None = None
+    """Evaluation prompts, as in `data.source`. When null, `data.source` if that is built in or on the hub; required if
+    that is a file."""
+    eval_split: str | None = None
+    """Split for evaluation, `test` when null. Not used for a file."""
+    prompt_column: str | None = None
+    """Column of the prompts. When null, the first of prompt, question, problem, messages that exists."""
+    answer_column: str | None = None
+    """Column of the reference answers. When null, the first of answer, ground_truth, solution that exists."""
+    system_prompt: str | None = None
+    """System message before every prompt; null = none."""
+    max_prompt_length: int = Field(default=128, ge=1)
+    """Longest prompt, in tokens, chat template included."""
+    overlong_prompts: Literal["drop", "error", "truncate_left"] = "drop"
+    """Handling of longer prompts: leave them out, stop, or keep their last tokens. Their number is reported."""
+    shuffle: bool = True
+    """Uses a new order of prompts in every epoch, determined by `run.seed`."""
+    difficulty: Annotated[tuple[Annotated[int, Field(ge=1, le=6)], ...], Field(min_length=1, strict=False)] = (1, 2)
+    """Levels of the arithmetic generator: level n has numbers of up to n digits."""
+    operators: Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=1, strict=False)] = ("+",)
+    """Operators of the arithmetic generator."""
+    num_problems: int = Field(default=20_000, ge=1, le=1_000_000)
+    """Training problems that the arithmetic generator makes, or fewer if there are not as many."""

@@ -1,4 +1,4 @@
-"""The settings of LoRA: small adapters that learn in place of the model's own weights."""
+"""Settings of LoRA: small adapters that learn while the model's own weights are frozen."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from settings.schema.section import Section
 
 MAX_RANK = 4096
-"""Beyond this it is a slip of the pen."""
+"""Upper bound that catches typing errors."""
 PROJECTION_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
         "mlp": ("gate_proj", "up_proj", "down_proj"),
     }
 )
-"""What several projections of a layer are called together."""
+"""Names for several projections of a layer together."""
 PROJECTIONS = (*PROJECTION_GROUPS["attention"], *PROJECTION_GROUPS["mlp"])
-"""Of every layer of every family, in the order that a token meets them; names are Hugging Face's."""
+"""The projections of a layer in order of computation, by their Hugging Face names."""
 TARGETS = ("all", *PROJECTION_GROUPS, *PROJECTIONS)
 
 Quantization: TypeAlias = Literal["int8", "nf4"]
-"""In how many bits a kernel is held, and what they mean."""
+"""Storage formats of quantized kernels."""
 
 
 def _as_list(value: Any) -> Any:
@@ -41,32 +41,25 @@ def _validate_target(value: str) -> str:
 
 
 class LoRASettings(Section):
-    rank: int | None = Field(
-        default=None,
-        ge=0,
-        le=MAX_RANK,
-        description="Rank of the adapters that learn while the model's own weights stay; 8 to 64 are usual. All "
-        "weights learn when null or 0. Adapters take 10 to 100 times the `optimizer.learning_rate` of all weights. A "
-        "critic has none and learns with all its weights.",
-    )
-    alpha: float = Field(default=16.0, gt=0, description="What an adapter adds is multiplied by alpha / rank.")
+    rank: int | None = Field(default=None, ge=0, le=MAX_RANK)
+    """Rank of LoRA adapters, which learn while the model's own weights are frozen; 8 to 64 are usual. Null or 0 trains
+    all weights. Adapters need 10 to 100 times the usual `optimizer.learning_rate`. The critic always trains all its
+    weights."""
+    alpha: float = Field(default=16.0, gt=0)
+    """An adapter's output is scaled by alpha / rank."""
     targets: Annotated[
         tuple[Annotated[str, AfterValidator(_validate_target)], ...],
         BeforeValidator(_as_list),
         Field(min_length=1, strict=False),
-    ] = Field(
-        default=("all",),
-        description="Matrices of every layer that have adapters: q_proj, k_proj, v_proj, o_proj (together: attention), "
-        "gate_proj, up_proj, down_proj (together: mlp), or all of these.",
-    )
-    quantize_base: Quantization | None = Field(
-        default=None,
-        description="QLoRA: all matrices of the layers, which stay as they are, are held in 8 bits (int8) or 4 (nf4) "
-        "and made float32 again where they are used, one at a time. Needs the extra [qlora]. float32 when null.",
-    )
+    ] = ("all",)
+    """Matrices of every layer that get adapters: q_proj, k_proj, v_proj, o_proj (together: attention), gate_proj,
+    up_proj, down_proj (together: mlp), or all."""
+    quantize_base: Quantization | None = None
+    """QLoRA: stores the frozen matrices of the layers in 8 bits (int8) or 4 (nf4), and converts each to float32 for its
+    use. Needs the extra [qlora]. float32 when null."""
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """Those that `targets` name, each once, in the order of `PROJECTIONS`."""
-        meant = {name for target in self.targets for name in PROJECTION_GROUPS.get(target, (target,))}
-        return tuple(name for name in PROJECTIONS if "all" in meant or name in meant)
+        """The projections that `targets` selects, each once, in the order of `PROJECTIONS`."""
+        selected = {name for target in self.targets for name in PROJECTION_GROUPS.get(target, (target,))}
+        return tuple(name for name in PROJECTIONS if "all" in selected or name in selected)

@@ -1,4 +1,4 @@
-"""The settings of the mesh: devices and how they are laid out, hosts and how they find each other."""
+"""Settings of the mesh: its devices and shape, and the hosts that join it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from settings.schema.section import Section
 
 
 def _validate_mesh_shape(value: str) -> str:
-    """`auto`, or sizes of dp, fsdp, tp; whether the devices divide so is for `app.mesh` to say."""
+    """Accepts `auto` or sizes of dp, fsdp, tp. `app.mesh` checks that the devices divide accordingly."""
     if value == "auto":
         return value
     sizes = value.replace(" ", "").split(",")
@@ -33,37 +33,26 @@ def _validate_host_and_port(value: str) -> str:
 
 
 class MeshSettings(Section):
-    shape: Annotated[str, AfterValidator(_validate_mesh_shape)] = Field(
-        default="auto",
-        description="`dp,fsdp,tp`, -1 takes what is left; `auto`: dp across hosts, fsdp inside one.",
-    )
-    platform: Literal["auto", "cpu", "cuda", "tpu"] = Field(
-        default="auto",
-        description="Whose devices: the best that are there (auto), or these and no others; a run on a machine without "
-        "them stops.",
-    )
-    cpu_devices: int | None = Field(default=None, ge=1, le=64, description="Virtual devices of a CPU host.")
-    pretend: str | None = Field(
-        default=None,
-        min_length=1,
-        description="A TPU slice that virtual devices stand for, as in `v4-16` or `v5e-8`: for `inspect-mesh` and "
-        "`train --dry-run`, which need none of its hardware.",
-    )
-    coordinator_address: Annotated[str, AfterValidator(_validate_host_and_port)] | None = Field(
-        default=None,
-        description="`host:port` of process 0; `auto` asks Cloud TPU, Slurm, Open MPI or Kubernetes for the hosts; "
-        "null: all hosts of a Cloud TPU VM, elsewhere this one alone.",
-    )
-    num_processes: int | None = Field(default=None, ge=1, description="Hosts; given with `host:port`.")
-    process_id: int | None = Field(default=None, ge=0, description="This host's number, from 0; given with the same.")
-    expect_processes: int | None = Field(
-        default=None,
-        ge=1,
-        description="Stop where not exactly so many hosts join, however they find each other; null: any number.",
-    )
-    start_timeout_s: int = Field(
-        default=300, ge=1, le=86_400, description="How long a host waits for the others when it starts."
-    )
-    heartbeat_s: int = Field(
-        default=60, ge=2, le=3600, description="Hosts end when another has been silent for so long."
-    )
+    shape: Annotated[str, AfterValidator(_validate_mesh_shape)] = "auto"
+    """Mesh sizes `dp,fsdp,tp`; -1 takes the remaining devices. `auto` is dp across hosts and fsdp inside a host."""
+    platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
+    """Platform of the devices: the best one available (auto), or this one only. The run stops if it is not
+    available."""
+    cpu_devices: int | None = Field(default=None, ge=1, le=64)
+    """Number of virtual devices on a CPU host; null = one."""
+    pretend: str | None = Field(default=None, min_length=1)
+    """TPU slice to simulate by virtual devices, as in `v4-16` or `v5e-8`, for `inspect-mesh` and `train --dry-run`;
+    null = real devices."""
+    coordinator_address: Annotated[str, AfterValidator(_validate_host_and_port)] | None = None
+    """`host:port` of process 0, or `auto` to get the hosts from Cloud TPU, Slurm, Open MPI or Kubernetes. Null: all
+    hosts on a Cloud TPU VM, elsewhere this host only."""
+    num_processes: int | None = Field(default=None, ge=1)
+    """Number of hosts; required with `host:port` as coordinator address."""
+    process_id: int | None = Field(default=None, ge=0)
+    """Number of this host, from 0; required with `host:port` as coordinator address."""
+    expect_processes: int | None = Field(default=None, ge=1)
+    """Stops the run unless exactly this many hosts join; null accepts any number."""
+    start_timeout_s: int = Field(default=300, ge=1, le=86_400)
+    """Seconds that a host waits for the others at the start."""
+    heartbeat_s: int = Field(default=60, ge=2, le=3600)
+    """Seconds without a heartbeat from a host after which the others stop."""

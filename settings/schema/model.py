@@ -11,27 +11,16 @@ from settings.schema.section import Section
 
 
 class ModelSettings(Section):
-    path: str = Field(
-        default="builtin:tiny",
-        min_length=1,
-        description="Hugging Face directory, hub id, `.gguf` file, or `builtin:tiny`.",
-    )
-    revision: str | None = Field(
-        default=None,
-        description="Commit, tag or branch of a hub id; its newest commit when null. A resumed run keeps its commit.",
-    )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Compute type. Weights, optimizer, softmax and losses stay float32."
-    )
-    remat: Literal["none", "minimal", "block"] = Field(
-        default="minimal",
-        description="What the backward pass recomputes: nothing; all but the products with weights; whole blocks. "
-        "Each takes less memory than the one before.",
-    )
-    logits_chunk: int = Field(
-        default=1024,
-        ge=1,
-        description="Tokens of each device that pass the LM head at once when scoring and training. Lower it when "
-        "logits (this x vocabulary x 4 bytes) fill the memory.",
-    )
+    path: str = Field(default="builtin:tiny", min_length=1)
+    """The model: Hugging Face directory, hub id, `.gguf` file, or `builtin:tiny`."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub id; its newest commit when null. A resumed run keeps its commit."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype. Weights, optimizer state, softmax and losses are always float32."""
+    remat: Literal["none", "minimal", "block"] = "minimal"
+    """What the backward pass recomputes: nothing, everything except the products with weights (minimal), or whole
+    blocks. Each uses less memory and more time than the one before."""
+    logits_chunk: int = Field(default=1024, ge=1)
+    """Tokens per device that pass through the LM head at once in scoring and training. Lower it if logits (this x
+    vocabulary x 4 bytes) use too much memory."""
     lora: LoRASettings = LoRASettings()

@@ -10,24 +10,23 @@ from settings.schema.section import Section
 
 
 class OptimizerSettings(Section):
-    learning_rate: float = Field(default=1e-6, gt=0, description="Peak rate of AdamW.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant",
-        description="After warm-up: flat, or falling so that `final_fraction` comes right after the last step.",
-    )
-    warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps of linear warm-up from 0.")
-    final_fraction: float = Field(
-        default=0.0, ge=0, le=1, description="Rate at the end of linear / cosine, as part of the peak."
-    )
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of AdamW's mean of gradients.")
-    beta2: float = Field(
-        default=0.999, ge=0, lt=1, description="Decay of AdamW's mean of squares; lower it for runs of few steps."
-    )
-    epsilon: float = Field(default=1e-8, gt=0, description="Added to the root of that mean.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled; matrices only.")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="Global-norm clip.")
-    max_nonfinite_steps: int = Field(
-        default=3,
-        ge=1,
-        description="Abort after this many optimizer steps in a row with a NaN or infinite gradient.",
-    )
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after warm-up: constant, or decay that reaches `final_fraction` right after the last step."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up from 0."""
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at the end of linear or cosine decay, as a fraction of the peak."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of AdamW's first moment, the mean of gradients."""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of AdamW's second moment, the mean of squared gradients. Lower it for runs of few steps."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """Added to the square root of the second moment."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay, applied to matrices only."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are clipped to this global norm."""
+    max_nonfinite_steps: int = Field(default=3, ge=1)
+    """The run stops after this many consecutive optimizer steps with a NaN or infinite gradient."""

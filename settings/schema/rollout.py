@@ -1,4 +1,4 @@
-"""The settings of scheduling rollouts: segments, P-DSR and workers."""
+"""Settings of rollouts: sampling, segments, P-DSR, workers and Ray."""
 
 from __future__ import annotations
 
@@ -10,102 +10,78 @@ from pydantic import AfterValidator, Field
 from settings.schema.section import Section
 
 MAX_TOKENS = 2**24
-"""Of a limit or a budget; beyond this it is a slip of the pen."""
+"""Upper bound of token limits, which catches typing errors."""
 MAX_SLOTS = 2**16
 MAX_STALENESS = 64
 RAY_LEASE_S = 600.0
-"""Longer than a segment takes, and than a user waits."""
+"""Longer than any segment takes."""
 
 DecodeLayout = Literal["gathered", "fsdp"]
 """Values of `rollout.decode_layout`."""
 
 
 class SegmentSettings(Section):
-    """How many tokens a worker decodes before it looks up."""
+    """The number of tokens that a worker decodes before it accepts new samples."""
 
-    rule: Literal["auto", "budget", "balance"] = Field(
-        default="auto",
-        description="Length of a segment: capacity / active rows (budget), or where an edge costs what finished rows "
-        "idle (balance); auto is balance while samples wait for slots, else budget.",
-    )
-    min: int = Field(default=64, ge=1, le=MAX_TOKENS, description="Tokens of a row in a segment, at least.")
-    max: int = Field(default=4096, ge=1, le=MAX_TOKENS, description="Tokens of a row in a segment, at most.")
-    capacity: int = Field(
-        default=8192, ge=1, le=MAX_TOKENS, description="Tokens of all rows in a segment, for the rule budget."
-    )
-    overhead_steps: float = Field(
-        default=0.5,
-        gt=0,
-        le=1000,
-        description="What the edge of a segment costs, in decode steps, for the rule balance.",
-    )
+    rule: Literal["auto", "budget", "balance"] = "auto"
+    """Length of a segment: capacity / active rows (budget), or the length at which the overhead of a segment equals the
+    idle time of finished rows (balance). auto is balance while samples wait for slots, else budget."""
+    min: int = Field(default=64, ge=1, le=MAX_TOKENS)
+    """Minimum length of a segment, in tokens per row."""
+    max: int = Field(default=4096, ge=1, le=MAX_TOKENS)
+    """Maximum length of a segment, in tokens per row."""
+    capacity: int = Field(default=8192, ge=1, le=MAX_TOKENS)
+    """Tokens of all rows in a segment, for the rule budget."""
+    overhead_steps: float = Field(default=0.5, gt=0, le=1000)
+    """Overhead of ending a segment, in decode steps, for the rule balance."""
 
 
 class PdsrSettings(Section):
-    """Probe-based dynamic segment rollout: who is long, and what follows."""
+    """Probe-based dynamic segment rollout: which samples are long and move to heavy workers."""
 
-    unit: Literal["tokens", "seconds"] = Field(
-        default="tokens",
-        description="What samples are ranked, judged and limited by. Seconds depend on the machine's load, and so does "
-        "the schedule then.",
-    )
-    heavy_percent: float = Field(
-        default=10.0,
-        gt=0,
-        lt=100,
-        description="pdsr_v1: prompts whose probes are longest, and whose samples go to heavy.",
-    )
-    probe_limit_tokens: int = Field(
-        default=1024, ge=1, le=MAX_TOKENS, description="pdsr_v1: a probe this long is handed over, its prompt heavy."
-    )
-    probe_limit_s: float = Field(default=5.0, gt=0, description="The same where the unit is seconds.")
-    fast_limit_tokens: int = Field(
-        default=2048,
-        ge=1,
-        le=MAX_TOKENS,
-        description="pdsr_v1, pdsr_v2: a sample this long leaves its fast worker for a heavy one.",
-    )
-    fast_limit_s: float = Field(
-        default=10.0, gt=0, description="The same in seconds, beside the tokens, where the unit is seconds."
-    )
-    on_fast_limit: Literal["suspend", "truncate"] = Field(
-        default="suspend",
-        description="pdsr_v1: hand the sample over, or end it there, which changes what hard prompts are rewarded for.",
-    )
-    percentile: float = Field(
-        default=80.0, gt=0, lt=100, description="Samples beyond this percentile of the window are heavy."
-    )
-    window: int = Field(
-        default=256, ge=1, le=MAX_SLOTS, description="Finished samples that the percentile is taken of."
-    )
-    window_min: int = Field(default=32, ge=1, le=MAX_SLOTS, description="No verdict before this many have finished.")
+    unit: Literal["tokens", "seconds"] = "tokens"
+    """Unit in which samples are ranked and limited. With seconds, the schedule depends on the machine's load."""
+    heavy_percent: float = Field(default=10.0, gt=0, lt=100)
+    """pdsr_v1: percentage of prompts, those with the longest probes, whose samples go to heavy workers."""
+    probe_limit_tokens: int = Field(default=1024, ge=1, le=MAX_TOKENS)
+    """pdsr_v1: a probe that reaches this many tokens moves to a heavy worker, and its prompt counts as heavy."""
+    probe_limit_s: float = Field(default=5.0, gt=0)
+    """pdsr_v1: the probe limit in seconds, used if the unit is seconds."""
+    fast_limit_tokens: int = Field(default=2048, ge=1, le=MAX_TOKENS)
+    """pdsr_v1, pdsr_v2: a sample that reaches this many tokens leaves its fast worker for a heavy one."""
+    fast_limit_s: float = Field(default=10.0, gt=0)
+    """pdsr_v1, pdsr_v2: the limit on fast workers in seconds, used in addition to the tokens if the unit is seconds."""
+    on_fast_limit: Literal["suspend", "truncate"] = "suspend"
+    """pdsr_v1: suspend a sample at the limit and continue it on a heavy worker, or truncate it, which biases the
+    rewards of hard prompts."""
+    percentile: float = Field(default=80.0, gt=0, lt=100)
+    """pdsr_v2, adaptive: samples longer than this percentile of the window are heavy."""
+    window: int = Field(default=256, ge=1, le=MAX_SLOTS)
+    """pdsr_v2, adaptive: number of finished samples from which the percentile is computed."""
+    window_min: int = Field(default=32, ge=1, le=MAX_SLOTS)
+    """pdsr_v2, adaptive: number of finished samples before any sample is classified as heavy."""
 
 
 class WorkerPoolSettings(Section):
-    count: int = Field(default=1, ge=0, le=4096, description="Workers of this kind; 0 = none.")
-    devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, strict=False)] | None = Field(
-        default=None,
-        description="Numbers of this host's devices that they share out evenly; those that no other worker names when "
-        "null. On a single device all workers take turns.",
-    )
-    slots: int = Field(default=8, ge=1, le=MAX_SLOTS, description="Rows that each of them decodes at once.")
+    count: int = Field(default=1, ge=0, le=4096)
+    """Number of workers of this kind; 0 = none."""
+    devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, strict=False)] | None = None
+    """Device numbers of this host, shared evenly among the workers of this kind. When null, the devices that the other
+    kind does not name. On a single device all workers take turns."""
+    slots: int = Field(default=8, ge=1, le=MAX_SLOTS)
+    """Samples that each worker decodes at once."""
 
 
 class WorkersSettings(Section):
     fast: WorkerPoolSettings = WorkerPoolSettings()
     heavy: WorkerPoolSettings = WorkerPoolSettings()
-    lease_s: float | None = Field(
-        default=None,
-        gt=0,
-        description="A worker that is silent for so many seconds in a segment is given up, and its samples go on "
-        "elsewhere; any time when null. With `rollout.pool: ray` 600 when null. Not where one thread drives workers of "
-        "this host; null with `rollout.max_staleness` there.",
-    )
-    deterministic: bool = Field(
-        default=False,
-        description="One thread drives all workers in turn, so that a rollout is scheduled the same every time; on a "
-        "single device it always does.",
-    )
+    lease_s: float | None = Field(default=None, gt=0)
+    """Seconds without progress in a segment after which a worker counts as lost and its samples move to another; no
+    limit when null, 600 with `rollout.pool: ray`. It has no effect if one thread drives the local workers, and must be
+    null for local workers with `rollout.max_staleness` above 0."""
+    deterministic: bool = False
+    """Drives all workers in turn from one thread, so that the schedule of a rollout is reproducible. Always so on a
+    single device."""
 
 
 def _validate_ray_address(value: str) -> str:
@@ -115,96 +91,72 @@ def _validate_ray_address(value: str) -> str:
 
 
 class RayActorSettings(Section):
-    """What an actor takes of the machine that it runs on."""
+    """Resources that Ray reserves for a worker."""
 
-    num_cpus: float = Field(default=1.0, ge=0, le=4096, description="Cores that Ray counts for each of them.")
-    num_gpus: float = Field(default=0.0, ge=0, le=64, description="GPUs of each of them.")
-    memory_gb: float | None = Field(
-        default=None, gt=0, le=2**16, description="Main memory of each, in GiB, which Ray counts; none when null."
-    )
-    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default={},
-        description="What else each takes, as `{TPU: 4}`, or as machines were started with to tell them apart: "
-        "`{large_memory: 1}`.",
-    )
+    num_cpus: float = Field(default=1.0, ge=0, le=4096)
+    """CPU cores that Ray reserves for each worker."""
+    num_gpus: float = Field(default=0.0, ge=0, le=64)
+    """GPUs that Ray reserves for each worker."""
+    memory_gb: float | None = Field(default=None, gt=0, le=2**16)
+    """Main memory in GiB that Ray reserves for each worker; none when null."""
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
+    """Further Ray resources of each worker, as in `{TPU: 4}`, or custom ones that select machines, as in
+    `{large_memory: 1}`."""
 
 
 class RayPoolSettings(Section):
-    """Where the actors of `rollout.pool: ray` run."""
+    """The Ray cluster of `rollout.pool: ray`."""
 
-    address: Annotated[str, AfterValidator(_validate_ray_address)] | None = Field(
-        default=None,
-        description="`host:port` of a cluster's head, or `auto` for the cluster that this machine has joined; null: "
-        "several processes on this machine, for as long as the run.",
-    )
-    start_timeout_s: float = Field(
-        default=900.0, gt=0, le=86_400, description="For all actors to start, and for each to compile or take weights."
-    )
+    address: Annotated[str, AfterValidator(_validate_ray_address)] | None = None
+    """`host:port` of the Ray cluster's head, or `auto` for the cluster that this machine has joined. When null, Ray
+    runs on this machine for the duration of the run."""
+    start_timeout_s: float = Field(default=900.0, gt=0, le=86_400)
+    """Seconds for all Ray workers to start, and for each to compile or to receive weights."""
     fast: RayActorSettings = RayActorSettings()
     heavy: RayActorSettings = RayActorSettings()
 
 
 class RolloutSettings(Section):
-    prompts_per_step: int = Field(default=8, ge=1, description="Prompts of a step, per host.")
-    group_size: int = Field(default=8, ge=1, description="Samples per prompt.")
-    max_new_tokens: int = Field(default=64, ge=1, description="Longest completion, in tokens.")
-    max_length_total: int | None = Field(
-        default=None,
-        ge=2,
-        description="Prompt + completion, in tokens; max_new_tokens + max(128, max_prompt_length) when null.",
-    )
-    prefill_length_min: int = Field(default=16, ge=1, description="Smallest prefill bucket, in tokens.")
-    temperature: float = Field(default=1.0, ge=0, description="0 = greedy (refused in training).")
-    top_k: int = Field(default=0, ge=0, description="Keep the k likeliest tokens; 0 = all.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Keep the likeliest tokens that hold this mass; 1 = all.")
-    min_p: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="Keep tokens at least this likely relative to the likeliest; 0 = all.",
-    )
-    slots: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_SLOTS,
-        description="Samples that a host decodes at once: whenever one is done, the next waiting one takes its slot. "
-        "All of a rollout at once, until the longest is done, when null. Lower it when caches fill the memory.",
-    )
-    mode: Literal["exact", "fast"] = Field(
-        default="fast",
-        description="With slots or workers: caches and batches as large as they need to be (fast), or always of one "
-        "size in float32 (exact), so that no sample depends, bit for bit, on when it was generated and beside which "
-        "others.",
-    )
-    scheduler: Literal["sync", "pdsr_v1", "pdsr_v2", "adaptive"] | None = Field(
-        default=None,
-        description="Who decides what the workers of `rollout.workers` do: a batch to its end, P-DSR of either "
-        "version, or longest expected first. No workers when null: all samples at once, or through `rollout.slots`.",
-    )
-    placement: Literal["island", "global"] = Field(
-        default="island",
-        description="Each host generates on its own devices and waits for no other meanwhile (island), or all hosts "
-        "generate one batch on all devices, without slots or workers (global). On one host they differ only with the "
-        "scheduler sync: workers, or one batch.",
-    )
-    decode_layout: DecodeLayout = Field(
-        default="gathered",
-        description="Weights while tokens are drawn: whole on every device but for tp (gathered), or still split over "
-        "fsdp, which holds less and moves all weights between the devices for every token.",
-    )
-    max_staleness: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_STALENESS,
-        description="Optimizer steps by which the policy that drew a token may be older than the one that learns from "
-        "it; 0 = on policy: generation waits for training and training for generation. Above 0 generation never "
-        "waits, with `rollout.scheduler` only, and a resumed run repeats itself no more. Training alone reads it.",
-    )
-    pool: Literal["local", "ray"] = Field(
-        default="local",
-        description="Where the workers of `rollout.workers` run: on this host's devices, or each in a Ray actor of "
-        "`rollout.ray`, on other machines or in processes here.",
-    )
+    prompts_per_step: int = Field(default=8, ge=1)
+    """Prompts per training step, per host."""
+    group_size: int = Field(default=8, ge=1)
+    """Samples per prompt."""
+    max_new_tokens: int = Field(default=64, ge=1)
+    """Longest completion, in tokens."""
+    max_length_total: int | None = Field(default=None, ge=2)
+    """Longest prompt plus completion, in tokens; max_new_tokens + max(128, max_prompt_length) when null."""
+    prefill_length_min: int = Field(default=16, ge=1)
+    """Smallest prefill bucket, in tokens."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0 = greedy, which training refuses."""
+    top_k: int = Field(default=0, ge=0)
+    """Samples from the k most likely tokens; 0 = all."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Samples from the most likely tokens with this total probability; 1 = all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Samples from tokens with at least this probability relative to the most likely one; 0 = all."""
+    slots: int | None = Field(default=None, ge=1, le=MAX_SLOTS)
+    """Samples that a host decodes at once (continuous batching): the next sample starts when one finishes. When null,
+    all samples of a rollout are decoded in one batch. Lower it if KV caches use too much memory."""
+    mode: Literal["exact", "fast"] = "fast"
+    """With slots or workers: shapes that follow the samples (fast), or fixed shapes in float32 (exact), in which each
+    sample is bitwise independent of the schedule and of the other samples."""
+    scheduler: Literal["sync", "pdsr_v1", "pdsr_v2", "adaptive"] | None = None
+    """Schedule of the workers of `rollout.workers`: whole batches (sync), P-DSR version 1 or 2, or longest expected
+    sample first (adaptive). When null there are no workers: one batch, or `rollout.slots`."""
+    placement: Literal["island", "global"] = "island"
+    """Each host generates on its own devices independently (island), or all hosts generate one batch on all devices,
+    without slots or workers (global). On one host this matters for the scheduler sync only: workers, or one batch."""
+    decode_layout: DecodeLayout = "gathered"
+    """Sharding of weights during decoding: whole on every device except for tp (gathered), or still split over fsdp,
+    which uses less memory but transfers all weights for every token."""
+    max_staleness: int = Field(default=0, ge=0, le=MAX_STALENESS)
+    """Maximum age of the policy that sampled a token, in optimizer steps, for training on it. 0 is on-policy:
+    generation and training alternate. Above 0 they overlap, which needs `rollout.scheduler` and makes a resumed run no
+    longer reproducible. Used by training only."""
+    pool: Literal["local", "ray"] = "local"
+    """Where the workers of `rollout.workers` run: on this host's devices (local), or as Ray actors on this or other
+    machines (ray, see `rollout.ray`)."""
     segment: SegmentSettings = SegmentSettings()
     pdsr: PdsrSettings = PdsrSettings()
     workers: WorkersSettings = WorkersSettings()
@@ -212,5 +164,5 @@ class RolloutSettings(Section):
 
     @property
     def has_workers(self) -> bool:
-        """Workers on devices of their own, rather than one batch or one queue over all of a host's or of all hosts'."""
+        """Whether workers with their own devices generate, instead of one batch or queue over all devices."""
         return self.scheduler is not None and self.placement == "island"

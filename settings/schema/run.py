@@ -17,9 +17,11 @@ def _validate_run_name(value: str) -> str:
 
 
 class RunSettings(Section):
-    name: Annotated[str, AfterValidator(_validate_run_name)] | None = Field(
-        default=None, description="Names the run directory. Derived when null: `<config>-seed<seed>`."
-    )
-    dir: str = Field(default="runs", min_length=1, description="Folder that holds the run directories.")
-    seed: int = Field(default=0, ge=0, lt=2**31, description="Root of all randomness: data order and sampling noise.")
-    steps: int = Field(default=100, ge=1, description="Training steps: rollout, reward, score, advantage, update.")
+    name: Annotated[str, AfterValidator(_validate_run_name)] | None = None
+    """Name of the run directory; `<config>-seed<seed>` when null."""
+    dir: str = Field(default="runs", min_length=1)
+    """Directory that contains the run directories."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of all randomness: data order and sampling noise."""
+    steps: int = Field(default=100, ge=1)
+    """Number of training steps; each consists of rollout, reward, score, advantage and update."""

@@ -1,4 +1,4 @@
-"""The settings of scoring: how the samples of each role are cut into micro-batches."""
+"""Settings of scoring: the micro-batches of each role."""
 
 from __future__ import annotations
 
@@ -9,55 +9,42 @@ from pydantic import Field
 from settings.schema.section import Section
 
 ScoredRole = Literal["policy", "reference", "critic"]
-"""Whose logprobs a sample may be given, and whose values."""
+"""Roles whose logprobs or values scoring adds to a sample."""
 
 SCORED_ROLES: tuple[ScoredRole, ...] = get_args(ScoredRole)
 
 ForwardRole = Literal[ScoredRole, "reward"]
-"""Whose forward passes are cut by settings of their own."""
+"""Roles with their own micro-batch settings."""
 
 MAX_TOKENS_PER_DEVICE = 2**24
-"""Tokens on one device; beyond this a quota is a slip of the pen."""
+"""Upper bound of token quotas, which catches typing errors."""
 
 
 class MicroBatchSettings(Section):
-    """How samples are cut for a forward pass: dynamically, under a token quota, or into fixed rows.
+    """The micro-batches of a forward pass: dynamic, under a token quota, or with a fixed number of samples.
 
-    `settings.loading.micro_batching` settles what is null. Dynamic then has its quota alone; fixed has a strategy, and
-    `rows_per_device` unless that is `off`.
+    `settings.loading.micro_batching` fills in null values. After that, dynamic micro-batches have only a quota, and
+    fixed ones a strategy, and `rows_per_device` unless the strategy is `off`.
     """
 
-    dynamic: bool | None = Field(
-        default=None,
-        description="Packed rows under a token quota (true), or fixed rows of one sample (false). When null: as the "
-        "next three say; where they are silent that of `score`, then true.",
-    )
-    max_tokens_per_device: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_TOKENS_PER_DEVICE,
-        description="Token quota of a micro-batch on each device; chooses dynamic. When null: that of `score`, then of "
-        "`algorithm`. Scoring keeps nothing for a gradient: where memory is left it may be larger than the update's.",
-    )
-    rows_per_device: int | None = Field(
-        default=None,
-        ge=1,
-        description="Samples of a fixed micro-batch on each device; chooses fixed. When null: that of `score`, then 8. "
-        "Lower it when memory runs out.",
-    )
-    strategy: Literal["off", "loop", "scan"] | None = Field(
-        default=None,
-        description="Chooses fixed: one pass over all samples (off), micro-batches one after another with a shorter "
-        "last one (loop), or full ones in one compiled scan (scan). When null: that of `score`, then loop.",
-    )
+    dynamic: bool | None = None
+    """Micro-batches of packed rows under a token quota (true), or with a fixed number of samples (false). When null, it
+    follows from which of the next three settings is set, else from `score.dynamic`, else true."""
+    max_tokens_per_device: int | None = Field(default=None, ge=1, le=MAX_TOKENS_PER_DEVICE)
+    """Token quota of a micro-batch on each device; selects dynamic micro-batches. When null, that of `score`, else that
+    of `algorithm`. It may exceed the update's, because scoring stores no activations for gradients."""
+    rows_per_device: int | None = Field(default=None, ge=1)
+    """Samples of a fixed micro-batch on each device; selects fixed micro-batches. When null, that of `score`, else 8.
+    Lower it when memory runs out."""
+    strategy: Literal["off", "loop", "scan"] | None = None
+    """Selects fixed micro-batches: one pass over all samples (off), a loop over micro-batches with a shorter last one
+    (loop), or one compiled scan over full ones (scan). When null, that of `score`, else loop."""
 
 
 class ReferenceSettings(MicroBatchSettings):
-    offload: bool = Field(
-        default=False,
-        description="Keep the reference's weights in host memory between scoring calls: for device memory that is too "
-        "small for both models, at the cost of a transfer each time.",
-    )
+    offload: bool = False
+    """Keeps the reference model's weights in host memory between scoring passes. Set it if both models do not fit in
+    device memory; each pass then transfers the weights."""
 
 
 class ScoreSettings(MicroBatchSettings):
@@ -67,5 +54,5 @@ class ScoreSettings(MicroBatchSettings):
     reward: MicroBatchSettings = MicroBatchSettings()
 
     def for_role(self, role: ForwardRole) -> MicroBatchSettings:
-        """The role's own micro-batches; once loaded, with all that it inherits."""
+        """Returns the micro-batch settings of a role; after loading, inherited values are filled in."""
         return getattr(self, role)

@@ -1,4 +1,4 @@
-"""What all sections of the settings have in common."""
+"""The base class of all sections of the settings."""
 
 from __future__ import annotations
 
@@ -6,4 +6,11 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )

@@ -1,8 +1,8 @@
-"""All sections of the settings, and what follows from several of them.
+"""All sections of the settings, and properties that follow from several sections.
 
-Types are strict: no setting takes a boolean for a number, `1e3` for an integer or a quoted number for a number. Checks
-that need two fields are in `settings.checks`; checks that need a model file or a device are where it is opened.
-This package imports neither jax nor numpy: `--print-config` and `--help` must answer at once.
+Types are strict: a boolean is not a number, `1e3` is not an integer, and a quoted number is text. Checks that need two
+fields are in `settings.checks`; checks that need a model file or a device are next to the code that opens it.
+This package imports neither jax nor numpy, because `--print-config` and `--help` must answer at once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from settings.schema.score import SCORED_ROLES, ScoredRole, ScoreSettings
 from settings.schema.watchdog import WatchdogSettings
 
 LEGACY_PROMPT_ALLOWANCE = 128
-"""The historic runner's `max_length_total` left this many tokens for the prompt."""
+"""Tokens for the prompt in the historic runner's `max_length_total`."""
 
 
 class Settings(BaseSettings):
-    """All sections. `settings.load` builds it from its layers; `Settings()` is the defaults alone."""
+    """All settings. `settings.load` builds them from layers; `Settings()` has the defaults."""
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -52,43 +52,43 @@ class Settings(BaseSettings):
 
     @property
     def num_mini_batches(self) -> int:
-        """Optimizer steps of one pass over a step's prompts."""
+        """Number of optimizer steps in one pass over a training step's prompts."""
         step = self.rollout.prompts_per_step
         return step // (self.algorithm.mini_batch_prompts or step)
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of a training step."""
+        """Number of optimizer steps in a training step."""
         return self.num_mini_batches * self.algorithm.epochs
 
     @property
     def has_critic(self) -> bool:
-        """A second network learns the values that advantages are estimated from."""
+        """Whether a critic learns values for the advantages."""
         return self.algorithm.estimator in CRITIC_ESTIMATORS
 
     @property
     def offloads_reference(self) -> bool:
-        """Its weights wait in the hosts' memory; with adapters they are the policy's own, which every pass needs."""
+        """Whether the reference weights are kept in host memory. With adapters they are the policy's own weights."""
         return "reference" in self.scored_roles and self.score.reference.offload and not self.model.lora.rank
 
     @property
     def num_policy_updates(self) -> int:
-        """Optimizer steps of the policy in the whole run."""
+        """Number of optimizer steps of the policy in the whole run."""
         warmup = self.critic.warmup_steps if self.has_critic else 0
         return (self.run.steps - warmup) * self.updates_per_step
 
     @property
     def uses_packing(self) -> bool:
-        """Whether samples of a step share rows, in an update or in the scoring of a role."""
+        """Whether samples share packed rows, in an update or in the scoring of a role."""
         updated = [self.algorithm, self.critic] if self.has_critic else [self.algorithm]
         scored = [self.score.for_role(role) for role in self.scored_roles]
         return any(one.dynamic_microbatch for one in updated) or any(one.dynamic for one in scored)
 
     @property
     def scored_roles(self) -> tuple[ScoredRole, ...]:
-        """Whose logprobs or values a step takes before its updates.
+        """Roles that are scored in a training step before its updates.
 
-        The policy's where several updates follow or rewards or values are corrected by them, the reference's for KL.
+        The policy is scored if a step has several updates, or if rewards or values are corrected by its logprobs.
         """
         policy = self.updates_per_step > 1 or self.algorithm.kl_in_reward or self.algorithm.estimator == "vtrace"
         reference = self.algorithm.beta > 0
@@ -104,5 +104,5 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Nothing ambient: `settings.loading.sources` reads the environment, by names that are ours."""
+        """Disables pydantic's sources: `settings.loading.sources` reads the environment."""
         return (init_settings,)

@@ -1,4 +1,4 @@
-"""The settings of the watchdog: how long each phase of a run may take until it counts as stuck."""
+"""Settings of the watchdog: the time limit of each phase of a run."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ TimeLimit = Annotated[float, Field(gt=0, le=30 * 86_400)]
 
 
 class WatchdogSettings(Section):
-    """A phase that takes longer ends the run on every host, with the stacks of all threads and exit code 70.
+    """Time limits: a phase that takes longer ends the run on every host, with all threads' stacks and exit code 70.
 
-    Of `grpo rollout` on several hosts, a phase is the time from one sample or segment to the next, of `grpo score` from
-    one window to the next, or a host's whole share for a reward model. There a host that is done waits for the others
-    without a limit, and reward functions have their own.
+    For `grpo rollout` on several hosts, a phase is the time from one sample or segment to the next. For `grpo score`
+    it is the time from one window to the next, or a host's whole share for a reward model. A host that has finished
+    waits for the others without a limit, and reward functions have limits of their own.
     """
 
-    compile_s: TimeLimit | None = Field(
-        default=HOUR_S,
-        description="Seconds to load and compile, until the first step or evaluation; the first pass of each other "
-        "phase has so many more. null = no limit, here and below.",
-    )
-    rollout_s: TimeLimit | None = Field(
-        default=HOUR_S, description="Seconds to generate a round, and to meet behind it."
-    )
-    reward_s: TimeLimit | None = Field(default=HOUR_S, description="Seconds for the reward functions of a round.")
-    score_s: TimeLimit | None = Field(default=HOUR_S, description="Seconds for one role's scoring pass.")
-    update_s: TimeLimit | None = Field(
-        default=HOUR_S, description="Seconds from the samples' credit to the end of the step's optimizer steps."
-    )
-    save_s: TimeLimit | None = Field(default=HOUR_S, description="Seconds to save a checkpoint; to write the report.")
-    evaluate_s: TimeLimit | None = Field(default=HOUR_S, description="Seconds for an evaluation.")
+    compile_s: TimeLimit | None = HOUR_S
+    """Seconds to load and compile, until the first step or evaluation ends; also added to the limit of the first pass
+    of each other phase. null = no limit, as for all of `watchdog`."""
+    rollout_s: TimeLimit | None = HOUR_S
+    """Seconds to generate one rollout and to synchronize the hosts after it."""
+    reward_s: TimeLimit | None = HOUR_S
+    """Seconds for the reward functions on one rollout."""
+    score_s: TimeLimit | None = HOUR_S
+    """Seconds for the scoring pass of one role."""
+    update_s: TimeLimit | None = HOUR_S
+    """Seconds for the advantages and all optimizer steps of a training step."""
+    save_s: TimeLimit | None = HOUR_S
+    """Seconds to save a checkpoint, and to write the report."""
+    evaluate_s: TimeLimit | None = HOUR_S
+    """Seconds for an evaluation."""

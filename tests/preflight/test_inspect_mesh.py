@@ -272,7 +272,9 @@ def test_only_looking_may_be_done_on_pretended_devices(verb: tuple[str, ...], tm
     arguments = [str(tmp_path / one) if one.endswith(".jsonl") else one for one in verb]
     result = here(*arguments, *settings("mesh.pretend=v4-16"))
     assert result.exit_code == 2
-    assert "mesh.pretend = 'v4-16' (from --set): only grpo train --dry-run and grpo inspect-mesh" in result.stderr
+    assert (
+        "mesh.pretend = 'v4-16' (from --set): only grpo train --dry-run and grpo inspect-mesh accept" in result.stderr
+    )
 
 
 def test_a_slice_that_there_is_not_is_refused(tiny_model: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.records.sample import Prompt
-from app.reward import arithmetic, gsm8k
+from app.reward import gsm8k
 from app.reward.tasks import TASKS, grade
 
 
@@ -143,7 +143,7 @@ def test_the_answer_at_the_end_of_ten_megabytes_is_found():
 
 @pytest.mark.parametrize(("completion", "number"), [("85", "85"), ("47 + 38 = 85", "85"), ("-3.", "-3"), ("", None)])
 def test_arithmetic_reads_the_last_number(completion, number):
-    assert arithmetic.extract(completion) == number
+    assert TASKS["arithmetic"].extract(completion) == number
 
 
 @pytest.mark.parametrize(
@@ -155,4 +155,4 @@ def test_arithmetic_reads_the_last_number(completion, number):
     ],
 )
 def test_arithmetic_format_is_exactly_one_integer(completion, formatted):
-    assert arithmetic.is_formatted(completion) is formatted
+    assert TASKS["arithmetic"].is_formatted(completion) is formatted

@@ -60,7 +60,7 @@ def test_greedy_sampling_is_refused_by_train_alone(resolve) -> None:
     message = refusal(check_for_train, resolved)
     assert "rollout.temperature = 0.0 (from --set): greedy samples of a prompt are all alike" in message
     message = refusal(check_for_train, resolve("rollout.temperature=0", "algorithm.name=ppo"))
-    assert "rollout.temperature = 0.0 (from --set): greedy sampling explores nothing" in message
+    assert "rollout.temperature = 0.0 (from --set): greedy sampling does not explore" in message
     check_for_rollout(resolved)
     check_for_score(resolved)
 
@@ -199,7 +199,7 @@ def test_an_estimator_that_compares_no_siblings_takes_groups_of_one_unless_they_
     alone = ("algorithm.name=reinforce_plus_plus", "rollout.group_size=1")
     check_for_train(resolve(*alone))
     message = refusal(check_for_train, resolve(*alone, "algorithm.filter=zero_variance"))
-    assert "none would be left" in message
+    assert "no group would be left" in message
     refusal(check_for_train, resolve(*alone, "algorithm.estimator=rloo"))
 
 
@@ -250,7 +250,7 @@ def test_a_total_length_that_the_prompt_alone_fills_can_only_be_raised(resolve) 
 LONGEST = ("data.max_prompt_length=512", "max_length_sample=1024")
 WAY_OUT = (
     "is less than the longest possible sample: data.max_prompt_length = 512 (from --set) + "
-    "rollout.max_new_tokens = 1024 (from --set) = 1536 tokens, and no sample is cut; "
+    "rollout.max_new_tokens = 1024 (from --set) = 1536 tokens, and samples are not split; "
     "raise it to 1536 or more, lower one of those, or choose"
 )
 
@@ -304,8 +304,8 @@ def test_a_step_beyond_the_run_cannot_be_profiled(resolve) -> None:
     check_for_train(resolve("run.steps=5", "logging.profile_steps=[1, 5]"))
     message = refusal(check_for_train, resolve("run.steps=5", "logging.profile_steps=[5, 6, 7]"))
     assert message == (
-        "logging.profile_steps (from --set): step 6 is beyond the run, which ends at run.steps = 5 (from --set); "
-        "choose steps from 1 to 5"
+        "logging.profile_steps = (5, 6, 7) (from --set): step 6 is beyond the run, which ends at "
+        "run.steps = 5 (from --set); choose steps from 1 to 5"
     )
 
 
@@ -350,7 +350,7 @@ def test_as_many_hosts_as_expected_are_given(resolve) -> None:
 def test_virtual_devices_are_of_a_cpu(resolve) -> None:
     check_for_mesh(resolve("mesh.cpu_devices=8", "mesh.platform=cpu"))
     message = refusal(check_for_mesh, resolve("mesh.cpu_devices=8", "mesh.platform=tpu"))
-    assert "mesh.cpu_devices = 8 (from --set) is for CPU hosts, and mesh.platform = 'tpu' (from --set)" in message
+    assert "mesh.cpu_devices = 8 (from --set) is for CPU hosts, but mesh.platform = 'tpu' (from --set)" in message
 
 
 def test_greedy_samples_are_drawn_once_where_anything_is_evaluated() -> None:

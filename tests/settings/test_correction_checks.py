@@ -57,8 +57,8 @@ def test_a_correction_follows_from_how_old_samples_may_be(overrides: list[str], 
 def test_older_policies_are_corrected_somehow_whatever_credits(estimator: tuple[str, ...]) -> None:
     message = refusal(with_sets(*STALE, *estimator, "algorithm.correction=none"))
     assert message == (
-        "rollout.max_staleness = 2 (from --set): tokens may come from an older policy, and algorithm.correction = "
-        "'none' (from --set) takes them for the policy's own; leave algorithm.correction null, or set "
+        "rollout.max_staleness = 2 (from --set): tokens may come from an older policy, but algorithm.correction = "
+        "'none' (from --set) treats them as the policy's own; leave algorithm.correction null, or set "
         "rollout.max_staleness: 0"
     )
     check_for_train(with_sets(*estimator, "algorithm.correction=none"))

@@ -91,6 +91,5 @@ def test_a_reference_that_trains_cannot_wait_outside(folder: Path) -> None:
 
 def test_who_takes_the_model_as_it_is_says_so() -> None:
     assert unused_adapter_notices(with_sets(RANK)) == (
-        "model.lora.rank = 8 (from --set) has no effect here: the model of model.path is taken as it is, without "
-        "adapters",
+        "model.lora.rank = 8 (from --set) has no effect here: model.path is loaded as it is, without adapters",
     )

@@ -160,7 +160,7 @@ def test_the_own_choice_of_a_role_comes_before_an_inherited_one_of_any_layer(res
 def test_offloading_is_for_the_reference_alone(resolve) -> None:
     score = resolve("score: {reference: {offload: true}}").settings.score
     assert score.reference.offload is True
-    assert score.of("reference") is score.reference and score.of("policy") is score.policy
+    assert score.for_role("reference") is score.reference and score.for_role("policy") is score.policy
 
 
 def test_the_switch_of_verl_is_that_of_scoring_and_update(resolve) -> None:

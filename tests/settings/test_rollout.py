@@ -22,7 +22,7 @@ from settings.checks.commands import check_for_rollout, check_for_train
         ),
         (
             ["rollout.workers.fast.count=0", "rollout.workers.heavy.count=0"],
-            "nobody would decode; set one of them to 1 or more",
+            "there is no worker; set one of them to 1 or more",
         ),
         (
             ["rollout.workers.fast.devices=[0,1]", "rollout.workers.heavy.devices=[1,2]"],
@@ -47,23 +47,23 @@ def test_settings_that_contradict_each_other_are_refused(check, overrides: list[
         ),
         (
             ["rollout.slots=8", "rollout.placement=global"],
-            "rollout.slots = 8 (from --set): every host fills slots of its own, and rollout.placement = 'global'",
+            "rollout.slots = 8 (from --set): slots are filled on each host separately, but rollout.placement",
         ),
         (
             ["rollout.scheduler=adaptive", "rollout.slots=8"],
-            "rollout.slots = 8 (from --set): with rollout.scheduler = 'adaptive' (from --set) slots are those of the",
+            "rollout.slots = 8 (from --set): with rollout.scheduler = 'adaptive' (from --set) each worker has",
         ),
         (
             ["rollout.scheduler=sync", "rollout.mode=exact", "model.dtype=float32", "rollout.workers.fast.slots=4"],
-            "bit for bit where all workers have as many slots, got rollout.workers.fast.slots = 4",
+            "if all workers have the same number of slots, got rollout.workers.fast.slots = 4",
         ),
         (
             ["rollout.pool=ray"],
-            "rollout.pool = 'ray' (from --set): only workers with a scheduler run as actors; set rollout.scheduler",
+            "rollout.pool = 'ray' (from --set): only workers with a scheduler run as Ray actors; set rollout.scheduler",
         ),
         (
             ["rollout.pool=ray", "rollout.scheduler=sync", "rollout.placement=global"],
-            "only workers with a scheduler run as actors; set rollout.placement: island",
+            "only workers with a scheduler run as Ray actors; set rollout.placement: island",
         ),
         (
             ["rollout.pool=ray", "rollout.scheduler=sync", "rollout.workers.heavy.devices=[1]"],

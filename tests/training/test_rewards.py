@@ -190,7 +190,7 @@ def test_a_run_that_cannot_go_on_stops_with_the_way_out(
     assert result.exit_code == 1
     error = result.stderr.splitlines()[-1]
     assert error.startswith(f"error: RuntimeError: {message}")
-    assert "Mend the" in error and "Traceback" not in result.stderr
+    assert "Fix the" in error and "Traceback" not in result.stderr
     assert metrics_of(run_of(config)) == [] and children() == []
 
 
@@ -234,7 +234,7 @@ def test_evaluation_stops_a_run_only_where_failures_are_to_raise(config: Path) -
         ),
         ("plug.py:os", "os is a module, not a function"),
         ("raises.py:f", "importing raises.py failed: KeyError: 'x' (raises.py:1)"),
-        ("wants.py:f", "asks for `mood`, which nothing fills"),
+        ("wants.py:f", "nothing fills: `mood`"),
         ("{name: gsm9, weight: 2}", "unknown reward `gsm9`"),
     ],
 )
@@ -256,7 +256,10 @@ def test_a_judge_must_fit_the_held_out_data_too(config: Path) -> None:
         config, "reward.functions=[plug.py:fussy]", "data.source=train.jsonl", "data.eval_source=test.jsonl"
     )
     assert result.exit_code == 2
-    assert "data.eval_source: plug.py:fussy judges held-out answers too: asks for `difficulty`" in result.stderr
+    assert (
+        "data.eval_source: plug.py:fussy judges held-out answers too: has parameters that nothing fills: `difficulty`"
+        in result.stderr
+    )
 
 
 def test_data_source_is_the_file_that_a_sample_comes_from(config: Path) -> None:

@@ -1,0 +1,32 @@
+"""A check between settings: a condition and the message for people when it holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from settings.errors import InputError
+from settings.loading.resolve import Resolved
+from settings.schema.settings import Settings
+
+Check = Callable[[Resolved], str | None]
+"""Returns what is wrong and how to fix it, or None. `<a.b>` in it stands for that setting, its value and its origin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A check that needs values alone and always gives the same message."""
+
+    is_broken: Callable[[Settings], bool]
+    message: str
+
+    def __call__(self, resolved: Resolved) -> str | None:
+        return self.message if self.is_broken(resolved.settings) else None
+
+
+def run_checks(resolved: Resolved, checks: Iterable[Check]) -> None:
+    """Runs every check and raises InputError that lists all problems, one per line."""
+    problems = [message for check in checks if (message := check(resolved))]
+    if problems:
+        raise InputError(re.sub(r"<([a-z_.]+)>", lambda match: resolved.describe(match[1]), "\n".join(problems)))

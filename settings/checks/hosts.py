@@ -1,0 +1,52 @@
+"""Checks of devices and hosts, for every command that starts devices."""
+
+from __future__ import annotations
+
+from settings.checks.check import Rule
+from settings.loading.fields import value_of
+from settings.loading.resolve import Resolved, real_device_fields
+
+PROCESS_FIELDS = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
+
+
+def _check_processes(resolved: Resolved) -> str | None:
+    mesh = resolved.settings.mesh
+    missing = [field for field in PROCESS_FIELDS if value_of(resolved.settings, field) is None]
+    given = [f"<{field}>" for field in PROCESS_FIELDS if field not in missing]
+    if mesh.coordinator_address == "auto":
+        return f"{' and '.join(given[1:])}: leave it null with mesh.coordinator_address: auto" if given[1:] else None
+    if given and missing:
+        return (
+            f"{' and '.join(given)}: also set {' and '.join(missing)}, or set only mesh.coordinator_address: auto if "
+            "the platform knows its hosts"
+        )
+    if mesh.num_processes is not None and mesh.process_id is not None and mesh.process_id >= mesh.num_processes:
+        last = mesh.num_processes - 1
+        return f"<mesh.process_id> is too large for <mesh.num_processes>; ids go from 0 to {last}"
+    return None
+
+
+def check_pretend_conflicts(resolved: Resolved) -> str | None:
+    real = real_device_fields(resolved.settings)
+    if resolved.settings.mesh.pretend is None or not real:
+        return None
+    listed = " and ".join(f"<{field}>" for field in real)
+    return f"<mesh.pretend> and {listed} ask for pretended and for real devices; leave one of the two out"
+
+
+HOST_CHECKS = (
+    _check_processes,
+    Rule(
+        lambda s: s.mesh.expect_processes not in (None, s.mesh.num_processes) and s.mesh.num_processes is not None,
+        "<mesh.expect_processes> is not <mesh.num_processes>; leave it null, or set both to the number of hosts",
+    ),
+    Rule(
+        lambda s: s.mesh.cpu_devices is not None and s.mesh.platform not in ("auto", "cpu"),
+        "<mesh.cpu_devices> is for CPU hosts, but <mesh.platform>; leave it null, or set mesh.platform: cpu",
+    ),
+)
+
+check_no_pretend = Rule(
+    lambda s: s.mesh.pretend is not None,
+    "<mesh.pretend>: only grpo train --dry-run and grpo inspect-mesh accept simulated devices; leave it out",
+)

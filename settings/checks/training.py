@@ -1,0 +1,233 @@
+"""Checks of the algorithm, the reward, the batch sizes and the evaluation of a training run."""
+
+from __future__ import annotations
+
+from settings.checks.check import Rule
+from settings.loading.algorithm_presets import GROUP_RELATIVE_ESTIMATORS
+from settings.loading.fields import value_of
+from settings.loading.resolve import Resolved
+from settings.schema.reward import MODEL_REWARD, OVERLONG_REWARD
+from settings.schema.settings import Settings
+
+
+def _check_group_size(resolved: Resolved) -> str | None:
+    algorithm = resolved.settings.algorithm
+    if resolved.settings.rollout.group_size >= 2 or algorithm.estimator not in GROUP_RELATIVE_ESTIMATORS:
+        return None
+    return (
+        f"<rollout.group_size>: {algorithm.name} compares the samples of a prompt with each other, so it needs at "
+        "least 2; 8 is usual"
+    )
+
+
+def _check_temperature(resolved: Resolved) -> str | None:
+    algorithm = resolved.settings.algorithm
+    if resolved.settings.rollout.temperature > 0:
+        return None
+    if algorithm.estimator in GROUP_RELATIVE_ESTIMATORS:
+        reason = f"greedy samples of a prompt are all alike, so {algorithm.name} has nothing to compare"
+    else:
+        reason = "greedy sampling does not explore, and log-probabilities at temperature 0 are not defined"
+    return f"<rollout.temperature>: {reason}; set it above 0, 1.0 is usual"
+
+
+def _check_overlong_name(resolved: Resolved) -> str | None:
+    return _reserved_name(resolved, OVERLONG_REWARD, "reward.overlong_buffer", "penalty for length")
+
+
+def _check_model_name(resolved: Resolved) -> str | None:
+    return _reserved_name(resolved, MODEL_REWARD, "reward.model", "score")
+
+
+def _reserved_name(resolved: Resolved, name: str, setting: str, owner: str) -> str | None:
+    names = [function.name for function in resolved.settings.reward.functions]
+    if name not in names or value_of(resolved.settings, setting) is None:
+        return None
+    return f"<reward.functions>: `{name}` is the name of the {owner} of <{setting}>; give the function another `name:`"
+
+
+def _check_kl_weight(resolved: Resolved) -> str | None:
+    algorithm = resolved.settings.algorithm
+    # A weight of 0 from a later layer turns the penalty off.
+    if algorithm.beta > 0 or algorithm.kl_in != "reward" or resolved.is_later("algorithm.beta", "algorithm.kl_in"):
+        return None
+    return (
+        "<algorithm.kl_in>: <algorithm.beta>, so there is no penalty to subtract from the reward; set algorithm.beta "
+        "above 0, 0.05 is usual, or leave algorithm.kl_in null"
+    )
+
+
+def _check_adaptive_kl(resolved: Resolved) -> str | None:
+    algorithm = resolved.settings.algorithm
+    if algorithm.kl_target is None:
+        return None
+    if algorithm.beta == 0:
+        if resolved.is_later("algorithm.beta", "algorithm.kl_target"):
+            return None
+        return (
+            "<algorithm.kl_target>: <algorithm.beta> stays 0 when it is adapted, because it is multiplied; set "
+            "algorithm.beta above 0, 0.05 is usual, or leave algorithm.kl_target null"
+        )
+    if algorithm.kl_in == "reward":
+        return None
+    return (
+        "<algorithm.kl_target>: only a penalty in the reward is adapted, but <algorithm.kl_in>; set "
+        "algorithm.kl_in: reward, or leave algorithm.kl_target null"
+    )
+
+
+def _check_mini_batch_size(resolved: Resolved) -> str | None:
+    step = resolved.settings.rollout.prompts_per_step
+    mini_batch = resolved.settings.algorithm.mini_batch_prompts or step
+    if step % mini_batch == 0:
+        return None
+    divisors = [size for size in range(1, step + 1) if step % size == 0]
+    nearest = [size for size in divisors if size < mini_batch][-1:] + [size for size in divisors if size > mini_batch][
+        :1
+    ]
+    return (
+        "<algorithm.mini_batch_prompts> does not divide <rollout.prompts_per_step>; the nearest that does: "
+        f"{' or '.join(map(str, nearest))}"
+    )
+
+
+def check_max_length(resolved: Resolved) -> str | None:
+    rollout, data = resolved.settings.rollout, resolved.settings.data
+    longest = data.max_prompt_length + rollout.max_new_tokens
+    if rollout.max_length_total is None or longest <= rollout.max_length_total:
+        return None
+    remaining = rollout.max_length_total - data.max_prompt_length
+    lower = f", or lower rollout.max_new_tokens to {remaining}" if remaining >= 1 else ""
+    return (
+        f"<data.max_prompt_length> and <rollout.max_new_tokens> make {longest} tokens, more than "
+        f"<rollout.max_length_total>; raise that to {longest} (or null){lower}"
+    )
+
+
+def check_token_quotas(resolved: Resolved) -> str | None:
+    """Checks the token quotas of the updates and of every role that a step scores."""
+    settings = resolved.settings
+    updated = ("algorithm", "critic") if settings.has_critic else ("algorithm",)
+    roles = (*settings.scored_roles, "reward") if settings.reward.model else settings.scored_roles
+    # One more token is read after a truncated sample, and after every sample that a reward model scores.
+    extra_tokens = {"score.critic": int(settings.algorithm.bootstrap_truncated), "score.reward": 1}
+    problems = []
+    for scope in (*updated, *(f"score.{role}" for role in roles)):
+        quota = value_of(settings, f"{scope}.max_tokens_per_device")
+        extra = extra_tokens.get(scope, 0)
+        longest = settings.data.max_prompt_length + settings.rollout.max_new_tokens + extra
+        if quota is not None and quota < longest:
+            problems.append(
+                f"<{scope}.max_tokens_per_device> is less than the longest possible sample: <data.max_prompt_length> + "
+                f"<rollout.max_new_tokens>{' + 1 token after it' if extra else ''} = {longest} tokens, and samples are "
+                f"not split; raise it to {longest} or more, lower one of those, or choose {scope}.rows_per_device "
+                "instead"
+            )
+    return "\n".join(problems) or None
+
+
+def _check_warmup(resolved: Resolved) -> str | None:
+    updates = resolved.settings.num_policy_updates
+    if resolved.settings.optimizer.warmup_steps < max(updates, 1):
+        return None
+    return (
+        f"<optimizer.warmup_steps>: <run.steps> make {updates} optimizer steps, so the warm-up would not end; lower it "
+        f"to at most {updates - 1}"
+    )
+
+
+def _check_critic_warmup(resolved: Resolved) -> str | None:
+    settings = resolved.settings
+    if not settings.has_critic or settings.critic.warmup_steps < settings.run.steps:
+        return None
+    return (
+        "<critic.warmup_steps>: <run.steps>, so the policy would never learn; "
+        f"lower it to at most {settings.run.steps - 1}"
+    )
+
+
+def _check_profile_steps(resolved: Resolved) -> str | None:
+    steps = resolved.settings.run.steps
+    beyond = [step for step in resolved.settings.logging.profile_steps if step > steps]
+    if not beyond:
+        return None
+    return (
+        f"<logging.profile_steps>: step {beyond[0]} is beyond the run, which ends at <run.steps>; choose steps from 1 "
+        f"to {steps}"
+    )
+
+
+def _rewards_count_nothing(settings: Settings) -> bool:
+    reward = settings.reward
+    return all(f.weight == 0 for f in reward.functions) and not (reward.model and reward.model_weight)
+
+
+check_overlong_buffer = Rule(
+    lambda s: s.reward.overlong_buffer is not None and s.reward.overlong_buffer >= s.rollout.max_new_tokens,
+    "<reward.overlong_buffer>: <rollout.max_new_tokens>, so every completion would be too long; set it lower, a fifth "
+    "of that is usual, or to null",
+)
+check_evaluation_temperature = Rule(
+    lambda s: s.eval.num_samples > 1 and s.eval.temperature == 0,
+    "<eval.num_samples>: <eval.temperature> is greedy, and greedy samples of a prompt are all alike; set "
+    "eval.temperature above 0, 1.0 is usual, or eval.num_samples to 1",
+)
+REWARD_CHECKS = (_check_model_name, check_overlong_buffer, _check_overlong_name)
+
+BATCH_CHECKS = (_check_mini_batch_size, check_max_length)
+
+ALGORITHM_CHECKS = (
+    _check_group_size,
+    _check_temperature,
+    Rule(
+        _rewards_count_nothing,
+        "<reward.functions>: every weight is 0, so every sample would have reward 0; give one a weight such as 1.0",
+    ),
+    Rule(
+        lambda s: s.algorithm.clip == "ppo" and s.algorithm.clip_low is not None and s.algorithm.clip_low >= 1,
+        "<algorithm.clip_low>: <algorithm.clip> clips ratios below 1 - clip_low, and no ratio is below 0; set it below "
+        "1, 0.2 is usual, or algorithm.clip: cispo",
+    ),
+    Rule(
+        lambda s: s.algorithm.clip == "cispo" and s.algorithm.dual_clip is not None,
+        "<algorithm.dual_clip>: <algorithm.clip> already bounds the weight of every token; leave algorithm.dual_clip "
+        "null, or lower algorithm.clip_high",
+    ),
+    Rule(
+        lambda s: s.rollout.group_size < 2 and s.algorithm.filter != "none",
+        "<algorithm.filter>: <rollout.group_size>, so the rewards of every group are all equal and no group would be "
+        "left; set rollout.group_size to 2 or more, or algorithm.filter: none",
+    ),
+    _check_kl_weight,
+    _check_adaptive_kl,
+    Rule(
+        lambda s: s.algorithm.estimator == "vtrace" and s.algorithm.vtrace_max_trace > s.algorithm.vtrace_max_ratio,
+        "<algorithm.vtrace_max_trace> is larger than <algorithm.vtrace_max_ratio>, but V-trace is defined for traces "
+        "clipped at or below their ratios; lower the former, or raise the latter",
+    ),
+    Rule(
+        lambda s: s.rollout.max_staleness > 0 and s.algorithm.correction == "none",
+        "<rollout.max_staleness>: tokens may come from an older policy, but <algorithm.correction> treats them as the "
+        "policy's own; leave algorithm.correction null, or set rollout.max_staleness: 0",
+    ),
+    Rule(
+        lambda s: s.algorithm.correction == "mask" and s.algorithm.correction_min >= s.algorithm.correction_max,
+        "<algorithm.correction_min> is not below <algorithm.correction_max>, so rounding alone would mask every token; "
+        "lower the one, 0.5 is usual, or raise the other, to 2.0",
+    ),
+)
+
+RUN_CHECKS = (
+    _check_critic_warmup,
+    _check_warmup,
+    _check_profile_steps,
+    Rule(
+        lambda s: s.eval.every_steps > 0 and check_evaluation_temperature.is_broken(s),
+        check_evaluation_temperature.message,
+    ),
+    Rule(
+        lambda s: s.checkpoint.best_metric is not None and s.eval.every_steps == 0,
+        "<checkpoint.best_metric>: <eval.every_steps> means no evaluation, so it is never measured; set it to null, or "
+        "eval.every_steps to 1 or more",
+    ),
+)
