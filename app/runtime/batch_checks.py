@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from app.mesh.placement import num_local_row_shards, supports_host_memory
-from app.runtime.session import Session
+from app.runtime.scoring import ScoringSession
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.settings import AlgorithmSettings
@@ -16,7 +16,7 @@ from settings.schema.settings import CriticSettings as CriticSettings
 DYNAMIC_BATCHING_HINT = "{scope}.dynamic_microbatch: true, instead of {scope}.rows_per_device, takes any number"
 
 
-def check_fixed_micro_batches(settings: Settings, session: Session) -> None:
+def check_fixed_micro_batches(settings: Settings, session: ScoringSession) -> None:
     """Whether fixed update micro-batches come out even on every device; packed ones are filled up with empty rows.
 
     Raises: InputError naming the nearest values that do.

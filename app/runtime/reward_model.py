@@ -23,7 +23,7 @@ from app.records.sample import Prompt, Sample
 from app.reward.reward_outcome import RewardFailure, RewardOutcome, one_line
 from app.runtime.micro_batching import MaxLengths, make_score_batcher
 from app.runtime.model_spec import model_setting_in_errors
-from app.runtime.session import set_compute_dtype
+from app.runtime.scoring import set_compute_dtype
 from app.score.reward_model_inputs import reward_model_inputs
 from app.score.scorer import ValueScorer
 from settings import Settings

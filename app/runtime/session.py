@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.distributed.cancellation import StopCheck
 from app.distributed.collectives import gather_bytes_over_hosts
-from app.mesh import placement, topology
 from app.mesh.submesh import host_submesh
-from app.model.architecture import Architecture
-from app.model.decoder import Params
-from app.model.io.hf_weights import critic_tensors, load_weights
 from app.model.kv_cache import DecodeWeights
-from app.model.lora import combine_params, init_adapters, merge_adapters
-from app.model.quantization import check_qwix_installed
+from app.model.lora import merge_adapters
 from app.records.sample import Prompt, Sample
 from app.rollout.async_generation import AsyncRollout
 from app.rollout.batch_engine import BatchEngine, BatchShape, Footprint
@@ -31,43 +24,20 @@ from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.metrics import ScheduleMetrics
 from app.rollout.worker_pool import RolloutWorkerPool
 from app.runtime.generators import open_continuous_batching, open_workers
-from app.runtime.mesh_checks import check_decode_layout, check_tp_divides_heads
+from app.runtime.mesh_checks import check_decode_layout
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.ray_workers import check_ray_installed
-from app.score.scorer import BatchRunner, PackedForward, Scorer, ValueScorer, append_dummy_token
+from app.runtime.scoring import ScoringSession, open_scorers
 from settings import Settings
-from settings.schema.settings import ScoredRole
 
 
-@dataclass(frozen=True)
-class CriticModel:
-    """A value decoder on the mesh of a session."""
-
-    spec: CriticSpec
-    valuer: ValueScorer
-
-    def load_params(self, mesh: Mesh) -> Params:
-        """The weights it starts from, float32, on their shardings."""
-        definition, source = self.spec.definition, self.spec.files.weights
-        return load_weights(definition, source, mesh, entries=critic_tensors(definition, source.shapes))
-
-
-@dataclass
-class Session:
+@dataclass(kw_only=True)
+class Session(ScoringSession):
     """A model on a mesh, with its engine and scorer, and its critic where it has one."""
 
-    settings: Settings
-    model_spec: ModelSpec
-    mesh: Mesh
-    """Of training and scoring, over all hosts."""
     engine: BatchEngine
     """Makes the weights that anything here generates with. On this host's island of the mesh, or on all of it, as
     `rollout.placement` says."""
-    scorer: Scorer
-    """Of the policy, with its adapters where it has any."""
-    reference_scorer: Scorer
-    """Of the weights of `model.path`, in codes where these are quantized; the policy's own without adapters."""
-    critic: CriticModel | None = None
     continuous_batching: ContinuousBatchGenerator | None = None
     """Generates instead of the engine where `rollout.slots` is set."""
     workers: RolloutWorkerPool | None = None
@@ -84,15 +54,11 @@ class Session:
         """
         if generates:
             check_ray_installed(settings)
-        if model.policy_definition.quantization is not None:
-            check_qwix_installed()
-        mesh = open_mesh(settings)
-        check_tp_divides_heads(mesh, model.architecture, path=settings.model.path)
-        if critic is not None:
-            check_tp_divides_heads(mesh, critic.architecture, path=settings.critic.path or settings.model.path)
+        scoring = open_scorers(settings, model, critic)
+        mesh: Mesh = scoring["mesh"]
         if generates:
             check_decode_layout(settings, mesh)
-        dtype, lora = set_compute_dtype(settings), model.policy_definition.lora
+        dtype, lora = jnp.dtype(settings.model.dtype), model.policy_definition.lora
         decoder = model.decode_definition(dtype)
         generates_on = mesh if settings.rollout.placement == "global" else host_submesh(mesh)
         engine = BatchEngine(
@@ -107,12 +73,7 @@ class Session:
             decode_layout=settings.rollout.decode_layout,
             merge_adapters=None if decoder is model.policy_definition else partial(merge_adapters, lora=lora),
         )
-        score = partial(Scorer, mesh=mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
-        scorer = reference_scorer = score(model.policy_definition)
-        if lora is not None:
-            reference_scorer = score(model.reference_definition)
-        valuer = None if critic is None else CriticModel(critic, ValueScorer(critic.definition, mesh, dtype=dtype))
-        session = cls(settings, model, mesh, engine, scorer, reference_scorer, valuer)
+        session = cls(**scoring, engine=engine)
         if generates:
             session.continuous_batching = open_continuous_batching(
                 settings, decoder, model.tokenizer, generates_on, dtype=dtype
@@ -124,38 +85,6 @@ class Session:
         """Ends what it has started beyond this process."""
         if self.workers is not None:
             self.workers.shut_down()
-
-    def architecture_of(self, role: ScoredRole) -> Architecture:
-        """Of the network that scores for a role."""
-        return self.critic.spec.architecture if role == "critic" and self.critic else self.model_spec.architecture
-
-    def load_params(self) -> Params:
-        """The weights of `model.path` on their shardings, as training holds them."""
-        return load_weights(self.model_spec.reference_definition, self.model_spec.files.weights, self.mesh)
-
-    @cached_property
-    def frozen_params(self) -> Params:
-        """The policy's weights that stay as they are, and the reference: loaded once, by all hosts at once.
-
-        Empty where all weights learn.
-        """
-        return {} if self.model_spec.policy_definition.lora is None else self.load_params()
-
-    def free_frozen_params(self) -> None:
-        """Frees what `frozen` has loaded, where nobody else has it; whoever asks again loads it again."""
-        vars(self).pop("frozen_params", None)
-
-    def full_params(self, trained_params: Params) -> Params:
-        """The policy's weights, all of them, of those that learn: what is scored with, decoded with and evaluated."""
-        return combine_params(trained_params, self.frozen_params)
-
-    def initial_trained_params(self) -> Params:
-        """What the policy's training starts from: the weights of `model.path`, or adapters that change nothing yet."""
-        definition = self.model_spec.policy_definition
-        if definition.lora is None:
-            return self.load_params()
-        shapes, shardings = map(definition.trainable, (definition.shapes, definition.shardings(self.mesh)))
-        return init_adapters(shapes, shardings, seed=self.settings.run.seed)
 
     def sample(
         self,
@@ -332,51 +261,3 @@ class Session:
         # Islands hold copies of the weights that lie on the whole mesh.
         has_copies = self.workers is not None and self.mesh.size > 1
         return found._replace(weights=(whole.weights, found.weights)) if has_copies else found
-
-    def score(
-        self, params: Params, samples: Sequence[Sample], role: ScoredRole, *, batcher: MicroBatcher
-    ) -> tuple[list[Sample], GlobalPlan]:
-        """The samples with the logprobs or values of the role whose weights these are, and how they were cut for it."""
-        if role == "critic":
-            return self._score_values(params, samples, batcher=batcher)
-        pieces = batcher(samples, self.mesh)
-        scorer = self.reference_scorer if role == "reference" else self.scorer
-        logprobs = scorer.logprobs(
-            params,
-            samples,
-            pieces.local_plan,
-            temperature=self.settings.rollout.temperature,
-            runner=self._pass_strategy(scorer, role),
-        )
-        scored = [replace(s, **{f"{role}_logprobs": x}) for s, x in zip(samples, logprobs, strict=True)]
-        return scored, pieces
-
-    def _score_values(
-        self, params: Params, samples: Sequence[Sample], *, batcher: MicroBatcher
-    ) -> tuple[list[Sample], GlobalPlan]:
-        """`values`, with one more behind the samples that go on after their last token."""
-        assert self.critic is not None
-        goes_on = self.settings.algorithm.bootstrap_truncated
-        read = [append_dummy_token(s) if goes_on and s.finish_reason == "length" else s for s in samples]
-        pieces = batcher(read, self.mesh)
-        valuer = self.critic.valuer
-        values = valuer.values(params, read, pieces.local_plan, runner=self._pass_strategy(valuer, "critic"))
-        return [replace(s, values=x) for s, x in zip(samples, values, strict=True)], pieces
-
-    def _pass_strategy(self, scorer: PackedForward, role: ScoredRole) -> BatchRunner:
-        return scorer.run_scanned if self.settings.score.for_role(role).strategy == "scan" else scorer.run_looped
-
-
-def open_mesh(settings: Settings) -> Mesh:
-    """The mesh of `mesh.shape`. `topology.start` must have run."""
-    mesh = topology.make_mesh(settings.mesh)
-    placement.check_rows_per_host(mesh)
-    return mesh
-
-
-def set_compute_dtype(settings: Settings) -> jnp.dtype:
-    """`model.dtype`, with products as exact from here on as it says."""
-    dtype = jnp.dtype(settings.model.dtype)
-    # float32 means float32: by default GPUs take TF32 and TPUs bfloat16 passes for its products.
-    jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)
-    return dtype

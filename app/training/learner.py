@@ -20,7 +20,8 @@ from app.mesh.placement import abstract_arrays
 from app.model.decoder import DecoderDefinition, Params
 from app.runtime.advantages import AdvantageEstimator, make_advantage_estimator, make_kl_estimator
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher
-from app.runtime.session import CriticModel, Session
+from app.runtime.scoring import CriticModel
+from app.runtime.session import Session
 from app.training.dynamic_sampling import GroupFilter, keeps_all, rewards_differ
 from app.update.importance_correction import (
     BoundFn,
