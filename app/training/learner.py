@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from app.batching.metrics import critic_batching_metrics, policy_batching_metrics
 from app.batching.micro_batcher import MicroBatcher
-from app.checkpoint.run_state import combine_networks
+from app.checkpoint.run_state import NetworkStates
 from app.mesh.placement import abstract_arrays
 from app.model.decoder import DecoderDefinition, Params
 from app.runtime.advantages import AdvantageEstimator, make_advantage_estimator, make_kl_estimator
@@ -115,13 +115,17 @@ class LearnerGroup:
     critic: Learner | None
 
     @property
-    def shapes(self) -> Any:
-        """Of what a checkpoint holds; see `RunState.arrays`."""
-        return combine_networks(self.policy.shapes, self.critic and self.critic.shapes)
+    def networks(self) -> dict[str, Learner]:
+        return {"policy": self.policy} if self.critic is None else {"policy": self.policy, "critic": self.critic}
 
     @property
-    def shardings(self) -> Any:
-        return combine_networks(self.policy.shardings, self.critic and self.critic.shardings)
+    def shapes(self) -> NetworkStates:
+        """The shapes of what a checkpoint stores; see `RunState.networks`."""
+        return {name: learner.shapes for name, learner in self.networks.items()}
+
+    @property
+    def shardings(self) -> NetworkStates:
+        return {name: learner.shardings for name, learner in self.networks.items()}
 
 
 def make_learner_group(settings: Settings, session: Session) -> LearnerGroup:

@@ -138,7 +138,7 @@ class StepLoop:
 
     def _save(self) -> None:
         self.reporter.display.set_phase("save")
-        self.checkpoints.save(self.state.arrays, self.progress)
+        self.checkpoints.save(self.state.networks, self.progress)
         self.save_clock.reset()
 
 
