@@ -92,7 +92,7 @@ class LatestAndBestPolicy:
     def should_preserve(
         self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: PreservationContext
     ) -> Sequence[bool]:
-        """Returns which `checkpoints` to keep, in ascending order of steps; Orbax calls it when it starts to save the last.
+        """Returns which of the `checkpoints`, in ascending order, to keep. Orbax calls it before it saves the last one.
 
         The best one before the last is kept until the link names its successor.
         """
