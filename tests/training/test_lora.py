@@ -135,9 +135,8 @@ def test_a_saved_policy_is_the_model_and_its_adapters(run: Path, config: Path) -
     for path, array in base.items():
         np.testing.assert_array_equal(whole[path], array)
     for path in session.model_spec.policy_definition.adapter_paths:
-        np.testing.assert_array_equal(
-            whole[path], state["['policy']['params']" + "".join(f"['{key}']" for key in path)]
-        )
+        name = "".join(f"['{key}']" for key in ("policy", "params", *path))
+        np.testing.assert_array_equal(whole[path], state[name])
 
 
 def test_the_reference_is_the_model_without_its_adapters_and_no_copy(run: Path, config: Path) -> None:
