@@ -15,9 +15,9 @@ from app.mesh.topology import device_kind, num_hosts, simulated_slice
 from app.preflight.activation_memory import MemoryBreakdown, largest_micro_batch, rows_per_device
 from app.preflight.memory import StepShapes, compute_step_shapes, format_memory_table, memory_by_phase, state_bytes
 from app.records.run_directory import Resume
-from app.runtime.flops import NO_TOKENS, TokenCounts, make_step_flops
 from app.runtime.reward_model import make_reward_batcher
 from app.runtime.session import Session
+from app.tracking.flops import NO_TOKENS, TokenCounts, make_step_flops
 from app.training.learner import LearnerGroup
 from app.training.replay import ReplayRequest
 from app.training.setup import RunSetup, prepare_run

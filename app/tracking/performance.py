@@ -19,7 +19,7 @@ from app.mesh.device_memory import peak_memory_bytes
 from app.records.sample import Sample
 from app.rollout.counters import RolloutCounters
 from app.rollout.scheduling.metrics import ScheduleMetrics
-from app.runtime.flops import PEAK_FLOPS, TokenCounts
+from app.tracking.flops import PEAK_FLOPS, TokenCounts
 
 
 def step_performance(samples: Sequence[Sample], *, flops: float, seconds: float) -> dict[str, float | int | None]:

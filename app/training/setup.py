@@ -31,10 +31,10 @@ from app.runtime.host_group import open_host_group
 from app.runtime.mesh_checks import replicated_dim_notes
 from app.runtime.model_spec import adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
-from app.runtime.placement_notes import placement_notes
 from app.runtime.session import Session
 from app.training.inputs import TrainingInputs, read_training_inputs
 from app.training.learner import LearnerGroup, make_learner_group
+from app.training.placement_notes import placement_notes
 from app.training.replay import ReplayRequest, find_model_run
 from settings import Resolved, Settings
 

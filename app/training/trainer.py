@@ -23,12 +23,12 @@ from app.reward.plugin import StepInfo
 from app.reward.reward_functions import ComputeRewards, RewardFunctions
 from app.reward.saved_rewards import reuse_saved_rewards
 from app.runtime.advantages import AdvantageResult
-from app.runtime.flops import NO_TOKENS, TokenCounts, make_step_flops
 from app.runtime.health_checks import check_rewards
 from app.runtime.reward_model import RewardModel, RewardPass, reward_model_metrics
 from app.runtime.session import Session
 from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.console import ProgressDisplay
+from app.tracking.flops import NO_TOKENS, TokenCounts, make_step_flops
 from app.tracking.metrics import reward_counts, sample_metrics
 from app.tracking.performance import rollout_performance, schedule_performance, staleness_metrics
 from app.tracking.timer import StepTimer

@@ -105,6 +105,7 @@ def test_a_step_is_learned_again_under_another_algorithm(uninterrupted: Path, tm
     np.testing.assert_allclose([r["advantages"][0] for r in siblings], rewards - rewards.mean(), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_critic_values_behind_cut_samples_and_an_adapted_penalty_are_reproduced(
     tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -116,6 +117,7 @@ def test_a_critic_values_behind_cut_samples_and_an_adapted_penalty_are_reproduce
     assert_same_steps(replayed(ppo, tmp_path / "again", options=start), ppo, steps=range(3, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides", [DAPO, (*SCHEDULED, *UNJUDGED, "rollout.max_staleness=1", "run.steps=2")], ids=["filtered", "ahead"]
 )
@@ -132,6 +134,7 @@ def test_what_was_filtered_or_drawn_ahead_leads_to_the_same_weights(config: Path
         assert max(line["rollout/num_rounds"] for line in steps_of(run).values()) > 1
 
 
+@pytest.mark.slow
 def test_adapters_go_on_from_a_checkpoint_of_adapters_alone(config: Path, tmp_path: Path) -> None:
     lora = ("model.lora.rank=2", "algorithm.beta=0.05", "run.steps=3", "checkpoint.every_steps=1", *UNJUDGED)
     assert train_here(config, *lora).exit_code == 0

@@ -105,6 +105,7 @@ def test_dropped_samples_leave_their_groups_and_nothing_else_changes(config: Pat
     assert "reward fussy failed on" in result.stderr and "left out; first" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_mini_batch_and_a_group_may_lose_all_their_samples(config: Path) -> None:
     (prompt,) = {record["prompt"] for record in first_group(config)}
     (config.parent / "plug.py").write_text(
