@@ -1,4 +1,4 @@
-"""Whether a run's micro-batches come out even on its devices."""
+"""Checks that a run's micro-batches divide evenly over its devices."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ DYNAMIC_BATCHING_HINT = "{scope}.dynamic_microbatch: true, instead of {scope}.ro
 
 
 def check_fixed_micro_batches(settings: Settings, session: ScoringSession) -> None:
-    """Whether fixed update micro-batches come out even on every device; packed ones are filled up with empty rows.
+    """Raises InputError, with the nearest valid values, if fixed update micro-batches do not divide over the devices.
 
-    Raises: InputError naming the nearest values that do.
+    Packed micro-batches are filled with empty rows instead.
     """
     scopes: dict[str, AlgorithmSettings | CriticSettings] = {"algorithm": settings.algorithm}
     if settings.has_critic:
@@ -62,7 +62,7 @@ def _nearest_values(fitting: Sequence[int], value: int) -> str:
 
 
 def check_host_offload(mesh: Mesh) -> None:
-    """Raises InputError where the reference is to wait in a memory that the backend does not have."""
+    """Raises InputError if the reference is to be offloaded and the backend has no host memory."""
     if not supports_host_memory(mesh):
         kind = mesh.devices.flat[0].device_kind
         raise InputError(

@@ -1,4 +1,4 @@
-"""Where the samples of a rollout are, while it runs: a line that is rewritten on a terminal, else one now and then."""
+"""Progress of a rollout: a progress bar on a terminal, otherwise a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from app.tracking.console import num_done, rollout_status
 
 REDRAW_INTERVAL_S = 0.1
 LOG_INTERVAL_S = 10.0
-"""Where there is no terminal."""
+"""Seconds between lines without a terminal."""
 
 
 class RolloutProgress:
-    """Of one rollout.
+    """The progress display of one rollout.
 
     Args:
-        shown: else nothing is told.
-        clock: seconds.
+        enabled: False shows nothing.
+        clock: returns seconds.
     """
 
     def __init__(self, *, num_samples: int, enabled: bool = True, clock: Callable[[], float] = time.monotonic):
@@ -32,7 +32,7 @@ class RolloutProgress:
         self._live = self._console.is_terminal
         self._next = clock() + (0.0 if self._live else LOG_INTERVAL_S)
         self._first: tuple[float, int] | None = None
-        """When the first tokens were counted, and how many."""
+        """Time and number of tokens at the first update."""
         self._progress = Progress(
             TextColumn("rollout"),
             BarColumn(),
@@ -54,12 +54,12 @@ class RolloutProgress:
         self._console.print(text, markup=False, soft_wrap=True)
 
     def update_rollout(self, ledger: SampleTable) -> None:
-        """After an event of a scheduled rollout."""
+        """Shows the state of a scheduled rollout after an event."""
         if self._is_due():
             self._show(num_done(ledger), sum(entry.num_tokens for entry in ledger), rollout_status(ledger))
 
     def track(self, samples: Iterator[Sample]) -> Iterator[Sample]:
-        """Of a rollout that is not scheduled, in order, as they stream past."""
+        """Yields the samples of a rollout without a scheduler, and shows their number."""
         num_tokens = 0
         for number, sample in enumerate(samples, start=1):
             num_tokens += len(sample.completion_ids)

@@ -49,10 +49,10 @@ def restore_or_initialize(
 
     restored = checkpoints.restore(fingerprints)
     if restored is not None:
-        networks, progress = restored
+        saved_networks, progress = restored
         if session.workers is not None:
             session.workers.length_history = progress.lengths or {}
-        return RunState.from_networks(networks, kl_coef=kl_coef(progress)), progress
+        return RunState.from_networks(saved_networks, kl_coef=kl_coef(progress)), progress
     start = None if replay is None else replay.initial_checkpoint
     progress = TrainProgress(step=0, position=0, fingerprints=fingerprints)
     networks: dict[str, TrainState] = {}
