@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from app.checkpoint.checkpoints import Checkpoints, TrainProgress
 from app.checkpoint.retention import LatestAndBestPolicy
+from app.checkpoint.run_state import NetworkStates
 from app.update.optimizer import TrainState
 from tests.free_address import free_address
 from tests.program import DEADLINE_S, REPOSITORY
@@ -23,22 +24,22 @@ from tests.tiny import make_mesh
 FINGERPRINTS = {"model": "m", "tokenizer": "t", "data": "d"}
 
 
-def empty_state() -> TrainState:
+def empty_state() -> dict[str, TrainState]:
     params = {"kernel": jnp.zeros((8, 512)), "scale": jnp.zeros(8)}
-    return TrainState(params, optax.adam(1e-3).init(params), *[jnp.zeros((), jnp.int32)] * 3)
+    return {"policy": TrainState(params, optax.adam(1e-3).init(params), *[jnp.zeros((), jnp.int32)] * 3)}
 
 
 SHAPES = jax.eval_shape(empty_state)
 
 
-def make_state(seed: int, num_devices: int = 1) -> TrainState:
+def make_state(seed: int, num_devices: int = 1) -> dict[str, TrainState]:
     """A state of which every array differs from that of another seed, its rows split over the devices."""
     rng = np.random.default_rng(seed)
     state = jax.tree.map(lambda x: (seed + rng.normal(size=x.shape)).astype(x.dtype), SHAPES)
     return jax.device_put(state, shardings(num_devices))
 
 
-def shardings(num_devices: int) -> TrainState:
+def shardings(num_devices: int) -> dict[str, TrainState]:
     mesh = make_mesh((1, num_devices, 1))
     return jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec("fsdp") if x.ndim else PartitionSpec()), SHAPES)
 
@@ -76,14 +77,14 @@ def steps_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def assert_same(state: TrainState, expected: TrainState) -> None:
+def assert_same(state: NetworkStates, expected: NetworkStates) -> None:
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(leaf, wanted)
         assert leaf.dtype == wanted.dtype
 
 
-def restored(checkpoints: Checkpoints) -> tuple[TrainState, TrainProgress]:
+def restored(checkpoints: Checkpoints) -> tuple[NetworkStates, TrainProgress]:
     found = checkpoints.restore(FINGERPRINTS)
     assert found is not None
     return found

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from app.tracking.metric_registry import expand_braces, find_metric
 from settings import Settings, load
 from settings.loading.fields import FIELDS, SECTIONS, value_of
 from settings.loading.yaml_file import parse_scalar
-from tests.tracking.test_glossary import glossary, matches, written_out
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "sops").rglob("*.md"))]
@@ -60,7 +60,7 @@ def named_settings(markdown: str) -> list[str]:
     for code in re.findall(r"`([^`\n]+)`", own_text(markdown)):
         name = re.split(r"[=: ]", code.removeprefix("--set "))[0]
         if name.split(".")[0] in SECTIONS and "." in name and not FILE.search(name):
-            found += written_out(name)
+            found += expand_braces(name)
     return found
 
 
@@ -110,7 +110,7 @@ def test_a_metric_that_another_program_s_is_called_here_is_in_the_glossary(docum
     assert head[1:] == ["here"]
     names = [name for _, here in rows for name in re.findall(r"`([^`]+)`", here)]
     assert len(names) > 10
-    assert [name for name in names if not any(matches(entry, name) for entry in glossary())] == []
+    assert [name for name in names if find_metric(name) is None] == []
 
 
 def test_a_number_behind_a_setting_is_its_default(nothing_said: Settings) -> None:

@@ -134,19 +134,28 @@ def forbidden_uses(source: str) -> list[str]:
 
 def reached(modules: set[str], sources: Mapping[str, str], *, lazily: bool) -> set[str]:
     """Foreign top-level modules that importing `modules` loads; with `lazily`, also what functions load."""
-    foreign: set[str] = set()
+    all_modules = reached_modules(modules, sources, lazily=lazily)
+    targets = modules.union(
+        *(
+            [item.target for item in find_imports(ast.parse(sources[module])) if lazily or item.when_loaded]
+            for module in all_modules
+        )
+    )
+    return {target.split(".")[0] for target in targets} - {module.split(".")[0] for module in sources}
+
+
+def reached_modules(modules: set[str], sources: Mapping[str, str], *, lazily: bool) -> set[str]:
+    """Modules of the program that importing `modules` loads; with `lazily`, also what functions load."""
     seen: set[str] = set()
     waiting = list(modules)
     while waiting:
         parts = waiting.pop().split(".")
         prefixes = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
-        if not prefixes & sources.keys():
-            foreign.add(parts[0])
         for module in prefixes & sources.keys() - seen:
             seen.add(module)
             found = find_imports(ast.parse(sources[module]))
             waiting += [item.target for item in found if lazily or item.when_loaded]
-    return foreign
+    return seen
 
 
 def program_sources() -> dict[str, str]:
@@ -177,6 +186,16 @@ def test_nothing_forbidden_is_used(module: str) -> None:
 
 def test_rewards_reports_and_settings_never_reach_jax() -> None:
     assert reached(HOST_ONLY, SOURCES, lazily=True) & JAX_FAMILY == set()
+
+
+MAX_MODULES_OF_SCORE = 90
+
+
+def test_scoring_a_file_reaches_neither_rollout_nor_training() -> None:
+    modules = reached_modules({"app.stages.score"}, SOURCES, lazily=True)
+    rooms = {room_of(module) for module in modules}
+    assert rooms & {"app.rollout", "app.training", "app.reward", "app.report", "app.checkpoint", "app.update"} == set()
+    assert len([module for module in modules if module.startswith("app")]) <= MAX_MODULES_OF_SCORE
 
 
 IMPURE = {"time", "datetime", "random", "secrets", "threading", "multiprocessing", "concurrent", "asyncio"}

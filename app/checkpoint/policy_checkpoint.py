@@ -1,10 +1,8 @@
-"""A policy that a run has saved: what evaluation, export and replay start from."""
+"""A saved policy, which evaluation, export and replay start from."""
 
 from __future__ import annotations
 
-import functools
 import json
-import operator
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,16 +22,17 @@ from app.checkpoint.checkpoints import (
     checksum,
     checksums,
     fetch_checksums,
+    is_of_older_version,
     open_reader,
     progress_from_record,
     read_item,
 )
+from app.checkpoint.run_state import NetworkStates
 from app.mesh.placement import abstract_arrays
 from app.model.decoder import Params
 from app.records.run_directory import RunDirectory
 from app.records.versions import NOT_INSTALLED, QUANTIZATION_PACKAGE
 from app.runtime.model_spec import LORA_FINGERPRINT, QUANTIZER_FINGERPRINT, ModelSpec
-from app.update.optimizer import TrainState
 from settings.errors import InputError
 
 OPTION = "--checkpoint"
@@ -43,17 +42,17 @@ _checksum = jax.jit(checksum)
 
 @dataclass(frozen=True)
 class PolicyCheckpoint:
-    """A checkpoint that has been looked at but not yet read: no device has been touched."""
+    """A checkpoint whose metadata has been read, but not its arrays: no device has been used."""
 
     path: Path
     """`<run>/checkpoints/<step>`."""
     progress: TrainProgress
     checksums: Mapping[str, int]
-    """Of every array of the checkpoint, by its path in it."""
+    """Checksums of all arrays of the checkpoint, by path."""
 
     @classmethod
     def open(cls, path: Path) -> PolicyCheckpoint:
-        """The checkpoint in a folder, through a link such as `best`, or the newest of a run's.
+        """Opens the checkpoint in a folder, through a link such as `best`, or the newest one of a run.
 
         Raises:
             InputError: there is none, or it cannot be read.
@@ -62,7 +61,7 @@ class PolicyCheckpoint:
         record_file = folder / "progress" / "metadata"
         try:
             record = json.loads(record_file.read_text(encoding="utf-8"))
-            if CHECKSUMS not in record and {"step", "fingerprints"} <= record.keys():
+            if is_of_older_version(record) and {"step", "fingerprints"} <= record.keys():
                 raise InputError(f"{OPTION}: {folder} {OLDER_VERSION_ERROR}")
             sums = {name: int(value) for name, value in record[CHECKSUMS].items()}
             return cls(folder, progress_from_record(record), sums)
@@ -70,7 +69,7 @@ class PolicyCheckpoint:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
-                f"{OPTION}: {folder} is damaged, or no checkpoint of this program ({type(error).__name__}: {error}); "
+                f"{OPTION}: {folder} is damaged or not a checkpoint of this program ({type(error).__name__}: {error}); "
                 f"choose another one of {folder.parent}"
             ) from error
 
@@ -80,100 +79,86 @@ class PolicyCheckpoint:
 
     @property
     def run(self) -> RunDirectory:
-        """Whose it is."""
+        """The run that wrote the checkpoint."""
         return RunDirectory(self.path.parent.parent)
 
     def check_compatible(self, model: ModelSpec, *, needs_quantizer: bool = True) -> None:
-        """Raises InputError where it was trained from another model, with another tokenizer or with other adapters.
+        """Raises InputError if it was trained from another model, with another tokenizer or with other adapters.
 
         Args:
-            runs: False where only its arrays are read, and nobody asks for the codes that its adapters learned beside.
+            needs_quantizer: False if only its arrays are read, not the quantized kernels that its adapters belong to.
         """
         saved, path = self.progress.fingerprints, model.files.path
-        held, asked = saved.get(LORA_FINGERPRINT), model.adapter_fingerprints.get(LORA_FINGERPRINT)
-        if held != asked:
+        there, wanted = saved.get(LORA_FINGERPRINT), model.adapter_fingerprints.get(LORA_FINGERPRINT)
+        if there != wanted:
             raise InputError(
-                f"{OPTION}: {self.path} holds {f'adapters of {held}' if held else 'all weights and no adapters'}, and "
-                f"model.lora asks for {asked or 'none'}; leave --config away to take the run's own settings, or set "
+                f"{OPTION}: {self.path} holds {f'adapters of {there}' if there else 'all weights and no adapters'}, "
+                f"and model.lora asks for {wanted or 'none'}; leave --config out to use the run's own settings, or set "
                 f"model.lora to what {self.run.settings_path} names"
             )
         made_by, here = saved.get(QUANTIZER_FINGERPRINT), model.adapter_fingerprints.get(QUANTIZER_FINGERPRINT)
         if needs_quantizer and made_by is not None and here not in (made_by, NOT_INSTALLED):
             raise InputError(
-                f"{OPTION}: the adapters of {self.path} learned beside codes that {QUANTIZATION_PACKAGE} {made_by} "
-                f"had found, "
-                f"and {here} is here; pip install '{QUANTIZATION_PACKAGE}=={made_by}'"
+                f"{OPTION}: the adapters of {self.path} were trained with kernels quantized by "
+                f"{QUANTIZATION_PACKAGE} {made_by}, and {here} is installed; "
+                f"pip install '{QUANTIZATION_PACKAGE}=={made_by}'"
             )
         for what, fingerprint in (("model", model.files.fingerprint), ("tokenizer", model.tokenizer.fingerprint)):
             if saved.get(what) != fingerprint:
                 raise InputError(
                     f"{OPTION}: {self.path} was trained from another {what} than that of model.path ({path}); leave "
-                    f"--config away to take the run's own settings, or set model.path to what "
+                    f"--config out to use the run's own settings, or set model.path to what "
                     f"{self.run.settings_path} names"
                 )
 
     def restore_params(self, shapes: Params, shardings: Params) -> Params:
-        """The policy's trained arrays, on their shardings. All hosts call it together.
+        """Restores the policy's trained arrays on their shardings. All hosts must call it together.
 
         Raises:
             InputError: they are damaged.
         """
-        # Beside a critic each network has a branch of its own; see `RunState.arrays`.
-        below = ("policy",) if self.has_critic else ()
-        item: Any = {"params": abstract_arrays(shapes, shardings)}
-        for key in reversed(below):
-            item = {key: item}
-        return functools.reduce(operator.getitem, (*below, "params"), self._restore_item(item))
+        return self._restore_item({"policy": {"params": abstract_arrays(shapes, shardings)}})["policy"]["params"]
 
-    @property
-    def has_critic(self) -> bool:
-        """Whether the state has a policy and a critic, or is a policy's alone."""
-        return any(name.startswith("policy/") for name in self.checksums)
+    def restore_states(self, shapes: NetworkStates, shardings: NetworkStates) -> NetworkStates:
+        """Restores the optimizer states of the requested networks that the checkpoint has.
 
-    def restore_states(self, shapes: Mapping[str, TrainState], shardings: Mapping[str, TrainState]) -> dict[str, Any]:
-        """Of each network that is asked for and is there, all that its optimizer changes. All hosts call it together.
-
-        Args:
-            shapes: by name, `policy` and maybe `critic`.
+        All hosts must call it together.
 
         Raises:
-            InputError: they are damaged, or those of another kind of network.
+            InputError: they are damaged, or belong to another kind of network.
         """
-        names = [name for name in shapes if self.has_critic or name == "policy"]
-        targets = {name: abstract_arrays(shapes[name], shardings[name]) for name in names}
-        item = targets if self.has_critic else targets["policy"]
-        wanted, there = set(jax.eval_shape(checksums, item)), self.checksums.keys()
-        if not wanted <= there:
-            name = min(wanted - there)
+        names = [name for name in shapes if any(path.startswith(f"{name}/") for path in self.checksums)]
+        target = {name: abstract_arrays(shapes[name], shardings[name]) for name in names}
+        missing = set(jax.eval_shape(checksums, target)) - self.checksums.keys()
+        if missing:
             raise InputError(
-                f"{OPTION}: {self.path} has no array {name}: what was trained there is not what these settings train; "
-                f"leave --config away to take the run's own settings, or compare with {self.run.settings_path}"
+                f"{OPTION}: {self.path} has no array {min(missing)}: what was trained there is not what these settings "
+                f"train; leave --config out to use the run's own settings, or compare with {self.run.settings_path}"
             )
-        found = self._restore_item(item)
-        return dict(found) if self.has_critic else {"policy": found}
+        return self._restore_item(target)
 
     def _restore_item(self, item: Any) -> Any:
-        """A part of the state, in any tree that it has."""
+        """Restores a part of the state, with the structure of `item`."""
         args = ocp.args.PyTreeRestore(
             item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
         )
         handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler())
         with closing(open_reader(handler)) as reader:
-            found, reason = read_item(reader, self.path, state=args)
-        # Every host has it or none.
-        if found is not None:
-            # A program for each: one of all would hold a copy of every array at once, as the integers that it adds up.
-            # One after the other, too: sums over devices that wait for each other at once can starve a CPU's threads.
-            arrays = jax.tree.leaves_with_path(found)
+            state, reason = read_item(reader, self.path, state=args)
+        # Either every host has read it or none.
+        if state is not None:
+            # One program per array: a single one would hold a copy of every array at once, as integers.
+            # One after the other, too: concurrent sums over devices can starve the threads of a CPU.
+            arrays = jax.tree.leaves_with_path(state)
             sums = fetch_checksums({array_path(keys): _checksum(x).block_until_ready() for keys, x in arrays})
             reason = "" if sums == {name: self.checksums.get(name) for name in sums} else CHECKSUM_MISMATCH
         if reason:
             raise InputError(f"{OPTION}: {self.path} is damaged ({reason}); choose another one of {self.path.parent}")
-        return found
+        return state
 
 
 def _find_checkpoint(path: Path) -> Path:
-    """The checkpoint's own folder."""
+    """Returns the folder of the checkpoint that `path` names."""
     path = path.expanduser()
     if not path.is_dir():
         hint = "; nothing was evaluated in that run" if path.name == BEST_LINK and path.parent.is_dir() else ""

@@ -1,4 +1,4 @@
-"""The weights of a policy that a run has saved: what is evaluated, exported and replayed."""
+"""Loading of saved policy weights, for evaluation and export."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from app.runtime.session import Session
 
 
 def load_policy_params(checkpoint: PolicyCheckpoint, session: Session) -> Params:
-    """All of them, on the mesh of the session.
+    """Loads all weights of a saved policy, on the mesh of the session.
 
-    With adapters these beside the weights of `model.path`, in codes where these are quantized; all else in float32.
-
-    `session.scorer` and `session.engine.weights` take them as they are. `saved.check` must have passed. All hosts call
-    it together.
+    With adapters the result holds them and the weights of `model.path`, which may be quantized; the rest is float32.
+    `checkpoint.check_compatible` must have passed. All hosts must call it together.
 
     Raises:
         InputError: they are damaged.
@@ -25,7 +23,7 @@ def load_policy_params(checkpoint: PolicyCheckpoint, session: Session) -> Params
 
 
 def load_trained_params(checkpoint: PolicyCheckpoint, model: ModelSpec, mesh: Mesh) -> Params:
-    """Those that learned: adapters where there are any, else all. As `load_policy`."""
+    """Loads the trained weights: the adapters if there are any, else all. See `load_policy_params`."""
     definition = model.policy_definition
     shapes, shardings = map(definition.trainable, (definition.shapes, definition.shardings(mesh)))
     return checkpoint.restore_params(shapes, shardings)

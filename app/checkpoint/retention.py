@@ -1,4 +1,4 @@
-"""When a checkpoint is due by the clock, and which checkpoints stay: the newest, and the best by an evaluation."""
+"""Retention of checkpoints: when one is due by the clock, and which ones are kept."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class BestCheckpoint(NamedTuple):
 
 @dataclass
 class SaveClock:
-    """Whether so many minutes have passed since the last checkpoint; never where there is no such interval."""
+    """A timer that is due `every_minutes` after the last checkpoint; never if that is None."""
 
     every_minutes: float | None
     clock: Callable[[], float]
-    """Seconds, monotonic."""
+    """Returns monotonic seconds."""
 
     def __post_init__(self) -> None:
         self.reset()
@@ -41,8 +41,8 @@ class SaveClock:
 class LatestAndBestPolicy:
     """A preservation policy for Orbax: the newest `keep` checkpoints, and the best by one metric of its evaluation.
 
-    Not Orbax's own BestN: that one prefers the later of two equals, keeps its figures in an item of their own, which
-    stops the program where it is damaged, and gives up the last best before anything can point at the new one.
+    Orbax's own BestN is not used: it prefers the later of two equals, keeps its metrics in a separate item whose damage
+    stops the program, and deletes the previous best before anything can point at the new one.
     """
 
     keep: int
@@ -50,51 +50,51 @@ class LatestAndBestPolicy:
     """None: only the newest are kept."""
     mode: Literal["max", "min"] = "max"
     metric_values: dict[int, float] = field(default_factory=dict)
-    """Step -> the metric, of the checkpoints that were evaluated."""
+    """The metric by step, for checkpoints that were evaluated."""
 
     def record_evaluation(self, step: int, evaluation: Mapping[str, float | None] | None) -> None:
-        """What the checkpoint of a step says of its evaluation; None where there was none at that step."""
+        """Records the evaluation of a step's checkpoint; None if there was none."""
         self.metric_values.pop(step, None)
         score = self.metric_value(evaluation)
         if score is not None:
             self.metric_values[step] = score
 
     def metric_value(self, evaluation: Mapping[str, float | None] | None) -> float | None:
-        """The finite value of the metric, where there is one."""
+        """Returns the value of the metric, or None if it is missing or not finite."""
         value = None if evaluation is None or self.metric is None else evaluation.get(self.metric)
         return value if value is not None and math.isfinite(value) else None
 
     def best_step(self, steps: Iterable[int]) -> int | None:
-        """The best of these steps, of equals the earliest; None where none of them was evaluated."""
+        """Returns the best of these steps, the earliest of equals; None if none of them was evaluated."""
         sign = -1 if self.mode == "max" else 1
-        scored = [step for step in steps if step in self.metric_values]
-        return min(scored, key=lambda step: (sign * self.metric_values[step], step), default=None)
+        evaluated = [step for step in steps if step in self.metric_values]
+        return min(evaluated, key=lambda step: (sign * self.metric_values[step], step), default=None)
 
     def best_checkpoint(self, steps: Iterable[int]) -> BestCheckpoint | None:
-        """The best of these steps, with what makes it so."""
+        """Returns the best of these steps with its metric."""
         step = self.best_step(steps)
         if step is None or self.metric is None:
             return None
         return BestCheckpoint(step, self.metric, self.metric_values[step])
 
     def is_better(self, evaluation: Mapping[str, float | None] | None, steps: Iterable[int]) -> bool:
-        """Whether an evaluation beats those of all of these steps."""
+        """Returns whether an evaluation is better than those of all these steps."""
         score, best = self.metric_value(evaluation), self.best_step(steps)
         if score is None or best is None:
             return score is not None
         return score > self.metric_values[best] if self.mode == "max" else score < self.metric_values[best]
 
     def superseded(self, steps: Sequence[int]) -> int | None:
-        """The best before the newest of these steps (ascending), where only that still keeps it."""
+        """Returns the best step before the newest of these (ascending) if nothing else keeps it, else None."""
         best = self.best_step(steps[:-1])
         return best if best not in (*steps[-self.keep :], self.best_step(steps)) else None
 
     def should_preserve(
         self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: PreservationContext
     ) -> Sequence[bool]:
-        """Orbax asks as it begins to save the last of `checkpoints`, which are in ascending order.
+        """Returns which of the `checkpoints`, in ascending order, to keep. Orbax calls it before it saves the last one.
 
-        The best before that one stays for as long as somebody may be reading it as the best.
+        The best one before the last is kept until the link names its successor.
         """
         steps = [checkpoint.step for checkpoint in checkpoints]
         kept = {*steps[-self.keep :], self.best_step(steps), self.best_step(steps[:-1])}

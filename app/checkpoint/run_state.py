@@ -1,11 +1,14 @@
-"""All that a run changes from step to step, beside its place in the data."""
+"""The state of a run that changes from step to step, except its position in the data."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from app.update.optimizer import TrainState
+
+NetworkStates = Mapping[str, TrainState]
+"""States of the trained networks, or their shapes or shardings: `policy`, and `critic` if there is one."""
 
 
 @dataclass(frozen=True)
@@ -17,18 +20,11 @@ class RunState:
     """Weight of the KL in the reward, which an adapted penalty changes."""
 
     @property
-    def arrays(self) -> Any:
-        """What a checkpoint holds on disk: where there is no critic, the policy's state alone."""
-        return combine_networks(self.policy, self.critic)
+    def networks(self) -> NetworkStates:
+        """The tree that a checkpoint stores."""
+        return {"policy": self.policy} if self.critic is None else {"policy": self.policy, "critic": self.critic}
 
     @classmethod
-    def from_arrays(cls, arrays: Any, *, kl_coef: float) -> RunState:
-        """The inverse of `arrays`."""
-        if isinstance(arrays, TrainState):
-            return cls(arrays, None, kl_coef)
-        return cls(arrays["policy"], arrays["critic"], kl_coef)
-
-
-def combine_networks(policy: Any, critic: Any) -> Any:
-    """A tree for each network, joined as `RunState.arrays` has them."""
-    return policy if critic is None else {"policy": policy, "critic": critic}
+    def from_networks(cls, networks: NetworkStates, *, kl_coef: float) -> RunState:
+        """Returns the state whose `networks` these are."""
+        return cls(networks["policy"], networks.get("critic"), kl_coef)

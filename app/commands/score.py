@@ -20,6 +20,7 @@ from app.commands.command_support import (
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings.checks.commands import check_for_score
 from settings.checks.unused_settings import unused_adapter_notices
+from settings.errors import InputError
 
 
 def score(
@@ -53,8 +54,15 @@ def score(
         if role == "policy":
             print_notices(unused_adapter_notices(resolved))
         show_progress(f"grpo score: role {role}; loading JAX")
-        from app.stages import score
+        if role == "reward":
+            if check_packing:
+                raise InputError("--check-packing needs a model, and --role reward has none; leave one of them out")
+            from app.stages.score_rewards import score_rewards
 
-        summary = score.score(resolved, input=samples, out=out, role=role, checks_packing=check_packing)
+            summary = score_rewards(resolved, input=samples, out=out)
+        else:
+            from app.stages.score import score_logprobs
+
+            summary = score_logprobs(resolved, input=samples, out=out, role=role, checks_packing=check_packing)
         if summary is not None:
             write(format_summary(summary, as_json=as_json), sys.stdout)

@@ -23,9 +23,9 @@ from app.preflight.memory import (
 )
 from app.preflight.tables import format_size, format_table
 from app.records.run_directory import Resume
-from app.runtime.flops import NO_TOKENS, TokenCounts, make_step_flops
 from app.runtime.reward_model import make_reward_batcher
 from app.runtime.session import Session
+from app.tracking.flops import NO_TOKENS, TokenCounts, make_step_flops
 from app.training.learner import LearnerGroup
 from app.training.replay import ReplayRequest
 from app.training.setup import RunSetup, prepare_run

@@ -18,12 +18,12 @@ from app.model.decoder import flatten_by_path
 from app.preflight.activation_memory import MemoryBreakdown
 from app.preflight.batch_limits import USABLE_MEMORY_FRACTION, BatchLimit, find_batch_limits
 from app.preflight.compiled_memory import CompiledProgram, compile_programs, format_programs_table
+from app.preflight.config_only_spec import ConfigOnlySpec, read_config_only_spec
 from app.preflight.memory import StepShapes, compute_step_shapes, format_memory_table, memory_by_phase, peak_phase
 from app.preflight.mesh_layout import MeshReport, format_id_ranges, mesh_report
 from app.preflight.tables import format_mebibytes, format_table
 from app.records.sample import Prompt
 from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offload
-from app.runtime.config_only_spec import ConfigOnlySpec, read_config_only_spec
 from app.runtime.session import Session
 from app.training.learner import make_learner_group
 from app.training.setup import setup_notes

@@ -35,7 +35,8 @@ from app.reward.reward_functions import RewardFunctions
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, is_task_reward
 from app.runtime.inputs import make_rewards
 from app.runtime.reward_model import RewardModel, RewardModelSpec
-from app.runtime.session import Session, set_compute_dtype
+from app.runtime.scoring import set_compute_dtype
+from app.runtime.session import Session
 from settings import Settings
 from settings.errors import InputError
 

@@ -1,4 +1,4 @@
-"""Settings -> how a step's samples get their credit, and the penalty in their rewards its coefficient."""
+"""Wiring of the advantages: settings select the estimator, and the rule for the KL coefficient."""
 
 from __future__ import annotations
 
@@ -46,40 +46,40 @@ from settings import Settings
 from settings.schema.settings import AlgorithmSettings
 
 EstimateAdvantages = Callable[[Sequence[Sample], float], list[Sample]]
-"""Samples with a reward, and the coefficient of the penalty in it -> the same with their advantages."""
+"""Samples with a reward, and the coefficient of the KL penalty -> the same samples with advantages."""
 NextKLCoef = Callable[[Sequence[Sample], float], float]
-"""A step's samples and its coefficient -> the next step's."""
+"""A step's samples and KL coefficient -> the next step's coefficient."""
 
 
 class AdvantageResult(NamedTuple):
     samples: list[Sample]
     metrics: dict[str, float]
     kl_coef: float
-    """Of the penalty in the next step's rewards."""
+    """Coefficient of the penalty in the next step's rewards."""
 
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """The advantage room, wired for one run. Every host calls it, also one whose samples were all dropped."""
+    """Advantage estimation, configured for a run. Every host must call it, even if all its samples were dropped."""
 
     estimate: EstimateAdvantages
     whiten_advantages: bool
-    """Advantages are whitened over all hosts, after they have been measured."""
+    """Whether advantages are whitened over all hosts, after they have been measured."""
     has_kl_penalty: bool
-    """There is a KL penalty in the reward."""
+    """Whether the reward contains a KL penalty."""
     next_kl_coef: NextKLCoef
 
     def __call__(self, samples: Sequence[Sample], kl_coef: float) -> AdvantageResult:
-        credited = self.estimate(samples, kl_coef)
-        moments = AdvantageMoments.from_samples(credited)
+        estimated = self.estimate(samples, kl_coef)
+        moments = AdvantageMoments.from_samples(estimated)
         metrics = advantage_metrics(moments) | ({"policy/kl_coef": float(kl_coef)} if self.has_kl_penalty else {})
-        next_kl_coef = self.next_kl_coef(credited, kl_coef)
-        samples = whiten_advantages(credited, moments.advantages) if self.whiten_advantages else credited
+        next_kl_coef = self.next_kl_coef(estimated, kl_coef)
+        samples = whiten_advantages(estimated, moments.advantages) if self.whiten_advantages else estimated
         return AdvantageResult(samples, metrics, next_kl_coef)
 
 
 def make_advantage_estimator(settings: Settings) -> AdvantageEstimator:
-    """What `algorithm.*` says of advantages."""
+    """Builds the advantage estimation from `algorithm.*`."""
     algorithm = settings.algorithm
     assert algorithm.estimator is not None and algorithm.whiten_advantages is not None
     return AdvantageEstimator(
@@ -91,12 +91,12 @@ def make_advantage_estimator(settings: Settings) -> AdvantageEstimator:
 
 
 def with_saved_advantages(estimator: AdvantageEstimator) -> AdvantageEstimator:
-    """For samples that bring their advantages and returns: they are final. A penalty is adapted all the same."""
+    """Returns an estimator that keeps the samples' saved advantages and returns; the KL coefficient still adapts."""
     return replace(estimator, estimate=lambda samples, kl_coef: list(samples), whiten_advantages=False)
 
 
 def make_group_advantages(settings: Settings) -> EstimateAdvantages:
-    """Siblings are compared, by their rewards or by what a penalty leaves of them."""
+    """Builds advantages relative to the group, from rewards with or without the KL penalty."""
     algorithm = settings.algorithm
     assert algorithm.estimator is not None
     advantages = GROUP_ADVANTAGES[algorithm.estimator]
@@ -110,28 +110,30 @@ def make_group_advantages(settings: Settings) -> EstimateAdvantages:
 
 
 def make_gae(settings: Settings) -> Callable[[TokenRows], TokenAdvantages]:
-    """GAE of rows of tokens, whoever made them."""
+    """Builds GAE over rows of tokens."""
     algorithm, alpha = settings.algorithm, settings.algorithm.length_adaptive_lam
     usual = partial(fixed_lambda, lam=algorithm.lam)
-    of_targets = usual if settings.critic.lam is None else partial(fixed_lambda, lam=settings.critic.lam)
+    critic_lam = usual if settings.critic.lam is None else partial(fixed_lambda, lam=settings.critic.lam)
     same = alpha is None and settings.critic.lam in (None, algorithm.lam)
     return partial(
         compute_gae,
         estimate=_make_estimate(algorithm),
         lam=_make_lam(algorithm),
-        critic_lam=None if same else of_targets,
+        critic_lam=None if same else critic_lam,
     )
 
 
 def make_gae_advantages(settings: Settings, *, bootstrap: BootstrapFn | None = None) -> EstimateAdvantages:
-    """GAE from the critic's values. `bootstrap`: other than `algorithm.bootstrap_truncated` says."""
+    """Builds GAE from the critic's values. `bootstrap` overrides `algorithm.bootstrap_truncated`."""
     algorithm = settings.algorithm
-    credit = partial(assign_gae_advantages, gae=make_gae(settings), bootstrap=bootstrap or _choose_bootstrap(algorithm))
-    return lambda samples, kl_coef: credit(samples, token_rewards=_make_token_rewards(algorithm, kl_coef))
+    estimate = partial(
+        assign_gae_advantages, gae=make_gae(settings), bootstrap=bootstrap or _choose_bootstrap(algorithm)
+    )
+    return lambda samples, kl_coef: estimate(samples, token_rewards=_make_token_rewards(algorithm, kl_coef))
 
 
 def make_vtrace_advantages(settings: Settings) -> EstimateAdvantages:
-    """V-trace from the critic's values and from how far the policy is from the one that drew the samples."""
+    """Builds V-trace from the critic's values and the ratio of policy and sampler."""
     algorithm = settings.algorithm
     correct = partial(
         vtrace,
@@ -139,26 +141,26 @@ def make_vtrace_advantages(settings: Settings) -> EstimateAdvantages:
         max_trace=algorithm.vtrace_max_trace,
         **_recurrence_options(algorithm),
     )
-    credit = partial(
+    estimate = partial(
         assign_vtrace_advantages, vtrace=correct, lam=_make_lam(algorithm), bootstrap=_choose_bootstrap(algorithm)
     )
-    return lambda samples, kl_coef: credit(samples, token_rewards=_make_token_rewards(algorithm, kl_coef))
+    return lambda samples, kl_coef: estimate(samples, token_rewards=_make_token_rewards(algorithm, kl_coef))
 
 
 def make_return_advantages(settings: Settings) -> EstimateAdvantages:
-    """Discounted returns of REINFORCE++."""
-    credit = partial(assign_return_advantages, estimate=_make_estimate(settings.algorithm))
-    return lambda samples, kl_coef: credit(samples, token_rewards=_make_token_rewards(settings.algorithm, kl_coef))
+    """Builds the discounted returns of REINFORCE++."""
+    estimate = partial(assign_return_advantages, estimate=_make_estimate(settings.algorithm))
+    return lambda samples, kl_coef: estimate(samples, token_rewards=_make_token_rewards(settings.algorithm, kl_coef))
 
 
 TOKEN_ADVANTAGES: Mapping[str, Callable[[Settings], EstimateAdvantages]] = MappingProxyType(
     {"gae": make_gae_advantages, "vtrace": make_vtrace_advantages, "reinforce_plus_plus": make_return_advantages}
 )
-"""Estimators that credit each token; all others compare siblings."""
+"""Estimators with per-token advantages; all others compare the samples of a group."""
 
 
 def _make_lam(algorithm: AlgorithmSettings) -> LambdaFn:
-    """Of the advantages."""
+    """Returns the lambda of the advantages."""
     alpha = algorithm.length_adaptive_lam
     return partial(fixed_lambda, lam=algorithm.lam) if alpha is None else partial(length_adaptive_lambda, alpha=alpha)
 
@@ -172,7 +174,7 @@ def _make_estimate(algorithm: AlgorithmSettings) -> GaeEstimator:
 
 
 def _recurrence_options(algorithm: AlgorithmSettings) -> dict[str, Any]:
-    """What GAE and V-trace are told alike."""
+    """Returns the options that GAE and V-trace share."""
     return {
         "gamma": algorithm.gamma,
         "mask_mode": algorithm.mask_mode,
@@ -188,13 +190,13 @@ def _make_token_rewards(algorithm: AlgorithmSettings, kl_coef: float) -> TokenRe
 
 
 def make_kl_estimator(algorithm: AlgorithmSettings) -> KLEstimator:
-    """The estimator of the penalty, wherever it goes."""
+    """Returns the estimator of the KL penalty, in the loss or in the reward."""
     assert algorithm.kl_estimator is not None
     return KL_ESTIMATORS[algorithm.kl_estimator]
 
 
 def make_next_kl_coef(algorithm: AlgorithmSettings) -> NextKLCoef:
-    """A coefficient that stays, or one that is held where the KL of a token is `algorithm.kl_target`."""
+    """Returns the rule for the coefficient: constant, or adapted so that the KL of a token is `algorithm.kl_target`."""
     target = algorithm.kl_target
     if target is None or not algorithm.kl_in_reward:
         return lambda samples, kl_coef: kl_coef
@@ -203,7 +205,7 @@ def make_next_kl_coef(algorithm: AlgorithmSettings) -> NextKLCoef:
     def next_kl_coef(samples: Sequence[Sample], kl_coef: float) -> float:
         (kl,) = moments_over_hosts([kl_moments(samples, kl_estimator)])
         num_samples = int(sum_over_hosts(np.asarray(sum(s.mask.any() for s in samples))))
-        # Of logprobs that are NaN nothing can be learned, and the coefficient would stay NaN.
+        # With NaN logprobs the coefficient would become NaN and stay NaN.
         if not kl.count or not math.isfinite(kl.mean):
             return kl_coef
         return update_kl_coef(kl_coef, kl.mean, target=target, num_samples=num_samples, horizon=algorithm.kl_horizon)

@@ -1,4 +1,4 @@
-"""Whether a run's micro-batches come out even on its devices."""
+"""Checks that a run's micro-batches divide evenly over its devices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from app.mesh.placement import num_local_row_shards, supports_host_memory
-from app.runtime.session import Session
+from app.runtime.scoring import ScoringSession
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.settings import AlgorithmSettings
@@ -16,10 +16,10 @@ from settings.schema.settings import CriticSettings as CriticSettings
 DYNAMIC_BATCHING_HINT = "{scope}.dynamic_microbatch: true, instead of {scope}.rows_per_device, takes any number"
 
 
-def check_fixed_micro_batches(settings: Settings, session: Session) -> None:
-    """Whether fixed update micro-batches come out even on every device; packed ones are filled up with empty rows.
+def check_fixed_micro_batches(settings: Settings, session: ScoringSession) -> None:
+    """Raises InputError, with the nearest valid values, if fixed update micro-batches do not divide over the devices.
 
-    Raises: InputError naming the nearest values that do.
+    Packed micro-batches are filled with empty rows instead.
     """
     scopes: dict[str, AlgorithmSettings | CriticSettings] = {"algorithm": settings.algorithm}
     if settings.has_critic:
@@ -62,7 +62,7 @@ def _nearest_values(fitting: Sequence[int], value: int) -> str:
 
 
 def check_host_offload(mesh: Mesh) -> None:
-    """Raises InputError where the reference is to wait in a memory that the backend does not have."""
+    """Raises InputError if the reference is to be offloaded and the backend has no host memory."""
     if not supports_host_memory(mesh):
         kind = mesh.devices.flat[0].device_kind
         raise InputError(

@@ -1,4 +1,4 @@
-"""What a run does not go on with."""
+"""Checks that stop a run: unusable rewards and divergence."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from settings import Settings
 
 
 def check_rewards(scored: RewardedSamples) -> None:
-    """Raises RuntimeError, on every host what stops one of them: alone, the others would wait for it for ever."""
+    """Raises RuntimeError on every host if rewards of any host are unusable; else the others would wait forever."""
     if max_over_hosts(np.asarray(scored.fatal_error is not None)):
-        raise RuntimeError(scored.fatal_error or "a reward function failed on another host, which says why")
+        raise RuntimeError(scored.fatal_error or "a reward function failed on another host; see its log")
     num_kept = sum_over_hosts(np.asarray(sum(s.reward is not None for s in scored.samples)))
     if num_kept == 0 and scored.samples and all(s.finish_reason == FINISH_NON_FINITE for s in scored.samples):
         raise RuntimeError(
@@ -25,16 +25,16 @@ def check_rewards(scored: RewardedSamples) -> None:
     if num_kept == 0:
         raise RuntimeError(
             "no sample of this step has a reward, each one was dropped (reward.on_error); first: "
-            f"{next(iter(scored.notices), 'on another host')}. Mend the reward functions before going on"
+            f"{next(iter(scored.notices), 'on another host')}. Fix the reward functions before continuing"
         )
 
 
 def stop_if_diverged(metrics: Mapping[str, float | None], settings: Settings) -> None:
-    """Raises RuntimeError once too many updates in a row were not finite."""
+    """Raises RuntimeError if too many updates in a row were not finite."""
     for network, section in (("policy", "optimizer"), ("value", "critic")):
         in_a_row = metrics.get(f"{network}/nonfinite_in_a_row") or 0
         if in_a_row >= settings.optimizer.max_nonfinite_steps:
             raise RuntimeError(
                 f"{int(in_a_row)} optimizer steps in a row had a NaN or infinite loss or gradient; the weights are "
-                f"those before them. Lower {section}.learning_rate, or train in float32"
+                f"still those before them. Lower {section}.learning_rate, or train in float32"
             )

@@ -1,4 +1,4 @@
-"""Work that hosts do together: one that hangs, fails or is stopped ends the others, and says why."""
+"""Joint work of several hosts: if one hangs, fails or is stopped, the others end as well and report why."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from settings import Settings
 Item = TypeVar("Item")
 
 PhaseCallback = Callable[[str], None]
-"""Is told the phase that begins, and again whenever it gets on."""
+"""Called with the name of a phase when it begins, and again when it makes progress."""
 
 
 class HostGroup(NamedTuple):
@@ -29,10 +29,10 @@ class HostGroup(NamedTuple):
 
 @contextmanager
 def open_host_group(settings: Settings, crash_dir: Path) -> Iterator[HostGroup]:
-    """What comes inside is watched, from the phase `compile` on. `topology.start` must have run.
+    """Watches the block, starting with the phase `compile`. `topology.initialize_distributed` must have run.
 
     Args:
-        folder: where stacks go when it hangs.
+        crash_dir: folder for the stacks of a process that hangs.
     """
     heartbeat_s = settings.mesh.heartbeat_s
     with (
@@ -44,14 +44,14 @@ def open_host_group(settings: Settings, crash_dir: Path) -> Iterator[HostGroup]:
 
 
 def ignore_phase(phase: str) -> None:
-    """Nobody is told."""
+    """Does nothing: a single host is not watched."""
 
 
 @contextmanager
 def join_hosts(settings: Settings, *, out: Path) -> Iterator[PhaseCallback]:
-    """Joins the other hosts for a verb that writes one file. Alone, nobody waits for this host, and nothing is watched.
+    """Joins the other hosts for a command that writes one file; a single host is not watched.
 
-    Stacks go to `<out>.crash/`.
+    Stacks are written to `<out>.crash/`.
     """
     topology.initialize_distributed(settings.mesh)
     if jax.process_count() == 1:
@@ -62,14 +62,14 @@ def join_hosts(settings: Settings, *, out: Path) -> Iterator[PhaseCallback]:
 
 
 def wait_for_other_hosts(on_phase: PhaseCallback) -> None:
-    """However long they take."""
+    """Waits for the other hosts, without a time limit."""
     on_phase(WAIT_PHASE)
     with error_barrier():
         pass
 
 
 def iterate_in_phase(items: Iterable[Item], phase: str, on_phase: PhaseCallback) -> Iterator[Item]:
-    """The same; the phase begins anew with each."""
+    """Yields the items; each one counts as progress of the phase."""
     on_phase(phase)
     for part in items:
         on_phase(phase)

@@ -1,4 +1,4 @@
-"""Models, prompts and rewards as settings name them, read and checked."""
+"""Reads and checks the models, prompts and rewards that settings name."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from app.runtime.reward_model import RewardModelSpec, check_reward_context_lengt
 from settings import Settings
 
 PromptsOrRows = Sequence[Prompt] | Sequence[DatasetRow]
-"""Of a data set, as tokens or not yet."""
+"""Rows of a data set, tokenized or not."""
 
 
 def make_rewards(settings: Settings, train_rows: PromptsOrRows, eval_rows: PromptsOrRows) -> RewardFunctions:
-    """The reward functions of a run over these questions, not yet imported."""
+    """Returns the reward functions of a run for these rows, not yet imported."""
     columns = data_columns(settings, train_rows)
     of_held_out = eval_columns(settings, eval_rows) if eval_rows else None
     return RewardFunctions(settings.reward, columns, of_held_out, make_overlong_penalty(settings))
 
 
 def make_overlong_penalty(settings: Settings) -> OverlongPenalty | None:
-    """What length costs; None where it costs nothing."""
+    """Returns the penalty on overlong completions, or None."""
     buffer = settings.reward.overlong_buffer
     if buffer is None:
         return None
@@ -37,7 +37,7 @@ def make_overlong_penalty(settings: Settings) -> OverlongPenalty | None:
 
 
 def data_columns(settings: Settings, rows: PromptsOrRows) -> DataColumns:
-    """What plug-ins can be given of what was read under `data.*`."""
+    """Returns the columns of the training data that plug-ins can use."""
     data = settings.data
     return DataColumns.from_rows(
         rows, source=data.source, prompt_column=data.prompt_column, answer_column=data.answer_column
@@ -45,15 +45,15 @@ def data_columns(settings: Settings, rows: PromptsOrRows) -> DataColumns:
 
 
 def eval_columns(settings: Settings, rows: PromptsOrRows) -> DataColumns:
-    """The same of what an evaluation asks."""
+    """Returns the columns of the evaluation data that plug-ins can use."""
     return replace(data_columns(settings, rows), source=settings.data.eval_source or settings.data.source)
 
 
 def read_policy(settings: Settings) -> ModelSpec:
-    """The model of `model.path` and its tokenizer.
+    """Reads the model of `model.path` and its tokenizer.
 
     Raises:
-        InputError: it cannot be used, or not for samples as long as the settings allow. So do the next.
+        InputError: it cannot be used, or its context is too short for the settings.
     """
     model = read_model_spec(settings)
     check_context_length(model.architecture, settings, path=settings.model.path)
@@ -61,7 +61,7 @@ def read_policy(settings: Settings) -> ModelSpec:
 
 
 def read_critic(settings: Settings, model: ModelSpec) -> CriticSpec | None:
-    """What the critic starts from; None for a run without one."""
+    """Reads the model that the critic starts from; returns None without a critic."""
     if not settings.has_critic:
         return None
     critic = read_critic_spec(settings, model)
@@ -70,7 +70,7 @@ def read_critic(settings: Settings, model: ModelSpec) -> CriticSpec | None:
 
 
 def read_checked_reward_model(settings: Settings) -> RewardModelSpec | None:
-    """The reward model; None for a run without one."""
+    """Reads the reward model; returns None without one."""
     reward_model = read_reward_model_spec(settings)
     if reward_model is not None:
         check_reward_context_length(reward_model, settings)
@@ -78,7 +78,7 @@ def read_checked_reward_model(settings: Settings) -> RewardModelSpec | None:
 
 
 def read_train_rows(settings: Settings) -> Dataset:
-    """What is trained on, with answers that the reward functions can use."""
+    """Reads the training data and checks that the reward functions can use its answers."""
     dataset = load_training_data(settings.data, seed=settings.run.seed)
     check_answers(dataset.rows, [function.name for function in settings.reward.functions])
     return dataset
@@ -87,7 +87,7 @@ def read_train_rows(settings: Settings) -> Dataset:
 def encode_rows(
     settings: Settings, rows: Sequence[DatasetRow], tokenizer: ChatTokenizer
 ) -> tuple[list[Prompt], EncodeReport]:
-    """The rows as prompts, under `data.*`."""
+    """Tokenizes rows into prompts under `data.*`."""
     return encode_prompts(
         rows,
         tokenizer,
@@ -98,7 +98,7 @@ def encode_rows(
 
 
 def read_eval_rows(settings: Settings) -> Sequence[DatasetRow]:
-    """What evaluations ask, with answers that can all be judged."""
+    """Reads the evaluation data and checks that all its answers can be judged."""
     data = settings.data
     rows = load_held_out_data(data, num_prompts=settings.eval.num_prompts).rows
     held_out = data.eval_source or f"null, that is data.source: {data.source}"
@@ -107,5 +107,5 @@ def read_eval_rows(settings: Settings) -> Sequence[DatasetRow]:
 
 
 def read_eval_prompts(settings: Settings, tokenizer: ChatTokenizer) -> tuple[list[Prompt], EncodeReport]:
-    """The prompts of an evaluation."""
+    """Reads and tokenizes the prompts of an evaluation."""
     return encode_rows(settings, read_eval_rows(settings), tokenizer)

@@ -1,4 +1,4 @@
-"""How a model's sizes meet the tp of a mesh."""
+"""Checks that a model's sizes fit the tp of a mesh."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from settings.errors import InputError
 
 
 def check_tp_divides_heads(mesh: Mesh, architecture: Architecture, *, path: str) -> None:
-    """Whether tp splits the attention of the model from `path`.
+    """Checks that tp splits the attention of the model from `path`.
 
     Raises:
-        InputError: it divides neither query heads nor, then, kv heads, so every device would compute all of it.
+        InputError: tp divides neither query heads nor kv heads, so every device would compute all of the attention.
     """
     tp, queries, keys = mesh.shape["tp"], architecture.num_query_heads, architecture.num_kv_heads
     if queries % tp and keys % tp:
@@ -25,7 +25,7 @@ def check_tp_divides_heads(mesh: Mesh, architecture: Architecture, *, path: str)
 
 
 def replicated_dim_notes(mesh: Mesh, architecture: Architecture) -> tuple[str, ...]:
-    """A line for every dim that tp should split and does not: it stays whole on every device, which costs memory."""
+    """Returns a note for every dim that tp does not divide: it is replicated on every device, which costs memory."""
     tp = mesh.shape["tp"]
     sizes = {
         "kv heads": architecture.num_kv_heads,
@@ -41,14 +41,14 @@ def replicated_dim_notes(mesh: Mesh, architecture: Architecture) -> tuple[str, .
 
 
 def _nearest_divisors(tp: int, size: int) -> str:
-    """The divisors of `size` right below and above."""
+    """Returns the nearest divisors of `size` below and above `tp`."""
     below = max(n for n in range(1, tp + 1) if size % n == 0)
     above = next((n for n in range(tp, size + 1) if size % n == 0), None)
     return " or ".join(str(n) for n in (below, above) if n is not None)
 
 
 def check_decode_layout(settings: Settings, mesh: Mesh) -> None:
-    """Raises InputError where hosts generate each for itself and weights would still be split over all of them."""
+    """Raises InputError if every host generates by itself while the weights would be split over all hosts."""
     rollout = settings.rollout
     if rollout.decode_layout == "fsdp" and rollout.placement == "island" and num_hosts(mesh) > 1:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Settings -> how the samples of a pass are cut into micro-batches; wired once for each role and for the update."""
+"""Wiring of micro-batches: settings select the batcher of each scoring pass and of the update."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from settings.schema.settings import AlgorithmSettings, CriticSettings
 
 
 class MaxLengths(NamedTuple):
-    """What rows must be able to hold, in tokens."""
+    """The longest sample and group that rows must hold, in tokens."""
 
     sample: int
     group: int = 0
-    """A prompt with all its completions; 0 where that is not known."""
+    """Tokens of a prompt with all its completions; 0 if unknown."""
 
     @classmethod
     def from_settings(cls, settings: Settings) -> MaxLengths:
-        """What a run can make."""
+        """Returns the largest lengths that a run can produce."""
         prompt, completion = settings.data.max_prompt_length, settings.rollout.max_new_tokens
         return cls(prompt + completion, prompt + settings.rollout.group_size * completion)
 
     def with_extra_tokens(self, count: int, *, group_size: int) -> MaxLengths:
-        """The same, each sample longer by `count`."""
+        """Returns the lengths with `count` more tokens per sample."""
         return MaxLengths(self.sample + count, self.group + count * group_size if self.group else 0)
 
 
 def num_bootstrap_tokens(settings: Settings, role: str) -> int:
-    """What a role reads of a sample that was cut beyond its own tokens: the critic the value behind its last."""
+    """Returns how many tokens a role reads after a truncated sample: the critic one, for the bootstrap value."""
     return 1 if role == "critic" and settings.algorithm.bootstrap_truncated else 0
 
 
 def make_score_batcher(
     settings: Settings, role: ForwardRole, architecture: Architecture, max_lengths: MaxLengths
 ) -> FixedRowBatcher | PackedRowBatcher:
-    """How the samples that a role scores are cut."""
+    """Returns the batcher of a role's scoring pass."""
     scope = settings.score.for_role(role)
-    behind = num_bootstrap_tokens(settings, role)
-    max_lengths = max_lengths.with_extra_tokens(behind, group_size=settings.rollout.group_size)
+    extra_tokens = num_bootstrap_tokens(settings, role)
+    max_lengths = max_lengths.with_extra_tokens(extra_tokens, group_size=settings.rollout.group_size)
     if scope.max_tokens_per_device is None:
-        work = forward_flops(architecture)
-        return FixedRowBatcher(scope.rows_per_device, trim_tail=scope.strategy == "loop", sequence_cost=work)
+        cost = forward_flops(architecture)
+        return FixedRowBatcher(scope.rows_per_device, trim_tail=scope.strategy == "loop", sequence_cost=cost)
     return _make_packed_rows(settings, architecture, max_lengths, max_tokens_per_device=scope.max_tokens_per_device)
 
 
 def make_update_batcher(
     settings: Settings, scope: AlgorithmSettings | CriticSettings, architecture: Architecture, max_lengths: MaxLengths
 ) -> FixedRowBatcher | PackedRowBatcher:
-    """How the samples of an optimizer step are cut for the network whose settings `scope` are."""
+    """Returns the batcher of an optimizer step for the network with the settings `scope`."""
     if scope.max_tokens_per_device is None:
         return FixedRowBatcher(scope.rows_per_device, trim_tail=False, sequence_cost=forward_flops(architecture))
     return _make_packed_rows(settings, architecture, max_lengths, max_tokens_per_device=scope.max_tokens_per_device)

@@ -1,4 +1,4 @@
-"""Models that have been looked at but not yet loaded: files, architecture and tokenizer, checked to fit each other."""
+"""Specifications of models before their weights are loaded: files, architecture and tokenizer that fit each other."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from settings.errors import InputError
 from settings.schema.lora import LoRASettings as LoRASettings
 
 LORA_FINGERPRINT = "model.lora"
-"""Name of the fingerprint that says which adapters there are."""
+"""Name of the fingerprint of the adapters."""
 QUANTIZER_FINGERPRINT = f"the version of {QUANTIZATION_PACKAGE}, which finds the codes of quantized kernels"
-"""Name of another, where there are such kernels: codes are not saved."""
+"""Name of the fingerprint of the quantizer: quantized kernels are not saved but computed again."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model that has been looked at but not yet loaded: no device has been touched."""
+    """A model whose files have been checked but not loaded: no device has been used."""
 
     files: ModelFiles
     architecture: Architecture
     definition: DecoderDefinition
-    """Of its own weights, as its files have them."""
+    """Definition of the model's own weights, as its files have them."""
     tokenizer: Tokenizer
     policy_definition: DecoderDefinition
-    """What learns: the same with the adapters of `model.lora`, beside kernels that may be quantized; `definition`
-    itself without adapters."""
+    """Definition of the trained policy: with the adapters of `model.lora` and kernels that may be quantized; equals
+    `definition` without adapters."""
 
     @cached_property
     def reference_definition(self) -> DecoderDefinition:
-        """What learning starts from: `adapted` without its adapters."""
+        """Definition of the reference: `policy_definition` without its adapters."""
         return (
             self.definition if self.policy_definition.quantization is None else self.policy_definition.without_adapters
         )
 
     @property
     def adapter_fingerprints(self) -> dict[str, str]:
-        """What a run that goes on must have in common with its checkpoints; nothing without adapters."""
+        """Fingerprints of the adapters, which must match those of a checkpoint; empty without adapters."""
         lora, quantization = self.policy_definition.lora, self.policy_definition.quantization
         if lora is None:
             return {}
@@ -62,11 +62,11 @@ class ModelSpec:
         }
 
     def decode_definition(self, dtype: jnp.dtype) -> DecoderDefinition:
-        """What generates in a compute type: in float32 the model's own network, adapters merged into its kernels.
+        """Returns the definition that generates: in float32 the model's own, with adapters merged into its kernels.
 
-        Rounded to bfloat16, W + (alpha / rank) A B would lose all of A B that is below the last bit of W: for many
-        steps most of it, and the sampler would stay where it began while the policy moves on. There, and beside
-        quantized kernels, which would lose more, adapters stay beside the kernels, as they are trained and scored.
+        In bfloat16, W + (alpha / rank) A B would lose whatever of A B is below the last bit of W. For many steps that
+        is most of it, so the sampler would not follow the policy. There, and with quantized kernels, which would lose
+        more, adapters stay separate from the kernels, as in training and scoring.
         """
         return (
             self.definition
@@ -76,7 +76,7 @@ class ModelSpec:
 
     @property
     def without_adapters(self) -> ModelSpec:
-        """The same model for whoever has no adapters for it."""
+        """The same model without adapters."""
         return replace(self, policy_definition=self.definition)
 
 
@@ -84,7 +84,7 @@ def read_model_spec(settings: Settings) -> ModelSpec:
     """Opens model files and tokenizer and checks that they fit each other.
 
     Raises:
-        InputError: anything about them that would only fail later, on the device.
+        InputError: something would fail later, on the device.
     """
     files = open_model(settings.model.path, revision=settings.model.revision)
     architecture = architecture_from_config(files.config)
@@ -97,18 +97,18 @@ def read_model_spec(settings: Settings) -> ModelSpec:
 
 
 def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) -> DecoderDefinition:
-    """The network with the adapters of `model.lora`; itself without them.
+    """Returns the definition with the adapters of `model.lora`, or unchanged without them.
 
     Raises:
-        InputError: adapters of a higher rank than the matrices beside them, or a quantization that does not fit these.
+        InputError: the rank is higher than that of the kernels, or the quantization does not fit them.
     """
     if not settings.rank:
         return definition
     architecture = definition.architecture
     if settings.rank > architecture.model_dim:
         raise InputError(
-            f"model.lora.rank: {settings.rank} is more than the model's width {architecture.model_dim}, and no matrix "
-            "beside an adapter has a higher rank than that; 8 to 64 are usual"
+            f"model.lora.rank: {settings.rank} is more than the model's width {architecture.model_dim}, and no "
+            "kernel has a higher rank than that; 8 to 64 are usual"
         )
     if settings.quantize_base is not None:
         check_quantization(settings.quantize_base, model_dim=architecture.model_dim)
@@ -118,7 +118,7 @@ def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) ->
 
 @dataclass(frozen=True)
 class CriticSpec:
-    """What a critic starts from, looked at but not yet loaded. It reads the policy's tokens."""
+    """The model that a critic starts from, checked but not loaded. It reads the policy's tokens."""
 
     files: ModelFiles
     architecture: Architecture
@@ -126,10 +126,10 @@ class CriticSpec:
 
 
 def read_critic_spec(settings: Settings, policy: ModelSpec) -> CriticSpec:
-    """The checkpoint of `critic.path`, or the policy's own, as a value decoder.
+    """Reads the model of `critic.path`, or the policy's own, as a value decoder.
 
     Raises:
-        InputError: anything about it that would only fail later, another tokenizer than the policy's among it.
+        InputError: something would fail later, such as another tokenizer than the policy's.
     """
     if settings.critic.path is None:
         definition = DecoderDefinition.create(policy.architecture, ValueDecoder)
@@ -144,7 +144,7 @@ def read_critic_spec(settings: Settings, policy: ModelSpec) -> CriticSpec:
     if not same_ids:
         raise InputError(
             f"critic.path: {settings.critic.path} has another tokenizer than model.path {settings.model.path}, so it "
-            "would read other words than the policy writes; choose a critic of the policy's family, or leave "
+            "would read other text than the policy writes; choose a critic of the policy's family, or leave "
             "critic.path null"
         )
     return CriticSpec(files, architecture, definition)
@@ -152,7 +152,7 @@ def read_critic_spec(settings: Settings, policy: ModelSpec) -> CriticSpec:
 
 @contextmanager
 def model_setting_in_errors(setting: str, *, revision: str) -> Iterator[None]:
-    """Errors about a model name the settings that it came from."""
+    """Replaces `model.path` in errors by the setting that the model came from."""
     try:
         yield
     except InputError as error:
@@ -169,7 +169,7 @@ def _check_vocab_size(tokenizer: Tokenizer, architecture: Architecture) -> None:
 
 
 def adapter_notes(model: ModelSpec, *, has_critic: bool) -> tuple[str, ...]:
-    """How much of the model learns, where that is not all of it."""
+    """Returns a note on the share of trained weights if there are adapters."""
     definition = model.policy_definition
     if definition.lora is None:
         return ()
@@ -184,7 +184,7 @@ def adapter_notes(model: ModelSpec, *, has_critic: bool) -> tuple[str, ...]:
 
 
 def check_context_length(architecture: Architecture, settings: Settings, *, path: str) -> None:
-    """Raises InputError where prompt and completion do not fit the positions of the model from `path`."""
+    """Raises InputError if prompt and completion do not fit the context of the model from `path`."""
     longest = settings.data.max_prompt_length + settings.rollout.max_new_tokens
     if longest > architecture.max_positions:
         raise InputError(

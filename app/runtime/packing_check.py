@@ -1,4 +1,4 @@
-"""Does a sample score alike whoever shares its row? Asked of the real weights, on the devices that will train."""
+"""Checks with the real weights, on the devices that train, that samples of a packed row do not influence each other."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from app.distributed.collectives import max_over_hosts
 from app.mesh.placement import num_local_row_shards
 from app.model.decoder import Params
 from app.records.sample import Prompt, Sample
-from app.runtime.session import Session
+from app.runtime.scoring import ScoringSession
 
 ScoreFunction = Callable[[Sequence[Sample], MicroBatchPlan], list[np.ndarray]]
-"""Samples and where they stand -> a number for each of their completion tokens."""
+"""Samples and their plan -> a number for each completion token of each sample."""
 
 
 class Unit(NamedTuple):
-    """What differences are measured in, given what is read alone."""
+    """The unit of the differences; `scale` takes the scores of samples alone."""
 
     name: str
     scale: Callable[[np.ndarray], Any]
@@ -34,57 +34,60 @@ STANDARD_DEVIATIONS = Unit("standard deviations", np.std)
 
 
 class Tolerance(NamedTuple):
-    """What the order of sums may change a logprob or a value by; another sample's tokens in view change far more."""
+    """Differences that the order of sums may cause; visible tokens of another sample cause far larger ones."""
 
     max_difference: float
     mean_difference: float
 
 
 TOLERANCES = {"float32": Tolerance(1e-4, 1e-4), "bfloat16": Tolerance(0.5, 0.05)}
-"""By compute type."""
+"""Tolerances by compute type."""
 
 MAX_SAMPLE_TOKENS = 128
-"""Tokens that are looked at of each sample. Three of them make a row that attention takes block by block everywhere."""
+"""Compared tokens of each sample. A row of three such samples uses block-wise attention on every backend."""
 
 
 def check_packing(
-    session: Session, params: Params, samples: Sequence[Sample], *, critic: Params | None = None
+    session: ScoringSession, params: Params, samples: Sequence[Sample], *, critic: Params | None = None
 ) -> float:
-    """Largest |logprob in a shared row - logprob alone|, in nats, over all tokens of a few samples.
+    """Returns the largest |logprob in a shared row - logprob alone|, in nats, over all tokens of a few samples.
 
-    Once every sample is a stranger to the others of its row; then, where prompts are shared, those of one prompt stand
-    behind it. Only the first tokens of long samples are looked at. A critic of the policy's architecture sees what the
-    policy sees; of another it is asked, too, for values instead of logprobs.
+    In the first arrangement each sample of the row has its own segment; in the second, if prompts are shared, samples
+    of one prompt follow it in one segment. Only the first tokens of long samples are compared. A critic of another
+    architecture than the policy's is checked in addition, by its values instead of logprobs.
 
     Raises:
-        RuntimeError: it is beyond rounding, so that packed rows would not give the samples' own logprobs.
+        RuntimeError: the difference is larger than rounding explains, so packed rows would give wrong logprobs.
     """
     logprobs = partial(session.scorer.logprobs, params, temperature=1.0)
     largest = _largest_difference(session, logprobs, samples, unit=NATS)
     if critic is None or session.architecture_of("critic") == session.model_spec.architecture:
         return largest
     assert session.critic is not None
-    # A head of zeros, which one may start with, would agree on anything.
+    # A value head of zeros, with which a critic may start, would agree on anything.
     params = {**critic, "value": jnp.full_like(critic["value"], critic["value"].size ** -0.5)}
     values = partial(session.critic.valuer.values, params)
     return max(largest, _largest_difference(session, values, samples, unit=STANDARD_DEVIATIONS))
 
 
-def _largest_difference(session: Session, score: ScoreFunction, samples: Sequence[Sample], *, unit: Unit) -> float:
-    """As `check_packing`."""
+def _largest_difference(
+    session: ScoringSession, score: ScoreFunction, samples: Sequence[Sample], *, unit: Unit
+) -> float:
     samples = [_truncate_sample(sample) for sample in samples]
     apart = [(i,) for i in range(len(samples))]
-    arrangements = [apart, _indices_by_prompt(samples)] if session.settings.batching.share_prompts else [apart]
+    prompts = sequence_lengths(samples).prompt_indices
+    by_prompt = [tuple(np.flatnonzero(prompts == number).tolist()) for number in range(prompts.max() + 1)]
+    arrangements = [apart, by_prompt] if session.settings.batching.share_prompts else [apart]
     alone, *together = _score_arrangements(session, score, samples, arrangements)
-    # Weights that give no number alone have a trouble of their own, which the first update tells.
+    # Weights that give no finite number alone are reported by the first update.
     known = np.isfinite(alone)
     scale = unit.scale(alone[known]) if known.any() else 1.0
     differences = np.concatenate([np.abs(shared - alone)[known] for shared in together]) / scale
-    own = differences.max(initial=0.0), differences.mean() if known.any() else 0.0
-    # On every host the same, or one would stop alone and the others wait for it.
-    largest, mean = max_over_hosts(np.asarray(own)).tolist()
+    local = differences.max(initial=0.0), differences.mean() if known.any() else 0.0
+    # The result must be the same on every host: if one stopped alone, the others would wait for it.
+    largest, mean = max_over_hosts(np.asarray(local)).tolist()
     allowed = TOLERANCES[session.settings.model.dtype]
-    # Not `>`: a NaN is no agreement.
+    # Not `>`: NaN must fail the check.
     if not (largest <= allowed.max_difference and mean <= allowed.mean_difference):
         raise RuntimeError(
             f"samples that share a row score differently from alone by up to {largest:.2g} {unit.name}: attention "
@@ -99,17 +102,15 @@ def _truncate_sample(sample: Sample) -> Sample:
     return replace(sample, prompt=replace(sample.prompt, token_ids=prompt), completion_ids=completion, loss_mask=None)
 
 
-def _indices_by_prompt(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
-    numbers = sequence_lengths(samples).prompt_indices
-    return [tuple(np.flatnonzero(numbers == number).tolist()) for number in range(numbers.max() + 1)]
-
-
 def _score_arrangements(
-    session: Session, score: ScoreFunction, samples: Sequence[Sample], arrangements: Sequence[Sequence[tuple[int, ...]]]
+    session: ScoringSession,
+    score: ScoreFunction,
+    samples: Sequence[Sample],
+    arrangements: Sequence[Sequence[tuple[int, ...]]],
 ) -> list[np.ndarray]:
-    """Logprobs, or values, of all samples, each in a row of its own, then arranged in one row in each of these ways.
+    """Scores all samples first in a row of their own, then together in one row per arrangement.
 
-    Rows go one at a time through one program, the other devices idle: that takes no more memory than a row.
+    One program scores one row at a time while the other devices are idle: that takes no more memory than a row.
     """
     count, num_tokens = len(samples), len(samples) * MAX_SAMPLE_TOKENS
     rows: list[PackedRow] = [((i,),) for i in range(count)]
@@ -118,12 +119,12 @@ def _score_arrangements(
     empty = ((),) * (num_local_row_shards(session.mesh) - 1)
     plan = MicroBatchPlan(tuple(MicroBatch((row, *empty), RowShape(num_tokens, num_tokens)) for row in rows))
     copies = [sample for _ in range(1 + len(arrangements)) for sample in samples]
-    found = score(copies, plan)
-    return [np.concatenate(found[first : first + count]) for first in range(0, len(copies), count)]
+    scores = score(copies, plan)
+    return [np.concatenate(scores[first : first + count]) for first in range(0, len(copies), count)]
 
 
-def random_samples(session: Session) -> list[Sample]:
-    """Three samples of random tokens, two of them behind one prompt."""
+def random_samples(session: ScoringSession) -> list[Sample]:
+    """Returns three samples of random tokens, two of them with the same prompt."""
     rng = np.random.default_rng(session.settings.run.seed)
     networks = [session.model_spec.architecture, session.architecture_of("critic")]
     longest = min(MAX_SAMPLE_TOKENS, *(network.max_positions for network in networks))

@@ -1,4 +1,4 @@
-"""A run keeps the commits of its hub models, wherever the branches they came from have moved since."""
+"""Pinned commits of a run's hub models, so that it does not change when their branches move."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from settings.errors import InputError
 
 
 class RevisionFields(NamedTuple):
-    """The fields of a section that say which model is asked for."""
+    """Names of the fields of a section that select a model."""
 
     path: str
     revision: str
 
 
 class RequestedModel(NamedTuple):
-    """What those fields said."""
+    """Values of these fields."""
 
     path: str | None
     revision: str | None
 
 
 class PinnedCommit(NamedTuple):
-    """The commit that was found for it."""
+    """A requested model and its resolved commit."""
 
     requested: RequestedModel
     commit: str
@@ -42,13 +42,14 @@ REVISION_FIELDS: Mapping[str, RevisionFields] = MappingProxyType(
         "reward": RevisionFields("model", "model_revision"),
     }
 )
-"""By section. A critic without a path starts from the policy's files, and so from their commit."""
+"""Fields by section. A critic without a path uses the policy's files, and so their commit."""
 
 
 def pin_revisions(settings: Settings, run: RunDirectory) -> Settings:
-    """The revision of each model is the commit that this run started with, where it did so with the same settings.
+    """Returns the settings with each revision set to the commit that the run started with, if it requested the same.
 
-    Raises: InputError where the run's record cannot be read.
+    Raises:
+        InputError: the run's record cannot be read.
     """
     if not run.model_path.is_file():
         return settings
@@ -60,17 +61,17 @@ def pin_revisions(settings: Settings, run: RunDirectory) -> Settings:
 
 
 def record_commits(run: RunDirectory, settings: Settings, commits: Mapping[str, str | None]) -> None:
-    """Writes down what `pinned` reads; nothing of models that are not from the hub.
+    """Writes the record that `pin_revisions` reads.
 
     Args:
-        commits: by section; None where the model is not from the hub.
+        commits: commits by section; None for models that are not from the hub, which are left out.
     """
     records = {
         section: {**_requested_model(settings, section)._asdict(), "commit": commit}
         for section, commit in commits.items()
         if commit is not None
     }
-    # The policy's own stands at the top.
+    # The policy's entry is at the top level.
     record = {**records.pop("model", {}), **records}
     if record:
         write_atomic(run.model_path, f"{json.dumps(record)}\n".encode())
@@ -82,7 +83,7 @@ def _requested_model(settings: Settings, section: str) -> RequestedModel:
 
 
 def _read_pins(path: Path) -> dict[str, PinnedCommit]:
-    """By section."""
+    """Reads the pinned commits by section."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The reward model of a run: looked at before any device work, loaded once, asked at every step."""
+"""The reward model of a run: checked before any device work, loaded once, run at every step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from app.records.sample import Prompt, Sample
 from app.reward.reward_outcome import RewardFailure, RewardOutcome, one_line
 from app.runtime.micro_batching import MaxLengths, make_score_batcher
 from app.runtime.model_spec import model_setting_in_errors
-from app.runtime.session import set_compute_dtype
+from app.runtime.scoring import set_compute_dtype
 from app.score.reward_model_inputs import reward_model_inputs
 from app.score.scorer import ValueScorer
 from settings import Settings
@@ -31,7 +31,7 @@ from settings.errors import InputError
 
 
 class RewardModelSpec(NamedTuple):
-    """A reward model that has been looked at but not yet loaded: no device has been touched."""
+    """A reward model whose files have been checked but not loaded: no device has been used."""
 
     files: ModelFiles
     architecture: Architecture
@@ -39,16 +39,16 @@ class RewardModelSpec(NamedTuple):
     conversations: ConversationEncoder
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Raises InputError where the model cannot read a prompt of this kind."""
+        """Raises InputError if the model's chat template cannot encode such a prompt."""
         with model_setting_in_errors("reward.model", revision="reward.model_revision"):
             self.conversations.encode(prompt, completion="")
 
 
 def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
-    """The model of `reward.model`; None where there is none.
+    """Reads the model of `reward.model`; returns None without one.
 
     Raises:
-        InputError: anything about it that would only fail later, on the device.
+        InputError: something would fail later, on the device.
     """
     if settings.reward.model is None:
         return None
@@ -63,7 +63,7 @@ def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
 
 
 def check_reward_context_length(model: RewardModelSpec, settings: Settings) -> None:
-    """Raises InputError where the longest sample, in the policy's tokens, is longer than the model's context."""
+    """Raises InputError if the longest sample, in the policy's tokens, exceeds the model's context."""
     prompt, completion = settings.data.max_prompt_length, settings.rollout.max_new_tokens
     if prompt + completion > model.architecture.max_positions:
         raise InputError(
@@ -83,8 +83,8 @@ def _check_one_label(files: ModelFiles, architecture: Architecture) -> None:
 
 
 def make_reward_batcher(settings: Settings, architecture: Architecture) -> FixedRowBatcher | PackedRowBatcher:
-    """How conversations are cut for the reward model: rows hold any that its context and the quota allow."""
-    # One more: what stands behind the last token, which the score is read at.
+    """Returns the reward model's batcher; rows hold any conversation that its context and the quota allow."""
+    # One more token, after the last one, at which the score is read.
     longest = architecture.max_positions + 1
     quota = settings.score.reward.max_tokens_per_device
     return make_score_batcher(
@@ -97,7 +97,7 @@ def make_reward_batcher(settings: Settings, architecture: Architecture) -> Fixed
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A reward model on a mesh, its weights loaded."""
+    """A loaded reward model on a mesh."""
 
     spec: RewardModelSpec
     mesh: Mesh
@@ -105,11 +105,11 @@ class RewardModel:
     params: Params
     batcher: FixedRowBatcher | PackedRowBatcher
     uses_scan: bool
-    """In one compiled scan; else one micro-batch after another."""
+    """Whether micro-batches run in one compiled scan, or one after another."""
 
     @classmethod
     def load(cls, settings: Settings, model: RewardModelSpec, mesh: Mesh) -> RewardModel:
-        """The weights float32, on their shardings; computing in `model.dtype`."""
+        """Loads the weights in float32 on their shardings; the model computes in `model.dtype`."""
         return cls(
             model,
             mesh,
@@ -121,14 +121,14 @@ class RewardModel:
 
     @property
     def max_conversation_length(self) -> int:
-        """Tokens of the longest conversation that can be scored."""
+        """Largest number of tokens of a conversation that can be scored."""
         context = self.spec.architecture.max_positions
         return (
             min(context, self.batcher.budget.row_length - 1) if isinstance(self.batcher, PackedRowBatcher) else context
         )
 
     def score(self, samples: Sequence[Sample]) -> tuple[list[RewardOutcome], GlobalPlan]:
-        """What the model says of each of this host's samples, and how they were cut. Every host asks at once."""
+        """Scores this host's samples; returns also the micro-batches. All hosts must call it together."""
         texts = [self._conversation_ids(sample) for sample in samples]
         readable = [(s, text) for s, text in zip(samples, texts, strict=True) if not isinstance(text, RewardFailure)]
         conversations = reward_model_inputs([s for s, _ in readable], [text for _, text in readable])
@@ -172,7 +172,7 @@ class RewardPass(NamedTuple):
 
 
 def reward_model_metrics(passes: Sequence[RewardPass]) -> dict[str, float]:
-    """Of all its passes of a step; none without a reward model."""
+    """Returns the metrics of all passes of a step; empty without a reward model."""
     if not passes:
         return {}
     compilations = sum(one.num_compilations for one in passes)

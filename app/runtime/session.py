@@ -5,23 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.distributed.cancellation import StopCheck
 from app.distributed.collectives import gather_bytes_over_hosts
-from app.mesh import placement, topology
 from app.mesh.submesh import host_submesh
-from app.model.architecture import Architecture
-from app.model.decoder import Params
-from app.model.io.hf_weights import critic_tensors, load_weights
 from app.model.kv_cache import DecodeWeights
-from app.model.lora import combine_params, init_adapters, merge_adapters
-from app.model.quantization import check_qwix_installed
+from app.model.lora import merge_adapters
 from app.records.sample import Prompt, Sample
 from app.rollout.async_generation import AsyncRollout
 from app.rollout.batch_engine import BatchEngine, BatchShape, Footprint
@@ -32,43 +25,20 @@ from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.metrics import ScheduleMetrics
 from app.rollout.worker_pool import RolloutWorkerPool
 from app.runtime.generators import open_continuous_batching, open_workers
-from app.runtime.mesh_checks import check_decode_layout, check_tp_divides_heads
+from app.runtime.mesh_checks import check_decode_layout
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.ray_workers import check_ray_installed
-from app.score.scorer import BatchRunner, PackedForward, Scorer, ValueScorer, append_dummy_token
+from app.runtime.scoring import ScoringSession, open_scorers
 from settings import Settings
-from settings.schema.settings import ScoredRole
 
 
-@dataclass(frozen=True)
-class CriticModel:
-    """A value decoder on the mesh of a session."""
-
-    spec: CriticSpec
-    valuer: ValueScorer
-
-    def load_params(self, mesh: Mesh) -> Params:
-        """Returns its initial weights, float32, on their shardings."""
-        definition, source = self.spec.definition, self.spec.files.weights
-        return load_weights(definition, source, mesh, entries=critic_tensors(definition, source.shapes))
-
-
-@dataclass
-class Session:
+@dataclass(kw_only=True)
+class Session(ScoringSession):
     """A model on a mesh, with its engine and scorer, and its critic if there is one."""
 
-    settings: Settings
-    model_spec: ModelSpec
-    mesh: Mesh
-    """Mesh of training and scoring, over all hosts."""
     engine: BatchEngine
     """Converts the weights for all generation. It is on this host's part of the mesh, or on the whole mesh
     (`rollout.placement`)."""
-    scorer: Scorer
-    """Scorer of the policy, with its adapters if it has any."""
-    reference_scorer: Scorer
-    """Scorer of the weights of `model.path`, quantized if configured; the policy's own scorer without adapters."""
-    critic: CriticModel | None = None
     continuous_batching: ContinuousBatchGenerator | None = None
     """Generates instead of the engine if `rollout.slots` is set."""
     workers: RolloutWorkerPool | None = None
@@ -85,15 +55,11 @@ class Session:
         """
         if generates:
             check_ray_installed(settings)
-        if model.policy_definition.quantization is not None:
-            check_qwix_installed()
-        mesh = open_mesh(settings)
-        check_tp_divides_heads(mesh, model.architecture, path=settings.model.path)
-        if critic is not None:
-            check_tp_divides_heads(mesh, critic.architecture, path=settings.critic.path or settings.model.path)
+        scoring = open_scorers(settings, model, critic)
+        mesh: Mesh = scoring["mesh"]
         if generates:
             check_decode_layout(settings, mesh)
-        dtype, lora = set_compute_dtype(settings), model.policy_definition.lora
+        dtype, lora = jnp.dtype(settings.model.dtype), model.policy_definition.lora
         decoder = model.decode_definition(dtype)
         rollout_mesh = mesh if settings.rollout.placement == "global" else host_submesh(mesh)
         engine = BatchEngine(
@@ -108,12 +74,7 @@ class Session:
             decode_layout=settings.rollout.decode_layout,
             merge_adapters=None if decoder is model.policy_definition else partial(merge_adapters, lora=lora),
         )
-        score = partial(Scorer, mesh=mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
-        scorer = reference_scorer = score(model.policy_definition)
-        if lora is not None:
-            reference_scorer = score(model.reference_definition)
-        valuer = None if critic is None else CriticModel(critic, ValueScorer(critic.definition, mesh, dtype=dtype))
-        session = cls(settings, model, mesh, engine, scorer, reference_scorer, valuer)
+        session = cls(**scoring, engine=engine)
         if generates:
             session.continuous_batching = open_continuous_batching(
                 settings, decoder, model.tokenizer, rollout_mesh, dtype=dtype
@@ -125,38 +86,6 @@ class Session:
         """Ends everything that it has started outside this process."""
         if self.workers is not None:
             self.workers.shut_down()
-
-    def architecture_of(self, role: ScoredRole) -> Architecture:
-        """Returns the architecture of the network that scores for a role."""
-        return self.critic.spec.architecture if role == "critic" and self.critic else self.model_spec.architecture
-
-    def load_params(self) -> Params:
-        """Loads the weights of `model.path` in the layout of training."""
-        return load_weights(self.model_spec.reference_definition, self.model_spec.files.weights, self.mesh)
-
-    @cached_property
-    def frozen_params(self) -> Params:
-        """The frozen weights of the policy and its reference, loaded once by all hosts together.
-
-        Empty if all weights are trained.
-        """
-        return {} if self.model_spec.policy_definition.lora is None else self.load_params()
-
-    def free_frozen_params(self) -> None:
-        """Drops the reference to `frozen_params`; the next access loads them again."""
-        vars(self).pop("frozen_params", None)
-
-    def full_params(self, trained_params: Params) -> Params:
-        """Combines trained and frozen weights to those that score and decode."""
-        return combine_params(trained_params, self.frozen_params)
-
-    def initial_trained_params(self) -> Params:
-        """Returns the initial trained weights: those of `model.path`, or adapters without effect."""
-        definition = self.model_spec.policy_definition
-        if definition.lora is None:
-            return self.load_params()
-        shapes, shardings = map(definition.trainable, (definition.shapes, definition.shardings(self.mesh)))
-        return init_adapters(shapes, shardings, seed=self.settings.run.seed)
 
     def sample(
         self,
@@ -313,51 +242,3 @@ class Session:
         # Workers hold copies of the weights, which are also on the whole mesh.
         has_copies = self.workers is not None and self.mesh.size > 1
         return footprint._replace(weights=(whole.weights, footprint.weights)) if has_copies else footprint
-
-    def score(
-        self, params: Params, samples: Sequence[Sample], role: ScoredRole, *, batcher: MicroBatcher
-    ) -> tuple[list[Sample], GlobalPlan]:
-        """Returns the samples with the logprobs or values of a role, and the plan of micro-batches that was used."""
-        if role == "critic":
-            return self._score_values(params, samples, batcher=batcher)
-        pieces = batcher(samples, self.mesh)
-        scorer = self.reference_scorer if role == "reference" else self.scorer
-        logprobs = scorer.logprobs(
-            params,
-            samples,
-            pieces.local_plan,
-            temperature=self.settings.rollout.temperature,
-            runner=self._pass_strategy(scorer, role),
-        )
-        scored = [replace(s, **{f"{role}_logprobs": x}) for s, x in zip(samples, logprobs, strict=True)]
-        return scored, pieces
-
-    def _score_values(
-        self, params: Params, samples: Sequence[Sample], *, batcher: MicroBatcher
-    ) -> tuple[list[Sample], GlobalPlan]:
-        """Computes `values`, with an extra value after the last token of truncated samples if these bootstrap."""
-        assert self.critic is not None
-        bootstrap = self.settings.algorithm.bootstrap_truncated
-        extended = [append_dummy_token(s) if bootstrap and s.finish_reason == "length" else s for s in samples]
-        pieces = batcher(extended, self.mesh)
-        valuer = self.critic.valuer
-        values = valuer.values(params, extended, pieces.local_plan, runner=self._pass_strategy(valuer, "critic"))
-        return [replace(s, values=x) for s, x in zip(samples, values, strict=True)], pieces
-
-    def _pass_strategy(self, scorer: PackedForward, role: ScoredRole) -> BatchRunner:
-        return scorer.run_scanned if self.settings.score.for_role(role).strategy == "scan" else scorer.run_looped
-
-
-def open_mesh(settings: Settings) -> Mesh:
-    """Makes the mesh of `mesh.shape`. `topology.start` must have run."""
-    mesh = topology.make_mesh(settings.mesh)
-    placement.check_rows_per_host(mesh)
-    return mesh
-
-
-def set_compute_dtype(settings: Settings) -> jnp.dtype:
-    """Returns `model.dtype` and sets the precision of matrix products to match."""
-    dtype = jnp.dtype(settings.model.dtype)
-    # By default GPUs use TF32 and TPUs bfloat16 passes for float32 products.
-    jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)
-    return dtype

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,9 +31,8 @@ from app.runtime.host_group import iterate_in_phase, join_hosts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, num_bootstrap_tokens
 from app.runtime.model_spec import read_critic_spec, read_model_spec
 from app.runtime.packing_check import check_packing
-from app.runtime.session import Session
+from app.runtime.scoring import ScoringSession
 from app.stages.sample_reader import WINDOW_SAMPLES, SampleFileExtent, SampleReader, check_token_quota, file_digest
-from app.stages.score_rewards import score_rewards
 from app.tracking.compilation_counter import CompilationCounter
 from settings import Resolved, Settings
 from settings.errors import InputError
@@ -43,39 +42,30 @@ NUM_CHECKED_SAMPLES = 3
 """Samples of the file that `--check-packing` puts into one row."""
 
 
-def score(
-    resolved: Resolved, *, input: Path, out: Path, role: ScoredRole | Literal["reward"], checks_packing: bool = False
+def score_logprobs(
+    resolved: Resolved,
+    *,
+    input: Path,
+    out: Path,
+    role: ScoredRole,
+    checks_packing: bool = False,
+    window: int = WINDOW_SAMPLES,
 ) -> dict[str, Any] | None:
-    """Adds one role's field to every sample of `input`, and returns the figures to be shown.
+    """Adds a role's logprobs or values to every sample of `input`, and returns the metrics to be shown.
 
-    Several hosts score a run of every window each; the first of them writes the file, and it alone returns figures.
+    The file is read twice: first to check every line before any device work, then window by window. Shapes follow from
+    the longest sample of the file and the model's context alone; `rollout.temperature` is the sampler's. Each of
+    several hosts scores a part of every window; the first host writes the file, and only it returns metrics.
 
     Args:
-        checks_packing: first see whether samples of the file score in a shared row as they do alone.
+        checks_packing: first compare the scores of a few samples in a shared row with their scores alone.
+        window: number of samples in memory at once.
 
     Raises:
-        InputError: settings, model, samples or output file that cannot be used.
-        RuntimeError: samples of a row that see each other, or a reward function that could not be called any more.
+        InputError: settings, model, samples or output file cannot be used.
+        RuntimeError: samples of a row influence each other.
     """
     check_output_path(out)
-    if role != "reward":
-        return score_logprobs(resolved, input=input, out=out, role=role, checks_packing=checks_packing)
-    if checks_packing:
-        raise InputError("--check-packing asks the model, and --role reward runs none; leave one of them out")
-    return score_rewards(resolved, input=input, out=out)
-
-
-def score_logprobs(
-    resolved: Resolved, *, input: Path, out: Path, role: ScoredRole, checks_packing: bool, window: int = WINDOW_SAMPLES
-) -> dict[str, Any] | None:
-    """As `score`, of logprobs or values. The file is read twice, first to check every line before any device work.
-
-    Then it goes window by window. Shapes follow from the longest sample of the file and the model's context alone;
-    `rollout.temperature` is the sampler's.
-
-    Args:
-        window: samples in memory at once.
-    """
     settings = resolved.settings
     if checks_packing and role == "critic":
         raise InputError("--check-packing compares logprobs, and --role critic has none; take --role policy for it")
@@ -92,7 +82,7 @@ def score_logprobs(
     )
     with join_hosts(settings, out=out) as entered:
         check_hosts_agree(resolved, input_facts(input, model.files, critic and critic.files))
-        session = Session.open(settings, model, critic, generates=False)
+        session = ScoringSession.open(settings, model, critic)
         start = time.perf_counter()
         params = session.critic.load_params(session.mesh) if session.critic else session.load_params()
         params = jax.block_until_ready(params)
@@ -138,7 +128,12 @@ class WindowScorer:
     """Scores a file window by window, and keeps count of what that takes."""
 
     def __init__(
-        self, session: Session, params: Params, role: ScoredRole, *, micro_batcher: FixedRowBatcher | PackedRowBatcher
+        self,
+        session: ScoringSession,
+        params: Params,
+        role: ScoredRole,
+        *,
+        micro_batcher: FixedRowBatcher | PackedRowBatcher,
     ) -> None:
         self._session = session
         self._role: ScoredRole = role

@@ -19,7 +19,7 @@ from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.lockstep import error_barrier, gather_lines_to_first_host, gather_samples_to_first_host, host_shard
 from app.distributed.watchdog import WAIT_PHASE
 from app.mesh import topology
-from app.records.jsonl import read_jsonl, write_jsonl
+from app.records.jsonl import check_output_path, read_jsonl, write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record, sample_to_record
 from app.reward.aggregate import RewardedSamples, RewardFunctionCounts, merge_rewarded
@@ -30,7 +30,7 @@ from app.reward.tasks import check_answers
 from app.runtime.host_group import ignore_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import data_columns, make_overlong_penalty
 from app.runtime.reward_model import RewardModel, RewardModelSpec, read_reward_model_spec
-from app.runtime.session import open_mesh
+from app.runtime.scoring import open_mesh
 from app.stages.sample_reader import file_digest
 from app.tracking.metrics import local_reward_counts
 from settings import Resolved, Settings
@@ -47,6 +47,7 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
         InputError: settings, model, samples or output file that cannot be used.
         RuntimeError: a reward function that could not be called any more, or whose failure is to raise.
     """
+    check_output_path(out)
     settings = resolved.settings
     samples = [sample_from_record(record, where=f"{input}:{line}") for line, record in read_jsonl(input)]
     if not samples:

@@ -13,7 +13,7 @@ class CompilationCounter:
     def __init__(self) -> None:
         self._count = 0
         self.seconds = 0.0
-        """What all of them took."""
+        """Total seconds of all compilations."""
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **_: object) -> None:
@@ -22,7 +22,7 @@ class CompilationCounter:
             self.seconds += duration_secs
 
     def take_count(self) -> int:
-        """Compilations since the last call."""
+        """Returns the number of compilations since the last call."""
         count, self._count = self._count, 0
         return count
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live board on a terminal, one line per step elsewhere."""
+"""Console output of a run: a live progress bar on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from app.report.metrics_history import accuracy_is_plug_in_mean, finite_metric, 
 from app.rollout.scheduling.sample_states import ENDED, SampleState, SampleTable
 
 PROMPT_CELL, COMPLETION_CELL, ANSWER_CELL = 120, 240, 40
-"""Characters of a table's cells."""
+"""Maximum characters of a table's cells."""
 LOG_WIDTH = 120
-"""Columns where there is no terminal and COLUMNS does not say."""
+"""Columns without a terminal if COLUMNS is not set."""
 
 
 def step_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """The figures of a step worth a line."""
-    # Null while only the critic learns.
+    """Returns the main metrics of a step in one line."""
+    # Null while the critic warms up.
     entropy, loss = metrics["policy/entropy"], metrics["loss"]
     learned = "critic only" if loss is None else f"entropy {entropy:.3f}  loss {loss:+.4f}"
     return (
@@ -36,25 +36,25 @@ def step_line(step: int, metrics: Mapping[str, Any]) -> str:
 
 
 def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """The figures of an evaluation."""
+    """Returns the metrics of an evaluation in one line."""
     by_plug_in = accuracy_is_plug_in_mean([metrics])
 
-    def told(name: str) -> str:
+    def shown(name: str) -> str:
         return format_metric(name, finite_metric(metrics, name), by_plug_in=by_plug_in)
 
     levels = "".join(
-        f"  {name.removeprefix('eval/accuracy/')} {told(name)}"
+        f"  {name.removeprefix('eval/accuracy/')} {shown(name)}"
         for name in matching_metric_names([metrics], "eval/accuracy/", "")
     )
-    form = "" if by_plug_in else f"format {told('eval/format_rate')}  "
+    form = "" if by_plug_in else f"format {shown('eval/format_rate')}  "
     return (
-        f"evaluation at step {step}: accuracy {told('eval/accuracy')}{levels}  {form}"
-        f"truncated {told('eval/truncated_fraction')}  length {told('eval/mean_length')}"
+        f"evaluation at step {step}: accuracy {shown('eval/accuracy')}{levels}  {form}"
+        f"truncated {shown('eval/truncated_fraction')}  length {shown('eval/mean_length')}"
     )
 
 
 def render_completions(table: CompletionsTable) -> Table:
-    """For a terminal. Every cell is a `Text`: what a model writes is shown, never obeyed as markup."""
+    """Renders completions for a terminal. Every cell is a `Text`, so that model output is not parsed as markup."""
     view = Table(title=f"completions of step {table.step}", title_justify="left", expand=True)
     view.add_column("prompt", ratio=3, overflow="fold")
     view.add_column("completion", ratio=4, overflow="fold")
@@ -76,7 +76,7 @@ def render_completions(table: CompletionsTable) -> Table:
 
 
 def rollout_status(ledger: SampleTable) -> str:
-    """Where the samples of a rollout are."""
+    """Returns the numbers of samples in each state of a rollout."""
     counts = ledger.counts
     active, waiting, suspended = (
         counts[state] for state in (SampleState.RUNNING, SampleState.NEW, SampleState.SUSPENDED)
@@ -87,15 +87,15 @@ def rollout_status(ledger: SampleTable) -> str:
 
 
 def num_done(ledger: SampleTable) -> int:
-    """Samples that have ended."""
+    """Returns the number of samples that have ended."""
     return sum(ledger.counts[state] for state in ENDED)
 
 
 class ProgressDisplay:
-    """Phase, progress and the last step's figures, on stderr. Silent where `shown` is False.
+    """Phase, progress and the last step's metrics, on stderr. Silent unless `enabled`.
 
     Args:
-        entered: is told of each phase, too.
+        on_phase: called with the name of each phase.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ProgressDisplay:
         )
         self._task = self._progress.add_task("start", total=num_steps, completed=first_step, figures="")
         self._figures = ""
-        """Of the last step."""
+        """Metrics of the last step."""
 
     def __enter__(self) -> ProgressDisplay:
         self._progress.start()
@@ -149,7 +149,7 @@ class ProgressDisplay:
         self._progress.update(self._task, description=name, figures=self._figures)
 
     def update_rollout(self, ledger: SampleTable) -> None:
-        """After an event of a scheduled rollout."""
+        """Shows the state of a scheduled rollout after an event."""
         if self._live:
             self._progress.update(self._task, figures=rollout_status(ledger))
 

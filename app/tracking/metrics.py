@@ -1,4 +1,4 @@
-"""A step's samples -> the numbers of `metrics.jsonl`, over all hosts."""
+"""Metrics of a step's samples, over all hosts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from app.reward.aggregate import RewardedSamples
 
 
 def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[str, float]:
-    """Rewards and lengths of the samples that have a reward.
+    """Returns statistics of rewards and lengths over the samples that have a reward.
 
-    Population statistics (ddof = 0) over samples. NaN where no sample has a value.
+    Standard deviations are of the population (ddof = 0). A metric without values is NaN.
 
     Args:
         functions: names of the reward functions; one may have no value for some of the samples.
@@ -47,7 +47,7 @@ def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[
 
 
 def local_reward_counts(scored: RewardedSamples) -> tuple[dict[str, int], dict[str, tuple[float, int]]]:
-    """This host's part of `reward_counts`: the counts, and of plug-ins' further numbers their sums and counts."""
+    """Returns this host's part of `reward_counts`: counts, and sum and count of each additional number of plug-ins."""
     counts = {
         "reward/error_count": scored.num_errors,
         "reward/abstained_count": scored.num_abstained,
@@ -63,10 +63,10 @@ def local_reward_counts(scored: RewardedSamples) -> tuple[dict[str, int], dict[s
 
 
 def reward_counts(scored: RewardedSamples) -> dict[str, float]:
-    """What failed, what abstained, what was left out, and the further numbers of plug-ins; over all hosts."""
+    """Returns counts of errors, abstentions and dropped samples, and means of plug-ins' numbers, over all hosts."""
     counts, extras = local_reward_counts(scored)
     totals = sum_over_hosts(np.asarray(list(counts.values())))
-    # Which further numbers there are depends on the samples, so hosts must first agree on their names.
+    # The names of additional numbers depend on the samples, so hosts must gather them first.
     names = gather_names(extras)
     sums = sum_over_hosts(np.asarray([extras.get(name, (0.0, 0)) for name in names]).reshape(-1, 2))
     return {
@@ -76,6 +76,6 @@ def reward_counts(scored: RewardedSamples) -> dict[str, float]:
 
 
 def mean_ignoring_nan(values: np.ndarray) -> float:
-    """The mean of those that are not NaN; NaN where none is."""
+    """Returns the mean of the values that are not NaN; NaN if there are none."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else float("nan")

@@ -1,4 +1,4 @@
-"""Speed, memory and schedules of a step: what depends on clocks."""
+"""Metrics of speed, memory and schedules of a step, which depend on clocks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from app.mesh.device_memory import peak_memory_bytes
 from app.records.sample import Sample
 from app.rollout.counters import RolloutCounters
 from app.rollout.scheduling.metrics import ScheduleMetrics
-from app.runtime.flops import PEAK_FLOPS, TokenCounts
+from app.tracking.flops import PEAK_FLOPS, TokenCounts
 
 
 def step_performance(samples: Sequence[Sample], *, flops: float, seconds: float) -> dict[str, float | int | None]:
-    """Speed over the whole step and peak memory, under `perf/`. `perf/mfu` is None where the peak is not known."""
+    """Returns the speed over the whole step and the peak memory. `perf/mfu` is None if the devices' peak is unknown."""
     (tokens,) = TokenCounts.count_over_hosts(samples)
     kind = jax.devices()[0].device_kind
     peak = next((most for start, most in PEAK_FLOPS.items() if kind.startswith(start)), None)
@@ -35,27 +35,27 @@ def step_performance(samples: Sequence[Sample], *, flops: float, seconds: float)
 
 
 def rollout_performance(counters: RolloutCounters) -> dict[str, float]:
-    """What the rollouts of a step did, over all hosts, under `perf/rollout/`."""
+    """Returns the metrics of a step's rollouts, over all hosts."""
     counts = np.asarray(list(vars(counters).values()))
     total = RolloutCounters(*sum_over_hosts(counts).tolist())
     return {
         "perf/rollout/segments": total.segments / jax.process_count(),
         "perf/rollout/prefill_tokens_saved": total.prompt_tokens - total.prefilled_tokens - total.recomputed_tokens,
-        # Where generation runs ahead, nothing may have ended since the step before.
+        # With asynchronous rollouts, no sample may have ended since the step before.
         "perf/rollout/bubble": 1 - total.generated_tokens / total.row_steps if total.row_steps else 0.0,
     }
 
 
 def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, float | None]:
-    """How good the schedules of a step's rollouts were on all hosts, under `perf/rollout/`. Nothing where none was.
+    """Returns the metrics of the schedules of a step's rollouts on all hosts; empty without schedules.
 
-    Shares are means over time; the recall is None where no sample was longer than others, the tail of a rollout that
-    goes on. Hosts wait for each other behind every rollout, so that the makespan is that of the last.
+    Shares are means over time. The recall is None if no sample was longer than others, the tail is None in a rollout
+    that continues. Hosts wait for each other after every rollout, so the makespan is that of the slowest.
     """
     if not schedules:
         return {}
-    own = json.dumps([asdict(one) for one in schedules]).encode()
-    hosts = [[ScheduleMetrics(**one) for one in json.loads(told)] for told in gather_bytes_over_hosts(own)]
+    local = json.dumps([asdict(one) for one in schedules]).encode()
+    hosts = [[ScheduleMetrics(**one) for one in json.loads(lines)] for lines in gather_bytes_over_hosts(local)]
     schedules = [one for host in hosts for one in host]
     makespan_s = sum(max(one.makespan_s for one in rollout) for rollout in zip(*hosts, strict=True))
     seconds = np.asarray([one.makespan_s for one in schedules])
@@ -73,7 +73,7 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
 
 
 def staleness_metrics(samples: Sequence[Sample], *, step: int) -> dict[str, float]:
-    """By how many steps the policies that drew the tokens a step learns from were older than the one that learns."""
+    """Returns mean and maximum age, in steps, of the policies that sampled the step's tokens."""
     lags = np.concatenate([(step - 1 - s.token_versions)[s.mask] for s in samples])
     total, count = sum_over_hosts(np.asarray([lags.sum(), len(lags)], np.int64)).tolist()
     return {

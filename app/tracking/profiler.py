@@ -1,4 +1,4 @@
-"""What `logging.profile_steps` asks for: `jax.profiler` traces of single steps, which never break a run."""
+"""Traces of single steps with `jax.profiler` for `logging.profile_steps`; a failure does not end the run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import jax
 log = logging.getLogger(__name__)
 
 PROFILER_ERRORS = (OSError, RuntimeError, ValueError)
-"""What the profiler raises where a folder cannot be written, a backend refuses, or somebody else is tracing."""
+"""Errors of the profiler: the folder cannot be written, the backend refuses, or another trace is running."""
 
 
 class StepProfiler:
-    """Traces this process while the chosen steps run, each into a folder of its own.
+    """Traces this process during the selected steps, each into its own folder.
 
-    A profiler that fails costs the traces and a warning.
+    If the profiler fails, there is a warning and no further trace.
     """
 
     def __init__(self, steps: Collection[int], trace_dir: Callable[[int], Path]):
@@ -27,7 +27,7 @@ class StepProfiler:
         self._running = ExitStack()
 
     def start(self, step: int) -> None:
-        """Begins a trace where the step is a chosen one."""
+        """Begins a trace if the step is selected."""
         if step not in self._steps:
             return
         try:
@@ -39,7 +39,7 @@ class StepProfiler:
         self._running.enter_context(jax.profiler.StepTraceAnnotation("step", step_num=step))
 
     def stop(self) -> None:
-        """Ends and writes the trace, where there is one."""
+        """Ends and writes the trace, if there is one."""
         self._running.close()
 
     def _write(self) -> None:

@@ -1,4 +1,4 @@
-"""Progress of a rollout: a live line on a terminal, otherwise a line every few seconds."""
+"""Progress of a rollout: a progress bar on a terminal, otherwise a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.tracking.console import num_done, rollout_status
 
 REDRAW_INTERVAL_S = 0.1
 LOG_INTERVAL_S = 10.0
-"""Interval between lines without a terminal."""
+"""Seconds between lines without a terminal."""
 
 
 class RolloutProgress:
@@ -59,7 +59,7 @@ class RolloutProgress:
             self._show(num_done(table), sum(entry.num_tokens for entry in table), rollout_status(table))
 
     def track(self, samples: Iterator[Sample]) -> Iterator[Sample]:
-        """Yields the samples of a rollout without a scheduler, and shows how many there were."""
+        """Yields the samples of a rollout without a scheduler, and shows their number."""
         num_tokens = 0
         for number, sample in enumerate(samples, start=1):
             num_tokens += len(sample.completion_ids)

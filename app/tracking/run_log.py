@@ -1,4 +1,4 @@
-"""The record of a run: metrics.jsonl, sessions.jsonl, saved samples, wandb. Only process 0 writes."""
+"""The log of a run: metrics.jsonl, sessions.jsonl, saved samples, wandb. Only process 0 writes."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ WANDB_SECTIONS = (
     "run", "model", "data", "rollout", "reward", "batching", "score", "algorithm", "critic", "optimizer", "checkpoint",
     "eval",
 )  # fmt: skip
-"""What of the settings is uploaded: an allow-list, so that a new section stays private until named here."""
+"""Sections of the settings that are uploaded: an allow-list, so that a new section is private by default."""
 
 
 MAX_WANDB_CELL_CHARS = 2000
-"""Characters of a table's cell: an upload is for reading, the whole text is in rollouts/."""
+"""Maximum characters of an uploaded cell; the whole text is in rollouts/."""
 
 
 def read_metrics_lines(path: Path, *, last_step: int) -> list[str]:
-    """The whole lines of a metrics file up to a step: what a resumed run continues from."""
+    """Returns the complete lines of a metrics file up to a step, which a resumed run continues."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [line for line in lines if json.loads(line)["step"] <= last_step]
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """The same JSON value with null for NaN and infinities: a run that diverges must still be able to say so."""
+    """Replaces NaN and infinities in a JSON value by null, so that a diverging run can still be logged."""
     if isinstance(value, dict):
         return {name: replace_nonfinite(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -56,12 +56,12 @@ def replace_nonfinite(value: Any) -> Any:
 
 
 def samples_to_jsonl(samples: Sequence[Sample]) -> bytes:
-    """As JSON Lines."""
+    """Serializes samples as JSON Lines."""
     return b"".join(to_json_line(replace_nonfinite(sample_to_record(sample)), "a sample") for sample in samples)
 
 
 def session_record(*, after_step: int) -> dict[str, Any]:
-    """What this start of the program runs on, for `sessions.jsonl`: a run may go on elsewhere."""
+    """Returns versions and devices of this start, for `sessions.jsonl`; a run may be resumed elsewhere."""
     try:
         own_version = version("grpo")
     except PackageNotFoundError:
@@ -78,11 +78,11 @@ def session_record(*, after_step: int) -> dict[str, Any]:
 
 
 class RunLog:
-    """Appends one object per step; on resume, drops what was written after the checkpoint.
+    """Appends one object per step; on resume, drops the lines after the checkpoint.
 
     Args:
-        last_step: whose line is kept as the last, -1 where none is; None for a run that begins.
-        session: what else the line of this start says.
+        last_step: the last step whose line is kept, -1 for none; None for a new run.
+        session_fields: additional fields of this start's line in `sessions.jsonl`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RunLog:
         return self._wandb.id if self._wandb is not None else None
 
     def write_metrics(self, step: int, metrics: Metrics) -> None:
-        """One line, whole or not at all: it goes out in a single write."""
+        """Appends a line in a single write, so that it is complete or missing."""
         record = replace_nonfinite({"step": step, **metrics})
         self.history.append(record)
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
@@ -116,17 +116,17 @@ class RunLog:
             self._wandb.log({k: v for k, v in record.items() if v is not None}, step=step)
 
     def alert(self, alert: Alert) -> None:
-        """To wandb; the files need none, since alerts follow from the metrics."""
+        """Sends an alert to wandb; files need none, because alerts follow from the metrics."""
         if self._wandb is not None:
             self._wandb.alert(title=alert.title, text=f"Step {alert.step}. {alert.text}")
 
     def completions(self, table: CompletionsTable) -> None:
-        """To wandb; the samples themselves are in rollouts/."""
+        """Sends a table of completions to wandb; the samples themselves are in rollouts/."""
         if self._wandb is not None:
             self._wandb.log({"completions": wandb_table(table)}, step=table.step)
 
     def write_lines(self, path: Path, lines: Sequence[bytes]) -> None:
-        """A file of samples, whole or not at all; `lines_of` makes them."""
+        """Writes a file of samples atomically."""
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, b"".join(lines))
 
@@ -137,9 +137,9 @@ class RunLog:
 
 
 def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> Any:
-    """A wandb run when `logging.wandb_project` asks for one, offline without a key; None otherwise.
+    """Opens a wandb run if `logging.wandb_project` is set, offline without a key; returns None otherwise.
 
-    A wandb that cannot start costs its charts, never the training run.
+    If wandb cannot start, there is a warning and training continues.
     """
     logging_settings = resolved.settings.logging
     if logging_settings.wandb_project is None or logging_settings.wandb_mode == "disabled":
@@ -161,7 +161,7 @@ def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> A
             dir=run.path,
             mode="online" if online else "offline",
             config=resolved.settings.model_dump(include=set(WANDB_SECTIONS), mode="json"),
-            # No command line, no source code, no console: none of them is ours to upload.
+            # Command line, source code and console are private.
             settings=wandb.Settings(x_disable_meta=True, save_code=False, init_timeout=60, silent=True, console="off"),
         )
     except (wandb.Error, OSError) as error:
@@ -170,7 +170,7 @@ def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> A
 
 
 def wandb_table(table: CompletionsTable) -> Any:
-    """The same rows as on the board."""
+    """Returns the completions as a wandb table."""
     import wandb
 
     columns: list[Any] = [
@@ -200,7 +200,7 @@ def wandb_table(table: CompletionsTable) -> Any:
 
 
 class NullRunLog:
-    """What every process but the first keeps: nothing."""
+    """The log of all processes but the first, which writes nothing."""
 
     history: Sequence[dict[str, Any]] = ()
     wandb_id: str | None = None

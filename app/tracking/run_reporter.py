@@ -1,4 +1,4 @@
-"""What a run tells while it goes on and when it ends: on the terminal, in its journal, to wandb, in its report."""
+"""Reporting of a run to the console, the run log, wandb and the final report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RunReporter:
-    """Tells the same story to the board and the journal."""
+    """Reports steps, samples, evaluations and alerts to display and run log."""
 
     run: RunDirectory
     settings: LoggingSettings
@@ -37,7 +37,7 @@ class RunReporter:
         self._alerts = AlertMonitor(self.run_log.history)
 
     def report_step(self, step: int, record: dict[str, Any]) -> None:
-        """A step's figures, and what is wrong with them."""
+        """Reports a step's metrics and the alerts that they raise."""
         self.run_log.write_metrics(step, record)
         self.display.show_step(step, record)
         for alert in self._alerts.observe({"step": step, **record}):
@@ -45,7 +45,7 @@ class RunReporter:
             self.run_log.alert(alert)
 
     def report_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """A step's samples of all hosts, and some of them on the board where it is their turn. Every host tells."""
+        """Saves a step's samples of all hosts, and shows some every few steps. All hosts must call it together."""
         if self.settings.save_rollouts:
             self._write_samples(self.run.rollouts_path(step), samples)
         every = self.settings.completions_every_steps
@@ -55,22 +55,22 @@ class RunReporter:
             self.run_log.completions(table)
 
     def report_evaluation(self, step: int, metrics: dict[str, Any], samples: Sequence[Sample]) -> None:
-        """As `samples`, of held-out prompts."""
+        """Saves the samples of an evaluation and shows its metrics. All hosts must call it together."""
         self._write_samples(self.run.evaluation_path(step), samples)
         self.display.print_line(evaluation_line(step, metrics))
 
     def _write_samples(self, path: Path, samples: Sequence[Sample]) -> None:
-        """The file is the same whatever the number of hosts."""
+        """Writes the samples of all hosts; the file does not depend on the number of hosts."""
         self.run_log.write_lines(path, gather_bytes_to_first_host(samples_to_jsonl(samples)))
 
     def write_final_report(self) -> None:
-        """The report of what there is, however the run ended."""
+        """Writes the report, however the run ended."""
         if not self.settings.report or not training_steps(self.run_log.history):
             return
         self.display.set_phase("report")
         try:
             self.display.print_line(f"report: {write_report(self.run.path)['report']}")
-        # Blanket, as nothing else here: the report is a convenience, and no bug in it may decide how a run has ended.
+        # A blanket except: no bug in the report may change how a run ends.
         except Exception as error:
             log.warning(
                 "the report could not be written (%s: %s); `grpo report %s` tries again",

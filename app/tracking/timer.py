@@ -1,4 +1,4 @@
-"""Where a step's seconds go."""
+"""Timer of a step and its phases."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from app.tracking.console import ProgressDisplay
 
 @dataclass
 class StepTimer:
-    """Wall-clock seconds of each phase of a step, and of the step from the moment this is made."""
+    """Wall-clock seconds of each phase of a step, and of the step since the timer was created."""
 
     display: ProgressDisplay
     seconds: dict[str, float] = field(default_factory=dict)
     _start: float = field(default_factory=time.perf_counter)
     _within: list[str] = field(default_factory=list)
-    """Phases that have begun and not ended, the innermost last."""
+    """Active phases, the innermost last."""
 
     def stop(self) -> None:
         self.seconds["time/step_s"] = time.perf_counter() - self._start
@@ -33,7 +33,7 @@ class StepTimer:
         with jax.profiler.TraceAnnotation(name):
             yield
         key = f"time/{name}_s"
-        # A phase may come several times in a step.
+        # A phase may run several times in a step.
         self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
         self._within.pop()
         if self._within:

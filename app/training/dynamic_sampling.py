@@ -1,4 +1,4 @@
-"""Dynamic sampling: what a filter leaves out of a step is replaced by groups of the next prompts, within bounds.
+"""Dynamic sampling: groups that a filter leaves out of a step are replaced by groups of the next prompts.
 
 Source: Yu et al. 2025 (DAPO), section 3.2.
 """
@@ -26,41 +26,41 @@ from app.records.sample_json import sample_to_record
 from settings.schema.reward import OVERLONG_REWARD
 
 RoundSource = Callable[[int], Sequence[Sample]]
-"""Round (0, 1, ...) -> this host's rewarded samples of as many groups as its step has. Every host asks alike."""
+"""Round (0, 1, ...) -> this host's rewarded samples, one step's number of groups. All hosts call it together."""
 GroupFilter = Callable[[Sequence[Sample]], bool]
 """A group's samples -> whether the step learns from them."""
 Group = list[Sample]
 
 REWARD_TOLERANCE = 1e-9
-"""Rewards that are apart by more differ: a penalty that was added and is taken off again leaves less behind."""
+"""Smallest difference of two rewards; adding and removing a penalty leaves a smaller rounding error."""
 
 
 @dataclass(frozen=True)
 class DynamicSamplingResult:
-    """This host's groups of a step; and over all hosts, how many it took to find theirs."""
+    """This host's groups of a step, and the numbers of groups over all hosts."""
 
     samples: list[Sample]
-    """Of exactly so many groups as its step has, in the order they came."""
+    """The samples of exactly the step's number of groups, in order of sampling."""
     num_rounds: int
     num_sampled: int
-    """Groups of all rounds; the next three count them, too."""
+    """Sampled groups of all rounds; the next three fields count groups, too."""
     num_filtered: int
-    """Left out by the filter, those that fill up included."""
+    """Groups that the filter left out, including fillers."""
     num_surplus: int
-    """Kept, but beyond what a step takes."""
+    """Groups that passed the filter but exceed the step."""
     num_fillers: int
-    """Left out, and in the step all the same, out of its loss: shapes do not depend on how many were kept."""
+    """Left-out groups that fill the step, masked out of the loss, so that its shapes stay the same."""
 
 
 def keeps_all(group: Sequence[Sample]) -> bool:
-    """No filter."""
+    """Keeps every group."""
     return True
 
 
 def rewards_differ(group: Sequence[Sample]) -> bool:
-    """Whether comparing the group's samples teaches anything but length; one without reward is not compared.
+    """Returns whether the rewards of a group differ, without the overlong penalty; samples without reward are ignored.
 
-    What overlong samples lose is no difference: the paper filters by right and wrong answers alone (eq. 11).
+    The penalty does not count as a difference: the paper filters by the correctness of answers (eq. 11).
     """
     rewards = [s.reward - (s.rewards or {}).get(OVERLONG_REWARD, 0.0) for s in group if s.reward is not None]
     return len(rewards) > 1 and max(rewards) - min(rewards) > REWARD_TOLERANCE
@@ -69,33 +69,33 @@ def rewards_differ(group: Sequence[Sample]) -> bool:
 def sample_until_filled(
     source: RoundSource, *, group_filter: GroupFilter, num_groups: int, max_rounds: int
 ) -> DynamicSamplingResult:
-    """Rounds until all hosts together have kept `num_groups` groups for each of them, at most `max_rounds` rounds.
+    """Samples rounds until all hosts together have kept `num_groups` groups per host, at most `max_rounds` rounds.
 
-    A step's groups, and their order, are the same on any number of hosts: hosts count what all of them have kept,
-    choose alike, and hand each other what each lacks of its equal part.
+    A step's groups and their order are the same on any number of hosts: all hosts count all kept groups, make the same
+    choice, and exchange groups until each has an equal part.
 
-    A prompt that was asked before in the step brings the same samples again, as noise follows prompt and step: such a
-    group is left out. That happens where a step meets the end of the data. Where rounds are generated ahead of steps,
-    noise follows prompt and round: the same prompt brings other samples, and is left out all the same.
+    A prompt that comes again in the step, at the end of the data, is left out: noise is keyed by prompt and step, so
+    its samples would be the same. With asynchronous rollouts they would differ, but it is left out as well.
     """
     num_wanted = num_groups * jax.process_count()
-    own: list[Group] = []
+    local_groups: list[Group] = []
     kept: list[bool] = []
-    asked: set[int] = set()
+    seen_prompts: set[int] = set()
     num_rounds = 0
     while num_rounds < max_rounds and sum(kept) < num_wanted:
         new = group_samples(source(num_rounds))
         assert len(new) == num_groups
-        # Host after host, as the prompts of a round are dealt: rows are groups by their number in the step.
-        told = gather_over_hosts(np.asarray([(group_filter(group), _uid_hash(group[0].prompt.uid)) for group in new]))
-        verdicts = told.reshape(-1, 2).tolist()
-        for is_kept, prompt in verdicts:
-            kept.append(bool(is_kept) and prompt not in asked)
-            asked.add(prompt)
-        own += new
+        # Rows are ordered by host, like the prompts of a round, so a row is a group's number in the step.
+        gathered = gather_over_hosts(
+            np.asarray([(group_filter(group), _uid_hash(group[0].prompt.uid)) for group in new])
+        )
+        for is_kept, prompt in gathered.reshape(-1, 2).tolist():
+            kept.append(bool(is_kept) and prompt not in seen_prompts)
+            seen_prompts.add(prompt)
+        local_groups += new
         num_rounds += 1
     chosen = choose_groups(kept, num_wanted)
-    groups = _exchange_groups(own, chosen.numbers, num_groups)
+    groups = _exchange_groups(local_groups, chosen.numbers, num_groups)
     return DynamicSamplingResult(
         samples=[_mask_out_of_loss(s) if number in chosen.fillers else s for number, group in groups for s in group],
         num_rounds=num_rounds,
@@ -107,15 +107,15 @@ def sample_until_filled(
 
 
 class ChosenGroups(NamedTuple):
-    """A step's groups by their numbers: the first kept ones, as many as it takes, filled up with the first others."""
+    """The numbers of a step's groups: the first kept ones, filled up with the first others."""
 
     numbers: list[int]
-    """Ascending: fillers stay where they came, together they would be a mini-batch without a loss."""
+    """Ascending numbers: fillers keep their places, or a mini-batch could consist of fillers only."""
     fillers: frozenset[int]
 
 
 def choose_groups(kept: Sequence[bool], num_wanted: int) -> ChosenGroups:
-    """Of groups in the order they came, at least `num_wanted`."""
+    """Chooses `num_wanted` groups, given in order of sampling which of them passed the filter."""
     taken = [number for number, is_kept in enumerate(kept) if is_kept][:num_wanted]
     others = (number for number, is_kept in enumerate(kept) if not is_kept)
     fillers = list(itertools.islice(others, num_wanted - len(taken)))
@@ -125,21 +125,21 @@ def choose_groups(kept: Sequence[bool], num_wanted: int) -> ChosenGroups:
 class GroupLocation(NamedTuple):
     host: int
     index: int
-    """Among all groups that the host has sampled in the step."""
+    """Index among the groups that the host has sampled in the step."""
 
 
 def locate_group(number: int, *, num_groups: int, num_hosts: int) -> GroupLocation:
-    """Where the group of a number was sampled: in each round every host has `num_groups`, one host behind the other."""
+    """Returns where a group was sampled. In each round every host has `num_groups` consecutive numbers."""
     round_number, in_round = divmod(number, num_groups * num_hosts)
     host, slot = divmod(in_round, num_groups)
     return GroupLocation(host, round_number * num_groups + slot)
 
 
 def _exchange_groups(local_groups: Sequence[Group], numbers: Sequence[int], num_groups: int) -> list[tuple[int, Group]]:
-    """This host's equal run of the chosen groups with their numbers. Every host calls it.
+    """Returns this host's equal part of the chosen groups with their numbers. All hosts must call it together.
 
     Args:
-        own: all that this host has sampled.
+        local_groups: all groups that this host has sampled.
     """
     this_host, num_hosts = jax.process_index(), jax.process_count()
     places = {number: locate_group(number, num_groups=num_groups, num_hosts=num_hosts) for number in numbers}
@@ -154,12 +154,12 @@ def _exchange_groups(local_groups: Sequence[Group], numbers: Sequence[int], num_
 
 
 def _uid_hash(uid: str) -> int:
-    """A prompt's name as what hosts can gather."""
+    """Returns a prompt's uid as an integer, which hosts can gather."""
     return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def group_samples(samples: Sequence[Sample]) -> list[Group]:
-    """In the order of their first samples."""
+    """Groups samples by `group_id`, in the order of their first samples."""
     groups: dict[int, Group] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
@@ -171,10 +171,10 @@ def _mask_out_of_loss(sample: Sample) -> Sample:
 
 
 def dynamic_sampling_metrics(result: DynamicSamplingResult, sampled: Sequence[Sample]) -> dict[str, float]:
-    """What a filter made of a step's rollouts, over all hosts.
+    """Returns the metrics of the filter, over all hosts.
 
     Args:
-        sampled: of all rounds, whatever became of them.
+        sampled: this host's samples of all rounds.
     """
     rewards = [s.reward for s in sampled if s.reward is not None]
     total, count = sum_over_hosts(np.asarray([sum(rewards), len(rewards)], np.float64)).tolist()

@@ -1,14 +1,13 @@
-"""What a run starts from: its directory's newest checkpoint, or the models' own weights."""
+"""The initial state of a run: its directory's newest checkpoint, or the models' own weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from app.checkpoint.checkpoints import Checkpoints, TrainProgress
-from app.checkpoint.policy_checkpoint import PolicyCheckpoint
 from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.run_state import RunState
 from app.mesh.placement import to_host_memory
@@ -33,57 +32,49 @@ def open_checkpoints(setup: RunSetup, learner_group: LearnerGroup) -> Checkpoint
 def restore_or_initialize(
     checkpoints: Checkpoints, setup: RunSetup, learner_group: LearnerGroup
 ) -> tuple[RunState, TrainProgress]:
-    """The newest good checkpoint's state, that of --checkpoint, or the models' own weights with fresh moments."""
-    algorithm = setup.resolved.settings.algorithm
-    # Loaded now: in the first step it would count as that step's time and compilations.
-    _ = setup.session.frozen_params
-    replay = setup.inputs.replay
-    per_step = setup.resolved.settings.rollout.prompts_per_step * jax.process_count()
+    """Returns the state to start from, and its progress.
+
+    It is the newest good checkpoint's, else that of `--checkpoint`, else the models' own weights with fresh moments.
+    """
+    settings, session, replay = setup.resolved.settings, setup.session, setup.inputs.replay
+    # Loaded now: the first step's time and compilations would include it otherwise.
+    _ = session.frozen_params
+    per_step = settings.rollout.prompts_per_step * jax.process_count()
     fingerprints = {**setup.inputs.fingerprints, "rollout.prompts_per_step over all hosts": str(per_step)}
+
+    def kl_coef(saved: TrainProgress) -> float:
+        if settings.algorithm.kl_target is None or saved.kl_coef is None:
+            return settings.algorithm.beta
+        return saved.kl_coef
+
     restored = checkpoints.restore(fingerprints)
     if restored is not None:
-        arrays, progress = restored
-        if setup.session.workers is not None:
-            setup.session.workers.length_history = progress.lengths or {}
-        adapted = progress.kl_coef if algorithm.kl_target is not None else None
-        return RunState.from_arrays(arrays, kl_coef=algorithm.beta if adapted is None else adapted), progress
-    if replay is not None and replay.initial_checkpoint is not None:
-        return _state_from_checkpoint(replay.initial_checkpoint, setup, learner_group, fingerprints)
-    policy = learner_group.policy.initial_state(setup.session.initial_trained_params())
-    state = RunState(policy, _initial_critic_state(setup.session, learner_group), kl_coef=algorithm.beta)
-    return state, TrainProgress(step=0, position=0, fingerprints=fingerprints)
-
-
-def _initial_critic_state(session: Session, learner_group: LearnerGroup) -> TrainState | None:
-    if session.critic is None:
-        return None
-    assert learner_group.critic is not None
-    return learner_group.critic.initial_state(session.critic.load_params(session.mesh))
-
-
-def _state_from_checkpoint(
-    checkpoint: PolicyCheckpoint, setup: RunSetup, learner_group: LearnerGroup, fingerprints: Mapping[str, str]
-) -> tuple[RunState, TrainProgress]:
-    """The state of --checkpoint; a critic that it does not have begins with it."""
-    algorithm = setup.resolved.settings.algorithm
-    learners = {"policy": learner_group.policy, **({"critic": learner_group.critic} if learner_group.critic else {})}
-    found = checkpoint.restore_states(
-        {name: learner.shapes for name, learner in learners.items()},
-        {name: learner.shardings for name, learner in learners.items()},
-    )
-    critic = found["critic"] if "critic" in found else _initial_critic_state(setup.session, learner_group)
-    adapted = checkpoint.progress.kl_coef if algorithm.kl_target is not None else None
-    state = RunState(found["policy"], critic, kl_coef=algorithm.beta if adapted is None else adapted)
-    return state, TrainProgress(step=checkpoint.step, position=checkpoint.progress.position, fingerprints=fingerprints)
+        saved_networks, progress = restored
+        if session.workers is not None:
+            session.workers.length_history = progress.lengths or {}
+        return RunState.from_networks(saved_networks, kl_coef=kl_coef(progress)), progress
+    start = None if replay is None else replay.initial_checkpoint
+    progress = TrainProgress(step=0, position=0, fingerprints=fingerprints)
+    networks: dict[str, TrainState] = {}
+    if start is not None:
+        progress = replace(progress, step=start.step, position=start.progress.position)
+        networks = dict(start.restore_states(learner_group.shapes, learner_group.shardings))
+    if "policy" not in networks:
+        networks["policy"] = learner_group.policy.initial_state(session.initial_trained_params())
+    # A checkpoint without a critic starts a run with one.
+    if session.critic is not None and "critic" not in networks:
+        assert learner_group.critic is not None
+        networks["critic"] = learner_group.critic.initial_state(session.critic.load_params(session.mesh))
+    return RunState.from_networks(networks, kl_coef=kl_coef(progress if start is None else start.progress)), progress
 
 
 def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> RunLog | NullRunLog:
-    """The run directory from here on tells of this run, or goes on to."""
+    """Writes the settings into the run directory and opens its log, or continues the existing one."""
     if jax.process_index() != 0:
         return NullRunLog()
     setup.run.write_settings(setup.resolved)
     record_commits(setup.run, setup.resolved.settings, setup.inputs.model_commits)
-    # The line of a step whose evaluation is still to come is written after it; that of step 0 always is.
+    # The line of a step is written after its evaluation, and the line of step 0 is always the evaluation.
     is_to_come = progress.step == 0 or progress.unevaluated is not None
     last_step = progress.step - is_to_come if resumed else None
     replay = setup.inputs.replay
@@ -92,9 +83,9 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
 
 
 def load_reference_params(state: RunState, progress: TrainProgress, session: Session) -> Params | None:
-    """The weights of `model.path`: a fresh state still holds them, a restored one has moved on.
+    """Returns the weights of `model.path`, copied from a fresh state or loaded again if the state was restored.
 
-    With adapters they are those that stay as they are, quantized or not, and there is no second copy.
+    With adapters they are the frozen weights, quantized or not, and there is no second copy.
     """
     if "reference" not in session.settings.scored_roles:
         return None

@@ -1,4 +1,4 @@
-"""Everything a run reads: model files, tokenizer, training and evaluation prompts."""
+"""Inputs of a training run: model files, tokenizer, training and evaluation prompts."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from settings import Settings
 
 @dataclass(frozen=True)
 class TrainingInputs:
-    """Everything a run reads, checked before any device is touched."""
+    """The inputs of a run, checked before any device is used."""
 
     model: ModelSpec
     critic: CriticSpec | None
-    """What the critic starts from; None, and no memory, without one."""
+    """The model that the critic starts from; None, and no memory, without a critic."""
     prompts: Sequence[Prompt]
     eval_prompts: Sequence[Prompt]
     fingerprints: dict[str, str]
     data_report: str
-    """What a person should know of the data: column mapping, prompts kept and dropped."""
+    """Text for users about the data: column mapping, prompts kept and dropped."""
     reward_model: RewardModelSpec | None = None
     replay: Replay | None = None
-    """The samples to learn from; None: they are generated."""
+    """The samples to learn from; None if they are generated."""
 
     @property
     def model_commits(self) -> dict[str, str | None]:
-        """Of the models that settings name, by section; None where one is not from the hub."""
+        """Hub commits by section of the settings; None for models that are not from the hub."""
         reward = self.reward_model
         return {
             "model": self.model.files.commit,
@@ -55,12 +55,12 @@ class TrainingInputs:
         }
 
     def make_rewards(self, settings: Settings) -> RewardFunctions:
-        """The reward functions over these data; importing them is what entering it does."""
+        """Returns the reward functions for these prompts; entering them imports the functions."""
         return make_rewards(settings, self.prompts, self.eval_prompts)
 
 
 def read_periodic_eval_prompts(settings: Settings, tokenizer: ChatTokenizer) -> Sequence[Prompt]:
-    """What the evaluations of a run ask; nothing for a run without any."""
+    """Reads the prompts of the evaluations during a run; none if it has no evaluations."""
     if not settings.eval.every_steps:
         return ()
     held_out, _ = read_eval_prompts(settings, tokenizer)
@@ -69,20 +69,20 @@ def read_periodic_eval_prompts(settings: Settings, tokenizer: ChatTokenizer) -> 
 
 
 def check_best_checkpoint_metric(settings: Settings, eval_rows: PromptsOrRows) -> None:
-    """Raises InputError where evaluations of these do not measure what chooses the best checkpoint."""
+    """Raises InputError if evaluations of these rows do not measure `checkpoint.best_metric`."""
     if settings.checkpoint.best_metric is not None:
         judge, num_samples = accuracy_function_name(settings.reward), settings.eval.num_samples
         check_best_metric(settings.checkpoint.best_metric, eval_rows, judge=judge, num_samples=num_samples)
 
 
 def read_training_inputs(settings: Settings, replay_request: ReplayRequest | None = None) -> TrainingInputs:
-    """Model files, tokenizer, training and evaluation prompts.
+    """Reads and checks model files, tokenizer, training and evaluation prompts.
 
     Args:
-        asked: to learn from samples of files, which bring their prompts.
+        replay_request: files of samples to learn from, which contain their prompts.
 
     Raises:
-        InputError: for whatever about them cannot be used.
+        InputError: something in them cannot be used.
     """
     model = read_policy(settings)
     critic = read_critic(settings, model)
@@ -92,7 +92,7 @@ def read_training_inputs(settings: Settings, replay_request: ReplayRequest | Non
             replay_request, settings, model, critic, target_run=RunDirectory.from_settings(settings.run)
         )
     source = _prompts_from_dataset(settings, model.tokenizer) if replay is None else _prompts_from_replay(replay)
-    # Rewards that the samples bring need no model.
+    # Saved rewards need no reward model.
     reward_model = None if replay is not None and replay.uses_saved_rewards else read_checked_reward_model(settings)
     if reward_model is not None:
         reward_model.check_prompt(source.prompts[0])
@@ -107,10 +107,10 @@ def input_fingerprints(
     critic: CriticSpec | None,
     reward_model: RewardModelSpec | None,
 ) -> dict[str, str]:
-    """What a run is a run of, by what it is: of a resumed run and of other hosts they are the same.
+    """Returns the fingerprints of a run's inputs, which must be equal in a resumed run and on all hosts.
 
     Args:
-        source: those of where it has its prompts from.
+        data_fingerprints: the fingerprints of the source of its prompts.
     """
     fingerprints = {
         "model": model.files.fingerprint,
@@ -126,7 +126,7 @@ def input_fingerprints(
 
 
 class PromptSource(NamedTuple):
-    """Where a run has its training prompts from."""
+    """The training prompts of a run, from a data set or a replay."""
 
     prompts: Sequence[Prompt]
     report: str
@@ -140,7 +140,7 @@ def _prompts_from_dataset(settings: Settings, tokenizer: ChatTokenizer) -> Promp
 
 
 def dataset_fingerprints(settings: Settings, dataset: Dataset) -> dict[str, str]:
-    """Those of a data set and of the order in which it is gone through."""
+    """Returns the fingerprints of a data set and of the order of its prompts."""
     return {
         "data": dataset.fingerprint,
         "the order of prompts (run.seed, data.shuffle, data.max_prompt_length, data.overlong_prompts)": (

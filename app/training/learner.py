@@ -1,4 +1,4 @@
-"""Where settings choose functions: once, at start-up. Rooms never see a settings object."""
+"""Wiring of the update: settings select its functions once, at start-up."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from jax.sharding import Mesh
 
 from app.batching.metrics import critic_batching_metrics, policy_batching_metrics
 from app.batching.micro_batcher import MicroBatcher
-from app.checkpoint.run_state import combine_networks
+from app.checkpoint.run_state import NetworkStates
 from app.mesh.placement import abstract_arrays
 from app.model.decoder import DecoderDefinition, Params
 from app.runtime.advantages import AdvantageEstimator, make_advantage_estimator, make_kl_estimator
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher
-from app.runtime.session import CriticModel, Session
+from app.runtime.scoring import CriticModel
+from app.runtime.session import Session
 from app.training.dynamic_sampling import GroupFilter, keeps_all, rewards_differ
 from app.update.importance_correction import (
     BoundFn,
@@ -59,22 +60,22 @@ from settings.schema.settings import AlgorithmSettings, ScoredRole
 from settings.schema.settings import CriticSettings as CriticSettings
 
 LOG_RATIOS: Mapping[str, LogRatioFn] = MappingProxyType({"token": token_log_ratio, "sequence": sequence_log_ratio})
-"""By `algorithm.ratio_level`."""
+"""Log ratios by `algorithm.ratio_level`."""
 SURROGATES: Mapping[str, Callable[..., SurrogateOutput]] = MappingProxyType(
     {"ppo": clipped_surrogate, "cispo": cispo_surrogate}
 )
-"""By `algorithm.clip`."""
+"""Surrogates by `algorithm.clip`."""
 LOG_WEIGHTS: Mapping[str, LogWeightFn] = MappingProxyType(
     {"token": token_log_weight, "sequence": sequence_log_weight, "geometric": geometric_log_weight}
 )
-"""By `algorithm.correction_level`."""
+"""Log weights by `algorithm.correction_level`."""
 FILTERS: Mapping[str, GroupFilter] = MappingProxyType({"none": keeps_all, "zero_variance": rewards_differ})
-"""By `algorithm.filter`."""
+"""Group filters by `algorithm.filter`."""
 
 
 @dataclass(frozen=True)
 class Learner:
-    """The update room, wired for one network."""
+    """The update of one network, configured for a run."""
 
     update_step: UpdateStep
     updater: Updater
@@ -82,14 +83,14 @@ class Learner:
     shapes: TrainState
     shardings: TrainState
     frozen_shapes: Params
-    """Shapes, on their shardings, of the network's weights beside those that learn."""
+    """Shapes and shardings of the network's frozen weights."""
 
     def initial_state(self, params: Params) -> TrainState:
-        """Fresh moments beside these weights."""
+        """Returns a state with these weights and fresh moments."""
         return init_train_state(self.optimizer, params, self.shardings)
 
     def null_metrics(self, params: Params, frozen: Params) -> dict[str, None]:
-        """What the updates of a step would have measured. Every host asks."""
+        """Returns the metrics of a step's updates, all None. All hosts must call it together."""
         updater = self.updater
         cut = updater.micro_batcher([], updater.mesh)
         batch = updater.pack([], cut.local_plan.micro_batches[0], StepTotals(num_tokens=0, num_samples=0))
@@ -100,31 +101,35 @@ class Learner:
 
 @dataclass(frozen=True)
 class LearnerGroup:
-    """Credit and updates, wired for one run."""
+    """Advantages and updates, configured for a run."""
 
     advantage_estimator: AdvantageEstimator
     group_filter: GroupFilter
-    """Which groups a step learns from."""
+    """Decides which groups a step learns from."""
     max_rounds: int
-    """Rollouts of a step, while too few groups are kept; 1 without a filter."""
+    """Largest number of rollout rounds of a step; 1 without a filter."""
     score_batchers: Mapping[ScoredRole, MicroBatcher]
-    """How the samples that a role scores are cut."""
+    """Micro-batchers of the scoring passes, by role."""
     mini_batch_sampler: MiniBatchSplitter
     policy: Learner
     critic: Learner | None
 
     @property
-    def shapes(self) -> Any:
-        """Of what a checkpoint holds; see `RunState.arrays`."""
-        return combine_networks(self.policy.shapes, self.critic and self.critic.shapes)
+    def networks(self) -> dict[str, Learner]:
+        return {"policy": self.policy} if self.critic is None else {"policy": self.policy, "critic": self.critic}
 
     @property
-    def shardings(self) -> Any:
-        return combine_networks(self.policy.shardings, self.critic and self.critic.shardings)
+    def shapes(self) -> NetworkStates:
+        """The shapes of what a checkpoint stores; see `RunState.networks`."""
+        return {name: learner.shapes for name, learner in self.networks.items()}
+
+    @property
+    def shardings(self) -> NetworkStates:
+        return {name: learner.shardings for name, learner in self.networks.items()}
 
 
 def make_learner_group(settings: Settings, session: Session) -> LearnerGroup:
-    """Everything of `algorithm.*`, `critic.*` and `optimizer.*`."""
+    """Builds advantages and updates from `algorithm.*`, `critic.*` and `optimizer.*`."""
     assert settings.algorithm.filter is not None
     longest = MaxLengths.from_settings(settings)
     cuts: dict[ScoredRole, MicroBatcher] = {
@@ -143,7 +148,7 @@ def make_learner_group(settings: Settings, session: Session) -> LearnerGroup:
 
 
 def make_policy_learner(settings: Settings, session: Session, max_lengths: MaxLengths) -> Learner:
-    """The policy's objective, optimizer and compiled update step."""
+    """Builds the policy's objective, optimizer and update step."""
     algorithm, model, definition = settings.algorithm, settings.model, session.model_spec.policy_definition
     assert algorithm.loss_aggregation is not None
     objective = make_policy_objective(
@@ -165,7 +170,7 @@ def make_policy_learner(settings: Settings, session: Session, max_lengths: MaxLe
 
 
 def make_critic_learner(settings: Settings, critic: CriticModel, mesh: Mesh, max_lengths: MaxLengths) -> Learner:
-    """The critic's; it learns in every step."""
+    """Builds the learner of the critic, which is updated in every step."""
     definition = critic.spec.definition
     objective = make_value_objective(
         definition,
@@ -203,14 +208,14 @@ def _make_learner(
 
 
 def make_value_loss(critic: CriticSettings) -> ValueLoss:
-    """Clipped or not."""
+    """Returns the critic's loss, clipped if `critic.clip_range` is set."""
     if critic.clip_range is None:
         return ValueLoss(squared_error)
     return ValueLoss(functools.partial(clipped_squared_error, clip_range=critic.clip_range))
 
 
 def make_mini_batch_sampler(settings: Settings) -> MiniBatchSplitter:
-    """The same in every epoch, or drawn anew."""
+    """Returns the split into mini-batches: the same in every epoch, or shuffled."""
     sizes = {"num_mini_batches": settings.num_mini_batches, "epochs": settings.algorithm.epochs}
     if settings.algorithm.shuffle:
         return functools.partial(shuffled_mini_batches, seed=settings.run.seed, **sizes)
@@ -218,13 +223,13 @@ def make_mini_batch_sampler(settings: Settings) -> MiniBatchSplitter:
 
 
 def _roles_in_loss(settings: Settings) -> list[ScoredRole]:
-    """Whose scored logprobs the loss reads: the policy's as the proximal ones, the reference's for any KL."""
+    """Returns the roles whose scored logprobs the loss uses: proximal policy, and reference for any KL."""
     read = {"policy": settings.updates_per_step > 1, "reference": settings.algorithm.beta > 0, "critic": False}
     return [role for role in settings.scored_roles if read[role]]
 
 
 def make_policy_loss(algorithm: AlgorithmSettings, *, several_updates: bool) -> PolicyLoss:
-    """The loss of every token, before aggregation."""
+    """Builds the loss of each token, before aggregation."""
     assert algorithm.ratio_level is not None
     return PolicyLoss(
         proximal_logprobs_fn=scored_logprobs if several_updates else detached_logprobs,
@@ -238,7 +243,7 @@ def make_policy_loss(algorithm: AlgorithmSettings, *, several_updates: bool) -> 
 
 
 def make_correction(algorithm: AlgorithmSettings) -> ImportanceCorrection | None:
-    """What tokens of an older policy weigh; None where they are taken for the policy's own."""
+    """Builds the importance correction of off-policy tokens; None if they are treated as on-policy."""
     if algorithm.correction == "none":
         return None
     assert algorithm.correction_level is not None and algorithm.correction_veto is not None
@@ -254,13 +259,13 @@ def make_correction(algorithm: AlgorithmSettings) -> ImportanceCorrection | None
 
 
 def _reads_sample_means(algorithm: AlgorithmSettings) -> bool:
-    """Whether the loss of a token depends on the others of its sample."""
+    """Returns whether the loss of a token depends on other tokens of its sample."""
     corrects_samples = algorithm.correction_level != "token" or algorithm.correction_veto != 0
     return algorithm.ratio_level == "sequence" or (algorithm.correction != "none" and corrects_samples)
 
 
 def make_surrogate(algorithm: AlgorithmSettings) -> SurrogateFn:
-    """One clip or two."""
+    """Builds the surrogate with one clip, or two with `algorithm.dual_clip`."""
     assert algorithm.clip is not None and algorithm.clip_low is not None and algorithm.clip_high is not None
     clips = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     if algorithm.dual_clip is None:

@@ -1,11 +1,11 @@
-"""`grpo train --from-rollouts`: which files steps learn from, and what of them is taken as it stands.
+"""`grpo train --from-rollouts`: steps that learn from saved samples.
 
-Tokens, behavior logprobs, masks and versions always come from the files, logprobs and values never: the step's own
-networks give them, which say the same as those that the files were scored with, or else are the right ones to ask.
+Tokens, behavior logprobs, masks and versions are always taken from the files. Logprobs and values are always computed
+again by the step's own networks.
 
-A file in the `rollouts/` of a run is replayed: its rewards are taken unless `reward.*` is no longer what the run had,
-and credit is estimated anew, under whatever settings. Any other file is the end of a chain (`grpo rollout`, `score`,
-`gae`): what every sample of it has, rewards as well as advantages and returns, is taken, and the rest is found.
+From the `rollouts/` of a run, rewards are taken unless `reward.*` differs from that run's, and advantages are
+computed again under the current settings. Any other file is the end of a chain (`grpo rollout`, `score`, `gae`):
+rewards, and advantages and returns, are taken if every sample has them, and computed otherwise.
 """
 
 from __future__ import annotations
@@ -32,121 +32,105 @@ from app.training.replay_files import (
     SAVED_REWARD_FIELDS,
     AvailableFields,
     StepFile,
-    check_groups,
-    check_unchanged,
     choose_files,
     option_in_errors,
     read_samples,
     read_step_file,
 )
-from app.training.replay_notes import SourceRun, make_replay_notes
 from settings import Settings, load
 from settings.errors import InputError
-from settings.schema.reward import RewardSettings
 
 REWARD_NEUTRAL_FIELDS = frozenset({"workers", "load_timeout_s"})
 """Fields of `reward` that no sample's reward depends on."""
 PLUGIN_LIMIT_FIELDS = frozenset({"timeout_s", "cpu_s", "memory_mib"})
-"""Those that decide which calls of plug-ins fail."""
+"""Fields of `reward` that decide which calls of plug-ins fail."""
 
 
 class ReplayRequest(NamedTuple):
-    """What the options of `grpo train` say."""
+    """The options of `grpo train` for a replay."""
 
     rollouts: Path
     checkpoint: Path | None = None
-    """What to start from, instead of the models' own weights."""
+    """The checkpoint to start from, instead of the models' own weights."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Steps whose samples lie in files."""
+    """Steps whose samples are in files."""
 
     request: ReplayRequest
     initial_checkpoint: PolicyCheckpoint | None
-    """The checkpoint of --checkpoint; None: the models' own weights."""
+    """The checkpoint of --checkpoint; None for the models' own weights."""
     files: Mapping[int, StepFile]
-    """By step, from the first one on without a gap."""
+    """Files by step, without gaps."""
     prompts: Sequence[Prompt]
-    """Of all files, each once."""
+    """The distinct prompts of all files."""
     source_run: RunDirectory | None
-    """The run that has written them; None: they are the end of a chain."""
+    """The run that wrote the files; None if they are the end of a chain."""
     uses_saved_rewards: bool
     uses_saved_advantages: bool
     report: str
-    """For people: what is replayed, and what of it is taken."""
+    """Text for users: what is replayed, and which fields are taken from the samples."""
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Of the samples and the steps that they are for, of what is taken of them, and of the state before them."""
+        """Fingerprints of the samples, of the fields taken from them, and of the initial checkpoint."""
         digests = " ".join(f"{step} {file.digest}" for step, file in self.files.items())
-        state = (
-            "none"
-            if self.initial_checkpoint is None
-            else f"{self.initial_checkpoint.step} {sorted(self.initial_checkpoint.checksums.items())}"
-        )
+        start = self.initial_checkpoint
+        state = "" if start is None else f"{start.step} {sorted(start.checksums.items())}"
         return {
             "the samples of --from-rollouts": hashlib.sha256(digests.encode()).hexdigest(),
-            "what is taken of the samples": (
-                f"rewards {self.uses_saved_rewards}, credit {self.uses_saved_advantages}, masks "
+            "the fields taken from the samples": (
+                f"rewards {self.uses_saved_rewards}, advantages {self.uses_saved_advantages}, masks "
                 f"{self.source_run is None}"
             ),
-            "the checkpoint of --checkpoint": hashlib.sha256(state.encode()).hexdigest()
-            if self.initial_checkpoint
-            else state,
+            "the checkpoint of --checkpoint": hashlib.sha256(state.encode()).hexdigest() if state else "none",
         }
 
     @property
     def session_fields(self) -> dict[str, str]:
-        """For `sessions.jsonl`."""
-        path, checkpoint = self.request.rollouts, self.initial_checkpoint and self.initial_checkpoint.path
-        return {"from_rollouts": str(path), **({"checkpoint": str(checkpoint)} if checkpoint else {})}
+        """Fields for the line of this start in `sessions.jsonl`."""
+        checkpoint = {"checkpoint": str(self.initial_checkpoint.path)} if self.initial_checkpoint else {}
+        return {"from_rollouts": str(self.request.rollouts), **checkpoint}
 
     def load_groups(self, step: int) -> list[Group]:
-        """Those of a step, of all hosts.
+        """Loads the groups of a step, those of all hosts.
 
         Raises:
-            InputError: the file is no longer what it was when it was checked.
+            InputError: the file has changed since it was checked.
         """
         file = self.files[step]
+        ignored = RESCORED_FIELDS | (frozenset() if self.uses_saved_rewards else SAVED_REWARD_FIELDS)
+        ignored |= frozenset() if self.uses_saved_advantages else SAVED_ADVANTAGE_FIELDS
         try:
-            samples = [sample for _, sample in read_samples(file.path, ignored_fields=self._ignored_fields)]
-        except InputError:
-            check_unchanged(file)
-            raise
-        check_unchanged(file)
-        if self.source_run is not None:
-            samples = [_clear_filter_mask(sample) for sample in samples]
-        return group_samples(samples)
-
-    @property
-    def _ignored_fields(self) -> frozenset[str]:
-        rewards = frozenset[str]() if self.uses_saved_rewards else SAVED_REWARD_FIELDS
-        return RESCORED_FIELDS | rewards | (frozenset() if self.uses_saved_advantages else SAVED_ADVANTAGE_FIELDS)
+            samples = [sample for _, sample in read_samples(file.path, ignored_fields=ignored)]
+        finally:
+            file.check_unchanged()
+        return group_samples(samples if self.source_run is None else [_clear_filter_mask(s) for s in samples])
 
 
 def _clear_filter_mask(sample: Sample) -> Sample:
-    """In the loss again where the run's filter had left it out; the step's own leaves out what it would."""
+    """Puts a sample that the run's filter had masked back into the loss; the step applies its own filter."""
     if sample.mask.any() or sample.finish_reason.startswith(DROPPED_PREFIX):
         return sample
     return replace(sample, loss_mask=None)
 
 
 def find_source_run(path: Path) -> RunDirectory | None:
-    """The run that has written samples: `path` is one of its files, their folder, or its own; None for other files."""
+    """Returns the run whose folder, `rollouts/` or file `path` is; None for other files."""
     path = path.expanduser().resolve()
     if path.is_file():
-        folder, is_its_own = path.parent.parent, path.parent.name == ROLLOUTS_DIR
+        folder, is_inside = path.parent.parent, path.parent.name == ROLLOUTS_DIR
     elif path.name == ROLLOUTS_DIR:
-        folder, is_its_own = path.parent, True
+        folder, is_inside = path.parent, True
     else:
-        folder, is_its_own = path, (path / ROLLOUTS_DIR).is_dir()
+        folder, is_inside = path, (path / ROLLOUTS_DIR).is_dir()
     run = RunDirectory(folder)
-    return run if is_its_own and run.has_settings else None
+    return run if is_inside and run.has_settings else None
 
 
 def find_model_run(request: ReplayRequest) -> RunDirectory | None:
-    """The run whose models a replay has: that of the samples, or else of the checkpoint."""
+    """Returns the run whose models a replay uses: that of the samples, else that of the checkpoint."""
     run = find_source_run(request.rollouts)
     return PolicyCheckpoint.open(request.checkpoint).run if run is None and request.checkpoint is not None else run
 
@@ -154,13 +138,13 @@ def find_model_run(request: ReplayRequest) -> RunDirectory | None:
 def read_replay(
     request: ReplayRequest, settings: Settings, model: ModelSpec, critic: CriticSpec | None, *, target_run: RunDirectory
 ) -> Replay:
-    """Looks at every line of every file that will be replayed, and at the checkpoint to start from.
+    """Reads and checks every line of the files, and the checkpoint to start from.
 
     Args:
-        into: the run that replays.
+        target_run: the run that replays.
 
     Raises:
-        InputError: what cannot be replayed with this model and these settings, named.
+        InputError: something cannot be replayed with this model and these settings.
     """
     run = find_source_run(request.rollouts)
     if run is not None and run.path == target_run.path.resolve():
@@ -171,34 +155,19 @@ def read_replay(
     prompts: dict[tuple[str, bytes], Prompt] = {}
     with option_in_errors():
         for step, path in paths.items():
-            files[step], those = read_step_file(path, settings, model, from_run=run is not None)
-            prompts |= those
-            check_groups(files[step], settings)
-    found = reduce(AvailableFields.intersection, (file.available_fields for file in files.values()))
-    source = None if run is None else _read_source_run(run)
-    # A hub model that both ask for in the same words is the commit that the run had.
-    asked_now = settings if run is None else pin_revisions(settings, run)
-    takes_rewards = found.rewards and (source is None or _same_rewards(asked_now, source.settings))
-    takes_credit = source is None and found.advantages and (found.returns or not settings.has_critic)
-    if not takes_rewards:
+            files[step], prompts_of_file = read_step_file(path, settings, model, from_run=run is not None)
+            prompts |= prompts_of_file
+    available = reduce(AvailableFields.intersection, (file.available_fields for file in files.values()))
+    # A hub model that both settings name alike is at the commit that the source run used.
+    pinned = settings if run is None else pin_revisions(settings, run)
+    source = None if run is None else pin_revisions(load(str(run.settings_path), [], {}).settings, run)
+    uses_rewards = available.rewards and (source is None or _same_rewards(pinned, source))
+    uses_advantages = source is None and available.advantages and (available.returns or not settings.has_critic)
+    if not uses_rewards:
         with option_in_errors():
             check_answers(list(prompts.values()), [function.name for function in settings.reward.functions])
-    replay = Replay(request, start, files, tuple(prompts.values()), run, takes_rewards, takes_credit, report="")
-    told = make_replay_notes(
-        files, found, asked_now, source, model, uses_saved_rewards=takes_rewards, uses_saved_advantages=takes_credit
-    )
-    return replace(replay, report="\n".join([_steps_note(request, files, start), *told]))
-
-
-def _read_source_run(run: RunDirectory) -> SourceRun:
-    """What a run had that has written samples."""
-    had = pin_revisions(load(str(run.settings_path), [], {}).settings, run)
-    try:
-        tokenizer = PolicyCheckpoint.open(run.path).progress.fingerprints.get("tokenizer")
-    except InputError:
-        # Nothing is started from there: it may have been deleted, or be written at this moment.
-        tokenizer = None
-    return SourceRun(had, tokenizer)
+    replay = Replay(request, start, files, tuple(prompts.values()), run, uses_rewards, uses_advantages, report="")
+    return replace(replay, report="\n".join(_report_lines(replay, available, pinned, source, model)))
 
 
 def _open_initial_checkpoint(path: Path, model: ModelSpec, critic: CriticSpec | None) -> PolicyCheckpoint:
@@ -213,26 +182,65 @@ def _open_initial_checkpoint(path: Path, model: ModelSpec, critic: CriticSpec | 
     return start
 
 
-def _same_rewards(settings: Settings, source_settings: Settings) -> bool:
-    """Whether both give a sample the same reward."""
-    penalises = settings.reward.overlong_buffer is not None
-    same_length = settings.rollout.max_new_tokens == source_settings.rollout.max_new_tokens
-    return _reward_relevant_fields(settings.reward) == _reward_relevant_fields(source_settings.reward) and (
-        same_length or not penalises
-    )
+def _same_rewards(settings: Settings, source: Settings) -> bool:
+    """Returns whether both settings give a sample the same reward."""
+
+    def relevant_fields(settings: Settings) -> dict[str, Any]:
+        reward = settings.reward
+        # If a call that exceeds a limit ends the run, the limits did not change any saved reward.
+        limits = PLUGIN_LIMIT_FIELDS if reward.on_error == "raise" else frozenset[str]()
+        # A plug-in may compare the samples of one call.
+        batches = frozenset({"batch_size"} if all(one.function is None for one in reward.functions) else ())
+        fields = reward.model_dump(exclude={*REWARD_NEUTRAL_FIELDS, *limits, *batches})
+        return fields | ({"max_new_tokens": settings.rollout.max_new_tokens} if reward.overlong_buffer else {})
+
+    return relevant_fields(settings) == relevant_fields(source)
 
 
-def _reward_relevant_fields(reward: RewardSettings) -> dict[str, Any]:
-    """What of the settings a sample's reward depends on."""
-    # Where what exceeds a limit ends the run, no reward of a run that went on comes of one.
-    limits = PLUGIN_LIMIT_FIELDS if reward.on_error == "raise" else frozenset[str]()
-    # A plug-in may compare the samples that it is given at once.
-    batches = frozenset({"batch_size"} if all(one.function is None for one in reward.functions) else ())
-    return reward.model_dump(exclude={*REWARD_NEUTRAL_FIELDS, *limits, *batches})
-
-
-def _steps_note(request: ReplayRequest, files: Mapping[int, StepFile], checkpoint: PolicyCheckpoint | None) -> str:
+def _report_lines(
+    replay: Replay, available: AvailableFields, settings: Settings, source: Settings | None, model: ModelSpec
+) -> list[str]:
+    """Returns what is replayed and taken, then warnings about samples that may not be what the user means."""
+    files, rollout = replay.files, settings.rollout
     first, last = min(files), max(files)
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    whence = f", from the state of {checkpoint.path}" if checkpoint else ""
-    return f"{OPTION}: {steps} on the samples of {request.rollouts}{whence}; nothing is generated for them"
+    start = f", from the state of {replay.initial_checkpoint.path}" if replay.initial_checkpoint else ""
+    lines = [f"{OPTION}: {steps} on the samples of {replay.request.rollouts}{start}; nothing is generated for them"]
+    differs = "reward.* differs from that of the samples' run" if available.rewards else "not every sample has one"
+    lines.append(f"rewards: {'those of the samples' if replay.uses_saved_rewards else f'computed again, {differs}'}")
+    if replay.uses_saved_advantages:
+        lines.append("advantages and returns: those of the samples; without these fields algorithm.* would decide")
+    else:
+        lines.append(f"advantages: computed again{', not every sample has them' if source is None else ''}")
+    staleness, newest = (source or settings).rollout.max_staleness, files[first].newest_version
+    if not first - 1 - staleness <= newest <= first - 1:
+        lines.append(
+            f"the samples of step {first} were drawn by version {newest} of the policy, and it is at version "
+            f"{first - 1}: they are off-policy (algorithm.correction corrects for that)"
+        )
+    smaller = next((step for step, file in files.items() if file.largest_group < rollout.group_size), None)
+    if smaller is not None:
+        lines.append(
+            f"groups have at most {files[smaller].largest_group} samples in step {smaller}, fewer than "
+            f"rollout.group_size = {rollout.group_size}"
+        )
+    if source is not None and replay.source_run is not None:
+        if _saved_tokenizer(replay.source_run) not in (None, model.tokenizer.fingerprint):
+            lines.append(
+                "the samples' run had another tokenizer, chat template or end-of-sequence token than model.path has: "
+                "token ids are taken as they are"
+            )
+        if source.rollout.temperature != rollout.temperature:
+            lines.append(
+                f"rollout.temperature is {rollout.temperature}, and the samples were drawn at "
+                f"{source.rollout.temperature}, which their behavior_logprobs belong to"
+            )
+    return lines
+
+
+def _saved_tokenizer(run: RunDirectory) -> str | None:
+    try:
+        return PolicyCheckpoint.open(run.path).progress.fingerprints.get("tokenizer")
+    except InputError:
+        # The replay does not start from it: it may have been deleted, or be incomplete at the moment.
+        return None

@@ -1,12 +1,13 @@
-"""Files of samples that steps learn from: which they are, and what every line of them must be."""
+"""The files of samples that a replay learns from: which files, and what every line of them must be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -22,21 +23,21 @@ from settings.errors import InputError
 
 OPTION = "--from-rollouts"
 ROLLOUTS_DIR = "rollouts"
-"""Where a run has its files."""
+"""Folder of a run that holds its samples."""
 RESCORED_FIELDS = frozenset({"policy_logprobs", "reference_logprobs", "values"})
-"""Fields that the step's networks give anew."""
+"""Fields that the step computes again with its own networks."""
 SAVED_REWARD_FIELDS = frozenset({"reward", "rewards"})
 SAVED_ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
 MAX_SHOWN_CHARS = 40
-"""Characters of a text in an error."""
+"""Shown characters of a text in an error."""
 
 
 class AvailableFields(NamedTuple):
-    """What every sample of a file has."""
+    """Which fields every sample of a file has."""
 
-    rewards: bool
-    advantages: bool
-    returns: bool
+    rewards: bool = True
+    advantages: bool = True
+    returns: bool = True
 
     def intersection(self, other: AvailableFields) -> AvailableFields:
         return AvailableFields(*(one and another for one, another in zip(self, other, strict=True)))
@@ -44,7 +45,7 @@ class AvailableFields(NamedTuple):
 
 @dataclass(frozen=True)
 class StepFile:
-    """The samples of one step, checked."""
+    """The checked samples of one step."""
 
     path: Path
     stamp: tuple[int, ...]
@@ -54,47 +55,43 @@ class StepFile:
     newest_version: int
     available_fields: AvailableFields
 
+    def check_unchanged(self) -> None:
+        if not self.path.exists() or file_stamp(self.path) != self.stamp:
+            raise InputError(f"{OPTION}: {self.path} has changed since the run began")
+
 
 def choose_files(path: Path, *, after_step: int, settings: Settings) -> dict[int, Path]:
-    """The files by step, of those that follow `after` and that the run comes to. A single file is the next step."""
+    """Returns the files by step, from the step after `after_step` to `run.steps`. A single file is the next step."""
     path, steps = path.expanduser(), settings.run.steps
     if path.is_file():
-        found = {after_step + 1: path}
+        files = {after_step + 1: path}
     elif path.is_dir():
-        found = sample_files(path / ROLLOUTS_DIR if (path / ROLLOUTS_DIR).is_dir() else path)
+        files = sample_files(path / ROLLOUTS_DIR if (path / ROLLOUTS_DIR).is_dir() else path)
     else:
-        problem = "is no file and no folder" if path.exists() else "does not exist"
+        problem = "is neither a file nor a folder" if path.exists() else "does not exist"
         raise InputError(f"{OPTION}: {path} {problem}; give a file of samples, or a run's folder")
-    if not found:
+    if not files:
         raise InputError(
             f"{OPTION}: {path} holds no step_<number>.jsonl (a run under logging.save_rollouts: false writes none); "
-            "give the folder of one that has them, or a file of samples"
+            "give the folder of a run that has them, or a file of samples"
         )
-    wanted = range(after_step + 1, min(max(found), steps) + 1)
+    wanted = range(after_step + 1, min(max(files), steps) + 1)
+    if not wanted and steps <= after_step:
+        raise InputError(f"run.steps: {steps}, so no step follows step {after_step} of --checkpoint; raise it")
     if not wanted:
-        if steps <= after_step:
-            raise InputError(f"run.steps: {steps}, so no step follows step {after_step} of --checkpoint; raise it")
-        raise InputError(f"{OPTION}: {path} ends with step {max(found)}, and --checkpoint is after step {after_step}")
-    missing = [step for step in wanted if step not in found]
-    if missing:
-        following = min(step for step in found if step > missing[0])
-        way_out = _missing_step_hint(missing[0], following, settings, is_first=missing[0] == wanted[0])
-        raise InputError(f"{OPTION}: {path} has no samples of step {missing[0]}; {way_out}")
-    return {step: found[step] for step in wanted}
-
-
-def _missing_step_hint(missing: int, following: int, settings: Settings, *, is_first: bool) -> str:
-    """Where samples of a step are missing.
-
-    Args:
-        following: the next step whose samples are there.
-        is_first: nothing is left to learn from before it.
-    """
-    if is_first:
-        return f"the next is {following}: start with --checkpoint after step {following - 1}, or give one of its files"
-    schedule = settings.optimizer.schedule
-    falls = "" if schedule == "constant" else f" (optimizer.schedule: {schedule} then falls faster)"
-    return f"lower run.steps to end before it{falls}"
+        raise InputError(f"{OPTION}: {path} ends with step {max(files)}, and --checkpoint is after step {after_step}")
+    missing = next((step for step in wanted if step not in files), None)
+    if missing is not None:
+        following, schedule = min(step for step in files if step > missing), settings.optimizer.schedule
+        way_out = "lower run.steps to end before it"
+        if missing == wanted[0]:
+            way_out = (
+                f"the next is {following}: start with --checkpoint after step {following - 1}, or give one of its files"
+            )
+        elif schedule != "constant":
+            way_out += f" (optimizer.schedule: {schedule} then falls faster)"
+        raise InputError(f"{OPTION}: {path} has no samples of step {missing}; {way_out}")
+    return {step: files[step] for step in wanted}
 
 
 @contextmanager
@@ -108,119 +105,79 @@ def option_in_errors() -> Iterator[None]:
 def read_step_file(
     path: Path, settings: Settings, model: ModelSpec, *, from_run: bool
 ) -> tuple[StepFile, dict[tuple[str, bytes], Prompt]]:
-    """A file, and its prompts.
+    """Reads and checks a file; returns it with its prompts.
 
     Args:
-        is_of_run: a run has written it; else it is the end of a chain.
+        from_run: the file was written by a run, in which a prompt may have several groups; the step then learns from
+            the first one only, as the run did. In any other file that is an error.
     """
-    before, digest = file_stamp(path), file_digest(path)
+    stamp, digest = file_stamp(path), file_digest(path)
     prompts: dict[tuple[str, bytes], Prompt] = {}
-    groups, ends = _GroupChecker(may_share_prompts=from_run), _EosChecker(model.tokenizer.eos_ids)
-    found, newest = AvailableFields(True, True, True), 0
+    members: defaultdict[int, set[int]] = defaultdict(set)
+    prompt_of_group: dict[int, str] = {}
+    group_of_prompt: dict[str, int] = {}
+    available, newest, num_stopped, num_ended = AvailableFields(), 0, 0, 0
     for where, sample in read_samples(path, ignored_fields=RESCORED_FIELDS):
-        check_token_ids(sample.prompt.token_ids, sample.completion_ids, model.architecture, where=where)
-        _check_text(sample, model, where)
-        _check_lengths(sample, settings, where)
-        groups.add(sample, where)
-        ends.add(sample)
-        prompts.setdefault((sample.prompt.uid, sample.prompt.token_ids.tobytes()), sample.prompt)
+        _check_sample(sample, settings, model, where)
+        group, uid = sample.group_id, sample.prompt.uid
+        if prompt_of_group.setdefault(group, uid) != uid:
+            raise InputError(
+                f"{where}: group_id {group} has samples of prompts {prompt_of_group[group]} and {uid}; give their "
+                "groups different numbers"
+            )
+        if group_of_prompt.setdefault(uid, group) != group and not from_run:
+            raise InputError(
+                f"{where}: group_id {group_of_prompt[uid]} and group_id {group} both have samples of prompt {uid}, and "
+                "a step learns from one group of a prompt; join them under one group_id, or give the prompt of one "
+                "another uid"
+            )
+        if sample.sample_index in members[group]:
+            raise InputError(
+                f"{where}: group_id {group} has sample_index {sample.sample_index} twice; give its samples different "
+                "numbers, or leave one out"
+            )
+        members[group].add(sample.sample_index)
+        prompts.setdefault((uid, sample.prompt.token_ids.tobytes()), sample.prompt)
         newest = max(newest, int(sample.token_versions.max(initial=0)))
-        found = found.intersection(
-            AvailableFields(has_saved_reward(sample), sample.advantages is not None, sample.returns is not None)
-        )
-    if not groups.members:
+        fields = AvailableFields(has_saved_reward(sample), sample.advantages is not None, sample.returns is not None)
+        available = available.intersection(fields)
+        if sample.finish_reason == "stop":
+            num_stopped += 1
+            num_ended += any(token in model.tokenizer.eos_ids for token in sample.completion_ids[-1:])
+    if not members:
         raise InputError(f"{path} holds no samples")
-    ends.check(path)
-    largest = max(len(members) for members in groups.members.values())
-    file = StepFile(path, before, digest, len(groups.members), largest, newest, found)
-    check_unchanged(file)
+    if num_stopped and not num_ended:
+        raise InputError(
+            f"{path}: {num_stopped} samples have finish_reason `stop`, and none of them ends with a token that ends an "
+            f"answer with the tokenizer of model.path ({', '.join(map(str, model.tokenizer.eos_ids))}): were they "
+            "sampled with another tokenizer? Set model.path to that model"
+        )
+    file = StepFile(path, stamp, digest, len(members), max(map(len, members.values())), newest, available)
+    file.check_unchanged()
+    _check_groups(file, settings)
     return file, prompts
 
 
-class _GroupChecker:
-    """Samples that are compared with each other: of one prompt, each there once.
-
-    Args:
-        may_share_prompts: a prompt may have several. Of these a step learns from the first alone, as the run did that
-            wrote them; in other files somebody has meant all of them.
-    """
-
-    def __init__(self, *, may_share_prompts: bool) -> None:
-        self.members: dict[int, set[int]] = {}
-        """By group, the indices of its samples."""
-        self._may_share_prompts = may_share_prompts
-        self._prompts: dict[int, str] = {}
-        self._groups: dict[str, int] = {}
-        """The first one of each prompt."""
-
-    def add(self, sample: Sample, where: str) -> None:
-        group, uid = sample.group_id, sample.prompt.uid
-        first = self._prompts.setdefault(group, uid)
-        if first != uid:
-            raise InputError(f"{where}: group_id {group} has samples of prompts {first} and {uid}; number groups apart")
-        other = self._groups.setdefault(uid, group)
-        if other != group and not self._may_share_prompts:
-            raise InputError(
-                f"{where}: group_id {other} and group_id {group} both have samples of prompt {uid}, and a step learns "
-                "from one group of a prompt; join them under one group_id, or give the prompt of one another uid"
-            )
-        members = self.members.setdefault(group, set())
-        if sample.sample_index in members:
-            raise InputError(
-                f"{where}: group_id {group} has sample_index {sample.sample_index} twice; number its samples apart, or "
-                "leave one out"
-            )
-        members.add(sample.sample_index)
-
-
-class _EosChecker:
-    """How many samples say that they ended by themselves, and how many do so with a token that ends them here."""
-
-    def __init__(self, eos_ids: Sequence[int]) -> None:
-        self._eos_ids = eos_ids
-        self._num_stopped = self._num_ended = 0
-
-    def add(self, sample: Sample) -> None:
-        if sample.finish_reason == "stop":
-            self._num_stopped += 1
-            self._num_ended += any(token in self._eos_ids for token in sample.completion_ids[-1:])
-
-    def check(self, path: Path) -> None:
-        if self._num_stopped and not self._num_ended:
-            raise InputError(
-                f"{path}: {self._num_stopped} samples have finish_reason `stop`, and none of them ends with a token "
-                f"that ends an answer with the tokenizer of model.path ({', '.join(map(str, self._eos_ids))}): were "
-                "they sampled with another tokenizer? Set model.path to that model"
-            )
-
-
 def read_samples(path: Path, *, ignored_fields: frozenset[str]) -> Iterator[tuple[str, Sample]]:
-    """Where each stands, and the sample without some of its fields: what is not taken need not be right either."""
+    """Yields each sample with its location. Ignored fields are dropped before they are parsed."""
     for line, record in read_jsonl(path):
         where = f"{path}:{line}"
-        kept: dict[str, Any] = {name: value for name, value in record.items() if name not in ignored_fields}
+        kept = {name: value for name, value in record.items() if name not in ignored_fields}
         yield where, sample_from_record(kept, where=where)
 
 
-def check_unchanged(file: StepFile) -> None:
-    if not file.path.exists() or file_stamp(file.path) != file.stamp:
-        raise InputError(f"{OPTION}: {file.path} has changed since the run began")
-
-
-def _check_text(sample: Sample, model: ModelSpec, where: str) -> None:
+def _check_sample(sample: Sample, settings: Settings, model: ModelSpec, where: str) -> None:
+    check_token_ids(sample.prompt.token_ids, sample.completion_ids, model.architecture, where=where)
     text = model.tokenizer.decode(sample.completion_ids)
     if text != sample.completion:
-        raise InputError(
-            f"{where}: completion_token_ids read {_shorten(text)} with the tokenizer of model.path, and completion is "
-            f"{_shorten(sample.completion)}: were they sampled with another tokenizer? Set model.path to that model"
+        shown, expected = (
+            repr(one if len(one) <= MAX_SHOWN_CHARS else f"{one[:MAX_SHOWN_CHARS]}...")
+            for one in (text, sample.completion)
         )
-
-
-def _shorten(text: str) -> str:
-    return repr(text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "...")
-
-
-def _check_lengths(sample: Sample, settings: Settings, where: str) -> None:
+        raise InputError(
+            f"{where}: completion_token_ids read {shown} with the tokenizer of model.path, and completion is "
+            f"{expected}: were they sampled with another tokenizer? Set model.path to that model"
+        )
     for name, ids, field, longest in (
         ("prompt_token_ids", sample.prompt.token_ids, "data.max_prompt_length", settings.data.max_prompt_length),
         ("completion_token_ids", sample.completion_ids, "rollout.max_new_tokens", settings.rollout.max_new_tokens),
@@ -229,14 +186,14 @@ def _check_lengths(sample: Sample, settings: Settings, where: str) -> None:
             raise InputError(f"{where}: {name} has {len(ids)} tokens, more than {field} = {longest}; raise that")
 
 
-def check_groups(file: StepFile, settings: Settings) -> None:
-    """Whether a step under these settings can take the file's groups."""
-    own, hosts = settings.rollout.prompts_per_step, jax.process_count()
-    if file.num_groups != own * hosts:
+def _check_groups(file: StepFile, settings: Settings) -> None:
+    """Raises InputError if a step under these settings cannot take the file's groups."""
+    per_host, hosts = settings.rollout.prompts_per_step, jax.process_count()
+    if file.num_groups != per_host * hosts:
         each, rest = divmod(file.num_groups, hosts)
-        way_out = f"{hosts} hosts cannot share them out evenly" if rest else f"set rollout.prompts_per_step to {each}"
+        way_out = f"{hosts} hosts cannot share them evenly" if rest else f"set rollout.prompts_per_step to {each}"
         raise InputError(
-            f"{file.path} holds {file.num_groups} groups, and a step has rollout.prompts_per_step = {own}"
+            f"{file.path} holds {file.num_groups} groups, and a step has rollout.prompts_per_step = {per_host}"
             f"{f' on each of {hosts} hosts' if hosts > 1 else ''}; {way_out}"
         )
     if file.largest_group > settings.rollout.group_size:

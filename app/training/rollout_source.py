@@ -1,7 +1,7 @@
-"""The rollout side of a step: rounds of prompts, asked for one after the other.
+"""Sources of the samples of a step, in rounds.
 
-A round is the samples of the next `rollout.prompts_per_step` prompts. `OnPolicy` draws it when it is asked for, with
-the policy of the step; `Ahead` has asked for it before, while earlier steps trained; `Replayed` reads it from a file.
+A round is the samples of the next `rollout.prompts_per_step` prompts. `SyncRolloutSource` generates it with the policy
+of the step, `AsyncRolloutSource` generates it while earlier steps train, `ReplayRolloutSource` reads it from a file.
 """
 
 from __future__ import annotations
@@ -29,56 +29,61 @@ TakeRound = Callable[[int], list[Sample]]
 
 
 class RolloutSource(Protocol):
-    """Where steps take their samples from."""
+    """The interface from which steps take their samples."""
 
     def compile(self) -> None:
-        """What would otherwise compile in the first round."""
+        """Compiles what the first round would compile otherwise."""
         ...
 
     def rounds_for_step(
         self, params: Params, *, step: int, position: int, timer: StepTimer
     ) -> AbstractContextManager[TakeRound]:
-        """While a step, whose policy has these weights, asks for its rounds. Its first one starts at a position."""
+        """Yields a function that returns the rounds of a step.
+
+        Args:
+            params: the weights of the step's policy.
+            position: position of its first prompt in the global order.
+        """
         ...
 
     def publish(self, params: Params, *, step: int) -> None:
-        """A step has made these weights of the policy. They may be donated afterwards."""
+        """Receives the policy's weights after a step; they may be donated afterwards."""
         ...
 
     def close(self) -> None:
-        """No step comes any more."""
+        """Ends generation after the last step."""
         ...
 
 
 @dataclass(frozen=True)
 class RoundPrompts:
-    """Which prompts a round has."""
+    """Selects the prompts of each round."""
 
     settings: Settings
     prompts: Sequence[Prompt]
 
     def prompts_at(self, position: int) -> list[Prompt]:
-        """This host's, of the round that starts at a position of the global order."""
+        """Returns this host's prompts of the round that starts at a position of the global order."""
         order = PromptOrder(self.settings.run.seed, len(self.prompts), self.settings.data.shuffle)
         indices = order.row_indices(position, self.global_prompts_per_round)
-        own = host_slice(indices, process_index=jax.process_index(), process_count=jax.process_count())
-        return [self.prompts[i] for i in own]
+        local = host_slice(indices, process_index=jax.process_index(), process_count=jax.process_count())
+        return [self.prompts[i] for i in local]
 
     @property
     def global_prompts_per_round(self) -> int:
-        """Over all hosts."""
+        """Number of prompts of a round over all hosts."""
         return self.settings.rollout.prompts_per_step * jax.process_count()
 
     def first_group_id(self, number: int) -> int:
-        """Of this host in a round of a step. Groups are numbered over all hosts, for the metrics that gather them."""
+        """Returns this host's first group id in a round; groups are numbered over all hosts."""
         return (number * jax.process_count() + jax.process_index()) * self.settings.rollout.prompts_per_step
 
 
 class SyncRolloutSource:
-    """Generation waits for training, and training for generation.
+    """Generates in turn with training.
 
     Args:
-        max_rounds: that a step asks for at most.
+        max_rounds: largest number of rounds of a step.
     """
 
     def __init__(self, session: Session, prompts: RoundPrompts, *, max_rounds: int):
@@ -95,11 +100,11 @@ class SyncRolloutSource:
 
         def take(number: int) -> list[Sample]:
             with timer.phase("rollout"):
-                # Here, since the phase's first pass alone may take as long as compiling does.
+                # Inside the phase, because the first conversion may compile.
                 if number == 0:
                     weights.append(self._session.engine.to_decode_weights(params))
                 return self._session.sample(
-                    # After the last round the memory is free while rewards are asked for.
+                    # After the last round the weights are freed before rewards are computed.
                     weights.pop() if number + 1 == self._max_rounds else weights[0],
                     self._prompts.prompts_at(position + number * self._prompts.global_prompts_per_round),
                     policy_version=step - 1,
@@ -109,18 +114,18 @@ class SyncRolloutSource:
         yield take
 
     def publish(self, params: Params, *, step: int) -> None:
-        """The next step brings them."""
+        """Does nothing: the next step passes the weights."""
 
     def close(self) -> None:
-        """Nothing runs between steps."""
+        """Does nothing: no generation runs between steps."""
 
 
 class AsyncRolloutSource:
-    """Generation goes on while steps train, `rollout.max_staleness` = k steps ahead of them at most.
+    """Generates while steps train, at most `rollout.max_staleness` = k steps ahead of them.
 
     Between the end of step v, which publishes version v, and the first round that step v + 1 takes, k + 1 rounds may be
-    asked for and not yet taken; from then until step v + 1 ends, k. Every step takes one at least. So a round that is
-    asked for while v is the newest version is learned from by step v + k + 1 at the latest, whose own version is v + k.
+    pending; from then until step v + 1 ends, k. Every step takes at least one. So a round that is submitted while v is
+    the newest version is used by step v + k + 1 at the latest, whose policy has version v + k.
     Source: Fu et al. 2025 (AReaL), eq. 3.
     """
 
@@ -132,9 +137,9 @@ class AsyncRolloutSource:
         self._max_staleness = session.settings.rollout.max_staleness
         self._generation: AsyncRollout | None = None
         self._position = 0
-        """Of the next round that is asked for."""
+        """Position of the next round to submit."""
         self._num_waiting = 0
-        """Rounds that were asked for and not yet taken."""
+        """Number of rounds submitted and not yet taken."""
 
     def compile(self) -> None:
         self._session.compile_rollout()
@@ -170,11 +175,11 @@ class AsyncRolloutSource:
         self._submit_rounds(self._generation, self._max_staleness + 1, needed=self._needed_after(step))
 
     def _needed_after(self, step: int) -> int:
-        """Rounds that the steps after this one may take."""
+        """Returns the number of rounds that the steps after this one may take."""
         return (self._num_steps - step) * self._max_rounds
 
     def _submit_rounds(self, generation: AsyncRollout, max_pending: int, *, needed: int) -> None:
-        """For rounds until so many wait, but for no more than are needed."""
+        """Submits rounds until `max_pending` are pending, but not more than `needed`."""
         while self._num_waiting < min(max_pending, needed):
             number = self._position // self._prompts.global_prompts_per_round
             generation.submit(self._prompts.prompts_at(self._position), noise_step=number)
@@ -187,9 +192,9 @@ class AsyncRolloutSource:
 
 
 class ReplayRolloutSource:
-    """Each step has one round, which is its file. Nothing is generated, nor are weights laid out for that.
+    """Reads each step's only round from its file. Nothing is generated.
 
-    Hosts share out a step's groups as they lie in the file: every host has an equal run of them.
+    Each host takes an equal, contiguous part of the file's groups.
     """
 
     def __init__(self, replay: Replay, *, num_groups: int):
@@ -197,7 +202,7 @@ class ReplayRolloutSource:
         self._num_groups = num_groups
 
     def compile(self) -> None:
-        """Nothing is generated."""
+        """Does nothing: nothing is generated."""
 
     @contextmanager
     def rounds_for_step(self, params: Params, *, step: int, position: int, timer: StepTimer) -> Iterator[TakeRound]:
@@ -211,15 +216,15 @@ class ReplayRolloutSource:
         yield take
 
     def publish(self, params: Params, *, step: int) -> None:
-        """Nobody samples with them."""
+        """Does nothing: nothing is generated with the weights."""
 
     def close(self) -> None:
-        """Files are open only while they are read."""
+        """Does nothing: files are open only while they are read."""
 
 
 def make_rollout_source(session: Session, prompts: Sequence[Prompt], *, max_rounds: int) -> RolloutSource:
-    """What `rollout.max_staleness` asks for."""
-    of_rounds = RoundPrompts(session.settings, prompts)
+    """Returns an asynchronous source if `rollout.max_staleness` asks for one, else a synchronous one."""
+    round_prompts = RoundPrompts(session.settings, prompts)
     return (AsyncRolloutSource if session.generates_async else SyncRolloutSource)(
-        session, of_rounds, max_rounds=max_rounds
+        session, round_prompts, max_rounds=max_rounds
     )

@@ -1,4 +1,4 @@
-"""What a launch checks before it writes, loads or compiles anything; `--dry-run` checks the same."""
+"""Setup of a run: everything that is checked before it writes, loads or compiles; `--dry-run` checks the same."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ from app.runtime.host_group import open_host_group
 from app.runtime.mesh_checks import replicated_dim_notes
 from app.runtime.model_spec import adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
-from app.runtime.placement_notes import placement_notes
 from app.runtime.session import Session
 from app.training.inputs import TrainingInputs, read_training_inputs
 from app.training.learner import LearnerGroup, make_learner_group
+from app.training.placement_notes import placement_notes
 from app.training.replay import ReplayRequest, find_model_run
 from settings import Resolved, Settings
 
 
 @dataclass(frozen=True)
 class RunSetup:
-    """A run that nothing known beforehand stands in the way of. Nothing on disk has changed."""
+    """A run that has passed all checks. Nothing on disk has changed."""
 
     resolved: Resolved
     run: RunDirectory
     inputs: TrainingInputs
     rewards: RewardFunctions
-    """Open: workers are running."""
+    """The reward functions, with their workers running."""
     session: Session
     status_board: StatusBoard
     watchdog: Watchdog
     notes: tuple[str, ...]
-    """What a person should know of the mesh."""
+    """Text for users about mesh and adapters."""
 
     def make_learner_group(self) -> LearnerGroup:
-        """Credit and updates under the settings; of a replay, with what the samples bring."""
+        """Builds advantages and updates; in a replay they may use the samples' saved advantages."""
         learning, replay = make_learner_group(self.resolved.settings, self.session), self.inputs.replay
         if replay is None:
             return learning
@@ -68,7 +68,7 @@ class RunSetup:
 
     @property
     def steps(self) -> range:
-        """Of the run, from the first on; a replay begins after its checkpoint, and ends with its samples."""
+        """The steps of the run; a replay starts after its checkpoint and ends with its samples."""
         replay, last = self.inputs.replay, self.resolved.settings.run.steps
         return range(1, last + 1) if replay is None else range(min(replay.files), max(replay.files) + 1)
 
@@ -77,13 +77,13 @@ class RunSetup:
 def prepare_run(
     resolved: Resolved, *, resume: Resume, replay_request: ReplayRequest | None = None
 ) -> Iterator[RunSetup]:
-    """Joins the other hosts, then looks at run directory, model, tokenizer, data, reward functions and mesh in turn.
+    """Joins the other hosts, then checks run directory, model, tokenizer, data, reward functions and mesh.
 
     Args:
-        asked: to learn from samples of files.
+        replay_request: files of samples to learn from.
 
     Raises:
-        InputError: for the first that cannot be used, on this host or another; for what hosts differ in.
+        InputError: one of them cannot be used, on this host or another, or hosts have different inputs.
     """
     settings, run = resolved.settings, RunDirectory.from_settings(resolved.settings.run)
     with ExitStack() as stack:
@@ -106,18 +106,18 @@ def _read_inputs(
     settings: Settings, run: RunDirectory, resume: Resume, replay_request: ReplayRequest | None
 ) -> TrainingInputs:
     check_run_directory(run, resume)
-    # A hub model is at the commit that the run had, or the one that it replays.
+    # A hub model is at the commit of this run, or of the run that it replays.
     known = None if replay_request is None or run.model_path.is_file() else find_model_run(replay_request)
     return read_training_inputs(pin_revisions(settings, known or run), replay_request)
 
 
 def _needs_generator(settings: Settings, inputs: TrainingInputs) -> bool:
-    """Whether slots or workers are needed. A replay only evaluates, and beside workers that run ahead not with them."""
+    """Returns whether slots or workers are needed. A replay only evaluates, and asynchronous workers do not."""
     return inputs.replay is None or (bool(inputs.eval_prompts) and settings.rollout.max_staleness == 0)
 
 
 def check_session(settings: Settings, session: Session) -> None:
-    """Raises InputError where the mesh of a session cannot train under the settings."""
+    """Raises InputError if the mesh of a session cannot train under the settings."""
     check_fixed_micro_batches(settings, session)
     if session.workers is not None and session.generates_async:
         check_async_workers(session.workers)
@@ -126,7 +126,7 @@ def check_session(settings: Settings, session: Session) -> None:
 
 
 def _shared_fingerprints(settings: Settings, run: RunDirectory, inputs: TrainingInputs) -> dict[str, str]:
-    """What hosts must have in common beside their settings."""
+    """Returns what must be equal on all hosts, apart from the settings."""
     if jax.process_count() == 1:
         return {}
     return {
@@ -137,7 +137,7 @@ def _shared_fingerprints(settings: Settings, run: RunDirectory, inputs: Training
 
 
 def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
-    """Those that need no model and no data."""
+    """Returns the fingerprints that need no model and no data."""
     return {
         **plugin_file_digests(settings.reward.functions),
         f"the newest checkpoint in {run.path}": describe_newest_checkpoint(run),
@@ -145,7 +145,7 @@ def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
 
 
 def setup_notes(settings: Settings, session: Session) -> tuple[str, ...]:
-    """The arithmetic of a step over several hosts, weights that tp leaves whole, and what moves them at every token."""
+    """Returns notes for users: adapters, replicated weights, weight movement, and the samples of a step over hosts."""
     mesh, rollout = session.mesh, settings.rollout
     notes = (
         *adapter_notes(session.model_spec, has_critic=settings.has_critic),

@@ -1,4 +1,4 @@
-"""Runs training steps one after the other, with evaluation, saving and stopping between them."""
+"""The loop over training steps, with evaluation, saving and stopping between them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from settings import Settings
 
 @dataclass
 class StepLoop:
-    """Steps, one after the other, and what comes between them."""
+    """The loop over training steps and what happens between them."""
 
     trainer: Trainer
     state: RunState
     progress: TrainProgress
-    """Of the last step that is done, like the state; what a checkpoint says."""
+    """The progress after the last completed step, which matches the state."""
     checkpoints: Checkpoints
     interrupts: PreemptionHandler
     reporter: RunReporter
@@ -42,21 +42,21 @@ class StepLoop:
     compilations: CompilationCounter
     watchdog: Watchdog
     eval_prompts: Sequence[Prompt]
-    """The evaluation prompts of all hosts; none where nothing is evaluated."""
+    """The evaluation prompts of all hosts; empty without evaluations."""
     last_step: int
     save_clock: SaveClock
 
     def run(self) -> int:
-        """Ends with a checkpoint on disk. The exit code: 0 when all steps are done, else what it was stopped with."""
+        """Runs to the last step or a stop, saves, and returns the exit code: 0, or that of the stop."""
         exit_code = 0
         try:
             self._start()
             for step in range(self.progress.step + 1, self.last_step + 1):
                 self._step(step)
         except StoppedError:
-            agreed = self.interrupts.sync_stop_decision()
-            exit_code = agreed.exit_code
-            assert exit_code, "generation was stopped, and nobody has asked"
+            decision = self.interrupts.sync_stop_decision()
+            exit_code = decision.exit_code
+            assert exit_code, "generation stopped without a request"
             if not self.checkpoints.has_step(self.progress.step):
                 self._save()
         else:
@@ -64,7 +64,7 @@ class StepLoop:
         self.reporter.display.set_phase("save")
         self.checkpoints.finish()
         if exit_code:
-            self.reporter.display.print_line(_stop_message(self.progress, self.last_step, agreed.signaled_hosts))
+            self.reporter.display.print_line(_stop_message(self.progress, self.last_step, decision.signaled_hosts))
         return exit_code
 
     @property
@@ -72,16 +72,16 @@ class StepLoop:
         return self.trainer.settings
 
     def _start(self) -> None:
-        """What comes before the first step that is to be done."""
-        board = self.reporter.display
-        board.set_phase("compile")
+        """Compiles, and evaluates if the start or an interrupted step needs it."""
+        display = self.reporter.display
+        display.set_phase("compile")
         self.trainer.rollout_source.compile()
         if self.eval_prompts:
             self.trainer.session.compile_evaluation()
         if self.interrupts.sync_stop_decision().exit_code:
             raise StoppedError
         if self.progress.step:
-            board.print_line(_resume_message(self.progress, self.last_step, self.settings.logging.profile_steps))
+            display.print_line(_resume_message(self.progress, self.last_step, self.settings.logging.profile_steps))
         if self.progress.unevaluated is not None:
             record = self._add_evaluation(self.progress.unevaluated)
             self.reporter.report_step(self.progress.step, record)
@@ -90,14 +90,14 @@ class StepLoop:
             self.reporter.run_log.write_metrics(0, self._evaluate(0))
 
     def _step(self, step: int) -> None:
-        """Raises StoppedError where it is given up, and behind it where another would follow."""
+        """Runs one step. Raises StoppedError if it is interrupted, or after it if the run is to stop."""
         self.watchdog.step = step
         self.profiler.start(step)
         timer = StepTimer(self.reporter.display)
         position, is_last = self.progress.position, step == self.last_step
         self.state, samples, metrics = self.trainer.step(self.state, step=step, position=position, timer=timer)
         self.reporter.report_samples(step, samples)
-        agreed = self.interrupts.sync_stop_decision(save_is_due=self.save_clock.is_due)
+        decision = self.interrupts.sync_stop_decision(save_is_due=self.save_clock.is_due)
         timer.stop()
         self.profiler.stop()
         record = _step_metrics(metrics, samples, timer) | {"perf/compilations": self.compilations.take_count()}
@@ -107,59 +107,59 @@ class StepLoop:
             record = self._add_evaluation(record)
         self.reporter.report_step(step, record)
         stop_if_diverged(metrics, self.settings)
-        in_turn = is_last or agreed.save_is_due or step % self.settings.checkpoint.every_steps == 0
+        in_turn = is_last or decision.save_is_due or step % self.settings.checkpoint.every_steps == 0
         if in_turn or self.checkpoints.is_best(self.progress):
             self._save()
         self.checkpoints.update_best_link()
         # A signal during the last step changes nothing: the run is complete.
-        if agreed.exit_code and not is_last:
+        if decision.exit_code and not is_last:
             raise StoppedError
 
     def _carried_progress(self) -> dict[str, Any]:
-        """What of the progress changes beside the step and the evaluation, as of now. All hosts ask together."""
+        """Returns the changed fields of the progress, except step and evaluation. All hosts must call it together."""
         return {"kl_coef": self.state.kl_coef, "lengths": self.trainer.session.sync_length_history()}
 
     def _add_evaluation(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """The record of the step that is done, with its evaluation. Where that is stopped, it is still to come."""
+        """Evaluates, and returns the step's record with the evaluation; if interrupted, it is repeated on resume."""
         self.progress = replace(self.progress, unevaluated=record)
-        # A run that goes on without evaluations has none to catch up on.
+        # A run that was resumed without evaluations skips the missing one.
         evaluation = self._evaluate(self.progress.step) if self.eval_prompts else {}
         self.progress = replace(self.progress.with_evaluation(evaluation), **self._carried_progress())
         return {**record, **evaluation}
 
     def _evaluate(self, step: int) -> dict[str, Any]:
-        """The metrics of an evaluation, which has been told of by then."""
+        """Runs an evaluation, reports it and returns its metrics."""
         start = time.perf_counter()
         policy = self.trainer.session.full_params(self.state.policy.params)
-        judged = self.trainer.evaluate(policy, self.eval_prompts, step=step, display=self.reporter.display)
-        metrics = evaluation_metrics(judged.samples, self.settings)
-        self.reporter.report_evaluation(step, metrics, judged.samples)
+        rewarded = self.trainer.evaluate(policy, self.eval_prompts, step=step, display=self.reporter.display)
+        metrics = evaluation_metrics(rewarded.samples, self.settings)
+        self.reporter.report_evaluation(step, metrics, rewarded.samples)
         return {**metrics, "time/eval_s": time.perf_counter() - start}
 
     def _save(self) -> None:
         self.reporter.display.set_phase("save")
-        self.checkpoints.save(self.state.arrays, self.progress)
+        self.checkpoints.save(self.state.networks, self.progress)
         self.save_clock.reset()
 
 
 def _step_metrics(metrics: dict[str, float | None], samples: Sequence[Sample], timer: StepTimer) -> dict[str, Any]:
-    """A step's line of `metrics.jsonl`."""
+    """Returns a step's line of `metrics.jsonl`."""
     flops = metrics["perf/flops"]
     assert flops is not None
     performance = step_performance(samples, flops=flops, seconds=timer.seconds["time/step_s"])
-    # Null until a penalty measures it.
+    # Null unless a penalty measures it.
     return {"policy/kl": None, **metrics, **timer.seconds, **performance}
 
 
 def _resume_message(progress: TrainProgress, steps: int, profiled: Sequence[int]) -> str:
-    """What a run says first that does not begin with step 1."""
+    """Returns the first line of a resumed run."""
     text = f"continuing after step {progress.step} of {steps}"
     done = [step for step in profiled if step <= progress.step]
     return f"{text}\nlogging.profile_steps: done before, so not profiled: {', '.join(map(str, done))}" if done else text
 
 
 def _stop_message(progress: TrainProgress, steps: int, requesting_hosts: Sequence[int]) -> str:
-    """What a run that was stopped says last."""
+    """Returns the last line of a stopped run."""
     text = f"stopped after step {progress.step} of {steps}, which is saved; --resume auto goes on"
     if progress.unevaluated is not None:
         text += ", with the evaluation of that step"

@@ -1,4 +1,4 @@
-"""A run from its launch to its last step, or to where it is asked to stop."""
+"""A training run from launch to its last step, or until it is stopped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from settings.checks.unused_settings import launch_notices
 class TrainResult(NamedTuple):
     exit_code: int
     history: Sequence[Mapping[str, Any]]
-    """Every line of `metrics.jsonl`; empty on all processes but the first."""
+    """The lines of `metrics.jsonl`; empty on all processes but the first."""
     best: BestCheckpoint | None
 
 
@@ -50,73 +50,70 @@ def train(
     replay_request: ReplayRequest | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """`grpo train`: trains to `run.steps`, prints what came of it and returns the exit code (0, 75 or 130).
+    """Trains to `run.steps`, prints a summary and returns the exit code (0, 75 or 130).
 
     Args:
-        asked: to learn from samples of files, to the last of these.
+        replay_request: files of samples to learn from; the run ends with them.
         clock: in seconds, decides when `checkpoint.every_minutes` have passed; process 0's counts.
 
     Raises:
-        InputError: input that cannot be used; nothing on disk has changed by then.
-        RuntimeError: too many non-finite updates in a row, or rewards that must not be gone on with.
+        InputError: an input cannot be used; nothing on disk has changed.
+        RuntimeError: too many non-finite updates in a row, or rewards that training cannot continue with.
     """
     with ExitStack() as stack:
-        launch = stack.enter_context(prepare_run(resolved, resume=resume, replay_request=replay_request))
+        setup = stack.enter_context(prepare_run(resolved, resume=resume, replay_request=replay_request))
         with error_barrier():
             if jax.process_index() == 0:
-                stack.enter_context(lock_run_directory(launch.run))
-        outcome = _train(launch, stack, clock)
-    # Only now: the board, while it lives, takes stdout with it to stderr.
+                stack.enter_context(lock_run_directory(setup.run))
+        result = _train(setup, stack, clock)
+    # The display redirects stdout to stderr while it is open.
     if jax.process_index() == 0:
-        print(summary_text(outcome.history, path=str(launch.run.path), best=outcome.best), flush=True)
-    return outcome.exit_code
+        print(summary_text(result.history, path=str(setup.run.path), best=result.best), flush=True)
+    return result.exit_code
 
 
 def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float]) -> TrainResult:
-    """From the first step that is to be done to the last, or to where it is asked to stop.
-
-    What it opens, `stack` closes.
-    """
+    """Opens everything that a run needs, on `stack`, and runs its steps."""
     settings, session, is_first = setup.resolved.settings, setup.session, jax.process_index() == 0
-    # Everything below comes while signals are minded, the report at the end, too: twice Ctrl-C stops it at once.
+    # Signals are handled from here on, including the final report; a second Ctrl-C stops at once.
     interrupts = stack.enter_context(PreemptionHandler(setup.status_board))
     stack.push(_wait_for_hosts_on_exit(setup))
     session.stop_when(interrupts.stop_requested)
-    learning, replay = setup.make_learner_group(), setup.inputs.replay
+    learners, replay = setup.make_learner_group(), setup.inputs.replay
     compilations = stack.enter_context(closing(CompilationCounter()))
-    checkpoints = stack.enter_context(closing(open_checkpoints(setup, learning)))
-    state, progress = restore_or_initialize(checkpoints, setup, learning)
+    checkpoints = stack.enter_context(closing(open_checkpoints(setup, learners)))
+    state, progress = restore_or_initialize(checkpoints, setup, learners)
     reference = load_reference_params(state, progress, session)
     reward_model = load_reward_model(setup)
-    trainer = Trainer(settings, session, learning, setup.inputs.prompts, reference, setup.rewards, reward_model, replay)
+    trainer = Trainer(settings, session, learners, setup.inputs.prompts, reference, setup.rewards, reward_model, replay)
     if settings.uses_packing:
         critic = state.critic and state.critic.params
         check_packing(session, session.full_params(state.policy.params), random_samples(session), critic=critic)
-    entered = setup.watchdog.enter_phase
-    board = stack.enter_context(
-        ProgressDisplay(num_steps=setup.steps[-1], first_step=progress.step, enabled=is_first, on_phase=entered)
+    on_phase = setup.watchdog.enter_phase
+    display = stack.enter_context(
+        ProgressDisplay(num_steps=setup.steps[-1], first_step=progress.step, enabled=is_first, on_phase=on_phase)
     )
     if session.workers is not None:
-        session.workers.on_progress = board.update_rollout
-    board.print_lines(
+        session.workers.on_progress = display.update_rollout
+    display.print_lines(
         (*launch_notices(setup.resolved), *setup.notes, setup.inputs.data_report, *setup.rewards.plug_in_summaries)
     )
     resumed = checkpoints.has_step(progress.step)
     with error_barrier():
-        journal = stack.enter_context(closing(open_run_log(setup, progress, resumed=resumed)))
-    narrator = RunReporter(setup.run, settings.logging, board, journal)
-    stack.callback(narrator.write_final_report)
-    traces = StepProfiler(settings.logging.profile_steps if is_first else (), setup.run.profile_dir)
-    stack.callback(traces.stop)
+        run_log = stack.enter_context(closing(open_run_log(setup, progress, resumed=resumed)))
+    reporter = RunReporter(setup.run, settings.logging, display, run_log)
+    stack.callback(reporter.write_final_report)
+    profiler = StepProfiler(settings.logging.profile_steps if is_first else (), setup.run.profile_dir)
+    stack.callback(profiler.stop)
     stack.enter_context(closing(trainer.rollout_source))
-    walk = StepLoop(
+    loop = StepLoop(
         trainer,
         state,
-        replace(progress, wandb_id=journal.wandb_id),
+        replace(progress, wandb_id=run_log.wandb_id),
         checkpoints=checkpoints,
         interrupts=interrupts,
-        reporter=narrator,
-        profiler=traces,
+        reporter=reporter,
+        profiler=profiler,
         compilations=compilations,
         watchdog=setup.watchdog,
         eval_prompts=setup.inputs.eval_prompts,
@@ -124,12 +121,12 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float]) -> Tra
         save_clock=SaveClock(settings.checkpoint.every_minutes if is_first else None, clock),
     )
     with broadcast_failure(setup.status_board):
-        exit_code = walk.run()
-    return TrainResult(exit_code, journal.history, checkpoints.best)
+        exit_code = loop.run()
+    return TrainResult(exit_code, run_log.history, checkpoints.best)
 
 
 def _wait_for_hosts_on_exit(setup: RunSetup) -> Callable[..., None]:
-    """An exit of a stack: a host that is done waits for the others, of which the first has a report to write."""
+    """Returns an exit callback in which a host waits for the others; the first host writes a report meanwhile."""
 
     def leave(kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:

@@ -1,4 +1,4 @@
-"""The corridor: rollout -> reward -> score -> advantage -> update."""
+"""The training step: rollout -> reward -> score -> advantage -> update."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from app.reward.plugin import StepInfo
 from app.reward.reward_functions import ComputeRewards, RewardFunctions
 from app.reward.saved_rewards import reuse_saved_rewards
 from app.runtime.advantages import AdvantageResult
-from app.runtime.flops import NO_TOKENS, TokenCounts, make_step_flops
 from app.runtime.health_checks import check_rewards
 from app.runtime.reward_model import RewardModel, RewardPass, reward_model_metrics
 from app.runtime.session import Session
 from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.console import ProgressDisplay
+from app.tracking.flops import NO_TOKENS, TokenCounts, make_step_flops
 from app.tracking.metrics import reward_counts, sample_metrics
 from app.tracking.performance import rollout_performance, schedule_performance, staleness_metrics
 from app.tracking.timer import StepTimer
@@ -43,18 +43,18 @@ from settings.schema.settings import ScoredRole
 
 @dataclass
 class Trainer:
-    """The rooms of one run and the order of its prompts."""
+    """The stages of a training step, configured for a run."""
 
     settings: Settings
     session: Session
     learner_group: LearnerGroup
     prompts: Sequence[Prompt]
     reference_params: Params | None
-    """Frozen weights of the KL penalty, maybe in the hosts' memory; None, and no memory, when `algorithm.beta` is 0."""
+    """Reference weights, maybe in host memory; None, and no memory, if `algorithm.beta` is 0."""
     rewards: RewardFunctions
     reward_model: RewardModel | None = None
     replay: Replay | None = None
-    """Samples to learn from, instead of generating them."""
+    """Saved samples to learn from; None if they are generated."""
     rollout_source: RolloutSource = field(init=False)
     compute_rewards: ComputeRewards = field(init=False)
 
@@ -72,74 +72,76 @@ class Trainer:
     def step(
         self, state: RunState, *, step: int, position: int, timer: StepTimer
     ) -> tuple[RunState, list[Sample], dict[str, float | None]]:
-        """One walk down the corridor. `position` counts the prompts taken before this step.
+        """Runs one training step. `position` is the number of prompts taken before it.
 
         Raises:
-            StoppedError: generation was stopped, on this host or another; the state is as it was.
+            StoppedError: generation was stopped, on this host or another; the state is unchanged.
         """
         policy = self.session.full_params(state.policy.params)
-        refilled, scored, asking = self.rollout(policy, step=step, position=position, timer=timer)
+        sampling, scored, model_metrics = self.rollout(policy, step=step, position=position, timer=timer)
         del policy
-        drawn = self.learner_group.mini_batch_sampler(refilled.samples, step)
+        drawn = self.learner_group.mini_batch_sampler(sampling.samples, step)
         with timer.phase("score"):
-            samples, scoring = self.score(state, refilled.samples, drawn[0], timer)
+            samples, scoring = self.score(state, sampling.samples, drawn[0], timer)
         with timer.phase("advantage"):
-            credited = self.compute_advantages(samples, state.kl_coef)
-            samples = credited.samples
+            advantages = self.compute_advantages(samples, state.kl_coef)
+            samples = advantages.samples
         learns = self.trains_policy(step)
         with timer.phase("update"):
             state, metrics = self.update(state, select_samples(samples, drawn), trains_policy=learns)
-            # A policy that stands still has the same KL whatever its coefficient.
-            state = replace(state, kl_coef=credited.kl_coef) if learns else state
+            # The coefficient only adapts in steps that train the policy.
+            state = replace(state, kl_coef=advantages.kl_coef) if learns else state
         self.rollout_source.publish(self.session.full_params(state.policy.params), step=step)
-        told = {**reward_counts(scored), **dynamic_sampling_metrics(refilled, scored.samples)}
-        told |= rollout_performance(self.session.take_counters()) | schedule_performance(
+        step_metrics = {**reward_counts(scored), **dynamic_sampling_metrics(sampling, scored.samples)}
+        step_metrics |= rollout_performance(self.session.take_counters()) | schedule_performance(
             self.session.take_schedule_metrics()
         )
-        told |= staleness_metrics(samples, step=step) if self.session.generates_async else {}
-        rewarded = {**sample_metrics(samples, self.rewards.reward_names), **told, **asking}
+        step_metrics |= staleness_metrics(samples, step=step) if self.session.generates_async else {}
+        rewarded = {
+            **sample_metrics(samples, self.rewards.reward_names),
+            **step_metrics,
+            **model_metrics,
+        }
         sampled, learned = TokenCounts.count_over_hosts(scored.samples, samples)
         work = make_step_flops(self.settings, self.session, trains_policy=learns)
         drawn_now = NO_TOKENS if self.replay else sampled
         flops = {"perf/flops": work.total(sampled=drawn_now, learned=learned)}
-        return state, samples, {**rewarded, **scoring, **credited.metrics, **metrics, **flops}
+        return state, samples, {**rewarded, **scoring, **advantages.metrics, **metrics, **flops}
 
     def trains_policy(self, step: int) -> bool:
-        """Not while only the critic warms up."""
+        """Returns whether a step updates the policy: not while the critic warms up."""
         return not self.settings.has_critic or step > self.settings.critic.warmup_steps
 
     def rollout(
         self, params: Params, *, step: int, position: int, timer: StepTimer
     ) -> tuple[DynamicSamplingResult, RewardedSamples, dict[str, float]]:
-        """This host's groups of a step with their rewards, and all that was sampled to find them.
-
-        Also the metrics of the reward model's passes.
+        """Returns this host's rewarded groups of a step, all samples of its rounds, and the reward model's metrics.
 
         Raises:
-            StoppedError: generation was stopped, on this host or another; nothing has been learned.
+            StoppedError: generation was stopped, on this host or another.
         """
         rounds: list[RewardedSamples] = []
-        asked: list[RewardPass] = []
+        reward_passes: list[RewardPass] = []
         with self.rollout_source.rounds_for_step(params, step=step, position=position, timer=timer) as take:
 
             def next_round(number: int) -> list[Sample]:
                 with cancellation_barrier():
                     samples = take(number)
-                rounds.append(self.reward(samples, asked, step=step, timer=timer))
+                rounds.append(self.reward(samples, reward_passes, step=step, timer=timer))
                 return rounds[-1].samples
 
-            refilled = sample_until_filled(
+            sampling = sample_until_filled(
                 next_round,
                 group_filter=self.learner_group.group_filter,
                 num_groups=self.settings.rollout.prompts_per_step,
                 max_rounds=self.learner_group.max_rounds,
             )
-        return refilled, merge_rewarded(rounds), reward_model_metrics(asked)
+        return sampling, merge_rewarded(rounds), reward_model_metrics(reward_passes)
 
     def reward(
         self, samples: list[Sample], reward_passes: list[RewardPass], *, step: int, timer: StepTimer
     ) -> RewardedSamples:
-        """The samples with their rewards; a pass of the reward model is added to `asked`."""
+        """Returns the samples with their rewards; adds a pass of the reward model to `reward_passes`."""
         with timer.phase("reward"):
             model_outcomes = None
             if self.reward_model is not None:
@@ -155,15 +157,15 @@ class Trainer:
 
     @property
     def global_prompts_per_step(self) -> int:
-        """Over all hosts."""
+        """Number of prompts of a round over all hosts."""
         return self.settings.rollout.prompts_per_step * jax.process_count()
 
     def score(
         self, state: RunState, samples: list[Sample], first_epoch: Sequence[np.ndarray], timer: StepTimer
     ) -> tuple[list[Sample], dict[str, float]]:
-        """The samples with the logprobs and values that the step needs before its updates, and the metrics of them.
+        """Returns the samples with the logprobs and values that the updates need, and their metrics.
 
-        Cut like the update: by the mini-batches of its first epoch, so that with equal quotas both see the same rows.
+        Each mini-batch of the first epoch is scored by itself: with equal quotas the update has the same rows.
         """
         metrics: dict[str, float] = {}
         for role in self.settings.scored_roles:
@@ -186,7 +188,7 @@ class Trainer:
         return samples, metrics
 
     def params_for_role(self, role: ScoredRole, state: RunState) -> Params:
-        """On the devices."""
+        """Returns the weights that score for a role, on the devices."""
         if role == "reference":
             return to_device_memory(self.reference_params)
         if role == "policy":
@@ -197,50 +199,50 @@ class Trainer:
     def update(
         self, state: RunState, epochs: EpochMiniBatches, *, trains_policy: bool
     ) -> tuple[RunState, dict[str, float | None]]:
-        """The state after the step's updates. Critic and policy see the same mini-batches.
+        """Returns the state after the step's updates, and their metrics. Critic and policy use the same mini-batches.
 
-        While only the critic warms up, nothing of the policy's state changes, and what its updates measure is None.
+        While the critic warms up, the policy's state does not change and its metrics are None.
         """
         temperature, metrics = self.settings.rollout.temperature, dict[str, float | None]()
         policy, critic = state.policy, state.critic
         if critic is not None:
             assert self.learner_group.critic is not None
-            critic, of_critic = self.learner_group.critic.updater.update(critic, epochs, temperature=temperature)
-            metrics |= of_critic
+            critic, critic_metrics = self.learner_group.critic.updater.update(critic, epochs, temperature=temperature)
+            metrics |= critic_metrics
         if trains_policy:
             updater, frozen = self.learner_group.policy.updater, self.session.frozen_params
-            policy, of_policy = updater.update(policy, epochs, temperature=temperature, frozen=frozen)
-            metrics |= of_policy
+            policy, policy_metrics = updater.update(policy, epochs, temperature=temperature, frozen=frozen)
+            metrics |= policy_metrics
         else:
             metrics |= self.learner_group.policy.null_metrics(policy.params, self.session.frozen_params)
         return replace(state, policy=policy, critic=critic), metrics
 
     def compute_advantages(self, samples: list[Sample], kl_coef: float) -> AdvantageResult:
-        """Advantages among the samples that have a reward.
+        """Computes the advantages of the samples that have a reward.
 
-        The others keep their place, out of the loss: shapes, and the parts that mini-batches and hosts get, do not
-        depend on how many there are.
+        The others stay in place, masked out of the loss: shapes, and the parts of mini-batches and hosts, do not depend
+        on their number.
         """
-        credited = self.learner_group.advantage_estimator([s for s in samples if s.reward is not None], kl_coef)
-        rest = iter(credited.samples)
-        return credited._replace(
+        advantages = self.learner_group.advantage_estimator([s for s in samples if s.reward is not None], kl_coef)
+        rest = iter(advantages.samples)
+        return advantages._replace(
             samples=[next(rest) if s.reward is not None else _with_zero_advantages(s) for s in samples]
         )
 
     def evaluate(
         self, params: Params, prompts: Sequence[Prompt], *, step: int, display: ProgressDisplay
     ) -> RewardedSamples:
-        """One judged sample of each held-out prompt of this host's run of them."""
+        """Samples and rewards this host's part of the evaluation prompts."""
         display.set_phase("evaluate")
         weights = self.session.engine.to_decode_weights(params)
-        judged = evaluate(self.session, weights, prompts, self.rewards, StepInfo(step, self.settings.run.steps))
+        rewarded = evaluate(self.session, weights, prompts, self.rewards, StepInfo(step, self.settings.run.steps))
         if not self.session.generates_async:
-            # The next step tells of its own rollouts alone.
+            # The next step must report its own rollouts only.
             self.session.take_counters()
             self.session.take_schedule_metrics()
-        display.print_lines(gather_lines_to_first_host(judged.notices))
-        check_rewards(judged)
-        return judged
+        display.print_lines(gather_lines_to_first_host(rewarded.notices))
+        check_rewards(rewarded)
+        return rewarded
 
 
 def _with_zero_advantages(sample: Sample) -> Sample:

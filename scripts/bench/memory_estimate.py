@@ -22,8 +22,8 @@ from shapes import QWEN2_5
 
 from app.mesh import topology
 from app.preflight.compiled_memory import format_programs_table
+from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.inspect_mesh import build_mesh_inspection
-from app.runtime.config_only_spec import read_config_only_spec
 from app.runtime.session import Session
 from settings import load
 

@@ -139,7 +139,7 @@ def test_another_mesh_can_read_it(tmp_path: Path) -> None:
     checkpoints = opened(tmp_path / "four", num_devices=2)
     state, _ = restored(checkpoints)
     assert_same(state, make_state(1))
-    assert len(state.params["kernel"].sharding.device_set) == 2
+    assert len(state["policy"].params["kernel"].sharding.device_set) == 2
     checkpoints.close()
 
 
@@ -147,7 +147,7 @@ def test_checksums_see_every_array_and_no_mesh() -> None:
     state = make_state(1)
     expected = fetch_checksums(checksums(state))
     assert fetch_checksums(jax.jit(checksums)(make_state(1, num_devices=8))) == expected
-    assert {"params/kernel", "optimizer/0/mu/kernel", "num_updates"} < expected.keys()
+    assert {"policy/params/kernel", "policy/optimizer/0/mu/kernel", "policy/num_updates"} < expected.keys()
     leaves, tree = jax.tree.flatten(state)
     for i, (name, leaf) in enumerate(zip(checksums(state), leaves, strict=True)):
         changed = jax.tree.unflatten(tree, [*leaves[:i], leaf.at[(0,) * leaf.ndim].add(1), *leaves[i + 1 :]])

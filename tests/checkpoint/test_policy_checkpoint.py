@@ -16,7 +16,6 @@ import pytest
 from app.checkpoint.checkpoints import Checkpoints, TrainProgress
 from app.checkpoint.policy_checkpoint import PolicyCheckpoint
 from app.checkpoint.retention import LatestAndBestPolicy
-from app.checkpoint.run_state import combine_networks
 from app.runtime.model_spec import ModelSpec, read_model_spec
 from settings import InputError, Settings
 from tests.checkpoints import SHAPES, make_state, shardings
@@ -31,7 +30,7 @@ def save(run: Path, *steps: int, model: ModelSpec, critic: bool = False, best: i
     fingerprints = {"model": model.files.fingerprint, "tokenizer": model.tokenizer.fingerprint}
 
     def both(one: Any, other: Any) -> Any:
-        return combine_networks(one, other if critic else None)
+        return {"policy": one["policy"]} | ({"critic": other["policy"]} if critic else {})
 
     checkpoints = Checkpoints(
         run / "checkpoints",
@@ -56,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model: ModelSpec) -> Path:
 
 
 def read(path: Path, num_devices: int = 1) -> Any:
-    return PolicyCheckpoint.open(path).restore_params(SHAPES.params, shardings(num_devices).params)
+    return PolicyCheckpoint.open(path).restore_params(SHAPES["policy"].params, shardings(num_devices)["policy"].params)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +70,10 @@ def test_it_is_found_by_any_of_its_names(run: Path, name: str, step: int) -> Non
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_it_is_read_bit_for_bit_on_any_mesh(tmp_path: Path, model: ModelSpec, critic: bool, num_devices: int) -> None:
     save(tmp_path / "run", 3, model=model, critic=critic)
-    params, expected = read(tmp_path / "run", num_devices), make_state(3).params
+    params, expected = read(tmp_path / "run", num_devices), make_state(3)["policy"].params
     assert jax.tree.structure(params) == jax.tree.structure(expected)
     for leaf, wanted, sharding in zip(
-        *map(jax.tree.leaves, (params, expected, shardings(num_devices).params)), strict=True
+        *map(jax.tree.leaves, (params, expected, shardings(num_devices)["policy"].params)), strict=True
     ):
         np.testing.assert_array_equal(leaf, wanted)
         assert leaf.sharding == sharding
@@ -110,7 +109,7 @@ def test_flipped_bits_and_a_lost_record_are_damage(run: Path, tmp_path: Path) ->
     with pytest.raises(InputError, match=r"--checkpoint: .*6 is damaged"):
         read(folder)
     os.truncate(folder / "progress" / "metadata", 10)
-    with pytest.raises(InputError, match="6 is damaged, or no checkpoint of this program"):
+    with pytest.raises(InputError, match="6 is damaged or not a checkpoint of this program"):
         read(folder)
 
 
@@ -127,7 +126,7 @@ def test_it_belongs_to_its_model_and_tokenizer(run: Path, model: ModelSpec) -> N
 
 
 def named(seed: int, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return dict.fromkeys(names, SHAPES), dict.fromkeys(names, shardings(seed))
+    return dict.fromkeys(names, SHAPES["policy"]), dict.fromkeys(names, shardings(seed)["policy"])
 
 
 @pytest.mark.parametrize("critic", [False, True], ids=["alone", "beside_a_critic"])
@@ -137,7 +136,7 @@ def test_whole_states_are_read_of_the_networks_that_are_asked_for_and_there(
 ) -> None:
     save(tmp_path / "run", 3, model=model, critic=critic)
     found = PolicyCheckpoint.open(tmp_path / "run").restore_states(*named(4, *asked))
-    expected = {"policy": make_state(3), "critic": make_state(103)}
+    expected = {"policy": make_state(3)["policy"], "critic": make_state(103)["policy"]}
     assert set(found) == ({*asked} if critic else {"policy"})
     for name, state in found.items():
         assert jax.tree.structure(state) == jax.tree.structure(expected[name])
@@ -149,5 +148,5 @@ def test_a_state_of_other_arrays_is_refused_and_is_no_damage(run: Path) -> None:
     shapes, where = named(1, "policy")
     more = replace(shapes["policy"], params={**shapes["policy"].params, "extra": shapes["policy"].num_updates})
     there = replace(where["policy"], params={**where["policy"].params, "extra": where["policy"].num_updates})
-    with pytest.raises(InputError, match=r"--checkpoint: .*6 has no array params/extra: what was trained there is not"):
+    with pytest.raises(InputError, match=r"--checkpoint: .*6 has no array policy/params/extra: what was trained"):
         PolicyCheckpoint.open(run).restore_states({"policy": more}, {"policy": there})

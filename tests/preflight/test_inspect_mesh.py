@@ -14,9 +14,9 @@ from app.mesh import topology
 from app.mesh.placement import bytes_per_device
 from app.preflight.activation_memory import num_decode_rows
 from app.preflight.batch_limits import QUOTA_STEP, USABLE_MEMORY_FRACTION, find_batch_limits
+from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.inspect_mesh import MeshInspection, build_mesh_inspection, make_longest_prompt
 from app.preflight.memory import compute_step_shapes, memory_by_phase
-from app.runtime.config_only_spec import read_config_only_spec
 from app.runtime.session import Session
 from app.training.learner import make_learner_group
 from settings import InputError, Settings, load

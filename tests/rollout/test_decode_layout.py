@@ -25,7 +25,7 @@ from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
 from app.rollout.shape_buckets import make_slot_shapes
 from app.rollout.slot_engine import SlotEngine
-from app.runtime.placement_notes import placement_notes
+from app.training.placement_notes import placement_notes
 from scripts.bench.hlo_collectives import Collective, program_collectives
 from settings import InputError, Settings, load
 from settings.checks.commands import check_for_train

@@ -1,21 +1,18 @@
-"""README's glossary names every metric of a run, and nothing else."""
+"""The registry names every metric of a run, and nothing else."""
 
 from __future__ import annotations
 
-import itertools
-import re
 from pathlib import Path
 
 import pytest
 
 from app.evaluation.metrics import estimate_metrics
+from app.tracking.metric_registry import METRICS, find_metric, matches, metrics_page
 from tests.evaluation.test_evaluator import asked, table_of
 from tests.program import REPOSITORY, metrics_of, train_here
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny_directory import write_reward_model
 from tests.training.test_async_training import SCHEDULED
-
-PLACEHOLDERS = {"<function>": r"[^/]+", "<name>": r"[^/]+", "<n>": r"\d+", "<k>": r"\d+"}
 
 
 @pytest.fixture(scope="module")
@@ -35,29 +32,7 @@ def judged_by_plug_in(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
     return folder / "runs" / "tiny"
 
 
-def glossary() -> dict[str, list[str]]:
-    """Each name of the table, braces written out -> the other cells of its row."""
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    section = text[text.index("\n## Metrics\n") :]
-    rows = [line.strip("|").split("|") for line in section[: section.index("\n\nEverything outside")].splitlines()]
-    entries = {}
-    for cells in rows[rows.index(next(row for row in rows if set("".join(row)) == {"-"})) + 1 :]:
-        for name in re.findall(r"`([^`]+)`", cells[0]):
-            entries |= {key: [cell.strip() for cell in cells[1:]] for key in written_out(name)}
-    return entries
-
-
-def written_out(name: str) -> list[str]:
-    """`a/{b,c}_d` as `a/b_d` and `a/c_d`."""
-    parts = [part.strip("{}").split(",") if part.startswith("{") else [part] for part in re.split(r"(\{.*?\})", name)]
-    return ["".join(chosen) for chosen in itertools.product(*parts)]
-
-
-def matches(entry: str, metric: str) -> bool:
-    pattern = re.escape(entry)
-    for placeholder, meaning in PLACEHOLDERS.items():
-        pattern = pattern.replace(re.escape(placeholder), meaning)
-    return re.fullmatch(pattern, metric) is not None
+NAMES = [name for entry in METRICS for name in entry.names]
 
 
 def metrics_of_real_runs(*runs: Path) -> set[str]:
@@ -66,25 +41,27 @@ def metrics_of_real_runs(*runs: Path) -> set[str]:
     return {*several, *(name for run in runs for line in metrics_of(run) for name in line)}
 
 
-def test_every_metric_of_a_run_is_in_the_glossary(finished: Path, uninterrupted: Path, judged_by_plug_in: Path) -> None:
-    entries = glossary()
-    metrics = metrics_of_real_runs(finished, uninterrupted, judged_by_plug_in)
-    assert len(metrics) > 40
-    assert [name for name in sorted(metrics) if not any(matches(entry, name) for entry in entries)] == []
-
-
-def test_the_glossary_names_no_metric_that_no_run_writes(
+def test_a_run_writes_the_metrics_of_the_registry_and_no_others(
     finished: Path, uninterrupted: Path, judged_by_plug_in: Path
 ) -> None:
     metrics = metrics_of_real_runs(finished, uninterrupted, judged_by_plug_in)
-    assert [entry for entry in glossary() if not any(matches(entry, name) for name in metrics)] == []
+    assert len(metrics) > 40
+    assert [name for name in sorted(metrics) if find_metric(name) is None] == []
+    assert [entry for entry in NAMES if not any(matches(entry, name) for name in metrics)] == []
 
 
-def test_every_entry_says_what_it_means_what_is_healthy_and_what_to_do_else() -> None:
-    assert {name: cells for name, cells in glossary().items() if len(cells) != 3 or not all(cells)} == {}
+def test_the_page_is_the_registry() -> None:
+    page = (REPOSITORY / "sops" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    assert page == metrics_page(), "write metrics_page() to sops/reference/metrics.md"
 
 
-def test_braces_are_written_out() -> None:
-    assert written_out("time/{rollout,eval}_s") == ["time/rollout_s", "time/eval_s"]
-    assert written_out("loss") == ["loss"]
+def test_every_entry_has_all_its_cells_and_a_name_of_its_own() -> None:
+    assert [entry for entry in METRICS if not all(entry)] == []
+    assert len(NAMES) == len(set(NAMES))
+
+
+def test_braces_are_expanded_and_placeholders_match() -> None:
+    entry = find_metric("time/score_policy_s")
+    assert entry is not None and entry.names[:2] == ["time/score_policy_s", "time/score_reference_s"]
+    assert not entry.is_reproducible
     assert matches("reward/<function>/mean", "reward/gsm8k/mean") and not matches("reward/mean", "reward/gsm8k/mean")

@@ -13,8 +13,8 @@ import pytest
 from app.advantage.metrics import AdvantageMoments, advantage_metrics
 from app.mesh.device_memory import host_memory_bytes, peak_memory_bytes
 from app.records.sample import Prompt, Sample
-from app.runtime.flops import NetworkPass, StepFlops, TokenCounts
 from app.tracking.compilation_counter import CompilationCounter
+from app.tracking.flops import NetworkPass, StepFlops, TokenCounts
 from app.tracking.metrics import sample_metrics
 from app.tracking.performance import step_performance
 

@@ -116,6 +116,7 @@ def test_only_named_sections_are_uploaded() -> None:
     assert set(Settings.model_fields) - set(WANDB_SECTIONS) == {"logging", "mesh", "watchdog"}
 
 
+@pytest.mark.slow
 def test_wandb_offline_needs_no_key_and_no_secret_reaches_a_file(config: Path) -> None:
     run = config.parent / "runs" / "tiny"
     program = ("train", "--config", config, *settings("run.steps=1", "logging.wandb_project=tests"))

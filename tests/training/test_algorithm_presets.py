@@ -65,6 +65,7 @@ def test_every_algorithm_has_a_preset_that_is_trained() -> None:
     assert trained == set(ALGORITHM_PRESETS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", distinct_presets())
 def test_a_preset_trains_a_tiny_step_and_says_what_it_changes(
     preset: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

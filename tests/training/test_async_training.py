@@ -58,6 +58,7 @@ def test_no_token_is_older_than_allowed(config: Path, k: int) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name in ("generation", "fast-0", "heavy-0")]
 
 
+@pytest.mark.slow
 def test_where_nothing_is_learned_samples_are_those_of_a_run_that_waits(config: Path) -> None:
     standing_still = ("optimizer.learning_rate=1e-30", "rollout.mode=exact", "logging.save_rollouts=true", *UNJUDGED)
     for k in (0, 2):
@@ -69,6 +70,7 @@ def test_where_nothing_is_learned_samples_are_those_of_a_run_that_waits(config: 
             assert [record[name] for record in ahead] == [record[name] for record in waited], name
 
 
+@pytest.mark.slow
 def test_a_filter_refills_from_rounds_that_were_generated_ahead(config: Path) -> None:
     dapo = ("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_buffer=2")
     result = train_here(config, *SCHEDULED, *dapo, *UNJUDGED, "rollout.max_staleness=1")
@@ -79,6 +81,7 @@ def test_a_filter_refills_from_rounds_that_were_generated_ahead(config: Path) ->
     assert progress_of(run_of(config), 4)["position"] == 4 * sum(num_rounds)
 
 
+@pytest.mark.slow
 def test_ppo_corrects_with_vtrace_what_an_older_policy_drew(config: Path) -> None:
     ppo = ("algorithm.name=ppo", "algorithm.estimator=vtrace", "critic.warmup_steps=1")
     result = train_here(config, *SCHEDULED, *ppo, *UNJUDGED, "rollout.max_staleness=1")
@@ -88,6 +91,7 @@ def test_ppo_corrects_with_vtrace_what_an_older_policy_drew(config: Path) -> Non
     assert all(0 < step["policy/correction_ess"] <= 1 + 1e-5 for step in steps[1:])
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_generation_and_the_run_goes_on_later(config: Path) -> None:
     asked = [*SCHEDULED, *UNJUDGED, "rollout.max_staleness=1", "checkpoint.every_minutes=60"]
     num_looks = 0

@@ -9,6 +9,7 @@ import pytest
 from tests.program import metrics_of, train_here
 
 
+@pytest.mark.slow
 def test_on_policy_a_mask_weighs_every_token_as_one_and_trains_as_without(config: Path, finished: Path) -> None:
     result = train_here(config, "algorithm.correction=mask", "run.steps=2", "eval.every_steps=0")
     assert result.exit_code == 0, result.stderr

@@ -91,6 +91,7 @@ def test_one_host_that_is_asked_ends_a_batch_of_all_hosts_and_of_islands_its_own
     assert first["together again"] == second["together again"] == [0, 1]
 
 
+@pytest.mark.slow
 def test_hosts_generate_ahead_each_by_itself_and_train_as_one_does_that_waits(config: Path) -> None:
     """Where nothing is learned, samples are those of one host that waits. Lengths are of all hosts' samples."""
     asked = ("optimizer.learning_rate=1e-30", "run.steps=3", *UNJUDGED)

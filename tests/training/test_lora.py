@@ -18,7 +18,7 @@ from app.model.decoder import flatten_by_path
 from app.model.lora import LORA_A, LORA_B, merge_adapters
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
-from app.runtime.flops import make_step_flops
+from app.tracking.flops import make_step_flops
 from app.training.initial_state import load_reference_params
 from app.training.learner import LearnerGroup, make_learner_group
 from app.training.setup import RunSetup, prepare_run
@@ -90,6 +90,7 @@ def test_a_run_begins_with_the_model_as_it_is(run: Path, finished: Path) -> None
     assert 0 < metrics_of(run)[1]["policy/kl"] < metrics_of(run)[-1]["policy/kl"]
 
 
+@pytest.mark.slow
 def test_k_steps_and_a_resume_equal_all_steps_at_once(run: Path, config: Path) -> None:
     resumed = config.parent / "runs" / "tiny"
     assert train_here(config, *PENALISED, "run.steps=2").exit_code == 0
@@ -135,7 +136,8 @@ def test_a_saved_policy_is_the_model_and_its_adapters(run: Path, config: Path) -
     for path, array in base.items():
         np.testing.assert_array_equal(whole[path], array)
     for path in session.model_spec.policy_definition.adapter_paths:
-        np.testing.assert_array_equal(whole[path], state["['params']" + "".join(f"['{key}']" for key in path)])
+        name = "".join(f"['{key}']" for key in ("policy", "params", *path))
+        np.testing.assert_array_equal(whole[path], state[name])
 
 
 def test_the_reference_is_the_model_without_its_adapters_and_no_copy(run: Path, config: Path) -> None:
@@ -169,6 +171,7 @@ def field_of(samples: Sequence[Sample], name: str) -> np.ndarray:
     return np.concatenate([getattr(sample, name) for sample in samples])
 
 
+@pytest.mark.slow
 def test_workers_that_run_ahead_are_given_every_version_merged(config: Path) -> None:
     every_step = ("checkpoint.every_steps=1", "checkpoint.keep=3", "logging.save_rollouts=true", *UNJUDGED)
     result = train_here(config, *LORA, *ONE_WORKER, "rollout.max_staleness=1", *every_step, "run.steps=3")
@@ -189,6 +192,7 @@ def test_workers_that_run_ahead_are_given_every_version_merged(config: Path) -> 
         np.testing.assert_allclose(field_of(scored, "policy_logprobs"), of_sampler, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_beside_adapters_a_critic_learns_with_all_its_weights(config: Path) -> None:
     """The samples are drawn through slots."""
     ppo = ("algorithm.name=ppo", "algorithm.beta=0.05", "critic.learning_rate=1e-2", SLOTS, *UNJUDGED)

@@ -13,8 +13,8 @@ import pytest
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.kv_cache import prefill
 from app.model.lora import LORA_B, combine_params, merge_adapters
-from app.runtime.flops import make_step_flops
 from app.runtime.session import Session
+from app.tracking.flops import make_step_flops
 from tests.preflight.test_dry_run import foreseen, held
 from tests.training.test_lora import LORA, launched
 from tests.training.test_slot_engine import SCHEDULED
@@ -51,6 +51,7 @@ def logprobs_by_the_sampler(session: Session, params: Params) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(definition.bind(exact.params).head.logits(hidden)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_sampler_moves_as_far_as_the_policy_from_the_first_step_on(config: Path, dtype: str) -> None:
     session = opened(config, f"model.dtype={dtype}")
@@ -80,6 +81,7 @@ def test_in_float32_adapters_are_merged_into_what_decodes(config: Path) -> None:
         np.testing.assert_allclose(flatten_by_path(found.blocks[1])[path], stacked[1], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_slots_in_bfloat16_draw_from_adapters_beside_the_kernels(config: Path) -> None:
     launch, learning = launched(config, *LORA, BFLOAT16, "rollout.slots=8")
     session, prompts = launch.session, launch.inputs.prompts[:2]

@@ -19,6 +19,7 @@ from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.checkpoint.run_state import RunState
 from app.records.sample import Sample
 from app.tracking.console import ProgressDisplay
+from app.tracking.metric_registry import find_metric
 from app.tracking.timer import StepTimer
 from app.training.learner import make_learner_group
 from app.training.setup import prepare_run
@@ -36,7 +37,6 @@ from tests.program import (
 )
 from tests.run_fixtures import NO_REPORT, write_config
 from tests.tiny_directory import write_model
-from tests.tracking.test_glossary import glossary, matches
 
 PPO = """\
 run: {{dir: {runs}, name: ppo, steps: 4}}
@@ -107,6 +107,7 @@ def stopped_after(step: int, run: Path, whole: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(lines[:step]))
 
 
+@pytest.mark.slow
 def test_killed_while_the_critic_warms_up_it_ends_as_if_it_had_not_been(config: Path, whole: Path) -> None:
     """The rest holds a step of warm-up, the policy's first updates, and an adapted penalty; schedules end at step 4."""
     run = config.parent / "runs" / "ppo"
@@ -169,6 +170,7 @@ def test_shuffled_mini_batches_are_scored_as_they_are_first_learned_from(config:
     assert metrics["rollout/sampler_scorer_logprob_diff_max"] == max(apart)
 
 
+@pytest.mark.slow
 def test_vtrace_trains_and_goes_on_in_the_same_bits(config: Path) -> None:
     vtrace = ("algorithm.estimator=vtrace", "algorithm.vtrace_max_ratio=1.5", "critic.warmup_steps=0", "run.steps=2")
     assert train_here(config, *vtrace, "run.name=straight").exit_code == 0
@@ -190,10 +192,9 @@ def test_a_run_with_a_critic_is_not_continued_without_one(config: Path, whole: P
 
 
 def test_every_metric_of_ppo_is_in_the_glossary(whole: Path) -> None:
-    entries = glossary()
     names = sorted({name for line in metrics_of(whole) for name in line})
     assert "value/explained_variance" in names
-    assert [name for name in names if not any(matches(entry, name) for entry in entries)] == []
+    assert [name for name in names if find_metric(name) is None] == []
 
 
 def test_a_critic_with_another_tokenizer_is_refused(config: Path, tiny_model: Path) -> None:
@@ -221,6 +222,7 @@ def test_the_critic_warm_up_must_end(config: Path) -> None:
     assert "critic.warmup_steps" in result.stderr and "at most 3" in result.stderr
 
 
+@pytest.mark.slow
 def test_dry_run_counts_the_critic(config: Path) -> None:
     foreseen = here("train", "--config", config, "--dry-run", "--json")
     assert foreseen.exit_code == 0, foreseen.stderr

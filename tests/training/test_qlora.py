@@ -25,8 +25,8 @@ from app.model.quantization import CODES, SCALES
 from app.records.sample_json import sample_from_record
 from app.records.versions import NOT_INSTALLED
 from app.runtime import model_spec
-from app.runtime.flops import make_step_flops
 from app.runtime.model_spec import read_model_spec
+from app.tracking.flops import make_step_flops
 from app.training.initial_state import load_reference_params
 from settings import load
 from tests.preflight.test_dry_run import foreseen, held
@@ -79,6 +79,7 @@ def test_adapters_learn_and_are_all_that_is_saved(run: Path) -> None:
     assert [line["perf/compilations"] for line in lines[1:]] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_k_steps_and_a_resume_equal_all_steps_at_once(run: Path, config: Path) -> None:
     assert train_here(config, *QLORA, "run.steps=2").exit_code == 0
     result = train_here(config, *QLORA, resume="must")
@@ -176,6 +177,7 @@ def test_the_reference_is_the_quantized_base_without_its_adapters_and_no_copy(
     assert np.abs(field_of(exact, "reference_logprobs") - field_of(scored, "reference_logprobs")).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [INT8, NF4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_is_foreseen_byte_for_byte(config: Path, base: str, dtype: str) -> None:
@@ -229,6 +231,7 @@ def test_a_saved_policy_is_evaluated_as_its_run_did(run: Path, tmp_path: Path) -
     assert logged and {name: found[name] for name in logged} == logged
 
 
+@pytest.mark.slow
 def test_a_run_is_replayed_from_its_samples_bit_for_bit(run: Path, config: Path) -> None:
     result = here("train", "--from-rollouts", run, *settings("run.name=again", f"run.dir={config.parent / 'runs'}"))
     assert result.exit_code == 0, result.stderr
@@ -237,6 +240,7 @@ def test_a_run_is_replayed_from_its_samples_bit_for_bit(run: Path, config: Path)
         np.testing.assert_array_equal(again[name], array)
 
 
+@pytest.mark.slow
 def test_nf4_learns_in_bfloat16_through_slots_on_a_split_mesh(config: Path) -> None:
     chosen = (*PENALISED, NF4, "model.dtype=bfloat16", SLOTS, "mesh.shape=2,2,2", *UNJUDGED)
     result = train_here(config, *chosen, "run.steps=2", "rollout.prompts_per_step=4")
@@ -245,6 +249,7 @@ def test_nf4_learns_in_bfloat16_through_slots_on_a_split_mesh(config: Path) -> N
     assert all(0 < line["rollout/sampler_scorer_logprob_diff_max"] < 0.3 for line in lines)
 
 
+@pytest.mark.slow
 def test_what_is_looked_at_before_a_run_knows_the_quantized_base(tiny_model: Path) -> None:
     chosen = [*of_tiny(tiny_model), *settings("model.lora.rank=2", NF4)]
     doctor = here("doctor", *chosen, *settings("optimizer.learning_rate=1e-2"))

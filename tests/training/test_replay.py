@@ -70,7 +70,7 @@ def test_a_run_is_reproduced_bit_for_bit_under_its_own_settings_and_a_name_of_it
     assert_same_steps(again, finished, steps=range(1, 5))
     assert reproducible(metrics_of(again)) == reproducible(metrics_of(finished))
     assert f"--from-rollouts: steps 1 to 4 on the samples of {finished}; nothing is generated" in result.stderr
-    assert "\nrewards: those of the samples\nadvantages: estimated anew\n" in result.stderr
+    assert "\nrewards: those of the samples\nadvantages: computed again\n" in result.stderr
     assert all(line["perf/rollout/segments"] == 0 for line in metrics_of(again)[1:])
     (session,) = records_of(again / "sessions.jsonl")
     assert (session["from_rollouts"], session["after_step"]) == (str(finished), 0)
@@ -105,6 +105,7 @@ def test_a_step_is_learned_again_under_another_algorithm(uninterrupted: Path, tm
     np.testing.assert_allclose([r["advantages"][0] for r in siblings], rewards - rewards.mean(), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_critic_values_behind_cut_samples_and_an_adapted_penalty_are_reproduced(
     tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -116,6 +117,7 @@ def test_a_critic_values_behind_cut_samples_and_an_adapted_penalty_are_reproduce
     assert_same_steps(replayed(ppo, tmp_path / "again", options=start), ppo, steps=range(3, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides", [DAPO, (*SCHEDULED, *UNJUDGED, "rollout.max_staleness=1", "run.steps=2")], ids=["filtered", "ahead"]
 )
@@ -132,6 +134,7 @@ def test_what_was_filtered_or_drawn_ahead_leads_to_the_same_weights(config: Path
         assert max(line["rollout/num_rounds"] for line in steps_of(run).values()) > 1
 
 
+@pytest.mark.slow
 def test_adapters_go_on_from_a_checkpoint_of_adapters_alone(config: Path, tmp_path: Path) -> None:
     lora = ("model.lora.rank=2", "algorithm.beta=0.05", "run.steps=3", "checkpoint.every_steps=1", *UNJUDGED)
     assert train_here(config, *lora).exit_code == 0
@@ -145,7 +148,7 @@ def test_adapters_go_on_from_a_checkpoint_of_adapters_alone(config: Path, tmp_pa
 def test_rewards_are_judged_anew_where_the_run_had_other_functions(finished: Path, tmp_path: Path) -> None:
     only_format = "reward.functions=[arithmetic_format]"
     result = replay(finished, tmp_path, only_format, "run.steps=1", *UNJUDGED)
-    assert "rewards: judged anew, reward.* is not what the samples' run had" in result.stderr
+    assert "rewards: computed again, reward.* differs from that of the samples' run" in result.stderr
     (line,) = metrics_of(tmp_path / "tiny-replay")
     was = steps_of(finished)[1]
     assert line["reward/mean"] == line["reward/arithmetic_format/mean"] == was["reward/arithmetic_format/mean"]
@@ -175,7 +178,7 @@ def test_what_a_sample_lacks_is_found_as_training_does(loose: Path, config: Path
 
     result = train_on(rewrite(loose, drawn_only), config, "run.steps=1")
     assert result.exit_code == 0, result.stderr
-    assert "rewards: judged anew, not every sample has one\nadvantages: estimated anew, not every" in result.stderr
+    assert "rewards: computed again, not every sample has one\nadvantages: computed again, not every" in result.stderr
     run = config.parent / "runs" / "tiny"
     line, expected = (
         {name: value for name, value in steps_of(one)[1].items() if not name.startswith("eval/")}

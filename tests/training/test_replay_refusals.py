@@ -38,7 +38,7 @@ def without_its_end(record: dict[str, Any]) -> None:
             r":1: completion_token_ids read '.*' with the .*, and completion is 'other'",
         ),
         (lambda r: r.pop("behavior_logprobs"), r":1: missing behavior_logprobs"),
-        (spoilt("group_id", 0), r":5: group_id 0 has samples of prompts .+ and .+; number groups apart"),
+        (spoilt("group_id", 0), r":5: group_id 0 has samples of prompts .+ and .+; give their groups different"),
         (
             without_its_end,
             r"\d+ samples have finish_reason `stop`, and none of them ends with a token that ends an answer",
@@ -74,7 +74,7 @@ def test_a_file_without_samples_is_refused(loose: Path, config: Path, content: s
 def test_a_sample_that_is_there_twice_is_refused(loose: Path, config: Path) -> None:
     first, *others = loose.read_text().splitlines(keepends=True)
     loose.write_text("".join([first, *others[:3], first, *others[3:]]))
-    message = r"samples\.jsonl:5: group_id 0 has sample_index 0 twice; number its samples apart"
+    message = r"samples\.jsonl:5: group_id 0 has sample_index 0 twice; give its samples different"
     assert_refused(train_on(loose, config), message, config.parent / "runs")
 
 
@@ -109,7 +109,7 @@ def test_groups_that_hosts_cannot_share_out_are_refused(
     with pytest.raises(InputError, match=message):
         looked(source, at=loose)
     write(loose, [record for record in records_of(loose) if record["group_id"] != 2])
-    with pytest.raises(InputError, match="2 hosts cannot share them out evenly"):
+    with pytest.raises(InputError, match="2 hosts cannot share them evenly"):
         looked(source, at=loose)
 
 
@@ -137,7 +137,7 @@ def nothing_saved(source: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (no_file, r"/dev/null is no file and no folder; give a file of samples"),
+        (no_file, r"/dev/null is neither a file nor a folder; give a file of samples"),
         (folder_in_place_of_a_file, r"step_000002\.jsonl: cannot be read: Is a directory"),
         (link_to_nothing, r"step_000002\.jsonl: cannot be read: No such file or directory"),
         (nothing_saved, r"holds no step_<number>\.jsonl \(a run under logging\.save_rollouts: false writes none\)"),

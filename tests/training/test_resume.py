@@ -106,6 +106,7 @@ def test_without_a_checkpoint_auto_starts_over(finished: Path, config: Path) -> 
     assert_same_run(run, finished, step=4)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_loudly(
     stopped: Path, full_config: Path, uninterrupted: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -39,6 +39,7 @@ def test_rollout_writes_the_same_samples_in_the_same_order(sampled: Path, tiny_m
     assert texts(out) == texts(sampled)
 
 
+@pytest.mark.slow
 def test_scheduled_workers_write_the_same_samples_and_a_picture(
     sampled: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -50,6 +51,7 @@ def test_scheduled_workers_write_the_same_samples_and_a_picture(
     assert "makespan" in result.stdout and picture.read_bytes().startswith(b"<?xml")
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_the_samples_of_scheduled_workers(config: Path, finished: Path) -> None:
     result = train_here(config, *SCHEDULED, "run.steps=2")
     assert result.exit_code == 0, result.stderr
@@ -116,6 +118,7 @@ def test_slots_that_cannot_be_are_refused(config: Path, overrides: tuple[str, ..
     assert not (config.parent / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_schedules_by_the_lengths_that_it_knew(config: Path) -> None:
     """Prompts return, and how long their samples were decides which rows share a program: in fast mode, its bits."""
     alone = ("rollout.workers.fast.slots=16", "rollout.workers.heavy.count=0", "rollout.workers.fast.devices=[0]")
@@ -128,6 +131,7 @@ def test_a_resumed_run_schedules_by_the_lengths_that_it_knew(config: Path) -> No
     assert len(progress_of(runs / "parts", 2)["lengths"]) == 4
 
 
+@pytest.mark.slow
 def test_evaluations_beside_generation_have_the_batches_that_a_dry_run_foresees(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

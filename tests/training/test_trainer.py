@@ -205,6 +205,7 @@ def test_samples_carry_the_logprobs_that_their_algorithm_needed(finished: Path, 
 SCORED = ("policy_logprobs", "reference_logprobs")
 
 
+@pytest.mark.slow
 def test_a_penalty_in_the_reward_is_paid_before_siblings_are_compared(config: Path) -> None:
     result = train_here(
         config,
@@ -244,6 +245,7 @@ def test_the_same_settings_give_the_same_run_and_another_seed_another(config: Pa
     assert other[1]["policy/entropy"] != metrics_of(finished)[1]["policy/entropy"]
 
 
+@pytest.mark.slow
 def test_evaluation_also_follows_the_last_step(config: Path) -> None:
     assert train_here(config, "run.steps=1", "eval.every_steps=3").exit_code == 0
     evaluated = [line["step"] for line in metrics_of(config.parent / "runs" / "tiny") if "eval/accuracy" in line]
@@ -280,6 +282,7 @@ def test_nothing_is_compiled_after_the_first_step_and_no_evaluation_needs_no_hel
     assert not any(name.startswith("eval/") for line in metrics_of(run) for name in line)
 
 
+@pytest.mark.slow
 def test_the_result_goes_to_stdout_and_progress_to_stderr(config: Path) -> None:
     with started("train", "--config", config, *settings("logging.completions_every_steps=0")) as process:
         stdout, stderr = process.communicate(timeout=DEADLINE_S)
@@ -297,6 +300,7 @@ def test_the_result_goes_to_stdout_and_progress_to_stderr(config: Path) -> None:
     assert len(progress) == 9, stderr
 
 
+@pytest.mark.slow
 def test_a_model_with_nan_in_it_is_given_up_after_some_steps(config: Path, tmp_path: Path) -> None:
     broken = write_model(tmp_path / "broken")
     tensors = random_tensors(CONFIG)
@@ -353,6 +357,7 @@ def test_completions_are_shown_after_the_first_step_and_then_in_their_turn(confi
         assert column in header
 
 
+@pytest.mark.slow
 def test_the_best_evaluation_is_saved_though_no_interval_falls_there(config: Path) -> None:
     result = train_here(config, "run.steps=4", "eval.every_steps=1", "checkpoint.every_steps=100", "checkpoint.keep=1")
     assert result.exit_code == 0, result.stderr
@@ -376,6 +381,7 @@ def test_a_checkpoint_by_the_clock_comes_between_the_intervals_and_changes_no_me
     assert reproducible(metrics_of(run)) == reproducible(metrics_of(finished))
 
 
+@pytest.mark.slow
 def test_a_reference_that_waits_in_host_memory_changes_no_number(config: Path) -> None:
     runs = []
     for name, offload in (("here", "false"), ("away", "true")):

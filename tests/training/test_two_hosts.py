@@ -26,6 +26,7 @@ OF_THE_CUT = ("batching/", "global_seqlen/", "score/", "value/batching/")
 """Each host packs its own samples, so rows and their number differ from one host's."""
 
 
+@pytest.mark.slow
 def test_two_hosts_train_ppo_as_one_would_and_what_stops_one_stops_both_with_a_checkpoint(full_config: Path) -> None:
     two, one = (full_config.parent / "runs" / name for name in ("two", "one"))
     both = (*PPO, *SHARED, TIMED)
@@ -52,6 +53,7 @@ def test_two_hosts_train_ppo_as_one_would_and_what_stops_one_stops_both_with_a_c
     assert [line["step"] for line in metrics_of(two)] == list(range(last + 2))
 
 
+@pytest.mark.slow
 def test_a_run_goes_from_two_hosts_to_one_and_back_and_is_the_run_of_one_host(full_config: Path) -> None:
     """GRPO with a KL penalty, two epochs and two mini-batches a step."""
     moved, stayed = (full_config.parent / "runs" / name for name in ("moved", "stayed"))

@@ -29,15 +29,15 @@ PEAK_FLOPS = {
 
 
 class TokenCounts(NamedTuple):
-    """Of samples, over all hosts."""
+    """Tokens of samples, over all hosts."""
 
     prompt: int
-    """A prompt's counted once for each of its samples."""
+    """Prompt tokens, counted once for each sample of the prompt."""
     completion: int
 
     @classmethod
     def count_over_hosts(cls, *parts: Sequence[Sample]) -> list[TokenCounts]:
-        """Of each part; hosts may hold different numbers of samples."""
+        """Counts the tokens of each part; hosts may have different numbers of samples."""
         own = [(sum(len(s.prompt.token_ids) for s in part), sum(len(s.completion_ids) for s in part)) for part in parts]
         return [cls(*counts) for counts in sum_over_hosts(np.asarray(own, np.int64)).tolist()]
 
@@ -50,12 +50,12 @@ class NetworkPass(NamedTuple):
 
     flops_per_token: int
     shares_prompts: bool
-    """A prompt passes once for all its samples."""
+    """Whether a prompt is computed once for all its samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """What the tokens of a step go through, for counting FLOPs."""
+    """The passes that a step's tokens go through."""
 
     group_size: int
     rollout: NetworkPass
@@ -63,11 +63,13 @@ class StepFlops:
     """Scoring and updates."""
 
     def total(self, *, sampled: TokenCounts, learned: TokenCounts) -> float:
-        """2 N a token forward, 6 N forward and backward. Source: Chowdhery et al. 2022 (PaLM), appendix B.
+        """Returns the FLOPs: 2 N per token forward, 6 N forward and backward.
+
+        Source: Chowdhery et al. 2022 (PaLM), appendix B.
 
         Args:
-            sampled: in all rounds.
-            learned: of the samples that the step took from them.
+            sampled: tokens of all rounds.
+            learned: tokens of the samples that the step learns from.
         """
         return self._flops(self.rollout, sampled) + sum(self._flops(one, learned) for one in self.passes)
 
@@ -77,7 +79,7 @@ class StepFlops:
 
 
 def make_step_flops(settings: Settings, session: Session, *, trains_policy: bool = True) -> StepFlops:
-    """What a step's tokens go through in policy, reference and critic."""
+    """Returns the passes of a step through policy, reference and critic."""
     algorithm, shares = settings.algorithm, settings.batching.share_prompts
     model, policy = session.model_spec.definition, session.model_spec.policy_definition
     critic = session.critic.spec.definition if session.critic else None
@@ -89,7 +91,7 @@ def make_step_flops(settings: Settings, session: Session, *, trains_policy: bool
         return NetworkPass(2 * definition.num_parameters, bool(shares and settings.score.for_role(role).dynamic))
 
     def updating(definition: DecoderDefinition, scope: AlgorithmSettings | CriticSettings) -> NetworkPass:
-        # Forward and back to the inputs through every weight, and to the weights that learn.
+        # Forward and backward to the inputs through every weight, and backward to the trained weights.
         flops = 4 * definition.num_parameters + 2 * definition.num_trainable
         return NetworkPass(flops * algorithm.epochs, bool(shares and scope.dynamic_microbatch))
 

@@ -1,0 +1,169 @@
+"""A model on a mesh that can score samples: what `grpo score` needs, and what a `Session` adds generation to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from app.batching.micro_batcher import GlobalPlan, MicroBatcher
+from app.mesh import placement, topology
+from app.model.architecture import Architecture
+from app.model.decoder import Params
+from app.model.io.hf_weights import critic_tensors, load_weights
+from app.model.lora import combine_params, init_adapters
+from app.model.quantization import check_qwix_installed
+from app.records.sample import Sample
+from app.runtime.mesh_checks import check_tp_divides_heads
+from app.runtime.model_spec import CriticSpec, ModelSpec
+from app.score.scorer import BatchRunner, PackedForward, Scorer, ValueScorer, append_dummy_token
+from settings import Settings
+from settings.schema.settings import ScoredRole
+
+
+@dataclass(frozen=True)
+class CriticModel:
+    """A value decoder on the mesh of a session."""
+
+    spec: CriticSpec
+    valuer: ValueScorer
+
+    def load_params(self, mesh: Mesh) -> Params:
+        """Loads the critic's initial weights in float32 on their shardings."""
+        definition, source = self.spec.definition, self.spec.files.weights
+        return load_weights(definition, source, mesh, entries=critic_tensors(definition, source.shapes))
+
+
+@dataclass(kw_only=True)
+class ScoringSession:
+    """A model on a mesh with its scorers, and its critic if it has one."""
+
+    settings: Settings
+    model_spec: ModelSpec
+    mesh: Mesh
+    """The mesh of training and scoring, over all hosts."""
+    scorer: Scorer
+    """Scores with the policy, including its adapters if it has any."""
+    reference_scorer: Scorer
+    """Scores with the weights of `model.path`, quantized if those are; equals `scorer` without adapters."""
+    critic: CriticModel | None = None
+
+    @classmethod
+    def open(cls, settings: Settings, model: ModelSpec, critic: CriticSpec | None = None) -> ScoringSession:
+        """Opens the mesh and the scorers. `topology.initialize_distributed` must have run before."""
+        return cls(**open_scorers(settings, model, critic))
+
+    def architecture_of(self, role: ScoredRole) -> Architecture:
+        """Returns the architecture of the network that scores for a role."""
+        return self.critic.spec.architecture if role == "critic" and self.critic else self.model_spec.architecture
+
+    def load_params(self) -> Params:
+        """Loads the weights of `model.path` on their shardings, in the form that training keeps them in."""
+        return load_weights(self.model_spec.reference_definition, self.model_spec.files.weights, self.mesh)
+
+    @cached_property
+    def frozen_params(self) -> Params:
+        """The policy's frozen weights, which are the reference, too; empty if all weights are trained.
+
+        They are loaded once, and all hosts must load them together.
+        """
+        return {} if self.model_spec.policy_definition.lora is None else self.load_params()
+
+    def free_frozen_params(self) -> None:
+        """Drops the cached `frozen_params`; the next access loads them again."""
+        vars(self).pop("frozen_params", None)
+
+    def full_params(self, trained_params: Params) -> Params:
+        """Returns all weights of the policy: the trained ones combined with the frozen ones."""
+        return combine_params(trained_params, self.frozen_params)
+
+    def initial_trained_params(self) -> Params:
+        """Returns the weights that training starts from: those of `model.path`, or adapters that change nothing yet."""
+        definition = self.model_spec.policy_definition
+        if definition.lora is None:
+            return self.load_params()
+        shapes, shardings = map(definition.trainable, (definition.shapes, definition.shardings(self.mesh)))
+        return init_adapters(shapes, shardings, seed=self.settings.run.seed)
+
+    def score(
+        self, params: Params, samples: Sequence[Sample], role: ScoredRole, *, batcher: MicroBatcher
+    ) -> tuple[list[Sample], GlobalPlan]:
+        """Returns the samples with the logprobs or values of a role, and the plan of the micro-batches.
+
+        Args:
+            params: the weights of the role's network.
+        """
+        if role == "critic":
+            return self._score_values(params, samples, batcher=batcher)
+        plan = batcher(samples, self.mesh)
+        scorer = self.reference_scorer if role == "reference" else self.scorer
+        logprobs = scorer.logprobs(
+            params,
+            samples,
+            plan.local_plan,
+            temperature=self.settings.rollout.temperature,
+            runner=self._batch_runner(scorer, role),
+        )
+        scored = [replace(s, **{f"{role}_logprobs": x}) for s, x in zip(samples, logprobs, strict=True)]
+        return scored, plan
+
+    def _score_values(
+        self, params: Params, samples: Sequence[Sample], *, batcher: MicroBatcher
+    ) -> tuple[list[Sample], GlobalPlan]:
+        """Adds `values`, with one more value after a truncated sample if `algorithm.bootstrap_truncated` is set."""
+        assert self.critic is not None
+        bootstraps = self.settings.algorithm.bootstrap_truncated
+        inputs = [append_dummy_token(s) if bootstraps and s.finish_reason == "length" else s for s in samples]
+        plan = batcher(inputs, self.mesh)
+        valuer = self.critic.valuer
+        values = valuer.values(params, inputs, plan.local_plan, runner=self._batch_runner(valuer, "critic"))
+        return [replace(s, values=x) for s, x in zip(samples, values, strict=True)], plan
+
+    def _batch_runner(self, scorer: PackedForward, role: ScoredRole) -> BatchRunner:
+        return scorer.run_scanned if self.settings.score.for_role(role).strategy == "scan" else scorer.run_looped
+
+
+def open_scorers(settings: Settings, model: ModelSpec, critic: CriticSpec | None) -> dict[str, Any]:
+    """Opens the mesh, checks that it fits the model, and returns the fields of a `ScoringSession`.
+
+    This is the first call that uses a device.
+    """
+    if model.policy_definition.quantization is not None:
+        check_qwix_installed()
+    mesh = open_mesh(settings)
+    check_tp_divides_heads(mesh, model.architecture, path=settings.model.path)
+    if critic is not None:
+        check_tp_divides_heads(mesh, critic.architecture, path=settings.critic.path or settings.model.path)
+    dtype = set_compute_dtype(settings)
+    make_scorer = partial(Scorer, mesh=mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
+    scorer = make_scorer(model.policy_definition)
+    return {
+        "settings": settings,
+        "model_spec": model,
+        "mesh": mesh,
+        "scorer": scorer,
+        "reference_scorer": (
+            scorer if model.policy_definition.lora is None else make_scorer(model.reference_definition)
+        ),
+        "critic": None if critic is None else CriticModel(critic, ValueScorer(critic.definition, mesh, dtype=dtype)),
+    }
+
+
+def open_mesh(settings: Settings) -> Mesh:
+    """Opens the mesh of `mesh.shape`. `topology.initialize_distributed` must have run before."""
+    mesh = topology.make_mesh(settings.mesh)
+    placement.check_rows_per_host(mesh)
+    return mesh
+
+
+def set_compute_dtype(settings: Settings) -> jnp.dtype:
+    """Returns `model.dtype` and sets JAX's matmul precision to match it."""
+    dtype = jnp.dtype(settings.model.dtype)
+    # float32 means float32: by default GPUs take TF32 and TPUs bfloat16 passes for its products.
+    jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)
+    return dtype
