@@ -1,7 +1,7 @@
-"""The command line: one Typer app over the verbs.
+"""The command line: a Typer app with the commands of `app.commands`.
 
-Rooms are imported inside the verbs, so that `--help`, `--version`, `--print-config` and every error
-in the settings answer without starting JAX.
+Commands import other packages when they run, so that `--help`, `--version`, `--print-config` and errors in the settings
+do not load JAX.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-for verb in (
+for command in (
     doctor.doctor,
     train.train,
     evaluate.evaluate,
@@ -35,12 +35,16 @@ for verb in (
     report.report,
     export.export,
 ):
-    app.command()(verb)
+    app.command()(command)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        write(f"grpo {_version()}", sys.stdout)
+def _show_version(requested: bool) -> None:
+    if requested:
+        try:
+            installed = version("grpo-jax")
+        except PackageNotFoundError:
+            installed = "(not installed)"
+        write(f"grpo {installed}", sys.stdout)
         raise typer.Exit
 
 
@@ -54,17 +58,10 @@ def _grpo(
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    # The tokenizer's library advises to install PyTorch, which this program has no use for.
+    """Runs the command line."""
+    # transformers recommends installing PyTorch, which this program does not use.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     app(prog_name="grpo")
-
-
-def _version() -> str:
-    try:
-        return version("grpo")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ def _check_backend_installed(platform: str) -> None:
     }
     if not there[platform]:
         raise _missing_platform_error(
-            platform, f"JAX's library for it is not installed: pip install 'grpo[{platform}]'"
+            platform, f"JAX's library for it is not installed: pip install -e '.[{platform}]'"
         )
 
 

@@ -118,7 +118,7 @@ def check_qwix_installed() -> None:
     if found == NOT_INSTALLED or parse_release(found) < parse_release(oldest):
         there = "" if found == NOT_INSTALLED else f", and {QUANTIZATION_PACKAGE} {found} is older than {oldest}"
         raise InputError(
-            f"{QUANTIZE_BASE_SETTING} needs an optional package{there}; pip install 'grpo[qlora]', or set it to null"
+            f"{QUANTIZE_BASE_SETTING} needs an optional package{there}; pip install -e '.[qlora]', or set it to null"
         )
 
 

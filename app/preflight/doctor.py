@@ -176,7 +176,7 @@ def _start_devices(recorder: CheckRecorder, settings: Settings, run: RunDirector
         if extra is None or settings.mesh.cpu_devices is not None:
             recorder.ok("devices", found)
         else:
-            advice = f"pip install 'grpo[{extra}]', or say mesh.platform: cpu"
+            advice = f"pip install -e '.[{extra}]', or say mesh.platform: cpu"
             recorder.warn("devices", f"{found}, though this machine has more than that", advice)
         return True
     return False

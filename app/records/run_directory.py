@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
 from app.records.atomic_write import is_partial_file, write_atomic
+from app.records.file_lock import FileLockedError, lock_file
 from settings import Resolved
 from settings.errors import InputError
 from settings.schema.run import RunSettings
@@ -123,20 +123,16 @@ def _check_content(run: RunDirectory, resume: Resume) -> None:
         raise InputError(f"run.name: {run.path} exists and is not empty, and is no run. Choose another run.name")
 
 
-def lock_run_directory(run: RunDirectory) -> IO[str]:
-    """Makes the folder and locks it for the life of the returned handle.
+def lock_run_directory(run: RunDirectory) -> IO[bytes]:
+    """Creates the directory and locks it until the returned file is closed.
 
     Raises:
-        InputError: another process is running there.
+        InputError: another process has locked it, or it cannot be written.
     """
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        lock = (run.path / ".lock").open("a")
+        return lock_file(run.path / ".lock")
+    except FileLockedError:
+        raise InputError(f"run.name: another process is running in {run.path}; choose another run.name") from None
     except OSError as error:
         raise InputError(f"run.dir: cannot write to {run.path}: {error.strerror}; choose another run.dir") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        raise InputError(f"run.name: another process is running in {run.path}; choose another run.name") from error
-    return lock

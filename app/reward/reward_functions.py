@@ -171,7 +171,7 @@ class RewardFunctions:
         if is_task_reward(item.name):
             return TaskReward(item.name)
         if item.name == MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
-            raise InputError(f"reward.functions: {item.name} needs an optional package; pip install 'grpo[math]'")
+            raise InputError(f"reward.functions: {item.name} needs an optional package; pip install -e '.[math]'")
         settings = self._settings
         pool = ProcessPool(
             item.function or BUILT_IN_PLUG_INS[item.name],

@@ -163,7 +163,10 @@ def _connect(address: str | None, actor_options: Sequence[Mapping[str, Any]]) ->
     """Makes this process the driver of a cluster: of its own, as large as is asked for, or of one that is there."""
     # Read once, when Ray starts something.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    arguments: dict[str, Any] = {"address": "local" if address is None else address}
+    arguments: dict[str, Any] = {
+        "address": "local" if address is None else address,
+        "runtime_env": {"worker_process_setup_hook": "grpo.add_program_to_path"},
+    }
     if address is None:
         wanted: Counter[str] = Counter()
         for one in actor_options:

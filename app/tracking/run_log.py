@@ -63,7 +63,7 @@ def samples_to_jsonl(samples: Sequence[Sample]) -> bytes:
 def session_record(*, after_step: int) -> dict[str, Any]:
     """What this start of the program runs on, for `sessions.jsonl`: a run may go on elsewhere."""
     try:
-        own_version = version("grpo")
+        own_version = version("grpo-jax")
     except PackageNotFoundError:
         own_version = "not installed"
     return {

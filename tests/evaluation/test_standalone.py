@@ -273,14 +273,14 @@ def test_input_that_cannot_be_evaluated(config: Path, finished: Path, tmp_path: 
 
 def test_only_one_at_a_time_is_at_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, subject = tmp_path / "out.jsonl", EvaluationMetadata("tiny", None, "rows.jsonl", {JUDGE: "arithmetic"})
-    with closing(PartFile(out, subject)), pytest.raises(InputError, match="another process is at this evaluation"):
+    with closing(PartFile(out, subject)), pytest.raises(InputError, match="another process is running this evaluation"):
         PartFile(out, subject)
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(InputError, match=r"part cannot be locked: No locks available; give an --out"):
+    with pytest.raises(InputError, match=r"part cannot be written or locked: No locks available; give an --out"):
         PartFile(out, subject)
 
 

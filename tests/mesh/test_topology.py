@@ -126,7 +126,7 @@ def test_tp_over_several_hosts_is_refused_with_the_hosts_and_the_tp_that_fit(sha
     assert str(caught.value).endswith(f"keep tp inside a host: {fitting}")
 
 
-@pytest.mark.parametrize(("platform", "extra"), [("cuda", "grpo[cuda]"), ("tpu", "grpo[tpu]")])
+@pytest.mark.parametrize(("platform", "extra"), [("cuda", ".[cuda]"), ("tpu", ".[tpu]")])
 def test_a_platform_without_its_library_is_refused_at_once(monkeypatch, platform, extra):
     monkeypatch.setattr(topology, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
@@ -142,8 +142,8 @@ def test_devices_of_another_platform_than_asked_for_are_refused():
 
 
 def test_an_absent_platform_is_never_replaced_by_the_cpu():
-    script = "from app.mesh import topology; from settings.schema.mesh import Mesh; import jax; "
-    script += "jax.config.update('jax_platforms', 'cuda'); topology.devices(Mesh(platform='cuda'))"
+    script = "from app.mesh import topology; from settings.schema.mesh import MeshSettings; import jax; "
+    script += "jax.config.update('jax_platforms', 'cuda'); topology.global_devices(MeshSettings(platform='cuda'))"
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
     assert process.returncode == 1
     assert (

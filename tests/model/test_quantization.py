@@ -27,7 +27,7 @@ from tests.model.io.test_hf_weights import Held, random_file
 from tests.quantized import dequantized, dequantized_params
 from tests.tiny import BIASED, EVEN, make_engine, make_mesh, random_params, random_prompts
 
-pytest.importorskip("qwix", reason="Qwix is not installed: pip install 'grpo[qlora]'")
+pytest.importorskip("qwix", reason="Qwix is not installed: pip install -e '.[qlora]'")
 
 FLOAT32 = jnp.dtype("float32")
 WIDE = replace(EVEN, model_dim=128)

@@ -12,7 +12,7 @@ from settings.errors import InputError
 from tests.reward.samples import kinds_of, make_prompt, make_sample, score, values_of
 
 installed = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed: pip install 'grpo[math]'"
+    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed: pip install -e '.[math]'"
 )
 
 

@@ -160,7 +160,7 @@ def test_a_damaged_log_is_left_as_it_is(tiny_model: Path, undisturbed: Path, tmp
 def test_two_processes_do_not_share_a_log(tiny_model: Path, tmp_path: Path) -> None:
     with EventLog(tmp_path / "samples.jsonl.log", identity={}):
         result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
-        assert result.exit_code == 2 and "another process is at this rollout" in result.stderr
+        assert result.exit_code == 2 and "another process is running this rollout" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -133,7 +133,7 @@ def test_a_finished_log_is_removed_or_kept_where_it_should_be(tmp_path: Path) ->
 def test_only_one_at_a_time_has_the_log(tmp_path: Path) -> None:
     with EventLog(tmp_path / "log", identity=MINE) as log:
         log.start_or_resume(storm(3).scheduler)
-        with pytest.raises(InputError, match="another process is at this rollout"):
+        with pytest.raises(InputError, match="another process is running this rollout"):
             EventLog(tmp_path / "log", identity=MINE)
     with EventLog(tmp_path / "log", identity=MINE) as log:
         assert log.state is not None and log.state.records == []
@@ -144,7 +144,7 @@ def test_a_disk_without_locks_is_called_so(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(InputError, match="cannot be locked: No locks available; give an --out"):
+    with pytest.raises(InputError, match="cannot be written or locked: No locks available; give an --out"):
         EventLog(tmp_path / "log", identity=MINE)
 
 
