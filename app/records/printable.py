@@ -1,12 +1,12 @@
-"""What others wrote, made safe for a terminal."""
+"""Text from elsewhere, made safe for a terminal."""
 
 from __future__ import annotations
 
 
 def to_printable(text: str) -> str:
-    """The text on one line; what a terminal would obey rather than show is spelled out as Python would spell it.
+    """Returns the text on one line, with control characters as Python escapes.
 
-    That is escapes, carriage returns, text direction; also what has no UTF-8.
+    These are escapes, carriage returns and text directions; also characters without UTF-8.
     """
     return "".join(_escape_character(character) for character in text)
 
@@ -14,5 +14,5 @@ def to_printable(text: str) -> str:
 def _escape_character(character: str) -> str:
     if character == "\n":
         return "↵ "
-    # isprintable: no control, format, surrogate or private-use character, and no space but the usual one.
+    # isprintable is False for control, format, surrogate and private-use characters, and for spaces other than " ".
     return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")

@@ -264,7 +264,9 @@ def test_a_kernel_of_zeros_stays_zeros() -> None:
 
 
 def test_a_width_that_no_tile_divides_is_refused() -> None:
-    with pytest.raises(InputError, match=r"^model\.lora\.quantize_base: nf4 .* width, which is 36; set it to int8"):
+    with pytest.raises(
+        InputError, match=r"^model\.lora\.quantize_base: nf4 needs a model width .* got 36; set it to int8"
+    ):
         check_quantization("nf4", model_dim=BIASED.model_dim)
     check_quantization("int8", model_dim=BIASED.model_dim)
     check_quantization("nf4", model_dim=48)

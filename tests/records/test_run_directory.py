@@ -48,7 +48,7 @@ def test_never_refuses_a_directory_that_holds_a_run(occupied: RunDirectory) -> N
 def test_a_folder_with_something_else_in_it_is_refused(run: RunDirectory, resume: Resume, name: str) -> None:
     (run.path / name).parent.mkdir(parents=True)
     (run.path / name).touch()
-    with pytest.raises(InputError, match="not empty, and is no run"):
+    with pytest.raises(InputError, match="exists and is not a run directory"):
         check_run_directory(run, resume)
 
 
@@ -105,7 +105,7 @@ def test_a_file_in_the_place_of_the_directory_is_refused(run: RunDirectory) -> N
 
 def test_a_directory_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"run\.dir: .*file is not a folder that this user may write to"):
+    with pytest.raises(InputError, match=r"run\.dir: .*file is not a directory that this user may write to"):
         check_run_directory(RunDirectory(tmp_path / "file" / "runs" / "tiny"), "never")
 
 

@@ -149,7 +149,7 @@ def test_a_width_that_no_tile_divides_is_refused(tmp_path: Path, config: Path) -
     odd = write_model(tmp_path / "odd", hidden_size=36)
     result = train_here(config, f"model.path={odd}", "model.lora.rank=2", NF4)
     assert result.exit_code == 2
-    assert f"{BASE}: nf4 holds a scale for each tile" in result.stderr
+    assert f"{BASE}: nf4 needs a model width" in result.stderr
 
 
 @pytest.mark.parametrize("base", [INT8, NF4])
