@@ -1,8 +1,8 @@
-"""Samples <-> rows of static shape. The only place in the program that pads.
+"""Conversion of samples into rows of static shape and back: the only place in the program that pads.
 
-A row holds any number of segments one after another; segment ids keep them apart. A segment is a prompt with one
-completion or, where a prompt is shared, several behind it; branch ids keep those apart. Whatever a sample carries per
-completion token is laid out the same way, [R, C], beside the targets.
+A row is a sequence of segments, which segment ids distinguish. A segment is a prompt with one completion, or with
+several if the prompt is shared; branch ids distinguish those. Quantities per completion token are packed like the
+targets, as [R, C].
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape
 from app.records.sample import Sample
 
 HostOrDevice = Any
-"""numpy while it is packed, `jax.Array` once it is placed."""
+"""numpy before placement on devices, `jax.Array` after."""
 
 NO_TARGET = -1
-"""`score_index` of padding."""
+"""The value of `logits_indices` on padding."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenBatch:
-    """One micro-batch of packed rows: what a forward pass reads. numpy on the host, global arrays on devices."""
+    """One micro-batch of packed rows, the input of a forward pass: numpy on the host, global arrays on devices."""
 
     token_ids: Int32[HostOrDevice, "R T"]
     positions: Int32[HostOrDevice, "R T"]
-    """Within the segment: 0 .. S-1 on its prompt; every completion goes on from S."""
+    """Position in the segment: 0 .. S-1 on its prompt; every completion continues from S."""
     segment_ids: Int32[HostOrDevice, "R T"]
-    """1, 2, ... per segment of a row; 0 is padding."""
+    """1, 2, ... for the segments of a row; 0 is padding."""
     branch_ids: Int32[HostOrDevice, "R T"]
-    """1, 2, ... per completion behind a shared prompt; 0 on prompts and wherever nothing is shared."""
+    """1, 2, ... for the completions of a shared prompt; 0 on prompts and completions of unshared prompts."""
     logits_indices: Int32[HostOrDevice, "R C"]
-    """Where in the row the hidden state stands that predicts each target: the token before it, for the first of a
-    completion the last of its prompt. -1 where there is no target."""
+    """The index in the row of the hidden state that predicts each target: the token before it, or the last token of the
+    prompt for the first of a completion. -1 where there is no target."""
     targets: Int32[HostOrDevice, "R C"]
     loss_mask: Bool[HostOrDevice, "R C"]
     """True on completion tokens that the policy wrote."""
 
 
 def pack_tokens(samples: Sequence[Sample], micro_batch: MicroBatch) -> TokenBatch:
-    """Lays prompts and completions out in rows. Padding has segment 0, no score index and a False mask.
+    """Packs prompts and completions into rows. Padding has segment 0, logits index -1 and a False mask.
 
     Raises:
         ValueError: a row is too short for its samples.
@@ -67,7 +67,7 @@ def pack_tokens(samples: Sequence[Sample], micro_batch: MicroBatch) -> TokenBatc
     of_completion = at.completion_segments
     zeros = np.zeros_like(at.prompt_lengths)
     numbers = at.segment_ids
-    # The first token of a completion is predicted where its prompt ends, wherever in the row the completion stands.
+    # The first token of a completion is predicted by the last of its prompt, wherever the completion is in the row.
     places = completions - 1
     written = at.completion_lengths > 0
     places[_exclusive_cumsum(at.completion_lengths)[written]] = (at.prompt_starts + at.prompt_lengths - 1)[
@@ -95,13 +95,13 @@ def pack_tokens(samples: Sequence[Sample], micro_batch: MicroBatch) -> TokenBatc
 def pack_per_token(
     samples: Sequence[Sample], micro_batch: MicroBatch, get_values: Callable[[Sample], np.ndarray]
 ) -> Float32[np.ndarray, "R C"]:
-    """Lays a per-completion-token quantity out beside the targets; 0 on padding."""
+    """Packs a quantity per completion token like the targets; 0 on padding."""
     at = _PackedLayout.from_samples(samples, micro_batch)
     return at.align_to_targets([get_values(samples[i]) for i in at.completion_sources], np.float32)
 
 
 def pack_last_target_indices(samples: Sequence[Sample], micro_batch: MicroBatch) -> Int32[np.ndarray, "R C"]:
-    """Beside each target, where in its row the last one of the same sample stands; -1 on padding."""
+    """Returns, for each target, the index in its row of the last target of the same sample; -1 on padding."""
     at = _PackedLayout.from_samples(samples, micro_batch)
     last = (at.target_starts + at.completion_lengths - 1) % at.shape[1]
     return at.align_to_targets([np.repeat(last, at.completion_lengths)], np.int32, padding=NO_TARGET)
@@ -110,7 +110,7 @@ def pack_last_target_indices(samples: Sequence[Sample], micro_batch: MicroBatch)
 def unpack_per_token(
     packed: Sequence[Float32[np.ndarray, "R C"]], samples: Sequence[Sample], plan: MicroBatchPlan
 ) -> list[Float32[np.ndarray, "C"]]:
-    """The inverse of `pack_per_token`: one array per sample, in sample order, padding gone."""
+    """Returns one array per sample, in sample order and without padding; the inverse of `pack_per_token`."""
     values: list[np.ndarray] = [np.zeros(0, np.float32)] * len(samples)
     for rows, micro_batch in zip(packed, plan.micro_batches, strict=True):
         at = _PackedLayout.from_samples(samples, micro_batch)
@@ -123,18 +123,18 @@ def unpack_per_token(
 
 
 class _PackedLayout(NamedTuple):
-    """Where the pieces of a micro-batch stand. Starts count over the flattened [R, T], or [R, C] for targets."""
+    """The places of prompts and completions in a micro-batch; starts index the flattened [R, T], or [R, C]."""
 
     shape: tuple[int, int]
-    """[R, C]."""
+    """The shape [R, C] of targets."""
     prompt_sources: list[int]
-    """Of each segment: the sample that brings its prompt."""
+    """The sample with the prompt of each segment."""
     prompt_starts: Int64[np.ndarray, "segments"]
     prompt_lengths: Int64[np.ndarray, "segments"]
     segment_ids: Int64[np.ndarray, "segments"]
-    """1, 2, ... within the row."""
+    """1, 2, ... in each row."""
     completion_sources: list[int]
-    """Of each completion: its sample."""
+    """The sample of each completion."""
     completion_segments: Int64[np.ndarray, "completions"]
     branch_ids: Int64[np.ndarray, "completions"]
     completion_starts: Int64[np.ndarray, "completions"]
@@ -171,7 +171,7 @@ class _PackedLayout(NamedTuple):
         )
 
     def align_to_targets(self, values: Iterable[np.ndarray], dtype: type, padding: float = 0) -> np.ndarray:
-        """[R, C]: values of all completions, one after another, each at its target."""
+        """Returns [R, C] with the concatenated values of all completions at their targets."""
         laid_out = np.full(self.shape, padding, dtype)
         laid_out.reshape(-1)[_expand_ranges(self.target_starts, self.completion_lengths)] = _concatenate(values, dtype)
         return laid_out
@@ -188,18 +188,18 @@ def _check_row_lengths(row: np.ndarray, tokens: np.ndarray, targets: np.ndarray,
 
 
 def _exclusive_cumsum(lengths: np.ndarray) -> np.ndarray:
-    """Sum of all lengths before each."""
+    """Returns the sum of all lengths before each."""
     return np.cumsum(lengths) - lengths
 
 
 def _offsets_within_owner(lengths: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    """Sum of the lengths before each that have the same owner. Owners are sorted."""
+    """Returns the sum of the lengths before each with the same owner. Owners are sorted."""
     before = _exclusive_cumsum(lengths)
     return before - before[np.searchsorted(owners, owners)] if len(owners) else before
 
 
 def _expand_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """start, start + 1, ... of each piece, as many as its length."""
+    """Returns start, start + 1, ... of each range, up to its length."""
     return np.repeat(starts - _exclusive_cumsum(lengths), lengths) + np.arange(lengths.sum())
 
 

@@ -137,8 +137,8 @@ def _bypass_proxies(member: ClusterMember) -> None:
         direct = os.environ.get(NO_PROXY_VARIABLE) or os.environ.get("no_proxy")
         os.environ[NO_PROXY_VARIABLE] = f"{direct},{host}" if direct else host
         _print_stderr(
-            f"warning: {', '.join(proxies)} is set in the environment; hosts connect to {host} without a proxy. Unset it "
-            "if they cannot connect"
+            f"warning: {', '.join(proxies)} is set; hosts connect to {host} without a proxy. Unset it if they cannot "
+            "connect"
         )
 
 

@@ -37,7 +37,7 @@ def test_on_a_single_device_all_workers_share_it() -> None:
         (WorkerPoolSettings(devices=(8,)), r"fast\.devices: got 8, but this host has devices 0 to 7"),
         (
             WorkerPoolSettings(count=3, devices=(0, 1)),
-            r"fast\.count: 3 workers need a device each, but there are only 2",
+            "fast.count: 3 workers need a device each, but there are only 2",
         ),
         (WorkerPoolSettings(count=8), r"fast\.count: 9 workers need a device each, but there are only 8"),
     ],

@@ -233,7 +233,7 @@ def take_a_smaller_embedding(model: Path) -> None:
         (use_another_family, "config.json: model_type='mamba' is not supported; supported: llama, mistral, qwen2"),
         (bring_code, "config.json has `auto_map`"),
         (forget_a_size, "config.json: hidden_size is missing"),
-        (keep_only_a_pickle, "holds weights only as pickles (pytorch_model.bin)"),
+        (keep_only_a_pickle, "has weights only as pickles (pytorch_model.bin)"),
         (keep_no_weights, "has neither model.safetensors nor model.safetensors.index.json"),
         (truncate_weights, "model.safetensors: truncated, or not a safetensors file"),
         (
