@@ -84,29 +84,12 @@ def parse_slice(name: str) -> TpuSlice:
     match = re.fullmatch(r"([a-z0-9]+)-([0-9]{1,6})", name.strip().lower().replace("v5litepod", "v5e"))
     chip = TPU_CHIPS.get(match[1]) if match else None
     if match is None or chip is None or int(match[2]) not in SLICE_SIZES[chip.cores_in_name]:
-        raise InputError(
-            f"mesh.pretend: got {name!r}{_suggest_slice_names(match, chip, name)}; known: {_known_slice_names()}"
-        )
+        names = [f"{chip.name}-{size}" for chip in TPU_CHIPS.values() for size in SLICE_SIZES[chip.cores_in_name]]
+        suggestion = did_you_mean(nearest_names(name, names)[:3])
+        raise InputError(f"mesh.pretend: got {name!r}{suggestion}; known: {', '.join(names)}")
     num_chips = int(match[2]) // chip.cores_in_name
     chips_per_host = num_chips if num_chips <= chip.max_chips_of_one_host else chip.chips_per_host
     return TpuSlice(match[0], chip, num_chips, chips_per_host)
-
-
-def _known_slice_names() -> str:
-    return "; ".join(
-        f"{chip.name}-N with N {'cores' if chip.cores_in_name > 1 else 'chips'}, one of "
-        f"{', '.join(map(str, SLICE_SIZES[chip.cores_in_name]))}"
-        for chip in TPU_CHIPS.values()
-    )
-
-
-def _suggest_slice_names(match: re.Match[str] | None, chip: TpuChip | None, name: str) -> str:
-    if match is None or chip is None:
-        names = [f"{chip.name}-{size}" for chip in TPU_CHIPS.values() for size in SLICE_SIZES[chip.cores_in_name]]
-        return did_you_mean(nearest_names(name, names)[:3])
-    sizes = SLICE_SIZES[chip.cores_in_name]
-    below, above = [n for n in sizes if n < int(match[2])][-1:], [n for n in sizes if n > int(match[2])][:1]
-    return did_you_mean([f"{chip.name}-{size}" for size in below + above])
 
 
 def find_chip(device_kind: str) -> TpuChip | None:

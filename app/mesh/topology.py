@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 import os
 import pkgutil
@@ -260,28 +259,10 @@ def parse_mesh_shape(text: str, *, num_devices: int, num_processes: int) -> tupl
     if num_devices % known != 0 or (-1 not in sizes and known != num_devices):
         raise InputError(
             f"mesh.shape: {text!r} needs {'a multiple of ' if -1 in sizes else ''}{known} devices, but there "
-            f"are {num_devices}; the nearest shapes that fit: {' or '.join(nearest_shapes(sizes, num_devices))}"
+            f"are {num_devices}; set sizes whose product is {num_devices}, or one size to -1 to derive it"
         )
     dp, fsdp, tp = (num_devices // known if size == -1 else size for size in sizes)
     return dp, fsdp, tp
-
-
-def nearest_shapes(sizes: Sequence[int], num_devices: int) -> list[str]:
-    """Returns at most two shapes of this many devices that differ by the smallest factors from sizes that do not fit.
-
-    A -1 stays -1.
-    """
-
-    def distance(shape: Sequence[int]) -> tuple[float, float]:
-        """Returns the sum of the factors' logs, and that of tp, which must divide the model's heads, for ties."""
-        steps = [abs(math.log(a / b)) if b != -1 else 0.0 for a, b in zip(shape, sizes, strict=True)]
-        return round(sum(steps), 9), steps[-1]
-
-    divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-    fitting = [s for s in itertools.product(divisors, repeat=len(sizes)) if math.prod(s) == num_devices]
-    shapes = [tuple(-1 if b == -1 else a for a, b in zip(shape, sizes, strict=True)) for shape in fitting]
-    distances = dict(zip(shapes, map(distance, fitting), strict=True))
-    return [",".join(map(str, shape)) for shape in sorted(distances, key=distances.__getitem__)[:2]]
 
 
 def make_mesh(settings: MeshSettings) -> DeviceMesh:

@@ -60,15 +60,6 @@ def test_what_a_failed_start_leaves_does_not_take_the_name(run: RunDirectory, re
     check_run_directory(run, resume)
 
 
-def test_a_start_that_failed_can_be_tried_again_as_it_was(config: Path) -> None:
-    run = RunDirectory(config.parent / "runs" / "tiny")
-    lock_run_directory(run).close()
-    run.checkpoints_dir.mkdir()
-    result = train_here(config, "run.steps=1", "optimizer.warmup_steps=0", "eval.every_steps=0")
-    assert result.exit_code == 0, result.stderr
-    assert run.has_settings and run.has_checkpoint
-
-
 def test_auto_accepts_a_run_with_or_without_a_checkpoint(occupied: RunDirectory) -> None:
     check_run_directory(occupied, "auto")
     (occupied.checkpoints_dir / "3").mkdir(parents=True)
